@@ -47,8 +47,14 @@ SHARE = 1e-4
 """Blocked seconds over seconds of the run, at most."""
 SHORTER = {"outside": (0.60, "43.30 % on average"), "pause": (0.75, "53.1 %, not in its abstract")}
 """What is asked, and what ACUTE reports, against the multi-level baseline."""
-HEADS = (("saves", 6), ("step s", 8), ("pause ms", 10), ("outside s", 11), ("storage s", 11),
-         ("lost s", 8))  # fmt: skip
+HEADS = (
+    ("saves", 6),
+    ("step s", 8),
+    ("pause ms", 10),
+    ("outside s", 11),
+    ("storage s", 11),
+    ("lost s", 8),
+)
 
 
 @dataclass(frozen=True)
@@ -63,8 +69,12 @@ class Size:
 
     @property
     def model(self) -> Found:
-        return {"preset": self.preset, "vocabulary": self.vocabulary, "sequence": self.sequence,
-                "batch": self.batch}  # fmt: skip
+        return {
+            "preset": self.preset,
+            "vocabulary": self.vocabulary,
+            "sequence": self.sequence,
+            "batch": self.batch,
+        }
 
 
 SIZES = (Size("667 MB", 17_404), Size("1.31 GB", 69_731))
@@ -82,14 +92,26 @@ def compare(size: Size, settings: argparse.Namespace, rates: Rates, folder: Path
         with tempfile.TemporaryDirectory(dir=folder) as name:
             if way == WHOLE:
                 found[way] = whole.measure(
-                    size.model, nbytes, rates.link, Path(name), settings.saves, settings.every,
+                    size.model,
+                    nbytes,
+                    rates.link,
+                    Path(name),
+                    settings.saves,
+                    settings.every,
                     120.0 + settings.saves * (settings.every + 30.0),
-                )  # fmt: skip
+                )
                 continue
             found[way] = train(
-                way, size.model, nbytes, rates, Path(name), saves, settings.every, settings.plain,
+                way,
+                size.model,
+                nbytes,
+                rates,
+                Path(name),
+                saves,
+                settings.every,
+                settings.plain,
                 deadline,
-            )  # fmt: skip
+            )
     return found
 
 
@@ -125,10 +147,13 @@ def _row(way: str, row: Found) -> str:
     stored = [save["stored"] for save in row["saves"] if save["stored"] is not None]
     cpu = {"trainer": median(row, "cpu")} | row["helpers"]
     cells = (
-        str(len(row["saves"])), f"{row['step']:.2f}", f"{1e3 * median(row, 'pause'):.1f}",
-        f"{median(row, 'outside'):.2f}", f"{statistics.median(stored):.2f}" if stored else "none",
+        str(len(row["saves"])),
+        f"{row['step']:.2f}",
+        f"{1e3 * median(row, 'pause'):.1f}",
+        f"{median(row, 'outside'):.2f}",
+        f"{statistics.median(stored):.2f}" if stored else "none",
         f"{median(row, 'lost'):.2f}",
-    )  # fmt: skip
+    )
     used = ", ".join(f"{name} {seconds:.2f}" for name, seconds in cpu.items())
     shown = "".join(f"{c:>{width}}" for c, (_, width) in zip(cells, HEADS, strict=True))
     return f"{way:24}{shown}   {used}"
@@ -193,11 +218,17 @@ def _settings() -> argparse.Namespace:
     )
     every = (*WAYS, WHOLE)
     parser.add_argument("sizes", nargs="*", help=", ".join(size.name for size in SIZES))
-    parser.add_argument("--ways", nargs="+", choices=every, default=every, metavar="WAY",
-                        help=", ".join(every))  # fmt: skip
+    parser.add_argument(
+        "--ways", nargs="+", choices=every, default=every, metavar="WAY", help=", ".join(every)
+    )
     parser.add_argument("--quick", action="store_true", help="little state, few saves")
-    parser.add_argument("--every", type=float, default=CADENCE, help="seconds between saves; each "
-                        "begins when the one before has ended, however short this is")  # fmt: skip
+    parser.add_argument(
+        "--every",
+        type=float,
+        default=CADENCE,
+        help="seconds between saves; each "
+        "begins when the one before has ended, however short this is",
+    )
     parser.add_argument("--rounds", type=int, default=3, help="saves of each way")
     parser.add_argument("--saves", type=int, default=10, help=f"saves of {WHOLE}")
     parser.add_argument("--plain", type=int, default=3, help="steps without a save between two")

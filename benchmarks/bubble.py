@@ -24,11 +24,11 @@ from tests.support.ranks import RankContext, Result, Server, expect, run_ranks
 
 from benchmarks.waiting_stages import WaitingStages
 from holdfast.core.schedule.csv import from_csv, to_csv
-from holdfast.core.schedule.table import Schedule, build, singles
-from holdfast.core.schedule.timing import Durations, Timeline, timeline
-from holdfast.parallel.comm.transport import Peers, exchange
-from holdfast.parallel.pipeline import Interpreter
-from holdfast.parallel.trace import COMPUTE, Recorder, Span, chrome_trace, measure
+from holdfast.core.schedule.table import Schedule, actions_of, build_schedule
+from holdfast.core.schedule.timing import Durations, Timeline, time_schedule
+from holdfast.parallel.comm.transport import PeerGroup, exchange
+from holdfast.parallel.pipeline import PipelineInterpreter
+from holdfast.parallel.trace import COMPUTE, SpanRecorder, TraceSpan, chrome_trace, measure_pipeline
 
 # A V of two stages on each of two ranks, the backward in two halves (zero bubble).
 SPLIT_V = (
@@ -44,38 +44,40 @@ def wait_through(
     schedule = from_csv(table, "table")
     durations = Durations(tuple(forward), tuple(backward))
     seconds = {
-        (action.stage, action.kind): durations.of(action)
+        (action.stage, action.kind): durations.duration_of(action)
         for cell in schedule.actions[rank.rank]
-        for action in singles(cell)
+        for action in actions_of(cell)
     }
-    line = Peers(rank.store(), "line", rank.rank, schedule.ranks, seconds=60)
-    recorder = Recorder()
-    interpreter = Interpreter(line, torch.device("cpu"), recorder=recorder)
+    line = PeerGroup(rank.store(), "line", rank.rank, schedule.ranks, seconds=60)
+    recorder = SpanRecorder()
+    interpreter = PipelineInterpreter(line, torch.device("cpu"), recorder=recorder)
     exchange(line, torch.zeros(1, dtype=torch.int64), [1] * schedule.ranks, tag=1)
     interpreter.run(schedule, WaitingStages(schedule.stages, seconds, nbytes))
-    interpreter.settle()
+    interpreter.wait_until_sent()
     rank.barrier("settled", seconds=60)
     return [[s.track, s.name, s.start, s.stop] for s in recorder.spans]
 
 
 def execute(
     schedule: Schedule, durations: Durations, nbytes: int = 1 << 16, address: str | None = None
-) -> list[list[Span]]:
+) -> list[list[TraceSpan]]:
     """The spans of every rank of one execution. address: of a rank server, outside pytest."""
     args = {
-        "table": to_csv(schedule), "forward": durations.forward,
-        "backward": durations.backward, "nbytes": nbytes,
-    }  # fmt: skip
+        "table": to_csv(schedule),
+        "forward": durations.forward,
+        "backward": durations.backward,
+        "nbytes": nbytes,
+    }
     body = partial(run_ranks, address=address, deadline=120.0)
     results: list[Result] = body(wait_through, schedule.ranks, args)
     expect(results)
-    return [[Span(*span) for span in result.value] for result in results]
+    return [[TraceSpan(*span) for span in result.value] for result in results]
 
 
-def in_order(schedule: Schedule, spans: list[list[Span]]) -> bool:
+def in_order(schedule: Schedule, spans: list[list[TraceSpan]]) -> bool:
     """Return True if every rank executed exactly its row of the table, in its order."""
     return all(
-        [s.name for s in mine if s.track == COMPUTE] == [str(a) for c in row for a in singles(c)]
+        [s.name for s in mine if s.track == COMPUTE] == [str(a) for c in row for a in actions_of(c)]
         for row, mine in zip(schedule.actions, spans, strict=True)
     )
 
@@ -92,25 +94,26 @@ def late(seconds: float, times: int = 20) -> float:
 
 def cases(forward: float, microbatches: int) -> dict[str, tuple[Schedule, Durations]]:
     """What is executed; the backward takes two forwards."""
-    even = Durations.even(4, forward, 2 * forward)
+    even = Durations.uniform(4, forward, 2 * forward)
     uneven = tuple(forward * factor for factor in (0.75, 1.5, 1.0, 1.25))
     return {
-        "1f1b pp4": (build("1f1b", 4, microbatches), even),
-        "gpipe pp4": (build("gpipe", 4, microbatches), even),
+        "1f1b pp4": (build_schedule("1f1b", 4, microbatches), even),
+        "gpipe pp4": (build_schedule("gpipe", 4, microbatches), even),
         "1f1b pp4 uneven": (
-            build("1f1b", 4, microbatches), Durations(uneven, tuple(2 * f for f in uneven))
+            build_schedule("1f1b", 4, microbatches),
+            Durations(uneven, tuple(2 * f for f in uneven)),
         ),
         "split V pp2": (from_csv(SPLIT_V, "split V"), even),
-    }  # fmt: skip
+    }
 
 
-def line(name: str, planned: Timeline, spans: list[list[Span]], formula: str) -> str:
+def line(name: str, planned: Timeline, spans: list[list[TraceSpan]], formula: str) -> str:
     """One row of the table."""
-    found = measure(spans)
+    found = measure_pipeline(spans)
     off = max(abs(f - p) for f, p in zip(found.bubble, planned.bubble, strict=True))
     return (
-        f"{name:<18}{planned.makespan:>10.4f}{found.makespan:>10.4f}"
-        f"{found.makespan / planned.makespan - 1:>+9.2%}"
+        f"{name:<18}{planned.makespan:>10.4f}{found.makespan_s:>10.4f}"
+        f"{found.makespan_s / planned.makespan - 1:>+9.2%}"
         f"{statistics.mean(planned.bubble):>9.4f}{statistics.mean(found.bubble):>9.4f}{off:>9.4f}"
         f"{formula:>9}"
     )
@@ -128,16 +131,21 @@ def main() -> None:
     server = Server()
     try:
         print(f"{'':<18}{'makespan s':>20}{'':9}{'mean bubble':>18}{'worst':>9}")
-        print(f"{'':<18}{'timer':>10}{'executed':>10}{'':9}{'timer':>9}{'executed':>9}"
-              f"{'rank off':>9}{'formula':>9}")  # fmt: skip
+        print(
+            f"{'':<18}{'timer':>10}{'executed':>10}{'':9}{'timer':>9}{'executed':>9}"
+            f"{'rank off':>9}{'formula':>9}"
+        )
         for name, (schedule, durations) in cases(forward, given.microbatches).items():
-            runs = [execute(schedule, durations, address=server.address)
-                    for _ in range(given.rounds)]  # fmt: skip
-            spans = sorted(runs, key=lambda run: measure(run).makespan)[given.rounds // 2]
+            runs = [
+                execute(schedule, durations, address=server.address) for _ in range(given.rounds)
+            ]
+            spans = sorted(runs, key=lambda run: measure_pipeline(run).makespan_s)[
+                given.rounds // 2
+            ]
             p, m = schedule.ranks, schedule.microbatches
             formula = f"{(p - 1) / (m + p - 1):.4f}" if name in ("1f1b pp4", "gpipe pp4") else "-"
             order = "" if all(in_order(schedule, run) for run in runs) else "  OUT OF ORDER"
-            print(line(name, timeline(schedule, durations), spans, formula) + order)
+            print(line(name, time_schedule(schedule, durations), spans, formula) + order)
             if given.trace:
                 given.trace.mkdir(parents=True, exist_ok=True)
                 trace = chrome_trace(dict(enumerate(spans)))

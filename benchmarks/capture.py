@@ -21,12 +21,12 @@ from pathlib import Path
 
 import torch
 
-from holdfast.checkpoint.capture.capturer import Captured, Capturer
+from holdfast.checkpoint.capture.capturer import Capturer, CompletedCapture
 from holdfast.checkpoint.mover.client import MoverClient
-from holdfast.checkpoint.mover.main import MoverBoot
-from holdfast.checkpoint.mover.service import Settings
+from holdfast.checkpoint.mover.main import MoverSpec
+from holdfast.checkpoint.mover.service import MoverSettings
 from holdfast.core.sharding.state_table import StateTable, TensorSpec
-from holdfast.layout import Layout, place
+from holdfast.layout import Layout, place_layout
 from holdfast.wire.secret import Secret
 
 
@@ -44,8 +44,11 @@ def table_of(megabytes: int, tensors: int) -> StateTable:
 
 def measure(folder: Path, table: StateTable, rounds: int) -> None:
     secret = Secret(secrets.token_bytes(32))
-    boot = MoverBoot(
-        str(folder), f"{folder}/mover.sock", Settings("bench", "", "", keep_last=1), secret.hex()
+    boot = MoverSpec(
+        str(folder),
+        f"{folder}/mover.sock",
+        MoverSettings("bench", "", "", keep_last=1),
+        secret.hex(),
     )
     process = subprocess.Popen(
         [sys.executable, "-m", "holdfast.checkpoint.mover.main"],
@@ -54,11 +57,11 @@ def measure(folder: Path, table: StateTable, rounds: int) -> None:
     )
     assert process.stdin is not None
     assert process.stdout is not None
-    process.stdin.write(boot.to_line())
+    process.stdin.write(boot.to_json_line())
     process.stdin.close()
     assert json.loads(process.stdout.readline())["ready"]
     try:
-        topology = place(Layout(), 1, ("here",))
+        topology = place_layout(Layout(), 1, ("here",))
         client = MoverClient(boot.socket, secret, 1)
         client.expect(topology, table)
         tensors = {spec.name: torch.randn(spec.shape) for spec in table}
@@ -79,17 +82,17 @@ def report(rounds: int, capturer: Capturer, tensors: dict[str, torch.Tensor]) ->
 
         def capture(step: int = step) -> None:
             made = capturer.capture(step, wait=60)
-            assert isinstance(made, Captured)
+            assert isinstance(made, CompletedCapture)
 
         pause = timed(capture)
         begun = time.perf_counter()
         assert capturer.announce(step, {}) is None
-        reason = capturer.settle(step, 120)
+        reason = capturer.wait_until_committed(step, 120)
         assert reason is None, reason
         walls.append((pause[0], floor[0]))
         cpus.append((pause[1], floor[1]))
         durable.append(time.perf_counter() - begun)
-    size = capturer.bytes / 2**20
+    size = capturer.nbytes / 2**20
     print(f"{len(tensors)} tensors, {size:.0f} MiB, {rounds} rounds, one thread")
     print(f"{'':10}{'capture':>12}{'memcpy':>12}{'ratio':>8}")
     for name, pairs in (("wall s", walls), ("CPU s", cpus)):

@@ -34,8 +34,17 @@ from typing import Any
 from benchmarks.saving.ranks import Mover, Ranks
 from benchmarks.saving.task import Task
 
-WAYS = ("torch.save", "DCP save", "DCP async", "DCP async, stager kept", "DCP async, process",
-        "torch_checkpointing", "ours, waiting", "ours, hidden", "ours, memory")  # fmt: skip
+WAYS = (
+    "torch.save",
+    "DCP save",
+    "DCP async",
+    "DCP async, stager kept",
+    "DCP async, process",
+    "torch_checkpointing",
+    "ours, waiting",
+    "ours, hidden",
+    "ours, memory",
+)
 FEW = ("torch.save", "DCP save", "DCP async", "ours, waiting", "ours, hidden")
 STEPPING = ("DCP async", "DCP async, stager kept", "ours, waiting", "ours, hidden", "ours, memory")
 COLUMNS = 1024
@@ -96,9 +105,13 @@ def ratio(answers: Sequence[dict[str, Any]], key: str, floor: str) -> float:
 def row_of(answers: Sequence[dict[str, Any]]) -> Row:
     cpu, memcpy_cpu = (min(slowest(answers, key)) for key in ("cpu", "memcpy_cpu"))
     return Row(
-        median(answers, "wall"), cpu, median(answers, "durable"),
-        ratio(answers, "wall", "memcpy"), cpu / memcpy_cpu, ratio(answers, "durable", "write"),
-    )  # fmt: skip
+        median(answers, "wall"),
+        cpu,
+        median(answers, "durable"),
+        ratio(answers, "wall", "memcpy"),
+        cpu / memcpy_cpu,
+        ratio(answers, "durable", "write"),
+    )
 
 
 def saves(
@@ -108,9 +121,15 @@ def saves(
     rows: dict[str, Row | str] = {}
     for way in ways:
         least = COPIES if way == "ours, waiting" and not settings.quick else LEAST
-        answers = ranks.ask({"way": way, "rounds": max(least, settings.rounds), "least": least,
-                             "seconds": settings.seconds,
-                             "beside": 0.02 if settings.quick else 0.5})  # fmt: skip
+        answers = ranks.ask(
+            {
+                "way": way,
+                "rounds": max(least, settings.rounds),
+                "least": least,
+                "seconds": settings.seconds,
+                "beside": 0.02 if settings.quick else 0.5,
+            }
+        )
         failed = [answer["error"] for answer in answers if "error" in answer]
         rows[way] = failed[0] if failed else row_of(answers)
         for key in () if failed else FLOORS:
@@ -122,8 +141,16 @@ def case(of: Case, world: int, settings: argparse.Namespace, folder: Path) -> di
     """One state on one number of ranks: floors, and a row for each way."""
     folder.mkdir()
     mover = Mover(folder / "run")
-    task = Task(world, str(folder / "meeting"), str(folder), mover.socket, mover.secret.hex(),
-                of.tensors, of.rows, COLUMNS)  # fmt: skip
+    task = Task(
+        world,
+        str(folder / "meeting"),
+        str(folder),
+        mover.socket,
+        mover.secret.hex(),
+        of.tensors,
+        of.rows,
+        COLUMNS,
+    )
     rounds = 3 if settings.quick else 7
     floor: dict[str, list[float]] = {key: [] for key in FLOORS}
     try:
@@ -140,8 +167,10 @@ def case(of: Case, world: int, settings: argparse.Namespace, folder: Path) -> di
         shutil.rmtree(folder, ignore_errors=True)
     medians = {key: statistics.median(values or [math.nan]) for key, values in floor.items()}
     return medians | {
-        "xxh3": median(hashes, "wall"), "xxh3_cpu": median(hashes, "cpu"), "rows": rows
-    }  # fmt: skip
+        "xxh3": median(hashes, "wall"),
+        "xxh3_cpu": median(hashes, "cpu"),
+        "rows": rows,
+    }
 
 
 def show(of: Case, world: int, found: dict[str, Any]) -> None:
@@ -159,8 +188,7 @@ def show(of: Case, world: int, found: dict[str, Any]) -> None:
             continue
         in_memory = way == "ours, memory"
         durable = "" if in_memory else f"{row.durable:11.2f}{row.x_write:9.2f}"
-        print(f"{way:24}{row.pause * 1e3:10.1f}{row.x_memcpy:10.2f}"
-              f"{row.cpu * 1e3:9.1f}{durable}")  # fmt: skip
+        print(f"{way:24}{row.pause * 1e3:10.1f}{row.x_memcpy:10.2f}{row.cpu * 1e3:9.1f}{durable}")
     for line in verdicts(of, world, found) if of in CASES else []:
         print(f"  {line}")
 
@@ -201,8 +229,15 @@ def steps(world: int, settings: argparse.Namespace, folder: Path) -> dict[str, A
     """Real steps with a save before each, over steps without: medians of pairs."""
     folder.mkdir()
     mover = Mover(folder / "run")
-    task = Task(world, str(folder / "meeting"), str(folder), mover.socket, mover.secret.hex(),
-                train=True, quick=settings.quick)  # fmt: skip
+    task = Task(
+        world,
+        str(folder / "meeting"),
+        str(folder),
+        mover.socket,
+        mover.secret.hex(),
+        train=True,
+        quick=settings.quick,
+    )
     found: dict[str, Any] = {}
     try:
         with Ranks(task, sys.executable) as ranks:
@@ -212,13 +247,17 @@ def steps(world: int, settings: argparse.Namespace, folder: Path) -> dict[str, A
                 if failed:
                     found[way] = failed[0]
                     continue
-                slow, plain = ([max(b) for b in zip(*(a[k] for a in answers), strict=True)]
-                               for k in ("with", "without"))  # fmt: skip
+                slow, plain = (
+                    [max(b) for b in zip(*(a[k] for a in answers), strict=True)]
+                    for k in ("with", "without")
+                )
                 ratios = [a / b for a, b in zip(slow, plain, strict=True)]
                 found[way] = {
-                    "step": statistics.median(plain), "ratio": statistics.median(ratios),
-                    "ratios": ratios, "blocked": median(answers, "blocked"),
-                }  # fmt: skip
+                    "step": statistics.median(plain),
+                    "ratio": statistics.median(ratios),
+                    "ratios": ratios,
+                    "blocked": median(answers, "blocked"),
+                }
     finally:
         mover.close()
         shutil.rmtree(folder, ignore_errors=True)
@@ -232,8 +271,10 @@ def show_steps(world: int, found: dict[str, Any]) -> None:
         if isinstance(row, str):
             print(f"{way:24}  failed: {row}")
             continue
-        print(f"{way:24}{row['step']:8.3f}{row['ratio']:10.3f}{min(row['ratios']):8.3f}"
-              f"{max(row['ratios']):8.3f}{row['blocked'] * 1e3:12.1f}")  # fmt: skip
+        print(
+            f"{way:24}{row['step']:8.3f}{row['ratio']:10.3f}{min(row['ratios']):8.3f}"
+            f"{max(row['ratios']):8.3f}{row['blocked'] * 1e3:12.1f}"
+        )
 
 
 def _settings() -> argparse.Namespace:

@@ -17,20 +17,26 @@ import torch
 
 from benchmarks.paired import estimate
 from holdfast.config.model import ModelConfig
-from holdfast.core.sharding.parameters import count
+from holdfast.core.sharding.parameters import count_parameters
 from holdfast.core.sharding.state_table import state_table
-from holdfast.layout import Layout, place
-from holdfast.train.replica_check import Checksums
+from holdfast.layout import Layout, place_layout
+from holdfast.train.replica_check import ReplicaChecker
 from holdfast.train.state import LocalTensor
 
 
 def model_of(mib: int) -> ModelConfig:
     """A decoder whose state takes at least so much, in matrices of 1 to 4 MiB."""
-    shape = {"preset": None, "dim": 512, "heads": 8, "kv_heads": 8, "ffn_dim": 2048,
-             "vocab_size": 2048}  # fmt: skip
+    shape = {
+        "preset": None,
+        "dim": 512,
+        "heads": 8,
+        "kv_heads": 8,
+        "ffn_dim": 2048,
+        "vocab_size": 2048,
+    }
     for layers in range(1, 1000):
         model = ModelConfig.model_validate({**shape, "layers": layers})
-        if 12 * count(model) >= mib << 20:
+        if 12 * count_parameters(model) >= mib << 20:
             return model
     raise SystemExit(f"{mib} MiB are too many")
 
@@ -54,14 +60,14 @@ def main() -> None:
         for spec in table
     ]
     copies = [torch.zeros_like(local.tensor) for local in state]
-    checks = Checksums(place(Layout(dp_replicate=2), 1, ("a", "b")), table)
+    checks = ReplicaChecker(place_layout(Layout(dp_replicate=2), 1, ("a", "b")), table)
 
     def copy() -> None:
         for into, local in zip(copies, state, strict=True):
             into.copy_(local.tensor)
 
     def check() -> None:
-        checks.words(0, state)
+        checks.hashes(0, state)
 
     copy()
     check()

@@ -26,18 +26,18 @@ import numpy as np
 import psutil
 from xxhash import xxh3_128_hexdigest
 
-from holdfast.checkpoint.format.blob import ExtentHasher, header, total_size
-from holdfast.checkpoint.format.save_context import fitting_extent
-from holdfast.checkpoint.memory.arena import Arena, digest, slot_capacity
-from holdfast.checkpoint.memory.snapshot_store import MemoryFile, Shelf, Snapshot
+from holdfast.checkpoint.format.blob import ExtentHasher, blob_header, blob_size
+from holdfast.checkpoint.format.save_context import choose_extent_bytes
+from holdfast.checkpoint.memory.arena import Arena, identity_digest, slot_capacity
+from holdfast.checkpoint.memory.snapshot_store import MemoryFile, Snapshot, SnapshotStore
 from holdfast.checkpoint.peers.config import Peer, PeerSettings
-from holdfast.checkpoint.peers.peer_tier import Peers
+from holdfast.checkpoint.peers.peer_tier import PeerTier
 from holdfast.checkpoint.peers.source import PeerSource
-from holdfast.core.format.manifest import Part, blob_key, placed, writer_name
+from holdfast.core.format.manifest import PartManifest, blob_key, place_boxes, writer_name
 from holdfast.core.sharding.ownership import owned_boxes
 from holdfast.core.sharding.state_table import TensorSpec
 from holdfast.events import Event, SnapshotKept
-from holdfast.layout import Layout, place
+from holdfast.layout import Layout, place_layout
 from holdfast.policy.placement import Machine
 from holdfast.wire.secret import Secret
 
@@ -53,17 +53,17 @@ class Sender:
         self.table = tuple(
             TensorSpec(f"model.{name}", "F32", (rows, COLUMNS), 0) for name in ("moving", "frozen")
         )
-        self.topology = place(Layout(), 1, ("here",))
-        self.tensors = placed(owned_boxes(self.topology, self.table, 0), self.table)
-        self.head = header(self.tensors)
-        self.size = total_size(self.head, self.tensors)
+        self.topology = place_layout(Layout(), 1, ("here",))
+        self.tensors = place_boxes(owned_boxes(self.topology, self.table, 0), self.table)
+        self.head = blob_header(self.tensors)
+        self.size = blob_size(self.head, self.tensors)
         self.memory = MemoryFile(Arena.create("benchmark", 3, slot_capacity(self.size)))
-        self.shelf = Shelf()
+        self.shelf = SnapshotStore()
         self.kept = threading.Event()
         settings = PeerSettings(Machine("here"), (Peer(Machine("stage"), address),))
-        self.peers = Peers(settings, self.shelf, secret, "benchmark", self._event)
-        self.shelf.open(1, self.topology, self.table)
-        self.peers.expect(self.topology, self.table)
+        self.peers = PeerTier(settings, self.shelf, secret, "benchmark", self._event)
+        self.shelf.open_generation(1, self.topology, self.table)
+        self.peers.begin_generation(self.topology, self.table)
         self.random = np.random.default_rng(1)
 
     def _event(self, event: Event) -> None:
@@ -75,31 +75,35 @@ class Sender:
         arena = self.memory.arena
         slot = arena.free_slot()
         assert slot is not None
-        arena.begin(slot)
+        arena.begin_write(slot)
         view = arena.data(slot, self.size)
         view[: len(self.head)] = self.head
         for number, p in enumerate(self.tensors):
             fresh = change == "all" or (change == "half" and number == 0)
             seed = step if fresh else 0
             data = np.frombuffer(view, np.uint8)[len(self.head) + p.start :][: p.nbytes]
-            data[:] = np.random.default_rng(seed + 7 * number).integers(
-                0, 256, min(p.nbytes, 1 << 20), np.uint8
-            ).repeat(-(-p.nbytes // (1 << 20)))[: p.nbytes]  # fmt: skip
+            data[:] = (
+                np.random.default_rng(seed + 7 * number)
+                .integers(0, 256, min(p.nbytes, 1 << 20), np.uint8)
+                .repeat(-(-p.nbytes // (1 << 20)))[: p.nbytes]
+            )
             del data
-        hasher = ExtentHasher(fitting_extent(READ, self.size))  # as a run has them
-        for _ in hasher.feed([view]):
+        hasher = ExtentHasher(choose_extent_bytes(READ, self.size))  # as a run has them
+        for _ in hasher.pass_through([view]):
             pass
         view.release()
-        made = arena.finish(slot, digest("benchmark"), 1, step, self.size, digest(self.head))
-        blob = hasher.blob(blob_key(1, step, writer_name(0)), len(self.head))
-        part = Part(1, step, 0, blob, self.tensors, {})
+        made = arena.finish_write(
+            slot, identity_digest("benchmark"), 1, step, self.size, identity_digest(self.head)
+        )
+        blob = hasher.finish(blob_key(1, step, writer_name(0)), len(self.head))
+        part = PartManifest(1, step, 0, blob, self.tensors, {})
         snapshot = Snapshot(part, part.to_bytes(), self.memory, slot, made)
         self.shelf.put(snapshot)
         return snapshot
 
     def send(self, snapshot: Snapshot) -> None:
         self.kept.clear()
-        self.peers.shelved(snapshot)
+        self.peers.on_snapshot_stored(snapshot)
         assert self.kept.wait(300), "the staging machine did not take it"
 
 
@@ -162,10 +166,22 @@ def measure(nbytes: int, rounds: int, folder: Path) -> list[tuple[str, float, fl
     (folder / "secret").write_text(secret.hex())
     room = str(2.5 * nbytes / 1e9)
     stage = subprocess.Popen(
-        [sys.executable, "-m", "holdfast.cli.main", "stage", "--listen", "127.0.0.1:0", "--secret",
-         str(folder / "secret"), "--memory", room, "--json"],
-        stdout=subprocess.PIPE, text=True,
-    )  # fmt: skip
+        [
+            sys.executable,
+            "-m",
+            "holdfast.cli.main",
+            "stage",
+            "--listen",
+            "127.0.0.1:0",
+            "--secret",
+            str(folder / "secret"),
+            "--memory",
+            room,
+            "--json",
+        ],
+        stdout=subprocess.PIPE,
+        text=True,
+    )
     assert stage.stdout is not None
     try:
         address = json.loads(stage.stdout.readline())["address"]
@@ -196,11 +212,14 @@ def _rows(
         for _ in range(rounds):
             step += 1
             made = sender.capture(step, change)
-            sent = sender.peers.server.sent
+            sent = sender.peers.server.sent_bytes
             best.append(watch(lambda made=made: sender.send(made)))
-            sent = sender.peers.server.sent - sent
-        what = {"all": "copy, everything changed", "half": "copy, half of it frozen",
-                "none": "copy, nothing changed"}[change]  # fmt: skip
+            sent = sender.peers.server.sent_bytes - sent
+        what = {
+            "all": "copy, everything changed",
+            "half": "copy, half of it frozen",
+            "none": "copy, nothing changed",
+        }[change]
         rows.append((what, *_least(best), sent))
     source = PeerSource("stage", address, secret, 1, "benchmark")
     key = source.inventory()[0]
@@ -235,8 +254,10 @@ def main() -> None:
     print(f"{nbytes / 1e6:g} MB of state, {os.cpu_count()} cores, loopback")
     print(f"{'':38s}{'wall s':>9s}{'x floor':>9s}{'CPU s':>9s}{'x floor':>9s}{'MB sent':>9s}")
     for what, wall, cpu, sent in rows:
-        print(f"{what:38s}{wall:9.3f}{wall / base[1]:9.2f}{cpu:9.3f}{cpu / base[2]:9.2f}"
-              f"{sent / 1e6:9.0f}")  # fmt: skip
+        print(
+            f"{what:38s}{wall:9.3f}{wall / base[1]:9.2f}{cpu:9.3f}{cpu / base[2]:9.2f}"
+            f"{sent / 1e6:9.0f}"
+        )
 
 
 if __name__ == "__main__":

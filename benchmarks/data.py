@@ -47,7 +47,7 @@ from holdfast.config.train import TrainConfig
 from holdfast.core.data.sample_order import BatchSchedule, SampleOrder
 from holdfast.data.batch import Batches
 from holdfast.data.dataset import Dataset
-from holdfast.data.prepare import prepare
+from holdfast.data.prepare import prepare_dataset
 
 VOCAB = 1024
 
@@ -111,7 +111,7 @@ def time_ours(folder: Path, tokenizer: Path, cores: int) -> tuple[float, float]:
             spent["end"] = now()
 
     given = config(folder, cores).model_copy(update={"tokenizer": _given(tokenizer)})
-    prepare(given, say=say, progress=progress)
+    prepare_dataset(given, say=say, progress=progress)
     shutil.rmtree(folder)
     (begin, end) = spent["begin"], spent["end"]
     return end[0] - begin[0], end[1] - begin[1]
@@ -125,8 +125,11 @@ def time_library(tokenizer: Path, cores: int) -> tuple[float, float]:
     environment = os.environ | {"RAYON_NUM_THREADS": str(cores), "TOKENIZERS_PARALLELISM": "true"}
     done = subprocess.run(
         [sys.executable, "-c", PEER, str(tokenizer)],
-        env=environment, capture_output=True, text=True, check=True,
-    )  # fmt: skip
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     wall, cpu = json.loads(done.stdout)
     return wall, cpu
 
@@ -150,11 +153,21 @@ def tokenising(work: Path, tokenizer: Path, cores: int, rounds: int, size: int) 
         return f"{mine:.2f} s / {theirs:.2f} s ({size / mine / 1e6:.1f} MB/s)"
 
     return [
-        Row(f"tokenise, wall, {cores} cores: library / ours {estimate(walls)}",
-            seconds(0), "", statistics.median(walls), 0.9),
-        Row(f"tokenise, CPU, {cores} cores: library / ours {estimate(cpus)}",
-            "", seconds(1), statistics.median(cpus), 0.9),
-    ]  # fmt: skip
+        Row(
+            f"tokenise, wall, {cores} cores: library / ours {estimate(walls)}",
+            seconds(0),
+            "",
+            statistics.median(walls),
+            0.9,
+        ),
+        Row(
+            f"tokenise, CPU, {cores} cores: library / ours {estimate(cpus)}",
+            "",
+            seconds(1),
+            statistics.median(cpus),
+            0.9,
+        ),
+    ]
 
 
 def model_tokens_per_second(vocab: int, length: int, batch: int, steps: int = 12) -> float:
@@ -201,8 +214,11 @@ def loading(dataset: Dataset, length: int, batch: int, model: float) -> Row:
     tokens = steps * batch * length
     return Row(
         f"load S={length}: tokens/s over the model's {model:,.0f} tokens/s",
-        f"{tokens / wall:,.0f}/s", f"{tokens / cpu:,.0f}/CPU-s", tokens / wall / model, 50.0,
-    )  # fmt: skip
+        f"{tokens / wall:,.0f}/s",
+        f"{tokens / cpu:,.0f}/CPU-s",
+        tokens / wall / model,
+        50.0,
+    )
 
 
 def index_arithmetic(batch: int, draws: int = 1000) -> Row:
@@ -224,8 +240,10 @@ def index_arithmetic(batch: int, draws: int = 1000) -> Row:
         "index arithmetic of a step: 10^12 over 10^6 samples",
         f"{wall_medians[10**12]:.0f} us / {wall_medians[10**6]:.0f} us",
         f"{cpu_medians[10**12]:.0f} us / {cpu_medians[10**6]:.0f} us",
-        wall_medians[10**12] / wall_medians[10**6], 1.5, below=True,
-    )  # fmt: skip
+        wall_medians[10**12] / wall_medians[10**6],
+        1.5,
+        below=True,
+    )
 
 
 def show(rows: list[Row]) -> None:
@@ -234,8 +252,14 @@ def show(rows: list[Row]) -> None:
         table.add_column(column, overflow="fold")
     for row in rows:
         sign = "<=" if row.below else ">="
-        table.add_row(row.what, row.wall, row.cpu, f"{row.value:.3f}", f"{sign} {row.floor}",
-                      "passes" if row.passes else "MISSES")  # fmt: skip
+        table.add_row(
+            row.what,
+            row.wall,
+            row.cpu,
+            f"{row.value:.3f}",
+            f"{sign} {row.floor}",
+            "passes" if row.passes else "MISSES",
+        )
     Console(width=None if sys.stdout.isatty() else 140).print(table)
 
 
@@ -250,7 +274,7 @@ def main() -> int:
     length, batch = arguments.sequence_length, arguments.batch_size
     with tempfile.TemporaryDirectory() as folder:
         work = Path(folder)
-        dataset = prepare(config(work / "set", arguments.cores))
+        dataset = prepare_dataset(config(work / "set", arguments.cores))
         size = sum(dataset.counts(split)["bytes"] for split in dataset.splits)
         rows = tokenising(work, dataset.tokenizer_path, arguments.cores, arguments.rounds, size)
         model = arguments.tokens_per_second or model_tokens_per_second(VOCAB, length, batch)

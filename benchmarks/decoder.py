@@ -78,8 +78,10 @@ def main() -> None:
         return step(theirs(input_ids=inputs, use_cache=False).logits, targets)
 
     torch.testing.assert_close(run_ours(), run_theirs(), rtol=1e-5, atol=0)
-    sums = [sum(float(p.grad.double().square().sum()) for p in m.parameters() if p.grad is not None)
-            for m in (ours, theirs)]  # fmt: skip
+    sums = [
+        sum(float(p.grad.double().square().sum()) for p in m.parameters() if p.grad is not None)
+        for m in (ours, theirs)
+    ]
     torch.testing.assert_close(sums[0], sums[1], rtol=1e-4, atol=0)
 
     runs = {"ours": run_ours, "theirs": run_theirs}

@@ -45,16 +45,20 @@ checkpoint: {{every_steps: 3}}
 def holdfast(*arguments: object) -> None:
     subprocess.run(
         [sys.executable, "-m", "holdfast.cli.main", *map(str, arguments)],
-        check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-    )  # fmt: skip
+        check=True,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
 
 
 def theirs(python: str, **request: Any) -> dict[str, Any]:
     """One question to a process that has torchtitan."""
     done = subprocess.run(
         [python, "-m", "benchmarks.peers.titan_exchange", json.dumps(request, default=str)],
-        check=False, text=True, capture_output=True,
-    )  # fmt: skip
+        check=False,
+        text=True,
+        capture_output=True,
+    )
     if done.returncode:
         raise SystemExit(f"torchtitan's process ended with {done.returncode}:\n{done.stderr}")
     answer: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
@@ -78,25 +82,39 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="holdfast-exchange-") as folder:
         root = Path(folder)
         run_file = trained(root)
-        holdfast("export", root / "run", "--to", root / "dcp", "--format", "dcp",
-                 "--names", "torchtitan")  # fmt: skip
+        holdfast(
+            "export", root / "run", "--to", root / "dcp", "--format", "dcp", "--names", "torchtitan"
+        )
         holdfast("export", root / "run", "--to", root / "hf")
         known = {"resolved": root / "run/resolved.json", "sequence": 32}
-        went = theirs(python, do="take", dcp=root / "dcp", hf=root / "hf",
-                      save=root / "titan", step=STEPS, **known)  # fmt: skip
+        went = theirs(
+            python,
+            do="take",
+            dcp=root / "dcp",
+            hf=root / "hf",
+            save=root / "titan",
+            step=STEPS,
+            **known,
+        )
         again = root / "again"
-        holdfast("checkpoint", "import", run_file, f"folder={again}", "--from",
-                 f"{root}/titan/checkpoint/step-{STEPS + 1}")  # fmt: skip
-        holdfast("export", again, "--to", root / "back", "--format", "dcp",
-                 "--names", "torchtitan")  # fmt: skip
-        back = theirs(python, do="compare", dcp=root / "back", save=root / "titan",
-                      step=STEPS + 1, **known)  # fmt: skip
+        holdfast(
+            "checkpoint",
+            "import",
+            run_file,
+            f"folder={again}",
+            "--from",
+            f"{root}/titan/checkpoint/step-{STEPS + 1}",
+        )
+        holdfast("export", again, "--to", root / "back", "--format", "dcp", "--names", "torchtitan")
+        back = theirs(
+            python, do="compare", dcp=root / "back", save=root / "titan", step=STEPS + 1, **known
+        )
     lines = [
         ("logits, our DCP folder in torchtitan against transformers", went["dcp"], 1e-5),
         ("logits, our Hugging Face folder in torchtitan against it", went["hf"], 1e-5),
         ("tensors of AdamW that torchtitan read otherwise than stored", went["unlike"], 0),
         (f"of {back['tensors']} tensors, changed on the way there and back", back["unlike"], 0),
-    ]  # fmt: skip
+    ]
     for text, value, most in lines:
         print(f"{text:62}{value:9.2g}  at most {most:g}: {'yes' if value <= most else 'NO'}")
     return int(any(value > most for _, value, most in lines))

@@ -25,15 +25,15 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from holdfast.checkpoint.format.blob import header
-from holdfast.checkpoint.format.save_context import Plan
+from holdfast.checkpoint.format.blob import blob_header
+from holdfast.checkpoint.format.save_context import SaveContext
 from holdfast.checkpoint.save.writer import try_commit, write_part
 from holdfast.config.run import RunConfig
-from holdfast.core.format.manifest import placed
+from holdfast.core.format.manifest import place_boxes
 from holdfast.core.sharding.ownership import Ownership
-from holdfast.core.sharding.parameters import count
+from holdfast.core.sharding.parameters import count_parameters
 from holdfast.core.sharding.state_table import state_table
-from holdfast.layout import Layout, place
+from holdfast.layout import Layout, place_layout
 from holdfast.wire.store.run_store import FolderStore
 
 LAYERS, HEADS, KV_HEADS, FFN, VOCABULARY = 28, 24, 8, 8192 / 3072, 128256 / 3072
@@ -70,15 +70,23 @@ def config_of(megabytes: int) -> RunConfig:
     dim = 96
     while True:
         shape = {
-            "preset": None, "layers": LAYERS, "dim": dim, "heads": HEADS, "kv_heads": KV_HEADS,
-            "ffn_dim": round(dim * FFN), "vocab_size": round(dim * VOCABULARY),
+            "preset": None,
+            "layers": LAYERS,
+            "dim": dim,
+            "heads": HEADS,
+            "kv_heads": KV_HEADS,
+            "ffn_dim": round(dim * FFN),
+            "vocab_size": round(dim * VOCABULARY),
             "tied_embeddings": True,
-        }  # fmt: skip
-        config = RunConfig.model_validate({
-            "name": "export", "model": shape,
-            "data": {"sources": [{"kind": "text", "path": "."}]},
-        })  # fmt: skip
-        if 4 * count(config.model) >= megabytes * MIB:
+        }
+        config = RunConfig.model_validate(
+            {
+                "name": "export",
+                "model": shape,
+                "data": {"sources": [{"kind": "text", "path": "."}]},
+            }
+        )
+        if 4 * count_parameters(config.model) >= megabytes * MIB:
             return config
         dim += 48
 
@@ -86,13 +94,13 @@ def config_of(megabytes: int) -> RunConfig:
 def make(folder: Path, config: RunConfig, writers: int) -> None:
     """A run folder with one checkpoint, as the mover writes it."""
     layout = Layout(dp_shard=writers)
-    topology = place(layout, 1, ("node",) * writers)
+    topology = place_layout(layout, 1, ("node",) * writers)
     table = state_table(config.model)
-    plan = Plan(1, topology, table, "", "", 16 * MIB)
+    plan = SaveContext(1, topology, table, "", "", 16 * MIB)
     store = FolderStore(folder)
-    for rank, boxes in sorted(Ownership(topology, table).all()):
-        tensors = placed(boxes, table)
-        head = header(tensors)
+    for rank, boxes in sorted(Ownership(topology, table).by_rank()):
+        tensors = place_boxes(boxes, table)
+        head = blob_header(tensors)
 
         def content(
             head: bytes = head, size: int = sum(p.nbytes for p in tensors)
@@ -111,16 +119,22 @@ def export(form: str, run: Path, to: Path, shard: int) -> dict[str, float]:
     begun = time.perf_counter()
     done = subprocess.run(
         [sys.executable, "-c", CHILD, form, str(run), str(to), str(shard)],
-        capture_output=True, text=True, check=True, env=os.environ | {"OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        check=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )
     before, after = json.loads(done.stdout.splitlines()[-1])
     seconds = time.perf_counter() - begun
     written = sum(path.stat().st_size for path in to.iterdir())
     return {
-        "wall_seconds": round(seconds, 2), "written_MiB": round(written / MIB, 1),
-        "files": len(list(to.iterdir())), "before_MiB": round(before / MIB, 1),
-        "peak_MiB": round(after / MIB, 1), "added_MiB": round((after - before) / MIB, 1),
-    }  # fmt: skip
+        "wall_seconds": round(seconds, 2),
+        "written_MiB": round(written / MIB, 1),
+        "files": len(list(to.iterdir())),
+        "before_MiB": round(before / MIB, 1),
+        "peak_MiB": round(after / MIB, 1),
+        "added_MiB": round((after - before) / MIB, 1),
+    }
 
 
 def main() -> None:
@@ -135,10 +149,12 @@ def main() -> None:
         run = Path(made) / "run"
         run.mkdir()
         make(run, config, options.writers)
-        weights = 4 * count(config.model)
+        weights = 4 * count_parameters(config.model)
         tensors = len(state_table(config.model)) // 3
-        print(f"{tensors} tensors, dim {config.model.dim}, {weights / MIB:.0f} MiB of weights, "
-              f"{options.writers} writers, shards of {options.shard_megabytes} MiB")  # fmt: skip
+        print(
+            f"{tensors} tensors, dim {config.model.dim}, {weights / MIB:.0f} MiB of weights, "
+            f"{options.writers} writers, shards of {options.shard_megabytes} MiB"
+        )
         for form in ("hf", "dcp"):
             to = Path(made) / form
             found = export(form, run, to, options.shard_megabytes * MIB)

@@ -25,12 +25,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.paired import Estimate, estimate
-from holdfast.config.load import load
+from holdfast.config.load import load_config
 from holdfast.config.run import RunConfig
 from holdfast.core.flops import CONVENTIONS, utilisation
 from holdfast.events import CheckpointCaptured, Event, StepDone
-from holdfast.plan.hardware import Accelerator, this_machine
-from holdfast.wire.journal import read
+from holdfast.plan.hardware import Accelerator, detect_hardware
+from holdfast.wire.journal import read_journal
 from holdfast.wire.store.run_store import FolderStore
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -78,12 +78,16 @@ def train(run_file: Path, overrides: Sequence[str], seconds: float) -> int:
 
 def show(found: Speed, config: RunConfig, device: Accelerator | None, events: list[Event]) -> None:
     rate = found.tokens_per_second
-    print(f"\n{config.model.preset}, {config.train.precision}, compile {config.train.compile}, "
-          f"{config.train.microbatch_size} x {config.data.sequence_length} tokens a microbatch, "
-          f"{config.train.batch_size} samples a step, "
-          f"on {device.name if device else 'a CPU'}")  # fmt: skip
-    print(f"tokens/s     {rate.median:,.0f} [{rate.low:,.0f}, {rate.high:,.0f}], "
-          f"median of {found.steps} steps")  # fmt: skip
+    print(
+        f"\n{config.model.preset}, {config.train.precision}, compile {config.train.compile}, "
+        f"{config.train.microbatch_size} x {config.data.sequence_length} tokens a microbatch, "
+        f"{config.train.batch_size} samples a step, "
+        f"on {device.name if device else 'a CPU'}"
+    )
+    print(
+        f"tokens/s     {rate.median:,.0f} [{rate.low:,.0f}, {rate.high:,.0f}], "
+        f"median of {found.steps} steps"
+    )
     peak = device.peak_flops(config.train.precision) if device else None
     if peak is None:
         print("utilisation  the peak of this device is not known")
@@ -95,8 +99,10 @@ def show(found: Speed, config: RunConfig, device: Accelerator | None, events: li
     print("a step       " + ", ".join(f"{n} {1e3 * s:.1f} ms" for n, s in found.phases.items()))
     for event in events:
         if isinstance(event, CheckpointCaptured):
-            print(f"capture      {event.bytes / 1e9:.1f} GB in {event.seconds:.2f} s "
-                  f"(step {event.step})")  # fmt: skip
+            print(
+                f"capture      {event.bytes / 1e9:.1f} GB in {event.seconds:.2f} s "
+                f"(step {event.step})"
+            )
 
 
 def main() -> int:
@@ -107,8 +113,8 @@ def main() -> int:
     parser.add_argument("--bar", type=float, default=BAR, help="tokens/s to pass; 0: none")
     parser.add_argument("overrides", nargs="*", help="key=value of the run file")
     settings = parser.parse_args()
-    given = load(settings.run_file, settings.overrides).config
-    found = this_machine().accelerators
+    given = load_config(settings.run_file, settings.overrides).config
+    found = detect_hardware().accelerators
     if not found and given.device != "cpu":
         print("there is no accelerator here; with device=cpu it runs, without a verdict")
         return 2
@@ -116,7 +122,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="holdfast-gpu-") as folder:
         places = [f"folder={folder}/run", f"data.folder={folder}/dataset"]
         code = train(settings.run_file, [*settings.overrides, *places], settings.seconds)
-        events = [record.event for record in read(FolderStore(Path(folder) / "run"))]
+        events = [record.event for record in read_journal(FolderStore(Path(folder) / "run"))]
     result = speed(events, given.data.sequence_length, settings.skip)
     device = None if given.device == "cpu" else found[0]
     show(result, given, device, events)

@@ -33,9 +33,9 @@ from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
 
 from benchmarks.paired import estimate
 from holdfast.core.schedule.csv import to_csv
-from holdfast.core.schedule.table import Schedule, build
-from holdfast.parallel.comm.transport import Peers, exchange
-from holdfast.parallel.pipeline import Interpreter
+from holdfast.core.schedule.table import Schedule, build_schedule
+from holdfast.parallel.comm.transport import PeerGroup, exchange
+from holdfast.parallel.pipeline import PipelineInterpreter
 
 CPU = torch.device("cpu")
 
@@ -47,8 +47,9 @@ class ModuleStages:
     inputs, targets: one per microbatch; only the first stage reads one, only the last the other.
     """
 
-    def __init__(self, stages: dict[int, nn.Module], last: int, inputs: list[Tensor],
-                 targets: list[Tensor]):  # fmt: skip
+    def __init__(
+        self, stages: dict[int, nn.Module], last: int, inputs: list[Tensor], targets: list[Tensor]
+    ):
         self.stages, self.last, self.inputs, self.targets = stages, last, inputs, targets
         self.losses: list[Tensor] = []
         self._kept: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
@@ -90,14 +91,19 @@ def make_stage(stage: int, width: int, depth: int, dtype: torch.dtype) -> nn.Mod
 class Torch:
     """One rank of torch's runtime, which reads our table. Shapes are given, nothing is pickled."""
 
-    def __init__(self, module: nn.Module, schedule: Schedule, rank: int, microbatch: Tensor,
-                 folder: Path):  # fmt: skip
+    def __init__(
+        self, module: nn.Module, schedule: Schedule, rank: int, microbatch: Tensor, folder: Path
+    ):
         # From these it learns shapes, and whether gradients travel: the first input has none.
         inside = microbatch.clone().requires_grad_()
         stage = PipelineStage(
-            module, rank, schedule.stages, CPU,
-            input_args=(inside if rank else microbatch,), output_args=(inside,),
-        )  # fmt: skip
+            module,
+            rank,
+            schedule.stages,
+            CPU,
+            input_args=(inside if rank else microbatch,),
+            output_args=(inside,),
+        )
         runtime: Any = _PipelineScheduleRuntime
         self._runtime = runtime([stage], schedule.microbatches, loss_fn=distance, scale_grads=False)
         table = folder / f"{schedule.name}.{rank}.csv"
@@ -117,29 +123,36 @@ class Torch:
 class Ours:
     """One rank of our interpreter."""
 
-    def __init__(self, module: nn.Module, schedule: Schedule, rank: int, line: Peers):
+    def __init__(self, module: nn.Module, schedule: Schedule, rank: int, line: PeerGroup):
         self._module, self._schedule, self._rank = module, schedule, rank
-        self.interpreter = Interpreter(line, CPU)
+        self.interpreter = PipelineInterpreter(line, CPU)
         self.losses: list[Tensor] = []
 
     def step(self, inputs: Tensor, targets: Tensor) -> None:
         """Forward and backward of a batch, cut into the schedule's microbatches."""
         count, last = self._schedule.microbatches, self._schedule.stages - 1
-        work = ModuleStages({self._rank: self._module}, last, list(inputs.chunk(count)),
-                            list(targets.chunk(count)))  # fmt: skip
+        work = ModuleStages(
+            {self._rank: self._module}, last, list(inputs.chunk(count)), list(targets.chunk(count))
+        )
         self.interpreter.run(self._schedule, work)
         self.losses = work.losses
 
 
 def compare(
-    rank: RankContext, schedule: str, microbatches: int, width: int, depth: int, rows: int,
-    rounds: int, dtype: str = "float32",
-) -> dict[str, Any]:  # fmt: skip
+    rank: RankContext,
+    schedule: str,
+    microbatches: int,
+    width: int,
+    depth: int,
+    rows: int,
+    rounds: int,
+    dtype: str = "float32",
+) -> dict[str, Any]:
     """Body of a rank: are both equal, and how long does each take."""
     size = rank.world_size
     rank.init_torch_world()
-    line = Peers(rank.store("line"), "line", rank.rank, size, seconds=60)
-    table, number = build(schedule, size, microbatches), getattr(torch, dtype)
+    line = PeerGroup(rank.store("line"), "line", rank.rank, size, seconds=60)
+    table, number = build_schedule(schedule, size, microbatches), getattr(torch, dtype)
     generator = torch.Generator().manual_seed(7)
     shape = (rows * microbatches, width)
     inputs, targets = (torch.randn(shape, generator=generator, dtype=number) for _ in range(2))
@@ -174,7 +187,7 @@ def compare(
     return {"equal": equal, "times": times, "floor": floor, "losses": len(ours.losses)}
 
 
-def ping_pong(line: Peers, message: Tensor, rounds: int) -> list[float]:
+def ping_pong(line: PeerGroup, message: Tensor, rounds: int) -> list[float]:
     """Return the seconds that a message takes one way between ranks 0 and 1; empty on other ranks.
 
     All ranks call. The sends are kept until an exchange shows that they have arrived.
@@ -199,9 +212,9 @@ def rebuild(rank: RankContext, which: str, times: int) -> list[dict[str, int]]:
     """Body of a rank: build, run two steps, tear down, `times` over; what is left each time."""
     size, found = rank.world_size, []
     inputs, targets = torch.ones(8, 16), torch.zeros(8, 16)
-    table, module = build("1f1b", size, 4), make_stage(rank.rank, 16, 1, torch.float32)
+    table, module = build_schedule("1f1b", size, 4), make_stage(rank.rank, 16, 1, torch.float32)
     for number in range(times):
-        line = Peers(rank.store(f"line{number}"), f"line{number}", rank.rank, size, seconds=60)
+        line = PeerGroup(rank.store(f"line{number}"), f"line{number}", rank.rank, size, seconds=60)
         runner: Torch | Ours
         if which == "torch":
             rank.init_torch_world(f"world{number}")
@@ -220,9 +233,14 @@ def rebuild(rank: RankContext, which: str, times: int) -> list[dict[str, int]]:
         gc.collect()
         me = psutil.Process(os.getpid())
         rank.barrier(f"closed{number}")
-        found.append({"descriptors": me.num_fds(), "threads": me.num_threads(),
-                      "python threads": threading.active_count(),
-                      "RSS KB": me.memory_info().rss // 1024})  # fmt: skip
+        found.append(
+            {
+                "descriptors": me.num_fds(),
+                "threads": me.num_threads(),
+                "python threads": threading.active_count(),
+                "RSS KB": me.memory_info().rss // 1024,
+            }
+        )
     return found
 
 
@@ -263,18 +281,28 @@ def main() -> None:
     try:
         run = partial(run_ranks, deadline=600.0, address=server.address)
         print(f"{'':<17}{'wall ms':>18}{'':26}{'CPU ms, all ranks':>18}")
-        print(f"{'table':<8}{'bits':<9}{'torch':>9}{'ours':>9}  {'torch / ours':<24}"
-              f"{'torch':>9}{'ours':>9}  torch / ours")  # fmt: skip
+        print(
+            f"{'table':<8}{'bits':<9}{'torch':>9}{'ours':>9}  {'torch / ours':<24}"
+            f"{'torch':>9}{'ours':>9}  torch / ours"
+        )
         floor: list[float] = []
         for name in ("1f1b", "gpipe"):
-            args = {"schedule": name, "microbatches": given.microbatches, "width": given.width,
-                    "depth": given.depth, "rows": given.rows, "rounds": given.rounds}  # fmt: skip
+            args = {
+                "schedule": name,
+                "microbatches": given.microbatches,
+                "width": given.width,
+                "depth": given.depth,
+                "rows": given.rows,
+                "rounds": given.rounds,
+            }
             values = values_of(run(compare, given.ranks, args))
             report_speed(values, name)
             floor += values[0]["floor"]
         nbytes = given.rows * given.width * 4
-        print(f"floor: {nbytes} bytes one way between idle ranks "
-              f"{1e3 * statistics.median(floor):.3f} ms")  # fmt: skip
+        print(
+            f"floor: {nbytes} bytes one way between idle ranks "
+            f"{1e3 * statistics.median(floor):.3f} ms"
+        )
         for which in ("torch", "ours"):
             args = {"which": which, "times": given.rebuilds}
             values = values_of(run(rebuild, given.ranks, args))

@@ -31,27 +31,27 @@ from multiprocessing import Pool
 from pathlib import Path
 
 from holdfast.errors import DataError
-from holdfast.policy.saving.failure_rate import NODE_MTBF, Hazard, duration
-from holdfast.policy.saving.interval import Bounds, young
+from holdfast.policy.saving.failure_rate import PRIOR_NODE_MTBF_S, FailureRate, format_duration
+from holdfast.policy.saving.interval import IntervalBounds, young_interval
 from holdfast.report.svg import Scale, line, path, tag, text
 from holdfast.simulate import synthetic
 from holdfast.simulate.intervals import (
-    Waste,
-    adaptive,
+    LostTime,
+    belief_path,
     failure_rate,
-    fixed,
-    rates,
-    rotated,
-    spells,
+    job_spells,
+    replay_adaptive,
+    replay_fixed,
+    rotate_spells,
 )
-from holdfast.simulate.traces import Trace, load, outages
+from holdfast.simulate.traces import Trace, load_trace, parse_outages
 
 COSTS = (0.005, 0.2, 1.5, 30.0)
 BAR = 1.05
 ENOUGH = 20
 """Failures that a case needs: with fewer, no policy can know the rate, and the best fixed interval
 is the one that suits those few."""
-LIMITS = Bounds(0.01, 86400.0)
+LIMITS = IntervalBounds(0.01, 86400.0)
 USED, HELD_OUT = slice(2), slice(2, 10)
 SWEEP = tuple(1.08**power for power in range(-32, 33))  # times Young's interval with the true rate
 
@@ -95,39 +95,52 @@ class Job:
 def measure(job: Job) -> list[Row]:
     """One row a cost, or none where too little fails."""
     histories = [
-        rotated(spells(job.trace, job.nodes, seed), seed / job.phases) for seed in range(job.phases)
+        rotate_spells(job_spells(job.trace, job.nodes, seed), seed / job.phases)
+        for seed in range(job.phases)
     ]
     histories = [history for history in histories if history]
     failures = sum(s.failed for h in histories for s in h) / max(1, len(histories))
     if failures < ENOUGH:
         return []
     rate = sum(map(failure_rate, histories)) / len(histories)
-    beliefs = [rates(history, Hazard.prior(job.mtbf)) for history in histories]
+    beliefs = [belief_path(history, FailureRate.from_prior(job.mtbf)) for history in histories]
     rows = []
     for cost in COSTS:
 
-        def tried(seconds: float, cost: float = cost) -> Waste:
-            return _sum(fixed(h, seconds, cost, job.recovery) for h in histories)
+        def tried(seconds: float, cost: float = cost) -> LostTime:
+            return _sum(replay_fixed(h, seconds, cost, job.recovery) for h in histories)
 
-        curve = [(f * young(cost, rate), tried(f * young(cost, rate)).by_policy) for f in SWEEP]
+        curve = [
+            (f * young_interval(cost, rate), tried(f * young_interval(cost, rate)).by_policy)
+            for f in SWEEP
+        ]
         best = min(curve, key=lambda point: point[1])
         mine = _sum(
-            adaptive(h, b, cost, job.recovery, LIMITS)
+            replay_adaptive(h, b, cost, job.recovery, LIMITS)
             for h, b in zip(histories, beliefs, strict=True)
         )
-        others = (600.0, 1800.0, young(cost, 10 * rate), young(cost, rate / 10))
-        rows.append(Row(
-            job.trace.source, job.nodes, failures, 1 / rate, cost, *best, mine.by_policy,
-            tried(young(cost, rate)).by_policy,
-            tuple(tried(seconds).by_policy for seconds in others),
-            mine.total - mine.by_policy, tuple(curve),
-            mine.running / max(1, mine.saves),
-        ))  # fmt: skip
+        others = (600.0, 1800.0, young_interval(cost, 10 * rate), young_interval(cost, rate / 10))
+        rows.append(
+            Row(
+                job.trace.source,
+                job.nodes,
+                failures,
+                1 / rate,
+                cost,
+                *best,
+                mine.by_policy,
+                tried(young_interval(cost, rate)).by_policy,
+                tuple(tried(seconds).by_policy for seconds in others),
+                mine.total - mine.by_policy,
+                tuple(curve),
+                mine.running / max(1, mine.saves),
+            )
+        )
     return rows
 
 
-def _sum(wastes: Iterator[Waste]) -> Waste:
-    return sum(wastes, Waste())
+def _sum(wastes: Iterator[LostTime]) -> LostTime:
+    return sum(wastes, LostTime())
 
 
 # --- which traces, which jobs ---------------------------------------------------------------------
@@ -149,7 +162,7 @@ def found(folder: Path, held_out: bool = False) -> tuple[list[Trace], list[str]]
         try:
             content = read(file)
             systems = _systems(content, name, HELD_OUT if held_out else USED)
-            traces += systems or ([] if held_out else [load(content, name)])
+            traces += systems or ([] if held_out else [load_trace(content, name)])
         except DataError as error:
             passed_over.append(str(error).split(";")[0])
     return traces, passed_over
@@ -168,7 +181,7 @@ def _systems(content: str, name: str, ranks: slice) -> list[Trace]:
         if len(row) > place:
             count[row[place]] = count.get(row[place], 0) + 1
     systems = sorted(count, key=lambda system: -count[system])[ranks]
-    return [outages(content, name, system=system) for system in systems]
+    return [parse_outages(content, name, system=system) for system in systems]
 
 
 def made(seeds: Sequence[int] = (1, 2)) -> list[Trace]:
@@ -177,10 +190,13 @@ def made(seeds: Sequence[int] = (1, 2)) -> list[Trace]:
         trace
         for seed in seeds
         for trace in (
-            synthetic.spot_pool(seed), synthetic.gang_offers(seed), synthetic.bathtub_lives(seed),
-            synthetic.cluster_failures(seed), synthetic.poisson(seed, mtbf=1800, failures=400),
+            synthetic.spot_pool(seed),
+            synthetic.gang_offers(seed),
+            synthetic.bathtub_lives(seed),
+            synthetic.cluster_failures(seed),
+            synthetic.poisson(seed, mtbf=1800, failures=400),
         )
-    ]  # fmt: skip
+    ]
 
 
 def jobs(traces: Sequence[Trace], phases: int, recovery: float, mtbf: float) -> list[Job]:
@@ -209,8 +225,8 @@ HEAD = (
 def shown(row: Row) -> str:
     others = "".join(f"{other / row.best_waste:>8.2f}" for other in row.others)
     return (
-        f"{row.trace[-50:]:<52}{row.nodes:>6}{row.failures:>9.0f}{duration(row.mtbf):>10}"
-        f"{duration(row.cost):>8}{duration(row.best):>10}{row.best_waste:>8.2%}"
+        f"{row.trace[-50:]:<52}{row.nodes:>6}{row.failures:>9.0f}{format_duration(row.mtbf):>10}"
+        f"{format_duration(row.cost):>8}{format_duration(row.best):>10}{row.best_waste:>8.2%}"
         f"{row.adaptive:>9.2%}{row.ratio:>8.3f}"
         f"{row.known / row.best_waste:>8.3f}{others}{'' if row.passed else '  MISSED'}"
     )
@@ -238,20 +254,32 @@ def drawing(rows: Sequence[Row], cost: float = 1.5, across: int = 3) -> str:
             chosen[row.trace] = row
     wide, high = 300, 200
     panels = [
-        tag("g", _panel(row, wide, high),
-            transform=f"translate({index % across * wide},{index // across * high + 24})")
+        tag(
+            "g",
+            _panel(row, wide, high),
+            transform=f"translate({index % across * wide},{index // across * high + 24})",
+        )
         for index, row in enumerate(chosen.values())
-    ]  # fmt: skip
-    title = text(12, 16, f"time lost to saves of {duration(cost)} and to redone work, over the "
-                 "seconds between saves; dot and line: the adaptive policy",
-                 font_size=12)  # fmt: skip
+    ]
+    title = text(
+        12,
+        16,
+        f"time lost to saves of {format_duration(cost)} and to redone work, over the "
+        "seconds between saves; dot and line: the adaptive policy",
+        font_size=12,
+    )
     width, height = across * wide, -(-len(panels) // across) * high + 24
     background = tag("rect", width=width, height=height, fill="white")
     return tag(
-        "svg", background + title + "".join(panels), xmlns="http://www.w3.org/2000/svg",
-        width=width, height=height, viewBox=f"0 0 {width} {height}", font_family="sans-serif",
+        "svg",
+        background + title + "".join(panels),
+        xmlns="http://www.w3.org/2000/svg",
+        width=width,
+        height=height,
+        viewBox=f"0 0 {width} {height}",
+        font_family="sans-serif",
         font_size=10,
-    )  # fmt: skip
+    )
 
 
 def _panel(row: Row, wide: int, high: int) -> str:
@@ -270,7 +298,7 @@ def _panel(row: Row, wide: int, high: int) -> str:
     place = min(max(log10(row.saves), curve[0][0]), curve[-1][0])
     parts.append(tag("circle", cx=across(place), cy=up(mine), r=3.5, fill="#ff725c"))
     for x in (curve[0][0], curve[len(curve) // 2][0], curve[-1][0]):
-        parts.append(text(across(x), high - 14, duration(10**x), text_anchor="middle"))
+        parts.append(text(across(x), high - 14, format_duration(10**x), text_anchor="middle"))
     for y in (min(values), max(values)):
         parts.append(text(40, up(y) + 3, f"{10**y:.1%}", text_anchor="end"))
     return "".join(parts)
@@ -283,7 +311,9 @@ def main() -> None:
     parser.add_argument("--plot", type=Path, help="an SVG file")
     parser.add_argument("--phases", type=int, default=16)
     parser.add_argument("--recovery", type=float, default=60.0, help="seconds a failure costs")
-    parser.add_argument("--node-mtbf", type=float, default=NODE_MTBF, help="the prior, in seconds")
+    parser.add_argument(
+        "--node-mtbf", type=float, default=PRIOR_NODE_MTBF_S, help="the prior, in seconds"
+    )
     parser.add_argument("--held-out", action="store_true", help="what no constant was chosen by")
     parser.add_argument("--only", default="", help="a part of the traces' names")
     parser.add_argument("--processes", type=int, default=1)
@@ -292,9 +322,11 @@ def main() -> None:
     if given.held_out:
         traces += made((3, 4))
     elif not traces:
-        print("no real traces: set HOLDFAST_DATA or --traces to a folder with, for example, "
-              "Bamboo's p3-trace.csv (github.com/uclasystem/bamboo) or skypilot-org/spot-traces; "
-              "synthetic ones follow")  # fmt: skip
+        print(
+            "no real traces: set HOLDFAST_DATA or --traces to a folder with, for example, "
+            "Bamboo's p3-trace.csv (github.com/uclasystem/bamboo) or skypilot-org/spot-traces; "
+            "synthetic ones follow"
+        )
         traces = made()
     traces = [trace for trace in traces if given.only in trace.source]
     print(HEAD)

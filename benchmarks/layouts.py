@@ -26,21 +26,46 @@ HAND, AHEAD = "at least 0.97", "ahead (low end above 1)"
 PAIRS = (
     Pair("tp2", "tensor", "holdfast-tp2", HAND, 0.97, floor="floor-tp2"),
     Pair("pp2", "pipeline-1f1b", "holdfast-pp2", HAND, 0.97, microbatches=8, floor="floor-pp2"),
-    Pair("pp2-gpipe", "pipeline-gpipe", "holdfast-pp2-gpipe", HAND, 0.97, microbatches=8,
-         floor="floor-pp2"),
+    Pair(
+        "pp2-gpipe",
+        "pipeline-gpipe",
+        "holdfast-pp2-gpipe",
+        HAND,
+        0.97,
+        microbatches=8,
+        floor="floor-pp2",
+    ),
     Pair("dp_shard2", "fsdp", "holdfast-zero3", HAND, 0.97, floor="floor-dp2"),
     Pair("deepspeed-tp2", "deepspeed-tp2", "holdfast-tp2", AHEAD, 1.0, True, floor="floor-tp2"),
-    Pair("deepspeed-pp2", "deepspeed-pp2", "holdfast-pp2", AHEAD, 1.0, True, microbatches=8,
-         floor="floor-pp2"),
-    Pair("deepspeed-zero2", "deepspeed-zero2", "holdfast-zero2", AHEAD, 1.0, True,
-         floor="floor-dp2"),
-    Pair("deepspeed-zero3", "deepspeed-zero3", "holdfast-zero3", AHEAD, 1.0, True,
-         floor="floor-dp2"),
+    Pair(
+        "deepspeed-pp2",
+        "deepspeed-pp2",
+        "holdfast-pp2",
+        AHEAD,
+        1.0,
+        True,
+        microbatches=8,
+        floor="floor-pp2",
+    ),
+    Pair(
+        "deepspeed-zero2", "deepspeed-zero2", "holdfast-zero2", AHEAD, 1.0, True, floor="floor-dp2"
+    ),
+    Pair(
+        "deepspeed-zero3", "deepspeed-zero3", "holdfast-zero3", AHEAD, 1.0, True, floor="floor-dp2"
+    ),
     Pair("torchtitan-tp2", "torchtitan-tp2", "holdfast-tp2", AHEAD, 1.0, True, floor="floor-tp2"),
-    Pair("torchtitan-pp2", "torchtitan-pp2", "holdfast-pp2", AHEAD, 1.0, True, microbatches=8,
-         floor="floor-pp2"),
+    Pair(
+        "torchtitan-pp2",
+        "torchtitan-pp2",
+        "holdfast-pp2",
+        AHEAD,
+        1.0,
+        True,
+        microbatches=8,
+        floor="floor-pp2",
+    ),
     Pair("torchtitan-fsdp", "torchtitan", "holdfast-zero3", AHEAD, 1.0, True, floor="floor-dp2"),
-)  # fmt: skip
+)
 
 if __name__ == "__main__":
     sys.exit(compare(PAIRS, __doc__.splitlines()[0]))

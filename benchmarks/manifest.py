@@ -21,30 +21,34 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from hashlib import blake2b
 
-from holdfast.checkpoint.format.blob import header
-from holdfast.checkpoint.format.box_index import Index
+from holdfast.checkpoint.format.blob import blob_header
+from holdfast.checkpoint.format.box_index import BoxIndex
 from holdfast.checkpoint.restore.reader import Checkpoint
-from holdfast.checkpoint.save.writer import acyclic
+from holdfast.checkpoint.save.writer import gc_paused
 from holdfast.config.model import ModelConfig
 from holdfast.core.format.manifest import (
     Blob,
-    Part,
+    PartManifest,
     blob_key,
-    merge,
-    placed_as,
+    merge_parts,
+    place_boxes_as,
     writer_name,
 )
 from holdfast.core.sharding.ownership import Ownership
-from holdfast.core.sharding.parameters import count
+from holdfast.core.sharding.parameters import count_parameters
 from holdfast.core.sharding.state_table import StateTable, local_boxes, state_table
-from holdfast.layout import Layout, Topology, place
+from holdfast.layout import Layout, Topology, place_layout
 from holdfast.wire.store.run_store import MemoryStore
 
 EXTENT = 16 * 2**20
 MODEL = {
-    "layers": 176, "dim": 22528, "heads": 176, "kv_heads": 16, "ffn_dim": 67584,
+    "layers": 176,
+    "dim": 22528,
+    "heads": 176,
+    "kv_heads": 16,
+    "ffn_dim": 67584,
     "vocab_size": 131072,
-}  # fmt: skip
+}
 
 
 class Steps:
@@ -60,23 +64,27 @@ class Steps:
         self.rows[name] = (time.process_time() - cpu, time.perf_counter() - wall)
 
 
-def parts_of(topology: Topology, table: StateTable, steps: Steps) -> dict[int, tuple[Part, bytes]]:
+def parts_of(
+    topology: Topology, table: StateTable, steps: Steps
+) -> dict[int, tuple[PartManifest, bytes]]:
     """Every writer's part, as it would be read from the run store."""
     with steps.step("(boxes of all ranks)"):
-        owned = dict(Ownership(topology, table).all())
+        owned = dict(Ownership(topology, table).by_rank())
     with steps.step("(placing)"):
         dtypes = {spec.name: spec.dtype for spec in table}
-        layouts = {rank: placed_as(boxes, dtypes) for rank, boxes in owned.items()}
+        layouts = {rank: place_boxes_as(boxes, dtypes) for rank, boxes in owned.items()}
     stored: dict[int, bytes] = {}
     for rank, tensors in layouts.items():
-        size = (start := len(header(tensors))) + tensors[-1].start + tensors[-1].nbytes
+        size = (start := len(blob_header(tensors))) + tensors[-1].start + tensors[-1].nbytes
         seed = blake2b(str(rank).encode()).hexdigest()
         sums = tuple(f"{seed[:24]}{i:08x}" for i in range(-(-size // EXTENT)))
         blob = Blob(blob_key(1, 1000, writer_name(rank)), size, start, EXTENT, sums)
-        stored[rank] = Part(1, 1000, rank, blob, tensors, {"position": 1}).to_bytes()
+        stored[rank] = PartManifest(1, 1000, rank, blob, tensors, {"position": 1}).to_bytes()
     del layouts, owned
-    with steps.step("parsing all parts"), acyclic():
-        return {rank: (Part.from_bytes(data, "part"), data) for rank, data in stored.items()}
+    with steps.step("parsing all parts"), gc_paused():
+        return {
+            rank: (PartManifest.from_bytes(data, "part"), data) for rank, data in stored.items()
+        }
 
 
 def measure(layout: Layout, model: ModelConfig, per_node: int) -> dict[str, object]:
@@ -84,11 +92,11 @@ def measure(layout: Layout, model: ModelConfig, per_node: int) -> dict[str, obje
     with steps.step("table and topology"):
         table = state_table(model, "bf16")
         nodes = tuple(f"node-{rank // per_node:05d}" for rank in range(layout.world_size))
-        topology = place(layout, 1, nodes)
+        topology = place_layout(layout, 1, nodes)
     parts = parts_of(topology, table, steps)
     part_bytes = sum(len(data) for _, data in parts.values())
-    with steps.step("merging"), acyclic():
-        commit = merge(parts, topology, table, "0" * 32, "0" * 32)
+    with steps.step("merging"), gc_paused():
+        commit = merge_parts(parts, topology, table, "0" * 32, "0" * 32)
     del parts
     with steps.step("encoding"):
         data = commit.to_bytes()
@@ -98,11 +106,11 @@ def measure(layout: Layout, model: ModelConfig, per_node: int) -> dict[str, obje
         opened = Checkpoint.open(store, commit.key)
     with steps.step("finding what one rank reads"):
         wanted = [b for b in local_boxes(topology, table, layout.world_size // 2) if b.size]
-        index = Index(opened.commit)
-        found = sum(len(index.of(box)) for box in wanted)
+        index = BoxIndex(opened.commit)
+        found = sum(len(index.find_stored(box)) for box in wanted)
     planned = {name: row for name, row in steps.rows.items() if not name.startswith("(")}
     return {
-        "parameters": count(model),
+        "parameters": count_parameters(model),
         "state_bytes": commit.nbytes,
         "ranks": topology.world_size,
         "tensors": len(table),
@@ -133,9 +141,13 @@ def main() -> None:
     per_stage, more = divmod(options.layers, options.pp)
     stages = tuple(per_stage + (stage < more) for stage in range(options.pp))
     layout = Layout(
-        options.replicas, options.pp, options.dp_shard, 1, options.tp,
+        options.replicas,
+        options.pp,
+        options.dp_shard,
+        1,
+        options.tp,
         stages if options.pp > 1 else (),
-    )  # fmt: skip
+    )
     found = measure(layout, model, options.ranks_per_node)
     if options.json:
         print(json.dumps(found, indent=2))

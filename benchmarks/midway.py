@@ -108,9 +108,10 @@ def killed(run: Nodes, choose: Callable[[Nodes, int], int], turn: int) -> tuple[
 
     def due() -> bool:
         later[:] = [
-            r.time for r in run.records()
+            r.time
+            for r in run.records()
             if isinstance(r.event, StepDone) and r.time > begun and r.generation > generation
-        ]  # fmt: skip
+        ]
         return bool(later)
 
     run.wait_until(due, "no step after the loss")
@@ -125,14 +126,23 @@ def main() -> None:
     settings = parser.parse_args()
     moments = {"reduce": in_a_step, "move": in_a_move}
     model = (
-        f"model.dim={settings.dim}", "model.layers=3", "model.heads=8", "model.kv_heads=8",
-        f"model.ffn_dim={8 * settings.dim // 3 // 16 * 16}", "train.steps=1000000",
-        "train.batch_size=6", "train.evaluate.every=0", "checkpoint.every_steps=1000000",
-        f"layout.workers={WORKERS}", f"cluster.places={WORKERS}",
+        f"model.dim={settings.dim}",
+        "model.layers=3",
+        "model.heads=8",
+        "model.kv_heads=8",
+        f"model.ffn_dim={8 * settings.dim // 3 // 16 * 16}",
+        "train.steps=1000000",
+        "train.batch_size=6",
+        "train.evaluate.every=0",
+        "checkpoint.every_steps=1000000",
+        f"layout.workers={WORKERS}",
+        f"cluster.places={WORKERS}",
         "cluster.max_restarts_without_progress=100",
-    )  # fmt: skip
-    print(f"{'killed in a':<14}{'n':>4}{'step s':>9}{'to next s':>11}{'worst':>8}{'beyond':>8}"
-          f"{'worst':>8}{'killed after it':>17}")  # fmt: skip
+    )
+    print(
+        f"{'killed in a':<14}{'n':>4}{'step s':>9}{'to next s':>11}{'worst':>8}{'beyond':>8}"
+        f"{'worst':>8}{'killed after it':>17}"
+    )
     for name in settings.names:
         with tempfile.TemporaryDirectory() as folder:
             run_file = prepared(Path(folder) / "prepared")
@@ -140,10 +150,13 @@ def main() -> None:
                 run.start("a")
                 rows = [killed(run, moments[name], turn) for turn in range(settings.rounds)]
         seconds, beyond = [r[0] for r in rows], [r[0] - r[1] for r in rows]
-        print(f"{name:<14}{len(rows):4d}{statistics.median(r[1] for r in rows):9.3f}"
-              f"{statistics.median(seconds):11.3f}{max(seconds):8.3f}"
-              f"{statistics.median(beyond):8.3f}{max(beyond):8.3f}"
-              f"{sum(r[2] for r in rows):17d}", flush=True)  # fmt: skip
+        print(
+            f"{name:<14}{len(rows):4d}{statistics.median(r[1] for r in rows):9.3f}"
+            f"{statistics.median(seconds):11.3f}{max(seconds):8.3f}"
+            f"{statistics.median(beyond):8.3f}{max(beyond):8.3f}"
+            f"{sum(r[2] for r in rows):17d}",
+            flush=True,
+        )
     floors()
 
 

@@ -40,9 +40,12 @@ from holdfast.events import (
 )
 
 SETTINGS = (
-    "train.batch_size=8", "train.evaluate.every=100", "checkpoint.every_steps=100",
-    "layout.workers=4", "cluster.max_restarts_without_progress=100",
-)  # fmt: skip
+    "train.batch_size=8",
+    "train.evaluate.every=100",
+    "checkpoint.every_steps=100",
+    "layout.workers=4",
+    "cluster.max_restarts_without_progress=100",
+)
 
 
 @contextmanager
@@ -131,9 +134,11 @@ def stops(nodes: int, rounds: int, agent: bool) -> None:
     for named, excluded, bar, right in rows:
         print(f"{named:7.2f}  {excluded:10.2f}  {bar:5.2f}  {'yes' if right else 'NO'}")
     worst = max(excluded - bar for _, excluded, bar, _ in rows)
-    print(f"median {statistics.median(r[0] for r in rows):.2f} s to the name, "
-          f"{statistics.median(r[1] for r in rows):.2f} s to the next generation; "
-          f"at worst {abs(worst):.2f} s {'over' if worst > 0 else 'under'} the bar")  # fmt: skip
+    print(
+        f"median {statistics.median(r[0] for r in rows):.2f} s to the name, "
+        f"{statistics.median(r[1] for r in rows):.2f} s to the next generation; "
+        f"at worst {abs(worst):.2f} s {'over' if worst > 0 else 'under'} the bar"
+    )
 
 
 def undisturbed(nodes: int, steps: int) -> None:
@@ -153,9 +158,11 @@ def undisturbed(nodes: int, steps: int) -> None:
         done = [r for r in run.records() if isinstance(r.event, StepDone)]
         first = [r.time for r in done if r.time < half]
         rest = [r.time for r in done if r.time >= half]
-    print(f"{len(done)} steps on {nodes} node(s): {1000 * _pace(first):.0f} ms a step alone, "
-          f"{1000 * _pace(rest):.0f} ms under load; {len(named)} named, "
-          f"{generations} generation(s)")  # fmt: skip
+    print(
+        f"{len(done)} steps on {nodes} node(s): {1000 * _pace(first):.0f} ms a step alone, "
+        f"{1000 * _pace(rest):.0f} ms under load; {len(named)} named, "
+        f"{generations} generation(s)"
+    )
     for event in named:
         print(event)
 

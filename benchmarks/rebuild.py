@@ -32,10 +32,21 @@ from benchmarks.peers.work import Work
 from benchmarks.turns import Loop, LoopError
 
 LAYOUTS = (
-    "dpshard2", "tp2", "pp2", "tp2>dpshard2", "dpshard4", "tp4", "pp4",
-    "dp2_dpshard2", "dp2_tp2", "dp2_pp2", "pp2_tp2", "pp2_dpshard2", "dpshard2_tp2",
+    "dpshard2",
+    "tp2",
+    "pp2",
+    "tp2>dpshard2",
+    "dpshard4",
+    "tp4",
+    "pp4",
+    "dp2_dpshard2",
+    "dp2_tp2",
+    "dp2_pp2",
+    "pp2_tp2",
+    "pp2_dpshard2",
+    "dpshard2_tp2",
     "dp2_tp2>pp2_dpshard2",
-)  # fmt: skip
+)
 TIMES = ("rebuild", *PHASES, "memcpy", "join")
 
 
@@ -73,8 +84,9 @@ def main() -> None:
     if settings.quick:
         settings.rounds = 3
         work = Work("tiny", 512, 32, batch=16, microbatches=4)
-    print(f"{'layout':<21} MB/rank   " + "".join(f"{key:>9}" for key in TIMES)
-          + "   CPU ms   x floor")  # fmt: skip
+    print(
+        f"{'layout':<21} MB/rank   " + "".join(f"{key:>9}" for key in TIMES) + "   CPU ms   x floor"
+    )
     everything: dict[str, Any] = {}
     for name in settings.layouts:
         try:
@@ -85,8 +97,11 @@ def main() -> None:
             continue
         everything[name] = found
         times = "".join(f"{found[key] * 1e3:9.1f}" for key in TIMES)
-        print(f"{name:<21} {found['bytes'] / 1e6:7.1f}   {times}   "
-              f"{found['rebuild_cpu'] * 1e3:6.1f}   {found['ratio']}", flush=True)  # fmt: skip
+        print(
+            f"{name:<21} {found['bytes'] / 1e6:7.1f}   {times}   "
+            f"{found['rebuild_cpu'] * 1e3:6.1f}   {found['ratio']}",
+            flush=True,
+        )
     if settings.json:
         settings.json.write_text(json.dumps(everything, default=asdict, indent=2) + "\n")
     sys.exit(int(any("error" in found for found in everything.values())))

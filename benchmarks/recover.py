@@ -71,8 +71,9 @@ def main() -> None:
             failed = True
             continue
         times = "".join(f"{found[key] * 1e3:9.1f}" for key in TIMES)
-        print(f"{name:<14}{times}   {found['recover_cpu'] * 1e3:6.1f}   {found['ratio']}",
-              flush=True)  # fmt: skip
+        print(
+            f"{name:<14}{times}   {found['recover_cpu'] * 1e3:6.1f}   {found['ratio']}", flush=True
+        )
     sys.exit(int(failed))
 
 

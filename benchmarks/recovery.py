@@ -114,9 +114,13 @@ def verdicts(found: dict[str, list[Found]], step: float, floor: Mapping[str, flo
 def floors() -> dict[str, float]:
     """What is measured in the same run of bare processes, in seconds."""
     done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.recovering.floors"], capture_output=True, text=True,
-        check=True, env=ours.environment(), cwd=ours.ROOT,
-    )  # fmt: skip
+        [sys.executable, "-m", "benchmarks.recovering.floors"],
+        capture_output=True,
+        text=True,
+        check=True,
+        env=ours.environment(),
+        cwd=ours.ROOT,
+    )
     found: dict[str, float] = json.loads(done.stdout)
     print(
         f"floors: SIGKILL to the error in a bare gloo group {found['error'] * 1e3:.1f} ms, a new "
@@ -150,7 +154,7 @@ def main() -> int:
             try:
                 for each in ours.measured(
                     case, run_file, settings.step, settings.seconds, settings.rounds
-                ):  # fmt: skip
+                ):
                     found.append(each)
             except SilentError as error:
                 failed = True
@@ -162,9 +166,13 @@ def main() -> int:
                 continue
             try:
                 rows[peer.name] = others.measure(
-                    peer, settings.peers_python, folder / peer.loop, settings.step,
-                    settings.rounds or 3, settings.seconds,
-                )  # fmt: skip
+                    peer,
+                    settings.peers_python,
+                    folder / peer.loop,
+                    settings.step,
+                    settings.rounds or 3,
+                    settings.seconds,
+                )
                 print(row(peer.name, rows[peer.name]), flush=True)
             except SilentError as error:
                 print(f"{peer.name:<24} no result: {error}", flush=True)

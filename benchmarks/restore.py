@@ -43,22 +43,27 @@ from typing import NamedTuple
 import numpy as np
 from xxhash import xxh3_128_digest
 
-from holdfast.checkpoint.format.blob import header, total_size
-from holdfast.checkpoint.memory.arena import Arena, digest, slot_capacity
+from holdfast.checkpoint.format.blob import blob_header, blob_size
+from holdfast.checkpoint.memory.arena import Arena, identity_digest, slot_capacity
 from holdfast.checkpoint.mover.client import MoverClient
-from holdfast.checkpoint.mover.main import MoverBoot
-from holdfast.checkpoint.mover.service import Settings
+from holdfast.checkpoint.mover.main import MoverSpec
+from holdfast.checkpoint.mover.service import MoverSettings
 from holdfast.checkpoint.restore.reader import Checkpoint
-from holdfast.checkpoint.restore.sources import MappedSource, Mixed, Source, StoreSource
-from holdfast.core.format.manifest import Commit, commit_key, placed
+from holdfast.checkpoint.restore.sources import (
+    BlobSource,
+    FallbackReader,
+    MappedSource,
+    StoreSource,
+)
+from holdfast.core.format.manifest import Commit, commit_key, place_boxes
 from holdfast.core.sharding.boxes import Box
 from holdfast.core.sharding.ownership import owned_boxes
 from holdfast.core.sharding.state_table import StateTable, TensorSpec, local_boxes
-from holdfast.layout import Layout, Topology, place
+from holdfast.layout import Layout, Topology, place_layout
 from holdfast.wire.secret import Secret
 from holdfast.wire.store.bucket import BucketStore
 from holdfast.wire.store.run_store import FolderStore
-from holdfast.wire.term import open_generation
+from holdfast.wire.term import create_generation
 
 STEP = 1
 REQUEST_SECONDS = 0.02
@@ -105,15 +110,16 @@ class Mover:
     def __init__(self, folder: Path) -> None:
         self.store, self.secret = FolderStore(folder / "run"), Secret(secrets.token_bytes(32))
         self.socket = f"{folder}/mover.sock"
-        settings = Settings("bench", "", "", keep_last=1)
-        boot = MoverBoot(str(folder / "run"), self.socket, settings, self.secret.hex())
+        settings = MoverSettings("bench", "", "", keep_last=1)
+        boot = MoverSpec(str(folder / "run"), self.socket, settings, self.secret.hex())
         self._process = subprocess.Popen(
             [sys.executable, "-m", "holdfast.checkpoint.mover.main"],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-        )  # fmt: skip
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+        )
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        self._process.stdin.write(boot.to_line())
+        self._process.stdin.write(boot.to_json_line())
         self._process.stdin.close()
         assert json.loads(self._process.stdout.readline())["ready"]
 
@@ -121,7 +127,7 @@ class Mover:
         return MoverClient(self.socket, self.secret, generation)
 
     def begin(self, topology: Topology, table: StateTable) -> None:
-        open_generation(self.store, topology.generation, {})
+        create_generation(self.store, topology.generation, {})
         self.client(topology.generation).expect(topology, table)
 
     def hand_over(self, topology: Topology, table: StateTable) -> None:
@@ -129,20 +135,22 @@ class Mover:
         client = self.client(topology.generation)
         arenas = []
         for rank in range(topology.world_size):
-            tensors = placed(owned_boxes(topology, table, rank), table)
-            head = header(tensors)
-            size = total_size(head, tensors)
-            arena = Arena(client.arena(rank, slot_capacity(size), 2))
-            arena.begin(0)
+            tensors = place_boxes(owned_boxes(topology, table, rank), table)
+            head = blob_header(tensors)
+            size = blob_size(head, tensors)
+            arena = Arena(client.get_arena(rank, slot_capacity(size), 2))
+            arena.begin_write(0)
             data = arena.data(0, size)
             data[: len(head)] = head
             noise = np.random.default_rng(rank).bytes(min(size - len(head), 2**24))
             body = np.frombuffer(data[len(head) :], np.uint8)
             body[:] = np.resize(np.frombuffer(noise, np.uint8), len(body))
-            made = arena.finish(0, digest("bench"), topology.generation, STEP, size, digest(head))
-            client.captured(rank, STEP, 0, made.sequence, {})
+            made = arena.finish_write(
+                0, identity_digest("bench"), topology.generation, STEP, size, identity_digest(head)
+            )
+            client.announce_capture(rank, STEP, 0, made.sequence, {})
             arenas.append(arena)
-        reason = client.settle(STEP, 600.0)
+        reason = client.wait_until_committed(STEP, 600.0)
         assert reason is None, reason
 
     def close(self) -> None:
@@ -213,11 +221,11 @@ def timed(work: Callable[[], object]) -> Cost:
 
 
 @contextmanager
-def mapped(client: MoverClient, key: str) -> Iterator[tuple[Commit, Mixed]]:
+def mapped(client: MoverClient, key: str) -> Iterator[tuple[Commit, FallbackReader]]:
     holdings = client.holdings(key)
     memory = MappedSource(holdings.slots)
     try:
-        yield holdings.commit, Mixed([memory])
+        yield holdings.commit, FallbackReader([memory])
     finally:
         memory.close()
 
@@ -268,25 +276,25 @@ class Bench:
 
         return run
 
-    def _stored(self, name: str, plans: list[Plan], source: Source) -> Callable[[], None]:
-        return lambda: self._fill(name, self.commit, Mixed([source]), plans)
+    def _stored(self, name: str, plans: list[Plan], source: BlobSource) -> Callable[[], None]:
+        return lambda: self._fill(name, self.commit, FallbackReader([source]), plans)
 
     def _slow(self, name: str, plans: list[Plan]) -> Cost:
         def one(plan: Plan) -> float:
-            mixed = Mixed([StoreSource(SlowStore(self.mover.store), "slow store")])
+            mixed = FallbackReader([StoreSource(SlowStore(self.mover.store), "slow store")])
             Checkpoint(mixed, self.commit).read_all(plan)
-            return sum(mixed.tally.bytes.values())
+            return sum(mixed.stats.bytes_by_source.values())
 
         cost, read = apart([partial(one, plan) for plan in plans])
         self.read[name] = read / sum(out.nbytes for plan in plans for _, out in plan)
         return cost
 
-    def _fill(self, name: str, commit: Commit, mixed: Mixed, plans: list[Plan]) -> None:
+    def _fill(self, name: str, commit: Commit, mixed: FallbackReader, plans: list[Plan]) -> None:
         # Each rank is another process; here they go one after the other.
         for plan in plans:
             Checkpoint(mixed, commit).read_all(plan)
         needed = sum(out.nbytes for plan in plans for _, out in plan)
-        self.read[name] = sum(mixed.tally.bytes.values()) / needed
+        self.read[name] = sum(mixed.stats.bytes_by_source.values()) / needed
 
     def _mapped_copy(self) -> None:
         """One copy by a process that has not had this memory before, as a new worker has not."""
@@ -359,16 +367,16 @@ def one_object(readers: int) -> str:
 
 def restored(client: MoverClient, generation: int, table: StateTable, plan: Plan) -> None:
     """From the question what to begin from to the last checked byte."""
-    newest = client.newest()
+    newest = client.find_restore_point()
     assert newest.key is not None
-    client.expect(place(Layout(), generation, ("node",)), table, newest.step)
+    client.expect(place_layout(Layout(), generation, ("node",)), table, newest.step)
     with mapped(client, newest.key) as (commit, mixed):
         Checkpoint(mixed, commit).read_all(plan)
 
 
 def killed_worker(mover: Mover, bench: Bench, generation: int) -> Cost:
-    plan = wanted(place(Layout(), generation, ("node",)), bench.table, 0)
-    open_generation(mover.store, generation, {})
+    plan = wanted(place_layout(Layout(), generation, ("node",)), bench.table, 0)
+    create_generation(mover.store, generation, {})
     return timed(lambda: restored(mover.client(generation), generation, bench.table, plan))
 
 
@@ -396,11 +404,12 @@ def _worker(
     mover: Mover, megabytes: int, generation: int
 ) -> tuple[subprocess.Popen[bytes], list[float]]:
     """A process that has the state, and the moments (of the machine's clock) of its way there."""
-    open_generation(mover.store, generation, {})
+    create_generation(mover.store, generation, {})
     process = subprocess.Popen(
         [sys.executable, "-m", "benchmarks.restore", "--worker"],
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-    )  # fmt: skip
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
     assert process.stdin is not None
     assert process.stdout is not None
     boot = [mover.socket, mover.secret.hex(), generation, megabytes]
@@ -416,7 +425,7 @@ def work() -> None:
     started = time.monotonic()
     socket, secret, generation, megabytes = json.loads(sys.stdin.readline())
     table = table_of(megabytes * 2**20)
-    plan = wanted(place(Layout(), generation, ("node",)), table, 0)
+    plan = wanted(place_layout(Layout(), generation, ("node",)), table, 0)
     ready = time.monotonic()
     client = MoverClient(socket, Secret(bytes.fromhex(secret)), generation)
     restored(client, generation, table, plan)
@@ -428,12 +437,12 @@ def measure(folder: Path, megabytes: int, rounds: int) -> tuple[list[Row], Kille
     mover = Mover(folder)
     try:
         table = table_of(megabytes * 2**20)
-        writers = place(Layout(dp_shard=8), 1, ("node",) * 8)
+        writers = place_layout(Layout(dp_shard=8), 1, ("node",) * 8)
         mover.begin(writers, table)
         mover.hand_over(writers, table)
         bench = Bench(mover, writers, table)
         floors = bench.floors()
-        cases = bench.cases([place(Layout(dp_shard=n), 2, ("node",) * n) for n in READERS])
+        cases = bench.cases([place_layout(Layout(dp_shard=n), 2, ("node",) * n) for n in READERS])
         everything = {**floors, **{name: work for name, (work, _) in cases.items()}}
         forked = {name for name in everything if name.startswith(("slow store", "one object"))}
         costs = bench.in_turns(rounds, {n: w for n, w in everything.items() if n not in forked})
@@ -481,8 +490,10 @@ def verdicts(rows: Sequence[Row], killed: Killed) -> list[str]:
         wall = due[name.partition(",")[0]]
         out.append(_bar(f"{name}, wall", cost.wall / floors[floor].wall, wall, floor))
         if (alike := floor + CHECKED) in floors:
-            out.append(f"  {cost.wall / floors[alike].wall:.3f} x {alike}, which is itself "
-                       f"{floors[alike].wall / floors[floor].wall:.3f} x {floor}")  # fmt: skip
+            out.append(
+                f"  {cost.wall / floors[alike].wall:.3f} x {alike}, which is itself "
+                f"{floors[alike].wall / floors[floor].wall:.3f} x {floor}"
+            )
         if name.startswith("memory"):
             out.append(_bar(f"{name}, CPU", cost.cpu / floors[floor].cpu, MEMORY_CPU, floor))
         out.append(_bar(f"{name}, read", read, READ, "bytes needed"))

@@ -38,11 +38,11 @@ from typing import Any
 from tests.support.agents import SECRET, FleetAgent, Switch, until
 
 from holdfast.elastic.coordinator.coordinator import Coordinator
-from holdfast.elastic.membership.role_loop import Follower
+from holdfast.elastic.membership.role_loop import RoleLoop
 from holdfast.elastic.protocol.generation_record import GenerationRecord, read_record
-from holdfast.policy.membership.election import Patience
-from holdfast.policy.membership.transitions import Phase, Reign
-from holdfast.wire.http.async_client import Talker
+from holdfast.policy.membership.election import ElectionTimeouts
+from holdfast.policy.membership.transitions import CoordinatorState, Phase
+from holdfast.wire.http.async_client import AsyncClient
 from holdfast.wire.store.run_store import FolderStore
 
 PROCESSES = 4
@@ -74,11 +74,18 @@ class Client:
 
     def __init__(self, name: str, store: FolderStore, beat: float, read: Reading) -> None:
         self.work = Switch()
-        self.follower = Follower(
-            name, "127.0.0.1:1", store, SECRET, self.work, self._never, beat=beat,
-            patience=Patience(silence=3 * beat, alone=1e9), told={"address": "127.0.0.1:1"},
-            read=read,
-        )  # fmt: skip
+        self.follower = RoleLoop(
+            name,
+            "127.0.0.1:1",
+            store,
+            SECRET,
+            self.work,
+            self._never,
+            heartbeat_interval_s=beat,
+            timeouts=ElectionTimeouts(leader_timeout_s=3 * beat, minority_wait_s=1e9),
+            join_info={"address": "127.0.0.1:1"},
+            read_generation=read,
+        )
 
     async def _never(self, term: object) -> Coordinator:
         raise AssertionError("an agent of this benchmark never leads")
@@ -115,7 +122,7 @@ async def agents(folder: Path, first: int, count: int, beat: float) -> None:
 
 async def _ask_much(address: str) -> None:
     async def ask() -> None:
-        talker = Talker(address, SECRET)
+        talker = AsyncClient(address, SECRET)
         for _ in range(ASKED):
             await talker.post("/term", {})
         talker.close()
@@ -130,13 +137,24 @@ class Crowd:
         each = -(-count // PROCESSES)
         self._children = [
             subprocess.Popen(
-                [sys.executable, "-m", "benchmarks.scale", "--role", "agents", str(folder),
-                 str(first), str(min(each, count - first)), str(beat)],
+                [
+                    sys.executable,
+                    "-m",
+                    "benchmarks.scale",
+                    "--role",
+                    "agents",
+                    str(folder),
+                    str(first),
+                    str(min(each, count - first)),
+                    str(beat),
+                ],
                 env={**os.environ, "OMP_NUM_THREADS": "1"},
-                stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
             )
             for first in range(0, count, each)
-        ]  # fmt: skip
+        ]
 
     def do(self, line: str, which: int | None = None) -> list[str]:
         """Say it to one or all of them; what they answer, once all have done it."""
@@ -162,16 +180,22 @@ class Watch:
     def __init__(self) -> None:
         self.times: list[tuple[float, Phase, int]] = []
 
-    def __call__(self, old: Reign, new: Reign) -> None:
+    def __call__(self, old: CoordinatorState, new: CoordinatorState) -> None:
         if (old.phase, old.generation) != (new.phase, new.generation):
             self.times.append((time.perf_counter(), new.phase, new.generation))
 
     def decided(self, generation: int) -> float:
         """Seconds from the end of the generation before to the last acknowledgement."""
-        halted = max(at for at, phase, number in self.times
-                     if phase is Phase.HALTING and number == generation - 1)  # fmt: skip
-        at = [at for at, phase, number in self.times
-              if phase is Phase.TRAINING and number == generation]  # fmt: skip
+        halted = max(
+            at
+            for at, phase, number in self.times
+            if phase is Phase.HALTING and number == generation - 1
+        )
+        at = [
+            at
+            for at, phase, number in self.times
+            if phase is Phase.TRAINING and number == generation
+        ]
         return at[0] - halted
 
 
@@ -196,10 +220,16 @@ async def lead(folder: Path, count: int, seconds: float, changes: int) -> dict[s
     beat = beat_of(count)
     watch = Watch()
     leader = FleetAgent(
-        "coordinator", FolderStore(folder), count // 2, count + 1,
-        patience=Patience(silence=3 * beat), beat=beat, lost_after=3 * beat, changed=watch,
+        "coordinator",
+        FolderStore(folder),
+        count // 2,
+        count + 1,
+        patience=ElectionTimeouts(leader_timeout_s=3 * beat),
+        beat=beat,
+        lost_after=3 * beat,
+        changed=watch,
         gather=JOIN_SECONDS,
-    )  # fmt: skip
+    )
     await until(lambda: leader.reigns, "the term to be opened")
     crowd = Crowd(folder, count, beat)
     try:
@@ -217,7 +247,7 @@ async def _measure(
 
     def training(generation: int) -> Callable[[], bool]:
         return lambda: (
-            coordinator.reign.phase is Phase.TRAINING and coordinator.reign.generation == generation
+            coordinator.state.phase is Phase.TRAINING and coordinator.state.generation == generation
         )
 
     began = time.perf_counter()
@@ -248,23 +278,30 @@ async def _measure(
     began = time.perf_counter()
     await read_record(leader.store, generation)
     return {
-        "agents": count, "join": joined, "steady": steady, "lost": watch.decided(generation),
-        "decided": [row[0] for row in rows], "cpu": [row[1] for row in rows],
-        "agents cpu": [row[2] for row in rows], "requests": [row[3] for row in rows],
-        "floor": own / asked, "agents floor": theirs / asked, "read": time.perf_counter() - began,
-    }  # fmt: skip
+        "agents": count,
+        "join": joined,
+        "steady": steady,
+        "lost": watch.decided(generation),
+        "decided": [row[0] for row in rows],
+        "cpu": [row[1] for row in rows],
+        "agents cpu": [row[2] for row in rows],
+        "requests": [row[3] for row in rows],
+        "floor": own / asked,
+        "agents floor": theirs / asked,
+        "read": time.perf_counter() - began,
+    }
 
 
 def _counted(coordinator: Coordinator) -> list[int]:
     """Gets an entry for every question that the coordinator is asked from now on."""
     found: list[int] = []
-    beat = coordinator.beat
+    beat = coordinator.handle_heartbeat
 
     async def counted(generation: int, body: dict[str, Any]) -> dict[str, Any]:
         found.append(1)
         return await beat(generation, body)
 
-    coordinator.beat = counted  # type: ignore[method-assign]
+    coordinator.handle_heartbeat = counted  # type: ignore[method-assign]
     return found
 
 
@@ -274,17 +311,20 @@ def once(count: int, seconds: float, changes: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         done = subprocess.run(
             [*command, folder, str(count), str(seconds), str(changes)],
-            stdout=subprocess.PIPE, check=True,
-        )  # fmt: skip
+            stdout=subprocess.PIPE,
+            check=True,
+        )
     found: dict[str, Any] = json.loads(done.stdout)
     return found
 
 
 # --- the table ------------------------------------------------------------------------------------
 def show(rows: list[dict[str, Any]]) -> None:
-    print("| agents | joined s | steady: coordinator, agents (cores) | decided s: median, worst "
-          "| a lost agent s | requests an agent | coordinator: CPU s, ms an agent "
-          "| agents: CPU s | floor ms: coordinator, agents |")  # fmt: skip
+    print(
+        "| agents | joined s | steady: coordinator, agents (cores) | decided s: median, worst "
+        "| a lost agent s | requests an agent | coordinator: CPU s, ms an agent "
+        "| agents: CPU s | floor ms: coordinator, agents |"
+    )
     print("|" + "---|" * 9)
     for row in rows:
         cpu = statistics.median(row["cpu"])
@@ -296,7 +336,7 @@ def show(rows: list[dict[str, Any]]) -> None:
             f"| {cpu:.2f}, {1e3 * cpu / row['agents']:.2f} "
             f"| {statistics.median(row['agents cpu']):.2f} "
             f"| {1e3 * row['floor']:.3f}, {1e3 * row['agents floor']:.3f} |"
-        )  # fmt: skip
+        )
     print("\nCPU of the coordinator for a change, ms an agent (level: it grows as they do)")
     _bars({row["agents"]: 1e3 * statistics.median(row["cpu"]) / row["agents"] for row in rows})
     print("\nseconds to decide a generation")

@@ -124,19 +124,36 @@ class Run:
     agents: list[subprocess.Popen[bytes]] = field(default_factory=list)
 
     def __enter__(self) -> Run:
-        environ = environment(**{
-            STRETCH: str(self.stretch), LINES: str(self.folder.with_suffix(".lines")),
-            COPIED: str(self.nbytes // WORLD),
-        })  # fmt: skip
+        environ = environment(
+            **{
+                STRETCH: str(self.stretch),
+                LINES: str(self.folder.with_suffix(".lines")),
+                COPIED: str(self.nbytes // WORLD),
+            }
+        )
         self.folder.with_suffix(".lines").touch()
         for number in range(WORLD):
             log = self.folder.with_suffix(f".n{number}").open("w")
-            self.agents.append(subprocess.Popen(
-                [sys.executable, "-m", "benchmarks.steadying.worker", str(self.run_file),
-                 f"folder={self.folder}", f"cluster.node=n{number}", "cluster.places=1",
-                 "cluster.min_nodes=2", *self.settings],
-                stdout=log, stderr=log, env=environ, cwd=ROOT, start_new_session=True,
-            ))  # fmt: skip
+            self.agents.append(
+                subprocess.Popen(
+                    [
+                        sys.executable,
+                        "-m",
+                        "benchmarks.steadying.worker",
+                        str(self.run_file),
+                        f"folder={self.folder}",
+                        f"cluster.node=n{number}",
+                        "cluster.places=1",
+                        "cluster.min_nodes=2",
+                        *self.settings,
+                    ],
+                    stdout=log,
+                    stderr=log,
+                    env=environ,
+                    cwd=ROOT,
+                    start_new_session=True,
+                )
+            )
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -188,8 +205,12 @@ class Bare:
         self.name = name
         self._process = subprocess.Popen(
             [sys.executable, "-m", f"benchmarks.steadying.{name}", *map(str, about)],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment(), cwd=ROOT,
-        )  # fmt: skip
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=environment(),
+            cwd=ROOT,
+        )
         assert self._process.stdout is not None
         assert self._process.stdout.readline() == "ready\n"
         self.cpu = self.once()
@@ -306,10 +327,10 @@ def _over(added: list[float], bare: list[float]) -> Estimate:
 
 
 def state_bytes(run_file: Path, changes: list[str]) -> int:
-    from holdfast.config.load import load
+    from holdfast.config.load import load_config
     from holdfast.core.sharding.state_table import state_table
 
-    config = load(run_file, ["model.vocab_size=512", *changes]).config
+    config = load_config(run_file, ["model.vocab_size=512", *changes]).config
     return sum(spec.nbytes for spec in state_table(config.model, config.train.precision))
 
 
@@ -336,9 +357,10 @@ def main() -> int:
                 continue
             place = folder / case.replace(" ", "-")
             bare = (
-                Bare("floor", nbytes, nbytes), Bare("least", nbytes),
+                Bare("floor", nbytes, nbytes),
+                Bare("least", nbytes),
                 Bare("decided", run_file, *changes),
-            )  # fmt: skip
+            )
             try:
                 told = (*given, *changes)
                 with Run(run_file, place, nbytes, told, settings.stretch, settings.seconds) as run:
@@ -346,9 +368,10 @@ def main() -> int:
                 told_of = (row(case, stretches), held_up(stretches), by_kind(stretches))
                 print(*told_of, sep="\n", flush=True)
                 kept = sum(
-                    text.count('"snapshot_kept"') for path in place.rglob("*.jsonl")
+                    text.count('"snapshot_kept"')
+                    for path in place.rglob("*.jsonl")
                     for text in [path.read_text()]
-                )  # fmt: skip
+                )
                 print(f"{'':<12} copies that the other node has told of: {kept}", flush=True)
             except SilentError as error:
                 failed = True

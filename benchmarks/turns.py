@@ -78,13 +78,26 @@ class Loop:
         self._logs = [folder / f"rank{rank}.log" for rank in range(world)]
         self._workers = [
             subprocess.Popen(
-                [python, "-m", "benchmarks.peers.worker", name, str(rank), str(world),
-                 str(folder / "meeting"), arguments],
-                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log.open("w"), text=True,
-                cwd=ROOT, env=_environment(), start_new_session=True,
+                [
+                    python,
+                    "-m",
+                    "benchmarks.peers.worker",
+                    name,
+                    str(rank),
+                    str(world),
+                    str(folder / "meeting"),
+                    arguments,
+                ],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log.open("w"),
+                text=True,
+                cwd=ROOT,
+                env=_environment(),
+                start_new_session=True,
             )
             for rank, log in enumerate(self._logs)
-        ]  # fmt: skip
+        ]
 
     def answers(self) -> list[dict[str, Any]]:
         """One line of each rank. Raises LoopError."""
@@ -124,10 +137,13 @@ class Loop:
 def _environment() -> dict[str, str]:
     path = [str(ROOT / "src"), str(ROOT), os.environ.get("PYTHONPATH", "")]
     return {
-        **os.environ, "PYTHONPATH": os.pathsep.join(part for part in path if part),
-        "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE",
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(part for part in path if part),
+        "OMP_NUM_THREADS": "1",
+        "MKL_NUM_THREADS": "1",
+        "OMP_WAIT_POLICY": "PASSIVE",
         "TOKENIZERS_PARALLELISM": "false",
-    }  # fmt: skip
+    }
 
 
 def losses(answers: Sequence[dict[str, Any]]) -> list[float]:
@@ -167,8 +183,9 @@ def measure(pair: Pair, settings: argparse.Namespace, folder: Path) -> dict[str,
             loop.answers()
         first = {name: losses(loops[name].block(PARITY_STEPS)) for name in ("peer", "ours")}
         result: dict[str, Any] = {
-            "difference": largest_difference(first["peer"], first["ours"]), "losses": first,
-        }  # fmt: skip
+            "difference": largest_difference(first["peer"], first["ours"]),
+            "losses": first,
+        }
         if result["difference"] > (10 * PARITY if pair.our_compile else PARITY):
             return result
         return result | rounds(loops, settings)
@@ -189,12 +206,14 @@ def rounds(loops: dict[str, Loop], settings: argparse.Namespace) -> dict[str, An
             break
     medians = {
         f"{name}_{clock}_ms": statistics.median(t[c] for t in times) / settings.steps * 1e3
-        for name, times in taken.items() for c, clock in enumerate(("wall", "cpu"))
-    }  # fmt: skip
+        for name, times in taken.items()
+        for c, clock in enumerate(("wall", "cpu"))
+    }
     floors = {
         f"{name}_over_floor": ratio(taken, name, "floor", 0)
-        for name in ("peer", "ours") if "floor" in taken
-    }  # fmt: skip
+        for name in ("peer", "ours")
+        if "floor" in taken
+    }
     return {"rounds": len(taken["ours"]), "wall": wall, "cpu": cpu, **medians, **floors}
 
 

@@ -19,7 +19,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from holdfast.core.schedule.table import Kind
+from holdfast.core.schedule.table import ActionKind
 
 _PAUSE = 0.0005  # seconds; an action that begins later than this had something to wait for
 
@@ -31,7 +31,7 @@ class WaitingStages:
     nbytes: of every activation, and of every gradient, between two stages.
     """
 
-    def __init__(self, stages: int, seconds: Mapping[tuple[int, Kind], float], nbytes: int):
+    def __init__(self, stages: int, seconds: Mapping[tuple[int, ActionKind], float], nbytes: int):
         self._last, self._seconds = stages - 1, dict(seconds)
         self._out = torch.zeros(nbytes, dtype=torch.uint8)
         self._until = self._left = 0.0
@@ -42,24 +42,24 @@ class WaitingStages:
 
     def forward(self, stage: int, microbatch: int, incoming: Tensor | None) -> Tensor | None:
         """Wait, and give what the next stage takes."""
-        self._wait(stage, Kind.FORWARD)
+        self._wait(stage, ActionKind.FORWARD)
         return self._out if stage < self._last else None
 
     def backward(self, stage: int, microbatch: int, gradient: Tensor | None) -> Tensor | None:
         """Wait, and give what the stage before takes."""
-        self._wait(stage, Kind.BACKWARD)
+        self._wait(stage, ActionKind.BACKWARD)
         return self._out if stage > 0 else None
 
     def backward_input(self, stage: int, microbatch: int, gradient: Tensor | None) -> Tensor | None:
         """Wait, and give what the stage before takes."""
-        self._wait(stage, Kind.BACKWARD_INPUT)
+        self._wait(stage, ActionKind.BACKWARD_INPUT)
         return self._out if stage > 0 else None
 
     def backward_weight(self, stage: int, microbatch: int) -> None:
         """Wait."""
-        self._wait(stage, Kind.BACKWARD_WEIGHT)
+        self._wait(stage, ActionKind.BACKWARD_WEIGHT)
 
-    def _wait(self, stage: int, kind: Kind) -> None:
+    def _wait(self, stage: int, kind: ActionKind) -> None:
         now = time.monotonic()
         begin = self._until if now - self._left < _PAUSE else now
         self._until = begin + self._seconds[stage, kind]

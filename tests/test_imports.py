@@ -19,9 +19,13 @@ import pytest
 import holdfast
 
 TORCH_ROOMS = (
-    "holdfast.model", "holdfast.parallel", "holdfast.train", "holdfast.data.loader",
-    "holdfast.checkpoint.capture", "holdfast.elastic.worker",
-)  # fmt: skip
+    "holdfast.model",
+    "holdfast.parallel",
+    "holdfast.train",
+    "holdfast.data.loader",
+    "holdfast.checkpoint.capture",
+    "holdfast.elastic.worker",
+)
 
 HIGHEST = ("cli", "export", "launch", "chaos", "simulate", "report", "elastic")
 
@@ -71,9 +75,13 @@ def in_torch_room(module: str) -> bool:
 
 def examine(names: list[str]) -> dict[str, str]:
     done = subprocess.run(
-        [sys.executable, "-c", SERVER], input=json.dumps(names), text=True, capture_output=True,
-        timeout=120, check=False,
-    )  # fmt: skip
+        [sys.executable, "-c", SERVER],
+        input=json.dumps(names),
+        text=True,
+        capture_output=True,
+        timeout=120,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr
     found: dict[str, str] = json.loads(done.stdout)
     return found

@@ -13,10 +13,10 @@ from holdfast.layout import (
     Layout,
     Replica,
     Topology,
-    place,
+    coordinates_of,
+    index_of,
+    place_layout,
     place_replicas,
-    ravel,
-    unravel,
 )
 
 
@@ -25,7 +25,7 @@ def nodes(count: int) -> tuple[str, ...]:
 
 
 def test_ranks_fill_replica_by_replica_in_mesh_order() -> None:
-    topo = place(Layout(dp_replicate=2, pp=2, dp_shard=2, tp=2, stages=(2, 1)), 5, nodes(16))
+    topo = place_layout(Layout(dp_replicate=2, pp=2, dp_shard=2, tp=2, stages=(2, 1)), 5, nodes(16))
     assert topo.world_size == 16
     assert [r.index for r in topo.replicas] == [0, 1]
     here = topo.coordinate(13)
@@ -34,18 +34,24 @@ def test_ranks_fill_replica_by_replica_in_mesh_order() -> None:
     for rank in range(16):
         at, replica = topo.coordinate(rank), topo.replica_of(rank)
         assert replica.rank_at(at.pp, at.dp_shard, at.cp, at.tp) == rank
-        assert ravel(unravel(at.mesh_rank, replica.mesh_shape), replica.mesh_shape) == at.mesh_rank
+        assert (
+            index_of(coordinates_of(at.mesh_rank, replica.mesh_shape), replica.mesh_shape)
+            == at.mesh_rank
+        )
 
 
 def test_lines_run_along_one_axis() -> None:
     replica = Replica(0, tuple(range(100, 112)), (3, 2, 1, 2), (1, 1, 1))
     for mesh_rank in range(12):
         for axis, degree in zip(AXES, replica.mesh_shape, strict=True):
-            line = replica.line(mesh_rank, axis)
+            line = replica.ranks_along(mesh_rank, axis)
             assert len(line) == degree
-            assert line[unravel(mesh_rank, replica.mesh_shape)[AXES.index(axis)]] == 100 + mesh_rank
-    assert replica.line(1) == (101, 105, 109)
-    assert replica.line(6, "dp_shard") == (104, 106)
+            assert (
+                line[coordinates_of(mesh_rank, replica.mesh_shape)[AXES.index(axis)]]
+                == 100 + mesh_rank
+            )
+    assert replica.ranks_along(1) == (101, 105, 109)
+    assert replica.ranks_along(6, "dp_shard") == (104, 106)
 
 
 def test_stages_hold_blocks_in_order_and_the_ends() -> None:
@@ -76,13 +82,13 @@ def test_unlike_replicas_stand_side_by_side() -> None:
 
 
 def test_a_topology_without_a_pipeline_reads_and_writes_as_before() -> None:
-    topo = place(Layout(dp_replicate=2), 1, nodes(2))
+    topo = place_layout(Layout(dp_replicate=2), 1, nodes(2))
     assert topo.to_json()["replicas"][1] == {"index": 1, "ranks": [1], "mesh_shape": [1, 1, 1, 1]}
     assert Topology.from_json(topo.to_json()) == topo
 
 
 def test_a_weight_is_written_where_it_is_not_one() -> None:
-    even = place(Layout(dp_replicate=2), 4, nodes(2))
+    even = place_layout(Layout(dp_replicate=2), 4, nodes(2))
     uneven = replace(even, replicas=(even.replicas[0], replace(even.replicas[1], weight=3)))
     first, second = uneven.to_json()["replicas"]
     assert "weight" not in first
@@ -154,6 +160,6 @@ def test_impossible_degrees_and_meshes_are_refused() -> None:
     with pytest.raises(LayoutError, match="needs 5 ranks, there are 4"):
         place_replicas((Layout(tp=2), Layout(dp_replicate=3)), 1, nodes(4))
     with pytest.raises(LayoutError, match="rank 4 is not in a world of 4"):
-        place(Layout(4), 1, nodes(4)).coordinate(4)
+        place_layout(Layout(4), 1, nodes(4)).coordinate(4)
     with pytest.raises(LayoutError, match="is not in a mesh of"):
         Replica(0, (0,)).rank_at(pp=1)

@@ -41,14 +41,16 @@ def found(text: str, name: str = "page.md", messages: bool = True) -> list[str]:
         ("It is saved all the same. They are all the same.", ["all the same"]),
         ("Take it, else wait. Nothing else, somewhere else.", ["else"]),
         ("Any state, be it old. It would be it.", ["be it"]),
-        ("Copy as far as possible, in a word: notices cannot be had.",
-         ["as far as", "in a word", "be had"]),
+        (
+            "Copy as far as possible, in a word: notices cannot be had.",
+            ["as far as", "in a word", "be had"],
+        ),
         ("Who leads is new. Where it fails, wait.", ["Who", "Where"]),
         ("Who leads? The node where it runs, the person who reads.", []),
         ("# Where code belongs", []),
         ("Read `whoever` and ``gone`` at https://a.b/gone, [here](whole.md).", []),
     ],
-)  # fmt: skip
+)
 def test_banned_words(text: str, banned: list[str]) -> None:
     assert found(text) == banned
 

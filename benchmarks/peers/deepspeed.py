@@ -54,10 +54,11 @@ def tensor(bench: Bench) -> None:
             "use_default_specs": False,
             "lm_head_patterns": ["head"],
             "layer_specs": [
-                rows | {"partition_type": "row"}, columns | {"partition_type": "column"},
+                rows | {"partition_type": "row"},
+                columns | {"partition_type": "column"},
             ],
         },
-    }  # fmt: skip
+    }
     config = {"zero_optimization": {"stage": 0}, "tensor_parallel": parallel}
     loop(bench, engine_of(bench, module, 1, config), 1)
 
@@ -71,9 +72,11 @@ def pipeline(bench: Bench, stage: int) -> None:
     decoder = work.decoder()
     parts = [Parts(decoder, work.stage(i, bench.world)) for i in range(bench.world)]
     module = PipelineModule(
-        [compiled(part, work) for part in parts], num_stages=bench.world, loss_fn=mean_loss,
+        [compiled(part, work) for part in parts],
+        num_stages=bench.world,
+        loss_fn=mean_loss,
         partition_method="uniform",
-    )  # fmt: skip
+    )
     engine = engine_of(bench, module, 1, {"zero_optimization": {"stage": stage}})
     batches = one_by_one(bench)
     bench.ready()

@@ -26,10 +26,16 @@ def run(bench: Bench, tp: int = 1, pp: int = 1) -> None:
     replicas = bench.world // (tp * pp)
     rows = work.batch // replicas // work.microbatches * work.sequence
     products = [
-        (torch.randn(rows, k), torch.randn(n, k), torch.randn(rows, n), torch.empty(rows, n),
-         torch.empty(rows, k), torch.empty(n, k))
+        (
+            torch.randn(rows, k),
+            torch.randn(n, k),
+            torch.randn(rows, n),
+            torch.empty(rows, n),
+            torch.empty(rows, k),
+            torch.empty(n, k),
+        )
         for n, k in sorted(set(shapes))
-    ]  # fmt: skip
+    ]
     counts = [shapes.count(shape) for shape in sorted(set(shapes))]
     held = sum(n * k for n, k in shapes) // replicas  # what a shard's optimizer updates
     source = torch.randn(ADAMW_PASSES * held // 2)

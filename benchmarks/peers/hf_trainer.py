@@ -69,17 +69,29 @@ def run(bench: Bench) -> None:
     model = MeanLoss(compiled(work.decoder(), work))  # type: ignore[arg-type]
     with tempfile.TemporaryDirectory() as folder:
         arguments = TrainingArguments(
-            output_dir=folder, use_cpu=True, ddp_backend="gloo", max_steps=10**6,
+            output_dir=folder,
+            use_cpu=True,
+            ddp_backend="gloo",
+            max_steps=10**6,
             per_device_train_batch_size=work.batch // bench.world // work.microbatches,
-            gradient_accumulation_steps=work.microbatches, lr_scheduler_type="constant",
-            learning_rate=work.learning_rate, max_grad_norm=work.clip_norm, report_to="none",
-            save_strategy="no", logging_strategy="no", disable_tqdm=True,
-            remove_unused_columns=False, dataloader_num_workers=0,
+            gradient_accumulation_steps=work.microbatches,
+            lr_scheduler_type="constant",
+            learning_rate=work.learning_rate,
+            max_grad_norm=work.clip_norm,
+            report_to="none",
+            save_strategy="no",
+            logging_strategy="no",
+            disable_tqdm=True,
+            remove_unused_columns=False,
+            dataloader_num_workers=0,
             ddp_find_unused_parameters=False,
-        )  # fmt: skip
+        )
         if arguments.world_size != bench.world:
             raise RuntimeError(f"the Trainer sees {arguments.world_size} processes")
         Loop(
-            model=model, args=arguments, train_dataset=Samples(work, bench.world),
-            callbacks=[turns], optimizers=(work.adamw(model), None),
-        ).train()  # fmt: skip
+            model=model,
+            args=arguments,
+            train_dataset=Samples(work, bench.world),
+            callbacks=[turns],
+            optimizers=(work.adamw(model), None),
+        ).train()

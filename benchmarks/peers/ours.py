@@ -12,7 +12,7 @@ from torch import Tensor
 
 from benchmarks.peers.work import Bench, Work
 from holdfast.config.run import RunConfig
-from holdfast.layout import AXES, Layout, place
+from holdfast.layout import AXES, Layout, place_layout
 from holdfast.parallel.process_groups import connect
 from holdfast.train.build import build_engine
 from holdfast.train.engine import StepEngine
@@ -35,27 +35,39 @@ def run_config(
 ) -> RunConfig:
     """The work as a run file. A rank's `microbatches` are parts of a logical microbatch each."""
     model = work.config.model_dump()
-    return RunConfig.model_validate({
-        "seed": work.seed, "device": "cpu", "model": model,
-        "data": {"sequence_length": work.sequence},
-        "layout": {"workers": world, "zero": zero, "schedule": schedule} | axes(layout),
-        "train": {
-            "steps": 10**6, "batch_size": work.batch, "compile": work.compile,
-            "microbatch_size": work.batch // work.microbatches // layout.dp_replicate,
-            "optimizer": {
-                "learning_rate": work.learning_rate, "betas": work.betas, "eps": work.eps,
-                "weight_decay": work.weight_decay, "clip_norm": work.clip_norm,
+    return RunConfig.model_validate(
+        {
+            "seed": work.seed,
+            "device": "cpu",
+            "model": model,
+            "data": {"sequence_length": work.sequence},
+            "layout": {"workers": world, "zero": zero, "schedule": schedule} | axes(layout),
+            "train": {
+                "steps": 10**6,
+                "batch_size": work.batch,
+                "compile": work.compile,
+                "microbatch_size": work.batch // work.microbatches // layout.dp_replicate,
+                "optimizer": {
+                    "learning_rate": work.learning_rate,
+                    "betas": work.betas,
+                    "eps": work.eps,
+                    "weight_decay": work.weight_decay,
+                    "clip_norm": work.clip_norm,
+                },
+                "schedule": {"kind": "constant", "warmup_steps": 0},
             },
-            "schedule": {"kind": "constant", "warmup_steps": 0},
-        },
-    })  # fmt: skip
+        }
+    )
 
 
 def axes(layout: Layout) -> dict[str, Any]:
     """What the run file says of a layout."""
     return {
-        "pp": layout.pp, "dp_shard": layout.dp_shard, "tp": layout.tp, "stages": layout.stages,
-    }  # fmt: skip
+        "pp": layout.pp,
+        "dp_shard": layout.dp_shard,
+        "tp": layout.tp,
+        "stages": layout.stages,
+    }
 
 
 def run(
@@ -65,11 +77,14 @@ def run(
     keep_freed_memory()
     work = bench.work
     layout = Layout(
-        dp_replicate=bench.world // (pp * shards * tp), pp=pp, dp_shard=shards, tp=tp,
+        dp_replicate=bench.world // (pp * shards * tp),
+        pp=pp,
+        dp_shard=shards,
+        tp=tp,
         stages=work.stages(pp) if pp > 1 else (),
-    )  # fmt: skip
+    )
     config = run_config(work, bench.world, layout, zero, schedule)
-    topology = place(layout, 1, ("local",) * bench.world)
+    topology = place_layout(layout, 1, ("local",) * bench.world)
     store = dist.FileStore(bench.meeting, bench.world)
     device = torch.device("cpu")
     groups = connect(topology, bench.rank, store, device, seconds=300)

@@ -26,9 +26,13 @@ def run(bench: Bench, schedule: str) -> None:
     residual = torch.empty(*shape, work.config.dim, requires_grad=True)  # else none is sent back
     logits = torch.empty(*shape, work.config.vocab_size, requires_grad=True)
     stage = PipelineStage(
-        model, bench.rank, bench.world, torch.device("cpu"),
-        input_args=(tokens if first else residual,), output_args=(logits if last else residual,),
-    )  # fmt: skip
+        model,
+        bench.rank,
+        bench.world,
+        torch.device("cpu"),
+        input_args=(tokens if first else residual,),
+        output_args=(logits if last else residual,),
+    )
 
     def part_of_the_mean(out: Tensor, targets: Tensor) -> Tensor:
         return mean_loss(out, targets) / count

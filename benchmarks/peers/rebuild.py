@@ -17,11 +17,11 @@ import torch.distributed as dist
 
 from benchmarks.peers.ours import run_config, train
 from benchmarks.peers.work import Bench, Work
-from holdfast.data.batch import Batches, Validation
-from holdfast.layout import Layout, place
-from holdfast.parallel.comm.transport import Peers, exchange
+from holdfast.data.batch import Batches, ValidationSet
+from holdfast.layout import Layout, place_layout
+from holdfast.parallel.comm.transport import PeerGroup, exchange
 from holdfast.parallel.process_groups import connect
-from holdfast.train.build import build_engine, session_of
+from holdfast.train.build import build_engine, make_session
 from holdfast.train.engine import StepEngine
 from holdfast.train.recover import recover
 
@@ -33,9 +33,9 @@ FIELDS = {"dp": "dp_replicate", "dpshard": "dp_shard", "pp": "pp", "tp": "tp"}
 class NoData:
     """What a session asks of `Batches` when nothing is computed."""
 
-    def validation(self, samples: int) -> Validation:
+    def validation(self, samples: int) -> ValidationSet:
         """None."""
-        return Validation([], 0, 1.0)
+        return ValidationSet([], 0, 1.0)
 
 
 def layout_of(name: str, work: Work) -> Layout:
@@ -52,14 +52,14 @@ def run(bench: Bench, layouts: str) -> None:
     configs = [run_config(work, world, layout) for layout in wanted]
     store = dist.FileStore(bench.meeting, world)
     device = torch.device("cpu")
-    groups = connect(place(wanted[0], 1, ("local",) * world), bench.rank, store, device)
+    groups = connect(place_layout(wanted[0], 1, ("local",) * world), bench.rank, store, device)
     engine = build_engine(configs[0], groups, device)
     engine.initialise(work.seed)
     train(engine, work, 1)
-    session = session_of(configs[0], engine, cast(Batches, NoData()), device)
+    session = make_session(configs[0], engine, cast(Batches, NoData()), device)
     del engine, groups  # the session's are the only references: what is left behind is freed
     came_from = [(rank - 1) % world for rank in range(world)]
-    together = Peers(store, "together", bench.rank, world, seconds=SECONDS)
+    together = PeerGroup(store, "together", bench.rank, world, seconds=SECONDS)
     bench.ready()
     for generation in itertools.count(2):
         exchange(together, torch.tensor([generation]), [1] * world, 1)
@@ -67,14 +67,14 @@ def run(bench: Bench, layouts: str) -> None:
         exchange(together, torch.tensor([generation]), [1] * world, 1)  # all have joined
         group.close()
         index, rank = (generation - 1) % len(wanted), (bench.rank + generation - 1) % world
-        topology = place(wanted[index], generation, ("local",) * world)
+        topology = place_layout(wanted[index], generation, ("local",) * world)
         session.config = configs[index]
         wall, cpu = time.perf_counter(), time.process_time()
         found = recover(session, topology, rank, store, came_from, step=1, seconds=SECONDS)
         notes["rebuild"] = time.perf_counter() - wall
         notes["rebuild_cpu"] = time.process_time() - cpu
         notes |= {phase: found.phases.get(phase, 0.0) for phase in PHASES}
-        if found.kept_inside:
+        if found.kept_replica:
             raise RuntimeError("nothing was rebuilt: a replica of one rank stays as it is")
         session = found.session
         del found
@@ -83,7 +83,7 @@ def run(bench: Bench, layouts: str) -> None:
 
 def floor(
     engine: StepEngine, store: dist.Store, name: str, bench: Bench
-) -> tuple[dict[str, float], Peers]:
+) -> tuple[dict[str, float], PeerGroup]:
     """Seconds of one memcpy of the state, and of a bare gloo group; and the group."""
     sources = [local.tensor for local in engine.state()]
     targets = [torch.zeros_like(source) for source in sources]
@@ -91,7 +91,7 @@ def floor(
     for source, target in zip(sources, targets, strict=True):
         target.copy_(source)
     copied = time.perf_counter()
-    peers = Peers(store, name, bench.rank, bench.world, seconds=SECONDS)
+    peers = PeerGroup(store, name, bench.rank, bench.world, seconds=SECONDS)
     joined = time.perf_counter()
     size = sum(source.numel() * source.element_size() for source in sources)
     return {"memcpy": copied - begun, "join": joined - copied, "bytes": size}, peers

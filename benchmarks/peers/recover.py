@@ -19,10 +19,10 @@ from benchmarks.peers.ours import run_config, train
 from benchmarks.peers.rebuild import SECONDS, NoData, layout_of
 from benchmarks.peers.work import Bench
 from holdfast.data.batch import Batches
-from holdfast.layout import place
-from holdfast.parallel.comm.transport import Peers, exchange
+from holdfast.layout import place_layout
+from holdfast.parallel.comm.transport import PeerGroup, exchange
 from holdfast.parallel.process_groups import connect
-from holdfast.train.build import build_engine, session_of
+from holdfast.train.build import build_engine, make_session
 from holdfast.train.recover import recover
 
 
@@ -32,27 +32,27 @@ def run(bench: Bench, layouts: str) -> None:
     layout = layout_of(layouts, work)
     config, device = run_config(work, world, layout), torch.device("cpu")
     store = dist.FileStore(bench.meeting, world)
-    groups = connect(place(layout, 1, ("local",) * world), rank, store, device)
+    groups = connect(place_layout(layout, 1, ("local",) * world), rank, store, device)
     engine = build_engine(config, groups, device)
     engine.initialise(work.seed)
-    session = session_of(config, engine, cast(Batches, NoData()), device)
-    together = Peers(store, "together", rank, world, seconds=SECONDS)
+    session = make_session(config, engine, cast(Batches, NoData()), device)
+    together = PeerGroup(store, "together", rank, world, seconds=SECONDS)
     bench.ready()
     for generation in itertools.count(2):
         train(engine, work, generation - 1)
         exchange(together, torch.tensor([generation]), [1] * world, 1)
         begun = time.perf_counter()
-        group = Peers(store, f"floor{generation}", rank, world, seconds=SECONDS)
+        group = PeerGroup(store, f"floor{generation}", rank, world, seconds=SECONDS)
         joined = time.perf_counter()
         exchange(together, torch.tensor([generation]), [1] * world, 1)  # all have joined
         group.close()
         wall, cpu = time.perf_counter(), time.process_time()
-        topology = place(layout, generation, ("local",) * world)
+        topology = place_layout(layout, generation, ("local",) * world)
         found = recover(
             session, topology, rank, store, list(range(world)), step=generation - 1, seconds=SECONDS
         )
         seconds = time.perf_counter() - wall
-        if not found.kept_inside:
+        if not found.kept_replica:
             raise RuntimeError("the inside of a replica was not kept")
         notes: dict[str, Any] = {"join": joined - begun, "recover": seconds}
         notes["recover_cpu"] = time.process_time() - cpu

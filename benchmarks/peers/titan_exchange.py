@@ -32,30 +32,37 @@ class Trainer:
         shape, adamw = ModelConfig(**config["model"]), config["train"]["optimizer"]
         model: Any = shaped(shape, request["sequence"], ComplexRoPE)
         self.model: nn.Module = model
-        rate = {
-            "lr": adamw["learning_rate"], "betas": tuple(adamw["betas"]), "eps": adamw["eps"]
-        }  # fmt: skip
+        rate = {"lr": adamw["learning_rate"], "betas": tuple(adamw["betas"]), "eps": adamw["eps"]}
         decays = {".*norm.*": 0.0, ".*": adamw["weight_decay"]}
         groups = [
             ParamGroupConfig(
-                pattern=pattern, optimizer_name="AdamW",
+                pattern=pattern,
+                optimizer_name="AdamW",
                 optimizer_kwargs={**rate, "weight_decay": decay},
             )
             for pattern, decay in decays.items()
-        ]  # fmt: skip
+        ]
         self.optimizer = OptimizersContainer(
             OptimizersContainer.Config(param_groups=groups, implementation="foreach"),
             model_parts=[self.model],
         )
         self.manager = CheckpointManager(
             CheckpointManager.Config(
-                enable=True, interval=1, keep_latest_k=0, last_save_model_only=False,
-                exclude_from_loading=["dataloader", "lr_scheduler"], **settings,
+                enable=True,
+                interval=1,
+                keep_latest_k=0,
+                last_save_model_only=False,
+                exclude_from_loading=["dataloader", "lr_scheduler"],
+                **settings,
             ),
-            dataloader=None, model_parts=[self.model], optimizers=self.optimizer,
-            lr_schedulers={}, states={}, base_folder=str(folder),  # type: ignore[arg-type]
+            dataloader=None,
+            model_parts=[self.model],
+            optimizers=self.optimizer,
+            lr_schedulers={},
+            states={},
+            base_folder=str(folder),  # type: ignore[arg-type]
             sd_adapter=Llama3StateDictAdapter(model.config, None),
-        )  # fmt: skip
+        )
 
     def state(self) -> dict[str, Tensor]:
         found = {**self.model.state_dict(), **self.optimizer.state_dict()}
@@ -72,13 +79,17 @@ def take(request: Found) -> Found:
     import transformers
 
     from_hf = Trainer(
-        request, Path(request["save"]) / "unused", initial_load_path=request["hf"],
+        request,
+        Path(request["save"]) / "unused",
+        initial_load_path=request["hf"],
         initial_load_in_hf=True,
-    )  # fmt: skip
+    )
     trainer = Trainer(
-        request, Path(request["save"]), initial_load_path=request["dcp"],
+        request,
+        Path(request["save"]),
+        initial_load_path=request["dcp"],
         initial_load_model_only=False,
-    )  # fmt: skip
+    )
     assert from_hf.manager.load()
     assert trainer.manager.load()
     peer = transformers.AutoModelForCausalLM.from_pretrained(request["hf"]).eval()
@@ -111,9 +122,11 @@ def _unlike_stored(trainer: Trainer, request: Found) -> int:
 def compare(request: Found) -> Found:
     """Tensors that came back otherwise than they went."""
     trainer = Trainer(
-        request, Path(request["save"]) / "back", initial_load_path=request["dcp"],
+        request,
+        Path(request["save"]) / "back",
+        initial_load_path=request["dcp"],
         initial_load_model_only=False,
-    )  # fmt: skip
+    )
     assert trainer.manager.load()
     due = torch.load(Path(request["save"]) / "state.pt", weights_only=True)
     found = trainer.state()

@@ -27,11 +27,16 @@ from benchmarks.peers.work import Bench, Work
 from holdfast.config.model import ModelConfig
 
 RENAMED = {
-    "embed": "tok_embeddings", "head": "lm_head", "attention.q": "attention.qkv_linear.wq",
-    "attention.k": "attention.qkv_linear.wk", "attention.v": "attention.qkv_linear.wv",
-    "attention.o": "attention.wo", "ffn.gate": "feed_forward.w1",
-    "ffn.down": "feed_forward.w2", "ffn.up": "feed_forward.w3",
-}  # fmt: skip
+    "embed": "tok_embeddings",
+    "head": "lm_head",
+    "attention.q": "attention.qkv_linear.wq",
+    "attention.k": "attention.qkv_linear.wk",
+    "attention.v": "attention.qkv_linear.wv",
+    "attention.o": "attention.wo",
+    "ffn.gate": "feed_forward.w1",
+    "ffn.down": "feed_forward.w2",
+    "ffn.up": "feed_forward.w3",
+}
 
 
 @contextmanager
@@ -85,17 +90,18 @@ def shaped(shape: ModelConfig, sequence: int, rope: Any) -> nn.Module:
             attention_norm=norm(),
             ffn_norm=norm(),
             attention=make_gqa_config(
-                dim=shape.dim, n_heads=shape.heads, n_kv_heads=shape.kv_heads,
-                wqkv_param_init=start, wo_param_init=start,
+                dim=shape.dim,
+                n_heads=shape.heads,
+                n_kv_heads=shape.kv_heads,
+                wqkv_param_init=start,
+                wo_param_init=start,
                 inner_attention=ScaledDotProductAttention.Config(),
-                rope=rope.Config(
-                    dim=shape.head_size, max_seq_len=sequence, theta=shape.rope_theta
-                ),
+                rope=rope.Config(dim=shape.head_size, max_seq_len=sequence, theta=shape.rope_theta),
             ),
             feed_forward=make_ffn_config(
                 dim=shape.dim, hidden_dim=shape.ffn_dim, w1_param_init=start, w2w3_param_init=start
             ),
-        )  # fmt: skip
+        )
 
     config = Llama3Model.Config(
         dim=shape.dim,
@@ -151,10 +157,13 @@ def prepare(bench: Bench, **degrees: Any) -> Titan:
         return made
 
     arguments = {
-        "parallel_dims": dims, "parallelism": parallelism, "ac_config": None, "dump_folder": "",
+        "parallel_dims": dims,
+        "parallelism": parallelism,
+        "ac_config": None,
+        "dump_folder": "",
         "training": TrainingConfig(mixed_precision_param="float32", local_batch_size=work.batch),
         "compile_config": CompileConfig(enable=False),
-    }  # fmt: skip
+    }
     config = CrossEntropyLoss.Config(global_vocab_size=work.vocabulary)
     return Titan(parallelism, dims, parallelize, CrossEntropyLoss(config), arguments)
 
@@ -182,16 +191,21 @@ def pipeline(bench: Bench) -> None:
 
     work = bench.work
     titan = prepare(
-        bench, pipeline_parallel_degree=bench.world, pipeline_parallel_schedule="1F1B",
+        bench,
+        pipeline_parallel_degree=bench.world,
+        pipeline_parallel_schedule="1F1B",
         pipeline_parallel_microbatch_size=work.batch // work.microbatches,
-    )  # fmt: skip
+    )
     model = build(work)
     tokens = torch.tensor(float(work.batch * work.sequence))
     schedule, (part,), first, last = pipeline_llm(
-        model, device=torch.device("cpu"), model_config=model.config,
-        parallelize_fn=titan.parallelize, **titan.arguments,
+        model,
+        device=torch.device("cpu"),
+        model_config=model.config,
+        parallelize_fn=titan.parallelize,
+        **titan.arguments,
         loss_fn=lambda out, targets: titan.loss(out, targets, tokens),
-    )  # fmt: skip
+    )
     optimizer = adamw(work, part)
     bench.ready()
     for parts in bench.microbatches(replicas=1):
@@ -217,10 +231,12 @@ def finish(
 def adamw(work: Work, model: nn.Module) -> torch.optim.AdamW:
     """As `Work.adamw`: in this model too, matrices decay and gains do not."""
     groups = [
-        {"params": [p for p in model.parameters() if (p.ndim == 2) == decay],
-         "weight_decay": work.weight_decay if decay else 0.0}
+        {
+            "params": [p for p in model.parameters() if (p.ndim == 2) == decay],
+            "weight_decay": work.weight_decay if decay else 0.0,
+        }
         for decay in (True, False)
-    ]  # fmt: skip
+    ]
     return torch.optim.AdamW(
         groups, lr=work.learning_rate, betas=work.betas, eps=work.eps, fused=True
     )

@@ -144,8 +144,14 @@ class Bench:
         self._left -= 1
         if self._left == 0:
             wall, cpu = time.perf_counter(), time.process_time()
-            self._reply({"wall": wall - self._began[0], "cpu": cpu - self._began[1],
-                         "losses": self._losses, "notes": self._notes})  # fmt: skip
+            self._reply(
+                {
+                    "wall": wall - self._began[0],
+                    "cpu": cpu - self._began[1],
+                    "losses": self._losses,
+                    "notes": self._notes,
+                }
+            )
             self._wait()
 
     def _wait(self) -> None:

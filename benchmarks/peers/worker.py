@@ -47,9 +47,15 @@ def main() -> None:
     replies = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     # What torchrun would set; accelerate, the Trainer and DeepSpeed look at it.
-    os.environ |= {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "MASTER_PORT": "0",
-                   "LOCAL_WORLD_SIZE": world, "MASTER_ADDR": "127.0.0.1",
-                   "ACCELERATE_USE_CPU": "true"}  # fmt: skip
+    os.environ |= {
+        "RANK": rank,
+        "LOCAL_RANK": rank,
+        "WORLD_SIZE": world,
+        "MASTER_PORT": "0",
+        "LOCAL_WORLD_SIZE": world,
+        "MASTER_ADDR": "127.0.0.1",
+        "ACCELERATE_USE_CPU": "true",
+    }
     import torch
 
     from benchmarks.peers.work import Bench, Work

@@ -44,9 +44,13 @@ class Processes:
 
     def start(self, *command: str, **environ: str) -> subprocess.Popen[bytes]:
         process = subprocess.Popen(
-            command, stdout=self._log, stderr=self._log, env=environment(**environ), cwd=ROOT,
+            command,
+            stdout=self._log,
+            stderr=self._log,
+            env=environment(**environ),
+            cwd=ROOT,
             start_new_session=True,
-        )  # fmt: skip
+        )
         self.all.append(process)
         return process
 
@@ -63,8 +67,9 @@ class Processes:
                 process.wait()
 
 
-def measure(peer: Peer, python: str, folder: Path, step: float, rounds: int, seconds: float
-            ) -> list[Found]:  # fmt: skip
+def measure(
+    peer: Peer, python: str, folder: Path, step: float, rounds: int, seconds: float
+) -> list[Found]:
     """Raises SilentError."""
     folder.mkdir()
     chosen = random.Random(3)
@@ -94,10 +99,17 @@ def _running(loop: str, python: str, folder: Path, step: float) -> Iterator[tupl
             # torch 2.13 keeps one store over all restarts, without a prefix for each. Restarted
             # processes found the addresses of dead ones, and none came up.
             processes.start(
-                python, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={WORLD}",
-                "--max-restarts=50", "--monitor-interval=0.1", "-m", *told,
+                python,
+                "-m",
+                "torch.distributed.run",
+                "--standalone",
+                f"--nproc-per-node={WORLD}",
+                "--max-restarts=50",
+                "--monitor-interval=0.1",
+                "-m",
+                *told,
                 TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1",
-            )  # fmt: skip
+            )
             yield processes, _nothing
         else:
             processes.start(python, "-m", *told)
@@ -110,10 +122,12 @@ def _torchft(processes: Processes, python: str, told: tuple[str, ...]) -> Mend:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = str(free.getsockname()[1])
     processes.start(
-        python, "-c", "import time\nfrom torchft.coordination import LighthouseServer as L\n"
+        python,
+        "-c",
+        "import time\nfrom torchft.coordination import LighthouseServer as L\n"
         f"server = L(bind='127.0.0.1:{port}', min_replicas=1, join_timeout_ms=10000, "
         "quorum_tick_ms=20, heartbeat_timeout_ms=500)\nwhile True: time.sleep(60)",
-    )  # fmt: skip
+    )
     environ = {"RECOVERY_LIGHTHOUSE": f"http://127.0.0.1:{port}"}
 
     def replica(number: int) -> subprocess.Popen[bytes]:

@@ -16,7 +16,7 @@ from benchmarks.recovering.lines import Found, Line, Lines
 from benchmarks.recovering.worker import LINES, MICROBATCH
 from benchmarks.texts import write_texts
 from holdfast.events import GenerationStarted
-from holdfast.wire.journal import read
+from holdfast.wire.journal import read_journal
 from holdfast.wire.store.run_store import FolderStore
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -84,10 +84,13 @@ class Case:
         """A rank has a sample of a microbatch at least."""
         each = max(2, self.shards)
         return [
-            f"layout.workers={self.workers}", f"layout.dp_shard={self.shards}",
-            f"train.batch_size={each * self.leaves}", f"train.microbatch_size={each}",
-            "cluster.min_nodes=1", *self.settings,
-        ]  # fmt: skip
+            f"layout.workers={self.workers}",
+            f"layout.dp_shard={self.shards}",
+            f"train.batch_size={each * self.leaves}",
+            f"train.microbatch_size={each}",
+            "cluster.min_nodes=1",
+            *self.settings,
+        ]
 
 
 def prepare(folder: Path, text: str = RUN_FILE) -> Path:
@@ -97,8 +100,10 @@ def prepare(folder: Path, text: str = RUN_FILE) -> Path:
     path.write_text(text.format(root=folder))
     done = subprocess.run(
         [sys.executable, "-m", "holdfast.cli.main", "data", "prepare", str(path)],
-        capture_output=True, text=True, env=environment(),
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        env=environment(),
+    )
     if done.returncode:
         raise RuntimeError(done.stderr)
     return path
@@ -106,8 +111,12 @@ def prepare(folder: Path, text: str = RUN_FILE) -> Path:
 
 def environment(**more: str) -> dict[str, str]:
     path = [str(ROOT / "src"), str(ROOT), os.environ.get("PYTHONPATH", "")]
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in path if p),
-            "OMP_NUM_THREADS": "1", **more}  # fmt: skip
+    return {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(p for p in path if p),
+        "OMP_NUM_THREADS": "1",
+        **more,
+    }
 
 
 def measured(
@@ -130,22 +139,35 @@ def measure(
     """One run, the `number`th of the case. Raises as `measured` does."""
     folder = run_file.parent / f"{case.name.replace(' ', '-').replace(',', '')}-{number}"
     replicas = case.workers // case.shards
-    environ = environment(**{
-        MICROBATCH: str(step * replicas / case.leaves), LINES: str(folder.with_suffix(".lines"))
-    })  # fmt: skip
+    environ = environment(
+        **{MICROBATCH: str(step * replicas / case.leaves), LINES: str(folder.with_suffix(".lines"))}
+    )
     options = [
-        f"folder={folder}", *case.options(),
+        f"folder={folder}",
+        *case.options(),
         f"cluster.settle_seconds={max(0.5, 4 * step)}",  # some steps with fewer are timed
-    ]  # fmt: skip
+    ]
     places = {f"n{number}": places for number, places in enumerate(case.nodes)}
 
     def start(name: str) -> subprocess.Popen[str]:
         with folder.with_suffix(f".{name}").open("a") as log:
             return subprocess.Popen(
-                [sys.executable, "-m", "benchmarks.recovering.worker", str(run_file), *options,
-                 f"cluster.node={name}", f"cluster.places={places.get(name, 1)}"],
-                stdout=log, stderr=log, text=True, env=environ, cwd=ROOT, start_new_session=True,
-            )  # fmt: skip
+                [
+                    sys.executable,
+                    "-m",
+                    "benchmarks.recovering.worker",
+                    str(run_file),
+                    *options,
+                    f"cluster.node={name}",
+                    f"cluster.places={places.get(name, 1)}",
+                ],
+                stdout=log,
+                stderr=log,
+                text=True,
+                env=environ,
+                cwd=ROOT,
+                start_new_session=True,
+            )
 
     agents = Agents(start)
     lines = Lines(folder.with_suffix(".lines"), lambda: _last_words(agents), seconds)
@@ -161,7 +183,7 @@ def measure(
             agent.wait()
     rungs = {
         record.generation: record.event.rung
-        for record in read(FolderStore(folder))
+        for record in read_journal(FolderStore(folder))
         if isinstance(record.event, GenerationStarted)
     }
     return [replace(each, rung=rungs.get(each.generation, -1)) for each in found]
@@ -193,8 +215,11 @@ def _is_taken_in(folder: Path, node: str) -> bool:
 
 
 def _last_words(agents: Agents) -> str:
-    return "".join(f"{name} ended with {a.returncode}; " for name, a in agents.items()
-                   if a.poll() not in (None, 0, -signal.SIGKILL))  # fmt: skip
+    return "".join(
+        f"{name} ended with {a.returncode}; "
+        for name, a in agents.items()
+        if a.poll() not in (None, 0, -signal.SIGKILL)
+    )
 
 
 # --- what befalls -------------------------------------------------------------------------------

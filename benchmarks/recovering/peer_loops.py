@@ -104,13 +104,21 @@ def torchft(folder: Path, seconds: float) -> None:
     # it is as short as a steady step allows.
     patience = timedelta(seconds=seconds + 0.5)
     manager = Manager(
-        pg=ProcessGroupGloo(timeout=patience), load_state_dict=load,
+        pg=ProcessGroupGloo(timeout=patience),
+        load_state_dict=load,
         state_dict=lambda: {"model": model.state_dict(), "optimizer": inner.state_dict()},
-        min_replica_size=1, rank=0, world_size=1, store_addr="127.0.0.1", store_port=store.port,
-        lighthouse_addr=os.environ["RECOVERY_LIGHTHOUSE"], replica_id=f"r{replica}",
-        hostname="127.0.0.1", heartbeat_interval=timedelta(milliseconds=50),
-        timeout=timedelta(seconds=10), quorum_timeout=timedelta(seconds=10),
-    )  # fmt: skip
+        min_replica_size=1,
+        rank=0,
+        world_size=1,
+        store_addr="127.0.0.1",
+        store_port=store.port,
+        lighthouse_addr=os.environ["RECOVERY_LIGHTHOUSE"],
+        replica_id=f"r{replica}",
+        hostname="127.0.0.1",
+        heartbeat_interval=timedelta(milliseconds=50),
+        timeout=timedelta(seconds=10),
+        quorum_timeout=timedelta(seconds=10),
+    )
     optimizer = Optimizer(manager, inner)
     gradients = _gradients(model)
     sizes = [gradient.numel() for gradient in gradients]
@@ -131,25 +139,35 @@ def torchft(folder: Path, seconds: float) -> None:
 
 def ray(folder: Path, seconds: float) -> None:
     os.environ |= {
-        "RAY_TRAIN_V2_ENABLED": "1", "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.3",
-        "RAY_USAGE_STATS_ENABLED": "0", "RAY_TRAIN_ENABLE_WORKER_STRUCTURED_LOGGING": "0",
-    }  # fmt: skip
+        "RAY_TRAIN_V2_ENABLED": "1",
+        "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.3",
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_TRAIN_ENABLE_WORKER_STRUCTURED_LOGGING": "0",
+    }
     import ray as cluster
     from ray.train import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig
     from ray.train.torch import TorchConfig, TorchTrainer
 
-    cluster.init("local", num_cpus=WORLD + 1, include_dashboard=False, log_to_driver=False,
-                 logging_level="ERROR", object_store_memory=80 * 2**20)  # fmt: skip
+    cluster.init(
+        "local",
+        num_cpus=WORLD + 1,
+        include_dashboard=False,
+        log_to_driver=False,
+        logging_level="ERROR",
+        object_store_memory=80 * 2**20,
+    )
     TorchTrainer(
-        _ray_loop, train_loop_config={"folder": str(folder), "seconds": seconds},
+        _ray_loop,
+        train_loop_config={"folder": str(folder), "seconds": seconds},
         torch_config=TorchConfig(backend="gloo", timeout_s=30),
         scaling_config=ScalingConfig(num_workers=WORLD, resources_per_worker={"CPU": 1}),
         run_config=RunConfig(
-            storage_path=str(folder / "ray"), name="r",
+            storage_path=str(folder / "ray"),
+            name="r",
             failure_config=FailureConfig(max_failures=50),
             checkpoint_config=CheckpointConfig(num_to_keep=2),
         ),
-    ).fit()  # fmt: skip
+    ).fit()
 
 
 def _ray_loop(told: dict[str, Any]) -> None:

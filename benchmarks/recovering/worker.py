@@ -18,44 +18,52 @@ import threading
 import time
 from typing import Any
 
-from holdfast.elastic.protocol.worker_spec import WorkerBoot
+from holdfast.elastic.protocol.worker_spec import WorkerSpec
 from holdfast.wire.secret import Secret
 
 MICROBATCH, LINES = "RECOVERY_MICROBATCH_SECONDS", "RECOVERY_LINES"
 
 
-def run(boot: WorkerBoot, secret: Secret) -> int:
+def run(boot: WorkerSpec, secret: Secret) -> int:
     """A worker's entry."""
     from holdfast.elastic.worker import main as worker
     from holdfast.train.engine import StepEngine
-    from holdfast.train.objective import NextToken
+    from holdfast.train.objective import NextTokenObjective
 
     seconds = float(os.environ[MICROBATCH])
     lines = os.open(os.environ[LINES], os.O_WRONLY | os.O_APPEND | os.O_CREAT)
     asked = threading.Event()
     waker, woken = os.pipe()
     signal.signal(signal.SIGUSR1, lambda *_: (asked.set(), os.write(woken, b"x")))
-    forward, begin, update = NextToken.forward, StepEngine.begin, StepEngine.update
+    forward, begin, update = NextTokenObjective.forward, StepEngine.begin, StepEngine.update
     engines: list[StepEngine] = []
     open_step, computed = 0, 0  # the step that is not applied, how many microbatches it has
 
     def tell(engine: StepEngine, step: int) -> None:
         topology = engine.groups.topology
-        said = (time.time(), step, topology.generation, engine.groups.rank, os.getpid(),
-                topology.world_size)  # fmt: skip
+        said = (
+            time.time(),
+            step,
+            topology.generation,
+            engine.groups.rank,
+            os.getpid(),
+            topology.world_size,
+        )
         os.write(lines, (" ".join(map(str, said)) + "\n").encode())
 
     def beginning(self: StepEngine, step: int) -> Any:
         nonlocal open_step, computed
         engines[:] = [self]
-        kept = self._computed(step)  # by replica; of all of them alike, nothing or something
+        kept = self._computed_by_replica(
+            step
+        )  # by replica; of all of them alike, nothing or something
         if computed and not (step == open_step and kept):
             tell(self, -open_step)
         open_step = step
         computed = len(kept[self.groups.coordinate.replica]) if kept else 0
         return begin(self, step)
 
-    def waiting(self: NextToken, *given: Any, **named: Any) -> Any:
+    def waiting(self: NextTokenObjective, *given: Any, **named: Any) -> Any:
         nonlocal computed
         select.select([waker], [], [], seconds)
         if asked.is_set():
@@ -74,7 +82,7 @@ def run(boot: WorkerBoot, secret: Secret) -> int:
         tell(self, self.step)
         return rate
 
-    NextToken.forward = waiting  # type: ignore[method-assign]
+    NextTokenObjective.forward = waiting  # type: ignore[method-assign]
     StepEngine.begin = beginning  # type: ignore[method-assign]
     StepEngine.update = telling  # type: ignore[method-assign]
     return worker.run(boot, secret)
@@ -85,7 +93,7 @@ def main() -> int:
     from holdfast.cli.main import main as command
     from holdfast.launch import local
 
-    local.run.__kwdefaults__["entry"] = "benchmarks.recovering.worker:run"
+    local.train_locally.__kwdefaults__["entry"] = "benchmarks.recovering.worker:run"
     return command(["train", *sys.argv[1:]])
 
 

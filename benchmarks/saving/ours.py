@@ -8,11 +8,11 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from torch import Tensor
 
 from benchmarks.saving.task import Task
-from holdfast.checkpoint.capture.capturer import Captured, Capturer
-from holdfast.checkpoint.capture.chunked_copy import Copy
+from holdfast.checkpoint.capture.capturer import Capturer, CompletedCapture
+from holdfast.checkpoint.capture.chunked_copy import ChunkedCopy
 from holdfast.checkpoint.mover.client import MoverClient
 from holdfast.core.sharding.state_table import TensorSpec
-from holdfast.layout import Layout, place
+from holdfast.layout import Layout, place_layout
 from holdfast.wire.secret import Secret
 
 SLOTS = 3
@@ -25,7 +25,7 @@ class Ours:
     def __init__(self, name: str, task: Task, rank: int, state: Mapping[str, Tensor]) -> None:
         """name: "ours, waiting"; "ours, hidden": the copy runs during the next step; "ours,
         memory": the same, and nothing becomes durable."""
-        topology = place(Layout(dp_replicate=task.world), 1, ("here",) * task.world)
+        topology = place_layout(Layout(dp_replicate=task.world), 1, ("here",) * task.world)
         table = tuple(TensorSpec(n, "F32", tuple(t.shape), 0) for n, t in state.items())
         client = MoverClient(task.socket, Secret.from_hex(task.secret), 1)
         client.expect(topology, table)
@@ -40,14 +40,14 @@ class Ours:
     def begin(self, step: int) -> None:
         if self._hidden:
             begun = self._capturer.begin(step, WAIT)
-            assert isinstance(begun, Copy), begun
+            assert isinstance(begun, ChunkedCopy), begun
         else:
             made = self._capturer.capture(step, WAIT)
-            assert isinstance(made, Captured), made
+            assert isinstance(made, CompletedCapture), made
         self._newest, told = step, Future[None]()
         self._told = told
         # As a worker does: when the copy is complete, which may be before the fence.
-        self._capturer.after(step, lambda cost: self._announce(step, told))
+        self._capturer.call_when_copied(step, lambda cost: self._announce(step, told))
 
     def fence(self) -> None:
         self._capturer.fence()
@@ -56,7 +56,7 @@ class Ours:
         if self._newest:
             self._told.result(WAIT)
         if self._durable and self._newest:
-            reason = self._capturer.settle(self._newest, WAIT)
+            reason = self._capturer.wait_until_committed(self._newest, WAIT)
             assert reason is None, reason
 
     def close(self) -> None:

@@ -18,8 +18,8 @@ from typing import Any
 
 from benchmarks.saving.task import Task
 from benchmarks.turns import ROOT
-from holdfast.checkpoint.mover.main import MoverBoot
-from holdfast.checkpoint.mover.service import Settings
+from holdfast.checkpoint.mover.main import MoverSpec
+from holdfast.checkpoint.mover.service import MoverSettings
 from holdfast.wire.secret import Secret
 
 DEADLINE = 600.0
@@ -28,9 +28,12 @@ DEADLINE = 600.0
 def _environment() -> dict[str, str]:
     path = [str(ROOT / "src"), str(ROOT), os.environ.get("PYTHONPATH", "")]
     return {
-        **os.environ, "PYTHONPATH": os.pathsep.join(part for part in path if part),
-        "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE",
-    }  # fmt: skip
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(part for part in path if part),
+        "OMP_NUM_THREADS": "1",
+        "MKL_NUM_THREADS": "1",
+        "OMP_WAIT_POLICY": "PASSIVE",
+    }
 
 
 class Mover:
@@ -41,15 +44,18 @@ class Mover:
         self.secret = Secret(secrets.token_bytes(32))
         self._private = tempfile.mkdtemp(prefix="hf-")
         self.socket = f"{self._private}/mover.sock"
-        settings = Settings("bench", "", "", keep_last=1)
-        boot = MoverBoot(str(folder), self.socket, settings, self.secret.hex())
+        settings = MoverSettings("bench", "", "", keep_last=1)
+        boot = MoverSpec(str(folder), self.socket, settings, self.secret.hex())
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "holdfast.checkpoint.mover.main"], cwd=ROOT, env=_environment(),
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-        )  # fmt: skip
+            [sys.executable, "-m", "holdfast.checkpoint.mover.main"],
+            cwd=ROOT,
+            env=_environment(),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+        )
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        self._process.stdin.write(boot.to_line())
+        self._process.stdin.write(boot.to_json_line())
         self._process.stdin.close()
         assert json.loads(self._process.stdout.readline())["ready"]
 
@@ -67,20 +73,27 @@ class Ranks:
         self._workers = [
             subprocess.Popen(
                 [python, "-m", "benchmarks.saving.worker", str(rank), json.dumps(asdict(task))],
-                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log.open("w"), text=True,
-                cwd=ROOT, env=_environment(), start_new_session=True,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log.open("w"),
+                text=True,
+                cwd=ROOT,
+                env=_environment(),
+                start_new_session=True,
             )
             for rank, log in enumerate(self._logs)
-        ]  # fmt: skip
+        ]
 
     def __enter__(self) -> Ranks:
         self._answers()
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None,
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
         trace: TracebackType | None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         for worker in self._workers:  # and what they started: a process of DCP's own
             if worker.poll() is None:
                 os.killpg(worker.pid, signal.SIGKILL)

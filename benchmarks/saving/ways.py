@@ -47,9 +47,11 @@ class Dcp:
     """`dcp.save`; with `start`, an asynchronous save that it begins."""
 
     def __init__(
-        self, task: Task, state: State,
+        self,
+        task: Task,
+        state: State,
         start: Callable[[dict[str, Any], str], Any] | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._folder, self._state, self._start = f"{task.folder}/dcp", dict(state), start
         self._saving: Future[Any] | None = None
         self._newest = ""
@@ -84,9 +86,11 @@ def _default(state: dict[str, Any], where: str) -> Any:
 
 def _with_stager(kind: AsyncCheckpointerType, shared: bool) -> Callable[[dict[str, Any], str], Any]:
     options = StagingOptions(
-        use_pinned_memory=False, use_shared_memory=shared, use_async_staging=False,
+        use_pinned_memory=False,
+        use_shared_memory=shared,
+        use_async_staging=False,
         use_non_blocking_copy=False,
-    )  # fmt: skip
+    )
     stager = DefaultStager(options)
 
     def start(state: dict[str, Any], where: str) -> Any:

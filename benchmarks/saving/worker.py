@@ -107,8 +107,11 @@ class Rank:
             second = floors.timed(way.fence)
             durable = end.result() - begun
             if number:
-                found = {"wall": first[0] + second[0], "cpu": first[1] + second[1],
-                         "durable": durable} | floors_of_it  # fmt: skip
+                found = {
+                    "wall": first[0] + second[0],
+                    "cpu": first[1] + second[1],
+                    "durable": durable,
+                } | floors_of_it
                 for key, value in found.items():
                     out[key].append(value)
             late = torch.tensor([float(number >= rounds[0] and time.monotonic() > deadline)])
@@ -139,8 +142,12 @@ class Rank:
             dist.barrier()
             written = disk.time() if disk is not None else (0.0, 0.0)
             settle()
-            return {"memcpy": copied[0], "memcpy_cpu": copied[1],
-                    "write": written[0], "write_cpu": written[1]}  # fmt: skip
+            return {
+                "memcpy": copied[0],
+                "memcpy_cpu": copied[1],
+                "write": written[0],
+                "write_cpu": written[1],
+            }
 
         return take
 
@@ -161,8 +168,13 @@ def main() -> None:
     rank, task = int(sys.argv[1]), Task(**json.loads(sys.argv[2]))
     replies = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(task.world),
-                   "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}  # fmt: skip
+    os.environ |= {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(task.world),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "0",
+    }
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo", init_method=f"file://{task.meeting}", rank=rank, world_size=task.world

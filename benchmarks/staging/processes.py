@@ -16,8 +16,8 @@ from benchmarks.saving.ranks import _environment as environment
 from benchmarks.staging.trainer import Order
 from benchmarks.staging.ways import NODE, OURS, Places
 from benchmarks.turns import ROOT
-from holdfast.checkpoint.mover.main import MoverBoot
-from holdfast.checkpoint.mover.service import Settings
+from holdfast.checkpoint.mover.main import MoverSpec
+from holdfast.checkpoint.mover.service import MoverSettings
 from holdfast.checkpoint.peers.config import Peer, PeerSettings
 from holdfast.policy.placement import Machine
 from holdfast.wire.secret import Secret
@@ -39,9 +39,12 @@ def started(
 ) -> Iterator[tuple[subprocess.Popen[bytes], dict[str, Any]]]:
     """A process of ours and the JSON line that it begins with; `first` is its standard input."""
     process = subprocess.Popen(
-        [sys.executable, "-m", *command], cwd=ROOT, env=environment(), stdin=subprocess.PIPE,
+        [sys.executable, "-m", *command],
+        cwd=ROOT,
+        env=environment(),
+        stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
-    )  # fmt: skip
+    )
     assert process.stdin is not None
     assert process.stdout is not None
     try:
@@ -63,16 +66,32 @@ def stage(folder: Path, secret: Secret, room: float) -> Iterator[tuple[int, str]
     path = folder / "secret"
     path.touch(0o600)
     path.write_text(secret.hex())
-    command = ["holdfast.cli.main", "stage", "--listen", "127.0.0.1:0", "--secret", str(path),
-               "--memory", f"{room / 1e9:.3f}", "--json"]  # fmt: skip
+    command = [
+        "holdfast.cli.main",
+        "stage",
+        "--listen",
+        "127.0.0.1:0",
+        "--secret",
+        str(path),
+        "--memory",
+        f"{room / 1e9:.3f}",
+        "--json",
+    ]
     with started(command) as (process, said):
         yield process.pid, said["address"]
 
 
 def train(
-    way: str, model: dict[str, Any], nbytes: int, rates: Rates, folder: Path, saves: int,
-    every: float, plain: int, deadline: float,
-) -> dict[str, Any]:  # fmt: skip
+    way: str,
+    model: dict[str, Any],
+    nbytes: int,
+    rates: Rates,
+    folder: Path,
+    saves: int,
+    every: float,
+    plain: int,
+    deadline: float,
+) -> dict[str, Any]:
     """What the trainer found out about one way, with the processes that it needs."""
     with ExitStack() as stack:
         _, said = stack.enter_context(started(["benchmarks.staging.storage", str(rates.storage)]))
@@ -89,8 +108,12 @@ def train(
         try:
             done = subprocess.run(
                 [sys.executable, "-m", "benchmarks.staging.trainer", json.dumps(asdict(order))],
-                cwd=ROOT, env=environment(), capture_output=True, timeout=deadline, check=False,
-            )  # fmt: skip
+                cwd=ROOT,
+                env=environment(),
+                capture_output=True,
+                timeout=deadline,
+                check=False,
+            )
         except subprocess.TimeoutExpired:
             return {"error": f"not done after {deadline:g} s"}
         if done.stdout.strip():
@@ -107,16 +130,23 @@ def _ours(
     secret = Secret(secrets.token_bytes(32))
     stage_pid, address = stack.enter_context(stage(folder, secret, 2.2 * nbytes + 1e8))
     peers = PeerSettings(
-        Machine("trainer"), (Peer(Machine("stage"), address),), stable="stage",
+        Machine("trainer"),
+        (Peer(Machine("stage"), address),),
+        stable="stage",
         bytes_per_second=link,
-    )  # fmt: skip
+    )
     run, socket = folder / "run", str(folder / "m.sock")
     run.mkdir()
-    boot = MoverBoot(
-        str(run), socket, Settings("bench", "", "", keep_last=1), secret.hex(),
+    boot = MoverSpec(
+        str(run),
+        socket,
+        MoverSettings("bench", "", "", keep_last=1),
+        secret.hex(),
         peers=peers.to_json(),
-    )  # fmt: skip
-    process, _ = stack.enter_context(started(["benchmarks.staging.mover", storage], boot.to_line()))
+    )
+    process, _ = stack.enter_context(
+        started(["benchmarks.staging.mover", storage], boot.to_json_line())
+    )
     return (
         Places(storage, socket=socket, secret=secret.hex()),
         {"mover": process.pid, "stage": stage_pid},

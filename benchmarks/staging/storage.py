@@ -21,8 +21,13 @@ import time
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from holdfast.checkpoint.peers.rate_limiter import Budget
-from holdfast.wire.store.run_store import AlreadyExistsError, FolderStore, MissingKeyError, chunks
+from holdfast.checkpoint.peers.rate_limiter import TokenBucket
+from holdfast.wire.store.run_store import (
+    AlreadyExistsError,
+    FolderStore,
+    MissingKeyError,
+    byte_views,
+)
 
 CHUNK = 4 * 2**20
 PIECE = 256 * 2**10
@@ -78,7 +83,7 @@ class _Server(socketserver.ThreadingMixIn, socketserver.TCPServer):
     def __init__(self, rate: float) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
         self.objects = Objects()
-        self.budget = Budget(rate, time.monotonic, time.sleep, burst=rate * 0.01)
+        self.budget = TokenBucket(rate, time.monotonic, time.sleep, burst=rate * 0.01)
 
 
 class _Handler(socketserver.StreamRequestHandler):
@@ -215,7 +220,7 @@ class NetworkStore(FolderStore):
             return
         if super().list(key):
             raise AlreadyExistsError(f"{key} exists already")
-        self._storage.put(key, chunks(data))
+        self._storage.put(key, byte_views(data))
         super().create(key, b"")
 
     def size(self, key: str) -> int:

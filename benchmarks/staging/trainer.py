@@ -124,12 +124,17 @@ def saves_of(loop: Loop, way: SafeWay, plain: Step) -> list[Save]:
         until = ends.stored if ends.stored is not None else ends.outside
         beside = [step for step in loop.steps if begun <= step.begun < until]
         last = beside[-1].ended if beside else begun + pause
-        out.append(Save(
-            begun, pause, ends.outside - begun,
-            None if ends.stored is None else ends.stored - begun, len(beside),
-            last - begun - len(beside) * plain.ended,
-            cpu + sum(step.cpu for step in beside) - len(beside) * plain.cpu,
-        ))  # fmt: skip
+        out.append(
+            Save(
+                begun,
+                pause,
+                ends.outside - begun,
+                None if ends.stored is None else ends.stored - begun,
+                len(beside),
+                last - begun - len(beside) * plain.ended,
+                cpu + sum(step.cpu for step in beside) - len(beside) * plain.cpu,
+            )
+        )
     return out
 
 
@@ -141,13 +146,15 @@ def plain_step(loop: Loop, way: SafeWay) -> Step:
         assert ends.outside is not None
         spans.append((begun, ends.stored if ends.stored is not None else ends.outside))
     alone = [
-        step for step in loop.steps[1:]
+        step
+        for step in loop.steps[1:]
         if all(step.ended <= begun or step.begun >= ended for begun, ended in spans)
-    ]  # fmt: skip
+    ]
     return Step(
-        0.0, statistics.median(step.ended - step.begun for step in alone),
+        0.0,
+        statistics.median(step.ended - step.begun for step in alone),
         statistics.median(step.cpu for step in alone),
-    )  # fmt: skip
+    )
 
 
 def cpu_of(pid: int) -> float:
@@ -175,10 +182,14 @@ def run(order: Order) -> dict[str, Any]:
         used = {name: (cpu_of(pid) - before[pid]) / order.saves for name, pid in helpers.items()}
         plain = plain_step(loop, way)
         return {
-            "bytes": nbytes, "memcpy": statistics.median(wall for wall, _ in copies),
-            "step": plain.ended, "step_cpu": plain.cpu, "steps": len(loop.steps),
-            "saves": [asdict(save) for save in saves_of(loop, way, plain)], "helpers": used,
-        }  # fmt: skip
+            "bytes": nbytes,
+            "memcpy": statistics.median(wall for wall, _ in copies),
+            "step": plain.ended,
+            "step_cpu": plain.cpu,
+            "steps": len(loop.steps),
+            "saves": [asdict(save) for save in saves_of(loop, way, plain)],
+            "helpers": used,
+        }
     finally:
         way.close()
 
@@ -194,8 +205,13 @@ def main() -> None:
     order = Order.from_json(sys.argv[1])
     replies = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1",
-                   "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}  # fmt: skip
+    os.environ |= {
+        "RANK": "0",
+        "LOCAL_RANK": "0",
+        "WORLD_SIZE": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "0",
+    }
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory(prefix="hf-") as meeting:
         dist.init_process_group("gloo", init_method=f"file://{meeting}/m", rank=0, world_size=1)

@@ -28,11 +28,11 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from benchmarks.saving.task import Way
 from benchmarks.staging.storage import SENT, Sink, Storage
 from holdfast.checkpoint.capture.capturer import Capturer
-from holdfast.checkpoint.capture.chunked_copy import Copy, Cost
+from holdfast.checkpoint.capture.chunked_copy import ChunkedCopy, CopyTiming
 from holdfast.checkpoint.mover.client import MoverClient
 from holdfast.core.sharding.state_table import TensorSpec
 from holdfast.events import CheckpointCommitted, CheckpointFailed, PeerFailed, SnapshotKept
-from holdfast.layout import Layout, place
+from holdfast.layout import Layout, place_layout
 from holdfast.wire.secret import Secret
 
 OURS = "ours, staged"
@@ -192,7 +192,7 @@ class Staged:
     stores = True
 
     def __init__(self, places: Places, state: Mapping[str, Tensor]) -> None:
-        topology = place(Layout(), 1, ("here",))
+        topology = place_layout(Layout(), 1, ("here",))
         table = tuple(TensorSpec(n, "F32", tuple(t.shape), 0) for n, t in state.items())
         client = MoverClient(places.socket, Secret.from_hex(places.secret), 1)
         client.expect(topology, table)
@@ -207,10 +207,10 @@ class Staged:
         self._newest = step
         self._watch.ends.setdefault(step, Ends())
         begun = self._capturer.begin(step)
-        assert isinstance(begun, Copy), begun
-        self._capturer.after(step, lambda cost: self._copied(step, cost))
+        assert isinstance(begun, ChunkedCopy), begun
+        self._capturer.call_when_copied(step, lambda cost: self._copied(step, cost))
 
-    def _copied(self, step: int, cost: Cost) -> None:
+    def _copied(self, step: int, cost: CopyTiming) -> None:
         """On the thread that made the copy, as in a worker."""
         assert cost.error is None, cost.error
         self._reporter.submit(self._tell, step)
@@ -227,7 +227,7 @@ class Staged:
         return self._watch.ends[step]
 
     def finish(self) -> None:
-        reason = self._capturer.settle(self._newest, WAIT)
+        reason = self._capturer.wait_until_committed(self._newest, WAIT)
         assert reason is None, reason
 
     def close(self) -> None:

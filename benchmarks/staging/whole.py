@@ -36,7 +36,7 @@ from holdfast.events import (
     SnapshotKept,
     StepDone,
 )
-from holdfast.wire.journal import follow, read
+from holdfast.wire.journal import follow_journal, read_journal
 from holdfast.wire.secret import Secret
 from holdfast.wire.store.run_store import FolderStore
 
@@ -49,34 +49,53 @@ def run_file(
     """model: preset, vocabulary, sequence and batch, as the other trainer has them."""
     texts = write_texts(folder / "texts", 40, 400)
     return {
-        "name": "staging", "folder": str(folder / "run"), "device": "cpu",
+        "name": "staging",
+        "folder": str(folder / "run"),
+        "device": "cpu",
         "data": {
-            "folder": str(folder / "dataset"), "sources": [{"kind": "text", "path": str(texts)}],
-            "tokenizer": {"vocab_size": 300}, "sequence_length": model["sequence"],
+            "folder": str(folder / "dataset"),
+            "sources": [{"kind": "text", "path": str(texts)}],
+            "tokenizer": {"vocab_size": 300},
+            "sequence_length": model["sequence"],
             "processes": 1,
         },
-        "model": {"preset": model["preset"], "vocab_size": model["vocabulary"],
-                  "tied_embeddings": False},
-        "train": {"steps": 1_000_000, "batch_size": model["batch"],
-                  "microbatch_size": model["batch"], "evaluate": {"every": 0}},
-        "layout": {"workers": 1}, "cluster": {"threads_per_worker": 1},
+        "model": {
+            "preset": model["preset"],
+            "vocab_size": model["vocabulary"],
+            "tied_embeddings": False,
+        },
+        "train": {
+            "steps": 1_000_000,
+            "batch_size": model["batch"],
+            "microbatch_size": model["batch"],
+            "evaluate": {"every": 0},
+        },
+        "layout": {"workers": 1},
+        "cluster": {"threads_per_worker": 1},
         "checkpoint": {
-            "every_steps": 0, "every_seconds": every, "slots": 3, "keep_last": 1,
+            "every_steps": 0,
+            "every_seconds": every,
+            "slots": 3,
+            "keep_last": 1,
             "machine": {"name": "trainer", "pool": "spot"},
             "peers": [{"name": "stage", "address": address, "stable": True}],
             "peer_mbps": 8e-6 * link,
         },
-    }  # fmt: skip
+    }
 
 
 @contextmanager
 def training(path: Path, secret: Path, log: Path) -> Iterator[subprocess.Popen[bytes]]:
     """`holdfast train`, in a process group of its own that ends with the block."""
     process = subprocess.Popen(
-        [sys.executable, "-m", "holdfast.cli.main", "train", str(path)], cwd=ROOT,
-        env=environment() | {"HOLDFAST_SECRET_FILE": str(secret)}, stdin=subprocess.DEVNULL,
-        stdout=log.open("wb"), stderr=subprocess.STDOUT, start_new_session=True,
-    )  # fmt: skip
+        [sys.executable, "-m", "holdfast.cli.main", "train", str(path)],
+        cwd=ROOT,
+        env=environment() | {"HOLDFAST_SECRET_FILE": str(secret)},
+        stdin=subprocess.DEVNULL,
+        stdout=log.open("wb"),
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+    )
     try:
         yield process
     finally:
@@ -86,9 +105,14 @@ def training(path: Path, secret: Path, log: Path) -> Iterator[subprocess.Popen[b
 
 
 def measure(
-    model: dict[str, Any], nbytes: int, link: float, folder: Path, saves: int, every: float,
+    model: dict[str, Any],
+    nbytes: int,
+    link: float,
+    folder: Path,
+    saves: int,
+    every: float,
     deadline: float,
-) -> dict[str, Any]:  # fmt: skip
+) -> dict[str, Any]:
     """A run of `saves` saves, one every `every` seconds; what its journal says of them."""
     secret = Secret(token_bytes(32))
     with stage(folder, secret, 2.2 * nbytes + 1e8) as (stage_pid, address):
@@ -101,7 +125,7 @@ def measure(
                 return {"error": f"the run did not get so far; it said: {said[-1][:300]}"}
             process.send_signal(signal.SIGINT)
             process.wait(deadline)
-    return summary(read(FolderStore(folder / "run"))) | {"every": every, "helpers": cpu}
+    return summary(read_journal(FolderStore(folder / "run"))) | {"every": every, "helpers": cpu}
 
 
 def _until(
@@ -117,7 +141,7 @@ def _until(
     durable: set[int] = set()
     before: dict[str, float] = {}
     try:
-        for records in follow(FolderStore(run), stop=stop):
+        for records in follow_journal(FolderStore(run), stop=stop):
             for record in records:
                 kinds = ((SnapshotKept, kept), (CheckpointCommitted, durable))
                 for kind, steps in kinds:
@@ -153,13 +177,18 @@ def summary(records: list[Record]) -> dict[str, Any]:
     while_training = [event for event in made if event.step != left]
     blocked = [event.seconds for event in while_training]
     return {
-        "bytes": made[0].bytes, "saves": len(while_training), "wall": wall,
+        "bytes": made[0].bytes,
+        "saves": len(while_training),
+        "wall": wall,
         "step": statistics.median(event.seconds for event in _events(records, StepDone)),
-        "steps": len(steps), "blocked": sum(blocked), "longest": max(blocked),
-        "share": sum(blocked) / wall, "leaving": [e.seconds for e in made if e.step == left],
+        "steps": len(steps),
+        "blocked": sum(blocked),
+        "longest": max(blocked),
+        "share": sum(blocked) / wall,
+        "leaving": [e.seconds for e in made if e.step == left],
         "kept": statistics.median(event.seconds for event in _events(records, SnapshotKept)),
         "durable": statistics.median(e.seconds for e in _events(records, CheckpointCommitted)),
-    }  # fmt: skip
+    }
 
 
 def _events(records: list[Record], kind: type[Event]) -> list[Any]:

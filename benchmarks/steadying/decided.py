@@ -26,28 +26,28 @@ from typing import Any
 import numpy as np
 from xxhash import xxh3_128_hexdigest
 
-from holdfast.checkpoint.format.blob import header, total_size
-from holdfast.checkpoint.format.save_context import Plan, fitting_extent
-from holdfast.checkpoint.memory.arena import Arena, digest, slot_capacity
+from holdfast.checkpoint.format.blob import blob_header, blob_size
+from holdfast.checkpoint.format.save_context import SaveContext, choose_extent_bytes
+from holdfast.checkpoint.memory.arena import Arena, identity_digest, slot_capacity
 from holdfast.checkpoint.mover import protocol
 from holdfast.checkpoint.save.writer import seal_part
-from holdfast.config.load import load
-from holdfast.core.format.manifest import Part, Placed, placed
+from holdfast.config.load import load_config
+from holdfast.core.format.manifest import PartManifest, PlacedBox, place_boxes
 from holdfast.core.sharding.ownership import owned_boxes
 from holdfast.core.sharding.state_table import StateTable, state_table
-from holdfast.layout import Layout, Topology, place
+from holdfast.layout import Layout, Topology, place_layout
 from holdfast.wire.http.auth import (
-    BODY,
-    Aim,
+    BODY_HEADER,
+    ListenerIdentity,
     Proof,
     Verifier,
+    body_statement,
     check_answer,
-    headers_of,
-    sha256,
+    request_headers,
+    sha256_hex,
     sign_answer,
-    stated,
 )
-from holdfast.wire.http.sync_connection import Answer, Incoming, parse_request
+from holdfast.wire.http.sync_connection import ClientResponse, SocketReader, parse_request
 from holdfast.wire.secret import Secret
 
 SECRET = Secret(bytes(range(32)))
@@ -60,11 +60,11 @@ class Node:
 
     def __init__(self, rank: int, topology: Topology, table: StateTable) -> None:
         self.rank = rank
-        self.tensors: tuple[Placed, ...] = placed(owned_boxes(topology, table, rank), table)
-        self.head = header(self.tensors)
-        self.size = total_size(self.head, self.tensors)
+        self.tensors: tuple[PlacedBox, ...] = place_boxes(owned_boxes(topology, table, rank), table)
+        self.head = blob_header(self.tensors)
+        self.size = blob_size(self.head, self.tensors)
         state = sum(spec.nbytes for spec in table)
-        self.plan = Plan(1, topology, table, "c", "d", fitting_extent(16 << 20, state))
+        self.plan = SaveContext(1, topology, table, "c", "d", choose_extent_bytes(16 << 20, state))
         self.fd = Arena.create(f"captured-{rank}", 1, slot_capacity(self.size))
         self.arena = Arena(self.fd)
         self.arena.data(0, len(self.head))[:] = self.head
@@ -78,9 +78,9 @@ class Asking:
 
     def ask(self, verb: str, body: dict[str, Any]) -> dict[str, Any]:
         """Send a request and return its answer. Raises EOFError if the other end has closed."""
-        line, nonce = protocol.request_line(SECRET, verb, body, 1, time.time())
-        protocol.send(self._link, line)
-        received = self._lines.line()
+        line, nonce = protocol.encode_request(SECRET, verb, body, 1, time.time())
+        protocol.send_line(self._link, line)
+        received = self._lines.read_line()
         if received is None:
             raise EOFError
         return protocol.parse_answer(SECRET, nonce, received[0])
@@ -89,11 +89,13 @@ class Asking:
 def answering(link: socket.socket, do: Callable[[str, dict[str, Any]], dict[str, Any]]) -> None:
     """Until the other end goes."""
     lines, verifier = protocol.LineReader(link), Verifier(SECRET, time.time, name="")
-    while (received := lines.line()) is not None:
+    while (received := lines.read_line()) is not None:
         asked = protocol.parse_request(received[0])
         verifier.check(protocol.METHOD, asked.verb, asked.raw, asked.proof)
         answer = do(asked.verb, asked.body)
-        protocol.send(link, protocol.answer_line(SECRET, asked.proof.nonce, protocol.OK, answer))
+        protocol.send_line(
+            link, protocol.encode_answer(SECRET, asked.proof.nonce, protocol.OK, answer)
+        )
 
 
 class Mover:
@@ -108,7 +110,7 @@ class Mover:
         self._slot = Arena(Arena.create("kept", 1, node.arena.capacity))
 
     def start(self) -> None:
-        protocol.send(self._inwards, self._listener.name.encode())
+        protocol.send_line(self._inwards, self._listener.name.encode())
         self._to = self._outwards.recv(len(self._listener.name), socket.MSG_WAITALL).decode()
         for each in (self._copies, self._keeps):
             threading.Thread(target=each, daemon=True).start()
@@ -121,8 +123,8 @@ class Mover:
         return {"seconds": time.process_time()}
 
     def _copies(self) -> None:
-        node, aim, incoming = self._node, Aim(time.time), Incoming(self._outwards)
-        aim.learn({"to": self._to, "now": time.time()})
+        node, aim, incoming = self._node, ListenerIdentity(time.time), SocketReader(self._outwards)
+        aim.update_from({"to": self._to, "now": time.time()})
         while True:
             step = self._steps.get()
             due = node.arena.header(0)
@@ -133,35 +135,37 @@ class Mover:
                 )
             body = json.dumps({"part": part.to_bytes().decode(), "run": "r"}).encode()
             proof = aim.sign(SECRET, "POST", PUSH, body, 1)
-            lines = "".join(f"{k}: {v}\r\n" for k, v in headers_of(proof, body).items())
+            lines = "".join(f"{k}: {v}\r\n" for k, v in request_headers(proof, body).items())
             length = f"content-length: {len(body)}\r\nholdfast-bytes: {node.size}\r\n"
             head = f"POST {PUSH} HTTP/1.1\r\nhost: other\r\n{lines}{length}\r\n".encode()
             self._outwards.sendall(head + body)
             at, end = node.arena.data_offset(0), node.arena.data_offset(0) + node.size
             while at < end:
                 at += os.sendfile(self._outwards.fileno(), node.fd, at, end - at)
-            answer = Answer(incoming, incoming.head())
+            answer = ClientResponse(incoming, incoming.read_head())
             content = answer.read(1 << 20)
             check_answer(SECRET, proof.nonce, 200, content, answer.header("holdfast-hmac"))
             self._told.put(step)
 
     def _keeps(self) -> None:
-        incoming, slot = Incoming(self._inwards), self._slot
-        while head := incoming.head():
+        incoming, slot = SocketReader(self._inwards), self._slot
+        while head := incoming.read_head():
             asked = parse_request(head)
             proof = Proof.from_headers(asked.headers)
-            length, said = int(asked.headers["content-length"]), asked.headers[BODY]
-            self._listener.check("POST", asked.target, stated(length, said), proof)
+            length, said = int(asked.headers["content-length"]), asked.headers[BODY_HEADER]
+            self._listener.check("POST", asked.target, body_statement(length, said), proof)
             body = incoming.read(length)
-            assert sha256(body) == said
-            part = Part.from_bytes(json.loads(body)["part"].encode(), "a part")
-            slot.begin(0)
+            assert sha256_hex(body) == said
+            part = PartManifest.from_bytes(json.loads(body)["part"].encode(), "a part")
+            slot.begin_write(0)
             view = slot.data(0, part.blob.size)
             _fill(incoming, view)
             for extent in part.blob.extents():
                 found = view[extent.offset : extent.offset + extent.length]
                 assert xxh3_128_hexdigest(found) == extent.xxh3
-            slot.finish(0, digest("r"), 1, part.step, part.blob.size, digest(b"head"))
+            slot.finish_write(
+                0, identity_digest("r"), 1, part.step, part.blob.size, identity_digest(b"head")
+            )
             slot.release(0)
             content = b'{"state":"held"}'
             signed = sign_answer(SECRET, proof.nonce, 200, content)
@@ -169,7 +173,7 @@ class Mover:
             self._inwards.sendall(f"HTTP/1.1 200 OK\r\n{about}".encode() + content)
 
 
-def _fill(incoming: Incoming, out: memoryview) -> None:
+def _fill(incoming: SocketReader, out: memoryview) -> None:
     while out:
         count = incoming.readinto(out)
         if not count:
@@ -224,9 +228,9 @@ def started(
 
 def main() -> None:
     run_file = Path(sys.argv[1])
-    config = load(run_file, ["model.vocab_size=512", *sys.argv[2:]]).config
+    config = load_config(run_file, ["model.vocab_size=512", *sys.argv[2:]]).config
     table = state_table(config.model, config.train.precision)
-    topology = place(Layout(dp_replicate=2), 1, ("n0", "n1"))
+    topology = place_layout(Layout(dp_replicate=2), 1, ("n0", "n1"))
     nodes = [Node(rank, topology, table) for rank in range(2)]
     listening = [socket.create_server(("127.0.0.1", 0)) for _ in nodes]
     asked = [
@@ -237,10 +241,12 @@ def main() -> None:
     print("ready", flush=True)
     for step, _ in enumerate(sys.stdin, 1):
         for node, state, (mover, _agent) in zip(nodes, states, asked, strict=True):
-            node.arena.begin(0)
+            node.arena.begin_write(0)
             target = node.arena.data(0, node.size)[len(node.head) :]
             np.copyto(np.frombuffer(target, np.uint8), state)
-            made = node.arena.finish(0, digest("r"), 1, step, node.size, digest(node.head))
+            made = node.arena.finish_write(
+                0, identity_digest("r"), 1, step, node.size, identity_digest(node.head)
+            )
             about = {"rank": node.rank, "step": step, "slot": 0, "sequence": made.sequence}
             mover.ask("captured", {**about, "meta": META, "durable": False})
         seconds = time.process_time()

@@ -15,10 +15,10 @@ import time
 import psutil
 
 from benchmarks.recovering.ours import ROOT, environment
-from holdfast.checkpoint.memory.snapshot_store import Shelf
+from holdfast.checkpoint.memory.snapshot_store import SnapshotStore
 from holdfast.checkpoint.peers.client import PeerClient
-from holdfast.checkpoint.peers.rate_limiter import Budget
-from holdfast.checkpoint.peers.receiver import Keeper
+from holdfast.checkpoint.peers.rate_limiter import TokenBucket
+from holdfast.checkpoint.peers.receiver import SnapshotReceiver
 from holdfast.checkpoint.peers.server import PeerServer
 from holdfast.wire.secret import Secret
 
@@ -29,17 +29,21 @@ COUNT = 3000
 def milliseconds() -> float:
     """CPU of one, both ends together."""
     server = subprocess.Popen(
-        [sys.executable, "-m", "benchmarks.steadying.requests"], stdout=subprocess.PIPE, text=True,
-        stdin=subprocess.PIPE, env=environment(), cwd=ROOT,
-    )  # fmt: skip
+        [sys.executable, "-m", "benchmarks.steadying.requests"],
+        stdout=subprocess.PIPE,
+        text=True,
+        stdin=subprocess.PIPE,
+        env=environment(),
+        cwd=ROOT,
+    )
     try:
         assert server.stdout is not None
         client = PeerClient(f"127.0.0.1:{int(server.stdout.readline())}", SECRET, 1)
         for _ in range(100):
-            client.newest()
+            client.newest_generation()
         before = _cpu(server.pid)
         for _ in range(COUNT):
-            client.newest()
+            client.newest_generation()
         return 1e3 * (_cpu(server.pid) - before) / COUNT
     finally:
         server.communicate()
@@ -52,10 +56,10 @@ def _cpu(pid: int) -> float:
 
 
 def main() -> None:
-    shelf = Shelf()
+    shelf = SnapshotStore()
     listener = socket.create_server(("127.0.0.1", 0))
-    budget = Budget(0, time.monotonic, lambda seconds: False)
-    server = PeerServer(listener, SECRET, shelf, Keeper(shelf, SECRET, 0), budget, None)
+    budget = TokenBucket(0, time.monotonic, lambda seconds: False)
+    server = PeerServer(listener, SECRET, shelf, SnapshotReceiver(shelf, SECRET, 0), budget, None)
     server.start()
     print(server.server_address[1], flush=True)
     sys.stdin.read()

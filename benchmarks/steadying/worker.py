@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from holdfast.elastic.protocol.worker_spec import WorkerBoot
+from holdfast.elastic.protocol.worker_spec import WorkerSpec
 from holdfast.wire.secret import Secret
 
 STRETCH, LINES, COPIED = "STEADY_STRETCH", "STEADY_LINES", "STEADY_COPIED"
@@ -31,21 +31,21 @@ def kind_of(step: int, stretch: int) -> str:
     return KINDS[(number - 1) % len(KINDS)] if number else "on"
 
 
-def run(boot: WorkerBoot, secret: Secret) -> int:
+def run(boot: WorkerSpec, secret: Secret) -> int:
     """A worker's entry."""
     from holdfast.elastic.worker import main as worker
-    from holdfast.elastic.worker.checkpointer import ArenaSaver
-    from holdfast.train.runner import _Loop
+    from holdfast.elastic.worker.checkpointer import SnapshotSaver
+    from holdfast.train.runner import _TrainingLoop
 
     stretch = int(os.environ[STRETCH])
     lines = os.open(os.environ[LINES], os.O_WRONLY | os.O_APPEND | os.O_CREAT)
     spent = dict.fromkeys(PARTS, 0.0)
     source = np.ones(int(os.environ[COPIED]), np.uint8)
     target = np.ones_like(source)
-    by_steps, report = _Loop._by_steps, _Loop._report
+    by_steps, report = _TrainingLoop._tiers_due_by_steps, _TrainingLoop._report
 
     def timed(name: str) -> None:
-        plain = getattr(ArenaSaver, name)
+        plain = getattr(SnapshotSaver, name)
 
         def wrapped(*given: Any, **named: Any) -> Any:
             begun = time.perf_counter()
@@ -54,12 +54,12 @@ def run(boot: WorkerBoot, secret: Secret) -> int:
             finally:
                 spent[name] += time.perf_counter() - begun
 
-        setattr(ArenaSaver, name, wrapped)
+        setattr(SnapshotSaver, name, wrapped)
 
-    def some(self: _Loop, step: int) -> frozenset[str]:
+    def some(self: _TrainingLoop, step: int) -> frozenset[str]:
         return by_steps(self, step) if kind_of(step, stretch) == "on" else frozenset()
 
-    def telling(self: _Loop, batch: Any, *given: Any) -> None:
+    def telling(self: _TrainingLoop, batch: Any, *given: Any) -> None:
         report(self, batch, *given)
         if kind_of(batch.step, stretch) == "floor":
             begun = time.perf_counter()
@@ -71,8 +71,8 @@ def run(boot: WorkerBoot, secret: Secret) -> int:
 
     for name in PARTS[:-1]:
         timed(name)
-    _Loop._by_steps = some  # type: ignore[method-assign]
-    _Loop._report = telling  # type: ignore[method-assign]
+    _TrainingLoop._tiers_due_by_steps = some  # type: ignore[method-assign]
+    _TrainingLoop._report = telling  # type: ignore[method-assign]
     return worker.run(boot, secret)
 
 
@@ -81,7 +81,7 @@ def main() -> int:
     from holdfast.cli.main import main as command
     from holdfast.launch import local
 
-    local.run.__kwdefaults__["entry"] = "benchmarks.steadying.worker:run"
+    local.train_locally.__kwdefaults__["entry"] = "benchmarks.steadying.worker:run"
     return command(["train", *sys.argv[1:]])
 
 

@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from holdfast.chaos.agents import Fleet
-from holdfast.chaos.network import Network, available
+from holdfast.chaos.network import Network, why_unavailable
 from holdfast.events import (
     Evaluated,
     Event,
@@ -33,18 +33,22 @@ from holdfast.events import (
     WorkerLost,
     WorkerStarted,
 )
-from holdfast.report.formatting import clock, duration
-from holdfast.report.ordering import in_order
-from holdfast.wire.journal import follow
+from holdfast.report.formatting import format_clock, format_duration
+from holdfast.report.ordering import order_records
+from holdfast.wire.journal import follow_journal
 from holdfast.wire.store.run_store import FolderStore
 from holdfast.wire.term import newest_term
 
 NODES = ("one", "two", "three", "four")
 SETTINGS = (
-    "cluster.places=1", "cluster.min_nodes=2", "cluster.gather_seconds=60",
-    "cluster.beat_seconds=0.5", "cluster.settle_seconds=0.5", "cluster.notices=file",
+    "cluster.places=1",
+    "cluster.min_nodes=2",
+    "cluster.gather_seconds=60",
+    "cluster.beat_seconds=0.5",
+    "cluster.settle_seconds=0.5",
+    "cluster.notices=file",
     "cluster.notices_every_seconds=0.2",
-)  # fmt: skip
+)
 STEPS_BETWEEN = 25  # undisturbed, before the next thing is done
 LINE_EVERY = 50  # steps
 PATIENCE = 120.0  # seconds for one disturbance to come to its good end
@@ -91,10 +95,10 @@ class Story:
         self._line = 0
         self._first: tuple[int, float] | None = None  # generation, and when it began
         self._stop = threading.Event()
-        self._batches = follow(self.store, poll=0.1, stop=self._stop)
+        self._batches = follow_journal(self.store, poll_interval_s=0.1, stop=self._stop)
 
     def say(self, text: str) -> None:
-        print(f"  {clock(time.monotonic() - self._began):>5}  {text}", flush=True)
+        print(f"  {format_clock(time.monotonic() - self._began):>5}  {text}", flush=True)
 
     def read(self, *, aloud: bool = True) -> None:
         """Take what is new in the journal."""
@@ -102,7 +106,7 @@ class Story:
         starts = [(r.generation, r.time) for r in new if isinstance(r.event, GenerationStarted)]
         if starts and (self._first is None or min(starts) < self._first):
             self._first = min(starts)
-        for record in in_order(new):
+        for record in order_records(new):
             self._take(record, aloud)
 
     @property
@@ -178,11 +182,13 @@ class Disturbed:
         self._notes = desk / "disturbances.json"
         self.rows: list[Row] = []  # of what was tried so far
         self.found_finished = False
-        self.why_not = available()
+        self.why_not = why_unavailable()
         self.network = Network() if self.why_not is None else None
         command = [sys.executable, "-m", "holdfast.cli.main", "train", str(run_file)]
-        self.fleet = Fleet(self.said, command, SETTINGS, own=self._own, wrap=self._wrap)
-        self.story = Story(folder, steps, lambda: self.fleet.alive)
+        self.fleet = Fleet(
+            self.said, command, SETTINGS, node_settings=self._own, wrap_command=self._wrap
+        )
+        self.story = Story(folder, steps, lambda: self.fleet.alive_nodes)
 
     def _own(self, name: str) -> list[str]:
         own = [f"cluster.notices_at={self._warnings / name}"]
@@ -214,16 +220,16 @@ class Disturbed:
                 self.network.up(NODES)
             self.fleet.start(*NODES)
             for name, what, do in disturbances(self):
-                if self.story.finished or not self.fleet.alive:
+                if self.story.finished or not self.fleet.alive_nodes:
                     break
                 if not any(row.name == name and row.happened for row in self.rows):
                     self._disturb(name, what, do)
-            while not self.story.finished and self.fleet.alive:
+            while not self.story.finished and self.fleet.alive_nodes:
                 self.story.read()
             self.story.read()
             self._let_end()
         finally:
-            self.fleet.end()
+            self.fleet.kill_all()
             self.story.close()
             if self.network is not None:
                 self.network.down()
@@ -231,7 +237,7 @@ class Disturbed:
     def _let_end(self) -> None:
         """Nodes take a moment to leave when the last step is saved."""
         deadline = time.monotonic() + 30
-        while self.fleet.alive and time.monotonic() < deadline:
+        while self.fleet.alive_nodes and time.monotonic() < deadline:
             self.story.read()
 
     def _disturb(self, name: str, what: str, do: Deed) -> None:
@@ -281,16 +287,23 @@ class Disturbed:
     def _measured(self, name: str, what: str, before: int, since: float, step: int) -> Row:
         """All nodes stand on one machine here, so all have one clock."""
         story = self.story
-        noticed = [r.time - since for r in story.events
-                   if isinstance(r.event, _NOTICED) and r.time >= since]  # fmt: skip
+        noticed = [
+            r.time - since
+            for r in story.events
+            if isinstance(r.event, _NOTICED) and r.time >= since
+        ]
         new = min(g for g in story.done if g > before)
-        began = next(r.event for r in story.events
-                     if r.generation == new and isinstance(r.event, GenerationStarted))  # fmt: skip
+        began = next(
+            r.event
+            for r in story.events
+            if r.generation == new and isinstance(r.event, GenerationStarted)
+        )
         old = [(s, at) for g in story.done if g < new for s, at in story.done[g]]
         first = next((at for s, at in story.done[new] if s > began.step), None)
         last = max(at for s, at in old if s <= began.step)
-        repeated = sum(s > began.step for g, seen in story.done.items() if before <= g < new
-                       for s, _ in seen)  # fmt: skip
+        repeated = sum(
+            s > began.step for g, seen in story.done.items() if before <= g < new for s, _ in seen
+        )
         pause = None if first is None else first - last
         return Row(name, what, step, min(noticed, default=None), began.rung, pause, repeated, True)
 
@@ -309,7 +322,7 @@ class Disturbed:
 
     def kill_leader(self) -> set[str]:
         name = self.leader
-        if name not in self.fleet.alive:
+        if name not in self.fleet.alive_nodes:
             raise TooLateError(f"{name or 'nobody'} leads, which is none of these nodes")
         self.story.say(f"SIGKILL to {name}, the node that leads; all its processes end with it")
         self.fleet.kill(name)
@@ -329,7 +342,7 @@ class Disturbed:
         for name in gone:
             (self._warnings / name).unlink(missing_ok=True)
             deadline = time.monotonic() + PATIENCE
-            while name in self.fleet.alive and time.monotonic() < deadline:
+            while name in self.fleet.alive_nodes and time.monotonic() < deadline:
                 self.story.read()  # it is still leaving
             self.story.say(f"{name} is started again")
             self.fleet.start(name)
@@ -341,7 +354,7 @@ class Disturbed:
             self.network.cut(name)
         else:
             self.story.say(f"all processes of {name} are stopped: no answer from there")
-            self.fleet.signal(name, signal.SIGSTOP)
+            self.fleet.send_signal(name, signal.SIGSTOP)
         return set(NODES) - {name}
 
     def heal(self, name: str) -> set[str]:
@@ -350,7 +363,7 @@ class Disturbed:
             self.network.heal(name)
         else:
             self.story.say(f"all processes of {name} run again")
-            self.fleet.signal(name, signal.SIGCONT)
+            self.fleet.send_signal(name, signal.SIGCONT)
         return set(NODES)
 
 
@@ -377,11 +390,18 @@ def disturbances(run: Disturbed) -> Iterator[tuple[str, str, Deed]]:
 def table(rows: list[Row]) -> str:
     head = ("what happened", "after step", "noticed after", "rung", "stood still", "repeated")
     lines = [head] + [
-        (row.what, str(row.step), _seconds(row.noticed), "-" if row.rung < 0 else str(row.rung),
-         _seconds(row.pause), str(row.repeated))
-        if row.happened else (row.what, "did not happen", "", "", "", "")
+        (
+            row.what,
+            str(row.step),
+            _seconds(row.noticed),
+            "-" if row.rung < 0 else str(row.rung),
+            _seconds(row.pause),
+            str(row.repeated),
+        )
+        if row.happened
+        else (row.what, "did not happen", "", "", "", "")
         for row in rows
-    ]  # fmt: skip
+    ]
     widths = [max(len(line[column]) for line in lines) for column in range(len(head))]
     shown = []
     for line in lines:
@@ -398,4 +418,4 @@ def _place(node: str) -> tuple[int, str]:
 
 
 def _seconds(value: float | None) -> str:
-    return "-" if value is None else duration(value)
+    return "-" if value is None else format_duration(value)

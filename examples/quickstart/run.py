@@ -17,11 +17,11 @@ from pathlib import Path
 
 from disturbed import NODES, SETTINGS, Disturbed, Row, table
 
-from holdfast.config.load import load
-from holdfast.core.data.lineage import split
+from holdfast.config.load import load_config
+from holdfast.core.data.lineage import split_effective
 from holdfast.data.dataset import Dataset
 from holdfast.events import Evaluated, StepDone
-from holdfast.wire.journal import read
+from holdfast.wire.journal import read_journal
 from holdfast.wire.store.run_store import FolderStore
 
 HERE = Path(__file__).parent
@@ -79,7 +79,7 @@ def quickstart(size: str) -> int:
     """All commands, one after the other; the exit code."""
     began = time.monotonic()
     run_file = RUN_FILES[size]
-    config = load(run_file).config
+    config = load_config(run_file).config
     folder = Path(config.run_folder)
     alone = folder.with_name(f"{folder.name}-undisturbed")
 
@@ -116,8 +116,10 @@ def disturb(run_file: Path, folder: Path, steps: int) -> list[Row]:
     run = Disturbed(run_file, folder, steps, desk)
     where = "network namespaces, so that a partition is a real one"
     if run.why_not is not None:
-        where = (f"processes alone: {run.why_not}. Instead of being cut off, a node is stopped "
-                 "(SIGSTOP), which the others cannot tell apart")  # fmt: skip
+        where = (
+            f"processes alone: {run.why_not}. Instead of being cut off, a node is stopped "
+            "(SIGSTOP), which the others cannot tell apart"
+        )
     print(f"  (they run in {where})", flush=True)
     try:
         if not run.run():
@@ -135,19 +137,21 @@ def missing(rows: list[Row], folder: Path) -> str:
     names = ", ".join(f"{row.name} ({row.what})" for row in rows if not row.happened)
     if not names:
         return ""
-    return (f"{folder}: this was not done to the run, so it shows nothing: {names}; start anew "
-            f"with: rm -r {folder}, and the same command")  # fmt: skip
+    return (
+        f"{folder}: this was not done to the run, so it shows nothing: {names}; start anew "
+        f"with: rm -r {folder}, and the same command"
+    )
 
 
 def losses(folder: Path) -> dict[int, float]:
     """Of every step that counts."""
-    effective, _ = split(read(FolderStore(folder)))
+    effective, _ = split_effective(read_journal(FolderStore(folder)))
     return {r.event.step: r.event.loss for r in effective if isinstance(r.event, StepDone)}
 
 
 def bits(folder: Path) -> float:
     """Per byte of validation text, at the end."""
-    effective, _ = split(read(FolderStore(folder)))
+    effective, _ = split_effective(read_journal(FolderStore(folder)))
     told = [r.event.bits_per_byte for r in effective if isinstance(r.event, Evaluated)]
     return told[-1] if told else math.nan  # which is as good as nothing, and equals nothing
 
@@ -167,8 +171,10 @@ def compare(folder: Path, alone: Path, last: int) -> bool:
     due = range(1, last + 1)
     for name, found in (("disturbed", disturbed), ("undisturbed", undisturbed)):
         if untold := [step for step in due if step not in found]:
-            print(f"\n{len(untold)} of {last} steps have no loss in the journal of the {name} run, "
-                  f"the first is {untold[0]}.")  # fmt: skip
+            print(
+                f"\n{len(untold)} of {last} steps have no loss in the journal of the {name} run, "
+                f"the first is {untold[0]}."
+            )
             return False
     differ = [step for step in due if disturbed[step] != undisturbed[step]]
     if differ or bits(folder) != bits(alone):
@@ -182,8 +188,10 @@ def compare(folder: Path, alone: Path, last: int) -> bool:
 def verdict(folder: Path, limit: float, seconds: float) -> bool:
     """Print how it ended; whether the model learned what it should."""
     found = bits(folder)
-    print(f"{found:.2f} bits per byte of validation text (at most {limit:.2f} was asked for), "
-          f"{seconds / 60:.1f} minutes; the report: {folder / 'report.html'}")  # fmt: skip
+    print(
+        f"{found:.2f} bits per byte of validation text (at most {limit:.2f} was asked for), "
+        f"{seconds / 60:.1f} minutes; the report: {folder / 'report.html'}"
+    )
     return found <= limit
 
 

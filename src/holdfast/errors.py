@@ -36,10 +36,10 @@ class UserError(HoldfastError):
 
     def __reduce__(self) -> tuple[object, ...]:
         """Survive a process boundary: keyword arguments are not replayed by default."""
-        return _rebuild, (type(self), self.message, self.where, self.remedy)
+        return _rebuild_user_error, (type(self), self.message, self.where, self.remedy)
 
 
-def _rebuild(
+def _rebuild_user_error(
     kind: type[UserError], message: str, where: str | None, remedy: str | None
 ) -> UserError:
     return kind(message, where=where, remedy=remedy)
@@ -105,9 +105,14 @@ class NonFiniteError(HoldfastError):
     """
 
     def __init__(
-        self, step: int, rank: int, parameter: str, dealt: Sequence[Sequence[int]] = (),
-        suspects: Sequence[int] = (), again: bool = True,
-    ) -> None:  # fmt: skip
+        self,
+        step: int,
+        rank: int,
+        parameter: str,
+        dealt: Sequence[Sequence[int]] = (),
+        suspects: Sequence[int] = (),
+        again: bool = True,
+    ) -> None:
         self.step, self.rank, self.parameter = step, rank, parameter
         self.dealt, self.suspects, self.again = dealt, suspects, again
         super().__init__(f"step {step}: {parameter} is not finite on rank {rank}")
@@ -118,9 +123,13 @@ class JumpError(HoldfastError):
     how the microbatches were `dealt`, and which are `suspects`."""
 
     def __init__(
-        self, step: int, loss: float, limit: float | None = None,
-        dealt: Sequence[Sequence[int]] = (), suspects: Sequence[int] = (),
-    ) -> None:  # fmt: skip
+        self,
+        step: int,
+        loss: float,
+        limit: float | None = None,
+        dealt: Sequence[Sequence[int]] = (),
+        suspects: Sequence[int] = (),
+    ) -> None:
         self.step, self.loss, self.limit = step, loss, limit
         self.dealt, self.suspects = dealt, suspects
         bound = "" if limit is None else f"; up to {limit:.4g} were to be expected"

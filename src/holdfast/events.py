@@ -465,9 +465,12 @@ def from_json(value: dict[str, Any]) -> Record | None:
     if kind is None:
         return None
     return Record(
-        value["generation"], value["writer"], value["sequence"], value["time"],
+        value["generation"],
+        value["writer"],
+        value["sequence"],
+        value["time"],
         event_from_json(value["kind"], value["event"]),
-    )  # fmt: skip
+    )
 
 
 def event_from_json(kind: str, value: dict[str, Any]) -> Event:

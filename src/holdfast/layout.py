@@ -20,7 +20,7 @@ from holdfast.errors import LayoutError
 AXES = ("pp", "dp_shard", "cp", "tp")
 MeshShape = tuple[int, ...]
 Stages = tuple[int, ...]
-_NAMED = 3  # ranks that a sentence names; of more it says that there are more
+_MAX_RANKS_NAMED = 3  # ranks that a sentence names; of more it says that there are more
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ class Replica:
         """
         if self.degree("pp") == 1 or position < 0:
             return 0
-        ends = accumulate(self._planned())
+        ends = accumulate(self._planned_stages())
         last = len(self.stages) - 1
         return next((stage for stage, end in enumerate(ends) if position < end), last)
 
@@ -115,30 +115,31 @@ class Replica:
         """
         if self.degree("pp") == 1:
             return None
-        first = sum(self._planned()[:pp])
+        first = sum(self._planned_stages()[:pp])
         return range(first, first + self.stages[pp])
 
-    def _planned(self) -> Stages:
+    def _planned_stages(self) -> Stages:
         if not self.stages:
             raise LayoutError(
                 f"a pipeline of {self.degree('pp')} stages does not say which blocks each holds",
-                where=f"replica {self.index}", remedy="give the number of blocks of each stage",
-            )  # fmt: skip
+                where=f"replica {self.index}",
+                remedy="give the number of blocks of each stage",
+            )
         return self.stages
 
     def rank_at(self, pp: int = 0, dp_shard: int = 0, cp: int = 0, tp: int = 0) -> int:
         """The rank at a coordinate of the mesh."""
-        return self.ranks[ravel((pp, dp_shard, cp, tp), self.mesh_shape)]
+        return self.ranks[index_of((pp, dp_shard, cp, tp), self.mesh_shape)]
 
-    def line(self, mesh_rank: int, axis: str = "pp") -> tuple[int, ...]:
+    def ranks_along(self, mesh_rank: int, axis: str = "pp") -> tuple[int, ...]:
         """The ranks that differ from `mesh_rank` on one axis only, itself among them, in the
         axis' order: along `pp`, the ranks of its pipeline."""
-        at = list(unravel(mesh_rank, self.mesh_shape))
+        at = list(coordinates_of(mesh_rank, self.mesh_shape))
         number = AXES.index(axis)
         out: list[int] = []
         for index in range(self.mesh_shape[number]):
             at[number] = index
-            out.append(self.ranks[ravel(at, self.mesh_shape)])
+            out.append(self.ranks[index_of(at, self.mesh_shape)])
         return tuple(out)
 
 
@@ -147,15 +148,17 @@ def _check_stages(stages: Stages, pp: int, where: str) -> None:
         return
     if len(stages) != pp:
         raise LayoutError(
-            f"a pipeline of {pp} cannot have the stages {stages}", where=where,
+            f"a pipeline of {pp} cannot have the stages {stages}",
+            where=where,
             remedy=f"give {pp} numbers of blocks",
-        )  # fmt: skip
+        )
     for stage, blocks in enumerate(stages):
         if blocks < 1:  # also of the embedding's and of the head's: they have none alone
             raise LayoutError(
-                f"stage {stage} of {stages} holds {blocks} blocks", where=where,
+                f"stage {stage} of {stages} holds {blocks} blocks",
+                where=where,
                 remedy="give every stage a block",
-            )  # fmt: skip
+            )
 
 
 @dataclass(frozen=True)
@@ -186,17 +189,19 @@ class Topology:
         numbers = [replica.index for replica in self.replicas]
         if not numbers or numbers != list(range(len(numbers))):
             raise LayoutError(
-                f"replicas are numbered {numbers}", where="topology",
+                f"replicas are numbered {numbers}",
+                where="topology",
                 remedy="number them 0, 1, 2, ... in order",
-            )  # fmt: skip
+            )
         self._check_ranks()
         blocks = {sum(replica.stages): replica.index for replica in self.replicas if replica.stages}
         if len(blocks) > 1:
             (some, one), (others, two) = sorted(blocks.items())[:2]
             raise LayoutError(
                 f"the stages of replica {one} hold {some} blocks, those of replica {two} {others}",
-                where="topology", remedy="give every replica all blocks of the model",
-            )  # fmt: skip
+                where="topology",
+                remedy="give every replica all blocks of the model",
+            )
 
     def _check_ranks(self) -> None:
         seen: dict[int, int] = {}
@@ -207,25 +212,30 @@ class Topology:
                     if seen[rank] != replica.index:
                         places = f"in replica {seen[rank]} and in replica {replica.index}"
                     raise LayoutError(
-                        f"rank {rank} stands twice, {places}", where="topology",
+                        f"rank {rank} stands twice, {places}",
+                        where="topology",
                         remedy="give every rank one place",
-                    )  # fmt: skip
+                    )
                 seen[rank] = replica.index
         if seen.keys() != set(range(len(seen))):
             # Lazily: the largest rank may be any number, the first gaps are found at once.
-            missing = list(islice((r for r in range(max(seen)) if r not in seen), _NAMED + 1))
+            missing = list(
+                islice((r for r in range(max(seen)) if r not in seen), _MAX_RANKS_NAMED + 1)
+            )
             unknown = sorted(rank for rank in seen if rank < 0)
             what, wrong = (unknown, "negative") if unknown else (missing, "missing")
-            more = " and more" if len(what) > _NAMED else ""
+            more = " and more" if len(what) > _MAX_RANKS_NAMED else ""
             raise LayoutError(
-                f"ranks {what[:_NAMED]}{more} are {wrong}",
-                where="topology", remedy=f"use ranks 0 to {len(seen) - 1}",
-            )  # fmt: skip
+                f"ranks {what[:_MAX_RANKS_NAMED]}{more} are {wrong}",
+                where="topology",
+                remedy=f"use ranks 0 to {len(seen) - 1}",
+            )
         if len(self.nodes) != len(seen):
             raise LayoutError(
-                f"{len(seen)} ranks, but nodes for {len(self.nodes)}", where="topology",
+                f"{len(seen)} ranks, but nodes for {len(self.nodes)}",
+                where="topology",
                 remedy="name the node of each rank",
-            )  # fmt: skip
+            )
 
     @property
     def world_size(self) -> int:
@@ -239,7 +249,7 @@ class Topology:
     def coordinate(self, rank: int) -> Coordinate:
         replica = self.replica_of(rank)
         mesh_rank = replica.ranks.index(rank)
-        return Coordinate(replica.index, mesh_rank, *unravel(mesh_rank, replica.mesh_shape))
+        return Coordinate(replica.index, mesh_rank, *coordinates_of(mesh_rank, replica.mesh_shape))
 
     def replica_of(self, rank: int) -> Replica:
         for replica in self.replicas:
@@ -276,7 +286,7 @@ class Topology:
         return Topology(value["generation"], replicas, tuple(value["nodes"]))
 
 
-def unravel(index: int, shape: Sequence[int]) -> tuple[int, ...]:
+def coordinates_of(index: int, shape: Sequence[int]) -> tuple[int, ...]:
     """Row-major coordinates of `index` in `shape`."""
     out: list[int] = []
     for size in reversed(shape):
@@ -285,7 +295,7 @@ def unravel(index: int, shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(reversed(out))
 
 
-def ravel(at: Iterable[int], shape: Sequence[int]) -> int:
+def index_of(at: Iterable[int], shape: Sequence[int]) -> int:
     """The inverse of `unravel`. Raises LayoutError for a place outside the shape."""
     index = 0
     for place_on_axis, size in zip(at, shape, strict=True):
@@ -295,7 +305,7 @@ def ravel(at: Iterable[int], shape: Sequence[int]) -> int:
     return index
 
 
-def place(layout: Layout, generation: int, nodes: tuple[str, ...]) -> Topology:
+def place_layout(layout: Layout, generation: int, nodes: tuple[str, ...]) -> Topology:
     """Fill ranks in order: replica by replica, mesh order inside. `nodes[rank]` names the node.
 
     Raises LayoutError when the number of nodes' ranks is not the layout's world size.

@@ -24,7 +24,7 @@ from benchmarks.steadying.worker import KINDS, kind_of
 from benchmarks.turns import Pair, losses
 
 from benchmarks import layouts, train_step
-from holdfast.config.load import load
+from holdfast.config.load import load_config
 from holdfast.core.sharding.parameters import decoder_parameters
 from holdfast.events import CheckpointCaptured, StepDone
 from holdfast.layout import Layout
@@ -100,9 +100,11 @@ def test_tokens_a_second_leave_out_warm_up_and_captures() -> None:
         return StepDone(2.0, 7, 1.0, 1e-3, 0.0, samples=4, phases=phases, step=number)
 
     events = [
-        step(1, 60.0), step(2, 1.0), step(3, 1.0, capture=5.0),
+        step(1, 60.0),
+        step(2, 1.0),
+        step(3, 1.0, capture=5.0),
         CheckpointCaptured(0, 5.0, 100, step=3),
-    ]  # fmt: skip
+    ]
     found = speed(events, 128, skip=1)
     assert found.steps == 2
     assert found.tokens_per_second == Estimate(256.0, 256.0, 256.0)
@@ -112,7 +114,7 @@ def test_tokens_a_second_leave_out_warm_up_and_captures() -> None:
 
 
 def test_the_run_file_for_one_gpu_asks_for_what_is_measured() -> None:
-    config = load(ROOT / "examples/llama3.2-1b/run.yaml").config
+    config = load_config(ROOT / "examples/llama3.2-1b/run.yaml").config
     assert (config.model.vocab_size, config.model.layers, config.model.dim) == (128_256, 16, 2048)
     assert (config.data.sequence_length, config.train.precision) == (4096, "bf16")
     assert (config.train.compile, config.device, config.layout.workers) == (True, "auto", 1)
@@ -128,11 +130,24 @@ def test_ways_of_saving_are_measured_beside_their_floors(
     """A little state, in real processes with a real mover: every way ends with a row. The table
     of following steps is with the long tests (marker slow)."""
     done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.checkpoint", *cases, "--quick", "--ranks", "2",
-         "--folder", str(tmp_path)],
-        cwd=ROOT, capture_output=True, text=True, check=False, timeout=300,
+        [
+            sys.executable,
+            "-m",
+            "benchmarks.checkpoint",
+            *cases,
+            "--quick",
+            "--ranks",
+            "2",
+            "--folder",
+            str(tmp_path),
+        ],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
+    )
     assert done.returncode == 0, done.stderr
     assert "failed" not in done.stdout, done.stdout
     rows = [line for line in done.stdout.splitlines() if line.startswith(("DCP async", "ours,"))]
@@ -155,8 +170,11 @@ def test_what_the_steady_run_adds_is_told_over_the_bare_work() -> None:
         blocked = [{"fence": 0.0004, "copy": 0.0006}, {"copy": 0.002}]
         return Stretch(kind, 10, [step * at for at in range(11)], blocked, seconds)
 
-    kinds = {"off": stretch("off", 0.1, 1.0, 0.0), "on": stretch("on", 0.101, 1.13, 0.0),
-             "floor": stretch("floor", 0.1, 1.0, 0.1)}  # fmt: skip
+    kinds = {
+        "off": stretch("off", 0.1, 1.0, 0.0),
+        "on": stretch("on", 0.101, 1.13, 0.0),
+        "floor": stretch("floor", 0.1, 1.0, 0.1),
+    }
     told = row("case", [kinds[kind] for kind in KINDS * 2]).split()
     assert told[1:7] == ["4", "100.0", "101.0", "100.0", "1.50", "2.00"]
     assert told[7] == "1.010"

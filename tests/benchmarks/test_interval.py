@@ -36,8 +36,12 @@ def test_too_few_failures_are_not_judged() -> None:
 def test_without_data_it_says_what_is_missing() -> None:
     found = subprocess.run(
         [sys.executable, "-m", "benchmarks.interval", "--phases", "2", "--only", "Poisson"],
-        cwd=ROOT, env={"PYTHONPATH": "src"}, capture_output=True, text=True, timeout=240,
+        cwd=ROOT,
+        env={"PYTHONPATH": "src"},
+        capture_output=True,
+        text=True,
+        timeout=240,
         check=False,
-    )  # fmt: skip
+    )
     assert "no real traces: set HOLDFAST_DATA or --traces to a folder" in found.stdout, found.stderr
     assert "synthetic Poisson failures, seed 2" in found.stdout

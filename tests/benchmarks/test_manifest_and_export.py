@@ -14,8 +14,9 @@ from holdfast.layout import Layout
 
 
 def test_the_manifest_is_measured() -> None:
-    model = ModelConfig(preset=None, layers=4, dim=16, heads=4, kv_heads=2, ffn_dim=24,
-                        vocab_size=64)  # fmt: skip
+    model = ModelConfig(
+        preset=None, layers=4, dim=16, heads=4, kv_heads=2, ffn_dim=24, vocab_size=64
+    )
     found = measure(Layout(2, pp=2, dp_shard=3, tp=2, stages=(2, 2)), model, 4)
     assert found["ranks"] == 24
     assert found["stored_boxes_it_reads"] >= found["boxes_of_one_rank"] > 0  # type: ignore[operator]
@@ -24,8 +25,17 @@ def test_the_manifest_is_measured() -> None:
 
 @pytest.mark.slow
 def test_exports_are_measured(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "benchmarks.export", "--megabytes", "4",
-               "--shard-megabytes", "2", "--folder", str(tmp_path)]  # fmt: skip
+    command = [
+        sys.executable,
+        "-m",
+        "benchmarks.export",
+        "--megabytes",
+        "4",
+        "--shard-megabytes",
+        "2",
+        "--folder",
+        str(tmp_path),
+    ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
     assert [line.split()[0] for line in done.stdout.splitlines()[1:]] == ["hf", "dcp"]

@@ -12,9 +12,13 @@ from tests.support.ranks import ROOT
 def test_every_source_and_layout_has_a_row_beside_its_floor() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "benchmarks.restore", "--quick"],
-        cwd=ROOT, capture_output=True, text=True, check=False, timeout=120,
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
+    )
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     bars = [line for line in lines if " of at most " in line]

@@ -114,11 +114,24 @@ def test_the_blocked_share_is_of_the_saves_while_training() -> None:
 def test_staging_is_measured(tmp_path: Path) -> None:
     """Real processes, a little state: the baseline and ours end with a row each, and a bar."""
     done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.acute", "--quick", "--ways", KEPT, OURS,
-         "--folder", str(tmp_path)],
-        cwd=ROOT, capture_output=True, text=True, check=False, timeout=300,
+        [
+            sys.executable,
+            "-m",
+            "benchmarks.acute",
+            "--quick",
+            "--ways",
+            KEPT,
+            OURS,
+            "--folder",
+            str(tmp_path),
+        ],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
+    )
     assert done.returncode == 0, done.stderr
     assert "failed" not in done.stdout, done.stdout
     rows = [line for line in done.stdout.splitlines() if line.startswith((KEPT, OURS))]

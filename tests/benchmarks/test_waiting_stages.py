@@ -7,35 +7,41 @@ from benchmarks.bubble import SPLIT_V, execute, in_order
 from benchmarks.waiting_stages import WaitingStages
 
 from holdfast.core.schedule.csv import from_csv
-from holdfast.core.schedule.table import Kind, Schedule, build
-from holdfast.core.schedule.timing import Durations, Timeline, timeline
-from holdfast.parallel.trace import COMPUTE, RECEIVE, Measured, Recorder, measure
+from holdfast.core.schedule.table import ActionKind, Schedule, build_schedule
+from holdfast.core.schedule.timing import Durations, Timeline, time_schedule
+from holdfast.parallel.trace import (
+    COMPUTE,
+    RECEIVE,
+    PipelineMeasurement,
+    SpanRecorder,
+    measure_pipeline,
+)
 
 TOLERANCE = 0.10  # of the makespan, and of every rank's bubble
 ATTEMPTS = 10
 
 
-def distance(found: Measured, planned: Timeline) -> float:
+def distance(found: PipelineMeasurement, planned: Timeline) -> float:
     """The largest difference, as a share: of the makespan, and of each rank's bubble."""
     bubbles = zip(found.bubble, planned.bubble, strict=True)
     return max(
-        abs(found.makespan / planned.makespan - 1),
+        abs(found.makespan_s / planned.makespan - 1),
         *(abs(f - p) / p for f, p in bubbles),
     )
 
 
-def best(schedule: Schedule, durations: Durations) -> Measured:
+def best(schedule: Schedule, durations: Durations) -> PipelineMeasurement:
     """Execute until the timeline is within the tolerance, at most ATTEMPTS times; the closest.
 
     A wait is never shorter than it should be, so whatever disturbs a run makes it longer; on a
     machine that others load too, the least disturbed run is what the schedule does.
     """
-    planned = timeline(schedule, durations)
-    found: list[Measured] = []
+    planned = time_schedule(schedule, durations)
+    found: list[PipelineMeasurement] = []
     for _ in range(ATTEMPTS):
         spans = execute(schedule, durations)
         assert in_order(schedule, spans)  # however long it took
-        found.append(measure(spans))
+        found.append(measure_pipeline(spans))
         if distance(found[-1], planned) <= TOLERANCE:
             break
     return min(found, key=lambda one: distance(one, planned))
@@ -44,8 +50,11 @@ def best(schedule: Schedule, durations: Durations) -> Measured:
 @pytest.mark.parametrize("name", ["1f1b", "gpipe"])
 def test_bubble_pp4(name: str) -> None:
     ranks, microbatches = 4, 8
-    schedule, durations = build(name, ranks, microbatches), Durations.even(ranks, 0.04, 0.08)
-    found, planned = best(schedule, durations), timeline(schedule, durations)
+    schedule, durations = (
+        build_schedule(name, ranks, microbatches),
+        Durations.uniform(ranks, 0.04, 0.08),
+    )
+    found, planned = best(schedule, durations), time_schedule(schedule, durations)
     assert distance(found, planned) <= TOLERANCE, (found, planned.makespan, planned.bubble)
     formula = (ranks - 1) / (microbatches + ranks - 1)
     assert found.bubble == pytest.approx([formula] * ranks, rel=TOLERANCE)
@@ -53,9 +62,9 @@ def test_bubble_pp4(name: str) -> None:
 
 def test_bubble_pp4_uneven_stages() -> None:
     """The slowest stage waits least; every rank's share is the timer's."""
-    schedule = build("1f1b", 4, 8)
+    schedule = build_schedule("1f1b", 4, 8)
     durations = Durations((0.03, 0.06, 0.04, 0.05), (0.06, 0.12, 0.08, 0.10))
-    found, planned = best(schedule, durations), timeline(schedule, durations)
+    found, planned = best(schedule, durations), time_schedule(schedule, durations)
     assert distance(found, planned) <= TOLERANCE, (found, planned.makespan, planned.bubble)
     assert found.bubble.index(min(found.bubble)) == 1
 
@@ -63,9 +72,9 @@ def test_bubble_pp4_uneven_stages() -> None:
 @pytest.mark.slow
 def test_bubble_split_backward_on_virtual_stages() -> None:
     """Its bubble is a thirteenth, so that a tenth of it would be two milliseconds a rank."""
-    schedule, durations = from_csv(SPLIT_V, "v"), Durations.even(4, 0.04, 0.08)
-    found, planned = best(schedule, durations), timeline(schedule, durations)
-    assert found.makespan == pytest.approx(planned.makespan, rel=TOLERANCE)
+    schedule, durations = from_csv(SPLIT_V, "v"), Durations.uniform(4, 0.04, 0.08)
+    found, planned = best(schedule, durations), time_schedule(schedule, durations)
+    assert found.makespan_s == pytest.approx(planned.makespan, rel=TOLERANCE)
     assert found.bubble == pytest.approx(planned.bubble, abs=0.03)
 
 
@@ -73,7 +82,7 @@ def test_waiting_for_a_peer_is_seen() -> None:
     """The last stage's spans say that it waited for the first forward of the three before it, where
     it was not itself kept from beginning until that was over."""
     for _ in range(ATTEMPTS):
-        spans = execute(build("gpipe", 4, 2), Durations.even(4, 0.04, 0.04))
+        spans = execute(build_schedule("gpipe", 4, 2), Durations.uniform(4, 0.04, 0.04))
         (waited,) = (s for s in spans[3] if s.track == RECEIVE and s.name == "3F0")
         (before,) = (s for s in spans[2] if s.track == COMPUTE and s.name == "2F0")
         assert waited.stop > before.stop
@@ -85,8 +94,8 @@ def test_waiting_for_a_peer_is_seen() -> None:
 
 def test_kinds_of_a_stage_wait_as_long_as_they_should() -> None:
     """A row without pauses ends on time: each wait counts from the planned end of the last."""
-    seconds = {(0, Kind.FORWARD): 0.02, (0, Kind.BACKWARD): 0.05}
-    work, recorder = WaitingStages(2, seconds, 16), Recorder()
+    seconds = {(0, ActionKind.FORWARD): 0.02, (0, ActionKind.BACKWARD): 0.05}
+    work, recorder = WaitingStages(2, seconds, 16), SpanRecorder()
     for _ in range(10):
         with recorder.span(COMPUTE, "F"):
             out = work.forward(0, 0, None)

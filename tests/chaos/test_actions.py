@@ -8,7 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.chaos.actions import DEEDS, NotNowError, damage_newest, rot_memory
+from holdfast.chaos.actions import (
+    FAULT_ACTIONS,
+    NotPossibleNowError,
+    damage_newest,
+    flip_memory_bits,
+)
 from holdfast.chaos.catalog import FAULTS
 from holdfast.core.format.manifest import commit_key
 
@@ -27,11 +32,13 @@ print(sum(memory[:]))
 def test_memory_that_is_mapped_is_changed_and_each_bit_once() -> None:
     with subprocess.Popen(
         [sys.executable, "-c", HOLDS_MEMORY],
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-    ) as process:  # fmt: skip
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "ready\n"
-        changed = rot_memory(process.pid)
+        changed = flip_memory_bits(process.pid)
         found, _ = process.communicate("\n", 30)
     assert changed == int(found) == 9
 
@@ -40,7 +47,7 @@ def test_only_the_newest_checkpoint_is_damaged(tmp_path: Path) -> None:
     folder = tmp_path / "data" / "0000000001"
     folder.mkdir(parents=True)
     (tmp_path / "commits").mkdir()
-    with pytest.raises(NotNowError, match="no older"):
+    with pytest.raises(NotPossibleNowError, match="no older"):
         damage_newest(tmp_path, lambda file, older: None)
     for step in (10, 20):
         (tmp_path / commit_key(1, step)).write_text("")
@@ -52,4 +59,4 @@ def test_only_the_newest_checkpoint_is_damaged(tmp_path: Path) -> None:
     )
     assert key == commit_key(1, 20)
     assert sorted(pairs) == [("20/0", "10/0"), ("20/1", "10/1")]
-    assert set(DEEDS) <= {part.deed for fault in FAULTS.values() for part in fault.parts}
+    assert set(FAULT_ACTIONS) <= {part.action for fault in FAULTS.values() for part in fault.parts}

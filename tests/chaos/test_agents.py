@@ -25,18 +25,18 @@ def test_workers_are_found_also_when_their_template_has_just_ended(tmp_path: Pat
     fleet = Fleet(tmp_path, [sys.executable, "-c", AGENT], [])
     try:
         fleet.start("a")
-        wait_until(lambda: len(fleet.workers("a")) == 2, what="two workers")
-        template, workers = fleet.child("a", "template"), fleet.workers("a")
+        wait_until(lambda: len(fleet.worker_pids("a")) == 2, what="two workers")
+        template, workers = fleet.child_pid("a", "template"), fleet.worker_pids("a")
         assert template is not None
         assert template not in workers
         os.kill(template, signal.SIGKILL)
-        wait_until(lambda: fleet.child("a", "template") is None, what="the template's end")
+        wait_until(lambda: fleet.child_pid("a", "template") is None, what="the template's end")
         assert Path(f"/proc/{template}").exists(), "as a zombie"
-        assert sorted(fleet.workers("a")) == sorted(workers)
+        assert sorted(fleet.worker_pids("a")) == sorted(workers)
         for pid in workers:
             os.kill(pid, signal.SIGKILL)
-        wait_until(lambda: fleet.workers("a") == [], what="their end")
+        wait_until(lambda: fleet.worker_pids("a") == [], what="their end")
     finally:
-        for pid in reversed(fleet.family("a")):
+        for pid in reversed(fleet.process_tree("a")):
             os.kill(pid, signal.SIGKILL)
-        fleet.end()
+        fleet.kill_all()

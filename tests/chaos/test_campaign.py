@@ -14,57 +14,61 @@ import psutil
 import pytest
 
 from holdfast.chaos import campaign
-from holdfast.chaos.campaign import Campaign, Settings, Task, tasks
-from holdfast.chaos.experiment import Story
-from holdfast.chaos.layouts import SHAPES
-from holdfast.chaos.sample_run import OVERRIDES, write_run_file
+from holdfast.chaos.campaign import Campaign, CampaignSettings, DisturbedRun, plan_runs
+from holdfast.chaos.experiment import DisturbedRunReport
+from holdfast.chaos.layouts import CHAOS_LAYOUTS
+from holdfast.chaos.sample_run import SAMPLE_OVERRIDES, write_run_file
 from holdfast.chaos.schedule import read_trace
 from holdfast.errors import ConfigError, RunFolderError, UserError
 from tests.support.ranks import wait_until
 
-WORK = tasks([SHAPES["two"]], 5)
+WORK = plan_runs([CHAOS_LAYOUTS["two"]], 5)
 
 
 class _Quick(Campaign):
     """Trains nothing, and disturbs nothing."""
 
-    def _disturbed(self, task: Task, folder: Path) -> Story:
-        return Story(problem="none was begun")
+    def _run_disturbed(self, task: DisturbedRun, folder: Path) -> DisturbedRunReport:
+        return DisturbedRunReport(problem="none was begun")
 
 
 @pytest.fixture
-def settings(tmp_path: Path) -> Settings:
+def settings(tmp_path: Path) -> CampaignSettings:
     """Of which a campaign was done; `true` is a command that trains at once."""
     out = tmp_path / "out"
     out.mkdir()
-    found = Settings(("true",), write_run_file(out), OVERRIDES, out, 1, ("kill",), networks=False)
+    found = CampaignSettings(
+        ("true",), write_run_file(out), SAMPLE_OVERRIDES, out, 1, ("kill",), use_networks=False
+    )
     _made(found)
     return found
 
 
-def _made(settings: Settings) -> tuple[list[dict[str, Any]], list[str]]:
+def _made(settings: CampaignSettings) -> tuple[list[dict[str, Any]], list[str]]:
     said: list[str] = []
     for steps in {task.steps for task in WORK}:
-        folder = settings.out / f"undisturbed-{steps}{settings.part}"
+        folder = settings.out / f"undisturbed-{steps}{settings.shard_suffix}"
         folder.mkdir(exist_ok=True)
     quick = _Quick(settings, said.append)
-    quick._undisturbed = _undisturbed(quick)  # type: ignore[method-assign]
+    quick._ensure_undisturbed = _undisturbed(quick)  # type: ignore[method-assign]
     return quick.run(WORK), said
 
 
 def _undisturbed(quick: Campaign) -> Any:
     def made(steps: int) -> Path:
-        whole = quick._whole(steps)
+        whole = quick._undisturbed_marker(steps)
         whole.parent.mkdir(exist_ok=True)
-        whole.write_text(quick._trains(steps))
+        whole.write_text(quick._training_digest(steps))
         return whole.parent
 
     return made
 
 
-def test_two_at_work_in_one_folder_are_refused_unless_they_are_shards(settings: Settings) -> None:
+def test_two_at_work_in_one_folder_are_refused_unless_they_are_shards(
+    settings: CampaignSettings,
+) -> None:
     def at_work(part: tuple[int, int]) -> AbstractContextManager[None]:
-        return Campaign(replace(settings, shard=part), print)._alone()
+        return Campaign(replace(settings, shard=part), print)._hold_locks()
 
     with at_work((1, 1)):
         for part in ((1, 1), (1, 2)):
@@ -81,15 +85,32 @@ def test_two_at_work_in_one_folder_are_refused_unless_they_are_shards(settings: 
 @pytest.mark.slow
 def test_shards_that_begin_at_once_prepare_their_data_in_turn(tmp_path: Path) -> None:
     out = tmp_path / "out"
-    line = [sys.executable, "-m", "holdfast.cli.main", "chaos", "--faults", "2", "--no-network",
-            "--layout", "two,replicated", "--nodes", "2", "--out", str(out), "--shard"]  # fmt: skip
+    line = [
+        sys.executable,
+        "-m",
+        "holdfast.cli.main",
+        "chaos",
+        "--faults",
+        "2",
+        "--no-network",
+        "--layout",
+        "two,replicated",
+        "--nodes",
+        "2",
+        "--out",
+        str(out),
+        "--shard",
+    ]
     shards = [subprocess.Popen([*line, f"{n}/2"], stderr=subprocess.DEVNULL) for n in (1, 2)]
     try:
         wait_until(
-            lambda: len(list(out.glob("undisturbed-*of2/undisturbed"))) == 2
-            or any(shard.poll() is not None for shard in shards),
-            120, "two undisturbed runs",
-        )  # fmt: skip
+            lambda: (
+                len(list(out.glob("undisturbed-*of2/undisturbed"))) == 2
+                or any(shard.poll() is not None for shard in shards)
+            ),
+            120,
+            "two undisturbed runs",
+        )
         assert [shard.poll() for shard in shards] == [None, None]
     finally:
         for shard in shards:
@@ -112,50 +133,58 @@ def _at_work(out: Path) -> list[str]:
     return [" ".join(line) for line in lines if any(str(out) in word for word in line)]
 
 
-def test_the_same_campaign_is_not_done_again(settings: Settings) -> None:
+def test_the_same_campaign_is_not_done_again(settings: CampaignSettings) -> None:
     results, said = _made(settings)
     assert [line for line in said if "done before" in line] == ["two-1-1: done before"]
     assert len(results) == 1
 
 
-@pytest.mark.parametrize("change", [
-    {"names": ("agent",)}, {"overrides": (*OVERRIDES, "train.optimizer.learning_rate=0.5")},
-    {"draws": tuple(read_trace('{"step": 3, "fault": "kill"}', "f", "1"))},
-])  # fmt: skip
-def test_what_another_campaign_made_is_refused(settings: Settings, change: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"names": ("agent",)},
+        {"overrides": (*SAMPLE_OVERRIDES, "train.optimizer.learning_rate=0.5")},
+        {"draws": tuple(read_trace('{"step": 3, "fault": "kill"}', "f", "1"))},
+    ],
+)
+def test_what_another_campaign_made_is_refused(
+    settings: CampaignSettings, change: dict[str, Any]
+) -> None:
     with pytest.raises(RunFolderError, match=r"two-1-1: .*another campaign.*--out"):
         _made(replace(settings, **change))
 
 
-def test_a_run_file_that_was_changed_is_another_campaign(settings: Settings) -> None:
+def test_a_run_file_that_was_changed_is_another_campaign(settings: CampaignSettings) -> None:
     settings.run_file.write_text(settings.run_file.read_text().replace("dim: 16", "dim: 32"))
     with pytest.raises(RunFolderError, match="another campaign"):
         _made(settings)
 
 
 def test_what_other_code_made_is_another_campaign(
-    settings: Settings, monkeypatch: pytest.MonkeyPatch
+    settings: CampaignSettings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert campaign.code() == campaign.code()
-    monkeypatch.setattr(campaign, "code", lambda: "changed")
+    assert campaign.source_digest() == campaign.source_digest()
+    monkeypatch.setattr(campaign, "source_digest", lambda: "changed")
     with pytest.raises(RunFolderError, match="other code"):
         _made(settings)
 
 
-def test_another_number_of_faults_is_another_run(settings: Settings) -> None:
+def test_another_number_of_faults_is_another_run(settings: CampaignSettings) -> None:
     with pytest.raises(RunFolderError, match="another campaign"):
-        _Quick(settings, print).run(tasks([SHAPES["two"]], 6))
+        _Quick(settings, print).run(plan_runs([CHAOS_LAYOUTS["two"]], 6))
 
 
-def test_an_undisturbed_run_of_something_else_is_refused(settings: Settings) -> None:
-    other = replace(settings, seed=2, overrides=(*OVERRIDES, "train.optimizer.learning_rate=0.5"))
+def test_an_undisturbed_run_of_something_else_is_refused(settings: CampaignSettings) -> None:
+    other = replace(
+        settings, seed=2, overrides=(*SAMPLE_OVERRIDES, "train.optimizer.learning_rate=0.5")
+    )
     with pytest.raises(RunFolderError, match=r"undisturbed-32: .*another campaign"):
         _made(other)
     results, _ = _made(replace(settings, seed=2))
     assert results[0]["run"] == "two-2-1"
 
 
-def test_a_result_from_before_there_were_digests_is_refused(settings: Settings) -> None:
+def test_a_result_from_before_there_were_digests_is_refused(settings: CampaignSettings) -> None:
     stored = settings.out / "runs" / "two-1-1" / "result.json"
     result = json.loads(stored.read_text())
     del result["made_from"]
@@ -164,14 +193,16 @@ def test_a_result_from_before_there_were_digests_is_refused(settings: Settings) 
         _made(settings)
 
 
-def test_shards_share_no_undisturbed_run(settings: Settings) -> None:
+def test_shards_share_no_undisturbed_run(settings: CampaignSettings) -> None:
     first, second = (Campaign(replace(settings, shard=(n, 2)), print) for n in (1, 2))
-    assert first._whole(40) != second._whole(40)
+    assert first._undisturbed_marker(40) != second._undisturbed_marker(40)
     results, said = _made(replace(settings, shard=(1, 2)))
     assert any("done before" in line for line in said)
     assert len(results) == 1
 
 
-def test_an_override_that_is_none_is_refused_before_anything_starts(settings: Settings) -> None:
+def test_an_override_that_is_none_is_refused_before_anything_starts(
+    settings: CampaignSettings,
+) -> None:
     with pytest.raises(ConfigError):
         _Quick(replace(settings, overrides=("train.nonsense=1",)), print).run(WORK)

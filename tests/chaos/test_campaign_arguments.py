@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.chaos.campaign import Settings, tasks
-from holdfast.chaos.layouts import SHAPES, shape_of
-from holdfast.chaos.sample_run import OVERRIDES, RUN_FILE, run_file_text, write_run_file
+from holdfast.chaos.campaign import CampaignSettings, plan_runs
+from holdfast.chaos.layouts import CHAOS_LAYOUTS, parse_layout
+from holdfast.chaos.sample_run import RUN_FILE, SAMPLE_OVERRIDES, run_file_text, write_run_file
 from holdfast.cli import chaos
 from holdfast.errors import RunFolderError
 from tests.support.commands import within
@@ -18,14 +18,16 @@ from tests.support.commands import within
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--layout", "tp=2,workers=5", "--nodes", "5"],
-         ["--layout", "workers=5 make no whole replicas of 2", "use workers=10"]),
+        (
+            ["--layout", "tp=2,workers=5", "--nodes", "5"],
+            ["--layout", "workers=5 make no whole replicas of 2", "use workers=10"],
+        ),
         (["--layout", "dp_shard=2,workers=5"], ["use workers=4 or workers=6"]),
         (["--layout", "tp=2,pp=2,workers=2"], ["no whole replicas of 4", "use workers=4"]),
         (["--layout", "tp=3,workers=6"], ["layout.tp 3 does not divide model.heads 2", "use 2"]),
         (["--layout", "workers=9"], ["make 9 replicas, but step 1 has 6 microbatches"]),
     ],
-)  # fmt: skip
+)
 def test_a_layout_that_does_not_fit_is_refused_before_anything_is_trained(
     arguments: list[str], words: list[str], tmp_path: Path
 ) -> None:
@@ -39,20 +41,21 @@ def test_a_layout_that_does_not_fit_the_run_file_is_refused_too(tmp_path: Path) 
     run_file, out = write_run_file(tmp_path / "own"), tmp_path / "out"
     arguments = ("chaos", run_file, "model.layers=1", "--no-network", "--out", out)
     within(*arguments, "--layout", "tp,pp", "--faults", "2 kill").refuses(
-        "layout.pp 2 is more than model.layers 1", "use 1")  # fmt: skip
+        "layout.pp 2 is more than model.layers 1", "use 1"
+    )
     assert not out.exists()
 
 
 def test_every_layout_that_has_a_name_fits_the_tiny_model(tmp_path: Path) -> None:
-    settings = Settings(("false",), tmp_path / RUN_FILE, OVERRIDES, tmp_path, 1, ())
-    work = tasks(list(SHAPES.values()), 25 * len(SHAPES))
+    settings = CampaignSettings(("false",), tmp_path / RUN_FILE, SAMPLE_OVERRIDES, tmp_path, 1, ())
+    work = plan_runs(list(CHAOS_LAYOUTS.values()), 25 * len(CHAOS_LAYOUTS))
     chaos._check_layouts(work, settings, run_file_text(tmp_path))
 
 
 def test_blanks_around_layouts_say_nothing(tmp_path: Path) -> None:
-    assert shape_of(" tp ") == SHAPES["tp"]
-    assert shape_of(" tp=2 , workers=4", 2) == shape_of("tp=2,workers=4", 2)
-    assert chaos._shapes("replicated, tp", 0) == [SHAPES["replicated"], SHAPES["tp"]]
+    assert parse_layout(" tp ") == CHAOS_LAYOUTS["tp"]
+    assert parse_layout(" tp=2 , workers=4", 2) == parse_layout("tp=2,workers=4", 2)
+    assert chaos._shapes("replicated, tp", 0) == [CHAOS_LAYOUTS["replicated"], CHAOS_LAYOUTS["tp"]]
     arguments = ("chaos", "--no-network", "--out", tmp_path / "out", "--faults", "pipeline")
     within(*arguments, "--layout", "pp, tp").refuses("none of these faults can happen in tp")
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from holdfast.events import FaultInjected, GenerationStarted, StepDone
-from holdfast.wire.journal import read
+from holdfast.wire.journal import read_journal
 from holdfast.wire.store.run_store import FolderStore
 from tests.support.commands import apart, within
 
@@ -30,8 +30,20 @@ def test_thirty_faults_are_recovered_from_and_not_repeated(
 ) -> None:
     """Two runs of 15 faults; `make campaign` does three of 20, and `make chaos` 1,000."""
     runs = len(layouts)
-    arguments = ("chaos", "--out", tmp_path / "out", "--seed", "11", "--nodes", "2", "--no-network",
-                 "--layout", ",".join(layouts), "--faults", f"{faults * runs} {KINDS}")  # fmt: skip
+    arguments = (
+        "chaos",
+        "--out",
+        tmp_path / "out",
+        "--seed",
+        "11",
+        "--nodes",
+        "2",
+        "--no-network",
+        "--layout",
+        ",".join(layouts),
+        "--faults",
+        f"{faults * runs} {KINDS}",
+    )
     found = apart(*arguments, deadline=DEADLINE)
     assert found.code == 0, found.out + found.err
     result = json.loads((tmp_path / "out" / "result.json").read_text())
@@ -51,8 +63,19 @@ def test_the_node_that_leads_is_killed_in_each_transition_of_a_commit(tmp_path: 
     trace, out = tmp_path / "faults.jsonl", tmp_path / "out"
     rows = [{"step": 4 + 4 * n, "fault": "commit", "point": p} for n, p in enumerate(points)]
     trace.write_text("\n".join(map(json.dumps, rows)))
-    found = apart("chaos", "--trace", trace, "--layout", "dp_shard", "--nodes", "2", "--out", out,
-                  "--no-network", deadline=DEADLINE)  # fmt: skip
+    found = apart(
+        "chaos",
+        "--trace",
+        trace,
+        "--layout",
+        "dp_shard",
+        "--nodes",
+        "2",
+        "--out",
+        out,
+        "--no-network",
+        deadline=DEADLINE,
+    )
     assert found.code == 0, found.out + found.err
     (run,) = json.loads((out / "result.json").read_text())["runs"]
     assert [(f["point"], f["outcome"]) for f in run["faults"]] == [
@@ -67,15 +90,26 @@ def test_the_run_folder_is_out_of_reach_for_two_minutes(tmp_path: Path) -> None:
     trace, out = tmp_path / "faults.jsonl", tmp_path / "out"
     rows = [{"step": 5, "fault": "run-store-long"}, {"step": 40, "fault": "kill"}]
     trace.write_text("\n".join(map(json.dumps, rows)))
-    found = apart("chaos", "--trace", trace, "--layout", "dp_shard", "--nodes", "2", "--out", out,
-                  "--no-network", deadline=DEADLINE)  # fmt: skip
+    found = apart(
+        "chaos",
+        "--trace",
+        trace,
+        "--layout",
+        "dp_shard",
+        "--nodes",
+        "2",
+        "--out",
+        out,
+        "--no-network",
+        deadline=DEADLINE,
+    )
     assert found.code == 0, found.out + found.err
     (run,) = json.loads((out / "result.json").read_text())["runs"]
     assert [f["outcome"] for f in run["faults"]] == ["recovered", "recovered"]
     assert run["faults"][0]["seconds"] > 115
     done = [
         record.time
-        for record in read(FolderStore(out / "runs" / run["run"] / "run"))
+        for record in read_journal(FolderStore(out / "runs" / run["run"] / "run"))
         if isinstance(record.event, StepDone) and 5 <= record.event.step <= 25
     ]
     assert max(later - one for one, later in pairwise(sorted(done))) < 30
@@ -85,14 +119,32 @@ def test_the_run_folder_is_out_of_reach_for_two_minutes(tmp_path: Path) -> None:
 def test_damaged_checkpoints_and_a_suspended_mover(tmp_path: Path) -> None:
     """A mover is suspended, and soon after all workers restore the steps captured meanwhile. Then
     the newest checkpoint is damaged in each way."""
-    kinds = ("mover-stop", "workers", "rotten-disk", "cut-checkpoint", "lost-checkpoint",
-             "replayed-checkpoint", "rotten-checkpoint")  # fmt: skip
+    kinds = (
+        "mover-stop",
+        "workers",
+        "rotten-disk",
+        "cut-checkpoint",
+        "lost-checkpoint",
+        "replayed-checkpoint",
+        "rotten-checkpoint",
+    )
     trace, out = tmp_path / "faults.jsonl", tmp_path / "out"
     steps = (23, 26, 33, 44, 55, 66, 77)
     rows = [{"step": step, "fault": kind} for step, kind in zip(steps, kinds, strict=True)]
     trace.write_text("\n".join(map(json.dumps, rows)))
-    found = apart("chaos", "--trace", trace, "--layout", "dp_shard", "--nodes", "2", "--out", out,
-                  "--no-network", deadline=DEADLINE)  # fmt: skip
+    found = apart(
+        "chaos",
+        "--trace",
+        trace,
+        "--layout",
+        "dp_shard",
+        "--nodes",
+        "2",
+        "--out",
+        out,
+        "--no-network",
+        deadline=DEADLINE,
+    )
     assert found.code == 0, found.out + found.err
     (run,) = json.loads((out / "result.json").read_text())["runs"]
     assert [(f["fault"], f["outcome"]) for f in run["faults"]] == [
@@ -104,7 +156,7 @@ def test_damaged_checkpoints_and_a_suspended_mover(tmp_path: Path) -> None:
 def _each_hit_where_it_says(run: dict[str, Any], folder: Path) -> None:
     """By the journal of the run itself."""
     counted = [fault for fault in run["faults"] if fault["outcome"] == "recovered"]
-    records = read(FolderStore(folder))
+    records = read_journal(FolderStore(folder))
     told = {r.event.number: r.event for r in records if isinstance(r.event, FaultInjected)}
     for fault in counted:
         event = told[10 * fault["number"]]
@@ -126,7 +178,8 @@ def test_faults_that_can_never_happen_are_refused_before_anything_starts(tmp_pat
     out = tmp_path / "out"
     arguments = ("chaos", "--no-network", "--out", out)
     within(*arguments, "--layout", "two", "--faults", "1 pipeline").refuses(
-        "pipeline (the layout has no pipeline)", "two", "--faults")  # fmt: skip
+        "pipeline (the layout has no pipeline)", "two", "--faults"
+    )
     within(*arguments, "--layout", "pp,replicated", "--faults", "pipeline").refuses("replicated")
     within(*arguments, "--faults", "partition,delay").refuses("partition (", "delay (", "off")
     trace = tmp_path / "faults.jsonl"
@@ -150,7 +203,8 @@ def test_arguments_that_are_no_numbers_files_or_folders_are_refused(tmp_path: Pa
     within("chaos", "--out", file).refuses("--out", str(file))
     out = tmp_path / "out"
     within("chaos", "train.optimizer.learning_rate=0.5", "--out", out).refuses(
-        "train.optimizer.learning_rate=0.5", "no such run file")  # fmt: skip
+        "train.optimizer.learning_rate=0.5", "no such run file"
+    )
     assert not out.exists()
 
 

@@ -12,27 +12,31 @@ import pytest
 from numpy.typing import NDArray
 
 from holdfast.chaos import compare
-from holdfast.chaos.compare import Verdict, judge
+from holdfast.chaos.compare import RunComparison, compare_runs
 
 LOSSES = {1: 2.0, 2: 1.5, 3: 1.25}
 TENSORS = {"a": np.array([1.0, 2.0]), "b": np.array([3.0])}
 
 
 def judged(
-    monkeypatch: pytest.MonkeyPatch, losses: Mapping[int, float],
-    tensors: Mapping[str, NDArray[np.float64]], tolerance: float,
-) -> Verdict:  # fmt: skip
+    monkeypatch: pytest.MonkeyPatch,
+    losses: Mapping[int, float],
+    tensors: Mapping[str, NDArray[np.float64]],
+    tolerance: float,
+) -> RunComparison:
     """Of a run with these against one with LOSSES and TENSORS."""
     ours, theirs = Path("ours"), Path("theirs")
-    monkeypatch.setattr(compare, "losses", {ours: losses, theirs: LOSSES}.__getitem__)
-    monkeypatch.setattr(compare, "state", {ours: (3, tensors), theirs: (3, TENSORS)}.__getitem__)
-    monkeypatch.setattr(compare, "_ledger", lambda folder, steps: "")
-    return judge(ours, theirs, 3, tolerance)
+    monkeypatch.setattr(compare, "read_losses", {ours: losses, theirs: LOSSES}.__getitem__)
+    monkeypatch.setattr(
+        compare, "read_newest_state", {ours: (3, tensors), theirs: (3, TENSORS)}.__getitem__
+    )
+    monkeypatch.setattr(compare, "_check_ledger", lambda folder, steps: "")
+    return compare_runs(ours, theirs, 3, tolerance)
 
 
 @pytest.mark.parametrize("tolerance", [0.0, 1e-10])
 def test_what_differs_is_named(tolerance: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert judged(monkeypatch, LOSSES, TENSORS, tolerance).equal
+    assert judged(monkeypatch, LOSSES, TENSORS, tolerance).is_equal
     for losses, words in (
         (LOSSES | {2: math.nan}, "the loss of step 2 is nan"),
         (LOSSES | {2: 1.6}, "the loss of step 2 is 1.6"),
@@ -41,7 +45,7 @@ def test_what_differs_is_named(tolerance: float, monkeypatch: pytest.MonkeyPatch
     ):
         found = judged(monkeypatch, losses, TENSORS, tolerance)
         assert words in found.curve, json.dumps(losses)
-        assert not found.equal
+        assert not found.is_equal
     for tensors, words in (
         (TENSORS | {"a": np.array([1.0, np.nan])}, "a differs by inf"),
         (TENSORS | {"b": np.array([3.1])}, "b differs"),
@@ -50,4 +54,4 @@ def test_what_differs_is_named(tolerance: float, monkeypatch: pytest.MonkeyPatch
     ):
         found = judged(monkeypatch, LOSSES, tensors, tolerance)
         assert words in found.tensors, str(tensors)
-        assert not found.equal
+        assert not found.is_equal

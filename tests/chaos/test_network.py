@@ -10,10 +10,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from holdfast.chaos.network import Network, available
+from holdfast.chaos.network import Network, why_unavailable
 from holdfast.errors import UserError
 
-WHY_NOT = available()
+WHY_NOT = why_unavailable()
 pytestmark = pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT))
 
 # Each line that is asked for is sent to the server, which answers with the same.
@@ -75,15 +75,15 @@ def test_a_cut_node_is_reached_again_when_it_is_healed(network: Network) -> None
 def test_two_that_are_parted_reach_the_others(network: Network) -> None:
     network.up(["c"])
     assert asked(network, "a", "b", 10)
-    network.part("a", "b")
+    network.disconnect("a", "b")
     assert asked(network, "a", "b", 10, seconds=1) == []
     assert asked(network, "c", "b", 10)
-    network.join("b", "a")
+    network.reconnect("b", "a")
     assert asked(network, "a", "b", 10)
 
 
 def test_a_slow_line_delays_both_directions_until_it_is_healed(network: Network) -> None:
-    network.delay("b", 150)
+    network.set_delay("b", 150)
     *_, last = asked(network, "a", "b", 10, 10)
     assert last >= 0.3
     network.cut("b")
@@ -93,19 +93,24 @@ def test_a_slow_line_delays_both_directions_until_it_is_healed(network: Network)
 
 
 def test_what_a_lossy_line_drops_is_sent_again(network: Network) -> None:
-    network.loss("b", 10)
-    network.delay("b", 1)
+    network.set_loss("b", 10)
+    network.set_delay("b", 1)
     assert len(asked(network, "a", "b", *[10_000] * 20, seconds=30)) == 20
-    network.loss("b", 100)
+    network.set_loss("b", 100)
     assert asked(network, "a", "b", 10, seconds=1) == []
 
 
 def test_a_node_has_nothing_but_its_network_and_keeps_its_process_id(network: Network) -> None:
     process = subprocess.Popen(
-        [*network.command("a"), sys.executable, "-c",
-         "import os, socket; print(os.getpid(), [n for _, n in socket.if_nameindex()])"],
-        stdout=subprocess.PIPE, text=True,
-    )  # fmt: skip
+        [
+            *network.command("a"),
+            sys.executable,
+            "-c",
+            "import os, socket; print(os.getpid(), [n for _, n in socket.if_nameindex()])",
+        ],
+        stdout=subprocess.PIPE,
+        text=True,
+    )
     out, _ = process.communicate(timeout=60)
     number, _, devices = out.partition(" ")
     assert int(number) == process.pid

@@ -8,34 +8,34 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.chaos.actions import DEEDS
+from holdfast.chaos.actions import FAULT_ACTIONS
 from holdfast.chaos.catalog import FAULTS
-from holdfast.chaos.layouts import SHAPES, shape_of
+from holdfast.chaos.layouts import CHAOS_LAYOUTS, parse_layout
 from holdfast.chaos.schedule import (
-    drawn,
+    draw_faults,
     is_trace_of_faults,
-    names_of,
+    parse_faults_option,
     read_trace,
-    unfit,
+    why_unfit,
 )
-from holdfast.chaos.trace import draws_of
-from holdfast.elastic.protocol.fault_orders import POINTS, Armoury, Hit, Order
+from holdfast.chaos.trace import draws_of_trace
+from holdfast.elastic.protocol.fault_orders import FAULT_POINTS, FaultHit, FaultOrder, FaultOrders
 from holdfast.errors import UserError
 
 
 def test_a_seed_gives_the_same_draws_every_time() -> None:
-    first = list(islice(drawn("7 tp 1", []), 50))
-    assert first == list(islice(drawn("7 tp 1", []), 50))
-    assert first != list(islice(drawn("8 tp 1", []), 50))
+    first = list(islice(draw_faults("7 tp 1", []), 50))
+    assert first == list(islice(draw_faults("7 tp 1", []), 50))
+    assert first != list(islice(draw_faults("8 tp 1", []), 50))
     assert sum(draw.gap for draw in first) / 50 == pytest.approx(3, abs=0.5)
 
 
 def test_all_are_drawn_by_their_weights_and_what_is_named_evenly() -> None:
-    every = Counter(draw.fault.name for draw in islice(drawn("1", []), 5000))
+    every = Counter(draw.fault.name for draw in islice(draw_faults("1", []), 5000))
     assert set(every) == {name for name, fault in FAULTS.items() if fault.weight}
     assert every["kill"] > 5 * every["everything"]
     two = ["kill", "run-store-long"]
-    named = Counter(draw.fault.name for draw in islice(drawn("1", two), 1000))
+    named = Counter(draw.fault.name for draw in islice(draw_faults("1", two), 1000))
     assert set(named) == set(two)
     assert named["kill"] == pytest.approx(500, abs=100)
 
@@ -43,30 +43,30 @@ def test_all_are_drawn_by_their_weights_and_what_is_named_evenly() -> None:
 def test_every_fault_has_points_that_exist_and_deeds_that_somebody_does() -> None:
     for fault in FAULTS.values():
         for part in fault.parts:
-            assert set(part.points) <= set(POINTS), fault.name
-            assert not part.outside or part.deed in DEEDS, fault.name
+            assert set(part.points) <= set(FAULT_POINTS), fault.name
+            assert not part.is_outside or part.action in FAULT_ACTIONS, fault.name
 
 
 def test_what_makes_no_sense_for_a_layout_is_said() -> None:
-    (pipeline,) = islice(drawn("1", ["pipeline"]), 1)
-    assert unfit(pipeline.fault, SHAPES["tp"], None) == "the layout has no pipeline"
-    assert unfit(pipeline.fault, SHAPES["pp"], None) is None
-    (partition,) = islice(drawn("1", ["partition"]), 1)
-    assert unfit(partition.fault, SHAPES["two"], None) == "it needs 3 nodes"
-    assert unfit(partition.fault, SHAPES["tp"], "no rights") == "no rights"
+    (pipeline,) = islice(draw_faults("1", ["pipeline"]), 1)
+    assert why_unfit(pipeline.fault, CHAOS_LAYOUTS["tp"], None) == "the layout has no pipeline"
+    assert why_unfit(pipeline.fault, CHAOS_LAYOUTS["pp"], None) is None
+    (partition,) = islice(draw_faults("1", ["partition"]), 1)
+    assert why_unfit(partition.fault, CHAOS_LAYOUTS["two"], None) == "it needs 3 nodes"
+    assert why_unfit(partition.fault, CHAOS_LAYOUTS["tp"], "no rights") == "no rights"
 
 
 def test_degrees_name_a_layout() -> None:
-    shape = shape_of("tp=2,workers=4", 2)
-    assert (shape.ranks, shape.nodes, shape.places, shape.exact) == (4, 2, 2, False)
-    assert shape_of("replicated", 2).settings == ["layout.workers=4", "cluster.places=2"]
-    assert shape_of("replicated", 2).exact
-    whole = shape_of("workers=4,pp=1,dp_shard=1")
-    assert (whole.pipelined, whole.shared, whole.exact) == (False, False, True)
+    shape = parse_layout("tp=2,workers=4", 2)
+    assert (shape.ranks, shape.nodes, shape.ranks_per_node, shape.is_exact) == (4, 2, 2, False)
+    assert parse_layout("replicated", 2).settings == ["layout.workers=4", "cluster.places=2"]
+    assert parse_layout("replicated", 2).is_exact
+    whole = parse_layout("workers=4,pp=1,dp_shard=1")
+    assert (whole.is_pipelined, whole.has_shared_state, whole.is_exact) == (False, False, True)
     with pytest.raises(UserError, match="no layout"):
-        shape_of("diagonal")
+        parse_layout("diagonal")
     with pytest.raises(UserError, match="spread evenly"):
-        shape_of("tp", 3)
+        parse_layout("tp", 3)
 
 
 def test_a_file_says_which_fault_comes_when() -> None:
@@ -94,54 +94,54 @@ def test_a_file_of_faults_is_known_by_its_keys() -> None:
 def test_a_target_is_for_a_fault_that_hits_a_chosen_node() -> None:
     for name, fault in FAULTS.items():
         text = f'{{"step": 9, "fault": "{name}", "target": "b"}}'
-        if fault.aimed:
+        if fault.is_aimed:
             assert read_trace(text, "f", "1")[0].target == "b"
         else:
             with pytest.raises(UserError, match="cannot be aimed"):
                 read_trace(text, "f", "1")
-    assert FAULTS["mover"].aimed
-    assert not FAULTS["kill"].aimed
-    assert not FAULTS["coordinator"].aimed
+    assert FAULTS["mover"].is_aimed
+    assert not FAULTS["kill"].is_aimed
+    assert not FAULTS["coordinator"].is_aimed
 
 
 def test_a_trace_of_machines_takes_as_large_a_part_of_ours() -> None:
-    draws = draws_of([0.05, 0.5, 1.0, 0.3], 1, 4)
+    draws = draws_of_trace([0.05, 0.5, 1.0, 0.3], 1, 4)
     assert [draw.fault.name for draw in draws] == ["agent", "two-agents", "everything", "agent"]
-    assert draws == draws_of([0.05, 0.5, 1.0, 0.3], 1, 4)
-    assert [draw.fault.name for draw in draws_of([0.5, 1.0], 1, 2)] == ["agent", "everything"]
+    assert draws == draws_of_trace([0.05, 0.5, 1.0, 0.3], 1, 4)
+    assert [draw.fault.name for draw in draws_of_trace([0.5, 1.0], 1, 2)] == ["agent", "everything"]
 
 
 def test_faults_are_a_number_or_names_or_both() -> None:
-    assert names_of("30 kill,agent") == (30, ["kill", "agent"])
-    assert names_of("30") == (30, [])
-    assert names_of("kill") == (0, ["kill"])
+    assert parse_faults_option("30 kill,agent") == (30, ["kill", "agent"])
+    assert parse_faults_option("30") == (30, [])
+    assert parse_faults_option("kill") == (0, ["kill"])
     with pytest.raises(UserError, match="there is no fault 'rust'"):
-        names_of("rust")
+        parse_faults_option("rust")
 
 
 def test_an_order_is_carried_out_once_and_by_whom_it_was_meant_for(tmp_path: Path) -> None:
-    ours, theirs = Armoury(tmp_path / "faults"), Armoury(tmp_path / "faults")
+    ours, theirs = FaultOrders(tmp_path / "faults"), FaultOrders(tmp_path / "faults")
     assert theirs.gate is None
     ours.prepare(gate=3)
     assert theirs.gate == 3
-    ours.arm(Order(10, "kill", "kill", "forward", 5, rank=7))
-    assert theirs.due("forward", 4, 3, 4, 1) is None
-    assert theirs.due("computed", 5, 3, 4, 1) is None
-    assert theirs.due("forward", 5, 2, 4, 1) is None
-    order = theirs.due("forward", 5, 3, 4, 1)
+    ours.arm(FaultOrder(10, "kill", "kill", "forward", 5, rank=7))
+    assert theirs.find_due("forward", 4, 3, 4, 1) is None
+    assert theirs.find_due("computed", 5, 3, 4, 1) is None
+    assert theirs.find_due("forward", 5, 2, 4, 1) is None
+    order = theirs.find_due("forward", 5, 3, 4, 1)
     assert order is not None
-    assert ours.hit(10) is None
-    hit = Hit(10, 1, 5, 3, 1234, "d")
+    assert ours.read_hit(10) is None
+    hit = FaultHit(10, 1, 5, 3, 1234, "d")
     assert theirs.claim(hit)
     assert not ours.claim(hit)
-    assert ours.hit(10) == hit
-    assert theirs.due("forward", 5, 3, 4, 2) is None, "a step that is done again"
+    assert ours.read_hit(10) == hit
+    assert theirs.find_due("forward", 5, 3, 4, 2) is None, "a step that is done again"
 
 
 def test_an_order_for_a_recovery_waits_for_a_later_generation(tmp_path: Path) -> None:
-    armoury = Armoury(tmp_path)
-    armoury.arm(Order(11, "recovery", "kill", "agreeing", 0, 1, generation=2))
-    assert armoury.due("agreeing", 0, 1, 4, 2) is None
-    assert armoury.due("agreeing", 0, 1, 4, 3) is not None
+    armoury = FaultOrders(tmp_path)
+    armoury.arm(FaultOrder(11, "recovery", "kill", "agreeing", 0, 1, generation=2))
+    assert armoury.find_due("agreeing", 0, 1, 4, 2) is None
+    assert armoury.find_due("agreeing", 0, 1, 4, 3) is not None
     armoury.disarm(11)
-    assert armoury.due("agreeing", 0, 1, 4, 3) is None
+    assert armoury.find_due("agreeing", 0, 1, 4, 3) is None

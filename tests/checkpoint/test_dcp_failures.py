@@ -20,19 +20,19 @@ from typing import Any
 import pytest
 import torch
 
-from holdfast.checkpoint.capture.capturer import Captured, Skipped
-from holdfast.checkpoint.mover.service import Service, Settings
-from holdfast.checkpoint.restore.catalog import listing
+from holdfast.checkpoint.capture.capturer import CompletedCapture, SkippedCapture
+from holdfast.checkpoint.mover.service import MoverService, MoverSettings
+from holdfast.checkpoint.restore.catalog import list_commits
 from holdfast.checkpoint.restore.reader import Checkpoint
-from holdfast.checkpoint.restore.verify import newest_verified, verify
+from holdfast.checkpoint.restore.verify import find_newest_verified, verify
 from holdfast.checkpoint.save.writer import write_part
 from holdfast.core.format.manifest import commit_key
-from holdfast.core.sharding.boxes import whole
+from holdfast.core.sharding.boxes import whole_box
 from holdfast.core.sharding.state_table import TensorSpec, local_boxes
 from holdfast.errors import CheckpointError, CorruptError, HoldfastError, OutOfSpaceError
 from holdfast.events import CheckpointFailed
-from holdfast.wire.store.run_store import AlreadyExistsError, Buffer, FolderStore, chunks
-from holdfast.wire.term import open_generation
+from holdfast.wire.store.run_store import AlreadyExistsError, Buffer, FolderStore, byte_views
+from holdfast.wire.term import create_generation
 from tests.support.checkpoint_faults import states
 from tests.support.checkpoint_faults.histories import EXTENT_BYTES, history, plan
 from tests.support.checkpoint_faults.movers import Ranks
@@ -51,24 +51,24 @@ def test_p1_a_buffer_that_is_being_saved_is_not_used_again(start: Start) -> None
     workers = Workers(mover.begin(topo, table), topo, table)
     (capturer,), (tensors,) = workers.capturers, workers.tensors
     tensors["w"].fill_(1.0)
-    assert isinstance(capturer.capture(1), Captured)
+    assert isinstance(capturer.capture(1), CompletedCapture)
     assert capturer.announce(1, {}) is None
     mover.process.send_signal(signal.SIGSTOP)  # in the middle of it, more often than not
     tensors["w"].fill_(2.0)
-    assert isinstance(capturer.capture(2), Captured)
+    assert isinstance(capturer.capture(2), CompletedCapture)
     tensors["w"].fill_(3.0)
     third = capturer.capture(3)
     tensors["w"].fill_(4.0)
     mover.process.send_signal(signal.SIGCONT)
     assert capturer.announce(2, {}) is None
-    if isinstance(third, Captured):  # the first save had ended before the mover was stopped
+    if isinstance(third, CompletedCapture):  # the first save had ended before the mover was stopped
         assert capturer.announce(3, {}) is None
     else:
-        assert isinstance(third, Skipped)
-    for step in (1, 2, 3) if isinstance(third, Captured) else (1, 2):
-        assert capturer.settle(step, 60) is None
+        assert isinstance(third, SkippedCapture)
+    for step in (1, 2, 3) if isinstance(third, CompletedCapture) else (1, 2):
+        assert capturer.wait_until_committed(step, 60) is None
         saved = read_box(
-            Checkpoint.open(mover.store, commit_key(1, step)), whole("w", (2048, 1024))
+            Checkpoint.open(mover.store, commit_key(1, step)), whole_box("w", (2048, 1024))
         )
         assert torch.equal(saved, torch.full_like(saved, float(step)))
 
@@ -76,22 +76,22 @@ def test_p1_a_buffer_that_is_being_saved_is_not_used_again(start: Start) -> None
 class Direct:
     """A service's requests without a socket."""
 
-    def __init__(self, service: Service, generation: int) -> None:
+    def __init__(self, service: MoverService, generation: int) -> None:
         self.service, self.generation = service, generation
 
     def arena(self, rank: int, blob_bytes: int, slots: int) -> int:
-        return self.service.arena(self.generation, rank, blob_bytes, slots)
+        return self.service.get_arena(self.generation, rank, blob_bytes, slots)
 
     def wait_free(self, rank: int, timeout: float) -> bool:
-        return self.service.wait_free(self.generation, rank, timeout)
+        return self.service.wait_for_free_slot(self.generation, rank, timeout)
 
     def captured(
         self, rank: int, step: int, slot: int, sequence: int, meta: Mapping[str, Any]
     ) -> None:
-        self.service.captured(self.generation, rank, step, slot, sequence, meta)
+        self.service.accept_capture(self.generation, rank, step, slot, sequence, meta)
 
     def settle(self, step: int, wait: float) -> str | None:
-        return self.service.outcomes.settle((self.generation, step), wait)[1]
+        return self.service.save_tracker.wait_until_ended((self.generation, step), wait)[1]
 
 
 class FullFor(FolderStore):
@@ -103,7 +103,7 @@ class FullFor(FolderStore):
 
     def create(self, key: str, data: Buffer | Iterable[Buffer]) -> None:
         def some() -> Iterable[Buffer]:
-            for part in chunks(data):
+            for part in byte_views(data):
                 yield part[:100]
                 raise OutOfSpaceError("the disk is full")
 
@@ -113,16 +113,16 @@ class FullFor(FolderStore):
 def test_p2_an_exception_of_a_writer_is_never_lost(tmp_path: Path) -> None:
     """There: the save returns and commits, and the load fails later."""
     store = FullFor(tmp_path, "data/0000000001/0000000002-rank00001")
-    service = Service(store, Settings("campaign", "c", "d", extent_bytes=EXTENT_BYTES))
+    service = MoverService(store, MoverSettings("campaign", "c", "d", extent_bytes=EXTENT_BYTES))
     topo = states.topology(3, 1)
-    open_generation(store, 1, {})
+    create_generation(store, 1, {})
     service.expect(1, topo, states.TABLE)
     ranks = Ranks(Direct(service, 1), topo)  # type: ignore[arg-type]
     assert ranks.save(1) is None
     assert "the disk is full" in (ranks.save(2) or "")
     assert ranks.save(3) is None
-    assert listing(store) == [commit_key(1, 3), commit_key(1, 1)]
-    events, _ = service.outcomes.since(0, 0)
+    assert list_commits(store) == [commit_key(1, 3), commit_key(1, 1)]
+    events, _ = service.save_tracker.events_since(0, 0)
     assert [fields["step"] for kind, fields in events if kind == CheckpointFailed.kind] == [2]
     service.close()
 
@@ -140,7 +140,7 @@ def test_p3_one_bit_of_the_payload_is_seen(tmp_path: Path) -> None:
         path.write_bytes(data)
         with pytest.raises(CorruptError, match="checksum does not match"):
             compare(checkpoint, states.topology(2, 3))
-        found = newest_verified(store)
+        found = find_newest_verified(store)
         assert found is not None
         assert found.step == 6
         compare(found, states.topology(2, 3))
@@ -156,7 +156,7 @@ def crash_over(ctx: RankContext, folder: Path) -> None:
         write_part(store, made, 8, 0, [data], start, tensors, {})
     with pytest.raises(AlreadyExistsError):
         store.create(commit_key(2, 8), b"{}")
-    open_generation(store, 3, {})
+    create_generation(store, 3, {})
 
     def dying() -> Iterable[bytes]:
         yield data[:100]
@@ -170,7 +170,7 @@ def test_p4_a_crash_while_a_step_is_saved_again_destroys_nothing(tmp_path: Path)
     store = history(3, 3).pour(tmp_path / "run")
     (ended,) = run_ranks(crash_over, 1, {"folder": store.folder}, dies={0: "SIGKILL"})
     assert ended.exit == -signal.SIGKILL, ended.log
-    found = newest_verified(store)
+    found = find_newest_verified(store)
     assert found is not None
     assert found.commit.key == commit_key(2, 8)
     compare(found, states.topology(0, 4))
@@ -193,15 +193,17 @@ def test_p5_a_missing_file_leaves_nothing_uninitialised(tmp_path: Path) -> None:
         else:
             assert bytes(out) == states.content(8, box)
     assert refused
-    found = newest_verified(store)
+    found = find_newest_verified(store)
     assert found is not None
     assert found.step == 6
-    for writer in (w for key in listing(store) for w in Checkpoint.open(store, key).commit.writers):
+    for writer in (
+        w for key in list_commits(store) for w in Checkpoint.open(store, key).commit.writers
+    ):
         with suppress(FileNotFoundError):
             if writer.rank == 1:
                 (store.folder / writer.blob.key).unlink()
     with pytest.raises(CheckpointError, match="none of 4 checkpoints can be trusted"):
-        newest_verified(store)
+        find_newest_verified(store)
 
 
 def many_tensors(ctx: RankContext, folder: Path) -> int:
@@ -223,6 +225,6 @@ def test_p6_many_tensors_need_no_descriptors(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     (count,) = rank_values(many_tensors, 1, {"folder": tmp_path / "run"})
     assert count < 64
-    found = newest_verified(FolderStore(tmp_path / "run"))
+    found = find_newest_verified(FolderStore(tmp_path / "run"))
     assert found is not None
     assert found.step == 1

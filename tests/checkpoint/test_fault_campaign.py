@@ -20,8 +20,19 @@ from tests.support.checkpoint_faults.catalog import FAULTS, FULL_DISK, Case, cas
 from tests.support.ranks import rank_values
 
 PARTS = 3
-CHILDREN = ("kill", "power", "failing", "zombie", "race", "mover-point", "mover-failing",
-            "mover-sigkill", "slot-header", "slot-rewritten", "two-movers")  # fmt: skip
+CHILDREN = (
+    "kill",
+    "power",
+    "failing",
+    "zombie",
+    "race",
+    "mover-point",
+    "mover-failing",
+    "mover-sigkill",
+    "slot-header",
+    "slot-rewritten",
+    "two-movers",
+)
 BUCKET = (*bucket.KINDS, *uploads.KINDS)
 PEERS = tuple(peers.KINDS)
 TORCH_FREE = [name for name in FAULTS if name not in (*BUCKET, *PEERS, FULL_DISK)]
@@ -32,8 +43,11 @@ def campaign(*arguments: str | int, deadline: float = 120) -> list[dict[str, str
     """Run it; every case's outcome. A failure shows the command that repeats it."""
     done = subprocess.run(
         [sys.executable, "-m", "tests.support.checkpoint_faults", "--json", *map(str, arguments)],
-        capture_output=True, text=True, check=False, timeout=deadline,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=deadline,
+    )
     assert done.returncode == 0, done.stderr
     return [json.loads(line) for line in done.stdout.splitlines()]
 
@@ -43,8 +57,9 @@ def campaign(*arguments: str | int, deadline: float = 120) -> list[dict[str, str
 )
 def test_five_hundred_cases(part: int) -> None:
     """Every one restores the newest good checkpoint, or was built with none left and says so."""
-    seen = campaign("--seed", 1, "--cases", 500, "--part", f"{part}/{PARTS}", "--skip", *BUCKET,
-                    *PEERS)  # fmt: skip
+    seen = campaign(
+        "--seed", 1, "--cases", 500, "--part", f"{part}/{PARTS}", "--skip", *BUCKET, *PEERS
+    )
     for case in seen:
         if case["fault"] in CHILDREN:
             assert case["verdict"] == "newest", case
@@ -66,11 +81,28 @@ def test_it_is_five_hundred_cases_of_every_fault() -> None:
 @pytest.mark.parametrize("count", [20, pytest.param(200, marks=pytest.mark.slow)])
 def test_a_disk_that_is_really_full(tmp_path: Path, count: int) -> None:
     done = subprocess.run(
-        ["unshare", "-Urm", "sh", "-c", MOUNT, str(tmp_path), sys.executable, "-m",
-         "tests.support.checkpoint_faults", "--only", FULL_DISK, "--cases", str(count),
-         "--folder", str(tmp_path)],
-        capture_output=True, text=True, check=False, timeout=300,
-    )  # fmt: skip
+        [
+            "unshare",
+            "-Urm",
+            "sh",
+            "-c",
+            MOUNT,
+            str(tmp_path),
+            sys.executable,
+            "-m",
+            "tests.support.checkpoint_faults",
+            "--only",
+            FULL_DISK,
+            "--cases",
+            str(count),
+            "--folder",
+            str(tmp_path),
+        ],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+    )
     assert done.returncode == 0, done.stderr
 
 

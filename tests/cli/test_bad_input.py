@@ -34,22 +34,31 @@ def tree(folder: Path) -> dict[str, bytes]:
         ("steps: 6", "stpes: 6", ["run.yaml:14: unknown key train.stpes", "mean train.steps?"]),
         ("steps: 6", "steps: soon", ["run.yaml:14: train.steps is 'soon', not a whole number"]),
         ("steps: 6", "steps: -1", ["run.yaml:14: train.steps is -1, but must be at least 1"]),
-        ("microbatch_size: 1", "microbatch_size: 3",
-         ["batch_size 4 is not a multiple of microbatch_size 3", "use 3"]),
+        (
+            "microbatch_size: 1",
+            "microbatch_size: 3",
+            ["batch_size 4 is not a multiple of microbatch_size 3", "use 3"],
+        ),
         ("dim: 16,", "dim: 18,", ["head dim 9 is odd", "use head_dim 10"]),
         ("heads: 2, kv_heads: 1", "heads: 3, kv_heads: 1", ["heads 3 does not divide dim 16"]),
         ("heads: 2, kv_heads: 1", "heads: 4, kv_heads: 3", ["kv_heads 3", "use one of [1, 2, 4]"]),
-        ("workers: 2}", "workers: 2, dp_shard: 2}",
-         ["layout.dp_shard 2 does not divide train.microbatch_size 1", "use microbatch_size 2"]),
-        ("workers: 2}", "workers: 2}\ncluster: {loss_jumps: roll_back, recovery: restart}",
-         ["cluster.loss_jumps: roll_back", "use cluster.recovery: live"]),
+        (
+            "workers: 2}",
+            "workers: 2, dp_shard: 2}",
+            ["layout.dp_shard 2 does not divide train.microbatch_size 1", "use microbatch_size 2"],
+        ),
+        (
+            "workers: 2}",
+            "workers: 2}\ncluster: {loss_jumps: roll_back, recovery: restart}",
+            ["cluster.loss_jumps: roll_back", "use cluster.recovery: live"],
+        ),
         ("name: tiny", "name: ../up", ["run.yaml:1: name is '../up'"]),
         ("name: tiny", "name: ..", ["run.yaml:1: name is '..'"]),
         ("  steps: 6", "  optimizer: {betas: [0.9, 1.0]}", ["betas", "must be below 1"]),
         ("device: cpu", "cluster: {metrics_port: 70000}", ["must be at most 65535"]),
         ("name: tiny", "name: caf\\xe9", ["run.yaml:1: the byte 0xe9 is not UTF-8"]),
     ],
-)  # fmt: skip
+)
 def test_run_file(old: str, new: str, words: list[str], tmp_path: Path, capsys: Capture) -> None:
     run_file = write_run_file(tmp_path)
     text = run_file.read_text()
@@ -102,9 +111,12 @@ def long(texts: Path) -> None:
 )
 @pytest.mark.parametrize("command", [["train"], ["data", "prepare"]])
 def test_sources(
-    command: list[str], spoil: Callable[[Path], None], words: list[str], tmp_path: Path,
+    command: list[str],
+    spoil: Callable[[Path], None],
+    words: list[str],
+    tmp_path: Path,
     capsys: Capture,
-) -> None:  # fmt: skip
+) -> None:
     run_file = write_run_file(tmp_path)
     spoil(tmp_path / "texts")
     here(capsys, *command, run_file, "data.max_document_bytes=5000").refuses_last(*words)
@@ -117,9 +129,14 @@ def test_a_line_that_is_too_long(tmp_path: Path, capsys: Capture) -> None:
     lines = tmp_path / "lines.jsonl"
     lines.write_text('{"text": "short"}\n' + json.dumps({"text": "x" * 3000}) + "\n")
     here(
-        capsys, "data", "prepare", run_file, "data.sources.0.kind=jsonl",
-        f"data.sources.0.path={lines}", "data.max_document_bytes=2000",
-    ).refuses(f"{lines}:2", "data.max_document_bytes (2,000)")  # fmt: skip
+        capsys,
+        "data",
+        "prepare",
+        run_file,
+        "data.sources.0.kind=jsonl",
+        f"data.sources.0.path={lines}",
+        "data.max_document_bytes=2000",
+    ).refuses(f"{lines}:2", "data.max_document_bytes (2,000)")
 
 
 def test_a_huggingface_source_without_its_extra(
@@ -211,9 +228,13 @@ def test_a_run_folder_that_was_trained_on_another_dataset(
     (copy / "resolved.json").write_text(json.dumps(changed))
     inside = tree(copy)
     here(
-        capsys, "train", trained.run_file, f"data.sources.0.path={texts}", f"folder={copy}",
+        capsys,
+        "train",
+        trained.run_file,
+        f"data.sources.0.path={texts}",
+        f"folder={copy}",
         f"data.folder={tmp_path}/set",
-    ).refuses_last("the run was trained on dataset", "--fresh")  # fmt: skip
+    ).refuses_last("the run was trained on dataset", "--fresh")
     assert tree(copy) == inside
     assert tree(trained.root) == before
 
@@ -250,11 +271,11 @@ def test_a_node_that_begins_beside_another_finds_a_run_folder(
     trained: Trained, tmp_path: Path
 ) -> None:
     """Whenever it looks: before, while or after the other writes what makes it one."""
-    from holdfast.config.load import load
+    from holdfast.config.load import load_config
     from holdfast.launch.run_folder import refuse_other
 
     stored = (trained.folder / "resolved.json").read_bytes()
-    loaded, version = load(trained.run_file), json.loads(stored)["dataset"]["version"]
+    loaded, version = load_config(trained.run_file), json.loads(stored)["dataset"]["version"]
 
     def begin(run: Path) -> None:
         (run / ".tmp-resolved.json").write_bytes(stored)
@@ -294,9 +315,11 @@ def test_a_run_folder_whose_description_is_a_link_to_itself(
 ) -> None:
     (tmp_path / "resolved.json").symlink_to("resolved.json")
     for command in (
-        ["checkpoint", "list"], ["checkpoint", "verify"], ["checkpoint", "show"],
+        ["checkpoint", "list"],
+        ["checkpoint", "verify"],
+        ["checkpoint", "show"],
         ["export", "--to", tmp_path / "out"],
-    ):  # fmt: skip
+    ):
         here(capsys, *command, tmp_path).refuses("resolved.json: this cannot be read (Too many")
 
 
@@ -305,8 +328,11 @@ def confined(script: str, *arguments: str | Path) -> subprocess.CompletedProcess
     """A shell script where mounts are its own and root has no power over files."""
     return subprocess.run(
         ["unshare", "-Urm", "sh", "-c", script, "sh", sys.executable, *map(str, arguments)],
-        capture_output=True, text=True, timeout=90, env=os.environ | {"OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        timeout=90,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )
 
 
 def namespaces_work() -> bool:
@@ -326,8 +352,9 @@ def test_a_full_disk_during_prepare_then_room(tmp_path: Path) -> None:
         'mount -o remount,size=4m "$3"; '
         '"$1" -m holdfast.cli.main data prepare "$2" data.folder="$3/set"; echo "code $?"; '
         '"$1" -m holdfast.cli.main data verify "$2" data.folder="$3/set"; echo "code $?"',
-        run_file, tmp_path / "disk",
-    )  # fmt: skip
+        run_file,
+        tmp_path / "disk",
+    )
     assert done.stdout.split() == ["code", "2", "code", "0", "code", "0"], done.stderr
     (sentence,) = [line for line in done.stderr.splitlines() if line.startswith("holdfast: ")]
     assert "the disk is full" in sentence
@@ -345,8 +372,9 @@ def test_a_full_disk_for_the_run_folder_then_room(trained: Trained, tmp_path: Pa
         'ls -A "$3/run"; mount -o remount,size=16m "$3"; '
         '"$1" -m holdfast.cli.main train "$2" folder="$3/run" layout.workers=1 >&2; '
         'echo "code $?"',
-        trained.run_file, disk,
-    )  # fmt: skip
+        trained.run_file,
+        disk,
+    )
     first, *left, last = done.stdout.splitlines()
     assert (first, last) == ("code 2", "code 0"), done.stderr
     assert [name for name in left if name.startswith(".tmp-")] == []
@@ -374,8 +402,11 @@ def test_no_write_permission(arguments: list[str], trained: Trained, tmp_path: P
     command = [word.format(**words) for word in arguments]
     done = subprocess.run(
         ["unshare", "-U", sys.executable, "-m", "holdfast.cli.main", *command],
-        capture_output=True, text=True, timeout=90, cwd=tmp_path,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        timeout=90,
+        cwd=tmp_path,
+    )
     Outcome(done.returncode, done.stdout, done.stderr).refuses(str(place), "ermission")
     assert list(place.iterdir()) == []
 

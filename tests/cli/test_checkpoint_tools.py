@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.checkpoint.restore.catalog import listing
+from holdfast.checkpoint.restore.catalog import list_commits
 from holdfast.checkpoint.restore.verify import verify as problems_of
 from holdfast.wire.store.location import open_store
 from tests.cli.conftest import Trained
@@ -111,7 +111,7 @@ def test_a_copy_in_a_bucket_is_whole(
     done = here(capsys, *command)
     assert done.code == 0, done.err
     store = open_store(where)
-    (key,) = listing(store)
+    (key,) = list_commits(store)
     assert json.loads(done.out)["key"] == key
     assert problems_of(store, key) == []
     assert json.loads(here(capsys, *command).out)["copied_bytes"] == 0

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.cli.train import plan
-from holdfast.config.load import load
+from holdfast.cli.train import plan_for_machine
+from holdfast.config.load import load_config
 from holdfast.errors import ConfigError
-from holdfast.export.weights import Sampling, choose, continuations
+from holdfast.export.weights import Sampling, choose_checkpoint, continuations
 from holdfast.launch.runs import open_run
-from holdfast.plan.hardware import Accelerator, Machine
+from holdfast.plan.hardware import Accelerator, HardwareInfo
 from tests.cli.conftest import Trained
 from tests.support.commands import here, write_run_file
 
@@ -102,14 +102,19 @@ def test_more_workers_than_accelerators_are_refused(
     found.refuses("layout.workers is 2, but this machine has 0 accelerators; use device=cpu")
 
 
-HOST = Machine("host", "Linux", 8, 2**34, 2**33, tuple(
-    Accelerator(index, "NVIDIA H100 80GB HBM3", 80 * 2**30) for index in range(4)
-))  # fmt: skip
+HOST = HardwareInfo(
+    "host",
+    "Linux",
+    8,
+    2**34,
+    2**33,
+    tuple(Accelerator(index, "NVIDIA H100 80GB HBM3", 80 * 2**30) for index in range(4)),
+)
 
 
 def test_a_host_with_several_gpus_is_planned_one_worker(tmp_path: Path) -> None:
     run_file = write_run_file(tmp_path)
-    found = plan(load(run_file, ["device=auto", "layout.workers=0"]), HOST)
+    found = plan_for_machine(load_config(run_file, ["device=auto", "layout.workers=0"]), HOST)
     assert (found.config.device, found.config.layout.workers) == ("cuda", 1)
     assert found.origins["layout.workers"].place == "more than one GPU has not been run yet"
 
@@ -119,16 +124,19 @@ def test_a_host_with_several_gpus_is_planned_one_worker(tmp_path: Path) -> None:
     [
         (["layout.workers=2"], "command line: layout.workers=2", "use 1, or device=cpu"),
         ([], "run.yaml:", "use 1, or device=cpu"),
-        (["layout.workers=0", "layout.tp=2", "model.kv_heads=2"], "run.yaml",
-         "use a layout of one rank, or device=cpu"),
+        (
+            ["layout.workers=0", "layout.tp=2", "model.kv_heads=2"],
+            "run.yaml",
+            "use a layout of one rank, or device=cpu",
+        ),
     ],
-)  # fmt: skip
+)
 def test_several_workers_on_cuda_are_refused_before_anything_starts(
     overrides: list[str], place: str, remedy: str, tmp_path: Path
 ) -> None:
     run_file = write_run_file(tmp_path)
     with pytest.raises(ConfigError, match="more than one worker on cuda has not been") as caught:
-        plan(load(run_file, ["device=cuda", *overrides]), HOST)
+        plan_for_machine(load_config(run_file, ["device=cuda", *overrides]), HOST)
     assert place in str(caught.value.where)
     assert caught.value.remedy == remedy
     assert sorted(path.name for path in tmp_path.iterdir()) == ["run.yaml", "texts"]
@@ -206,9 +214,12 @@ def test_a_report_needs_no_dataset(copy: Trained, tmp_path: Path, capsys: Captur
     assert "no counts beside the curve" in found.err
     shutil.rmtree(dataset)
     write_run_file(tmp_path / "other", documents=3)
-    assert here(
-        capsys, "data", "prepare", tmp_path / "other" / "run.yaml", f"data.folder={dataset}"
-    ).code == 0  # fmt: skip
+    assert (
+        here(
+            capsys, "data", "prepare", tmp_path / "other" / "run.yaml", f"data.folder={dataset}"
+        ).code
+        == 0
+    )
     found = here(capsys, "report", copy.folder)
     assert (found.code, "holds another dataset now" in found.err) == (0, True)
 
@@ -232,7 +243,7 @@ def test_an_audit_against_changed_tokens_proves_nothing(
 
 def test_text_ends_where_the_model_ends_it(trained: Trained) -> None:
     run = open_run(trained.folder)
-    checkpoint = choose(run, None, print)
+    checkpoint = choose_checkpoint(run, None, print)
     texts = [
         continuations(run, checkpoint, ["the"], Sampling(tokens=200, temperature=3.0, seed=seed))[0]
         for seed in range(8)

@@ -15,9 +15,16 @@ from tests.support.commands import here, write_run_file
 Capture = pytest.CaptureFixture[str]
 
 # 4 blocks, 12 heads, 4 key/value heads; 6 microbatches of 4 samples a step.
-SHAPE = ("model.layers=4", "model.dim=24", "model.heads=12", "model.kv_heads=4",
-         "model.ffn_dim=24", "train.batch_size=24",
-         "train.microbatch_size=4", "layout.workers=0")  # fmt: skip
+SHAPE = (
+    "model.layers=4",
+    "model.dim=24",
+    "model.heads=12",
+    "model.kv_heads=4",
+    "model.ffn_dim=24",
+    "train.batch_size=24",
+    "train.microbatch_size=4",
+    "layout.workers=0",
+)
 UNLIKE = "layout.replicas=[{pp: 3}, {pp: 2}]"
 
 
@@ -27,8 +34,10 @@ UNLIKE = "layout.replicas=[{pp: 3}, {pp: 2}]"
     [
         (["layout.tp=5"], ["layout.tp 5 does not divide model.heads 12", "use 4"]),
         (["layout.tp=6"], ["layout.tp 6 neither divides model.kv_heads 4", "use 4"]),
-        (["layout.tp=3", "model.kv_heads=3", "model.ffn_dim=16"],
-         ["layout.tp 3 does not divide model.ffn_dim 16", "use 1"]),
+        (
+            ["layout.tp=3", "model.kv_heads=3", "model.ffn_dim=16"],
+            ["layout.tp 3 does not divide model.ffn_dim 16", "use 1"],
+        ),
         (["layout.pp=5"], ["layout.pp 5 is more than model.layers 4", "use 4 or less"]),
         (["layout.pp=2", "layout.stages=[4]"], ["has 1 of layout.pp 2 stages", "[2, 2]"]),
         (["layout.pp=2", "layout.stages=[4, 4]"], ["8 blocks, but model.layers is 4", "[2, 2]"]),
@@ -37,27 +46,46 @@ UNLIKE = "layout.replicas=[{pp: 3}, {pp: 2}]"
         (["layout.dp_shard=0"], ["layout.dp_shard is 0", "at least 1"]),
         (["layout.zero=0"], ["layout.zero is 0, not one of 1, 2, 3"]),
         (["layout.schedule=zb"], ["layout.schedule is 'zb', not one of 1f1b, gpipe"]),
-        (["layout.pp=2", "layout.tp=2", "layout.workers=6"],
-         ["layout.workers 6 is not a multiple of layout.pp 2 x layout.tp 2", "use 4 or 8"]),
-        (["layout.workers=7"],
-         ["layout.workers 7 make 7 replicas, but step 1 has 6 microbatches", "use 6 workers"]),
-        (["layout.workers=4", "train.batch_warmup=[{from_step: 2, batch_size: 4}]"],
-         ["step 2 has 1 microbatch of", "use 1 workers or fewer"]),
-        (["layout.pp=4", "layout.workers=8"],
-         ["layout.pp 4 under 1f1b needs 4 microbatches a replica", "replica 0 gets 3",
-          "layout.schedule=gpipe", "layout.workers 4"]),
+        (
+            ["layout.pp=2", "layout.tp=2", "layout.workers=6"],
+            ["layout.workers 6 is not a multiple of layout.pp 2 x layout.tp 2", "use 4 or 8"],
+        ),
+        (
+            ["layout.workers=7"],
+            ["layout.workers 7 make 7 replicas, but step 1 has 6 microbatches", "use 6 workers"],
+        ),
+        (
+            ["layout.workers=4", "train.batch_warmup=[{from_step: 2, batch_size: 4}]"],
+            ["step 2 has 1 microbatch of", "use 1 workers or fewer"],
+        ),
+        (
+            ["layout.pp=4", "layout.workers=8"],
+            [
+                "layout.pp 4 under 1f1b needs 4 microbatches a replica",
+                "replica 0 gets 3",
+                "layout.schedule=gpipe",
+                "layout.workers 4",
+            ],
+        ),
         ([UNLIKE, "layout.workers=4"], ["layout.workers 4 is not the 5", "use 5, or 0"]),
         ([UNLIKE, "layout.pp=2"], ["layout.pp is given beside layout.replicas"]),
-        (["layout.replicas=[{pp: 3}, {tp: 5}]"],
-         ["layout.replicas.1.tp 5 does not divide model.heads 12", "use 4"]),
-        (["layout.replicas=[{pp: 4}, {pp: 2}]", "train.batch_size=20"],
-         ["layout.replicas.0.pp 4 under 1f1b needs 4", "layout.replicas.0.pp 2"]),
+        (
+            ["layout.replicas=[{pp: 3}, {tp: 5}]"],
+            ["layout.replicas.1.tp 5 does not divide model.heads 12", "use 4"],
+        ),
+        (
+            ["layout.replicas=[{pp: 4}, {pp: 2}]", "train.batch_size=20"],
+            ["layout.replicas.0.pp 4 under 1f1b needs 4", "layout.replicas.0.pp 2"],
+        ),
     ],
-)  # fmt: skip
+)
 def test_refused_before_anything_starts(
-    overrides: list[str], words: list[str], command: tuple[str, ...], tmp_path: Path,
+    overrides: list[str],
+    words: list[str],
+    command: tuple[str, ...],
+    tmp_path: Path,
     capsys: Capture,
-) -> None:  # fmt: skip
+) -> None:
     run_file = write_run_file(tmp_path)
     before = tree(tmp_path)
     here(capsys, *command, run_file, *SHAPE, *overrides).refuses(*words)
@@ -88,8 +116,9 @@ def test_a_topology_with_a_rank_twice_or_missing(
 ) -> None:
     with pytest.raises(LayoutError) as caught:
         Topology(
-            1, tuple(Replica(i, ranks, (1, 2, 1, 1)) for i, ranks in enumerate(replicas)),
+            1,
+            tuple(Replica(i, ranks, (1, 2, 1, 1)) for i, ranks in enumerate(replicas)),
             ("here",) * sum(map(len, replicas)),
-        )  # fmt: skip
+        )
     assert str(caught.value).startswith(sentence)
     assert "\n" not in str(caught.value)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from holdfast.cli import doctor_checks
-from holdfast.config.load import load
+from holdfast.config.load import load_config
 from tests.support.commands import here
 
 Capture = pytest.CaptureFixture[str]
@@ -20,19 +20,26 @@ def test_init_writes_a_short_commented_file_that_loads(tmp_path: Path, capsys: C
     text = path.read_text()
     assert len(text.splitlines()) <= 25
     assert "#" in text
-    assert load(path).config.name == "my-run"
+    assert load_config(path).config.name == "my-run"
 
 
 @pytest.mark.parametrize(
     ("file", "name"),
-    [("2026.yaml", "2026"), ("null.yaml", "null"), ("1e3.yml", "1e3"), ("größe.yaml", "gr--e"),
-     ("...yaml", "run"), ("-x.yaml", "x"), ("0x1f.yaml", "0x1f")],
-)  # fmt: skip
+    [
+        ("2026.yaml", "2026"),
+        ("null.yaml", "null"),
+        ("1e3.yml", "1e3"),
+        ("größe.yaml", "gr--e"),
+        ("...yaml", "run"),
+        ("-x.yaml", "x"),
+        ("0x1f.yaml", "0x1f"),
+    ],
+)
 def test_init_writes_what_loads_whatever_the_file_is_called(
     file: str, name: str, tmp_path: Path, capsys: Capture
 ) -> None:
     assert here(capsys, "init", "--", tmp_path / file).code == 0
-    assert load(tmp_path / file).config.name == name
+    assert load_config(tmp_path / file).config.name == name
 
 
 def test_init_never_overwrites(tmp_path: Path, capsys: Capture) -> None:
@@ -80,8 +87,9 @@ def test_schema_is_json(capsys: Capture) -> None:
     assert "properties" in json.loads(here(capsys, "config", "schema").out)
 
 
-def test_doctor_finds_this_machine_fit(tmp_path: Path, capsys: Capture,
-                                       monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
+def test_doctor_finds_this_machine_fit(
+    tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     found = here(capsys, "doctor", "--json")
     rows = {row["name"]: row for row in json.loads(found.out)}
@@ -91,8 +99,9 @@ def test_doctor_finds_this_machine_fit(tmp_path: Path, capsys: Capture,
     assert here(capsys, "doctor").out.count("\n") == len(rows)
 
 
-def test_doctor_fails_with_a_remedy(tmp_path: Path, capsys: Capture,
-                                    monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
+def test_doctor_fails_with_a_remedy(
+    tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(doctor_checks, "version", lambda package: "2.15.0.dev20260101")
     found = here(capsys, "doctor")
@@ -102,6 +111,6 @@ def test_doctor_fails_with_a_remedy(tmp_path: Path, capsys: Capture,
 
 
 def test_doctor_sees_a_folder_that_cannot_be_written() -> None:
-    found = {check.name: check for check in doctor_checks.examine(Path("/proc"))}
+    found = {check.name: check for check in doctor_checks.run_checks(Path("/proc"))}
     assert found["disk"].state == "fails"
     assert found["disk"].remedy

@@ -36,9 +36,15 @@ def test_draws_a_pipeline(capsys: Capture) -> None:
 def test_four_stages_and_eight_microbatches_unless_said_otherwise(capsys: Capture) -> None:
     found = numbers(here(capsys, "layout", "schedule", "--json"))
     assert found == {
-        "schedule": "1f1b", "stages": 4, "ranks": 4, "rank_of": [0, 1, 2, 3], "microbatches": 8,
-        "makespan": 33.0, "bubble": pytest.approx([3 / 11] * 4), "in_flight": [4, 3, 2, 1],
-    }  # fmt: skip
+        "schedule": "1f1b",
+        "stages": 4,
+        "ranks": 4,
+        "rank_of": [0, 1, 2, 3],
+        "microbatches": 8,
+        "makespan": 33.0,
+        "bubble": pytest.approx([3 / 11] * 4),
+        "in_flight": [4, 3, 2, 1],
+    }
 
 
 @pytest.mark.parametrize(
@@ -141,9 +147,13 @@ def test_unlike_replicas_are_drawn_one_at_a_time(tmp_path: Path, capsys: Capture
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (["--stages", "4", "--microbatches", "3"],
-         ["the schedule 1f1b over 4 ranks needs at least 4 microbatches, there are 3",
-          "use 4 or more microbatches a replica, fewer stages, or the schedule gpipe"]),
+        (
+            ["--stages", "4", "--microbatches", "3"],
+            [
+                "the schedule 1f1b over 4 ranks needs at least 4 microbatches, there are 3",
+                "use 4 or more microbatches a replica, fewer stages, or the schedule gpipe",
+            ],
+        ),
         (["--schedule", "1f1p"], ["there is no schedule '1f1p'", "did you mean '1f1b'?"]),
         (["--stages", "0"], ["--stages", "greater than or equal to 1"]),
         (["--stages", "many"], ["--stages", "integer"]),
@@ -157,10 +167,14 @@ def test_unlike_replicas_are_drawn_one_at_a_time(tmp_path: Path, capsys: Capture
         (["--stages", "1000", "--microbatches", "60000"], ["too many to draw", "use 200 or fewer"]),
         (["--replica", "1"], ["--replica means nothing beside options without a run file"]),
         (["--from-csv", "none.csv"], ["none.csv: the table cannot be read (No such file"]),
-        (["--from-csv", "none.csv", "--stages", "2"],
-         ["--stages means nothing beside --from-csv; leave one of the two out"]),
-        (["--forward", "1e307"],
-         ["--forward: 1e+307 is no time that can be drawn; use 0, or 1e-09 to 1e+09"]),
+        (
+            ["--from-csv", "none.csv", "--stages", "2"],
+            ["--stages means nothing beside --from-csv; leave one of the two out"],
+        ),
+        (
+            ["--forward", "1e307"],
+            ["--forward: 1e+307 is no time that can be drawn; use 0, or 1e-09 to 1e+09"],
+        ),
         (["--forward", "1,1,1,1e-320"], ["--forward: ", "is no time that can be drawn"]),
         (["--backward", "nan"], ["--backward: 'nan' is not a time"]),
         (["--send", "1e308"], ["--send: 1e+308 is no time that can be drawn"]),
@@ -169,11 +183,14 @@ def test_unlike_replicas_are_drawn_one_at_a_time(tmp_path: Path, capsys: Capture
         (["none.yaml", "--stages", "2"], ["--stages means nothing beside a run file"]),
         (["--svg", "no/folder/a.svg"], ["no/folder/a.svg: it cannot be written (No such file"]),
     ],
-)  # fmt: skip
+)
 def test_bad_input_is_one_sentence(
-    options: list[str], words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    options: list[str],
+    words: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
     capsys: Capture,
-) -> None:  # fmt: skip
+) -> None:
     monkeypatch.chdir(tmp_path)
     here(capsys, "layout", "schedule", *options).refuses(*words)
     assert list(tmp_path.iterdir()) == []
@@ -183,8 +200,11 @@ def test_bad_input_is_one_sentence(
     ("table", "words"),
     [
         (b"0F0,0B0\n1B0,1F0\n", "schedule t.csv: rank 1 runs 1B0 before 1F0, which it needs"),
-        (b"0F0,0B0,0F1,0B1\n1F0,1F1,1B0,1B1\n",
-         "deadlock: rank 0 at 0B0 waits for 1B0 of rank 1, rank 1 at 1F1 waits for 0F1 of rank 0"),
+        (
+            b"0F0,0B0,0F1,0B1\n1F0,1F1,1B0,1B1\n",
+            "deadlock: rank 0 at 0B0 waits for 1B0 of rank 1, rank 1 at 1F1 waits for 0F1 of "
+            "rank 0",
+        ),
         (b"0F0,0B0\n1F0\n", "stage 1 needs B, or I and W, of microbatch 0, and has none of them"),
         (b"0F0,zero\n", "t.csv, row 1, column 2: 'zero' is no action; write stage, one of F, B"),
         (b"", "t.csv: the table has no action"),
@@ -192,7 +212,7 @@ def test_bad_input_is_one_sentence(
         (b"0F0,0B" + b"9" * 5000, "is no action"),
         (b'0F0,"' + b"0" * 200000, "t.csv: this is no CSV (field larger than field limit"),
     ],
-)  # fmt: skip
+)
 def test_bad_tables_are_one_sentence(
     table: bytes, words: str, tmp_path: Path, capsys: Capture
 ) -> None:

@@ -14,8 +14,16 @@ from tests.support.commands import here, write_run_file
 
 Capture = pytest.CaptureFixture[str]
 
-EIGHT = ("model.layers=4", "model.kv_heads=2", "model.vocab_size=64", "train.batch_size=8",
-         "train.microbatch_size=2", "layout.pp=2", "layout.tp=2", "layout.workers=8")  # fmt: skip
+EIGHT = (
+    "model.layers=4",
+    "model.kv_heads=2",
+    "model.vocab_size=64",
+    "train.batch_size=8",
+    "train.microbatch_size=2",
+    "layout.pp=2",
+    "layout.tp=2",
+    "layout.workers=8",
+)
 
 
 @pytest.fixture
@@ -111,15 +119,22 @@ def test_batch_warm_up_has_a_column_of_its_own(run_file: Path, capsys: Capture) 
         (["--nodes", "a,b", "--what-if", "lost=node:c"], ["no node 'c'", "use one of a, b"]),
         (["--nodes", "a,a"], ["--nodes", "not a list of different names"]),
         (["--nodes", "a,b,c"], ["3 nodes are more than 2 ranks", "name 2 or fewer"]),
-        (["--nodes", "a", "--ranks-per-node", "1"],
-         ["1 node of 1 rank cannot hold 2", "use 2, or name 2 nodes"]),
-        (["--nodes", "a,b", "--ranks-per-node", "4"],
-         ["--nodes", "2 ranks, 4 on a node, leave b without one",
-          "name 1 node, or leave out --ranks-per-node"]),
+        (
+            ["--nodes", "a", "--ranks-per-node", "1"],
+            ["1 node of 1 rank cannot hold 2", "use 2, or name 2 nodes"],
+        ),
+        (
+            ["--nodes", "a,b", "--ranks-per-node", "4"],
+            [
+                "--nodes",
+                "2 ranks, 4 on a node, leave b without one",
+                "name 1 node, or leave out --ranks-per-node",
+            ],
+        ),
         (["--ranks-per-node", "0"], ["--ranks-per-node"]),
         (["--workers", "0"], ["--workers"]),
     ],
-)  # fmt: skip
+)
 def test_refusals(arguments: list[str], words: list[str], run_file: Path, capsys: Capture) -> None:
     here(capsys, "layout", "show", run_file, *arguments).refuses(*words)
 
@@ -130,13 +145,27 @@ def test_a_thousand_ranks_need_no_torch(run_file: Path) -> None:
         "import sys\nfrom holdfast.cli.main import main\n"
         "code = main(sys.argv[1:])\nassert 'torch' not in sys.modules\nsys.exit(code)"
     )
-    big = ("model.preset=llama3.1-8b", "model.layers=32", "model.heads=32", "model.kv_heads=8",
-           "model.dim=4096", "model.ffn_dim=14336", "model.vocab_size=128256",
-           "train.batch_size=1024", "train.microbatch_size=2", "layout.pp=4", "layout.dp_shard=2",
-           "layout.tp=4", "layout.workers=1024")  # fmt: skip
+    big = (
+        "model.preset=llama3.1-8b",
+        "model.layers=32",
+        "model.heads=32",
+        "model.kv_heads=8",
+        "model.dim=4096",
+        "model.ffn_dim=14336",
+        "model.vocab_size=128256",
+        "train.batch_size=1024",
+        "train.microbatch_size=2",
+        "layout.pp=4",
+        "layout.dp_shard=2",
+        "layout.tp=4",
+        "layout.workers=1024",
+    )
     done = subprocess.run(
         [sys.executable, "-c", code, "layout", "show", str(run_file), *big, "--what-if", "lost=3"],
-        capture_output=True, text=True, timeout=60, check=False,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr
     assert "1,024 ranks on 1 node, 32 replicas" in done.stdout

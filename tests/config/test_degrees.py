@@ -9,7 +9,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from holdfast.config.load import resolve
+from holdfast.config.load import resolve_config
 from holdfast.config.run import RunConfig
 from holdfast.errors import ConfigError
 
@@ -24,7 +24,7 @@ layout:
 
 def sentence(*overrides: str) -> str:
     with pytest.raises(ConfigError) as caught:
-        resolve(TEXT, "run.yaml", overrides)
+        resolve_config(TEXT, "run.yaml", overrides)
     said = str(caught.value)
     assert "\n" not in said
     return said.removeprefix(f"command line: {overrides[-1]}: ")
@@ -35,43 +35,70 @@ def sentence(*overrides: str) -> str:
     [
         (["layout.tp=5"], "layout.tp 5 does not divide model.heads 12; use 4 or 12"),
         (["layout.tp=24"], "layout.tp 24 does not divide model.heads 12; use 12"),
-        (["model.ffn_dim=22", "layout.tp=4"],
-         "layout.tp 4 does not divide model.ffn_dim 22; use 2"),
-        (["layout.tp=6"],
-         "layout.tp 6 neither divides model.kv_heads 4 nor is a multiple of it; use 4 or 12"),
+        (
+            ["model.ffn_dim=22", "layout.tp=4"],
+            "layout.tp 4 does not divide model.ffn_dim 22; use 2",
+        ),
+        (
+            ["layout.tp=6"],
+            "layout.tp 6 neither divides model.kv_heads 4 nor is a multiple of it; use 4 or 12",
+        ),
         (["layout.pp=7"], "layout.pp 7 is more than model.layers 6; use 6 or less"),
-        (["layout.pp=3", "layout.stages=[3, 3]"],
-         "layout.stages [3, 3] has 2 of layout.pp 3 stages; "
-         "use [2, 2, 2], or [] to have them balanced by cost"),
-        (["layout.pp=4", "layout.stages=[1, 1, 1, 1]"],
-         "layout.stages [1, 1, 1, 1] holds 4 blocks, but model.layers is 6; "
-         "use [2, 2, 1, 1], or [] to have them balanced by cost"),
+        (
+            ["layout.pp=3", "layout.stages=[3, 3]"],
+            "layout.stages [3, 3] has 2 of layout.pp 3 stages; "
+            "use [2, 2, 2], or [] to have them balanced by cost",
+        ),
+        (
+            ["layout.pp=4", "layout.stages=[1, 1, 1, 1]"],
+            "layout.stages [1, 1, 1, 1] holds 4 blocks, but model.layers is 6; "
+            "use [2, 2, 1, 1], or [] to have them balanced by cost",
+        ),
         (["layout.pp=2", "layout.stages=[6, 0]"], "layout.stages.1 is 0, but must be at least 1"),
         (["layout.pp=0"], "layout.pp is 0, but must be at least 1; 1 would work"),
-        (["layout.dp_shard=4"], "layout.dp_shard 4 does not divide train.microbatch_size 6; "
-         "use microbatch_size 8, or dp_shard 3 or 6"),
-        (["layout.dp_shard=5"], "layout.dp_shard 5 does not divide train.microbatch_size 6; "
-         "use dp_shard 3 or 6"),
-        (["train.batch_warmup=[{from_step: 1, batch_size: 12}]", "layout.dp_shard=4"],
-         "layout.dp_shard 4 does not divide train.microbatch_size 6; "
-         "use microbatch_size 12, or dp_shard 3 or 6"),
-        (["layout.replicas.0.dp_shard=3", "layout.replicas.1.dp_shard=4"],
-         "layout.replicas.1.dp_shard 4 does not divide train.microbatch_size 6; "
-         "use microbatch_size 12, or dp_shard 3 or 6"),
-        (["layout.pp=2", "layout.tp=2", "layout.workers=6"],
-         "layout.workers 6 is not a multiple of layout.pp 2 x layout.tp 2 = 4; use 4 or 8"),
-        (["layout.replicas=[{pp: 3}, {pp: 2}]", "layout.workers=6"],
-         "layout.workers 6 is not the 5 workers of layout.replicas together; use 5, or 0"),
-        (["layout.replicas=[{pp: 3}, {pp: 2}]", "layout.tp=2"],
-         "layout.tp is given beside layout.replicas, which have degrees of their own; "
-         "use one of the two"),
-        (["layout.replicas.0.pp=2", "layout.replicas.1.tp=5"],
-         "layout.replicas.1.tp 5 does not divide model.heads 12; use 4 or 12"),
+        (
+            ["layout.dp_shard=4"],
+            "layout.dp_shard 4 does not divide train.microbatch_size 6; "
+            "use microbatch_size 8, or dp_shard 3 or 6",
+        ),
+        (
+            ["layout.dp_shard=5"],
+            "layout.dp_shard 5 does not divide train.microbatch_size 6; use dp_shard 3 or 6",
+        ),
+        (
+            ["train.batch_warmup=[{from_step: 1, batch_size: 12}]", "layout.dp_shard=4"],
+            "layout.dp_shard 4 does not divide train.microbatch_size 6; "
+            "use microbatch_size 12, or dp_shard 3 or 6",
+        ),
+        (
+            ["layout.replicas.0.dp_shard=3", "layout.replicas.1.dp_shard=4"],
+            "layout.replicas.1.dp_shard 4 does not divide train.microbatch_size 6; "
+            "use microbatch_size 12, or dp_shard 3 or 6",
+        ),
+        (
+            ["layout.pp=2", "layout.tp=2", "layout.workers=6"],
+            "layout.workers 6 is not a multiple of layout.pp 2 x layout.tp 2 = 4; use 4 or 8",
+        ),
+        (
+            ["layout.replicas=[{pp: 3}, {pp: 2}]", "layout.workers=6"],
+            "layout.workers 6 is not the 5 workers of layout.replicas together; use 5, or 0",
+        ),
+        (
+            ["layout.replicas=[{pp: 3}, {pp: 2}]", "layout.tp=2"],
+            "layout.tp is given beside layout.replicas, which have degrees of their own; "
+            "use one of the two",
+        ),
+        (
+            ["layout.replicas.0.pp=2", "layout.replicas.1.tp=5"],
+            "layout.replicas.1.tp 5 does not divide model.heads 12; use 4 or 12",
+        ),
         (["layout.zero=4"], "layout.zero is 4, not one of 1, 2, 3; use 1"),
-        (["layout.schedule=1f1"],
-         "layout.schedule is '1f1', not one of 1f1b, gpipe; did you mean 1f1b?"),
+        (
+            ["layout.schedule=1f1"],
+            "layout.schedule is '1f1', not one of 1f1b, gpipe; did you mean 1f1b?",
+        ),
     ],
-)  # fmt: skip
+)
 def test_an_impossible_degree_is_one_sentence(overrides: list[str], words: str) -> None:
     said = sentence(*overrides)
     assert said == words or said.startswith(words + ";")
@@ -79,7 +106,7 @@ def test_an_impossible_degree_is_one_sentence(overrides: list[str], words: str) 
 
 def test_the_line_of_the_run_file_is_named() -> None:
     with pytest.raises(ConfigError) as caught:
-        resolve(TEXT + "  replicas:\n    - {pp: 2}\n    - pp: 9\n", "run.yaml")
+        resolve_config(TEXT + "  replicas:\n    - {pp: 2}\n    - pp: 9\n", "run.yaml")
     assert str(caught.value) == (
         "run.yaml:7: layout.replicas.1.pp 9 is more than model.layers 6; use 6 or less"
     )
@@ -89,25 +116,50 @@ degree = st.integers(1, 9)
 
 
 @given(
-    heads=st.sampled_from([1, 2, 4, 6, 8, 12]), kv_heads=st.integers(1, 12),
-    ffn_dim=st.integers(1, 24), layers=st.integers(1, 8), microbatch=st.integers(1, 8),
-    pp=degree, dp_shard=degree, tp=degree, workers=st.integers(0, 24),
-    batches=st.lists(st.integers(1, 12), min_size=1, max_size=2), larger=st.booleans(),
-)  # fmt: skip
+    heads=st.sampled_from([1, 2, 4, 6, 8, 12]),
+    kv_heads=st.integers(1, 12),
+    ffn_dim=st.integers(1, 24),
+    layers=st.integers(1, 8),
+    microbatch=st.integers(1, 8),
+    pp=degree,
+    dp_shard=degree,
+    tp=degree,
+    workers=st.integers(0, 24),
+    batches=st.lists(st.integers(1, 12), min_size=1, max_size=2),
+    larger=st.booleans(),
+)
 def test_what_a_refusal_offers_works(
-    heads: int, kv_heads: int, ffn_dim: int, layers: int, microbatch: int, pp: int,
-    dp_shard: int, tp: int, workers: int, batches: list[int], larger: bool,
-) -> None:  # fmt: skip
+    heads: int,
+    kv_heads: int,
+    ffn_dim: int,
+    layers: int,
+    microbatch: int,
+    pp: int,
+    dp_shard: int,
+    tp: int,
+    workers: int,
+    batches: list[int],
+    larger: bool,
+) -> None:
     """Follow the sentence, each offer in turn, until nothing is refused: no key is refused again
     after its own offer was taken. `larger`: take a larger microbatch where one is offered."""
     assume(heads % kv_heads == 0)
     value: dict[str, Any] = {
-        "model": {"preset": None, "layers": layers, "dim": 4 * heads, "heads": heads,
-                  "kv_heads": kv_heads, "ffn_dim": ffn_dim},
-        "train": {"batch_size": batches[0] * microbatch, "microbatch_size": microbatch,
-                  "batch_warmup": [{"from_step": 1, "batch_size": batches[-1] * microbatch}]},
+        "model": {
+            "preset": None,
+            "layers": layers,
+            "dim": 4 * heads,
+            "heads": heads,
+            "kv_heads": kv_heads,
+            "ffn_dim": ffn_dim,
+        },
+        "train": {
+            "batch_size": batches[0] * microbatch,
+            "microbatch_size": microbatch,
+            "batch_warmup": [{"from_step": 1, "batch_size": batches[-1] * microbatch}],
+        },
         "layout": {"pp": pp, "dp_shard": dp_shard, "tp": tp, "workers": workers},
-    }  # fmt: skip
+    }
     mended: set[str] = set()
     while (said := _refusal(value)) is not None:
         key, was, offers, microbatches = said

@@ -4,23 +4,35 @@ from __future__ import annotations
 
 import pytest
 
-from holdfast.config.identity import config_hash, differences, refuse_other_run
-from holdfast.config.load import resolve
+from holdfast.config.identity import config_differences, config_hash, refuse_other_run
+from holdfast.config.load import resolve_config
 from holdfast.config.run import RunConfig
 from holdfast.errors import RunFolderError
 
 
 def config(*overrides: str) -> RunConfig:
-    return resolve(None, "command line", overrides).config
+    return resolve_config(None, "command line", overrides).config
 
 
 @pytest.mark.parametrize(
     "override",
-    ["name=other", "folder=elsewhere", "device=cpu", "layout.workers=4", "checkpoint.every_steps=7",
-     "layout.pp=3", "layout.tp=2", "layout.replicas=[{pp: 2}, {tp: 2}]", "layout.zero=1",
-     "cluster.heartbeat_seconds=1", "tensorboard=true", "data.folder=elsewhere",
-     "train.evaluate.every=3", "model.vocab_size=1024"],
-)  # fmt: skip
+    [
+        "name=other",
+        "folder=elsewhere",
+        "device=cpu",
+        "layout.workers=4",
+        "checkpoint.every_steps=7",
+        "layout.pp=3",
+        "layout.tp=2",
+        "layout.replicas=[{pp: 2}, {tp: 2}]",
+        "layout.zero=1",
+        "cluster.heartbeat_seconds=1",
+        "tensorboard=true",
+        "data.folder=elsewhere",
+        "train.evaluate.every=3",
+        "model.vocab_size=1024",
+    ],
+)
 def test_where_it_runs_does_not_make_another_run(override: str) -> None:
     assert config_hash(config(override)) == config_hash(config())
     refuse_other_run(config().model_dump(mode="json"), config(override), "runs/x")
@@ -28,10 +40,19 @@ def test_where_it_runs_does_not_make_another_run(override: str) -> None:
 
 @pytest.mark.parametrize(
     "override",
-    ["seed=2", "train.steps=7", "train.batch_size=32", "train.microbatch_size=4", "model.layers=4",
-     "train.precision=bf16", "train.optimizer.clip_norm=0", "data.sequence_length=64",
-     "data.sources.0.weight=2", "data.attention=document"],
-)  # fmt: skip
+    [
+        "seed=2",
+        "train.steps=7",
+        "train.batch_size=32",
+        "train.microbatch_size=4",
+        "model.layers=4",
+        "train.precision=bf16",
+        "train.optimizer.clip_norm=0",
+        "data.sequence_length=64",
+        "data.sources.0.weight=2",
+        "data.attention=document",
+    ],
+)
 def test_what_it_computes_does(override: str) -> None:
     assert config_hash(config(override)) != config_hash(config())
     key, _, value = override.partition("=")
@@ -53,8 +74,8 @@ def test_many_differences_are_counted() -> None:
 
 def test_added_and_removed_sources_are_differences() -> None:
     two = config("data.sources=[{kind: python-stdlib}, {kind: text, path: a}]")
-    forth = {d.key for d in differences(config().model_dump(mode="json"), two)}
-    back = {d.key for d in differences(two.model_dump(mode="json"), config())}
+    forth = {d.key for d in config_differences(config().model_dump(mode="json"), two)}
+    back = {d.key for d in config_differences(two.model_dump(mode="json"), config())}
     assert forth == back
     assert "data.sources.1.path" in forth
 
@@ -63,6 +84,6 @@ def test_a_key_that_the_older_folder_did_not_have_counts_as_its_default() -> Non
     stored = config().model_dump(mode="json")
     del stored["train"]["optimizer"]["eps"]
     stored["train"]["from_the_future"] = 3
-    assert differences(stored, config()) == []
-    (found,) = differences(stored, config("train.optimizer.eps=1e-6"))
+    assert config_differences(stored, config()) == []
+    (found,) = config_differences(stored, config("train.optimizer.eps=1e-6"))
     assert (found.key, found.there, found.here) == ("train.optimizer.eps", 1e-8, 1e-6)

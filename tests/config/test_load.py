@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.config.fields import leaves
-from holdfast.config.load import Loaded, Origin, load, resolve
+from holdfast.config.load import LoadedConfig, Origin, load_config, resolve_config
 from holdfast.config.run import RunConfig
 from holdfast.errors import ConfigError
 
@@ -19,7 +19,7 @@ from holdfast.errors import ConfigError
 def refused(text: str | None, *overrides: str) -> list[str]:
     """The sentences of a refusal, one for each mistake."""
     with pytest.raises(ConfigError) as caught:
-        resolve(text, "run.yaml", overrides)
+        resolve_config(text, "run.yaml", overrides)
     return str(caught.value).split("\n")
 
 
@@ -34,49 +34,94 @@ def test_unknown_key_names_line_and_nearest_name() -> None:
         ("sede: 1\n", "run.yaml:1: unknown key sede; did you mean seed?"),
         ("steps: 1\n", "run.yaml:1: unknown key steps; did you mean train.steps?"),
         ("lr: 1\n", "run.yaml:1: unknown key lr; did you mean train.optimizer.learning_rate?"),
-        ("train.steps: 1\n", "run.yaml:1: unknown key train.steps; write 'steps:' indented below 'train:'"),
-        ("train: {'¹': 1}\n", "run.yaml:1: unknown key train.¹; train has steps, batch_size, microbatch_size, batch_warmup, precision, compile, optimizer, schedule, evaluate"),
-        ("model:\n  n_layers: 2\n", "run.yaml:2: unknown key model.n_layers; did you mean model.layers?"),
-        ("data:\n  sources:\n    - kind: text\n      pth: x\n",
-         "run.yaml:4: unknown key data.sources.0.pth; did you mean data.sources.0.path?"),
-        ("train:\n  steps: abc\n",
-         "run.yaml:2: train.steps is 'abc', not a whole number; 1000 would work"),
-        ("train:\n  steps: 1.5\n",
-         "run.yaml:2: train.steps is 1.5, not a whole number; 1000 would work"),
-        ("train:\n  steps:\n", "run.yaml:2: train.steps is empty, not a whole number; 1000 would work"),
-        ("train:\n  steps: true\n", "run.yaml:2: train.steps is true, not a number; write a number"),
-        ("train:\n  steps: 0\n",
-         "run.yaml:2: train.steps is 0, but must be at least 1; 1000 would work"),
-        ("train:\n  optimizer:\n    learning_rate: .inf\n",
-         "run.yaml:3: train.optimizer.learning_rate is inf, not a finite number; 0.003 would work"),
-        ("tensorboard: maybe\n",
-         "run.yaml:1: tensorboard is 'maybe', not true or false; false would work"),
+        (
+            "train.steps: 1\n",
+            "run.yaml:1: unknown key train.steps; write 'steps:' indented below 'train:'",
+        ),
+        (
+            "train: {'¹': 1}\n",
+            "run.yaml:1: unknown key train.¹; train has steps, batch_size, microbatch_size, batch_warmup, precision, compile, optimizer, schedule, evaluate",
+        ),
+        (
+            "model:\n  n_layers: 2\n",
+            "run.yaml:2: unknown key model.n_layers; did you mean model.layers?",
+        ),
+        (
+            "data:\n  sources:\n    - kind: text\n      pth: x\n",
+            "run.yaml:4: unknown key data.sources.0.pth; did you mean data.sources.0.path?",
+        ),
+        (
+            "train:\n  steps: abc\n",
+            "run.yaml:2: train.steps is 'abc', not a whole number; 1000 would work",
+        ),
+        (
+            "train:\n  steps: 1.5\n",
+            "run.yaml:2: train.steps is 1.5, not a whole number; 1000 would work",
+        ),
+        (
+            "train:\n  steps:\n",
+            "run.yaml:2: train.steps is empty, not a whole number; 1000 would work",
+        ),
+        (
+            "train:\n  steps: true\n",
+            "run.yaml:2: train.steps is true, not a number; write a number",
+        ),
+        (
+            "train:\n  steps: 0\n",
+            "run.yaml:2: train.steps is 0, but must be at least 1; 1000 would work",
+        ),
+        (
+            "train:\n  optimizer:\n    learning_rate: .inf\n",
+            "run.yaml:3: train.optimizer.learning_rate is inf, not a finite number; 0.003 would work",
+        ),
+        (
+            "tensorboard: maybe\n",
+            "run.yaml:1: tensorboard is 'maybe', not true or false; false would work",
+        ),
         ("name: 3\n", "run.yaml:1: name is 3, not text; 'run' would work"),
-        ("folder: s3://bucket/run\n",
-         "run.yaml:1: folder: the run folder is a folder: name a bucket in checkpoint.bucket"),
+        (
+            "folder: s3://bucket/run\n",
+            "run.yaml:1: folder: the run folder is a folder: name a bucket in checkpoint.bucket",
+        ),
         ("train: 3\n", "run.yaml:1: train is 3, not a section of keys"),
-        ("data:\n  sources: python-stdlib\n",
-         "run.yaml:2: data.sources is 'python-stdlib', not a list"),
+        (
+            "data:\n  sources: python-stdlib\n",
+            "run.yaml:2: data.sources is 'python-stdlib', not a list",
+        ),
         ("data:\n  sources: []\n", "run.yaml:2: data.sources has 0 items; name at least one"),
-        ("data:\n  sources:\n    - kind: jsonl\n",
-         "run.yaml:3: data.sources.0.path is missing for a jsonl source; use a file, folder or glob"),
-        ("device: gpu\n",
-         "run.yaml:1: device is 'gpu', not one of auto, cpu, cuda; did you mean cpu?"),
+        (
+            "data:\n  sources:\n    - kind: jsonl\n",
+            "run.yaml:3: data.sources.0.path is missing for a jsonl source; use a file, folder or glob",
+        ),
+        (
+            "device: gpu\n",
+            "run.yaml:1: device is 'gpu', not one of auto, cpu, cuda; did you mean cpu?",
+        ),
         ("model:\n  preset: tinny\n", "run.yaml:2: model.preset 'tinny' is unknown; nearest: tiny"),
         ("model:\n  preset: [1]\n", "run.yaml:2: model.preset is [1], not text; 'tiny' would work"),
-        ("model:\n  heads: 3\n",
-         "run.yaml:2: model.kv_heads 2 does not divide heads 3; use one of [1, 3]"),
-        ("checkpoint:\n  min_seconds: 30\n  max_seconds: 10\n",
-         "run.yaml:2: checkpoint.min_seconds 30 is more than max_seconds 10; use 10 or less"),
+        (
+            "model:\n  heads: 3\n",
+            "run.yaml:2: model.kv_heads 2 does not divide heads 3; use one of [1, 3]",
+        ),
+        (
+            "checkpoint:\n  min_seconds: 30\n  max_seconds: 10\n",
+            "run.yaml:2: checkpoint.min_seconds 30 is more than max_seconds 10; use 10 or less",
+        ),
         ("model:\n  dim: 130\n", "run.yaml:2: model.heads 4 does not divide dim 130; use dim 128"),
-        ("train:\n  batch_size: 7\n",
-         "run.yaml:2: train.batch_size 7 is not a multiple of microbatch_size 2; use 8"),
-        ("layout:\n  dp_shard: 2\n  workers: 3\n",
-         "run.yaml:3: layout.workers 3 is not a multiple of layout.dp_shard 2; use 2 or 4"),
-        ("layout:\n  dp_shard: 4\n",
-         "run.yaml:2: layout.dp_shard 4 does not divide train.microbatch_size 2; use microbatch_size 4, or dp_shard 2"),
+        (
+            "train:\n  batch_size: 7\n",
+            "run.yaml:2: train.batch_size 7 is not a multiple of microbatch_size 2; use 8",
+        ),
+        (
+            "layout:\n  dp_shard: 2\n  workers: 3\n",
+            "run.yaml:3: layout.workers 3 is not a multiple of layout.dp_shard 2; use 2 or 4",
+        ),
+        (
+            "layout:\n  dp_shard: 4\n",
+            "run.yaml:2: layout.dp_shard 4 does not divide train.microbatch_size 2; use microbatch_size 4, or dp_shard 2",
+        ),
     ],
-)  # fmt: skip
+)
 def test_one_mistake_is_one_sentence(text: str, sentence: str) -> None:
     assert refused(text) == [sentence]
 
@@ -108,8 +153,11 @@ def test_refusals_of_the_command_line_say_so(override: str, words: str) -> None:
 
 
 def test_the_command_line_wins_over_the_file() -> None:
-    loaded = resolve("train:\n  steps: 7\n  compile: true\n", "run.yaml",
-                     ["train.steps=8", "name=2026", "train.optimizer.betas=[0.8, 0.9]"])  # fmt: skip
+    loaded = resolve_config(
+        "train:\n  steps: 7\n  compile: true\n",
+        "run.yaml",
+        ["train.steps=8", "name=2026", "train.optimizer.betas=[0.8, 0.9]"],
+    )
     config = loaded.config
     assert (config.train.steps, config.train.compile, config.name) == (8, True, "2026")
     assert config.train.optimizer.betas == (0.8, 0.9)
@@ -120,12 +168,12 @@ def test_the_command_line_wins_over_the_file() -> None:
 
 
 def test_the_last_override_counts() -> None:
-    assert resolve(None, "x", ["seed=3", "seed=4"]).config.seed == 4
+    assert resolve_config(None, "x", ["seed=3", "seed=4"]).config.seed == 4
 
 
 def test_lists_are_reached_by_index_and_grow_at_the_end() -> None:
     text = "data:\n  sources:\n    - {kind: text, path: a}\n"
-    loaded = resolve(
+    loaded = resolve_config(
         text, "run.yaml", ["data.sources.0.path=b", "data.sources.1.kind=python-stdlib"]
     )
     sources = loaded.config.data.sources
@@ -136,14 +184,17 @@ def test_lists_are_reached_by_index_and_grow_at_the_end() -> None:
 
 
 def test_a_list_given_whole_replaces_the_files() -> None:
-    loaded = resolve("data:\n  sources:\n    - {kind: text, path: a}\n    - {kind: text, path: b}\n",
-                     "run.yaml", ["data.sources=[{kind: text, path: c}]"])  # fmt: skip
+    loaded = resolve_config(
+        "data:\n  sources:\n    - {kind: text, path: a}\n    - {kind: text, path: b}\n",
+        "run.yaml",
+        ["data.sources=[{kind: text, path: c}]"],
+    )
     assert [s.path for s in loaded.config.data.sources] == ["c"]
     assert loaded.origins["data.sources.0.path"].kind == "command line"
 
 
 def test_a_preset_is_an_origin_and_can_be_overridden() -> None:
-    loaded = resolve("model: {preset: llama3.2-1b, layers: 2}\n", "run.yaml")
+    loaded = resolve_config("model: {preset: llama3.2-1b, layers: 2}\n", "run.yaml")
     assert (loaded.config.model.layers, loaded.config.model.dim) == (2, 2048)
     assert loaded.origins["model.dim"] == Origin("preset", "llama3.2-1b")
     assert loaded.origins["model.layers"].kind == "file"
@@ -151,34 +202,34 @@ def test_a_preset_is_an_origin_and_can_be_overridden() -> None:
 
 
 def test_every_value_has_an_origin() -> None:
-    loaded = resolve("train:\n  batch_warmup: [{from_step: 1, batch_size: 8}]\n", "run.yaml")
+    loaded = resolve_config("train:\n  batch_warmup: [{from_step: 1, batch_size: 8}]\n", "run.yaml")
     keys = {key for key, _ in leaves(loaded.config.model_dump(mode="json"))}
     assert keys == set(loaded.origins)
 
 
 def test_planned_values_are_validated_and_marked() -> None:
-    loaded = resolve("layout: {dp_shard: 2}\n", "run.yaml")
-    planned = loaded.planned({"layout.workers": 4, "device": "cpu"}, "two accelerators")
+    loaded = resolve_config("layout: {dp_shard: 2}\n", "run.yaml")
+    planned = loaded.with_planned({"layout.workers": 4, "device": "cpu"}, "two accelerators")
     assert planned.config.layout.workers == 4
     assert planned.origins["device"] == Origin("planned", "two accelerators")
     assert loaded.config.layout.workers == 0, "the old one is untouched"
     with pytest.raises(ConfigError, match="is not a multiple of"):
-        loaded.planned({"layout.workers": 3}, "three accelerators")
+        loaded.with_planned({"layout.workers": 3}, "three accelerators")
 
 
 def test_an_empty_section_is_its_defaults() -> None:
-    assert resolve("train:\nmodel:\n", "run.yaml").config == RunConfig()
+    assert resolve_config("train:\nmodel:\n", "run.yaml").config == RunConfig()
 
 
 def test_a_resolved_configuration_reads_back_equal() -> None:
-    loaded = resolve("model: {preset: qwen3-0.6b}\nseed: 5\n", "run.yaml", ["train.steps=9"])
+    loaded = resolve_config("model: {preset: qwen3-0.6b}\nseed: 5\n", "run.yaml", ["train.steps=9"])
     assert RunConfig.model_validate(loaded.to_json()["config"]) == loaded.config
 
 
 # --- files -----------------------------------------------------------------------------------
 def refused_file(path: Path) -> str:
     with pytest.raises(ConfigError) as caught:
-        load(path)
+        load_config(path)
     assert "\n" not in str(caught.value)
     return str(caught.value)
 
@@ -186,8 +237,8 @@ def refused_file(path: Path) -> str:
 def test_a_file_is_read(tmp_path: Path) -> None:
     path = tmp_path / "run.yaml"
     path.write_bytes(b"\xef\xbb\xbfseed: 3\r\nname: \xc3\xa9tude\r\n".replace(b"\xc3\xa9", b"e"))
-    loaded = load(path)
-    assert isinstance(loaded, Loaded)
+    loaded = load_config(path)
+    assert isinstance(loaded, LoadedConfig)
     assert (loaded.config.seed, loaded.config.name) == (3, "etude")
     assert loaded.origins["name"].place == f"{path}:2"
 
@@ -216,9 +267,11 @@ def test_a_file_without_permission_is_refused(tmp_path: Path) -> None:
 # --- properties --------------------------------------------------------------------------------
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=6), inner, max_size=3),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=6), inner, max_size=3)
+    ),
     max_leaves=6,
-)  # fmt: skip
+)
 KEYS = st.sampled_from(
     ["data", "train", "model", "layout", "seed", "name", "steps", "dim", "sources"]
 )
@@ -231,7 +284,7 @@ def test_whatever_is_written_is_accepted_or_refused_in_sentences(value: dict[str
     except ValueError:
         return
     try:
-        resolve(text, "run.yaml")
+        resolve_config(text, "run.yaml")
     except ConfigError as error:
         for sentence in str(error).split("\n"):
             assert sentence.startswith(("run.yaml", "command line")), sentence

@@ -8,36 +8,53 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.config.yaml_tree import parse, parse_value, scalar
+from holdfast.config.yaml_tree import parse_scalar, parse_value, parse_yaml
 from holdfast.errors import ConfigError
 
 
 @pytest.mark.parametrize(
     ("text", "value"),
     [
-        ("12", 12), ("-3", -3), ("010", 10), ("1_000", 1000), ("0x10", 16),
-        ("3e-3", 3e-3), ("1.5", 1.5), (".5", 0.5), ("6.", 6.0), ("1E3", 1000.0),
-        (".inf", math.inf), ("-.inf", -math.inf),
-        ("true", True), ("False", False), ("null", None), ("~", None), ("", None),
-        ("no", "no"), ("on", "on"), ("1:30", "1:30"), ("2026-11-21", "2026-11-21"), ("e3", "e3"),
+        ("12", 12),
+        ("-3", -3),
+        ("010", 10),
+        ("1_000", 1000),
+        ("0x10", 16),
+        ("3e-3", 3e-3),
+        ("1.5", 1.5),
+        (".5", 0.5),
+        ("6.", 6.0),
+        ("1E3", 1000.0),
+        (".inf", math.inf),
+        ("-.inf", -math.inf),
+        ("true", True),
+        ("False", False),
+        ("null", None),
+        ("~", None),
+        ("", None),
+        ("no", "no"),
+        ("on", "on"),
+        ("1:30", "1:30"),
+        ("2026-11-21", "2026-11-21"),
+        ("e3", "e3"),
     ],
-)  # fmt: skip
+)
 def test_scalars_follow_the_core_schema(text: str, value: object) -> None:
-    found = scalar(text)
+    found = parse_scalar(text)
     assert found == value
     assert type(found) is type(value)
 
 
 def test_nan_is_a_number() -> None:
-    assert math.isnan(scalar(".nan"))  # type: ignore[arg-type]
+    assert math.isnan(parse_scalar(".nan"))  # type: ignore[arg-type]
 
 
 def test_quoted_numbers_are_text() -> None:
-    assert parse("a: '1'\nb: \"true\"\n", "f").value == {"a": "1", "b": "true"}
+    assert parse_yaml("a: '1'\nb: \"true\"\n", "f").value == {"a": "1", "b": "true"}
 
 
 def test_every_key_has_its_line() -> None:
-    tree = parse("a: 1\nb:\n  c: [1, 2]\n  d:\n    - e: 5\n\n    - e: 6\n", "f")
+    tree = parse_yaml("a: 1\nb:\n  c: [1, 2]\n  d:\n    - e: 5\n\n    - e: 6\n", "f")
     assert tree.lines["b", "c"] == 3
     assert tree.lines["b", "d", 1, "e"] == 7
 
@@ -69,7 +86,7 @@ def test_every_key_has_its_line() -> None:
 )
 def test_refusals_name_the_line(text: str, line: int | None, words: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        parse(text, "run.yaml")
+        parse_yaml(text, "run.yaml")
     said = str(caught.value)
     assert said.startswith("run.yaml: " if line is None else f"run.yaml:{line}: ")
     assert words in said
@@ -86,7 +103,7 @@ def test_values_of_the_command_line() -> None:
 @given(st.text(max_size=200))
 def test_any_text_is_a_tree_or_a_refusal(text: str) -> None:
     try:
-        outcome: object = parse(text, "run.yaml").value
+        outcome: object = parse_yaml(text, "run.yaml").value
     except ConfigError as error:
         outcome = str(error)
     assert isinstance(outcome, dict) or str(outcome).startswith("run.yaml")

@@ -10,33 +10,35 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.config.train import ScheduleConfig, TrainConfig
-from holdfast.core.lr_schedule import factor, learning_rate
+from holdfast.core.lr_schedule import learning_rate, schedule_factor
 
 KINDS = ("constant", "linear", "cosine", "wsd")
 
 
 def test_cosine_values() -> None:
     schedule = ScheduleConfig(kind="cosine", warmup_steps=10, final_ratio=0.1)
-    assert [factor(schedule, n, 110) for n in (1, 5, 10)] == [0.1, 0.5, 1.0]
-    assert factor(schedule, 60, 110) == pytest.approx(0.55)
-    assert factor(schedule, 35, 110) == pytest.approx(0.1 + 0.45 * (1 + math.cos(math.pi / 4)))
-    assert factor(schedule, 110, 110) == pytest.approx(0.1)
+    assert [schedule_factor(schedule, n, 110) for n in (1, 5, 10)] == [0.1, 0.5, 1.0]
+    assert schedule_factor(schedule, 60, 110) == pytest.approx(0.55)
+    assert schedule_factor(schedule, 35, 110) == pytest.approx(
+        0.1 + 0.45 * (1 + math.cos(math.pi / 4))
+    )
+    assert schedule_factor(schedule, 110, 110) == pytest.approx(0.1)
 
 
 def test_linear_and_constant_values() -> None:
     linear = ScheduleConfig(kind="linear", warmup_steps=0, final_ratio=0.0)
-    assert [factor(linear, n, 4) for n in (1, 2, 3, 4)] == [0.75, 0.5, 0.25, 0.0]
+    assert [schedule_factor(linear, n, 4) for n in (1, 2, 3, 4)] == [0.75, 0.5, 0.25, 0.0]
     constant = ScheduleConfig(kind="constant", warmup_steps=2)
-    assert [factor(constant, n, 9) for n in (1, 2, 3, 9)] == [0.5, 1.0, 1.0, 1.0]
+    assert [schedule_factor(constant, n, 9) for n in (1, 2, 3, 9)] == [0.5, 1.0, 1.0, 1.0]
 
 
 def test_wsd_is_flat_and_then_falls_over_a_fifth() -> None:
     schedule = ScheduleConfig(kind="wsd", warmup_steps=5, final_ratio=0.2)
-    assert [factor(schedule, n, 100) for n in (5, 6, 50, 80)] == [1.0] * 4
-    assert factor(schedule, 90, 100) == pytest.approx(0.6)
-    assert factor(schedule, 100, 100) == pytest.approx(0.2)
+    assert [schedule_factor(schedule, n, 100) for n in (5, 6, 50, 80)] == [1.0] * 4
+    assert schedule_factor(schedule, 90, 100) == pytest.approx(0.6)
+    assert schedule_factor(schedule, 100, 100) == pytest.approx(0.2)
     explicit = ScheduleConfig(kind="wsd", warmup_steps=0, decay_steps=50, final_ratio=0.0)
-    assert factor(explicit, 75, 100) == pytest.approx(0.5)
+    assert schedule_factor(explicit, 75, 100) == pytest.approx(0.5)
 
 
 def test_rate_is_the_peak_times_the_factor() -> None:
@@ -46,16 +48,19 @@ def test_rate_is_the_peak_times_the_factor() -> None:
 
 
 @given(
-    st.sampled_from(KINDS), st.integers(1, 60), st.integers(0, 80), st.integers(0, 80),
+    st.sampled_from(KINDS),
+    st.integers(1, 60),
+    st.integers(0, 80),
+    st.integers(0, 80),
     st.floats(0, 1),
-)  # fmt: skip
+)
 def test_every_schedule_rises_once_and_then_never_rises(
     kind: str, steps: int, warmup: int, decay: int, ratio: float
 ) -> None:
     schedule = ScheduleConfig.model_validate(
         {"kind": kind, "warmup_steps": warmup, "decay_steps": decay, "final_ratio": ratio}
     )
-    rates = [factor(schedule, n, steps) for n in range(1, steps + 1)]
+    rates = [schedule_factor(schedule, n, steps) for n in range(1, steps + 1)]
     assert all(0.0 <= r <= 1.0 for r in rates)
     after = rates[max(0, warmup - 1) :]
     assert all(b <= a + 1e-12 for a, b in pairwise(after))

@@ -9,8 +9,8 @@ from typing import Any, cast
 import pytest
 
 from holdfast.config.data import DataConfig
-from holdfast.core.data.data_ledger import STANDS_IN
-from holdfast.data.audit import AuditResult, audit
+from holdfast.core.data.data_ledger import STAND_IN_KEY
+from holdfast.data.audit import AuditResult, audit_records
 from holdfast.data.batch import Batches, Microbatch
 from holdfast.data.dataset import Dataset
 from holdfast.data.loader import Loader
@@ -53,10 +53,11 @@ def feed(
         part = rank % parts
         with Loader(source, plan, part=part, parts=parts, first_step=first, last_step=last) as load:
             records += [
-                Record(generation, f"rank{rank}", s.step, 0.0,
-                       BatchFed(rank, s.entries, step=s.step))
+                Record(
+                    generation, f"rank{rank}", s.step, 0.0, BatchFed(rank, s.entries, step=s.step)
+                )
                 for s in load
-            ]  # fmt: skip
+            ]
     return records
 
 
@@ -83,7 +84,7 @@ def test_three_kills_leave_every_sample_used_once(source: Batches, small: Datase
     sharded: list[Plan] = [lambda _: [1, 3], lambda _: [1, 3], lambda _: [0, 2], lambda _: [0, 2]]
     records += feed(source, sharded, 11, 20, generation=4, parts=2)
     records += [Record(4, "agent", 1, 0.0, RunFinished(step=20))]
-    result = audit(records, source)
+    result = audit_records(records, source)
     assert result.ok, result.problems
     assert (result.last_step, result.samples) == (20, 160)
     assert result.superseded == 3 * 2 + 2 * 1 + 5 * 3
@@ -91,7 +92,7 @@ def test_three_kills_leave_every_sample_used_once(source: Batches, small: Datase
         ("a", 0, 120, 0),
         ("b", 0, 40, 0),
     ]
-    assert "none missing, none twice" in result.sentence()
+    assert "none missing, none twice" in result.describe()
 
 
 def test_entries_that_were_made_for_a_lost_worker_are_counted_apart(source: Batches) -> None:
@@ -100,23 +101,30 @@ def test_entries_that_were_made_for_a_lost_worker_are_counted_apart(source: Batc
     lost = [r for r in records if isinstance(r.event, BatchFed) and r.event.rank == 1]
     gone = [r for r in lost if r.event.step in (2, 5)]
     retold = [
-        replace(r, event=replace(r.event, rank=-1, entries=[
-            {**entry, STANDS_IN: True} for entry in cast(BatchFed, r.event).entries
-        ]))
+        replace(
+            r,
+            event=replace(
+                r.event,
+                rank=-1,
+                entries=[
+                    {**entry, STAND_IN_KEY: True} for entry in cast(BatchFed, r.event).entries
+                ],
+            ),
+        )
         for r in lost
-    ]  # fmt: skip
-    result = audit([*(r for r in records if r not in gone), *retold], source)
+    ]
+    result = audit_records([*(r for r in records if r not in gone), *retold], source)
     assert result.ok, result.problems
     assert result.retold == 2 * 4
     assert "none twice, each fed as the dataset and the seed say; 8 by entries made" in (
-        result.sentence()
+        result.describe()
     )
-    assert "entries made" not in audit(records, source).sentence()
+    assert "entries made" not in audit_records(records, source).describe()
 
 
 def test_whole_epochs_are_counted(source: Batches) -> None:
     steps = 2 * max(source.order.sizes) * 4 // 3 // 8
-    result = audit([*feed(source, EVEN, 1, steps), committed(steps)], source)
+    result = audit_records([*feed(source, EVEN, 1, steps), committed(steps)], source)
     assert result.ok
     first = [e for e in result.epochs if e.epoch == 0]
     assert all(e.used == e.samples for e in first)
@@ -125,31 +133,31 @@ def test_whole_epochs_are_counted(source: Batches) -> None:
 
 def test_steps_after_the_last_commit_do_not_count_yet(source: Batches) -> None:
     records = [*feed(source, EVEN, 1, 9), committed(4)]
-    assert audit(records, source).last_step == 4
-    assert audit(records, source, last_step=9).samples == 72
-    result = audit(feed(source, EVEN, 1, 3), source)
+    assert audit_records(records, source).last_step == 4
+    assert audit_records(records, source, last_step=9).samples == 72
+    result = audit_records(feed(source, EVEN, 1, 3), source)
     assert result.last_step == 0
-    assert "nothing is committed" in result.sentence()
+    assert "nothing is committed" in result.describe()
 
 
 def test_a_microbatch_that_nobody_fed(source: Batches) -> None:
     plans: list[Plan] = [lambda _: [0, 1], lambda step: [2] if step == 5 else [2, 3]]
-    result = audit([*feed(source, plans, 1, 8), committed(8)], source)
+    result = audit_records([*feed(source, plans, 1, 8), committed(8)], source)
     assert problems(result) == [("missing", 5, 3)]
-    assert result.first is not None
-    assert "step 5, microbatch 3: positions 38 to 39 were never fed" in result.first.message
+    assert result.first_problem is not None
+    assert "step 5, microbatch 3: positions 38 to 39 were never fed" in result.first_problem.message
     assert result.epochs[0].repeated == 0
 
 
 def test_a_step_without_any_ledger(source: Batches) -> None:
     records = [r for r in feed(source, EVEN, 1, 4) if r.event.step != 2]
-    result = audit([*records, committed(4)], source)
+    result = audit_records([*records, committed(4)], source)
     assert problems(result) == [("missing", 2, m) for m in range(4)]
 
 
 def test_a_microbatch_that_two_ranks_fed(source: Batches) -> None:
     plans: list[Plan] = [lambda _: [0, 1], lambda step: [1, 2, 3] if step == 3 else [2, 3]]
-    result = audit([*feed(source, plans, 1, 4), committed(4)], source)
+    result = audit_records([*feed(source, plans, 1, 4), committed(4)], source)
     assert problems(result) == [("repeated", 3, 1)]
     assert "ranks 0, 1" in result.problems[0].message
     assert sum(e.repeated for e in result.epochs) == 2
@@ -157,7 +165,7 @@ def test_a_microbatch_that_two_ranks_fed(source: Batches) -> None:
 
 def test_the_ledger_claims_one_microbatch_and_another_was_fed(source: Batches) -> None:
     worker = Worker(source, {(6, 2): (6, 1)})
-    result = audit([*feed(worker, EVEN, 1, 8), committed(8)], source)
+    result = audit_records([*feed(worker, EVEN, 1, 8), committed(8)], source)
     assert problems(result) == [("repeated", 6, 2)]
     assert "step 6, microbatch 2 (rank 1): fed the tokens of microbatch 1 of step 6; its own " in (
         result.problems[0].message
@@ -167,18 +175,18 @@ def test_the_ledger_claims_one_microbatch_and_another_was_fed(source: Batches) -
 def test_a_loader_one_step_behind(source: Batches) -> None:
     """A rank that repeats the step before: the ledger's numbers look right, the tokens are not."""
     worker = Worker(source, {(n, m): (n - 1, m) for n in range(4, 7) for m in (2, 3)})
-    result = audit([*feed(worker, EVEN, 1, 8), committed(8)], source)
+    result = audit_records([*feed(worker, EVEN, 1, 8), committed(8)], source)
     assert [(s, m) for _, s, m in problems(result)] == [(n, m) for n in (4, 5, 6) for m in (2, 3)]
-    assert result.first is not None
-    assert "fed the tokens of microbatch 2 of step 3" in result.first.message
+    assert result.first_problem is not None
+    assert "fed the tokens of microbatch 2 of step 3" in result.first_problem.message
 
 
 def test_two_microbatches_exchanged(source: Batches) -> None:
     worker = Worker(source, {(2, 0): (2, 3), (2, 3): (2, 0)})
-    result = audit([*feed(worker, EVEN, 1, 3), committed(3)], source)
+    result = audit_records([*feed(worker, EVEN, 1, 3), committed(3)], source)
     assert problems(result) == [("swapped", 2, 0), ("swapped", 2, 3)]
     across = Worker(source, {(2, 1): (3, 1), (3, 1): (2, 1)})
-    result = audit([*feed(across, EVEN, 1, 3), committed(3)], source)
+    result = audit_records([*feed(across, EVEN, 1, 3), committed(3)], source)
     assert problems(result) == [("swapped", 2, 1), ("swapped", 3, 1)]
 
 
@@ -190,7 +198,7 @@ def test_one_token_changed(source: Batches) -> None:
                 batch.targets[1, 4] ^= 1
             return batch
 
-    result = audit([*feed(Flip(), EVEN, 1, 3), committed(3)], source)
+    result = audit_records([*feed(Flip(), EVEN, 1, 3), committed(3)], source)
     assert problems(result) == [("wrong", 3, 3)]
 
 
@@ -203,10 +211,13 @@ def test_positions_of_another_step(source: Batches) -> None:
             entries = [{**e, "start": e["start"] + 8, "stop": e["stop"] + 8} for e in event.entries]
             event = replace(event, entries=entries)
         moved.append(replace(r, event=event))
-    result = audit([*moved, committed(3)], source)
+    result = audit_records([*moved, committed(3)], source)
     assert problems(result) == [
-        ("missing", 2, 2), ("missing", 2, 3), ("outside", 2, 2), ("outside", 2, 3),
-    ]  # fmt: skip
+        ("missing", 2, 2),
+        ("missing", 2, 3),
+        ("outside", 2, 2),
+        ("outside", 2, 3),
+    ]
     assert "positions 20 to 21 are not of this step" in result.problems[2].message
 
 
@@ -218,10 +229,10 @@ def test_a_skipped_range_counts_as_used_with_its_reason(source: Batches) -> None
             entries = [{**e, "hash": "", "skipped": "loss spike"} for e in event.entries]
             event = replace(event, entries=entries)
         records.append(replace(r, event=event))
-    result = audit([*records, committed(3)], source)
+    result = audit_records([*records, committed(3)], source)
     assert result.ok
     assert result.skipped == {"loss spike": 4}
-    assert "none twice, 4 skipped (loss spike), each fed" in result.sentence()
+    assert "none twice, 4 skipped (loss spike), each fed" in result.describe()
 
 
 def test_another_dataset_or_seed_is_noticed(
@@ -232,7 +243,7 @@ def test_another_dataset_or_seed_is_noticed(
         *feed(source, EVEN, 1, 2),
         committed(2),
     ]
-    assert problems(audit(records, source)) == [("dataset", 0, 0)]
+    assert problems(audit_records(records, source)) == [("dataset", 0, 0)]
     other = batches(small, small_config, seed=2)
-    assert {k for k, _, _ in problems(audit(records[1:], other))} <= {"wrong", "repeated"}
-    assert len(audit(records[1:], other).problems) == 8
+    assert {k for k, _, _ in problems(audit_records(records[1:], other))} <= {"wrong", "repeated"}
+    assert len(audit_records(records[1:], other).problems) == 8

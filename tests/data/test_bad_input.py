@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from holdfast.data.files import explained
+from holdfast.data.files import explain_os_errors
 from holdfast.errors import DataError, OutOfSpaceError, UserError
 from tests.support.corpus import (
     data_config,
@@ -58,8 +58,11 @@ def test_an_error_in_another_process_reads_the_same(tmp_path: Path) -> None:
     bad = text_folder(tmp_path / "bad", files=1, words=20)
     (bad / "zero.bin").write_bytes(b"ab\0")
     with pytest.raises(DataError) as caught:
-        make(data_config(tmp_path / "out", text_source(good, "g"), text_source(bad, "b"),
-                         processes=2))  # fmt: skip
+        make(
+            data_config(
+                tmp_path / "out", text_source(good, "g"), text_source(bad, "b"), processes=2
+            )
+        )
     assert str(bad / "zero.bin") in str(caught.value)
     assert "offset 2" in str(caught.value)
 
@@ -110,10 +113,12 @@ def test_line_of_exactly_the_limit_is_taken(tmp_path: Path) -> None:
         out = tmp_path / f"out{len(ending)}"
         make(
             data_config(
-                out, {"kind": "jsonl", "path": str(path)}, max_document_bytes=len(line),
+                out,
+                {"kind": "jsonl", "path": str(path)},
+                max_document_bytes=len(line),
                 validation_fraction=0.0,
             )
-        )  # fmt: skip
+        )
 
 
 def test_a_huge_line_is_never_held(tmp_path: Path) -> None:
@@ -227,9 +232,12 @@ def test_tokenizer_that_does_not_match_the_dataset(tmp_path: Path) -> None:
     dataset = make(config)
     before = tree(dataset.folder)
     other = make(
-        data_config(tmp_path / "other", text_source(folder),
-                    tokenizer={"vocab_size": 280, "sample_bytes": 20_000})
-    )  # fmt: skip
+        data_config(
+            tmp_path / "other",
+            text_source(folder),
+            tokenizer={"vocab_size": 280, "sample_bytes": 20_000},
+        )
+    )
 
     def with_tokenizer(path: Path) -> Any:
         return data_config(tmp_path / "out", text_source(folder), tokenizer={"path": str(path)})
@@ -298,5 +306,5 @@ def test_a_folder_that_is_a_file(tmp_path: Path) -> None:
     [(errno.ENOSPC, OutOfSpaceError), (errno.EDQUOT, OutOfSpaceError), (errno.EROFS, DataError)],
 )
 def test_errors_of_the_system_become_sentences(code: int, kind: type[UserError]) -> None:
-    with pytest.raises(kind), explained(Path("somewhere")):
+    with pytest.raises(kind), explain_os_errors(Path("somewhere")):
         raise OSError(code, "x")

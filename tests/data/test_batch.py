@@ -12,7 +12,7 @@ from xxhash import xxh3_64_hexdigest
 
 from holdfast.config.data import DataConfig
 from holdfast.data.baselines import baselines, bits_per_byte
-from holdfast.data.batch import MASKED, Batches, Microbatch
+from holdfast.data.batch import MASKED_TARGET, Batches, Microbatch
 from holdfast.data.dataset import Dataset
 from holdfast.errors import ConfigError, DataError
 from tests.support.corpus import batches, data_config, make, text_folder, text_source, train_config
@@ -25,7 +25,7 @@ def window(tokens: list[int], sample: int, length: int, end: int) -> tuple[list[
     for i in range(length):
         inputs.append(held[i] if i < len(held) else end)
         masked = i + 1 >= len(held) or held[i] == end
-        targets.append(MASKED if masked else held[i + 1])
+        targets.append(MASKED_TARGET if masked else held[i + 1])
     return inputs, targets
 
 
@@ -52,7 +52,7 @@ def test_microbatches_are_the_windows_that_the_order_names(
                 place = b.order.place((step - 1) * 8 + index * 2 + row)
                 expected = window(tokens[place.source], place.sample, length, small.end)
                 assert (batch.inputs[row].tolist(), batch.targets[row].tolist()) == expected
-            assert batch.tokens == (batch.targets != MASKED).sum()
+            assert batch.tokens == (batch.targets != MASKED_TARGET).sum()
 
 
 def test_an_epoch_has_every_target_once(small: Dataset, small_config: DataConfig) -> None:
@@ -60,10 +60,12 @@ def test_an_epoch_has_every_target_once(small: Dataset, small_config: DataConfig
     b = batches(small, small_config)
     for source, tokens in enumerate(streams(small)):
         length, size = small_config.sequence_length, b.order.sizes[source]
-        order = b.order.permutation(source, 0).many(np.arange(size))
+        order = b.order.permutation(source, 0).apply_many(np.arange(size))
         seen: Counter[int] = Counter()
         for sample in order.tolist():
-            seen.update(t for t in window(tokens, sample, length, small.end)[1] if t != MASKED)
+            seen.update(
+                t for t in window(tokens, sample, length, small.end)[1] if t != MASKED_TARGET
+            )
         starts = [0] + [i + 1 for i, t in enumerate(tokens[:-1]) if t == small.end]
         firsts = Counter(tokens[i] for i in starts)
         assert seen == Counter(tokens) - firsts
@@ -148,7 +150,7 @@ def test_validation_is_fixed_and_spread(small: Dataset, small_config: DataConfig
     assert everything.tokens == counts["tokens"] - counts["documents"]
     assert everything.bytes == pytest.approx(counts["bytes"])
     targets = Counter(
-        t for m in everything.microbatches for t in m.targets.ravel().tolist() if t != MASKED
+        t for m in everything.microbatches for t in m.targets.ravel().tolist() if t != MASKED_TARGET
     )
     firsts: Counter[int] = Counter()
     for one in tokens:

@@ -35,7 +35,7 @@ def test_steps_come_in_order_with_the_plan_s_microbatches(source: Batches) -> No
             assert torch.equal(microbatch.targets, torch.from_numpy(direct.targets))
             assert microbatch.entries == direct.entries
         assert step.tokens == sum(m.tokens for m in step.microbatches)
-    assert loader.seconds_waited >= 0.0
+    assert loader.waited_s >= 0.0
 
 
 def test_parts_reach_the_source(source: Batches) -> None:

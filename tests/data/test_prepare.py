@@ -17,8 +17,8 @@ from tokenizers import Tokenizer
 
 from holdfast.config.data import DataConfig
 from holdfast.data.dataset import Dataset
-from holdfast.data.prepare import prepare
-from holdfast.data.verify import verify
+from holdfast.data.prepare import prepare_dataset
+from holdfast.data.verify import find_problems
 from holdfast.errors import HoldfastError
 from tests.support.corpus import (
     data_config,
@@ -56,7 +56,7 @@ def test_every_document_comes_back_in_order(tmp_path: Path) -> None:
     counts = dataset.counts("train")
     assert counts["documents"] == len(train)
     assert counts["bytes"] == sum(len(t.encode()) for t in train)
-    assert verify(dataset.folder) == []
+    assert find_problems(dataset.folder) == []
     assert not (dataset.folder / ".prepare").exists()
 
 
@@ -82,7 +82,7 @@ def test_duplicates_and_empty_documents_are_left_out_and_counted(tmp_path: Path)
     (folder / "blank.txt").write_text(" \n\t\n")
     said: list[str] = []
     config = data_config(tmp_path / "out", text_source(folder), validation_fraction=0.0)
-    dataset = prepare(config, say=said.append)
+    dataset = prepare_dataset(config, say=said.append)
     lineage = dataset.manifest["sources"][0]
     assert (lineage["documents"], lineage["empty"], lineage["duplicates"]) == (8, 2, 2)
     assert documents(dataset, "train")[0] == first
@@ -198,7 +198,7 @@ def test_killed_half_way_it_goes_on_to_the_same_bytes(
     assert not (tmp_path / "out" / "manifest.json").exists()
 
     said: list[str] = []
-    prepare(config, say=said.append)
+    prepare_dataset(config, say=said.append)
     if again is not None:
         assert any(line.startswith(again) and "were done before" in line for line in said), said
     elsewhere = make(mixed(tmp_path, "whole", processes=1))
@@ -214,9 +214,9 @@ def test_a_preparing_process_that_dies_is_named_and_costs_its_unit_only(tmp_path
                 child.kill()
 
     with pytest.raises(HoldfastError, match="a preparing process ended with -9"):
-        prepare(config, say=lambda _: None, progress=kill)
+        prepare_dataset(config, say=lambda _: None, progress=kill)
     said: list[str] = []
-    assert verify(prepare(config, say=said.append).folder) == []
+    assert find_problems(prepare_dataset(config, say=said.append).folder) == []
     assert any("were done before" in line for line in said)
 
 
@@ -232,10 +232,10 @@ def test_changed_sources_start_over(tmp_path: Path) -> None:
             raise StopError
 
     with pytest.raises(StopError):
-        prepare(config, say=lambda _: None, progress=stop)
+        prepare_dataset(config, say=lambda _: None, progress=stop)
     (folder / "000.txt").write_text("something else\n")
     said: list[str] = []
-    dataset = prepare(config, say=said.append)
+    dataset = prepare_dataset(config, say=said.append)
     assert any("starting over" in line for line in said)
     assert "something else\n" in documents(dataset, "train")
 
@@ -253,7 +253,7 @@ def test_a_torn_result_of_a_unit_is_made_again(tmp_path: Path) -> None:
             raise StopError
 
     with pytest.raises(StopError):
-        prepare(config, say=stop)
+        prepare_dataset(config, say=stop)
     for result in (tmp_path / "out" / ".prepare").glob("*/00000000"):
         if result.parent.name != "lots":
             result.write_bytes(result.read_bytes()[:-3])
@@ -284,8 +284,11 @@ def test_any_tokenizer_and_wide_tokens(tmp_path: Path) -> None:
     known = len(spec["model"]["vocab"])
     spec["model"]["vocab"] |= {f"filler{i}": known + i for i in range(70_000)}
     spec["truncation"] = {
-        "direction": "Right", "max_length": 4, "strategy": "LongestFirst", "stride": 0,
-    }  # fmt: skip
+        "direction": "Right",
+        "max_length": 4,
+        "strategy": "LongestFirst",
+        "stride": 0,
+    }
     wide_path = tmp_path / "wide.json"
     wide_path.write_text(json.dumps(spec))
     config = data_config(tmp_path / "wide", text_source(folder), tokenizer={"path": str(wide_path)})
@@ -324,15 +327,15 @@ def test_sources_that_changed_since_are_told_and_change_nothing(tmp_path: Path) 
     config = data_config(tmp_path / "out", text_source(folder))
     version = make(config).version
     said: list[str] = []
-    assert prepare(config, said.append).version == version
+    assert prepare_dataset(config, said.append).version == version
     assert said == []
     (folder / "more.txt").write_text("another text")
-    assert prepare(config, said.append).version == version
+    assert prepare_dataset(config, said.append).version == version
     (line,) = said
     assert "its sources have changed (text: 3 files of" in line
     assert "name another data.folder to read them anew" in line
     shutil.rmtree(folder)  # a dataset stands for itself
-    assert prepare(config, said.append).version == version
+    assert prepare_dataset(config, said.append).version == version
     assert len(said) == 1
 
 

@@ -67,10 +67,21 @@ def test_full_disk_then_room(tmp_path: Path, size: str, stage: str) -> None:
     (tmp_path / "script.py").write_text(SCRIPT.replace("SIZE", size))
     inside = 'mount -t tmpfs -o size=64m none "$1" && mkdir "$1/set" && exec "$2" "$3" "$4" "$1"'
     done = subprocess.run(
-        ["unshare", "-Urm", "sh", "-c", inside, "sh", str(disk), sys.executable,
-         str(tmp_path / "script.py"), config.model_dump_json()],
-        capture_output=True, text=True,
-    )  # fmt: skip
+        [
+            "unshare",
+            "-Urm",
+            "sh",
+            "-c",
+            inside,
+            "sh",
+            str(disk),
+            sys.executable,
+            str(tmp_path / "script.py"),
+            config.model_dump_json(),
+        ],
+        capture_output=True,
+        text=True,
+    )
     assert done.returncode == 0, done.stderr
     out = json.loads(done.stdout)
     kinds = [kind for kind, _ in out["failed"]]

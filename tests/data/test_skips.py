@@ -10,8 +10,8 @@ import pytest
 
 from holdfast.config.data import DataConfig
 from holdfast.core.data.skips import Skip, Skips
-from holdfast.data.audit import audit
-from holdfast.data.batch import MASKED, Batches
+from holdfast.data.audit import audit_records
+from holdfast.data.batch import MASKED_TARGET, Batches
 from holdfast.data.dataset import Dataset
 from holdfast.events import BatchFed
 from tests.data.test_audit import EVEN, committed, feed
@@ -28,7 +28,7 @@ def _source(small: Dataset, small_config: DataConfig) -> Batches:
 def test_nothing_of_a_skipped_microbatch_is_fed(source: Batches, small: Dataset) -> None:
     skipped = source.microbatch(2, 1)
     assert skipped.tokens == 0
-    assert (skipped.targets == MASKED).all()
+    assert (skipped.targets == MASKED_TARGET).all()
     assert (skipped.inputs == small.end).all()
     (entry,) = skipped.entries
     assert entry["skipped"].startswith("step 2 is not finite")
@@ -46,12 +46,12 @@ def test_the_others_are_as_ever(source: Batches, small: Dataset, small_config: D
 @pytest.mark.parametrize("parts", [1, 2])
 def test_the_audit_shows_it_as_skipped(source: Batches, parts: int) -> None:
     plans = [plan for plan in EVEN for _ in range(parts)]
-    result = audit([*feed(source, plans, 1, 3, parts=parts), committed(3)], source)
+    result = audit_records([*feed(source, plans, 1, 3, parts=parts), committed(3)], source)
     assert result.ok
     (reason,) = result.skipped
     assert reason.startswith("step 2 is not finite")
     assert result.skipped[reason] == 2
-    assert "none missing, none twice, 2 skipped" in result.sentence()
+    assert "none missing, none twice, 2 skipped" in result.describe()
     assert sum(use.used for use in result.epochs) == 3 * 8 - 2
 
 
@@ -65,8 +65,9 @@ def test_what_is_called_skipped_but_was_fed_is_a_problem(
             entries = [{**e, "skipped": "so it says"} for e in event.entries]
             event = replace(event, entries=entries)
         records.append(replace(r, event=event))
-    result = audit([*records, committed(3)], source)
+    result = audit_records([*records, committed(3)], source)
     assert [(p.kind, p.step, p.microbatch) for p in result.problems] == [
-        ("wrong", 2, 0), ("wrong", 2, 1),
-    ]  # fmt: skip
-    assert "calls it skipped (so it says), but tokens were fed" in result.sentence()
+        ("wrong", 2, 0),
+        ("wrong", 2, 1),
+    ]
+    assert "calls it skipped (so it says), but tokens were fed" in result.describe()

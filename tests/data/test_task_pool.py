@@ -24,6 +24,6 @@ def test_a_task_that_cannot_be_handed_over_is_an_error_of_ours(
     task = {"kind": "inspect", "path": str(tmp_path / "none")}
     with (
         pytest.raises(HoldfastError, match="a preparing process ended with -9"),
-        task_pool.Pool(1) as processes,
+        task_pool.TaskPool(1) as processes,
     ):
         processes.run([task], lambda task: None)

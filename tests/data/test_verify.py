@@ -12,8 +12,8 @@ import pytest
 
 from holdfast.config.data import DataConfig
 from holdfast.data.dataset import Dataset
-from holdfast.data.inspect import masks, numbers, render
-from holdfast.data.verify import check, verify
+from holdfast.data.inspect import dataset_numbers, mask_shares, render_sample
+from holdfast.data.verify import check_dataset, find_problems
 from holdfast.errors import DataError
 from tests.support.corpus import batches
 
@@ -24,9 +24,9 @@ def _copy(small: Dataset, tmp_path: Path) -> Path:
 
 
 def test_a_sound_dataset_has_no_problems(small: Dataset) -> None:
-    assert verify(small.folder) == []
-    check(small)
-    check(small, limit=1)
+    assert find_problems(small.folder) == []
+    check_dataset(small)
+    check_dataset(small, limit=1)
 
 
 def test_one_changed_byte_in_any_file_is_found(copy: Path) -> None:
@@ -41,13 +41,13 @@ def test_one_changed_byte_in_any_file_is_found(copy: Path) -> None:
             changed = bytearray(raw)
             changed[at] ^= 1 << rng.randrange(8)
             path.write_bytes(changed)
-            problems = verify(copy)
+            problems = find_problems(copy)
             assert problems, f"{path.name} byte {at}"
             assert path.name in problems[0]
             with pytest.raises(DataError, match=path.name):
-                check(Dataset.open(copy))
+                check_dataset(Dataset.open(copy))
         path.write_bytes(raw)
-    assert verify(copy) == []
+    assert find_problems(copy) == []
 
 
 def test_files_cut_short_or_missing_are_found_on_open(copy: Path) -> None:
@@ -68,24 +68,24 @@ def test_files_cut_short_or_missing_are_found_on_open(copy: Path) -> None:
 def test_white_space_in_the_manifest_counts(copy: Path) -> None:
     manifest = copy / "manifest.json"
     manifest.write_text(json.dumps(json.loads(manifest.read_text())))
-    assert "not what was written" in verify(copy)[0]
+    assert "not what was written" in find_problems(copy)[0]
 
 
 def test_a_newer_format_and_no_dataset_are_told_apart(copy: Path, tmp_path: Path) -> None:
     manifest = json.loads((copy / "manifest.json").read_text())
     (copy / "manifest.json").write_text(json.dumps(manifest | {"format": 99}))
-    assert "format 99 is newer" in verify(copy)[0]
-    assert "there is no prepared dataset" in verify(tmp_path / "nothing")[0]
+    assert "format 99 is newer" in find_problems(copy)[0]
+    assert "there is no prepared dataset" in find_problems(tmp_path / "nothing")[0]
 
 
 def test_numbers_are_the_manifest_s(small: Dataset, small_config: DataConfig) -> None:
-    found = json.loads(json.dumps(numbers(small)))
+    found = json.loads(json.dumps(dataset_numbers(small)))
     assert found["version"] == small.version
     assert found["splits"]["train"]["tokens"] == sum(s.tokens for s in small.streams("train"))
     assert set(found["splits"]["train"]["sources"]) == {"a", "b"}
-    mask = masks(batches(small, small_config))
+    mask = mask_shares(batches(small, small_config))
     b = batches(small, small_config)
-    targets = b.read(0, min(256, sum(b.order.sizes))).targets
+    targets = b.read_samples(0, min(256, sum(b.order.sizes))).targets
     assert mask["masked_share"] == pytest.approx(float(np.mean(targets == -100)))
     assert 0.0 < mask["masked_share"] < 0.2
 
@@ -94,8 +94,8 @@ def test_render_shows_the_text_and_where_documents_end(
     small: Dataset, small_config: DataConfig
 ) -> None:
     b = batches(small, small_config)
-    ended = [p for p in range(200) if (b.read(p, p + 1).inputs == small.end).any()]
-    text = render(b, ended[0])
+    ended = [p for p in range(200) if (b.read_samples(p, p + 1).inputs == small.end).any()]
+    text = render_sample(b, ended[0])
     assert "=== end of document (target masked) ===" in text
     whole = next(p for p in range(200) if p not in ended)
-    assert render(b, whole).count("|") >= small_config.sequence_length
+    assert render_sample(b, whole).count("|") >= small_config.sequence_length

@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
-from holdfast.elastic.event_log import Board
+from holdfast.elastic.event_log import EventLog
 from holdfast.events import GenerationStarted, Record, StepDone, WorkerLost
-from holdfast.wire.journal import read
+from holdfast.wire.journal import read_journal
 from holdfast.wire.store.run_store import FolderStore
 
 
@@ -19,9 +19,9 @@ def test_a_step_that_is_told_once_more_is_neither_shown_nor_stored(tmp_path: Pat
     shown: list[Record] = []
 
     async def go() -> None:
-        board = Board(FolderStore(tmp_path), [shown.append], print)
+        board = EventLog(FolderStore(tmp_path), [shown.append], print)
         for generation, start, steps in ((1, 0, range(1, 5)), (2, 4, (3, 4, 5)), (3, 3, (4, 5))):
-            board.begin(generation)
+            board.begin_generation(generation)
             board.emit("agent", _started(start))
             for step in steps:
                 board.emit("rank0", StepDone(1.0, 1, 1.0, 1e-3, 0.1, step=step))
@@ -30,10 +30,16 @@ def test_a_step_that_is_told_once_more_is_neither_shown_nor_stored(tmp_path: Pat
     asyncio.run(go())
     told = [1, 2, 3, 4, 5, 4, 5]  # generation 3 does again what was lost with generation 2
     assert [r.event.step for r in shown if isinstance(r.event, StepDone)] == told
-    stored = [r for r in read(FolderStore(tmp_path)) if isinstance(r.event, StepDone)]
+    stored = [r for r in read_journal(FolderStore(tmp_path)) if isinstance(r.event, StepDone)]
     assert [(r.generation, r.event.step) for r in stored] == [
-        (1, 1), (1, 2), (1, 3), (1, 4), (2, 5), (3, 4), (3, 5)
-    ]  # fmt: skip
+        (1, 1),
+        (1, 2),
+        (1, 3),
+        (1, 4),
+        (2, 5),
+        (3, 4),
+        (3, 5),
+    ]
 
 
 def test_what_is_told_late_of_a_generation_stands_in_it_beside_what_this_node_wrote_before(
@@ -43,23 +49,29 @@ def test_what_is_told_late_of_a_generation_stands_in_it_beside_what_this_node_wr
     store, shown = FolderStore(tmp_path), list[Record]()
 
     async def go() -> None:
-        before = Board(store, [], print, "a")
-        before.begin(3)
+        before = EventLog(store, [], print, "a")
+        before.begin_generation(3)
         before.emit("agent", _started(0))
         assert await before.flush()
-        board = Board(store, [shown.append], print, "a")
+        board = EventLog(store, [shown.append], print, "a")
         for rank in (0, 1):
-            board.late("term7", 3, WorkerLost(rank, 0, "its agent has ended", "heartbeat", "b"))
-        board.begin(4)
+            board.emit_in_generation(
+                "term7", 3, WorkerLost(rank, 0, "its agent has ended", "heartbeat", "b")
+            )
+        board.begin_generation(4)
         board.emit("agent", _started(0))
-        board.late("term7", 4, WorkerLost(0, 0, "its agent has ended", "heartbeat", "b"))
+        board.emit_in_generation(
+            "term7", 4, WorkerLost(0, 0, "its agent has ended", "heartbeat", "b")
+        )
         assert await board.flush()
 
     asyncio.run(go())
-    told = [(r.generation, r.writer, r.sequence, r.event.kind) for r in read(store)]
+    told = [(r.generation, r.writer, r.sequence, r.event.kind) for r in read_journal(store)]
     assert told == [
-        (3, "agent.a", 0, "generation_started"), (3, "term7.a", 0, "worker_lost"),
-        (3, "term7.a", 1, "worker_lost"), (4, "agent.a", 0, "generation_started"),
+        (3, "agent.a", 0, "generation_started"),
+        (3, "term7.a", 0, "worker_lost"),
+        (3, "term7.a", 1, "worker_lost"),
+        (4, "agent.a", 0, "generation_started"),
         (4, "agent.a", 1, "worker_lost"),
-    ]  # fmt: skip
+    ]
     assert [(r.generation, r.sequence) for r in shown] == [(3, 0), (3, 1), (4, 0), (4, 1)]

@@ -27,7 +27,7 @@ from holdfast.events import (
     WorkerLost,
     WorkerStarted,
 )
-from holdfast.wire.journal import JournalWriter, read
+from holdfast.wire.journal import JournalWriter, read_journal
 from holdfast.wire.store.run_store import FolderStore
 from tests.support.commands import within, write_run_file
 
@@ -215,9 +215,12 @@ def test_two_runs_are_compared_to_the_last_bit(
 @pytest.mark.parametrize("which", ["disturbed", "undisturbed"])
 @pytest.mark.parametrize("untold", [(4, 6), (10, 11)], ids=["within", "the last"])
 def test_a_step_that_nobody_told_of_is_not_the_same(
-    quickstart: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str], which: str,
+    quickstart: ModuleType,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    which: str,
     untold: tuple[int, int],
-) -> None:  # fmt: skip
+) -> None:
     for name in ("disturbed", "undisturbed"):
         first, end = untold if name == which else (11, 11)
         generation(tmp_path / name, 1, ALL, 0)
@@ -263,14 +266,26 @@ def test_ctrl_c_while_a_command_trains_ends_in_a_sentence_and_leaves_nobody(
     run_file, folder = write_run_file(tmp_path), tmp_path / "run"
     assert within("data", "prepare", run_file).code == 0
     process = subprocess.Popen(
-        [sys.executable, "-c", INTERRUPTED, str(FOLDER), "train", str(run_file),
-         "train.steps=100000", "train.evaluate.every=0", "layout.workers=1"],
-        text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True,
+        [
+            sys.executable,
+            "-c",
+            INTERRUPTED,
+            str(FOLDER),
+            "train",
+            str(run_file),
+            "train.steps=100000",
+            "train.evaluate.every=0",
+            "layout.workers=1",
+        ],
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        start_new_session=True,
         env=os.environ | {"OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
+    )
     try:
         deadline = time.monotonic() + 120
-        while not any(isinstance(r.event, StepDone) for r in read(FolderStore(folder))):
+        while not any(isinstance(r.event, StepDone) for r in read_journal(FolderStore(folder))):
             assert time.monotonic() < deadline
             assert process.poll() is None
             time.sleep(0.1)
@@ -282,4 +297,4 @@ def test_ctrl_c_while_a_command_trains_ends_in_a_sentence_and_leaves_nobody(
     assert process.returncode == 130, said
     assert said.strip().endswith("interrupted; the same command goes on from there")
     assert "Traceback" not in said
-    assert any(isinstance(r.event, RunStopped) for r in read(FolderStore(folder)))
+    assert any(isinstance(r.event, RunStopped) for r in read_journal(FolderStore(folder)))

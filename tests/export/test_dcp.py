@@ -18,11 +18,11 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from holdfast.checkpoint.interop.dcp import DcpFolder
-from holdfast.checkpoint.restore.catalog import listing
+from holdfast.checkpoint.restore.catalog import list_commits
 from holdfast.checkpoint.restore.reader import Checkpoint
 from holdfast.config.model import ModelConfig
 from holdfast.core.format.flat_names import SCHEMES
-from holdfast.core.sharding.boxes import whole
+from holdfast.core.sharding.boxes import whole_box
 from holdfast.core.sharding.parameters import decoder_parameters
 from holdfast.launch.runs import open_run
 from holdfast.model.decoder import Decoder
@@ -47,12 +47,12 @@ def stock(folder: Path) -> dict[str, torch.Tensor]:
 
 def ours(folder: Path) -> dict[str, torch.Tensor]:
     store = open_run(folder).store
-    checkpoint = Checkpoint.open(store, listing(store)[0])
+    checkpoint = Checkpoint.open(store, list_commits(store)[0])
     found = {}
     for spec in checkpoint.tensors:
         value = torch.empty(spec.shape)
         checkpoint.read(
-            whole(spec.name, spec.shape), value.reshape(-1).view(torch.uint8).numpy().data
+            whole_box(spec.name, spec.shape), value.reshape(-1).view(torch.uint8).numpy().data
         )
         found[spec.name] = value
     return found
@@ -99,10 +99,12 @@ def trainer(model: ModelConfig) -> tuple[Decoder, torch.optim.AdamW]:
         torch.nn.init.normal_(parameter)
     decays = {p.name: p.decay for p in decoder_parameters(model)}
     groups = [
-        {"params": [p for n, p in decoder.named_parameters() if decays[n] is decay],
-         "weight_decay": 0.1 * decay}
+        {
+            "params": [p for n, p in decoder.named_parameters() if decays[n] is decay],
+            "weight_decay": 0.1 * decay,
+        }
         for decay in (True, False)
-    ]  # fmt: skip
+    ]
     optimizer = torch.optim.AdamW(groups, lr=1e-3, betas=(0.9, 0.95))
     for _ in range(2):
         for parameter in decoder.parameters():

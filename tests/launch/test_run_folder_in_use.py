@@ -13,39 +13,42 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.checkpoint.restore.catalog import listing, step_of
-from holdfast.config.load import load
+from holdfast.checkpoint.restore.catalog import list_commits, step_of
+from holdfast.config.load import load_config
 from holdfast.errors import RunFolderError
 from holdfast.events import GenerationStarted, RequestsRefused, StepDone
 from holdfast.launch import run_folder
 from holdfast.launch.run_folder import (
-    describe,
     identity,
     refuse_foreign,
     refuse_in_use,
     refuse_other,
     set_aside,
+    write_description,
 )
-from holdfast.plan.hardware import this_machine
+from holdfast.plan.hardware import detect_hardware
 from holdfast.wire.http.auth import Verifier
-from holdfast.wire.http.server import Guard, Listener
-from holdfast.wire.http.sockets import address_of, bind
+from holdfast.wire.http.server import HttpListener, SignedApplication
+from holdfast.wire.http.sockets import address_of, bind_listener
 from holdfast.wire.secret import open_secret
 from holdfast.wire.store.run_store import FolderStore
-from holdfast.wire.term import QUESTION, claim, open_generation
+from holdfast.wire.term import TERM_PATH, create_generation, create_term
 from tests.support.commands import apart, start
 from tests.support.nodes import DEADLINE, QUICK, nodes_of
 from tests.support.ranks import wait_until
 
 SETTINGS = (
-    "train.steps=100000", "train.batch_size=6", "train.evaluate.every=0",
-    "checkpoint.every_steps=20", "layout.workers=2",
-)  # fmt: skip
+    "train.steps=100000",
+    "train.batch_size=6",
+    "train.evaluate.every=0",
+    "checkpoint.every_steps=20",
+    "layout.workers=2",
+)
 
 
 def _saves_on(folder: Path) -> None:
-    newest = step_of(listing(FolderStore(folder))[0])
-    wait_until(lambda: step_of(listing(FolderStore(folder))[0]) > newest, DEADLINE, "a save")
+    newest = step_of(list_commits(FolderStore(folder))[0])
+    wait_until(lambda: step_of(list_commits(FolderStore(folder))[0]) > newest, DEADLINE, "a save")
 
 
 @pytest.mark.slow
@@ -69,16 +72,16 @@ def test_of_two_starts_in_one_moment_with_other_settings_one_begins_the_folder(
     run_file: Path, tmp_path: Path
 ) -> None:
     """Both have found nothing there, and are about to write what is computed here."""
-    folder, machine = tmp_path / "run", this_machine()
-    two = [load(run_file, [f"folder={folder}", f"seed={seed}"]) for seed in (1, 2)]
+    folder, machine = tmp_path / "run", detect_hardware()
+    two = [load_config(run_file, [f"folder={folder}", f"seed={seed}"]) for seed in (1, 2)]
     for loaded in two:
         refuse_other(folder, loaded, "v1")
-    describe(folder, two[0], machine, tmp_path, "v1")
+    write_description(folder, two[0], machine, tmp_path, "v1")
     before = {path.name: path.read_bytes() for path in folder.iterdir()}
     with pytest.raises(RunFolderError, match="seed"):
-        describe(folder, two[1], machine, tmp_path, "v1")
+        write_description(folder, two[1], machine, tmp_path, "v1")
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
-    describe(folder, two[0], machine, tmp_path, "v1")
+    write_description(folder, two[0], machine, tmp_path, "v1")
 
 
 @pytest.mark.slow
@@ -96,7 +99,7 @@ def test_two_nodes_with_fresh_begin_one_run_beside_an_old_folder(
     with nodes_of(run_file, folder, *SETTINGS, "--fresh", "cluster.min_nodes=2") as nodes:
         nodes.start("a", "b")
         wait_until((tmp_path / "run.old-1").is_dir, DEADLINE, "the old folder is moved")
-        nodes.wait_until(lambda: listing(FolderStore(folder)), "nothing is saved")
+        nodes.wait_until(lambda: list_commits(FolderStore(folder)), "nothing is saved")
         assert sorted(path.name for path in tmp_path.iterdir()) == ["run", "run.old-1"]
         assert nodes.events(GenerationStarted)[0].step == 0
         losses = nodes.losses()
@@ -118,7 +121,7 @@ def test_two_nodes_with_fresh_begin_one_run_however_long_the_old_leader_is_asked
         socket.create_server(("127.0.0.1", 0)) as silent,
         nodes_of(run_file, folder, *SETTINGS, "--fresh", "cluster.min_nodes=2") as nodes,
     ):
-        claim(FolderStore(folder), 2, address_of(silent), "gone")
+        create_term(FolderStore(folder), 2, address_of(silent), "gone")
         nodes.start("a")
         time.sleep(0.5)
         nodes.start("b")
@@ -141,7 +144,7 @@ def _begin_anew(folder: Path) -> None:
 def _old(folder: Path, leader: str) -> None:
     open_secret(folder)
     (folder / "resolved.json").write_text("old")
-    claim(FolderStore(folder), 1, leader, "gone")
+    create_term(FolderStore(folder), 1, leader, "gone")
 
 
 def _is_new(folder: Path) -> None:
@@ -178,7 +181,7 @@ def test_a_trainer_that_begins_while_the_old_leader_is_asked_refuses_nobody(tmp_
         def answer() -> None:
             asked, _ = leader.accept()
             _begin_anew(folder)
-            open_generation(
+            create_generation(
                 FolderStore(folder), 1, {"agents": {"a": {"address": address_of(node.socket)}}}
             )
             asked.close()
@@ -232,19 +235,23 @@ def test_a_folder_that_goes_while_it_is_looked_at_is_nobodys(
 def test_a_folder_whose_leader_is_lost_is_still_that_of_the_others(tmp_path: Path) -> None:
     async def scene() -> None:
         store, secret = FolderStore(tmp_path), open_secret(tmp_path)
-        bound = bind("127.0.0.1", 0, "cluster.interface")
+        bound = bind_listener("127.0.0.1", 0, "cluster.interface")
 
         async def answer(_: int, body: dict[str, object]) -> dict[str, object]:
             return {"hears": False, "term": 1}
 
-        handlers = {QUESTION: answer}
-        guard = Guard(
-            handlers, secret, Verifier(secret, time.time), lambda: 0, outside=frozenset(handlers)
+        handlers = {TERM_PATH: answer}
+        guard = SignedApplication(
+            handlers,
+            secret,
+            Verifier(secret, time.time),
+            lambda: 0,
+            generationless_paths=frozenset(handlers),
         )
-        serving = asyncio.create_task(Listener(guard, bound).serve())
-        claim(store, 1, "127.0.0.1:1", "a")
+        serving = asyncio.create_task(HttpListener(guard, bound).serve())
+        create_term(store, 1, "127.0.0.1:1", "a")
         agents = {"a": {"address": "127.0.0.1:1"}, "b": {"address": address_of(bound)}}
-        open_generation(store, 1, {"agents": agents})
+        create_generation(store, 1, {"agents": agents})
         with pytest.raises(RunFolderError, match="node b is at work"):
             await asyncio.to_thread(refuse_in_use, tmp_path)
         serving.cancel()

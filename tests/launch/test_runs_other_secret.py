@@ -17,13 +17,13 @@ import pytest
 
 from holdfast.errors import RunFolderError
 from holdfast.launch.run_folder import refuse_alone, refuse_in_use
-from holdfast.launch.runs import trainer_answers
+from holdfast.launch.runs import probe_run
 from holdfast.wire.http.auth import Verifier
-from holdfast.wire.http.server import Guard, Listener
-from holdfast.wire.http.sockets import address_of, bind
-from holdfast.wire.secret import VARIABLE, Secret, open_secret
+from holdfast.wire.http.server import HttpListener, SignedApplication
+from holdfast.wire.http.sockets import address_of, bind_listener
+from holdfast.wire.secret import SECRET_FILE_VARIABLE, Secret, open_secret
 from holdfast.wire.store.run_store import FolderStore
-from holdfast.wire.term import QUESTION, claim, newest_term, open_generation
+from holdfast.wire.term import TERM_PATH, create_generation, create_term, newest_term
 from tests.support.commands import here, secret_file
 from tests.support.nodes import QUICK, nodes_of
 
@@ -33,16 +33,23 @@ OTHER = "a trainer with another secret than is known here uses this run folder"
 @contextmanager
 def agent(secret: Secret) -> Iterator[str]:
     """The address of something that answers as an agent's control does."""
-    bound, loop, ended = bind("127.0.0.1", 0, "cluster.interface"), asyncio.new_event_loop(), []
+    bound, loop, ended = (
+        bind_listener("127.0.0.1", 0, "cluster.interface"),
+        asyncio.new_event_loop(),
+        [],
+    )
 
     async def answer(_: int, body: dict[str, object]) -> dict[str, object]:
         return {"hears": False, "term": 1}
 
-    guard = Guard(
-        {QUESTION: answer}, secret, Verifier(secret, time.time), lambda: 0,
-        outside=frozenset({QUESTION}),
-    )  # fmt: skip
-    listener = Listener(guard, bound)
+    guard = SignedApplication(
+        {TERM_PATH: answer},
+        secret,
+        Verifier(secret, time.time),
+        lambda: 0,
+        generationless_paths=frozenset({TERM_PATH}),
+    )
+    listener = HttpListener(guard, bound)
 
     def serve() -> None:
         loop.run_until_complete(listener.serve())
@@ -60,34 +67,41 @@ def agent(secret: Secret) -> Iterator[str]:
 @pytest.mark.slow
 @pytest.mark.parametrize("known", ["none", "of another run", "in the folder"])
 def test_a_trainer_is_found_whatever_secret_the_shell_names(
-    run_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str], known: str,
-) -> None:  # fmt: skip
+    run_file: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    known: str,
+) -> None:
     folder = tmp_path / "run"
     own = known == "in the folder"
-    monkeypatch.delenv(VARIABLE, raising=False)
+    monkeypatch.delenv(SECRET_FILE_VARIABLE, raising=False)
     if not own:
-        monkeypatch.setenv(VARIABLE, str(secret_file(tmp_path)))
+        monkeypatch.setenv(SECRET_FILE_VARIABLE, str(secret_file(tmp_path)))
     settings = ("train.steps=100000", "train.evaluate.every=0", "layout.workers=1")
     command = ("train", run_file, f"folder={folder}", *settings)
     with nodes_of(run_file, folder, *settings, "cluster.min_nodes=1") as nodes:
         nodes.start("a")
         nodes.wait_step(2)
         if known == "none":
-            monkeypatch.delenv(VARIABLE)
+            monkeypatch.delenv(SECRET_FILE_VARIABLE)
         else:
-            monkeypatch.setenv(VARIABLE, str(secret_file(tmp_path, "a7")))
+            monkeypatch.setenv(SECRET_FILE_VARIABLE, str(secret_file(tmp_path, "a7")))
         before = {path: path.stat().st_mtime_ns for path in folder.glob("*.json")}
 
         said = ("another trainer uses this run folder", "stop it") if own else (OTHER, "touch")
         for more in ((), ("--fresh",)):
             here(capsys, *command, *more).refuses(*said, "on a")
         # Such a node would hear nothing that it takes for an answer, and open the next term.
-        said = ("the secret in this folder", f"unset {VARIABLE}") if own else (OTHER, VARIABLE)
+        said = (
+            ("the secret in this folder", f"unset {SECRET_FILE_VARIABLE}")
+            if own
+            else (OTHER, SECRET_FILE_VARIABLE)
+        )
         node = (*command, "cluster.node=b", *QUICK)
         for joins in (node, (*node, "--fresh"), ("join", folder, "--node", "b")):
             here(capsys, *joins).refuses(*said, "on a")
-        assert trainer_answers(folder) is (True if own else None)
+        assert probe_run(folder) is (True if own else None)
 
         assert not list(tmp_path.glob("run.old*"))
         assert (folder / "secret").exists() is own
@@ -101,9 +115,9 @@ def test_a_trainer_is_found_whatever_secret_the_shell_names(
 def test_a_node_whose_leader_is_gone_is_found_without_its_secret(tmp_path: Path) -> None:
     store = FolderStore(tmp_path)
     with agent(Secret(b"5" * 32)) as address:
-        claim(store, 1, "127.0.0.1:1", "a")
+        create_term(store, 1, "127.0.0.1:1", "a")
         agents = {"a": {"address": "127.0.0.1:1"}, "b": {"address": address}}
-        open_generation(store, 1, {"agents": agents})
+        create_generation(store, 1, {"agents": agents})
         with pytest.raises(RunFolderError, match=f"{OTHER}, it seems: node b is at work"):
             refuse_in_use(tmp_path)
     refuse_in_use(tmp_path)
@@ -118,15 +132,15 @@ def test_another_runs_trainer_in_a_dead_ones_place_can_be_told_of(
     if own:
         open_secret(folder)
     with agent(Secret(b"5" * 32)) as address:
-        claim(store, 1, address, "a")
+        create_term(store, 1, address, "a")
         with pytest.raises(RunFolderError, match=OTHER) as caught:
             refuse_in_use(folder)
-        assert trainer_answers(folder) is None
+        assert probe_run(folder) is None
         told = str(caught.value.remedy).partition("say so with: ")[2]
         subprocess.run(shlex.split(told), check=True)
         for check in (refuse_in_use, refuse_alone):
             check(folder)
-        assert trainer_answers(folder) is False
+        assert probe_run(folder) is False
 
 
 class _Stranger(BaseHTTPRequestHandler):
@@ -143,10 +157,10 @@ def test_a_strangers_server_in_a_dead_ones_place_keeps_nobody(tmp_path: Path, ow
         open_secret(tmp_path)
     with HTTPServer(("127.0.0.1", 0), _Stranger) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
-        claim(FolderStore(tmp_path), 1, f"127.0.0.1:{server.server_port}", "a")
+        create_term(FolderStore(tmp_path), 1, f"127.0.0.1:{server.server_port}", "a")
         for check in (refuse_in_use, refuse_alone):
             check(tmp_path)
-        assert trainer_answers(tmp_path) is False
+        assert probe_run(tmp_path) is False
         server.shutdown()
     refuse_in_use(tmp_path)
-    assert trainer_answers(tmp_path) is False
+    assert probe_run(tmp_path) is False

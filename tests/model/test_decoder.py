@@ -112,9 +112,10 @@ def test_rotation_keeps_lengths_and_turns_back() -> None:
 
 
 def test_scaling_slows_long_waves_only() -> None:
-    plain, scaled = frequencies(config(head_dim=64)), frequencies(
-        config(head_dim=64, rope_scaling=SCALING)
-    )  # fmt: skip
+    plain, scaled = (
+        frequencies(config(head_dim=64)),
+        frequencies(config(head_dim=64, rope_scaling=SCALING)),
+    )
     waves = 2 * math.pi / plain
     long, short = waves > 32 / 1.0, waves < 32 / 4.0
     torch.testing.assert_close(scaled[long], plain[long] / 8)

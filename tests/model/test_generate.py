@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from holdfast.errors import UserError
-from holdfast.model.generate import Session, generate, sample
+from holdfast.model.generate import DecodingSession, generate, sample
 from tests.support.models import SHAPES, config, lively, tokens
 
 
@@ -14,7 +14,7 @@ from tests.support.models import SHAPES, config, lively, tokens
 @pytest.mark.parametrize("pieces", [[1] * 12, [5, 1, 1, 1, 4], [3, 6, 3], [12]])
 def test_cached_logits_are_the_uncached(shape: str, pieces: list[int]) -> None:
     model, text = lively(config(**SHAPES[shape]), dtype=torch.float64), tokens(2, 12)
-    whole, session, seen = model(text), Session(model, 16), 0
+    whole, session, seen = model(text), DecodingSession(model, 16), 0
     for length in pieces:
         logits = session.read(text[:, seen : seen + length])
         seen += length

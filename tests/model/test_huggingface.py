@@ -31,9 +31,14 @@ def _offline(monkeypatch: pytest.MonkeyPatch) -> None:
 def theirs(folder: Path, **changes: Any) -> Any:
     """A random model of transformers, gains included, saved at `folder`."""
     shape = {
-        "vocab_size": 96, "hidden_size": 32, "intermediate_size": 56, "num_hidden_layers": 2,
-        "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256,
-    } | changes  # fmt: skip
+        "vocab_size": 96,
+        "hidden_size": 32,
+        "intermediate_size": 56,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 256,
+    } | changes
     kind = shape.pop("kind", "Llama")
     dtype = shape.pop("dtype", torch.float32)
     built = getattr(transformers, f"{kind}ForCausalLM")(
@@ -48,17 +53,26 @@ def theirs(folder: Path, **changes: Any) -> Any:
     return built
 
 
-LLAMA3 = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0,
-          "high_freq_factor": 4.0, "original_max_position_embeddings": 32}  # fmt: skip
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 5e5,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
 THEIRS: dict[str, dict[str, Any]] = {
     "llama": {},
     "llama_scaled_tied": {"rope_parameters": LLAMA3, "tie_word_embeddings": True},
     "llama_wide_head": {"head_dim": 24, "num_key_value_heads": 1},
     "qwen3": {"kind": "Qwen3", "head_dim": 24},
     "qwen3_tied_bf16": {
-        "kind": "Qwen3", "head_dim": 24, "tie_word_embeddings": True, "dtype": torch.bfloat16,
+        "kind": "Qwen3",
+        "head_dim": 24,
+        "tie_word_embeddings": True,
+        "dtype": torch.bfloat16,
     },
-}  # fmt: skip
+}
 
 
 def load(model: ModelConfig, tensors: Mapping[str, torch.Tensor]) -> Decoder:
@@ -173,8 +187,13 @@ def test_tokenizer_is_loaded_and_says_the_same(tmp_path: Path) -> None:
     # Exported on from that folder, its settings go along unchanged.
     again, tensors = import_folder(tmp_path / "out")
     export_folder(tmp_path / "again", again, tensors, tmp_path / "out")
-    for name in ("tokenizer.json", "tokenizer_config.json", "config.json", "generation_config.json",
-                 "model.safetensors"):  # fmt: skip
+    for name in (
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "config.json",
+        "generation_config.json",
+        "model.safetensors",
+    ):
         assert (tmp_path / "again" / name).read_bytes() == (tmp_path / "out" / name).read_bytes()
 
 
@@ -297,8 +316,11 @@ def test_full_and_read_only_disks(tmp_path: Path) -> None:
     """A real tmpfs in a namespace of its own: one sentence, nothing left, works with room."""
     found = subprocess.run(
         ["unshare", "-Urm", sys.executable, "-c", FULL, str(tmp_path)],
-        capture_output=True, text=True, check=True, cwd=Path(__file__).parents[2],
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        check=True,
+        cwd=Path(__file__).parents[2],
+    )
     full, locked, room = found.stdout.splitlines()
     assert full.startswith("OutOfSpaceError: ")
     assert full.endswith("the disk is full; make room, or name another place []")

@@ -27,8 +27,11 @@ def test_two_models_of_one_seed_are_equal_and_of_two_are_not() -> None:
 
 
 def test_no_two_parameters_share_numbers() -> None:
-    heads = [initial_tensor(row, 1).flatten()[:8] for row in decoder_parameters(config())
-             if isinstance(row.init, Normal)]  # fmt: skip
+    heads = [
+        initial_tensor(row, 1).flatten()[:8]
+        for row in decoder_parameters(config())
+        if isinstance(row.init, Normal)
+    ]
     signs = torch.stack(heads).sign()
     assert len({tuple(row.tolist()) for row in torch.stack(heads)}) == len(heads)
     assert signs.mean().abs() < 0.5

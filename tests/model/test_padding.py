@@ -10,7 +10,7 @@ import pytest
 import torch
 import transformers
 
-from holdfast.checkpoint.interop.huggingface import import_checkpoint
+from holdfast.checkpoint.interop.huggingface import import_huggingface
 from holdfast.checkpoint.restore.reader import Checkpoint
 from holdfast.config.identity import config_hash
 from holdfast.config.run import RunConfig
@@ -18,11 +18,11 @@ from holdfast.config.train import OptimizerConfig
 from holdfast.core.flops import counted_parameters
 from holdfast.core.format.manifest import commit_key
 from holdfast.core.sharding.boxes import Box
-from holdfast.core.sharding.parameters import count, decoder_parameters
+from holdfast.core.sharding.parameters import count_parameters, decoder_parameters
 from holdfast.model.generate import generate
 from holdfast.model.huggingface import export_folder, import_folder
 from holdfast.model.init import initial_tensor
-from holdfast.train.objective import NextToken, linear_cross_entropy
+from holdfast.train.objective import NextTokenObjective, linear_cross_entropy
 from holdfast.train.optimizer import AdamW
 from holdfast.wire.store.run_store import FolderStore
 from tests.support.models import config, decoder, tokens
@@ -41,7 +41,7 @@ def test_a_padded_model_starts_and_trains_as_the_plain_one(tied: bool) -> None:
     runs = []
     for multiple in (1, 16):
         model = config(vocab_size=61, vocab_multiple=multiple, tied_embeddings=tied)
-        objective = NextToken(decoder(model, dtype=torch.float64))
+        objective = NextTokenObjective(decoder(model, dtype=torch.float64))
         held = [p.detach() for p in objective.parameters()]
         sums = [torch.zeros_like(p) for p in held]
         decays = [row.decay for row in decoder_parameters(model)]
@@ -96,7 +96,7 @@ def test_padding_rows_are_left_out_of_the_softmax(chunk: int | None, dtype: torc
 
 def test_padding_is_counted_as_memory_and_not_as_work() -> None:
     plain, padded = config(vocab_size=61), config(**PADDED)
-    assert count(padded) - count(plain) == 2 * 3 * plain.dim
+    assert count_parameters(padded) - count_parameters(plain) == 2 * 3 * plain.dim
     assert counted_parameters(padded) == counted_parameters(plain)
     for row, other in zip(decoder_parameters(padded), decoder_parameters(plain), strict=True):
         value, want = initial_tensor(row, 7), initial_tensor(other, 7)
@@ -105,8 +105,9 @@ def test_padding_is_counted_as_memory_and_not_as_work() -> None:
 
 
 def test_padding_decides_which_run_it_is() -> None:
-    hashes = {config_hash(RunConfig.model_validate({"model": {"vocab_multiple": n}}))
-              for n in (1, 64)}  # fmt: skip
+    hashes = {
+        config_hash(RunConfig.model_validate({"model": {"vocab_multiple": n}})) for n in (1, 64)
+    }
     assert len(hashes) == 2
 
 
@@ -139,7 +140,7 @@ def test_export_cuts_padding_off_and_import_puts_it_back(tied: bool, tmp_path: P
         assert torch.equal(part, whole[start : start + rows, 3:10]), (start, rows)
 
     store = FolderStore(tmp_path / "run")
-    import_checkpoint(store, tmp_path / "out", model)
+    import_huggingface(store, tmp_path / "out", model)
     checkpoint = Checkpoint.open(store, commit_key(0, 0))
     value = np.empty((64, model.dim), np.float32)
     box = Box("model.embed.weight", (0, 0), (64, model.dim))

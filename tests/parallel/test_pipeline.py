@@ -13,13 +13,32 @@ from benchmarks.interpreters import ModuleStages, compare, make_stage
 from torch import Tensor, nn
 
 from holdfast.core.schedule.csv import from_csv, to_csv
-from holdfast.core.schedule.table import Action, Kind, Schedule, Value, build, singles
-from holdfast.core.schedule.timing import in_flight
+from holdfast.core.schedule.table import (
+    Action,
+    ActionKind,
+    Schedule,
+    Value,
+    actions_of,
+    build_schedule,
+)
+from holdfast.core.schedule.timing import max_in_flight
 from holdfast.errors import LayoutError, PeerLostError
-from holdfast.parallel.comm.comm_stats import Traffic
-from holdfast.parallel.comm.transport import Peers, exchange
-from holdfast.parallel.pipeline import Interpreter, Plan, StageWork, make_plan
-from holdfast.parallel.trace import COMPUTE, RECEIVE, Recorder, Span, chrome_trace, measure
+from holdfast.parallel.comm.comm_stats import TrafficCounter
+from holdfast.parallel.comm.transport import PeerGroup, exchange
+from holdfast.parallel.pipeline import (
+    PipelineInterpreter,
+    PipelinePlan,
+    StageWork,
+    make_pipeline_plan,
+)
+from holdfast.parallel.trace import (
+    COMPUTE,
+    RECEIVE,
+    SpanRecorder,
+    TraceSpan,
+    chrome_trace,
+    measure_pipeline,
+)
 from tests.support.ranks import RankContext, rank_values, ranks
 
 CPU = torch.device("cpu")
@@ -37,7 +56,7 @@ LOOPED_TABLE = (
 )
 
 
-def meet(line: Peers) -> None:
+def meet(line: PeerGroup) -> None:
     """Everybody has come here: what was sent before has arrived."""
     exchange(line, torch.zeros(1, dtype=torch.int64), [1] * line.size, tag=1)
 
@@ -64,10 +83,12 @@ def batch(microbatches: int) -> tuple[list[Tensor], list[Tensor]]:
     """Inputs and targets of every microbatch."""
     generator = torch.Generator().manual_seed(3)
     return tuple(
-        [torch.randn(ROWS, WIDTH, generator=generator, dtype=torch.float64)
-         for _ in range(microbatches)]
+        [
+            torch.randn(ROWS, WIDTH, generator=generator, dtype=torch.float64)
+            for _ in range(microbatches)
+        ]
         for _ in range(2)
-    )  # type: ignore[return-value]  # fmt: skip
+    )  # type: ignore[return-value]
 
 
 def alone(stages: int, microbatches: int) -> tuple[list[float], list[list[float]]]:
@@ -95,8 +116,15 @@ def stages_of(rank: int, schedule: Schedule, split: bool = True) -> ModuleStages
 @pytest.mark.parametrize("stages", [2, 4])
 @pytest.mark.parametrize("name", ["gpipe", "1f1b"])
 def test_equals_torchs_interpreter_bit_for_bit(name: str, stages: int) -> None:
-    args = {"schedule": name, "microbatches": 6, "width": 8, "depth": 2, "rows": 2, "rounds": 1,
-            "dtype": "float64"}  # fmt: skip
+    args = {
+        "schedule": name,
+        "microbatches": 6,
+        "width": 8,
+        "depth": 2,
+        "rows": 2,
+        "rounds": 1,
+        "dtype": "float64",
+    }
     values = rank_values(compare, stages, args)
     assert [v["equal"] for v in values] == [True] * stages
     assert [v["losses"] for v in values] == [0] * (stages - 1) + [6]
@@ -104,13 +132,13 @@ def test_equals_torchs_interpreter_bit_for_bit(name: str, stages: int) -> None:
 
 def run_table(rank: RankContext, table: str) -> dict[str, Any]:
     schedule = from_csv(table, "table")
-    line = Peers(rank.store(), "line", rank.rank, schedule.ranks, seconds=30)
-    line.traffic = Traffic()
-    recorder = Recorder()
+    line = PeerGroup(rank.store(), "line", rank.rank, schedule.ranks, seconds=30)
+    line.traffic = TrafficCounter()
+    recorder = SpanRecorder()
     work = stages_of(rank.rank, schedule)
-    interpreter = Interpreter(line, CPU, recorder=recorder)
+    interpreter = PipelineInterpreter(line, CPU, recorder=recorder)
     interpreter.run(schedule, work)
-    sent = line.traffic.bytes
+    sent = line.traffic.bytes_by_kind
     meet(line)
     rank.barrier("done")
     return {
@@ -125,11 +153,11 @@ def run_table(rank: RankContext, table: str) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("table", "ranks_"),
     [
-        (to_csv(build("1f1b", 3, 5)), 3),
-        (to_csv(build("gpipe", 2, 3, 2)), 2),
+        (to_csv(build_schedule("1f1b", 3, 5)), 3),
+        (to_csv(build_schedule("gpipe", 2, 3, 2)), 2),
         (V_TABLE, 2),
         (LOOPED_TABLE, 2),
-        (to_csv(build("1f1b", 1, 3)), 1),
+        (to_csv(build_schedule("1f1b", 1, 3)), 1),
     ],
     ids=["1f1b_pp3", "gpipe_pp2_virtual2", "v_split_overlapped", "looped", "pp1"],
 )
@@ -142,16 +170,16 @@ def test_every_table_equals_one_process(table: str, ranks_: int) -> None:
         assert values[rank]["gradients"][str(stage)] == pytest.approx(gradients[stage], rel=1e-13)
     nbytes = ROWS * WIDTH * 8
     for rank, value in enumerate(values):
-        row = [action for cell in schedule.actions[rank] for action in singles(cell)]
+        row = [action for cell in schedule.actions[rank] for action in actions_of(cell)]
         assert value["order"] == [str(action) for action in row]
         assert value["sent"] == nbytes * sum(travels(a, schedule) for a in row)
 
 
 def travels(action: Action, schedule: Schedule) -> bool:
     """Whether what an action gives goes to another rank."""
-    if action.kind is Kind.BACKWARD_WEIGHT:
+    if action.kind is ActionKind.BACKWARD_WEIGHT:
         return False
-    beside = action.stage + (1 if action.kind is Kind.FORWARD else -1)
+    beside = action.stage + (1 if action.kind is ActionKind.FORWARD else -1)
     if not 0 <= beside < schedule.stages:
         return False
     return schedule.rank_of[beside] != schedule.rank_of[action.stage]
@@ -204,23 +232,25 @@ def random_table(seed: int, ranks_: int = 3) -> Schedule:
     chance.shuffle(rank_of)
     rows: list[list[Action]] = [[] for _ in range(ranks_)]
     backward = chance.random() < 0.8
-    ready = [Action(0, Kind.FORWARD, m) for m in range(microbatches)]
+    ready = [Action(0, ActionKind.FORWARD, m) for m in range(microbatches)]
     while ready:
         action = ready.pop(chance.randrange(len(ready)))
         rows[rank_of[action.stage]].append(action)
         stage, m = action.stage, action.microbatch
-        if action.kind is Kind.FORWARD and stage + 1 < stages:
-            ready.append(Action(stage + 1, Kind.FORWARD, m))
-        elif action.kind is Kind.FORWARD:
-            ready += [Action(stage, chance.choice([Kind.BACKWARD, Kind.BACKWARD_INPUT]), m)]
+        if action.kind is ActionKind.FORWARD and stage + 1 < stages:
+            ready.append(Action(stage + 1, ActionKind.FORWARD, m))
+        elif action.kind is ActionKind.FORWARD:
+            ready += [
+                Action(stage, chance.choice([ActionKind.BACKWARD, ActionKind.BACKWARD_INPUT]), m)
+            ]
             if not backward:
                 ready.pop()
-        elif action.kind is not Kind.BACKWARD_WEIGHT:
+        elif action.kind is not ActionKind.BACKWARD_WEIGHT:
             if stage > 0:
-                kind = chance.choice([Kind.BACKWARD, Kind.BACKWARD_INPUT])
+                kind = chance.choice([ActionKind.BACKWARD, ActionKind.BACKWARD_INPUT])
                 ready.append(Action(stage - 1, kind, m))
-            if action.kind is Kind.BACKWARD_INPUT:
-                ready.append(Action(stage, Kind.BACKWARD_WEIGHT, m))
+            if action.kind is ActionKind.BACKWARD_INPUT:
+                ready.append(Action(stage, ActionKind.BACKWARD_WEIGHT, m))
     return Schedule(f"random{seed}", microbatches, tuple(rank_of), tuple(map(tuple, rows)))
 
 
@@ -231,9 +261,13 @@ def test_many_tables_one_after_another_on_one_line(rank: RankContext) -> None:
     Only the first rank goes ahead of the others in a forward-only run; what arrives is always
     of the right run, stage and microbatch.
     """
-    line = Peers(rank.store(), "line", rank.rank, 3, seconds=30)
-    interpreter = Interpreter(line, CPU)
-    tables = [build("1f1b", 3, 4), build("forward", 3, 9), build("gpipe", 3, 2, 2)]
+    line = PeerGroup(rank.store(), "line", rank.rank, 3, seconds=30)
+    interpreter = PipelineInterpreter(line, CPU)
+    tables = [
+        build_schedule("1f1b", 3, 4),
+        build_schedule("forward", 3, 9),
+        build_schedule("gpipe", 3, 2, 2),
+    ]
     order = [0, 1, 1, 1, 0, 2, 1, 2, 0] * 3
     for number, which in enumerate(order):
         work = Stamped(tables[which].stages, number)
@@ -242,7 +276,7 @@ def test_many_tables_one_after_another_on_one_line(rank: RankContext) -> None:
     for seed in range(40):
         table = random_table(seed)
         interpreter.run(table, Stamped(table.stages, seed))
-    interpreter.settle()
+    interpreter.wait_until_sent()
     rank.barrier("settled")
 
 
@@ -251,16 +285,18 @@ def test_nothing_is_dropped_before_it_has_arrived(seed: int) -> None:
     """Play the plans of all ranks in a random order of events: what a rank takes as proof comes
     only after the message it proves has been taken, and what nothing proves gets a receipt."""
     table = random_table(seed)
-    plans = [make_plan(table, rank) for rank in range(3)]
+    plans = [make_pipeline_plan(table, rank) for rank in range(3)]
     sent, taken, kept, receipts = play(table, plans, random.Random(seed))
     assert sent == taken
     for rank, plan in enumerate(plans):
-        assert {peer for peer, values in kept[rank].items() if values} == set(plan.debtors)
-        assert {(peer, rank) for peer in plan.debtors} == {r for r in receipts if r[1] == rank}
+        assert {peer for peer, values in kept[rank].items() if values} == set(plan.receipt_senders)
+        assert {(peer, rank) for peer in plan.receipt_senders} == {
+            r for r in receipts if r[1] == rank
+        }
 
 
 def play(
-    table: Schedule, plans: list[Plan], chance: random.Random
+    table: Schedule, plans: list[PipelinePlan], chance: random.Random
 ) -> tuple[set[Value], set[Value], list[dict[int, set[Value]]], set[tuple[int, int]]]:
     """All values sent, all taken, what each rank keeps for each peer, and who told whom."""
     at, sent, taken = [0] * len(plans), set[Value](), set[Value]()
@@ -268,26 +304,27 @@ def play(
     receipts = set()
     while any(at[r] < len(plans[r].steps) for r in range(len(plans))):
         able = [
-            r for r, plan in enumerate(plans)
+            r
+            for r, plan in enumerate(plans)
             if at[r] < len(plan.steps)
-            and ((m := plan.steps[at[r]].taken) is None or m.value in sent)
-        ]  # fmt: skip
+            and ((m := plan.steps[at[r]].incoming) is None or m.value in sent)
+        ]
         rank = chance.choice(able)
         step = plans[rank].steps[at[rank]]
         at[rank] += 1
-        if step.taken is not None:
-            taken.add(step.taken.value)
-            for value in step.proves:
+        if step.incoming is not None:
+            taken.add(step.incoming.value)
+            for value in step.proven_values:
                 assert value in taken
-                kept[rank][step.taken.peer].remove(value)
-            if step.receipt is not None:
-                assert step.receipt == step.taken.peer
-                unproved = kept[step.receipt][rank]
+                kept[rank][step.incoming.peer].remove(value)
+            if step.receipt_to is not None:
+                assert step.receipt_to == step.incoming.peer
+                unproved = kept[step.receipt_to][rank]
                 assert unproved
-                receipts.add((rank, step.receipt))
-        if step.given is not None:
-            sent.add(step.given.value)
-            kept[rank].setdefault(step.given.peer, set()).add(step.given.value)
+                receipts.add((rank, step.receipt_to))
+        if step.outgoing is not None:
+            sent.add(step.outgoing.value)
+            kept[rank].setdefault(step.outgoing.peer, set()).add(step.outgoing.value)
     for teller, told in receipts:
         assert kept[told][teller] <= taken
     return sent, taken, kept, receipts
@@ -296,15 +333,15 @@ def play(
 def test_1f1b_keeps_no_more_sends_than_activations() -> None:
     """However many microbatches: a rank's sends are dropped while the run goes on."""
     for microbatches in (8, 64):
-        table = build("1f1b", 4, microbatches)
+        table = build_schedule("1f1b", 4, microbatches)
         for rank in range(4):
             held: set[Value] = set()
             peak = 0
-            for step in make_plan(table, rank).steps:
-                held -= set(step.proves)
-                held |= {step.given.value} if step.given else set()
+            for step in make_pipeline_plan(table, rank).steps:
+                held -= set(step.proven_values)
+                held |= {step.outgoing.value} if step.outgoing else set()
                 peak = max(peak, len(held))
-            assert peak <= 2 * in_flight(table)[rank]
+            assert peak <= 2 * max_in_flight(table)[rank]
 
 
 @ranks(3)
@@ -328,13 +365,13 @@ def test_buffers_of_sends_are_dropped_while_the_run_goes_on(rank: RankContext) -
             arrays.append(weakref.ref(array))
             return torch.from_numpy(array)
 
-    line = Peers(rank.store(), "line", rank.rank, 3, seconds=30)
-    interpreter = Interpreter(line, CPU)
-    table = build("1f1b", 3, 24)
+    line = PeerGroup(rank.store(), "line", rank.rank, 3, seconds=30)
+    interpreter = PipelineInterpreter(line, CPU)
+    table = build_schedule("1f1b", 3, 24)
     interpreter.run(table, Watched(3, 0))
     assert len(arrays) == 24 * (1 if rank.rank != 1 else 2)
-    assert max(alive) <= 2 * in_flight(table)[rank.rank]
-    interpreter.settle()
+    assert max(alive) <= 2 * max_in_flight(table)[rank.rank]
+    interpreter.wait_until_sent()
     rank.barrier("settled")
     assert not [array for array in arrays if array() is not None]
 
@@ -356,11 +393,11 @@ def test_receives_are_posted_one_ahead(rank: RankContext) -> None:
             return super().forward(stage, microbatch, incoming)
 
     ahead: list[int] = []
-    line = Peers(rank.store(), "line", rank.rank, 3, seconds=30)
-    interpreter = Interpreter(line, CPU)
+    line = PeerGroup(rank.store(), "line", rank.rank, 3, seconds=30)
+    interpreter = PipelineInterpreter(line, CPU)
     for name in ("1f1b", "gpipe", "forward"):
-        interpreter.run(build(name, 3, 5), Asked(3, 0))
-    interpreter.settle()
+        interpreter.run(build_schedule(name, 3, 5), Asked(3, 0))
+    interpreter.wait_until_sent()
     rank.barrier("settled")
     assert rank.rank == 0 or ahead == [1, 1, 1, 1, 0] * 3
 
@@ -372,9 +409,9 @@ def die_in_mid_run(rank: RankContext, victim: int) -> str:
                 rank.kill(victim)
             return super().backward(stage, microbatch, gradient)
 
-    line = Peers(rank.store(), "line", rank.rank, 4, seconds=50)
-    schedule = build("1f1b", 4, 6)
-    interpreter = Interpreter(line, CPU)
+    line = PeerGroup(rank.store(), "line", rank.rank, 4, seconds=50)
+    schedule = build_schedule("1f1b", 4, 6)
+    interpreter = PipelineInterpreter(line, CPU)
     interpreter.run(schedule, Stamped(4, 0))
     with pytest.raises(PeerLostError, match=r"pipeline|closed"):
         interpreter.run(schedule, Dies(4, 1))
@@ -382,11 +419,11 @@ def die_in_mid_run(rank: RankContext, victim: int) -> str:
         interpreter.run(schedule, Stamped(4, 2))
     survivors = [r for r in range(4) if r != victim]
     me = survivors.index(rank.rank)
-    again = Peers(rank.store("next"), "generation2", me, 3, seconds=30)
-    fresh = Interpreter(again, CPU)
+    again = PeerGroup(rank.store("next"), "generation2", me, 3, seconds=30)
+    fresh = PipelineInterpreter(again, CPU)
     for number in range(3):
-        fresh.run(build("1f1b", 3, 4), Stamped(3, 100 + number))
-    fresh.settle()
+        fresh.run(build_schedule("1f1b", 3, 4), Stamped(3, 100 + number))
+    fresh.wait_until_sent()
     for other in survivors:
         rank.mark("done")
         rank.wait_mark("done", other)
@@ -410,11 +447,11 @@ def test_an_error_of_the_work_stops_the_peers_too(rank: RankContext) -> None:
                 raise ZeroDivisionError("the model's own")
             return super().forward(stage, microbatch, incoming)
 
-    line = Peers(rank.store(), "line", rank.rank, 3, seconds=50)
+    line = PeerGroup(rank.store(), "line", rank.rank, 3, seconds=50)
     rank.barrier("joined")
     expected = ZeroDivisionError if rank.rank == 1 else PeerLostError
     with pytest.raises(expected):
-        Interpreter(line, CPU).run(build("gpipe", 3, 4), Fails(3, 0))
+        PipelineInterpreter(line, CPU).run(build_schedule("gpipe", 3, 4), Fails(3, 0))
 
 
 @ranks(2, deadline=30)
@@ -423,18 +460,18 @@ def test_a_tensor_of_another_shape_is_named(rank: RankContext) -> None:
         def forward(self, stage: int, microbatch: int, incoming: Tensor | None) -> Tensor | None:
             return torch.zeros(3, dtype=torch.float64)
 
-    line = Peers(rank.store(), "line", rank.rank, 2, seconds=50)
+    line = PeerGroup(rank.store(), "line", rank.rank, 2, seconds=50)
     rank.barrier("joined")
     error = (ValueError, r"0F0 gave \(3,\) torch.float64, the boundary 1 is")
     expected, match = error if rank.rank == 0 else (PeerLostError, "lost")
     with pytest.raises(expected, match=match):
-        Interpreter(line, CPU).run(build("1f1b", 2, 2), Wide(2, 0))
+        PipelineInterpreter(line, CPU).run(build_schedule("1f1b", 2, 2), Wide(2, 0))
 
 
 def refused(schedule: Schedule, work: StageWork) -> str:
-    line = Peers(None, "alone", 0, 1)  # type: ignore[arg-type]  # one rank needs no store
+    line = PeerGroup(None, "alone", 0, 1)  # type: ignore[arg-type]  # one rank needs no store
     with pytest.raises(LayoutError) as caught:
-        Interpreter(line, CPU).run(schedule, work)
+        PipelineInterpreter(line, CPU).run(schedule, work)
     return str(caught.value)
 
 
@@ -442,19 +479,19 @@ def test_refused_before_anything_starts() -> None:
     one = from_csv("0F0,0I0,0W0\n", "split")
     whole = stages_of(0, one, split=False)
     assert "split splits the backward, which these stages do not" in refused(one, whole)
-    assert "1f1b is for 2 ranks, the pipeline has 1" in refused(build("1f1b", 2, 2), whole)
+    assert "1f1b is for 2 ranks, the pipeline has 1" in refused(build_schedule("1f1b", 2, 2), whole)
     backwards = Schedule(
-        "odd", 1, (0,), ((Action(0, Kind.BACKWARD, 0), Action(0, Kind.FORWARD, 0)),)
+        "odd", 1, (0,), ((Action(0, ActionKind.BACKWARD, 0), Action(0, ActionKind.FORWARD, 0)),)
     )
     assert "0B0" in refused(backwards, whole)
     with pytest.raises(LayoutError, match="use fewer microbatches"):
-        make_plan(build("forward", 1, 10), 0, first_tag=0x7FFF0000 - 10)
+        make_pipeline_plan(build_schedule("forward", 1, 10), 0, first_tag=0x7FFF0000 - 10)
 
 
 def test_trace_has_a_row_for_every_track() -> None:
     spans = {
-        0: [Span(COMPUTE, "0F0", 10.0, 10.5), Span(COMPUTE, "0B0", 11.0, 12.0)],
-        1: [Span(RECEIVE, "1F0", 10.0, 10.6), Span(COMPUTE, "1F0", 10.6, 10.9)],
+        0: [TraceSpan(COMPUTE, "0F0", 10.0, 10.5), TraceSpan(COMPUTE, "0B0", 11.0, 12.0)],
+        1: [TraceSpan(RECEIVE, "1F0", 10.0, 10.6), TraceSpan(COMPUTE, "1F0", 10.6, 10.9)],
     }
     events = chrome_trace(spans)["traceEvents"]
     named = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
@@ -464,8 +501,8 @@ def test_trace_has_a_row_for_every_track() -> None:
     assert all(named[e["pid"], e["tid"]] == e["cat"] for e in complete)
     assert min(e["ts"] for e in complete) == 0
     assert sum(e["dur"] for e in complete) == pytest.approx(2.4e6)
-    found = measure([spans[0], spans[1]])
-    assert found.makespan == pytest.approx(2.0)
+    found = measure_pipeline([spans[0], spans[1]])
+    assert found.makespan_s == pytest.approx(2.0)
     assert found.bubble == pytest.approx((0.25, 0.85))
     with pytest.raises(ValueError, match="no compute spans"):
-        measure([[], [Span(RECEIVE, "1F0", 0.0, 1.0)]])
+        measure_pipeline([[], [TraceSpan(RECEIVE, "1F0", 0.0, 1.0)]])

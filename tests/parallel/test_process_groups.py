@@ -10,9 +10,9 @@ import torch.distributed as dist
 
 from holdfast.errors import PeerLostError
 from holdfast.layout import Replica, Topology
-from holdfast.parallel.comm.transport import Peers
+from holdfast.parallel.comm.transport import PeerGroup
 from holdfast.parallel.process_groups import connect
-from holdfast.parallel.replica_groups import Joining, join_inside
+from holdfast.parallel.replica_groups import ConnectSettings, join_replica_groups
 from holdfast.train.build import build_engine
 from holdfast.wire.http.client import UnreachableError
 from tests.support.ranks import RankContext, rank_values
@@ -66,11 +66,11 @@ def _kept_sends(rank: RankContext, dp_shard: int) -> list[int]:
     made = engine(
         tiny(), rank.rank, rank.store(), replicas=rank.world_size // dp_shard, dp_shard=dp_shard
     )
-    peers = made.groups._all()
+    peers = made.groups._all_groups()
     held = []
     for step in range(1, 5):
         one_step(made, step)
-        held.append(sum(len(p._sends) + len(p._said) for p in peers))
+        held.append(sum(len(p._pending_sends) + len(p._exchange_sends) for p in peers))
     made.close()
     return held
 
@@ -85,7 +85,7 @@ def test_sends_are_held_until_they_have_arrived_and_no_longer(dp_shard: int) -> 
 def _deserted(rank: RankContext) -> bool:
     """Rank 1 meets the others in `control`, and is gone before its replica forms."""
     if rank.rank == 1:
-        Peers(rank.store(), "generation1/control", 1, 2, seconds=30)
+        PeerGroup(rank.store(), "generation1/control", 1, 2, seconds=30)
         return True
     topology = Topology(1, (Replica(0, (0, 1), (1, 2, 1, 1)),), ("node",) * 2)
     with pytest.raises(PeerLostError):
@@ -137,16 +137,16 @@ class Interrupted(dist.Store):
 
 def _comes_twice(rank: RankContext, interrupted: bool) -> list[str]:
     """Rank 0 waits for rank 1 in vain, then both meet; which ranks torch's world has then."""
-    joining = Joining(Interrupted() if interrupted else rank.store(), "lo", 1.0, None)
+    joining = ConnectSettings(Interrupted() if interrupted else rank.store(), "lo", 1.0, None)
     replica = Replica(0, (0, 1), (1, 2, 1, 1))
     at = Topology(1, (replica,), ("node",) * 2).coordinate(rank.rank)
     if rank.rank == 0:
         with pytest.raises(UnreachableError if interrupted else PeerLostError):
-            join_inside(joining, 1, replica, at, CPU, alone=True)
+            join_replica_groups(joining, 1, replica, at, CPU, is_only_replica=True)
         rank.mark("waited")
     rank.wait_mark("waited", 0)
     joining = replace(joining, store=rank.store(), seconds=30.0)
-    inside = join_inside(joining, 2, replica, at, CPU, alone=True)
+    inside = join_replica_groups(joining, 2, replica, at, CPU, is_only_replica=True)
     met = [dist.get_rank(), dist.get_world_size()]
     rank.barrier("met")  # who leaves while the other still connects is a lost peer to it
     inside.close()

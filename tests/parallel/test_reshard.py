@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import torch
 
-from holdfast.core.sharding.boxes import Box, whole
-from holdfast.core.sharding.reshard_plan import transfers
+from holdfast.core.sharding.boxes import Box, whole_box
+from holdfast.core.sharding.reshard_plan import plan_reshard
 from holdfast.core.sharding.state_table import TensorSpec, local_boxes
 from holdfast.errors import LayoutError, PeerLostError
-from holdfast.layout import Layout, Replica, Topology, place
-from holdfast.parallel.comm.transport import Peers
-from holdfast.parallel.reshard import Held, move
+from holdfast.layout import Layout, Replica, Topology, place_layout
+from holdfast.parallel.comm.transport import PeerGroup
+from holdfast.parallel.reshard import LocalShard, move
 from tests.support.dying_rank import dies_sending
 from tests.support.processes import runs
 from tests.support.ranks import RankContext, rank_values, ranks, wait_until
@@ -67,14 +67,18 @@ def world(generation: int, shapes: list[list[int]], order: list[int]) -> Topolog
 
 
 def _moved(
-    rank: RankContext, before: list[Any], after: list[Any], came_from: list[int | None],
-    limit: int, window: int,
-) -> int:  # fmt: skip
+    rank: RankContext,
+    before: list[Any],
+    after: list[Any],
+    came_from: list[int | None],
+    limit: int,
+    window: int,
+) -> int:
     old, new = world(1, *before), world(2, *after)
-    peers = Peers(rank.store(), "move", rank.rank, rank.world_size, seconds=30)
-    moves = transfers(old, new, TABLE, came_from, rank.rank, limit=limit, window=window)
+    peers = PeerGroup(rank.store(), "move", rank.rank, rank.world_size, seconds=30)
+    moves = plan_reshard(old, new, TABLE, came_from, rank.rank, limit=limit, window=window)
     was = came_from[rank.rank]
-    mine: dict[str, Held] = {} if was is None else {p.name: p for p in held(old, was, True)}
+    mine: dict[str, LocalShard] = {} if was is None else {p.name: p for p in held(old, was, True)}
     parts = held(new, rank.rank, False)
     move(mine, parts, moves, peers, list(range(rank.world_size)), step=7)
     assert not mine
@@ -101,8 +105,12 @@ def test_every_dtype_and_shape_arrives_whole(
     before: list[Any], after: list[Any], came_from: list[int | None], window: int
 ) -> None:
     arguments = {
-        "before": before, "after": after, "came_from": came_from, "limit": 16, "window": window,
-    }  # fmt: skip
+        "before": before,
+        "after": after,
+        "came_from": came_from,
+        "limit": 16,
+        "window": window,
+    }
     rounds = rank_values(_moved, len(came_from), arguments)
     assert len(set(rounds)) == 1
     assert (rounds[0] > 1) == (window == 24)
@@ -112,11 +120,11 @@ def test_every_dtype_and_shape_arrives_whole(
 @pytest.mark.parametrize("what", ["different rebuilds", "state after step 7"])
 def test_ranks_that_do_not_agree_refuse(rank: RankContext, what: str) -> None:
     other = rank.rank if what == "different rebuilds" else 0
-    old = place(Layout(dp_replicate=2), 1, ("node",) * 2)
-    new = place(Layout(dp_shard=2), 2 + other, ("node",) * 2)
-    peers = Peers(rank.store(), "move", rank.rank, 2, seconds=30)
-    moves = transfers(old, new, TABLE, (0, 1), rank.rank)
-    mine: dict[str, Held] = {p.name: p for p in held(old, rank.rank, True)}
+    old = place_layout(Layout(dp_replicate=2), 1, ("node",) * 2)
+    new = place_layout(Layout(dp_shard=2), 2 + other, ("node",) * 2)
+    peers = PeerGroup(rank.store(), "move", rank.rank, 2, seconds=30)
+    moves = plan_reshard(old, new, TABLE, (0, 1), rank.rank)
+    mine: dict[str, LocalShard] = {p.name: p for p in held(old, rank.rank, True)}
     with pytest.raises(LayoutError, match=what):
         move(mine, held(new, rank.rank, False), moves, peers, (0, 1), step=7 + rank.rank)
     assert len(mine) == len(TABLE)  # nothing was given up
@@ -124,11 +132,11 @@ def test_ranks_that_do_not_agree_refuse(rank: RankContext, what: str) -> None:
 
 @ranks(3, dies={2: "SIGKILL"}, deadline=40)
 def test_a_peer_that_dies_on_the_way_is_an_error_in_all_others(rank: RankContext) -> None:
-    old = place(Layout(dp_shard=3), 1, ("node",) * 3)
-    new = place(Layout(dp_replicate=3), 2, ("node",) * 3)
-    peers = Peers(rank.store(), "move", rank.rank, 3, seconds=600)
-    moves = transfers(old, new, TABLE, (0, 1, 2), rank.rank)
-    mine: dict[str, Held] = {p.name: p for p in held(old, rank.rank, True)}
+    old = place_layout(Layout(dp_shard=3), 1, ("node",) * 3)
+    new = place_layout(Layout(dp_replicate=3), 2, ("node",) * 3)
+    peers = PeerGroup(rank.store(), "move", rank.rank, 3, seconds=600)
+    moves = plan_reshard(old, new, TABLE, (0, 1, 2), rank.rank)
+    mine: dict[str, LocalShard] = {p.name: p for p in held(old, rank.rank, True)}
     if rank.rank == 2:  # agrees to the plan, and is killed before it has sent its part
         peers.send = lambda *_: rank.kill(2)  # type: ignore[method-assign]
     with pytest.raises(PeerLostError):
@@ -149,11 +157,11 @@ def _sent_state(rank: RankContext, peer: int) -> bool:
     table = (TensorSpec("large", "F32", (32 << 20,)),)
     old, new = world(1, [[1, 1, 1]], [0]), world(2, [[1, 1, 1]] * 2, [0, 1])
     me = min(rank.rank, 1)
-    peers = Peers(rank.store(), f"move{peer}", me, 2, seconds=600)
+    peers = PeerGroup(rank.store(), f"move{peer}", me, 2, seconds=600)
     came_from = [None, 0]  # rank 0 is new
-    moves = transfers(old, new, table, came_from, me, limit=1 << 30, window=1 << 30)
+    moves = plan_reshard(old, new, table, came_from, me, limit=1 << 30, window=1 << 30)
     tensor = torch.full(table[0].shape, float(me))
-    part = Part("large", tensor, whole("large", table[0].shape))
+    part = Part("large", tensor, whole_box("large", table[0].shape))
     if me:
         dies_sending(rank, peers)
         move({"large": part}, [part], moves, peers, (0, 1), step=7)
@@ -173,10 +181,10 @@ def _sent_state(rank: RankContext, peer: int) -> bool:
 
 def test_a_tensor_of_another_size_or_dtype_is_never_sent() -> None:
     one = world(1, [[1, 1, 1]], [0])
-    moves = transfers(one, world(2, [[1, 1, 1]], [0]), TABLE, (0,), 0)
-    alone = Peers(torch.distributed.HashStore(), "move", 0, 1)
+    moves = plan_reshard(one, world(2, [[1, 1, 1]], [0]), TABLE, (0,), 0)
+    alone = PeerGroup(torch.distributed.HashStore(), "move", 0, 1)
     for wrong in (torch.ones(7, 4, dtype=torch.float64), torch.ones(7, 5)):
-        mine: dict[str, Held] = {p.name: p for p in held(one, 0, True)}
-        mine["rows"] = Part("rows", wrong, whole("rows", (7, 5)))
+        mine: dict[str, LocalShard] = {p.name: p for p in held(one, 0, True)}
+        mine["rows"] = Part("rows", wrong, whole_box("rows", (7, 5)))
         with pytest.raises(RuntimeError, match="rows"):
             move(mine, held(one, 0, False), moves, alone, (0,), step=7)

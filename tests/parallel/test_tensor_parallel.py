@@ -17,22 +17,33 @@ from holdfast.core.sharding.parameters import decoder_parameters
 from holdfast.core.sharding.sharding_table import gradient_is_partial, sharding_table
 from holdfast.core.sharding.state_table import local_boxes, state_table
 from holdfast.errors import LayoutError
-from holdfast.layout import Layout, place
+from holdfast.layout import Layout, place_layout
 from holdfast.model.decoder import Decoder
 from holdfast.model.init import initial_tensor
 from holdfast.model.stage import keep_stage
 from holdfast.parallel.comm.collectives import Collectives
-from holdfast.parallel.comm.comm_stats import Traffic
+from holdfast.parallel.comm.comm_stats import TrafficCounter
 from holdfast.parallel.fsdp import apply_fsdp
-from holdfast.parallel.tensor_parallel import apply_tensor_parallel, localise, residual_shape
+from holdfast.parallel.tensor_parallel import (
+    apply_tensor_parallel,
+    localise_parameters,
+    residual_shape,
+)
 from holdfast.parallel.torch_compat import is_peer_loss
-from holdfast.train.objective import NextToken
+from holdfast.train.objective import NextTokenObjective
 from tests.support.ranks import RankContext, rank_values, ranks
 
 SMALL = {
-    "preset": None, "layers": 2, "dim": 16, "heads": 4, "kv_heads": 4, "ffn_dim": 20,
-    "vocab_size": 61, "max_position": 64, "init_std": 0.3,
-}  # fmt: skip
+    "preset": None,
+    "layers": 2,
+    "dim": 16,
+    "heads": 4,
+    "kv_heads": 4,
+    "ffn_dim": 20,
+    "vocab_size": 61,
+    "max_position": 64,
+    "init_std": 0.3,
+}
 SHAPES: dict[str, dict[str, Any]] = {
     "plain": {},
     "grouped": {"kv_heads": 2},
@@ -54,7 +65,7 @@ def config(shape: str) -> ModelConfig:
 
 def boxes_of(model: ModelConfig, tp: int, rank: int) -> dict[str, Box]:
     """What a tp rank holds of each parameter, by its name."""
-    topology = place(Layout(tp=tp), 1, ("here",) * tp)
+    topology = place_layout(Layout(tp=tp), 1, ("here",) * tp)
     table = [spec for spec in state_table(model, "float64") if spec.name.startswith("model.")]
     boxes = local_boxes(topology, tuple(table), rank)
     return {box.name.removeprefix("model."): box for box in boxes}
@@ -64,7 +75,9 @@ def cut(value: Tensor, box: Box) -> Tensor:
     return value[tuple(slice(o, o + n) for o, n in zip(box.offsets, box.lengths, strict=True))]
 
 
-def filled(objective: NextToken, boxes: dict[str, Box], seed: int = 4) -> NextToken:
+def filled(
+    objective: NextTokenObjective, boxes: dict[str, Box], seed: int = 4
+) -> NextTokenObjective:
     """Give memory and the initial weights; gains too are drawn, or they would hide mistakes."""
     objective.to(torch.float64).to_empty(device="cpu")
     named = {n.removeprefix("decoder."): p for n, p in objective.named_parameters()}
@@ -78,23 +91,23 @@ def filled(objective: NextToken, boxes: dict[str, Box], seed: int = 4) -> NextTo
     return objective
 
 
-def single(model: ModelConfig, compiled: bool = False) -> NextToken:
+def single(model: ModelConfig, compiled: bool = False) -> NextTokenObjective:
     with torch.device("meta"):
-        objective = NextToken(Decoder(model), compiled)
+        objective = NextTokenObjective(Decoder(model), compiled)
     return filled(objective, boxes_of(model, 1, 0))
 
 
 def spread(
-    model: ModelConfig, group: dist.ProcessGroup, sequence_parallel: bool,
-    traffic: Traffic | None = None,
-) -> NextToken:  # fmt: skip
+    model: ModelConfig,
+    group: dist.ProcessGroup,
+    sequence_parallel: bool,
+    traffic: TrafficCounter | None = None,
+) -> NextTokenObjective:
     boxes = boxes_of(model, group.size(), group.rank())
     with torch.device("meta"):
-        objective = NextToken(Decoder(model))
-    localise(objective, boxes)
-    apply_tensor_parallel(
-        objective, group, sequence_parallel=sequence_parallel, traffic=traffic
-    )  # fmt: skip
+        objective = NextTokenObjective(Decoder(model))
+    localise_parameters(objective, boxes)
+    apply_tensor_parallel(objective, group, sequence_parallel=sequence_parallel, traffic=traffic)
     return filled(objective, boxes)
 
 
@@ -110,7 +123,7 @@ def samples(
     return text, targets, numbers
 
 
-def gradients(objective: NextToken) -> dict[str, Tensor]:
+def gradients(objective: NextTokenObjective) -> dict[str, Tensor]:
     found = {}
     for name, parameter in objective.named_parameters():
         assert parameter.grad is not None, name
@@ -119,9 +132,12 @@ def gradients(objective: NextToken) -> dict[str, Tensor]:
 
 
 def check_gradients(
-    model: ModelConfig, own: dict[str, Tensor], whole: dict[str, Tensor], group: dist.ProcessGroup,
+    model: ModelConfig,
+    own: dict[str, Tensor],
+    whole: dict[str, Tensor],
+    group: dist.ProcessGroup,
     sequence_parallel: bool,
-) -> None:  # fmt: skip
+) -> None:
     """Each is the rank's box of the whole gradient, or a part of it that the table says to add."""
     boxes = boxes_of(model, group.size(), group.rank())
     table = sharding_table(model)
@@ -175,21 +191,21 @@ def test_parity(tp: int) -> None:
 
 def stage_of(
     model: ModelConfig, blocks: range, group: dist.ProcessGroup | None, sequence_parallel: bool
-) -> NextToken:
+) -> NextTokenObjective:
     """One pipeline stage; over the ranks of `group`, or on one device."""
     tp, rank = (group.size(), group.rank()) if group else (1, 0)
     boxes = boxes_of(model, tp, rank)
     with torch.device("meta"):
-        objective = NextToken(Decoder(model))
+        objective = NextTokenObjective(Decoder(model))
     keep_stage(objective.decoder, blocks, blocks.start == 0, blocks.stop == model.layers)
-    localise(objective, boxes)
+    localise_parameters(objective, boxes)
     if group is not None:
         apply_tensor_parallel(objective, group, sequence_parallel=sequence_parallel)
     return filled(objective, boxes)
 
 
 def through(
-    stages: list[NextToken], microbatches: list[tuple[Tensor, Tensor, Tensor | None]]
+    stages: list[NextTokenObjective], microbatches: list[tuple[Tensor, Tensor, Tensor | None]]
 ) -> list[Tensor]:
     """All forwards, then all backwards, of microbatches of unlike shapes -> losses"""
     losses, seams = [], []
@@ -269,15 +285,13 @@ def bytes_of(
     rank.init_torch_world()
     group = dist.group.WORLD
     assert group is not None
-    model, traffic = ModelConfig.model_validate({**SMALL, "dim": 128}), Traffic()
+    model, traffic = ModelConfig.model_validate({**SMALL, "dim": 128}), TrafficCounter()
     boxes = boxes_of(model, group.size(), group.rank())
     with torch.device("meta"):
-        objective = NextToken(Decoder(model))
+        objective = NextTokenObjective(Decoder(model))
     keep_stage(objective.decoder, range(2), first, last)
-    localise(objective, boxes)
-    apply_tensor_parallel(
-        objective, group, sequence_parallel=sequence_parallel, traffic=traffic
-    )  # fmt: skip
+    localise_parameters(objective, boxes)
+    apply_tensor_parallel(objective, group, sequence_parallel=sequence_parallel, traffic=traffic)
     filled(objective, boxes)
     given = samples(model, False)
     n, tokens, item = group.size(), BATCH * SEQUENCE, 8
@@ -288,7 +302,7 @@ def bytes_of(
     sums = 8 * model.layers + 2 * first + 2 * last
     formula = (n - 1) / n * tokens * model.dim * item * sums
     dist.barrier()
-    return traffic.bytes["tp"], formula + (2 * (n - 1) * tokens * item if last else 0)
+    return traffic.bytes_by_kind["tp"], formula + (2 * (n - 1) * tokens * item if last else 0)
 
 
 @pytest.mark.parametrize("tp", [2, 4])
@@ -373,7 +387,7 @@ def test_what_cannot_be_cut_is_refused(rank: RankContext) -> None:
     ):
         model = ModelConfig.model_validate({**SMALL, **shape})
         with torch.device("meta"):
-            objective = NextToken(Decoder(model))
+            objective = NextTokenObjective(Decoder(model))
         with pytest.raises(LayoutError, match=words):
             apply_tensor_parallel(objective, group)
 
@@ -416,7 +430,7 @@ def test_compiled_blocks_compute_the_same(rank: RankContext) -> None:
     want.backward()
     objective = spread(model, group, sequence_parallel=True)
     assert objective.tensor is not None
-    objective.tensor.compiled()
+    objective.tensor.exclude_from_compilation()
     for block in objective.decoder.layers:
         block.compile(backend="aot_eager")
     got = objective(*given)

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from holdfast.parallel.torch_compat import forget_meshes, mesh_caches
+from holdfast.parallel.torch_compat import count_mesh_cache_entries, forget_meshes
 from tests.support.ranks import RankContext, rank_values, ranks
 
 
@@ -70,7 +70,7 @@ def test_the_threads_of_old_groups_belong_to_cached_meshes(rank: RankContext) ->
     for generation in range(4):
         _trained(rank, f"generation{generation}", f"dp_shard_generation{generation}")
     assert _threads() >= alone + 3 * 4
-    assert mesh_caches() > 0
+    assert count_mesh_cache_entries() > 0
     forget_meshes()
-    assert mesh_caches() == 0
+    assert count_mesh_cache_entries() == 0
     assert _threads() == alone

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from holdfast.config.model import ModelConfig
 from holdfast.model.decoder import Embedding
 from holdfast.parallel.comm.collectives import Collectives
-from holdfast.parallel.comm.comm_stats import Traffic
+from holdfast.parallel.comm.comm_stats import TrafficCounter
 from holdfast.parallel.vocab_parallel import VocabularyEmbedding, VocabularyPart, VocabularySoftmax
 from holdfast.train.objective import linear_cross_entropy
 from tests.support.ranks import RankContext, ranks
@@ -58,7 +58,7 @@ def test_loss_and_gradients_are_those_of_cross_entropy(
     want_hidden, want_weight = torch.autograd.grad(want, whole)
     near = functools.partial(torch.testing.assert_close, rtol=1e-12, atol=1e-12 * size)
     for chunk in (None, 10):
-        traffic = Traffic()
+        traffic = TrafficCounter()
         collectives = Collectives(group, traffic)
         part = VocabularyPart.of(model_of(vocabulary), 4, rank.rank)
         own = slice(part.first, part.first + part.rows)
@@ -85,7 +85,7 @@ def test_all_ranks_see_the_same_bits_of_a_loss_and_a_nan_of_any(rank: RankContex
     logits = torch.randn(TOKENS, 61, generator=generator)[:, part.first : part.first + part.rows]
     targets = torch.randint(0, 61, (TOKENS,), generator=generator)
     losses = softmax.losses(logits, targets)
-    assert torch.equal(losses, softmax.slope(logits.clone(), targets)[0])
+    assert torch.equal(losses, softmax.losses_and_gradient(logits.clone(), targets)[0])
     both = collectives.all_gather(losses[None])
     assert torch.equal(both[0], both[1])
     if rank.rank == 1:

@@ -20,32 +20,44 @@ from holdfast.config.model import ModelConfig
 from holdfast.config.train import OptimizerConfig
 from holdfast.core.sharding.boxes import Box
 from holdfast.core.sharding.parameters import decoder_parameters
-from holdfast.core.sharding.reduction_cells import cells_of
+from holdfast.core.sharding.reduction_cells import reduction_cells
 from holdfast.core.sharding.reduction_tree import deal
 from holdfast.core.sharding.state_table import mesh_box, parameter_table
 from holdfast.layout import Layout, place_replicas
 from holdfast.model.decoder import Decoder
 from holdfast.model.init import initial_box
-from holdfast.parallel.comm.comm_stats import Traffic
-from holdfast.parallel.comm.transport import Peers, exchange
-from holdfast.parallel.fsdp import ShardedGradients, apply_fsdp, local
-from holdfast.parallel.gradients.feeder import Cells, alike
-from holdfast.parallel.gradients.reducer import FIRST_TAG, TAGS, Team
+from holdfast.parallel.comm.comm_stats import TrafficCounter
+from holdfast.parallel.comm.transport import PeerGroup, exchange
+from holdfast.parallel.fsdp import ShardedGradients, apply_fsdp, local_tensor
+from holdfast.parallel.gradients.feeder import Cells, single_cell
+from holdfast.parallel.gradients.reducer import FIRST_TAG, TAGS_PER_REDUCER, CellTeam
 from holdfast.parallel.replicated import ReplicatedGradients
 from holdfast.parallel.torch_compat import PrefixStore
 from holdfast.parallel.zero1 import OwnedRows
-from holdfast.train.objective import NextToken
+from holdfast.train.objective import NextTokenObjective
 from holdfast.train.optimizer import AdamW
 from tests.support.ranks import RankContext, rank_values
 
 SMALL: dict[str, Any] = {
-    "preset": None, "layers": 2, "dim": 16, "heads": 2, "kv_heads": 1, "ffn_dim": 21,
-    "vocab_size": 31, "tied_embeddings": True,
-}  # fmt: skip
+    "preset": None,
+    "layers": 2,
+    "dim": 16,
+    "heads": 2,
+    "kv_heads": 1,
+    "ffn_dim": 21,
+    "vocab_size": 31,
+    "tied_embeddings": True,
+}
 WIDE: dict[str, Any] = {
-    "preset": None, "layers": 4, "dim": 128, "heads": 4, "kv_heads": 4, "ffn_dim": 384,
-    "vocab_size": 16, "tied_embeddings": False,
-}  # fmt: skip
+    "preset": None,
+    "layers": 4,
+    "dim": 128,
+    "heads": 4,
+    "kv_heads": 4,
+    "ffn_dim": 384,
+    "vocab_size": 16,
+    "tied_embeddings": False,
+}
 
 
 class Rank:
@@ -55,20 +67,30 @@ class Rank:
     """
 
     def __init__(
-        self, rank: RankContext, shape: dict[str, Any], zero: int, shards: list[int], *,
-        state: torch.dtype, compute: torch.dtype | None = None, samples: int = 6, length: int = 4,
-    ):  # fmt: skip
+        self,
+        rank: RankContext,
+        shape: dict[str, Any],
+        zero: int,
+        shards: list[int],
+        *,
+        state: torch.dtype,
+        compute: torch.dtype | None = None,
+        samples: int = 6,
+        length: int = 4,
+    ):
         self.samples, self.length = samples, length
         self.model = ModelConfig.model_validate(shape)
         layouts = [Layout(dp_shard=degree) for degree in shards]
         topology = place_replicas(layouts, 1, ("n",) * rank.world_size)
         self.at, self.replicas = topology.coordinate(rank.rank), len(shards)
-        self.traffic, store = Traffic(), rank.store()
-        self.peers = Peers(store, "g1", rank.rank, rank.world_size, traffic=self.traffic)
+        self.traffic, store = TrafficCounter(), rank.store()
+        self.peers = PeerGroup(store, "g1", rank.rank, rank.world_size, traffic=self.traffic)
         dist.init_process_group(
-            "gloo", store=PrefixStore(f"replica{self.at.replica}", store),
-            rank=self.at.dp_shard, world_size=shards[self.at.replica],
-        )  # fmt: skip
+            "gloo",
+            store=PrefixStore(f"replica{self.at.replica}", store),
+            rank=self.at.dp_shard,
+            world_size=shards[self.at.replica],
+        )
         rank.barrier("joined")  # who leaves early breaks a connection being made
         table, replica = parameter_table(self.model), topology.replica_of(rank.rank)
         self.boxes = {row.name: mesh_box(row, replica, self.at) for row in table}
@@ -77,7 +99,7 @@ class Rank:
         }
         cells = self._cells(topology, rank.rank, zero)
         with torch.device("meta"):
-            self.objective = NextToken(Decoder(self.model))
+            self.objective = NextTokenObjective(Decoder(self.model))
         self.objective.to(state)
         build = self._sharded if zero > 1 and dist.get_world_size() > 1 else self._whole
         self.feeder, self.held, self.refresh = build(cells, zero, state, compute)
@@ -91,16 +113,26 @@ class Rank:
 
     def _cells(self, topology: Any, rank: int, zero: int) -> Cells:
         """Of dp_shard alone, each rank's part is a cell with tags of its own."""
-        cells = cells_of(topology, self.model, rank, sequence_parallel=False, zero=zero)
+        cells = reduction_cells(topology, self.model, rank, sequence_parallel=False, zero=zero)
         starts: dict[Any, int] = {}
         for other in range(topology.world_size):
-            for cell in cells_of(topology, self.model, other, sequence_parallel=False, zero=zero):
-                starts.setdefault(cell, FIRST_TAG + len(starts) * TAGS)
+            for cell in reduction_cells(
+                topology, self.model, other, sequence_parallel=False, zero=zero
+            ):
+                starts.setdefault(cell, FIRST_TAG + len(starts) * TAGS_PER_REDUCER)
         return [
-            (cell, Team(self.peers, cell.members, cell.members.index(cell.member(rank)),
-                        tuple(m.rank for m in cell.members), starts[cell]))
+            (
+                cell,
+                CellTeam(
+                    self.peers,
+                    cell.members,
+                    cell.members.index(cell.member(rank)),
+                    tuple(m.rank for m in cell.members),
+                    starts[cell],
+                ),
+            )
             for cell in cells
-        ]  # fmt: skip
+        ]
 
     def _named(self) -> dict[str, nn.Parameter]:
         return {n.removeprefix("decoder."): p for n, p in self.objective.named_parameters()}
@@ -109,12 +141,24 @@ class Rank:
         self.objective.to(compute or state).to_empty(device="cpu")
         named = self._named()
         feeder = ReplicatedGradients(
-            named, self.whole, cells, dtype=state, bucket_bytes=8000, wanted=self.boxes,
+            named,
+            self.whole,
+            cells,
+            dtype=state,
+            bucket_bytes=8000,
+            wanted=self.boxes,
             by_unit=zero > 1,
-        )  # fmt: skip
-        rows = OwnedRows(named, self.whole, self.boxes, dist.group.WORLD, state=state,
-                         bucket_bytes=4000, traffic=self.traffic)  # fmt: skip
-        return feeder, rows.held, rows.gather
+        )
+        rows = OwnedRows(
+            named,
+            self.whole,
+            self.boxes,
+            dist.group.WORLD,
+            state=state,
+            bucket_bytes=4000,
+            traffic=self.traffic,
+        )
+        return feeder, rows.master_tensors, rows.gather
 
     def _sharded(self, cells: Cells, zero: int, state: torch.dtype, compute: Any) -> Any:
         mesh = init_device_mesh("cpu", (dist.get_world_size(),))
@@ -124,7 +168,7 @@ class Rank:
         feeder = ShardedGradients(
             self.objective, named, self.boxes, cells, dtype=state, traffic=self.traffic
         )
-        return feeder, [local(p) for p in named.values()], lambda: None
+        return feeder, [local_tensor(p) for p in named.values()], lambda: None
 
     def step(self, leaves: int, number: int, forward: Callable[[], None] = lambda: None) -> None:
         """One update with gradients summed, not averaged. forward: called after each forward."""
@@ -184,17 +228,32 @@ def _check_parity(shape: str, zero: int, shards: list[int]) -> None:
     assert held == {name: len(shards) * tensor.shape[0] for name, tensor in want.items()}
 
 
-@pytest.mark.parametrize(("zero", "shards"), [
-    (1, [2]), (1, [3]), (1, [2, 2]), (2, [3]), (3, [3, 3]),
-], ids=_spelled)  # fmt: skip
+@pytest.mark.parametrize(
+    ("zero", "shards"),
+    [
+        (1, [2]),
+        (1, [3]),
+        (1, [2, 2]),
+        (2, [3]),
+        (3, [3, 3]),
+    ],
+    ids=_spelled,
+)
 def test_parity_with_one_process(zero: int, shards: list[int]) -> None:
     """31 rows of vocabulary and 21 of the feed-forward: no stage's cut is even."""
     _check_parity("small", zero, shards)
 
 
-@pytest.mark.parametrize(("zero", "shards"), [
-    (1, [2, 1]), (1, [2, 3]), (2, [1, 2]), (3, [2, 3]),
-], ids=_spelled)  # fmt: skip
+@pytest.mark.parametrize(
+    ("zero", "shards"),
+    [
+        (1, [2, 1]),
+        (1, [2, 3]),
+        (2, [1, 2]),
+        (3, [2, 3]),
+    ],
+    ids=_spelled,
+)
 def test_parity_of_unlike_replicas(zero: int, shards: list[int]) -> None:
     _check_parity("small", zero, shards)
 
@@ -241,9 +300,15 @@ def _kept(rank: RankContext, zero: int) -> list[int]:
     One token a rank, so that activations are next to nothing.
     """
     made = Rank(
-        rank, WIDE, zero, [rank.world_size], state=torch.float32, compute=torch.bfloat16,
-        samples=rank.world_size, length=1,
-    )  # fmt: skip
+        rank,
+        WIDE,
+        zero,
+        [rank.world_size],
+        state=torch.float32,
+        compute=torch.bfloat16,
+        samples=rank.world_size,
+        length=1,
+    )
     held: list[int] = []
 
     def look() -> int:
@@ -295,7 +360,7 @@ def _sent(rank: RankContext, zero: int) -> list[float]:
     sizes = {name: box.size for name, box in made.whole.items()}
     model = sum(sizes.values())
     ends = sum(size for name, size in sizes.items() if not name.startswith("layers."))
-    sent = made.traffic.bytes
+    sent = made.traffic.bytes_by_kind
     sent.pop("control")
     return [sum(sent.values()) / (4 * model), ends / model]
 
@@ -331,12 +396,15 @@ def _empty(rank: RankContext) -> list[float]:
     apply_fsdp(module, [], init_device_mesh("cpu", (2,)), None)
     named = dict(module.named_parameters())
     boxes = {
-        name: Box(name, (local(p).shape[0] * rank.rank,) + (0,) * (p.dim() - 1),
-                  tuple(local(p).shape))
+        name: Box(
+            name,
+            (local_tensor(p).shape[0] * rank.rank,) + (0,) * (p.dim() - 1),
+            tuple(local_tensor(p).shape),
+        )
         for name, p in named.items()
-    }  # fmt: skip
-    peers = Peers(rank.store("alone"), f"g{rank.rank}", 0, 1)
-    feeder = ShardedGradients(module, named, boxes, alike(boxes, peers), dtype=torch.float32)
+    }
+    peers = PeerGroup(rank.store("alone"), f"g{rank.rank}", 0, 1)
+    feeder = ShardedGradients(module, named, boxes, single_cell(boxes, peers), dtype=torch.float32)
     feeder.begin(1, ((0,),))
     feeder.start_leaf(0)
     module(torch.full((1, 3), 1.0 + rank.rank)).backward()

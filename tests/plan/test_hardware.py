@@ -11,11 +11,11 @@ import pytest
 
 from holdfast.plan.hardware import (
     Accelerator,
-    accelerators,
     cpp_compiler,
-    this_machine,
+    detect_accelerators,
+    detect_hardware,
     usable_cores,
-    visible,
+    visible_accelerators,
 )
 
 LISTING = """\
@@ -37,19 +37,19 @@ LISTING = """\
     ],
 )
 def test_visible_devices(chosen: str | None, names: list[str]) -> None:
-    found = visible(LISTING, chosen)
+    found = visible_accelerators(LISTING, chosen)
     assert [device.name.rsplit(" ", 1)[1] for device in found] == names
     assert [device.index for device in found] == list(range(len(names)))
 
 
 def test_memory_is_bytes_and_zero_when_not_told() -> None:
-    sizes = [device.memory_bytes for device in visible(LISTING, None)]
+    sizes = [device.memory_bytes for device in visible_accelerators(LISTING, None)]
     assert sizes == [81559 * 2**20, 81559 * 2**20, 0]
 
 
 def test_no_driver_is_no_accelerator(monkeypatch: pytest.MonkeyPatch, tmp_path: object) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert accelerators({}) == ()
+    assert detect_accelerators({}) == ()
 
 
 def test_peaks_are_known_by_name_or_not_at_all() -> None:
@@ -63,14 +63,17 @@ def test_cores_are_those_this_process_may_use() -> None:
     code = "from holdfast.plan.hardware import usable_cores; print(usable_cores())"
     done = subprocess.run(
         ["taskset", "-c", str(one), sys.executable, "-c", code],
-        capture_output=True, text=True, timeout=60, check=True,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
     assert done.stdout.strip() == "1"
     assert 1 <= usable_cores() <= (os.cpu_count() or 1)
 
 
 def test_this_machine() -> None:
-    machine = this_machine({"CUDA_VISIBLE_DEVICES": ""})
+    machine = detect_hardware({"CUDA_VISIBLE_DEVICES": ""})
     assert machine.accelerators == ()
     assert machine.memory_bytes > 2**28
     assert machine.to_json()["node"] == machine.node

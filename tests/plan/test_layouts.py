@@ -10,24 +10,31 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.config.run import RunConfig
-from holdfast.core.schedule.table import build
+from holdfast.core.schedule.table import build_schedule
 from holdfast.core.sharding.reduction_tree import deal
 from holdfast.elastic.node.launch_specs import plan_topology
 from holdfast.errors import LayoutError
 from holdfast.layout import Layout
-from holdfast.plan.layouts import layouts_of, microbatches, most_workers
+from holdfast.plan.layouts import layouts_of, max_workers, microbatches
 
 
 def config(train: dict[str, Any] | None = None, **layout: Any) -> RunConfig:
     return RunConfig.model_validate(
         {
             "data": {"sequence_length": 16},
-            "model": {"preset": None, "layers": 8, "dim": 32, "heads": 4, "kv_heads": 2,
-                      "ffn_dim": 32, "vocab_size": 64},
+            "model": {
+                "preset": None,
+                "layers": 8,
+                "dim": 32,
+                "heads": 4,
+                "kv_heads": 2,
+                "ffn_dim": 32,
+                "vocab_size": 64,
+            },
             "train": {"batch_size": 16, "microbatch_size": 2, **(train or {})},
             "layout": layout,
         }
-    )  # fmt: skip
+    )
 
 
 def test_equal_replicas() -> None:
@@ -107,10 +114,12 @@ def test_a_shorter_pipeline_is_offered_with_what_changes_with_it() -> None:
 
 
 @given(
-    pp=st.integers(1, 8), tp=st.sampled_from([1, 2]), replicas=st.integers(1, 9),
+    pp=st.integers(1, 8),
+    tp=st.sampled_from([1, 2]),
+    replicas=st.integers(1, 9),
     batches=st.lists(st.integers(1, 12), min_size=1, max_size=3),
     schedule=st.sampled_from(["1f1b", "gpipe"]),
-)  # fmt: skip
+)
 def test_refused_is_exactly_what_no_schedule_can_run(
     pp: int, tp: int, replicas: int, batches: list[int], schedule: str
 ) -> None:
@@ -148,17 +157,17 @@ def _can_run(asked: RunConfig) -> bool:
     for number in microbatches(asked).values():
         for share in deal(number, layout.workers // layout.ranks):
             try:
-                build(layout.schedule, layout.pp, len(share))
+                build_schedule(layout.schedule, layout.pp, len(share))
             except LayoutError:
                 return False
     return True
 
 
 def test_the_machine_gets_whole_replicas_that_have_work() -> None:
-    assert most_workers(config(), 1) == 1
-    assert most_workers(config(pp=2, tp=2), 11) == 8
-    assert most_workers(config(pp=2, tp=2), 1) == 4, "at least one replica"
-    assert most_workers(config(), 64) == 8, "no more replicas than microbatches"
-    assert most_workers(config(pp=4), 64) == 8, "1f1b: four microbatches a replica"
-    assert most_workers(config(pp=4, schedule="gpipe"), 64) == 32
-    assert most_workers(config(replicas=[{"pp": 3}, {"pp": 2}]), 64) == 5
+    assert max_workers(config(), 1) == 1
+    assert max_workers(config(pp=2, tp=2), 11) == 8
+    assert max_workers(config(pp=2, tp=2), 1) == 4, "at least one replica"
+    assert max_workers(config(), 64) == 8, "no more replicas than microbatches"
+    assert max_workers(config(pp=4), 64) == 8, "1f1b: four microbatches a replica"
+    assert max_workers(config(pp=4, schedule="gpipe"), 64) == 32
+    assert max_workers(config(replicas=[{"pp": 3}, {"pp": 2}]), 64) == 5

@@ -7,23 +7,31 @@ from typing import Any
 import pytest
 
 from holdfast.config.run import RunConfig
-from holdfast.core.sharding.parameters import count
+from holdfast.core.sharding.parameters import count_parameters
 from holdfast.core.sharding.state_table import ITEM_BYTES, local_boxes, state_table
 from holdfast.elastic.node.launch_specs import plan_topology
-from holdfast.plan.memory_use import Holding, holdings
+from holdfast.plan.memory_use import RankContents, contents_by_rank
 
 
-def held(precision: str = "fp32", **layout: Any) -> tuple[RunConfig, tuple[Holding, ...]]:
+def held(precision: str = "fp32", **layout: Any) -> tuple[RunConfig, tuple[RankContents, ...]]:
     config = RunConfig.model_validate(
         {
             "data": {"sequence_length": 16},
-            "model": {"preset": None, "layers": 6, "dim": 32, "heads": 4, "kv_heads": 2,
-                      "ffn_dim": 48, "vocab_size": 64, **layout.pop("model", {})},
+            "model": {
+                "preset": None,
+                "layers": 6,
+                "dim": 32,
+                "heads": 4,
+                "kv_heads": 2,
+                "ffn_dim": 48,
+                "vocab_size": 64,
+                **layout.pop("model", {}),
+            },
             "train": {"batch_size": 32, "microbatch_size": 2, "precision": precision},
             "layout": layout,
         }
-    )  # fmt: skip
-    return config, holdings(config, plan_topology(config, 1, "here"))
+    )
+    return config, contents_by_rank(config, plan_topology(config, 1, "here"))
 
 
 @pytest.mark.parametrize(
@@ -44,7 +52,7 @@ def test_bytes_by_zero(
     precision: str, zero: int, whole: tuple[int, ...], cut: tuple[int, ...]
 ) -> None:
     config, ranks = held(precision, workers=4, dp_shard=2, zero=zero)
-    psi = count(config.model)
+    psi = count_parameters(config.model)
     expected = [w * psi + c * psi // 2 for w, c in zip(whole, cut, strict=True)]
     for each in ranks:
         assert [each.held.parameters, each.held.gradients, each.held.moments] == expected
@@ -57,7 +65,7 @@ def test_without_dp_shard_the_mode_does_not_matter(
 ) -> None:
     for zero in (1, 2, 3):
         config, (each,) = held(precision, workers=1, zero=zero)
-        psi = count(config.model)
+        psi = count_parameters(config.model)
         found = (each.held.parameters, each.held.gradients, each.held.moments)
         assert found == tuple(psi * size for size in bytes_each)
 
@@ -93,4 +101,4 @@ def test_a_vocabulary_not_known_yet_counts_as_nothing() -> None:
     config, ranks = held(workers=4, tp=2, pp=2, model={"vocab_size": 0})
     for each in ranks:
         assert each.vocabulary == (0, 0)
-        assert 0 < each.held.moments < 8 * count(config.model)
+        assert 0 < each.held.moments < 8 * count_parameters(config.model)

@@ -15,12 +15,12 @@ from hypothesis import strategies as st
 
 from holdfast.config.run import RunConfig
 from holdfast.core.sharding.reduction_tree import check_dealing
-from holdfast.core.sharding.reshard_plan import transfers
+from holdfast.core.sharding.reshard_plan import plan_reshard
 from holdfast.core.sharding.state_table import ITEM_BYTES, local_boxes, state_table
 from holdfast.errors import LayoutError
 from holdfast.layout import Replica, Topology
-from holdfast.plan.interface import NodePlaces, Plan, Present
-from holdfast.plan.planner import dealer_of, plan, weighted
+from holdfast.plan.interface import LayoutPlan, NodePlaces, PresentPlacement
+from holdfast.plan.planner import dealer_of, plan_layout, reweight
 
 RUN_FILES: dict[str, dict[str, Any]] = {
     "dp": {},
@@ -46,12 +46,19 @@ def made(microbatches: int, layout: dict[str, Any]) -> RunConfig:
     return RunConfig.model_validate(
         {
             "data": {"sequence_length": 16},
-            "model": {"preset": None, "layers": 8, "dim": 32, "heads": 4, "kv_heads": 2,
-                      "ffn_dim": 32, "vocab_size": 64},
+            "model": {
+                "preset": None,
+                "layers": 8,
+                "dim": 32,
+                "heads": 4,
+                "kv_heads": 2,
+                "ffn_dim": 32,
+                "vocab_size": 64,
+            },
             "train": {"batch_size": 12 * microbatches, "microbatch_size": 12},
             "layout": layout,
         }
-    )  # fmt: skip
+    )
 
 
 def nodes_of(places: int, each: int) -> list[NodePlaces]:
@@ -79,9 +86,10 @@ def most(config: RunConfig, places: int, microbatches: int) -> int:
     while new:
         new = {
             (size + more, used + least)
-            for size, used in new for more, least in shapes
+            for size, used in new
+            for more, least in shapes
             if size + more <= places and used + least <= microbatches
-        } - reached  # fmt: skip
+        } - reached
         reached |= new
     return max(size for size, _ in reached)
 
@@ -92,10 +100,10 @@ def test_every_worker_is_used_or_it_is_said_why_not(name: str) -> None:
         config = run_file(name, microbatches)
         best = most(config, places, microbatches)
         for each in PARTS:
-            found = plan(config, nodes_of(places, each), 3)
+            found = plan_layout(config, nodes_of(places, each), 3)
             assert found.topology.world_size == best, (microbatches, places, each)
-            assert found.idle == places - best
-            assert bool(found.why) == bool(found.idle)
+            assert found.idle_places == places - best
+            assert bool(found.idle_reason) == bool(found.idle_places)
             assert found.came_from == (None,) * best
             _whole_first(config, found.topology, places, microbatches)
             _dealt(config, found.topology, microbatches)
@@ -135,52 +143,56 @@ def _seated(topology: Topology, nodes: Sequence[NodePlaces]) -> None:
 
 def test_the_same_input_gives_the_same_plan_and_json_is_as_it_was() -> None:
     config = run_file("pp2-tp2")
-    first, again = (plan(config, nodes_of(8, 2), 4) for _ in range(2))
+    first, again = (plan_layout(config, nodes_of(8, 2), 4) for _ in range(2))
     assert first == again
     assert "weight" not in json.dumps(first.topology.to_json()), "equal replicas"
-    unlike = plan(config, nodes_of(7, 2), 4).topology
+    unlike = plan_layout(config, nodes_of(7, 2), 4).topology
     assert [r.weight for r in unlike.replicas] == [4, 2, 1]
     assert Topology.from_json(unlike.to_json()) == unlike
 
 
 def test_no_more_workers_than_the_run_file_names() -> None:
-    found = plan(run_file("tp2", workers=6), nodes_of(9, 3), 1)
-    assert (found.topology.world_size, found.idle) == (6, 3)
-    assert found.why == "layout.workers asks for 6 workers"
+    found = plan_layout(run_file("tp2", workers=6), nodes_of(9, 3), 1)
+    assert (found.topology.world_size, found.idle_places) == (6, 3)
+    assert found.idle_reason == "layout.workers asks for 6 workers"
     assert len(set(found.topology.nodes)) == 2, "a whole node is left over"
 
 
 def test_too_few_microbatches_are_the_reason() -> None:
-    found = plan(run_file("dp", 2), nodes_of(5, 1), 1)
+    found = plan_layout(run_file("dp", 2), nodes_of(5, 1), 1)
     assert found.topology.world_size == 2
-    assert found.why == (
+    assert found.idle_reason == (
         "no replica of 3 workers or fewer can be added: a step has 2 microbatches, and every "
         "replica needs one for each stage"
     )
 
 
 def test_replicas_lie_on_few_nodes_and_tp_on_one() -> None:
-    found = plan(run_file("pp2-tp2"), nodes_of(12, 3), 1).topology
+    found = plan_layout(run_file("pp2-tp2"), nodes_of(12, 3), 1).topology
     spread = [len({found.nodes[rank] for rank in r.ranks}) for r in found.replicas]
     assert spread == [2, 2, 2] or sorted(spread) == [2, 2, 4]
     first = found.replicas[0]
     for stage in range(2):
         pair = {found.nodes[first.rank_at(pp=stage, tp=tp)] for tp in range(2)}
         assert len(pair) == 1
-    alone = plan(run_file("shard4"), nodes_of(12, 4), 1).topology
+    alone = plan_layout(run_file("shard4"), nodes_of(12, 4), 1).topology
     assert all(len({alone.nodes[rank] for rank in r.ranks}) == 1 for r in alone.replicas)
 
 
 def test_unlike_replicas_of_the_run_file() -> None:
     config = made(8, {"replicas": [{"pp": 3}, {"dp_shard": 2}]})
-    shapes = [r.mesh_shape for r in plan(config, nodes_of(9, 1), 1).topology.replicas]
+    shapes = [r.mesh_shape for r in plan_layout(config, nodes_of(9, 1), 1).topology.replicas]
     assert shapes == [(3, 1, 1, 1), (1, 2, 1, 1)]
-    assert plan(config, nodes_of(9, 1), 1).why == "layout.replicas asks for 5 workers"
+    assert (
+        plan_layout(config, nodes_of(9, 1), 1).idle_reason == "layout.replicas asks for 5 workers"
+    )
     for places in range(1, 6):
-        assert plan(config, nodes_of(places, 1), 1).topology.world_size == places
-    before = plan(config, nodes_of(5, 1), 1)
-    after = plan(config, without(nodes_of(5, 1), "node00"), 2, Present(before.topology))
-    assert after.untouched == 1
+        assert plan_layout(config, nodes_of(places, 1), 1).topology.world_size == places
+    before = plan_layout(config, nodes_of(5, 1), 1)
+    after = plan_layout(
+        config, without(nodes_of(5, 1), "node00"), 2, PresentPlacement(before.topology)
+    )
+    assert after.untouched_replicas == 1
     assert [r.mesh_shape for r in after.topology.replicas] == [(1, 2, 1, 1), (1, 2, 1, 1)]
 
 
@@ -195,14 +207,14 @@ def test_a_loss_touches_only_the_replicas_of_the_node(name: str, each: int) -> N
     config = run_file(name)
     for places in range(2, 13):
         nodes = nodes_of(places, each)
-        before = plan(config, nodes, 1)
+        before = plan_layout(config, nodes, 1)
         for gone, left in _changes(nodes) if len(nodes) > 1 else ():
-            after = plan(config, left, 2, Present(before.topology))
+            after = plan_layout(config, left, 2, PresentPlacement(before.topology))
             hit = [r for r in before.topology.replicas if _is_on(before.topology, r, gone)]
             whole = [r for r in before.topology.replicas if r not in hit and _named(config, r)]
-            assert after.untouched >= len(whole)
+            assert after.untouched_replicas >= len(whole)
             _came_from_there(before.topology, after, lost=gone)
-            back = plan(config, nodes, 3, Present(after.topology))
+            back = plan_layout(config, nodes, 3, PresentPlacement(after.topology))
             assert back.topology.world_size == before.topology.world_size
             _came_from_there(after.topology, back)
             _stay_in_order(after.topology, back)
@@ -217,7 +229,7 @@ def _named(config: RunConfig, replica: Replica) -> bool:
     return replica.mesh_shape == (layout.pp, layout.dp_shard, 1, layout.tp)
 
 
-def _came_from_there(before: Topology, after: Plan, lost: str = "") -> None:
+def _came_from_there(before: Topology, after: LayoutPlan, lost: str = "") -> None:
     """A process stays on its node, and is one process."""
     was = [rank for rank in after.came_from if rank is not None]
     assert len(set(was)) == len(was)
@@ -226,7 +238,7 @@ def _came_from_there(before: Topology, after: Plan, lost: str = "") -> None:
             assert after.topology.nodes[rank] == before.nodes[old] != lost
 
 
-def _stay_in_order(before: Topology, after: Plan) -> None:
+def _stay_in_order(before: Topology, after: LayoutPlan) -> None:
     """Replicas that are untouched keep their kind, their workers and their order."""
     by_ranks = {replica.ranks: replica for replica in before.replicas}
     stayed = [
@@ -235,23 +247,25 @@ def _stay_in_order(before: Topology, after: Plan) -> None:
         if (was := tuple(after.came_from[rank] for rank in replica.ranks)) in by_ranks
         and by_ranks[was].kind == replica.kind
     ]
-    assert len(stayed) == after.untouched
+    assert len(stayed) == after.untouched_replicas
     assert [replica.index for replica in stayed] == sorted(replica.index for replica in stayed)
 
 
 def test_nothing_changes_where_nothing_has_changed() -> None:
     for name, places in product(RUN_FILES, (1, 4, 7, 12)):
-        before = plan(run_file(name), nodes_of(places, 2), 1)
-        after = plan(run_file(name), nodes_of(places, 2), 2, Present(before.topology))
+        before = plan_layout(run_file(name), nodes_of(places, 2), 1)
+        after = plan_layout(
+            run_file(name), nodes_of(places, 2), 2, PresentPlacement(before.topology)
+        )
         assert after.topology.replicas == before.topology.replicas
         assert after.came_from == tuple(range(before.topology.world_size))
-        assert (after.moved, after.untouched) == (0, len(before.topology.replicas))
+        assert (after.moved_bytes, after.untouched_replicas) == (0, len(before.topology.replicas))
 
 
 def test_a_worker_that_is_lost_on_a_node_that_stays_is_replaced_there() -> None:
     config, nodes = run_file("shard4"), nodes_of(8, 4)
-    before = plan(config, nodes, 1)
-    after = plan(config, nodes, 2, Present(before.topology, frozenset({5})))
+    before = plan_layout(config, nodes, 1)
+    after = plan_layout(config, nodes, 2, PresentPlacement(before.topology, frozenset({5})))
     assert after.came_from == (0, 1, 2, 3, 4, None, 6, 7)
     assert after.topology.replicas == before.topology.replicas
     assert after.topology.nodes == before.topology.nodes
@@ -260,37 +274,37 @@ def test_a_worker_that_is_lost_on_a_node_that_stays_is_replaced_there() -> None:
 def test_what_is_missing_comes_from_whoever_holds_it() -> None:
     """Two replicas lose opposite halves: what is left of both makes one, and nothing moves."""
     config, nodes = run_file("shard2"), nodes_of(4, 1)
-    before = plan(config, nodes, 1)
-    after = plan(config, nodes, 2, Present(before.topology, frozenset({1, 2})))
+    before = plan_layout(config, nodes, 1)
+    after = plan_layout(config, nodes, 2, PresentPlacement(before.topology, frozenset({1, 2})))
     left = [node for node in nodes if node.name in ("node00", "node03")]
-    fewer = plan(config, left, 2, Present(before.topology))
+    fewer = plan_layout(config, left, 2, PresentPlacement(before.topology))
     assert fewer.came_from == (0, 3)
-    assert (fewer.moved, fewer.untouched) == (0, 0)
+    assert (fewer.moved_bytes, fewer.untouched_replicas) == (0, 0)
     assert after.came_from == (0, None, None, 3)
 
 
 def test_places_of_slow_nodes_are_left_idle_and_slow_replicas_get_less() -> None:
     slow = [NodePlaces("a", 1, 0.5), NodePlaces("b", 1), NodePlaces("c", 1)]
-    two = plan(run_file("dp", workers=2), slow, 1).topology
+    two = plan_layout(run_file("dp", workers=2), slow, 1).topology
     assert two.nodes == ("b", "c")
-    three = plan(run_file("dp"), slow, 1).topology
+    three = plan_layout(run_file("dp"), slow, 1).topology
     assert {three.nodes[r.ranks[0]]: r.weight for r in three.replicas} == {"a": 1, "b": 2, "c": 2}
-    again = weighted(three, {0: 0.25})
+    again = reweight(three, {0: 0.25})
     assert [r.weight for r in again.replicas] == [1, 4, 4]
 
 
 @pytest.mark.parametrize("zero", [1, 3])
 def test_a_worker_holds_no_more_than_it_may(zero: int) -> None:
     config = made(8, {"dp_shard": 4, "zero": zero})
-    whole = max(_state_bytes(config, plan(config, nodes_of(1, 1), 1).topology))
-    two = plan(config, nodes_of(7, 1), 1, memory=whole)
+    whole = max(_state_bytes(config, plan_layout(config, nodes_of(1, 1), 1).topology))
+    two = plan_layout(config, nodes_of(7, 1), 1, memory=whole)
     for replica in two.topology.replicas:
         assert len(replica.ranks) > 1, "one worker would hold parameters, moments and gradients"
     assert two.topology.world_size >= 6
     with pytest.raises(LayoutError, match=r"a worker|workers of a replica holds"):
-        plan(config, nodes_of(4, 1), 1, memory=whole // 100)
+        plan_layout(config, nodes_of(4, 1), 1, memory=whole // 100)
     with pytest.raises(LayoutError, match=r"the smallest replica within .* needs \d workers"):
-        plan(config, nodes_of(1, 1), 1, memory=whole)
+        plan_layout(config, nodes_of(1, 1), 1, memory=whole)
 
 
 def _state_bytes(config: RunConfig, topology: Topology) -> list[int]:
@@ -304,7 +318,7 @@ def _state_bytes(config: RunConfig, topology: Topology) -> list[int]:
 
 def test_what_cannot_be_run_is_one_sentence() -> None:
     with pytest.raises(LayoutError) as caught:
-        plan(run_file("dp"), [], 1)
+        plan_layout(run_file("dp"), [], 1)
     assert str(caught.value) == ("layout.workers: there is no place for a worker; wait for a node")
 
 
@@ -318,10 +332,10 @@ def test_any_history_of_losses_and_returns(name: str, data: st.DataObject) -> No
         NodePlaces(f"node{i}", places)
         for i, places in enumerate(data.draw(st.lists(st.integers(1, 3), min_size=1, max_size=5)))
     ]
-    present: Present | None = None
+    present: PresentPlacement | None = None
     for generation in range(1, 5):
         there = data.draw(st.lists(st.sampled_from(everywhere), min_size=1, unique=True))
-        found = plan(config, there, generation, present)
+        found = plan_layout(config, there, generation, present)
         places = sum(node.places for node in there)
         assert found.topology.world_size == most(config, places, 8)
         _seated(found.topology, there)
@@ -329,29 +343,29 @@ def test_any_history_of_losses_and_returns(name: str, data: st.DataObject) -> No
         if present is not None:
             _came_from_there(present.topology, found)
             _stay_in_order(present.topology, found)
-            assert not {was for was in found.came_from if was is not None} & present.lost
-            if found.untouched:
-                moves = transfers(
+            assert not {was for was in found.came_from if was is not None} & present.lost_ranks
+            if found.untouched_replicas:
+                moves = plan_reshard(
                     present.topology, found.topology, state_table(config.model), found.came_from, 0
                 )
-                assert moves.me == 0
+                assert moves.rank == 0
         lost = data.draw(st.frozensets(st.integers(0, found.topology.world_size - 1), max_size=2))
-        present = Present(found.topology, lost)
+        present = PresentPlacement(found.topology, lost)
 
 
 def test_the_bytes_to_move_are_about_those_of_the_moves() -> None:
     config = run_file("pp2-tp2")
     nodes = nodes_of(8, 1)
-    before = plan(config, nodes, 1)
-    after = plan(config, nodes[1:], 2, Present(before.topology))
+    before = plan_layout(config, nodes, 1)
+    after = plan_layout(config, nodes[1:], 2, PresentPlacement(before.topology))
     table = state_table(config.model)
     item = {spec.name: ITEM_BYTES[spec.dtype] for spec in table}
     sent = sum(
         move.box.size * item[move.box.name]
         for rank in range(after.topology.world_size)
-        for move in transfers(
+        for move in plan_reshard(
             before.topology, after.topology, table, after.came_from, rank
         ).receives
     )
     assert sent > 0
-    assert 0.5 < after.moved / sent < 2
+    assert 0.5 < after.moved_bytes / sent < 2

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.policy.placement import Machine, Placement, place_copies, shared
+from holdfast.policy.placement import Machine, Placement, place_copies, shared_domains
 
 
 def machines(count: int) -> list[Machine]:
@@ -52,11 +52,11 @@ def test_a_copy_shares_no_domain_where_some_machine_shares_none(found: list[Mach
     plan = place_copies({m.name: 10 for m in found}, found)
     for owner in found:
         (holder,) = (m for m in found if m.name in plan.holders[owner.name])
-        ways = [shared(owner, m) for m in found if m is not owner]
-        assert shared(owner, holder) in ways
-        assert bool(shared(owner, holder)) == all(ways)
+        ways = [shared_domains(owner, m) for m in found if m is not owner]
+        assert shared_domains(owner, holder) in ways
+        assert bool(shared_domains(owner, holder)) == all(ways)
         said = any(text.startswith(f"{owner.name} and its copy") for text in plan.warnings)
-        assert said == bool(shared(owner, holder))
+        assert said == bool(shared_domains(owner, holder))
 
 
 def test_the_nearest_domain_is_avoided_first() -> None:
@@ -70,9 +70,11 @@ def test_the_nearest_domain_is_avoided_first() -> None:
 
 def test_two_copies_stand_apart_from_each_other_too() -> None:
     found = [
-        Machine("here", zone="z1"), Machine("a", zone="z2"), Machine("b", zone="z2"),
+        Machine("here", zone="z1"),
+        Machine("a", zone="z2"),
+        Machine("b", zone="z2"),
         Machine("c", zone="z3"),
-    ]  # fmt: skip
+    ]
     (held,) = place_copies({"here": 1}, found, copies=2).holders.values()
     assert "c" in held
 
@@ -91,13 +93,13 @@ def test_loss_and_return_move_little(count: int, copies: int, data: st.DataObjec
     lost = data.draw(st.sampled_from(found))
     rest = [m for m in found if m is not lost]
     sizes = {m.name: 10 for m in rest}
-    after = place_copies(sizes, rest, copies=copies, before=before.holders)
+    after = place_copies(sizes, rest, copies=copies, previous=before.holders)
     due = min(copies, count - 2)
     held = sum(lost.name in h for owner, h in before.holders.items() if owner != lost.name)
     assert moved(before, after) <= held + due
-    again = place_copies(sizes, rest, copies=copies, before=after.holders)
+    again = place_copies(sizes, rest, copies=copies, previous=after.holders)
     assert moved(after, again) == 0
-    back = place_copies(even(count), found, copies=copies, before=after.holders)
+    back = place_copies(even(count), found, copies=copies, previous=after.holders)
     own = len(back.holders[lost.name])
     assert moved(after, back) <= own + 2 * copies
     assert max(loads(back).values()) - min(loads(back)[m.name] for m in found) <= 1
@@ -106,10 +108,10 @@ def test_loss_and_return_move_little(count: int, copies: int, data: st.DataObjec
 def test_a_stable_machine_takes_the_first_copies_while_it_has_room() -> None:
     found = [*machines(3), Machine("stage", room=20)]
     sizes = dict.fromkeys(("m0", "m1", "m2"), 10)
-    plan = place_copies(sizes, found, stable="stage")
+    plan = place_copies(sizes, found, stable_machine="stage")
     assert plan.holders["m0"] == plan.holders["m1"] == ("stage",)
     assert plan.holders["m2"][0] in ("m0", "m1")
-    both = place_copies(sizes, found, copies=2, stable="stage")
+    both = place_copies(sizes, found, copies=2, stable_machine="stage")
     assert both.holders["m0"][0] == "stage"
     assert len(both.holders["m0"]) == 2
 

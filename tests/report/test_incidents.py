@@ -7,18 +7,18 @@ from collections.abc import Sequence
 import pytest
 
 from holdfast.events import Record, RunFailed, WorkerHeld, WorkerLost
-from holdfast.report.history import History, build
+from holdfast.report.history import History, build_history
 from holdfast.report.incidents import Incident
-from holdfast.report.metrics import Metrics
-from holdfast.report.ordering import in_order
-from holdfast.report.progress import Progress
+from holdfast.report.metrics import RunMetrics
+from holdfast.report.ordering import order_records
+from holdfast.report.progress import RunProgress
 from tests.support.journal_builder import Scribe, step_done
 
 ANEW = "its agent was started anew"
 
 
 def told_live(records: Sequence[Record]) -> list[str]:
-    progress = Progress(1000)
+    progress = RunProgress(1000)
     return [told.text for record in records for told in progress.observe(record)]
 
 
@@ -29,7 +29,7 @@ def over_live(records: Sequence[Record]) -> list[str]:
 
 def counted(records: Sequence[Record]) -> int:
     """Incidents that are over, as the metrics have it."""
-    metrics = Metrics("demo")
+    metrics = RunMetrics("demo")
     metrics.replay(records)
     name = 'holdfast_recovery_duration_seconds_count{phase="step"'
     return sum(
@@ -41,14 +41,14 @@ def counted(records: Sequence[Record]) -> int:
 
 def history_of(run: Scribe) -> History:
     """With every incident as long as its parts, and as many of them over in every view."""
-    story = build(run.records)
+    story = build_history(run.records)
     over = [incident for incident in story.incidents if incident.seconds is not None]
-    assert len(over_live(in_order(run.records))) == counted(run.records) == len(over)
+    assert len(over_live(order_records(run.records))) == counted(run.records) == len(over)
     for incident in over:
         parts = {name: s for name, s in incident.phases.items() if name != "replay"}
         assert min(parts.values()) >= 0.0
-        if incident.stood_still is not None:
-            assert sum(parts.values()) == pytest.approx(incident.stood_still)
+        if incident.stood_still_s is not None:
+            assert sum(parts.values()) == pytest.approx(incident.stood_still_s)
     return story
 
 
@@ -116,7 +116,7 @@ def test_a_step_that_is_known_only_after_the_next_loss_ended_the_incident_all_th
     assert joined.seconds == pytest.approx(0.25 + 1.0 + 1.0)  # until it broke, at the latest
     assert (lost.reached, lost.steps_lost) == (46, 0)
     assert lost.seconds == pytest.approx(0.25 + 0.25 + 0.75 + 1.0)
-    assert [point.step for point in build(run.records).steps] == list(range(1, 49))
+    assert [point.step for point in build_history(run.records).steps] == list(range(1, 49))
 
 
 def test_a_generation_that_breaks_before_a_step_ends_nothing() -> None:
@@ -147,9 +147,10 @@ def test_who_follows_a_run_of_several_nodes_hears_of_the_next_generation_first()
     run.steps(6, 7)
     lines = over_live(run.records)
     assert [line.partition(": ")[0].partition(" (")[0] for line in lines] == [
-        "recovered by rung 0", "c joined",
-    ]  # fmt: skip
-    progress = Progress(1000)
+        "recovered by rung 0",
+        "c joined",
+    ]
+    progress = RunProgress(1000)
     for record in run.records:
         progress.observe(record)
     assert progress.state == "training"
@@ -170,7 +171,7 @@ def test_noticing_does_not_take_what_an_earlier_incident_took() -> None:
     assert [i.title for i in incidents][-1] == "ValueError: no"
     assert [i.phases.get("before") for i in incidents] == [None, 0.5, pytest.approx(6.5)]
     assert [i.phases["detect"] for i in incidents] == pytest.approx([0.25, 5.75, 0.625])
-    assert incidents[-1].stood_still == pytest.approx(0.5 + 6.0 + 0.625 + 0.25 + 0.5 + 1.0)
+    assert incidents[-1].stood_still_s == pytest.approx(0.5 + 6.0 + 0.625 + 0.25 + 0.5 + 1.0)
 
 
 def test_noticing_does_not_take_a_pause_between_two_sessions() -> None:
@@ -183,7 +184,7 @@ def test_noticing_does_not_take_a_pause_between_two_sessions() -> None:
     run.steps(5, 6)
     (incident,) = history_of(run).incidents
     assert incident.phases["detect"] == pytest.approx(0.75)
-    assert incident.stood_still == pytest.approx(0.75 + 0.25 + 0.25 + 1.0)
+    assert incident.stood_still_s == pytest.approx(0.75 + 0.25 + 0.25 + 1.0)
 
 
 # --- a session begins --------------------------------------------------------------------------
@@ -202,7 +203,7 @@ def test_a_session_that_was_killed_is_taken_up_with_a_row_and_a_line_of_its_own(
     assert cold.seconds == pytest.approx(36 + 0.25 + 0.5 + 1.0)
     assert cold.phases["replay"] == pytest.approx(0.125 + 0.25 + 0.75 + 47)
     assert joined.title == "c joined"
-    assert joined.stood_still == pytest.approx(0.375 + 0.75 + 1.0)
+    assert joined.stood_still_s == pytest.approx(0.375 + 0.75 + 1.0)
     assert over_live(run.records) == [
         "recovered by rung 6 (from the run store), stood still for 38 s, 47 steps done again",
         "c joined: training stood still for 2.1 s",
@@ -275,7 +276,7 @@ def test_losses_that_an_older_program_told_in_a_generation_before_all_are_none()
     ]
     (incident,) = history_of(run).incidents
     assert (incident.title, incident.steps_lost) == ("the session ended without a word", 2)
-    assert not [line for line in told_live(in_order(run.records)) if ANEW in line]
+    assert not [line for line in told_live(order_records(run.records)) if ANEW in line]
 
 
 # --- what it is called -------------------------------------------------------------------------

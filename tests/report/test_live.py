@@ -12,8 +12,8 @@ from rich.console import Console
 
 from holdfast.events import Record, StepDone, WorkerLost
 from holdfast.report.braille import braille
-from holdfast.report.live import View, picture, watch
-from holdfast.report.progress import Progress
+from holdfast.report.live import LiveView, picture, watch_run
+from holdfast.report.progress import RunProgress
 from tests.support.journal_builder import Scribe, lossy_run
 from tests.support.ranks import wait_until
 
@@ -24,14 +24,14 @@ def until_step(step: int) -> list[Record]:
     return records[: end + 1]
 
 
-def screen(progress: Progress, width: int, height: int) -> str:
+def screen(progress: RunProgress, width: int, height: int) -> str:
     console = Console(width=width, height=height, file=io.StringIO(), record=True)
     console.print(picture(progress, width, height))
     return console.export_text()
 
 
-def progress_of(records: list[Record], total: int = 30) -> Progress:
-    progress = Progress(total)
+def progress_of(records: list[Record], total: int = 30) -> RunProgress:
+    progress = RunProgress(total)
     for record in records:
         progress.observe(record)
     return progress
@@ -39,15 +39,22 @@ def progress_of(records: list[Record], total: int = 30) -> Progress:
 
 def test_plain_lines_tell_the_story_when_nobody_looks_on() -> None:
     out = io.StringIO()
-    with View(30, console=Console(file=out, width=200), every_seconds=1e9) as view:
+    with LiveView(30, console=Console(file=out, width=200), every_seconds=1e9) as view:
         for record in lossy_run().records:
             view.observe(record)
         view.say("a line of the agent's")
     text = out.getvalue()
-    for part in ("generation 1, 2 workers, from initial weights", "step 1/30  loss",
-                 "rank 1 lost: SIGKILL", "generation 2, 2 workers, from the state after step 10",
-                 "recovered in 2.2 s, 3 steps done again", "validation after step 30",
-                 "step 30/30", "finished after step 30", "a line of the agent's"):  # fmt: skip
+    for part in (
+        "generation 1, 2 workers, from initial weights",
+        "step 1/30  loss",
+        "rank 1 lost: SIGKILL",
+        "generation 2, 2 workers, from the state after step 10",
+        "recovered in 2.2 s, 3 steps done again",
+        "validation after step 30",
+        "step 30/30",
+        "finished after step 30",
+        "a line of the agent's",
+    ):
         assert part in text
     assert "\x1b" not in text
     assert text.count("step 1/30") == 1
@@ -64,13 +71,17 @@ def test_step_lines_come_as_often_as_asked() -> None:
     run.start()
     run.generate()
     run.steps(1, 20)
-    with View(100, console=Console(file=out, width=200), every_seconds=5.0, now=clock) as view:
+    with LiveView(100, console=Console(file=out, width=200), every_seconds=5.0, now=clock) as view:
         for record in run.records:
             now += isinstance(record.event, StepDone)
             view.observe(record)
     assert [f"step {n}/100" in out.getvalue() for n in (1, 2, 6, 11, 16)] == [
-        True, False, True, True, True,
-    ]  # fmt: skip
+        True,
+        False,
+        True,
+        True,
+        True,
+    ]
 
 
 @pytest.mark.parametrize("size", [(200, 60), (100, 30), (60, 24), (36, 16), (20, 8)])
@@ -83,8 +94,15 @@ def test_the_picture_fits_any_terminal(size: tuple[int, int]) -> None:
 
 def test_the_picture_shows_the_run_as_it_is() -> None:
     text = screen(progress_of(until_step(25)), 100, 40)
-    for part in ("training", "generation 3", "0 training", "1 training", "goodput",
-                 "stopped after step 20", "step 20,"):  # fmt: skip
+    for part in (
+        "training",
+        "generation 3",
+        "0 training",
+        "1 training",
+        "goodput",
+        "stopped after step 20",
+        "step 20,",
+    ):
         assert part in text
     lost = screen(progress_of(until_step(13)[:-1]), 100, 40)
     run = Scribe()
@@ -107,12 +125,16 @@ def test_nodes_come_and_go_in_lines_and_in_the_picture() -> None:
     run.among("a", "b", step=5, reason="worker_lost", rung=0)
     run.steps(6, 8)
     out = io.StringIO()
-    with View(30, console=Console(file=out, width=200), every_seconds=1e9) as view:
+    with LiveView(30, console=Console(file=out, width=200), every_seconds=1e9) as view:
         for record in run.records:
             view.observe(record)
-    for part in ("3 workers, from initial weights, on a, b, c", "rank 2 of c lost: SIGKILL",
-                 "from the state after step 5; c left out", "recovered by rung 0",
-                 "stood still for 2.0 s, 0 steps done again"):  # fmt: skip
+    for part in (
+        "3 workers, from initial weights, on a, b, c",
+        "rank 2 of c lost: SIGKILL",
+        "from the state after step 5; c left out",
+        "recovered by rung 0",
+        "stood still for 2.0 s, 0 steps done again",
+    ):
         assert part in out.getvalue()
     text = screen(progress_of(run.records), 100, 40)
     for part in ("● a", "● b", "✗ c", "rung 0: the others went on"):
@@ -122,8 +144,8 @@ def test_nodes_come_and_go_in_lines_and_in_the_picture() -> None:
     run.steps(9, 9)
     progress = progress_of(run.records)
     assert progress.nodes == {"a": True, "b": True, "c": True}
-    assert progress.happenings[-1].text == "c joined: training stood still for 2.0 s"
-    assert progress.happenings[-2].text.endswith("; c taken in")
+    assert progress.lines[-1].text == "c joined: training stood still for 2.0 s"
+    assert progress.lines[-2].text.endswith("; c taken in")
 
 
 def test_the_curve_forgets_what_is_done_again() -> None:
@@ -137,12 +159,12 @@ def test_the_estimate_is_the_pace_times_what_is_left() -> None:
     run.start()
     run.generate()
     run.steps(1, 10, seconds=2.0)
-    assert progress_of(run.records, 40).eta == pytest.approx(60.0)
-    assert progress_of(run.records[:5], 40).eta is None
+    assert progress_of(run.records, 40).eta_s == pytest.approx(60.0)
+    assert progress_of(run.records[:5], 40).eta_s is None
 
 
 def test_memory_stays_bounded_over_a_long_run() -> None:
-    progress = Progress(100_000)
+    progress = RunProgress(100_000)
     run = Scribe()
     run.start()
     run.generate()
@@ -153,7 +175,7 @@ def test_memory_stays_bounded_over_a_long_run() -> None:
         progress.observe(Record(1, "rank0", step, run.at + step / 100, event))
     assert len(progress.curve) <= 4096
     assert progress.curve[-1][0] > 19_900
-    assert len(progress.happenings) <= 50
+    assert len(progress.lines) <= 50
 
 
 def test_braille_draws_high_values_high() -> None:
@@ -176,7 +198,7 @@ def test_a_reader_that_takes_nothing_does_not_hold_up_the_agent() -> None:
     done = threading.Event()
 
     def feed() -> None:
-        with View(3000, console=Console(file=stuck, width=200), every_seconds=0.0) as view:
+        with LiveView(3000, console=Console(file=stuck, width=200), every_seconds=0.0) as view:
             for record in run.records:
                 view.observe(record)
         done.set()
@@ -191,7 +213,7 @@ def test_a_reader_that_takes_nothing_does_not_hold_up_the_agent() -> None:
 def test_a_terminal_gets_a_picture_that_is_redrawn() -> None:
     out = io.StringIO()
     console = Console(file=out, width=80, height=30, force_terminal=True, legacy_windows=False)
-    with View(30, console=console) as view:
+    with LiveView(30, console=console) as view:
         for record in lossy_run().records:
             view.observe(record)
         view.say("a line of the agent's")
@@ -204,7 +226,7 @@ def test_a_resumed_run_goes_on_with_its_curve() -> None:
     records = lossy_run().records
     past = [r for r in records if r.generation < 3]
     out = io.StringIO()
-    with View(30, console=Console(file=out, width=200)) as view:
+    with LiveView(30, console=Console(file=out, width=200)) as view:
         view.replay(sorted(past, key=lambda record: record.order))
         assert out.getvalue() == ""
         assert view.progress.state == "stopped"
@@ -225,7 +247,7 @@ def test_watch_follows_until_the_run_has_ended() -> None:
         raise AssertionError("asked for more after the end")
 
     out = io.StringIO()
-    with View(30, console=Console(file=out, width=200)) as view:
-        watch(batches(), view)
+    with LiveView(30, console=Console(file=out, width=200)) as view:
+        watch_run(batches(), view)
     assert len(seen) == 3
     assert "finished after step 30" in out.getvalue()

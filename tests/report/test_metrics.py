@@ -13,13 +13,13 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from holdfast.errors import RunFolderError
 from holdfast.events import CheckpointFailed, NonFinite
-from holdfast.report.metrics import Metrics
-from holdfast.report.tensorboard import Writer
+from holdfast.report.metrics import RunMetrics
+from holdfast.report.tensorboard import TensorBoardWriter
 from holdfast.report.timeledger import TimeLedger
 from tests.support.journal_builder import Scribe, loss_at, lossy_run
 
 
-def scraped(metrics: Metrics) -> dict[str, float]:
+def scraped(metrics: RunMetrics) -> dict[str, float]:
     """Every sample by name and labels, without the run's."""
     out: dict[str, float] = {}
     for family in text_string_to_metric_families(metrics.render().decode()):
@@ -32,7 +32,7 @@ def scraped(metrics: Metrics) -> dict[str, float]:
 
 
 def metrics_of(run: Scribe, **options: Any) -> dict[str, float]:
-    metrics = Metrics("demo", {"model": "tiny"}, **options)
+    metrics = RunMetrics("demo", {"model": "tiny"}, **options)
     for record in run.records:
         metrics.observe(record)
     return scraped(metrics)
@@ -131,7 +131,7 @@ def test_tensorboard_shows_one_continuous_curve_over_restarts_and_sessions(tmp_p
     run = lossy_run()
     split = next(i for i, r in enumerate(run.records) if r.generation == 3)
     for part in (run.records[:split], run.records[split:]):
-        writer = Writer(tmp_path)
+        writer = TensorBoardWriter(tmp_path)
         for record in part:
             writer.observe(record)
         writer.close()
@@ -147,7 +147,7 @@ def test_tensorboard_shows_one_continuous_curve_over_restarts_and_sessions(tmp_p
 def test_a_folder_that_cannot_be_written_is_refused_in_one_sentence(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(RunFolderError, match="tensorboard=false"):
-        Writer(tmp_path / "file" / "tensorboard")
+        TensorBoardWriter(tmp_path / "file" / "tensorboard")
 
 
 def test_the_whole_room_is_free_of_torch(tmp_path: Path) -> None:

@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 
-from holdfast.config.load import resolve
+from holdfast.config.load import resolve_config
 from holdfast.errors import RunFolderError
 from holdfast.events import RunStarted, SettingIgnored
 from holdfast.report import page
 from holdfast.report.css import DARK, LIGHT, class_colour
-from holdfast.report.history import build
+from holdfast.report.history import build_history
 from holdfast.report.summary import summary
 from holdfast.report.timeledger import CLASSES
 from tests.support.journal_builder import Scribe, lossy_run, step_done
@@ -50,7 +50,9 @@ class Reader(HTMLParser):
 
 
 def rendered(run: Scribe | None = None, **options: Any) -> str:
-    return page.render(build((run or lossy_run()).records), options.pop("resolved", {}), **options)
+    return page.render_page(
+        build_history((run or lossy_run()).records), options.pop("resolved", {}), **options
+    )
 
 
 def test_it_is_well_formed_and_asks_nobody_for_anything() -> None:
@@ -67,9 +69,16 @@ def test_it_is_well_formed_and_asks_nobody_for_anything() -> None:
 def test_it_says_what_happened() -> None:
     text = Reader(rendered(baselines={"unigram": 3.4, "bigram": 1.94})).text
     for part in (
-        "finished", "30 steps", "rank 1 lost (SIGKILL)", "unigram counts 3.40", "rework",
-        "bigram counts 1.94", "goodput", "generation 3", "wall time",
-    ):  # fmt: skip
+        "finished",
+        "30 steps",
+        "rank 1 lost (SIGKILL)",
+        "unigram counts 3.40",
+        "rework",
+        "bigram counts 1.94",
+        "goodput",
+        "generation 3",
+        "wall time",
+    ):
         assert part in text
 
 
@@ -126,8 +135,12 @@ def test_text_from_outside_is_only_ever_text() -> None:
     run.write(SettingIgnored(evil, evil))
     run.lose(0, cause=evil)
     run.restart(30)
-    content = rendered(run, samples=[evil], baselines={"uni" + evil: 3.0},
-                       resolved={"config": {evil: evil}, "origins": {}})  # fmt: skip
+    content = rendered(
+        run,
+        samples=[evil],
+        baselines={"uni" + evil: 3.0},
+        resolved={"config": {evil: evil}, "origins": {}},
+    )
     reader = Reader(content)
     assert reader.open == []
     assert not [a for a in reader.attributes if a[0] == "img" or a[1] == "onerror"]
@@ -136,15 +149,21 @@ def test_text_from_outside_is_only_ever_text() -> None:
 
 
 def test_every_value_of_the_run_file_stands_there_with_its_origin() -> None:
-    loaded = resolve(None, "command line", ["train.steps=30"])
+    loaded = resolve_config(None, "command line", ["train.steps=30"])
     reader = Reader(rendered(resolved=loaded.to_json()))
-    for part in ("train.steps", "command line (train.steps=30)", "model.dim", "preset (tiny)",
-                 "train.optimizer.betas", "data.sources"):  # fmt: skip
+    for part in (
+        "train.steps",
+        "command line (train.steps=30)",
+        "model.dim",
+        "preset (tiny)",
+        "train.optimizer.betas",
+        "data.sources",
+    ):
         assert part in reader.text
 
 
 def test_utilisation_is_given_by_both_conventions_or_not_at_all() -> None:
-    loaded = resolve(None, "x", ["train.precision=bf16", "model.vocab_size=1024"])
+    loaded = resolve_config(None, "x", ["train.precision=bf16", "model.vocab_size=1024"])
     known = rendered(resolved=loaded.to_json(), device="NVIDIA H100 80GB HBM3")
     assert "torchtitan" in known
     assert "Megatron" in known
@@ -160,15 +179,17 @@ def test_both_themes_have_every_colour() -> None:
 
 def test_it_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
     target = tmp_path / "report.html"
-    page.write(build(lossy_run().records), {}, target)
+    page.write_page(build_history(lossy_run().records), {}, target)
     assert target.read_text() == rendered()
     assert os.listdir(tmp_path) == ["report.html"]
     with pytest.raises(RunFolderError, match="--output"):
-        page.write(build(lossy_run().records), {}, tmp_path / "missing" / "report.html")
+        page.write_page(
+            build_history(lossy_run().records), {}, tmp_path / "missing" / "report.html"
+        )
 
 
 def test_the_summary_is_json_and_adds_up() -> None:
-    value = summary(build(lossy_run().records), baselines={"unigram": 3.4}, curve=True)
+    value = summary(build_history(lossy_run().records), baselines={"unigram": 3.4}, curve=True)
     assert json.loads(json.dumps(value)) == value
     assert sum(value["seconds_by_class"].values()) == pytest.approx(value["wall_seconds"])
     assert value["last_step"] == 30

@@ -19,7 +19,7 @@ from holdfast.events import (
     RunStopped,
     StepDone,
 )
-from holdfast.report.history import build
+from holdfast.report.history import build_history
 from holdfast.report.timeledger import CLASSES, TimeLedger
 from tests.support.journal_builder import Scribe, lossy_run, step_done
 
@@ -187,7 +187,7 @@ def test_steps_reported_after_the_loss_was_noticed_still_count_as_done() -> None
     assert totals["rework"] == pytest.approx(1.0)
     assert totals["productive"] == pytest.approx(3 * 0.625 + 0.75 + 2 * 0.625)
     assert totals["recovery"] == pytest.approx(0.25 + 0.5)
-    (incident,) = build(run.records).incidents
+    (incident,) = build_history(run.records).incidents
     assert (incident.reached, incident.steps_lost) == (5, 1)
 
 
@@ -216,7 +216,7 @@ def test_the_classes_of_several_sessions_are_the_time_from_the_first_start_to_th
     totals = ledger.totals()
     assert min(totals.values()) > 0.0, "a class without a second would not be missed here"
     assert totals["stopped"] == pytest.approx(10.0 + 20.0 + 30.0)
-    story = build(run.records)
+    story = build_history(run.records)
     assert story.wall == pytest.approx(time) == pytest.approx(sum(story.time.values()))
 
 

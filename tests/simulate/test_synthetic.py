@@ -18,9 +18,13 @@ def _drops(trace: Trace) -> list[int]:
 
 @pytest.mark.parametrize(
     "make",
-    [synthetic.spot_pool, synthetic.gang_offers, synthetic.bathtub_lives,
-     synthetic.cluster_failures],
-)  # fmt: skip
+    [
+        synthetic.spot_pool,
+        synthetic.gang_offers,
+        synthetic.bathtub_lives,
+        synthetic.cluster_failures,
+    ],
+)
 def test_the_same_seed_gives_the_same_trace_in_order(make: Callable[[int], Trace]) -> None:
     one, again, other = make(1), make(1), make(2)
     assert one == again

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from holdfast.errors import DataError
-from holdfast.simulate.traces import Trace, load, outages, survival, ticks
+from holdfast.simulate.traces import Trace, load_trace, parse_outages, parse_ticks, survival_curve
 
 NAMED = "0,add,n1\n0,add,n2\n60000,add,n3\n120000,remove,n1\n120000,remove,n2\n180000,add,n4\n"
 
@@ -23,7 +23,7 @@ def _counts(trace: Trace) -> list[tuple[float, int]]:
 
 
 def test_named_nodes_come_and_go_and_a_burst_stays_a_burst() -> None:
-    found = load(NAMED, "a.csv")
+    found = load_trace(NAMED, "a.csv")
     assert found.kind == "named nodes"
     assert _counts(found) == [(0, 2), (60, 3), (120, 1), (180, 2)]
     assert [(at, gone) for at, gone, _ in found.instants() if gone] == [(120, ["n1", "n2"])]
@@ -32,8 +32,8 @@ def test_named_nodes_come_and_go_and_a_burst_stays_a_burst() -> None:
 
 def test_disorder_is_sorted_and_duplicates_are_dropped_and_both_are_told() -> None:
     lines = NAMED.splitlines()
-    found = load("\n".join([*lines[3:], *lines[:3], lines[0]]), "a.csv")
-    assert found.changes == load(NAMED, "a.csv").changes
+    found = load_trace("\n".join([*lines[3:], *lines[:3], lines[0]]), "a.csv")
+    assert found.changes == load_trace(NAMED, "a.csv").changes
     assert (found.disorder, found.duplicates) == (2, 1)
 
 
@@ -58,10 +58,10 @@ def test_disorder_is_sorted_and_duplicates_are_dropped_and_both_are_told() -> No
         ("hello\n", "this is no trace of a known kind; give rows"),
         ("", "this is no trace of a known kind"),
     ],
-)  # fmt: skip
+)
 def test_what_cannot_be_is_refused_with_place_and_remedy(text: str, says: str) -> None:
     with pytest.raises(DataError) as refused:
-        load(text, "a.csv")
+        load_trace(text, "a.csv")
     assert says in str(refused.value)
     assert refused.value.remedy
 
@@ -69,7 +69,7 @@ def test_what_cannot_be_is_refused_with_place_and_remedy(text: str, says: str) -
 def test_dated_counts_know_their_gaps() -> None:
     rows = [f"2021-12-11, 10:{minute:02}:00, {8 - minute % 3}" for minute in range(30)]
     rows += ["2021-12-11, 12:00:00, 8", "2021-12-11, 12:01:00, 2"]
-    found = load("\n".join(rows), "a.txt")
+    found = load_trace("\n".join(rows), "a.txt")
     assert (found.kind, found.step, found.started) == ("dated counts", 60, "2021-12-11 10:00:00")
     assert found.unknown == ((29 * 60, 7200),)
     assert found.unknown_share == pytest.approx((7200 - 29 * 60) / 7260)
@@ -79,7 +79,7 @@ def test_dated_counts_know_their_gaps() -> None:
 
 
 def test_of_several_counts_of_one_time_the_last_is_the_state() -> None:
-    found = load("0,1\n0,2\n0,1\n0,3\n60000,2\n180000,5\n", "a.csv")
+    found = load_trace("0,1\n0,2\n0,1\n0,3\n60000,2\n180000,5\n", "a.csv")
     assert found.kind == "timed counts"
     assert _counts(found) == [(0, 3), (60, 2), (180, 5)]
     assert found.unknown == ()
@@ -87,15 +87,15 @@ def test_of_several_counts_of_one_time_the_last_is_the_state() -> None:
 
 def test_ticks_tolerate_other_keys_and_the_clock_can_be_given() -> None:
     value = {"prices": [1.0], "data": [4, 4, 1, 0, 0, 4], "metadata": {"gap_seconds": 300, "x": 1}}
-    found = load(json.dumps(value), "a.json")
+    found = load_trace(json.dumps(value), "a.json")
     assert _counts(found) == [(0, 4), (600, 1), (900, 0), (1500, 4)]
     assert (found.seconds, found.step) == (1800, 300)
-    assert ticks(json.dumps(value), "a.json", gap_seconds=60).seconds == 360
+    assert parse_ticks(json.dumps(value), "a.json", gap_seconds=60).seconds == 360
 
 
 def test_who_is_there_at_the_end_has_not_left_and_no_name_is_used_twice() -> None:
     data = [5, 3, 6, 6, 1, 7]
-    found = load(json.dumps({"data": data, "metadata": {"gap_seconds": 60}}), "a.json")
+    found = load_trace(json.dumps({"data": data, "metadata": {"gap_seconds": 60}}), "a.json")
     joined = [change.node for change in found.changes if change.kind == "join"]
     assert len(joined) == len(set(joined)) == 5 + 3 + 6
     assert sum(change.kind == "go" for change in found.changes) == 2 + 5
@@ -103,12 +103,12 @@ def test_who_is_there_at_the_end_has_not_left_and_no_name_is_used_twice() -> Non
 
 def test_lives_respect_who_was_only_stopped() -> None:
     """Half are taken at 1 h; the others were stopped then: the survivors' share is one half."""
-    curve = survival([(3600.0, True)] * 10 + [(3601.0, False)] * 10)
+    curve = survival_curve([(3600.0, True)] * 10 + [(3601.0, False)] * 10)
     assert curve[-1][1] == pytest.approx(0.5)
     rows = ["name,lifetime_s,other_ops,more"]
     rows += [f"a{i},{1800 + i},compute.instances.preempted;x,," for i in range(50)]
     rows += [f"b{i},{10 + i},day_of_week,," for i in range(50)]
-    found = load("\n".join(rows), "a.csv")
+    found = load_trace("\n".join(rows), "a.csv")
     assert found.kind == "lifetimes"
     first = min(change.seconds for change in found.changes if change.kind == "go")
     assert first >= 1800
@@ -123,13 +123,13 @@ def test_outages_of_one_system_are_not_pooled_with_others() -> None:
         "2,x,0,1/1/2000 15:00,1/1/2000 15:10\n"
         "7,x,0,1/1/1999 15:00,1/1/1999 15:10\n"
     )
-    found = load(head + rows, "a.csv")
+    found = load_trace(head + rows, "a.csv")
     assert found.source == "a.csv (system 2)"
     gone = [(change.seconds, change.node) for change in found.changes if change.kind == "go"]
     assert gone == [(0, "1"), (3600, "0"), (6 * 3600, "0")]
     back = [c.seconds for c in found.changes if c.kind == "join" and c.seconds > 0]
     assert back == [1800, 3 * 3600]
     assert found.disorder == 1
-    assert outages(head + rows, "a.csv", system="7").rows == 1
+    assert parse_outages(head + rows, "a.csv", system="7").rows == 1
     with pytest.raises(DataError, match="no outage of system '9'"):
-        outages(head + rows, "a.csv", system="9")
+        parse_outages(head + rows, "a.csv", system="9")

@@ -13,24 +13,24 @@ from pathlib import Path
 from typing import Any
 
 from holdfast.elastic.coordinator.coordinator import Coordinator
-from holdfast.elastic.coordinator.generation_store import reign_over
-from holdfast.elastic.membership.role_loop import Follower
-from holdfast.elastic.protocol.coordinator_messages import Known
+from holdfast.elastic.coordinator.generation_store import start_term
+from holdfast.elastic.membership.role_loop import RoleLoop
+from holdfast.elastic.protocol.coordinator_messages import NodeReport
 from holdfast.elastic.protocol.generation_outcome import NodeOutcome
 from holdfast.elastic.protocol.generation_record import GenerationRecord
-from holdfast.elastic.protocol.hung_worker import Blame
+from holdfast.elastic.protocol.hung_worker import HungWorker
 from holdfast.elastic.protocol.start_state import StartState
-from holdfast.policy.membership.election import Patience
-from holdfast.policy.membership.transitions import Reign, Rules, Stage
+from holdfast.policy.membership.election import ElectionTimeouts
+from holdfast.policy.membership.transitions import CoordinatorState, MembershipRules, NodeStage
 from holdfast.wire.http.auth import Verifier
-from holdfast.wire.http.server import Guard, Handler, Listener
-from holdfast.wire.http.sockets import address_of, bind
+from holdfast.wire.http.server import Handler, HttpListener, SignedApplication
+from holdfast.wire.http.sockets import address_of, bind_listener
 from holdfast.wire.secret import Secret
 from holdfast.wire.store.run_store import FolderStore, RunStore
 from holdfast.wire.term import Term
 
 SECRET = Secret(b"f" * 32)
-QUICK = Patience(silence=1.0, turn=0.2, alone=2.0)
+QUICK = ElectionTimeouts(leader_timeout_s=1.0, delay_per_place_s=0.2, minority_wait_s=2.0)
 BEAT = 0.2
 
 
@@ -38,79 +38,103 @@ class Switch:
     """A node's workers: they build and work at once, and hold on command."""
 
     def __init__(self) -> None:
-        self.changed = asyncio.Event()
-        self.at, self.stage = 0, Stage.IDLE
-        self.held = NodeOutcome()
+        self.state_changed = asyncio.Event()
+        self.generation, self.stage = 0, NodeStage.IDLE
+        self.node_outcome = NodeOutcome()
         self.history: list[tuple[str, int]] = []
         self.slow = False  # stays in `building`
-        self.still: dict[str, Any] = {}
-        self.paces: list[list[Any]] = []
+        self.stalled_workers: dict[str, Any] = {}
+        self.worker_paces: list[list[Any]] = []
         self.blamed: list[tuple[int, int]] = []
-        self.ready: int | None = None
+        self.ready_workers: int | None = None
 
-    def start(self, generation: int, record: GenerationRecord, begin: StartState) -> None:
-        assert generation > self.at, "an older generation was begun"
-        assert self.stage in (Stage.IDLE, Stage.HELD, Stage.DONE), "work in two generations at once"
-        self.at = generation
-        self._become(Stage.BUILDING)
+    def start_generation(
+        self, generation: int, record: GenerationRecord, begin: StartState
+    ) -> None:
+        assert generation > self.generation, "an older generation was begun"
+        assert self.stage in (NodeStage.IDLE, NodeStage.HELD, NodeStage.DONE), (
+            "work in two generations at once"
+        )
+        self.generation = generation
+        self._become(NodeStage.BUILDING)
         if not self.slow:
             asyncio.get_running_loop().call_soon(self._built, generation)
 
-    def outside(self) -> None:
+    def on_outside_generation(self) -> None:
         return
 
     def _built(self, generation: int) -> None:
-        if (self.at, self.stage) == (generation, Stage.BUILDING):
-            self._become(Stage.WORKING)
+        if (self.generation, self.stage) == (generation, NodeStage.BUILDING):
+            self._become(NodeStage.WORKING)
 
-    def halt(self, generation: int, reason: str, *, gentle: bool) -> None:
-        assert generation == self.at
-        if self.stage in (Stage.BUILDING, Stage.WORKING, Stage.BROKEN):
-            self._become(Stage.HELD)
+    def halt_generation(self, generation: int, reason: str, *, gentle: bool) -> None:
+        assert generation == self.generation
+        if self.stage in (NodeStage.BUILDING, NodeStage.WORKING, NodeStage.BROKEN):
+            self._become(NodeStage.HELD)
 
     def breaks(self) -> None:
-        self._become(Stage.BROKEN)
+        self._become(NodeStage.BROKEN)
 
     def ends(self) -> None:
-        self._become(Stage.DONE)
+        self._become(NodeStage.DONE)
 
-    def blame(self, generation: int, blamed: Sequence[Blame]) -> None:
+    def handle_hung_workers(self, generation: int, blamed: Sequence[HungWorker]) -> None:
         self.blamed += [(generation, one.rank) for one in blamed]
 
-    def leave(self, verdict: str) -> None:
-        self.history.append(("left", self.at))
+    def on_run_ended(self, verdict: str) -> None:
+        self.history.append(("left", self.generation))
 
-    def _become(self, stage: Stage) -> None:
+    def _become(self, stage: NodeStage) -> None:
         self.stage = stage
-        self.history.append((stage.value, self.at))
-        self.changed.set()
+        self.history.append((stage.value, self.generation))
+        self.state_changed.set()
 
 
 class FleetAgent:
     """One agent: its listener, its follower, its work."""
 
     def __init__(
-        self, name: str, store: RunStore, least: int = 1, most: int = 100, *,
-        patience: Patience = QUICK, beat: float = BEAT, lost_after: float = 1.0,
-        changed: Callable[[Reign, Reign], None] = lambda old, new: None, gather: float = 0.3,
-    ) -> None:  # fmt: skip
+        self,
+        name: str,
+        store: RunStore,
+        least: int = 1,
+        most: int = 100,
+        *,
+        patience: ElectionTimeouts = QUICK,
+        beat: float = BEAT,
+        lost_after: float = 1.0,
+        changed: Callable[[CoordinatorState, CoordinatorState], None] = lambda old, new: None,
+        gather: float = 0.3,
+    ) -> None:
         self.name, self.store = name, store
         self.work = Switch()
         self.said: list[str] = []
         self._least, self._most, self._changed, self._lost_after = least, most, changed, lost_after
         self._gather = gather
-        self._bound = bind("127.0.0.1", 0, "cluster.interface")
+        self._bound = bind_listener("127.0.0.1", 0, "cluster.interface")
         self.address = address_of(self._bound)
-        self.follower = Follower(
-            name, self.address, store, SECRET, self.work, self._reign, patience=patience,
-            beat=beat, told={"address": self.address}, complain=self.said.append,
-        )  # fmt: skip
+        self.follower = RoleLoop(
+            name,
+            self.address,
+            store,
+            SECRET,
+            self.work,
+            self._reign,
+            timeouts=patience,
+            heartbeat_interval_s=beat,
+            join_info={"address": self.address},
+            complain=self.said.append,
+        )
         self._frozen = False
         handlers = {path: self._answer(do) for path, do in self.follower.handlers.items()}
-        guard = Guard(
-            handlers, SECRET, Verifier(SECRET, time.time), lambda: 0, outside=frozenset(handlers)
+        guard = SignedApplication(
+            handlers,
+            SECRET,
+            Verifier(SECRET, time.time),
+            lambda: 0,
+            generationless_paths=frozenset(handlers),
         )
-        self._listener = Listener(guard, self._bound)
+        self._listener = HttpListener(guard, self._bound)
         self._serving = asyncio.create_task(self._listener.serve())
         self.running = asyncio.create_task(self.follower.run())
 
@@ -119,12 +143,15 @@ class FleetAgent:
             names = sorted(node.name for node in nodes)[: self._most]
             return tuple(names) if len(names) >= self._least else ()
 
-        rules = Rules(
-            fits, lost_after=self._lost_after, gather=self._gather, settle=0.1,
-            full=lambda nodes: len(nodes) >= self._most,
-        )  # fmt: skip
-        return await reign_over(
-            term, self.store, rules, plan, changed=self._changed, complain=self.said.append
+        rules = MembershipRules(
+            fits,
+            node_timeout_s=self._lost_after,
+            gather_wait_s=self._gather,
+            settle_time_s=0.1,
+            is_full=lambda nodes: len(nodes) >= self._most,
+        )
+        return await start_term(
+            term, self.store, rules, plan, on_state_change=self._changed, complain=self.said.append
         )
 
     @property
@@ -157,15 +184,15 @@ class FleetAgent:
 
 
 async def plan(
-    reign: Reign, generation: int, names: frozenset[str], known: Mapping[str, Known]
+    reign: CoordinatorState, generation: int, names: frozenset[str], known: Mapping[str, NodeReport]
 ) -> GenerationRecord:
     return GenerationRecord()
 
 
 def working(agents: list[FleetAgent]) -> bool:
     """All work, in one generation."""
-    return len({a.work.at for a in agents}) == 1 and all(
-        a.work.stage is Stage.WORKING for a in agents
+    return len({a.work.generation for a in agents}) == 1 and all(
+        a.work.stage is NodeStage.WORKING for a in agents
     )
 
 

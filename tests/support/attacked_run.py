@@ -11,7 +11,7 @@ import sys
 from contextlib import suppress
 from pathlib import Path
 
-from holdfast.checkpoint.peers.client import identity
+from holdfast.checkpoint.peers.client import run_identity
 from holdfast.events import RequestsRefused, RunStarted
 from holdfast.wire.secret import Secret, open_secret
 from holdfast.wire.store.run_store import FolderStore
@@ -31,9 +31,11 @@ class AttackedRun:
         (self.folder / "plan.json").write_text(json.dumps({"steps": 10**6, "pace": 0.05}))
         self.secret = open_secret(self.folder, {})
         self.trainer = Trainer(
-            self.folder, "layout.workers=1", "checkpoint.peer_memory_gb=0.05",
+            self.folder,
+            "layout.workers=1",
+            "checkpoint.peer_memory_gb=0.05",
             module="tests.support.attacked_trainer",
-        )  # fmt: skip
+        )
         self._stage_secret = folder / "stage.secret"
         self._staged = ""  # the output of earlier stages
         self.refused: dict[str, int] = {}  # listener: requests refused with 401 or 404
@@ -51,15 +53,18 @@ class AttackedRun:
         self.control = str(holder["address"])
         self.agent = self.trainer.process.pid
         family = self.trainer.family()
-        (self.health,) = {address for address, pid in listening(family).items()
-                          if pid == self.agent and address != self.control}  # fmt: skip
+        (self.health,) = {
+            address
+            for address, pid in listening(family).items()
+            if pid == self.agent and address != self.control
+        }
         self.mover = next(pid for pid in family if "checkpoint.mover" in command(pid))
         found = listening({self.mover})
         (self.peers,) = {address for address in found if ":" in address}
         (self.socket,) = {address for address in found if address.startswith("/")}
         self.paths: dict[str, bool] = json.loads((self.folder / "paths.json").read_text())
         (started,) = self.trainer.events(RunStarted)
-        self.identity = identity(started.config_hash, started.dataset_version)
+        self.run_identity = run_identity(started.config_hash, started.dataset_version)
 
     def restart_stage(self) -> None:
         """End the stage and start another one at its port."""
@@ -110,10 +115,24 @@ class Stage:
         file.write_text(secret.hex())
         file.chmod(0o600)
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "holdfast.cli.main", "stage", "--listen", f"127.0.0.1:{port}",
-             "--secret", str(file), "--memory", "0.05", "--json"],
-            cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        )  # fmt: skip
+            [
+                sys.executable,
+                "-m",
+                "holdfast.cli.main",
+                "stage",
+                "--listen",
+                f"127.0.0.1:{port}",
+                "--secret",
+                str(file),
+                "--memory",
+                "0.05",
+                "--json",
+            ],
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
         assert self.process.stdout is not None
         self.address: str = json.loads(self.process.stdout.readline())["address"]
 

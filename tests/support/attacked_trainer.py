@@ -9,19 +9,19 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from holdfast.wire.http.server import Guard
+from holdfast.wire.http.server import SignedApplication
 from tests.support import toy_trainer as drive
 
-_make = Guard.__init__
+_make = SignedApplication.__init__
 _found: dict[str, bool] = {}  # path: True if a request without a generation may ask it
 
 
-def _listed(self: Guard, *arguments: Any, **named: Any) -> None:
+def _listed(self: SignedApplication, *arguments: Any, **named: Any) -> None:
     _make(self, *arguments, **named)
-    _found.update({path: path in self.outside for path in self.paths})
+    _found.update({path: path in self.generationless_paths for path in self.paths})
     (Path(sys.argv[1]) / "paths.json").write_text(json.dumps(_found))
 
 
 if __name__ == "__main__":
-    Guard.__init__ = _listed  # type: ignore[method-assign]
+    SignedApplication.__init__ = _listed  # type: ignore[method-assign]
     sys.exit(drive.main())

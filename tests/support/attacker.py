@@ -20,7 +20,13 @@ from pathlib import Path
 from random import Random
 from urllib.parse import quote
 
-from holdfast.wire.http.auth import Aim, headers_of, sha256, sign, stated
+from holdfast.wire.http.auth import (
+    ListenerIdentity,
+    body_statement,
+    request_headers,
+    sha256_hex,
+    sign,
+)
 from holdfast.wire.secret import Secret
 
 MARK = "left-by-an-attacker"
@@ -37,8 +43,20 @@ of 10 KB for each would be 100 MB.)"""
 DEADLINE = 60.0
 """Seconds that a connection waits for an answer."""
 
-_METHODS = ("GET", "HEAD", "PUT", "DELETE", "OPTIONS", "TRACE", "CONNECT", "PATCH", "post", "PRI",
-            "POST", "M" * 300)  # fmt: skip
+_METHODS = (
+    "GET",
+    "HEAD",
+    "PUT",
+    "DELETE",
+    "OPTIONS",
+    "TRACE",
+    "CONNECT",
+    "PATCH",
+    "post",
+    "PRI",
+    "POST",
+    "M" * 300,
+)
 _TLS = bytes.fromhex("16030100f8010000f40303") + bytes(range(200))
 _PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes(9)
 
@@ -58,22 +76,34 @@ class HttpAttacker(Attacker):
     """Bad requests for one listener that speaks HTTP."""
 
     def __init__(
-        self, seed: int, paths: Sequence[str], recorded: Sequence[bytes],
-        fresh: Callable[[], bytes], method: str = "POST",
-    ) -> None:  # fmt: skip
+        self,
+        seed: int,
+        paths: Sequence[str],
+        recorded: Sequence[bytes],
+        fresh: Callable[[], bytes],
+        method: str = "POST",
+    ) -> None:
         self._random = Random(seed)
         self._paths, self._recorded, self._fresh = list(paths), list(recorded), fresh
         self._method = method
         self._kinds = [
-            ("no proof", self._bare), ("another secret", self._guessed),
-            ("replayed", self._replayed), ("changed", self._changed),
-            ("truncated", self._truncated), ("spliced", self._spliced),
-            ("pipelined", self._pipelined), ("a body from elsewhere", self._swapped),
-            ("too much", self._too_much), ("chunked", self._chunked),
-            ("twice the same header", self._doubled), ("header injection", self._injected),
-            ("another method", self._methods), ("another path", self._tricks),
-            ("another protocol", self._protocols), ("noise", self._noise),
-        ]  # fmt: skip
+            ("no proof", self._bare),
+            ("another secret", self._guessed),
+            ("replayed", self._replayed),
+            ("changed", self._changed),
+            ("truncated", self._truncated),
+            ("spliced", self._spliced),
+            ("pipelined", self._pipelined),
+            ("a body from elsewhere", self._swapped),
+            ("too much", self._too_much),
+            ("chunked", self._chunked),
+            ("twice the same header", self._doubled),
+            ("header injection", self._injected),
+            ("another method", self._methods),
+            ("another path", self._tricks),
+            ("another protocol", self._protocols),
+            ("noise", self._noise),
+        ]
 
     # --- parts of requests ------------------------------------------------------------------
     def _path(self) -> str:
@@ -87,9 +117,11 @@ class HttpAttacker(Attacker):
             b'{"step": ' + b"9" * self._random.randrange(1, 9_000) + b"}",
             b'{"x": 1e999, "y": NaN, "z": -Infinity}',
             json.dumps({"seconds": 1, "nodes": [], "leave": True, "mark": MARK}).encode(),
-            b'{"a": "\xff\xfe"}', b'{"a": "\\ud800"}', b"",
+            b'{"a": "\xff\xfe"}',
+            b'{"a": "\\ud800"}',
+            b"",
             self._random.randbytes(self._random.randrange(2_000)),
-        )[choice]  # fmt: skip
+        )[choice]
 
     def _request(self, path: str, body: bytes, headers: dict[str, str], method: str = "") -> bytes:
         lines = [f"{method or self._method} {path} HTTP/1.1", "host: x"]
@@ -102,9 +134,9 @@ class HttpAttacker(Attacker):
         generation = self._random.choice((0, 1, 2, -1, 10**40, self._random.getrandbits(63)))
         now = time.time() + self._random.choice((0.0, 0.0, -86400.0, 1e9))
         to = self._random.choice(("", "x" * 16, self._random.randbytes(8).hex()))
-        covered = stated(len(body), sha256(body))
+        covered = body_statement(len(body), sha256_hex(body))
         proof = sign(GUESSED, self._method, path, covered, generation, now, to)
-        return headers_of(proof, body)
+        return request_headers(proof, body)
 
     # --- kinds --------------------------------------------------------------------------------
     def _bare(self) -> bytes:
@@ -165,7 +197,8 @@ class HttpAttacker(Attacker):
         head, _, body = self._fresh().partition(b"\r\n\r\n")
         if not body:
             return re.sub(rb"(?i)content-length: \d+\r\n", b"", head) + (
-                b"\r\ncontent-length: 5\r\n\r\n12345")  # fmt: skip
+                b"\r\ncontent-length: 5\r\n\r\n12345"
+            )
         other = self._random.choice((bytes(len(body)), body[::-1], b"{}" * 30, body + b" "))
         if other == body:
             other = bytes(len(body))
@@ -221,25 +254,49 @@ class HttpAttacker(Attacker):
         path = self._path()
         bare, _, query = path.partition("?")
         name = bare.lstrip("/")
-        other = self._random.choice((
-            f"//{name}", f"/{name}/", f"/./{name}", f"/x/../{name}", f"{path}?a=b", f"/{name};x=1",
-            "/" + "".join(f"%{ord(c):02x}" for c in name), f"http://elsewhere/{name}", "*", "/",
-            "/../../etc/passwd", f"/{name}%00", f"/{name.upper()}", f"/{name}#x", "/" + quote("é"),
-            f"/{MARK}", "\\" + name, f"/{name}?{query}&{query}",
-        ))  # fmt: skip
+        other = self._random.choice(
+            (
+                f"//{name}",
+                f"/{name}/",
+                f"/./{name}",
+                f"/x/../{name}",
+                f"{path}?a=b",
+                f"/{name};x=1",
+                "/" + "".join(f"%{ord(c):02x}" for c in name),
+                f"http://elsewhere/{name}",
+                "*",
+                "/",
+                "/../../etc/passwd",
+                f"/{name}%00",
+                f"/{name.upper()}",
+                f"/{name}#x",
+                "/" + quote("é"),
+                f"/{MARK}",
+                "\\" + name,
+                f"/{name}?{query}&{query}",
+            )
+        )
         if other == path:
             other = "/"
         fresh = self._fresh()
         return re.sub(rb"^([A-Z]+) \S+", rb"\1 " + other.encode().replace(b"\\", b"\\\\"), fresh)
 
     def _protocols(self) -> bytes:
-        return self._random.choice((
-            _TLS, _PREFACE, b"GET /\r\n", b"POST /report HTTP/9.9\r\n\r\n", b"\r\n" * 50,
-            b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\n\r\n", b"\x00" * 3000, b"",
-            b"GET / HTTP/1.1\r\nupgrade: h2c\r\nconnection: upgrade\r\n\r\n",
-            b"POST / HTTP/1.1\r\nhost: x\r\nexpect: 100-continue\r\ncontent-length: 9\r\n\r\n",
-            b'{"verb": "status", "body": "{}", "proof": [1, "n", 0, "h"]}\n',
-        ))  # fmt: skip
+        return self._random.choice(
+            (
+                _TLS,
+                _PREFACE,
+                b"GET /\r\n",
+                b"POST /report HTTP/9.9\r\n\r\n",
+                b"\r\n" * 50,
+                b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\n\r\n",
+                b"\x00" * 3000,
+                b"",
+                b"GET / HTTP/1.1\r\nupgrade: h2c\r\nconnection: upgrade\r\n\r\n",
+                b"POST / HTTP/1.1\r\nhost: x\r\nexpect: 100-continue\r\ncontent-length: 9\r\n\r\n",
+                b'{"verb": "status", "body": "{}", "proof": [1, "n", 0, "h"]}\n',
+            )
+        )
 
     def _noise(self) -> bytes:
         return self._random.randbytes(self._random.randrange(3_000))
@@ -252,14 +309,16 @@ class LineAttacker(Attacker):
         random = self._random = Random(seed)
         self._recorded, self._fresh = recorded, fresh
         self._kinds = [
-            ("replayed", lambda: recorded), ("changed", self._changed), ("spliced", self._spliced),
+            ("replayed", lambda: recorded),
+            ("changed", self._changed),
+            ("spliced", self._spliced),
             ("truncated", lambda: fresh()[: random.randrange(50)]),
             ("deep", lambda: b"[" * random.randrange(1, 60_000) + b"\n"),
             ("long numbers", lambda: b'{"proof": [' + b"9" * random.randrange(9_000) + b"]}\n"),
             ("noise", lambda: random.randbytes(random.randrange(3_000)) + b"\n"),
             ("HTTP", lambda: b"POST /report HTTP/1.1\r\ncontent-length: 0\r\n\r\n"),
             ("no proof", lambda: b'{"verb": "status", "body": "{}"}\n'),
-        ]  # fmt: skip
+        ]
 
     def _changed(self) -> bytes:
         value, random = json.loads(self._fresh()), self._random
@@ -279,9 +338,13 @@ class LineAttacker(Attacker):
 
 # --- sending ------------------------------------------------------------------------------------
 def attack(
-    address: str, attacker: Attacker, count: int, pid: int | None, honest: Callable[[], object],
+    address: str,
+    attacker: Attacker,
+    count: int,
+    pid: int | None,
+    honest: Callable[[], object],
     allowed: frozenset[int],
-) -> Counter[tuple[str, int]]:  # fmt: skip
+) -> Counter[tuple[str, int]]:
     """Send `count` bad requests and count the answers by kind and status (0: no answer).
 
     Every status must be one of `allowed`; if that is empty, no byte may come back. Every hundredth
@@ -368,8 +431,11 @@ class Tap:
                 threading.Thread(target=self._carry, args=(here,), daemon=True).start()
 
     def _carry(self, here: socket.socket) -> None:
-        with here, socket.create_connection(place(self._there), DEADLINE) as there, \
-                suppress(OSError):  # fmt: skip
+        with (
+            here,
+            socket.create_connection(place(self._there), DEADLINE) as there,
+            suppress(OSError),
+        ):
             while (request := message(here)) is not None:
                 self.requests.append(request)
                 there.sendall(request)
@@ -408,15 +474,18 @@ def tapped(address: str, change: Callable[[bytes], bytes] = lambda data: data) -
 
 
 def signing(
-    address: str, secret: Secret, generation: int, requests: list[tuple[str, str, bytes]],
-    aim: Aim,
-) -> Callable[[], bytes]:  # fmt: skip
+    address: str,
+    secret: Secret,
+    generation: int,
+    requests: list[tuple[str, str, bytes]],
+    aim: ListenerIdentity,
+) -> Callable[[], bytes]:
     """Return a source of rightly signed requests; they are intercepted, so they never arrive."""
     number = iter(range(10**9))
 
     def fresh() -> bytes:
         method, path, body = requests[next(number) % len(requests)]
-        headers = headers_of(aim.sign(secret, method, path, body, generation), body)
+        headers = request_headers(aim.sign(secret, method, path, body, generation), body)
         found = [f"{method} {path} HTTP/1.1", f"host: {address}"]
         found += [f"{name}: {value}" for name, value in headers.items()]
         if body:

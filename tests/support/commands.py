@@ -100,10 +100,16 @@ def start(
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     command = [*before, sys.executable, "-m", "holdfast.cli.main", *map(str, arguments)]
     return subprocess.Popen(
-        command, cwd=folder, text=True, env=environment, preexec_fn=_end_with_starter,
-        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        command,
+        cwd=folder,
+        text=True,
+        env=environment,
+        preexec_fn=_end_with_starter,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
         start_new_session=True,
-    )  # fmt: skip
+    )
 
 
 def _end_with_starter() -> None:
@@ -133,10 +139,22 @@ def secret_file(root: Path, digits: str = "5e") -> Path:
 def staging(root: Path) -> Iterator[str]:
     """The address of a staging machine, with the secret of `secret_file`."""
     process = subprocess.Popen(
-        [sys.executable, "-m", "holdfast.cli.main", "stage", "--listen", "127.0.0.1:0",
-         "--secret", str(secret_file(root)), "--memory", "0.1", "--json"],
-        stdout=subprocess.PIPE, text=True,
-    )  # fmt: skip
+        [
+            sys.executable,
+            "-m",
+            "holdfast.cli.main",
+            "stage",
+            "--listen",
+            "127.0.0.1:0",
+            "--secret",
+            str(secret_file(root)),
+            "--memory",
+            "0.1",
+            "--json",
+        ],
+        stdout=subprocess.PIPE,
+        text=True,
+    )
     assert process.stdout is not None
     yield json.loads(process.stdout.readline())["address"]
     process.terminate()

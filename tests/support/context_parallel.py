@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from holdfast.model.decoder import Decoder, document_mask, document_positions
 from holdfast.model.rotary import Rotary
 from holdfast.parallel.comm.collectives import Collectives
-from holdfast.parallel.tensor_parallel import Objective
+from holdfast.parallel.tensor_parallel import DecoderObjective
 
 
 class ContextParallel:
@@ -64,7 +64,7 @@ class ContextParallel:
         return self._collectives.gather(x.transpose(0, 1)).transpose(0, 1)
 
 
-def apply_context_parallel(objective: Objective, group: dist.ProcessGroup) -> None:
+def apply_context_parallel(objective: DecoderObjective, group: dist.ProcessGroup) -> None:
     """Compute the objective's decoder, or the stage of one, over the ranks of `group`."""
     context = ContextParallel(objective.decoder, Collectives(group))
     for block in objective.decoder.layers:

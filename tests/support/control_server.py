@@ -9,10 +9,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from holdfast.elastic.coordinator.rendezvous import Rendezvous
+from holdfast.elastic.coordinator.rendezvous import RendezvousStore
 from holdfast.wire.http.auth import Verifier
-from holdfast.wire.http.server import MAX_BODY, Guard, Handler, Listener
-from holdfast.wire.http.sockets import address_of, bind
+from holdfast.wire.http.server import MAX_BODY_BYTES, Handler, HttpListener, SignedApplication
+from holdfast.wire.http.sockets import address_of, bind_listener
 from holdfast.wire.secret import Secret
 
 SECRET = Secret(b"e" * 32)
@@ -63,7 +63,7 @@ class Control:
     def __init__(self, report: Handler | None, max_body: int, desk: Desk | None = None) -> None:
         self._max_body = max_body
         self._desk = desk
-        self._bound = bind("127.0.0.1", 0, "cluster.interface")
+        self._bound = bind_listener("127.0.0.1", 0, "cluster.interface")
         self.address = address_of(self._bound)
         self.generation = 1
         self._report = report
@@ -76,7 +76,7 @@ class Control:
 
         def now() -> None:
             self.generation = generation
-            self._rendezvous.begin(generation)
+            self._rendezvous.begin_generation(generation)
             done.set()
 
         self._loop.call_soon_threadsafe(now)
@@ -84,26 +84,30 @@ class Control:
 
     async def _serve(self) -> None:
         self._loop = asyncio.get_running_loop()
-        self._rendezvous = Rendezvous()
-        self._rendezvous.begin(1)
-        handlers: dict[str, Handler] = {"/store": self._rendezvous.handle}
+        self._rendezvous = RendezvousStore()
+        self._rendezvous.begin_generation(1)
+        handlers: dict[str, Handler] = {"/store": self._rendezvous.handle_operation}
         if self._report is not None:
             handlers["/report"] = self._report
         if self._desk is not None:
             handlers["/orders"] = self._desk.handle
         verifier = Verifier(SECRET, time.time)
-        guard = Guard(
-            handlers, SECRET, verifier, lambda: self.generation, max_body=self._max_body,
-            outside=frozenset({"/orders"}),
-        )  # fmt: skip
-        self._listener = Listener(guard, self._bound)
+        guard = SignedApplication(
+            handlers,
+            SECRET,
+            verifier,
+            lambda: self.generation,
+            max_body_bytes=self._max_body,
+            generationless_paths=frozenset({"/orders"}),
+        )
+        self._listener = HttpListener(guard, self._bound)
         self._started.set()
         await self._listener.serve()
 
 
 @contextmanager
 def controlling(
-    report: Handler | None = None, max_body: int = MAX_BODY, desk: Desk | None = None
+    report: Handler | None = None, max_body: int = MAX_BODY_BYTES, desk: Desk | None = None
 ) -> Iterator[Control]:
     control = Control(report, max_body, desk)
     control._thread.start()

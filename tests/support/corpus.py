@@ -11,7 +11,7 @@ from holdfast.config.data import DataConfig
 from holdfast.config.train import TrainConfig
 from holdfast.data.batch import Batches
 from holdfast.data.dataset import Dataset
-from holdfast.data.prepare import prepare
+from holdfast.data.prepare import prepare_dataset
 
 SYLLABLES = ["ka", "lo", "mi", "ru", "te", "sho", "né", "日本", "ü", "🙂"]
 
@@ -58,7 +58,7 @@ def text_source(path: Path, name: str | None = None, **more: Any) -> dict[str, A
 
 
 def make(config: DataConfig) -> Dataset:
-    return prepare(config, say=lambda _: None)
+    return prepare_dataset(config, say=lambda _: None)
 
 
 def train_config(batch_size: int = 8, microbatch_size: int = 2, **more: Any) -> TrainConfig:

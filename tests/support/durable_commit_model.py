@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
-from holdfast.checkpoint.restore.start_records import given_up, note_start, settle
+from holdfast.checkpoint.restore.start_records import close_unstarted, is_superseded, record_start
 from holdfast.checkpoint.save.writer import check_fence
 from holdfast.core.format.manifest import commit_key, parse_commit_key
 from holdfast.errors import FencedError
@@ -88,7 +88,7 @@ class Step(NamedTuple):
     world: World
 
 
-def steps(world: World, settle: Callable[..., None] = settle) -> Iterator[Step]:
+def steps(world: World, settle: Callable[..., None] = close_unstarted) -> Iterator[Step]:
     for number in range(1, GENERATIONS + 1):
         yield from _begins(world, number, settle)
         yield from _saves(world, number)
@@ -114,7 +114,7 @@ def _begins(world: World, g: int, settle: Callable[..., None]) -> Iterator[Step]
         case "checked":
             view = View(line.then, now)
             try:
-                note_start(view, g, line.base[0])
+                record_start(view, g, line.base[0])
             except FencedError:
                 yield _put(f"{g} is fenced", world, g, Line("lost"), view.objects)
                 return
@@ -141,7 +141,7 @@ def _chooses(world: World, g: int) -> Iterator[Step]:
 def newest(view: View, present: int) -> tuple[int, int]:
     """As `Chooser.newest` orders them, and passes over what was given up."""
     for step, generation in sorted(commits(view.objects), reverse=True):
-        if not given_up(view, present, generation, step):  # type: ignore[arg-type]
+        if not is_superseded(view, present, generation, step):  # type: ignore[arg-type]
             return step, generation
     return 0, 0
 
@@ -203,7 +203,7 @@ def safe(world: World) -> None:
     rules, present = begun[-1], GENERATIONS + 1
     step, of = world.lines[rules - 1].base
     for at, g in commits(world.objects):
-        counts = not given_up(view, present, g, at)  # type: ignore[arg-type]
+        counts = not is_superseded(view, present, g, at)  # type: ignore[arg-type]
         if counts and g < rules and at > step:
             raise BranchError(f"step {at} of generation {g} counts, and {rules} began from {step}")
         if not counts and (at, g) == (step, of):
@@ -212,7 +212,7 @@ def safe(world: World) -> None:
             raise BranchError(f"step {at} of generation {g}, which rules, is given up")
 
 
-def search(settle: Callable[..., None] = settle) -> dict[World, tuple[World, str] | None]:
+def search(settle: Callable[..., None] = close_unstarted) -> dict[World, tuple[World, str] | None]:
     """Every world, and how it came to it. Raises BranchError, with the way."""
     first = beginning()
     back: dict[World, tuple[World, str] | None] = {first: None}

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from holdfast.parallel.comm.transport import Peers
+from holdfast.parallel.comm.transport import PeerGroup
 from tests.support.ranks import RankContext
 
 SENDING = 0.003
 """Seconds, in which some of a message of 32 MB is sent, and not all."""
 
 
-def dies_sending(rank: RankContext, peers: Peers) -> None:
+def dies_sending(rank: RankContext, peers: PeerGroup) -> None:
     """From the beginning of its next message on, this rank has `SENDING` left."""
     send = peers.send
 

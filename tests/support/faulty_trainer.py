@@ -16,14 +16,14 @@ import time
 from typing import Any
 
 from holdfast.cli.main import main as command
-from holdfast.elastic.protocol.worker_spec import WorkerBoot
+from holdfast.elastic.protocol.worker_spec import WorkerSpec
 from holdfast.launch import local
 from holdfast.wire.secret import Secret
 
 DEEDS = "HOLDFAST_TEST_DEEDS"
 
 
-def run(boot: WorkerBoot, secret: Secret) -> int:
+def run(boot: WorkerSpec, secret: Secret) -> int:
     """A worker's entry."""
     from holdfast.elastic.worker import main as worker
     from holdfast.train import recover as recovering
@@ -68,7 +68,7 @@ def run(boot: WorkerBoot, secret: Secret) -> int:
 
 def main() -> int:
     """The command itself, with another entry for its workers."""
-    local.run.__kwdefaults__["entry"] = "tests.support.faulty_trainer:run"
+    local.train_locally.__kwdefaults__["entry"] = "tests.support.faulty_trainer:run"
     return command(["train", *sys.argv[1:]])
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from holdfast.elastic.agent import agent
-from holdfast.elastic.agent.run_folder_monitor import Place, RunFolder
+from holdfast.elastic.agent.run_folder_monitor import FolderState, RunFolder
 from holdfast.wire.store.run_store import FolderStore
 from tests.support.toy_trainer import main
 
@@ -23,13 +23,13 @@ def beside(folder: Path) -> Path:
 
 
 def _hang(hung: Path) -> None:
-    look, append = RunFolder.look, FolderStore.append
+    look, append = RunFolder.read_state, FolderStore.append
 
     def wait() -> None:
         if hung.exists():
             threading.Event().wait()
 
-    def looked(self: RunFolder) -> Place:
+    def looked(self: RunFolder) -> FolderState:
         wait()
         return look(self)
 
@@ -37,11 +37,11 @@ def _hang(hung: Path) -> None:
         wait()
         append(self, *arguments, **options)
 
-    RunFolder.look = looked  # type: ignore[method-assign]
+    RunFolder.read_state = looked  # type: ignore[method-assign]
     FolderStore.append = appended  # type: ignore[method-assign]
 
 
 if __name__ == "__main__":
-    agent.CLEAN_SECONDS = float(sys.argv.pop(1))
+    agent.CLEANUP_TIMEOUT_S = float(sys.argv.pop(1))
     _hang(beside(Path(sys.argv[1])))
     sys.exit(main())

@@ -23,7 +23,7 @@ from holdfast.events import (
     WorkerReady,
     WorkerStarted,
 )
-from holdfast.layout import Layout, place
+from holdfast.layout import Layout, place_layout
 
 
 @dataclass
@@ -54,7 +54,9 @@ class Scribe:
         self.write(RunStarted("demo", "cafe", "d1", resumed))
 
     def generate(self, step: int = 0, reason: str = "start", key: str | None = None) -> None:
-        topology = place(Layout(self.workers), self.generation, ("a",) * self.workers).to_json()
+        topology = place_layout(
+            Layout(self.workers), self.generation, ("a",) * self.workers
+        ).to_json()
         self.write(GenerationStarted(topology, reason, key, step=step), after=0.25)
         for rank in range(self.workers):
             self.write(WorkerStarted(rank, 100 + rank, "a", step=step))
@@ -67,11 +69,9 @@ class Scribe:
         """Write a generation of one worker a node; the workers continue with the state that they
         hold."""
         self.workers = len(nodes)
-        topology = place(Layout(len(nodes)), self.generation, nodes).to_json()
+        topology = place_layout(Layout(len(nodes)), self.generation, nodes).to_json()
         held = list(range(len(nodes))) if step else None
-        self.write(
-            GenerationStarted(topology, reason, None, rung, held, step=step), after=0.25
-        )  # fmt: skip
+        self.write(GenerationStarted(topology, reason, None, rung, held, step=step), after=0.25)
         for rank in range(len(nodes)):
             self.write(WorkerReady(rank, 0.25, step=step), after=0.25)
 

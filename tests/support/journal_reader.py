@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from holdfast.core.data.lineage import Once
+from holdfast.core.data.lineage import DuplicateFilter
 from holdfast.errors import CorruptError
 from holdfast.events import Record
-from holdfast.wire.journal import parse
-from holdfast.wire.store.run_store import PREFIX, FolderStore, MissingKeyError
+from holdfast.wire.journal import parse_segment
+from holdfast.wire.store.run_store import JOURNAL_PREFIX, FolderStore, MissingKeyError
 
 
 class Journal:
@@ -28,13 +28,13 @@ class Journal:
         if not (self._folder / "journal").is_dir():
             return []
         store = FolderStore(self._folder)
-        keys = store.list(PREFIX)
+        keys = store.list(JOURNAL_PREFIX)
         gone = self._parsed.keys() - set(keys)
         for key in gone:
             del self._parsed[key]
         if sum([self._look(store, key) for key in keys]) or gone:
             everything = [record for _, found in self._parsed.values() for record in found]
-            self._records = Once()(sorted(everything, key=lambda record: record.order))
+            self._records = DuplicateFilter()(sorted(everything, key=lambda record: record.order))
         return list(self._records)
 
     def _look(self, store: FolderStore, key: str) -> bool:
@@ -50,6 +50,6 @@ class Journal:
             store.read_into(key, start, memoryview(data))
         except (MissingKeyError, CorruptError):
             return False  # cut after a failed append: it is looked at again
-        more, whole = parse(key, bytes(data))
+        more, whole = parse_segment(key, bytes(data))
         self._parsed[key] = (start + whole, found + more)
         return bool(whole) or not start

@@ -15,8 +15,8 @@ from functools import partial
 
 import torch
 
-from holdfast.checkpoint.capture.capturer import Captured, Capturer
-from holdfast.checkpoint.capture.chunked_copy import Copy, Piece
+from holdfast.checkpoint.capture.capturer import Capturer, CompletedCapture
+from holdfast.checkpoint.capture.chunked_copy import ChunkedCopy, Piece
 from holdfast.checkpoint.mover.client import MoverClient
 from holdfast.core.sharding.state_table import TensorSpec
 from holdfast.wire.secret import Secret
@@ -37,9 +37,9 @@ def main(socket: str, secret: str, generation: int, point: int) -> None:
     topo = topology(generation=generation)
     capturer = Capturer(client, topo, TABLE, 0, tensors, run="test")
     fill(tensors, 1)
-    assert isinstance(capturer.capture(1), Captured)
+    assert isinstance(capturer.capture(1), CompletedCapture)
     assert capturer.announce(1, {"position": 16}) is None
-    assert capturer.settle(1, 60) is None
+    assert capturer.wait_until_committed(1, 60) is None
     fill(tensors, 2)
     count = 0
 
@@ -50,11 +50,11 @@ def main(socket: str, secret: str, generation: int, point: int) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         count += 1
 
-    behind = capturer._behind
-    capturer._behind = lambda slot: [partial(counted, p) for p in behind(slot)]  # type: ignore
+    behind = capturer._background_pieces
+    capturer._background_pieces = lambda slot: [partial(counted, p) for p in behind(slot)]  # type: ignore
     copy = capturer.begin(2)
-    assert isinstance(copy, Copy)
-    while not copy.ended:  # to the thread this is the next step
+    assert isinstance(copy, ChunkedCopy)
+    while not copy.is_done:  # to the thread this is the next step
         torch.ones(1000).sum()
     print(count, flush=True)
     os._exit(0)

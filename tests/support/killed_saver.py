@@ -14,21 +14,21 @@ import signal
 import sys
 from collections.abc import Iterable, Iterator
 
-from holdfast.checkpoint.format.blob import header
-from holdfast.checkpoint.format.save_context import Plan
+from holdfast.checkpoint.format.blob import blob_header
+from holdfast.checkpoint.format.save_context import SaveContext
 from holdfast.checkpoint.save import retention
 from holdfast.checkpoint.save.writer import try_commit, write_part
-from holdfast.core.format.manifest import placed
+from holdfast.core.format.manifest import place_boxes
 from holdfast.core.sharding.boxes import Box
 from holdfast.core.sharding.ownership import owned_boxes
 from holdfast.core.sharding.state_table import TensorSpec
-from holdfast.layout import Layout, place
+from holdfast.layout import Layout, place_layout
 from holdfast.wire.store.run_store import Buffer, FolderStore
-from holdfast.wire.store.run_store import chunks as flat
+from holdfast.wire.store.run_store import byte_views as flat
 
 TABLE = (TensorSpec("w", "F32", (64, 8), 0), TensorSpec("b", "U8", (100,), None))
-TOPOLOGY = place(Layout(dp_replicate=2), 1, ("n", "n"))
-PLAN = Plan(1, TOPOLOGY, TABLE, "c", "d", 512)
+TOPOLOGY = place_layout(Layout(dp_replicate=2), 1, ("n", "n"))
+PLAN = SaveContext(1, TOPOLOGY, TABLE, "c", "d", 512)
 
 
 def content(step: int, box: Box, nbytes: int) -> bytes:
@@ -68,8 +68,8 @@ class Killing(FolderStore):
 
 def save(store: FolderStore, step: int) -> int:
     for rank in range(2):
-        tensors = placed(owned_boxes(TOPOLOGY, TABLE, rank), TABLE)
-        head = header(tensors)
+        tensors = place_boxes(owned_boxes(TOPOLOGY, TABLE, rank), TABLE)
+        head = blob_header(tensors)
         body = b"".join(content(step, p.box, p.nbytes) for p in tensors)
         write_part(store, PLAN, step, rank, [head + body], len(head), tensors, {"position": step})
     commit = try_commit(store, PLAN, step)
@@ -82,7 +82,7 @@ def child(folder: str, point: int, said: int) -> None:
     store = Killing(folder, point)
     for number in (2, 3):
         os.write(said, b"%d\n" % save(store, number))
-        retention.retain(store, retention.Keep(1), (), ())
+        retention.apply_retention(store, retention.RetentionRules(1), (), ())
 
 
 def drive(root: str) -> None:

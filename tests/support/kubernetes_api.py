@@ -210,19 +210,29 @@ def authority_and_server(folder: Path) -> Path:
 
     def signed(name: x509.Name, public: Any, *extensions: x509.ExtensionType) -> bytes:
         builder = (
-            x509.CertificateBuilder().issuer_name(issuer).subject_name(name).public_key(public)
+            x509.CertificateBuilder()
+            .issuer_name(issuer)
+            .subject_name(name)
+            .public_key(public)
             .serial_number(x509.random_serial_number())
-            .not_valid_before(now - timedelta(days=1)).not_valid_after(now + timedelta(days=1))
-        )  # fmt: skip
+            .not_valid_before(now - timedelta(days=1))
+            .not_valid_after(now + timedelta(days=1))
+        )
         for extension in extensions:
             builder = builder.add_extension(extension, isinstance(extension, x509.BasicConstraints))
         return builder.sign(authority, hashes.SHA256()).public_bytes(serialization.Encoding.PEM)
 
-    (folder / "ca.crt").write_bytes(signed(
-        issuer, authority.public_key(), x509.BasicConstraints(True, None)))  # fmt: skip
+    (folder / "ca.crt").write_bytes(
+        signed(issuer, authority.public_key(), x509.BasicConstraints(True, None))
+    )
     names = x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address("127.0.0.1"))])
     both = folder / "server.pem"
-    both.write_bytes(signed(subject, key.public_key(), names) + key.private_bytes(
-        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8,
-        serialization.NoEncryption()))  # fmt: skip
+    both.write_bytes(
+        signed(subject, key.public_key(), names)
+        + key.private_bytes(
+            serialization.Encoding.PEM,
+            serialization.PrivateFormat.PKCS8,
+            serialization.NoEncryption(),
+        )
+    )
     return both

@@ -20,13 +20,13 @@ from typing import Any
 import numpy as np
 
 from holdfast.config.run import RunConfig
-from holdfast.core.sharding.pipeline_stages import balanced
+from holdfast.core.sharding.pipeline_stages import balance_stages
 from holdfast.layout import Layout, Topology, place_replicas
 from holdfast.parallel.process_groups import connect
 from holdfast.parallel.torch_compat import Store
 from holdfast.train.build import build_engine
 from holdfast.train.engine import StepEngine
-from holdfast.train.vote import Verdict
+from holdfast.train.vote import StepVerdict
 from tests.support.tiny_training import CPU, LENGTH, changed, feed
 
 VOCABULARY, STEPS = 61, 8
@@ -99,16 +99,25 @@ def config_of(changes: dict[str, Any]) -> RunConfig:
     value: dict[str, Any] = {
         "data": {"sequence_length": LENGTH},
         "model": {
-            "preset": None, "layers": 4, "dim": 16, "heads": 4, "kv_heads": 2, "ffn_dim": 24,
-            "vocab_size": VOCABULARY, "tied_embeddings": True,
+            "preset": None,
+            "layers": 4,
+            "dim": 16,
+            "heads": 4,
+            "kv_heads": 2,
+            "ffn_dim": 24,
+            "vocab_size": VOCABULARY,
+            "tied_embeddings": True,
         },
         "train": {
-            "steps": STEPS, "batch_size": 24, "microbatch_size": 4, "precision": "float64",
+            "steps": STEPS,
+            "batch_size": 24,
+            "microbatch_size": 4,
+            "precision": "float64",
             "optimizer": {"learning_rate": 0.01, "clip_norm": 0.05},
             "schedule": {"warmup_steps": 4},
         },
         "layout": {"bucket_mb": 0.004},
-    }  # fmt: skip
+    }
     return changed(value, changes)
 
 
@@ -117,10 +126,11 @@ def topology_of(
 ) -> Topology:
     """Replicas in order, `ranks` (in rising order) in mesh order inside each."""
     layouts = [
-        replace(layout, stages=balanced(config.model, layout.pp, config.data.sequence_length))
-        if layout.pp > 1 else layout
+        replace(layout, stages=balance_stages(config.model, layout.pp, config.data.sequence_length))
+        if layout.pp > 1
+        else layout
         for layout in of.replicas
-    ]  # fmt: skip
+    ]
     topology = place_replicas(layouts, generation, ("node",) * of.world_size)
     if ranks is None:
         return topology
@@ -141,7 +151,7 @@ def engine_of(
     return made
 
 
-def one_step(made: StepEngine, step: int) -> Verdict:
+def one_step(made: StepEngine, step: int) -> StepVerdict:
     shard, shards = made.groups.coordinate.dp_shard, made.groups.degree("dp_shard")
     made.compute([feed(step, leaf, 4, shard, shards, VOCABULARY) for leaf in made.begin(step)])
     verdict = made.reduce()

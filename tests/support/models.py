@@ -13,12 +13,21 @@ from holdfast.model.decoder import Decoder
 from holdfast.model.init import initialise
 
 SMALL = {
-    "preset": None, "layers": 2, "dim": 32, "heads": 4, "kv_heads": 2, "ffn_dim": 56,
-    "vocab_size": 96, "max_position": 256,
-}  # fmt: skip
+    "preset": None,
+    "layers": 2,
+    "dim": 32,
+    "heads": 4,
+    "kv_heads": 2,
+    "ffn_dim": 56,
+    "vocab_size": 96,
+    "max_position": 256,
+}
 SCALING = {
-    "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position": 32,
-}  # fmt: skip
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position": 32,
+}
 SHAPES: dict[str, dict[str, Any]] = {
     "llama_plain": {"kv_heads": 4},
     "llama_grouped_scaled": {"rope_scaling": SCALING, "rope_theta": 500_000.0},
@@ -63,9 +72,11 @@ def train_tokenizer(path: Path) -> Tokenizer:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=300, special_tokens=["<|endoftext|>"], show_progress=False,
+        vocab_size=300,
+        special_tokens=["<|endoftext|>"],
+        show_progress=False,
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-    )  # fmt: skip
+    )
     tokenizer.train_from_iterator(["def add(a, b): return a + b\n" * 20], trainer)
     tokenizer.save(str(path))
     return tokenizer

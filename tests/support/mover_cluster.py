@@ -9,19 +9,24 @@ from typing import Any
 
 import torch
 
-from holdfast.checkpoint.capture.capturer import Captured, Capturer, view_of
-from holdfast.checkpoint.mover.client import MoverClient, Newest
+from holdfast.checkpoint.capture.capturer import Capturer, CompletedCapture, view_of
+from holdfast.checkpoint.mover.client import MoverClient, RestorePoint
 from holdfast.checkpoint.peers.config import Peer, PeerSettings
 from holdfast.checkpoint.peers.source import PeerBlobs
 from holdfast.checkpoint.restore.reader import Checkpoint
-from holdfast.checkpoint.restore.sources import MappedSource, Mixed, Source, StoreSource
-from holdfast.core.sharding.boxes import whole
+from holdfast.checkpoint.restore.sources import (
+    BlobSource,
+    FallbackReader,
+    MappedSource,
+    StoreSource,
+)
+from holdfast.core.sharding.boxes import whole_box
 from holdfast.core.sharding.state_table import local_boxes
 from holdfast.events import Event
-from holdfast.layout import Layout, Topology, place
+from holdfast.layout import Layout, Topology, place_layout
 from holdfast.policy.placement import Machine
 from holdfast.wire.store.run_store import FolderStore
-from holdfast.wire.term import open_generation
+from holdfast.wire.term import create_generation
 from tests.support.mover_process import DTYPE, TABLE, Mover, assert_holds, state
 from tests.support.peer_nodes import SECRET, until
 
@@ -60,10 +65,10 @@ class Nodes:
         del self.peers[name]
 
     def topology(self, generation: int, nodes: Sequence[str], **degrees: int) -> Topology:
-        return place(Layout(**degrees), generation, tuple(nodes))
+        return place_layout(Layout(**degrees), generation, tuple(nodes))
 
     def open(self, generation: int) -> None:
-        open_generation(FolderStore(self.folder), generation, {})
+        create_generation(FolderStore(self.folder), generation, {})
 
     @property
     def store(self) -> FolderStore:
@@ -77,24 +82,35 @@ class Nodes:
 
     def choose(
         self, by: str, generation: int, among: Collection[str], tried: dict[str, str] | None = None
-    ) -> Newest:
+    ) -> RestorePoint:
         """Open the generation, and have a node's mover choose what it begins from."""
         self.open(generation)
         client = self.movers[by].client(generation)
-        return client.newest(tried=tried, machines=[self.peers[name] for name in among])
+        return client.find_restore_point(
+            corrupt_keys=tried, machines=[self.peers[name] for name in among]
+        )
 
     def begin(
-        self, topo: Topology, newest: Newest | None = None, also: Collection[str] = (),
-        only: Iterable[str] | None = None, start: int | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        topo: Topology,
+        newest: RestorePoint | None = None,
+        also: Collection[str] = (),
+        only: Iterable[str] | None = None,
+        start: int | None = None,
+    ) -> None:
         """Tell every node's mover that the generation begins, and have each rank make an arena."""
         names = list(dict.fromkeys(topo.nodes))
         step = start if newest is None else newest.step
         for name in names if only is None else only:
             self.movers[name].client(topo.generation).expect(
-                topo, TABLE, step, [self.peers[n] for n in names],
-                [self.peers[n] for n in also], newest.placement if newest else None, newest,
-            )  # fmt: skip
+                topo,
+                TABLE,
+                step,
+                [self.peers[n] for n in names],
+                [self.peers[n] for n in also],
+                newest.placement if newest else None,
+                newest,
+            )
 
     def equip(self, topo: Topology, slots: int = 3, only: Iterable[int] | None = None) -> None:
         for rank in range(topo.world_size) if only is None else only:
@@ -142,13 +158,13 @@ class Nodes:
             PeerBlobs(p["name"], p["address"], p["keys"], SECRET, generation, p["run"])
             for p in holdings.peers
         ]
-        sources: list[Source] = [mapped, *peers, StoreSource(FolderStore(self.folder))]
-        found = Checkpoint(Mixed(sources), holdings.commit)
+        sources: list[BlobSource] = [mapped, *peers, StoreSource(FolderStore(self.folder))]
+        found = Checkpoint(FallbackReader(sources), holdings.commit)
         assert_holds(found, step, TABLE)
         for peer in peers:
             peer.close()
         mapped.close()
-        return {name for name, count in found.tally.bytes.items() if count}
+        return {name for name, count in found.read_stats.bytes_by_source.items() if count}
 
 
 class Rank:
@@ -164,13 +180,13 @@ class Rank:
     def compute(self, step: int) -> None:
         full = state(step, TABLE)
         for box in self.boxes:
-            everything = whole(box.name, tuple(full[box.name].shape))
+            everything = whole_box(box.name, tuple(full[box.name].shape))
             self.tensors[box.name].copy_(view_of(full[box.name], everything, box))
 
     def take(self, step: int, durable: bool) -> None:
         self.compute(step)
-        assert isinstance(self.capturer.capture(step, wait=60), Captured)
-        assert self.capturer.announce(step, {"position": 16 * step}, durable=durable) is None
+        assert isinstance(self.capturer.capture(step, wait=60), CompletedCapture)
+        assert self.capturer.announce(step, {"position": 16 * step}, is_durable=durable) is None
 
     def settle(self, step: int) -> str | None:
-        return self.capturer.settle(step, 60)
+        return self.capturer.wait_until_committed(step, 60)

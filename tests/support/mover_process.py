@@ -16,19 +16,19 @@ from typing import Any
 
 import torch
 
-from holdfast.checkpoint.capture.capturer import Captured, Capturer, view_of
+from holdfast.checkpoint.capture.capturer import Capturer, CompletedCapture, view_of
 from holdfast.checkpoint.mover.client import MoverClient
-from holdfast.checkpoint.mover.main import MoverBoot
-from holdfast.checkpoint.mover.service import Settings
+from holdfast.checkpoint.mover.main import MoverSpec
+from holdfast.checkpoint.mover.service import MoverSettings
 from holdfast.checkpoint.restore.reader import Checkpoint
-from holdfast.core.sharding.boxes import Box, whole
+from holdfast.core.sharding.boxes import Box, whole_box
 from holdfast.core.sharding.state_table import StateTable, TensorSpec, local_boxes
 from holdfast.events import Event
-from holdfast.layout import Layout, Topology, place
+from holdfast.layout import Layout, Topology, place_layout
 from holdfast.wire.secret import Secret
 from holdfast.wire.store.location import open_store
 from holdfast.wire.store.run_store import FolderStore
-from holdfast.wire.term import newest_generation, open_generation
+from holdfast.wire.term import create_generation, newest_generation
 
 TABLE: StateTable = (
     TensorSpec("model.embed.weight", "F32", (37, 8), 0),
@@ -43,7 +43,7 @@ DTYPE = {"F32": torch.float32, "F64": torch.float64, "BF16": torch.bfloat16}
 
 def topology(replicas: int = 1, dp_shard: int = 1, generation: int = 1) -> Topology:
     layout = Layout(dp_replicate=replicas, dp_shard=dp_shard)
-    return place(layout, generation, ("node0",) * layout.world_size)
+    return place_layout(layout, generation, ("node0",) * layout.world_size)
 
 
 def state(step: int, table: StateTable = TABLE) -> dict[str, torch.Tensor]:
@@ -60,9 +60,13 @@ class Workers:
     """All ranks of a generation in this process: local tensors, and a Capturer for each."""
 
     def __init__(
-        self, client: MoverClient, topo: Topology, table: StateTable = TABLE, slots: int = 2,
+        self,
+        client: MoverClient,
+        topo: Topology,
+        table: StateTable = TABLE,
+        slots: int = 2,
         let_go: bool = False,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.topology, self.table = topo, table
         self.tensors: list[dict[str, torch.Tensor]] = []
         self.capturers: list[Capturer] = []
@@ -72,7 +76,16 @@ class Workers:
             local = {b.name: torch.zeros(b.lengths, dtype=dtypes[b.name]) for b in self.boxes[rank]}
             self.tensors.append(local)
             self.capturers.append(
-                Capturer(client, topo, table, rank, local, run="test", slots=slots, let_go=let_go)
+                Capturer(
+                    client,
+                    topo,
+                    table,
+                    rank,
+                    local,
+                    run="test",
+                    slots=slots,
+                    has_released_old_memory=let_go,
+                )
             )
 
     def compute(self, step: int) -> None:
@@ -80,20 +93,20 @@ class Workers:
         full = state(step, self.table)
         for local, boxes in zip(self.tensors, self.boxes, strict=True):
             for box in boxes:
-                all_of_it = whole(box.name, tuple(full[box.name].shape))
+                all_of_it = whole_box(box.name, tuple(full[box.name].shape))
                 local[box.name].copy_(view_of(full[box.name], all_of_it, box))
 
     def save(self, step: int, meta: Mapping[str, Any] | None = None) -> None:
         """Compute, capture and announce on every rank."""
         self.compute(step)
         for capturer in self.capturers:
-            assert isinstance(capturer.capture(step, wait=60), Captured)
+            assert isinstance(capturer.capture(step, wait=60), CompletedCapture)
         for capturer in self.capturers:
             assert capturer.announce(step, meta or {"position": 16 * step}) is None
 
     def commit(self, step: int) -> None:
         self.save(step)
-        reason = self.capturers[0].settle(step, 60)
+        reason = self.capturers[0].wait_until_committed(step, 60)
         assert reason is None, reason
 
 
@@ -118,17 +131,21 @@ class Mover:
             "config_hash": "c",
             "dataset_version": "d",
         }
-        boot = MoverBoot(
-            str(folder), socket or f"{self.private}/mover.sock", Settings(**(options | settings)),
-            self.secret.hex(), peers=None if peers is None else dict(peers),
-        )  # fmt: skip
+        boot = MoverSpec(
+            str(folder),
+            socket or f"{self.private}/mover.sock",
+            MoverSettings(**(options | settings)),
+            self.secret.hex(),
+            peers=None if peers is None else dict(peers),
+        )
         self.process = subprocess.Popen(
             [sys.executable, "-m", "holdfast.checkpoint.mover.main"],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-        )  # fmt: skip
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+        )
         assert self.process.stdin is not None
         assert self.process.stdout is not None
-        self.process.stdin.write(boot.to_line())
+        self.process.stdin.write(boot.to_json_line())
         self.process.stdin.close()
         assert json.loads(self.process.stdout.readline())["ready"]
         self.socket = boot.socket
@@ -139,7 +156,7 @@ class Mover:
     def begin(self, topo: Topology, table: StateTable = TABLE) -> MoverClient:
         """Open the topology's generation, as the agent does."""
         if newest_generation(self.store) < topo.generation:
-            open_generation(self.store, topo.generation, {})
+            create_generation(self.store, topo.generation, {})
         client = self.client(topo.generation)
         client.expect(topo, table)
         return client
@@ -180,7 +197,7 @@ def assert_holds(checkpoint: Checkpoint, step: int, table: StateTable = TABLE) -
     """The checkpoint is, bit for bit, the state after `step`."""
     assert checkpoint.step == step
     for name, full in state(step, table).items():
-        assert torch.equal(read_box(checkpoint, whole(name, tuple(full.shape))), full), name
+        assert torch.equal(read_box(checkpoint, whole_box(name, tuple(full.shape))), full), name
 
 
 def files(store: FolderStore) -> list[str]:

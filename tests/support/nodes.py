@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TypeVar
 
-from holdfast.core.data.lineage import split
+from holdfast.core.data.lineage import split_effective
 from holdfast.events import Event, GenerationStarted, Record, StepDone
 from holdfast.wire.store.run_store import FolderStore
 from holdfast.wire.term import newest_term
@@ -21,9 +21,12 @@ from tests.support.journal_reader import Journal
 E = TypeVar("E", bound=Event)
 DEADLINE = 180.0
 QUICK = (
-    "cluster.places=1", "cluster.beat_seconds=0.5", "cluster.settle_seconds=0.5",
-    "cluster.alone_seconds=3", "cluster.threads_per_worker=1",
-)  # fmt: skip
+    "cluster.places=1",
+    "cluster.beat_seconds=0.5",
+    "cluster.settle_seconds=0.5",
+    "cluster.alone_seconds=3",
+    "cluster.threads_per_worker=1",
+)
 
 
 def prepared(folder: Path) -> Path:
@@ -38,9 +41,14 @@ def losses_of_one_worker(run_file: Path, *settings: str) -> dict[int, float]:
     """Return the losses by step of an undisturbed reference run."""
     folder = run_file.parent / f"alone{len(list(run_file.parent.glob('alone*')))}"
     done = apart(
-        "train", run_file, f"folder={folder}", *settings, "layout.workers=1",
-        "cluster.threads_per_worker=1", deadline=DEADLINE,
-    )  # fmt: skip
+        "train",
+        run_file,
+        f"folder={folder}",
+        *settings,
+        "layout.workers=1",
+        "cluster.threads_per_worker=1",
+        deadline=DEADLINE,
+    )
     assert done.code == 0, done.err
     return Nodes(run_file, folder).losses()
 
@@ -58,9 +66,15 @@ class Nodes:
         """before: what to put before the command (`Network.command`)."""
         for name in names:
             self.agents[name] = start(
-                "train", self.run_file, f"folder={self.folder}", f"cluster.node={name}", *QUICK,
-                *self.settings, *settings, before=before,
-            )  # fmt: skip
+                "train",
+                self.run_file,
+                f"folder={self.folder}",
+                f"cluster.node={name}",
+                *QUICK,
+                *self.settings,
+                *settings,
+                before=before,
+            )
 
     def join(self, *names: str) -> None:
         """As `start`, by the run folder alone."""
@@ -90,7 +104,7 @@ class Nodes:
 
     def losses(self) -> dict[int, float]:
         """Of the steps that count."""
-        effective, _ = split(self.records())
+        effective, _ = split_effective(self.records())
         return {r.event.step: r.event.loss for r in effective if isinstance(r.event, StepDone)}
 
     def nodes(self, generation: int) -> set[str]:

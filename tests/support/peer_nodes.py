@@ -12,10 +12,10 @@ from typing import Any
 from holdfast.checkpoint.peers.config import Peer, PeerSettings
 from holdfast.checkpoint.peers.source import PeerSource
 from holdfast.checkpoint.restore.reader import Checkpoint
-from holdfast.checkpoint.restore.sources import Mixed
-from holdfast.core.format.manifest import Part, merge
+from holdfast.checkpoint.restore.sources import FallbackReader
+from holdfast.core.format.manifest import PartManifest, merge_parts
 from holdfast.core.sharding.state_table import ITEM_BYTES, StateTable, TensorSpec, local_boxes
-from holdfast.layout import Layout, Topology, place
+from holdfast.layout import Layout, Topology, place_layout
 from holdfast.policy.placement import Machine
 from holdfast.wire.secret import Secret
 from tests.support.peer_tier_process import content
@@ -33,16 +33,22 @@ POLL = 0.005
 
 def topology(generation: int = 1, replicas: int = 1, dp_shard: int = 1) -> Topology:
     layout = Layout(dp_replicate=replicas, dp_shard=dp_shard)
-    return place(layout, generation, ("node0",) * layout.world_size)
+    return place_layout(layout, generation, ("node0",) * layout.world_size)
 
 
 class Node:
     """One process, its standard input and output."""
 
     def __init__(
-        self, *peers: Node | Peer, secret: Secret = SECRET, extent_bytes: int = EXTENT,
-        name: str = "self", room: int = 1 << 28, slots: int = 3, **settings: Any,
-    ) -> None:  # fmt: skip
+        self,
+        *peers: Node | Peer,
+        secret: Secret = SECRET,
+        extent_bytes: int = EXTENT,
+        name: str = "self",
+        room: int = 1 << 28,
+        slots: int = 3,
+        **settings: Any,
+    ) -> None:
         known = tuple(
             peer if isinstance(peer, Peer) else Peer(Machine(peer.name), peer.address)
             for peer in peers
@@ -51,12 +57,16 @@ class Node:
         self.name = name
         self.process = subprocess.Popen(
             [sys.executable, "-m", "tests.support.peer_tier_process"],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-        )  # fmt: skip
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
         boot = {
-            "secret": secret.hex(), "extent_bytes": extent_bytes, "slots": slots,
+            "secret": secret.hex(),
+            "extent_bytes": extent_bytes,
+            "slots": slots,
             "settings": told.to_json(),
-        }  # fmt: skip
+        }
         self.address = str(self._exchange(boot)["address"])
         self.world = 0
 
@@ -110,13 +120,13 @@ def until(true: Callable[[], Any], seconds: float = DEADLINE) -> Any:
 
 def restored(source: PeerSource, generation: int, step: int) -> Checkpoint:
     """The step as a peer's memory has it."""
-    topo, table = source.plan(generation)
+    topo, table = source.topology_and_table(generation)
     parts = {
-        line.rank: (Part.from_bytes(line.stored, "test"), line.stored)
+        line.rank: (PartManifest.from_bytes(line.sealed_manifest, "test"), line.sealed_manifest)
         for line in source.inventory()
         if (line.generation, line.step) == (generation, step)
     }
-    return Checkpoint(Mixed([source]), merge(parts, topo, table, "c", "d"))
+    return Checkpoint(FallbackReader([source]), merge_parts(parts, topo, table, "c", "d"))
 
 
 def assert_holds(found: Checkpoint, onto: Topology, step: int) -> int:

@@ -15,13 +15,13 @@ from typing import Any
 
 import numpy as np
 
-from holdfast.checkpoint.format.blob import ExtentHasher, header, total_size
-from holdfast.checkpoint.memory.arena import Arena, digest, slot_capacity
-from holdfast.checkpoint.memory.snapshot_store import MemoryFile, Shelf, Snapshot
+from holdfast.checkpoint.format.blob import ExtentHasher, blob_header, blob_size
+from holdfast.checkpoint.memory.arena import Arena, identity_digest, slot_capacity
+from holdfast.checkpoint.memory.snapshot_store import MemoryFile, Snapshot, SnapshotStore
 from holdfast.checkpoint.peers.config import PeerSettings
-from holdfast.checkpoint.peers.peer_tier import Peers
+from holdfast.checkpoint.peers.peer_tier import PeerTier
 from holdfast.checkpoint.peers.source import PeerMemories
-from holdfast.core.format.manifest import Part, blob_key, placed, writer_name
+from holdfast.core.format.manifest import PartManifest, blob_key, place_boxes, writer_name
 from holdfast.core.sharding.boxes import Box
 from holdfast.core.sharding.ownership import owned_boxes
 from holdfast.core.sharding.state_table import ITEM_BYTES, StateTable, TensorSpec
@@ -47,9 +47,9 @@ class Node:
     def __init__(self, boot: Mapping[str, Any]) -> None:
         self.secret = Secret.from_hex(boot["secret"])
         self.extent_bytes, self.slots = int(boot["extent_bytes"]), int(boot.get("slots", 3))
-        self.shelf = Shelf()
+        self.shelf = SnapshotStore()
         self.events: list[dict[str, Any]] = []
-        self.peers = Peers(
+        self.peers = PeerTier(
             PeerSettings.from_json(boot["settings"]), self.shelf, self.secret, "", self._event
         )
         self.arenas: dict[tuple[int, int], MemoryFile] = {}
@@ -62,23 +62,23 @@ class Node:
     def begin(self, topology: dict[str, Any], table: list[list[Any]]) -> None:
         self.topology = Topology.from_json(topology)
         self.table = tuple(TensorSpec.from_json(row) for row in table)
-        self.shelf.open(self.topology.generation, self.topology, self.table)
-        self.peers.expect(self.topology, self.table)
+        self.shelf.open_generation(self.topology.generation, self.topology, self.table)
+        self.peers.begin_generation(self.topology, self.table)
 
     def put(self, step: int, ranks: list[int]) -> list[int]:
         """Capture a step; the ranks that found no free slot."""
         assert self.topology is not None
         skipped = [rank for rank in ranks if not self._put(step, rank)]
         for rank in set(ranks) - set(skipped):
-            self.peers.shelved(self.shelf.get(self.topology.generation, step, rank))
+            self.peers.on_snapshot_stored(self.shelf.get(self.topology.generation, step, rank))
         return skipped
 
     def _put(self, step: int, rank: int) -> bool:
         assert self.topology is not None
         generation = self.topology.generation
-        tensors = placed(owned_boxes(self.topology, self.table, rank), self.table)
-        head = header(tensors)
-        size = total_size(head, tensors)
+        tensors = place_boxes(owned_boxes(self.topology, self.table, rank), self.table)
+        head = blob_header(tensors)
+        size = blob_size(head, tensors)
         memory = self.arenas.get((generation, rank))
         if memory is None:
             memory = MemoryFile(Arena.create("own", self.slots, slot_capacity(size)))
@@ -86,7 +86,7 @@ class Node:
         slot = memory.arena.free_slot()
         if slot is None:
             return False
-        memory.arena.begin(slot)
+        memory.arena.begin_write(slot)
         view = memory.arena.data(slot, size)
         view[: len(head)] = head
         specs = {spec.name: spec for spec in self.table}
@@ -96,12 +96,14 @@ class Node:
                 step, p.box, ITEM_BYTES[p.dtype], specs[p.box.name].shape
             )
         hasher = ExtentHasher(self.extent_bytes)
-        for _ in hasher.feed([view]):
+        for _ in hasher.pass_through([view]):
             pass
         view.release()
-        made = memory.arena.finish(slot, digest("test"), generation, step, size, digest(head))
-        blob = hasher.blob(blob_key(generation, step, writer_name(rank)), len(head))
-        part = Part(generation, step, rank, blob, tensors, {"position": step})
+        made = memory.arena.finish_write(
+            slot, identity_digest("test"), generation, step, size, identity_digest(head)
+        )
+        blob = hasher.finish(blob_key(generation, step, writer_name(rank)), len(head))
+        part = PartManifest(generation, step, rank, blob, tensors, {"position": step})
         self.shelf.put(Snapshot(part, part.to_bytes(), memory, slot, made))
         return True
 
@@ -127,7 +129,7 @@ class Node:
             case "inventory":
                 return [list(line[:4]) for line in self.shelf.inventory()]
             case "complete":
-                return self.shelf.complete()
+                return self.shelf.complete_steps()
             case "memories":
                 return self.memories(**command)
             case "status":

@@ -24,9 +24,9 @@ import torch.distributed as dist
 
 import holdfast.elastic.worker.main  # noqa: F401  (as the template does)
 from holdfast.config.run import RunConfig
-from holdfast.elastic.protocol.worker_spec import preloads
+from holdfast.elastic.protocol.worker_spec import modules_to_preload
 from holdfast.errors import NonFiniteError
-from holdfast.parallel.torch_compat import local
+from holdfast.parallel.torch_compat import local_tensor
 from tests.support import layouts
 
 HEAVY = ("sympy", "torch._dynamo", "torch.distributed.fsdp")
@@ -47,7 +47,7 @@ def _template(name: str, folder: Path) -> None:
     of_one = case.replicas[0]
     degrees = {f"layout__{axis}": getattr(of_one, axis) for axis in ("pp", "dp_shard", "tp")}
     config = layouts.config_of({**case.changes, **degrees})
-    for module in preloads(config):
+    for module in modules_to_preload(config):
         importlib.import_module(module)
     before = set(sys.modules)
     children = [
@@ -83,9 +83,9 @@ def _work(case: layouts.Case, config: RunConfig, rank: int, folder: Path, before
     store = dist.FileStore(str(folder / "store"), case.world_size)
     made = layouts.engine_of(config, layouts.topology_of(case, config), rank, store)
     for step in (1, 2):
-        assert layouts.one_step(made, step).finite
+        assert layouts.one_step(made, step).is_finite
     with torch.no_grad():
-        local(next(made.objective.parameters())).fill_(math.nan)
+        local_tensor(next(made.objective.parameters())).fill_(math.nan)
     with suppress(NonFiniteError):
         layouts.one_step(made, 3)
         raise SystemExit("a NaN was not found")

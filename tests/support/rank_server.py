@@ -29,14 +29,27 @@ from holdfast.wire import process_log
 from tests.support.ranks import MAX_RANKS, RankContext, decode, encode
 
 PRELOAD = (
-    "numpy", "pytest", "pydantic", "torch", "torch.distributed", "torch.distributed.fsdp",
-    "torch.distributed.tensor", "torch.distributed.device_mesh", "torch._dynamo",
-    "torch.distributed.tensor.debug", "torch.nn.parallel", "numpy.random", "hypothesis",
-    "holdfast.train.recover", "holdfast.train.runner",
-    "holdfast.checkpoint.capture.capturer", "holdfast.model.huggingface",
+    "numpy",
+    "pytest",
+    "pydantic",
+    "torch",
+    "torch.distributed",
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor",
+    "torch.distributed.device_mesh",
+    "torch._dynamo",
+    "torch.distributed.tensor.debug",
+    "torch.nn.parallel",
+    "numpy.random",
+    "hypothesis",
+    "holdfast.train.recover",
+    "holdfast.train.runner",
+    "holdfast.checkpoint.capture.capturer",
+    "holdfast.model.huggingface",
     "holdfast.elastic.worker.main",
-    "tests.support.layouts", "tests.support.mover_process",
-)  # fmt: skip
+    "tests.support.layouts",
+    "tests.support.mover_process",
+)
 GRACE = 3.0  # seconds that peers get after a rank failed
 DUMP = 0.5  # seconds between asking for stack traces and killing
 PR_SET_PDEATHSIG = 1

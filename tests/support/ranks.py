@@ -75,9 +75,12 @@ class RankContext:
         import torch.distributed as dist
 
         dist.init_process_group(
-            "gloo", store=self.store(name), rank=self.rank, world_size=self.world_size,
+            "gloo",
+            store=self.store(name),
+            rank=self.rank,
+            world_size=self.world_size,
             timeout=timedelta(seconds=seconds),
-        )  # fmt: skip
+        )
         self.barrier(f"{name}.joined", seconds)  # who leaves early breaks a connection being made
 
     def pid(self, rank: int, seconds: float = 60.0) -> int:
@@ -144,17 +147,31 @@ class Server:
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         listener.bind(self.address)
         listener.listen(256)
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1",
-                       "OMP_WAIT_POLICY": "PASSIVE", "GLOO_SOCKET_IFNAME": "lo",
-                       "PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1"}  # fmt: skip
+        environment = {
+            **os.environ,
+            "OMP_NUM_THREADS": "1",
+            "OPENBLAS_NUM_THREADS": "1",
+            "OMP_WAIT_POLICY": "PASSIVE",
+            "GLOO_SOCKET_IFNAME": "lo",
+            "PYTHONUNBUFFERED": "1",
+            "PYTHONFAULTHANDLER": "1",
+        }
         environment.pop("PYTEST_CURRENT_TEST", None)
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "tests.support.rank_server", str(listener.fileno()),
-            str(self.folder),
-             *["bare"] * bare],
-            stdin=subprocess.PIPE, pass_fds=[listener.fileno()], cwd=ROOT, env=environment,
+            [
+                sys.executable,
+                "-m",
+                "tests.support.rank_server",
+                str(listener.fileno()),
+                str(self.folder),
+                *["bare"] * bare,
+            ],
+            stdin=subprocess.PIPE,
+            pass_fds=[listener.fileno()],
+            cwd=ROOT,
+            env=environment,
             start_new_session=True,  # Ctrl-C at the terminal is pytest's to handle
-        )  # fmt: skip
+        )
         listener.close()
 
     def close(self) -> None:
@@ -199,10 +216,14 @@ def run_ranks(
         raise ValueError(f"{body.__qualname__} must stand at the top level of its module")
     own = folder or Path(tempfile.mkdtemp(prefix="call-", dir=Path(server).parent))
     request = {
-        "module": body.__module__, "function": body.__qualname__, "n": n,
-        "args": encode(dict(args or {})), "deadline": deadline, "folder": str(own),
+        "module": body.__module__,
+        "function": body.__qualname__,
+        "n": n,
+        "args": encode(dict(args or {})),
+        "deadline": deadline,
+        "folder": str(own),
         "dies": sorted(dies or {}),
-    }  # fmt: skip
+    }
     try:
         answer = _ask(server, request)
         if "error" in answer:

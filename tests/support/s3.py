@@ -59,8 +59,10 @@ def server() -> tuple[str, int]:
     """(host, port) of this test process's S3 server, with one bucket."""
     process = subprocess.Popen(
         [sys.executable, "-c", textwrap.dedent(_SERVER)],
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
-    )  # fmt: skip
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+    )
     assert process.stdout is not None
     host, port = process.stdout.readline().split()
     atexit.register(_end, process)
@@ -187,9 +189,13 @@ def certificates(folder: Path) -> tuple[Path, ssl.SSLContext]:
             return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, text)])
 
         builder = x509.CertificateBuilder(
-            named("test authority"), named(name), public, x509.random_serial_number(),
-            now - datetime.timedelta(hours=1), now + datetime.timedelta(hours=1),
-        )  # fmt: skip
+            named("test authority"),
+            named(name),
+            public,
+            x509.random_serial_number(),
+            now - datetime.timedelta(hours=1),
+            now + datetime.timedelta(hours=1),
+        )
         builder = builder.add_extension(x509.BasicConstraints(ca, None), critical=True)
         if not ca:
             address = x509.IPAddress(ipaddress.ip_address("127.0.0.1"))

@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 from holdfast.checkpoint.restore.reader import Checkpoint
-from holdfast.checkpoint.restore.verify import newest_verified, verify
+from holdfast.checkpoint.restore.verify import find_newest_verified, verify
 from holdfast.core.format.manifest import commit_key
 from holdfast.core.sharding.state_table import TensorSpec
 from holdfast.events import CheckpointFailed
@@ -41,11 +41,12 @@ def main(folder: Path) -> None:
         # Room for no blob at all, then for the blob of one rank: probe P2.
         filler = leave_free(folder, room)
         workers.save(step)
-        report[f"reason{step}"] = workers.capturers[0].settle(step, 60)
+        report[f"reason{step}"] = workers.capturers[0].wait_until_committed(step, 60)
         assert client.drain(60)  # no save is being written any more
-        report[f"left{step}"] = [n for n in files(mover.store) if f"{step:010d}-rank" in n or
-                                 ".tmp" in n]  # fmt: skip
-        found = newest_verified(mover.store)
+        report[f"left{step}"] = [
+            n for n in files(mover.store) if f"{step:010d}-rank" in n or ".tmp" in n
+        ]
+        found = find_newest_verified(mover.store)
         assert found is not None
         assert_holds(found, 1, TABLE)
         filler.unlink()

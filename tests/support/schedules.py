@@ -9,13 +9,24 @@ from __future__ import annotations
 from collections import Counter
 from random import Random
 
-from holdfast.core.schedule.table import Action, Cell, Kind, Overlapped, Schedule
+from holdfast.core.schedule.table import (
+    Action,
+    ActionKind,
+    OverlappedActions,
+    Schedule,
+    ScheduleCell,
+)
 
-F, B, I, W = Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT  # noqa: E741
+F, B, I, W = (  # noqa: E741
+    ActionKind.FORWARD,
+    ActionKind.BACKWARD,
+    ActionKind.BACKWARD_INPUT,
+    ActionKind.BACKWARD_WEIGHT,
+)
 
 
-def parts(cell: Cell) -> list[Action]:
-    return list(cell.actions) if isinstance(cell, Overlapped) else [cell]
+def parts(cell: ScheduleCell) -> list[Action]:
+    return list(cell.actions) if isinstance(cell, OverlappedActions) else [cell]
 
 
 def may_run(action: Action, done: set[Action], stages: int) -> bool:
@@ -65,7 +76,7 @@ def is_complete(schedule: Schedule) -> bool:
     for stage in range(schedule.stages):
         for microbatch in range(schedule.microbatches):
             had = "".join(
-                str(kind) * count.pop(Action(stage, kind, microbatch), 0) for kind in Kind
+                str(kind) * count.pop(Action(stage, kind, microbatch), 0) for kind in ActionKind
             )
             if had not in (("FB", "FIW") if backward else ("F",)):
                 return False
@@ -92,7 +103,7 @@ def random_table(
             for microbatch in range(microbatches):
                 kinds = (I, W) if random.random() < 0.5 else (B,)
                 left |= {Action(stage, kind, microbatch) for kind in kinds}
-    rows: list[list[Cell]] = [[] for _ in range(ranks)]
+    rows: list[list[ScheduleCell]] = [[] for _ in range(ranks)]
     done: set[Action] = set()
     while left:
         action = random.choice(sorted(a for a in left if may_run(a, done, stages)))
@@ -102,7 +113,7 @@ def random_table(
     return Schedule("random", microbatches, tuple(rank_of), tuple(map(tuple, rows)))
 
 
-def with_row(schedule: Schedule, rank: int, row: list[Cell]) -> Schedule:
+def with_row(schedule: Schedule, rank: int, row: list[ScheduleCell]) -> Schedule:
     rows = list(schedule.actions)
     rows[rank] = tuple(row)
     return Schedule(schedule.name, schedule.microbatches, schedule.rank_of, tuple(rows))

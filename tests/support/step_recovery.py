@@ -20,17 +20,17 @@ from typing import Any, cast
 import torch
 
 from holdfast.core.sharding.reduction_tree import deal
-from holdfast.data.batch import Batches, Validation
+from holdfast.data.batch import Batches, ValidationSet
 from holdfast.errors import PeerLostError
 from holdfast.events import BatchFed, Event, StepDone
 from holdfast.layout import Topology
 from holdfast.parallel.process_groups import connect
 from holdfast.train import engine as engine_module
-from holdfast.train.build import Session, build_engine, session_of
+from holdfast.train.build import TrainingSession, build_engine, make_session
 from holdfast.train.engine import Dealer, StepEngine
-from holdfast.train.objective import NextToken
-from holdfast.train.recover import Recovered, join, recover
-from holdfast.train.vote import Verdict
+from holdfast.train.objective import NextTokenObjective
+from holdfast.train.recover import RecoveryResult, join_generation, recover
+from holdfast.train.vote import StepVerdict
 from tests.support.layouts import VOCABULARY, case, config_of, topology_of
 from tests.support.ranks import RankContext, rank_values
 from tests.support.tiny_training import CPU, digest, feed
@@ -58,8 +58,8 @@ class Data:
         entry = {"microbatch": leaf, "start": 0, "stop": 0, "part": [part, parts]}
         return Entered(fed.inputs, fed.targets, fed.documents, fed.tokens, [entry])
 
-    def validation(self, samples: int) -> Validation:
-        return Validation([], 0, 1.0)
+    def validation(self, samples: int) -> ValidationSet:
+        return ValidationSet([], 0, 1.0)
 
 
 DATA = cast(Batches, Data())
@@ -82,7 +82,7 @@ class Survivor:
         self.config = config_for(name, microbatches)
         self.curve: dict[int, list[float]] = {}
         self.events: list[list[Any]] = []
-        self.session: Session | None = None
+        self.session: TrainingSession | None = None
         self.step = 0
         self.computed: dict[int, int] = {}  # microbatches, by step
 
@@ -95,7 +95,7 @@ class Survivor:
         groups = connect(topology, self.me, self.rank.store(), CPU, seconds=60)
         engine = build_engine(self.config, groups, CPU, dealer=dealer)
         engine.initialise(self.config.seed)
-        self.session = session_of(self.config, engine, DATA, CPU)
+        self.session = make_session(self.config, engine, DATA, CPU)
         self._count()
 
     def train(self, last: int) -> None:
@@ -126,11 +126,11 @@ class Survivor:
 
         executor.train = train
 
-    def _applied(self, step: int, verdict: Verdict) -> None:
+    def _applied(self, step: int, verdict: StepVerdict) -> None:
         assert step == self.step + 1
         self.step = step
         self.curve[step] = [verdict.mean_loss, verdict.mean_norm]
-        self.engine.untold = 0  # as `train.runner` does once it has told of it
+        self.engine.unreported_step = 0  # as `train.runner` does once it has told of it
 
     def lose(self, last: int) -> None:
         """Train until a peer is lost, as it must be before `last` is over."""
@@ -142,47 +142,68 @@ class Survivor:
 
     def recover(
         self, topology: Topology, came_from: Sequence[int | None], dealer: Dealer = deal
-    ) -> Recovered:
+    ) -> RecoveryResult:
         """Into a generation as the process that `came_from` calls by its old rank."""
         assert self.session is not None
         old = self.session.groups.rank
         self.me = list(came_from).index(old)
         found = recover(
-            self.session, topology, self.me, self.rank.store(), came_from, step=self.step,
-            dealer=dealer, seconds=60,
-        )  # fmt: skip
+            self.session,
+            topology,
+            self.me,
+            self.rank.store(),
+            came_from,
+            step=self.step,
+            dealer=dealer,
+            seconds=60,
+        )
         self._entered(found)
         return found
 
     def join(
-        self, topology: Topology, before: Topology, came_from: Sequence[int | None], me: int,
+        self,
+        topology: Topology,
+        before: Topology,
+        came_from: Sequence[int | None],
+        me: int,
         dealer: Dealer = deal,
-    ) -> Recovered:  # fmt: skip
+    ) -> RecoveryResult:
         self.me = me
-        found = join(
-            self.config, DATA, topology, self.me, self.rank.store(), CPU, before, came_from,
-            dealer=dealer, seconds=60,
-        )  # fmt: skip
+        found = join_generation(
+            self.config,
+            DATA,
+            topology,
+            self.me,
+            self.rank.store(),
+            CPU,
+            before,
+            came_from,
+            dealer=dealer,
+            seconds=60,
+        )
         self.step = found.step
         self._entered(found)
         return found
 
-    def _entered(self, found: Recovered) -> None:
+    def _entered(self, found: RecoveryResult) -> None:
         self.session = found.session
         self._count()
         if found.step > self.step:
             assert found.verdict is not None
             self._applied(found.step, found.verdict)
-        assert found.step == self.step == self.engine.applied
+        assert found.step == self.step == self.engine.applied_step
         self.events += [_plain(event) for event in found.events]
 
     def result(self) -> dict[str, Any]:
         at = self.engine.groups.coordinate
         out = {
-            "curve": self.curve, "digest": digest(self.engine), "place": at.mesh_rank,
-            "replica": at.replica, "events": self.events,
+            "curve": self.curve,
+            "digest": digest(self.engine),
+            "place": at.mesh_rank,
+            "replica": at.replica,
+            "events": self.events,
             "computed": self.computed,
-        }  # fmt: skip
+        }
         self.engine.close()
         return out
 
@@ -258,7 +279,7 @@ class Deadly:
         self.survivor.engine.objective.register_forward_pre_hook(wait)
 
     def _backward(self) -> None:
-        decoder = cast(NextToken, self.survivor.engine.objective).decoder
+        decoder = cast(NextTokenObjective, self.survivor.engine.objective).decoder
         block = next(iter(decoder.layers))
         share = self.survivor.engine.share(self.step)
         block.register_full_backward_pre_hook(self._count(len(share)))
@@ -269,7 +290,7 @@ class Deadly:
     def _told(self) -> None:
         """Its ballot goes to some only, who must have heard it before it dies."""
         groups = self.survivor.engine.groups
-        control, say = groups.control, groups.control.say
+        control, say = groups.control, groups.control.send_to_all
         to = list(control.others)[: self.told]
 
         def some(record: Any, tag: int) -> None:
@@ -281,13 +302,13 @@ class Deadly:
                 self.survivor.rank.wait_mark("heard", groups.positions[peer])
             self.die(sends)
 
-        control.say = some  # type: ignore[method-assign]
+        control.send_to_all = some  # type: ignore[method-assign]
 
     def _voted(self) -> None:
         engine = self.survivor.engine
         plain = type(engine).update
 
-        def update(verdict: Verdict) -> float:
+        def update(verdict: StepVerdict) -> float:
             self.die()
             return plain(engine, verdict)
 
@@ -297,7 +318,7 @@ class Deadly:
         engine = self.survivor.engine
         plain = type(engine).update
 
-        def update(verdict: Verdict) -> float:
+        def update(verdict: StepVerdict) -> float:
             rate = plain(engine, verdict)
             self.die()
             return rate

@@ -14,12 +14,12 @@ import torch
 from holdfast.config.run import RunConfig
 from holdfast.core.seeds import key_seed
 from holdfast.core.sharding.reduction_tree import Shares, deal
-from holdfast.layout import Layout, place
+from holdfast.layout import Layout, place_layout
 from holdfast.parallel.process_groups import connect
 from holdfast.parallel.torch_compat import Store
 from holdfast.train.build import build_engine
 from holdfast.train.engine import StepEngine
-from holdfast.train.vote import Verdict
+from holdfast.train.vote import StepVerdict
 
 CPU = torch.device("cpu")
 VOCABULARY, LENGTH = 64, 12
@@ -30,16 +30,24 @@ def tiny(**changes: Any) -> RunConfig:
     value: dict[str, Any] = {
         "data": {"sequence_length": LENGTH},
         "model": {
-            "preset": None, "layers": 2, "dim": 16, "heads": 2, "kv_heads": 1, "ffn_dim": 24,
-            "vocab_size": VOCABULARY, "tied_embeddings": True,
+            "preset": None,
+            "layers": 2,
+            "dim": 16,
+            "heads": 2,
+            "kv_heads": 1,
+            "ffn_dim": 24,
+            "vocab_size": VOCABULARY,
+            "tied_embeddings": True,
         },
         "train": {
-            "steps": 20, "batch_size": 24, "microbatch_size": 2,
+            "steps": 20,
+            "batch_size": 24,
+            "microbatch_size": 2,
             "optimizer": {"learning_rate": 0.01, "clip_norm": 0.05},
             "schedule": {"warmup_steps": 4},
         },
         "layout": {"bucket_mb": 0.004},
-    }  # fmt: skip
+    }
     return changed(value, changes)
 
 
@@ -62,9 +70,13 @@ class Fed:
 
 
 def feed(
-    step: int, leaf: int, size: int = 2, part: int = 0, parts: int = 1,
+    step: int,
+    leaf: int,
+    size: int = 2,
+    part: int = 0,
+    parts: int = 1,
     vocabulary: int = VOCABULARY,
-) -> Fed:  # fmt: skip
+) -> Fed:
     """Tokens are a function of (step, leaf). A few targets are masked, differently per leaf."""
     generator = np.random.default_rng(key_seed(7, "test", step, leaf))
     tokens = generator.integers(0, vocabulary, (size, LENGTH + 1))
@@ -79,12 +91,19 @@ def feed(
 
 
 def engine(
-    config: RunConfig, rank: int, store: Store, *, replicas: int = 1, dp_shard: int = 1,
-    shares: Sequence[Shares] | None = None, generation: int = 1, seconds: float = 60.0,
-) -> StepEngine:  # fmt: skip
+    config: RunConfig,
+    rank: int,
+    store: Store,
+    *,
+    replicas: int = 1,
+    dp_shard: int = 1,
+    shares: Sequence[Shares] | None = None,
+    generation: int = 1,
+    seconds: float = 60.0,
+) -> StepEngine:
     """Connected and initialised. shares: dealings taken in turn, a call at a time."""
     layout = Layout(dp_replicate=replicas, dp_shard=dp_shard)
-    topology = place(layout, generation, ("node",) * layout.world_size)
+    topology = place_layout(layout, generation, ("node",) * layout.world_size)
     groups = connect(topology, rank, store, CPU, seconds=seconds)
     dealer = deal
     if shares is not None:
@@ -95,7 +114,7 @@ def engine(
     return made
 
 
-def one_step(made: StepEngine, step: int) -> Verdict:
+def one_step(made: StepEngine, step: int) -> StepVerdict:
     place = made.groups.coordinate
     share = made.begin(step)
     size = made.train.microbatch_size
@@ -107,7 +126,7 @@ def one_step(made: StepEngine, step: int) -> Verdict:
     return verdict
 
 
-def train(made: StepEngine, steps: int, first: int = 1) -> list[Verdict]:
+def train(made: StepEngine, steps: int, first: int = 1) -> list[StepVerdict]:
     return [one_step(made, step) for step in range(first, first + steps)]
 
 

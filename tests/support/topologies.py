@@ -11,9 +11,16 @@ from holdfast.layout import Layout, Replica, Topology, place_replicas
 def tiny(**changes: object) -> ModelConfig:
     """Few units of everything, and numbers that tp and dp_shard do not divide."""
     shape = {
-        "preset": None, "layers": 3, "dim": 4, "heads": 4, "kv_heads": 2, "head_dim": 2,
-        "ffn_dim": 5, "vocab_size": 7, "qk_norm": True,
-    }  # fmt: skip
+        "preset": None,
+        "layers": 3,
+        "dim": 4,
+        "heads": 4,
+        "kv_heads": 2,
+        "head_dim": 2,
+        "ffn_dim": 5,
+        "vocab_size": 7,
+        "qk_norm": True,
+    }
     return ModelConfig.model_validate(shape | changes)
 
 

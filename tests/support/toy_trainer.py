@@ -7,16 +7,16 @@ from __future__ import annotations
 
 import sys
 
-from holdfast.config.load import load
+from holdfast.config.load import load_config
 from holdfast.errors import UserError
 from holdfast.launch import local
 
 
 def main() -> int:
     folder, *overrides = sys.argv[1:]
-    loaded = load(None, [f"folder={folder}", "device=cpu", *overrides])
+    loaded = load_config(None, [f"folder={folder}", "device=cpu", *overrides])
     try:
-        return local.run(
+        return local.train_locally(
             loaded,
             say=lambda line: print(line, flush=True),
             render_metrics=lambda: b"holdfast_toy 1\n",

@@ -23,9 +23,9 @@ from holdfast.checkpoint.mover.client import MoverClient
 from holdfast.config.run import RunConfig
 from holdfast.core.sharding.state_table import local_boxes, state_table
 from holdfast.elastic.protocol import exit_codes
-from holdfast.elastic.protocol.worker_spec import WorkerBoot
+from holdfast.elastic.protocol.worker_spec import WorkerSpec
 from holdfast.elastic.worker.http_store import HttpStore
-from holdfast.elastic.worker.reporter import Reporter
+from holdfast.elastic.worker.reporter import AgentReporter
 from holdfast.errors import CheckpointError, FencedError
 from holdfast.events import NonFinite, StepDone, WorkerReady
 from holdfast.wire.http.client import Client
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from holdfast.checkpoint.capture.capturer import Capturer
 
 
-def train(boot: WorkerBoot, secret: Secret) -> int:
+def train(boot: WorkerSpec, secret: Secret) -> int:
     """All-reduce a counter every step until the plan's last step, or until asked to stop."""
     imported = "torch" in sys.modules  # by the template: a fork must find it there
     import torch
@@ -45,14 +45,17 @@ def train(boot: WorkerBoot, secret: Secret) -> int:
     print(f"rank {boot.rank} torch_imported={imported} entered={time.monotonic() - boot.forked}")
     print(f"threads={torch.get_num_threads()} group={os.getpgrp() == os.getpid()}")
     client = Client(boot.agent, secret, boot.generation)
-    reporter = Reporter(client, boot.rank, heartbeat=boot.heartbeat_seconds)
+    reporter = AgentReporter(client, boot.rank, heartbeat_s=boot.heartbeat_seconds)
     reporter.start()
     meet = Client(boot.meet or boot.agent, secret, boot.generation)
     store = HttpStore(meet, timedelta(seconds=30))
     dist.init_process_group(
-        "gloo", store=dist.PrefixStore("world", store), rank=boot.rank, world_size=boot.world_size,
+        "gloo",
+        store=dist.PrefixStore("world", store),
+        rank=boot.rank,
+        world_size=boot.world_size,
         timeout=timedelta(seconds=60),
-    )  # fmt: skip
+    )
     reporter.emit(WorkerReady(boot.rank, time.monotonic() - boot.forked, step=boot.start_step))
     step, stop = boot.start_step, False
     try:
@@ -62,7 +65,7 @@ def train(boot: WorkerBoot, secret: Secret) -> int:
             _misbehave(plan, boot, secret, step, reporter)
             _pause(float(plan.get("pace", 0.0)))
             reporter.progress(step, "reduce")
-            vote = torch.tensor([1.0, float(reporter.wishes.stop)])
+            vote = torch.tensor([1.0, float(reporter.requests.should_stop)])
             dist.all_reduce(vote)
             assert vote[0].item() == boot.world_size
             stop = bool(vote[1].item())
@@ -72,7 +75,7 @@ def train(boot: WorkerBoot, secret: Secret) -> int:
         print(f"rank {boot.rank} lost a peer: {error}")
         reporter.flush(2.0)
         return exit_codes.PEER_LOST
-    reporter.outcome("left" if stop else "finished", step, plan.get("unsaved"))
+    reporter.report_outcome("left" if stop else "finished", step, plan.get("unsaved"))
     reporter.close()
     return exit_codes.DONE
 
@@ -82,13 +85,15 @@ def _pause(seconds: float) -> None:
 
 
 def _misbehave(
-    plan: dict[str, Any], boot: WorkerBoot, secret: Secret, step: int, reporter: Reporter
+    plan: dict[str, Any], boot: WorkerSpec, secret: Secret, step: int, reporter: AgentReporter
 ) -> None:
     def due(deed: str) -> bool:
         when = plan.get(deed)
-        return when is not None and (when["generation"] in (0, boot.generation)) and (
-            (when["rank"], when["step"]) == (boot.rank, step)
-        )  # fmt: skip
+        return (
+            when is not None
+            and (when["generation"] in (0, boot.generation))
+            and ((when["rank"], when["step"]) == (boot.rank, step))
+        )
 
     if due("save_and_die"):
         _save_and_die(boot, secret, step)
@@ -114,22 +119,26 @@ def _misbehave(
         raise FencedError("the toy is old")
 
 
-def _capturer(boot: WorkerBoot, secret: Secret) -> Capturer:
+def _capturer(boot: WorkerSpec, secret: Secret) -> Capturer:
     """This rank's arena, mapped: its state is all zeros."""
     import torch
 
     from holdfast.checkpoint.capture.capturer import Capturer
 
     config = RunConfig.model_validate(boot.config)
-    topology, table = boot.placed(), state_table(config.model, config.train.precision)
+    topology, table = boot.parse_topology(), state_table(config.model, config.train.precision)
     held = local_boxes(topology, table, boot.rank)
     return Capturer(
-        MoverClient(boot.mover_socket, secret, boot.generation), topology, table, boot.rank,
-        {box.name: torch.zeros(box.lengths) for box in held}, run=config.name,
-    )  # fmt: skip
+        MoverClient(boot.mover_socket, secret, boot.generation),
+        topology,
+        table,
+        boot.rank,
+        {box.name: torch.zeros(box.lengths) for box in held},
+        run=config.name,
+    )
 
 
-def _save_and_die(boot: WorkerBoot, secret: Secret, step: int) -> None:
+def _save_and_die(boot: WorkerSpec, secret: Secret, step: int) -> None:
     """Hand a snapshot over; stop the mover while it writes, and end."""
     capturer = _capturer(boot, secret)
     with socket.socket(socket.AF_UNIX) as mover:

@@ -31,8 +31,15 @@ def fill(path: Path) -> None:
 
 def main(root: Path) -> None:
     run_file = write_run_file(root)
-    process = start("train", run_file, "train.steps=1000000", "train.evaluate.every=0",
-                    "checkpoint.every_steps=20", "checkpoint.keep_last=2", "--json")  # fmt: skip
+    process = start(
+        "train",
+        run_file,
+        "train.steps=1000000",
+        "train.evaluate.every=0",
+        "checkpoint.every_steps=20",
+        "checkpoint.keep_last=2",
+        "--json",
+    )
     records: list[dict[str, Any]] = []
     said: list[str] = []
     assert process.stdout
@@ -67,12 +74,19 @@ def main(root: Path) -> None:
         apart("checkpoint", "verify", root / "run"),
     )
     skipped = [r["event"]["reason"] for r in records if r["kind"] == "checkpoint_skipped"]
-    print(json.dumps({
-        "code": code, "said": "".join(said), "skipped": skipped,
-        "audit": [audit.code, audit.out],
-        "verify": verify.code, "left": [str(p) for p in (root / "run").rglob(".tmp*")],
-        "lost": last("worker_lost"),
-    }))  # fmt: skip
+    print(
+        json.dumps(
+            {
+                "code": code,
+                "said": "".join(said),
+                "skipped": skipped,
+                "audit": [audit.code, audit.out],
+                "verify": verify.code,
+                "left": [str(p) for p in (root / "run").rglob(".tmp*")],
+                "lost": last("worker_lost"),
+            }
+        )
+    )
 
 
 if __name__ == "__main__":

@@ -33,11 +33,21 @@ class Trainer:
         self.output = folder.parent / f"{folder.name}-{len(list(folder.parent.iterdir()))}.out"
         with self.output.open("wb") as output:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", module, str(folder),
-                 "cluster.heartbeat_seconds=0.05", "cluster.recovery=restart", *overrides],
-                cwd=ROOT, stdout=output, stderr=output, start_new_session=True,
+                [
+                    sys.executable,
+                    "-m",
+                    module,
+                    str(folder),
+                    "cluster.heartbeat_seconds=0.05",
+                    "cluster.recovery=restart",
+                    *overrides,
+                ],
+                cwd=ROOT,
+                stdout=output,
+                stderr=output,
+                start_new_session=True,
                 env={**os.environ, "OMP_NUM_THREADS": "1"},
-            )  # fmt: skip
+            )
 
     @property
     def said(self) -> str:

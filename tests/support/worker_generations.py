@@ -16,10 +16,10 @@ from typing import Any
 import pytest
 
 from holdfast.config.run import RunConfig
-from holdfast.core.data.data_ledger import Entry, settled
-from holdfast.core.data.lineage import split
+from holdfast.core.data.data_ledger import LedgerEntry, drop_redundant_stand_ins
+from holdfast.core.data.lineage import split_effective
 from holdfast.core.sharding.state_table import state_table
-from holdfast.elastic.protocol.worker_spec import WorkerBoot
+from holdfast.elastic.protocol.worker_spec import WorkerSpec
 from holdfast.errors import NonFiniteError
 from holdfast.events import BatchFed, GenerationStarted, Record, StepDone, event_from_json
 from holdfast.layout import Topology
@@ -43,7 +43,7 @@ def work(rank: RankContext, boot: dict[str, Any], secret: str, deeds: dict[str, 
     world = len(boot["topology"]["nodes"])
     boot |= {"rank": rank.rank if rank.rank < world else -1, "forked": time.monotonic()}
     _prepare_deeds(rank, deeds)
-    return worker.run(WorkerBoot.from_json(boot), Secret.from_hex(secret))
+    return worker.run(WorkerSpec.from_json(boot), Secret.from_hex(secret))
 
 
 def _prepare_deeds(rank: RankContext, deeds: dict[str, Any]) -> None:
@@ -54,7 +54,7 @@ def _prepare_deeds(rank: RankContext, deeds: dict[str, Any]) -> None:
 
     agree = recovering.agree  # type: ignore[attr-defined]
     update = StepEngine.update
-    compute, wishes, ask = StepEngine.compute, worker.AgentMembership.wishes, HttpStore._ask
+    compute, wishes, ask = StepEngine.compute, worker.AgentMembership.requests, HttpStore._ask
 
     def due(deed: str, generation: int, step: int) -> bool:
         when = deeds.get(deed)
@@ -101,7 +101,7 @@ def _prepare_deeds(rank: RankContext, deeds: dict[str, Any]) -> None:
     recovering.agree = agreeing  # type: ignore[attr-defined]
     StepEngine.update = updating  # type: ignore[method-assign]
     StepEngine.compute = computing  # type: ignore[method-assign]
-    worker.AgentMembership.wishes = wishing  # type: ignore[method-assign]
+    worker.AgentMembership.requests = wishing  # type: ignore[method-assign]
     HttpStore._ask = asking  # type: ignore[method-assign]
 
 
@@ -130,21 +130,23 @@ class Journal:
 
     def losses(self) -> dict[int, float]:
         """By step, of what counts; a step is there once."""
-        done = [r.event for r in split(self.records)[0] if isinstance(r.event, StepDone)]
+        done = [r.event for r in split_effective(self.records)[0] if isinstance(r.event, StepDone)]
         assert len({e.step for e in done}) == len(done), "a step counts twice"
         return {e.step: e.loss for e in done}
 
     def fed(self) -> list[tuple[int, int]]:
         """(step, sample position) of what counts."""
-        fed: dict[int, list[Entry]] = {}
-        for event in (r.event for r in split(self.records)[0]):
+        fed: dict[int, list[LedgerEntry]] = {}
+        for event in (r.event for r in split_effective(self.records)[0]):
             if isinstance(event, BatchFed):
-                made = [Entry.from_json(event.step, event.rank, entry) for entry in event.entries]
+                made = [
+                    LedgerEntry.from_json(event.step, event.rank, entry) for entry in event.entries
+                ]
                 fed.setdefault(event.step, []).extend(made)
         return sorted(
             (step, position)
             for step, entries in fed.items()
-            for entry in settled(entries)
+            for entry in drop_redundant_stand_ins(entries)
             for position in range(*entry.range)
         )
 
@@ -155,7 +157,7 @@ class Run:
 
     config: RunConfig
     folder: Path
-    boot: WorkerBoot
+    boot: WorkerSpec
     mover: Mover
     control: Control
     desk: Desk
@@ -184,10 +186,16 @@ class Run:
             self.desk.give(self.pid(number), orders)
 
     def begin(
-        self, topology: Topology, numbers: Sequence[int], step: int, *,
-        came_from: Sequence[int | None] | None = None, before: Topology | None = None,
-        restore: str | None = None, opened: bool = False,
-    ) -> None:  # fmt: skip
+        self,
+        topology: Topology,
+        numbers: Sequence[int],
+        step: int,
+        *,
+        came_from: Sequence[int | None] | None = None,
+        before: Topology | None = None,
+        restore: str | None = None,
+        opened: bool = False,
+    ) -> None:
         """Open a generation and give every rank to a process. opened: the mover has done so."""
         table = state_table(self.config.model, self.config.train.precision)
         if not opened:
@@ -196,14 +204,23 @@ class Run:
         self.journal.begin(topology.generation, step)
         for rank, number in enumerate(numbers):
             boot = replace(
-                self.boot, topology=topology.to_json(), generation=topology.generation,
-                rank=rank, restore_key=restore, start_step=step,
-            )  # fmt: skip
+                self.boot,
+                topology=topology.to_json(),
+                generation=topology.generation,
+                rank=rank,
+                restore_key=restore,
+                start_step=step,
+            )
             told = before and {"topology": before.to_json(), "step": step}
-            self.desk.give(self.pid(number), {
-                "kind": "begin", "boot": boot.to_json(), "before": told,
-                "came_from": None if came_from is None else list(came_from),
-            })  # fmt: skip
+            self.desk.give(
+                self.pid(number),
+                {
+                    "kind": "begin",
+                    "boot": boot.to_json(),
+                    "before": told,
+                    "came_from": None if came_from is None else list(came_from),
+                },
+            )
 
     def kill(self, number: int) -> None:
         with suppress(ProcessLookupError):
@@ -214,14 +231,30 @@ def config_in(folder: Path, train: Mapping[str, Any] | None = None, **checkpoint
     """Of a tiny model with its dataset. train: what is different there."""
     text_folder(folder / "text", 12, 400)
     data = data_config(folder / "data", text_source(folder / "text"))
-    return RunConfig.model_validate({
-        "data": data.model_dump(),
-        "model": {"preset": None, "layers": 2, "dim": 16, "heads": 2, "kv_heads": 2, "ffn_dim": 24,
-                  "vocab_size": make(data).vocab_size},
-        "train": {"steps": STEPS, "batch_size": 12, "microbatch_size": 2, "precision": "float64",
-                  "optimizer": {"clip_norm": 0.05}, "evaluate": {"every": 0}, **(train or {})},
-        "checkpoint": checkpoint,
-    })  # fmt: skip
+    return RunConfig.model_validate(
+        {
+            "data": data.model_dump(),
+            "model": {
+                "preset": None,
+                "layers": 2,
+                "dim": 16,
+                "heads": 2,
+                "kv_heads": 2,
+                "ffn_dim": 24,
+                "vocab_size": make(data).vocab_size,
+            },
+            "train": {
+                "steps": STEPS,
+                "batch_size": 12,
+                "microbatch_size": 2,
+                "precision": "float64",
+                "optimizer": {"clip_norm": 0.05},
+                "evaluate": {"every": 0},
+                **(train or {}),
+            },
+            "checkpoint": checkpoint,
+        }
+    )
 
 
 def one_node(ranks: int) -> tuple[str, ...]:
@@ -229,10 +262,16 @@ def one_node(ranks: int) -> tuple[str, ...]:
 
 
 def run(
-    folder: Path, config: RunConfig, topology: Topology, monkeypatch: pytest.MonkeyPatch,
-    script: Callable[[Run], None] | None = None, *, standbys: int = 0,
-    deeds: dict[str, list[int]] | None = None, dies: Sequence[int] = (),
-) -> Journal:  # fmt: skip
+    folder: Path,
+    config: RunConfig,
+    topology: Topology,
+    monkeypatch: pytest.MonkeyPatch,
+    script: Callable[[Run], None] | None = None,
+    *,
+    standbys: int = 0,
+    deeds: dict[str, list[int]] | None = None,
+    dies: Sequence[int] = (),
+) -> Journal:
     """Real workers from the first step to the last. script: what the coordinator does meanwhile.
     deeds: {what: [generation, process, step]}. dies: the processes that are killed."""
     (folder / "run").mkdir(parents=True)
@@ -245,20 +284,38 @@ def run(
     try:
         mover.begin(topology, state_table(config.model, config.train.precision))
         with controlling(journal.report, desk=desk) as control:
-            boot = WorkerBoot(
-                config.model_dump(mode="json"), topology.to_json(), 1, 0, 1, control.address,
-                mover.socket, str(folder / "run"), str(make(config.data).folder), None, 0, "cpu",
-                "", heartbeat_seconds=0.05, orders=True,
-            )  # fmt: skip
+            boot = WorkerSpec(
+                config.model_dump(mode="json"),
+                topology.to_json(),
+                1,
+                0,
+                1,
+                control.address,
+                mover.socket,
+                str(folder / "run"),
+                str(make(config.data).folder),
+                None,
+                0,
+                "cpu",
+                "",
+                heartbeat_seconds=0.05,
+                orders=True,
+            )
             run = Run(config, folder / "ranks", boot, mover, control, desk, journal, processes)
             with _scripted(run, script):
                 arguments = {
-                    "boot": boot.to_json(), "secret": mover.secret.hex(), "deeds": deeds or {},
-                }  # fmt: skip
+                    "boot": boot.to_json(),
+                    "secret": mover.secret.hex(),
+                    "deeds": deeds or {},
+                }
                 codes = rank_values(
-                    work, processes, arguments, deadline=120, folder=run.folder,
+                    work,
+                    processes,
+                    arguments,
+                    deadline=120,
+                    folder=run.folder,
                     dies=dict.fromkeys(dies, "SIGKILL"),
-                )  # fmt: skip
+                )
         assert [c for n, c in enumerate(codes) if n not in dies] == [0] * (processes - len(dies))
         return journal
     finally:

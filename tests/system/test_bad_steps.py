@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.elastic.protocol.fault_orders import Armoury, Order, Wrong
+from holdfast.elastic.protocol.fault_orders import CorruptLossRule, FaultOrder, FaultOrders
 from holdfast.events import Blamed, GenerationStarted, NonFinite, RunFinished, WorkerLost
 from tests.support.commands import within
 from tests.support.nodes import losses_of_one_worker, nodes_of, prepared
@@ -18,19 +18,23 @@ from tests.support.nodes import losses_of_one_worker, nodes_of, prepared
 STEPS = 32
 DEVICE, DATA, JUMP = 5, 8, 30
 SETTINGS = (
-    f"train.steps={STEPS}", "train.batch_size=4", "train.evaluate.every=0",
+    f"train.steps={STEPS}",
+    "train.batch_size=4",
+    "train.evaluate.every=0",
     "checkpoint.every_steps=100",
-)  # fmt: skip
+)
 
 
 @pytest.mark.slow
 def test_a_device_that_errs_bad_data_and_a_jump_of_the_loss(tmp_path: Path) -> None:
     run_file = prepared(tmp_path)
     undisturbed = losses_of_one_worker(run_file, *SETTINGS)
-    faults = Armoury(tmp_path / "faults")
+    faults = FaultOrders(tmp_path / "faults")
     faults.prepare()
-    faults.arm(Order(1, "gradient", "not finite", "backward", step=DEVICE, rank=1))
-    faults.make_wrong(Wrong(DATA, DATA, 2), Wrong(JUMP, JUMP, 1, times=9.0))
+    faults.arm(FaultOrder(1, "gradient", "not finite", "backward", step=DEVICE, rank=1))
+    faults.set_corrupt_losses(
+        CorruptLossRule(DATA, DATA, 2), CorruptLossRule(JUMP, JUMP, 1, times=9.0)
+    )
     settings = (*SETTINGS, "layout.workers=2", "cluster.min_nodes=2")
     more = ("cluster.loss_jumps=roll_back", f"cluster.faults={faults.folder}")
     with nodes_of(run_file, tmp_path / "run", *settings, *more) as run:
@@ -41,23 +45,33 @@ def test_a_device_that_errs_bad_data_and_a_jump_of_the_loss(tmp_path: Path) -> N
         assert run.events(WorkerLost) == [], "nobody is lost by it"
         begun = run.events(GenerationStarted)
         assert [e.step for e in begun] == [
-            0, DEVICE - 1, DATA - 1, DATA - 1, JUMP - 1, JUMP - 1,
-        ], run.story()  # fmt: skip
+            0,
+            DEVICE - 1,
+            DATA - 1,
+            DATA - 1,
+            JUMP - 1,
+            JUMP - 1,
+        ], run.story()
         assert [e.reason for e in begun[1:]] == ["non_finite"] * 3 + ["loss_jump"] * 2
         assert all((e.rung, e.came_from) == (1, [0, 1]) for e in begun[1:]), "nothing is read"
 
-        hit = faults.hit(1)
+        hit = faults.read_hit(1)
         assert hit is not None
         first, *rest = run.events(NonFinite)
         assert (first.step, first.rank, first.node, first.again) == (
-            DEVICE, hit.rank, hit.node, False,
-        )  # fmt: skip
+            DEVICE,
+            hit.rank,
+            hit.node,
+            False,
+        )
         assert [(e.step, e.microbatches, e.again) for e in rest] == [(DATA, [2], True)] * 2
         assert {e.node for e in rest} == {"a", "b"}, "the other one computed it the second time"
         blamed = run.events(Blamed)
         assert [(e.step, e.blame) for e in blamed] == [
-            (DEVICE, "device"), (DATA, "data"), (JUMP, "data"),
-        ], run.story()  # fmt: skip
+            (DEVICE, "device"),
+            (DATA, "data"),
+            (JUMP, "data"),
+        ], run.story()
         assert blamed[0].devices == [f"process {hit.pid} on {hit.node}"]
         assert [e.microbatches for e in blamed[1:]] == [[2], [1]]
 

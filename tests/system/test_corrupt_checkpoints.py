@@ -17,20 +17,24 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.checkpoint.restore.catalog import listing, step_of
+from holdfast.checkpoint.restore.catalog import list_commits, step_of
 from holdfast.checkpoint.restore.reader import Checkpoint
-from holdfast.core.sharding.boxes import whole
+from holdfast.core.sharding.boxes import whole_box
 from holdfast.events import CheckpointRejected
-from holdfast.wire.journal import read
+from holdfast.wire.journal import read_journal
 from holdfast.wire.store.run_store import FolderStore
 from tests.support.commands import Outcome, apart, start, write_run_file
 from tests.support.ranks import wait_until
 
 STEPS = 60
 SETTINGS = (
-    f"train.steps={STEPS}", "train.evaluate.every=0", "checkpoint.every_steps=8",
-    "checkpoint.keep_last=9", "cluster.threads_per_worker=1", "train.batch_size=6",
-)  # fmt: skip
+    f"train.steps={STEPS}",
+    "train.evaluate.every=0",
+    "checkpoint.every_steps=8",
+    "checkpoint.keep_last=9",
+    "cluster.threads_per_worker=1",
+    "train.batch_size=6",
+)
 
 
 @pytest.fixture(scope="module")
@@ -61,18 +65,18 @@ def undisturbed(killed: Path) -> Path:
 
 def steps_of(folder: Path) -> list[int]:
     """Newest first. On a machine that is busy a run skips some."""
-    return [step_of(key) for key in listing(FolderStore(folder))]
+    return [step_of(key) for key in list_commits(FolderStore(folder))]
 
 
 def tensors(folder: Path) -> dict[str, bytes]:
     """Every tensor of the newest checkpoint, which is that of the last step."""
     store = FolderStore(folder)
-    checkpoint = Checkpoint.open(store, listing(store)[0])
+    checkpoint = Checkpoint.open(store, list_commits(store)[0])
     assert checkpoint.step == STEPS
     found = {}
     for spec in checkpoint.tensors:
         out = bytearray(spec.nbytes)
-        checkpoint.read(whole(spec.name, spec.shape), memoryview(out))
+        checkpoint.read(whole_box(spec.name, spec.shape), memoryview(out))
         found[spec.name] = bytes(out)
     return found
 
@@ -110,14 +114,18 @@ def older(path: Path, rng: random.Random) -> None:
 
 
 DAMAGE: dict[str, Callable[[Path, random.Random], None]] = {
-    "flip_payload": flip_payload, "cut": cut, "remove": remove, "older": older, "flip": flip,
-}  # fmt: skip
+    "flip_payload": flip_payload,
+    "cut": cut,
+    "remove": remove,
+    "older": older,
+    "flip": flip,
+}
 
 
 def of_step(folder: Path, step: int, how: str) -> list[Path]:
     """The files of a step that this damage is for."""
     if how == "flip":
-        key = next(k for k in listing(FolderStore(folder)) if f"{2**64 - 1 - step:016x}" in k)
+        key = next(k for k in list_commits(FolderStore(folder)) if f"{2**64 - 1 - step:016x}" in k)
         return [folder / key]
     return sorted(folder.glob(f"data/*/{step:010d}-rank*"))
 
@@ -134,7 +142,7 @@ def damaged(whole: Path, folder: Path, count: int, seed: int, how: str) -> list[
 
 def rejected(folder: Path) -> list[int]:
     """The steps that were passed over, newest first."""
-    events = [record.event for record in read(FolderStore(folder))]
+    events = [record.event for record in read_journal(FolderStore(folder))]
     return sorted({e.step for e in events if isinstance(e, CheckpointRejected)}, reverse=True)
 
 
@@ -143,12 +151,20 @@ CASES = [
     *(
         pytest.param(how, count, workers, seed, marks=pytest.mark.slow)
         for seed, (how, count, workers) in enumerate(
-            [("cut", 1, 1), ("remove", 1, 3), ("older", 1, 2), ("flip", 1, 3),
-             ("flip_payload", 1, 2), ("cut", 3, 2), ("flip", 2, 1), ("older", 2, 3)],
+            [
+                ("cut", 1, 1),
+                ("remove", 1, 3),
+                ("older", 1, 2),
+                ("flip", 1, 3),
+                ("flip_payload", 1, 2),
+                ("cut", 3, 2),
+                ("flip", 2, 1),
+                ("older", 2, 3),
+            ],
             2,
         )
     ),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("how", "count", "workers", "seed"), CASES)

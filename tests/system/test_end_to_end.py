@@ -28,7 +28,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from holdfast.events import CheckpointCommitted, Event, StepDone, WorkerStarted
 from holdfast.report import history
-from holdfast.wire.journal import follow
+from holdfast.wire.journal import follow_journal
 from holdfast.wire.store.run_store import FolderStore
 from tests.report.test_metrics import as_tensorboard_shows
 from tests.support.commands import apart, start, write_run_file
@@ -65,9 +65,13 @@ def _run(root: Path) -> Ran:
     folder = run_file.parent / "run"
     port = _free_port()
     settings = (
-        f"train.steps={STEPS}", "train.evaluate.every=50", "checkpoint.every_steps=20",
-        f"cluster.metrics_port={port}", "tensorboard=true", "cluster.threads_per_worker=1",
-    )  # fmt: skip
+        f"train.steps={STEPS}",
+        "train.evaluate.every=50",
+        "checkpoint.every_steps=20",
+        f"cluster.metrics_port={port}",
+        "tensorboard=true",
+        "cluster.threads_per_worker=1",
+    )
     metrics, plain = _killed_twice(["train", str(run_file), *settings], folder, port)
     screen = _on_a_terminal("train", str(run_file), *settings)
     return Ran(folder, metrics, plain, screen)
@@ -117,7 +121,7 @@ def _killed_twice(command: list[str], folder: Path, port: int) -> tuple[dict[str
 
 def _news(folder: Path, ended: threading.Event) -> Iterator[tuple[int, Event]]:
     wait_until(lambda: (folder / "journal").exists() or ended.is_set(), DEADLINE, "a journal")
-    for records in follow(FolderStore(folder), poll=0.02, stop=ended):
+    for records in follow_journal(FolderStore(folder), poll_interval_s=0.02, stop=ended):
         for record in records:
             yield record.generation, record.event
 
@@ -137,10 +141,13 @@ def _on_a_terminal(*command: str) -> str:
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 100, 0, 0))
     process = subprocess.Popen(
-        [sys.executable, "-m", "holdfast.cli.main", *command], stdin=theirs, stdout=theirs,
-        stderr=theirs, start_new_session=True,
+        [sys.executable, "-m", "holdfast.cli.main", *command],
+        stdin=theirs,
+        stdout=theirs,
+        stderr=theirs,
+        start_new_session=True,
         env=os.environ | {"TERM": "xterm-256color", "OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
+    )
     os.close(theirs)
     seen = bytearray()
 
@@ -163,7 +170,7 @@ def _on_a_terminal(*command: str) -> str:
 
 
 def _one_curve_both_incidents_and_every_second(ran: Ran) -> None:
-    story = history.read(FolderStore(ran.folder))
+    story = history.read_history(FolderStore(ran.folder))
     assert story.state == "finished"
     assert [p.step for p in story.steps] == list(range(1, STEPS + 1))
     assert [e.step for e in story.evaluations] == list(range(50, STEPS + 1, 50))
@@ -217,7 +224,7 @@ def _metrics_were_served_while_it_ran(ran: Ran) -> None:
 
 def _tensorboard_has_the_same_curve(ran: Ran) -> None:
     shown = as_tensorboard_shows(ran.folder / "tensorboard", "train/loss")
-    story = history.read(FolderStore(ran.folder))
+    story = history.read_history(FolderStore(ran.folder))
     wanted = {p.step: p.loss for p in story.steps}
     assert [step for step, _ in shown] == list(range(1, STEPS + 1))
     assert all(value == pytest.approx(wanted[step], rel=1e-6) for step, value in shown)

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.checkpoint.restore.catalog import listing, step_of
+from holdfast.checkpoint.restore.catalog import list_commits, step_of
 from holdfast.events import RunFinished, RunStopped
-from holdfast.wire.journal import read
+from holdfast.wire.journal import read_journal
 from holdfast.wire.store.location import open_store
 from holdfast.wire.store.run_store import FolderStore
 from tests.support import s3
@@ -57,7 +57,7 @@ def _until(process: subprocess.Popen[str], words: str) -> list[str]:
 
 
 def _kinds(folder: Path) -> list[type]:
-    kinds = [type(record.event) for record in read(FolderStore(folder))]
+    kinds = [type(record.event) for record in read_journal(FolderStore(folder))]
     return [kind for kind in kinds if kind in (RunFinished, RunStopped)]
 
 
@@ -80,13 +80,13 @@ def test_a_run_has_not_ended_before_its_last_checkpoint_is_in_the_bucket(
     assert process.returncode == 130, rest
     assert "stopped after step 6 (SIGTERM; the bucket does not have step 6 yet: " in rest
     assert _kinds(folder) == [RunStopped]
-    assert 6 not in map(step_of, listing(open_store(where)))
+    assert 6 not in map(step_of, list_commits(open_store(where)))
 
     gate.open.set()
     again = apart("train", run_file, f"checkpoint.bucket={where}")
     assert again.code == 0, again.err
     assert _kinds(folder) == [RunStopped, RunFinished]
-    assert step_of(listing(open_store(where))[0]) == 6
+    assert step_of(list_commits(open_store(where))[0]) == 6
 
 
 @pytest.mark.slow
@@ -123,9 +123,14 @@ def test_a_run_that_leaves_says_so_before_it_waits_and_waits_no_longer_than_it_h
 
     proxy.rule = held
     process = start(
-        "train", run_file, f"checkpoint.bucket={where}", "train.steps=100000",
-        "train.evaluate.every=0", "cluster.grace_seconds=4", "--json",
-    )  # fmt: skip
+        "train",
+        run_file,
+        f"checkpoint.bucket={where}",
+        "train.steps=100000",
+        "train.evaluate.every=0",
+        "cluster.grace_seconds=4",
+        "--json",
+    )
     try:
         assert trained.wait(90)
         process.send_signal(signal.SIGTERM)
@@ -139,6 +144,8 @@ def test_a_run_that_leaves_says_so_before_it_waits_and_waits_no_longer_than_it_h
         process.kill()
     assert process.returncode == 0, rest
     assert "time was up" in rest
-    reasons = [r.event.reason for r in read(FolderStore(folder)) if isinstance(r.event, RunStopped)]
+    reasons = [
+        r.event.reason for r in read_journal(FolderStore(folder)) if isinstance(r.event, RunStopped)
+    ]
     assert reasons[0] == "SIGTERM"
     assert "the bucket does not have step" in reasons[-1]

@@ -18,10 +18,23 @@ MOUNT = 'mount -t tmpfs -o size=12m none "$0" && exec "$@"'
 def test_training_goes_on_through_a_full_disk_and_saving_resumes(tmp_path: Path) -> None:
     """One sentence, events, every step in sight, and a ledger without a hole afterwards."""
     done = subprocess.run(
-        ["unshare", "-Urm", "sh", "-c", MOUNT, str(tmp_path),
-         sys.executable, "-m", "tests.support.train_on_full_disk", str(tmp_path)],
-        capture_output=True, text=True, check=False, timeout=200,
-    )  # fmt: skip
+        [
+            "unshare",
+            "-Urm",
+            "sh",
+            "-c",
+            MOUNT,
+            str(tmp_path),
+            sys.executable,
+            "-m",
+            "tests.support.train_on_full_disk",
+            str(tmp_path),
+        ],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=200,
+    )
     assert done.returncode == 0, done.stderr
     seen = json.loads(done.stdout)
     assert seen["code"] == 0, seen

@@ -22,7 +22,7 @@ from holdfast.elastic.protocol.generation_outcome import NodeOutcome
 from holdfast.elastic.protocol.generation_record import GenerationRecord
 from holdfast.elastic.protocol.start_state import StartState
 from holdfast.events import from_json, to_json
-from holdfast.policy.recovery.survivors import Held
+from holdfast.policy.recovery.survivors import HeldState
 
 GOLDEN = Path(__file__).parent.parent / "golden"
 STEPS = 12
@@ -46,9 +46,17 @@ class Run:
 HALFWAY = Run("halfway", 5)
 COPIED = Run("copied", 5, journal=False)
 CUT = Run(
-    "cut", 3, ("cluster.node=a", "cluster.places=2", "cluster.beat_seconds=0.5",
-               "cluster.settle_seconds=0.5", "cluster.alone_seconds=3"), skips=True,
-)  # fmt: skip
+    "cut",
+    3,
+    (
+        "cluster.node=a",
+        "cluster.places=2",
+        "cluster.beat_seconds=0.5",
+        "cluster.settle_seconds=0.5",
+        "cluster.alone_seconds=3",
+    ),
+    skips=True,
+)
 NODES = Run("nodes", None)
 RUNS = [pytest.param(run, id=run.name) for run in (HALFWAY, COPIED, CUT, NODES)]
 UNFINISHED = [pytest.param(run, id=run.name) for run in (HALFWAY, COPIED, CUT)]
@@ -59,9 +67,15 @@ def holdfast(folder: Path, *arguments: str, code: int = 0) -> str:
     environment = os.environ | {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
     environment.pop("HOLDFAST_SECRET_FILE", None)
     done = subprocess.run(
-        [sys.executable, "-m", "holdfast.cli.main", *arguments], cwd=folder, env=environment,
-        stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=DEADLINE, check=False,
-    )  # fmt: skip
+        [sys.executable, "-m", "holdfast.cli.main", *arguments],
+        cwd=folder,
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE,
+        check=False,
+    )
     assert done.returncode == code, done.stdout[-2000:] + done.stderr
     assert "Traceback" not in done.stderr
     return done.stdout
@@ -182,7 +196,7 @@ MESSAGES: dict[str, Again] = {
     "node_outcome": lambda value: NodeOutcome.from_json(value).to_json(),
     "join_request": lambda value: JoinRequest.from_json(value).to_json(),
     "heartbeat": lambda value: Heartbeat.from_json(value).to_json(),
-    "held_state": lambda value: Held.from_json(value).to_json(),
+    "held_state": lambda value: HeldState.from_json(value).to_json(),
 }
 """Readers of messages with a type, by name of the file. If a file holds pairs ({"asked": ...,
 "answer": ...}), the function takes the pair."""

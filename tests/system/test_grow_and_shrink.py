@@ -11,17 +11,22 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from holdfast.elastic.protocol.fault_orders import Armoury
+from holdfast.elastic.protocol.fault_orders import FaultOrders
 from holdfast.events import GenerationStarted
 from tests.support.commands import within
 from tests.support.nodes import Nodes, nodes_of
 
 STEPS = 40
 SETTINGS = (
-    f"train.steps={STEPS}", "train.batch_size=8", "train.evaluate.every=0",
-    "train.precision=float64", "model.layers=2", "model.kv_heads=2",
-    "checkpoint.every_steps=20", "checkpoint.memory_every_steps=1",
-)  # fmt: skip
+    f"train.steps={STEPS}",
+    "train.batch_size=8",
+    "train.evaluate.every=0",
+    "train.precision=float64",
+    "model.layers=2",
+    "model.kv_heads=2",
+    "checkpoint.every_steps=20",
+    "checkpoint.memory_every_steps=1",
+)
 NODES = ("cluster.min_nodes=2", "cluster.gather_seconds=3", "layout.workers=6")
 
 
@@ -31,7 +36,7 @@ def test_two_nodes_become_five_and_then_three(
 ) -> None:
     """They go no further than a gate while nodes come, and are lost."""
     folder = tmp_path / "run"
-    gate = Armoury(tmp_path / "gate")
+    gate = FaultOrders(tmp_path / "gate")
     gate.prepare(3)
     settings = (*SETTINGS, *NODES, f"cluster.faults={gate.folder}", f"layout.{axis}=2")
     with nodes_of(run_file, folder, *settings) as nodes:
@@ -56,8 +61,9 @@ def test_two_nodes_become_five_and_then_three(
         assert sorted(losses) == sorted(undisturbed), nodes.story()
         np.testing.assert_allclose(
             [losses[step] for step in sorted(losses)],
-            [undisturbed[step] for step in sorted(undisturbed)], rtol=1e-10,
-        )  # fmt: skip
+            [undisturbed[step] for step in sorted(undisturbed)],
+            rtol=1e-10,
+        )
         assert _replicas(nodes, {2, 5, 3}) == {2: 1, 5: 3, 3: 2}
         audit = within("data", "audit", folder)
         assert audit.code == 0, audit.out

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.elastic.protocol.fault_orders import Armoury, Order
+from holdfast.elastic.protocol.fault_orders import FaultOrder, FaultOrders
 from holdfast.events import (
     GenerationStarted,
     StateDiffers,
@@ -30,9 +30,12 @@ from tests.support.nodes import Nodes, nodes_of
 
 STEPS = 90
 SETTINGS = (
-    f"train.steps={STEPS}", "train.batch_size=8", "train.evaluate.every=25",
-    "checkpoint.every_steps=25", "layout.workers=4",
-)  # fmt: skip
+    f"train.steps={STEPS}",
+    "train.batch_size=8",
+    "train.evaluate.every=25",
+    "checkpoint.every_steps=25",
+    "layout.workers=4",
+)
 FIVE = 5
 """A deadline that is behaviour is tested at so many times its limit."""
 
@@ -75,9 +78,10 @@ def _in_time(run: Nodes, begun: float, rank: int) -> None:
     before = [r.time for r in records if isinstance(r.event, StepDone) and r.time < begun]
     normal = statistics.median(b - a for a, b in pairwise(before))
     started, event = next(
-        (r.time, r.event) for r in records
+        (r.time, r.event)
+        for r in records
         if isinstance(r.event, GenerationStarted) and r.time >= begun
-    )  # fmt: skip
+    )
     assert event.came_from is not None
     assert rank not in event.came_from
     assert started - begun <= FIVE * (3 * normal + 1.0), run.story()
@@ -111,10 +115,13 @@ def test_a_node_that_is_stopped_is_done_without_and_joins_again_when_it_wakes(
 ) -> None:
     """Its agent with its worker: when they wake up, they are fenced."""
     settings = [
-        *SETTINGS, "layout.workers=3", "cluster.min_nodes=2", "cluster.gather_seconds=120",
+        *SETTINGS,
+        "layout.workers=3",
+        "cluster.min_nodes=2",
+        "cluster.gather_seconds=120",
         f"cluster.faults={tmp_path}",
-    ]  # fmt: skip
-    gate = Armoury(tmp_path)
+    ]
+    gate = FaultOrders(tmp_path)
     gate.prepare(20)
     with nodes_of(run_file, tmp_path / "run", *settings) as run:
         run.start("a", "b", "c")
@@ -143,19 +150,22 @@ def test_a_worker_that_hangs_is_named_wherever_it_does(
     """In turn, the worker never comes to the reduction, holds the complete gradient and never
     votes, and holds the interpreter. In the last case it reports nothing at all. No system call or
     signal shows that."""
-    armoury = Armoury(tmp_path)
+    armoury = FaultOrders(tmp_path)
     armoury.prepare()
-    deeds = (("hang", "forward", "behind"), ("hang", "reduced", "behind"),
-             ("hold the GIL", "backward", "silent"))  # fmt: skip
+    deeds = (
+        ("hang", "forward", "behind"),
+        ("hang", "reduced", "behind"),
+        ("hold the GIL", "backward", "silent"),
+    )
     for number, (deed, point, _) in enumerate(deeds, 1):
-        armoury.arm(Order(number, deed, deed, point, 20 * number, number))
+        armoury.arm(FaultOrder(number, deed, deed, point, 20 * number, number))
     settings = [*SETTINGS, f"cluster.faults={tmp_path}"]
     with nodes_of(run_file, tmp_path / "run", *settings) as run:
         run.start("a", "b", settings=["cluster.places=2"])
         assert set(run.end().values()) == {0}, run.story()
         lost = run.events(WorkerLost)
         assert [e.noticed_by for e in lost] == [sign for *_, sign in deeds], run.story()
-        hits = [armoury.hit(number) for number in range(1, 4)]
+        hits = [armoury.read_hit(number) for number in range(1, 4)]
         assert [e.pid for e in lost] == [hit.pid for hit in hits if hit is not None]
         assert all("while others wait for it" in e.cause for e in lost)
         assert _live(run)
@@ -168,16 +178,16 @@ def test_a_worker_that_hangs_inside_a_replica_is_named_and_not_its_partner(
 ) -> None:
     """Its partner waits at the same point, in an exchange with it; both are behind the other
     workers."""
-    armoury = Armoury(tmp_path)
+    armoury = FaultOrders(tmp_path)
     armoury.prepare()
     for number, point in enumerate(("forward", "backward"), 1):
-        armoury.arm(Order(number, "hang", "hang", point, 10 * number, number))
+        armoury.arm(FaultOrder(number, "hang", "hang", point, 10 * number, number))
     settings = [*SETTINGS, "layout.tp=2", "train.steps=30", f"cluster.faults={tmp_path}"]
     with nodes_of(run_file, tmp_path / "run", *settings) as run:
         run.start("a", settings=["cluster.places=4"])
         assert set(run.end().values()) == {0}, run.story()
         lost = run.events(WorkerLost)
-        hits = [armoury.hit(number) for number in (1, 2)]
+        hits = [armoury.read_hit(number) for number in (1, 2)]
         assert [e.pid for e in lost] == [hit.pid for hit in hits if hit is not None], run.story()
         assert [e.noticed_by for e in lost] == ["behind", "behind"]
 
@@ -187,14 +197,14 @@ def test_a_worker_that_hangs_while_all_are_to_end_their_step_is_named(
     run_file: Path, undisturbed: dict[int, float], tmp_path: Path
 ) -> None:
     """A node is to leave: its going waits for the end of a step, which does not come."""
-    armoury = Armoury(tmp_path)
+    armoury = FaultOrders(tmp_path)
     armoury.prepare()
-    armoury.arm(Order(1, "hang", "hang", "reduced", 20, 2))
+    armoury.arm(FaultOrder(1, "hang", "hang", "reduced", 20, 2))
     settings = [*SETTINGS, f"cluster.faults={tmp_path}", "cluster.min_nodes=1"]
     with nodes_of(run_file, tmp_path / "run", *settings) as run:
         run.start("a", "b", settings=["cluster.places=2"])
-        run.wait_until(lambda: armoury.hit(1), "no hang")
-        hit = armoury.hit(1)
+        run.wait_until(lambda: armoury.read_hit(1), "no hang")
+        hit = armoury.read_hit(1)
         assert hit is not None
         (leaves,) = {"a", "b"} - {hit.node}
         run.signal(leaves, signal.SIGTERM)
@@ -208,9 +218,9 @@ def test_a_worker_that_hangs_while_all_are_to_end_their_step_is_named(
 def test_a_worker_whose_state_is_not_that_of_the_others_takes_theirs(
     run_file: Path, undisturbed: dict[int, float], tmp_path: Path
 ) -> None:
-    armoury = Armoury(tmp_path)
+    armoury = FaultOrders(tmp_path)
     armoury.prepare()
-    armoury.arm(Order(1, "corrupt", "corrupt state", "applied", 30, 2))
+    armoury.arm(FaultOrder(1, "corrupt", "corrupt state", "applied", 30, 2))
     settings = [*SETTINGS, "cluster.check_every_steps=10", f"cluster.faults={tmp_path}"]
     with nodes_of(run_file, tmp_path / "run", *settings) as run:
         run.start("a", settings=["cluster.places=4"])

@@ -13,19 +13,22 @@ from pathlib import Path
 import psutil
 import pytest
 
-from holdfast.checkpoint.restore.catalog import listing
+from holdfast.checkpoint.restore.catalog import list_commits
 from holdfast.core.format.manifest import parse_commit_key
 from holdfast.events import GenerationStarted
-from holdfast.wire.journal import read
+from holdfast.wire.journal import read_journal
 from holdfast.wire.store.run_store import FolderStore
 from tests.support.commands import start, within, write_run_file
 from tests.support.processes import children_of
 
 DEADLINE = 90.0
 SETTINGS = (
-    "train.steps=1000000", "checkpoint.every_steps=50", "checkpoint.memory_every_steps=1",
-    "train.evaluate.every=0", "cluster.threads_per_worker=1",
-)  # fmt: skip
+    "train.steps=1000000",
+    "checkpoint.every_steps=50",
+    "checkpoint.memory_every_steps=1",
+    "train.evaluate.every=0",
+    "cluster.threads_per_worker=1",
+)
 
 
 @pytest.mark.slow
@@ -56,7 +59,7 @@ def test_a_mover_that_cannot_be_started_at_once_is_started_later(
         process.wait(DEADLINE)
     finally:
         process.kill()
-    begun = [r for r in read(FolderStore(real)) if isinstance(r.event, GenerationStarted)]
+    begun = [r for r in read_journal(FolderStore(real)) if isinstance(r.event, GenerationStarted)]
     assert len(begun) == 1, "the workers went on"
 
 
@@ -69,7 +72,7 @@ def _point(link: Path, target: str) -> None:
 
 def _newest(folder: Path) -> int:
     """The step of the newest checkpoint; 0 for none."""
-    positions = [parse_commit_key(key) for key in listing(FolderStore(folder))]
+    positions = [parse_commit_key(key) for key in list_commits(FolderStore(folder))]
     return max((found[0] for found in positions if found is not None), default=0)
 
 

@@ -8,21 +8,24 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.chaos.network import Network, available
+from holdfast.chaos.network import Network, why_unavailable
 from holdfast.events import GenerationStarted
 from holdfast.report import history
 from holdfast.wire.store.run_store import FolderStore
 from tests.support.commands import apart
 from tests.support.nodes import Nodes, nodes_of
 
-WHY_NOT = available()
+WHY_NOT = why_unavailable()
 pytestmark = pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT))
 
 STEPS = 200  # of which a node misses some 30 while it is cut off; the rest waits for it
 SETTINGS = (
-    f"train.steps={STEPS}", "train.batch_size=6", "train.evaluate.every=0",
-    "checkpoint.every_steps=50", "cluster.min_nodes=2",
-)  # fmt: skip
+    f"train.steps={STEPS}",
+    "train.batch_size=6",
+    "train.evaluate.every=0",
+    "checkpoint.every_steps=50",
+    "cluster.min_nodes=2",
+)
 ALL = {"a", "b", "c"}
 
 
@@ -47,12 +50,12 @@ def test_a_node_that_is_cut_off_is_done_without_and_taken_in_again(
     """Cut off a follower, then the leader; the run equals an undisturbed one bit by bit."""
     with _three(run_file, tmp_path) as (network, nodes):
         first = nodes.leader
-        network.delay(max(ALL - {first}), 10)  # no step is quicker than that, on any machine
+        network.set_delay(max(ALL - {first}), 10)  # no step is quicker than that, on any machine
         _cut_and_heal(network, nodes, min(ALL - {first}))
         assert nodes.leader == first
         _cut_and_heal(network, nodes, first)
         assert nodes.leader != first
-        network.delay(max(ALL - {first}), 0)
+        network.set_delay(max(ALL - {first}), 0)
         assert set(nodes.end().values()) == {0}, nodes.story()
         losses = nodes.losses()
         assert losses == {step: undisturbed[step] for step in losses}
@@ -71,14 +74,14 @@ def test_two_that_do_not_reach_each_other_are_not_in_one_generation(
     with _three(run_file, tmp_path) as (network, nodes):
         first = nodes.leader
         one, other = sorted(ALL - {first})
-        network.delay(first, 20)  # so slow that the other is tried again before the last step
-        network.part(one, other)
+        network.set_delay(first, 20)  # so slow that the other is tried again before the last step
+        network.disconnect(one, other)
         nodes.wait_step(25, nodes={first, one})
         assert nodes.leader == first
         without = nodes.newest
-        network.join(one, other)
+        network.reconnect(one, other)
         nodes.wait_step(0, without, ALL)
-        network.delay(first, 0)  # it has shown what it is to show
+        network.set_delay(first, 0)  # it has shown what it is to show
         assert set(nodes.end().values()) == {0}, nodes.story()
         losses = nodes.losses()
         assert losses == {step: undisturbed[step] for step in losses}
@@ -94,7 +97,7 @@ def test_two_that_do_not_reach_each_other_are_not_in_one_generation(
 def _told(nodes: Nodes, first: str) -> None:
     """The report shows the node that was lost and came back, and takes no takeover for a
     restart."""
-    story = history.read(FolderStore(nodes.folder))
+    story = history.read_history(FolderStore(nodes.folder))
     assert [session.ended for session in story.sessions] == ["finished"]
     assert sum(story.time.values()) == pytest.approx(story.wall)
     assert story.time["recovery"] > 0
@@ -103,9 +106,9 @@ def _told(nodes: Nodes, first: str) -> None:
     came = {name for incident in story.incidents for name in incident.came}
     assert came >= {first, min(ALL - {first})}
     for incident in story.incidents:
-        if incident.recovered is not None and incident.stood_still is not None:
+        if incident.recovered is not None and incident.stood_still_s is not None:
             parts = sum(incident.phases.values())
-            assert parts == pytest.approx(incident.stood_still)
+            assert parts == pytest.approx(incident.stood_still_s)
 
 
 def _cut_and_heal(network: Network, nodes: Nodes, lost: str) -> None:

@@ -7,16 +7,19 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.checkpoint.restore.catalog import listing, step_of
+from holdfast.checkpoint.restore.catalog import list_commits, step_of
 from holdfast.events import GenerationStarted, NoticeReceived, RunStopped, StepDone
 from holdfast.wire.store.run_store import FolderStore
 from tests.support.commands import apart, start
 from tests.support.nodes import DEADLINE, Nodes, nodes_of
 
 SETTINGS = (
-    "train.steps=100000", "train.batch_size=6", "train.evaluate.every=0",
-    "checkpoint.every_steps=0", "layout.workers=2",
-)  # fmt: skip
+    "train.steps=100000",
+    "train.batch_size=6",
+    "train.evaluate.every=0",
+    "checkpoint.every_steps=0",
+    "layout.workers=2",
+)
 LEAVE = ("cluster.min_nodes=2", "cluster.below_minimum=leave", "cluster.below_minimum_seconds=0.5")
 
 
@@ -30,12 +33,12 @@ def test_too_few_nodes_save_what_they_hold_and_leave(run_file: Path, tmp_path: P
     with nodes_of(run_file, folder, *SETTINGS, *LEAVE) as nodes:
         nodes.start("a", "b")
         nodes.wait_step(5, nodes={"a", "b"})
-        assert listing(FolderStore(folder)) == []
+        assert list_commits(FolderStore(folder)) == []
         lost = next(name for name in "ab" if name != nodes.leader)
         nodes.kill(lost)
         assert list(nodes.end().values()) == [3], nodes.story()
         done = max(event.step for event in nodes.events(StepDone))
-        assert step_of(listing(FolderStore(folder))[0]) == done  # nothing else had saved
+        assert step_of(list_commits(FolderStore(folder))[0]) == done  # nothing else had saved
         assert nodes.events(GenerationStarted)[-1].came_from is not None
         assert _stops(nodes) == ["1 of at least 2 nodes (cluster.min_nodes) are here, for 0.5 s"]
         assert f"stopped after step {done} (1 of at least 2 nodes" in nodes.said
@@ -80,7 +83,7 @@ def test_a_node_that_is_named_by_holdfast_notice_is_done_without(
         done = [event.step for event in nodes.events(StepDone)]
         assert len(done) == len(set(done)), "a step was done twice"
         assert _stops(nodes)[-1] == "notice"
-        assert step_of(listing(FolderStore(folder))[0]) == max(done)
+        assert step_of(list_commits(FolderStore(folder))[0]) == max(done)
 
 
 def test_a_run_of_one_node_takes_in_no_other(run_file: Path, tmp_path: Path) -> None:
@@ -105,5 +108,5 @@ def test_all_nodes_are_told_to_go_at_once_and_save_before_that(
             nodes.signal(name, signal.SIGTERM)
         assert set(nodes.end().values()) == {0}, nodes.story()
         done = max(event.step for event in nodes.events(StepDone))
-        assert step_of(listing(FolderStore(folder))[0]) == done, nodes.story()
+        assert step_of(list_commits(FolderStore(folder))[0]) == done, nodes.story()
         assert _stops(nodes) == ["all nodes were told to go"]

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.checkpoint.restore.catalog import listing, step_of
-from holdfast.elastic.protocol.fault_orders import Armoury
+from holdfast.checkpoint.restore.catalog import list_commits, step_of
+from holdfast.elastic.protocol.fault_orders import FaultOrders
 from holdfast.events import GenerationStarted, NoticeReceived, StepDone
 from holdfast.wire.store.run_store import FolderStore
 from tests.support.commands import within
@@ -18,30 +18,32 @@ from tests.support.ranks import wait_until
 
 STEPS, LATE = 70, 60
 SETTINGS = (
-    f"train.steps={STEPS}", "train.batch_size=6", "train.evaluate.every=0",
+    f"train.steps={STEPS}",
+    "train.batch_size=6",
+    "train.evaluate.every=0",
     "checkpoint.every_steps=20",
-)  # fmt: skip
+)
 THREE = (*SETTINGS, "layout.workers=3", "cluster.min_nodes=2")
 FOUR = (*SETTINGS, "layout.workers=4", "cluster.min_nodes=2")
 
 
 @pytest.fixture
-def gate(tmp_path: Path) -> Armoury:
+def gate(tmp_path: Path) -> FaultOrders:
     """A gate that is shut until a test opens it. The test opens it to LATE before a fault, and to
     the end after it. So the fault comes in the middle of steps and never too late."""
-    found = Armoury(tmp_path / "gate")
+    found = FaultOrders(tmp_path / "gate")
     found.prepare(0)
     return found
 
 
-def _twenty_steps(nodes: Nodes, gate: Armoury, names: str = "abc") -> None:
+def _twenty_steps(nodes: Nodes, gate: FaultOrders, names: str = "abc") -> None:
     """Of all of them, whichever came late."""
     nodes.wait_generation({*names})
     gate.open_gate(20)
     nodes.wait_step(20, nodes={*names})
 
 
-def _behind(gate: Armoury) -> str:
+def _behind(gate: FaultOrders) -> str:
     return f"cluster.faults={gate.folder}"
 
 
@@ -53,7 +55,7 @@ def _same_run(nodes: Nodes, undisturbed: dict[int, float]) -> None:
 
 
 def test_nodes_are_killed_and_the_others_go_on(
-    run_file: Path, undisturbed: dict[int, float], tmp_path: Path, gate: Armoury
+    run_file: Path, undisturbed: dict[int, float], tmp_path: Path, gate: FaultOrders
 ) -> None:
     """One that follows, then the one that leads."""
     with nodes_of(run_file, tmp_path / "run", *FOUR, _behind(gate)) as nodes:
@@ -78,7 +80,7 @@ def test_nodes_are_killed_and_the_others_go_on(
 
 @pytest.mark.slow
 def test_too_few_nodes_wait_with_what_they_hold(
-    run_file: Path, undisturbed: dict[int, float], tmp_path: Path, gate: Armoury
+    run_file: Path, undisturbed: dict[int, float], tmp_path: Path, gate: FaultOrders
 ) -> None:
     settings = (*THREE, "cluster.min_nodes=3", _behind(gate))
     with nodes_of(run_file, tmp_path / "run", *settings) as nodes:
@@ -98,7 +100,7 @@ def test_too_few_nodes_wait_with_what_they_hold(
 
 @pytest.mark.slow
 def test_all_nodes_are_lost_and_the_newest_checkpoint_is_rotten(
-    run_file: Path, undisturbed: dict[int, float], tmp_path: Path, gate: Armoury
+    run_file: Path, undisturbed: dict[int, float], tmp_path: Path, gate: FaultOrders
 ) -> None:
     folder = tmp_path / "run"
     settings = (*SETTINGS, "cluster.min_nodes=2", "layout.workers=2", _behind(gate))
@@ -106,11 +108,11 @@ def test_all_nodes_are_lost_and_the_newest_checkpoint_is_rotten(
     with nodes_of(run_file, folder, *settings) as nodes:
         nodes.start("a", "b")
         nodes.wait_step(50)
-        wait_until(lambda: len(listing(FolderStore(folder))) == 2, DEADLINE, "two checkpoints")
+        wait_until(lambda: len(list_commits(FolderStore(folder))) == 2, DEADLINE, "two checkpoints")
         nodes.kill("a")
         nodes.kill("b")
         gate.open_gate(STEPS)
-        newest, older, *_ = listing(FolderStore(folder))
+        newest, older, *_ = list_commits(FolderStore(folder))
         for blob in (folder / "data").rglob(f"{step_of(newest):010d}-*"):
             torn = bytearray(blob.read_bytes())
             torn[-100] ^= 1
@@ -125,7 +127,7 @@ def test_all_nodes_are_lost_and_the_newest_checkpoint_is_rotten(
 
 @pytest.mark.slow
 def test_nodes_that_are_told_to_go_leave_and_the_others_go_on(
-    run_file: Path, undisturbed: dict[int, float], tmp_path: Path, gate: Armoury
+    run_file: Path, undisturbed: dict[int, float], tmp_path: Path, gate: FaultOrders
 ) -> None:
     """By its cloud one that follows, then by the signal the one that leads."""
     notice = ("cluster.notices=file", "cluster.notices_every_seconds=0.1")

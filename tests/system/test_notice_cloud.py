@@ -11,7 +11,7 @@ from holdfast.events import (
     RunStopped,
     StepDone,
 )
-from holdfast.wire.journal import read
+from holdfast.wire.journal import read_journal
 from holdfast.wire.store.run_store import FolderStore
 from tests.support.commands import apart, within, write_run_file
 from tests.support.metadata_service import metadata_service
@@ -23,9 +23,12 @@ def test_a_run_saves_at_a_hint_and_leaves_at_a_notice(tmp_path: Path) -> None:
     assert within("data", "prepare", run_file).code == 0
     with metadata_service() as service:
         trainer = Trainer(
-            run_file, "cluster.notices=aws", f"cluster.notices_at={service.address}",
-            "cluster.notices_every_seconds=0.1", folder=folder,
-        )  # fmt: skip
+            run_file,
+            "cluster.notices=aws",
+            f"cluster.notices_at={service.address}",
+            "cluster.notices_every_seconds=0.1",
+            folder=folder,
+        )
         trainer.until(lambda r: isinstance(r.event, StepDone) and r.event.step >= 2)
         service.rebalance = {"noticeTime": "2026-03-01T11:59:59Z"}
         saved = trainer.until(lambda r: isinstance(r.event, CheckpointCommitted))
@@ -34,11 +37,12 @@ def test_a_run_saves_at_a_hint_and_leaves_at_a_notice(tmp_path: Path) -> None:
         service.action = {"action": "terminate", "time": at.strftime("%Y-%m-%dT%H:%M:%SZ")}
         ended = trainer.end()
     assert ended.code == 0, ended.err
-    events = [record.event for record in read(FolderStore(folder))]
+    events = [record.event for record in read_journal(FolderStore(folder))]
     heard = [event for event in events if isinstance(event, NoticeReceived)]
     assert [(n.leave, n.source) for n in heard] == [
-        (False, "aws: rebalance recommendation"), (True, "aws: terminate")
-    ]  # fmt: skip
+        (False, "aws: rebalance recommendation"),
+        (True, "aws: terminate"),
+    ]
     assert 0 < heard[1].seconds <= 110
     last = max(event.step for event in events if isinstance(event, StepDone))
     stopped = next(event for event in events if isinstance(event, RunStopped))

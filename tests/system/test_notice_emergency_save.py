@@ -27,7 +27,7 @@ from holdfast.events import (
     SnapshotKept,
     StepDone,
 )
-from holdfast.wire.journal import JournalWriter, follow, read
+from holdfast.wire.journal import JournalWriter, follow_journal, read_journal
 from holdfast.wire.store.run_store import FolderStore
 from tests.support.commands import (
     Outcome,
@@ -40,9 +40,12 @@ from tests.support.commands import (
 )
 
 SETTINGS = (
-    "train.steps=100000", "train.evaluate.every=0", "checkpoint.every_steps=0",
-    "cluster.threads_per_worker=1", "layout.workers=1",
-)  # fmt: skip
+    "train.steps=100000",
+    "train.evaluate.every=0",
+    "checkpoint.every_steps=0",
+    "cluster.threads_per_worker=1",
+    "layout.workers=1",
+)
 
 
 class Trainer:
@@ -65,7 +68,7 @@ class Trainer:
         timer = threading.Timer(seconds, over.set)
         timer.start()
         try:
-            for records in follow(FolderStore(self.folder), stop=over):
+            for records in follow_journal(FolderStore(self.folder), stop=over):
                 for record in records:
                     if seen(record):
                         return record
@@ -88,7 +91,7 @@ def run_file(tmp_path: Path) -> Path:
 
 
 def _events(folder: Path, generation: int) -> list[Event]:
-    return [r.event for r in read(FolderStore(folder)) if r.generation == generation]
+    return [r.event for r in read_journal(FolderStore(folder)) if r.generation == generation]
 
 
 Kind = TypeVar("Kind", bound=Event)
@@ -124,8 +127,9 @@ def test_what_the_disk_will_have_in_time_is_saved_and_a_restart_begins_there(
     events = _events(folder, 1)
     heard = _of(events, NoticeReceived)
     assert [(n.seconds, n.leave, n.source) for n in heard] == [
-        (90.0, False, "notice"), (60.0, True, "SIGTERM")
-    ]  # fmt: skip
+        (90.0, False, "notice"),
+        (60.0, True, "SIGTERM"),
+    ]
     plans = _of(events, EmergencyPlanned)
     assert [plan.tiers for plan in plans] == [[2], [2]]
     assert all("into tier 2 by" in plan.reason and plan.bytes > 0 for plan in plans)
@@ -151,7 +155,7 @@ def stage(tmp_path: Path) -> Iterator[str]:
 
 def _pretend_a_slow_disk(folder: Path) -> None:
     """As if every save into the run store had taken hours: what the next session learns from."""
-    writer = JournalWriter(FolderStore(folder), "slow-disk", 1, fresh=True)
+    writer = JournalWriter(FolderStore(folder), "slow-disk", 1, is_new_generation=True)
     known = _of(_events(folder, 1), CheckpointCommitted)[-1]
     for _ in range(9):
         writer.emit(CheckpointCommitted(known.key, known.bytes, 1e4, step=known.step))
@@ -163,10 +167,15 @@ def test_where_only_a_peer_would_have_it_in_time_a_peer_gets_it(
     run_file: Path, tmp_path: Path, stage: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HOLDFAST_SECRET_FILE", str(secret_file(tmp_path)))
-    run_file.write_text(run_file.read_text().replace("checkpoint: {every_steps: 3}\n", (
-        "checkpoint:\n  every_steps: 0\n  memory_every_steps: 0\n"
-        f"  peers: [{{name: stage, address: '{stage}', stable: true}}]\n"
-    )))  # fmt: skip
+    run_file.write_text(
+        run_file.read_text().replace(
+            "checkpoint: {every_steps: 3}\n",
+            (
+                "checkpoint:\n  every_steps: 0\n  memory_every_steps: 0\n"
+                f"  peers: [{{name: stage, address: '{stage}', stable: true}}]\n"
+            ),
+        )
+    )
     folder = tmp_path / "run"
     first = Trainer(run_file, folder=folder)
     first.until(lambda r: isinstance(r.event, StepDone) and r.event.step >= 3)

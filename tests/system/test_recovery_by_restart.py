@@ -21,8 +21,12 @@ def _second(first: Trainer) -> Trainer:
 
 
 def test_a_loss_begins_all_anew_and_a_refusal_ends_all_with_its_sentence(tmp_path: Path) -> None:
-    plan = {"steps": 9, "pace": 0.05, "die": {"generation": 1, "rank": 1, "step": 3},
-            "refuse": {"generation": 2, "rank": 1, "step": 2}}  # fmt: skip
+    plan = {
+        "steps": 9,
+        "pace": 0.05,
+        "die": {"generation": 1, "rank": 1, "step": 3},
+        "refuse": {"generation": 2, "rank": 1, "step": 2},
+    }
     with training(tmp_path / "run", plan, *NODES, "cluster.node=a") as one:
         other = _second(one)
         try:
@@ -83,7 +87,7 @@ def test_a_run_that_is_taken_up_again_tells_of_no_loss_in_a_generation_before_al
     assert min(record.generation for record in again.records()) == 1
     assert again.events(WorkerLost) == []
     assert [event.reason for event in again.events(GenerationStarted)] == ["start", "resume"]
-    story = history.build(again.records())
+    story = history.build_history(again.records())
     assert [session.ended for session in story.sessions] == ["lost", "finished"]
     (incident,) = story.incidents
     assert (incident.kind, incident.generation) == ("session_lost", 1)

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.checkpoint.restore.catalog import listing, step_of
+from holdfast.checkpoint.restore.catalog import list_commits, step_of
 from holdfast.checkpoint.restore.reader import Checkpoint
 from holdfast.core.format.manifest import parse_commit_key
 from holdfast.events import CheckpointRestored, Record, SourceRejected, StepDone
-from holdfast.wire.journal import read
+from holdfast.wire.journal import read_journal
 from holdfast.wire.store.location import open_store
 from holdfast.wire.store.run_store import FolderStore, RunStore
 from tests.support import s3
@@ -36,7 +36,7 @@ def test_a_run_goes_on_from_its_bucket_when_its_folder_is_lost(
     arguments = ("train", run_file, f"checkpoint.bucket={where}")
     first = apart(*arguments)
     assert first.code == 0, first.err
-    last, before = listing(bucket)
+    last, before = list_commits(bucket)
     assert (step_of(last), step_of(before)) == (6, 3)
     expected = _checksums(bucket, last)
 
@@ -46,9 +46,9 @@ def test_a_run_goes_on_from_its_bucket_when_its_folder_is_lost(
     second = apart(*arguments)
     assert second.code == 0, second.err
     assert "step 3 was brought back from the bucket" in second.out + second.err
-    records = read(FolderStore(tmp_path / "run"))
+    records = read_journal(FolderStore(tmp_path / "run"))
     assert sorted({r.event.step for r in records if isinstance(r.event, StepDone)}) == [4, 5, 6]
-    (again,) = (key for key in listing(bucket) if step_of(key) == 6)
+    (again,) = (key for key in list_commits(bucket) if step_of(key) == 6)
     assert _checksums(bucket, again) == expected
     assert b"not-a-secret" not in b"".join(
         path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()
@@ -61,7 +61,9 @@ def _stopped(run_file: Path, folder: Path, generation: int, *settings: str) -> l
     store = FolderStore(folder)
 
     def committed() -> bool:
-        return any((parse_commit_key(key) or (0, 0))[1] == generation for key in listing(store))
+        return any(
+            (parse_commit_key(key) or (0, 0))[1] == generation for key in list_commits(store)
+        )
 
     try:
         wait_until(lambda: committed() or process.poll() is not None, 90, "a checkpoint")
@@ -70,7 +72,7 @@ def _stopped(run_file: Path, folder: Path, generation: int, *settings: str) -> l
     finally:
         process.kill()
     assert process.returncode == 0, said
-    return [record for record in read(store) if record.generation == generation]
+    return [record for record in read_journal(store) if record.generation == generation]
 
 
 @pytest.mark.slow
@@ -83,8 +85,8 @@ def test_a_run_goes_on_from_what_its_folder_and_its_bucket_have_together(
     run_file, folder = write_run_file(tmp_path), tmp_path / "run"
     settings = (f"checkpoint.bucket={where}", "checkpoint.every_steps=20")
     _stopped(run_file, folder, 1, *settings)
-    newest = listing(FolderStore(folder))[0]
-    assert listing(open_store(where))[0] == newest
+    newest = list_commits(FolderStore(folder))[0]
+    assert list_commits(open_store(where))[0] == newest
     rotten, gone = sorted((folder / "data" / "0000000001").glob(f"{step_of(newest):010d}-*"))
     data = bytearray(rotten.read_bytes())
     data[-1] ^= 1
@@ -99,7 +101,7 @@ def test_a_run_goes_on_from_what_its_folder_and_its_bucket_have_together(
     assert {event.source for event in rejected} == {"run store"}
     assert any("checksum does not match" in event.reason for event in rejected)
 
-    last = step_of(listing(FolderStore(folder))[0])
+    last = step_of(list_commits(FolderStore(folder))[0])
     for commit in (folder / "commits").iterdir():
         commit.unlink()
     third = apart("train", run_file, "train.steps=100000", "train.evaluate.every=0")

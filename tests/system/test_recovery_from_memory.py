@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.checkpoint.restore.catalog import listing
+from holdfast.checkpoint.restore.catalog import list_commits
 from holdfast.checkpoint.restore.reader import Checkpoint
-from holdfast.core.sharding.boxes import whole
+from holdfast.core.sharding.boxes import whole_box
 from holdfast.core.sharding.state_table import ITEM_BYTES
 from holdfast.events import (
     CheckpointCaptured,
@@ -30,17 +30,22 @@ from holdfast.events import (
     SnapshotComplete,
     WorkerStarted,
 )
-from holdfast.wire.journal import follow, read
+from holdfast.wire.journal import follow_journal, read_journal
 from holdfast.wire.store.run_store import FolderStore
 from tests.support.commands import Outcome, apart, start, within
 
 STEPS = 120
 KILLS = (15, 35)
 SETTINGS = (
-    f"train.steps={STEPS}", "train.batch_size=6", "train.evaluate.every=0",
-    "checkpoint.every_steps=1000", "checkpoint.memory_every_steps=1",
-    "cluster.threads_per_worker=1", "cluster.recovery=restart", "layout.workers=2",
-)  # fmt: skip
+    f"train.steps={STEPS}",
+    "train.batch_size=6",
+    "train.evaluate.every=0",
+    "checkpoint.every_steps=1000",
+    "checkpoint.memory_every_steps=1",
+    "cluster.threads_per_worker=1",
+    "cluster.recovery=restart",
+    "layout.workers=2",
+)
 
 
 def test_killed_workers_go_on_from_memory_and_end_in_the_same_bits(run_file: Path) -> None:
@@ -50,7 +55,7 @@ def test_killed_workers_go_on_from_memory_and_end_in_the_same_bits(run_file: Pat
     hit, held = _killed(run_file, killed)
     assert hit.code == 0, hit.err
 
-    records = read(FolderStore(killed))
+    records = read_journal(FolderStore(killed))
     events = [record.event for record in records]
     assert sum(isinstance(event, RunFinished) for event in events) == 1
     begun = [event for event in events if isinstance(event, GenerationStarted)]
@@ -78,16 +83,22 @@ def test_beside_a_snapshot_of_every_step_the_durable_saves_come_first(run_file: 
     """Steps take milliseconds, so most durable saves meet slots that are in use."""
     folder = run_file.parent / "every-step"
     outcome = apart(
-        "train", run_file, f"folder={folder}", *SETTINGS, "checkpoint.every_steps=5",
-        "checkpoint.keep_last=100", deadline=120,
-    )  # fmt: skip
+        "train",
+        run_file,
+        f"folder={folder}",
+        *SETTINGS,
+        "checkpoint.every_steps=5",
+        "checkpoint.keep_last=100",
+        deadline=120,
+    )
     assert outcome.code == 0, outcome.err
-    events = [record.event for record in read(FolderStore(folder))]
+    events = [record.event for record in read_journal(FolderStore(folder))]
     assert not any(isinstance(event, CheckpointFailed) for event in events)
     captured = {
         event.step: event.durable
-        for event in events if isinstance(event, CheckpointCaptured) and event.rank == 0
-    }  # fmt: skip
+        for event in events
+        if isinstance(event, CheckpointCaptured) and event.rank == 0
+    }
     assert len(captured) > STEPS // 5
     skipped = {event.step for event in events if isinstance(event, CheckpointSkipped)}
     for due in range(5, STEPS, 5):
@@ -112,7 +123,7 @@ def _killed(run_file: Path, folder: Path) -> tuple[Outcome, list[int]]:
     threading.Thread(target=lambda: (process.wait(180), done.set()), daemon=True).start()
     due, pids, seen = list(KILLS), dict[int, int](), 0
     held: list[int] = []
-    for records in follow(FolderStore(folder), poll=0.05, stop=done):
+    for records in follow_journal(FolderStore(folder), poll_interval_s=0.05, stop=done):
         for record in records:
             event = record.event
             if isinstance(event, WorkerStarted):
@@ -133,11 +144,11 @@ def _killed(run_file: Path, folder: Path) -> tuple[Outcome, list[int]]:
 def _final(folder: Path) -> dict[str, bytes]:
     """Every tensor of the newest checkpoint, which is that of the last step."""
     store = FolderStore(folder)
-    checkpoint = Checkpoint.open(store, listing(store)[0])
+    checkpoint = Checkpoint.open(store, list_commits(store)[0])
     assert checkpoint.step == STEPS
     out = {}
     for spec in checkpoint.tensors:
-        box = whole(spec.name, spec.shape)
+        box = whole_box(spec.name, spec.shape)
         data = bytearray(box.size * ITEM_BYTES[spec.dtype])
         checkpoint.read(box, memoryview(data))
         assert any(data), f"{spec.name} is all zeros"

@@ -21,10 +21,10 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from holdfast.checkpoint.restore.catalog import listing
+from holdfast.checkpoint.restore.catalog import list_commits
 from holdfast.checkpoint.restore.reader import Checkpoint
-from holdfast.core.data.lineage import split
-from holdfast.core.sharding.boxes import whole
+from holdfast.core.data.lineage import split_effective
+from holdfast.core.sharding.boxes import whole_box
 from holdfast.events import (
     Event,
     GenerationStarted,
@@ -37,7 +37,7 @@ from holdfast.events import (
     WorkerStarted,
 )
 from holdfast.report import history
-from holdfast.wire.journal import follow, read
+from holdfast.wire.journal import follow_journal, read_journal
 from holdfast.wire.store.run_store import FolderStore
 from tests.support.commands import apart, start, within
 from tests.support.faulty_trainer import DEEDS
@@ -47,10 +47,14 @@ from tests.support.ranks import ROOT
 STEPS = 40
 DEADLINE = 240
 SETTINGS = (
-    f"train.steps={STEPS}", "train.batch_size=6", "train.precision=float64",
-    "train.evaluate.every=0", "train.optimizer.clip_norm=0.05", "checkpoint.every_steps=1000",
+    f"train.steps={STEPS}",
+    "train.batch_size=6",
+    "train.precision=float64",
+    "train.evaluate.every=0",
+    "train.optimizer.clip_norm=0.05",
+    "checkpoint.every_steps=1000",
     "cluster.threads_per_worker=1",
-)  # fmt: skip
+)
 
 ALONE = "cluster.settle_seconds=1000"
 """A worker that is ready to join waits until the end of the run."""
@@ -62,8 +66,9 @@ Kind = TypeVar("Kind", bound=Event)
 def alone(run_file: Path) -> Path:
     """One worker, undisturbed."""
     folder = run_file.parent / "alone"
-    found = apart("train", run_file, f"folder={folder}", *SETTINGS, "layout.workers=1",
-                  deadline=DEADLINE)  # fmt: skip
+    found = apart(
+        "train", run_file, f"folder={folder}", *SETTINGS, "layout.workers=1", deadline=DEADLINE
+    )
     assert found.code == 0, found.err
     return folder
 
@@ -85,12 +90,17 @@ class Run:
         self._over.set()
 
     def _news(self) -> Iterator[Record]:
-        for records in follow(FolderStore(self.folder), poll=0.02, stop=self._over):
+        for records in follow_journal(
+            FolderStore(self.folder), poll_interval_s=0.02, stop=self._over
+        ):
             for record in records:
                 event = record.event
                 if isinstance(event, GenerationStarted) and event.came_from is not None:
-                    self.pids = {rank: self.pids[was] for rank, was in enumerate(event.came_from)
-                                 if was is not None}  # fmt: skip
+                    self.pids = {
+                        rank: self.pids[was]
+                        for rank, was in enumerate(event.came_from)
+                        if was is not None
+                    }
                 if isinstance(event, WorkerStarted):
                     self.pids[event.rank] = event.pid
                 yield record
@@ -109,9 +119,12 @@ class Run:
 
     def until_step(self, step: int, generation: int) -> None:
         self.until(
-            lambda r: isinstance(r.event, StepDone) and r.generation >= generation
-            and r.event.step >= step
-        )  # fmt: skip
+            lambda r: (
+                isinstance(r.event, StepDone)
+                and r.generation >= generation
+                and r.event.step >= step
+            )
+        )
 
     def children(self, module: str) -> list[int]:
         """Children of the agent that run a module."""
@@ -122,7 +135,9 @@ class Run:
         assert self.process.returncode == 0, self._output
 
     def events(self, kind: type[Kind]) -> list[Kind]:
-        return [r.event for r in read(FolderStore(self.folder)) if isinstance(r.event, kind)]
+        return [
+            r.event for r in read_journal(FolderStore(self.folder)) if isinstance(r.event, kind)
+        ]
 
 
 @contextmanager
@@ -144,24 +159,35 @@ def _befallen(
 ) -> AbstractContextManager[Run]:
     folder = run_file.parent / name
     process = subprocess.Popen(
-        [sys.executable, "-m", "tests.support.faulty_trainer", str(run_file), f"folder={folder}",
-         *SETTINGS, *settings],
-        cwd=ROOT, text=True, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE, start_new_session=True,
+        [
+            sys.executable,
+            "-m",
+            "tests.support.faulty_trainer",
+            str(run_file),
+            f"folder={folder}",
+            *SETTINGS,
+            *settings,
+        ],
+        cwd=ROOT,
+        text=True,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        start_new_session=True,
         env=os.environ | {"OMP_NUM_THREADS": "1", DEEDS: json.dumps(deeds)},
-    )  # fmt: skip
+    )
     return _running(folder, process)
 
 
 def _state(folder: Path) -> dict[str, NDArray[np.float64]]:
     """Every tensor of the last checkpoint."""
     store = FolderStore(folder)
-    checkpoint = Checkpoint.open(store, listing(store)[0])
+    checkpoint = Checkpoint.open(store, list_commits(store)[0])
     assert checkpoint.step == STEPS
     out = {}
     for spec in checkpoint.tensors:
         value = np.empty(spec.shape, np.float64)
-        checkpoint.read(whole(spec.name, spec.shape), value.data.cast("B"))
+        checkpoint.read(whole_box(spec.name, spec.shape), value.data.cast("B"))
         assert np.any(value), f"{spec.name} is all zeros"
         out[spec.name] = value
     return out
@@ -170,10 +196,13 @@ def _state(folder: Path) -> dict[str, NDArray[np.float64]]:
 def _every_step_once(folder: Path, alone: Path, rel: float) -> None:
     """The losses of the undisturbed run, each step reported, each sample used once."""
     curves = [
-        {r.event.step: r.event.loss for r in split(read(FolderStore(f)))[0]
-         if isinstance(r.event, StepDone)}
+        {
+            r.event.step: r.event.loss
+            for r in split_effective(read_journal(FolderStore(f)))[0]
+            if isinstance(r.event, StepDone)
+        }
         for f in (folder, alone)
-    ]  # fmt: skip
+    ]
     assert list(curves[0]) == list(range(1, STEPS + 1))
     for step, loss in curves[1].items():
         assert curves[0][step] == pytest.approx(loss, rel=rel)
@@ -226,7 +255,7 @@ def test_of_four_replicas_whoever_is_not_hit_stays(run_file: Path, alone: Path) 
     assert len(run.events(RunFinished)) == 1
     _every_step_once(run.folder, alone, 0.0)
     _same_bits(run.folder, alone)
-    story = history.read(FolderStore(run.folder))
+    story = history.read_history(FolderStore(run.folder))
     assert sum(incident.steps_lost for incident in story.incidents) <= len(begun) - 1
     assert story.time["recovery"] > 0
     assert sum(story.time.values()) == pytest.approx(story.wall)
@@ -239,9 +268,11 @@ def test_what_only_the_lost_one_held_comes_from_memory(
     """Steps last a quarter of a second, so that a mover on a busy machine keeps up. Then no worker
     goes further back than to the last step, or the one before while it is copied."""
     settings = (
-        f"layout.{layout}=2", "layout.workers=2", "checkpoint.memory_every_steps=1",
+        f"layout.{layout}=2",
+        "layout.workers=2",
+        "checkpoint.memory_every_steps=1",
         "train.microbatch_size=2",
-    )  # fmt: skip
+    )
     with _befallen(run_file, layout, {"last": [[3, 12, 250]]}, *settings) as run:
         run.until_step(5, 1)
         before = dict(run.pids)
@@ -254,9 +285,10 @@ def test_what_only_the_lost_one_held_comes_from_memory(
     assert (second.reason, second.rung, second.came_from) == ("worker_lost", 2, None)
     assert [event.durable for event in run.events(RestorePointFound)] == [False]
     reached = max(
-        r.event.step for r in read(FolderStore(run.folder))
+        r.event.step
+        for r in read_journal(FolderStore(run.folder))
         if r.generation == 1 and isinstance(r.event, StepDone)
-    )  # fmt: skip
+    )
     assert second.step >= reached - 1, "memory holds one of the last two steps"
     _every_step_once(run.folder, alone, 1e-10)
     one, other = _state(run.folder), _state(alone)

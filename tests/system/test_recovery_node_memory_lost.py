@@ -14,11 +14,11 @@ from typing import Any
 
 import pytest
 
-from holdfast.checkpoint.restore.catalog import listing
+from holdfast.checkpoint.restore.catalog import list_commits
 from holdfast.checkpoint.restore.reader import Checkpoint
-from holdfast.core.sharding.boxes import whole
+from holdfast.core.sharding.boxes import whole_box
 from holdfast.events import CheckpointRestored, GenerationStarted, RunFinished, SnapshotKept
-from holdfast.wire.journal import follow, read
+from holdfast.wire.journal import follow_journal, read_journal
 from holdfast.wire.store.run_store import FolderStore
 from tests.support.commands import apart, secret_file, staging, start, write_run_file
 from tests.support.processes import children_of
@@ -39,20 +39,30 @@ def test_a_run_whose_mover_is_killed_goes_on_from_the_staging_machine(
 ) -> None:
     monkeypatch.setenv("HOLDFAST_SECRET_FILE", str(secret_file(tmp_path)))
     path = write_run_file(tmp_path)
-    text = path.read_text().replace("checkpoint: {every_steps: 3}\n", (
-        "checkpoint:\n  every_steps: 0\n  memory_every_steps: 1\n  slots: 3\n"
-        f"  peers: [{{name: stage, address: '{stage}', stable: true}}]\n"
-    ))  # fmt: skip
+    text = path.read_text().replace(
+        "checkpoint: {every_steps: 3}\n",
+        (
+            "checkpoint:\n  every_steps: 0\n  memory_every_steps: 1\n  slots: 3\n"
+            f"  peers: [{{name: stage, address: '{stage}', stable: true}}]\n"
+        ),
+    )
     path.write_text(text)
     settings = (
-        f"train.steps={STEPS}", "train.evaluate.every=0", "cluster.threads_per_worker=1",
+        f"train.steps={STEPS}",
+        "train.evaluate.every=0",
+        "cluster.threads_per_worker=1",
         "cluster.recovery=restart",
-    )  # fmt: skip
+    )
     alone, lost = tmp_path / "alone", tmp_path / "lost"
     undisturbed = apart(
-        "train", path, f"folder={alone}", *settings, "layout.workers=1", "checkpoint.peers=[]",
+        "train",
+        path,
+        f"folder={alone}",
+        *settings,
+        "layout.workers=1",
+        "checkpoint.peers=[]",
         deadline=200,
-    )  # fmt: skip
+    )
     assert undisturbed.code == 0, undisturbed.err
 
     process = start("train", path, f"folder={lost}", *settings, "layout.workers=2")
@@ -63,7 +73,7 @@ def test_a_run_whose_mover_is_killed_goes_on_from_the_staging_machine(
     collector.join(200)
     assert process.wait(1) == 0, output
 
-    records = read(FolderStore(lost))
+    records = read_journal(FolderStore(lost))
     begun = [r.event for r in records if isinstance(r.event, GenerationStarted)]
     assert len(begun) == 2
     assert begun[1].reason == "mover_lost"
@@ -80,7 +90,7 @@ def _kill_the_mover(agent: int, folder: Path) -> None:
     end = threading.Event()
     deadline = threading.Timer(120, end.set)
     deadline.start()
-    for records in follow(FolderStore(folder), poll=0.05, stop=end):
+    for records in follow_journal(FolderStore(folder), poll_interval_s=0.05, stop=end):
         if any(isinstance(r.event, SnapshotKept) and r.event.step >= KILL_AT for r in records):
             (mover,) = children_of(agent, "holdfast.checkpoint.mover.main", recursive=True)
             mover.kill()
@@ -95,10 +105,10 @@ def _same_state(one: Path, other: Path) -> None:
     found: list[Any] = []
     for folder in (one, other):
         store = FolderStore(folder)
-        found.append(Checkpoint.open(store, listing(store)[0]))
+        found.append(Checkpoint.open(store, list_commits(store)[0]))
     assert found[0].step == found[1].step == STEPS
     for spec in found[0].tensors:
-        box = whole(spec.name, spec.shape)
+        box = whole_box(spec.name, spec.shape)
         held = [bytearray(spec.nbytes) for _ in found]
         for checkpoint, out in zip(found, held, strict=True):
             checkpoint.read(box, memoryview(out))

@@ -15,10 +15,14 @@ from tests.support.nodes import nodes_of
 
 STEPS = 400
 SETTINGS = (
-    f"train.steps={STEPS}", "train.batch_size=6", "train.evaluate.every=0",
-    "train.precision=float64", "train.microbatch_size=2", "checkpoint.every_steps=1000",
+    f"train.steps={STEPS}",
+    "train.batch_size=6",
+    "train.evaluate.every=0",
+    "train.precision=float64",
+    "train.microbatch_size=2",
+    "checkpoint.every_steps=1000",
     "cluster.threads_per_worker=1",
-)  # fmt: skip
+)
 
 
 @pytest.mark.parametrize(
@@ -31,9 +35,12 @@ def test_the_others_go_on_at_once_and_are_joined_later(
     waits."""
     workers = 3 if shards == 1 else 4
     with nodes_of(
-        run_file, tmp_path / "run", *SETTINGS, f"layout.workers={workers}",
+        run_file,
+        tmp_path / "run",
+        *SETTINGS,
+        f"layout.workers={workers}",
         f"layout.dp_shard={shards}",
-    ) as nodes:  # fmt: skip
+    ) as nodes:
         nodes.start("a", settings=[f"cluster.places={workers}"])
         nodes.wait_step(10)
         first = {event.rank: event.pid for event in nodes.events(WorkerStarted)}

@@ -17,7 +17,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from holdfast.elastic.protocol.fault_orders import Armoury
+from holdfast.elastic.protocol.fault_orders import FaultOrders
 from holdfast.events import (
     CheckpointRestored,
     GenerationStarted,
@@ -25,7 +25,7 @@ from holdfast.events import (
     SnapshotKept,
     StepDone,
 )
-from holdfast.wire.journal import Record, follow, read
+from holdfast.wire.journal import Record, follow_journal, read_journal
 from holdfast.wire.store.run_store import FolderStore
 from tests.support.commands import apart, secret_file, staging, start, write_run_file
 
@@ -46,14 +46,24 @@ def test_a_lost_run_folder_goes_on_from_the_staging_machine(
 ) -> None:
     monkeypatch.setenv(VARIABLE, str(secret_file(tmp_path)))
     path = write_run_file(tmp_path)
-    path.write_text(path.read_text().replace("checkpoint: {every_steps: 3}\n", (
-        "checkpoint:\n  every_steps: 0\n  memory_every_steps: 1\n  slots: 3\n"
-        f"  peers: [{{name: stage, address: '{stage}', stable: true}}]\n"
-    )))  # fmt: skip
-    gate = Armoury(tmp_path / "gate")
+    path.write_text(
+        path.read_text().replace(
+            "checkpoint: {every_steps: 3}\n",
+            (
+                "checkpoint:\n  every_steps: 0\n  memory_every_steps: 1\n  slots: 3\n"
+                f"  peers: [{{name: stage, address: '{stage}', stable: true}}]\n"
+            ),
+        )
+    )
+    gate = FaultOrders(tmp_path / "gate")
     gate.prepare()
-    settings = (f"train.steps={STEPS}", "train.evaluate.every=0", "layout.workers=1",
-                "cluster.threads_per_worker=1", f"cluster.faults={gate.folder}")  # fmt: skip
+    settings = (
+        f"train.steps={STEPS}",
+        "train.evaluate.every=0",
+        "layout.workers=1",
+        "cluster.threads_per_worker=1",
+        f"cluster.faults={gate.folder}",
+    )
     lost, alone = tmp_path / "lost", tmp_path / "alone"
     undisturbed = apart(
         "train", path, f"folder={alone}", *settings, "checkpoint.peers=[]", deadline=200
@@ -74,7 +84,7 @@ def test_a_lost_run_folder_goes_on_from_the_staging_machine(
     again = apart(*command, deadline=200)
     assert again.code == 0, again.err
     assert "stage knows this run up to generation 1" in again.out + again.err
-    records = read(FolderStore(lost))
+    records = read_journal(FolderStore(lost))
     (begun,) = [r for r in records if isinstance(r.event, GenerationStarted)]
     assert begun.generation == 2
     assert KILL_AT <= begun.event.step <= GATE
@@ -82,7 +92,7 @@ def test_a_lost_run_folder_goes_on_from_the_staging_machine(
     assert restored
     assert all(event.sources.get("peer stage", 0) > 0 for event in restored)
     assert sum(isinstance(r.event, RunFinished) for r in records) == 1
-    losses, whole = _losses(records), _losses(read(FolderStore(alone)))
+    losses, whole = _losses(records), _losses(read_journal(FolderStore(alone)))
     assert sorted(losses) == list(range(begun.event.step + 1, STEPS + 1))
     assert losses == {step: whole[step] for step in losses}
 
@@ -92,7 +102,7 @@ def _lose(process: subprocess.Popen[str], folder: Path) -> None:
     end = threading.Event()
     deadline = threading.Timer(120, end.set)
     deadline.start()
-    for records in follow(FolderStore(folder), poll=0.05, stop=end):
+    for records in follow_journal(FolderStore(folder), poll_interval_s=0.05, stop=end):
         if any(isinstance(r.event, SnapshotKept) and r.event.step >= KILL_AT for r in records):
             break
     else:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.elastic.protocol.fault_orders import Armoury, Order
+from holdfast.elastic.protocol.fault_orders import FaultOrder, FaultOrders
 from holdfast.events import (
     CheckpointRestored,
     GenerationStarted,
@@ -24,20 +24,27 @@ STEPS, FIRST, SECOND = 24, 8, 16
 KEPT_SECONDS = 20.0
 """A state that no other node holds by then is held by none."""
 SETTINGS = (
-    f"train.steps={STEPS}", "train.batch_size=6", "train.evaluate.every=0",
-    "train.precision=float64", "train.microbatch_size=2", "checkpoint.every_steps=1000",
-)  # fmt: skip
+    f"train.steps={STEPS}",
+    "train.batch_size=6",
+    "train.evaluate.every=0",
+    "train.precision=float64",
+    "train.microbatch_size=2",
+    "checkpoint.every_steps=1000",
+)
 SHARDED = (
-    "checkpoint.memory_every_steps=1", "layout.workers=2", "layout.dp_shard=2",
-    "cluster.min_nodes=1", "cluster.gather_seconds=120",
+    "checkpoint.memory_every_steps=1",
+    "layout.workers=2",
+    "layout.dp_shard=2",
+    "cluster.min_nodes=1",
+    "cluster.gather_seconds=120",
     "cluster.compare=false",  # who is held up in a step is not to be named for it
-)  # fmt: skip
+)
 
 
 def test_a_spare_node_takes_the_rank_and_then_what_is_left_another_layout(
     run_file: Path, undisturbed: dict[int, float], tmp_path: Path
 ) -> None:
-    gate = Armoury(tmp_path / "gate")
+    gate = FaultOrders(tmp_path / "gate")
     gate.prepare(FIRST)
     settings = (*SETTINGS, *SHARDED, f"cluster.faults={gate.folder}")
     with nodes_of(run_file, tmp_path / "run", *settings) as nodes:
@@ -56,8 +63,9 @@ def test_a_spare_node_takes_the_rank_and_then_what_is_left_another_layout(
         begun = nodes.events(GenerationStarted)
         story = [(e.rung, e.step, set(e.topology["nodes"]), e.came_from) for e in begun[1:]]
         assert story == [
-            (3, one, {stays, spare}, None), (4, two, {stays}, None),
-        ], nodes.story()  # fmt: skip
+            (3, one, {stays, spare}, None),
+            (4, two, {stays}, None),
+        ], nodes.story()
         found = nodes.events(RestorePointFound)
         assert [(e.step, e.durable) for e in found] == [(one, False), (two, False)]
         restored = {(e.step, e.rank): set(e.sources) for e in nodes.events(CheckpointRestored)}
@@ -73,7 +81,7 @@ def test_a_spare_node_takes_the_rank_and_then_what_is_left_another_layout(
         assert "none missing, none twice" in audit.out
 
 
-def _held_on_both(nodes: Nodes, gate: Armoury, steps: range, after: int = 0) -> int:
+def _held_on_both(nodes: Nodes, gate: FaultOrders, steps: range, after: int = 0) -> int:
     """Return the first of these steps, done after that generation, whose state is on both nodes. A
     copy is skipped if a busy machine is still sending earlier ones."""
     for step in steps:
@@ -87,13 +95,13 @@ def _held_on_both(nodes: Nodes, gate: Armoury, steps: range, after: int = 0) -> 
     raise AssertionError(f"no copies of any step of {steps}\n{nodes.story()}")
 
 
-def _lose_in_step(nodes: Nodes, gate: Armoury, step: int, left: set[str]) -> None:
+def _lose_in_step(nodes: Nodes, gate: FaultOrders, step: int, left: set[str]) -> None:
     """Kill the agent of the node that is not `left`, and all of it, while `step` is computed."""
     topology = nodes.events(GenerationStarted)[-1].topology["nodes"]
     (lost,) = {*topology} - left
-    gate.arm(Order(step, "wait", "wait", "forward", step, topology.index(lost)))
+    gate.arm(FaultOrder(step, "wait", "wait", "forward", step, topology.index(lost)))
     gate.open_gate(step)
-    nodes.wait_until(lambda: gate.hit(step), f"step {step} did not begin")
+    nodes.wait_until(lambda: gate.read_hit(step), f"step {step} did not begin")
     before = nodes.newest
     nodes.kill(lost)
     nodes.wait_generation(left, before)

@@ -10,24 +10,31 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.checkpoint.restore.catalog import listing, step_of
-from holdfast.elastic.agent.run_folder_monitor import GONE, GONE_SECONDS, HOLD_SECONDS
-from holdfast.elastic.agent.shutdown import LEAVE_SECONDS
+from holdfast.checkpoint.restore.catalog import list_commits, step_of
+from holdfast.elastic.agent.run_folder_monitor import (
+    FOLDER_GONE_MESSAGE,
+    FOLDER_LOSS_LEAVE_TIMEOUT_S,
+    FOLDER_RETURN_TIMEOUT_S,
+)
+from holdfast.elastic.agent.shutdown import DEFAULT_LEAVE_TIMEOUT_S
 from holdfast.events import GenerationStarted
 from holdfast.wire.store.run_store import FolderStore
 from tests.support.nodes import Nodes, nodes_of
 
 SETTINGS = (
-    "train.steps=100000", "train.batch_size=6", "train.evaluate.every=0",
-    "checkpoint.every_steps=20", "layout.workers=2",
-)  # fmt: skip
+    "train.steps=100000",
+    "train.batch_size=6",
+    "train.evaluate.every=0",
+    "checkpoint.every_steps=20",
+    "layout.workers=2",
+)
 CLEAN = 30.0  # on top of the waits: processes end, on a busy machine
 
 
 def _train(nodes: Nodes) -> None:
     nodes.start("a", "b")
     nodes.wait_step(20, nodes={"a", "b"})
-    nodes.wait_until(lambda: listing(FolderStore(nodes.folder)), "nothing is saved")
+    nodes.wait_until(lambda: list_commits(FolderStore(nodes.folder)), "nothing is saved")
 
 
 def _end_within(nodes: Nodes, seconds: float) -> None:
@@ -53,18 +60,18 @@ def test_a_folder_that_was_moved_is_waited_for_and_then_all_leave(
     with nodes_of(run_file, folder, *SETTINGS) as nodes:
         _train(nodes)
         folder.rename(moved)
-        time.sleep(GONE_SECONDS / 3)
+        time.sleep(FOLDER_RETURN_TIMEOUT_S / 3)
         assert nodes.alive == ["a", "b"], nodes.story()
         moved.rename(folder)
         # Nothing has been lost, and no worker had to restart.
-        newest = step_of(listing(FolderStore(folder))[0])
+        newest = step_of(list_commits(FolderStore(folder))[0])
         nodes.wait_until(
-            lambda: step_of(listing(FolderStore(folder))[0]) > newest + 20, "nothing is saved"
+            lambda: step_of(list_commits(FolderStore(folder))[0]) > newest + 20, "nothing is saved"
         )
         assert len(nodes.events(GenerationStarted)) == 1
         folder.rename(moved)
-        _end_within(nodes, GONE_SECONDS + HOLD_SECONDS)
-        assert nodes.said.count(f"{GONE}\n") == 2, nodes.said
+        _end_within(nodes, FOLDER_RETURN_TIMEOUT_S + FOLDER_LOSS_LEAVE_TIMEOUT_S)
+        assert nodes.said.count(f"{FOLDER_GONE_MESSAGE}\n") == 2, nodes.said
         assert not folder.exists()
 
 
@@ -79,8 +86,8 @@ def test_who_is_told_to_go_does_not_wait_for_a_folder_that_was_moved(
         time.sleep(3)
         for name in "ab":
             nodes.signal(name, signal.SIGTERM)
-        _end_within(nodes, LEAVE_SECONDS)
-        assert GONE in nodes.said
+        _end_within(nodes, DEFAULT_LEAVE_TIMEOUT_S)
+        assert FOLDER_GONE_MESSAGE in nodes.said
 
 
 @pytest.mark.slow
@@ -93,16 +100,16 @@ def test_a_folder_out_of_reach_ends_nobody_but_who_is_told_to_go(
     with nodes_of(run_file, folder, *SETTINGS) as nodes:
         _train(nodes)
         _point(folder, folder.name)  # to itself: it cannot be opened
-        time.sleep(GONE_SECONDS + HOLD_SECONDS + 5)
+        time.sleep(FOLDER_RETURN_TIMEOUT_S + FOLDER_LOSS_LEAVE_TIMEOUT_S + 5)
         assert nodes.alive == ["a", "b"], nodes.story()
-        before = step_of(listing(FolderStore(real))[0])
+        before = step_of(list_commits(FolderStore(real))[0])
         _point(folder, real.name)
         nodes.wait_until(
-            lambda: step_of(listing(FolderStore(real))[0]) > before + 20, "nothing is saved"
+            lambda: step_of(list_commits(FolderStore(real))[0]) > before + 20, "nothing is saved"
         )
         assert len(nodes.events(GenerationStarted)) == 1
         _point(folder, folder.name)
         for name in "ab":
             nodes.signal(name, signal.SIGTERM)
-        _end_within(nodes, LEAVE_SECONDS)
+        _end_within(nodes, DEFAULT_LEAVE_TIMEOUT_S)
         assert nodes.said.count("SIGTERM: the run folder is out of reach") == 2, nodes.said

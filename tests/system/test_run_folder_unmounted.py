@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 import pytest
 
-from holdfast.elastic.agent.agent import LEFT_AT_ONCE, TERM_SECONDS
+from holdfast.elastic.agent.agent import IMMEDIATE_EXIT_CODE, TERM_CHECK_INTERVAL_S
 from holdfast.events import GenerationStarted, RunFinished, RunStopped, StepDone, WorkerLost
 from holdfast.wire.store.run_store import FolderStore
 from holdfast.wire.term import newest_term
@@ -28,10 +28,15 @@ from tests.support.ranks import ROOT, wait_until
 from tests.support.trainer_process import Trainer, gone, training
 
 ENDLESS = {"steps": 1_000_000, "pace": 0.05}
-LOOKS = 3 * TERM_SECONDS  # in which every agent has looked more than once
+LOOKS = 3 * TERM_CHECK_INTERVAL_S  # in which every agent has looked more than once
 T = TypeVar("T", bound=Trainer)
-NODES = ("layout.workers=2", "cluster.places=1", "cluster.beat_seconds=0.5",
-         "cluster.settle_seconds=0.5", "cluster.gather_seconds=60")  # fmt: skip
+NODES = (
+    "layout.workers=2",
+    "cluster.places=1",
+    "cluster.beat_seconds=0.5",
+    "cluster.settle_seconds=0.5",
+    "cluster.gather_seconds=60",
+)
 
 
 class Disk:
@@ -125,7 +130,7 @@ def test_a_loss_while_the_folder_is_not_mounted_waits_for_it(tmp_path: Path, dis
         one.wait_step(2, 1)
         workers = one.workers(1)
         disk.leave()
-        time.sleep(TERM_SECONDS)
+        time.sleep(TERM_CHECK_INTERVAL_S)
         os.kill(workers[0], signal.SIGKILL)
         time.sleep(LOOKS)
         _nobody_minds(disk, one)
@@ -147,7 +152,7 @@ def test_no_mover_takes_what_lies_under_a_folder_that_is_not_mounted_for_it(
         one.wait_step(2, 1)
         (mover,) = children_of(one.process.pid, "holdfast.checkpoint.mover.main")
         disk.leave()
-        time.sleep(TERM_SECONDS)
+        time.sleep(TERM_CHECK_INTERVAL_S)
         mover.kill()
         time.sleep(LOOKS)
         _nobody_minds(disk, one)
@@ -196,11 +201,22 @@ class Hanging(Trainer):
         self._journal = Journal(folder)
         with self.output.open("wb") as output:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "tests.support.hung_disk_trainer", str(seconds), str(folder),
-                 "cluster.heartbeat_seconds=0.05", "cluster.recovery=restart", *overrides],
-                cwd=ROOT, stdout=output, stderr=output, start_new_session=True,
+                [
+                    sys.executable,
+                    "-m",
+                    "tests.support.hung_disk_trainer",
+                    str(seconds),
+                    str(folder),
+                    "cluster.heartbeat_seconds=0.05",
+                    "cluster.recovery=restart",
+                    *overrides,
+                ],
+                cwd=ROOT,
+                stdout=output,
+                stderr=output,
+                start_new_session=True,
                 env={**os.environ, "OMP_NUM_THREADS": "1"},
-            )  # fmt: skip
+            )
 
     def hang(self) -> None:
         beside(self.folder).touch()
@@ -209,7 +225,7 @@ class Hanging(Trainer):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("seconds", "again", "code"), [(3.0, False, 0), (60.0, True, LEFT_AT_ONCE)]
+    ("seconds", "again", "code"), [(3.0, False, 0), (60.0, True, IMMEDIATE_EXIT_CODE)]
 )
 def test_who_is_done_without_ends_though_its_disk_hangs(
     tmp_path: Path, seconds: float, again: bool, code: int
@@ -236,7 +252,8 @@ def test_who_is_done_without_ends_though_its_disk_hangs(
 
 def _nodes(trainer: Trainer) -> list[str]:
     """Of the newest generation in which a step was done."""
-    newest = max((r.generation for r in trainer.records() if isinstance(r.event, StepDone)),
-                 default=0)  # fmt: skip
+    newest = max(
+        (r.generation for r in trainer.records() if isinstance(r.event, StepDone)), default=0
+    )
     begun = trainer.events(GenerationStarted, newest)
     return begun[0].topology["nodes"] if begun else []

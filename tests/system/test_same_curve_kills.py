@@ -16,7 +16,7 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
-from holdfast.checkpoint.restore.catalog import listing
+from holdfast.checkpoint.restore.catalog import list_commits
 from holdfast.checkpoint.restore.reader import Checkpoint
 from holdfast.core.sharding.boxes import Box
 from holdfast.core.sharding.state_table import ITEM_BYTES
@@ -30,23 +30,27 @@ from holdfast.events import (
     WorkerLost,
     WorkerStarted,
 )
-from holdfast.wire.journal import follow, read
+from holdfast.wire.journal import follow_journal, read_journal
 from holdfast.wire.store.run_store import FolderStore
 from tests.support.commands import Outcome, apart, start, within
 
 STEPS = 260
 KILLS = 10
 SETTINGS = (
-    f"train.steps={STEPS}", "train.batch_size=6", "train.evaluate.every=0",
-    "train.optimizer.clip_norm=0.05", "checkpoint.every_steps=5",
+    f"train.steps={STEPS}",
+    "train.batch_size=6",
+    "train.evaluate.every=0",
+    "train.optimizer.clip_norm=0.05",
+    "checkpoint.every_steps=5",
     "cluster.threads_per_worker=1",
-)  # fmt: skip
+)
 
 
 def test_ten_kills_and_another_number_of_workers_change_no_bit(run_file: Path) -> None:
     alone, killed = run_file.parent / "alone", run_file.parent / "killed"
-    undisturbed = apart("train", run_file, f"folder={alone}", *SETTINGS, "layout.workers=1",
-                        deadline=240)  # fmt: skip
+    undisturbed = apart(
+        "train", run_file, f"folder={alone}", *SETTINGS, "layout.workers=1", deadline=240
+    )
     assert undisturbed.code == 0, undisturbed.err
 
     chooser = random.Random(20260511)
@@ -56,7 +60,7 @@ def test_ten_kills_and_another_number_of_workers_change_no_bit(run_file: Path) -
     second = _disturbed(run_file, killed, 2, [170], chooser)
     assert second.code == 0, second.err
 
-    events = [record.event for record in read(FolderStore(killed))]
+    events = [record.event for record in read_journal(FolderStore(killed))]
     losses = [event for event in events if isinstance(event, WorkerLost)]
     assert [loss.cause for loss in losses] == ["SIGKILL"] * (KILLS + 1)
     assert sum(isinstance(event, RunStopped) for event in events) == 1
@@ -70,20 +74,22 @@ def test_ten_kills_and_another_number_of_workers_change_no_bit(run_file: Path) -
 
 
 def _disturbed(
-    run_file: Path, folder: Path, workers: int, points: list[int], chooser: random.Random,
+    run_file: Path,
+    folder: Path,
+    workers: int,
+    points: list[int],
+    chooser: random.Random,
     leave_at: int | None = None,
-) -> Outcome:  # fmt: skip
+) -> Outcome:
     """Train in `folder`; SIGKILL a worker when the journal shows each of `points`; SIGTERM the
     agent at `leave_at`."""
-    before = len(read(FolderStore(folder))) if folder.exists() else 0
+    before = len(read_journal(FolderStore(folder))) if folder.exists() else 0
     process = start("train", run_file, f"folder={folder}", *SETTINGS, f"layout.workers={workers}")
     output: list[str] = []
     collector = threading.Thread(target=lambda: output.extend(process.communicate(timeout=240)))
     collector.start()
     done = threading.Event()
-    watcher = threading.Thread(
-        target=lambda: (process.wait(240), done.set()), daemon=True
-    )  # fmt: skip
+    watcher = threading.Thread(target=lambda: (process.wait(240), done.set()), daemon=True)
     watcher.start()
     due, pids, killed = list(points), dict[int, int](), 0
     for record in _news(folder, before, done):
@@ -110,7 +116,7 @@ def _disturbed(
 
 def _news(folder: Path, skip: int, done: threading.Event) -> Iterator[Record]:
     """Records as they come, until the process has ended."""
-    for records in follow(FolderStore(folder), poll=0.05, stop=done):
+    for records in follow_journal(FolderStore(folder), poll_interval_s=0.05, stop=done):
         for record in records:
             if skip:
                 skip -= 1
@@ -139,6 +145,6 @@ def _same_state(left: Path, right: Path) -> None:
 
 def _final(folder: Path) -> Checkpoint:
     store = FolderStore(folder)
-    checkpoint = Checkpoint.open(store, listing(store)[0])
+    checkpoint = Checkpoint.open(store, list_commits(store)[0])
     assert checkpoint.step == STEPS
     return checkpoint

@@ -12,22 +12,30 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from holdfast.checkpoint.restore.catalog import listing
+from holdfast.checkpoint.restore.catalog import list_commits
 from holdfast.checkpoint.restore.reader import Checkpoint
 from holdfast.core.sharding.boxes import Box
 from holdfast.events import Evaluated, GenerationStarted, StepDone, WorkerLost, WorkerStarted
-from holdfast.wire.journal import follow, read
+from holdfast.wire.journal import follow_journal, read_journal
 from holdfast.wire.store.run_store import FolderStore
 from tests.support.commands import apart, start, within, write_run_file
 
 STEPS, KILL, LEAVE = 40, 8, 16
 DEADLINE = 120
 SETTINGS = (
-    f"train.steps={STEPS}", "train.batch_size=6", "train.microbatch_size=2",
-    "train.precision=float64", "data.sequence_length=17",  # an odd number, which tp 2 has to cut
-    "train.optimizer.clip_norm=0.05", "train.evaluate.every=5", "checkpoint.every_steps=4",
-    "cluster.threads_per_worker=1", "model.layers=3", "model.heads=4", "model.kv_heads=2",
-)  # fmt: skip
+    f"train.steps={STEPS}",
+    "train.batch_size=6",
+    "train.microbatch_size=2",
+    "train.precision=float64",
+    "data.sequence_length=17",  # an odd number, which tp 2 has to cut
+    "train.optimizer.clip_norm=0.05",
+    "train.evaluate.every=5",
+    "checkpoint.every_steps=4",
+    "cluster.threads_per_worker=1",
+    "model.layers=3",
+    "model.heads=4",
+    "model.kv_heads=2",
+)
 
 
 SHARDED = ("layout.workers=4", "layout.dp_shard=2")
@@ -41,15 +49,20 @@ ONE: Kinds = [([1, 1, 1, 1], [])]
     ("before", "after", "kinds"),
     [
         pytest.param(
-            SHARDED, ("layout.workers=3",), ([([1, 2, 1, 1], [])] * 2, ONE * 3),
-            id="dpshard2-dp2_to_dp3", marks=pytest.mark.slow,
+            SHARDED,
+            ("layout.workers=3",),
+            ([([1, 2, 1, 1], [])] * 2, ONE * 3),
+            id="dpshard2-dp2_to_dp3",
+            marks=pytest.mark.slow,
         ),
         pytest.param(
-            PIPELINED, UNLIKE, ([([2, 1, 1, 2], [2, 1])], [([2, 1, 1, 1], [1, 2]), *ONE]),
+            PIPELINED,
+            UNLIKE,
+            ([([2, 1, 1, 2], [2, 1])], [([2, 1, 1, 1], [1, 2]), *ONE]),
             id="pp2-tp2_to_pp2+one",
         ),
     ],
-)  # fmt: skip
+)
 def test_killed_and_resumed_under_another_layout_is_the_run_of_one_worker(
     before: tuple[str, ...], after: tuple[str, ...], kinds: tuple[Kinds, Kinds], tmp_path: Path
 ) -> None:
@@ -92,7 +105,7 @@ def _disturbed_until_told_to_leave(run_file: Path, folder: Path, layout: tuple[s
     collector.start()
     pids: dict[int, int] = {}
     killed, left = 0, False
-    for records in follow(FolderStore(folder), poll=0.05, stop=ended):
+    for records in follow_journal(FolderStore(folder), poll_interval_s=0.05, stop=ended):
         for record in records:
             event = record.event
             if isinstance(event, WorkerStarted):
@@ -108,7 +121,7 @@ def _disturbed_until_told_to_leave(run_file: Path, folder: Path, layout: tuple[s
                 process.send_signal(signal.SIGTERM)
     collector.join(DEADLINE)
     assert process.returncode == 0, output
-    events = [record.event for record in read(FolderStore(folder))]
+    events = [record.event for record in read_journal(FolderStore(folder))]
     assert [e.cause for e in events if isinstance(e, WorkerLost)] == ["SIGKILL"]
     assert max(e.step for e in events if isinstance(e, StepDone)) < STEPS, "it left too late"
 
@@ -116,7 +129,7 @@ def _disturbed_until_told_to_leave(run_file: Path, folder: Path, layout: tuple[s
 def _state(folder: Path) -> dict[str, NDArray[np.float64]]:
     """Every tensor of the last checkpoint."""
     store = FolderStore(folder)
-    checkpoint = Checkpoint.open(store, listing(store)[0])
+    checkpoint = Checkpoint.open(store, list_commits(store)[0])
     assert checkpoint.step == STEPS
     out = {}
     for spec in checkpoint.tensors:
@@ -128,7 +141,7 @@ def _state(folder: Path) -> dict[str, NDArray[np.float64]]:
 
 def _kinds(folder: Path) -> tuple[Kinds, Kinds]:
     """The replicas' mesh shapes and stages in the first generation and in the last."""
-    events = [record.event for record in read(FolderStore(folder))]
+    events = [record.event for record in read_journal(FolderStore(folder))]
     begun = [e.topology["replicas"] for e in events if isinstance(e, GenerationStarted)]
     first, last = ([(r["mesh_shape"], r.get("stages", [])) for r in begun[at]] for at in (0, -1))
     return first, last
@@ -136,5 +149,5 @@ def _kinds(folder: Path) -> tuple[Kinds, Kinds]:
 
 def _validations(folder: Path) -> dict[int, float]:
     """Loss of each validation; of one that was made twice, the last."""
-    events = [record.event for record in read(FolderStore(folder))]
+    events = [record.event for record in read_journal(FolderStore(folder))]
     return {e.step: e.loss for e in events if isinstance(e, Evaluated)}

@@ -18,15 +18,21 @@ from holdfast.events import (
     WorkerLost,
     WorkerStarted,
 )
-from holdfast.wire.journal import follow, read
+from holdfast.wire.journal import follow_journal, read_journal
 from holdfast.wire.store.run_store import FolderStore
 from tests.support.commands import start, within, write_run_file
 
 SETTINGS = (
-    "train.steps=100000", "train.batch_size=6", "train.evaluate.every=0", "checkpoint.keep_last=60",
-    "checkpoint.interval=adaptive", "checkpoint.min_seconds=0.05", "layout.workers=2",
-    "checkpoint.node_mtbf_hours=0.01", "cluster.threads_per_worker=1",
-)  # fmt: skip
+    "train.steps=100000",
+    "train.batch_size=6",
+    "train.evaluate.every=0",
+    "checkpoint.keep_last=60",
+    "checkpoint.interval=adaptive",
+    "checkpoint.min_seconds=0.05",
+    "layout.workers=2",
+    "checkpoint.node_mtbf_hours=0.01",
+    "cluster.threads_per_worker=1",
+)
 
 
 @pytest.mark.slow
@@ -60,7 +66,7 @@ def test_a_kill_is_remembered_over_the_restart_and_over_a_new_session(tmp_path: 
     for until in (first, second):
         assert _until(path, folder, until) == 0
 
-    records = read(FolderStore(folder))
+    records = read_journal(FolderStore(folder))
     assert sum(isinstance(record.event, WorkerLost) for record in records) == 1
     told: dict[int, list[str]] = {}
     for record in records:
@@ -91,5 +97,5 @@ def _until(path: Path, folder: Path, leaves: Callable[[Record], bool]) -> int:
 
 
 def _records(folder: Path, done: threading.Event) -> Iterator[Record]:
-    for batch in follow(FolderStore(folder), poll=0.05, stop=done):
+    for batch in follow_journal(FolderStore(folder), poll_interval_s=0.05, stop=done):
         yield from batch

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.elastic.protocol.fault_orders import Armoury
+from holdfast.elastic.protocol.fault_orders import FaultOrders
 from tests.support.commands import Outcome, apart, start, within, write_run_file
 
 LONG = ("train.steps=100000", "checkpoint.every_steps=0", "train.evaluate.every=0")
@@ -31,9 +31,9 @@ def wait_for_step(process: subprocess.Popen[str], kind: str = "step_done") -> No
 def running(tmp_path: Path) -> Iterator[tuple[Path, subprocess.Popen[str]]]:
     """A run file, and a trainer that is somewhere in its steps, and has time."""
     run_file = write_run_file(tmp_path)
-    slow = Armoury(tmp_path / "slow")
+    slow = FaultOrders(tmp_path / "slow")
     slow.prepare()
-    slow.make_slow({0: 0.05})
+    slow.set_slow_ranks({0: 0.05})
     process = start("train", run_file, *LONG, f"cluster.faults={slow.folder}", "--json")
     try:
         wait_for_step(process)
@@ -79,8 +79,9 @@ def test_two_trainers_ctrl_c_and_fresh(running: tuple[Path, subprocess.Popen[str
 def test_a_run_that_goes_on_may_remove_what_is_read(tmp_path: Path) -> None:
     """Retention is as quick as it can be: each save removes the checkpoint before it."""
     run_file = write_run_file(tmp_path)
-    process = start("train", run_file, *LONG, "checkpoint.every_steps=1",
-                    "checkpoint.keep_last=1", "--json")  # fmt: skip
+    process = start(
+        "train", run_file, *LONG, "checkpoint.every_steps=1", "checkpoint.keep_last=1", "--json"
+    )
     drained = threading.Thread(target=lambda: [None for _ in process.stdout or ()], daemon=True)
     try:
         wait_for_step(process, "checkpoint_committed")
@@ -141,8 +142,9 @@ def test_a_resume_goes_on_on_another_number_of_workers(tmp_path: Path) -> None:
     wait_for_step(process)
     process.send_signal(signal.SIGTERM)
     assert end(process).code == 0
-    done = apart("train", run_file, "train.steps=120", "train.evaluate.every=0",
-                 "layout.workers=1", "--json")  # fmt: skip
+    done = apart(
+        "train", run_file, "train.steps=120", "train.evaluate.every=0", "layout.workers=1", "--json"
+    )
     assert done.code == 0, done.err
     records = [json.loads(line) for line in done.out.splitlines()]
     first = next(r for r in records if r["kind"] == "generation_started")

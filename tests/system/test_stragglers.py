@@ -8,25 +8,27 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.elastic.protocol.fault_orders import Armoury
+from holdfast.elastic.protocol.fault_orders import FaultOrders
 from holdfast.events import BatchFed, GenerationStarted, WorkerLost, WorkerPaced, WorkerStarted
 from tests.support.commands import within
 from tests.support.nodes import losses_of_one_worker, nodes_of, prepared
 
 STEPS = 120  # five times what it takes to be sure of it, as one is compared at each step
 SETTINGS = (
-    f"train.steps={STEPS}", "train.batch_size=6", "train.evaluate.every=0",
+    f"train.steps={STEPS}",
+    "train.batch_size=6",
+    "train.evaluate.every=0",
     "checkpoint.every_steps=1000",
-)  # fmt: skip
+)
 
 
 @pytest.mark.slow
 def test_a_slow_worker_gets_fewer_microbatches_of_the_same_steps(tmp_path: Path) -> None:
     run_file = prepared(tmp_path / "run-file")
     undisturbed = losses_of_one_worker(run_file, *SETTINGS)
-    faults = Armoury(tmp_path / "faults")
+    faults = FaultOrders(tmp_path / "faults")
     faults.prepare()
-    faults.make_slow({1: 0.1})
+    faults.set_slow_ranks({1: 0.1})
     settings = (*SETTINGS, "layout.workers=2", f"cluster.faults={faults.folder}")
     with nodes_of(run_file, tmp_path / "run", *settings) as run:
         # Compared at each heartbeat; with one node, no other node can miss its heartbeats.
@@ -45,7 +47,7 @@ def test_a_slow_worker_gets_fewer_microbatches_of_the_same_steps(tmp_path: Path)
         assert quick >= 2 * less
         assert _share(run.events(BatchFed), 1) == 3
         assert _share(run.events(BatchFed), then.step + 1) < 3
-        faults.make_slow({})
+        faults.set_slow_ranks({})
         assert set(run.end().values()) == {0}, run.story()
         assert run.events(WorkerLost) == [], "nobody is lost by it"
         assert run.losses() == undisturbed, run.story()

@@ -31,14 +31,14 @@ from urllib.request import urlopen
 import pytest
 
 from holdfast.checkpoint.mover.client import MoverClient
-from holdfast.checkpoint.mover.protocol import request_line
+from holdfast.checkpoint.mover.protocol import encode_request
 from holdfast.checkpoint.peers import client as peer_wire
 from holdfast.checkpoint.peers.client import RANGE, PeerClient
 from holdfast.errors import FencedError, HoldfastError, RunFolderError
 from holdfast.events import RequestsRefused, StepDone
-from holdfast.policy.membership.election import Patience
+from holdfast.policy.membership.election import ElectionTimeouts
 from holdfast.policy.membership.transitions import Phase
-from holdfast.wire.http.auth import Aim
+from holdfast.wire.http.auth import ListenerIdentity
 from holdfast.wire.http.client import Client, RequestError
 from holdfast.wire.secret import Secret, read_secret
 from holdfast.wire.store.run_store import FolderStore
@@ -68,20 +68,46 @@ SEED = int(os.environ.get("HOLDFAST_ATTEMPTS_SEED", "6"))
 UNPROVEN = ("replayed", "changed", "twice the same header")
 """Kinds that a guarded listener always refuses with 401, for lack of a valid proof."""
 
-CAUSED = {"generation_started", "notice_received", "stop_requested", "emergency_planned",
-          "worker_lost", "run_failed", "run_stopped", "non_finite",
-          "checkpoint_failed"}  # fmt: skip
+CAUSED = {
+    "generation_started",
+    "notice_received",
+    "stop_requested",
+    "emergency_planned",
+    "worker_lost",
+    "run_failed",
+    "run_stopped",
+    "non_finite",
+    "checkpoint_failed",
+}
 """Kinds of events that an accepted request could cause."""
 
 CHECK = {"op": "check", "keys": []}
-BEAT = {"name": "ghost", "mark": "m", "places": 1, "at": 1, "stage": "working", "told": {},
-        "term": 1, "seen": 0, "nodes": ["a"]}  # fmt: skip
-BODIES = {"/store": {"op": "set", "key": MARK, "value": "AAAA"},
-          "/report": {"rank": 0, "step": 10**6, "phase": MARK, "marks": 1, "first": 0,
-                      "events": [{"kind": "run_failed", "event": {"reason": MARK, "step": 1}}],
-                      "sync": True},
-          "/notice": {"seconds": 1, "nodes": [], "leave": True},
-          "/join": BEAT, "/beat": BEAT}  # fmt: skip
+BEAT = {
+    "name": "ghost",
+    "mark": "m",
+    "places": 1,
+    "at": 1,
+    "stage": "working",
+    "told": {},
+    "term": 1,
+    "seen": 0,
+    "nodes": ["a"],
+}
+BODIES = {
+    "/store": {"op": "set", "key": MARK, "value": "AAAA"},
+    "/report": {
+        "rank": 0,
+        "step": 10**6,
+        "phase": MARK,
+        "marks": 1,
+        "first": 0,
+        "events": [{"kind": "run_failed", "event": {"reason": MARK, "step": 1}}],
+        "sync": True,
+    },
+    "/notice": {"seconds": 1, "nodes": [], "leave": True},
+    "/join": BEAT,
+    "/beat": BEAT,
+}
 """Bodies that would have an effect under a right proof, by path."""
 
 
@@ -143,12 +169,19 @@ def agents(run: AttackedRun) -> Iterator[Row]:
         honest = Client(leader.address, SECRET)
 
         def state() -> tuple[object, ...]:
-            reign = coordinator.reign
+            reign = coordinator.state
             return (
-                reign.term, reign.phase, reign.generation, reign.members, reign.names, reign.lost,
-                set(coordinator.known), store.list(""), [agent.work.history for agent in pair],
+                reign.term,
+                reign.phase,
+                reign.generation,
+                reign.members,
+                reign.node_names,
+                reign.lost_members,
+                set(coordinator.node_reports),
+                store.list(""),
+                [agent.work.history for agent in pair],
                 [agent.said for agent in pair],
-            )  # fmt: skip
+            )
 
         assert state()[-1] == [[], []]
         attacker = control_attacker(honest, leader.address, SECRET, 0, paths, "/term", {})
@@ -163,12 +196,14 @@ def fleet(folder: Path) -> Iterator[tuple[list[FleetAgent], FolderStore]]:
     ready, done = Future[tuple[list[FleetAgent], FolderStore]](), threading.Event()
 
     async def scene(store: FolderStore) -> None:
-        slow = Patience(silence=600.0, turn=1.0, alone=600.0)
+        slow = ElectionTimeouts(
+            leader_timeout_s=600.0, delay_per_place_s=1.0, minority_wait_s=600.0
+        )
         pair = [FleetAgent(name, store, 2, 2, patience=slow, lost_after=600.0) for name in "ab"]
 
         def trains() -> bool:
             leading = [a.follower.coordinator for a in pair if a.follower.coordinator]
-            return [one.reign.phase for one in leading] == [Phase.TRAINING]
+            return [one.state.phase for one in leading] == [Phase.TRAINING]
 
         await until(lambda: working(pair) and trains(), "both at work", 120.0)
         ready.set_result((pair, store))
@@ -189,7 +224,7 @@ def health(run: AttackedRun) -> Iterator[Row]:
     paths = ["/healthz", "/metrics"]
     recorded = [f"GET {path} HTTP/1.1\r\nhost: x\r\n\r\n".encode() for path in paths]
     requests = [("GET", path, b"") for path in paths]
-    fresh = signing(run.health, GUESSED, 1, requests, Aim(time.time))
+    fresh = signing(run.health, GUESSED, 1, requests, ListenerIdentity(time.time))
     attacker = HttpAttacker(SEED, paths, recorded, fresh, "GET")
 
     def state() -> object:
@@ -201,42 +236,45 @@ def health(run: AttackedRun) -> Iterator[Row]:
     assert b"location" not in redirected.lower()
 
 
-def peers_at(address: str, pid: int, run: AttackedRun, identity: str,
-             more: Callable[[], object]) -> Iterator[Row]:  # fmt: skip
+def peers_at(
+    address: str, pid: int, run: AttackedRun, identity: str, more: Callable[[], object]
+) -> Iterator[Row]:
     """A listener that movers of other machines ask. more: additional state."""
     honest = PeerClient(address, run.secret, 1, identity)
 
     def state() -> tuple[object, ...]:
-        return honest.inventory(), honest.newest(), more()
+        return honest.inventory(), honest.newest_generation(), more()
 
     inventory = honest.inventory()
     with tapped(address) as tap:
         client = PeerClient(tap.address, run.secret, 1, identity)
         assert client.inventory() == inventory
-        client.newest()
+        client.newest_generation()
         with pytest.raises(HoldfastError):
-            client.offer({"part": "{}", "mark": MARK})
+            client.send_offer({"part": "{}", "mark": MARK})
         client.close()
     named = [value for value in vars(peer_wire).values() if isinstance(value, str)]
     paths = [f"{path}?run={identity}" for path in named if path.startswith("/")]
     assert {"/inventory", "/offer", "/newest", "/range"} <= {path.split("?")[0] for path in paths}
     attackers = []
     body = json.dumps({"part": MARK}).encode()
-    get = [("GET", path, b"") for path in [f"{RANGE}?run={identity}&key=data/1&start=0&stop=9"
-                                           "&use=copy", *paths]]  # fmt: skip
+    get = [
+        ("GET", path, b"")
+        for path in [f"{RANGE}?run={identity}&key=data/1&start=0&stop=9&use=copy", *paths]
+    ]
     for requests in (get, [("POST", path, body) for path in paths]):
         # Of generation 9: a request that was believed would change the newest generation.
-        fresh = signing(address, run.secret, 9, requests, honest.aim)
+        fresh = signing(address, run.secret, 9, requests, honest.listener_identity)
         asked = [path for _, path, _ in requests]
         attackers.append(HttpAttacker(SEED, asked, tap.requests, fresh, requests[0][0]))
-    yield Row(address, pid, attackers, honest.newest, state)
+    yield Row(address, pid, attackers, honest.newest_generation, state)
     honest.close()
 
 
 @contextmanager
 def mover(run: AttackedRun) -> Iterator[Row]:
     mine = MoverClient(run.socket, run.secret, 1)
-    yield from peers_at(run.peers, run.mover, run, run.identity, mine.status)
+    yield from peers_at(run.peers, run.mover, run, run.run_identity, mine.status)
 
 
 @contextmanager
@@ -248,19 +286,24 @@ def stage(run: AttackedRun) -> Iterator[Row]:
 def mover_socket(run: AttackedRun) -> Iterator[Row]:
     """The mover's unix socket; a process of the same user, without the secret, gets no answer."""
     mine = MoverClient(run.socket, run.secret, 1)
-    once, _ = request_line(run.secret, "status", {}, 1, time.time())
+    once, _ = encode_request(run.secret, "status", {}, 1, time.time())
     assert b'"status":200' in answer_to(run.socket, once)
 
     def fresh() -> bytes:
-        return request_line(GUESSED, "drain", {"wait": 0, "mark": MARK}, 1, time.time())[0]
+        return encode_request(GUESSED, "drain", {"wait": 0, "mark": MARK}, 1, time.time())[0]
 
     attacker = LineAttacker(SEED, once, fresh)
     yield Row(run.socket, run.mover, [attacker], mine.status, mine.status, frozenset(), refused=0)
 
 
 LISTENERS: list[Callable[[AttackedRun], AbstractContextManager[Row]]] = [
-    control, agents, health, mover, stage, mover_socket
-]  # fmt: skip
+    control,
+    agents,
+    health,
+    mover,
+    stage,
+    mover_socket,
+]
 
 
 def health_of(run: AttackedRun) -> dict[str, Any]:
@@ -269,9 +312,14 @@ def health_of(run: AttackedRun) -> dict[str, Any]:
 
 
 def control_attacker(
-    honest: Client, address: str, secret: Secret, generation: int, paths: list[str], path: str,
+    honest: Client,
+    address: str,
+    secret: Secret,
+    generation: int,
+    paths: list[str],
+    path: str,
     body: dict[str, Any],
-) -> HttpAttacker:  # fmt: skip
+) -> HttpAttacker:
     """Return an attacker that has recorded `body` at `path` and intercepted requests to `paths`."""
     honest.post(path, body)  # learns the listener's name
     with tapped(address) as tap:
@@ -281,7 +329,7 @@ def control_attacker(
         client.close()
     assert len(tap.requests) == 4  # the first one learns the name
     requests = [("POST", path, json.dumps(BODIES.get(path, {MARK: 1})).encode()) for path in paths]
-    fresh = signing(address, secret, generation, requests, honest._aim)
+    fresh = signing(address, secret, generation, requests, honest._listener)
     return HttpAttacker(SEED, paths, tap.requests, fresh)
 
 
@@ -321,7 +369,7 @@ def test_a_generation_that_is_not_the_newest(run: AttackedRun) -> None:
 @pytest.mark.skipif(os.getuid() != 0, reason="only root may become another user")
 def test_another_user_of_the_machine(run: AttackedRun) -> None:
     """Another user is refused, also with the secret and with access to the folder."""
-    line = request_line(run.secret, "status", {}, 1, time.time())[0]
+    line = encode_request(run.secret, "status", {}, 1, time.time())[0]
     script = (
         "import os, socket, sys\n"
         "os.setgid(65534); os.setuid(65534)\n"
@@ -335,8 +383,9 @@ def test_another_user_of_the_machine(run: AttackedRun) -> None:
     path = Path(run.socket)
 
     def try_it() -> str:
-        done = subprocess.run([sys.executable, "-c", script, run.socket], input=line,
-                              capture_output=True, check=False)  # fmt: skip
+        done = subprocess.run(
+            [sys.executable, "-c", script, run.socket], input=line, capture_output=True, check=False
+        )
         return (done.stdout + done.stderr).decode().strip()
 
     assert try_it() == "no access"
@@ -355,8 +404,8 @@ def test_a_crowd_of_silent_connections(run: AttackedRun) -> None:
     clients: dict[str, Callable[[], object]] = {
         run.control: lambda: Client(run.control, run.secret, 1).post("/store", CHECK),
         run.health: lambda: urlopen(f"http://{run.health}/healthz", timeout=DEADLINE).read(),
-        run.peers: lambda: PeerClient(run.peers, run.secret, 1).newest(),
-        run.stage.address: lambda: PeerClient(run.stage.address, run.secret, 1).newest(),
+        run.peers: lambda: PeerClient(run.peers, run.secret, 1).newest_generation(),
+        run.stage.address: lambda: PeerClient(run.stage.address, run.secret, 1).newest_generation(),
     }
     for address, ask in clients.items():
         with ExitStack() as stack:
@@ -381,8 +430,14 @@ def test_only_listeners_of_the_table_exist(run: AttackedRun) -> None:
     path = Path(run.socket)
     assert (path.stat().st_mode & 0o777, path.parent.stat().st_mode & 0o777) == (0o600, 0o700)
     table = (ROOT / "docs" / "security.md").read_text()
-    for words in ("`cluster.interface`", "`cluster.metrics_port`", "`checkpoint.peer_interface`",
-                  "`holdfast stage`", "`cluster.gloo_interface`", "unix socket"):  # fmt: skip
+    for words in (
+        "`cluster.interface`",
+        "`cluster.metrics_port`",
+        "`checkpoint.peer_interface`",
+        "`holdfast stage`",
+        "`cluster.gloo_interface`",
+        "unix socket",
+    ):
         assert words in table
 
 
@@ -398,9 +453,9 @@ def test_a_recording_is_useless_after_a_restart(run: AttackedRun) -> None:
     assert tap.requests
     for request in tap.requests:
         assert statuses(answer_to(run.stage.address, request)) == [421]
-    assert client.newest() == 0  # the new process took nothing from the recording
+    assert client.newest_generation() == 0  # the new process took nothing from the recording
     assert client.inventory() == {"snapshots": [], "plans": {}}
-    assert client.newest() == 1
+    assert client.newest_generation() == 1
     client.close()
 
 
@@ -428,14 +483,14 @@ def test_an_answer_that_was_changed(run: AttackedRun) -> None:
             return re.sub(rb"holdfast-hmac: ..", b"holdfast-hmac: 00", head) + b"\r\n\r\n" + body
         return b"HTTP/1.1 401 Unauthorized\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
 
-    right = PeerClient(run.stage.address, run.secret, 1).newest()
+    right = PeerClient(run.stage.address, run.secret, 1).newest_generation()
     taken = 0
     with tapped(run.stage.address, change) as stage, tapped(run.control, change) as control:
         for number in range(60):
-            peer = PeerClient(stage.address, run.secret, 1, timeout=2)
-            client = Client(control.address, run.secret, 1, patience=0.0)
+            peer = PeerClient(stage.address, run.secret, 1, silence_timeout_s=2)
+            client = Client(control.address, run.secret, 1, connect_retry_s=0.0)
             try:
-                found = peer.newest()
+                found = peer.newest_generation()
             except FencedError:
                 pytest.fail("a forged refusal was believed")
             except HoldfastError:

@@ -12,7 +12,7 @@ import pytest
 
 from holdfast.config.run import RunConfig
 from holdfast.core.sharding.parameters import decoder_parameters
-from holdfast.parallel.comm.comm_stats import Traffic
+from holdfast.parallel.comm.comm_stats import TrafficCounter
 from holdfast.parallel.process_groups import connect
 from holdfast.train.build import build_engine
 from tests.support.layouts import VOCABULARY, case, config_of, topology_of
@@ -26,16 +26,18 @@ def _config(name: str, microbatches: int) -> RunConfig:
     """Matrices of even rows, wide enough that what FSDP2 pads (norms) is below 2 %."""
     of = case(name)
     wide = {
-        "model__dim": 64, "model__ffn_dim": 160, "model__tied_embeddings": False,
+        "model__dim": 64,
+        "model__ffn_dim": 160,
+        "model__tied_embeddings": False,
         "train__batch_size": SAMPLES * microbatches * len(of.replicas),
         "train__precision": "fp32",
-    }  # fmt: skip
+    }
     return config_of({**of.changes, **wide})
 
 
 def _sent(rank: RankContext, name: str, microbatches: int) -> dict[str, float]:
     """Elements that one step of this rank sends, by kind; small exchanges left aside."""
-    config, traffic = _config(name, microbatches), Traffic()
+    config, traffic = _config(name, microbatches), TrafficCounter()
     topology = topology_of(case(name), config)
     groups = connect(topology, rank.rank, rank.store(), CPU, seconds=60.0, traffic=traffic)
     made = build_engine(config, groups, CPU)
@@ -47,7 +49,7 @@ def _sent(rank: RankContext, name: str, microbatches: int) -> dict[str, float]:
         assert len(share) == microbatches
         made.compute([feed(step, leaf, SAMPLES, part, parts, VOCABULARY) for leaf in share])
         made.apply(made.reduce())
-    sent = traffic.bytes
+    sent = traffic.bytes_by_kind
     made.close()
     assert sent.pop("control", 0) < 2000
     return {kind: count / BYTES for kind, count in sent.items()}

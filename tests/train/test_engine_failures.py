@@ -67,7 +67,7 @@ def _poisoned(rank: RankContext, dp_shard: int, parameter: str, at_rank: int) ->
     train(made, 2)
     if rank.rank == at_rank:
         index = [row.name for row in made.parameters.table].index(parameter)
-        made.parameters.held[index].view(-1)[0] = math.nan
+        made.parameters.master_tensors[index].view(-1)[0] = math.nan
     before = digest(made)
     try:
         one_step(made, 3)
@@ -96,7 +96,7 @@ def _poisoned_in(rank: RankContext, name: str, parameter: str, at_rank: int) -> 
     made = engine_of(config, topology_of(of, config), rank.rank, rank.store())
     if rank.rank == at_rank:
         index = [row.name for row in made.parameters.table].index(parameter)
-        made.parameters.held[index].view(-1)[0] = math.nan
+        made.parameters.master_tensors[index].view(-1)[0] = math.nan
     with pytest.raises(NonFiniteError) as caught:
         layout_step(made, 1)
     return [caught.value.rank, caught.value.parameter]
@@ -105,11 +105,13 @@ def _poisoned_in(rank: RankContext, name: str, parameter: str, at_rank: int) -> 
 @pytest.mark.parametrize(
     ("name", "at_rank", "parameter"),
     [
-        ("tp2", 1, "layers.0.attention.q.weight"), ("tp2", 1, "layers.3.ffn.down.weight"),
+        ("tp2", 1, "layers.0.attention.q.weight"),
+        ("tp2", 1, "layers.3.ffn.down.weight"),
         ("plain.tp2", 1, "layers.0.ffn.gate.weight"),
-        ("pp2-tp2", 3, "layers.3.attention.v.weight"), ("pp2", 0, "layers.1.ffn.up.weight"),
+        ("pp2-tp2", 3, "layers.3.attention.v.weight"),
+        ("pp2", 0, "layers.1.ffn.up.weight"),
     ],
-)  # fmt: skip
+)
 def test_a_nan_is_named_where_it_began_and_not_where_its_sum_arrived(
     name: str, at_rank: int, parameter: str
 ) -> None:
@@ -137,9 +139,15 @@ def _errs_once(rank: RankContext, name: str, at_rank: int) -> list[Any]:
     again = layout_step(made, 2)
     moved = [list(dealt[replica]) for replica in range(len(dealt))]
     return [
-        error.rank, error.parameter, list(error.suspects), error.again, unharmed, moved,
-        again.norm, clean.finite,
-    ]  # fmt: skip
+        error.rank,
+        error.parameter,
+        list(error.suspects),
+        error.again,
+        unharmed,
+        moved,
+        again.norm,
+        clean.is_finite,
+    ]
 
 
 @pytest.mark.parametrize(
@@ -168,7 +176,7 @@ def test_a_nan_born_in_the_backward_is_named_by_its_first_gradient() -> None:
         one_step(made, 1)
     assert (caught.value.rank, caught.value.parameter) == (0, name)
     assert digest(made) == before
-    assert math.isnan(made._gradients.squares())
+    assert math.isnan(made._gradients.squared_norm())
 
 
 @pytest.mark.slow
@@ -180,7 +188,7 @@ def test_a_nan_inside_compiled_blocks_is_named_all_the_same() -> None:
     one_step(made, 1)
     name = "layers.1.ffn.up.weight"
     index = [row.name for row in made.parameters.table].index(name)
-    made.parameters.held[index].view(-1)[0] = math.nan
+    made.parameters.master_tensors[index].view(-1)[0] = math.nan
     with pytest.raises(NonFiniteError) as caught:
         one_step(made, 2)
     assert caught.value.parameter == name

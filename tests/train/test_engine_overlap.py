@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from holdfast.parallel.process_groups import connect
-from holdfast.parallel.trace import COMPUTE, REDUCE, Recorder, chrome_trace
+from holdfast.parallel.trace import COMPUTE, REDUCE, SpanRecorder, chrome_trace
 from holdfast.train.build import build_engine
 from tests.support.layouts import case, config_of, one_step, topology_of
 from tests.support.ranks import RankContext, rank_values, wait_until
@@ -20,7 +20,7 @@ def _traced(rank: RankContext, name: str) -> list[list[Any]]:
     has been summed over the replicas: it would wait in vain if sums came after the backward."""
     of = case(name)
     config = config_of(of.changes)
-    recorder = Recorder()
+    recorder = SpanRecorder()
     groups = connect(
         topology_of(of, config), rank.rank, rank.store(), CPU, seconds=60, recorder=recorder
     )
@@ -52,7 +52,7 @@ def test_buckets_are_summed_while_the_backward_goes_on(name: str) -> None:
 
 
 def test_the_trace_opens_in_a_viewer() -> None:
-    recorder = Recorder()
+    recorder = SpanRecorder()
     with recorder.span(COMPUTE, "B0"), recorder.span(REDUCE, "bucket 0"):
         pass
     trace = chrome_trace({0: recorder.spans})

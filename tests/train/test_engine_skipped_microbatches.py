@@ -24,7 +24,7 @@ def _gradients(rank: RankContext, all_of_them: bool) -> list[object]:
     verdict = made.reduce()
     total = sum(float(g.abs().sum()) for g in made._gradients.gradients())
     made.close()
-    return [verdict.tokens, verdict.loss, verdict.norm, total, verdict.finite]
+    return [verdict.tokens, verdict.loss, verdict.norm, total, verdict.is_finite]
 
 
 def test_a_step_of_nothing_but_skipped_microbatches_has_a_gradient_of_zero() -> None:

@@ -17,9 +17,9 @@ import numpy as np
 import pytest
 
 from holdfast.config.model import ModelConfig
-from holdfast.core.sharding.boxes import coverage
+from holdfast.core.sharding.boxes import coverage_problem
 from holdfast.core.sharding.ownership import owned_boxes
-from holdfast.core.sharding.reshard_plan import transfers
+from holdfast.core.sharding.reshard_plan import plan_reshard
 from holdfast.core.sharding.state_table import local_boxes, state_table
 from holdfast.layout import Layout, place_replicas
 from holdfast.parallel import process_groups
@@ -61,9 +61,9 @@ def with_context_axis(degree: int) -> None:
     stepping: Any = engine
     pipelined: Any = executors.PipelinedExecutor
     connecting: Any = process_groups
-    cut_model, speaks, boundary = building._cut_model, deciding.speaks, pipelined.boundary
+    cut_model, speaks, boundary = building._cut_model, deciding.reports_losses, pipelined.boundary
 
-    def with_context(config: Any, connected: process_groups.Groups, *rest: Any) -> Any:
+    def with_context(config: Any, connected: process_groups.ProcessGroups, *rest: Any) -> Any:
         objective = cut_model(config, connected, *rest)
         if degree > 1:
             apply_context_parallel(objective, connected.axis("cp"))
@@ -75,7 +75,9 @@ def with_context_axis(degree: int) -> None:
 
     connecting._check = lambda *_: None  # which refuses cp
     building._cut_model = with_context
-    stepping.speaks = deciding.speaks = lambda replica, at: at.cp == 0 and speaks(replica, at)
+    stepping.speaks = deciding.reports_losses = lambda replica, at: (
+        at.cp == 0 and speaks(replica, at)
+    )
     pipelined.boundary = of_my_tokens
 
 
@@ -89,9 +91,10 @@ def body(rank: RankContext, name: str) -> dict[str, Any]:
     save_pieces(rank.folder / f"{rank.rank}.npz", pieces(made))
     made.close()
     return {
-        "losses": [v.mean_loss for v in verdicts], "norms": [v.mean_norm for v in verdicts],
+        "losses": [v.mean_loss for v in verdicts],
+        "norms": [v.mean_norm for v in verdicts],
         "tokens": [v.tokens for v in verdicts],
-    }  # fmt: skip
+    }
 
 
 @pytest.fixture(scope="module")
@@ -125,7 +128,7 @@ def test_checkpoints(name: str) -> None:
     saved = [owned_boxes(topology, table, rank) for rank in range(topology.world_size)]
     for spec in table:
         boxes = [box for owned in saved for box in owned if box.name == spec.name]
-        assert coverage(spec.shape, boxes) is None
+        assert coverage_problem(spec.shape, boxes) is None
         assert sum(box.size for box in boxes) == prod(spec.shape)
 
 
@@ -139,7 +142,7 @@ def test_rebuilds(name: str, back: bool) -> None:
     old, new = (there, without) if back else (without, there)
     table = state_table(model())
     for rank in range(world):
-        moves = transfers(old, new, table, range(world), rank)
+        moves = plan_reshard(old, new, table, range(world), rank)
         got = [*moves.copies, *(transfer.box for transfer in moves.receives)]
         for box in local_boxes(new, table, rank):
             assert sum(one.size for one in got if one.name == box.name) == box.size

@@ -7,7 +7,12 @@ import torch
 import torch.nn.functional as F
 
 from holdfast.config.train import OptimizerConfig
-from holdfast.train.objective import IGNORED, chunk_tokens, linear_cross_entropy, slope
+from holdfast.train.objective import (
+    IGNORED_TARGET,
+    chunk_tokens,
+    linear_cross_entropy,
+    loss_and_gradient,
+)
 from holdfast.train.optimizer import AdamW
 
 
@@ -50,8 +55,8 @@ def test_bf16_takes_the_softmax_in_float32(chunk: int | None) -> None:
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_what_the_compiler_is_given_is_the_same_function(dtype: torch.dtype) -> None:
     hidden, weight, targets = _case(dtype)
-    assert bool((targets == IGNORED).any())
-    compiled = torch.compile(slope, backend="aot_eager", fullgraph=True)
+    assert bool((targets == IGNORED_TARGET).any())
+    compiled = torch.compile(loss_and_gradient, backend="aot_eager", fullgraph=True)
     want = linear_cross_entropy(hidden, weight, targets, 10)
     got = linear_cross_entropy(hidden, weight, targets, 10, compiled)
     torch.testing.assert_close(got, want, rtol=1e-6, atol=0)
@@ -94,10 +99,14 @@ def test_adamw_is_torchs_own_with_decay_groups(dtype: torch.dtype) -> None:
     start = [torch.randn(s, generator=generator, dtype=dtype) for s in shapes]
     theirs = [p.clone().requires_grad_() for p in start]
     reference = torch.optim.AdamW(
-        [{"params": [theirs[0]], "weight_decay": 0.1},
-         {"params": [theirs[1]], "weight_decay": 0.0}],
-        lr=0.01, betas=(0.9, 0.95), eps=1e-8,
-    )  # fmt: skip
+        [
+            {"params": [theirs[0]], "weight_decay": 0.1},
+            {"params": [theirs[1]], "weight_decay": 0.0},
+        ],
+        lr=0.01,
+        betas=(0.9, 0.95),
+        eps=1e-8,
+    )
     held = [p.clone() for p in start]
     gradients = [torch.zeros_like(p) for p in start]
     ours = AdamW(held, gradients, decays, OptimizerConfig(weight_decay=0.1))

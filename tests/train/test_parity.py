@@ -33,7 +33,7 @@ from tests.support.layouts import (
     pieces,
     save_pieces,
     topology_of,
-)  # fmt: skip
+)
 from tests.support.ranks import RankContext, rank_values
 from tests.support.tiny_training import digest
 
@@ -43,13 +43,33 @@ PAIRS = ["dp2-shard2", "dp2-tp2", "pp2-dp2", "shard2-tp2", "pp2-shard2", "pp2-tp
 PRODUCTS = ["pp2-dp2-tp2", "pp2-shard2-tp2"]
 UNLIKE = ["pp3+pp2", "tp2+one", "pp2-tp2+tp4", "shard4+shard2+one", "pp2-shard2+tp2"]
 MODES = [
-    "zero1.2", "zero2.2", "zero1.2-dp2", "pp2-zero1.2", "plain.tp2", "plain.tp4", "plain.pp2-tp2",
-    "plain.tp2-shard2", "plain.tp2+one", "gpipe.pp4", "untied.pp2-tp2", "untied.shard2-tp2",
-    "qknorm.tp4", "qknorm.untied.pp2-tp2", "pp3",
-]  # fmt: skip
+    "zero1.2",
+    "zero2.2",
+    "zero1.2-dp2",
+    "pp2-zero1.2",
+    "plain.tp2",
+    "plain.tp4",
+    "plain.pp2-tp2",
+    "plain.tp2-shard2",
+    "plain.tp2+one",
+    "gpipe.pp4",
+    "untied.pp2-tp2",
+    "untied.shard2-tp2",
+    "qknorm.tp4",
+    "qknorm.untied.pp2-tp2",
+    "pp3",
+]
 LAYOUTS = [*AXES, *PAIRS, *PRODUCTS, *UNLIKE, *MODES]
-SOME = ["dp4", "shard4", "tp2+one", "pp2-shard2", "pp3+pp2", "pp2-dp2-tp2", "zero1.2-dp2",
-        "plain.pp2-tp2"]  # fmt: skip
+SOME = [
+    "dp4",
+    "shard4",
+    "tp2+one",
+    "pp2-shard2",
+    "pp3+pp2",
+    "pp2-dp2-tp2",
+    "zero1.2-dp2",
+    "plain.pp2-tp2",
+]
 CASES = [
     *((name, STEPS) for name in SOME),
     *(pytest.param(name, more, marks=pytest.mark.slow) for more in (20, 40) for name in LAYOUTS),
@@ -75,9 +95,11 @@ def body(rank: RankContext, name: str, steps: int) -> dict[str, Any]:
     assert all(v.mean_norm > made.train.optimizer.clip_norm for v in verdicts)
     save_pieces(rank.folder / f"{rank.rank}.npz", pieces(made))
     out = {
-        "losses": [v.mean_loss for v in verdicts], "norms": [v.mean_norm for v in verdicts],
-        "tokens": [v.tokens for v in verdicts], "digest": digest(made),
-    }  # fmt: skip
+        "losses": [v.mean_loss for v in verdicts],
+        "norms": [v.mean_norm for v in verdicts],
+        "tokens": [v.tokens for v in verdicts],
+        "digest": digest(made),
+    }
     made.close()
     return out
 

@@ -24,8 +24,8 @@ from torch.distributed.tensor import DTensor
 
 from holdfast.core.sharding.boxes import Box
 from holdfast.layout import Topology
-from holdfast.parallel.torch_compat import mesh_caches
-from holdfast.train.objective import NextToken
+from holdfast.parallel.torch_compat import count_mesh_cache_entries
+from holdfast.train.objective import NextTokenObjective
 from tests.support.layouts import (
     assert_all_state,
     case,
@@ -35,7 +35,7 @@ from tests.support.layouts import (
     pieces,
     save_pieces,
     topology_of,
-)  # fmt: skip
+)
 from tests.support.ranks import RankContext, rank_values, run_ranks
 from tests.support.step_recovery import Survivor, config_for
 from tests.support.tiny_training import digest
@@ -46,24 +46,54 @@ and so does the rebuilt one, which is rebuilt once more for the last two."""
 CURVE = 14  # steps of the process that is alone
 
 LAYOUTS = {
-    "dp2": "tp2", "shard2": "dp2", "tp2": "pp2", "pp2": "shard2",
-    "dp4": "pp4", "shard4": "tp4", "tp4": "shard4", "pp4": "pp2-tp2",
-    "dp2-shard2": "shard2-tp2", "dp2-tp2": "dp2-shard2", "pp2-dp2": "dp4",
-    "shard2-tp2": "pp2-shard2", "pp2-shard2": "dp2-tp2", "pp2-tp2": "pp2-dp2",
-    "pp2-dp2-tp2": "shard4-tp2", "pp2-shard2-tp2": "dp4-tp2",
-    "pp3+pp2": "tp4+one", "tp2+one": "pp3", "pp2-tp2+tp4": "pp4-dp2",
-    "shard4+shard2+one": "pp3+tp4", "pp2-shard2+tp2": "pp3-dp2",
-    "zero1.2": "shard2", "zero2.2": "zero1.2", "zero1.2-dp2": "dp2-tp2", "pp2-zero1.2": "tp4",
-    "plain.tp2": "plain.pp2", "plain.tp4": "plain.shard4", "plain.pp2-tp2": "plain.dp4",
-    "plain.tp2-shard2": "plain.pp4", "plain.tp2+one": "plain.dp3", "gpipe.pp4": "gpipe.tp4",
-    "untied.pp2-tp2": "untied.shard4", "untied.shard2-tp2": "untied.pp4",
-    "qknorm.tp4": "qknorm.pp2-dp2", "qknorm.untied.pp2-tp2": "qknorm.untied.dp4", "pp3": "dp3",
-}  # fmt: skip
+    "dp2": "tp2",
+    "shard2": "dp2",
+    "tp2": "pp2",
+    "pp2": "shard2",
+    "dp4": "pp4",
+    "shard4": "tp4",
+    "tp4": "shard4",
+    "pp4": "pp2-tp2",
+    "dp2-shard2": "shard2-tp2",
+    "dp2-tp2": "dp2-shard2",
+    "pp2-dp2": "dp4",
+    "shard2-tp2": "pp2-shard2",
+    "pp2-shard2": "dp2-tp2",
+    "pp2-tp2": "pp2-dp2",
+    "pp2-dp2-tp2": "shard4-tp2",
+    "pp2-shard2-tp2": "dp4-tp2",
+    "pp3+pp2": "tp4+one",
+    "tp2+one": "pp3",
+    "pp2-tp2+tp4": "pp4-dp2",
+    "shard4+shard2+one": "pp3+tp4",
+    "pp2-shard2+tp2": "pp3-dp2",
+    "zero1.2": "shard2",
+    "zero2.2": "zero1.2",
+    "zero1.2-dp2": "dp2-tp2",
+    "pp2-zero1.2": "tp4",
+    "plain.tp2": "plain.pp2",
+    "plain.tp4": "plain.shard4",
+    "plain.pp2-tp2": "plain.dp4",
+    "plain.tp2-shard2": "plain.pp4",
+    "plain.tp2+one": "plain.dp3",
+    "gpipe.pp4": "gpipe.tp4",
+    "untied.pp2-tp2": "untied.shard4",
+    "untied.shard2-tp2": "untied.pp4",
+    "qknorm.tp4": "qknorm.pp2-dp2",
+    "qknorm.untied.pp2-tp2": "qknorm.untied.dp4",
+    "pp3": "dp3",
+}
 """Every kind of layout (the names are those of `tests/support/layouts.py`), and the other one that
 it becomes."""
 EACH_AXIS = (
-    "dp2", "shard2", "tp2", "pp2", "pp2-dp2-tp2", "tp2+one", "zero1.2-dp2",
-)  # fmt: skip
+    "dp2",
+    "shard2",
+    "tp2",
+    "pp2",
+    "pp2-dp2-tp2",
+    "tp2+one",
+    "zero1.2-dp2",
+)
 """Each axis, one product, unlike replicas and each kind of model; the campaign takes all."""
 
 
@@ -123,7 +153,7 @@ class Rewind:
 
     def back(self, made: Survivor) -> None:
         made.engine.load(self._read)
-        made.engine.stands_at(self._step)
+        made.engine.set_applied_step(self._step)
         made.step = self._step
 
     def _read(self, box: Box, out: Tensor) -> None:
@@ -249,7 +279,7 @@ def _killed(rank: RankContext, name: str, dead: int, after: str) -> dict[int, li
     made = begin(name, rank)
     made.train(1)
     if rank.rank == dead:
-        decoder = cast(NextToken, made.engine.objective).decoder
+        decoder = cast(NextTokenObjective, made.engine.objective).decoder
         block = next(iter(decoder.layers))
         block.register_full_backward_pre_hook(lambda *_: rank.kill(dead))
     made.lose(2)
@@ -261,10 +291,14 @@ def _killed(rank: RankContext, name: str, dead: int, after: str) -> dict[int, li
 @pytest.mark.parametrize(
     ("name", "dead", "after"),
     [
-        ("dp3", 0, "shard2"), ("dp2-shard2", 3, "dp3"), ("dp2-tp2", 0, "pp3"),
-        ("pp2-dp2", 3, "tp2+one"), ("shard4+one", 1, "dp4"), ("tp4+one", 2, "pp4"),
+        ("dp3", 0, "shard2"),
+        ("dp2-shard2", 3, "dp3"),
+        ("dp2-tp2", 0, "pp3"),
+        ("pp2-dp2", 3, "tp2+one"),
+        ("shard4+one", 1, "dp4"),
+        ("tp4+one", 2, "pp4"),
     ],
-)  # fmt: skip
+)
 def test_survivors_of_a_loss_go_on_from_what_they_hold(name: str, dead: int, after: str) -> None:
     name, after = of_one_model(name, after)
     arguments = {"name": name, "dead": dead, "after": after}
@@ -291,13 +325,20 @@ class LeftBehind:
             "threads": len(os.listdir("/proc/self/task")),
             "groups that torch has registered": sum(
                 len(getattr(tables, table))
-                for table in ("pg_map", "pg_names", "pg_group_ranks", "pg_backend_config",
-                              "pg_to_tag", "tags_to_pg", "pg_coalesce_state")
+                for table in (
+                    "pg_map",
+                    "pg_names",
+                    "pg_group_ranks",
+                    "pg_backend_config",
+                    "pg_to_tag",
+                    "tags_to_pg",
+                    "pg_coalesce_state",
+                )
             ),
             "meshes": sum(isinstance(thing, DeviceMesh) for thing in things),
             "parameters": sum(type(thing) in (nn.Parameter, DTensor) for thing in things),
-            "cache entries by mesh": mesh_caches(),
-        }  # fmt: skip
+            "cache entries by mesh": count_mesh_cache_entries(),
+        }
         self.megabytes = int(Path("/proc/self/statm").read_text().split()[1]) * 4096 / 1e6
 
     def more_than(self, other: LeftBehind) -> bool:
@@ -342,9 +383,10 @@ def _settled(bound: LeftBehind, seconds: float = 10.0) -> LeftBehind:
 @pytest.mark.parametrize(
     "cycle",
     [
-        pytest.param("shard2 tp2 pp2", marks=pytest.mark.slow), "pp2-shard2 shard2-tp2 pp2-tp2",
+        pytest.param("shard2 tp2 pp2", marks=pytest.mark.slow),
+        "pp2-shard2 shard2-tp2 pp2-tp2",
     ],
-)  # fmt: skip
+)
 def test_thirty_rebuilds_leave_no_more_behind_than_three(cycle: str) -> None:
     names = of_one_model(*(f"small.{name}" for name in cycle.split()))
     size = case(names[0]).world_size

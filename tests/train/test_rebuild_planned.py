@@ -6,8 +6,8 @@ from __future__ import annotations
 import pytest
 
 from holdfast.config.run import RunConfig
-from holdfast.plan.interface import NodePlaces, Plan, Present
-from holdfast.plan.planner import dealer_of, plan
+from holdfast.plan.interface import LayoutPlan, NodePlaces, PresentPlacement
+from holdfast.plan.planner import dealer_of, plan_layout
 from tests.support.layouts import case, config_of, topology_of
 from tests.support.ranks import RankContext, rank_values
 from tests.support.step_recovery import Survivor
@@ -19,13 +19,13 @@ def _config(layout: dict[str, int]) -> RunConfig:
     return config_of({f"layout__{key}": value for key, value in layout.items()})
 
 
-def _plans(config: RunConfig) -> list[Plan]:
+def _plans(config: RunConfig) -> list[LayoutPlan]:
     """Seven workers on four nodes; node c is lost with two of them; then e comes."""
-    plans: list[Plan] = []
+    plans: list[LayoutPlan] = []
     for generation, names in enumerate(("abcd", "abd", "abde"), 1):
         nodes = [NodePlaces(name, NODES[name]) for name in names]
-        present = Present(plans[-1].topology) if plans else None
-        plans.append(plan(config, nodes, generation, present))
+        present = PresentPlacement(plans[-1].topology) if plans else None
+        plans.append(plan_layout(config, nodes, generation, present))
     return plans
 
 

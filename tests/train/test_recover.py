@@ -21,9 +21,14 @@ POINTS = ("forward", "told 1", "backward", "whole", "voted", "applied")
 
 
 def _survive(
-    rank: RankContext, name: str, victim: int, when: str, after: str, came_from: list[int | None],
+    rank: RankContext,
+    name: str,
+    victim: int,
+    when: str,
+    after: str,
+    came_from: list[int | None],
     microbatches: int = 6,
-) -> dict[str, Any]:  # fmt: skip
+) -> dict[str, Any]:
     """`came_from` may name newcomers: ranks beyond the layout's."""
     made = Survivor(rank, name, microbatches)
     before, topology = topology_for(name, 1), topology_for(after, 2)
@@ -39,18 +44,26 @@ def _survive(
         rank.mark("lost")
         recovered = made.recover(topology, came_from)
     made.train(LAST)
-    return {**made.result(), "kept": recovered.kept_inside, "stayed": recovered.computed}
+    return {**made.result(), "kept": recovered.kept_replica, "stayed": recovered.computed_leaves}
 
 
 def survivors(
-    name: str, victim: int, when: str, after: str, came_from: Sequence[int | None],
+    name: str,
+    victim: int,
+    when: str,
+    after: str,
+    came_from: Sequence[int | None],
     microbatches: int = 6,
-) -> list[dict[str, Any]]:  # fmt: skip
+) -> list[dict[str, Any]]:
     """What the ranks of the new generation have in the end, in no order."""
     arguments = {
-        "name": name, "victim": victim, "when": when, "after": after,
-        "came_from": list(came_from), "microbatches": microbatches,
-    }  # fmt: skip
+        "name": name,
+        "victim": victim,
+        "when": when,
+        "after": after,
+        "came_from": list(came_from),
+        "microbatches": microbatches,
+    }
     size = case(name).world_size + sum(was is None for was in came_from)
     results = run_ranks(_survive, size, arguments, dies={victim: "SIGKILL"})
     for result in results:
@@ -104,10 +117,13 @@ def _whole_replicas(found: Sequence[dict[str, Any]], replica: str, when: str) ->
 @pytest.mark.parametrize(
     ("name", "replica", "when"),
     [
-        ("dp2-shard2", "shard2", "backward"), ("dp2-shard2", "shard2", "told 1"),
-        ("dp2-tp2", "tp2", "told 2"), ("pp2-dp2", "pp2", "told 1"), ("pp2-dp2", "pp2", "backward"),
+        ("dp2-shard2", "shard2", "backward"),
+        ("dp2-shard2", "shard2", "told 1"),
+        ("dp2-tp2", "tp2", "told 2"),
+        ("pp2-dp2", "pp2", "told 1"),
+        ("pp2-dp2", "pp2", "backward"),
     ],
-)  # fmt: skip
+)
 def test_a_replica_of_several_ranks_goes_on_as_it_is(name: str, replica: str, when: str) -> None:
     """Its ranks come to the same end, though one may have heard every vote and the other not."""
     found = survivors(name, 3, when, replica, [0, 1])
@@ -165,10 +181,12 @@ def test_only_the_lost_ones_microbatches_are_computed_again(victim: int, microba
 @pytest.mark.parametrize(
     ("name", "replica", "after"),
     [
-        ("dp3-shard2", "shard2", "dp2-shard2"), ("pp2-dp3", "pp2", "pp2-dp2"),
-        ("dp2-tp2", "tp2", "tp2"), ("zero1.2-dp2", "zero1.2", "zero1.2"),
+        ("dp3-shard2", "shard2", "dp2-shard2"),
+        ("pp2-dp3", "pp2", "pp2-dp2"),
+        ("dp2-tp2", "tp2", "tp2"),
+        ("zero1.2-dp2", "zero1.2", "zero1.2"),
     ],
-)  # fmt: skip
+)
 def test_what_replicas_of_several_ranks_have_computed_stays(
     name: str, replica: str, after: str
 ) -> None:
@@ -210,7 +228,7 @@ def _between_two_microbatches(rank: RankContext, stop: int) -> list[Any]:
     made.lose(3)
     rank.mark("interrupted")
     hook.remove()
-    stayed = made.recover(topology_for("one", 2), [0]).computed
+    stayed = made.recover(topology_for("one", 2), [0]).computed_leaves
     made.train(LAST)
     return [stayed, made.result()]
 
@@ -278,7 +296,7 @@ def _halted(rank: RankContext, name: str, after: str, left: list[int]) -> dict[s
     if rank.rank not in left:
         made.engine.interrupt(True)
         return {}
-    kept = made.recover(topology_for(after, 2), left).kept_inside
+    kept = made.recover(topology_for(after, 2), left).kept_replica
     made.train(LAST)
     rank.mark("done")
     if rank.rank == left[0]:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from holdfast.errors import NonFiniteError, PeerLostError
-from holdfast.policy.recovery.step_resolution import Stage
+from holdfast.policy.recovery.step_resolution import StepStage
 from holdfast.train import recover as recover_module
 from tests.support.nan_gradient import spoil_once
 from tests.support.ranks import RankContext, rank_values, run_ranks
@@ -75,7 +75,7 @@ def _interrupted_twice(rank: RankContext) -> list[Any]:
             made.engine.interrupt(True)
             rank.barrier("at 2")
             return []
-        stayed.append(made.recover(topology_for(after, generation + 1), came_from).computed)
+        stayed.append(made.recover(topology_for(after, generation + 1), came_from).computed_leaves)
     made.train(LAST)
     return [stayed, made.result()]
 
@@ -123,7 +123,7 @@ def _interrupted(rank: RankContext) -> dict[str, Any]:
     with pytest.raises(PeerLostError, match="told to halt"):
         made.recover(topology_for("dp3", 2), everybody)
     module.complete = plain
-    assert made.engine.applied == DIES
+    assert made.engine.applied_step == DIES
     made.engine.interrupt(True)
     made.recover(topology_for("dp3", 3), everybody)
     made.train(LAST)
@@ -145,7 +145,7 @@ def _turned(made: Survivor, fails: str, generation: int) -> None:
     fails on all of them at `fails`, or for "begun" is over before anybody has begun its step.
     A rank leaves only when all are there: its connections are what others may still be making."""
     module: Any = recover_module
-    where, name = (module._Entry, "fill") if fails == "fill" else (module, fails)
+    where, name = (module._GenerationEntry, "fill") if fails == "fill" else (module, fails)
     plain = getattr(where, name, None)
 
     def broken(*_: Any) -> None:
@@ -183,7 +183,7 @@ def _broken_off(rank: RankContext, fails: list[str], summed: bool) -> list[Any]:
         return []
     rank.wait_mark("left", 0)
     left = [0, 1] if sum(point in TOUCHED for point in fails) % 2 else [1, 2]
-    stayed = made.recover(topology_for("dp2", len(fails) + 2), left).computed
+    stayed = made.recover(topology_for("dp2", len(fails) + 2), left).computed_leaves
     made.train(LAST)
     return [stayed, made.result()]
 
@@ -192,11 +192,18 @@ def _broken_off(rank: RankContext, fails: list[str], summed: bool) -> list[Any]:
 @pytest.mark.parametrize(
     "fails",
     [
-        ["agree"], ["complete"], ["fill"], ["begun"], ["fill", "fill"], ["complete", "fill"],
-        ["fill", "complete"], ["fill", "begun"], ["begun", "fill"],
+        ["agree"],
+        ["complete"],
+        ["fill"],
+        ["begun"],
+        ["fill", "fill"],
+        ["complete", "fill"],
+        ["fill", "complete"],
+        ["fill", "begun"],
+        ["begun", "fill"],
     ],
     ids="-".join,
-)  # fmt: skip
+)
 def test_recoveries_that_break_off_spoil_nothing(fails: list[str], summed: bool) -> None:
     """What a replica has computed of a step is kept among those who are left, or void: it is never
     taken for what another replica was to compute, though its number may have changed meanwhile."""
@@ -221,19 +228,19 @@ def _whole_among_others(rank: RankContext) -> list[Any]:
     if rank.rank > 1:
         made.engine.interrupt(True)
         return []
-    assert made.engine.held.whole == DIES
+    assert made.engine.progress.reduced_step == DIES
     if rank.rank == 1:
-        made.engine.stage = Stage.COMPUTING  # it is interrupted a moment before
-    plain = recover_module._Entry.fill
+        made.engine.step_stage = StepStage.COMPUTING  # it is interrupted a moment before
+    plain = recover_module._GenerationEntry.fill
     module: Any = recover_module
 
     def broken(*_: Any) -> None:
         raise PeerLostError("a newcomer is lost")
 
-    module._Entry.fill = broken
+    module._GenerationEntry.fill = broken
     with pytest.raises(PeerLostError, match="a newcomer is lost"):
         made.recover(topology_for("dp2", 2), [0, 1])
-    module._Entry.fill = plain
+    module._GenerationEntry.fill = plain
     made.engine.interrupt(True)
     if rank.rank == 1:
         rank.mark("left")
@@ -286,10 +293,10 @@ def _torn(rank: RankContext) -> dict[str, Any]:
     Deadly(made, 0, DIES, "forward")
     made.lose(LAST)
     if rank.rank == 2:
-        made.engine.torn = True
+        made.engine.is_torn = True
         for held in made.engine.state():
             held.tensor.zero_()
-    kept = made.recover(topology_for("dp2", 2), [1, 2]).kept_inside
+    kept = made.recover(topology_for("dp2", 2), [1, 2]).kept_replica
     made.train(LAST)
     return {**made.result(), "kept": kept}
 

@@ -12,9 +12,9 @@ import torch
 
 from holdfast.core.sharding.boxes import Box
 from holdfast.core.sharding.state_table import local_boxes, state_table
-from holdfast.layout import Layout, place, place_replicas
+from holdfast.layout import Layout, place_layout, place_replicas
 from holdfast.train.engine import StepEngine
-from holdfast.train.replica_check import Checksums, Finding, odd_ones, odd_ranks
+from holdfast.train.replica_check import ReplicaChecker, ReplicaMismatch, outlier_ranks, outliers
 from tests.support.layouts import case, config_of, engine_of, one_step, topology_of
 from tests.support.ranks import RankContext, rank_values
 from tests.support.topologies import tiny
@@ -40,7 +40,7 @@ def _checked(rank: RankContext, name: str, at: int, tensor: str) -> list[Any]:
     config = config_of(of.changes)
     topology = topology_of(of, config)
     made = engine_of(config, topology, rank.rank, rank.store())
-    checks = Checksums(topology, state_table(config.model, config.train.precision))
+    checks = ReplicaChecker(topology, state_table(config.model, config.train.precision))
     out = [checks.check(made.groups, made.state())]
     for step in (1, 2):
         one_step(made, step)
@@ -53,7 +53,7 @@ def _checked(rank: RankContext, name: str, at: int, tensor: str) -> list[Any]:
             out.append(checks.check(made.groups, made.state()))
     out.append(checks.check(made.groups, made.state()))
     made.close()
-    return [[list(odd_ranks(found)), [list(f.tensors) for f in found]] for found in out]
+    return [[list(outlier_ranks(found)), [list(f.tensors) for f in found]] for found in out]
 
 
 @pytest.mark.parametrize(
@@ -77,13 +77,13 @@ def test_the_odd_one_out_is_named(name: str, at: int, tensor: str, odd: list[int
 
 
 def test_the_majority_is_right() -> None:
-    assert odd_ones({0: 5, 1: 5, 2: 5}) == ()
-    assert odd_ones({0: 5, 1: 6, 2: 5}) == (1,)
-    assert odd_ones({0: 5, 1: 6}) == (0, 1)
-    assert odd_ones({0: 5, 1: 5, 2: 6, 3: 6}) == (0, 1, 2, 3)
-    assert odd_ones({0: 5, 1: 6, 2: 7}) == (0, 1, 2)
-    sure = Finding((2,), (0, 2, 3), ("a",))
-    assert odd_ranks([Finding((1, 2), (1, 2), ("b",)), sure]) == (2,)
+    assert outliers({0: 5, 1: 5, 2: 5}) == ()
+    assert outliers({0: 5, 1: 6, 2: 5}) == (1,)
+    assert outliers({0: 5, 1: 6}) == (0, 1)
+    assert outliers({0: 5, 1: 5, 2: 6, 3: 6}) == (0, 1, 2, 3)
+    assert outliers({0: 5, 1: 6, 2: 7}) == (0, 1, 2)
+    sure = ReplicaMismatch((2,), (0, 2, 3), ("a",))
+    assert outlier_ranks([ReplicaMismatch((1, 2), (1, 2), ("b",)), sure]) == (2,)
 
 
 def test_everything_that_is_held_twice_is_compared_once() -> None:
@@ -97,7 +97,7 @@ def test_everything_that_is_held_twice_is_compared_once() -> None:
             for element in _elements(box):
                 holders.setdefault(element, set()).add(rank)
     seen: dict[tuple[object, ...], set[int]] = {}
-    for ranks, boxes in Checksums(topology, table).shared.items():
+    for ranks, boxes in ReplicaChecker(topology, table).shared_boxes.items():
         for box in boxes:
             for element in _elements(box):
                 assert element not in seen
@@ -112,6 +112,6 @@ def _elements(box: Box) -> list[tuple[object, ...]]:
 
 
 def test_alike_replicas_say_one_word_each() -> None:
-    topology = place(Layout(dp_replicate=3, pp=2, dp_shard=2, stages=(2, 1)), 1, ("n",) * 12)
-    shared = Checksums(topology, state_table(tiny())).shared
+    topology = place_layout(Layout(dp_replicate=3, pp=2, dp_shard=2, stages=(2, 1)), 1, ("n",) * 12)
+    shared = ReplicaChecker(topology, state_table(tiny())).shared_boxes
     assert list(shared) == [(at, at + 4, at + 8) for at in range(4)]

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 import torch
 
-from holdfast.checkpoint.capture.capturer import Captured, Capturer
+from holdfast.checkpoint.capture.capturer import Capturer, CompletedCapture
 from holdfast.checkpoint.mover.client import MoverClient
 from holdfast.checkpoint.restore.reader import Checkpoint
 from holdfast.config.run import RunConfig
@@ -36,16 +36,24 @@ from tests.support.layouts import (
     pieces,
     save_pieces,
     topology_of,
-)  # fmt: skip
+)
 from tests.support.mover_process import Mover
 from tests.support.ranks import RankContext, rank_values
 
 LAYOUTS = ["shard2", "tp2", "pp2", "zero1.2", "tp2+one"]
 PAIRS = [(a, b) for a in LAYOUTS for b in LAYOUTS if a != b]
 NEAR = [(a, LAYOUTS[(i + n) % 5]) for i, a in enumerate(LAYOUTS) for n in (1, 2, 3)]
-MIXED = [("pp2-tp2", "shard4"), ("shard4", "pp2-tp2"), ("tp4", "pp4"), ("pp4", "tp4"),
-         ("pp2-dp2-tp2", "one"), ("one", "pp3+pp2"), ("pp3+pp2", "shard2-tp2"),
-         ("pp2-shard2", "tp2"), ("tp2", "pp2-shard2")]  # fmt: skip
+MIXED = [
+    ("pp2-tp2", "shard4"),
+    ("shard4", "pp2-tp2"),
+    ("tp4", "pp4"),
+    ("pp4", "tp4"),
+    ("pp2-dp2-tp2", "one"),
+    ("one", "pp3+pp2"),
+    ("pp3+pp2", "shard2-tp2"),
+    ("pp2-shard2", "tp2"),
+    ("tp2", "pp2-shard2"),
+]
 CHOSEN = {*NEAR[::2], *MIXED[::2]}
 """Every other pair: each axis is saved under and resumed under; the campaign takes all pairs."""
 STEPS = 4
@@ -68,9 +76,9 @@ def save_body(rank: RankContext, name: str, socket: str, secret: str) -> list[fl
     table = state_table(config.model, config.train.precision)
     tensors = {local.name: local.tensor for local in made.state()}
     capturer = Capturer(client, topology, table, rank.rank, tensors, run="test")
-    assert isinstance(capturer.capture(SAVED, wait=60), Captured)
+    assert isinstance(capturer.capture(SAVED, wait=60), CompletedCapture)
     assert capturer.announce(SAVED, {"position": 0}) is None
-    assert capturer.settle(SAVED, 60) is None
+    assert capturer.wait_until_committed(SAVED, 60) is None
     save_pieces(rank.folder / f"{rank.rank}.npz", pieces(made))
     made.close()
     return losses

@@ -16,11 +16,11 @@ from holdfast.config.run import RunConfig
 from holdfast.core.sharding.boxes import Box
 from holdfast.errors import NonFiniteError, PeerLostError
 from holdfast.events import Evaluated, Event
-from holdfast.layout import Layout, place
-from holdfast.policy.saving.destinations import Into
-from holdfast.train.build import Session, build
+from holdfast.layout import Layout, place_layout
+from holdfast.policy.saving.destinations import SaveDestinations
+from holdfast.train.build import TrainingSession, build_session
 from holdfast.train.recover import recover
-from holdfast.train.runner import Outcome, run
+from holdfast.train.runner import TrainingOutcome, run_training
 from holdfast.train.state import LocalTensor
 from holdfast.train.vote import Wishes
 from tests.support.corpus import batches, data_config, make, text_folder, text_source
@@ -35,15 +35,29 @@ def _config(folder: Path, **checkpoint: Any) -> RunConfig:
     text_folder(folder / "text", 12, 400)
     data = data_config(folder / "data", text_source(folder / "text"))
     vocabulary = make(data).vocab_size
-    return RunConfig.model_validate({
-        "data": data.model_dump(),
-        "model": {"preset": None, "layers": 2, "dim": 16, "heads": 2, "kv_heads": 2, "ffn_dim": 24,
-                  "vocab_size": vocabulary, "qk_norm": True},
-        "train": {"steps": STEPS, "batch_size": 8, "microbatch_size": 2,
-                  "optimizer": {"clip_norm": 0.05},
-                  "evaluate": {"every": 3, "samples": 5}},
-        "checkpoint": checkpoint,
-    })  # fmt: skip
+    return RunConfig.model_validate(
+        {
+            "data": data.model_dump(),
+            "model": {
+                "preset": None,
+                "layers": 2,
+                "dim": 16,
+                "heads": 2,
+                "kv_heads": 2,
+                "ffn_dim": 24,
+                "vocab_size": vocabulary,
+                "qk_norm": True,
+            },
+            "train": {
+                "steps": STEPS,
+                "batch_size": 8,
+                "microbatch_size": 2,
+                "optimizer": {"clip_norm": 0.05},
+                "evaluate": {"every": 3, "samples": 5},
+            },
+            "checkpoint": checkpoint,
+        }
+    )
 
 
 class World:
@@ -52,10 +66,10 @@ class World:
     def __init__(self, stop_after: int = 0, save_at: int = 0):
         self.log: list[Any] = []
         self.saved: dict[int, dict[str, Tensor]] = {}
-        self.into: dict[int, Into] = {}
+        self.into: dict[int, SaveDestinations] = {}
         self._stop_after, self._save_at = stop_after, save_at
 
-    def wishes(self, step: int) -> Wishes:
+    def requests(self, step: int) -> Wishes:
         return Wishes(stop=step == self._stop_after, save=step == self._save_at)
 
     def emit(self, event: Event) -> None:
@@ -64,7 +78,7 @@ class World:
     def progress(self, step: int, phase: str) -> None:
         assert phase in ("compute", "reduce", "vote", "capture", "evaluate", "data")
 
-    def ready(self) -> bool:
+    def has_free_slot(self) -> bool:
         return True
 
     def capture(self, step: int, state: Sequence[LocalTensor], wait: float, durable: bool) -> bool:
@@ -74,11 +88,11 @@ class World:
     def fence(self) -> float:
         return 0.0
 
-    def announce(self, step: int, meta: Mapping[str, Any], into: Into) -> None:
+    def announce(self, step: int, meta: Mapping[str, Any], into: SaveDestinations) -> None:
         self.into[step] = into
         self.log.append(("announce", step, meta["tokens"]))
 
-    def settle(self, step: int, seconds: float, durable: bool = True) -> str | None:
+    def wait_until_committed(self, step: int, seconds: float, durable: bool = True) -> str | None:
         return None if step in self.saved else f"step {step} was never captured"
 
     def kinds(self) -> list[str]:
@@ -88,23 +102,30 @@ class World:
         return [e for e in self.log if not isinstance(e, tuple) and e.kind == kind]
 
 
-def _session(rank: RankContext, config: RunConfig, name: str, dp_shard: int = 1) -> Session:
+def _session(rank: RankContext, config: RunConfig, name: str, dp_shard: int = 1) -> TrainingSession:
     data = batches(make(config.data), config.data, config.seed, **_train_values(config))
     layout = Layout(dp_replicate=rank.world_size // dp_shard, dp_shard=dp_shard)
-    topology = place(layout, 1, ("node",) * rank.world_size)
-    return build(config, data, topology, rank.rank, rank.store(name), CPU, seconds=60)
+    topology = place_layout(layout, 1, ("node",) * rank.world_size)
+    return build_session(config, data, topology, rank.rank, rank.store(name), CPU, seconds=60)
 
 
 def _train_values(config: RunConfig) -> dict[str, Any]:
     return {"batch_size": config.train.batch_size, "microbatch_size": config.train.microbatch_size}
 
 
-def _run(session: Session, rank: int, world: World, start: int = 0) -> Outcome:
+def _run(session: TrainingSession, rank: int, world: World, start: int = 0) -> TrainingOutcome:
     with session.loader(start) as loader:
-        return run(
-            session.engine, loader, world, world, world, session.evaluator, session.config,
-            rank=rank, start_step=start,
-        )  # fmt: skip
+        return run_training(
+            session.engine,
+            loader,
+            world,
+            world,
+            world,
+            session.evaluator,
+            session.config,
+            rank=rank,
+            start_step=start,
+        )
 
 
 def _whole_run(rank: RankContext, config: dict[str, Any], dp_shard: int = 1) -> dict[str, Any]:
@@ -113,17 +134,21 @@ def _whole_run(rank: RankContext, config: dict[str, Any], dp_shard: int = 1) -> 
     session.engine.initialise(session.config.seed)
     world = World()
     outcome = _run(session, rank.rank, world)
-    assert (outcome.kind, outcome.step, outcome.unsaved) == ("finished", STEPS, None)
+    assert (outcome.kind, outcome.step, outcome.unsaved_reason) == ("finished", STEPS, None)
     state = digest(session.engine)
     session.close()
     return {
-        "kinds": world.kinds(), "state": state, "saved": sorted(world.saved),
+        "kinds": world.kinds(),
+        "state": state,
+        "saved": sorted(world.saved),
         "losses": [e.loss.hex() for e in world.events("step_done")],
-        "evaluated": [(e.step, e.loss.hex(), e.bits_per_byte.hex(), e.tokens)
-                      for e in world.events("evaluated")],
+        "evaluated": [
+            (e.step, e.loss.hex(), e.bits_per_byte.hex(), e.tokens)
+            for e in world.events("evaluated")
+        ],
         "fed": [[e.step, e.rank, e.entries] for e in world.events("batch_fed")],
         "phases": [sorted(e.phases) for e in world.events("step_done")],
-    }  # fmt: skip
+    }
 
 
 def _ledger(values: list[dict[str, Any]]) -> list[tuple[int, int, str]]:
@@ -216,7 +241,7 @@ def _poisoned(rank: RankContext, config: dict[str, Any]) -> list[Any]:
     session = _session(rank, RunConfig.model_validate(config), "poisoned")
     session.engine.initialise(session.config.seed)
     if rank.rank == 1:
-        session.engine.parameters.held[0].fill_(math.inf)
+        session.engine.parameters.master_tensors[0].fill_(math.inf)
     world = World()
     with pytest.raises(NonFiniteError, match=r"embed\.weight is not finite on rank 1"):
         _run(session, rank.rank, world)
@@ -243,7 +268,7 @@ class NoRoom(World):
     def capture(self, step: int, state: Sequence[LocalTensor], wait: float, durable: bool) -> bool:
         return False
 
-    def settle(self, step: int, seconds: float, durable: bool = True) -> str | None:
+    def wait_until_committed(self, step: int, seconds: float, durable: bool = True) -> str | None:
         self.settled.append((step, durable))
         return None
 
@@ -254,7 +279,7 @@ def _left_without(rank: RankContext, config: dict[str, Any]) -> tuple[str, int, 
     world = NoRoom(stop_after=2)
     outcome = _run(session, rank.rank, world)
     session.close()
-    return outcome.kind, outcome.step, outcome.unsaved, world.settled
+    return outcome.kind, outcome.step, outcome.unsaved_reason, world.settled
 
 
 def test_no_end_of_a_save_is_waited_for_that_never_began(config: dict[str, Any]) -> None:
@@ -292,7 +317,10 @@ def _broken_off(
     with pytest.raises(PeerLostError):
         _run(session, rank.rank, world)
     if rank.rank in left:
-        me, topology = left.index(rank.rank), place(Layout(len(left)), 2, ("node",) * len(left))
+        me, topology = (
+            left.index(rank.rank),
+            place_layout(Layout(len(left)), 2, ("node",) * len(left)),
+        )
         found = recover(session, topology, me, rank.store("next"), left, step=0, seconds=60)
         session, later = found.session, World()
         outcome = _run(session, me, later, found.step)
@@ -326,8 +354,8 @@ def _ignored(rank: RankContext, config: dict[str, Any], pp: int) -> list[Any]:
     run_file = RunConfig.model_validate(config)
     data = batches(make(run_file.data), run_file.data, run_file.seed, **_train_values(run_file))
     layout = Layout(pp=2, stages=(1, 1)) if pp == 2 else Layout(dp_replicate=2)
-    topology = place(layout, 1, ("node",) * rank.world_size)
-    session = build(run_file, data, topology, rank.rank, rank.store("few"), CPU, seconds=60)
+    topology = place_layout(layout, 1, ("node",) * rank.world_size)
+    session = build_session(run_file, data, topology, rank.rank, rank.store("few"), CPU, seconds=60)
     session.engine.initialise(run_file.seed)
     world = World()
     _run(session, rank.rank, world)

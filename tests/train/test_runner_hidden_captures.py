@@ -19,13 +19,13 @@ from holdfast.checkpoint.capture.capturer import Capturer
 from holdfast.checkpoint.mover.client import MoverClient
 from holdfast.config.run import RunConfig
 from holdfast.core.sharding.state_table import state_table
-from holdfast.elastic.worker.checkpointer import ArenaSaver
-from holdfast.elastic.worker.reporter import Reporter
+from holdfast.elastic.worker.checkpointer import SnapshotSaver
+from holdfast.elastic.worker.reporter import AgentReporter
 from holdfast.errors import PeerLostError
 from holdfast.events import CheckpointCaptured, CheckpointSkipped, Event
 from holdfast.train.engine import StepEngine
 from holdfast.train.evaluate import Evaluator
-from holdfast.train.runner import run
+from holdfast.train.runner import run_training
 from holdfast.train.state import LocalTensor
 from holdfast.train.vote import Wishes
 from holdfast.wire.secret import Secret
@@ -62,7 +62,7 @@ class World:
     def __init__(self) -> None:
         self.events: list[Event] = []
 
-    def wishes(self, step: int) -> Wishes:
+    def requests(self, step: int) -> Wishes:
         return Wishes()
 
     def emit(self, event: Event) -> None:
@@ -84,11 +84,11 @@ class World:
     def run(self, alive: Callable[[], None]) -> None: ...
 
 
-class Cloning(ArenaSaver):
+class Cloning(SnapshotSaver):
     """Compares at each fence what is in the arena with what was there right after the update."""
 
     def __init__(self, capturer: Capturer, world: World, rank: int, config: RunConfig) -> None:
-        super().__init__(capturer, cast(Reporter, world), rank, config)
+        super().__init__(capturer, cast(AgentReporter, world), rank, config)
         self._arena, self._made = capturer._arena, capturer
         self._open: tuple[int, dict[str, torch.Tensor]] | None = None
         self.checked: list[int] = []
@@ -96,14 +96,14 @@ class Cloning(ArenaSaver):
         self.full: Sequence[int] = ()
         self._votes = 0
 
-    def ready(self) -> bool:
+    def has_free_slot(self) -> bool:
         self._votes += 1
-        return self._votes not in self.full and super().ready()
+        return self._votes not in self.full and super().has_free_slot()
 
     def capture(self, step: int, state: Sequence[LocalTensor], wait: float, durable: bool) -> bool:
         if self.hold is not None:
             self.hold = threading.Event()
-            self._made._copiers.submit(self.hold.wait, 20.0)
+            self._made._copy_threads.submit(self.hold.wait, 20.0)
         found = super().capture(step, state, wait, durable)
         if found:
             self._open = step, {local.name: local.tensor.clone() for local in state}
@@ -125,7 +125,7 @@ class Cloning(ArenaSaver):
     def _compare(self, step: int, clones: dict[str, torch.Tensor]) -> None:
         headers = [self._arena.header(slot) for slot in range(self._arena.slots)]
         slot = next(n for n, header in enumerate(headers) if header and header.step == step)
-        start = self._arena.data_offset(slot) + len(self._made._head)
+        start = self._arena.data_offset(slot) + len(self._made._header)
         for p in self._made._placed:
             held = self._made._local[p.box.name]
             rows = p.box.offsets[0] - held.offsets[0] if p.box.offsets else 0
@@ -140,9 +140,15 @@ class Cloning(ArenaSaver):
 
 
 def loop(
-    rank: RankContext, name: str, socket: str, secret: str, held: bool = False, lost_at: int = 0,
-    full: Sequence[int] = (), changes: dict[str, Any] | None = None,
-) -> dict[str, Any]:  # fmt: skip
+    rank: RankContext,
+    name: str,
+    socket: str,
+    secret: str,
+    held: bool = False,
+    lost_at: int = 0,
+    full: Sequence[int] = (),
+    changes: dict[str, Any] | None = None,
+) -> dict[str, Any]:
     of = case(name)
     config = config_of(of.changes | CHANGES | (changes or {}))
     topology = topology_of(of, config)
@@ -157,25 +163,36 @@ def loop(
     saver.full = full if rank.rank == 1 else ()
     unsaved: str | None = "lost"
     try:
-        unsaved = run(
-            engine, feeder(engine, lost_at), world, world, saver, cast(Evaluator, world), config,
-            rank=rank.rank, start_step=0, settle_seconds=60,
-        ).unsaved  # fmt: skip
+        unsaved = run_training(
+            engine,
+            feeder(engine, lost_at),
+            world,
+            world,
+            saver,
+            cast(Evaluator, world),
+            config,
+            rank=rank.rank,
+            start_step=0,
+            settle_seconds=60,
+        ).unsaved_reason
     except PeerLostError:
         pass
     finally:
         saver.close()
-    settled = capturer.settle(lost_at - 1, 60) if lost_at else unsaved
+    settled = capturer.wait_until_committed(lost_at - 1, 60) if lost_at else unsaved
     captured = [e for e in world.events if isinstance(e, CheckpointCaptured)]
     engine.close()
     return {
-        "settled": settled, "checked": saver.checked, "captured": [e.step for e in captured],
+        "settled": settled,
+        "checked": saver.checked,
+        "captured": [e.step for e in captured],
         "durable": [e.step for e in captured if e.durable],
         "fences": [e.fence_seconds > 0 for e in captured],
         "sums": all(e.seconds >= e.fence_seconds for e in captured),
-        "skipped": [[e.step, e.rank, e.reason] for e in world.events
-                    if isinstance(e, CheckpointSkipped)],
-    }  # fmt: skip
+        "skipped": [
+            [e.step, e.rank, e.reason] for e in world.events if isinstance(e, CheckpointSkipped)
+        ],
+    }
 
 
 @pytest.fixture
@@ -237,8 +254,9 @@ def test_a_save_that_found_no_room_is_made_with_the_next_snapshot_in_memory(
     settings: Settings,
 ) -> None:
     arguments = settings("dp2") | {
-        "full": [4], "changes": {"checkpoint__every_steps": 4, "checkpoint__memory_every_steps": 1},
-    }  # fmt: skip
+        "full": [4],
+        "changes": {"checkpoint__every_steps": 4, "checkpoint__memory_every_steps": 1},
+    }
     first, second = rank_values(loop, 2, arguments)
     assert first["captured"] == second["captured"] == first["checked"] == second["checked"]
     assert [step for step, _, _ in first["skipped"]] == [4]

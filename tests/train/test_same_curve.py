@@ -68,9 +68,13 @@ def _on_threads(rank: RankContext, threads: int) -> list[str]:
     same_products_on_any_threads()
     torch.set_num_threads(threads)
     large = {
-        "model__dim": 128, "model__heads": 4, "model__kv_heads": 2, "model__ffn_dim": 384,
-        "model__vocab_size": 1024, "data__sequence_length": 128,
-    }  # fmt: skip
+        "model__dim": 128,
+        "model__heads": 4,
+        "model__kv_heads": 2,
+        "model__ffn_dim": 384,
+        "model__vocab_size": 1024,
+        "data__sequence_length": 128,
+    }
     made = engine(tiny(**large), rank.rank, rank.store())
     share = made.begin(1)
     generator = torch.Generator().manual_seed(1)
@@ -93,9 +97,13 @@ def _sharded(rank: RankContext, dp_shard: int, dealing: Any, **changes: Any) -> 
     replicas = rank.world_size // dp_shard
     shares = None if dealing is None else [tuple(tuple(share) for share in dealing)]
     made = engine(
-        tiny(**changes), rank.rank, rank.store(), replicas=replicas, dp_shard=dp_shard,
+        tiny(**changes),
+        rank.rank,
+        rank.store(),
+        replicas=replicas,
+        dp_shard=dp_shard,
         shares=shares,
-    )  # fmt: skip
+    )
     curve = _curve(made)
     made.close()
     return curve

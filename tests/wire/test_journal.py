@@ -8,7 +8,14 @@ import pytest
 
 from holdfast.errors import CorruptError, OutOfSpaceError, RunFolderError
 from holdfast.events import RunStarted, RunStopped, StepDone, WorkerReady
-from holdfast.wire.journal import Follower, JournalWriter, follow, parse, read, segment_key
+from holdfast.wire.journal import (
+    JournalTail,
+    JournalWriter,
+    follow_journal,
+    parse_segment,
+    read_journal,
+    segment_key,
+)
 from holdfast.wire.store.run_store import Buffer, FolderStore, MemoryStore
 
 
@@ -27,22 +34,25 @@ def test_segments_merge_by_generation_step_writer_sequence() -> None:
         rank0.emit(WorkerReady(0, 0.1, step=step))
     for writer in (agent2, rank1, rank0):
         writer.flush()
-    found = [(r.generation, r.event.step, r.writer, r.event.kind) for r in read(store)]
+    found = [(r.generation, r.event.step, r.writer, r.event.kind) for r in read_journal(store)]
     assert found == [
-        (1, 1, "rank0", "step_done"), (1, 1, "rank0", "worker_ready"),
-        (1, 1, "rank1", "worker_ready"), (1, 2, "rank0", "step_done"),
-        (1, 2, "rank0", "worker_ready"), (1, 2, "rank1", "worker_ready"),
+        (1, 1, "rank0", "step_done"),
+        (1, 1, "rank0", "worker_ready"),
+        (1, 1, "rank1", "worker_ready"),
+        (1, 2, "rank0", "step_done"),
+        (1, 2, "rank0", "worker_ready"),
+        (1, 2, "rank1", "worker_ready"),
         (2, 0, "agent", "run_started"),
-    ]  # fmt: skip
+    ]
 
 
 def test_records_come_back_as_they_were_emitted() -> None:
     store = MemoryStore()
     writer = JournalWriter(store, "rank0", 3, clock=lambda: 12.5)
     emitted = [writer.emit(_step(7, float("inf"))), writer.emit(RunStopped("SIGINT", step=7))]
-    assert read(store) == []
+    assert read_journal(store) == []
     writer.flush()
-    assert read(store) == emitted
+    assert read_journal(store) == emitted
     assert [r.time for r in emitted] == [12.5, 12.5]
 
 
@@ -56,22 +66,29 @@ def test_a_torn_last_line_never_happened_and_writing_goes_on() -> None:
     whole = store.get(key)
     store.delete(key)
     store.append(key, whole[:-40])  # a power loss tore the third line
-    assert [r.event.step for r in read(store)] == [1, 2]
+    assert [r.event.step for r in read_journal(store)] == [1, 2]
     second = JournalWriter(store, "agent", 1)
     second.emit(_step(4))
     second.flush(sync=True)
-    records = read(store)
+    records = read_journal(store)
     assert [r.event.step for r in records] == [1, 2, 4]
     assert len({r.sequence for r in records}) == 3
 
 
 def test_kinds_and_keys_of_a_newer_version_are_left_out() -> None:
     store = MemoryStore()
-    line = {"v": 9, "kind": "aliens_landed", "generation": 1, "writer": "a", "sequence": 0,
-            "time": 1.0, "event": {"step": 1}}  # fmt: skip
+    line = {
+        "v": 9,
+        "kind": "aliens_landed",
+        "generation": 1,
+        "writer": "a",
+        "sequence": 0,
+        "time": 1.0,
+        "event": {"step": 1},
+    }
     known = line | {"kind": "run_stopped", "event": {"step": 2, "reason": "x", "mood": "good"}}
     store.append(segment_key(1, "a"), "".join(json.dumps(v) + "\n" for v in (line, known)).encode())
-    (record,) = read(store)
+    (record,) = read_journal(store)
     assert record.event == RunStopped("x", step=2)
 
 
@@ -87,7 +104,7 @@ def test_a_broken_line_is_named(bad: bytes) -> None:
     writer.flush()
     store.append(segment_key(1, "agent"), bad)
     with pytest.raises(CorruptError, match=r"agent\.jsonl, line 2"):
-        read(store)
+        read_journal(store)
 
 
 class FullStore(MemoryStore):
@@ -107,11 +124,11 @@ def test_a_failed_flush_loses_nothing() -> None:
     with pytest.raises(OutOfSpaceError):
         writer.flush()
     writer.emit(_step(2))
-    assert writer.pending
+    assert writer.has_pending
     store.full = False
     writer.flush()
-    assert [r.event.step for r in read(store)] == [1, 2]
-    assert not writer.pending
+    assert [r.event.step for r in read_journal(store)] == [1, 2]
+    assert not writer.has_pending
 
 
 class SlowStore(MemoryStore):
@@ -133,7 +150,7 @@ class SlowStore(MemoryStore):
 def test_a_slow_or_sick_disk_holds_up_no_event() -> None:
     """The agent's event loop emits while a thread of it stores."""
     store = SlowStore()
-    writer = JournalWriter(store, "agent", 1, fresh=True)
+    writer = JournalWriter(store, "agent", 1, is_new_generation=True)
     writer.emit(_step(1))
     storing = threading.Thread(target=writer.flush)
     storing.start()
@@ -145,42 +162,44 @@ def test_a_slow_or_sick_disk_holds_up_no_event() -> None:
     store.let.set()
     storing.join(10)
     assert not waited
-    assert writer.pending
+    assert writer.has_pending
     writer.flush()
     key = segment_key(1, "agent")
-    found, _ = parse(key, MemoryStore.get(store, key))
+    found, _ = parse_segment(key, MemoryStore.get(store, key))
     assert [(r.sequence, r.event.step) for r in found] == [(0, 1), (1, 2)]
 
 
 def test_following_sees_each_record_once_and_waits_for_whole_lines(tmp_path: Path) -> None:
     store = FolderStore(tmp_path)
-    follower = Follower(store)
-    assert follower.new() == []
+    follower = JournalTail(store)
+    assert follower.read_new() == []
     writer = JournalWriter(store, "rank0", 1)
     writer.emit(_step(1))
     writer.flush()
-    assert [r.event.step for r in follower.new()] == [1]
-    assert follower.new() == []
+    assert [r.event.step for r in follower.read_new()] == [1]
+    assert follower.read_new() == []
     writer.emit(_step(2))
     path = tmp_path / segment_key(1, "rank0")
     whole = path.read_bytes()
     writer.flush()
     line = path.read_bytes()[len(whole) :]
     path.write_bytes(whole + line[:20])  # a reader may see the half of an append
-    assert follower.new() == []
+    assert follower.read_new() == []
     path.write_bytes(whole + line)
-    assert [r.event.step for r in follower.new()] == [2]
+    assert [r.event.step for r in follower.read_new()] == [2]
     other = JournalWriter(store, "agent", 2)
     other.emit(_step(3))
     other.flush()
-    assert [r.event.step for r in follower.new()] == [3]
+    assert [r.event.step for r in follower.read_new()] == [3]
 
 
 def test_follow_ends_when_told(tmp_path: Path) -> None:
     stop = threading.Event()
     writer = JournalWriter(FolderStore(tmp_path), "agent", 1)
     seen = []
-    for number, records in enumerate(follow(FolderStore(tmp_path), poll=0.001, stop=stop)):
+    for number, records in enumerate(
+        follow_journal(FolderStore(tmp_path), poll_interval_s=0.001, stop=stop)
+    ):
         seen += records
         if number == 3:
             writer.emit(RunStopped("x", step=1))

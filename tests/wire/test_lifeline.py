@@ -33,13 +33,15 @@ def _child(way: str, read_end: int) -> subprocess.Popen[bytes]:
     """
     return subprocess.Popen(
         [sys.executable, "-c", textwrap.dedent(script), str(read_end)],
-        stdout=subprocess.PIPE, pass_fds=(read_end,), start_new_session=True,
-    )  # fmt: skip
+        stdout=subprocess.PIPE,
+        pass_fds=(read_end,),
+        start_new_session=True,
+    )
 
 
 @pytest.mark.parametrize("way", WAYS)
 def test_a_child_and_its_own_children_end(way: str) -> None:
-    read_end, write_end = lifeline.pipe()
+    read_end, write_end = lifeline.open_lifeline()
     child = _child(way, read_end)
     os.close(read_end)
     assert child.stdout is not None
@@ -62,10 +64,10 @@ def test_a_child_and_its_own_children_end(way: str) -> None:
 
 
 def test_a_child_that_comes_too_late_ends_at_once() -> None:
-    read_end, write_end = lifeline.pipe()
+    read_end, write_end = lifeline.open_lifeline()
     os.close(write_end)
     child = _child("idle", read_end)
     os.close(read_end)
     assert child.stdout is not None
     child.stdout.close()
-    assert child.wait(timeout=20) in (-signal.SIGKILL, lifeline.EXIT_CODE)
+    assert child.wait(timeout=20) in (-signal.SIGKILL, lifeline.LIFELINE_EXIT_CODE)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from holdfast.errors import RunFolderError
-from holdfast.wire.secret import VARIABLE, Secret, open_secret
+from holdfast.wire.secret import SECRET_FILE_VARIABLE, Secret, open_secret
 
 
 def test_made_once_and_only_for_its_owner(tmp_path: Path) -> None:
@@ -57,11 +57,11 @@ def test_the_launcher_names_a_file(tmp_path: Path) -> None:
     path = tmp_path / "given"
     path.write_text("11" * 32 + "\n")
     path.chmod(0o600)
-    secret = open_secret(tmp_path / "run", {VARIABLE: str(path)})
+    secret = open_secret(tmp_path / "run", {SECRET_FILE_VARIABLE: str(path)})
     assert secret.key == b"\x11" * 32
     assert not (tmp_path / "run").exists()
     with pytest.raises(RunFolderError, match="missing"):
-        open_secret(tmp_path / "run", {VARIABLE: str(tmp_path / "nowhere")})
+        open_secret(tmp_path / "run", {SECRET_FILE_VARIABLE: str(tmp_path / "nowhere")})
 
 
 def test_it_does_not_show_itself() -> None:

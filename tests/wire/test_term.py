@@ -12,12 +12,12 @@ from holdfast.errors import FencedError, RunFolderError
 from holdfast.wire.secret import Secret
 from holdfast.wire.store.run_store import MemoryStore
 from holdfast.wire.term import (
-    QUESTION,
-    asks,
+    TERM_PATH,
+    create_generation,
     generation_key,
+    holder_probe,
     newest_generation,
     newest_term,
-    open_generation,
     open_term,
 )
 from tests.wire.http.test_client_and_server import serving
@@ -98,12 +98,12 @@ def test_the_question_wants_an_answer_signed_with_the_secret() -> None:
     async def refuse(generation: int, body: dict[str, Any]) -> dict[str, Any]:
         raise RuntimeError("broken on purpose")
 
-    ask = asks(SECRET, deadline=0.3)
+    ask = holder_probe(SECRET, timeout_s=0.3)
     with serving() as service:
         # This service has no /term: an answer, but not one that is signed.
         assert not ask(service.address)
     assert not ask(service.address)  # refused now
-    with serving({QUESTION: refuse}) as service:
+    with serving({TERM_PATH: refuse}) as service:
         assert ask(service.address)  # a refusal that is signed: somebody is there
     assert not ask("nonsense")
     with socket.create_server(("127.0.0.1", 0)) as deaf:
@@ -113,14 +113,14 @@ def test_the_question_wants_an_answer_signed_with_the_secret() -> None:
 def test_generations_open_once_and_in_order() -> None:
     store = MemoryStore()
     assert newest_generation(store) == 0
-    open_generation(store, 1, {"reason": "start"})
-    open_generation(store, 2, {})
+    create_generation(store, 1, {"reason": "start"})
+    create_generation(store, 2, {})
     assert newest_generation(store) == 2
     assert json.loads(store.get(generation_key(1)))["reason"] == "start"
     for late in (1, 2):
         with pytest.raises(FencedError):
-            open_generation(store, late, {})
-    open_generation(store, 11, {})
+            create_generation(store, late, {})
+    create_generation(store, 11, {})
     assert newest_generation(store) == 11
 
 
@@ -133,7 +133,7 @@ def test_a_term_that_no_parser_can_follow_is_held_by_nobody_known() -> None:
 
 def test_strange_files_among_terms_and_generations_say_nothing() -> None:
     store = MemoryStore()
-    open_generation(store, 3, {})
+    create_generation(store, 3, {})
     open_term(store, "host:1", SECRET, lambda address: False)
     for folder in ("terms", "generations"):
         for name in ("notes.txt", "0000000009.json.bak", "zzz.json", "9.json"):
@@ -142,4 +142,4 @@ def test_strange_files_among_terms_and_generations_say_nothing() -> None:
     number, holder = newest_term(store)
     assert number == 1
     assert holder is not None
-    open_generation(store, 4, {})
+    create_generation(store, 4, {})

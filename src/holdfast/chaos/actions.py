@@ -18,196 +18,208 @@ import psutil
 
 from holdfast.chaos.agents import Fleet
 from holdfast.chaos.network import Network
-from holdfast.checkpoint.restore.catalog import listing, step_of
+from holdfast.checkpoint.restore.catalog import list_commits, step_of
 from holdfast.wire.store.run_store import FolderStore
 from holdfast.wire.term import newest_term
 
-_STRIDE = 10007  # bytes from one turned bit to the next: so that some lie in every snapshot
-_SMALL = 4096  # bytes: no blob fits
-_LONG = 120.0  # seconds
-_REST_SECONDS = 1.0
-_RESTS = 5  # looks in a row at which nothing runs
+_FLIP_STRIDE_BYTES = (
+    10007  # bytes from one turned bit to the next: so that some lie in every snapshot
+)
+_FULL_DISK_FILE_BYTES = 4096  # bytes: no blob fits
+_LONG_OUTAGE_S = 120.0  # seconds
+_IDLE_TIMEOUT_S = 1.0
+_IDLE_LOOKS = 5  # looks in a row at which nothing runs
 
 
-class NotNowError(Exception):
+class NotPossibleNowError(Exception):
     """What the deed is done to is not there at this moment."""
 
 
 @dataclass
-class Scene:
+class ChaosEnvironment:
     """folder: the run folder, which is a link to `real`. away: seconds that something stays bad."""
 
     fleet: Fleet
-    folder: Path
-    real: Path
-    notices: Path
+    run_folder: Path
+    real_folder: Path
+    notices_folder: Path
     network: Network | None
-    beat: float
-    away: float
+    heartbeat_s: float
+    outage_s: float
 
     @property
-    def leader(self) -> str:
-        _, holder = newest_term(FolderStore(self.folder))
+    def leader_node(self) -> str:
+        _, holder = newest_term(FolderStore(self.run_folder))
         return "" if holder is None else str(holder.get("node", ""))
 
 
 @dataclass(frozen=True)
-class Deed:
+class FaultAction:
     """An action that was done. target: its object. heal: undoes it, after `seconds`. gone: nodes
     that are to come back."""
 
     target: str
     heal: Callable[[], None] | None = None
     seconds: float = 0.0
-    gone: tuple[str, ...] = ()
-    tick: Callable[[float], None] | None = None  # told the seconds since, until it is healed
+    nodes_to_restart: tuple[str, ...] = ()
+    on_tick: Callable[[float], None] | None = None  # told the seconds since, until it is healed
 
 
-def _agent(at: Scene, node: str) -> Deed:
+def _kill_agent(at: ChaosEnvironment, node: str) -> FaultAction:
     at.fleet.kill(node)
-    return Deed(f"the agent of {node}", gone=(node,))
+    return FaultAction(f"the agent of {node}", nodes_to_restart=(node,))
 
 
-def _coordinator(at: Scene, node: str) -> Deed:
-    leader = at.leader
-    if leader not in at.fleet.alive:
-        raise NotNowError("nobody leads")
-    return _agent(at, leader)
+def _kill_leader(at: ChaosEnvironment, node: str) -> FaultAction:
+    leader = at.leader_node
+    if leader not in at.fleet.alive_nodes:
+        raise NotPossibleNowError("nobody leads")
+    return _kill_agent(at, leader)
 
 
-def _everything(at: Scene, node: str) -> Deed:
-    gone = tuple(at.fleet.alive)
+def _kill_all_agents(at: ChaosEnvironment, node: str) -> FaultAction:
+    gone = tuple(at.fleet.alive_nodes)
     for each in gone:
         at.fleet.kill(each)
-    return Deed("all agents", gone=gone)
+    return FaultAction("all agents", nodes_to_restart=gone)
 
 
-def _all_workers(at: Scene) -> list[int]:
-    return [pid for each in at.fleet.alive for pid in at.fleet.workers(each)]
+def _worker_pids(at: ChaosEnvironment) -> list[int]:
+    return [pid for each in at.fleet.alive_nodes for pid in at.fleet.worker_pids(each)]
 
 
-def _workers(at: Scene, node: str) -> Deed:
-    pids = _all_workers(at)
+def _kill_all_workers(at: ChaosEnvironment, node: str) -> FaultAction:
+    pids = _worker_pids(at)
     if not pids:
-        raise NotNowError("there is no worker")
+        raise NotPossibleNowError("there is no worker")
     for pid in pids:
-        _signal(pid, signal.SIGKILL)
-    return Deed("all workers")
+        _send_signal(pid, signal.SIGKILL)
+    return FaultAction("all workers")
 
 
-def _child(at: Scene, node: str, what: str) -> int:
-    pid = at.fleet.child(node, what)
+def _child_pid(at: ChaosEnvironment, node: str, what: str) -> int:
+    pid = at.fleet.child_pid(node, what)
     if pid is None:
-        raise NotNowError(f"{node} has no {what}")
+        raise NotPossibleNowError(f"{node} has no {what}")
     return pid
 
 
-def _kill_child(what: str) -> Callable[[Scene, str], Deed]:
-    def kill(at: Scene, node: str) -> Deed:
-        os.kill(_child(at, node, what), signal.SIGKILL)
-        return Deed(f"the {what} of {node}")
+def _kill_child(what: str) -> Callable[[ChaosEnvironment, str], FaultAction]:
+    def kill(at: ChaosEnvironment, node: str) -> FaultAction:
+        os.kill(_child_pid(at, node, what), signal.SIGKILL)
+        return FaultAction(f"the {what} of {node}")
 
     return kill
 
 
-def _mover_stop(at: Scene, node: str) -> Deed:
-    pid = _child(at, node, "mover")
+def _stop_mover(at: ChaosEnvironment, node: str) -> FaultAction:
+    pid = _child_pid(at, node, "mover")
     os.kill(pid, signal.SIGSTOP)
-    return Deed(f"the mover of {node}", lambda: _signal(pid, signal.SIGCONT), at.away)
+    return FaultAction(
+        f"the mover of {node}", lambda: _send_signal(pid, signal.SIGCONT), at.outage_s
+    )
 
 
-def _slow_disk(at: Scene, node: str) -> Deed:
+def _slow_down_disk(at: ChaosEnvironment, node: str) -> FaultAction:
     """The mover alone writes blobs: it is let run for a tenth of the time."""
-    pid = _child(at, node, "mover")
+    pid = _child_pid(at, node, "mover")
 
     def tick(seconds: float) -> None:
-        _signal(pid, signal.SIGCONT if int(seconds * 20) % 10 == 0 else signal.SIGSTOP)
+        _send_signal(pid, signal.SIGCONT if int(seconds * 20) % 10 == 0 else signal.SIGSTOP)
 
-    return Deed(f"the disk of {node}", lambda: _signal(pid, signal.SIGCONT), at.away, tick=tick)
+    return FaultAction(
+        f"the disk of {node}", lambda: _send_signal(pid, signal.SIGCONT), at.outage_s, on_tick=tick
+    )
 
 
-def _full_disk(at: Scene, node: str) -> Deed:
-    pid = _child(at, node, "mover")
+def _fill_disk(at: ChaosEnvironment, node: str) -> FaultAction:
+    pid = _child_pid(at, node, "mover")
     process = psutil.Process(pid)
     before = process.rlimit(psutil.RLIMIT_FSIZE)
-    process.rlimit(psutil.RLIMIT_FSIZE, (_SMALL, before[1]))
+    process.rlimit(psutil.RLIMIT_FSIZE, (_FULL_DISK_FILE_BYTES, before[1]))
 
     def heal() -> None:
         with suppress(psutil.Error, OSError):
             process.rlimit(psutil.RLIMIT_FSIZE, before)
 
-    return Deed(f"the disk of {node}", heal, at.away)
+    return FaultAction(f"the disk of {node}", heal, at.outage_s)
 
 
-def _run_store(at: Scene, node: str) -> Deed:
+def _break_run_folder(at: ChaosEnvironment, node: str) -> FaultAction:
     """The run folder is a link, which leads to itself for a while. So every open below it fails,
     and files that are open already stay open."""
-    _point(at.folder, at.folder.name)
-    return Deed("the run folder", lambda: _point(at.folder, at.real.name), at.away)
+    _point_link(at.run_folder, at.run_folder.name)
+    return FaultAction(
+        "the run folder", lambda: _point_link(at.run_folder, at.real_folder.name), at.outage_s
+    )
 
 
-def _run_store_long(at: Scene, node: str) -> Deed:
-    return replace(_run_store(at, node), seconds=_LONG)
+def _break_run_folder_long(at: ChaosEnvironment, node: str) -> FaultAction:
+    return replace(_break_run_folder(at, node), seconds=_LONG_OUTAGE_S)
 
 
-def _point(link: Path, to: str) -> None:
+def _point_link(link: Path, to: str) -> None:
     new = link.with_name(f".{link.name}.new")
     new.unlink(missing_ok=True)
     new.symlink_to(to)
     new.replace(link)
 
 
-def _leave(at: Scene, node: str) -> Deed:
-    at.fleet.told(node)
-    os.kill(at.fleet.pid(node), signal.SIGTERM)
-    return Deed(f"node {node}", gone=(node,))
+def _ask_to_leave(at: ChaosEnvironment, node: str) -> FaultAction:
+    at.fleet.expect_end(node)
+    os.kill(at.fleet.agent_pid(node), signal.SIGTERM)
+    return FaultAction(f"node {node}", nodes_to_restart=(node,))
 
 
-def _notice(at: Scene, node: str) -> Deed:
-    at.fleet.told(node)
-    (at.notices / node).write_text("60")
-    return Deed(f"node {node}", gone=(node,))
+def _give_notice(at: ChaosEnvironment, node: str) -> FaultAction:
+    at.fleet.expect_end(node)
+    (at.notices_folder / node).write_text("60")
+    return FaultAction(f"node {node}", nodes_to_restart=(node,))
 
 
-def _notice_kill(at: Scene, node: str) -> Deed:
+def _give_notice_then_kill(at: ChaosEnvironment, node: str) -> FaultAction:
     """The machine goes when it was said to, whether it has left by then or not."""
-    _notice(at, node)
-    (at.notices / node).write_text("2")
-    pid = at.fleet.pid(node)
-    return Deed(f"node {node}", lambda: _signal(pid, signal.SIGKILL), 2.0, (node,))
+    _give_notice(at, node)
+    (at.notices_folder / node).write_text("2")
+    pid = at.fleet.agent_pid(node)
+    return FaultAction(f"node {node}", lambda: _send_signal(pid, signal.SIGKILL), 2.0, (node,))
 
 
-def _zombie(at: Scene, node: str) -> Deed:
-    at.fleet.signal(node, signal.SIGSTOP)
-    seconds = 10 * at.beat + at.away  # also where it leads: another leader is chosen first
-    return Deed(f"all processes of {node}", lambda: at.fleet.signal(node, signal.SIGCONT), seconds)
+def _freeze_node(at: ChaosEnvironment, node: str) -> FaultAction:
+    at.fleet.send_signal(node, signal.SIGSTOP)
+    seconds = (
+        10 * at.heartbeat_s + at.outage_s
+    )  # also where it leads: another leader is chosen first
+    return FaultAction(
+        f"all processes of {node}", lambda: at.fleet.send_signal(node, signal.SIGCONT), seconds
+    )
 
 
-def _rotten_memory(at: Scene, node: str) -> Deed:
+def _corrupt_memory(at: ChaosEnvironment, node: str) -> FaultAction:
     """Change bytes that have been hashed. A change between a worker's copy and the hash would look
     like the copied state. So the workers are stopped first, and the mover finishes its hashing."""
-    mover = _child(at, node, "mover")
-    workers, changed = _all_workers(at), 0
+    mover = _child_pid(at, node, "mover")
+    workers, changed = _worker_pids(at), 0
     if not workers:
-        raise NotNowError("there is no worker")
+        raise NotPossibleNowError("there is no worker")
     for pid in workers:
-        _signal(pid, signal.SIGSTOP)
+        _send_signal(pid, signal.SIGSTOP)
     with suppress(OSError):  # the mover has ended meanwhile
-        _come_to_rest(mover)
-        changed = rot_memory(mover)
+        _wait_until_idle(mover)
+        changed = flip_memory_bits(mover)
     if not changed:
         for pid in workers:
-            _signal(pid, signal.SIGCONT)
-        raise NotNowError(f"{node} keeps nothing in memory")
-    _workers(at, node)
-    return Deed(f"{changed} bytes of {node}, and all workers")
+            _send_signal(pid, signal.SIGCONT)
+        raise NotPossibleNowError(f"{node} keeps nothing in memory")
+    _kill_all_workers(at, node)
+    return FaultAction(f"{changed} bytes of {node}, and all workers")
 
 
-def _come_to_rest(pid: int) -> None:
+def _wait_until_idle(pid: int) -> None:
     """Until all threads of a process sleep, each time one looks."""
-    end, looks = time.monotonic() + _REST_SECONDS, 0
-    while looks < _RESTS and time.monotonic() < end:
-        time.sleep(_REST_SECONDS / 100)
+    end, looks = time.monotonic() + _IDLE_TIMEOUT_S, 0
+    while looks < _IDLE_LOOKS and time.monotonic() < end:
+        time.sleep(_IDLE_TIMEOUT_S / 100)
         states = {
             stat.read_bytes().rpartition(b") ")[2][:1]
             for stat in Path(f"/proc/{pid}/task").glob("*/stat")
@@ -215,7 +227,7 @@ def _come_to_rest(pid: int) -> None:
         looks = looks + 1 if states == {b"S"} else 0
 
 
-def rot_memory(pid: int, stride: int = _STRIDE) -> int:
+def flip_memory_bits(pid: int, stride: int = _FLIP_STRIDE_BYTES) -> int:
     """Turn a bit here and there in each memory file of a process; how many. A file that is mapped
     has a second descriptor: turned once more, its bits would be as they were."""
     seen, changed = set[tuple[int, int]](), 0
@@ -228,7 +240,7 @@ def rot_memory(pid: int, stride: int = _STRIDE) -> int:
                 continue
             seen.add((file.st_dev, file.st_ino))
             for at_byte in range(stride, file.st_size, stride):
-                changed += _flip(link, at_byte)
+                changed += _flip_bit(link, at_byte)
     return changed
 
 
@@ -236,8 +248,8 @@ Damage = Callable[[Path, Path], object]
 """Damages a checkpoint's file, given the file and the same writer's file of an older step."""
 
 
-def _flip_bit(file: Path, older: Path) -> None:
-    _flip(file, file.stat().st_size - 100)
+def _corrupt(file: Path, older: Path) -> None:
+    _flip_bit(file, file.stat().st_size - 100)
 
 
 def _cut(file: Path, older: Path) -> None:
@@ -254,10 +266,10 @@ def _replay(file: Path, older: Path) -> None:
 
 def damage_newest(folder: Path, damage: Damage) -> str:
     """Damage all files of a run folder's newest checkpoint and return the checkpoint's key."""
-    found = listing(FolderStore(folder))
+    found = list_commits(FolderStore(folder))
     steps = sorted({step_of(key) for key in found}, reverse=True)
     if len(steps) < 2:
-        raise NotNowError("there is no older checkpoint")
+        raise NotPossibleNowError("there is no older checkpoint")
     newest, older = (
         {file.name[10:]: file for file in (folder / "data").rglob(f"{step:010d}-*")}
         for step in steps[:2]
@@ -267,21 +279,23 @@ def damage_newest(folder: Path, damage: Damage) -> str:
     return found[0]
 
 
-def _damaged_checkpoint(damage: Damage) -> Callable[[Scene, str], Deed]:
-    def act(at: Scene, node: str) -> Deed:
-        key = damage_newest(at.folder, damage)
-        return Deed(f"{key}, and all agents", gone=_everything(at, node).gone)
+def _damaged_checkpoint(damage: Damage) -> Callable[[ChaosEnvironment, str], FaultAction]:
+    def act(at: ChaosEnvironment, node: str) -> FaultAction:
+        key = damage_newest(at.run_folder, damage)
+        return FaultAction(
+            f"{key}, and all agents", nodes_to_restart=_kill_all_agents(at, node).nodes_to_restart
+        )
 
     return act
 
 
-def _rotten_disk(at: Scene, node: str) -> Deed:
-    key = damage_newest(at.folder, _flip_bit)
-    _workers(at, node)
-    return Deed(f"{key}, and all workers")
+def _rotten_disk(at: ChaosEnvironment, node: str) -> FaultAction:
+    key = damage_newest(at.run_folder, _corrupt)
+    _kill_all_workers(at, node)
+    return FaultAction(f"{key}, and all workers")
 
 
-def _flip(path: Path, position: int) -> int:
+def _flip_bit(path: Path, position: int) -> int:
     with path.open("r+b") as file:
         file.seek(position)
         byte = file.read(1)
@@ -292,45 +306,60 @@ def _flip(path: Path, position: int) -> int:
     return 1
 
 
-def _line(at: Scene) -> Network:
+def _require_network(at: ChaosEnvironment) -> Network:
     if at.network is None:
-        raise NotNowError("the nodes have no network of their own")
+        raise NotPossibleNowError("the nodes have no network of their own")
     return at.network
 
 
-def _partition(at: Scene, node: str) -> Deed:
-    network = _line(at)
+def _cut_off_node(at: ChaosEnvironment, node: str) -> FaultAction:
+    network = _require_network(at)
     network.cut(node)
-    return Deed(f"the line of {node}", lambda: network.heal(node), 3 * at.beat + at.away)
+    return FaultAction(
+        f"the line of {node}", lambda: network.heal(node), 3 * at.heartbeat_s + at.outage_s
+    )
 
 
-def _delay(at: Scene, node: str) -> Deed:
-    network = _line(at)
-    network.delay(node, 20.0)
-    return Deed(f"the line of {node}", lambda: network.heal(node), at.away)
+def _delay_packets(at: ChaosEnvironment, node: str) -> FaultAction:
+    network = _require_network(at)
+    network.set_delay(node, 20.0)
+    return FaultAction(f"the line of {node}", lambda: network.heal(node), at.outage_s)
 
 
-def _loss(at: Scene, node: str) -> Deed:
-    network = _line(at)
-    network.loss(node, 2.0)
-    return Deed(f"the line of {node}", lambda: network.heal(node), at.away)
+def _drop_packets(at: ChaosEnvironment, node: str) -> FaultAction:
+    network = _require_network(at)
+    network.set_loss(node, 2.0)
+    return FaultAction(f"the line of {node}", lambda: network.heal(node), at.outage_s)
 
 
-def _signal(pid: int, number: signal.Signals) -> None:
+def _send_signal(pid: int, number: signal.Signals) -> None:
     with suppress(ProcessLookupError):
         os.kill(pid, number)
 
 
-DEEDS: Mapping[str, Callable[[Scene, str], Deed]] = {
-    "agent": _agent, "coordinator": _coordinator, "everything": _everything,
-    "workers": _workers,
-    "mover": _kill_child("mover"), "template": _kill_child("template"),
-    "mover-stop": _mover_stop, "slow-disk": _slow_disk, "full-disk": _full_disk,
-    "run-store": _run_store, "run-store-long": _run_store_long,
-    "leave": _leave, "notice": _notice, "notice-kill": _notice_kill, "zombie": _zombie,
-    "rotten-memory": _rotten_memory, "rotten-disk": _rotten_disk,
-    "rotten-checkpoint": _damaged_checkpoint(_flip_bit),
-    "cut-checkpoint": _damaged_checkpoint(_cut), "lost-checkpoint": _damaged_checkpoint(_remove),
+FAULT_ACTIONS: Mapping[str, Callable[[ChaosEnvironment, str], FaultAction]] = {
+    "agent": _kill_agent,
+    "coordinator": _kill_leader,
+    "everything": _kill_all_agents,
+    "workers": _kill_all_workers,
+    "mover": _kill_child("mover"),
+    "template": _kill_child("template"),
+    "mover-stop": _stop_mover,
+    "slow-disk": _slow_down_disk,
+    "full-disk": _fill_disk,
+    "run-store": _break_run_folder,
+    "run-store-long": _break_run_folder_long,
+    "leave": _ask_to_leave,
+    "notice": _give_notice,
+    "notice-kill": _give_notice_then_kill,
+    "zombie": _freeze_node,
+    "rotten-memory": _corrupt_memory,
+    "rotten-disk": _rotten_disk,
+    "rotten-checkpoint": _damaged_checkpoint(_corrupt),
+    "cut-checkpoint": _damaged_checkpoint(_cut),
+    "lost-checkpoint": _damaged_checkpoint(_remove),
     "replayed-checkpoint": _damaged_checkpoint(_replay),
-    "partition": _partition, "delay": _delay, "loss": _loss,
-}  # fmt: skip
+    "partition": _cut_off_node,
+    "delay": _delay_packets,
+    "loss": _drop_packets,
+}

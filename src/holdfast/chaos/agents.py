@@ -26,142 +26,160 @@ MODULES = {
     "mover": "holdfast.checkpoint.mover.main",
     "template": "holdfast.elastic.worker.fork_server",
 }
-Wrap = Callable[[str, list[str]], list[str]]
+WrapCommand = Callable[[str, list[str]], list[str]]
 """The command line of a node as it is really started: in a network of its own, for one."""
 
 
 @dataclass
-class Life:
+class AgentProcess:
     """One agent, from its start to its end."""
 
     node: str
     process: subprocess.Popen[bytes]
-    killed: bool = False  # by us
+    is_end_expected: bool = False  # by us
 
 
 class Fleet:
     """The agents of one run. command: how `holdfast` is called; settings: of every node."""
 
     def __init__(
-        self, folder: Path, command: Sequence[str], settings: Sequence[str], *,
-        own: Callable[[str], Sequence[str]] = lambda node: (),
-        wrap: Wrap = lambda node, line: line, environment: dict[str, str] | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        folder: Path,
+        command: Sequence[str],
+        settings: Sequence[str],
+        *,
+        node_settings: Callable[[str], Sequence[str]] = lambda node: (),
+        wrap_command: WrapCommand = lambda node, line: line,
+        environment: dict[str, str] | None = None,
+    ) -> None:
         """folder: for what they say. own: more settings for one node."""
         self._folder, self._command, self._settings = folder, list(command), list(settings)
-        self._own, self._wrap = own, wrap
+        self._node_settings, self._wrap_command = node_settings, wrap_command
         self._environment = os.environ | (environment or {})
-        self._lives: dict[str, Life] = {}
-        self._started: dict[str, int] = {}
+        self._agents: dict[str, AgentProcess] = {}
+        self._start_counts: dict[str, int] = {}
         folder.mkdir(parents=True, exist_ok=True)
 
     # --- who is there -----------------------------------------------------------------------------
     @property
-    def alive(self) -> list[str]:
-        return [name for name, life in self._lives.items() if life.process.poll() is None]
+    def alive_nodes(self) -> list[str]:
+        return [name for name, life in self._agents.items() if life.process.poll() is None]
 
-    def pid(self, node: str) -> int:
-        return self._lives[node].process.pid
+    def agent_pid(self, node: str) -> int:
+        return self._agents[node].process.pid
 
-    def child(self, node: str, what: str) -> int | None:
+    def child_pid(self, node: str, what: str) -> int | None:
         """The process id of an agent's mover or template."""
         with suppress(psutil.Error, KeyError):
-            for child in psutil.Process(self.pid(node)).children():
-                if _runs(child, MODULES[what]) and (what != "template" or not _forked(child)):
+            for child in psutil.Process(self.agent_pid(node)).children():
+                if _runs_module(child, MODULES[what]) and (
+                    what != "template" or not _is_forked(child)
+                ):
                     return int(child.pid)
         return None
 
-    def workers(self, node: str) -> list[int]:
+    def worker_pids(self, node: str) -> list[int]:
         """Return the processes forked from the node's template, standbys too."""
         with suppress(psutil.Error, KeyError):
             return [
-                child.pid for child in psutil.Process(self.pid(node)).children(recursive=True)
-                if _runs(child, MODULES["template"]) and _forked(child)
-            ]  # fmt: skip
+                child.pid
+                for child in psutil.Process(self.agent_pid(node)).children(recursive=True)
+                if _runs_module(child, MODULES["template"]) and _is_forked(child)
+            ]
         return []
 
-    def family(self, node: str) -> list[int]:
+    def process_tree(self, node: str) -> list[int]:
         """The agent and everything that it started, eldest first."""
         with suppress(psutil.Error):
-            agent = psutil.Process(self.pid(node))
+            agent = psutil.Process(self.agent_pid(node))
             return [agent.pid, *(child.pid for child in agent.children(recursive=True))]
         return []
 
     # --- deeds ------------------------------------------------------------------------------------
     def start(self, *nodes: str) -> None:
         for node in nodes:
-            number = self._started[node] = self._started.get(node, 0) + 1
-            line = self._wrap(
-                node, [*self._command, f"cluster.node={node}", *self._settings, *self._own(node)]
-            )  # fmt: skip
+            number = self._start_counts[node] = self._start_counts.get(node, 0) + 1
+            line = self._wrap_command(
+                node,
+                [
+                    *self._command,
+                    f"cluster.node={node}",
+                    *self._settings,
+                    *self._node_settings(node),
+                ],
+            )
             with (self._folder / f"{node}.{number}.log").open("wb") as said:
                 process = subprocess.Popen(
-                    line, stdin=subprocess.DEVNULL, stdout=said, stderr=subprocess.STDOUT,
-                    start_new_session=True, env=self._environment,
-                    preexec_fn=end_with_starter(),
-                )  # fmt: skip
-            self._lives[node] = Life(node, process)
+                    line,
+                    stdin=subprocess.DEVNULL,
+                    stdout=said,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,
+                    env=self._environment,
+                    preexec_fn=die_with_parent(),
+                )
+            self._agents[node] = AgentProcess(node, process)
 
     def kill(self, node: str) -> None:
-        life = self._lives[node]
-        life.killed = True
+        life = self._agents[node]
+        life.is_end_expected = True
         life.process.kill()
 
-    def signal(self, node: str, number: signal.Signals) -> None:
+    def send_signal(self, node: str, number: signal.Signals) -> None:
         """To the agent and all its children: what stops a machine stops all of it."""
-        family = self.family(node)
+        family = self.process_tree(node)
         for pid in family if number is signal.SIGSTOP else reversed(family):
             with suppress(ProcessLookupError):
                 os.kill(pid, number)
 
-    def told(self, node: str) -> None:
+    def expect_end(self, node: str) -> None:
         """It is no surprise when this node ends."""
-        self._lives[node].killed = True
+        self._agents[node].is_end_expected = True
 
-    def ended(self) -> list[tuple[str, int, bool]]:
+    def take_ended(self) -> list[tuple[str, int, bool]]:
         """(node, exit code, whether that was to be expected) of those that have ended, once."""
         found = []
-        for name, life in list(self._lives.items()):
+        for name, life in list(self._agents.items()):
             if (code := life.process.poll()) is not None:
-                del self._lives[name]
-                found.append((name, code, life.killed))
+                del self._agents[name]
+                found.append((name, code, life.is_end_expected))
         return found
 
-    def said(self, node: str) -> str:
+    def last_output_line(self, node: str) -> str:
         """The last line of its newest life."""
-        log = self._folder / f"{node}.{self._started[node]}.log"
+        log = self._folder / f"{node}.{self._start_counts[node]}.log"
         lines = log.read_text(errors="replace").strip().splitlines()
         return lines[-1] if lines else "it said nothing"
 
-    def end(self) -> None:
+    def kill_all(self) -> None:
         """End all agents."""
-        for life in self._lives.values():
+        for life in self._agents.values():
             if life.process.poll() is None:
                 with suppress(ProcessLookupError):
                     os.killpg(life.process.pid, signal.SIGCONT)
                 life.process.kill()
-        for life in self._lives.values():
+        for life in self._agents.values():
             life.process.wait()
-        self._lives.clear()
+        self._agents.clear()
 
 
-def end_with_starter() -> Callable[[], None] | None:
+def die_with_parent() -> Callable[[], None] | None:
     """What a child does before its command: Linux kills it when its starter ends."""
-    return _end_with_starter if sys.platform == "linux" else None
+    return _die_with_parent if sys.platform == "linux" else None
 
 
-def _end_with_starter() -> None:
+def _die_with_parent() -> None:
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
 
-def _runs(process: psutil.Process, module: str) -> bool:
+def _runs_module(process: psutil.Process, module: str) -> bool:
     """One that has just ended (a template that was killed a moment ago) runs nothing."""
     with suppress(psutil.Error):
         return module in process.cmdline()
     return False
 
 
-def _forked(process: psutil.Process) -> bool:
+def _is_forked(process: psutil.Process) -> bool:
     """Return True if a process that runs the template's module is a worker or a standby. When their
     template has exited, they are the agent's own children; the template leads a session."""
     with suppress(OSError):

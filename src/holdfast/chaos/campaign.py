@@ -26,36 +26,41 @@ from pathlib import Path
 from typing import Any
 
 import holdfast
-from holdfast.chaos.actions import Scene
-from holdfast.chaos.agents import Fleet, end_with_starter
+from holdfast.chaos.actions import ChaosEnvironment
+from holdfast.chaos.agents import Fleet, die_with_parent
 from holdfast.chaos.catalog import FAULTS
-from holdfast.chaos.compare import judge
-from holdfast.chaos.experiment import TAIL, Disturbance, Story
-from holdfast.chaos.layouts import Shape
-from holdfast.chaos.network import Network, available
-from holdfast.chaos.results import recovered, sentence, tracebacks
-from holdfast.chaos.schedule import Draw, drawn, node_names, refuse_hopeless
-from holdfast.config.load import load
-from holdfast.elastic.protocol.fault_orders import Armoury
+from holdfast.chaos.compare import compare_runs
+from holdfast.chaos.experiment import STEPS_AFTER_LAST_FAULT, DisturbedRunReport, Experiment
+from holdfast.chaos.layouts import ChaosLayout
+from holdfast.chaos.network import Network, why_unavailable
+from holdfast.chaos.results import count_tracebacks, describe_result, is_recovered
+from holdfast.chaos.schedule import Draw, check_faults_possible, draw_faults, node_names
+from holdfast.config.load import load_config
+from holdfast.elastic.protocol.fault_orders import FaultOrders
 from holdfast.errors import HoldfastError, RunFolderError, UserError
 
-MOST = 25
+MAX_FAULTS_PER_RUN = 25
 """Faults of one run."""
-EACH, RARE = 4, 8
+STEPS_PER_FAULT, EXTRA_STEPS_PER_SAVE_FAULT = 4, 8
 """Steps of a run for a fault, and how many more for one that is where the state is saved."""
-BEAT = 0.4
-RESULT = "result.json"
-QUICK = (
-    f"cluster.beat_seconds={BEAT}", "cluster.settle_seconds=0.3", "cluster.alone_seconds=2",
-    "cluster.gather_seconds=30", "cluster.threads_per_worker=1", "cluster.notices=file",
-    "cluster.notices_every_seconds=0.2", "cluster.max_restarts_without_progress=7",
-)  # fmt: skip
+HEARTBEAT_S = 0.4
+RESULT_FILE = "result.json"
+FAST_SETTINGS = (
+    f"cluster.beat_seconds={HEARTBEAT_S}",
+    "cluster.settle_seconds=0.3",
+    "cluster.alone_seconds=2",
+    "cluster.gather_seconds=30",
+    "cluster.threads_per_worker=1",
+    "cluster.notices=file",
+    "cluster.notices_every_seconds=0.2",
+    "cluster.max_restarts_without_progress=7",
+)
 """The last: a fault of two losses may take the run back a step, where the next two are due. Four
 losses without a new step are what a run gives up after; here they are no sign of a broken one."""
 
 
 @dataclass(frozen=True)
-class Settings:
+class CampaignSettings:
     """command: how `holdfast` is called. run_file and overrides: what is trained. draws: a trace;
     None: from the seed, out of `names`, or of all where there are none. shard: which part of how
     many this is."""
@@ -65,28 +70,28 @@ class Settings:
     overrides: tuple[str, ...]
     out: Path
     seed: int
-    names: tuple[str, ...]
+    fault_names: tuple[str, ...]
     draws: tuple[Draw, ...] | None = None
-    networks: bool = True
-    minutes: float = 10.0  # of one run
+    use_networks: bool = True
+    minutes_per_run: float = 10.0  # of one run
     shard: tuple[int, int] = (1, 1)
 
     @property
-    def part(self) -> str:
+    def shard_suffix(self) -> str:
         """The suffix of the names of files that belong to one shard alone."""
         index, parts = self.shard
         return "" if parts == 1 else f"-{index}of{parts}"
 
 
 @dataclass(frozen=True)
-class Task:
+class DisturbedRun:
     """One disturbed run."""
 
-    shape: Shape
+    shape: ChaosLayout
     number: int
     faults: int
     last: int = 0  # the step of the last fault, where that is known
-    each: int = EACH  # steps for a fault
+    each: int = STEPS_PER_FAULT  # steps for a fault
 
     def name(self, seed: int) -> str:
         plain = "".join(c if c.isalnum() or c in "_-" else "-" for c in self.shape.name)
@@ -94,162 +99,209 @@ class Task:
 
     @property
     def steps(self) -> int:
-        return max(self.each * self.faults + 3 * TAIL, self.last + 2 * TAIL)
+        return max(
+            self.each * self.faults + 3 * STEPS_AFTER_LAST_FAULT,
+            self.last + 2 * STEPS_AFTER_LAST_FAULT,
+        )
 
 
-def tasks(shapes: Sequence[Shape], faults: int, names: Sequence[str] = ()) -> list[Task]:
+def plan_runs(
+    shapes: Sequence[ChaosLayout], fault_count: int, fault_names: Sequence[str] = ()
+) -> list[DisturbedRun]:
     """So many faults over these layouts in turn, at most `MOST` a run, and some for each layout.
     names: of the faults; none: all of them."""
-    made: list[Task] = []
-    rare = sum(FAULTS[name].saves for name in names) / max(1, len(names))
-    each = EACH + round(RARE * rare)
-    number, most = 0, max(1, min(MOST, faults // len(shapes)))
-    while faults > 0:
-        size = min(most, faults)
-        made.append(Task(shapes[number % len(shapes)], number + 1, size, each=each))
-        number, faults = number + 1, faults - size
+    made: list[DisturbedRun] = []
+    rare = sum(FAULTS[name].needs_save_step for name in fault_names) / max(1, len(fault_names))
+    each = STEPS_PER_FAULT + round(EXTRA_STEPS_PER_SAVE_FAULT * rare)
+    number, most = 0, max(1, min(MAX_FAULTS_PER_RUN, fault_count // len(shapes)))
+    while fault_count > 0:
+        size = min(most, fault_count)
+        made.append(DisturbedRun(shapes[number % len(shapes)], number + 1, size, each=each))
+        number, fault_count = number + 1, fault_count - size
     return made
 
 
 class Campaign:
     """Runs tasks. say: gets a line for each fault and each run."""
 
-    def __init__(self, settings: Settings, say: Callable[[str], None]) -> None:
-        self._it, self._say = settings, say
-        self._no_network = available()
-        if not settings.networks:
-            self._no_network = "networks of the nodes are switched off"
-        self._trained: dict[int, str] = {}
-        self._code = code()
+    def __init__(self, settings: CampaignSettings, say: Callable[[str], None]) -> None:
+        self._campaign_settings, self._say = settings, say
+        self._why_no_network = why_unavailable()
+        if not settings.use_networks:
+            self._why_no_network = "networks of the nodes are switched off"
+        self._training_digests: dict[int, str] = {}
+        self._source_digest = source_digest()
 
-    def check(self, shapes: Sequence[Shape]) -> None:
+    def check(self, shapes: Sequence[ChaosLayout]) -> None:
         """Raises UserError for faults that can never happen in one of these layouts."""
-        faults = [FAULTS[name] for name in self._it.names or FAULTS]
+        faults = [FAULTS[name] for name in self._campaign_settings.fault_names or FAULTS]
         for shape in shapes:
-            refuse_hopeless(faults, self._it.draws or (), shape, self._no_network)
+            check_faults_possible(
+                faults, self._campaign_settings.draws or (), shape, self._why_no_network
+            )
 
-    def run(self, work: Sequence[Task]) -> list[dict[str, Any]]:
+    def run(self, runs: Sequence[DisturbedRun]) -> list[dict[str, Any]]:
         """The results, in order, with those that were there already.
 
         Raises UserError, before anything is started, where something else lies there."""
-        for task in work:
-            self._check_ours(task)
-        with self._alone():
-            return self._each(work)
+        for task in runs:
+            self._check_existing(task)
+        with self._hold_locks():
+            return self._run_each(runs)
 
-    def _each(self, work: Sequence[Task]) -> list[dict[str, Any]]:
+    def _run_each(self, runs: Sequence[DisturbedRun]) -> list[dict[str, Any]]:
         results = []
-        for task in work:
-            folder = self._it.out / "runs" / task.name(self._it.seed)
-            stored = folder / RESULT
+        for task in runs:
+            folder = self._campaign_settings.out / "runs" / task.name(self._campaign_settings.seed)
+            stored = folder / RESULT_FILE
             if stored.exists():
                 self._say(f"{folder.name}: done before")
                 results.append(json.loads(stored.read_text()))
                 continue
-            self._say(f"{folder.name}: {task.faults} faults, {task.shape.ranks} ranks on "
-                      f"{task.shape.nodes} nodes")  # fmt: skip
-            results.append(self._one(task, folder))
-            new = folder / f".{RESULT}"
+            self._say(
+                f"{folder.name}: {task.faults} faults, {task.shape.ranks} ranks on "
+                f"{task.shape.nodes} nodes"
+            )
+            results.append(self._run_one(task, folder))
+            new = folder / f".{RESULT_FILE}"
             new.write_text(json.dumps(results[-1], indent=1))
             new.replace(stored)
         return results
 
     @contextmanager
-    def _alone(self) -> Iterator[None]:
+    def _hold_locks(self) -> Iterator[None]:
         """Hold the lock against a second campaign of the same runs. Shards run side by side, each
         once.
 
         Raises UserError."""
-        shard = self._it.part
+        shard = self._campaign_settings.shard_suffix
         locks = {".lock": LOCK_SH, f".lock{shard}": LOCK_EX} if shard else {".lock": LOCK_EX}
-        self._it.out.mkdir(parents=True, exist_ok=True)
+        self._campaign_settings.out.mkdir(parents=True, exist_ok=True)
         with ExitStack() as held:
             for name, how in locks.items():
-                file = held.enter_context((self._it.out / name).open("w"))
+                file = held.enter_context((self._campaign_settings.out / name).open("w"))
                 try:
                     flock(file, how | LOCK_NB)
                 except BlockingIOError:
                     raise UserError(
-                        "another chaos command is at work here", where=str(self._it.out),
+                        "another chaos command is at work here",
+                        where=str(self._campaign_settings.out),
                         remedy="wait for its end, or name another --out",
-                    ) from None  # fmt: skip
+                    ) from None
             yield
 
     # --- whether what lies there is ours ----------------------------------------------------------
-    def _check_ours(self, task: Task) -> None:
-        stored = self._it.out / "runs" / task.name(self._it.seed) / RESULT
-        whole = self._whole(task.steps)
+    def _check_existing(self, task: DisturbedRun) -> None:
+        stored = (
+            self._campaign_settings.out
+            / "runs"
+            / task.name(self._campaign_settings.seed)
+            / RESULT_FILE
+        )
+        whole = self._undisturbed_marker(task.steps)
         try:
             found = json.loads(stored.read_text()).get("made_from") if stored.exists() else None
-            other = stored.exists() and found != self._made_from(task)
+            other = stored.exists() and found != self._run_digest(task)
         except (ValueError, AttributeError):
             other = True
-        if other or (whole.exists() and whole.read_text() != self._trains(task.steps)):
+        if other or (whole.exists() and whole.read_text() != self._training_digest(task.steps)):
             folder = stored.parent if other else whole.parent
             raise RunFolderError(
                 "this holds what another campaign made, of other faults or settings, or by other "
-                "code", where=str(folder), remedy="name another --out, or remove it",
-            )  # fmt: skip
+                "code",
+                where=str(folder),
+                remedy="name another --out, or remove it",
+            )
 
-    def _trains(self, steps: int) -> str:
+    def _training_digest(self, steps: int) -> str:
         """A digest of what is trained, by which code. Raises ConfigError."""
-        if steps not in self._trained:
-            loaded = load(self._it.run_file, self._settings(steps))
-            self._trained[steps] = _digest([self._code, loaded.config.model_dump(mode="json")])
-        return self._trained[steps]
+        if steps not in self._training_digests:
+            loaded = load_config(self._campaign_settings.run_file, self._run_settings(steps))
+            self._training_digests[steps] = _digest(
+                [self._source_digest, loaded.config.model_dump(mode="json")]
+            )
+        return self._training_digests[steps]
 
-    def _made_from(self, task: Task) -> str:
+    def _run_digest(self, task: DisturbedRun) -> str:
         """A digest of all that a run comes from; the same for every shard."""
-        draws = self._it.draws
-        asked = self._it.names if draws is None else [asdict(d) | {"where": ""} for d in draws]
-        return _digest([
-            self._trains(task.steps), asdict(task), self._it.seed, asked, self._no_network is None,
-        ])  # fmt: skip
+        draws = self._campaign_settings.draws
+        asked = (
+            self._campaign_settings.fault_names
+            if draws is None
+            else [asdict(d) | {"where": ""} for d in draws]
+        )
+        return _digest(
+            [
+                self._training_digest(task.steps),
+                asdict(task),
+                self._campaign_settings.seed,
+                asked,
+                self._why_no_network is None,
+            ]
+        )
 
-    def _whole(self, steps: int) -> Path:
+    def _undisturbed_marker(self, steps: int) -> Path:
         """Return the file that exists once the undisturbed run is complete."""
-        folder = self._it.out / f"undisturbed-{steps}{self._it.part}"
+        folder = (
+            self._campaign_settings.out
+            / f"undisturbed-{steps}{self._campaign_settings.shard_suffix}"
+        )
         return folder.absolute() / "undisturbed"
 
     # --- one run ----------------------------------------------------------------------------------
-    def _one(self, task: Task, folder: Path) -> dict[str, Any]:
-        undisturbed = self._undisturbed(task.steps)
+    def _run_one(self, task: DisturbedRun, folder: Path) -> dict[str, Any]:
+        undisturbed = self._ensure_undisturbed(task.steps)
         shutil.rmtree(folder, ignore_errors=True)
         for name in ("faults", "notices", "agents", "run.d"):
             (folder / name).mkdir(parents=True)
         (folder / "run").symlink_to("run.d")
         begun = time.monotonic()
-        story = self._disturbed(task, folder)
+        story = self._run_disturbed(task, folder)
         result: dict[str, Any] = {
-            "run": folder.name, "layout": task.shape.name, "ranks": task.shape.ranks,
-            "nodes": task.shape.nodes, "seed": self._it.seed, "steps": task.steps,
-            "tolerance": task.shape.tolerance, "seconds": round(time.monotonic() - begun, 1),
-            "faults": [asdict(done) for done in story.faults], "rejected": story.rejected,
-            "unexpected_ends": story.ends, "problem": story.problem, "asked": task.faults,
-            "cut": story.cut, "notes": story.notes, "made_from": self._made_from(task),
-            "tracebacks": tracebacks(folder / "agents", folder / "run.d"),
-        }  # fmt: skip
+            "run": folder.name,
+            "layout": task.shape.name,
+            "ranks": task.shape.ranks,
+            "nodes": task.shape.nodes,
+            "seed": self._campaign_settings.seed,
+            "steps": task.steps,
+            "tolerance": task.shape.tolerance,
+            "seconds": round(time.monotonic() - begun, 1),
+            "faults": [asdict(done) for done in story.faults],
+            "rejected": story.rejected_draws,
+            "unexpected_ends": story.unexpected_ends,
+            "problem": story.problem,
+            "asked": task.faults,
+            "cut": story.cut,
+            "notes": story.notes,
+            "made_from": self._run_digest(task),
+            "tracebacks": count_tracebacks(folder / "agents", folder / "run.d"),
+        }
         if not story.problem:
             try:
-                verdict = judge(folder / "run.d", undisturbed, task.steps, task.shape.tolerance)
+                verdict = compare_runs(
+                    folder / "run.d", undisturbed, task.steps, task.shape.tolerance
+                )
             except (HoldfastError, OSError, KeyError, ValueError) as error:
                 result["problem"] = f"the verdict could not be made: {error!r}"
             else:
                 result["verdict"] = asdict(verdict)
-        result["recovered"] = recovered(result)
-        self._say(f"{folder.name}: {sentence(result)}")
+        result["recovered"] = is_recovered(result)
+        self._say(f"{folder.name}: {describe_result(result)}")
         return result
 
-    def _disturbed(self, task: Task, folder: Path) -> Story:
+    def _run_disturbed(self, task: DisturbedRun, folder: Path) -> DisturbedRunReport:
         nodes = node_names(task.shape)
-        network = Network() if self._no_network is None else None
+        network = Network() if self._why_no_network is None else None
         folder = folder.absolute()
-        armoury = Armoury(folder / "faults")
+        armoury = FaultOrders(folder / "faults")
         armoury.prepare()
         settings = [
-            *self._settings(task.steps), *task.shape.settings, *QUICK, f"folder={folder / 'run'}",
+            *self._run_settings(task.steps),
+            *task.shape.settings,
+            *FAST_SETTINGS,
+            f"folder={folder / 'run'}",
             f"cluster.faults={armoury.folder}",
-        ]  # fmt: skip
+        ]
         try:
             if network is not None:
                 network.up(nodes)
@@ -262,63 +314,99 @@ class Campaign:
                 return [*network.command(node), *line] if network is not None else line
 
             fleet = Fleet(
-                folder / "agents", [*self._it.command, "train", str(self._it.run_file)], settings,
-                own=own, wrap=wrap, environment={"OMP_NUM_THREADS": "1"},
-            )  # fmt: skip
-            scene = Scene(
-                fleet, folder / "run", folder / "run.d", folder / "notices", network, BEAT, 1.0
+                folder / "agents",
+                [*self._campaign_settings.command, "train", str(self._campaign_settings.run_file)],
+                settings,
+                node_settings=own,
+                wrap_command=wrap,
+                environment={"OMP_NUM_THREADS": "1"},
+            )
+            scene = ChaosEnvironment(
+                fleet,
+                folder / "run",
+                folder / "run.d",
+                folder / "notices",
+                network,
+                HEARTBEAT_S,
+                1.0,
             )
             try:
-                return Disturbance(
-                    scene, armoury, task.shape, nodes, task.steps, self._say, self._saves_every
-                ).run(self._draws(task), task.faults, time.monotonic() + 60 * self._it.minutes)
+                return Experiment(
+                    scene,
+                    armoury,
+                    task.shape,
+                    nodes,
+                    task.steps,
+                    self._say,
+                    self._save_interval_steps,
+                ).run(
+                    self._draws_of(task),
+                    task.faults,
+                    time.monotonic() + 60 * self._campaign_settings.minutes_per_run,
+                )
             finally:
-                fleet.end()
+                fleet.kill_all()
         finally:
             if network is not None:
                 network.down()
 
     @property
-    def _saves_every(self) -> int:
-        return load(self._it.run_file, self._settings(1)).config.checkpoint.by_steps
+    def _save_interval_steps(self) -> int:
+        return load_config(
+            self._campaign_settings.run_file, self._run_settings(1)
+        ).config.checkpoint.by_steps
 
-    def _draws(self, task: Task) -> Iterator[Draw]:
-        if self._it.draws is not None:
-            return iter(self._it.draws)
-        return drawn(f"{self._it.seed} {task.shape.name} {task.number}", self._it.names)
+    def _draws_of(self, task: DisturbedRun) -> Iterator[Draw]:
+        if self._campaign_settings.draws is not None:
+            return iter(self._campaign_settings.draws)
+        return draw_faults(
+            f"{self._campaign_settings.seed} {task.shape.name} {task.number}",
+            self._campaign_settings.fault_names,
+        )
 
-    def _settings(self, steps: int) -> list[str]:
-        return [f"train.steps={steps}", *self._it.overrides]
+    def _run_settings(self, steps: int) -> list[str]:
+        return [f"train.steps={steps}", *self._campaign_settings.overrides]
 
-    def _undisturbed(self, steps: int) -> Path:
+    def _ensure_undisturbed(self, steps: int) -> Path:
         """The run that is compared with: one worker, made once."""
-        done = self._whole(steps)
+        done = self._undisturbed_marker(steps)
         folder = done.parent
         if done.exists():
             return folder
         shutil.rmtree(folder, ignore_errors=True)
         line = [
-            *self._it.command, "train", str(self._it.run_file), *self._settings(steps),
-            f"folder={folder}", "layout.workers=1", "cluster.threads_per_worker=1",
-        ]  # fmt: skip
-        with (self._it.out / ".preparing").open("w") as turn:
+            *self._campaign_settings.command,
+            "train",
+            str(self._campaign_settings.run_file),
+            *self._run_settings(steps),
+            f"folder={folder}",
+            "layout.workers=1",
+            "cluster.threads_per_worker=1",
+        ]
+        with (self._campaign_settings.out / ".preparing").open("w") as turn:
             flock(turn, LOCK_EX)  # the first prepares the data, which no two may at once
             made = subprocess.run(
-                line, capture_output=True, text=True, stdin=subprocess.DEVNULL, check=False,
-                env=os.environ | {"OMP_NUM_THREADS": "1"}, preexec_fn=end_with_starter(),
-            )  # fmt: skip
+                line,
+                capture_output=True,
+                text=True,
+                stdin=subprocess.DEVNULL,
+                check=False,
+                env=os.environ | {"OMP_NUM_THREADS": "1"},
+                preexec_fn=die_with_parent(),
+            )
         if made.returncode:
             raise UserError(
-                f"the undisturbed run ended with {made.returncode}: {_reason(made)}",
-                where=str(self._it.run_file), remedy="see that it trains: holdfast train",
-            )  # fmt: skip
+                f"the undisturbed run ended with {made.returncode}: {_failure_reason(made)}",
+                where=str(self._campaign_settings.run_file),
+                remedy="see that it trains: holdfast train",
+            )
         new = done.with_name(".undisturbed")
-        new.write_text(self._trains(steps))
+        new.write_text(self._training_digest(steps))
         new.replace(done)
         return folder
 
 
-def code() -> str:
+def source_digest() -> str:
     """A digest of Holdfast's own sources: what an older state of them has shown says nothing of
     this one."""
     package, found = Path(holdfast.__file__).parent, sha256()
@@ -328,7 +416,7 @@ def code() -> str:
     return found.hexdigest()
 
 
-def _reason(ended: subprocess.CompletedProcess[str]) -> str:
+def _failure_reason(ended: subprocess.CompletedProcess[str]) -> str:
     """The sentence in which a command said why, which need not be its last line."""
     said = ended.stderr.strip().splitlines() or ended.stdout.strip().splitlines() or [""]
     return next((line for line in reversed(said) if line.startswith("holdfast: ")), said[-1])

@@ -10,21 +10,21 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from holdfast.checkpoint.restore.catalog import listing
+from holdfast.checkpoint.restore.catalog import list_commits
 from holdfast.checkpoint.restore.reader import Checkpoint
 from holdfast.config.run import RunConfig
-from holdfast.core.data.lineage import split
-from holdfast.core.sharding.boxes import whole
-from holdfast.data.audit import audit
+from holdfast.core.data.lineage import split_effective
+from holdfast.core.sharding.boxes import whole_box
+from holdfast.data.audit import audit_records
 from holdfast.data.batch import Batches
 from holdfast.data.dataset import Dataset
 from holdfast.events import StepDone
-from holdfast.wire.journal import read
+from holdfast.wire.journal import read_journal
 from holdfast.wire.store.run_store import FolderStore
 
 
 @dataclass(frozen=True)
-class Verdict:
+class RunComparison:
     """Each is "" if it holds, or a sentence. worst: the largest relative difference of a loss or a
     tensor."""
 
@@ -34,25 +34,25 @@ class Verdict:
     worst: float
 
     @property
-    def equal(self) -> bool:
+    def is_equal(self) -> bool:
         return not (self.curve or self.ledger or self.tensors)
 
 
-def judge(folder: Path, undisturbed: Path, steps: int, tolerance: float) -> Verdict:
+def compare_runs(folder: Path, undisturbed: Path, steps: int, tolerance: float) -> RunComparison:
     """tolerance: relative; 0: to the bit."""
-    curve, worst = _curve(losses(folder), losses(undisturbed), steps, tolerance)
-    ledger = _ledger(folder, steps)
-    tensors, off = _tensors(folder, undisturbed, steps, tolerance)
-    return Verdict(curve, ledger, tensors, max(worst, off))
+    curve, worst = _compare_curves(read_losses(folder), read_losses(undisturbed), steps, tolerance)
+    ledger = _check_ledger(folder, steps)
+    tensors, off = _compare_tensors(folder, undisturbed, steps, tolerance)
+    return RunComparison(curve, ledger, tensors, max(worst, off))
 
 
-def losses(folder: Path) -> dict[int, float]:
+def read_losses(folder: Path) -> dict[int, float]:
     """By step, of what counts."""
-    effective, _ = split(read(FolderStore(folder)))
+    effective, _ = split_effective(read_journal(FolderStore(folder)))
     return {r.event.step: r.event.loss for r in effective if isinstance(r.event, StepDone)}
 
 
-def _curve(
+def _compare_curves(
     ours: dict[int, float], theirs: dict[int, float], steps: int, tolerance: float
 ) -> tuple[str, float]:
     if len(theirs) < steps:
@@ -64,34 +64,36 @@ def _curve(
         return f"step {beyond[0]} is none of the run's {steps}", 0.0
     worst = 0.0
     for step, loss in sorted(ours.items()):
-        off = _off(abs(loss - theirs[step]), abs(theirs[step]))
+        off = _relative_error(abs(loss - theirs[step]), abs(theirs[step]))
         worst = max(worst, off)
         if off > tolerance:
             return f"the loss of step {step} is {loss!r}, not {theirs[step]!r}", worst
     return "", worst
 
 
-def _off(difference: float, size: float) -> float:
+def _relative_error(difference: float, size: float) -> float:
     """Relative; what is no number is as far off as can be."""
     off = difference / max(size, 1e-300)
     return math.inf if math.isnan(off) else off
 
 
-def _ledger(folder: Path, steps: int) -> str:
+def _check_ledger(folder: Path, steps: int) -> str:
     stored = json.loads((folder / "resolved.json").read_text())
     config = RunConfig.model_validate(stored["config"])
     dataset = Dataset.open(Path(stored["dataset"]["folder"]))
     batches = Batches(dataset, config.data, config.train, config.seed)
-    result = audit(read(FolderStore(folder)), batches)
+    result = audit_records(read_journal(FolderStore(folder)), batches)
     if not result.ok:
-        return result.sentence()
+        return result.describe()
     if result.last_step != steps:
         return f"the ledger ends with step {result.last_step}"
     return ""
 
 
-def _tensors(folder: Path, undisturbed: Path, steps: int, tolerance: float) -> tuple[str, float]:
-    ours, theirs = state(folder), state(undisturbed)
+def _compare_tensors(
+    folder: Path, undisturbed: Path, steps: int, tolerance: float
+) -> tuple[str, float]:
+    ours, theirs = read_newest_state(folder), read_newest_state(undisturbed)
     for which, (step, _) in (("its", ours), ("the undisturbed run's", theirs)):
         if step != steps:
             return f"{which} last checkpoint is of step {step}", 0.0
@@ -100,23 +102,23 @@ def _tensors(folder: Path, undisturbed: Path, steps: int, tolerance: float) -> t
         return f"{odd[0]} is in one of the two alone", worst
     for name, right in theirs[1].items():
         found = ours[1][name]
-        off = _off(float(np.linalg.norm(found - right)), float(np.linalg.norm(right)))
+        off = _relative_error(float(np.linalg.norm(found - right)), float(np.linalg.norm(right)))
         worst = max(worst, off)
         if (not np.array_equal(found, right)) if tolerance == 0.0 else off > tolerance:
             return f"{name} differs by {off:.2g}", worst
     return "", worst
 
 
-def state(folder: Path) -> tuple[int, dict[str, NDArray[np.float64]]]:
+def read_newest_state(folder: Path) -> tuple[int, dict[str, NDArray[np.float64]]]:
     """Step and tensors of the newest checkpoint."""
     store = FolderStore(folder)
-    found = listing(store)
+    found = list_commits(store)
     if not found:
         return 0, {}
     checkpoint = Checkpoint.open(store, found[0])
     out: dict[str, NDArray[np.float64]] = {}
     for spec in checkpoint.tensors:
         value = np.empty(spec.shape, np.dtype(spec.dtype.replace("F", "float").lower()))
-        checkpoint.read(whole(spec.name, spec.shape), value.data.cast("B"))
+        checkpoint.read(whole_box(spec.name, spec.shape), value.data.cast("B"))
         out[spec.name] = value.astype(np.float64)
     return checkpoint.step, out

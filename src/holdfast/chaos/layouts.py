@@ -10,90 +10,99 @@ from holdfast.errors import UserError
 
 
 @dataclass(frozen=True)
-class Shape:
+class ChaosLayout:
     """layout: settings below `layout.`. nodes, places: how the ranks are spread. exact: only data
     replicas change when nodes go or come, so the curve stays bit-equal."""
 
     name: str
     layout: tuple[str, ...]
     nodes: int
-    places: int
-    exact: bool = False
-    pipelined: bool = False
-    shared: bool = False
+    ranks_per_node: int
+    is_exact: bool = False
+    is_pipelined: bool = False
+    has_shared_state: bool = False
 
     @property
     def ranks(self) -> int:
-        return self.nodes * self.places
+        return self.nodes * self.ranks_per_node
 
     @property
     def settings(self) -> list[str]:
-        return [f"layout.{each}" for each in self.layout] + [f"cluster.places={self.places}"]
+        return [f"layout.{each}" for each in self.layout] + [
+            f"cluster.places={self.ranks_per_node}"
+        ]
 
     @property
     def tolerance(self) -> float:
-        return 0.0 if self.exact else 1e-10
+        return 0.0 if self.is_exact else 1e-10
 
 
-def _shape(name: str, nodes: int, places: int, *degrees: str) -> Shape:
+def _make_layout(name: str, nodes: int, places: int, *degrees: str) -> ChaosLayout:
     split = [each for each in degrees if not each.endswith("=1")]  # 1 splits nothing
-    return Shape(
-        name, (f"workers={nodes * places}", *degrees), nodes, places, exact=not split,
-        pipelined=any("pp" in each for each in split), shared=bool(split),
-    )  # fmt: skip
+    return ChaosLayout(
+        name,
+        (f"workers={nodes * places}", *degrees),
+        nodes,
+        places,
+        is_exact=not split,
+        is_pipelined=any("pp" in each for each in split),
+        has_shared_state=bool(split),
+    )
 
 
-SHAPES: Mapping[str, Shape] = {
+CHAOS_LAYOUTS: Mapping[str, ChaosLayout] = {
     shape.name: shape
     for shape in (
-        _shape("replicated", 4, 1),
-        _shape("dp_shard", 4, 1, "dp_shard=2"),
-        _shape("tp", 4, 1, "tp=2"),
-        _shape("pp", 4, 1, "pp=2"),
-        _shape("zero", 4, 1, "dp_shard=2", "zero=1"),
-        _shape("mixed", 4, 2, "pp=2", "tp=2"),
-        _shape("uneven", 3, 1, "replicas=[{tp: 2}, {tp: 1}]"),
-        _shape("two", 2, 1),
-        _shape("wide", 4, 2, "dp_shard=2"),
+        _make_layout("replicated", 4, 1),
+        _make_layout("dp_shard", 4, 1, "dp_shard=2"),
+        _make_layout("tp", 4, 1, "tp=2"),
+        _make_layout("pp", 4, 1, "pp=2"),
+        _make_layout("zero", 4, 1, "dp_shard=2", "zero=1"),
+        _make_layout("mixed", 4, 2, "pp=2", "tp=2"),
+        _make_layout("uneven", 3, 1, "replicas=[{tp: 2}, {tp: 1}]"),
+        _make_layout("two", 2, 1),
+        _make_layout("wide", 4, 2, "dp_shard=2"),
     )
 }
 
 
-def shape_of(text: str, nodes: int = 0) -> Shape:
+def parse_layout(text: str, nodes: int = 0) -> ChaosLayout:
     """A name of `SHAPES`, or degrees such as "tp=2,workers=4". nodes: over how many; 0: as named,
     or one a rank. Raises UserError for other text, or ranks that make no complete replicas."""
     text = ",".join(each.strip() for each in text.split(","))
-    if text in SHAPES:
-        shape = SHAPES[text]
+    if text in CHAOS_LAYOUTS:
+        shape = CHAOS_LAYOUTS[text]
         if not nodes or nodes == shape.nodes:
             return shape
         ranks, degrees = shape.ranks, list(shape.layout[1:])
     else:
-        ranks, degrees = _degrees(text, nodes)
+        ranks, degrees = _parse_degrees(text, nodes)
         nodes = nodes or ranks
     if nodes < 1 or ranks % nodes:
         raise UserError(
-            f"{ranks} ranks cannot be spread evenly over {nodes} nodes", where="--nodes",
+            f"{ranks} ranks cannot be spread evenly over {nodes} nodes",
+            where="--nodes",
             remedy=f"use {max((n for n in range(1, nodes + 1) if ranks % n == 0), default=ranks)}",
-        )  # fmt: skip
-    return _shape(text, nodes, ranks // nodes, *degrees)
+        )
+    return _make_layout(text, nodes, ranks // nodes, *degrees)
 
 
-def natural(text: str) -> int | None:
+def parse_natural(text: str) -> int | None:
     """A plain number of ASCII digits, or None."""
     return int(text) if text.isascii() and text.isdecimal() and len(text) < 10 else None
 
 
-def _degrees(text: str, nodes: int) -> tuple[int, list[str]]:
+def _parse_degrees(text: str, nodes: int) -> tuple[int, list[str]]:
     found: dict[str, int] = {}
     for each in text.split(","):
         key, equals, value = each.partition("=")
         known = key in ("workers", "pp", "tp", "dp_shard", "zero")
-        if not (known and equals and natural(value)):
+        if not (known and equals and parse_natural(value)):
             raise UserError(
-                f"{each!r} is no layout", where="--layout",
-                remedy=f"use one of {', '.join(SHAPES)}, or degrees such as tp=2,workers=4",
-            )  # fmt: skip
+                f"{each!r} is no layout",
+                where="--layout",
+                remedy=f"use one of {', '.join(CHAOS_LAYOUTS)}, or degrees such as tp=2,workers=4",
+            )
         found[key] = int(value)
     replica = prod(found.get(axis, 1) for axis in ("pp", "tp", "dp_shard"))
     ranks = found.pop("workers", 2 * replica)
@@ -101,7 +110,8 @@ def _degrees(text: str, nodes: int) -> tuple[int, list[str]]:
         even = lcm(replica, max(nodes, 1))  # on each node as many
         near = [n for n in (ranks // even * even, (ranks // even + 1) * even) if n]
         raise UserError(
-            f"workers={ranks} make no whole replicas of {replica}", where="--layout",
+            f"workers={ranks} make no whole replicas of {replica}",
+            where="--layout",
             remedy=f"use {' or '.join(f'workers={n}' for n in near)}",
-        )  # fmt: skip
+        )
     return ranks, [f"{key}={value}" for key, value in found.items()]

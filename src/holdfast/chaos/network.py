@@ -31,29 +31,32 @@ from holdfast.errors import UserError
 
 SUBNET = "10.77.0"
 DEVICE = "eth0"
-MOST = 250
-NOBODY = "02:00:00:00:00:01"
+MAX_NODES = 250
+UNREACHABLE_MAC = "02:00:00:00:00:01"
 """A device that is not there."""
-_PROBE = "ip link add hfbr0 type bridge && ip link add hfp0 type veth peer name hfp1"
-_WAYS: tuple[tuple[str, ...], ...] = (("--net",), ("--map-root-user", "--net"))
+_PROBE_COMMAND = "ip link add hfbr0 type bridge && ip link add hfp0 type veth peer name hfp1"
+_UNSHARE_OPTIONS: tuple[tuple[str, ...], ...] = (("--net",), ("--map-root-user", "--net"))
 _TOOLS = {"ip": "iproute2", "unshare": "util-linux", "nsenter": "util-linux"}
 
 
-def available() -> str | None:
+def why_unavailable() -> str | None:
     """Return None if `Network` works, or one sentence that says why not."""
-    way, reason = _way()
+    way, reason = _find_unshare_options()
     return None if way is not None else reason
 
 
-def _way() -> tuple[tuple[str, ...] | None, str]:
+def _find_unshare_options() -> tuple[tuple[str, ...] | None, str]:
     """With which options of unshare namespaces can be made, or why with none."""
     for tool, package in _TOOLS.items():
         if shutil.which(tool) is None:
             return None, f"there are no network namespaces here: {tool} ({package}) is missing"
     reason = ""
-    for way in _WAYS:
+    for way in _UNSHARE_OPTIONS:
         done = subprocess.run(
-            ["unshare", *way, "sh", "-c", _PROBE], capture_output=True, text=True, check=False
+            ["unshare", *way, "sh", "-c", _PROBE_COMMAND],
+            capture_output=True,
+            text=True,
+            check=False,
         )
         if done.returncode == 0:
             return way, ""
@@ -65,77 +68,96 @@ def _way() -> tuple[tuple[str, ...] | None, str]:
 
 
 @dataclass
-class _Node:
+class _NetworkNode:
     address: str
-    plug: str  # its end of the line, in the bridge's namespace
-    holder: subprocess.Popen[bytes]
+    veth: str  # its end of the line, in the bridge's namespace
+    namespace_process: subprocess.Popen[bytes]
     relay: subprocess.Popen[bytes] | None = None
     cut: bool = False
-    delay: float = 0.0  # milliseconds
-    loss: float = 0.0  # percent
+    delay_ms: float = 0.0  # milliseconds
+    loss_percent: float = 0.0  # percent
 
     @property
-    def port(self) -> str:
+    def bridge_port(self) -> str:
         """What is plugged into the bridge for it."""
-        return self.plug if self.relay is None else f"{self.plug}r"
+        return self.veth if self.relay is None else f"{self.veth}r"
 
 
 class Network:
     """The nodes of one run, each in a namespace of its own."""
 
     def __init__(self) -> None:
-        self._nodes: dict[str, _Node] = {}
-        self._bridge: subprocess.Popen[bytes] | None = None
-        self._enter: tuple[str, ...] = ()
-        self._netem: bool | None = None
+        self._nodes: dict[str, _NetworkNode] = {}
+        self._bridge_process: subprocess.Popen[bytes] | None = None
+        self._nsenter_options: tuple[str, ...] = ()
+        self._has_netem: bool | None = None
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None,
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
         traceback: TracebackType | None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.down()
 
     def up(self, names: Sequence[str]) -> None:
         """Make the network, or add nodes to it. Raises UserError where that cannot be done here."""
-        if self._bridge is None:
-            way, reason = _way()
+        if self._bridge_process is None:
+            way, reason = _find_unshare_options()
             if way is None:
                 raise UserError(
                     reason, where="network of nodes", remedy="run as root, or do without partitions"
                 )
             if "--map-root-user" in way:
-                self._enter = ("--user", "--preserve-credentials")
-            self._bridge = _holder(["unshare", *way])
+                self._nsenter_options = ("--user", "--preserve-credentials")
+            self._bridge_process = _start_namespace_process(["unshare", *way])
             self._ip("link", "add", "br0", "type", "bridge")
             self._ip("link", "set", "br0", "up")
         for name in names:
             if name in self._nodes:
                 continue
-            if len(self._nodes) == MOST:
-                raise UserError(f"a network has room for {MOST} nodes", where=name,
-                                remedy="start fewer")  # fmt: skip
+            if len(self._nodes) == MAX_NODES:
+                raise UserError(
+                    f"a network has room for {MAX_NODES} nodes", where=name, remedy="start fewer"
+                )
             self._plug_in(name)
 
     def _plug_in(self, name: str) -> None:
         number = len(self._nodes) + 1
-        holder = _holder([*(self._inside(self._bridge) if self._enter else ()), "unshare", "--net"])
-        node = self._nodes[name] = _Node(f"{SUBNET}.{number}", f"p{number}", holder)
-        self._ip("link", "add", node.plug, "type", "veth", "peer", "name", DEVICE,
-                 "netns", str(holder.pid))  # fmt: skip
-        self._ip("link", "set", node.plug, "master", "br0", "up")
+        holder = _start_namespace_process(
+            [
+                *(self._nsenter_command(self._bridge_process) if self._nsenter_options else ()),
+                "unshare",
+                "--net",
+            ]
+        )
+        node = self._nodes[name] = _NetworkNode(f"{SUBNET}.{number}", f"p{number}", holder)
+        self._ip(
+            "link",
+            "add",
+            node.veth,
+            "type",
+            "veth",
+            "peer",
+            "name",
+            DEVICE,
+            "netns",
+            str(holder.pid),
+        )
+        self._ip("link", "set", node.veth, "master", "br0", "up")
         inside = self.command(name)
-        _run([*inside, "ip", "address", "add", f"{node.address}/24", "dev", DEVICE])
-        _run([*inside, "ip", "link", "set", DEVICE, "up"])
-        _run([*inside, "ip", "link", "set", "lo", "up"])
+        _run_or_raise([*inside, "ip", "address", "add", f"{node.address}/24", "dev", DEVICE])
+        _run_or_raise([*inside, "ip", "link", "set", DEVICE, "up"])
+        _run_or_raise([*inside, "ip", "link", "set", "lo", "up"])
 
     # --- starting a node --------------------------------------------------------------------
     def command(self, name: str) -> list[str]:
         """What to put before a command so that it runs on that node. It becomes the command: the
         process id stays."""
-        return self._inside(self._node(name).holder, "--net")
+        return self._nsenter_command(self._node(name).namespace_process, "--net")
 
     def address(self, name: str) -> str:
         return self._node(name).address
@@ -143,112 +165,134 @@ class Network:
     def settings(self, name: str) -> list[str]:
         """Of the run file, for that node."""
         address = self.address(name)
-        return [f"cluster.interface={address}", f"cluster.gloo_interface={DEVICE}",
-                f"checkpoint.peer_interface={address}"]  # fmt: skip
+        return [
+            f"cluster.interface={address}",
+            f"cluster.gloo_interface={DEVICE}",
+            f"checkpoint.peer_interface={address}",
+        ]
 
     # --- faults -------------------------------------------------------------------------------
     def cut(self, name: str) -> None:
         """Cut that node off: no other node reaches it any more, and it reaches none."""
         node = self._node(name)
-        self._ip("link", "set", node.port, "nomaster")
+        self._ip("link", "set", node.bridge_port, "nomaster")
         node.cut = True
 
     def heal(self, name: str) -> None:
         """Restore the line to its first state: connected, and neither slow nor lossy."""
         node = self._node(name)
         node.cut = False
-        self._shape(node, 0.0, 0.0)
-        self._ip("link", "set", node.port, "master", "br0")
+        self._apply_delay_and_loss(node, 0.0, 0.0)
+        self._ip("link", "set", node.bridge_port, "master", "br0")
 
-    def part(self, one: str, other: str) -> None:
+    def disconnect(self, one: str, other: str) -> None:
         """What these two send each other vanishes, as with a link between two switches."""
-        self._between(one, other, "replace", "lladdr", NOBODY, "nud", "permanent")
+        self._set_neighbours(one, other, "replace", "lladdr", UNREACHABLE_MAC, "nud", "permanent")
 
-    def join(self, one: str, other: str) -> None:
+    def reconnect(self, one: str, other: str) -> None:
         """Two nodes that were parted reach each other again."""
-        self._between(one, other, "delete")
+        self._set_neighbours(one, other, "delete")
 
-    def delay(self, name: str, ms: float) -> None:
+    def set_delay(self, name: str, delay_ms: float) -> None:
         """Every packet of that node comes `ms` later, in each direction; 0: no longer."""
         node = self._node(name)
-        self._shape(node, ms, node.loss)
+        self._apply_delay_and_loss(node, delay_ms, node.loss_percent)
 
-    def loss(self, name: str, percent: float) -> None:
+    def set_loss(self, name: str, percent: float) -> None:
         """Of that node's packets so many are lost, in each direction; 0: no longer."""
         node = self._node(name)
-        self._shape(node, node.delay, percent)
+        self._apply_delay_and_loss(node, node.delay_ms, percent)
 
     def down(self) -> None:
         """Remove all networks; processes still on the nodes reach no other node. May be called
         again."""
         for node in self._nodes.values():
             if node.relay is not None:
-                _end(node.relay)
-            _end(node.holder)
-        if self._bridge is not None:
-            _end(self._bridge)
-        self._nodes, self._bridge, self._enter = {}, None, ()
+                _kill_and_wait(node.relay)
+            _kill_and_wait(node.namespace_process)
+        if self._bridge_process is not None:
+            _kill_and_wait(self._bridge_process)
+        self._nodes, self._bridge_process, self._nsenter_options = {}, None, ()
 
     # --- within -------------------------------------------------------------------------------
-    def _node(self, name: str) -> _Node:
+    def _node(self, name: str) -> _NetworkNode:
         try:
             return self._nodes[name]
         except KeyError:
             raise UserError(
-                f"{name!r} is no node of this network", where="network of nodes",
+                f"{name!r} is no node of this network",
+                where="network of nodes",
                 remedy=f"use one of {', '.join(self._nodes) or 'those that were given to up'}",
-            ) from None  # fmt: skip
+            ) from None
 
-    def _inside(self, holder: subprocess.Popen[bytes] | None, *kinds: str) -> list[str]:
+    def _nsenter_command(self, holder: subprocess.Popen[bytes] | None, *kinds: str) -> list[str]:
         assert holder is not None, "up was not called"
-        return ["nsenter", "--target", str(holder.pid), *self._enter, *kinds, "--"]
+        return ["nsenter", "--target", str(holder.pid), *self._nsenter_options, *kinds, "--"]
 
-    def _between(self, one: str, other: str, deed: str, *words: str) -> None:
+    def _set_neighbours(self, one: str, other: str, deed: str, *words: str) -> None:
         """What each of two nodes believes of the other's place in the network."""
         for here, there in ((one, other), (other, one)):
-            _run([*self.command(here), "ip", "neighbour", deed, self.address(there), *words,
-                  "dev", DEVICE])  # fmt: skip
+            _run_or_raise(
+                [
+                    *self.command(here),
+                    "ip",
+                    "neighbour",
+                    deed,
+                    self.address(there),
+                    *words,
+                    "dev",
+                    DEVICE,
+                ]
+            )
 
     def _ip(self, *words: str) -> None:
-        _run([*self._inside(self._bridge, "--net"), "ip", *words])
+        _run_or_raise([*self._nsenter_command(self._bridge_process, "--net"), "ip", *words])
 
-    def _shape(self, node: _Node, ms: float, percent: float) -> None:
-        if (ms, percent) == (node.delay, node.loss):
+    def _apply_delay_and_loss(self, node: _NetworkNode, ms: float, percent: float) -> None:
+        if (ms, percent) == (node.delay_ms, node.loss_percent):
             return
-        node.delay, node.loss = ms, percent
-        here = self._inside(self._bridge, "--net")
-        there = self._inside(node.holder, "--net")
-        if self._netem is None:
-            self._netem = _netem([*here, "tc"], node.plug)
-        if self._netem:
+        node.delay_ms, node.loss_percent = ms, percent
+        here = self._nsenter_command(self._bridge_process, "--net")
+        there = self._nsenter_command(node.namespace_process, "--net")
+        if self._has_netem is None:
+            self._has_netem = _supports_netem([*here, "tc"], node.veth)
+        if self._has_netem:
             words = ["netem", "delay", f"{ms}ms", "loss", f"{percent}%"]
-            for inside, device in ((here, node.plug), (there, DEVICE)):
-                _run([*inside, "tc", "qdisc", "replace", "dev", device, "root", *words])
+            for inside, device in ((here, node.veth), (there, DEVICE)):
+                _run_or_raise([*inside, "tc", "qdisc", "replace", "dev", device, "root", *words])
             return
-        self._relay(node, here)
+        self._replace_relay(node, here)
 
-    def _relay(self, node: _Node, here: list[str]) -> None:
+    def _replace_relay(self, node: _NetworkNode, here: list[str]) -> None:
         """A process between the node's plug and the bridge, or none where nothing is to be held
         back. While it is put there packets are lost, as of any line that is unplugged."""
         if node.relay is not None:
-            self._ip("link", "delete", node.port)
-            _end(node.relay)
+            self._ip("link", "delete", node.bridge_port)
+            _kill_and_wait(node.relay)
             node.relay = None
-        if node.delay or node.loss:
-            self._ip("link", "set", node.plug, "nomaster")
-            far = f"{node.plug}f"
-            self._ip("link", "add", f"{node.plug}r", "type", "veth", "peer", "name", far)
+        if node.delay_ms or node.loss_percent:
+            self._ip("link", "set", node.veth, "nomaster")
+            far = f"{node.veth}f"
+            self._ip("link", "add", f"{node.veth}r", "type", "veth", "peer", "name", far)
             self._ip("link", "set", far, "up")
-            self._ip("link", "set", f"{node.plug}r", "up")
-            node.relay = _started([
-                *here, sys.executable, "-m", "holdfast.chaos.relay", node.plug, far,
-                str(node.delay), str(node.loss),
-            ])  # fmt: skip
+            self._ip("link", "set", f"{node.veth}r", "up")
+            node.relay = _start_until_ready(
+                [
+                    *here,
+                    sys.executable,
+                    "-m",
+                    "holdfast.chaos.relay",
+                    node.veth,
+                    far,
+                    str(node.delay_ms),
+                    str(node.loss_percent),
+                ]
+            )
         if not node.cut:
-            self._ip("link", "set", node.port, "master", "br0")
+            self._ip("link", "set", node.bridge_port, "master", "br0")
 
 
-def _netem(tc: list[str], device: str) -> bool:
+def _supports_netem(tc: list[str], device: str) -> bool:
     """Whether this kernel has it."""
     if shutil.which("tc") is None:
         return False
@@ -256,33 +300,42 @@ def _netem(tc: list[str], device: str) -> bool:
     return subprocess.run(words, capture_output=True, check=False).returncode == 0
 
 
-def _holder(entering: list[str]) -> subprocess.Popen[bytes]:
+def _start_namespace_process(entering: list[str]) -> subprocess.Popen[bytes]:
     """A process in a namespace, which is there when this returns."""
-    return _started([*entering, "sh", "-c", "echo ready; exec cat"])
+    return _start_until_ready([*entering, "sh", "-c", "echo ready; exec cat"])
 
 
-def _started(command: list[str]) -> subprocess.Popen[bytes]:
+def _start_until_ready(command: list[str]) -> subprocess.Popen[bytes]:
     """A process that ends with its input, once it has said that it is ready."""
     process = subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        command,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
         start_new_session=True,
-    )  # fmt: skip
+    )
     assert process.stdout is not None
     if process.stdout.readline() != b"ready\n":
         _, said = process.communicate()
-        raise UserError(f"{' '.join(command)}: {said.decode(errors='replace').strip()}",
-                        where="network of nodes", remedy="see that the rights suffice")  # fmt: skip
+        raise UserError(
+            f"{' '.join(command)}: {said.decode(errors='replace').strip()}",
+            where="network of nodes",
+            remedy="see that the rights suffice",
+        )
     return process
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
+def _kill_and_wait(process: subprocess.Popen[bytes]) -> None:
     process.kill()
     with suppress(ValueError):
         process.communicate()
 
 
-def _run(command: list[str]) -> None:
+def _run_or_raise(command: list[str]) -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
-        raise UserError(f"{' '.join(command)}: {done.stderr.strip()}",
-                        where="network of nodes", remedy="see that the rights suffice")  # fmt: skip
+        raise UserError(
+            f"{' '.join(command)}: {done.stderr.strip()}",
+            where="network of nodes",
+            remedy="see that the rights suffice",
+        )

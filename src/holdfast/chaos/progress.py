@@ -14,39 +14,39 @@ from holdfast.events import (
     RunFinished,
     StepDone,
 )
-from holdfast.wire.journal import Follower
+from holdfast.wire.journal import JournalTail
 from holdfast.wire.store.run_store import RunStore
 
 
 @dataclass
-class View:
+class JournalView:
     """Kept up to date by `look`. generation: the newest that was started; nodes: who takes part in
     it; world: its ranks. reached: by generation, the newest step that was done in it."""
 
     generation: int = 0
     nodes: tuple[str, ...] = ()
     world: int = 0
-    start: int = 0
-    reached: dict[int, int] = field(default_factory=dict)
-    finished: bool = False
-    failed: str | None = None
+    start_step: int = 0
+    reached_steps: dict[int, int] = field(default_factory=dict)
+    is_finished: bool = False
+    failure_reason: str | None = None
     injected: dict[int, Record] = field(default_factory=dict)
     records: list[Record] = field(default_factory=list)
 
-    def take(self, record: Record) -> None:
+    def apply_record(self, record: Record) -> None:
         self.records.append(record)
         match record.event:
             case GenerationStarted() as event if record.generation > self.generation:
-                self.generation, self.start = record.generation, event.step
+                self.generation, self.start_step = record.generation, event.step
                 named = tuple(str(node) for node in event.topology.get("nodes", ()))
                 self.nodes, self.world = tuple(dict.fromkeys(named)), len(named)
             case StepDone(step=step):
-                now = self.reached.get(record.generation, 0)
-                self.reached[record.generation] = max(now, step)
+                now = self.reached_steps.get(record.generation, 0)
+                self.reached_steps[record.generation] = max(now, step)
             case RunFinished():
-                self.finished = True
+                self.is_finished = True
             case RunFailed(reason=reason):
-                self.failed = reason
+                self.failure_reason = reason
             case FaultInjected(number=number):
                 self.injected.setdefault(number, record)
             case _:
@@ -55,25 +55,25 @@ class View:
     @property
     def step(self) -> int:
         """The newest step of the newest generation."""
-        return max(self.start, self.reached.get(self.generation, 0))
+        return max(self.start_step, self.reached_steps.get(self.generation, 0))
 
-    def since(self, number: int, seen: Callable[[Event], bool]) -> bool:
+    def has_since(self, number: int, matches: Callable[[Event], bool]) -> bool:
         """Whether, after a fault was injected, something appeared in the journal."""
         record = self.injected.get(number)
         if record is None:
             return False
         begin = self.records.index(record)
-        return any(seen(later.event) for later in self.records[begin:])
+        return any(matches(later.event) for later in self.records[begin:])
 
 
-class Watcher:
+class JournalWatcher:
     """Reads what is new in a run's journal into a `View`."""
 
     def __init__(self, store: RunStore) -> None:
-        self._follower = Follower(store)
-        self.view = View()
+        self._journal_tail = JournalTail(store)
+        self.view = JournalView()
 
-    def look(self) -> View:
-        for record in self._follower.new():
-            self.view.take(record)
+    def read_new(self) -> JournalView:
+        for record in self._journal_tail.read_new():
+            self.view.apply_record(record)
         return self.view

@@ -17,23 +17,25 @@ import time
 from collections import deque
 from contextlib import suppress
 
-_ALL = 3  # ETH_P_ALL
+_ALL_PROTOCOLS = 3  # ETH_P_ALL
 _PACKET, _VNET_HEADER, _IGNORE_OUTGOING = 263, 15, 23
-_MOST = 1 << 17
-_QUEUE = 4096  # packets in one direction: what more comes is dropped, as by any line
+_MAX_PACKET_BYTES = 1 << 17
+_MAX_QUEUED_PACKETS = 4096  # packets in one direction: what more comes is dropped, as by any line
 
 
-def line(device: str) -> socket.socket:
+def open_packet_socket(device: str) -> socket.socket:
     """All packets that come in at a device, and a way out."""
     opened = socket.socket(socket.AF_PACKET, socket.SOCK_RAW, 0)
     opened.setsockopt(_PACKET, _VNET_HEADER, 1)
     opened.setsockopt(_PACKET, _IGNORE_OUTGOING, 1)
-    opened.bind((device, _ALL))
+    opened.bind((device, _ALL_PROTOCOLS))
     opened.setblocking(False)
     return opened
 
 
-def relay(one: socket.socket, other: socket.socket, delay: float, loss: float) -> None:
+def relay_packets(
+    one: socket.socket, other: socket.socket, delay_s: float, loss_share: float
+) -> None:
     """Until the input ends. delay in seconds, loss as a share."""
     chooser = random.Random(0)
     towards = {one: other, other: one}
@@ -45,9 +47,9 @@ def relay(one: socket.socket, other: socket.socket, delay: float, loss: float) -
             return
         for source in towards.keys() & set(ready):
             with suppress(OSError):  # the device goes down: so does this process, soon
-                packet = source.recv(_MOST)
-                if chooser.random() >= loss and len(waiting) < 2 * _QUEUE:
-                    waiting.append((time.monotonic() + delay, towards[source], packet))
+                packet = source.recv(_MAX_PACKET_BYTES)
+                if chooser.random() >= loss_share and len(waiting) < 2 * _MAX_QUEUED_PACKETS:
+                    waiting.append((time.monotonic() + delay_s, towards[source], packet))
         now = time.monotonic()
         while waiting and waiting[0][0] <= now:
             _, target, packet = waiting.popleft()
@@ -57,9 +59,9 @@ def relay(one: socket.socket, other: socket.socket, delay: float, loss: float) -
 
 def main() -> None:
     one, other, milliseconds, percent = sys.argv[1:]
-    lines = line(one), line(other)
+    lines = open_packet_socket(one), open_packet_socket(other)
     print("ready", flush=True)
-    relay(*lines, float(milliseconds) / 1000, float(percent) / 100)
+    relay_packets(*lines, float(milliseconds) / 1000, float(percent) / 100)
 
 
 if __name__ == "__main__":

@@ -8,50 +8,55 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from holdfast.chaos.experiment import LOST, TAIL
+from holdfast.chaos.experiment import NOT_RECOVERED, STEPS_AFTER_LAST_FAULT
 
-_HIT = ("", "recovered", LOST)
+_HIT_OUTCOMES = ("", "recovered", NOT_RECOVERED)
 _TRACEBACK = b"Traceback (most recent call last)"
 
 
-def recovered(result: Mapping[str, Any]) -> bool:
+def is_recovered(result: Mapping[str, Any]) -> bool:
     """Reached its last step without a hand, all three verdicts are equal, and of the faults that
     were asked for one hit at least."""
     verdict = result.get("verdict")
     alone = not result["problem"] and not result["unexpected_ends"]
-    disturbed = not result["asked"] or bool(counted(result))
-    return alone and disturbed and verdict is not None and not (
-        verdict["curve"] or verdict["ledger"] or verdict["tensors"]
-    )  # fmt: skip
+    disturbed = not result["asked"] or bool(hit_faults(result))
+    return (
+        alone
+        and disturbed
+        and verdict is not None
+        and not (verdict["curve"] or verdict["ledger"] or verdict["tensors"])
+    )
 
 
-def counted(result: Mapping[str, Any]) -> list[dict[str, Any]]:
+def hit_faults(result: Mapping[str, Any]) -> list[dict[str, Any]]:
     """The faults of a run that hit at their moment."""
-    return [done for done in result["faults"] if done["outcome"] in _HIT]
+    return [done for done in result["faults"] if done["outcome"] in _HIT_OUTCOMES]
 
 
-def sentence(result: Mapping[str, Any]) -> str:
-    number, verdict = len(counted(result)), result.get("verdict") or {}
+def describe_result(result: Mapping[str, Any]) -> str:
+    number, verdict = len(hit_faults(result)), result.get("verdict") or {}
     cut = f"; cut short: {result['cut']}" if result["cut"] else ""
-    if recovered(result):
+    if is_recovered(result):
         equal = "to the bit" if result["tolerance"] == 0 else f"within {verdict['worst']:.1g}"
-        return (f"recovered from {number} faults in {result['seconds']:g} s; curve and tensors "
-                f"equal {equal}, ledger equal{cut}")  # fmt: skip
+        return (
+            f"recovered from {number} faults in {result['seconds']:g} s; curve and tensors "
+            f"equal {equal}, ledger equal{cut}"
+        )
     if result["problem"]:
         return f"NOT RECOVERED after {number} faults: {result['problem']}{cut}"
     if wrong := [verdict[key] for key in ("curve", "ledger", "tensors") if verdict.get(key)]:
         return f"NOT EQUAL after {number} faults: {'; '.join(wrong)}{cut}"
     if ends := result["unexpected_ends"]:
-        return f"NOT RECOVERED without a hand: {_ends(ends)} ended by themselves{cut}"
+        return f"NOT RECOVERED without a hand: {_format_ends(ends)} ended by themselves{cut}"
     return f"NOT DISTURBED: none of {result['asked']} faults hit{cut}"
 
 
-def _ends(ends: Sequence[Sequence[Any]]) -> str:
+def _format_ends(ends: Sequence[Sequence[Any]]) -> str:
     named = ", ".join(f"{node} with {code}" for node, code in ends)
     return f"{len(ends)} agents ({named})"
 
 
-def table(results: Sequence[dict[str, Any]]) -> list[str]:
+def format_table(results: Sequence[dict[str, Any]]) -> list[str]:
     """Fault by outcome, in lines."""
     rows: dict[str, list[dict[str, Any]]] = {}
     for result in results:
@@ -60,13 +65,15 @@ def table(results: Sequence[dict[str, Any]]) -> list[str]:
     lines = [f"{'fault':<18}{'hit':>5}{'recovered':>11}{'missed':>8}{'median s':>10}{'worst s':>9}"]
     total: Counter[str] = Counter()
     for name in sorted(rows):
-        hit = [d for d in rows[name] if d["outcome"] in _HIT]
+        hit = [d for d in rows[name] if d["outcome"] in _HIT_OUTCOMES]
         good = [d for d in hit if d["good"] and d["outcome"] == "recovered"]
         seconds = [d["seconds"] for d in hit if d["outcome"] == "recovered"] or [0.0]
         missed = len(rows[name]) - len(hit)
         total.update(hit=len(hit), good=len(good), missed=missed)
-        lines.append(f"{name:<18}{len(hit):>5}{len(good):>11}{missed:>8}{median(seconds):>10.2f}"
-                     f"{max(seconds):>9.2f}")  # fmt: skip
+        lines.append(
+            f"{name:<18}{len(hit):>5}{len(good):>11}{missed:>8}{median(seconds):>10.2f}"
+            f"{max(seconds):>9.2f}"
+        )
     lines.append(f"{'all':<18}{total['hit']:>5}{total['good']:>11}{total['missed']:>8}")
     named = [d["named"] for row in rows.values() for d in row if d["named"] is not None]
     if named:
@@ -78,36 +85,37 @@ def table(results: Sequence[dict[str, Any]]) -> list[str]:
     if rejected:
         lines.append(f"rejected draws: {sum(rejected.values())}")
         lines += [f"  {n:>4} {name}: {why}" for (name, why), n in sorted(rejected.items())]
-    return [*lines, *_odd(results)]
+    return [*lines, *_remarks(results)]
 
 
-def _odd(results: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+def _remarks(results: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     """Yield remarks about a run, apart from its faults."""
     for result in results:
         name, asked = result["run"], result["asked"]
-        number = len(counted(result))
+        number = len(hit_faults(result))
         if asked and not number:
             yield f"{name}: not disturbed, none of {asked} faults hit"
         if result["cut"]:
             yield f"{name}: cut short after {number} of {asked} faults, {result['cut']}"
         if result["unexpected_ends"]:
-            yield f"{name}: {_ends(result['unexpected_ends'])} ended by themselves"
+            yield f"{name}: {_format_ends(result['unexpected_ends'])} ended by themselves"
         yield from (f"{name}: {note}" for note in result["notes"])
     if logs := sum(result["tracebacks"] for result in results):
         yield f"{logs} logs with a traceback, of agents and movers"
 
 
-def summary(results: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def summarize(results: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Return the content of the file of all results."""
     return {
         "runs": list(results),
         "recovered": bool(results) and all(r["recovered"] for r in results),
-        "faults": sum(len(counted(r)) for r in results),
-        "cut_short": [r["run"] for r in results if r["cut"]], "last_step": TAIL,
-    }  # fmt: skip
+        "faults": sum(len(hit_faults(r)) for r in results),
+        "cut_short": [r["run"] for r in results if r["cut"]],
+        "last_step": STEPS_AFTER_LAST_FAULT,
+    }
 
 
-def tracebacks(agents: Path, run: Path) -> int:
+def count_tracebacks(agents: Path, run: Path) -> int:
     """In how many logs of agents and movers there is one. Those of workers do not tell: some faults
     are errors that a worker raises."""
     logs = [*agents.glob("*.log"), *(run / "logs").glob("mover*.log")]

@@ -25,10 +25,12 @@ data:
 model: {{preset: null, layers: 2, dim: 16, heads: 2, kv_heads: 2, ffn_dim: 24}}
 train: {{batch_size: 12, microbatch_size: 2, optimizer: {{clip_norm: 0.05}}}}
 """
-OVERRIDES = (
-    "train.precision=float64", "train.evaluate.every=0", "checkpoint.every_steps=10",
+SAMPLE_OVERRIDES = (
+    "train.precision=float64",
+    "train.evaluate.every=0",
+    "checkpoint.every_steps=10",
     "checkpoint.memory_every_steps=1",
-)  # fmt: skip
+)
 """Settings of every disturbed run and its undisturbed counterpart. In float64 another layout
 changes only rounding of 1e-10, and memory holds every step."""
 
@@ -46,9 +48,10 @@ def write_run_file(root: Path, documents: int = 12) -> Path:
     if path.exists():
         if not _is_ours(path.read_bytes()):
             raise RunFolderError(
-                "a run file lies here that 'holdfast chaos' did not write", where=str(path),
+                "a run file lies here that 'holdfast chaos' did not write",
+                where=str(path),
                 remedy=f"disturb it with: holdfast chaos {path}, or name another --out",
-            )  # fmt: skip
+            )
         return path
     texts.mkdir(parents=True, exist_ok=True)
     chooser = random.Random(7)

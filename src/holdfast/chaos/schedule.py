@@ -12,12 +12,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from holdfast.chaos.catalog import FAULTS, Fault
-from holdfast.chaos.layouts import Shape, natural
+from holdfast.chaos.layouts import ChaosLayout, parse_natural
 from holdfast.errors import UserError
 
-GAPS = (1, 2, 3, 3, 4, 5)
+FAULT_GAPS_STEPS = (1, 2, 3, 3, 4, 5)
 """Steps from one fault to the next: about three."""
-LAST_STEP = 10**9
+MAX_STEP = 10**9
 
 
 @dataclass(frozen=True)
@@ -28,66 +28,70 @@ class Draw:
 
     fault: Fault
     points: tuple[str, ...]
-    pick: int
+    pick_number: int
     gap: int = 3
     step: int = 0
     target: str = ""
-    patient: bool = True
+    waits_for_nodes: bool = True
     where: str = ""
 
 
-def drawn(seed: str, names: Sequence[str]) -> Iterator[Draw]:
+def draw_faults(seed: str, fault_names: Sequence[str]) -> Iterator[Draw]:
     """Without end. names: of which faults, evenly; where none is named, of all by their weights.
     The same seed gives the same draws."""
     chance = random.Random(f"chaos {seed}")
-    faults = [FAULTS[name] for name in names] or list(FAULTS.values())
-    weights = [1 if names else fault.weight for fault in faults]
+    faults = [FAULTS[name] for name in fault_names] or list(FAULTS.values())
+    weights = [1 if fault_names else fault.weight for fault in faults]
     while True:
         (fault,) = chance.choices(faults, weights)
         points = tuple(chance.choice(part.points) for part in fault.parts)
         yield Draw(
-            fault, points, chance.randrange(1 << 16), chance.choice(GAPS),
-            patient=chance.random() < 0.7,
-        )  # fmt: skip
+            fault,
+            points,
+            chance.randrange(1 << 16),
+            chance.choice(FAULT_GAPS_STEPS),
+            waits_for_nodes=chance.random() < 0.7,
+        )
 
 
-def node_names(shape: Shape) -> list[str]:
+def node_names(shape: ChaosLayout) -> list[str]:
     return [chr(ord("a") + index) for index in range(shape.nodes)]
 
 
-def refuse_hopeless(
-    faults: Sequence[Fault], draws: Sequence[Draw], shape: Shape, network: str | None
+def check_faults_possible(
+    faults: Sequence[Fault], draws: Sequence[Draw], shape: ChaosLayout, why_no_network: str | None
 ) -> None:
     """Raises UserError if none of the requested faults can happen in a layout, or if one names an
     unknown node. draws: of a trace, or none. network: see `unfit`."""
     for draw in draws:
         if draw.target and draw.target not in node_names(shape):
             raise UserError(
-                f"there is no node {draw.target!r} in {shape.name}", where=draw.where,
+                f"there is no node {draw.target!r} in {shape.name}",
+                where=draw.where,
                 remedy=f"use one of {', '.join(node_names(shape))}",
-            )  # fmt: skip
+            )
     asked = list(dict.fromkeys([draw.fault for draw in draws] or faults))
-    why = {fault.name: unfit(fault, shape, network) for fault in asked}
+    why = {fault.name: why_unfit(fault, shape, why_no_network) for fault in asked}
     if all(why.values()):
         told = ", ".join(f"{name} ({reason})" for name, reason in why.items())
         raise UserError(
             f"none of these faults can happen in {shape.name}: {told}",
             where="--trace" if draws else "--faults",
             remedy="name others, or another --layout",
-        )  # fmt: skip
+        )
 
 
-def unfit(fault: Fault, shape: Shape, network: str | None) -> str | None:
+def why_unfit(fault: Fault, shape: ChaosLayout, why_no_network: str | None) -> str | None:
     """Why a fault makes no sense for a layout; None: it does. network: why there is none."""
-    if fault.needs == "pp" and not shape.pipelined:
+    if fault.needs == "pp" and not shape.is_pipelined:
         return "the layout has no pipeline"
-    if fault.needs == "network" and network is not None:
-        return network
+    if fault.needs == "network" and why_no_network is not None:
+        return why_no_network
     if fault.nodes > shape.nodes:
         return f"it needs {fault.nodes} nodes"
     if fault.ranks > shape.ranks:
         return f"it needs {fault.ranks} ranks"
-    if fault.needs == "shared" and not shape.shared:
+    if fault.needs == "shared" and not shape.has_shared_state:
         return "every replica holds the whole state"
     return None
 
@@ -107,39 +111,47 @@ def read_trace(text: str, source: str, seed: str) -> list[Draw]:
             row = json.loads(line)
             step, name = row["step"], str(row["fault"])
             target, point = str(row.get("target") or ""), str(row.get("point") or "")
-            if type(step) is not int or not 1 <= step <= LAST_STEP:
+            if type(step) is not int or not 1 <= step <= MAX_STEP:
                 raise ValueError(step)
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             raise UserError(
-                "this is not a fault at a step", where=where,
+                "this is not a fault at a step",
+                where=where,
                 remedy='write {"step": 12, "fault": "agent", "target": "b"}',
-            ) from None  # fmt: skip
+            ) from None
         if name not in FAULTS:
-            raise UserError(f"there is no fault {name!r}", where=where,
-                            remedy=f"use one of {', '.join(FAULTS)}")  # fmt: skip
-        draws.append(_row(chance, FAULTS[name], step, target, point, where))
+            raise UserError(
+                f"there is no fault {name!r}", where=where, remedy=f"use one of {', '.join(FAULTS)}"
+            )
+        draws.append(_parse_row(chance, FAULTS[name], step, target, point, where))
     return sorted(draws, key=lambda draw: draw.step)
 
 
-def _row(
+def _parse_row(
     chance: random.Random, fault: Fault, step: int, target: str, point: str, where: str
 ) -> Draw:
     points = tuple(chance.choice(part.points) for part in fault.parts)
     if (point or points[0]) not in fault.parts[0].points:
         raise UserError(
-            f"{fault.name} cannot be at {point!r}", where=where,
+            f"{fault.name} cannot be at {point!r}",
+            where=where,
             remedy=f"use one of {', '.join(fault.parts[0].points)}",
-        )  # fmt: skip
-    if target and not fault.aimed:
+        )
+    if target and not fault.is_aimed:
         raise UserError(
-            f"{fault.name} cannot be aimed at a node", where=where,
+            f"{fault.name} cannot be aimed at a node",
+            where=where,
             remedy="leave out its target, or use one of "
-            f"{', '.join(name for name, each in FAULTS.items() if each.aimed)}",
-        )  # fmt: skip
+            f"{', '.join(name for name, each in FAULTS.items() if each.is_aimed)}",
+        )
     return Draw(
-        fault, (point or points[0], *points[1:]), chance.randrange(1 << 16), step=step,
-        target=target, where=where,
-    )  # fmt: skip
+        fault,
+        (point or points[0], *points[1:]),
+        chance.randrange(1 << 16),
+        step=step,
+        target=target,
+        where=where,
+    )
 
 
 def is_trace_of_faults(text: str) -> bool:
@@ -150,18 +162,21 @@ def is_trace_of_faults(text: str) -> bool:
     )
 
 
-def names_of(text: str) -> tuple[int, list[str]]:
+def parse_faults_option(text: str) -> tuple[int, list[str]]:
     """What `--faults` says: a number, names, or both ("30 kill,agent"). 0: no number given; no
     names: all faults, by their weights.
 
     Raises UserError."""
     number, names = 0, list[str]()
     for word in text.replace(",", " ").split():
-        if found := natural(word):
+        if found := parse_natural(word):
             number = found
         elif word in FAULTS:
             names.append(word)
         else:
-            raise UserError(f"there is no fault {word!r}", where="--faults",
-                            remedy=f"use a number, or some of {', '.join(FAULTS)}")  # fmt: skip
+            raise UserError(
+                f"there is no fault {word!r}",
+                where="--faults",
+                remedy=f"use a number, or some of {', '.join(FAULTS)}",
+            )
     return number, names

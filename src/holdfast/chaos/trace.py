@@ -13,11 +13,11 @@ from collections.abc import Iterable
 from holdfast.chaos.catalog import FAULTS
 from holdfast.chaos.schedule import Draw
 
-_SPREAD = 3
+_STEPS_BETWEEN_INSTANTS = 3
 """Steps from one instant of a trace to the next."""
 
 
-def draws_of(shares: Iterable[float], seed: int, nodes: int) -> list[Draw]:
+def draws_of_trace(shares: Iterable[float], seed: int, nodes: int) -> list[Draw]:
     """shares: of the machines that were there, how many went, instant by instant."""
     chance = random.Random(f"trace {seed}")
     draws = []
@@ -26,5 +26,5 @@ def draws_of(shares: Iterable[float], seed: int, nodes: int) -> list[Draw]:
         name = "everything" if gone >= nodes else "two-agents" if gone > 1 else "agent"
         fault = FAULTS[name if FAULTS[name].nodes <= nodes else "agent"]
         points = tuple(chance.choice(part.points) for part in fault.parts)
-        draws.append(Draw(fault, points, chance.randrange(1 << 16), _SPREAD))
+        draws.append(Draw(fault, points, chance.randrange(1 << 16), _STEPS_BETWEEN_INSTANTS))
     return draws

@@ -10,20 +10,20 @@ from typing import Annotated, Any
 
 import typer
 
-from holdfast.chaos.campaign import Campaign, Settings, Task, tasks
+from holdfast.chaos.campaign import Campaign, CampaignSettings, DisturbedRun, plan_runs
 from holdfast.chaos.catalog import FAULTS
-from holdfast.chaos.layouts import SHAPES, Shape, natural, shape_of
-from holdfast.chaos.results import summary, table
-from holdfast.chaos.sample_run import OVERRIDES, RUN_FILE, run_file_text, write_run_file
-from holdfast.chaos.schedule import Draw, is_trace_of_faults, names_of, read_trace
-from holdfast.chaos.trace import draws_of
+from holdfast.chaos.layouts import CHAOS_LAYOUTS, ChaosLayout, parse_layout, parse_natural
+from holdfast.chaos.results import format_table, summarize
+from holdfast.chaos.sample_run import RUN_FILE, SAMPLE_OVERRIDES, run_file_text, write_run_file
+from holdfast.chaos.schedule import Draw, is_trace_of_faults, parse_faults_option, read_trace
+from holdfast.chaos.trace import draws_of_trace
 from holdfast.cli.dispatch import app as make_app
 from holdfast.cli.output import say
-from holdfast.cli.train import plan
-from holdfast.config.load import read_text, resolve
+from holdfast.cli.train import plan_for_machine
+from holdfast.config.load import read_text, resolve_config
 from holdfast.errors import ConfigError, RunFolderError, UserError
-from holdfast.plan.hardware import this_machine
-from holdfast.simulate.traces import load
+from holdfast.plan.hardware import detect_hardware
+from holdfast.simulate.traces import load_trace
 
 COMMAND = sys.executable, "-m", "holdfast.cli.main"  # starts `holdfast` in the same environment
 
@@ -79,25 +79,28 @@ def chaos(
     """
     if known:
         return _list_faults()
-    number, names = _asked(faults)
-    shapes, part = _shapes(layout, nodes), _shard(shard)
-    draws = None if trace is None else tuple(_draws(trace, seed, shapes[0].nodes))
+    number, names = _parse_faults(faults)
+    shapes, part = _shapes(layout, nodes), _parse_part(shard)
+    draws = None if trace is None else tuple(_read_draws(trace, seed, shapes[0].nodes))
     _check_exists(run_file)
-    changed, file = (*OVERRIDES, *(overrides or ())), run_file or out / RUN_FILE
-    asked = Settings(COMMAND, file, changed, out, seed, tuple(names), draws, network, shard=part)
+    changed, file = (*SAMPLE_OVERRIDES, *(overrides or ())), run_file or out / RUN_FILE
+    asked = CampaignSettings(
+        COMMAND, file, changed, out, seed, tuple(names), draws, network, shard=part
+    )
     campaign = Campaign(asked, say)
     campaign.check(shapes)
-    work = _part_of(_work(shapes, number, names, draws), *part)
+    work = _part_of(_plan_runs(shapes, number, names, draws), *part)
     _check_layouts(work, asked, run_file_text(out) if run_file is None else None)
     _prepare(out, run_file is None)
-    return _told(campaign.run(work), out / f"result{asked.part}.json")
+    return _write_results(campaign.run(work), out / f"result{asked.shard_suffix}.json")
 
 
 def _check_exists(run_file: Path | None) -> None:
     """Raise ConfigError if a run file is named that does not exist."""
     if run_file is not None and not run_file.exists():
-        raise ConfigError("there is no such run file", where=str(run_file),
-                          remedy="name one before any key=value")  # fmt: skip
+        raise ConfigError(
+            "there is no such run file", where=str(run_file), remedy="name one before any key=value"
+        )
 
 
 def _list_faults() -> int:
@@ -108,41 +111,49 @@ def _list_faults() -> int:
     return 0
 
 
-def _asked(faults: str) -> tuple[int, list[str]]:
+def _parse_faults(faults: str) -> tuple[int, list[str]]:
     """How many (0: not said) and which. Raises UserError for neither: nothing was meant by it."""
-    number, names = names_of(faults)
+    number, names = parse_faults_option(faults)
     if not number and not names:
-        raise UserError("this says neither how many faults nor which", where=f"--faults {faults!r}",
-                        remedy="use a number, or some of those of --list")  # fmt: skip
+        raise UserError(
+            "this says neither how many faults nor which",
+            where=f"--faults {faults!r}",
+            remedy="use a number, or some of those of --list",
+        )
     return number, names
 
 
-def _check_layouts(work: Sequence[Task], settings: Settings, text: str | None) -> None:
+def _check_layouts(
+    work: Sequence[DisturbedRun], settings: CampaignSettings, text: str | None
+) -> None:
     """Raises UserError for what every node would refuse: a layout that does not fit the model, the
     batch or the machine. text: of a run file of its own, which may not be there yet."""
-    machine, name = this_machine(), str(settings.run_file)
+    machine, name = detect_hardware(), str(settings.run_file)
     text = read_text(settings.run_file) if text is None else text
     for shape, steps in dict.fromkeys((task.shape, task.steps) for task in work):
         asked = (f"train.steps={steps}", *settings.overrides, *shape.settings)
-        plan(resolve(text, name, asked), machine)
+        plan_for_machine(resolve_config(text, name, asked), machine)
 
 
-def _work(
-    shapes: Sequence[Shape], number: int, names: Sequence[str], draws: Sequence[Draw] | None
-) -> list[Task]:
+def _plan_runs(
+    shapes: Sequence[ChaosLayout], number: int, names: Sequence[str], draws: Sequence[Draw] | None
+) -> list[DisturbedRun]:
     """Return the runs of the entire campaign. number: of faults; 0: 25. draws: of a trace, in
     each."""
     if draws is None:
-        return tasks(shapes, number or 25, names)
+        return plan_runs(shapes, number or 25, names)
     last = max(draw.step for draw in draws)
-    return [Task(shape, index, len(draws), last) for index, shape in enumerate(shapes, 1)]
+    return [DisturbedRun(shape, index, len(draws), last) for index, shape in enumerate(shapes, 1)]
 
 
-def _part_of(work: list[Task], index: int, parts: int) -> list[Task]:
+def _part_of(work: list[DisturbedRun], index: int, parts: int) -> list[DisturbedRun]:
     """Raises UserError for a part in which nothing would be done."""
     if index > len(work):
-        raise UserError(f"there is nothing in part {index}: of {len(work)} runs in all",
-                        where="--shard", remedy=f"use {len(work)} parts at most")  # fmt: skip
+        raise UserError(
+            f"there is nothing in part {index}: of {len(work)} runs in all",
+            where="--shard",
+            remedy=f"use {len(work)} parts at most",
+        )
     return work[index - 1 :: parts]
 
 
@@ -153,57 +164,65 @@ def _prepare(out: Path, own: bool) -> None:
         if own:
             write_run_file(out)
     except OSError as error:
-        raise RunFolderError(f"this cannot be the folder for everything ({error.strerror})",
-                             where=f"--out {out}", remedy="name another one") from None  # fmt: skip
+        raise RunFolderError(
+            f"this cannot be the folder for everything ({error.strerror})",
+            where=f"--out {out}",
+            remedy="name another one",
+        ) from None
 
 
-def _shapes(layout: str, nodes: int) -> list[Shape]:
+def _shapes(layout: str, nodes: int) -> list[ChaosLayout]:
     """Of one name or some degrees, or of several names with commas. Raises UserError."""
     named = [layout] if "=" in layout else [each.strip() for each in layout.split(",")]
-    shapes = [shape_of(each, nodes) for each in named]
+    shapes = [parse_layout(each, nodes) for each in named]
     if any(shape.nodes < 2 for shape in shapes):
-        raise UserError("a campaign needs several nodes", where="--nodes",
-                        remedy=f"use 2 or more, or one of {', '.join(SHAPES)}")  # fmt: skip
+        raise UserError(
+            "a campaign needs several nodes",
+            where="--nodes",
+            remedy=f"use 2 or more, or one of {', '.join(CHAOS_LAYOUTS)}",
+        )
     return shapes
 
 
-def _told(results: list[dict[str, Any]], file: Path) -> int:
+def _write_results(results: list[dict[str, Any]], file: Path) -> int:
     """The table, and the file of all results; the exit code."""
-    found = summary(results)
+    found = summarize(results)
     file.write_text(json.dumps(found, indent=1))
-    print("\n".join(table(results)), flush=True)
-    say(f"{sum(r['recovered'] for r in results)} of {len(results)} runs recovered, "
-        f"{found['faults']} faults; {file}")  # fmt: skip
+    print("\n".join(format_table(results)), flush=True)
+    say(
+        f"{sum(r['recovered'] for r in results)} of {len(results)} runs recovered, "
+        f"{found['faults']} faults; {file}"
+    )
     return 0 if found["recovered"] else 1
 
 
-def _draws(trace: Path, seed: int, nodes: int) -> list[Draw]:
+def _read_draws(trace: Path, seed: int, nodes: int) -> list[Draw]:
     """From a file of faults, or one of machines that come and go (docs/chaos.md).
 
     Raises UserError for a file that cannot be read, or in which nothing happens."""
     try:
         text = trace.read_text("utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"this cannot be read ({error})", where=str(trace),
-                        remedy="name a file of faults") from None  # fmt: skip
+        raise UserError(
+            f"this cannot be read ({error})", where=str(trace), remedy="name a file of faults"
+        ) from None
     if is_trace_of_faults(text):
         draws = read_trace(text, str(trace), str(seed))
     else:
         shares, there = [], 0
-        for _, gone, come in load(text, str(trace), seed=seed).instants():
+        for _, gone, come in load_trace(text, str(trace), seed=seed).instants():
             if gone:
                 shares.append(len(gone) / max(1, there))
             there += len(come) - len(gone)
-        draws = draws_of(shares, seed, nodes)
+        draws = draws_of_trace(shares, seed, nodes)
     if not draws:
-        raise UserError("nothing happens in this trace", where=str(trace),
-                        remedy="use another one")  # fmt: skip
+        raise UserError("nothing happens in this trace", where=str(trace), remedy="use another one")
     return draws
 
 
-def _shard(text: str) -> tuple[int, int]:
+def _parse_part(text: str) -> tuple[int, int]:
     index, slash, parts = text.partition("/")
-    which, many = natural(index), natural(parts)
+    which, many = parse_natural(index), parse_natural(parts)
     if not (slash and which and many and which <= many):
         raise UserError(f"{text!r} is no part of anything", where="--shard", remedy="use 1/2, 2/2")
     return which, many

@@ -11,7 +11,7 @@ from holdfast.cli import checkpoint_import, checkpoint_tools
 from holdfast.cli.dispatch import app as make_app
 from holdfast.cli.output import print_json, print_table, say
 from holdfast.launch.runs import open_run
-from holdfast.report.formatting import count, size
+from holdfast.report.formatting import format_bytes, format_count
 
 app = make_app("List, show, verify, compare, copy, remove and import checkpoints.")
 
@@ -20,7 +20,7 @@ RunArgument = Annotated[
 ]
 Json = Annotated[bool, typer.Option("--json", help="print JSON")]
 
-BOXES_NAMED = 3  # of a tensor, in the table of `show`; --json names them all
+MAX_BOXES_NAMED = 3  # of a tensor, in the table of `show`; --json names them all
 
 
 @app.command("list")
@@ -31,21 +31,21 @@ def list_(run: RunArgument, json: Json = False) -> None:
     Example:
       holdfast checkpoint list runs/quickstart
     """
-    from holdfast.checkpoint.restore.catalog import describe, listing
+    from holdfast.checkpoint.restore.catalog import describe, list_commits
     from holdfast.errors import HoldfastError
 
     found = open_run(run)
     rows, described = [], []
-    for key in listing(found.store):
+    for key in list_commits(found.store):
         try:
             row = describe(found.store, key)
         except HoldfastError as error:
-            if key not in listing(found.store):
+            if key not in list_commits(found.store):
                 continue  # a run at work removed it
             row = {"key": key, "problem": str(error)}
             rows.append(("?", "?", "?", str(error)))
         else:
-            rows.append((row["step"], row["generation"], size(row["bytes"]), key))
+            rows.append((row["step"], row["generation"], format_bytes(row["bytes"]), key))
         described.append(row)
     if json:
         print_json(described)
@@ -71,14 +71,14 @@ def show(
       holdfast checkpoint show runs/quickstart
       holdfast checkpoint show runs/quickstart 100 --json
     """
-    from holdfast.checkpoint.restore.inspect import find
-    from holdfast.checkpoint.restore.inspect import show as contents
-    from holdfast.cli.read_errors import speak
+    from holdfast.checkpoint.restore.inspect import commit_to_json as contents
+    from holdfast.checkpoint.restore.inspect import find_commit_key
+    from holdfast.cli.read_errors import explain_read_errors
     from holdfast.core.format.manifest import Commit
 
     found = open_run(run)
-    with speak(found.folder):
-        key = find(found.store, step)
+    with explain_read_errors(found.folder):
+        key = find_commit_key(found.store, step)
         data = found.store.get(key)
         shown = contents(Commit.from_bytes(data, key), len(data))
     if json:
@@ -98,9 +98,13 @@ def _facts(shown: dict[str, Any]) -> list[tuple[str, str]]:
         ("step", str(shown["step"])),
         ("generation", str(shown["generation"])),
         ("layout", "; ".join(map(_kind, shown["layout"]))),
-        ("size", f"{size(shown['bytes'])} in {count(len(shown['writers']))} blobs"),
-        ("checksums", f"{count(shown['checksums'])}, one per {' or '.join(map(size, extents))}"),
-        ("commit object", f"{shown['key']}, {size(shown['commit_object_bytes'])}"),
+        ("size", f"{format_bytes(shown['bytes'])} in {format_count(len(shown['writers']))} blobs"),
+        (
+            "checksums",
+            f"{format_count(shown['checksums'])}, one per "
+            f"{' or '.join(map(format_bytes, extents))}",
+        ),
+        ("commit object", f"{shown['key']}, {format_bytes(shown['commit_object_bytes'])}"),
         ("configuration", shown["config_hash"]),
         ("dataset", shown["dataset_version"]),
         *((f"meta {name}", str(value)) for name, value in shown["meta"].items()),
@@ -116,10 +120,10 @@ def _kind(kind: dict[str, Any]) -> str:
 
 def _tensor_row(name: str, tensor: dict[str, Any]) -> tuple[str, ...]:
     boxes = tensor["boxes"]
-    named = ", ".join(_part(box, tensor["shape"]) for box in boxes[:BOXES_NAMED])
-    more = f" and {len(boxes) - BOXES_NAMED} more" if len(boxes) > BOXES_NAMED else ""
+    named = ", ".join(_part(box, tensor["shape"]) for box in boxes[:MAX_BOXES_NAMED])
+    more = f" and {len(boxes) - MAX_BOXES_NAMED} more" if len(boxes) > MAX_BOXES_NAMED else ""
     shape = "x".join(map(str, tensor["shape"])) or "scalar"
-    return name, tensor["dtype"], shape, size(tensor["bytes"]), named + more
+    return name, tensor["dtype"], shape, format_bytes(tensor["bytes"]), named + more
 
 
 def _part(box: dict[str, Any], shape: list[int]) -> str:
@@ -144,20 +148,20 @@ def verify(
       holdfast checkpoint verify runs/quickstart
       holdfast checkpoint verify runs/quickstart newest
     """
-    from holdfast.checkpoint.restore.catalog import listing
-    from holdfast.checkpoint.restore.inspect import find
+    from holdfast.checkpoint.restore.catalog import list_commits
+    from holdfast.checkpoint.restore.inspect import find_commit_key
     from holdfast.checkpoint.restore.verify import verify as problems_of
-    from holdfast.cli.read_errors import speak
+    from holdfast.cli.read_errors import explain_read_errors
 
     found = open_run(run)
     if step is None:
-        keys = listing(found.store)
+        keys = list_commits(found.store)
     else:
-        with speak(found.folder):
-            keys = [find(found.store, step)]
+        with explain_read_errors(found.folder):
+            keys = [find_commit_key(found.store, step)]
     problems = {key: problems_of(found.store, key) for key in keys}
     # A run at work removes old ones while they are verified: nothing is wrong with those.
-    there = set(listing(found.store))
+    there = set(list_commits(found.store))
     problems = {key: value for key, value in problems.items() if key in there or not value}
     if json:
         print_json([{"key": key, "problems": value} for key, value in problems.items()])

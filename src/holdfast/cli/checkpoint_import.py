@@ -9,7 +9,7 @@ import typer
 
 from holdfast.cli.output import print_json, say
 from holdfast.errors import DataError, OutOfSpaceError, UserError
-from holdfast.report.formatting import size
+from holdfast.report.formatting import format_bytes
 
 if TYPE_CHECKING:
     from holdfast.config.run import RunConfig
@@ -51,24 +51,29 @@ def import_(
           data.tokenizer.path=Llama-3.2-1B/tokenizer.json model.preset=llama3.2-1b
     """
     from holdfast.checkpoint.restore.catalog import describe as numbers_of
-    from holdfast.cli.train import plan, ready_dataset, with_vocabulary
+    from holdfast.cli.train import plan_for_machine, prepare_and_check_dataset, with_vocabulary
     from holdfast.config.identity import config_hash
-    from holdfast.config.load import load
-    from holdfast.launch.run_folder import describe, refuse_in_use, refuse_other, undescribe
+    from holdfast.config.load import load_config
+    from holdfast.launch.run_folder import (
+        refuse_in_use,
+        refuse_other,
+        remove_description,
+        write_description,
+    )
     from holdfast.launch.runs import read_resolved
-    from holdfast.plan.hardware import this_machine
+    from holdfast.plan.hardware import detect_hardware
     from holdfast.wire.store.run_store import FolderStore
 
-    machine = this_machine()
-    loaded = plan(load(run_file, overrides or []), machine)
+    machine = detect_hardware()
+    loaded = plan_for_machine(load_config(run_file, overrides or []), machine)
     folder = Path(loaded.config.run_folder)
     refuse_in_use(folder)
-    dataset = ready_dataset(loaded)
+    dataset = prepare_and_check_dataset(loaded)
     refuse_other_tokenizer(source, dataset)
     loaded = with_vocabulary(loaded, dataset.vocab_size)
     refuse_other(folder, loaded, dataset.version)
     new = read_resolved(folder) is None
-    describe(folder, loaded, machine, dataset.folder, dataset.version)
+    write_description(folder, loaded, machine, dataset.folder, dataset.version)
     config = loaded.config
     store = FolderStore(folder)
     identity = {"config_hash": config_hash(config), "dataset_version": dataset.version}
@@ -76,7 +81,7 @@ def import_(
         commit = _imported(store, source, config, weights_only, identity)
     except (UserError, typer.BadParameter) as error:
         if new and not isinstance(error, OutOfSpaceError):
-            undescribe(folder)  # so that the remedy may change the configuration
+            remove_description(folder)  # so that the remedy may change the configuration
         raise
     _report(numbers_of(store, commit.key) | {"folder": str(folder)}, run_file, json)
 
@@ -86,7 +91,7 @@ def _report(row: dict[str, Any], run_file: Path, json: bool) -> None:
     if json:
         print_json(row)
     else:
-        imported = f"imported {size(row['bytes'])} into {row['folder']}"
+        imported = f"imported {format_bytes(row['bytes'])} into {row['folder']}"
         say(f"{imported}; train it: holdfast train {run_file}")
 
 
@@ -95,7 +100,7 @@ def _imported(
 ) -> Commit:
     """By what the folder is."""
     from holdfast.checkpoint.interop.dcp import is_dcp
-    from holdfast.checkpoint.interop.huggingface import import_checkpoint
+    from holdfast.checkpoint.interop.huggingface import import_huggingface
 
     if is_dcp(source):
         return _from_dcp(store, source, config, weights_only, identity)
@@ -103,7 +108,7 @@ def _imported(
         raise typer.BadParameter(
             "a Hugging Face folder has only those", param_hint="--weights-only"
         )
-    return import_checkpoint(store, source, config.model, config.train.precision, **identity)
+    return import_huggingface(store, source, config.model, config.train.precision, **identity)
 
 
 def _from_dcp(
@@ -117,23 +122,29 @@ def _from_dcp(
         train.batch_size, [(stage.from_step, stage.batch_size) for stage in train.batch_warmup]
     )
     found = import_dcp(
-        store, source, config.model, train.precision, position=schedule.position,
-        weights_only=weights_only, **identity,
-    )  # fmt: skip
-    state = "weights and AdamW's moments" if found.moments else "weights"
-    say(f"found {state} after step {found.commit.step}, named as {found.scheme} names them")
-    if found.left:
-        say(f"not used: {', '.join(found.left[:3])}{' and more' if len(found.left) > 3 else ''}")
+        store,
+        source,
+        config.model,
+        train.precision,
+        position_of_step=schedule.position,
+        weights_only=weights_only,
+        **identity,
+    )
+    state = "weights and AdamW's moments" if found.has_moments else "weights"
+    say(f"found {state} after step {found.commit.step}, named as {found.naming_scheme} names them")
+    if found.unused_names:
+        more = " and more" if len(found.unused_names) > 3 else ""
+        say(f"not used: {', '.join(found.unused_names[:3])}{more}")
     return found.commit
 
 
 def refuse_other_tokenizer(source: Path, dataset: Dataset) -> None:
     """Raises DataError when a model's folder has a tokenizer that is not the dataset's. Every token
     would mean something else than the weights have learnt."""
-    from holdfast.data.vocabulary import differences
+    from holdfast.data.vocabulary import describe_difference
 
     theirs = source / "tokenizer.json"
-    if theirs.is_file() and (difference := differences(theirs, dataset.tokenizer_path)):
+    if theirs.is_file() and (difference := describe_difference(theirs, dataset.tokenizer_path)):
         raise DataError(
             f"the dataset in {dataset.folder} was tokenised with another tokenizer: {difference}",
             where=str(theirs),

@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from holdfast.cli.output import print_json, print_table, say
-from holdfast.cli.progress import Progress
-from holdfast.cli.read_errors import speak
+from holdfast.cli.progress import StageProgress
+from holdfast.cli.read_errors import explain_read_errors
 from holdfast.errors import CheckpointError
 from holdfast.launch.runs import open_run
-from holdfast.report.formatting import count, size
+from holdfast.report.formatting import format_bytes, format_count
 
 if TYPE_CHECKING:
-    from holdfast.checkpoint.restore.inspect import Difference
+    from holdfast.checkpoint.restore.inspect import TensorDifference
     from holdfast.checkpoint.restore.reader import Checkpoint
     from holdfast.wire.store.run_store import RunStore
 
@@ -41,46 +41,48 @@ def diff(
       holdfast checkpoint diff runs/a@100 runs/a@200
       holdfast checkpoint diff runs/a runs/b
     """
-    from holdfast.checkpoint.restore.inspect import compare, differences_as_json
+    from holdfast.checkpoint.restore.inspect import compare_checkpoints, comparison_to_json
 
     (a, where), (b, other) = _named(first), _named(second)
-    with speak(where), speak(other), Progress() as progress:
-        found = compare(
+    with explain_read_errors(where), explain_read_errors(other), StageProgress() as progress:
+        found = compare_checkpoints(
             a, b, lambda done, total: progress.show("compared MiB", done // MIB, total // MIB)
         )
     if json:
-        print_json({"first": a.commit.key, "second": b.commit.key, **differences_as_json(found)})
+        print_json({"first": a.commit.key, "second": b.commit.key, **comparison_to_json(found)})
     elif found.differences:
         print_table(
             [(d.name, _difference(d)) for d in found.differences.values()],
             head=("tensor", "difference"),
         )
-        say(f"{len(found.differences)} tensors differ, {found.same} are the same")
+        say(f"{len(found.differences)} tensors differ, {found.same_count} are the same")
     else:
-        say(f"all {found.same} tensors are the same")
+        say(f"all {found.same_count} tensors are the same")
     return 1 if found.differences else 0
 
 
 def _named(argument: str) -> tuple[Checkpoint, Path]:
     """The checkpoint that RUN@STEP names, and its run folder."""
-    from holdfast.checkpoint.restore.inspect import NEWEST, find
+    from holdfast.checkpoint.restore.inspect import NEWEST_PATH, find_commit_key
     from holdfast.checkpoint.restore.reader import Checkpoint
 
     run, at, step = argument.rpartition("@")
-    if not at or not (step == NEWEST or step.isdecimal()):
-        run, step = argument, NEWEST  # an @ in a folder's name
+    if not at or not (step == NEWEST_PATH or step.isdecimal()):
+        run, step = argument, NEWEST_PATH  # an @ in a folder's name
     found = open_run(Path(run))
-    with speak(found.folder):
-        return Checkpoint.open(found.store, find(found.store, step)), found.folder
+    with explain_read_errors(found.folder):
+        return Checkpoint.open(found.store, find_commit_key(found.store, step)), found.folder
 
 
-def _difference(d: Difference) -> str:
-    if d.what != "bytes":
-        return f"{d.what}: {d.first} and {d.second}" if d.first else d.what
-    text = f"{count(d.elements)} of {count(d.of)} elements"
+def _difference(d: TensorDifference) -> str:
+    if d.kind != "bytes":
+        return f"{d.kind}: {d.first} and {d.second}" if d.first else d.kind
+    text = f"{format_count(d.elements)} of {format_count(d.total_elements)} elements"
     if d.max_abs is not None:
         text += f", by at most {d.max_abs:.6g}"
-    return f"{text}, {count(d.not_finite)} not finite" if d.not_finite else text
+    return (
+        f"{text}, {format_count(d.nonfinite_elements)} not finite" if d.nonfinite_elements else text
+    )
 
 
 # --- copy -----------------------------------------------------------------------------------
@@ -108,39 +110,48 @@ def copy(
       holdfast checkpoint copy runs/quickstart 100 --to s3://bucket/quickstart
     """
     from holdfast.checkpoint.bucket.copy import copy_checkpoint
-    from holdfast.checkpoint.restore.inspect import find
+    from holdfast.checkpoint.restore.inspect import find_commit_key
 
     found = open_run(run)
     target = _location(to, found.folder)
-    with speak(found.folder), Progress() as progress:
-        key = find(found.store, step)
+    with explain_read_errors(found.folder), StageProgress() as progress:
+        key = find_commit_key(found.store, step)
         try:
             done = copy_checkpoint(
-                found.store, key, target,
+                found.store,
+                key,
+                target,
                 lambda part, total: progress.show("copied MiB", part // MIB, total // MIB),
                 say=progress.say,
-            )  # fmt: skip
+            )
         except CheckpointError as error:
             if error.where != "the target":
                 raise
             raise CheckpointError(error.message, where=to, remedy=error.remedy) from None
     if json:
-        print_json({"key": done.key, "step": done.step, "copied_bytes": done.copied,
-                    "there_bytes": done.there, "to": to})  # fmt: skip
+        print_json(
+            {
+                "key": done.key,
+                "step": done.step,
+                "copied_bytes": done.copied_bytes,
+                "there_bytes": done.present_bytes,
+                "to": to,
+            }
+        )
     else:
-        there = f", {size(done.there)} were there" if done.there else ""
-        say(f"copied step {done.step} to {to}: {size(done.copied)}{there}")
+        there = f", {format_bytes(done.present_bytes)} were there" if done.present_bytes else ""
+        say(f"copied step {done.step} to {to}: {format_bytes(done.copied_bytes)}{there}")
 
 
 def _location(to: str, source: Path) -> RunStore:
     """The run store that a location names. Raises CheckpointError for what cannot be one."""
     from holdfast.launch.run_folder import refuse_in_use
-    from holdfast.wire.store.location import open_store, probe
+    from holdfast.wire.store.location import open_store, probe_store
     from holdfast.wire.store.run_store import FolderStore
 
     if "://" in to:
         store = open_store(to)
-        probe(store, to.partition("?")[0])
+        probe_store(store, to.partition("?")[0])
         return store
     folder = Path(to)
     if folder.exists() and not folder.is_dir():
@@ -176,29 +187,29 @@ def prune(
       holdfast checkpoint prune runs/quickstart --keep-last 1 --dry-run
       holdfast checkpoint prune runs/quickstart --keep-last 2 --keep-every 1000
     """
-    from holdfast.checkpoint.restore.catalog import listing
-    from holdfast.checkpoint.restore.verify import newest_verified
+    from holdfast.checkpoint.restore.catalog import list_commits
+    from holdfast.checkpoint.restore.verify import find_newest_verified
     from holdfast.checkpoint.save import retention
     from holdfast.launch.run_folder import refuse_in_use
 
     found = open_run(run)
     refuse_in_use(found.folder)
     rejected: dict[str, str] = {}
-    with speak(found.folder):
-        newest = newest_verified(found.store, rejected.__setitem__)
+    with explain_read_errors(found.folder):
+        newest = find_newest_verified(found.store, rejected.__setitem__)
     for key, reason in rejected.items():
         say(f"passed over {key}: {reason}")
     verified = {newest.step} if newest else set()
     settings = found.config.checkpoint
-    keep = retention.Keep(
+    keep = retention.RetentionRules(
         settings.keep_last if keep_last is None else keep_last,
         settings.keep_every if keep_every is None else keep_every,
     )
-    gone = retention.going(found.store, keep, verified, set(rejected))
+    gone = retention.removable_commits(found.store, keep, verified, set(rejected))
     rows = [_row(found.store, key) for key in gone]
     if not dry_run:
-        gone = retention.retain(found.store, keep, verified, set(rejected))
-    kept = [key for key in listing(found.store) if key not in gone]
+        gone = retention.apply_retention(found.store, keep, verified, set(rejected))
+    kept = [key for key in list_commits(found.store) if key not in gone]
     if json:
         print_json({"removed": gone, "kept": kept, "dry_run": dry_run})
         return
@@ -216,4 +227,4 @@ def _row(store: RunStore, key: str) -> tuple[str, ...]:
         found = describe(store, key)
     except HoldfastError:
         return "?", "?", "?", key
-    return str(found["step"]), str(found["generation"]), size(found["bytes"]), key
+    return str(found["step"]), str(found["generation"]), format_bytes(found["bytes"]), key

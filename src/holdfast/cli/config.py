@@ -9,10 +9,10 @@ import typer
 
 from holdfast.cli.dispatch import app as make_app
 from holdfast.cli.output import print_json, print_table
-from holdfast.config.explain import show as shown
+from holdfast.config.explain import format_value as shown
 from holdfast.config.fields import leaves
 from holdfast.config.identity import config_hash
-from holdfast.config.load import load
+from holdfast.config.load import load_config
 from holdfast.config.reference import json_schema, markdown
 
 app = make_app("Show a run file as it is understood, and what it may contain.")
@@ -38,7 +38,7 @@ def show(
     if run_file is not None and "=" in str(run_file) and not run_file.exists():
         given.insert(0, str(run_file))  # only overrides: the defaults with these
         run_file = None
-    loaded = load(run_file, given)
+    loaded = load_config(run_file, given)
     if json:
         print_json(loaded.to_json() | {"hash": config_hash(loaded.config)})
         return

@@ -9,12 +9,12 @@ import typer
 
 from holdfast.cli.dispatch import app as make_app
 from holdfast.cli.output import print_json, print_table, say
-from holdfast.cli.progress import Progress
-from holdfast.config.load import load
+from holdfast.cli.progress import StageProgress
+from holdfast.config.load import load_config
 from holdfast.config.run import RunConfig
 from holdfast.errors import DataError
 from holdfast.launch.runs import open_run
-from holdfast.report.formatting import count, size
+from holdfast.report.formatting import format_bytes, format_count
 
 app = make_app("Prepare, inspect, verify and audit the training data.")
 
@@ -34,13 +34,15 @@ def prepare(run_file: RunFile, overrides: Overrides = None, json: Json = False) 
       holdfast data prepare run.yaml
       holdfast data prepare run.yaml data.processes=8
     """
-    from holdfast.data.inspect import numbers
-    from holdfast.data.prepare import prepare as make
+    from holdfast.data.inspect import dataset_numbers
+    from holdfast.data.prepare import prepare_dataset as make
 
-    with Progress() as progress:
-        dataset = make(load(run_file, overrides or []).config.data, progress.say, progress.show)
+    with StageProgress() as progress:
+        dataset = make(
+            load_config(run_file, overrides or []).config.data, progress.say, progress.show
+        )
     if json:
-        print_json(numbers(dataset))
+        print_json(dataset_numbers(dataset))
     else:
         say(f"dataset {dataset.version} is ready in {dataset.folder}")
 
@@ -60,32 +62,36 @@ def inspect(
     """
     from holdfast.data.batch import Batches
     from holdfast.data.dataset import Dataset
-    from holdfast.data.inspect import masks, numbers, render
+    from holdfast.data.inspect import dataset_numbers, mask_shares, render_sample
 
-    config = load(run_file, overrides or []).config
-    dataset = Dataset.open(_prepared(config))
+    config = load_config(run_file, overrides or []).config
+    dataset = Dataset.open(_prepared_folder(config))
     batches = Batches(dataset, config.data, config.train, config.seed)
-    found = numbers(dataset) | {"samples": masks(batches)}
+    found = dataset_numbers(dataset) | {"samples": mask_shares(batches)}
     if json:
-        print_json(found | {"position": position, "sample": render(batches, position)})
+        print_json(found | {"position": position, "sample": render_sample(batches, position)})
         return
     rows: list[tuple[str, str]] = [("version", dataset.version)]
-    rows += [("vocabulary", f"{count(dataset.vocab_size)} tokens")]
+    rows += [("vocabulary", f"{format_count(dataset.vocab_size)} tokens")]
     for split, counts in found["splits"].items():
         rows.append(
-            (split, f"{count(counts['documents'])} documents, {count(counts['tokens'])} tokens, "
-             f"{size(counts['bytes'])}, {counts['bytes_per_token']:.2f} bytes per token")
-        )  # fmt: skip
+            (
+                split,
+                f"{format_count(counts['documents'])} documents, "
+                f"{format_count(counts['tokens'])} tokens, "
+                f"{format_bytes(counts['bytes'])}, {counts['bytes_per_token']:.2f} bytes per token",
+            )
+        )
     samples = found["samples"]
     rows += [
-        (f"source {name}", f"{count(number)} samples of {samples['sequence_length']} tokens")
+        (f"source {name}", f"{format_count(number)} samples of {samples['sequence_length']} tokens")
         for name, number in samples["samples"].items()
     ]
     rows.append(("without loss", f"{samples['masked_share']:.1%} of the targets"))
     for name, value in (dataset.baselines or {}).items():
         rows.append((f"baseline {name}", f"{value:.3f}" if isinstance(value, float) else value))
     print_table(rows)
-    print(f"\nsample {position}:\n{render(batches, position)}", flush=True)
+    print(f"\nsample {position}:\n{render_sample(batches, position)}", flush=True)
 
 
 @app.command()
@@ -97,9 +103,9 @@ def verify(run_file: RunFile, overrides: Overrides = None, json: Json = False) -
       holdfast data verify run.yaml
     """
     from holdfast.data.dataset import Dataset
-    from holdfast.data.verify import verify as problems_of
+    from holdfast.data.verify import find_problems as problems_of
 
-    folder = _prepared(load(run_file, overrides or []).config)
+    folder = _prepared_folder(load_config(run_file, overrides or []).config)
     problems = problems_of(folder)
     if json:
         print_json({"folder": str(folder), "problems": problems})
@@ -127,25 +133,25 @@ def audit(
     """
     from dataclasses import asdict
 
-    from holdfast.data.audit import Problem
-    from holdfast.data.audit import audit as audit_journal
+    from holdfast.data.audit import AuditProblem
+    from holdfast.data.audit import audit_records as audit_journal
     from holdfast.data.batch import Batches
     from holdfast.data.dataset import Dataset
-    from holdfast.data.verify import verify as problems_of
-    from holdfast.wire.journal import read
+    from holdfast.data.verify import find_problems as problems_of
+    from holdfast.wire.journal import read_journal
 
     found = open_run(run)
     config = found.config
     batches = Batches(Dataset.open(found.dataset_folder), config.data, config.train, config.seed)
-    result = audit_journal(read(found.store), batches)
+    result = audit_journal(read_journal(found.store), batches)
     # Tokens that were fed from a changed shard would agree with that shard.
     result.problems += [
-        Problem("dataset", 0, 0, text) for text in problems_of(batches.dataset.folder)
+        AuditProblem("dataset", 0, 0, text) for text in problems_of(batches.dataset.folder)
     ]
     if json:
-        print_json(asdict(result) | {"ok": result.ok, "sentence": result.sentence()})
+        print_json(asdict(result) | {"ok": result.ok, "sentence": result.describe()})
     else:
-        print(result.sentence())
+        print(result.describe())
         for problem in result.problems:
             print(f"  {problem.message}")
         if result.superseded:
@@ -153,11 +159,14 @@ def audit(
     return 0 if result.ok else 1
 
 
-def _prepared(config: RunConfig) -> Path:
+def _prepared_folder(config: RunConfig) -> Path:
     from holdfast.data.dataset import exists
 
     folder = Path(config.data.folder)
     if not exists(folder):
-        raise DataError("there is no prepared dataset", where=str(folder),
-                        remedy="make it: holdfast data prepare RUN.yaml")  # fmt: skip
+        raise DataError(
+            "there is no prepared dataset",
+            where=str(folder),
+            remedy="make it: holdfast data prepare RUN.yaml",
+        )
     return folder

@@ -65,12 +65,12 @@ def call(module: str, program: str, arguments: Sequence[str]) -> int:
         sys.stdout.flush()
         return ending.exit_code
     except CrashedInError as crash:
-        return _failed(program, crash.__cause__ or crash, crash.folder)
+        return _report_failure(program, crash.__cause__ or crash, crash.folder)
     except Exception as error:
-        return _failed(program, error, Path())
+        return _report_failure(program, error, Path())
 
 
-def _failed(program: str, error: BaseException, folder: Path) -> int:
+def _report_failure(program: str, error: BaseException, folder: Path) -> int:
     """One sentence for what the person can mend (2), sentence and log file for the rest (1)."""
     if isinstance(error, UserError):
         print(f"holdfast: {error}", file=sys.stderr)
@@ -85,7 +85,7 @@ def _failed(program: str, error: BaseException, folder: Path) -> int:
     if type(error).__name__ == "Abort":
         print(f"{program}: interrupted", file=sys.stderr)
         return 130
-    if isinstance(error, OSError) and (sentence := _machine_says(error)):
+    if isinstance(error, OSError) and (sentence := _describe_os_error(error)):
         print(f"holdfast: {sentence}", file=sys.stderr)
         return 2
     where = _write_log(program, error, folder)
@@ -94,7 +94,7 @@ def _failed(program: str, error: BaseException, folder: Path) -> int:
     return 1
 
 
-def _machine_says(error: OSError) -> str | None:
+def _describe_os_error(error: OSError) -> str | None:
     """A refusal of the file system that no room turned into its own sentence."""
     where = f"{error.filename}: " if error.filename else ""
     if error.errno in (errno.ENOSPC, errno.EDQUOT):

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from holdfast.cli.dispatch import app as make_app
-from holdfast.cli.doctor_checks import examine
+from holdfast.cli.doctor_checks import run_checks
 from holdfast.cli.output import print_json, print_table
 
 app = make_app("Check that this machine can train.")
@@ -26,10 +26,11 @@ def doctor(
       holdfast doctor
       holdfast doctor --json
     """
-    checks = examine()
+    checks = run_checks()
     if json:
         print_json([check.to_json() for check in checks])
     else:
-        print_table([(c.mark, c.name, c.found + (f": {c.remedy}" if c.remedy else ""))
-                     for c in checks])  # fmt: skip
+        print_table(
+            [(c.mark, c.name, c.found + (f": {c.remedy}" if c.remedy else "")) for c in checks]
+        )
     return 1 if any(check.state == "fails" for check in checks) else 0

@@ -16,11 +16,11 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Literal
 
-from holdfast.plan.hardware import Machine, cpp_compiler, this_machine
+from holdfast.plan.hardware import HardwareInfo, cpp_compiler, detect_hardware
 
-State = Literal["good", "weak", "fails"]
+CheckState = Literal["good", "weak", "fails"]
 GIB = 2**30
-TORCH = ((2, 11), (2, 13))  # oldest and newest release that is supported
+TORCH_RANGE = ((2, 11), (2, 13))  # oldest and newest release that is supported
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Check:
     """`weak` is worth knowing and stops nothing; `fails` would stop a run."""
 
     name: str
-    state: State
+    state: CheckState
     found: str
     remedy: str = ""
 
@@ -40,13 +40,17 @@ class Check:
         return asdict(self)
 
 
-def examine(folder: Path | None = None) -> list[Check]:
+def run_checks(folder: Path | None = None) -> list[Check]:
     """Every check, in order; `folder` is where runs would be written (default: here)."""
-    machine = this_machine()
+    machine = detect_hardware()
     here = Path() if folder is None else folder
-    with_machine: tuple[Callable[[Machine], Check], ...] = (
-        _system, _cores, _memory, _shared_memory, _accelerators,
-    )  # fmt: skip
+    with_machine: tuple[Callable[[HardwareInfo], Check], ...] = (
+        _system,
+        _cores,
+        _memory,
+        _shared_memory,
+        _accelerators,
+    )
     return [
         *(check(machine) for check in with_machine),
         _python(),
@@ -59,35 +63,38 @@ def examine(folder: Path | None = None) -> list[Check]:
     ]
 
 
-def _system(machine: Machine) -> Check:
+def _system(machine: HardwareInfo) -> Check:
     if platform.system() == "Linux":
         return Check("system", "good", machine.system)
     if platform.system() == "Darwin":
-        return Check("system", "weak", f"{machine.system}, where one worker process is supported",
-                     "set layout.workers=1; use Linux for more")  # fmt: skip
+        return Check(
+            "system",
+            "weak",
+            f"{machine.system}, where one worker process is supported",
+            "set layout.workers=1; use Linux for more",
+        )
     return Check("system", "fails", machine.system, "Holdfast runs on Linux")
 
 
-def _cores(machine: Machine) -> Check:
+def _cores(machine: HardwareInfo) -> Check:
     return Check("cores", "good", f"{machine.cores} usable")
 
 
-def _memory(machine: Machine) -> Check:
+def _memory(machine: HardwareInfo) -> Check:
     found = f"{machine.memory_bytes / GIB:.1f} GiB"
     if machine.memory_bytes < 2 * GIB:
         return Check("memory", "fails", found, "two workers need about 2 GiB: raise the limit")
     return Check("memory", "good", found)
 
 
-def _shared_memory(machine: Machine) -> Check:
+def _shared_memory(machine: HardwareInfo) -> Check:
     found = f"{machine.shared_memory_bytes / GIB:.2f} GiB free in /dev/shm"
     if platform.system() == "Linux" and machine.shared_memory_bytes < GIB // 16:
-        return Check("shared memory", "weak", found,
-                     "in a container, start it with --shm-size=1g")  # fmt: skip
+        return Check("shared memory", "weak", found, "in a container, start it with --shm-size=1g")
     return Check("shared memory", "good", found)
 
 
-def _accelerators(machine: Machine) -> Check:
+def _accelerators(machine: HardwareInfo) -> Check:
     if not machine.accelerators:
         return Check("accelerators", "good", "none: device auto means cpu")
     names = ", ".join(f"{a.name} ({a.memory_bytes / GIB:.0f} GiB)" for a in machine.accelerators)
@@ -99,23 +106,31 @@ def _python() -> Check:
 
 
 def _torch() -> Check:
-    oldest, newest = (".".join(map(str, bound)) for bound in TORCH)
+    oldest, newest = (".".join(map(str, bound)) for bound in TORCH_RANGE)
     try:
         found = version("torch")
     except PackageNotFoundError:
         return Check("torch", "fails", "not installed", f"pip install 'torch=={newest}.*'")
     release = tuple(int(part) for part in found.split("+")[0].split(".")[:2] if part.isdigit())
-    if "dev" in found or not TORCH[0] <= release <= TORCH[1]:
-        return Check("torch", "fails", f"{found}, but {oldest} to {newest} are supported",
-                     f"pip install 'torch=={newest}.*'")  # fmt: skip
+    if "dev" in found or not TORCH_RANGE[0] <= release <= TORCH_RANGE[1]:
+        return Check(
+            "torch",
+            "fails",
+            f"{found}, but {oldest} to {newest} are supported",
+            f"pip install 'torch=={newest}.*'",
+        )
     return Check("torch", "good", found)
 
 
 def _compiler() -> Check:
     found = cpp_compiler(os.environ)
     if found is None:
-        return Check("compiler", "weak", "no C++ compiler, which train.compile needs on a CPU",
-                     "install g++, or leave train.compile at false")  # fmt: skip
+        return Check(
+            "compiler",
+            "weak",
+            "no C++ compiler, which train.compile needs on a CPU",
+            "install g++, or leave train.compile at false",
+        )
     return Check("compiler", "good", found)
 
 
@@ -127,8 +142,12 @@ def _disk(folder: Path) -> Check:
             os.fsync(file.fileno())
         free = shutil.disk_usage(folder).free
     except OSError as error:
-        return Check("disk", "fails", f"{folder.resolve()} cannot be written ({error.strerror})",
-                     "change to a folder that you can write")  # fmt: skip
+        return Check(
+            "disk",
+            "fails",
+            f"{folder.resolve()} cannot be written ({error.strerror})",
+            "change to a folder that you can write",
+        )
     found = f"{free / GIB:.1f} GiB free in {folder.resolve()}"
     if free < GIB:
         return Check("disk", "weak", found, "a run writes checkpoints: make room")
@@ -155,8 +174,12 @@ def _loopback() -> Check:
                     far.settimeout(5)
                     good = far.recv(1) == b"x"
     except OSError as error:
-        return Check("loopback", "fails", f"127.0.0.1 does not carry bytes ({error})",
-                     "bring it up: ip link set lo up")  # fmt: skip
+        return Check(
+            "loopback",
+            "fails",
+            f"127.0.0.1 does not carry bytes ({error})",
+            "bring it up: ip link set lo up",
+        )
     return Check("loopback", "good" if good else "fails", "127.0.0.1 works")
 
 

@@ -9,7 +9,7 @@ import typer
 
 from holdfast.cli.dispatch import app as make_app
 from holdfast.cli.output import say
-from holdfast.config.yaml_tree import scalar
+from holdfast.config.yaml_tree import parse_scalar
 from holdfast.errors import UserError
 
 TEMPLATE = """\
@@ -63,8 +63,11 @@ def init(
             remedy=f"choose another name: holdfast init {path.stem}-2.yaml",
         ) from None
     except (FileNotFoundError, NotADirectoryError):
-        raise UserError("there is no such folder", where=str(path.parent),
-                        remedy=f"make it first: mkdir -p {path.parent}") from None  # fmt: skip
+        raise UserError(
+            "there is no such folder",
+            where=str(path.parent),
+            remedy=f"make it first: mkdir -p {path.parent}",
+        ) from None
     say(f"wrote {path}; train it with: holdfast train {path}")
 
 
@@ -72,4 +75,4 @@ def _run_name(stem: str) -> str:
     """A run's name out of a file's, as YAML reads it: 2026.yaml's run is '2026', not a number."""
     name = "".join(c if c.isascii() and (c.isalnum() or c in "._-") else "-" for c in stem)
     name = name.lstrip("._-") or "run"
-    return name if scalar(name) == name else f'"{name}"'
+    return name if parse_scalar(name) == name else f'"{name}"'

@@ -12,12 +12,12 @@ import typer
 from holdfast.cli.dispatch import app as make_app
 from holdfast.cli.dispatch import crash_log_in
 from holdfast.cli.output import say
-from holdfast.cli.train import finished
-from holdfast.cli.views import Views
-from holdfast.config.load import Loaded, resolve
+from holdfast.cli.train import finished_step
+from holdfast.cli.views import RunViews
+from holdfast.config.load import LoadedConfig, resolve_config
 from holdfast.errors import RunFolderError
 from holdfast.launch.run_folder import refuse_alone
-from holdfast.launch.runs import RESOLVED, read_resolved
+from holdfast.launch.runs import RESOLVED_FILE, read_resolved
 
 app = make_app("Take part in a run on several machines.")
 
@@ -50,45 +50,55 @@ def join(
 
     from holdfast.data.dataset import Dataset
     from holdfast.launch import local
-    from holdfast.plan.hardware import this_machine
+    from holdfast.plan.hardware import detect_hardware
 
     stored = read_resolved(folder)
     if stored is None:
         raise RunFolderError(
-            "no run has been started here", where=str(folder),
+            "no run has been started here",
+            where=str(folder),
             remedy="start one with: holdfast train RUN_FILE cluster.node=NAME",
-        )  # fmt: skip
+        )
     refuse_alone(folder)
     name = node or platform.node() or "localhost"
     given = [f"cluster.node={name}", f"folder={folder}", *_own(overrides or [])]
     if dataset := stored.get("dataset", {}).get("folder"):
         given.append(f"data.folder={dataset}")
-    loaded: Loaded = resolve(yaml.safe_dump(stored["config"]), str(folder / RESOLVED), given)
-    if (last := finished(folder, loaded.config.train.steps)) is not None:
+    loaded: LoadedConfig = resolve_config(
+        yaml.safe_dump(stored["config"]), str(folder / RESOLVED_FILE), given
+    )
+    if (last := finished_step(folder, loaded.config.train.steps)) is not None:
         say(f"this run is finished: all {last} steps are done; see: holdfast report {folder}")
         return 0
     version = Dataset.open(loaded.config.data.folder).version
     with (
         crash_log_in(folder),
-        Views(loaded.config, folder, version, this_machine(), json=json) as views,
+        RunViews(loaded.config, folder, version, detect_hardware(), json=json) as views,
     ):
-        return local.run(
-            loaded, observers=views.observers, render_metrics=views.render_metrics,
-            say=views.say, dataset_version=version,
+        return local.train_locally(
+            loaded,
+            observers=views.observers,
+            render_metrics=views.render_metrics,
+            say=views.say,
+            dataset_version=version,
             resume=shlex.join(
                 ["holdfast", "join", str(folder), "--node", name, *(overrides or ())]
             ),
-        )  # fmt: skip
+        )
 
 
 def _own(overrides: list[str]) -> list[str]:
     """Raises RunFolderError for a setting of the entire run: all nodes have to agree on it."""
     for override in overrides:
         key = override.partition("=")[0]
-        if not key.startswith("cluster.") and key not in ("device", "checkpoint.peer_interface",
-                                                          "checkpoint.peer_advertise"):  # fmt: skip
+        if not key.startswith("cluster.") and key not in (
+            "device",
+            "checkpoint.peer_interface",
+            "checkpoint.peer_advertise",
+        ):
             raise RunFolderError(
-                f"{key} belongs to the run, and cannot differ for one node", where=override,
+                f"{key} belongs to the run, and cannot differ for one node",
+                where=override,
                 remedy="give cluster.* or device here, and the rest to holdfast train",
-            )  # fmt: skip
+            )
     return overrides

@@ -16,23 +16,23 @@ import typer
 from holdfast.cli import layout_show
 from holdfast.cli.dispatch import app as make_app
 from holdfast.cli.output import print_json, say
-from holdfast.core.schedule.check import check
+from holdfast.core.schedule.check import check_schedule
 from holdfast.core.schedule.csv import from_csv, to_csv
-from holdfast.core.schedule.draw import svg as picture
-from holdfast.core.schedule.draw import text as drawing
-from holdfast.core.schedule.table import SCHEDULES, Schedule, build
-from holdfast.core.schedule.timing import Durations, Timeline, timeline
+from holdfast.core.schedule.draw import draw_svg as picture
+from holdfast.core.schedule.draw import draw_text as drawing
+from holdfast.core.schedule.table import SCHEDULES, Schedule, build_schedule
+from holdfast.core.schedule.timing import Durations, Timeline, time_schedule
 from holdfast.errors import ConfigError, UserError
 
-MOST_ACTIONS = 200_000  # of a drawing: more cannot be told apart
-TIMES = (1e-9, 1e9)  # least and most, apart from 0: sums and ratios stay far from overflow
+MAX_DRAWN_ACTIONS = 200_000  # of a drawing: more cannot be told apart
+TIME_BOUNDS = (1e-9, 1e9)  # least and most, apart from 0: sums and ratios stay far from overflow
 
 app = make_app("Show how a model is spread over workers, before anything starts.")
 app.command()(layout_show.show)
 
 
 @dataclass(frozen=True)
-class Asked:
+class ScheduleRequest:
     """A table to draw, and the share of every stage in the model's time (mean 1)."""
 
     schedule: Schedule
@@ -91,14 +91,14 @@ def schedule(
     if from_csv is not None:
         sizes |= {"a run file": run_file, "--schedule": name, "--microbatches": microbatches}
         _refuse_beside("--from-csv", {**sizes, "--replica": replica or None})
-        asked = _of_table(from_csv)
+        asked = _request_of_table(from_csv)
     elif run_file is not None:
         _refuse_beside("a run file", sizes)
-        asked = _of_run_file(run_file, list(overrides or []), name, microbatches, replica)
+        asked = _request_of_run_file(run_file, list(overrides or []), name, microbatches, replica)
     else:
         _refuse_beside("options without a run file", {"--replica": replica or None})
-        asked = _named(name or "1f1b", stages or 4, microbatches or 8, virtual)
-    found = timeline(asked.schedule, _durations(asked, forward, backward, send))
+        asked = _request_by_name(name or "1f1b", stages or 4, microbatches or 8, virtual)
+    found = time_schedule(asked.schedule, _durations(asked, forward, backward, send))
     _show(asked.schedule, found, svg=svg, csv=csv, json=json)
 
 
@@ -120,66 +120,75 @@ def _refuse_beside(what: str, given: dict[str, Any]) -> None:
     for other, value in given.items():
         if value is not None:
             raise ConfigError(
-                f"{other} means nothing beside {what}", where="command line",
+                f"{other} means nothing beside {what}",
+                where="command line",
                 remedy="leave one of the two out",
-            )  # fmt: skip
+            )
 
 
-def _named(name: str, stages: int, microbatches: int, virtual: int) -> Asked:
+def _request_by_name(name: str, stages: int, microbatches: int, virtual: int) -> ScheduleRequest:
     """A schedule by its name. Raises UserError, with the option as its place."""
     if stages % virtual:
         raise ConfigError(
-            f"{stages} stages are not {virtual} on each rank", where="--virtual",
+            f"{stages} stages are not {virtual} on each rank",
+            where="--virtual",
             remedy=f"use --stages {-(-stages // virtual) * virtual}",
-        )  # fmt: skip
-    if stages * microbatches > MOST_ACTIONS:
+        )
+    if stages * microbatches > MAX_DRAWN_ACTIONS:
         raise ConfigError(
             f"{stages} stages by {microbatches} microbatches are too many to draw",
-            where="--microbatches", remedy=f"use {MOST_ACTIONS // stages} or fewer",
-        )  # fmt: skip
-    return Asked(build(name, stages // virtual, microbatches, virtual), (1.0,) * stages)
+            where="--microbatches",
+            remedy=f"use {MAX_DRAWN_ACTIONS // stages} or fewer",
+        )
+    return ScheduleRequest(
+        build_schedule(name, stages // virtual, microbatches, virtual), (1.0,) * stages
+    )
 
 
-def _of_table(path: Path) -> Asked:
+def _request_of_table(path: Path) -> ScheduleRequest:
     """The table of a file, proved to run."""
     try:
         text = path.read_text("utf-8")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
-        raise UserError(f"the table cannot be read ({reason})", where=str(path),
-                        remedy="name a CSV file with a row for each rank") from None  # fmt: skip
+        raise UserError(
+            f"the table cannot be read ({reason})",
+            where=str(path),
+            remedy="name a CSV file with a row for each rank",
+        ) from None
     table = from_csv(text, path.name)
-    check(table)
-    return Asked(table, (1.0,) * table.stages)
+    check_schedule(table)
+    return ScheduleRequest(table, (1.0,) * table.stages)
 
 
-def _of_run_file(
+def _request_of_run_file(
     path: Path, overrides: list[str], name: str | None, count: int | None, which: int
-) -> Asked:
+) -> ScheduleRequest:
     """The pipeline of one replica, with the microbatches that the first step deals to it."""
     from holdfast.cli.train import checked_layouts, with_vocabulary
-    from holdfast.config.load import load
-    from holdfast.core.sharding.pipeline_stages import costs_of
+    from holdfast.config.load import load_config
+    from holdfast.core.sharding.pipeline_stages import block_costs
     from holdfast.core.sharding.reduction_tree import deal
     from holdfast.data.dataset import Dataset, exists
     from holdfast.plan.layouts import microbatches
 
     if name is not None:
         overrides = [*overrides, f"layout.schedule={name}"]
-    loaded = load(path, overrides)
+    loaded = load_config(path, overrides)
     if loaded.config.layout.workers == 0:
         least = loaded.config.layout.least_workers
-        loaded = loaded.planned({"layout.workers": least}, "the smallest world")
+        loaded = loaded.with_planned({"layout.workers": least}, "the smallest world")
     if exists(loaded.config.data.folder):
         loaded = with_vocabulary(loaded, Dataset.open(loaded.config.data.folder).vocab_size)
     config, layouts = loaded.config, checked_layouts(loaded)
     if which >= len(layouts):
-        raise ConfigError(f"there is no replica {which}", where="--replica",
-                          remedy=f"use 0 to {len(layouts) - 1}")  # fmt: skip
+        raise ConfigError(
+            f"there is no replica {which}", where="--replica", remedy=f"use 0 to {len(layouts) - 1}"
+        )
     layout = layouts[which]
     share = len(deal(microbatches(config)[1], len(layouts))[which])
-    asked = _named(config.layout.schedule, layout.pp, count or share, 1)
-    costs = costs_of(config.model, config.data.sequence_length)
+    asked = _request_by_name(config.layout.schedule, layout.pp, count or share, 1)
+    costs = block_costs(config.model, config.data.sequence_length)
     blocks, times, start = layout.stages or (config.model.layers,), [], 0
     for held in blocks:
         times.append(sum(costs.times[start : start + held]))
@@ -189,10 +198,12 @@ def _of_run_file(
     if config.model.vocab_size == 0:
         say("the dataset is not prepared: the head counts as nothing; add model.vocab_size=N")
     mean = sum(times) / len(times)
-    return Asked(asked.schedule, tuple(time / mean for time in times))
+    return ScheduleRequest(asked.schedule, tuple(time / mean for time in times))
 
 
-def _durations(asked: Asked, forward: str | None, backward: str | None, send: float) -> Durations:
+def _durations(
+    asked: ScheduleRequest, forward: str | None, backward: str | None, send: float
+) -> Durations:
     stages = asked.schedule.stages
     ahead = asked.weights if forward is None else _times("--forward", forward, stages)
     back = (
@@ -201,16 +212,17 @@ def _durations(asked: Asked, forward: str | None, backward: str | None, send: fl
         else _times("--backward", backward, stages)
     )
     if not _is_time(send):
-        raise ConfigError(f"{send} is no time that can be drawn", where="--send",
-                          remedy=f"use {_RANGE}")  # fmt: skip
+        raise ConfigError(
+            f"{send} is no time that can be drawn", where="--send", remedy=f"use {_RANGE}"
+        )
     return Durations(ahead, back, send=send)
 
 
-_RANGE = f"0, or {TIMES[0]:g} to {TIMES[1]:g}"
+_RANGE = f"0, or {TIME_BOUNDS[0]:g} to {TIME_BOUNDS[1]:g}"
 
 
 def _is_time(value: float) -> bool:
-    return value == 0 or TIMES[0] <= value <= TIMES[1]
+    return value == 0 or TIME_BOUNDS[0] <= value <= TIME_BOUNDS[1]
 
 
 def _times(option: str, text: str, stages: int) -> tuple[float, ...]:
@@ -220,16 +232,23 @@ def _times(option: str, text: str, stages: int) -> tuple[float, ...]:
     except ValueError:
         times = ()
     if not times or not all(0 <= time < float("inf") for time in times):
-        raise ConfigError(f"{text!r} is not a time, nor a list of times", where=option,
-                          remedy="write 1, or one for each stage as 1,1,2")  # fmt: skip
+        raise ConfigError(
+            f"{text!r} is not a time, nor a list of times",
+            where=option,
+            remedy="write 1, or one for each stage as 1,1,2",
+        )
     if bad := [time for time in times if not _is_time(time)]:
-        raise ConfigError(f"{bad[0]:g} is no time that can be drawn", where=option,
-                          remedy=f"use {_RANGE}")  # fmt: skip
+        raise ConfigError(
+            f"{bad[0]:g} is no time that can be drawn", where=option, remedy=f"use {_RANGE}"
+        )
     if len(times) == 1:
         return times * stages
     if len(times) != stages:
-        raise ConfigError(f"there are {len(times)} times for {stages} stages", where=option,
-                          remedy=f"give one, or {stages}")  # fmt: skip
+        raise ConfigError(
+            f"there are {len(times)} times for {stages} stages",
+            where=option,
+            remedy=f"give one, or {stages}",
+        )
     return times
 
 
@@ -244,16 +263,24 @@ def _columns(schedule: Schedule) -> int | None:
 
 def _numbers(schedule: Schedule, found: Timeline) -> dict[str, Any]:
     return {
-        "schedule": schedule.name, "stages": schedule.stages, "ranks": schedule.ranks,
-        "rank_of": schedule.rank_of, "microbatches": schedule.microbatches,
-        "makespan": found.makespan, "bubble": found.bubble, "in_flight": found.in_flight,
-    }  # fmt: skip
+        "schedule": schedule.name,
+        "stages": schedule.stages,
+        "ranks": schedule.ranks,
+        "rank_of": schedule.rank_of,
+        "microbatches": schedule.microbatches,
+        "makespan": found.makespan,
+        "bubble": found.bubble,
+        "in_flight": found.in_flight,
+    }
 
 
 def _write(path: Path, text: str) -> None:
     try:
         path.write_text(text, "utf-8")
     except OSError as error:
-        raise UserError(f"it cannot be written ({error.strerror})", where=str(path),
-                        remedy="name a file in a folder that is there") from None  # fmt: skip
+        raise UserError(
+            f"it cannot be written ({error.strerror})",
+            where=str(path),
+            remedy="name a file in a folder that is there",
+        ) from None
     say(f"wrote {path}")

@@ -8,13 +8,13 @@ from itertools import product
 
 from holdfast.cli.output import print_table
 from holdfast.config.run import RunConfig
-from holdfast.core.sharding.parameters import count as parameters_of
+from holdfast.core.sharding.parameters import count_parameters as parameters_of
 from holdfast.core.sharding.reduction_tree import deal
 from holdfast.layout import AXES, Replica, Topology
 from holdfast.plan.layouts import microbatches
-from holdfast.plan.loss_impact import Loss
-from holdfast.plan.memory_use import Holding, Span
-from holdfast.report.formatting import count, plural, size
+from holdfast.plan.loss_impact import LossImpact
+from holdfast.plan.memory_use import RankContents, Span
+from holdfast.report.formatting import format_bytes, format_count, format_plural
 
 _BYTES = """\
 bytes on a rank while a step's backward runs: parameters{copies}, the sum of
@@ -22,12 +22,12 @@ gradients, AdamW's two moments; on top come activations, messages on their way{g
 
 
 @dataclass(frozen=True)
-class Picture:
+class LayoutPicture:
     config: RunConfig
     topology: Topology
-    holdings: Sequence[Holding]
+    holdings: Sequence[RankContents]
     lost: frozenset[int] = frozenset()
-    loss: Loss | None = None
+    loss: LossImpact | None = None
 
     def print(self) -> None:
         self._head()
@@ -45,23 +45,24 @@ class Picture:
     # --- the picture ----------------------------------------------------------------------
     def _head(self) -> None:
         model, layout = self.config.model, self.config.layout
-        vocabulary = count(model.vocab_size) if model.vocab_size else "not known yet"
+        vocabulary = format_count(model.vocab_size) if model.vocab_size else "not known yet"
         print(
-            f"{self.config.name}: {plural(model.layers, 'block')}, {model.heads} query and "
+            f"{self.config.name}: {format_plural(model.layers, 'block')}, {model.heads} query and "
             f"{model.kv_heads} key/value heads, vocabulary {vocabulary}; "
-            f"{count(parameters_of(model))} parameters, {self.config.train.precision}"
+            f"{format_count(parameters_of(model))} parameters, {self.config.train.precision}"
         )
         settings = [
             f"zero {layout.zero}" if self._used("dp_shard") else "",
-            "" if not self._used("tp")
+            ""
+            if not self._used("tp")
             else f"sequence parallel {'on' if layout.sequence_parallel else 'off'}",
             f"schedule {layout.schedule}" if self._used("pp") else "",
-        ]  # fmt: skip
+        ]
         said = "".join(f"; {setting}" for setting in settings if setting)
         print(
-            f"{plural(self.topology.world_size, 'rank')} on "
-            f"{plural(len(set(self.topology.nodes)), 'node')}, "
-            f"{plural(len(self.topology.replicas), 'replica')}{said}"
+            f"{format_plural(self.topology.world_size, 'rank')} on "
+            f"{format_plural(len(set(self.topology.nodes)), 'node')}, "
+            f"{format_plural(len(self.topology.replicas), 'replica')}{said}"
         )
 
     def _used(self, axis: str) -> bool:
@@ -80,8 +81,12 @@ class Picture:
         rows = []
         for pp in range(replica.degree("pp")):
             ranks = [replica.rank_at(pp=pp, **dict(zip(axes, at, strict=True))) for at in places]
-            rows.append([f"  stage {pp}" if replica.degree("pp") > 1 else "  ",
-                         *(self._cell(rank) for rank in ranks)])  # fmt: skip
+            rows.append(
+                [
+                    f"  stage {pp}" if replica.degree("pp") > 1 else "  ",
+                    *(self._cell(rank) for rank in ranks),
+                ]
+            )
         print_table(rows, ["", *head] if axes else ())
 
     def _fate(self, replica: Replica) -> str:
@@ -97,34 +102,53 @@ class Picture:
     def _ranks(self) -> None:
         used = [axis for axis in ("pp", "dp_shard", "tp") if self._used(axis)]
         cut = ("heads", "kv heads", "vocabulary") if self._used("tp") else ()
-        head = ["rank", "node", "replica", *used, "holds", *cut,
-                "parameters", "gradients", "moments", "together"]  # fmt: skip
+        head = [
+            "rank",
+            "node",
+            "replica",
+            *used,
+            "holds",
+            *cut,
+            "parameters",
+            "gradients",
+            "moments",
+            "together",
+        ]
         rows: list[list[object]] = []
         for each in self.holdings:
             spans = (each.heads, each.kv_heads, self._vocabulary(each)) if cut else ()
             held = each.held
             rows.append(
-                [each.rank, each.node, each.at.replica, *(getattr(each.at, a) for a in used),
-                 _holds(each), *map(_span, spans),
-                 *map(size, (held.parameters, held.gradients, held.moments, held.total))]
-            )  # fmt: skip
+                [
+                    each.rank,
+                    each.node,
+                    each.at.replica,
+                    *(getattr(each.at, a) for a in used),
+                    _describe_contents(each),
+                    *map(_span, spans),
+                    *map(format_bytes, (held.parameters, held.gradients, held.moments, held.total)),
+                ]
+            )
         bare = [""] * (len(head) - 5)
         for name, pick in (("all", sum), ("largest", max)):
             figures = [
                 pick(getattr(each.held, field) for each in self.holdings)
                 for field in ("parameters", "gradients", "moments", "total")
             ]
-            rows.append([name, *bare, *map(size, figures)])
+            rows.append([name, *bare, *map(format_bytes, figures)])
         print_table(rows, head)
         mixed = self.config.train.precision == "bf16"
         zero, sharded = self.config.layout.zero, self._used("dp_shard")
-        print(_BYTES.format(
-            copies=" (fp32 and a bf16 copy)" if mixed and not (sharded and zero == 3) else "",
-            gathered=",\nand what is gathered of the block at work"
-            if sharded and zero > 1 else "",
-        ))  # fmt: skip
+        print(
+            _BYTES.format(
+                copies=" (fp32 and a bf16 copy)" if mixed and not (sharded and zero == 3) else "",
+                gathered=",\nand what is gathered of the block at work"
+                if sharded and zero > 1
+                else "",
+            )
+        )
 
-    def _vocabulary(self, each: Holding) -> Span:
+    def _vocabulary(self, each: RankContents) -> Span:
         return each.vocabulary if each.embedding or each.head else (0, 0)
 
     # --- the dealing ----------------------------------------------------------------------
@@ -143,7 +167,7 @@ class Picture:
         print_table(list(zip(*columns, strict=True)), head)
 
     # --- a loss ---------------------------------------------------------------------------
-    def _what_if(self, loss: Loss) -> None:
+    def _what_if(self, loss: LossImpact) -> None:
         lost = ", ".join(map(str, sorted(self.lost)))
         print(f"without {'rank' if len(self.lost) == 1 else 'ranks'} {lost}:")
         print(f"  broken      {_replicas(loss.broken)}{self._waiting(loss)}")
@@ -151,13 +175,16 @@ class Picture:
         print(f"  whole       {_replicas(loss.whole)}{dealt}")
         if loss.gone == 0:
             where = "in a whole replica" if loss.whole else "on the ranks that are left"
-            print(f"  state       all {size(loss.of)} have a copy {where}")
+            print(f"  state       all {format_bytes(loss.of)} have a copy {where}")
         else:
-            print(f"  state       {size(loss.gone)} of {size(loss.of)} have no copy left outside "
-                  f"the lost ranks: {self._positions(loss.positions)}")  # fmt: skip
+            print(
+                f"  state       {format_bytes(loss.gone)} of {format_bytes(loss.of)} have no "
+                f"copy left outside "
+                f"the lost ranks: {self._positions(loss.positions)}"
+            )
             print("              those are in a checkpoint only")
 
-    def _waiting(self, loss: Loss) -> str:
+    def _waiting(self, loss: LossImpact) -> str:
         if not loss.waiting:
             return ""
         alive = ", ".join(map(str, loss.waiting))
@@ -172,7 +199,7 @@ class Picture:
         return ", ".join(words)
 
 
-def _holds(each: Holding) -> str:
+def _describe_contents(each: RankContents) -> str:
     first, number = each.blocks
     blocks = f"block {first}" if number == 1 else f"blocks {first}-{first + number - 1}"
     return ", ".join(["embedding"] * each.embedding + [blocks] + ["norm, head"] * each.head)

@@ -9,18 +9,18 @@ from typing import Annotated, Any
 
 import typer
 
-from holdfast.cli.layout_picture import Picture
+from holdfast.cli.layout_picture import LayoutPicture
 from holdfast.cli.output import print_json, say
 from holdfast.cli.train import checked_layouts, with_vocabulary
-from holdfast.config.load import Loaded, load
+from holdfast.config.load import LoadedConfig, load_config
 from holdfast.config.run import RunConfig
 from holdfast.core.sharding.reduction_tree import deal
 from holdfast.errors import ConfigError, UserError
 from holdfast.layout import Topology, place_replicas
 from holdfast.plan.layouts import microbatches
-from holdfast.plan.loss_impact import Loss, without
-from holdfast.plan.memory_use import holdings
-from holdfast.report.formatting import plural
+from holdfast.plan.loss_impact import LossImpact, impact_of_loss
+from holdfast.plan.memory_use import contents_by_rank
+from holdfast.report.formatting import format_plural
 
 
 def show(
@@ -52,32 +52,34 @@ def show(
       holdfast layout show run.yaml layout.pp=2 layout.tp=2 --workers 8 --ranks-per-node 4
       holdfast layout show run.yaml --workers 8 --nodes a,b --what-if lost=node:a
     """
-    loaded, notes = _asked(run_file, list(overrides or []), workers)
+    loaded, notes = _read_request(run_file, list(overrides or []), workers)
     config = loaded.config
     layouts = checked_layouts(loaded)
     world = sum(layout.world_size for layout in layouts)
     topology = place_replicas(layouts, 1, nodes_of(world, nodes, ranks_per_node))
     lost = frozenset[int]() if what_if is None else parse_loss(what_if, topology)
-    loss = None if what_if is None else without(config, topology, lost)
+    loss = None if what_if is None else impact_of_loss(config, topology, lost)
     for note in notes:
         say(note)
     if json:
         print_json(_as_json(config, topology, lost, loss))
     else:
-        Picture(config, topology, holdings(config, topology), lost, loss).print()
+        LayoutPicture(config, topology, contents_by_rank(config, topology), lost, loss).print()
 
 
-def _asked(run_file: Path, overrides: list[str], workers: int | None) -> tuple[Loaded, list[str]]:
+def _read_request(
+    run_file: Path, overrides: list[str], workers: int | None
+) -> tuple[LoadedConfig, list[str]]:
     """The run file with what the command line says, the dataset's vocabulary if it is there, and
     what has to be said about it."""
     from holdfast.data.dataset import Dataset, exists
 
     if workers is not None:
         overrides.append(f"layout.workers={workers}")
-    loaded, notes = load(run_file, overrides), list[str]()
+    loaded, notes = load_config(run_file, overrides), list[str]()
     if loaded.config.layout.workers == 0:
         least = loaded.config.layout.least_workers
-        loaded = loaded.planned({"layout.workers": least}, "the smallest world")
+        loaded = loaded.with_planned({"layout.workers": least}, "the smallest world")
         notes.append(f"layout.workers is 0, the machine's choice: shown for {least}; see --workers")
     if exists(loaded.config.data.folder):
         return with_vocabulary(loaded, Dataset.open(loaded.config.data.folder).vocab_size), notes
@@ -100,11 +102,17 @@ def nodes_of(world: int, names: str | None, per_node: int | None) -> tuple[str, 
         return tuple(f"node{rank // per_node}" for rank in range(world))
     given = [name.strip() for name in names.split(",")]
     if "" in given or len(set(given)) != len(given):
-        raise ConfigError(f"{names!r} is not a list of different names", where="--nodes",
-                          remedy="write for example --nodes a,b")  # fmt: skip
+        raise ConfigError(
+            f"{names!r} is not a list of different names",
+            where="--nodes",
+            remedy="write for example --nodes a,b",
+        )
     if len(given) > world:
-        raise ConfigError(f"{len(given)} nodes are more than {world} ranks", where="--nodes",
-                          remedy=f"name {world} or fewer")  # fmt: skip
+        raise ConfigError(
+            f"{len(given)} nodes are more than {world} ranks",
+            where="--nodes",
+            remedy=f"name {world} or fewer",
+        )
     if per_node is None:  # as even as it goes, the first ones with one more
         share, more = divmod(world, len(given))
         return tuple(
@@ -112,16 +120,18 @@ def nodes_of(world: int, names: str | None, per_node: int | None) -> tuple[str, 
         )
     if world > per_node * len(given):
         raise ConfigError(
-            f"{plural(len(given), 'node')} of {plural(per_node, 'rank')} cannot hold {world}",
+            f"{format_plural(len(given), 'node')} of {format_plural(per_node, 'rank')} cannot "
+            f"hold {world}",
             where="--ranks-per-node",
             remedy=f"use {-(-world // len(given))}, or name {-(-world // per_node)} nodes",
         )
     filled = -(-world // per_node)
     if filled < len(given):
         raise ConfigError(
-            f"{plural(world, 'rank')}, {per_node} on a node, leave {given[filled]} without one",
+            f"{format_plural(world, 'rank')}, {per_node} on a node, leave {given[filled]} "
+            f"without one",
             where="--nodes",
-            remedy=f"name {plural(filled, 'node')}, or leave out --ranks-per-node",
+            remedy=f"name {format_plural(filled, 'node')}, or leave out --ranks-per-node",
         )
     return tuple(given[rank // per_node] for rank in range(world))
 
@@ -138,8 +148,11 @@ def parse_loss(text: str, topology: Topology) -> frozenset[int]:
             here = {rank for rank, node in enumerate(topology.nodes) if node == name}
             if not here:
                 known = ", ".join(dict.fromkeys(topology.nodes))
-                raise ConfigError(f"there is no node {name!r}", where=f"--what-if {text}",
-                                  remedy=f"use one of {known}")  # fmt: skip
+                raise ConfigError(
+                    f"there is no node {name!r}",
+                    where=f"--what-if {text}",
+                    remedy=f"use one of {known}",
+                )
             lost |= here
         elif item.isascii() and item.isdigit():
             lost.add(int(item))
@@ -149,16 +162,19 @@ def parse_loss(text: str, topology: Topology) -> frozenset[int]:
 
 
 def _unreadable(text: str) -> UserError:
-    return ConfigError("this is not a loss", where=f"--what-if {text}",
-                       remedy="write lost=3, lost=3,5 or lost=node:a")  # fmt: skip
+    return ConfigError(
+        "this is not a loss",
+        where=f"--what-if {text}",
+        remedy="write lost=3, lost=3,5 or lost=node:a",
+    )
 
 
 def _as_json(
-    config: RunConfig, topology: Topology, lost: frozenset[int], loss: Loss | None
+    config: RunConfig, topology: Topology, lost: frozenset[int], loss: LossImpact | None
 ) -> dict[str, Any]:
     replicas = len(topology.replicas)
     ranks = []
-    for each in holdings(config, topology):
+    for each in contents_by_rank(config, topology):
         row = asdict(each)
         row |= {"at": asdict(each.at), "held": asdict(each.held) | {"total": each.held.total}}
         ranks.append(row)

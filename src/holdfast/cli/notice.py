@@ -10,7 +10,7 @@ import typer
 from holdfast.cli.dispatch import app as make_app
 from holdfast.cli.output import print_json, say
 from holdfast.errors import HoldfastError, RunFolderError, UserError
-from holdfast.launch.runs import Run, open_run, trainer_answers
+from holdfast.launch.runs import Run, open_run, probe_run
 
 app = make_app("Tell a run that machines are about to go.")
 
@@ -35,26 +35,30 @@ def notice(
     Example:
       holdfast notice runs/quickstart --seconds 30 --leave
     """
-    from holdfast.wire.secret import VARIABLE
+    from holdfast.wire.secret import SECRET_FILE_VARIABLE
 
     if not 0 < seconds < 1e6:
         raise UserError(
-            f"a notice of {seconds:g} seconds makes no sense", where="--seconds",
+            f"a notice of {seconds:g} seconds makes no sense",
+            where="--seconds",
             remedy="say in how many seconds the machines will be lost",
-        )  # fmt: skip
+        )
     names = list(dict.fromkeys(node or ()))
     if "" in names:
         raise UserError(
             "a node without a name", where="--node", remedy="name one, or leave --node out: all"
         )
     found = open_run(run)
-    if not trainer_answers(found.folder):
+    if not probe_run(found.folder):
         raise RunFolderError(
             "nobody is training here, or on another machine, or with another secret than is known "
             "here",
             where=str(found.folder),
-            remedy=f"call this on the machine that trains, while it does, with {VARIABLE} as there",
-        )  # fmt: skip
+            remedy=(
+                f"call this on the machine that trains, while it does, with "
+                f"{SECRET_FILE_VARIABLE} as there"
+            ),
+        )
     plan = _post(found, {"seconds": seconds, "nodes": names, "leave": leave})
     if "refused" in plan:
         raise UserError(
@@ -74,7 +78,7 @@ def _post(found: Run, notice: dict[str, Any]) -> dict[str, Any]:
         UserError: the agent refuses the notice.
         RunFolderError: the agent cannot be reached.
     """
-    from holdfast.elastic.notices.handler import NOTICE
+    from holdfast.elastic.notices.handler import NOTICE_PATH
     from holdfast.wire.http.client import Client, RequestError
     from holdfast.wire.secret import open_secret
     from holdfast.wire.term import newest_term
@@ -82,7 +86,7 @@ def _post(found: Run, notice: dict[str, Any]) -> dict[str, Any]:
     _, holder = newest_term(found.store)
     client = Client(str((holder or {}).get("address", "")), open_secret(found.folder))
     try:
-        return client.post(NOTICE, notice)
+        return client.post(NOTICE_PATH, notice)
     except RequestError as error:
         raise UserError(str(error), where="notice", remedy="see holdfast notice --help") from error
     except HoldfastError as error:

@@ -6,19 +6,19 @@ import sys
 import time
 from types import TracebackType
 
-QUIET_SECONDS = 5.0  # between two lines where there is no terminal
+LINE_INTERVAL_S = 5.0  # between two lines where there is no terminal
 
 
-class Progress:
+class StageProgress:
     """Shows how far a stage is. `say` prints a line of its own, above the moving one."""
 
     def __init__(self) -> None:
-        self._moving = sys.stderr.isatty()
-        self._open = False  # a moving line is on the screen
+        self._is_terminal = sys.stderr.isatty()
+        self._is_line_open = False  # a moving line is on the screen
         self._last = time.monotonic()
         self._shown = ("", 0, 0)
 
-    def __enter__(self) -> Progress:
+    def __enter__(self) -> StageProgress:
         return self
 
     def __exit__(
@@ -39,17 +39,17 @@ class Progress:
             return  # the last of what is done was too small to be counted
         self._shown = what, done, total
         tenth = 10 * done // max(total, 1)
-        if self._moving:
+        if self._is_terminal:
             bar = "#" * tenth + "." * (10 - tenth)
             print(f"\r\x1b[K{what} [{bar}] {done}/{total}", end="", file=sys.stderr, flush=True)
-            self._open = True
+            self._is_line_open = True
             if done == total:
                 self._end_line()
-        elif done == total or time.monotonic() - self._last > QUIET_SECONDS:
+        elif done == total or time.monotonic() - self._last > LINE_INTERVAL_S:
             print(f"{what}: {done} of {total}", file=sys.stderr, flush=True)
             self._last = time.monotonic()
 
     def _end_line(self) -> None:
-        if self._open:
+        if self._is_line_open:
             print(file=sys.stderr, flush=True)
-            self._open = False
+            self._is_line_open = False

@@ -11,7 +11,7 @@ from holdfast.wire.store.run_store import MissingKeyError
 
 
 @contextmanager
-def speak(where: Path) -> Iterator[None]:
+def explain_read_errors(where: Path) -> Iterator[None]:
     """Inside, a checkpoint of the run at `where` is read."""
     try:
         yield
@@ -20,11 +20,13 @@ def speak(where: Path) -> Iterator[None]:
         raise CheckpointError(error.message, where=place, remedy=error.remedy) from None
     except CorruptError as error:
         raise CheckpointError(
-            str(error), where=str(where),
+            str(error),
+            where=str(where),
             remedy=f"see which checkpoints are intact: holdfast checkpoint verify {where}",
-        ) from None  # fmt: skip
+        ) from None
     except MissingKeyError as error:
         raise CheckpointError(
-            f"{error}; a run in progress may have removed it", where=str(where),
+            f"{error}; a run in progress may have removed it",
+            where=str(where),
             remedy=f"see what is there: holdfast checkpoint list {where}",
-        ) from None  # fmt: skip
+        ) from None

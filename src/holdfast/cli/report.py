@@ -11,7 +11,7 @@ import typer
 from holdfast.cli.dispatch import app as make_app
 from holdfast.cli.output import print_json, say
 from holdfast.errors import ConfigError, DataError, RunFolderError
-from holdfast.launch.runs import Run, open_run, read_environment, trainer_answers
+from holdfast.launch.runs import Run, open_run, probe_run, read_environment
 
 app = make_app("Write one HTML page about a run.")
 
@@ -53,9 +53,9 @@ def report(
     if trace is not None:
         write_trace(found, trace)
         return
-    story = history.read(found.store)
-    if story.state == "running" and trainer_answers(found.folder) is False:
-        story = story.interrupted()
+    story = history.read_history(found.store)
+    if story.state == "running" and probe_run(found.folder) is False:
+        story = story.as_interrupted()
     counts, device = baselines_of(found), device_of(found)
     samples = samples_of(found, sample) if sample else []
     if json:
@@ -64,7 +64,7 @@ def report(
         return
     path = output or found.folder / "report.html"
     texts = [one["prompt"] + one["text"] for one in samples]
-    page.write(story, found.resolved, path, baselines=counts, samples=texts, device=device)
+    page.write_page(story, found.resolved, path, baselines=counts, samples=texts, device=device)
     say(f"wrote {path}")
 
 
@@ -72,9 +72,10 @@ def _refuse_beside_trace(given: dict[str, Any]) -> None:
     for option, value in given.items():
         if value:
             raise ConfigError(
-                f"{option} means nothing beside --trace", where="command line",
+                f"{option} means nothing beside --trace",
+                where="command line",
                 remedy="leave one of the two out",
-            )  # fmt: skip
+            )
 
 
 def write_trace(run: Run, path: Path) -> None:
@@ -85,18 +86,19 @@ def write_trace(run: Run, path: Path) -> None:
     from json import dumps
 
     from holdfast.events import StepTraced
-    from holdfast.parallel.trace import Span, chrome_trace
-    from holdfast.wire.journal import read
+    from holdfast.parallel.trace import TraceSpan, chrome_trace
+    from holdfast.wire.journal import read_journal
 
-    traced = [r for r in read(run.store) if isinstance(r.event, StepTraced)]
+    traced = [r for r in read_journal(run.store) if isinstance(r.event, StepTraced)]
     if not traced:
         raise DataError(
-            "no step of this run was traced", where=str(run.folder),
+            "no step of this run was traced",
+            where=str(run.folder),
             remedy="train on with layout.trace_step=N for a step N that is still to come",
-        )  # fmt: skip
+        )
     newest = max((record.generation, record.event.step) for record in traced)
     spans = {
-        record.event.rank: [Span(*values) for values in record.event.spans]
+        record.event.rank: [TraceSpan(*values) for values in record.event.spans]
         for record in traced
         if isinstance(record.event, StepTraced) and (record.generation, record.event.step) == newest
     }
@@ -107,18 +109,20 @@ def write_trace(run: Run, path: Path) -> None:
 def _write(path: Path, text: str) -> None:
     if path.is_dir():
         raise RunFolderError(
-            "the trace cannot be written: this is a folder", where=str(path),
+            "the trace cannot be written: this is a folder",
+            where=str(path),
             remedy="name a file in it with --trace",
-        )  # fmt: skip
+        )
     part = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
         part.write_text(text, encoding="utf-8")
         part.replace(path)
     except OSError as error:
         raise RunFolderError(
-            f"the trace cannot be written ({error.strerror})", where=str(path),
+            f"the trace cannot be written ({error.strerror})",
+            where=str(path),
             remedy="name another place with --trace",
-        ) from error  # fmt: skip
+        ) from error
     finally:
         part.unlink(missing_ok=True)
 

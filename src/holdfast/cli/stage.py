@@ -15,9 +15,9 @@ from holdfast.cli.dispatch import app as make_app
 from holdfast.cli.output import print_line, say
 from holdfast.errors import UserError
 from holdfast.events import RequestsRefused
-from holdfast.wire.http.refusals import sentence
+from holdfast.wire.http.refusals import describe_refusals
 
-REPORT_SECONDS = 2.0
+REPORT_INTERVAL_S = 2.0
 """Seconds between two checks for something new to report."""
 
 GB = 1e9
@@ -41,27 +41,39 @@ def stage(
     Example:
       holdfast stage --listen 10.0.0.7:7600 --secret run.secret --memory 64
     """
-    from holdfast.checkpoint.memory.limits import available
+    from holdfast.checkpoint.memory.limits import available_bytes
     from holdfast.checkpoint.peers.client import split_address
-    from holdfast.checkpoint.peers.staging_node import Stage
-    from holdfast.wire.http.sockets import bind
+    from holdfast.checkpoint.peers.staging_node import StagingNode
+    from holdfast.wire.http.sockets import bind_listener
     from holdfast.wire.secret import read_secret
 
     try:
-        host, port = split_address(listen, least=0)
+        host, port = split_address(listen, min_port=0)
     except ValueError:
-        raise UserError(f"{listen!r} is not an address", where="--listen",
-                        remedy="use host:port, such as 10.0.0.7:7600") from None  # fmt: skip
+        raise UserError(
+            f"{listen!r} is not an address",
+            where="--listen",
+            remedy="use host:port, such as 10.0.0.7:7600",
+        ) from None
     if not memory > 0:
-        raise UserError(f"{memory:g} GB keep nothing", where="--memory",
-                        remedy="use the size of two snapshots of every rank, or more")  # fmt: skip
-    free = available()
+        raise UserError(
+            f"{memory:g} GB keep nothing",
+            where="--memory",
+            remedy="use the size of two snapshots of every rank, or more",
+        )
+    free = available_bytes()
     if free is not None and memory * GB > free:
-        raise UserError(f"{memory:g} GB are more than this machine has free", where="--memory",
-                        remedy=f"use {free / GB:.1f} or less")  # fmt: skip
+        raise UserError(
+            f"{memory:g} GB are more than this machine has free",
+            where="--memory",
+            remedy=f"use {free / GB:.1f} or less",
+        )
     known = read_secret(secret)
-    kept = Stage(
-        bind(host, port, "--listen"), known, int(memory * GB), lambda event: _refused(event, json)
+    kept = StagingNode(
+        bind_listener(host, port, "--listen"),
+        known,
+        int(memory * GB),
+        lambda event: _print_refusals(event, json),
     )
     try:
         return _watch(kept, json)
@@ -80,28 +92,30 @@ def _watch(kept: Any, json: bool) -> int:
     else:
         say(f"keeping snapshots at {kept.address}; Ctrl-C ends it and discards the snapshots")
     last: list[Any] = []
-    while not select.select([leave], [], [], REPORT_SECONDS)[0]:
+    while not select.select([leave], [], [], REPORT_INTERVAL_S)[0]:
         keeps = kept.status()["keeps"]
         if keeps["snapshots"] != last:
             last = keeps["snapshots"]
-            _tell(keeps, json)
+            _print_kept(keeps, json)
     return 0
 
 
-def _refused(event: RequestsRefused, json: bool) -> None:
+def _print_refusals(event: RequestsRefused, json: bool) -> None:
     """Once a minute at most; nothing of what was asked is in it."""
     if json:
         print_line({"time": time.time(), "refused": event.counts})
-    elif (line := sentence(event)) is not None:
+    elif (line := describe_refusals(event)) is not None:
         say(line)
 
 
-def _tell(keeps: dict[str, Any], json: bool) -> None:
+def _print_kept(keeps: dict[str, Any], json: bool) -> None:
     if json:
         print_line({"time": time.time(), **keeps})
         return
     steps = sorted({(g, s) for g, s, _ in keeps["snapshots"]}, reverse=True)
     newest = f"step {steps[0][1]} of generation {steps[0][0]}" if steps else "nothing"
-    say(f"{len(keeps['snapshots'])} snapshots, the newest of {newest}; {keeps['used'] / 1e9:.2f} "
+    say(
+        f"{len(keeps['snapshots'])} snapshots, the newest of {newest}; {keeps['used'] / 1e9:.2f} "
         f"of {keeps['room'] / 1e9:.2f} GB, {keeps['pulled'] / 1e9:.2f} GB came, "
-        f"{keeps['reused'] / 1e9:.2f} GB lay here already")  # fmt: skip
+        f"{keeps['reused'] / 1e9:.2f} GB lay here already"
+    )

@@ -14,45 +14,51 @@ from holdfast.cli.output import say
 from holdfast.config.run import RunConfig
 from holdfast.core.flops import CONVENTIONS, flops_per_token
 from holdfast.events import Record, to_json
-from holdfast.plan.hardware import Machine
-from holdfast.report.live import View
-from holdfast.report.metrics import Metrics
-from holdfast.report.tensorboard import Writer
+from holdfast.plan.hardware import HardwareInfo
+from holdfast.report.live import LiveView
+from holdfast.report.metrics import RunMetrics
+from holdfast.report.tensorboard import TensorBoardWriter
 from holdfast.wire import journal
 from holdfast.wire.store.run_store import FolderStore
 
-CLOSE_SECONDS = 5.0
+CLOSE_TIMEOUT_S = 5.0
 
 
-class Views:
+class RunViews:
     """The observers of one run, opened and closed together."""
 
     def __init__(
-        self, config: RunConfig, folder: Path, dataset_version: str, machine: Machine, *, json: bool
+        self,
+        config: RunConfig,
+        folder: Path,
+        dataset_version: str,
+        machine: HardwareInfo,
+        *,
+        json: bool,
     ) -> None:
         self.say: Callable[[str], None] = say
         self._stack = ExitStack()  # what has to be closed, newest first
-        before = journal.read(FolderStore(folder))  # older sessions of the same run
+        before = journal.read_journal(FolderStore(folder))  # older sessions of the same run
         metrics = metrics_of(config, dataset_version, machine)
         metrics.replay(before)
         self.render_metrics = metrics.render
         self.observers: list[Callable[[Record], None]] = [metrics.observe]
         if config.tensorboard:
-            writer = Writer(folder / "tensorboard")
+            writer = TensorBoardWriter(folder / "tensorboard")
             self._stack.callback(writer.close)
             self.observers.append(writer.observe)
         if json:
-            lines = JsonLines()
+            lines = JsonLinePrinter()
             self._stack.callback(lines.close)
             self.observers.append(lines.observe)
         else:
-            view = View(config.train.steps)
+            view = LiveView(config.train.steps)
             view.replay(before)
             self._stack.enter_context(view)
             self.observers.append(view.observe)
             self.say = view.say
 
-    def __enter__(self) -> Views:
+    def __enter__(self) -> RunViews:
         return self
 
     def __exit__(
@@ -64,7 +70,7 @@ class Views:
         self._stack.close()
 
 
-def metrics_of(config: RunConfig, dataset_version: str, machine: Machine) -> Metrics:
+def metrics_of(config: RunConfig, dataset_version: str, machine: HardwareInfo) -> RunMetrics:
     """Return what `/metrics` shows; it has utilisation only if the device's peak is known."""
     peak = None
     if config.device == "cuda" and machine.accelerators:
@@ -75,10 +81,10 @@ def metrics_of(config: RunConfig, dataset_version: str, machine: Machine) -> Met
         for name in CONVENTIONS
     }
     info = {"model": config.model.preset or config.model.family, "dataset": dataset_version}
-    return Metrics(config.name, info, flops_per_token=flops, peak_flops=peak)
+    return RunMetrics(config.name, info, flops_per_token=flops, peak_flops=peak)
 
 
-class JsonLines:
+class JsonLinePrinter:
     """Prints one line of JSON per record, for a program that reads along.
 
     A thread of its own prints: the agent, which answers requests and heartbeats, never waits for
@@ -89,14 +95,14 @@ class JsonLines:
         self._lines: deque[str] = deque(maxlen=limit)
         self._changed = threading.Condition()
         self._closing = False
-        self._lost = 0
+        self._dropped_lines = 0
         self._thread = threading.Thread(target=self._run, name="json lines", daemon=True)
         self._thread.start()
 
     def observe(self, record: Record) -> None:
         line = record_line(record)
         with self._changed:
-            self._lost += len(self._lines) == self._lines.maxlen
+            self._dropped_lines += len(self._lines) == self._lines.maxlen
             self._lines.append(line)
             self._changed.notify()
 
@@ -108,9 +114,9 @@ class JsonLines:
         waiting = -1
         while self._thread.is_alive() and waiting != len(self._lines):
             waiting = len(self._lines)
-            self._thread.join(CLOSE_SECONDS)
-        if self._lost:
-            say(f"{self._lost} lines were not read in time and are only in the journal")
+            self._thread.join(CLOSE_TIMEOUT_S)
+        if self._dropped_lines:
+            say(f"{self._dropped_lines} lines were not read in time and are only in the journal")
 
     def _run(self) -> None:
         while True:

@@ -12,9 +12,9 @@ import typer
 from holdfast.cli.dispatch import app as make_app
 from holdfast.cli.output import say
 from holdfast.events import Record
-from holdfast.launch.runs import open_run, trainer_answers
+from holdfast.launch.runs import open_run, probe_run
 
-QUIET_SECONDS = 5.0  # without a record, until the trainer is asked whether it is there
+TRAINER_CHECK_AFTER_S = 5.0  # without a record, until the trainer is asked whether it is there
 
 app = make_app("Follow a run from another terminal.")
 
@@ -38,38 +38,42 @@ def watch(
     """
     from holdfast.cli.views import record_line
     from holdfast.report import live
-    from holdfast.report.ordering import in_order
-    from holdfast.report.progress import Progress
-    from holdfast.wire.journal import follow
+    from holdfast.report.ordering import order_records
+    from holdfast.report.progress import RunProgress
+    from holdfast.wire.journal import follow_journal
 
     found = open_run(run)
-    news = attended(follow(found.store), lambda: trainer_answers(found.folder) is False)
+    news = watch_until_gone(follow_journal(found.store), lambda: probe_run(found.folder) is False)
     try:
         if json:
-            progress = Progress(found.config.train.steps)
+            progress = RunProgress(found.config.train.steps)
             for batch in news:
-                for record in in_order(batch):
+                for record in order_records(batch):
                     print(record_line(record), flush=True)
                     progress.observe(record)
-                if progress.ended:
+                if progress.is_over:
                     return 0
         else:
-            with live.View(found.config.train.steps) as view:
-                live.watch(news, view)
+            with live.LiveView(found.config.train.steps) as view:
+                live.watch_run(news, view)
             progress = view.progress
     except KeyboardInterrupt:
         return 0
-    if progress.ended:
+    if progress.is_over:
         return 0
-    say(f"no trainer is at work here: it ended without a word after step {progress.step}; "
-        "the command that started it resumes from the last checkpoint")  # fmt: skip
+    say(
+        f"no trainer is at work here: it ended without a word after step {progress.step}; "
+        "the command that started it resumes from the last checkpoint"
+    )
     return 1
 
 
-def attended(
-    batches: Iterable[list[Record]], gone: Callable[[], bool],
-    patience: float = QUIET_SECONDS, now: Callable[[], float] = time.monotonic,
-) -> Iterator[list[Record]]:  # fmt: skip
+def watch_until_gone(
+    batches: Iterable[list[Record]],
+    is_trainer_gone: Callable[[], bool],
+    quiet_s: float = TRAINER_CHECK_AFTER_S,
+    now: Callable[[], float] = time.monotonic,
+) -> Iterator[list[Record]]:
     """Yield the batches, until no record came for `patience` seconds and `gone` says that the
     writer has ended."""
     heard = now()
@@ -80,5 +84,5 @@ def attended(
             heard, leaving = now(), False
         elif leaving:  # and nothing was written between the question and now
             return
-        elif now() - heard > patience:
-            heard, leaving = now(), gone()
+        elif now() - heard > quiet_s:
+            heard, leaving = now(), is_trainer_gone()

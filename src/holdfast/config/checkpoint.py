@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from holdfast.config.base import Section
-from holdfast.config.peers import MachineConfig, PeerConfig, unreachable
+from holdfast.config.peers import MachineConfig, PeerConfig, why_unreachable
 
 
 class CheckpointConfig(Section):
@@ -118,7 +118,7 @@ class CheckpointConfig(Section):
                 f"{len(stable)} for a copy on each"
             )
         others = [peer for peer in self.peers if peer.name != self.machine.name]
-        refused = unreachable(others, self.peer_interface, self.peer_advertise)
+        refused = why_unreachable(others, self.peer_interface, self.peer_advertise)
         if refused is not None:
             raise ValueError(refused)
         return self

@@ -8,7 +8,7 @@ from pydantic import Field, field_validator
 
 from holdfast.config.base import Section
 
-LONGEST_NAME = 63
+MAX_NAME_LENGTH = 63
 """Characters of a node's name, which becomes a part of file names."""
 
 
@@ -28,10 +28,11 @@ class ClusterConfig(Section):
         "steps and a second; false: only progress_seconds counts (for a debugger)",
     )
     check_every_steps: int = Field(
-        0, ge=0,
+        0,
+        ge=0,
         description="steps between two comparisons of state that several workers hold; a worker "
         "that differs from the majority takes the majority's copy; 0: never",
-    )  # fmt: skip
+    )
     loss_jumps: Literal["ignore", "roll_back"] = Field(
         "ignore",
         description="roll_back: a step whose loss jumps is repeated; data that causes the jump "
@@ -123,9 +124,9 @@ class ClusterConfig(Section):
     @field_validator("node")
     @classmethod
     def _fits(cls, name: str) -> str:
-        if len(name) > LONGEST_NAME:
+        if len(name) > MAX_NAME_LENGTH:
             raise ValueError(
-                f"a name of {len(name)} characters is too long, {LONGEST_NAME} are allowed: "
+                f"a name of {len(name)} characters is too long, {MAX_NAME_LENGTH} are allowed: "
                 "use a shorter one, such as node-1"
             )
         return name

@@ -15,7 +15,9 @@ from holdfast.config.model import ModelConfig
 from holdfast.config.train import TrainConfig
 
 
-def impossible(layout: LayoutConfig, model: ModelConfig, train: TrainConfig) -> str | None:
+def find_impossible_degrees(
+    layout: LayoutConfig, model: ModelConfig, train: TrainConfig
+) -> str | None:
     """Return the sentence of the first violated rule, "... : use ..."; None if there is none."""
     if sentence := _degrees_in_two_places(layout):
         return sentence
@@ -31,7 +33,7 @@ def impossible(layout: LayoutConfig, model: ModelConfig, train: TrainConfig) -> 
     return _workers(layout) or None if layout.workers else None
 
 
-def nearest(degree: int, works: Callable[[int], bool], most: int) -> str:
+def nearest_degrees(degree: int, works: Callable[[int], bool], most: int) -> str:
     """Return the closest degrees below and above `degree` that work, in words: "2 or 4"."""
     below = next((d for d in range(min(degree - 1, most), 0, -1) if works(d)), None)
     above = next((d for d in range(degree + 1, most + 1) if works(d)), None)
@@ -61,7 +63,7 @@ def _shard(key: str, degree: int, shards: int, train: TrainConfig) -> str:
     batch = gcd(train.batch_size, *(stage.batch_size for stage in train.batch_warmup))
     multiples = range(-(-size // shards) * shards, batch + 1, shards)
     larger = next((multiple for multiple in multiples if batch % multiple == 0), None)
-    near = nearest(degree, lambda d: size % d == 0, size)
+    near = nearest_degrees(degree, lambda d: size % d == 0, size)
     return (
         f"{key}.dp_shard {degree} does not divide train.microbatch_size {size}: use "
         + (f"microbatch_size {larger}, or " if larger is not None else "")
@@ -87,7 +89,7 @@ def _tensor(key: str, tp: int, model: ModelConfig) -> str:
         what = f"does not divide model.ffn_dim {ffn_dim}"
     else:
         what = f"neither divides model.kv_heads {kv_heads} nor is a multiple of it"
-    return f"{key}.tp {tp} {what}: use {nearest(tp, works, heads)}"
+    return f"{key}.tp {tp} {what}: use {nearest_degrees(tp, works, heads)}"
 
 
 def _pipeline(key: str, degrees: DegreesConfig, layers: int) -> str:
@@ -122,5 +124,5 @@ def _workers(layout: LayoutConfig) -> str:
     axes = [axis for axis in ("pp", "dp_shard", "tp") if getattr(layout, axis) > 1]
     named = " x ".join(f"layout.{axis} {getattr(layout, axis)}" for axis in axes)
     product = f" = {ranks}" if len(axes) > 1 else ""
-    near = nearest(workers, lambda n: n % ranks == 0, workers + ranks)
+    near = nearest_degrees(workers, lambda n: n % ranks == 0, workers + ranks)
     return f"layout.workers {workers} is not a multiple of {named}{product}: use {near}"

@@ -45,16 +45,24 @@ _ELSEWHERE = {
 }
 
 _KINDS = {
-    "int": "a whole number", "float": "a number", "bool": "true or false", "string": "text",
-    "tuple": "a list", "list": "a list", "model": "a section of keys", "dict": "a section of keys",
-}  # fmt: skip
+    "int": "a whole number",
+    "float": "a number",
+    "bool": "true or false",
+    "string": "text",
+    "tuple": "a list",
+    "list": "a list",
+    "model": "a section of keys",
+    "dict": "a section of keys",
+}
 _BOUNDS = {
-    "greater_than_equal": ("ge", "at least"), "greater_than": ("gt", "above"),
-    "less_than_equal": ("le", "at most"), "less_than": ("lt", "below"),
-}  # fmt: skip
+    "greater_than_equal": ("ge", "at least"),
+    "greater_than": ("gt", "above"),
+    "less_than_equal": ("le", "at most"),
+    "less_than": ("lt", "below"),
+}
 
 
-def explain(error: ValidationError, place: Place, name: str) -> ConfigError:
+def explain_errors(error: ValidationError, place: Place, name: str) -> ConfigError:
     """Return one error for all refusals.
 
     `place(path)` says where a key was given, None if nowhere. `name` stands for the run file if
@@ -105,7 +113,7 @@ def _sentence(details: ErrorDetails, path: tuple[str | int, ...]) -> tuple[str, 
     context: Mapping[str, Any] = details.get("ctx", {})
     key = ".".join(map(str, path))
     if kind == "extra_forbidden":
-        return "", f"unknown key {key}", suggestion(path)
+        return "", f"unknown key {key}", suggest_key(path)
     if kind == "value_error":
         what, _, remedy = str(context["error"]).partition(": use ")
         names_a_key = field_at((*path, what.split()[0])) is not None
@@ -120,20 +128,24 @@ def _sentence(details: ErrorDetails, path: tuple[str | int, ...]) -> tuple[str, 
         choices = [choice.strip("'") for choice in re.split(r", | or ", expected)]
         close = get_close_matches(str(value), choices, n=1)
         remedy = f"did you mean {close[0]}?" if close else f"use {choices[0]}"
-        return f"{key} ", f"is {show(value)}, not one of {', '.join(choices)}", remedy
+        return f"{key} ", f"is {format_value(value)}, not one of {', '.join(choices)}", remedy
     if kind in _BOUNDS:
         name, words = _BOUNDS[kind]
-        return f"{key} ", f"is {show(value)}, but must be {words} {context[name]}", remedy
+        return f"{key} ", f"is {format_value(value)}, but must be {words} {context[name]}", remedy
     if kind == "string_pattern_mismatch":
-        return f"{key} ", f"is {show(value)}, which does not match {context['pattern']}", remedy
+        return (
+            f"{key} ",
+            f"is {format_value(value)}, which does not match {context['pattern']}",
+            remedy,
+        )
     if kind in ("too_short", "too_long"):
         return f"{key} ", f"has {context.get('actual_length')} items", remedy or "name at least one"
     wanted = _KINDS.get(kind.split("_")[0])
     if kind == "finite_number":
         wanted = "a finite number"
     if wanted is None:
-        return f"{key} ", f"is {show(value)}: {details['msg']}", remedy
-    return f"{key} ", f"is {show(value)}, not {wanted}", remedy
+        return f"{key} ", f"is {format_value(value)}: {details['msg']}", remedy
+    return f"{key} ", f"is {format_value(value)}, not {wanted}", remedy
 
 
 def _example(info: FieldInfo | None) -> str:
@@ -142,7 +154,7 @@ def _example(info: FieldInfo | None) -> str:
         return ""
     default = info.get_default(call_default_factory=True, validated_data={})
     if default is not PydanticUndefined and default is not None:
-        return f"{show(default)} would work"
+        return f"{format_value(default)} would work"
     for rule in info.metadata:
         for name in ("ge", "le"):
             if getattr(rule, name, None) is not None:
@@ -150,7 +162,7 @@ def _example(info: FieldInfo | None) -> str:
     return ""
 
 
-def suggestion(path: tuple[str | int, ...]) -> str:
+def suggest_key(path: tuple[str | int, ...]) -> str:
     """Return 'did you mean ...?' for an unknown key: a sibling, or a key of another section."""
     rest: tuple[str | int, ...] = ()
     for length in range(1, len(path)):
@@ -197,7 +209,7 @@ def _where(path: tuple[str | int, ...], rule: str, place: Place) -> str | None:
     return None
 
 
-def show(value: object) -> str:
+def format_value(value: object) -> str:
     """A value in a sentence, as YAML would write it, and never a screenful."""
     if value is None:
         return "empty"

@@ -12,53 +12,62 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from holdfast.config.explain import show
+from holdfast.config.explain import format_value
 from holdfast.config.fields import is_index, leaves
 from holdfast.config.run import RunConfig
 from holdfast.errors import RunFolderError
 
 # Free to change between two starts of one run. `model.vocab_size` is the dataset's, and the
 # dataset has a version of its own.
-FREE = (
-    "name", "folder", "device", "tensorboard", "layout", "cluster", "checkpoint",
-    "data.folder", "data.processes", "model.vocab_size", "train.evaluate",
-)  # fmt: skip
+FREE_KEYS = (
+    "name",
+    "folder",
+    "device",
+    "tensorboard",
+    "layout",
+    "cluster",
+    "checkpoint",
+    "data.folder",
+    "data.processes",
+    "model.vocab_size",
+    "train.evaluate",
+)
 
 
 @dataclass(frozen=True)
-class Difference:
+class ConfigDifference:
     key: str
     there: Any  # in the run folder
     here: Any  # in the run file at hand
 
 
-def decisive(dumped: Mapping[str, Any]) -> dict[str, Any]:
+def decisive_values(dumped: Mapping[str, Any]) -> dict[str, Any]:
     """Dotted key -> value of every leaf that decides the computation."""
     return {
         key: value
         for key, value in leaves(dict(dumped))
-        if not any(key == free or key.startswith(free + ".") for free in FREE)
+        if not any(key == free or key.startswith(free + ".") for free in FREE_KEYS)
     }
 
 
 def config_hash(config: RunConfig) -> str:
     """32 hex digits, the same for every start of one run."""
-    values = decisive(config.model_dump(mode="json"))
+    values = decisive_values(config.model_dump(mode="json"))
     text = json.dumps(values, sort_keys=True, separators=(",", ":"))
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
-def differences(stored: Mapping[str, Any], config: RunConfig) -> list[Difference]:
+def config_differences(stored: Mapping[str, Any], config: RunConfig) -> list[ConfigDifference]:
     """Return the differing keys that decide the computation; `stored` is the dump in the run
     folder.
 
     A key that the folder's older format did not have counts as its default; one that this
     version no longer knows is left out.
     """
-    here = decisive(config.model_dump(mode="json"))
-    there = decisive(stored)
-    default = decisive(RunConfig().model_dump(mode="json"))
-    found: list[Difference] = []
+    here = decisive_values(config.model_dump(mode="json"))
+    there = decisive_values(stored)
+    default = decisive_values(RunConfig().model_dump(mode="json"))
+    found: list[ConfigDifference] = []
     for key in sorted(here.keys() | there.keys()):
         in_list = any(is_index(part) for part in key.split("."))
         if key not in here and not in_list and key not in default:
@@ -66,17 +75,19 @@ def differences(stored: Mapping[str, Any], config: RunConfig) -> list[Difference
         missing = None if in_list else default.get(key)
         old, new = there.get(key, missing), here.get(key)
         if old != new:
-            found.append(Difference(key, old, new))
+            found.append(ConfigDifference(key, old, new))
     return found
 
 
 def refuse_other_run(stored: Mapping[str, Any], config: RunConfig, folder: str) -> None:
     """Raises RunFolderError, naming the first keys that differ, when `folder` belongs to a run
     that computes something else."""
-    found = differences(stored, config)
+    found = config_differences(stored, config)
     if not found:
         return
-    named = ", ".join(f"{d.key} was {show(d.there)} and is now {show(d.here)}" for d in found[:3])
+    named = ", ".join(
+        f"{d.key} was {format_value(d.there)} and is now {format_value(d.here)}" for d in found[:3]
+    )
     more = f" and {len(found) - 3} more" if len(found) > 3 else ""
     raise RunFolderError(
         f"this run folder belongs to another configuration ({named}{more})",

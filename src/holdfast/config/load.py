@@ -19,7 +19,7 @@ from typing import Any, Literal
 from pydantic import ValidationError
 
 from holdfast.config import yaml_tree
-from holdfast.config.explain import explain, show, suggestion
+from holdfast.config.explain import explain_errors, format_value, suggest_key
 from holdfast.config.fields import allows, as_path, field_at, is_list, leaves, section_of
 from holdfast.config.presets import PRESETS
 from holdfast.config.run import RunConfig
@@ -45,7 +45,7 @@ class Origin:
 
 
 @dataclass(frozen=True)
-class Loaded:
+class LoadedConfig:
     """A configuration with the origin of each of its values, keyed by dotted key."""
 
     config: RunConfig
@@ -54,7 +54,7 @@ class Loaded:
     name: str = "run file"  # its path, for messages
     overrides: tuple[str, ...] = ()
 
-    def planned(self, values: Mapping[str, Any], reason: str) -> Loaded:
+    def with_planned(self, values: Mapping[str, Any], reason: str) -> LoadedConfig:
         """The same with planned values filled in, e.g. {"layout.workers": 2}. Raises ConfigError
         when a rule of the run file forbids one."""
         data = self.config.model_dump(mode="json")
@@ -76,11 +76,11 @@ class Loaded:
         }
 
 
-def load(path: Path | None, overrides: Sequence[str] = ()) -> Loaded:
+def load_config(path: Path | None, overrides: Sequence[str] = ()) -> LoadedConfig:
     """Read, override, validate. Without a path: the defaults and the overrides."""
     if path is None:
-        return resolve(None, "command line", overrides)
-    return resolve(read_text(path), str(path), overrides)
+        return resolve_config(None, "command line", overrides)
+    return resolve_config(read_text(path), str(path), overrides)
 
 
 def read_text(path: Path) -> str:
@@ -89,25 +89,32 @@ def read_text(path: Path) -> str:
     try:
         return path.read_bytes().decode("utf-8-sig").replace("\r\n", "\n")
     except FileNotFoundError:
-        raise ConfigError("there is no such run file", where=where,
-                          remedy="make one with 'holdfast init'") from None  # fmt: skip
+        raise ConfigError(
+            "there is no such run file", where=where, remedy="make one with 'holdfast init'"
+        ) from None
     except IsADirectoryError:
-        raise ConfigError("this is a folder, not a run file", where=where,
-                          remedy="name the YAML file in it") from None  # fmt: skip
+        raise ConfigError(
+            "this is a folder, not a run file", where=where, remedy="name the YAML file in it"
+        ) from None
     except UnicodeDecodeError as error:
         line = error.object[: error.start].count(b"\n") + 1
-        raise ConfigError(f"the byte 0x{error.object[error.start]:02x} is not UTF-8",
-                          where=f"{where}:{line}", remedy="save the file as UTF-8 text",
-                          ) from None  # fmt: skip
+        raise ConfigError(
+            f"the byte 0x{error.object[error.start]:02x} is not UTF-8",
+            where=f"{where}:{line}",
+            remedy="save the file as UTF-8 text",
+        ) from None
     except OSError as error:
         reason = errno.errorcode.get(error.errno or 0, "?")
-        raise ConfigError(f"the run file cannot be read ({error.strerror or reason})",
-                          where=where, remedy="check its permissions") from None  # fmt: skip
+        raise ConfigError(
+            f"the run file cannot be read ({error.strerror or reason})",
+            where=where,
+            remedy="check its permissions",
+        ) from None
 
 
-def resolve(text: str | None, name: str, overrides: Sequence[str] = ()) -> Loaded:
+def resolve_config(text: str | None, name: str, overrides: Sequence[str] = ()) -> LoadedConfig:
     """Pure part of `load`: text and overrides in, Loaded out."""
-    tree = yaml_tree.parse(text, name) if text is not None else yaml_tree.Tree({})
+    tree = yaml_tree.parse_yaml(text, name) if text is not None else yaml_tree.YamlTree({})
     given: dict[str, Origin] = {
         ".".join(map(str, path)): Origin("file", f"{name}:{line}")
         for path, line in tree.lines.items()
@@ -119,7 +126,7 @@ def resolve(text: str | None, name: str, overrides: Sequence[str] = ()) -> Loade
             del given[stale]
         given[key] = Origin("command line", override)
     config = _validate(tree.value, given, name)
-    return Loaded(config, _origins(config, given), text or "", name, tuple(overrides))
+    return LoadedConfig(config, _origins(config, given), text or "", name, tuple(overrides))
 
 
 def _override(data: dict[str, Any], override: str) -> str:
@@ -128,12 +135,13 @@ def _override(data: dict[str, Any], override: str) -> str:
     key = key.strip()
     where = f"command line: {override}"
     if not equals or not key:
-        raise ConfigError("an override is written key=value", where=where,
-                          remedy="for example train.steps=200")  # fmt: skip
+        raise ConfigError(
+            "an override is written key=value", where=where, remedy="for example train.steps=200"
+        )
     path: KeyPath = as_path(key)
     field = field_at(path)
     if field is None:
-        raise ConfigError(f"unknown key {key}", where=where, remedy=suggestion(path))
+        raise ConfigError(f"unknown key {key}", where=where, remedy=suggest_key(path))
     value = yaml_tree.parse_value(text, where)
     if allows(field.annotation, str) and not isinstance(value, str) and value is not None:
         value = text.strip()  # name=2026 is text, whatever it looks like
@@ -150,15 +158,22 @@ def _step(holder: Any, path: KeyPath, depth: int, value: Any, last: bool, where:
     if isinstance(part, int):
         if not isinstance(holder, list) or part > len(holder):
             size = len(holder) if isinstance(holder, list) else 0
-            raise ConfigError(f"{so_far} has no item {part}", where=where,
-                              remedy=f"the next one is {so_far}.{size}")  # fmt: skip
+            raise ConfigError(
+                f"{so_far} has no item {part}",
+                where=where,
+                remedy=f"the next one is {so_far}.{size}",
+            )
         if part == len(holder):
             holder.append({})
     elif not isinstance(holder, dict):
         kind = "a list, so its items are" if isinstance(holder, list) else "one value, without"
-        raise ConfigError(f"{so_far} is {kind} keys of their own", where=where,
-                          remedy=f"write {so_far}.0.{part}=..." if isinstance(holder, list)
-                          else f"write {so_far}=...")  # fmt: skip
+        raise ConfigError(
+            f"{so_far} is {kind} keys of their own",
+            where=where,
+            remedy=f"write {so_far}.0.{part}=..."
+            if isinstance(holder, list)
+            else f"write {so_far}=...",
+        )
     if last:
         holder[part] = value
         return None
@@ -181,9 +196,10 @@ def _validate(data: dict[str, Any], given: Mapping[str, Origin], name: str) -> R
     try:
         config = RunConfig.model_validate(data)
     except ValidationError as error:
-        refused = explain(error, place, name)
-        raise ConfigError("\n".join([*_boolean_sentences(booleans, place, name),
-                                     *refused.message.split("\n")])) from None  # fmt: skip
+        refused = explain_errors(error, place, name)
+        raise ConfigError(
+            "\n".join([*_boolean_sentences(booleans, place, name), *refused.message.split("\n")])
+        ) from None
     if booleans:
         raise ConfigError("\n".join(_boolean_sentences(booleans, place, name)))
     return config
@@ -210,7 +226,8 @@ def _booleans_for_numbers(data: dict[str, Any]) -> list[tuple[KeyPath, bool]]:
 
 def _boolean_sentences(found: list[tuple[KeyPath, bool]], place: Any, name: str) -> list[str]:
     return [
-        f"{place(path) or name}: {'.'.join(map(str, path))} is {show(value)}, not a number; "
+        f"{place(path) or name}: {'.'.join(map(str, path))} is {format_value(value)}, not a "
+        f"number; "
         "write a number"
         for path, value in found
     ]

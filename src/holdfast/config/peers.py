@@ -11,7 +11,7 @@ from holdfast.config.base import Section
 
 ADDRESS = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[^\s:\[\]/]+):([0-9]{1,5})")
 """host:port, the host in brackets for IPv6."""
-EVERYWHERE = ("0.0.0.0", "::", "[::]")
+WILDCARD_HOSTS = ("0.0.0.0", "::", "[::]")
 """Wildcard addresses: valid to listen on, invalid as the address that peers connect to."""
 
 
@@ -49,10 +49,10 @@ class PeerConfig(MachineConfig):
         return value
 
 
-def unreachable(peers: Sequence[PeerConfig], interface: str, advertise: str) -> str | None:
+def why_unreachable(peers: Sequence[PeerConfig], interface: str, advertise: str) -> str | None:
     """Return why a peer cannot read from this machine, with a remedy; None if it can."""
     told = advertise or interface
-    if peers and told in EVERYWHERE:
+    if peers and told in WILDCARD_HOSTS:
         return (
             f"peers cannot be told to read from {told}: name an address of this machine in "
             "peer_advertise, such as 10.0.0.5"

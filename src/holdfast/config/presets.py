@@ -10,18 +10,34 @@ from difflib import get_close_matches
 from typing import Any
 
 _LLAMA31: dict[str, Any] = {
-    "family": "llama", "vocab_size": 128_256, "rope_theta": 500_000.0, "max_position": 131_072,
-    "norm_eps": 1e-5, "kv_heads": 8, "head_dim": 128,
-    "rope_scaling": {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-                     "original_max_position": 8192},
-}  # fmt: skip
+    "family": "llama",
+    "vocab_size": 128_256,
+    "rope_theta": 500_000.0,
+    "max_position": 131_072,
+    "norm_eps": 1e-5,
+    "kv_heads": 8,
+    "head_dim": 128,
+    "rope_scaling": {
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position": 8192,
+    },
+}
 _LLAMA32 = _LLAMA31 | {
-    "tied_embeddings": True, "rope_scaling": _LLAMA31["rope_scaling"] | {"factor": 32.0},
-}  # fmt: skip
+    "tied_embeddings": True,
+    "rope_scaling": _LLAMA31["rope_scaling"] | {"factor": 32.0},
+}
 _QWEN3: dict[str, Any] = {
-    "family": "qwen3", "vocab_size": 151_936, "rope_theta": 1_000_000.0, "max_position": 40_960,
-    "norm_eps": 1e-6, "qk_norm": True, "kv_heads": 8, "head_dim": 128,
-}  # fmt: skip
+    "family": "qwen3",
+    "vocab_size": 151_936,
+    "rope_theta": 1_000_000.0,
+    "max_position": 40_960,
+    "norm_eps": 1e-6,
+    "qk_norm": True,
+    "kv_heads": 8,
+    "head_dim": 128,
+}
 
 
 def _shape(layers: int, dim: int, heads: int, ffn_dim: int, **more: Any) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from holdfast.config.explain import show
+from holdfast.config.explain import format_value
 from holdfast.config.fields import ITEM, all_keys, field_at, is_list, section_of
 from holdfast.config.presets import PRESETS
 from holdfast.config.run import RunConfig
@@ -104,7 +104,7 @@ def _default(info: FieldInfo, key: str) -> str:
     value = info.get_default(call_default_factory=True, validated_data={})
     if value is PydanticUndefined:
         return "the preset's" if key.startswith("model.") else "must be given"
-    return "none" if value is None else f"`{show(value)}`"
+    return "none" if value is None else f"`{format_value(value)}`"
 
 
 def _presets() -> str:
@@ -116,6 +116,6 @@ def _presets() -> str:
     return "\n".join(rows) + "\n"
 
 
-def described() -> list[str]:
+def described_keys() -> list[str]:
     """Every key, dotted; for tests of completeness and for shell scripts."""
     return [key for key, _ in all_keys() if field_at(key.split(".")) is not None]

@@ -13,7 +13,7 @@ from holdfast.config.base import Section
 from holdfast.config.checkpoint import CheckpointConfig
 from holdfast.config.cluster import ClusterConfig
 from holdfast.config.data import DataConfig
-from holdfast.config.degrees import impossible
+from holdfast.config.degrees import find_impossible_degrees
 from holdfast.config.layout import LayoutConfig
 from holdfast.config.model import ModelConfig
 from holdfast.config.train import TrainConfig
@@ -49,7 +49,7 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _cross_section(self) -> RunConfig:
-        refused = impossible(self.layout, self.model, self.train)
+        refused = find_impossible_degrees(self.layout, self.model, self.train)
         if refused is not None:
             raise ValueError(refused)
         if self.cluster.loss_jumps == "roll_back" and self.cluster.recovery == "restart":

@@ -44,14 +44,14 @@ _Composer.yaml_implicit_resolvers = {}
 
 
 @dataclass(frozen=True)
-class Tree:
+class YamlTree:
     """Plain values (dict, list, str, int, float, bool, None); `lines[path]` counts from 1."""
 
     value: dict[str, Any]
     lines: dict[Path, int] = field(default_factory=dict)
 
 
-def scalar(text: str) -> str | int | float | bool | None:
+def parse_scalar(text: str) -> str | int | float | bool | None:
     """A plain (unquoted) scalar's value by the core schema."""
     if _NULL.match(text):
         return None
@@ -62,12 +62,18 @@ def scalar(text: str) -> str | int | float | bool | None:
     if _HEX.match(text):
         return int(text, 16)
     if _FLOAT.match(text):
-        return float(text.replace("_", "").replace(".inf", "inf").replace(".Inf", "inf")
-                     .replace(".INF", "inf").lower().replace(".nan", "nan"))  # fmt: skip
+        return float(
+            text.replace("_", "")
+            .replace(".inf", "inf")
+            .replace(".Inf", "inf")
+            .replace(".INF", "inf")
+            .lower()
+            .replace(".nan", "nan")
+        )
     return text
 
 
-def parse(text: str, name: str) -> Tree:
+def parse_yaml(text: str, name: str) -> YamlTree:
     """The run file's text as a tree. Raises ConfigError naming `name` and the line."""
     node = _compose(text, name)
     if node is None:
@@ -82,7 +88,7 @@ def parse(text: str, name: str) -> Tree:
         )
     lines: dict[Path, int] = {}
     value = _build(node, (), name, lines)
-    return Tree(value, lines)
+    return YamlTree(value, lines)
 
 
 def parse_value(text: str, where: str) -> Any:
@@ -154,10 +160,11 @@ def _build(node: Node, path: Path, name: str, lines: dict[Path, int]) -> Any:
     lines.setdefault(path, _line(node))
     if node.tag not in _PLAIN_TAGS:
         tag = node.tag.replace("tag:yaml.org,2002:", "!!")
-        raise ConfigError(f"the tag {tag} is not used in a run file", where=where,
-                          remedy="remove it")  # fmt: skip
+        raise ConfigError(
+            f"the tag {tag} is not used in a run file", where=where, remedy="remove it"
+        )
     if isinstance(node, ScalarNode):
-        return scalar(node.value) if node.style is None else node.value
+        return parse_scalar(node.value) if node.style is None else node.value
     if len(path) > 16:
         raise ConfigError("nested too deeply", where=where, remedy="write it flatter")
     if isinstance(node, SequenceNode):

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal
 
-from holdfast.core.sharding.parameters import count
+from holdfast.core.sharding.parameters import count_parameters
 
 if TYPE_CHECKING:  # the mover has no use for pydantic
     from holdfast.config.model import ModelConfig
@@ -47,7 +47,7 @@ def counted_parameters(model: ModelConfig) -> int:
     """N of the formulas: all parameters less the embedding table, with the head even if tied.
     Rows of the head that belong to no token are not computed with."""
     head_rows = 0 if model.tied_embeddings else model.vocab_rows  # in the count already
-    without_head = count(model, embeddings=False) - head_rows * model.dim
+    without_head = count_parameters(model, embeddings=False) - head_rows * model.dim
     return without_head + model.vocab_size * model.dim
 
 

@@ -11,7 +11,7 @@ import json
 from typing import Any
 
 
-def parsed(text: str | bytes | bytearray) -> Any:
+def parse_json(text: str | bytes | bytearray) -> Any:
     """The value of a JSON text. Raises ValueError for what is none, or nests too deep."""
     try:
         return json.loads(text)

@@ -14,10 +14,10 @@ from holdfast.config.train import ScheduleConfig, TrainConfig
 
 def learning_rate(train: TrainConfig, step: int) -> float:
     """The rate that step `step` (1 .. train.steps) is applied with."""
-    return train.optimizer.learning_rate * factor(train.schedule, step, train.steps)
+    return train.optimizer.learning_rate * schedule_factor(train.schedule, step, train.steps)
 
 
-def factor(schedule: ScheduleConfig, step: int, steps: int) -> float:
+def schedule_factor(schedule: ScheduleConfig, step: int, steps: int) -> float:
     """Rate over peak rate, in (0, 1] while `final_ratio` is above 0.
 
     - constant: 1

@@ -25,16 +25,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from holdfast.core.data import data_ledger, lineage
-from holdfast.core.data.data_ledger import Entry
+from holdfast.core.data.data_ledger import LedgerEntry
 from holdfast.data.batch import Batches, fed_hash
 from holdfast.events import BatchFed, CheckpointCommitted, Record, RunFinished, RunStarted
 
-CHUNK = 1 << 16  # positions looked up at a time
-NEIGHBOURS = 2  # steps before and after in which wrong tokens are looked for
+LOOKUP_POSITIONS = 1 << 16  # positions looked up at a time
+NEIGHBOUR_STEPS = 2  # steps before and after in which wrong tokens are looked for
 
 
 @dataclass(frozen=True)
-class Problem:
+class AuditProblem:
     """One violation. kind: missing, repeated, swapped, wrong, outside or dataset. step 0: all of
     the run."""
 
@@ -64,7 +64,7 @@ class AuditResult:
     skipped: dict[str, int] = field(default_factory=dict)  # reason -> samples
     retold: int = 0  # samples whose entry stands in for that of a worker that was lost
     superseded: int = 0  # ledger records of work that was lost and done again
-    problems: list[Problem] = field(default_factory=list)
+    problems: list[AuditProblem] = field(default_factory=list)
     epochs: list[EpochUse] = field(default_factory=list)
 
     @property
@@ -72,15 +72,15 @@ class AuditResult:
         return not self.problems
 
     @property
-    def first(self) -> Problem | None:
+    def first_problem(self) -> AuditProblem | None:
         """The earliest problem."""
         return min(self.problems, key=lambda p: (p.step, p.microbatch), default=None)
 
-    def sentence(self) -> str:
+    def describe(self) -> str:
         if not self.last_step:
             return "nothing is committed yet, so there is nothing to audit"
-        if self.first is not None:
-            return f"{len(self.problems)} problems; the first: {self.first.message}"
+        if self.first_problem is not None:
+            return f"{len(self.problems)} problems; the first: {self.first_problem.message}"
         left_out = "".join(f", {n:,} skipped ({why})" for why, n in sorted(self.skipped.items()))
         return (
             f"{self.samples:,} samples in {self.last_step:,} steps: none missing, none twice"
@@ -89,27 +89,29 @@ class AuditResult:
         )
 
 
-def audit(records: Iterable[Record], batches: Batches, last_step: int | None = None) -> AuditResult:
+def audit_records(
+    records: Iterable[Record], batches: Batches, last_step: int | None = None
+) -> AuditResult:
     """Audit a run's journal against the dataset and the settings in `batches`.
 
     `last_step` is the last step to audit; None: the last that a checkpoint committed, or that
     the run finished with.
     """
-    effective, superseded = lineage.split(records)
+    effective, superseded = lineage.split_effective(records)
     if last_step is None:
         done = (CheckpointCommitted, RunFinished)
         last_step = max((r.event.step for r in effective if isinstance(r.event, done)), default=0)
     result = AuditResult(last_step)
     result.superseded = sum(isinstance(r.event, BatchFed) for r in superseded)
-    result.problems += _other_datasets(effective, batches.dataset.version)
-    steps: dict[int, list[Entry]] = {}
+    result.problems += _dataset_problems(effective, batches.dataset.version)
+    steps: dict[int, list[LedgerEntry]] = {}
     for record in effective:
         event = record.event
         if isinstance(event, BatchFed) and 1 <= event.step <= last_step:
-            for entry in (Entry.from_json(event.step, event.rank, v) for v in event.entries):
+            for entry in (LedgerEntry.from_json(event.step, event.rank, v) for v in event.entries):
                 steps.setdefault(event.step, []).append(entry)
-    steps = {step: data_ledger.settled(entries) for step, entries in steps.items()}
-    fed: dict[int, list[Entry]] = {}  # by first position
+    steps = {step: data_ledger.drop_redundant_stand_ins(entries) for step, entries in steps.items()}
+    fed: dict[int, list[LedgerEntry]] = {}  # by first position
     for entry in (entry for entries in steps.values() for entry in entries):
         fed.setdefault(entry.start, []).append(entry)
     for step in range(1, last_step + 1):
@@ -117,30 +119,42 @@ def audit(records: Iterable[Record], batches: Batches, last_step: int | None = N
     result.samples = batches.schedule.position(last_step + 1) if last_step else 0
     bounds = {n: (batches.schedule.position(n), batches.schedule.position(n + 1)) for n in steps}
     inside = [
-        e for n, found in steps.items() for e in found
-        if bounds[n][0] <= e.start < e.stop <= bounds[n][1] and not e.skipped
-    ]  # fmt: skip
-    result.retold = sum(entry.stop - entry.start for entry in inside if entry.stands_in)
-    result.epochs = _epochs(inside, batches)
+        e
+        for n, found in steps.items()
+        for e in found
+        if bounds[n][0] <= e.start < e.stop <= bounds[n][1] and not e.skip_reason
+    ]
+    result.retold = sum(entry.stop - entry.start for entry in inside if entry.is_stand_in)
+    result.epochs = _epoch_uses(inside, batches)
     for use in result.epochs:
         if use.repeated and result.ok:
             result.problems.append(
-                Problem("repeated", 0, 0, f"{use.repeated} samples of {use.source!r} were used "
-                        f"more than once in epoch {use.epoch}")
-            )  # fmt: skip
+                AuditProblem(
+                    "repeated",
+                    0,
+                    0,
+                    f"{use.repeated} samples of {use.source!r} were used "
+                    f"more than once in epoch {use.epoch}",
+                )
+            )
     return result
 
 
-def _other_datasets(records: Sequence[Record], version: str) -> list[Problem]:
+def _dataset_problems(records: Sequence[Record], version: str) -> list[AuditProblem]:
     used = {r.event.dataset_version for r in records if isinstance(r.event, RunStarted)}
     return [
-        Problem("dataset", 0, 0, f"the run used dataset {other}, this is {version}")
+        AuditProblem("dataset", 0, 0, f"the run used dataset {other}, this is {version}")
         for other in sorted(used - {version})
     ]
 
 
-def _audit_step(step: int, entries: list[Entry], fed: dict[int, list[Entry]], batches: Batches,
-                result: AuditResult) -> None:  # fmt: skip
+def _audit_step(
+    step: int,
+    entries: list[LedgerEntry],
+    fed: dict[int, list[LedgerEntry]],
+    batches: Batches,
+    result: AuditResult,
+) -> None:
     start, stop = batches.schedule.position(step), batches.schedule.position(step + 1)
     size = batches.microbatch_size
     ranges = [e.range for e in entries]
@@ -148,41 +162,45 @@ def _audit_step(step: int, entries: list[Entry], fed: dict[int, list[Entry]], ba
     def note(kind: str, position: int, message: str) -> None:
         microbatch = (position - start) // size
         text = f"step {step}, microbatch {microbatch}: {message}"
-        result.problems.append(Problem(kind, step, microbatch, text))
+        result.problems.append(AuditProblem(kind, step, microbatch, text))
 
-    for low, high in data_ledger.gaps(ranges, start, stop):
+    for low, high in data_ledger.uncovered_ranges(ranges, start, stop):
         for at in range(low, high, size):
             edge = min(high, start + ((at - start) // size + 1) * size)
             note("missing", at, f"positions {at} to {edge - 1} were never fed")
-    for low, high in data_ledger.overlaps(ranges):
-        ranks = sorted({e.rank for e in data_ledger.covering(entries, (low, high))})
-        note("repeated", low, f"positions {low} to {high - 1} were fed more than once (ranks "
-             f"{', '.join(map(str, ranks))})")  # fmt: skip
+    for low, high in data_ledger.repeated_ranges(ranges):
+        ranks = sorted({e.rank for e in data_ledger.entries_touching(entries, (low, high))})
+        note(
+            "repeated",
+            low,
+            f"positions {low} to {high - 1} were fed more than once (ranks "
+            f"{', '.join(map(str, ranks))})",
+        )
     for entry in sorted(entries, key=lambda e: (e.start, e.rank)):
         if not start <= entry.start < entry.stop <= stop:
             text = f"step {step}, microbatch {entry.microbatch} (rank {entry.rank}): "
             text += f"positions {entry.start} to {entry.stop - 1} are not of this step"
-            result.problems.append(Problem("outside", step, entry.microbatch, text))
-        elif entry.skipped:
+            result.problems.append(AuditProblem("outside", step, entry.microbatch, text))
+        elif entry.skip_reason:
             _audit_skipped(entry, start, batches, result)
         else:
             _audit_tokens(entry, fed, batches, result)
 
 
-def _audit_skipped(entry: Entry, first: int, batches: Batches, result: AuditResult) -> None:
+def _audit_skipped(entry: LedgerEntry, first: int, batches: Batches, result: AuditResult) -> None:
     """Was nothing learned from what is called skipped?"""
-    held = result.skipped.get(entry.skipped, 0)
-    result.skipped[entry.skipped] = held + entry.stop - entry.start
-    blank = batches.blank(entry.stop - entry.start)
+    held = result.skipped.get(entry.skip_reason, 0)
+    result.skipped[entry.skip_reason] = held + entry.stop - entry.start
+    blank = batches.blank_microbatch(entry.stop - entry.start)
     if entry.hash and entry.hash != fed_hash(blank.inputs, blank.targets):
         where = (entry.start - first) // batches.microbatch_size
         text = f"step {entry.step}, microbatch {where} (rank {entry.rank}): the ledger calls it "
-        text += f"skipped ({entry.skipped}), but tokens were fed"
-        result.problems.append(Problem("wrong", entry.step, where, text))
+        text += f"skipped ({entry.skip_reason}), but tokens were fed"
+        result.problems.append(AuditProblem("wrong", entry.step, where, text))
 
 
 def _audit_tokens(
-    entry: Entry, fed: dict[int, list[Entry]], batches: Batches, result: AuditResult
+    entry: LedgerEntry, fed: dict[int, list[LedgerEntry]], batches: Batches, result: AuditResult
 ) -> None:
     """Were the tokens of an entry those of its positions? If not, whose were they?"""
     begin = batches.schedule.position(entry.step)
@@ -190,10 +208,10 @@ def _audit_tokens(
     label = f"step {entry.step}, microbatch {where} (rank {entry.rank})"
     if entry.microbatch != where:
         text = f"{label}: the ledger calls its positions microbatch {entry.microbatch}"
-        result.problems.append(Problem("wrong", entry.step, where, text))
+        result.problems.append(AuditProblem("wrong", entry.step, where, text))
     if entry.hash == batches.hash_of(entry.start, entry.stop):
         return
-    owner = _owner(entry, batches)
+    owner = _find_real_range(entry, batches)
     if owner is None:
         kind, text = "wrong", f"{label}: the tokens fed are those of no microbatch nearby"
     else:
@@ -204,13 +222,13 @@ def _audit_tokens(
         verb = "exchanged with" if exchanged else "fed the tokens of"
         text = f"{label}: {verb} microbatch {microbatch} of step {step}"
         text += "" if exchanged else "; its own were never fed"
-    result.problems.append(Problem(kind, entry.step, where, text))
+    result.problems.append(AuditProblem(kind, entry.step, where, text))
 
 
-def _owner(entry: Entry, batches: Batches) -> tuple[int, int, int] | None:
+def _find_real_range(entry: LedgerEntry, batches: Batches) -> tuple[int, int, int] | None:
     """(step, microbatch, start) of the range nearby, cut alike, whose tokens have this hash."""
     length = entry.stop - entry.start
-    nearest = sorted(range(-NEIGHBOURS, NEIGHBOURS + 1), key=abs)
+    nearest = sorted(range(-NEIGHBOUR_STEPS, NEIGHBOUR_STEPS + 1), key=abs)
     for step in (entry.step + away for away in nearest if entry.step + away >= 1):
         begin, end = batches.schedule.position(step), batches.schedule.position(step + 1)
         for start in range(begin, end - length + 1, length):
@@ -219,13 +237,15 @@ def _owner(entry: Entry, batches: Batches) -> tuple[int, int, int] | None:
     return None
 
 
-def _epochs(entries: Sequence[Entry], batches: Batches) -> list[EpochUse]:
+def _epoch_uses(entries: Sequence[LedgerEntry], batches: Batches) -> list[EpochUse]:
     """Count every sample that the positions fed lead to, entry by entry."""
     used: dict[tuple[int, int], NDArray[np.uint8]] = {}
     ranges = sorted(e.range for e in entries)
-    for low, high in ranges if data_ledger.overlaps(ranges) else data_ledger.merge(ranges):
-        for at in range(low, high, CHUNK):
-            source, epoch, sample = batches.order.places(at, min(at + CHUNK, high))
+    for low, high in (
+        ranges if data_ledger.repeated_ranges(ranges) else data_ledger.merge_ranges(ranges)
+    ):
+        for at in range(low, high, LOOKUP_POSITIONS):
+            source, epoch, sample = batches.order.places(at, min(at + LOOKUP_POSITIONS, high))
             for pair in set(zip(source.tolist(), epoch.tolist(), strict=True)):
                 size = batches.order.sizes[pair[0]]
                 count = used.setdefault(pair, np.zeros(size, dtype=np.uint8))

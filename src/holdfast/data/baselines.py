@@ -26,7 +26,7 @@ def bits_per_byte(nats_per_token: float, tokens_per_byte: float) -> float:
     return nats_per_token / log(2) * tokens_per_byte
 
 
-class Counts:
+class TokenCounts:
     """Unigram and bigram counts of training streams, ready to price other text.
 
     Unigrams are smoothed by adding one. Bigrams are interpolated with them after Witten and Bell
@@ -51,7 +51,7 @@ class Counts:
         self._seen = np.bincount(first, self._counts, vocab_size)
         self._distinct = np.bincount(first, minlength=vocab_size).astype(np.float64)
 
-    def nats(self, before: NDArray[np.int64], after: NDArray[np.int64]) -> tuple[float, float]:
+    def mean_nats(self, before: NDArray[np.int64], after: NDArray[np.int64]) -> tuple[float, float]:
         """Mean loss of targets `after` [n], each following `before` [n]: (unigram, bigram)."""
         wanted = before * self._vocab + after
         at = np.minimum(np.searchsorted(self._pairs, wanted), len(self._pairs) - 1)
@@ -64,14 +64,17 @@ class Counts:
 
 
 def baselines(
-    train: Iterable[NDArray[Any]], validation: NDArray[Any], vocab_size: int, end: int,
+    train: Iterable[NDArray[Any]],
+    validation: NDArray[Any],
+    vocab_size: int,
+    end: int,
     tokens_per_byte: float,
-) -> dict[str, Any]:  # fmt: skip
+) -> dict[str, Any]:
     """Unigram and bigram bits per byte on a validation stream [tokens]; `train`: as Counts."""
-    counts = Counts(train, vocab_size, end)
+    counts = TokenCounts(train, vocab_size, end)
     tokens = np.asarray(validation, dtype=np.int64)
     inside = tokens[:-1] != end
-    unigram, bigram = counts.nats(tokens[:-1][inside], tokens[1:][inside])
+    unigram, bigram = counts.mean_nats(tokens[:-1][inside], tokens[1:][inside])
     return {
         "unigram": bits_per_byte(unigram, tokens_per_byte),
         "bigram": bits_per_byte(bigram, tokens_per_byte),

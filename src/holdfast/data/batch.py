@@ -30,11 +30,11 @@ from holdfast.config.data import DataConfig
 from holdfast.config.train import TrainConfig
 from holdfast.core.data.sample_order import BatchSchedule, SampleOrder
 from holdfast.core.data.skips import Skips
-from holdfast.data.baselines import MAX_TOKENS, Counts, bits_per_byte
-from holdfast.data.dataset import Dataset, Stream
+from holdfast.data.baselines import MAX_TOKENS, TokenCounts, bits_per_byte
+from holdfast.data.dataset import Dataset, TokenStream
 from holdfast.errors import ConfigError, DataError
 
-MASKED = -100  # torch's cross entropy leaves such targets out
+MASKED_TARGET = -100  # torch's cross entropy leaves such targets out
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class Microbatch:
 
 
 @dataclass(frozen=True)
-class Validation:
+class ValidationSet:
     """Validation samples in fixed order, cut into microbatches; tokens: targets with loss."""
 
     microbatches: list[Microbatch]
@@ -75,9 +75,13 @@ class Batches:
     """Every batch of a run, by step number."""
 
     def __init__(
-        self, dataset: Dataset, data: DataConfig, train: TrainConfig, seed: int,
+        self,
+        dataset: Dataset,
+        data: DataConfig,
+        train: TrainConfig,
+        seed: int,
         skips: Skips | None = None,
-    ):  # fmt: skip
+    ):
         self.dataset = dataset
         self.skips = skips or Skips()
         self.sequence_length = data.sequence_length
@@ -121,39 +125,47 @@ class Batches:
         start, stop = self.positions(step, index, part, parts)
         source, _, sample = self.order.places(start, stop)
         why = self.skips.reason(step, index)
-        batch = self.blank(stop - start) if why else self._gather(self._streams, source, sample)
+        batch = (
+            self.blank_microbatch(stop - start)
+            if why
+            else self._gather(self._streams, source, sample)
+        )
         used = set(source.tolist())
         name = self.dataset.source_names[used.pop()] if len(used) == 1 else ""
         entry = {
-            "microbatch": index, "source": name, "start": start, "stop": stop,
-            "hash": fed_hash(batch.inputs, batch.targets), "skipped": why,
-        }  # fmt: skip
+            "microbatch": index,
+            "source": name,
+            "start": start,
+            "stop": stop,
+            "hash": fed_hash(batch.inputs, batch.targets),
+            "skipped": why,
+        }
         return Microbatch(batch.inputs, batch.targets, batch.documents, [entry], batch.tokens)
 
-    def blank(self, samples: int) -> Microbatch:
+    def blank_microbatch(self, samples: int) -> Microbatch:
         """Return the replacement of skipped samples: end tokens, of which none is a target."""
         shape = (samples, self.sequence_length)
         inputs = np.full(shape, self.dataset.end, dtype=np.int64)
-        targets = np.full(shape, MASKED, dtype=np.int64)
+        targets = np.full(shape, MASKED_TARGET, dtype=np.int64)
         documents = np.zeros(shape, dtype=np.int32) if self.document_attention else None
         return Microbatch(inputs, targets, documents, [], 0)
 
     def hash_of(self, start: int, stop: int) -> str:
         """The ledger hash that feeding positions [start, stop) must give."""
-        batch = self.read(start, stop)
+        batch = self.read_samples(start, stop)
         return fed_hash(batch.inputs, batch.targets)
 
-    def read(self, start: int, stop: int) -> Microbatch:
+    def read_samples(self, start: int, stop: int) -> Microbatch:
         """The samples at positions [start, stop), whatever step they belong to; no ledger."""
         source, _, sample = self.order.places(start, stop)
         return self._gather(self._streams, source, sample)
 
-    def validation(self, samples: int) -> Validation:
+    def validation(self, samples: int) -> ValidationSet:
         """Return the same `samples` windows of the validation split each time, evenly spread over
         it; all of it if it has fewer. They come in microbatches of `microbatch_size`; the last may
         be smaller. Empty without a validation split."""
         if "validation" not in self.dataset.splits:
-            return Validation([], 0, 1.0)
+            return ValidationSet([], 0, 1.0)
         streams = self.dataset.streams("validation")
         sizes = [self._samples_of(stream) for stream in streams]
         total = sum(sizes)
@@ -168,7 +180,7 @@ class Batches:
             for at in range(0, count, size)
         ]
         tokens = sum(batch.tokens for batch in out)
-        return Validation(out, tokens, self.dataset.tokens_per_byte("validation"))
+        return ValidationSet(out, tokens, self.dataset.tokens_per_byte("validation"))
 
     def validation_baselines(self, samples: int) -> dict[str, float] | None:
         """Bits per byte of unigram and bigram counts on just the targets of
@@ -178,18 +190,18 @@ class Batches:
         if not found.tokens:
             return None
         train = (stream.read(0, MAX_TOKENS) for stream in self._streams)
-        counts = Counts(train, self.dataset.vocab_size, self.dataset.end)
-        before = np.concatenate([m.inputs[m.targets != MASKED] for m in found.microbatches])
-        after = np.concatenate([m.targets[m.targets != MASKED] for m in found.microbatches])
-        both = counts.nats(before, after)
+        counts = TokenCounts(train, self.dataset.vocab_size, self.dataset.end)
+        before = np.concatenate([m.inputs[m.targets != MASKED_TARGET] for m in found.microbatches])
+        after = np.concatenate([m.targets[m.targets != MASKED_TARGET] for m in found.microbatches])
+        both = counts.mean_nats(before, after)
         unigram, bigram = (bits_per_byte(nats, found.tokens_per_byte) for nats in both)
         return {"unigram": unigram, "bigram": bigram}
 
-    def _samples_of(self, stream: Stream) -> int:
+    def _samples_of(self, stream: TokenStream) -> int:
         return -(-max(stream.tokens - 1, 0) // self.sequence_length)
 
     def _gather(
-        self, streams: tuple[Stream, ...], source: NDArray[np.int64], sample: NDArray[np.int64]
+        self, streams: tuple[TokenStream, ...], source: NDArray[np.int64], sample: NDArray[np.int64]
     ) -> Microbatch:
         """Windows [n] -> a Microbatch of n samples without a ledger entry."""
         length, end = self.sequence_length, self.dataset.end
@@ -202,12 +214,12 @@ class Batches:
         inputs = window[:, :-1].copy()
         targets = window[:, 1:].copy()
         ended = inputs == end
-        targets[ended | (np.arange(1, length + 1) >= held[:, None])] = MASKED
+        targets[ended | (np.arange(1, length + 1) >= held[:, None])] = MASKED_TARGET
         documents = None
         if self.document_attention:
             documents = np.zeros(inputs.shape, dtype=np.int32)
             np.cumsum(ended[:, :-1], axis=1, out=documents[:, 1:])
-        return Microbatch(inputs, targets, documents, [], int((targets != MASKED).sum()))
+        return Microbatch(inputs, targets, documents, [], int((targets != MASKED_TARGET).sum()))
 
 
 def fed_hash(inputs: NDArray[np.int64], targets: NDArray[np.int64]) -> str:

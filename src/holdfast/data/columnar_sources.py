@@ -19,7 +19,7 @@ def parquet_ranges(
     """Row groups of each file, gathered into units of about `unit_bytes`."""
     ranges: list[list[tuple[str, int, int]]] = []
     for path in paths:
-        file = _parquet(path)
+        file = _open_parquet(path)
         names = file.schema_arrow.names
         if column not in names:
             raise DataError(
@@ -38,12 +38,12 @@ def parquet_ranges(
 
 def huggingface_ranges(path: str, split: str, where: str) -> list[list[tuple[str, int, int]]]:
     """Ranges of rows of a dataset's split."""
-    rows = len(_huggingface(path, split, where))
+    rows = len(_open_huggingface(path, split, where))
     step = HUGGINGFACE_UNIT_ROWS
     return [[(path, at, min(at + step, rows))] for at in range(0, rows, step)]
 
 
-def rows(
+def read_rows(
     kind: str, path: str, start: int, stop: int, column: str, split: str, limit: int, seen: xxh3_128
 ) -> Iterator[str]:
     """Documents of row groups (Parquet) or rows (Hugging Face) [start, stop)."""
@@ -74,7 +74,7 @@ def rows(
         yield value.removeprefix("\ufeff").replace("\r\n", "\n")
 
 
-def _parquet(path: str) -> Any:
+def _open_parquet(path: str) -> Any:
     try:
         from pyarrow import ArrowInvalid
         from pyarrow.parquet import ParquetFile
@@ -95,14 +95,14 @@ def _parquet(path: str) -> Any:
 def _parquet_rows(path: str, start: int, stop: int, column: str) -> Iterator[tuple[str, Any]]:
     groups = list(range(start, stop))
     row = 0
-    with _parquet(path) as file:
+    with _open_parquet(path) as file:
         for batch in file.iter_batches(BATCH_ROWS, row_groups=groups, columns=[column]):
             for value in batch.column(0).to_pylist():
                 yield f"{path}: row group {start}, row {row} from there", value
                 row += 1
 
 
-def _huggingface(path: str, split: str, where: str) -> Any:
+def _open_huggingface(path: str, split: str, where: str) -> Any:
     """A dataset by name ("name" or "name:subset"), from the cache where it is there."""
     try:
         from datasets import load_dataset
@@ -126,7 +126,7 @@ def _huggingface(path: str, split: str, where: str) -> Any:
 def _huggingface_rows(
     path: str, start: int, stop: int, column: str, split: str
 ) -> Iterator[tuple[str, Any]]:
-    dataset = _huggingface(path, split, path)
+    dataset = _open_huggingface(path, split, path)
     if column not in dataset.column_names:
         raise DataError(
             f"there is no column {column!r}, only {dataset.column_names}",

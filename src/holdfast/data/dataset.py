@@ -14,17 +14,17 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from holdfast.core.json_parsing import parsed
-from holdfast.data.files import canonical, file_checksum
+from holdfast.core.json_parsing import parse_json
+from holdfast.data.files import canonical_json, file_checksum
 from holdfast.data.shards import Shard
 from holdfast.errors import DataError
 
 FORMAT = 1
 MANIFEST = "manifest.json"
-REMAKE = "remove the folder and run holdfast data prepare again"
+REMAKE_REMEDY = "remove the folder and run holdfast data prepare again"
 
 
-class Stream:
+class TokenStream:
     """Packed tokens of one source and split, over all its shards: shape [tokens]."""
 
     def __init__(self, folder: Path, shards: Sequence[Shard], dtype: str):
@@ -65,7 +65,7 @@ class Dataset:
         self.source_names: tuple[str, ...] = tuple(s["name"] for s in manifest["sources"])
         self._streams = {
             split: tuple(
-                Stream(folder, [Shard(**s) for s in shards], manifest["tokenizer"]["dtype"])
+                TokenStream(folder, [Shard(**s) for s in shards], manifest["tokenizer"]["dtype"])
                 for shards in by_source
             )
             for split, by_source in manifest["shards"].items()
@@ -85,7 +85,7 @@ class Dataset:
     def splits(self) -> tuple[str, ...]:
         return tuple(self._streams)
 
-    def streams(self, split: str) -> tuple[Stream, ...]:
+    def streams(self, split: str) -> tuple[TokenStream, ...]:
         """One stream per source, in the order of `source_names`."""
         return self._streams[split]
 
@@ -112,13 +112,13 @@ class Dataset:
             raise DataError(
                 "the tokenizer is missing or is not the one the tokens were made with",
                 where=str(folder / "tokenizer.json"),
-                remedy=REMAKE,
+                remedy=REMAKE_REMEDY,
             )
         width = np.dtype(manifest["tokenizer"]["dtype"]).itemsize
         for by_source in manifest["shards"].values():
             for shard in (Shard(**s) for shards in by_source for s in shards):
-                _demand_size(folder / shard.path, shard.tokens * width)
-                _demand_size(folder / shard.index_path, (shard.documents + 1) * 8)
+                _check_size(folder / shard.path, shard.tokens * width)
+                _check_size(folder / shard.index_path, (shard.documents + 1) * 8)
         return Dataset(folder, manifest)
 
 
@@ -126,10 +126,10 @@ def exists(folder: str | Path) -> bool:
     return (Path(folder) / MANIFEST).exists()
 
 
-def seal(content: dict[str, Any]) -> dict[str, Any]:
+def with_version(content: dict[str, Any]) -> dict[str, Any]:
     """The manifest with its version: sha256 of the canonical JSON of everything else."""
     bare = {k: v for k, v in content.items() if k != "version"}
-    return {**bare, "version": hashlib.sha256(canonical(bare)).hexdigest()[:32]}
+    return {**bare, "version": hashlib.sha256(canonical_json(bare)).hexdigest()[:32]}
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
@@ -142,9 +142,9 @@ def read_manifest(folder: Path) -> dict[str, Any]:
             "there is no prepared dataset", where=str(folder), remedy="run holdfast data prepare"
         ) from None
     try:
-        manifest: dict[str, Any] = parsed(raw)
+        manifest: dict[str, Any] = parse_json(raw)
         newer = manifest["format"] > FORMAT
-        sound = seal(manifest) == manifest and canonical(manifest) == raw
+        sound = with_version(manifest) == manifest and canonical_json(manifest) == raw
     except (ValueError, KeyError, TypeError, AttributeError):
         newer, sound = False, False
     if newer:
@@ -154,7 +154,9 @@ def read_manifest(folder: Path) -> dict[str, Any]:
             remedy="use a newer holdfast",
         )
     if not sound:
-        raise DataError("the manifest is not what was written", where=str(path), remedy=REMAKE)
+        raise DataError(
+            "the manifest is not what was written", where=str(path), remedy=REMAKE_REMEDY
+        )
     return manifest
 
 
@@ -165,10 +167,12 @@ def file_checksum_or_none(path: Path) -> str | None:
         return None
 
 
-def _demand_size(path: Path, size: int) -> None:
+def _check_size(path: Path, size: int) -> None:
     found = path.stat().st_size if path.exists() else None
     if found != size:
         state = "is missing" if found is None else f"has {found:,} bytes"
         raise DataError(
-            f"the shard {state}, it was written with {size:,}", where=str(path), remedy=REMAKE
+            f"the shard {state}, it was written with {size:,}",
+            where=str(path),
+            remedy=REMAKE_REMEDY,
         )

@@ -18,7 +18,9 @@ from holdfast.errors import DataError
 
 PARTITION_DOCUMENTS = 1 << 22
 
-Rows = NDArray[np.uint64]  # [documents, 3]: hash high, hash low, bytes (0: an empty document)
+DocumentRows = NDArray[
+    np.uint64
+]  # [documents, 3]: hash high, hash low, bytes (0: an empty document)
 
 
 @dataclass(frozen=True)
@@ -31,15 +33,19 @@ class SourceCount:
 
 
 @dataclass(frozen=True)
-class Choice:
+class DocumentChoice:
     """`lots[u]` uint8 [documents of unit u]: drop, train or validation. Counts per source."""
 
     lots: list[NDArray[np.uint8]]
     counts: list[SourceCount]
 
 
-def choose(rows: Sequence[Rows], sources: Sequence[int], names: Sequence[str],
-           validation_fraction: float) -> Choice:  # fmt: skip
+def choose_documents(
+    rows: Sequence[DocumentRows],
+    sources: Sequence[int],
+    names: Sequence[str],
+    validation_fraction: float,
+) -> DocumentChoice:
     """Keep the first of equal documents, and split the kept ones by their hash.
 
     A document is validation if its hash, read as a fraction of all hashes, is below
@@ -55,14 +61,14 @@ def choose(rows: Sequence[Rows], sources: Sequence[int], names: Sequence[str],
         lots[unit][(lots[unit] == TRAIN) & (table[:, 0] < bound)] = VALIDATION
     counts = [_count(rows, lots, sources, i) for i in range(len(names))]
     for i, name in enumerate(names):
-        _demand_documents(counts[i], name)
+        _require_documents(counts[i], name)
         _fill_training(rows, lots, [u for u, s in enumerate(sources) if s == i])
     if validation_fraction > 0:
         _fill_validation(rows, lots, sources)
-    return Choice(lots, counts)
+    return DocumentChoice(lots, counts)
 
 
-def _first_of_equals(rows: Sequence[Rows]) -> list[tuple[int, NDArray[np.intp]]]:
+def _first_of_equals(rows: Sequence[DocumentRows]) -> list[tuple[int, NDArray[np.intp]]]:
     """Per unit the places of documents that are not empty and equal none before them."""
     total = sum(len(r) for r in rows)
     partitions = np.uint64(max(1, -(-total // PARTITION_DOCUMENTS)))
@@ -88,7 +94,10 @@ def _first_of_equals(rows: Sequence[Rows]) -> list[tuple[int, NDArray[np.intp]]]
 
 
 def _count(
-    rows: Sequence[Rows], lots: Sequence[NDArray[np.uint8]], sources: Sequence[int], source: int
+    rows: Sequence[DocumentRows],
+    lots: Sequence[NDArray[np.uint8]],
+    sources: Sequence[int],
+    source: int,
 ) -> SourceCount:
     mine = [u for u, s in enumerate(sources) if s == source]
     documents = sum(len(rows[u]) for u in mine)
@@ -97,7 +106,7 @@ def _count(
     return SourceCount(documents, empty, documents - empty - kept)
 
 
-def _demand_documents(count: SourceCount, name: str) -> None:
+def _require_documents(count: SourceCount, name: str) -> None:
     if count.documents == count.empty + count.duplicates:
         raise DataError(
             f"nothing is left of {count.documents} documents: {count.empty} are empty, "
@@ -108,7 +117,7 @@ def _demand_documents(count: SourceCount, name: str) -> None:
 
 
 def _fill_training(
-    rows: Sequence[Rows], lots: list[NDArray[np.uint8]], units: Sequence[int]
+    rows: Sequence[DocumentRows], lots: list[NDArray[np.uint8]], units: Sequence[int]
 ) -> None:
     """Give a source without a training document the one with its highest hash."""
     if any((lots[u] == TRAIN).any() for u in units):
@@ -119,7 +128,7 @@ def _fill_training(
 
 
 def _fill_validation(
-    rows: Sequence[Rows], lots: list[NDArray[np.uint8]], sources: Sequence[int]
+    rows: Sequence[DocumentRows], lots: list[NDArray[np.uint8]], sources: Sequence[int]
 ) -> None:
     """Give a corpus without a validation document the one with the lowest hash, from a source
     that can spare it."""
@@ -140,7 +149,7 @@ def _fill_validation(
 
 
 def tokenizer_sample(
-    rows: Sequence[Rows], lots: Sequence[NDArray[np.uint8]], sample_bytes: int
+    rows: Sequence[DocumentRows], lots: Sequence[NDArray[np.uint8]], sample_bytes: int
 ) -> list[NDArray[np.bool_]]:
     """Return the training documents of the tokenizer: per unit a mask [documents]. These have the
     lowest second half of their hash (the first decides the split), until they hold `sample_bytes`;

@@ -14,10 +14,10 @@ import xxhash
 
 from holdfast.errors import DataError, OutOfSpaceError
 
-CHUNK = 1 << 20
+READ_BYTES = 1 << 20
 
 
-def canonical(value: Any) -> bytes:
+def canonical_json(value: Any) -> bytes:
     """The one spelling of a JSON value: sorted keys, two spaces, a final newline."""
     return (json.dumps(value, sort_keys=True, indent=2, ensure_ascii=True) + "\n").encode()
 
@@ -31,7 +31,7 @@ def file_checksum(path: Path) -> str:
     """xxh3-128 of a file, read in pieces of 1 MiB."""
     state = xxhash.xxh3_128()
     with path.open("rb") as file:
-        while piece := file.read(CHUNK):
+        while piece := file.read(READ_BYTES):
             state.update(piece)
     return state.hexdigest()
 
@@ -62,7 +62,7 @@ def write_atomic(path: Path, pieces: Iterable[bytes | memoryview], *, sync: bool
 
 
 @contextlib.contextmanager
-def explained(folder: Path) -> Iterator[None]:
+def explain_os_errors(folder: Path) -> Iterator[None]:
     """Turn a full disk, or a folder that may not be written, into one sentence."""
     try:
         yield

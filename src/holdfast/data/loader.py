@@ -58,10 +58,17 @@ class Loader:
     """
 
     def __init__(
-        self, batches: BatchSource, plan: Callable[[int], Sequence[int]], *, part: int = 0,
-        parts: int = 1, first_step: int = 1, last_step: int | None = None,
-        device: torch.device | str = "cpu", depth: int = 2,
-    ):  # fmt: skip
+        self,
+        batches: BatchSource,
+        plan: Callable[[int], Sequence[int]],
+        *,
+        part: int = 0,
+        parts: int = 1,
+        first_step: int = 1,
+        last_step: int | None = None,
+        device: torch.device | str = "cpu",
+        depth: int = 2,
+    ):
         self._batches, self._plan = batches, plan
         self._part, self._parts = part, parts
         self._device = torch.device(device)
@@ -69,10 +76,10 @@ class Loader:
         self._last = last_step
         self._ready: deque[StepBatch] = deque()
         self._error: BaseException | None = None
-        self._ended = False
-        self._closed = False
+        self._is_at_end = False
+        self._is_closed = False
         self._changed = threading.Condition()
-        self.seconds_waited = 0.0  # by the training loop, since the start
+        self.waited_s = 0.0  # by the training loop, since the start
         self._thread = threading.Thread(
             target=self._read, args=(first_step,), name="holdfast-loader", daemon=True
         )
@@ -86,9 +93,9 @@ class Loader:
         whatever reading it raised."""
         begun = time.perf_counter()
         with self._changed:
-            self._changed.wait_for(lambda: self._ready or self._ended or self._closed)
-            self.seconds_waited += time.perf_counter() - begun
-            if self._closed:
+            self._changed.wait_for(lambda: self._ready or self._is_at_end or self._is_closed)
+            self.waited_s += time.perf_counter() - begun
+            if self._is_closed:
                 raise StopIteration
             if not self._ready:
                 if self._error is not None:
@@ -96,12 +103,12 @@ class Loader:
                 raise StopIteration
             batch = self._ready.popleft()
             self._changed.notify_all()
-        return StepBatch(batch.step, [self._hand_over(m) for m in batch.microbatches])
+        return StepBatch(batch.step, [self._to_device(m) for m in batch.microbatches])
 
     def close(self) -> None:
         """Stop reading and wait for the thread to end."""
         with self._changed:
-            self._closed = True
+            self._is_closed = True
             self._changed.notify_all()
         self._thread.join()
 
@@ -118,15 +125,17 @@ class Loader:
                 with self._changed:
                     self._ready.append(batch)
                     self._changed.notify_all()
-                    self._changed.wait_for(lambda: len(self._ready) < self._depth or self._closed)
-                    if self._closed:
+                    self._changed.wait_for(
+                        lambda: len(self._ready) < self._depth or self._is_closed
+                    )
+                    if self._is_closed:
                         return
                 step += 1
         except BaseException as error:
             self._error = error
         finally:
             with self._changed:
-                self._ended = True
+                self._is_at_end = True
                 self._changed.notify_all()
 
     def _load(self, step: int, index: int) -> TensorMicrobatch:
@@ -139,7 +148,7 @@ class Loader:
             documents = None if documents is None else documents.pin_memory()
         return TensorMicrobatch(inputs, targets, documents, read.entries, read.tokens)
 
-    def _hand_over(self, host: TensorMicrobatch) -> TensorMicrobatch:
+    def _to_device(self, host: TensorMicrobatch) -> TensorMicrobatch:
         digest = fed_hash(host.inputs.numpy(), host.targets.numpy())
         entries = [{**entry, "hash": digest} for entry in host.entries]
         if self._device.type == "cpu":

@@ -31,36 +31,47 @@ from xxhash import xxh3_128
 from holdfast.config.data import DataConfig
 from holdfast.data import vocabulary
 from holdfast.data.baselines import MAX_TOKENS, baselines
-from holdfast.data.dataset import FORMAT, MANIFEST, Dataset, Stream, exists, seal
-from holdfast.data.dedup_split import Choice, Rows, choose, tokenizer_sample
-from holdfast.data.files import canonical, checksum, explained, file_checksum, write_atomic
+from holdfast.data.dataset import FORMAT, MANIFEST, Dataset, TokenStream, exists, with_version
+from holdfast.data.dedup_split import (
+    DocumentChoice,
+    DocumentRows,
+    choose_documents,
+    tokenizer_sample,
+)
+from holdfast.data.files import (
+    canonical_json,
+    checksum,
+    explain_os_errors,
+    file_checksum,
+    write_atomic,
+)
 from holdfast.data.shards import Shard, write_shards
 from holdfast.data.sources import (
     SourcePlan,
     Unit,
+    count_files,
     plan_source,
     read_unit,
-    size_of,
     source_names,
 )
-from holdfast.data.task_pool import Pool, Task
+from holdfast.data.task_pool import Task, TaskPool
 from holdfast.data.unit_tasks import SPLITS, read_result, read_scan
 from holdfast.errors import CorruptError, DataError
 from holdfast.plan.hardware import usable_cores
 
-WORK = ".prepare"
+WORK_FOLDER = ".prepare"
 
 Say = Callable[[str], None]
 Progress = Callable[[str, int, int], None]  # (what is being done, units done, units)
 
 
-def _quiet(what: str, done: int, total: int) -> None:
+def _no_progress(what: str, done: int, total: int) -> None:
     """A progress callback that shows nothing."""
 
 
-def prepare(
+def prepare_dataset(
     config: DataConfig, say: Say = print, progress: Progress | None = None, *, wait: bool = False
-) -> Dataset:  # fmt: skip
+) -> Dataset:
     """Return the dataset of `config.folder`, and prepare it if it does not exist. `wait`: if
     another process prepares it already, wait, as the nodes of one run do that begin together.
 
@@ -70,27 +81,29 @@ def prepare(
     OutOfSpaceError when the disk is full; finished units stay, and the same call resumes.
     """
     folder = Path(config.folder)
-    with explained(folder):
-        wanted = settings(config)
+    with explain_os_errors(folder):
+        wanted = content_settings(config)
         if exists(folder):
             dataset = Dataset.open(folder)
-            demand_match(dataset, wanted, config.tokenizer.path)
+            check_settings_match(dataset, wanted, config.tokenizer.path)
             if changed := changed_sources(config, dataset):
                 say(
                     f"{folder} stays as it was prepared, though its sources have changed "
                     f"({'; '.join(changed)}): name another data.folder to read them anew"
                 )
-            shutil.rmtree(folder / WORK, ignore_errors=True)  # left by a kill after the manifest
+            shutil.rmtree(
+                folder / WORK_FOLDER, ignore_errors=True
+            )  # left by a kill after the manifest
             return dataset
-        _make_folder(folder / WORK)
-        with _alone(folder, say if wait else None):
+        _make_folder(folder / WORK_FOLDER)
+        with _locked_folder(folder, say if wait else None):
             if not exists(folder):
-                _Preparation(config, folder, wanted, say, progress or _quiet).run()
-            shutil.rmtree(folder / WORK, ignore_errors=True)
+                _Preparation(config, folder, wanted, say, progress or _no_progress).run()
+            shutil.rmtree(folder / WORK_FOLDER, ignore_errors=True)
         return Dataset.open(folder)
 
 
-def settings(config: DataConfig) -> dict[str, Any]:
+def content_settings(config: DataConfig) -> dict[str, Any]:
     """Return the part of the run file that decides the content of a dataset (weights, processes and
     the length of a sample do not)."""
     tokenizer: dict[str, Any]
@@ -101,7 +114,7 @@ def settings(config: DataConfig) -> dict[str, Any]:
         }
     else:
         path = Path(config.tokenizer.path).expanduser()
-        vocabulary.describe(vocabulary.load(path), path)
+        vocabulary.describe_tokenizer(vocabulary.load_tokenizer(path), path)
         tokenizer = {"xxh3": file_checksum(path)}
     names = source_names(config.sources)
     return {
@@ -114,11 +127,11 @@ def settings(config: DataConfig) -> dict[str, Any]:
     }
 
 
-def demand_match(dataset: Dataset, wanted: dict[str, Any], tokenizer: str | None) -> None:
+def check_settings_match(dataset: Dataset, wanted: dict[str, Any], tokenizer: str | None) -> None:
     """Raises DataError when a dataset was made from other settings than the run file's."""
     made = dataset.manifest["settings"]
     if tokenizer is not None:
-        demand_tokenizer(dataset, Path(tokenizer).expanduser())
+        check_tokenizer_match(dataset, Path(tokenizer).expanduser())
     for key in ("sources", "tokenizer", "validation_fraction"):
         if key == "tokenizer" and tokenizer is not None:
             continue
@@ -138,7 +151,7 @@ def changed_sources(config: DataConfig, dataset: Dataset) -> list[str]:
     for index, (source, made) in enumerate(
         zip(config.sources, dataset.manifest["sources"], strict=True)
     ):
-        found = size_of(source, index)
+        found = count_files(source, index)
         if found is not None and found != (made["files"], made["bytes"]):
             changed.append(
                 f"{made['name']}: {made['files']:,} files of {made['bytes']:,} bytes then, "
@@ -147,9 +160,9 @@ def changed_sources(config: DataConfig, dataset: Dataset) -> list[str]:
     return changed
 
 
-def demand_tokenizer(dataset: Dataset, path: Path) -> None:
+def check_tokenizer_match(dataset: Dataset, path: Path) -> None:
     """Raises DataError when a tokenizer.json gives tokens other meanings than the dataset's."""
-    if difference := vocabulary.differences(path, dataset.tokenizer_path):
+    if difference := vocabulary.describe_difference(path, dataset.tokenizer_path):
         raise DataError(
             f"{path} does not match the dataset in {dataset.folder}: {difference}",
             where="data.tokenizer.path",
@@ -169,10 +182,10 @@ def _make_folder(folder: Path) -> None:
 
 
 @contextmanager
-def _alone(folder: Path, wait: Say | None = None) -> Iterator[None]:
+def _locked_folder(folder: Path, wait: Say | None = None) -> Iterator[None]:
     """Hold a folder for one preparation; the kernel releases it when its process ends. If another
     process holds it, call `wait` with a message and wait for that process."""
-    with (folder / WORK / "lock").open("w") as file:
+    with (folder / WORK_FOLDER / "lock").open("w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -202,19 +215,19 @@ class _Preparation:
     def run(self) -> None:
         self.plans = self._plan()
         self.units = [unit for plan in self.plans for unit in plan.units]
-        self._begin()
-        with Pool(self._processes()) as pool:
+        self._resume_or_clear()
+        with TaskPool(self._processes()) as pool:
             raw, rows = self._scan(pool)
             names = [plan.name for plan in self.plans]
             sources = [unit.source for unit in self.units]
-            choice = choose(rows, sources, names, self.config.validation_fraction)
-            self._tell(choice)
+            choice = choose_documents(rows, sources, names, self.config.validation_fraction)
+            self._say_counts(choice)
             known = self._tokenizer(rows, choice)
             self._tokenise(pool, raw, choice, known)
         self._join(rows, choice, known)
 
     def _path(self, stage: str, unit: Unit) -> Path:
-        return self.folder / WORK / stage / f"{unit.index:08d}"
+        return self.folder / WORK_FOLDER / stage / f"{unit.index:08d}"
 
     def _plan(self) -> list[SourcePlan]:
         plans: list[SourcePlan] = []
@@ -222,25 +235,27 @@ class _Preparation:
             plans.append(plan_source(source, index, sum(len(p.units) for p in plans)))
         return plans
 
-    def _begin(self) -> None:
+    def _resume_or_clear(self) -> None:
         """Keep the unit results that exist, unless they are of other sources or settings."""
         plan = {"format": FORMAT, "settings": self.wanted, "stamps": [p.stamp for p in self.plans]}
-        path = self.folder / WORK / "plan.json"
-        if path.exists() and path.read_bytes() != canonical(plan):
+        path = self.folder / WORK_FOLDER / "plan.json"
+        if path.exists() and path.read_bytes() != canonical_json(plan):
             self.say("the sources or settings have changed: starting over")
             for stage in ("scan", "tokens", "lots"):
-                shutil.rmtree(self.folder / WORK / stage, ignore_errors=True)
-            (self.folder / WORK / "tokenizer.json").unlink(missing_ok=True)
+                shutil.rmtree(self.folder / WORK_FOLDER / stage, ignore_errors=True)
+            (self.folder / WORK_FOLDER / "tokenizer.json").unlink(missing_ok=True)
         for stage in ("scan", "tokens", "lots"):
-            (self.folder / WORK / stage).mkdir(exist_ok=True)
-        write_atomic(path, [canonical(plan)])
+            (self.folder / WORK_FOLDER / stage).mkdir(exist_ok=True)
+        write_atomic(path, [canonical_json(plan)])
 
     def _processes(self) -> int:
         """Return 0 (right here) for a single unit, otherwise one process per usable core."""
         cores = self.config.processes or usable_cores()
         return 0 if len(self.units) == 1 else min(cores, len(self.units))
 
-    def _each(self, pool: Pool, what: str, stage: str, task: Callable[[Unit], Task]) -> None:
+    def _run_stage(
+        self, pool: TaskPool, what: str, stage: str, task: Callable[[Unit], Task]
+    ) -> None:
         """Do a stage's task for each unit that has no result yet."""
         missing = [u for u in self.units if not _is_whole(self._path(stage, u))]
         done = len(self.units) - len(missing)
@@ -255,17 +270,23 @@ class _Preparation:
 
         pool.run([task(u) for u in missing], count)
 
-    def _scan(self, pool: Pool) -> tuple[list[str], list[Rows]]:
+    def _scan(self, pool: TaskPool) -> tuple[list[str], list[DocumentRows]]:
         limit = self.config.max_document_bytes
-        self._each(
-            pool, "reading", "scan",
-            lambda unit: {"do": "scan", "unit": unit.to_json(), "limit": limit,
-                          "out": str(self._path("scan", unit))},
-        )  # fmt: skip
+        self._run_stage(
+            pool,
+            "reading",
+            "scan",
+            lambda unit: {
+                "do": "scan",
+                "unit": unit.to_json(),
+                "limit": limit,
+                "out": str(self._path("scan", unit)),
+            },
+        )
         found = [read_scan(self._path("scan", unit)) for unit in self.units]
         return [raw for raw, _ in found], [rows for _, rows in found]
 
-    def _tell(self, choice: Choice) -> None:
+    def _say_counts(self, choice: DocumentChoice) -> None:
         for plan, count in zip(self.plans, choice.counts, strict=True):
             left = count.documents - count.empty - count.duplicates
             self.say(
@@ -273,8 +294,8 @@ class _Preparation:
                 f"{count.duplicates:,} duplicate ones left out)"
             )
 
-    def _tokenizer(self, rows: list[Rows], choice: Choice) -> vocabulary.Vocabulary:
-        path = self.folder / WORK / "tokenizer.json"
+    def _tokenizer(self, rows: list[DocumentRows], choice: DocumentChoice) -> vocabulary.Vocabulary:
+        path = self.folder / WORK_FOLDER / "tokenizer.json"
         given = self.config.tokenizer.path
         if given is not None:
             write_atomic(path, [Path(given).expanduser().read_bytes()])
@@ -283,9 +304,9 @@ class _Preparation:
             size = sum(int(r[m, 2].sum()) for r, m in zip(rows, masks, strict=True))
             vocab = self.config.tokenizer.vocab_size
             self.say(f"training a byte-level BPE of {vocab:,} on {size / 1e6:.1f} MB")
-            text = vocabulary.train(self._sample(masks), vocab)
+            text = vocabulary.train_tokenizer(self._sample(masks), vocab)
             write_atomic(path, [text.encode()])
-        return vocabulary.describe(vocabulary.load(path), path)
+        return vocabulary.describe_tokenizer(vocabulary.load_tokenizer(path), path)
 
     def _sample(self, masks: list[np.ndarray[Any, np.dtype[np.bool_]]]) -> Iterator[str]:
         limit = self.config.max_document_bytes
@@ -295,57 +316,72 @@ class _Preparation:
                 yield from (t for t, m in zip(islice(texts, len(mask)), mask, strict=True) if m)
 
     def _tokenise(
-        self, pool: Pool, raw: list[str], choice: Choice, known: vocabulary.Vocabulary
+        self, pool: TaskPool, raw: list[str], choice: DocumentChoice, known: vocabulary.Vocabulary
     ) -> None:
         def task(unit: Unit) -> Task:
             lots = self._path("lots", unit)
             write_atomic(lots, [choice.lots[unit.index].tobytes()])
             return {
-                "do": "tokenise", "unit": unit.to_json(), "raw": raw[unit.index],
-                "limit": self.config.max_document_bytes, "lots": str(lots),
-                "tokenizer": str(self.folder / WORK / "tokenizer.json"), "end": known.end,
-                "dtype": known.dtype, "out": str(self._path("tokens", unit)),
-            }  # fmt: skip
+                "do": "tokenise",
+                "unit": unit.to_json(),
+                "raw": raw[unit.index],
+                "limit": self.config.max_document_bytes,
+                "lots": str(lots),
+                "tokenizer": str(self.folder / WORK_FOLDER / "tokenizer.json"),
+                "end": known.end_id,
+                "dtype": known.dtype,
+                "out": str(self._path("tokens", unit)),
+            }
 
-        self._each(pool, "tokenising", "tokens", task)
+        self._run_stage(pool, "tokenising", "tokens", task)
 
-    def _join(self, rows: list[Rows], choice: Choice, known: vocabulary.Vocabulary) -> None:
+    def _join(
+        self, rows: list[DocumentRows], choice: DocumentChoice, known: vocabulary.Vocabulary
+    ) -> None:
         self.say("writing shards")
         shutil.rmtree(self.folder / "shards", ignore_errors=True)  # of a join that was cut short
         (self.folder / "shards").mkdir()
         shards = {
             split: [
                 write_shards(
-                    self.folder, split, i, [self._path("tokens", u) for u in plan.units],
+                    self.folder,
+                    split,
+                    i,
+                    [self._path("tokens", u) for u in plan.units],
                     self.config.shard_tokens,
                 )
                 for i, plan in enumerate(self.plans)
             ]
             for split in SPLITS
-        }  # fmt: skip
+        }
         if not any(shards["validation"]):
             del shards["validation"]
-        tokenizer = (self.folder / WORK / "tokenizer.json").read_bytes()
+        tokenizer = (self.folder / WORK_FOLDER / "tokenizer.json").read_bytes()
         write_atomic(self.folder / "tokenizer.json", [tokenizer], sync=True)
         splits = _split_counts(shards, rows, choice)
         content = {
             "format": FORMAT,
             "settings": self.wanted,
-            "sources": self._lineage(rows, choice),
+            "sources": self._source_lineage(rows, choice),
             "tokenizer": {
-                "vocab_size": known.size, "end": known.end, "end_token": known.end_token,
-                "dtype": known.dtype, "xxh3": checksum(tokenizer),
+                "vocab_size": known.size,
+                "end": known.end_id,
+                "end_token": known.end_token,
+                "dtype": known.dtype,
+                "xxh3": checksum(tokenizer),
             },
             "splits": splits,
             "shards": {k: [[s.to_json() for s in one] for one in v] for k, v in shards.items()},
             "baselines": _baselines(self.folder, shards, splits, known),
-        }  # fmt: skip
-        manifest = seal(content)
-        write_atomic(self.folder / MANIFEST, [canonical(manifest)], sync=True)
+        }
+        manifest = with_version(content)
+        write_atomic(self.folder / MANIFEST, [canonical_json(manifest)], sync=True)
         total = splits["train"]["tokens"]
         self.say(f"dataset {manifest['version']}: {total:,} training tokens in {self.folder}")
 
-    def _lineage(self, rows: list[Rows], choice: Choice) -> list[dict[str, Any]]:
+    def _source_lineage(
+        self, rows: list[DocumentRows], choice: DocumentChoice
+    ) -> list[dict[str, Any]]:
         """Return the origin of the tokens: each source with a hash of its documents' hashes and
         sizes, in order. The hash does not depend on how the source was cut into units."""
         out = []
@@ -353,9 +389,14 @@ class _Preparation:
         for plan, wanted, count in sources:
             digest = checksum(b"".join(rows[u.index].tobytes() for u in plan.units))
             out.append(
-                {**wanted, "files": plan.files, "bytes": plan.bytes, "xxh3": digest,
-                 **asdict(count)}
-            )  # fmt: skip
+                {
+                    **wanted,
+                    "files": plan.files,
+                    "bytes": plan.bytes,
+                    "xxh3": digest,
+                    **asdict(count),
+                }
+            )
         return out
 
 
@@ -372,7 +413,7 @@ def _is_whole(path: Path) -> bool:
 
 
 def _split_counts(
-    shards: dict[str, list[list[Shard]]], rows: list[Rows], choice: Choice
+    shards: dict[str, list[list[Shard]]], rows: list[DocumentRows], choice: DocumentChoice
 ) -> dict[str, dict[str, int]]:
     out = {}
     for lot, split in enumerate(SPLITS, start=1):
@@ -390,17 +431,22 @@ def _split_counts(
 
 
 def _baselines(
-    folder: Path, shards: dict[str, list[list[Shard]]], splits: dict[str, dict[str, int]],
+    folder: Path,
+    shards: dict[str, list[list[Shard]]],
+    splits: dict[str, dict[str, int]],
     known: vocabulary.Vocabulary,
-) -> dict[str, Any] | None:  # fmt: skip
+) -> dict[str, Any] | None:
     if "validation" not in shards:
         return None
-    read = partial(Stream, folder, dtype=known.dtype)
+    read = partial(TokenStream, folder, dtype=known.dtype)
     train = (read(shards=one) for one in shards["train"])
     validation = read(shards=[s for one in shards["validation"] for s in one])
     count = splits["validation"]
     per_byte = (count["tokens"] - count["documents"]) / max(count["bytes"], 1)
     return baselines(
         (stream.read(0, MAX_TOKENS) for stream in train),
-        validation.read(0, MAX_TOKENS), known.size, known.end, per_byte,
-    )  # fmt: skip
+        validation.read(0, MAX_TOKENS),
+        known.size,
+        known.end_id,
+        per_byte,
+    )

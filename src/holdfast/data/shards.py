@@ -44,11 +44,11 @@ def write_shards(
     with the document that reaches the number. Memory holds one unit at a time and the shard's
     index."""
     shards: list[Shard] = []
-    pieces = _Cutter(results, split, shard_tokens)
-    while pieces.more():
+    pieces = _ShardCutter(results, split, shard_tokens)
+    while pieces.has_more():
         path = f"shards/{split}-{source:03d}-{len(shards):05d}.bin"
         lengths: list[NDArray[np.uint32]] = []
-        digest = write_atomic(folder / path, _tokens(pieces.shard(), lengths), sync=True)
+        digest = write_atomic(folder / path, _tokens(pieces.next_shard(), lengths), sync=True)
         starts = np.zeros(1 + sum(len(n) for n in lengths), dtype="<u8")
         np.cumsum(np.concatenate(lengths), out=starts[1:])
         index = folder / (path.removesuffix(".bin") + ".idx")
@@ -63,31 +63,31 @@ def _tokens(pieces: Iterator[UnitTokens], lengths: list[NDArray[np.uint32]]) -> 
         yield piece.tokens.tobytes()
 
 
-class _Cutter:
+class _ShardCutter:
     """Hands out the documents of many units, cut where a shard is full."""
 
     def __init__(self, results: Sequence[Path], split: str, shard_tokens: int):
         self._results = iter(results)
         self._split = split
         self._limit = shard_tokens
-        self._held: UnitTokens | None = None
+        self._rest_of_unit: UnitTokens | None = None
 
-    def more(self) -> bool:
-        while self._held is None or not len(self._held.lengths):
+    def has_more(self) -> bool:
+        while self._rest_of_unit is None or not len(self._rest_of_unit.lengths):
             path = next(self._results, None)
             if path is None:
                 return False
-            self._held = read_tokens(path, self._split)
+            self._rest_of_unit = read_tokens(path, self._split)
         return True
 
-    def shard(self) -> Iterator[UnitTokens]:
+    def next_shard(self) -> Iterator[UnitTokens]:
         room = self._limit
-        while room > 0 and self.more():
-            assert self._held is not None
-            lengths, tokens = self._held.lengths, self._held.tokens
+        while room > 0 and self.has_more():
+            assert self._rest_of_unit is not None
+            lengths, tokens = self._rest_of_unit.lengths, self._rest_of_unit.tokens
             ends = np.cumsum(lengths, dtype=np.int64)
             documents = min(int(np.searchsorted(ends, room)) + 1, len(lengths))
             cut = int(ends[documents - 1])
-            self._held = UnitTokens(lengths[documents:], tokens[cut:])
+            self._rest_of_unit = UnitTokens(lengths[documents:], tokens[cut:])
             room -= cut
             yield UnitTokens(lengths[:documents], tokens[:cut])

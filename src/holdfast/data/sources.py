@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from xxhash import xxh3_128
 
-from holdfast.core.json_parsing import parsed
+from holdfast.core.json_parsing import parse_json
 from holdfast.data import columnar_sources
 from holdfast.errors import DataError
 
@@ -34,10 +34,21 @@ MAX_UNIT_BYTES = 64 << 20
 TARGET_UNITS = 2048  # units grow with the source until they reach MAX_UNIT_BYTES
 
 # Folders of the standard library that are tests, or programs rather than library.
-STDLIB_SKIP = frozenset({
-    "site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test",
-    "idlelib", "lib2to3", "ensurepip", "turtledemo", "lib-dynload",
-})  # fmt: skip
+STDLIB_SKIP = frozenset(
+    {
+        "site-packages",
+        "dist-packages",
+        "__pycache__",
+        "test",
+        "tests",
+        "idle_test",
+        "idlelib",
+        "lib2to3",
+        "ensurepip",
+        "turtledemo",
+        "lib-dynload",
+    }
+)
 
 
 @dataclass(frozen=True)
@@ -109,7 +120,7 @@ def plan_source(config: SourceConfig, index: int, first_unit: int) -> SourcePlan
                 [path for path, _ in files], config.field, unit
             )
         else:
-            ranges = _group(files, unit)
+            ranges = _group_files(files, unit)
     units = tuple(
         Unit(first_unit + i, index, config.kind, tuple(parts), config.field, config.split)
         for i, parts in enumerate(ranges)
@@ -121,7 +132,7 @@ def plan_source(config: SourceConfig, index: int, first_unit: int) -> SourcePlan
     return SourcePlan(name, units, len(files), sum(s for _, s in files), stamp.hexdigest())
 
 
-def size_of(config: SourceConfig, index: int) -> tuple[int, int] | None:
+def count_files(config: SourceConfig, index: int) -> tuple[int, int] | None:
     """(files, bytes) of a source as it is now; None where it has no files, or not any more."""
     if config.kind == "huggingface":
         return None
@@ -140,13 +151,13 @@ def read_unit(unit: Unit, limit: int, seen: xxh3_128) -> Iterator[str]:
     """
     for path, start, stop in unit.parts:
         if unit.kind == "jsonl":
-            yield from _jsonl(path, start, stop, unit.field, limit, seen)
+            yield from _jsonl_documents(path, start, stop, unit.field, limit, seen)
         elif unit.kind in ("parquet", "huggingface"):
-            yield from columnar_sources.rows(
+            yield from columnar_sources.read_rows(
                 unit.kind, path, start, stop, unit.field, unit.split, limit, seen
             )
         else:
-            yield _text(path, limit, seen)
+            yield _read_text(path, limit, seen)
 
 
 def _files(config: SourceConfig, where: str) -> list[tuple[str, int]]:
@@ -193,7 +204,7 @@ def _walk(root: str, skip: frozenset[str] = frozenset()) -> Iterator[str]:
                 yield path
 
 
-def _group(files: list[tuple[str, int]], unit: int) -> list[list[tuple[str, int, int]]]:
+def _group_files(files: list[tuple[str, int]], unit: int) -> list[list[tuple[str, int, int]]]:
     """Consecutive files until they fill a unit."""
     groups: list[list[tuple[str, int, int]]] = []
     held = unit
@@ -206,11 +217,11 @@ def _group(files: list[tuple[str, int]], unit: int) -> list[list[tuple[str, int,
     return groups
 
 
-def _text(path: str, limit: int, seen: xxh3_128) -> str:
+def _read_text(path: str, limit: int, seen: xxh3_128) -> str:
     with open(path, "rb") as file:
         raw = file.read(limit + 1)
     if len(raw) > limit:
-        raise too_long(path, raw.count(b"\n") + 1, limit, "the file passes")
+        raise too_long_error(path, raw.count(b"\n") + 1, limit, "the file passes")
     seen.update(raw)
     return normal_form(raw, path, 0)
 
@@ -235,7 +246,7 @@ def normal_form(raw: bytes, path: str, at: int) -> str:
     return text.removeprefix("\ufeff").replace("\r\n", "\n")
 
 
-def too_long(path: str, line: int, limit: int, what: str) -> DataError:
+def too_long_error(path: str, line: int, limit: int, what: str) -> DataError:
     return DataError(
         f"{what} data.max_document_bytes ({limit:,})",
         where=f"{path}:{line}",
@@ -253,7 +264,7 @@ def _line_number(path: str, offset: int) -> int:
     return lines
 
 
-def _jsonl(
+def _jsonl_documents(
     path: str, start: int, stop: int, field: str, limit: int, seen: xxh3_128
 ) -> Iterator[str]:
     """Documents of the lines that begin in [start, stop) of a file."""
@@ -269,18 +280,18 @@ def _jsonl(
             if not line:
                 return
             if len(line.removesuffix(b"\n").removesuffix(b"\r")) > limit:
-                raise too_long(path, _line_number(path, at), limit, "the line is longer than")
+                raise too_long_error(path, _line_number(path, at), limit, "the line is longer than")
             seen.update(line)
-            yield _field(line, path, at, field)
+            yield _json_field(line, path, at, field)
             at += len(line)
 
 
-def _field(line: bytes, path: str, at: int, field: str) -> str:
+def _json_field(line: bytes, path: str, at: int, field: str) -> str:
     text = normal_form(line, path, at)
     if not text.strip():
         return ""
     try:
-        value = parsed(text)
+        value = parse_json(text)
     except ValueError as error:
         reason = getattr(error, "msg", str(error))
         raise DataError(
@@ -299,7 +310,7 @@ def _field(line: bytes, path: str, at: int, field: str) -> str:
     return document.replace("\r\n", "\n")
 
 
-def encoded(text: str, where: str) -> bytes:
+def encode_document(text: str, where: str) -> bytes:
     """UTF-8 of a document. JSON can spell half a surrogate pair, which is no character."""
     try:
         return text.encode()

@@ -21,25 +21,25 @@ from pathlib import Path
 from typing import Any
 
 from holdfast import errors
-from holdfast.data.unit_tasks import Encoder, perform
+from holdfast.data.unit_tasks import Encoder, perform_task
 from holdfast.errors import HoldfastError, UserError
 
 Task = dict[str, Any]
 
 
-def _loader() -> Callable[[str], Encoder]:
+def _tokenizer_loader() -> Callable[[str], Encoder]:
     """A look-up of tokenizers by path, each loaded once."""
 
     @cache
     def tokenizer_of(path: str) -> Encoder:
-        from holdfast.data.vocabulary import load
+        from holdfast.data.vocabulary import load_tokenizer
 
-        return load(Path(path))
+        return load_tokenizer(Path(path))
 
     return tokenizer_of
 
 
-class Pool:
+class TaskPool:
     """`processes` that live until the pool is left; with 0, tasks are done right here.
 
     Each is served by a thread of ours that hands it one task after another.
@@ -47,10 +47,10 @@ class Pool:
 
     def __init__(self, processes: int):
         self._processes: list[subprocess.Popen[str]] = []
-        self._wanted = processes
-        self._tokenizer_of = _loader()
+        self._process_count = processes
+        self._tokenizer_of = _tokenizer_loader()
 
-    def __enter__(self) -> Pool:
+    def __enter__(self) -> TaskPool:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
@@ -63,20 +63,20 @@ class Pool:
             with process:  # waits
                 pass
 
-    def run(self, tasks: Sequence[Task], done: Callable[[Task], None]) -> None:
+    def run(self, tasks: Sequence[Task], on_done: Callable[[Task], None]) -> None:
         """Do every task, `done` called after each (one at a time).
 
         Raises the first error of any task; tasks already begun elsewhere are finished first, the
         rest is left.
         """
-        if self._wanted == 0:
+        if self._process_count == 0:
             for task in tasks:
-                perform(task, self._tokenizer_of)
-                done(task)
+                perform_task(task, self._tokenizer_of)
+                on_done(task)
             return
-        while len(self._processes) < min(self._wanted, len(tasks)):
+        while len(self._processes) < min(self._process_count, len(tasks)):
             self._processes.append(_start())
-        turn = _Turn(tasks, done)
+        turn = _TaskQueue(tasks, on_done)
         threads = [
             threading.Thread(target=turn.serve, args=(process,), daemon=True)
             for process in self._processes
@@ -87,31 +87,31 @@ class Pool:
             for thread in threads:
                 thread.join()
         finally:
-            turn.stop = True
+            turn.is_stopped = True
         if turn.error is not None:
             raise turn.error
 
 
-class _Turn:
+class _TaskQueue:
     """One list of tasks, handed out to whichever process is free."""
 
     def __init__(self, tasks: Sequence[Task], done: Callable[[Task], None]):
         self._tasks = iter(tasks)
-        self._done = done
+        self._on_done = done
         self._lock = threading.Lock()
         self.error: BaseException | None = None
-        self.stop = False
+        self.is_stopped = False
 
     def _next(self) -> Task | None:
         with self._lock:
-            return None if self.stop or self.error else next(self._tasks, None)
+            return None if self.is_stopped or self.error else next(self._tasks, None)
 
     def serve(self, process: subprocess.Popen[str]) -> None:
         try:
             while (task := self._next()) is not None:
-                _ask(process, task)
+                _run_task(process, task)
                 with self._lock:
-                    self._done(task)
+                    self._on_done(task)
         except BaseException as error:
             with self._lock:
                 self.error = self.error or error
@@ -119,8 +119,10 @@ class _Turn:
 
 def _start() -> subprocess.Popen[str]:
     environment = os.environ | {
-        "RAYON_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1",
-    }  # fmt: skip
+        "RAYON_NUM_THREADS": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        "OMP_NUM_THREADS": "1",
+    }
     return subprocess.Popen(
         [sys.executable, "-m", "holdfast.data.task_pool"],
         stdin=subprocess.PIPE,
@@ -130,7 +132,7 @@ def _start() -> subprocess.Popen[str]:
     )
 
 
-def _ask(process: subprocess.Popen[str], task: Task) -> None:
+def _run_task(process: subprocess.Popen[str], task: Task) -> None:
     assert process.stdin is not None
     assert process.stdout is not None
     try:
@@ -143,10 +145,10 @@ def _ask(process: subprocess.Popen[str], task: Task) -> None:
         raise HoldfastError(f"a preparing process ended with {process.wait()}")
     answer = json.loads(line)
     if "error" in answer:
-        raise _error(answer["error"])
+        raise _error_from_json(answer["error"])
 
 
-def _error(value: dict[str, Any]) -> Exception:
+def _error_from_json(value: dict[str, Any]) -> Exception:
     kind = getattr(errors, value["kind"], None)
     if isinstance(kind, type) and issubclass(kind, UserError):
         return kind(value["message"], where=value["where"], remedy=value["remedy"])
@@ -155,28 +157,34 @@ def _error(value: dict[str, Any]) -> Exception:
     return HoldfastError(value["message"])
 
 
-def _describe(error: Exception) -> dict[str, Any]:
+def _error_to_json(error: Exception) -> dict[str, Any]:
     if isinstance(error, UserError):
         return {
-            "kind": type(error).__name__, "message": error.message, "where": error.where,
+            "kind": type(error).__name__,
+            "message": error.message,
+            "where": error.where,
             "remedy": error.remedy,
-        }  # fmt: skip
+        }
     if isinstance(error, OSError) and error.errno is not None:
-        return {"kind": "OSError", "errno": error.errno, "message": error.strerror,
-                "filename": str(error.filename) if error.filename else None}  # fmt: skip
+        return {
+            "kind": "OSError",
+            "errno": error.errno,
+            "message": error.strerror,
+            "filename": str(error.filename) if error.filename else None,
+        }
     return {"kind": type(error).__name__, "message": traceback.format_exc()}
 
 
 def main() -> None:
     """Do tasks until standard input ends. Ctrl-C is the parent's to handle."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    tokenizer_of = _loader()
+    tokenizer_of = _tokenizer_loader()
     for line in sys.stdin:
         try:
-            perform(json.loads(line), tokenizer_of)
+            perform_task(json.loads(line), tokenizer_of)
             answer: dict[str, Any] = {}
         except Exception as error:
-            answer = {"error": _describe(error)}
+            answer = {"error": _error_to_json(error)}
         sys.stdout.write(json.dumps(answer) + "\n")
         sys.stdout.flush()
 

@@ -22,9 +22,9 @@ import numpy as np
 from numpy.typing import NDArray
 from xxhash import xxh3_128, xxh3_128_intdigest
 
-from holdfast.core.json_parsing import parsed
+from holdfast.core.json_parsing import parse_json
 from holdfast.data.files import checksum, write_atomic
-from holdfast.data.sources import Unit, encoded, read_unit, unit_label
+from holdfast.data.sources import Unit, encode_document, read_unit, unit_label
 from holdfast.errors import CorruptError, DataError
 
 BATCH_BYTES = 1 << 20  # text handed to the tokenizer at a time
@@ -58,7 +58,7 @@ def read_result(path: Path) -> tuple[dict[str, Any], bytes]:
     raw = path.read_bytes()
     line, _, payload = raw.partition(b"\n")
     try:
-        header = parsed(line)
+        header = parse_json(line)
         sound = header["size"] == len(payload) and header["xxh3"] == checksum(payload)
     except (ValueError, KeyError, TypeError):
         sound = False
@@ -67,15 +67,15 @@ def read_result(path: Path) -> tuple[dict[str, Any], bytes]:
     return header, payload
 
 
-def scan(unit: Unit, limit: int, out: Path) -> None:
+def scan_unit(unit: Unit, limit: int, out: Path) -> None:
     """Hash every document of a unit (outer white space does not count) into `out`."""
     seen, rows = xxh3_128(), []
     label = unit_label(unit)
     for text in read_unit(unit, limit, seen):
         stripped = text.strip()
         if stripped:
-            digest = xxh3_128_intdigest(encoded(stripped, label))
-            rows.append((digest >> 64, digest & (2**64 - 1), len(encoded(text, label))))
+            digest = xxh3_128_intdigest(encode_document(stripped, label))
+            rows.append((digest >> 64, digest & (2**64 - 1), len(encode_document(text, label))))
         else:
             rows.append((0, 0, 0))
     table = np.array(rows, dtype="<u8").reshape(-1, 3)
@@ -92,10 +92,16 @@ def read_scan(path: Path) -> tuple[str, NDArray[np.uint64]]:
     return header["raw"], rows
 
 
-def tokenise(
-    unit: Unit, limit: int, raw: str, lots: NDArray[np.uint8], tokenizer: Encoder, end: int,
-    dtype: str, out: Path,
-) -> None:  # fmt: skip
+def tokenise_unit(
+    unit: Unit,
+    limit: int,
+    raw: str,
+    lots: NDArray[np.uint8],
+    tokenizer: Encoder,
+    end: int,
+    dtype: str,
+    out: Path,
+) -> None:
     """Tokenise the documents of a unit that `lots` [documents] keeps, split by split.
 
     Raises DataError when the bytes read are not those of the scan (`raw`).
@@ -164,14 +170,20 @@ def _batches(
         yield batch
 
 
-def perform(task: dict[str, Any], tokenizer_of: Callable[[str], Encoder]) -> None:
+def perform_task(task: dict[str, Any], tokenizer_of: Callable[[str], Encoder]) -> None:
     """Do one task as it came, JSON-safe, from the preparing process."""
     unit = Unit.from_json(task["unit"])
     if task["do"] == "scan":
-        scan(unit, task["limit"], Path(task["out"]))
+        scan_unit(unit, task["limit"], Path(task["out"]))
         return
     lots = np.frombuffer(Path(task["lots"]).read_bytes(), dtype=np.uint8)
-    tokenise(
-        unit, task["limit"], task["raw"], lots, tokenizer_of(task["tokenizer"]), task["end"],
-        task["dtype"], Path(task["out"]),
-    )  # fmt: skip
+    tokenise_unit(
+        unit,
+        task["limit"],
+        task["raw"],
+        lots,
+        tokenizer_of(task["tokenizer"]),
+        task["end"],
+        task["dtype"],
+        Path(task["out"]),
+    )

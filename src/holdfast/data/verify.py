@@ -7,14 +7,14 @@ from pathlib import Path
 import numpy as np
 
 from holdfast.core.data.permutation import Permutation
-from holdfast.data.dataset import REMAKE, Dataset, file_checksum_or_none
+from holdfast.data.dataset import REMAKE_REMEDY, Dataset, file_checksum_or_none
 from holdfast.data.shards import Shard
 from holdfast.errors import DataError
 
 FULL_CHECK_BYTES = 1 << 30
 
 
-def verify(folder: str | Path) -> list[str]:
+def find_problems(folder: str | Path) -> list[str]:
     """Every problem of a dataset, one sentence each; none when every byte is right.
 
     Checks the manifest's own hash, the tokenizer, and of each shard its checksum, its index, and
@@ -24,13 +24,13 @@ def verify(folder: str | Path) -> list[str]:
         dataset = Dataset.open(folder)
     except DataError as error:
         return [str(error)]
-    problems = [problem for shard in dataset.shards() for problem in _changed(dataset, shard)]
+    problems = [problem for shard in dataset.shards() for problem in _shard_changes(dataset, shard)]
     if not problems:
-        problems = [p for shard in dataset.shards() for p in _inconsistent(dataset, shard)]
+        problems = [p for shard in dataset.shards() for p in _shard_inconsistencies(dataset, shard)]
     return problems
 
 
-def check(dataset: Dataset, limit: int = FULL_CHECK_BYTES) -> None:
+def check_dataset(dataset: Dataset, limit: int = FULL_CHECK_BYTES) -> None:
     """Check a dataset at a start or resume; raise DataError naming the first changed file.
 
     Up to `limit` bytes of shards are hashed. That is all of a small dataset, or a selection from a
@@ -40,14 +40,14 @@ def check(dataset: Dataset, limit: int = FULL_CHECK_BYTES) -> None:
     order = Permutation(len(shards), int(dataset.version, 16))
     for i in range(len(shards)):
         shard = shards[order(i)]
-        if problems := _changed(dataset, shard):
-            raise DataError(problems[0], remedy=REMAKE)
+        if problems := _shard_changes(dataset, shard):
+            raise DataError(problems[0], remedy=REMAKE_REMEDY)
         limit -= (dataset.folder / shard.path).stat().st_size
         if limit <= 0:
             return
 
 
-def _changed(dataset: Dataset, shard: Shard) -> list[str]:
+def _shard_changes(dataset: Dataset, shard: Shard) -> list[str]:
     return [
         f"{dataset.folder / path}: its bytes are not what was written"
         for path, digest in ((shard.path, shard.xxh3), (shard.index_path, shard.index_xxh3))
@@ -55,7 +55,7 @@ def _changed(dataset: Dataset, shard: Shard) -> list[str]:
     ]
 
 
-def _inconsistent(dataset: Dataset, shard: Shard) -> list[str]:
+def _shard_inconsistencies(dataset: Dataset, shard: Shard) -> list[str]:
     """A shard that was written wrongly: our own bug, were it ever to happen."""
     starts = np.fromfile(dataset.folder / shard.index_path, dtype="<u8").astype(np.int64)
     tokens = np.memmap(dataset.folder / shard.path, dataset.manifest["tokenizer"]["dtype"], "r")

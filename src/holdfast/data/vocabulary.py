@@ -22,7 +22,7 @@ class Vocabulary:
     """A dataset's knowledge of its tokenizer. `size` counts ids, added tokens included."""
 
     size: int
-    end: int
+    end_id: int
     end_token: str
 
     @property
@@ -31,7 +31,7 @@ class Vocabulary:
         return "<u2" if self.size <= 2**16 else "<u4"
 
 
-def train(texts: Iterable[str], vocab_size: int) -> str:
+def train_tokenizer(texts: Iterable[str], vocab_size: int) -> str:
     """The JSON of a byte-level BPE with `vocab_size` ids, `<|end|>` the first.
 
     A corpus too small for that many merges gives fewer ids.
@@ -50,7 +50,7 @@ def train(texts: Iterable[str], vocab_size: int) -> str:
     return text + "\n"
 
 
-def load(path: Path) -> Tokenizer:
+def load_tokenizer(path: Path) -> Tokenizer:
     """Load a tokenizer for tokenising: no truncation and no padding. Text that spells a special
     token is text, so a document cannot smuggle in an end of document.
 
@@ -76,7 +76,7 @@ def load(path: Path) -> Tokenizer:
     return tokenizer
 
 
-def describe(tokenizer: Tokenizer, path: Path) -> Vocabulary:
+def describe_tokenizer(tokenizer: Tokenizer, path: Path) -> Vocabulary:
     """Size and end token. Raises DataError when no end-of-text token is known."""
     ids: dict[str, int] = tokenizer.get_vocab(with_added_tokens=True)
     for token in KNOWN_ENDS:
@@ -89,9 +89,9 @@ def describe(tokenizer: Tokenizer, path: Path) -> Vocabulary:
     )
 
 
-def differences(path: Path, other: Path) -> str | None:
+def describe_difference(path: Path, other: Path) -> str | None:
     """Return how two tokenizer.json differ in the meaning of token ids; None if they do not."""
-    a, b = (load(p).get_vocab(with_added_tokens=True) for p in (path, other))
+    a, b = (load_tokenizer(p).get_vocab(with_added_tokens=True) for p in (path, other))
     if len(a) != len(b):
         return f"{len(a)} tokens against {len(b)}"
     moved = [token for token, number in a.items() if b.get(token) != number]

@@ -12,7 +12,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Sequence
 
-from holdfast.core.data.lineage import Once
+from holdfast.core.data.lineage import DuplicateFilter
 from holdfast.errors import HoldfastError
 from holdfast.events import Event, Record
 from holdfast.wire import process_log
@@ -35,7 +35,7 @@ def logged(say: Say) -> Say:
     return say_and_log
 
 
-class Board:
+class EventLog:
     """Journal writers of the newest generation. Lives in one event loop."""
 
     def __init__(
@@ -47,32 +47,36 @@ class Board:
         self._say = say
         self._generation = 0
         self._writers: dict[str, JournalWriter] = {}
-        self._unstored: list[JournalWriter] = []  # of older generations
-        self._late: dict[tuple[int, str], JournalWriter] = {}
-        self._complained = False
+        self._unflushed_writers: list[JournalWriter] = []  # of older generations
+        self._other_generation_writers: dict[tuple[int, str], JournalWriter] = {}
+        self._has_complained = False
         # If another agent leads, it reports the starts. Readers drop a step that comes twice.
-        self._once = Once(all_starts=False)
+        self._duplicate_filter = DuplicateFilter(all_starts=False)
 
-    def begin(self, generation: int) -> None:
+    def begin_generation(self, generation: int) -> None:
         """Take further events as those of `generation`; keep records that are not stored yet."""
-        self._unstored = [w for w in (*self._unstored, *self._writers.values()) if w.pending]
+        self._unflushed_writers = [
+            w for w in (*self._unflushed_writers, *self._writers.values()) if w.has_pending
+        ]
         self._generation = generation
         self._writers = {}
         process_log.enter(generation)
 
     def emit(self, writer: str, event: Event) -> None:
         """Number, stamp and show an event; `flush` stores it."""
-        if not self._once.news(self._generation, event):
+        if not self._duplicate_filter.is_new(self._generation, event):
             return
         if writer == "agent":
             logger.info("%s", event)
-        writer = self._named(writer)
+        writer = self._full_writer_name(writer)
         if writer not in self._writers:
             # No read: an event must not be lost, nor the event loop wait, for a sick disk.
-            self._writers[writer] = JournalWriter(self._store, writer, self._generation, fresh=True)
-        self._show(self._writers[writer].emit(event))
+            self._writers[writer] = JournalWriter(
+                self._store, writer, self._generation, is_new_generation=True
+            )
+        self._notify_observers(self._writers[writer].emit(event))
 
-    def late(self, writer: str, generation: int, event: Event) -> None:
+    def emit_in_generation(self, writer: str, generation: int, event: Event) -> None:
         """Emit an event of a generation that this agent may have had no part in.
 
         writer: a name that no agent has used in that generation, not even an earlier agent of this
@@ -80,12 +84,14 @@ class Board:
         if generation == self._generation:
             self.emit("agent", event)
             return
-        place = generation, self._named(writer)
-        if place not in self._late:
-            self._late[place] = JournalWriter(self._store, place[1], generation, fresh=True)
-        self._show(self._late[place].emit(event))
+        place = generation, self._full_writer_name(writer)
+        if place not in self._other_generation_writers:
+            self._other_generation_writers[place] = JournalWriter(
+                self._store, place[1], generation, is_new_generation=True
+            )
+        self._notify_observers(self._other_generation_writers[place].emit(event))
 
-    def _show(self, record: Record) -> None:
+    def _notify_observers(self, record: Record) -> None:
         for observer in tuple(self._observers):
             try:
                 observer(record)
@@ -93,7 +99,7 @@ class Board:
                 self._observers.remove(observer)
                 self._say(f"a view of the run failed and gets no further events: {error!r}")
 
-    def _named(self, writer: str) -> str:
+    def _full_writer_name(self, writer: str) -> str:
         """Return the segment's name: ranks are unique in the run, other writers on their node."""
         return writer if writer.startswith("rank") else writer + self._suffix
 
@@ -102,25 +108,29 @@ class Board:
 
         A full disk stops neither training nor this log: the records wait for the next flush.
         """
-        named = None if writer is None else self._named(writer)
+        named = None if writer is None else self._full_writer_name(writer)
         chosen = [self._writers[named]] if named in self._writers else []
         if writer is None:
-            everyone = (*self._unstored, *self._late.values(), *self._writers.values())
-            chosen = [w for w in everyone if w.pending or sync]
+            everyone = (
+                *self._unflushed_writers,
+                *self._other_generation_writers.values(),
+                *self._writers.values(),
+            )
+            chosen = [w for w in everyone if w.has_pending or sync]
         if not chosen:
             return True
         try:
             # Off the loop: a disk that is busy with a checkpoint may keep a write waiting.
-            await asyncio.to_thread(_flush, chosen, sync)
+            await asyncio.to_thread(_flush_writers, chosen, sync)
         except HoldfastError as error:
-            if not self._complained:
+            if not self._has_complained:
                 self._say(f"the journal cannot be written, its records are kept: {error}")
-            self._complained = True
+            self._has_complained = True
             return False
-        self._complained = False
+        self._has_complained = False
         return True
 
 
-def _flush(writers: Sequence[JournalWriter], sync: bool) -> None:
+def _flush_writers(writers: Sequence[JournalWriter], sync: bool) -> None:
     for writer in writers:
         writer.flush(sync)

@@ -17,26 +17,34 @@ PAUSE_SECONDS, MOST_SECONDS = 1.0, 15.0
 """Pause before the next attempt, in seconds: the first pause, and the longest."""
 
 
-class Reviving:
+class MoverRestarter:
     """Restarts of the mover, at most one attempt at a time."""
 
     def __init__(
-        self, revive: Callable[[], Awaitable[None]], alive: Callable[[], bool],
-        say: Callable[[str], None], back: Callable[[], None] = lambda: None,
-        pauses: tuple[float, float] = (PAUSE_SECONDS, MOST_SECONDS),
-    ) -> None:  # fmt: skip
+        self,
+        restart: Callable[[], Awaitable[None]],
+        is_alive: Callable[[], bool],
+        say: Callable[[str], None],
+        on_restarted: Callable[[], None] = lambda: None,
+        delays_s: tuple[float, float] = (PAUSE_SECONDS, MOST_SECONDS),
+    ) -> None:
         """revive: starts a mover and tells it of the running generation (`MoverLink.revive`).
         alive: returns True if a mover is alive. back: called when one is alive again.
         pauses: the first and the longest pause between attempts, in seconds."""
-        self._revive, self._alive, self._say, self._back = revive, alive, say, back
-        self._pauses = pauses
+        self._restart, self._is_alive, self._say, self._on_restarted = (
+            restart,
+            is_alive,
+            say,
+            on_restarted,
+        )
+        self._delays_s = delays_s
         self._task: asyncio.Task[None] | None = None
 
-    def begin(self) -> None:
+    def start(self) -> None:
         """Start the restart task unless it runs: a running task notices a lost mover itself."""
         if self._task is None or self._task.done():
             self._say("the mover has exited; a new one is started while training continues")
-            self._task = asyncio.create_task(self._run())
+            self._task = asyncio.create_task(self._restart_until_alive())
 
     async def stop(self) -> None:
         """Start no further mover."""
@@ -45,27 +53,27 @@ class Reviving:
             with suppress(asyncio.CancelledError):
                 await self._task
 
-    async def _run(self) -> None:
-        pause, most = self._pauses
+    async def _restart_until_alive(self) -> None:
+        pause, most = self._delays_s
         said = ""
-        while words := await self._attempt():
+        while words := await self._try_restart():
             if words != said:
                 self._say(f"there is no new mover yet, and no checkpoint: {words}")
                 said = words
             await asyncio.sleep(pause)
             pause = min(2 * pause, most)
 
-    async def _attempt(self) -> str:
+    async def _try_restart(self) -> str:
         """Try once; return why there is still no mover, "" if there is one."""
         try:
-            await self._revive()
+            await self._restart()
         except FencedError:  # the mover learned of a newer generation meanwhile
             pass
         except (HoldfastError, OSError) as error:
             return str(error)
         except Exception as error:  # our own bug: training continues anyway
             return f"{type(error).__name__}: {error}"
-        if not self._alive():
+        if not self._is_alive():
             return "the new mover exited right after its start"
-        self._back()
+        self._on_restarted()
         return ""

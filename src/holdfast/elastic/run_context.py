@@ -14,7 +14,7 @@ from holdfast.wire.term import Term
 
 
 @dataclass(frozen=True)
-class Joining:
+class RunContext:
     """Parameters of an agent's run.
 
     folder: the run folder that `store` accesses. entry: a worker's main function.
@@ -29,17 +29,19 @@ class Joining:
     node: str
     config_hash: str
     dataset_version: str
-    entry: str = DEFAULT_ENTRY
-    resume: str = "holdfast train"
-    alone: Term | None = None
-    begin: Callable[[], int] = lambda: 0
+    worker_entry: str = DEFAULT_ENTRY
+    resume_command: str = "holdfast train"
+    single_node_term: Term | None = None
+    generation_floor: Callable[[], int] = lambda: 0
 
     @property
-    def suffix(self) -> str:
+    def node_suffix(self) -> str:
         """Suffix of this node's names in the run; "" if it is the only node."""
-        return "" if self.alone is not None else self.node
+        return "" if self.single_node_term is not None else self.node
 
     @property
     def places(self) -> int:
         workers = self.config.layout.workers
-        return workers if self.alone is not None else self.config.cluster.places or workers
+        return (
+            workers if self.single_node_term is not None else self.config.cluster.places or workers
+        )

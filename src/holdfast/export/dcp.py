@@ -10,15 +10,15 @@ from typing import TYPE_CHECKING
 
 from holdfast.checkpoint.restore.read_ahead import ReadAhead
 from holdfast.checkpoint.restore.reader import Checkpoint
-from holdfast.core.format.flat_names import MOMENTS, OPTIMIZERS, SCHEMES, FlatName
+from holdfast.core.format.flat_names import MOMENTS, OPTIMIZER_PREFIXES, SCHEMES, FlatName
 from holdfast.core.lr_schedule import learning_rate
 from holdfast.core.sharding.parameters import decoder_parameters
-from holdfast.core.sharding.state_table import PREFIXES
+from holdfast.core.sharding.state_table import STATE_PREFIXES
 from holdfast.errors import CheckpointError, OutOfSpaceError
 from holdfast.launch.runs import Run
 
 if TYPE_CHECKING:
-    from holdfast.model.dcp_export import Outgoing, Plain
+    from holdfast.model.dcp_export import ExportedObject, ExportedTensor
 
 
 def write_dcp_folder(to: Path, run: Run, checkpoint: Checkpoint, scheme: str) -> None:
@@ -37,9 +37,11 @@ def write_dcp_folder(to: Path, run: Run, checkpoint: Checkpoint, scheme: str) ->
         shutil.rmtree(partial, ignore_errors=True)  # of an export that was killed
         tensors = list(_tensors(rows, checkpoint))
         write_dcp(
-            partial, tensors, _objects(rows, run, checkpoint.step),
+            partial,
+            tensors,
+            _objects(rows, run, checkpoint.step),
             ReadAhead(checkpoint, [tensor.source for tensor in tensors]).read,
-        )  # fmt: skip
+        )
         partial.rename(folder)
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
@@ -51,39 +53,42 @@ def write_dcp_folder(to: Path, run: Run, checkpoint: Checkpoint, scheme: str) ->
         shutil.rmtree(partial, ignore_errors=True)
 
 
-def _tensors(rows: tuple[FlatName, ...], checkpoint: Checkpoint) -> Iterator[Outgoing]:
+def _tensors(rows: tuple[FlatName, ...], checkpoint: Checkpoint) -> Iterator[ExportedTensor]:
     """Parameters under their own names, moments below the optimizer."""
-    from holdfast.model.dcp_export import Outgoing
+    from holdfast.model.dcp_export import ExportedTensor
 
-    for number, prefix in enumerate(PREFIXES):
+    for number, prefix in enumerate(STATE_PREFIXES):
         for row in rows:
             source = prefix + row.ours
             dtype = checkpoint.spec(source).dtype
             path: tuple[str, ...] = (row.theirs,)
             if number:
-                path = (OPTIMIZERS[0].rstrip("."), row.state(MOMENTS[number - 1], ""))
-            yield Outgoing(".".join(path), path, source, dtype, row.shape, row.pairs)
+                path = (OPTIMIZER_PREFIXES[0].rstrip("."), row.state_name(MOMENTS[number - 1], ""))
+            yield ExportedTensor(".".join(path), path, source, dtype, row.shape, row.pairs)
 
 
-def _objects(rows: tuple[FlatName, ...], run: Run, step: int) -> Iterator[Plain]:
+def _objects(rows: tuple[FlatName, ...], run: Run, step: int) -> Iterator[ExportedObject]:
     """Yield what a trainer's optimizer has apart from moments: the step, and each group's
     settings."""
-    from holdfast.model.dcp_export import Plain, optimizer_settings
+    from holdfast.model.dcp_export import ExportedObject, optimizer_settings
 
     train = run.config.train
     rate = learning_rate(train, max(step, 1))
     decays = {p.name: p.decay for p in decoder_parameters(run.config.model)}
-    root = OPTIMIZERS[0].rstrip(".")
+    root = OPTIMIZER_PREFIXES[0].rstrip(".")
     groups = {
         decay: optimizer_settings(
-            rate, train.optimizer.learning_rate, train.optimizer.betas, train.optimizer.eps,
+            rate,
+            train.optimizer.learning_rate,
+            train.optimizer.betas,
+            train.optimizer.eps,
             train.optimizer.weight_decay if decay else 0.0,
         )
         for decay in (True, False)
-    }  # fmt: skip
+    }
     for row in rows:
-        inside = row.state("step", "")
-        yield Plain(f"{root}.{inside}", (root, inside), float(step), tensor=True)
+        inside = row.state_name("step", "")
+        yield ExportedObject(f"{root}.{inside}", (root, inside), float(step), tensor=True)
         for key, value in groups[decays[row.ours]].items():
             inside = f"param_groups.{row.theirs}.{key}"
-            yield Plain(f"{root}.{inside}", (root, inside), value)
+            yield ExportedObject(f"{root}.{inside}", (root, inside), value)

@@ -12,12 +12,12 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from holdfast.checkpoint.restore.catalog import listing
+from holdfast.checkpoint.restore.catalog import list_commits
 from holdfast.checkpoint.restore.read_ahead import ReadAhead
 from holdfast.checkpoint.restore.reader import Checkpoint
-from holdfast.checkpoint.restore.verify import newest_verified, verify
+from holdfast.checkpoint.restore.verify import find_newest_verified, verify
 from holdfast.core.sharding.boxes import Box
-from holdfast.data.vocabulary import describe, load
+from holdfast.data.vocabulary import describe_tokenizer, load_tokenizer
 from holdfast.errors import CheckpointError, DataError, HoldfastError
 from holdfast.launch.runs import Run
 from holdfast.wire.store.run_store import MissingKeyError
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from holdfast.model.decoder import Decoder
 
 Used = TypeVar("Used")
-ATTEMPTS = 5  # to read a checkpoint before the continuing run removes it
+MAX_READ_ATTEMPTS = 5  # to read a checkpoint before the continuing run removes it
 
 _NUMPY = {
     "F32": "<f4",
@@ -43,14 +43,14 @@ def with_checkpoint(
     next newest is used. If the caller named the step, CheckpointError is raised instead.
     """
     import_module("holdfast.model.decoder")  # torch: seconds in which a chosen one could go
-    for _ in range(ATTEMPTS):
-        there = listing(run.store)
+    for _ in range(MAX_READ_ATTEMPTS):
+        there = list_commits(run.store)
         try:
-            checkpoint = choose(run, step, say)
+            checkpoint = choose_checkpoint(run, step, say)
             return checkpoint, use(checkpoint)
         except (MissingKeyError, CheckpointError) as error:
             asked_for = step is not None and isinstance(error, CheckpointError)
-            if asked_for or listing(run.store) == there:
+            if asked_for or list_commits(run.store) == there:
                 raise CheckpointError(str(error)) from error
             say("the run continued and removed the checkpoint while it was read; trying the newest")
     raise CheckpointError(
@@ -60,20 +60,21 @@ def with_checkpoint(
     )
 
 
-def choose(run: Run, step: int | None, say: Callable[[str], None]) -> Checkpoint:
+def choose_checkpoint(run: Run, step: int | None, say: Callable[[str], None]) -> Checkpoint:
     """Return the checkpoint of `step`, or the newest intact one; `say` each one skipped."""
 
     def passed_over(key: str, reason: str) -> None:
         say(f"skipped {key}: {reason}")
 
     if step is None:
-        newest = newest_verified(run.store, passed_over)
+        newest = find_newest_verified(run.store, passed_over)
         if newest is None:
-            raise CheckpointError("this run has no checkpoint yet", where=str(run.folder),
-                                  remedy="train it first")  # fmt: skip
+            raise CheckpointError(
+                "this run has no checkpoint yet", where=str(run.folder), remedy="train it first"
+            )
         return newest
     there: list[int] = []
-    for key in listing(run.store):
+    for key in list_commits(run.store):
         try:
             checkpoint = Checkpoint.open(run.store, key)
         except HoldfastError as error:
@@ -86,11 +87,14 @@ def choose(run: Run, step: int | None, say: Callable[[str], None]) -> Checkpoint
                 return checkpoint
             passed_over(key, problems[0])
     steps = ", ".join(map(str, sorted(set(there)))) or "none"
-    raise CheckpointError(f"there is no whole checkpoint of step {step}", where=str(run.folder),
-                          remedy=f"there are: {steps}")  # fmt: skip
+    raise CheckpointError(
+        f"there is no whole checkpoint of step {step}",
+        where=str(run.folder),
+        remedy=f"there are: {steps}",
+    )
 
 
-class Weights:
+class CheckpointWeights:
     """A checkpoint's parameters by name, in full or in part, read on request; nothing is kept."""
 
     def __init__(self, run: Run, checkpoint: Checkpoint):
@@ -133,7 +137,7 @@ def load_decoder(run: Run, checkpoint: Checkpoint) -> Decoder:
 
     from holdfast.model.decoder import Decoder
 
-    weights = Weights(run, checkpoint)
+    weights = CheckpointWeights(run, checkpoint)
     with torch.device("meta"):
         model = Decoder(run.config.model)
     state = {name: weights.whole(name) for name in weights.names}
@@ -156,9 +160,13 @@ def write_folder(
 
     cast = None if dtype is None else getattr(torch, dtype)
     export_folder(
-        to, run.config.model, Weights(run, checkpoint), tokenizer, dtype=cast,
+        to,
+        run.config.model,
+        CheckpointWeights(run, checkpoint),
+        tokenizer,
+        dtype=cast,
         shard_bytes=shard_bytes,
-    )  # fmt: skip
+    )
 
 
 @dataclass(frozen=True)
@@ -181,22 +189,32 @@ def continuations(
 
     path = run.dataset_folder / "tokenizer.json"
     if not path.is_file():
-        raise DataError("the run's tokenizer is not there", where=str(path),
-                        remedy="prepare the dataset again: holdfast data prepare RUN.yaml",
-                        )  # fmt: skip
-    tokenizer = load(path)
-    end = describe(tokenizer, path).end
+        raise DataError(
+            "the run's tokenizer is not there",
+            where=str(path),
+            remedy="prepare the dataset again: holdfast data prepare RUN.yaml",
+        )
+    tokenizer = load_tokenizer(path)
+    end = describe_tokenizer(tokenizer, path).end_id
     model = load_decoder(run, checkpoint)
     texts = []
     for prompt in prompts:
         if any(0xD800 <= ord(c) < 0xE000 for c in prompt):  # how Python carries other bytes
-            raise DataError("the prompt is not UTF-8 text", where=repr(prompt),
-                            remedy="give it in the terminal's encoding, UTF-8")  # fmt: skip
+            raise DataError(
+                "the prompt is not UTF-8 text",
+                where=repr(prompt),
+                remedy="give it in the terminal's encoding, UTF-8",
+            )
         ids = tokenizer.encode(prompt, add_special_tokens=False).ids
         found = generate(
-            model, torch.tensor([ids], dtype=torch.long).reshape(1, -1), how.tokens,
-            temperature=how.temperature, top_p=how.top_p, seed=how.seed, stop=end,
-        )  # fmt: skip
+            model,
+            torch.tensor([ids], dtype=torch.long).reshape(1, -1),
+            how.tokens,
+            temperature=how.temperature,
+            top_p=how.top_p,
+            seed=how.seed,
+            stop=end,
+        )
         added = [token for token in found[0, len(ids) :].tolist() if token != end]
         texts.append(tokenizer.decode(added, skip_special_tokens=False))
     return texts

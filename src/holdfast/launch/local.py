@@ -15,30 +15,30 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from holdfast.checkpoint.bucket.fencing import take_over
-from holdfast.checkpoint.bucket.recover_folder import bring_back
-from holdfast.checkpoint.peers.client import identity
-from holdfast.checkpoint.peers.generation_floor import begin_above
+from holdfast.checkpoint.bucket.fencing import adopt_bucket_generation
+from holdfast.checkpoint.bucket.recover_folder import recover_folder
+from holdfast.checkpoint.peers.client import run_identity
+from holdfast.checkpoint.peers.generation_floor import generation_floor
 from holdfast.config.identity import config_hash
-from holdfast.config.load import Loaded
+from holdfast.config.load import LoadedConfig
 from holdfast.config.run import RunConfig
 from holdfast.data.dataset import Dataset
 from holdfast.elastic.agent.agent import NodeAgent, check_node_name
 from holdfast.elastic.event_log import Observer, Say
-from holdfast.elastic.node.launch_specs import here
-from holdfast.elastic.node.peer_config import peer_settings
+from holdfast.elastic.node.launch_specs import plan_single_node
+from holdfast.elastic.node.peer_config import make_peer_settings
 from holdfast.elastic.protocol.worker_spec import DEFAULT_ENTRY
-from holdfast.elastic.run_context import Joining
+from holdfast.elastic.run_context import RunContext
 from holdfast.errors import HoldfastError, RunFolderError
-from holdfast.plan.planner import plan
-from holdfast.wire.http.sockets import address_of, bind
+from holdfast.plan.planner import plan_layout
+from holdfast.wire.http.sockets import address_of, bind_listener
 from holdfast.wire.secret import Secret, open_secret
 from holdfast.wire.store.run_store import FolderStore, RunStore
 from holdfast.wire.term import open_term
 
 
-def run(
-    loaded: Loaded,
+def train_locally(
+    loaded: LoadedConfig,
     *,
     observers: Sequence[Observer] = (),
     render_metrics: Callable[[], bytes] = lambda: b"",
@@ -71,29 +71,41 @@ def run(
     )
     store: RunStore = FolderStore(folder)
     secret = open_secret(folder)
-    start = _Beginning(config, store, secret, identity(config_hash(config), version), fresh, say)
-    joining = Joining(
-        config, store, secret, folder, node, config_hash(config), version, entry,
-        resume or resume_command(loaded), begin=start.all,
-    )  # fmt: skip
+    start = _RunOrigin(
+        config, store, secret, run_identity(config_hash(config), version), fresh, say
+    )
+    joining = RunContext(
+        config,
+        store,
+        secret,
+        folder,
+        node,
+        config_hash(config),
+        version,
+        entry,
+        resume or resume_command(loaded),
+        generation_floor=start.restore_and_find_floor,
+    )
     views: dict[str, Any] = {"observers": observers, "render_metrics": render_metrics, "say": say}
     if config.cluster.node:
-        with bind(config.cluster.interface, 0, "cluster.interface") as control:
-            return NodeAgent(joining, control, plan, **views).run()
-    start.bring_back()
+        with bind_listener(config.cluster.interface, 0, "cluster.interface") as control:
+            return NodeAgent(joining, control, plan_layout, **views).run()
+    start.restore_folder()
     # The agent listens before the term names its address: a reader of the term can ask.
-    with bind(config.cluster.interface, 0, "cluster.interface") as control:
+    with bind_listener(config.cluster.interface, 0, "cluster.interface") as control:
         term = open_term(store, address_of(control), secret)
         try:
-            joining = replace(joining, alone=term, begin=start.above)
-            return NodeAgent(joining, control, here, **views).run()
+            joining = replace(
+                joining, single_node_term=term, generation_floor=start.generation_floor
+            )
+            return NodeAgent(joining, control, plan_single_node, **views).run()
         finally:
             with suppress(HoldfastError):  # a full disk: the next trainer asks, and gets no answer
                 term.close()
 
 
 @dataclass
-class _Beginning:
+class _RunOrigin:
     """The state that a run with a new or lost folder resumes from: what a bucket and peers have."""
 
     config: RunConfig
@@ -104,30 +116,34 @@ class _Beginning:
     say: Say
     bucket: RunStore | None = None
 
-    def all(self) -> int:
-        self.bring_back()
-        return self.above()
+    def restore_and_find_floor(self) -> int:
+        self.restore_folder()
+        return self.generation_floor()
 
-    def bring_back(self) -> None:
+    def restore_folder(self) -> None:
         """Raises UserError where the bucket is another run's, or cannot be asked."""
         location = self.config.checkpoint.bucket
         if location:
             hash_ = config_hash(self.config)
-            self.bucket = bring_back(self.store, location, hash_, self.fresh, self.say)
+            self.bucket = recover_folder(self.store, location, hash_, self.fresh, self.say)
 
-    def above(self) -> int:
+    def generation_floor(self) -> int:
         """Above which generation the folder's are to be. Raises UserError where a peer does not
         accept the run's secret."""
-        peers = peer_settings(self.config.checkpoint)
-        above = begin_above(
-            self.store, () if peers is None else peers.peers, self.secret, self.identity,
-            self.fresh, self.say,
-        )  # fmt: skip
+        peers = make_peer_settings(self.config.checkpoint)
+        above = generation_floor(
+            self.store,
+            () if peers is None else peers.peers,
+            self.secret,
+            self.identity,
+            self.fresh,
+            self.say,
+        )
         if self.bucket is not None:
-            take_over(self.store, self.bucket, self.say)
+            adopt_bucket_generation(self.store, self.bucket, self.say)
         return above
 
 
-def resume_command(loaded: Loaded) -> str:
+def resume_command(loaded: LoadedConfig) -> str:
     """Return the command that resumes this run."""
     return shlex.join(["holdfast", "train", loaded.name, *loaded.overrides])

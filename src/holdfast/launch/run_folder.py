@@ -24,34 +24,45 @@ from pathlib import Path
 from typing import Any
 
 from holdfast.config.identity import config_hash, refuse_other_run
-from holdfast.config.load import Loaded
+from holdfast.config.load import LoadedConfig
 from holdfast.elastic.protocol.generation_record import record_of
-from holdfast.elastic.run_result import trains_alone
+from holdfast.elastic.run_result import single_node_run_error
 from holdfast.errors import CorruptError, OutOfSpaceError, RunFolderError
 from holdfast.launch.runs import (
-    FAR_SECONDS,
-    NEAR_SECONDS,
-    RESOLVED,
-    answers,
-    holder_answers,
-    is_here,
+    LOCAL_ANSWER_TIMEOUT_S,
+    REMOTE_ANSWER_TIMEOUT_S,
+    RESOLVED_FILE,
+    is_on_this_machine,
+    probe_term_holder,
+    probe_trainer,
     read_resolved,
-    secrets_of,
+    read_secrets,
 )
-from holdfast.plan.hardware import Machine
-from holdfast.wire.secret import VARIABLE, Secret
-from holdfast.wire.store.location import check
+from holdfast.plan.hardware import HardwareInfo
+from holdfast.wire.secret import SECRET_FILE_VARIABLE, Secret
+from holdfast.wire.store.location import check_location
 from holdfast.wire.store.run_store import FolderStore, MissingKeyError
-from holdfast.wire.term import GENERATIONS, TERMS, newest_generation, newest_term
+from holdfast.wire.term import GENERATIONS_PREFIX, TERMS_PREFIX, newest_generation, newest_term
 
-FIRST = frozenset({"run.yaml", "environment.json"})
+FIRST_FILES = frozenset({"run.yaml", "environment.json"})
 """What a start that was cut short may leave before `resolved.json` makes it a run folder."""
 
-PACKAGES = ("holdfast", "torch", "numpy", "pydantic", "tokenizers", "safetensors", "xxhash",
-            "httptools", "psutil", "rich", "typer")  # fmt: skip
+REPORTED_PACKAGES = (
+    "holdfast",
+    "torch",
+    "numpy",
+    "pydantic",
+    "tokenizers",
+    "safetensors",
+    "xxhash",
+    "httptools",
+    "psutil",
+    "rich",
+    "typer",
+)
 
 
-MOST_ASKED = 64
+MAX_PROBED_NODES = 64
 """Nodes of a run that are asked whether they are still there: if it is alive, so is one of them."""
 
 
@@ -64,18 +75,18 @@ def refuse_in_use(folder: Path) -> None:
         return  # what else lies there is `describe`'s to refuse
     before, store = identity(folder), FolderStore(folder)
     number, holder = newest_term(store)
-    secrets = secrets_of(folder)  # after the term: a trainer makes it before
+    secrets = read_secrets(folder)  # after the term: a trainer makes it before
     if holder is None:
         return
-    who = _who(holder)
-    there = holder_answers(holder, secrets)
+    who = _holder_label(holder)
+    there = probe_term_holder(holder, secrets)
     if there is False:
-        there, node = _anybody(store, secrets)
+        there, node = _probe_newest_nodes(store, secrets)
         who = f"node {node} is at work"
     if there is False or identity(folder) != before:  # another node has begun again: another run
         return
     if there is None:
-        raise _other_secret(folder, number, who)
+        raise _other_secret_error(folder, number, who)
     raise RunFolderError(
         f"another trainer uses this run folder: {who}",
         where=str(folder),
@@ -90,51 +101,54 @@ def refuse_alone(folder: Path) -> None:
     if holder is None:
         return
     alone = bool(holder.get("alone"))
-    deadline = NEAR_SECONDS if alone and is_here(holder) else FAR_SECONDS
-    secrets = secrets_of(folder)
-    there = holder_answers(holder, secrets[:1], deadline)
-    if there is None and holder_answers(holder, secrets[1:], deadline):
+    deadline = (
+        LOCAL_ANSWER_TIMEOUT_S if alone and is_on_this_machine(holder) else REMOTE_ANSWER_TIMEOUT_S
+    )
+    secrets = read_secrets(folder)
+    there = probe_term_holder(holder, secrets[:1], deadline)
+    if there is None and probe_term_holder(holder, secrets[1:], deadline):
         raise RunFolderError(
-            f"{_who(holder)} trains with the secret in this folder, not that of {VARIABLE}",
+            f"{_holder_label(holder)} trains with the secret in this folder, not that of "
+            f"{SECRET_FILE_VARIABLE}",
             where=str(folder),
-            remedy=f"unset {VARIABLE}",
+            remedy=f"unset {SECRET_FILE_VARIABLE}",
         )
     if there is None:
-        raise _other_secret(folder, number, _who(holder))
+        raise _other_secret_error(folder, number, _holder_label(holder))
     if there and alone:
-        raise trains_alone(holder, str(folder))
+        raise single_node_run_error(holder, str(folder))
 
 
-def _who(holder: dict[str, Any]) -> str:
+def _holder_label(holder: dict[str, Any]) -> str:
     return f"process {holder.get('pid')} on {holder.get('node')}"
 
 
-def _other_secret(folder: Path, term: int, who: str) -> RunFolderError:
+def _other_secret_error(folder: Path, term: int, who: str) -> RunFolderError:
     """A trainer listens where one of this run's did, but it may be another run's by now. Only the
     person can know; to close the term says so."""
-    closed = folder / f"{TERMS}{term:010d}-closed.json"  # as Term.close makes it
+    closed = folder / f"{TERMS_PREFIX}{term:010d}-closed.json"  # as Term.close makes it
     return RunFolderError(
         f"a trainer with another secret than is known here uses this run folder, it seems: {who}",
         where=str(folder),
-        remedy=f"name the file of the run's secret in {VARIABLE}, or, where this run's trainers "
-        f"are surely gone and another run listens in their place, say so with: "
-        f"touch {shlex.quote(str(closed))}",
+        remedy=f"name the file of the run's secret in {SECRET_FILE_VARIABLE}, "
+        f"or, where this run's trainers are surely gone and another run listens in their place, "
+        f"say so with: touch {shlex.quote(str(closed))}",
     )
 
 
-def _anybody(store: FolderStore, secrets: Sequence[Secret]) -> tuple[bool | None, str]:
+def _probe_newest_nodes(store: FolderStore, secrets: Sequence[Secret]) -> tuple[bool | None, str]:
     """Whether a node of the newest generation answers, as `answers`, and which."""
     newest = newest_generation(store)
     try:
         addresses = record_of(store, newest).addresses if newest else {}
     except (CorruptError, MissingKeyError):
         return False, ""
-    names = list(addresses)[:MOST_ASKED]
+    names = list(addresses)[:MAX_PROBED_NODES]
     if not names:
         return False, ""
 
     def ask(name: str) -> bool | None:
-        return answers(addresses[name], secrets, FAR_SECONDS)
+        return probe_trainer(addresses[name], secrets, REMOTE_ANSWER_TIMEOUT_S)
 
     with ThreadPoolExecutor(len(names), "ask") as threads:
         found = {there: name for name, there in zip(names, threads.map(ask, names), strict=True)}
@@ -142,10 +156,10 @@ def _anybody(store: FolderStore, secrets: Sequence[Secret]) -> tuple[bool | None
     return best, found[best]
 
 
-def refuse_other(folder: Path, loaded: Loaded, dataset_version: str) -> None:
+def refuse_other(folder: Path, loaded: LoadedConfig, dataset_version: str) -> None:
     """Raises RunFolderError when the folder belongs to a run that computes something else, or is
     a folder with other things in it."""
-    stored = read_resolved(folder) or _just_begun(folder)
+    stored = read_resolved(folder) or _read_just_begun(folder)
     if stored is None:
         return
     refuse_other_run(stored["config"], loaded.config, str(folder))
@@ -163,8 +177,8 @@ def refuse_foreign(folder: Path) -> None:
     found: list[str] = []
     with suppress(FileNotFoundError):  # another node may move it just now
         found = sorted(p.name for p in folder.iterdir()) if folder.is_dir() else []
-    foreign = [name for name in found if name not in FIRST and not name.startswith(".tmp-")]
-    if foreign and not (folder / RESOLVED).exists():  # another node may have begun just now
+    foreign = [name for name in found if name not in FIRST_FILES and not name.startswith(".tmp-")]
+    if foreign and not (folder / RESOLVED_FILE).exists():  # another node may have begun just now
         raise RunFolderError(
             f"this folder is not a run folder and has things in it ({', '.join(foreign[:3])})",
             where=str(folder),
@@ -172,7 +186,7 @@ def refuse_foreign(folder: Path) -> None:
         )
 
 
-def _just_begun(folder: Path) -> dict[str, Any] | None:
+def _read_just_begun(folder: Path) -> dict[str, Any] | None:
     """What another node has written since it was not there."""
     refuse_foreign(folder)
     return read_resolved(folder)
@@ -187,8 +201,8 @@ def identity(folder: Path) -> tuple[int, int] | None:
     return found.st_dev, found.st_ino
 
 
-def begun_beside(
-    folder: Path, before: tuple[int, int] | None, loaded: Loaded, dataset_version: str
+def is_begun_by_other(
+    folder: Path, before: tuple[int, int] | None, loaded: LoadedConfig, dataset_version: str
 ) -> bool:
     """Return True if another node that was started with --fresh has begun this folder. Then it is
     another folder than lay there `before`, when this command began, or one of this run without a
@@ -200,7 +214,7 @@ def begun_beside(
     except RunFolderError:
         return False
     store = FolderStore(folder)
-    return not any(store.list(prefix) for prefix in (TERMS, GENERATIONS, "commits/"))
+    return not any(store.list(prefix) for prefix in (TERMS_PREFIX, GENERATIONS_PREFIX, "commits/"))
 
 
 def set_aside(folder: Path, before: tuple[int, int] | None) -> Path | None:
@@ -239,8 +253,8 @@ def set_aside(folder: Path, before: tuple[int, int] | None) -> Path | None:
         return target
 
 
-def describe(
-    folder: Path, loaded: Loaded, machine: Machine, dataset: Path, dataset_version: str
+def write_description(
+    folder: Path, loaded: LoadedConfig, machine: HardwareInfo, dataset: Path, dataset_version: str
 ) -> None:
     """Write the three files. Later starts replace them: the journal keeps what was before. If two
     begin the folder in the same moment, only files of the same run are replaced.
@@ -249,7 +263,7 @@ def describe(
     just now. Raises StoreError for a bucket's address that may hold a secret: the files would keep
     it.
     """
-    check(loaded.config.checkpoint.bucket)
+    check_location(loaded.config.checkpoint.bucket)
     resolved = loaded.to_json() | {
         "format": 1,
         "config_hash": config_hash(loaded.config),
@@ -257,28 +271,33 @@ def describe(
     }
     files = {
         "run.yaml": loaded.text,
-        "environment.json": _json(environment(machine)),
-        RESOLVED: _json(resolved),
+        "environment.json": _json(describe_environment(machine)),
+        RESOLVED_FILE: _json(resolved),
     }
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        if not (begins := _claimed(folder / RESOLVED, files[RESOLVED])):
+        if not (begins := _create_once(folder / RESOLVED_FILE, files[RESOLVED_FILE])):
             refuse_other(folder, loaded, dataset_version)
         try:
             for name, text in files.items():
-                _replace(folder / name, text)
+                _replace_file(folder / name, text)
         except OSError:
             if begins:
-                (folder / RESOLVED).unlink(missing_ok=True)
+                (folder / RESOLVED_FILE).unlink(missing_ok=True)
             raise
     except (FileExistsError, NotADirectoryError) as error:
-        raise RunFolderError(f"{error.filename} is a file, not a folder", where=str(folder),
-                             remedy="choose another with folder=...") from None  # fmt: skip
+        raise RunFolderError(
+            f"{error.filename} is a file, not a folder",
+            where=str(folder),
+            remedy="choose another with folder=...",
+        ) from None
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise OutOfSpaceError("the disk is full", where=str(folder),
-                                  remedy="free some space and run the same command again",
-                                  ) from None  # fmt: skip
+            raise OutOfSpaceError(
+                "the disk is full",
+                where=str(folder),
+                remedy="free some space and run the same command again",
+            ) from None
         raise RunFolderError(
             f"the run folder cannot be written ({error.strerror})",
             where=str(folder),
@@ -286,15 +305,15 @@ def describe(
         ) from None
 
 
-def undescribe(folder: Path) -> None:
+def remove_description(folder: Path) -> None:
     """Take back what `describe` wrote into a folder in which nothing else has happened."""
-    for name in (RESOLVED, *FIRST):
+    for name in (RESOLVED_FILE, *FIRST_FILES):
         (folder / name).unlink(missing_ok=True)
     with suppress(OSError):
         folder.rmdir()
 
 
-def _claimed(path: Path, text: str) -> bool:
+def _create_once(path: Path, text: str) -> bool:
     """Write a file atomically if it does not exist yet; return False if it does."""
     if path.exists():
         return False
@@ -314,7 +333,7 @@ def _temporary(path: Path) -> Path:
     return path.with_name(f".tmp-{path.name}-{os.getpid()}")
 
 
-def _replace(path: Path, text: str) -> None:
+def _replace_file(path: Path, text: str) -> None:
     """Write a file atomically; on a full disk, remove the part that was written."""
     temporary = _temporary(path)
     try:
@@ -326,14 +345,14 @@ def _replace(path: Path, text: str) -> None:
         raise
 
 
-def environment(machine: Machine) -> dict[str, Any]:
+def describe_environment(machine: HardwareInfo) -> dict[str, Any]:
     """Versions, git state, hardware: enough to tell later what this was."""
     return {
         "time": time.time(),
         "command": sys.argv,
         "folder": os.getcwd(),
         "python": platform.python_version(),
-        "packages": {name: _version(name) for name in PACKAGES},
+        "packages": {name: _version(name) for name in REPORTED_PACKAGES},
         "git": {
             "holdfast": git_state(Path(__file__).parent),
             "here": git_state(Path.cwd()),
@@ -355,8 +374,11 @@ def git_state(folder: Path) -> dict[str, Any] | None:
 def _git(folder: Path, *arguments: str) -> str:
     return subprocess.run(
         ["git", "-C", str(folder), *arguments],
-        capture_output=True, text=True, timeout=10, check=True,
-    ).stdout  # fmt: skip
+        capture_output=True,
+        text=True,
+        timeout=10,
+        check=True,
+    ).stdout
 
 
 def _version(package: str) -> str | None:

@@ -12,20 +12,20 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from holdfast.config.load import load
+from holdfast.config.load import load_config
 from holdfast.config.run import RunConfig
-from holdfast.core.json_parsing import parsed
+from holdfast.core.json_parsing import parse_json
 from holdfast.errors import RunFolderError
-from holdfast.wire.http.sync_connection import Link
-from holdfast.wire.secret import VARIABLE, Secret, read_secret
+from holdfast.wire.http.sync_connection import SyncConnection
+from holdfast.wire.secret import SECRET_FILE_VARIABLE, Secret, read_secret
 from holdfast.wire.store.run_store import FolderStore
-from holdfast.wire.term import QUESTION, asked, newest_term
+from holdfast.wire.term import TERM_PATH, newest_term, probe_holder
 
-RESOLVED = "resolved.json"
-NEAR_SECONDS = 10.0
+RESOLVED_FILE = "resolved.json"
+LOCAL_ANSWER_TIMEOUT_S = 10.0
 """Seconds to wait for a trainer (`wire.term.asks`): a slow one is not lost."""
 _ONLY_HERE = ("127.", "localhost:", "[::1]:")
-FAR_SECONDS = 3.0
+REMOTE_ANSWER_TIMEOUT_S = 3.0
 """Seconds to wait for a trainer on another machine: its address may mean nothing here."""
 
 
@@ -56,7 +56,7 @@ def open_run(argument: Path) -> Run:
     """
     folder = argument
     if argument.is_file():
-        folder = Path(load(argument).config.run_folder)
+        folder = Path(load_config(argument).config.run_folder)
     resolved = read_resolved(folder)
     if resolved is None:
         raise RunFolderError(
@@ -64,24 +64,24 @@ def open_run(argument: Path) -> Run:
             where=str(folder),
             remedy="name a run folder, or a run file that was trained: holdfast train RUN.yaml",
         )
-    known = known_only(resolved["config"])
+    known = drop_unknown_keys(resolved["config"])
     try:
         config = RunConfig.model_validate(known)
     except ValidationError:
-        raise _not_ours(folder / RESOLVED) from None
+        raise _foreign_file_error(folder / RESOLVED_FILE) from None
     return Run(folder, FolderStore(folder), config, resolved | {"config": known})
 
 
 def read_resolved(folder: Path) -> dict[str, Any] | None:
     """The folder's `resolved.json`, or None where there is none. Raises RunFolderError when it
     is not what `train` wrote."""
-    path = folder / RESOLVED
+    path = folder / RESOLVED_FILE
     try:
-        value = parsed(path.read_text("utf-8"))
+        value = parse_json(path.read_text("utf-8"))
     except (FileNotFoundError, NotADirectoryError):
         return None
     except (ValueError, IsADirectoryError):
-        raise _not_ours(path) from None
+        raise _foreign_file_error(path) from None
     except OSError as error:  # a link to itself, a folder or a disk that refuses
         raise RunFolderError(
             f"this cannot be read ({error.strerror})",
@@ -90,14 +90,14 @@ def read_resolved(folder: Path) -> dict[str, Any] | None:
         ) from None
     if isinstance(value, dict) and _has_sections(value):
         return value
-    raise _not_ours(path)
+    raise _foreign_file_error(path)
 
 
 def _has_sections(value: dict[str, Any]) -> bool:
     return isinstance(value.get("config"), dict) and isinstance(value.get("dataset", {}), dict)
 
 
-def _not_ours(path: Path) -> RunFolderError:
+def _foreign_file_error(path: Path) -> RunFolderError:
     return RunFolderError(
         "this is not what 'holdfast train' wrote",
         where=str(path),
@@ -105,11 +105,11 @@ def _not_ours(path: Path) -> RunFolderError:
     )
 
 
-def secrets_of(folder: Path) -> tuple[Secret, ...]:
+def read_secrets(folder: Path) -> tuple[Secret, ...]:
     """Return the possible secrets of the run. First comes the one that a trainer started here would
     use (the environment's, or the folder's). None is made. Raises RunFolderError for one that other
     users may read."""
-    named, own = os.environ.get(VARIABLE), folder / "secret"
+    named, own = os.environ.get(SECRET_FILE_VARIABLE), folder / "secret"
     found = [read_secret(Path(named))] if named else []
     if own.exists():
         try:
@@ -120,64 +120,70 @@ def secrets_of(folder: Path) -> tuple[Secret, ...]:
     return tuple(dict.fromkeys(found))
 
 
-def answers(address: str, secrets: Sequence[Secret], deadline: float = NEAR_SECONDS) -> bool | None:
+def probe_trainer(
+    address: str, secrets: Sequence[Secret], deadline: float = LOCAL_ANSWER_TIMEOUT_S
+) -> bool | None:
     """Return True if a trainer answers that knows one of these secrets. None for a trainer that
     knows none of them: its run is unknown."""
     for secret in secrets:
-        if (there := asked(address, secret, deadline)) is not None:
+        if (there := probe_holder(address, secret, deadline)) is not None:
             return there
-    return None if _wants_proof(address, deadline) else False
+    return None if _demands_proof(address, deadline) else False
 
 
-def holder_answers(
-    holder: dict[str, Any], secrets: Sequence[Secret], deadline: float = NEAR_SECONDS
+def probe_term_holder(
+    holder: dict[str, Any], secrets: Sequence[Secret], deadline: float = LOCAL_ANSWER_TIMEOUT_S
 ) -> bool | None:
     """As `answers`, of who holds a term. A trainer with another secret at an address that only its
     own machine knows, which is not this one, is another run's."""
     address = str(holder.get("address", ""))
-    there = answers(address, secrets, deadline)
-    elsewhere = not is_here(holder) and address.startswith(_ONLY_HERE)
+    there = probe_trainer(address, secrets, deadline)
+    elsewhere = not is_on_this_machine(holder) and address.startswith(_ONLY_HERE)
     return False if there is None and elsewhere else there
 
 
-def _wants_proof(address: str, deadline: float) -> bool:
+def _demands_proof(address: str, deadline: float) -> bool:
     """Return True if an agent of any run listens there: it refuses a request without a proof. A
     stranger's process that has the port by now answers something else."""
     host, _, port = address.rpartition(":")
     try:
-        link = Link(host.strip("[]"), int(port), deadline)
+        link = SyncConnection(host.strip("[]"), int(port), deadline)
     except (OSError, ValueError):
         return False
     try:
-        return link.ask("POST", QUESTION, {}).status == 401
+        return link.request("POST", TERM_PATH, {}).status == 401
     except OSError:
         return False
     finally:
         link.close()
 
 
-def trainer_answers(folder: Path) -> bool | None:
+def probe_run(folder: Path) -> bool | None:
     """Return True if a trainer is at work in a run folder; None if that is unknown from here."""
     _, holder = newest_term(FolderStore(folder))
     if holder is None:
         return False
-    here = is_here(holder)
+    here = is_on_this_machine(holder)
     try:
-        secrets = secrets_of(folder)
+        secrets = read_secrets(folder)
     except RunFolderError:
         return None
     if not secrets and not here:
         return None
-    there = answers(str(holder.get("address", "")), secrets, NEAR_SECONDS if here else FAR_SECONDS)
+    there = probe_trainer(
+        str(holder.get("address", "")),
+        secrets,
+        LOCAL_ANSWER_TIMEOUT_S if here else REMOTE_ANSWER_TIMEOUT_S,
+    )
     return there if here or there else None  # its address may mean something else on this machine
 
 
-def is_here(holder: dict[str, Any]) -> bool:
+def is_on_this_machine(holder: dict[str, Any]) -> bool:
     """Return True if a term's holder was started on this machine."""
     return bool(holder.get("machine", holder.get("node")) == platform.node())
 
 
-def known_only(stored: dict[str, Any]) -> dict[str, Any]:
+def drop_unknown_keys(stored: dict[str, Any]) -> dict[str, Any]:
     """A stored configuration without the keys that this version does not know."""
     from holdfast.config.fields import field_at, leaves
 
@@ -196,7 +202,7 @@ def known_only(stored: dict[str, Any]) -> dict[str, Any]:
 def read_environment(folder: Path) -> dict[str, Any]:
     """What `environment.json` says; empty where it is missing or unreadable."""
     try:
-        value = parsed((folder / "environment.json").read_text("utf-8"))
+        value = parse_json((folder / "environment.json").read_text("utf-8"))
     except (OSError, ValueError):
         return {}
     return value if isinstance(value, dict) else {}

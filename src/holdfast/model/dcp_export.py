@@ -38,13 +38,13 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from holdfast.core.sharding.boxes import Box
 from holdfast.core.sharding.state_table import ITEM_BYTES
 
-PIECE_BYTES = 64 * 2**20
+WRITE_PIECE_BYTES = 64 * 2**20
 
 DTYPE = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
 
 @dataclass(frozen=True, slots=True)
-class Outgoing:
+class ExportedTensor:
     """A tensor under its flat name; `path` is where it stands in the nested state dictionary.
 
     `source` names it in the checkpoint. `pairs`: so many heads, whose rows are reordered from
@@ -60,7 +60,7 @@ class Outgoing:
 
 
 @dataclass(frozen=True, slots=True)
-class Plain:
+class ExportedObject:
     """A number or another small object under its flat name; a float becomes a tensor if asked."""
 
     name: str
@@ -69,12 +69,15 @@ class Plain:
     tensor: bool = False
 
 
-Read = Callable[[Box, memoryview], None]
+ReadInto = Callable[[Box, memoryview], None]
 """Fills memory with a box of the checkpoint, row-major."""
 
 
 def write_dcp(
-    folder: Path, tensors: Iterable[Outgoing], objects: Iterable[Plain], read: Read
+    folder: Path,
+    tensors: Iterable[ExportedTensor],
+    objects: Iterable[ExportedObject],
+    read: ReadInto,
 ) -> None:
     """Write the folder; it must not hold a checkpoint yet. Raises what `read` raises, and OSError
     as the disk does. (DCP hands on what went wrong in an exception of its own.)"""
@@ -82,7 +85,7 @@ def write_dcp(
     writer = FileSystemWriter(
         folder, single_file_per_rank=True, thread_count=1, per_thread_copy_ahead=0
     )
-    planner = _Planner(tuple(tensors), tuple(objects), read)
+    planner = _BoxSavePlanner(tuple(tensors), tuple(objects), read)
     with warnings.catch_warnings():  # that one process saves is what is meant
         warnings.filterwarnings("ignore", "torch.distributed is disabled")
         try:
@@ -91,11 +94,14 @@ def write_dcp(
             raise next(cause for cause, _ in failed.failures.values()) from None
 
 
-class _Planner(DefaultSavePlanner):
+class _BoxSavePlanner(DefaultSavePlanner):
     """Lists boxes of a checkpoint, and reads one when its turn comes."""
 
     def __init__(
-        self, tensors: tuple[Outgoing, ...], objects: tuple[Plain, ...], read: Read
+        self,
+        tensors: tuple[ExportedTensor, ...],
+        objects: tuple[ExportedObject, ...],
+        read: ReadInto,
     ) -> None:
         super().__init__()
         self._tensors, self._objects, self._read = tensors, objects, read
@@ -146,22 +152,22 @@ def to_pairs(rows: torch.Tensor, head: int) -> torch.Tensor:
     return parts.transpose(1, 2).reshape(rows.shape)
 
 
-def _rows_per_piece(tensor: Outgoing) -> int:
+def _rows_per_piece(tensor: ExportedTensor) -> int:
     row = ITEM_BYTES[tensor.dtype]
     for length in tensor.shape[1:]:
         row *= length
     unit = tensor.shape[0] // tensor.pairs if tensor.pairs else 1  # a head stays in one piece
-    return max(1, PIECE_BYTES // (row * unit)) * unit
+    return max(1, WRITE_PIECE_BYTES // (row * unit)) * unit
 
 
-def _piece_bytes(tensor: Outgoing) -> int:
+def _piece_bytes(tensor: ExportedTensor) -> int:
     size = ITEM_BYTES[tensor.dtype]
     for length in tensor.shape[1:]:
         size *= length
     return size * min(_rows_per_piece(tensor), tensor.shape[0]) if tensor.shape else size
 
 
-def _items(tensor: Outgoing) -> Iterator[WriteItem]:
+def _items(tensor: ExportedTensor) -> Iterator[WriteItem]:
     """The pieces of a tensor, by rows."""
     if not tensor.shape:
         yield _item(tensor.name, tensor.dtype, (), (), ())
@@ -190,7 +196,7 @@ def _item(
     )
 
 
-def _object_item(row: Plain) -> WriteItem:
+def _object_item(row: ExportedObject) -> WriteItem:
     if row.tensor:
         return _item(row.name, "F32", (), (), ())
     return WriteItem(MetadataIndex(row.name), WriteItemType.BYTE_IO)

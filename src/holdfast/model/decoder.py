@@ -87,10 +87,13 @@ class Attention(nn.Module):
         if cache is not None:
             k, v = cache.append(k, v)
         mixed = F.scaled_dot_product_attention(
-            q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2),
-            attn_mask=mask, is_causal=mask is None and q.shape[1] == k.shape[1],
+            q.transpose(1, 2),
+            k.transpose(1, 2),
+            v.transpose(1, 2),
+            attn_mask=mask,
+            is_causal=mask is None and q.shape[1] == k.shape[1],
             enable_gqa=self.grouped,
-        )  # fmt: skip
+        )
         return self.o(mixed.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
 
 
@@ -147,7 +150,7 @@ class Blocks(nn.Module):
         """(position, block) in order."""
         return zip(self.positions, self, strict=True)
 
-    def keep(self, positions: Iterable[int]) -> None:
+    def keep_only(self, positions: Iterable[int]) -> None:
         """Drop every block at another position."""
         kept = set(positions)
         for position in self.positions:
@@ -167,7 +170,7 @@ class Blocks(nn.Module):
         return len(self._modules)
 
 
-class Sight(NamedTuple):
+class AttentionContext(NamedTuple):
     """The tokens as attention sees them: their rotary angles, and the mask."""
 
     rotary: Rotary
@@ -217,17 +220,17 @@ class Decoder(nn.Module):
         assert self.embed is not None
         assert self.norm is not None
         x = self.embed(tokens)  # [B, S, D]
-        x = self.blocks(x, self.sight(tokens, x, documents, positions, mask), caches)
+        x = self.blocks(x, self.attention_context(tokens, x, documents, positions, mask), caches)
         return self.norm(x)  # type: ignore[no-any-return]
 
-    def sight(
+    def attention_context(
         self,
         tokens: Tensor,
         like: Tensor,
         documents: Tensor | None = None,
         positions: Tensor | None = None,
         mask: Tensor | None = None,
-    ) -> Sight:
+    ) -> AttentionContext:
         """Angles and mask of tokens [B, S], for a residual stream of the dtype of `like`.
 
         `documents` [B, S] numbers the document of each token: attention then stays inside a
@@ -238,12 +241,16 @@ class Decoder(nn.Module):
         if documents is not None:
             mask = document_mask(documents)
             positions = document_positions(documents) if positions is None else positions
-        return Sight(self.rotary(rows, positions, like), mask)
+        return AttentionContext(self.rotary(rows, positions, like), mask)
 
-    def blocks(self, x: Tensor, sight: Sight, caches: Sequence[LayerCache] | None = None) -> Tensor:
+    def blocks(
+        self, x: Tensor, context: AttentionContext, caches: Sequence[LayerCache] | None = None
+    ) -> Tensor:
         """The residual stream through the blocks that are here.  x: [B, S, D] -> [B, S, D]"""
         for index, block in enumerate(self.layers):
-            x = block(x, sight.rotary, sight.mask, caches[index] if caches is not None else None)
+            x = block(
+                x, context.rotary, context.mask, caches[index] if caches is not None else None
+            )
         return x
 
     def unembed(self, hidden: Tensor) -> Tensor:

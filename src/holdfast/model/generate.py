@@ -18,7 +18,7 @@ from holdfast.errors import UserError
 from holdfast.model.decoder import Decoder
 
 
-class KeyValues:
+class KeyValueCache:
     """Keys and values of one layer, in memory set aside for `capacity` tokens."""
 
     def __init__(self, capacity: int):
@@ -39,7 +39,7 @@ class KeyValues:
         return self._key[:, :end], self._value[:, :end]
 
 
-class Session:
+class DecodingSession:
     """A decoder and the tokens it has read; `read` continues the text of every row."""
 
     def __init__(self, model: Decoder, capacity: int):
@@ -50,20 +50,20 @@ class Session:
                 remedy=f"ask for at most {limit}, the prompt's included",
             )
         self._model = model
-        self._caches = [KeyValues(capacity) for _ in range(model.config.layers)]
-        self._seen = 0
+        self._caches = [KeyValueCache(capacity) for _ in range(model.config.layers)]
+        self._tokens_read = 0
 
     def read(self, tokens: Tensor) -> Tensor:
         """tokens: [B, S], following those read before -> logits of the last one: [B, V]"""
         length, device = tokens.shape[1], tokens.device
-        own = torch.arange(self._seen, self._seen + length, device=device)
+        own = torch.arange(self._tokens_read, self._tokens_read + length, device=device)
         mask = None
-        if self._seen and length > 1:  # a lone new token sees every key: no mask
-            keys = torch.arange(self._seen + length, device=device)
+        if self._tokens_read and length > 1:  # a lone new token sees every key: no mask
+            keys = torch.arange(self._tokens_read + length, device=device)
             mask = (keys <= own[:, None])[None, None]  # [1, 1, S, S']
-        positions = own.expand(tokens.shape) if self._seen else None
+        positions = own.expand(tokens.shape) if self._tokens_read else None
         hidden = self._model.hidden(tokens, None, positions, self._caches, mask)
-        self._seen += length
+        self._tokens_read += length
         return self._model.unembed(hidden[:, -1])
 
 
@@ -93,7 +93,7 @@ def generate(
         )
     if tokens.shape[1] == 0:
         raise UserError("the prompt is empty", remedy="give at least one token of text")
-    session = Session(model, tokens.shape[1] + new_tokens)
+    session = DecodingSession(model, tokens.shape[1] + new_tokens)
     ended = torch.zeros(tokens.shape[0], dtype=torch.bool, device=tokens.device)
     text, fresh = [tokens], tokens
     for index in range(new_tokens):

@@ -23,8 +23,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from holdfast.config.model import ModelConfig
-from holdfast.core.format.hf_names import NameMap, Piece, hf_map
-from holdfast.core.json_parsing import parsed
+from holdfast.core.format.hf_names import NameMap, Piece, huggingface_map
+from holdfast.core.json_parsing import parse_json
 from holdfast.errors import OutOfSpaceError, UserError
 from holdfast.model.huggingface_config import (
     ModelFolderError,
@@ -32,7 +32,7 @@ from holdfast.model.huggingface_config import (
     to_their_config,
     to_their_generation_config,
 )
-from holdfast.model.huggingface_files import INDEX, SINGLE, Parts, WholeTensors, write_files
+from holdfast.model.huggingface_files import INDEX, SINGLE, TensorReader, WholeTensors, write_files
 from holdfast.model.huggingface_tokenizer import copy_tokenizer
 
 SHARD_BYTES = 5_000_000_000
@@ -41,7 +41,7 @@ SHARD_BYTES = 5_000_000_000
 def export_folder(
     folder: Path,
     model: ModelConfig,
-    tensors: Mapping[str, Tensor] | Parts,
+    tensors: Mapping[str, Tensor] | TensorReader,
     tokenizer_path: Path | None,
     *,
     dtype: torch.dtype | None = None,
@@ -66,7 +66,7 @@ def export_folder(
         shutil.rmtree(partial, ignore_errors=True)  # of an export that was killed
         partial.mkdir(parents=True)
         parts = WholeTensors(tensors) if isinstance(tensors, Mapping) else tensors
-        stored = write_files(partial, hf_map(model), parts, dtype, shard_bytes)
+        stored = write_files(partial, huggingface_map(model), parts, dtype, shard_bytes)
         special = copy_tokenizer(tokenizer_path, partial, model.max_position)
         ids = {key: special.get(key) for key in ("bos_token_id", "eos_token_id")}
         config |= {**ids, "dtype": stored, "torch_dtype": stored}
@@ -74,12 +74,12 @@ def export_folder(
         _write_json(partial / "generation_config.json", to_their_generation_config(ids))
         partial.rename(folder)
     except (OSError, SafetensorError) as error:
-        raise _unwritable(folder, error) from error
+        raise _write_error(folder, error) from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
 
 
-def _unwritable(folder: Path, error: Exception) -> UserError:
+def _write_error(folder: Path, error: Exception) -> UserError:
     """The safetensors library reports an operating system's error as text."""
     if getattr(error, "errno", None) == errno.ENOSPC or "os error 28" in str(error):
         return OutOfSpaceError(
@@ -105,7 +105,7 @@ def import_folder(folder: Path, vocab_multiple: int = 1) -> tuple[ModelConfig, F
         )
     model = from_their_config(_read_json(path), where=str(path))
     model = model.model_copy(update={"vocab_multiple": vocab_multiple})
-    return model, FolderTensors(folder, hf_map(model))
+    return model, FolderTensors(folder, huggingface_map(model))
 
 
 class FolderTensors(Mapping[str, Tensor]):
@@ -116,7 +116,7 @@ class FolderTensors(Mapping[str, Tensor]):
         self._folder = folder
         self._places = names.to_theirs()
         self._files: dict[str, Any] = {}
-        self._file_of = _locate(folder)
+        self._file_of = _index_files(folder)
         self._check(names)
 
     def __iter__(self) -> Iterator[str]:
@@ -128,7 +128,7 @@ class FolderTensors(Mapping[str, Tensor]):
     def __getitem__(self, name: str) -> Tensor:
         """The complete tensor, in the dtype of the file."""
         entry, piece = self._places[name]
-        return extract(self._slice(entry.theirs), piece)
+        return extract_piece(self._slice(entry.theirs), piece)
 
     def box(self, name: str, offsets: Sequence[int], lengths: Sequence[int]) -> Tensor:
         """The part [offsets, offsets + lengths) of our tensor `name`, reading only its bytes."""
@@ -138,13 +138,13 @@ class FolderTensors(Mapping[str, Tensor]):
             begin.insert(piece.new_dim, 0)
             extent.insert(piece.new_dim, 1)
         beyond = 0
-        if piece.beyond:  # rows of ours that have no place in theirs
+        if piece.dropped_rows:  # rows of ours that have no place in theirs
             begin[0], end = (min(n, piece.lengths[0]) for n in (begin[0], begin[0] + extent[0]))
             beyond = extent[0] - (end - begin[0])
             extent[0] = end - begin[0]
         at = tuple(o + b for o, b in zip(piece.offsets, begin, strict=True))
         part = Piece(name, at, tuple(extent), piece.new_dim, beyond)
-        return extract(self._slice(entry.theirs), part)
+        return extract_piece(self._slice(entry.theirs), part)
 
     def _slice(self, theirs: str) -> Any:
         return self._open(self._file_of[theirs]).get_slice(theirs)
@@ -165,7 +165,7 @@ class FolderTensors(Mapping[str, Tensor]):
     def _check(self, names: NameMap) -> None:
         """Everything of the map is there in its shape, and nothing else with numbers in it."""
         known = names.to_ours()
-        for entry in names.stored:
+        for entry in names.stored_entries:
             if entry.theirs not in self._file_of:
                 raise ModelFolderError(
                     f"tensor {entry.theirs} is missing",
@@ -198,7 +198,7 @@ class FolderTensors(Mapping[str, Tensor]):
             )
 
 
-def _locate(folder: Path) -> dict[str, str]:
+def _index_files(folder: Path) -> dict[str, str]:
     """Their tensor name -> file name."""
     if (folder / INDEX).is_file():
         located: dict[str, str] = _read_json(folder / INDEX)["weight_map"]
@@ -233,18 +233,18 @@ def _locate(folder: Path) -> dict[str, str]:
     )
 
 
-def extract(theirs: Any, piece: Piece) -> Tensor:
+def extract_piece(theirs: Any, piece: Piece) -> Tensor:
     """One of our tensors out of one of theirs (a tensor, or a slice of a file yet to be read)."""
     cut = tuple(slice(o, o + n) for o, n in zip(piece.offsets, piece.lengths, strict=True))
     value: Tensor = theirs[cut]
-    if piece.beyond:
-        value = torch.cat((value, value.new_zeros(piece.beyond, *value.shape[1:])))
+    if piece.dropped_rows:
+        value = torch.cat((value, value.new_zeros(piece.dropped_rows, *value.shape[1:])))
     return value if piece.new_dim is None else value.squeeze(piece.new_dim)
 
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        value = parsed(path.read_text("utf-8"))
+        value = parse_json(path.read_text("utf-8"))
     except (ValueError, OSError) as error:
         raise ModelFolderError(f"this is not readable JSON ({error})", where=str(path)) from error
     if not isinstance(value, dict):

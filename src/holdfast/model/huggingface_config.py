@@ -16,7 +16,7 @@ from holdfast.errors import UserError
 
 _ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 # Keys that must be absent or have one of these values, for the decoder to be the same function.
-_MUST_BE: dict[str, tuple[object, ...]] = {
+_REQUIRED_VALUES: dict[str, tuple[object, ...]] = {
     "hidden_act": ("silu", "swish"),
     "attention_bias": (False, None),
     "mlp_bias": (False, None),
@@ -56,7 +56,7 @@ def to_their_config(model: ModelConfig) -> dict[str, Any]:
         "rms_norm_eps": model.norm_eps,
         "tie_word_embeddings": model.tied_embeddings,
         "rope_theta": model.rope_theta,
-        "rope_scaling": None if scaling is None else _their_scaling(scaling),
+        "rope_scaling": None if scaling is None else _to_their_scaling(scaling),
         "attention_bias": False,
         "attention_dropout": 0.0,
         "use_cache": True,
@@ -77,7 +77,7 @@ def from_their_config(config: dict[str, Any], where: str) -> ModelConfig:
             where=where,
             remedy=f"use one of {', '.join(_ARCHITECTURES)}",
         )
-    for key, allowed in _MUST_BE.items():
+    for key, allowed in _REQUIRED_VALUES.items():
         if key in config and config[key] not in allowed:
             raise ModelFolderError(f"{key} {config[key]!r} is not supported", where=where)
     rope = config.get("rope_parameters") or {}
@@ -97,7 +97,7 @@ def from_their_config(config: dict[str, Any], where: str) -> ModelConfig:
                 "vocab_size": config["vocab_size"],
                 "max_position": config["max_position_embeddings"],
                 "rope_theta": rope.get("rope_theta") or config.get("rope_theta") or 10_000.0,
-                "rope_scaling": _our_scaling(scaling, where),
+                "rope_scaling": _from_their_scaling(scaling, where),
                 "norm_eps": config["rms_norm_eps"],
                 "qk_norm": family == "qwen3",
                 "tied_embeddings": bool(config.get("tie_word_embeddings", False)),
@@ -112,7 +112,7 @@ def from_their_config(config: dict[str, Any], where: str) -> ModelConfig:
         raise ModelFolderError(f"{place} {first['msg']}".strip(), where=where) from error
 
 
-def _their_scaling(scaling: RopeScaling) -> dict[str, Any]:
+def _to_their_scaling(scaling: RopeScaling) -> dict[str, Any]:
     return {
         "rope_type": "llama3",
         "factor": scaling.factor,
@@ -122,7 +122,7 @@ def _their_scaling(scaling: RopeScaling) -> dict[str, Any]:
     }
 
 
-def _our_scaling(scaling: dict[str, Any] | None, where: str) -> RopeScaling | None:
+def _from_their_scaling(scaling: dict[str, Any] | None, where: str) -> RopeScaling | None:
     kind = "default" if not scaling else scaling.get("rope_type") or scaling.get("type")
     if not scaling or kind == "default":
         return None

@@ -17,7 +17,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from holdfast.core.format.hf_names import Entry, NameMap, Piece
+from holdfast.core.format.hf_names import NameMap, Piece, TensorMapping
 from holdfast.core.sharding.boxes import Box
 
 INDEX = "model.safetensors.index.json"
@@ -25,11 +25,14 @@ SINGLE = "model.safetensors"
 BLOCK_BYTES = 16 * 2**20
 
 _THEIR_DTYPE = {
-    torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16",
-}  # fmt: skip
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.bfloat16: "BF16",
+    torch.float16: "F16",
+}
 
 
-class Parts(Protocol):
+class TensorReader(Protocol):
     """Our parameters, readable in part."""
 
     def dtype(self, name: str) -> torch.dtype: ...
@@ -64,10 +67,10 @@ class WholeTensors:
 
 
 @dataclass(frozen=True, slots=True)
-class _Planned:
+class _PlannedTensor:
     """One of their tensors as it will be written."""
 
-    entry: Entry
+    entry: TensorMapping
     dtype: torch.dtype
 
     @property
@@ -76,7 +79,7 @@ class _Planned:
 
 
 def write_files(
-    folder: Path, names: NameMap, tensors: Parts, dtype: torch.dtype | None, shard_bytes: int
+    folder: Path, names: NameMap, tensors: TensorReader, dtype: torch.dtype | None, shard_bytes: int
 ) -> str:
     """Write the files and, where there are several, the index. -> the dtype most numbers have.
 
@@ -84,13 +87,14 @@ def write_files(
     as the disk does, ValueError for a padding row that is not zero.
     """
     planned = [
-        _Planned(entry, dtype or tensors.dtype(entry.pieces[0].ours)) for entry in names.stored
+        _PlannedTensor(entry, dtype or tensors.dtype(entry.pieces[0].ours))
+        for entry in names.stored_entries
     ]
-    files = _files(planned, shard_bytes)
+    files = _group_into_files(planned, shard_bytes)
     located: dict[str, str] = {}
     for number, inside in enumerate(files, 1):
         name = f"model-{number:05d}-of-{len(files):05d}.safetensors" if len(files) > 1 else SINGLE
-        _write(folder / name, inside, tensors)
+        _write_file(folder / name, inside, tensors)
         located |= {row.entry.theirs: name for row in inside}
     if len(files) > 1:
         total = sum(row.nbytes for row in planned)
@@ -103,9 +107,11 @@ def write_files(
     return max(numbers, key=lambda name: numbers[name])
 
 
-def _files(planned: Iterable[_Planned], shard_bytes: int) -> list[list[_Planned]]:
+def _group_into_files(
+    planned: Iterable[_PlannedTensor], shard_bytes: int
+) -> list[list[_PlannedTensor]]:
     """In order, each file as full as it may be; a tensor larger than that has one to itself."""
-    files: list[list[_Planned]] = [[]]
+    files: list[list[_PlannedTensor]] = [[]]
     held = 0
     for row in planned:
         if files[-1] and held + row.nbytes > shard_bytes:
@@ -116,33 +122,34 @@ def _files(planned: Iterable[_Planned], shard_bytes: int) -> list[list[_Planned]
     return files
 
 
-def _write(path: Path, inside: Sequence[_Planned], tensors: Parts) -> None:
+def _write_file(path: Path, inside: Sequence[_PlannedTensor], tensors: TensorReader) -> None:
     """One file: eight bytes of header length, the header, the tensors without gaps."""
     ordered = sorted(inside, key=lambda row: -row.dtype.itemsize)  # each aligned to its elements
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     at = 0
     for row in ordered:
         header[row.entry.theirs] = {
-            "dtype": _THEIR_DTYPE[row.dtype], "shape": list(row.entry.shape),
+            "dtype": _THEIR_DTYPE[row.dtype],
+            "shape": list(row.entry.shape),
             "data_offsets": [at, at + row.nbytes],
-        }  # fmt: skip
+        }
         at += row.nbytes
     text = json.dumps(header, separators=(",", ":")).encode()
     text = text.ljust(-(-len(text) // 8) * 8)
     with path.open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for row in ordered:
-            for block in blocks(row.entry, tensors):
+            for block in row_blocks(row.entry, tensors):
                 value = block.to(row.dtype).contiguous()
                 file.write(value.reshape(-1).view(torch.uint8).numpy().data)
 
 
-def assemble(entry: Entry, tensors: Mapping[str, Tensor]) -> Tensor:
+def assemble_tensor(entry: TensorMapping, tensors: Mapping[str, Tensor]) -> Tensor:
     """One of their tensors from ours, in one piece."""
-    return torch.cat(list(blocks(entry, WholeTensors(tensors))))
+    return torch.cat(list(row_blocks(entry, WholeTensors(tensors))))
 
 
-def blocks(entry: Entry, tensors: Parts) -> Iterator[Tensor]:
+def row_blocks(entry: TensorMapping, tensors: TensorReader) -> Iterator[Tensor]:
     """One of their tensors out of ours, in blocks of rows."""
     rows = entry.shape[0] if entry.shape else 1
     row_bytes = max(1, prod(entry.shape[1:]) * 4)
@@ -150,12 +157,14 @@ def blocks(entry: Entry, tensors: Parts) -> Iterator[Tensor]:
     for first in range(0, rows, step):
         count = min(step, rows - first)
         offsets = (first, *(0 for _ in entry.shape[1:])) if entry.shape else ()
-        yield _block(entry, Box("", offsets, (count, *entry.shape[1:]) if offsets else ()), tensors)
+        yield _read_block(
+            entry, Box("", offsets, (count, *entry.shape[1:]) if offsets else ()), tensors
+        )
     for piece in entry.pieces:
         _check_padding(piece, tensors, step)
 
 
-def _block(entry: Entry, wanted: Box, tensors: Parts) -> Tensor:
+def _read_block(entry: TensorMapping, wanted: Box, tensors: TensorReader) -> Tensor:
     """The part `wanted` of one of their tensors; zeros where no piece of ours lies."""
     out: Tensor | None = None
     for piece in entry.pieces:
@@ -180,11 +189,11 @@ def _block(entry: Entry, wanted: Box, tensors: Parts) -> Tensor:
     return torch.zeros(wanted.lengths, dtype=tensors.dtype(entry.pieces[0].ours))
 
 
-def _check_padding(piece: Piece, tensors: Parts, step: int) -> None:
+def _check_padding(piece: Piece, tensors: TensorReader, step: int) -> None:
     """Rows of ours that theirs lacks must be zero."""
     rows = piece.lengths[0]
-    for first in range(rows, rows + piece.beyond, step):
-        count = min(step, rows + piece.beyond - first)
+    for first in range(rows, rows + piece.dropped_rows, step):
+        count = min(step, rows + piece.dropped_rows - first)
         rest = piece.lengths[1:]
         if tensors.box(piece.ours, (first, *(0 for _ in rest)), (count, *rest)).any():
             raise ValueError(f"{piece.ours} has numbers in its padding, rows {rows} and later")

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from holdfast.core.data.special_tokens import KNOWN_BEGINS, KNOWN_ENDS
-from holdfast.core.json_parsing import parsed
+from holdfast.core.json_parsing import parse_json
 from holdfast.model.huggingface_config import ModelFolderError
 
 _ALONGSIDE = ("tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
@@ -25,7 +25,7 @@ def copy_tokenizer(source: Path | None, folder: Path, max_length: int) -> dict[s
         return {}
     path = source / "tokenizer.json" if source.is_dir() else source
     try:
-        table: dict[str, Any] = parsed(path.read_text("utf-8"))
+        table: dict[str, Any] = parse_json(path.read_text("utf-8"))
         special = {
             t["content"]: int(t["id"]) for t in table.get("added_tokens", ()) if t.get("special")
         }
@@ -41,7 +41,7 @@ def copy_tokenizer(source: Path | None, folder: Path, max_length: int) -> dict[s
             shutil.copyfile(source / name, folder / name)
     settings_path = folder / "tokenizer_config.json"
     if settings_path.is_file():
-        settings: dict[str, Any] = parsed(settings_path.read_text("utf-8"))
+        settings: dict[str, Any] = parse_json(settings_path.read_text("utf-8"))
     else:
         settings = _settings(special, max_length)
         settings_path.write_text(json.dumps(settings, indent=2) + "\n", "utf-8")

@@ -23,10 +23,10 @@ def frequencies(model: ModelConfig) -> Tensor:
     head = model.head_size
     exponents = torch.arange(0, head, 2, dtype=torch.float64, device="cpu") / head
     plain = model.rope_theta**-exponents
-    return plain if model.rope_scaling is None else _scaled(plain, model.rope_scaling)
+    return plain if model.rope_scaling is None else _scale_frequencies(plain, model.rope_scaling)
 
 
-def _scaled(plain: Tensor, scaling: RopeScaling) -> Tensor:
+def _scale_frequencies(plain: Tensor, scaling: RopeScaling) -> Tensor:
     """Llama 3.1: long waves are slowed by `factor`, short ones kept, those between interpolated.
 
     A wave is long if fewer than `low_freq_factor` of it fit into the context that the model was

@@ -18,7 +18,7 @@ def keep_stage(decoder: Decoder, blocks: range, first: bool, last: bool) -> None
     """
     if not blocks or not set(blocks) <= set(decoder.layers.positions):
         raise ValueError(f"blocks {list(blocks)} are not a part of {decoder.layers.positions}")
-    decoder.layers.keep(blocks)
+    decoder.layers.keep_only(blocks)
     if not first and not (last and decoder.config.tied_embeddings):
         decoder.embed = None
     if not last:

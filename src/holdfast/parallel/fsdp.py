@@ -29,16 +29,24 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from holdfast.core.sharding.boxes import Box
-from holdfast.parallel.comm.comm_stats import Traffic
-from holdfast.parallel.gradients.feeder import Cells, Feeder
+from holdfast.parallel.comm.comm_stats import TrafficCounter
+from holdfast.parallel.gradients.feeder import Cells, GradientFeeder
 from holdfast.parallel.gradients.reducer import Slot
-from holdfast.parallel.torch_compat import ShardedParameter, fsdp_group, gather_parts, local
+from holdfast.parallel.torch_compat import (
+    ShardedParameter,
+    fsdp_parameters,
+    gather_parts,
+    local_tensor,
+)
 
 
 def apply_fsdp(
-    root: nn.Module, blocks: Sequence[nn.Module], mesh: DeviceMesh, compute: torch.dtype | None,
+    root: nn.Module,
+    blocks: Sequence[nn.Module],
+    mesh: DeviceMesh,
+    compute: torch.dtype | None,
     zero: int = 3,
-) -> None:  # fmt: skip
+) -> None:
     """Shard `root` over the mesh in place: each of `blocks` as a unit, the rest as the last one.
 
     compute: dtype of parameters in the forward and backward (bf16 in mixed precision); None: as
@@ -56,16 +64,19 @@ def apply_fsdp(
     nothing = {p for p in root.parameters() if p.numel() == 0}  # has no shards
     for module in (*blocks, root):
         fully_shard(
-            module, mesh=mesh, mp_policy=policy, reshard_after_forward=again,
+            module,
+            mesh=mesh,
+            mp_policy=policy,
+            reshard_after_forward=again,
             ignored_params=nothing,
-        )  # fmt: skip
+        )
         assert isinstance(module, FSDPModule)
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
 
 
 @dataclass(frozen=True)
-class Unit:
+class FsdpUnit:
     """The unit that FSDP2 reduces: a flat output of `size` elements.
 
     places: (index of the parameter, its first element) in the output's order. run: (cell, first
@@ -74,11 +85,11 @@ class Unit:
     """
 
     size: int
-    places: tuple[tuple[int, int], ...]
-    run: tuple[int, int] | None
+    placements: tuple[tuple[int, int], ...]
+    cell_run: tuple[int, int] | None
 
 
-class ShardedGradients(Feeder):
+class ShardedGradients(GradientFeeder):
     """Feeds reducers from the units of a module that `apply_fsdp` sharded.
 
     named: the parameters by name in forward order: what FSDP2 made of them, or plain ones of no
@@ -87,77 +98,93 @@ class ShardedGradients(Feeder):
     """
 
     def __init__(
-        self, root: nn.Module, named: Mapping[str, nn.Parameter], boxes: Mapping[str, Box],
-        cells: Cells, *, dtype: torch.dtype, fast: bool = False, traffic: Traffic | None = None,
-    ):  # fmt: skip
+        self,
+        root: nn.Module,
+        named: Mapping[str, nn.Parameter],
+        boxes: Mapping[str, Box],
+        cells: Cells,
+        *,
+        dtype: torch.dtype,
+        fast: bool = False,
+        traffic: TrafficCounter | None = None,
+    ):
         self._parameters = list(named.values())
         super().__init__(
-            {name: boxes[name] for name in named}, cells, dtype=dtype, by_unit=True, fast=fast,
-            device=local(self._parameters[0]).device, bucket_bytes=0,
-        )  # fmt: skip
-        self._units: list[Unit] = []
+            {name: boxes[name] for name in named},
+            cells,
+            dtype=dtype,
+            by_unit=True,
+            fast=fast,
+            device=local_tensor(self._parameters[0]).device,
+            bucket_bytes=0,
+        )
+        self._units: list[FsdpUnit] = []
         self._slot: Slot | None = None
-        self._missing: set[int] = set()
+        self._missing_units: set[int] = set()
         index_of = {id(parameter): i for i, parameter in enumerate(self._parameters)}
         for module in root.modules():
-            members = fsdp_group(module) if isinstance(module, FSDPModule) else ()
+            members = fsdp_parameters(module) if isinstance(module, FSDPModule) else ()
             if members:
                 number = len(self._units)
-                self._units.append(self._unit(members, index_of))
-                self._listen(module, number, traffic)
+                self._units.append(self._make_unit(members, index_of))
+                self._install_hooks(module, number, traffic)
 
     def start_leaf(self, leaf: int) -> None:
         """The next backward pass belongs to `leaf`."""
-        self._slot = self._open(leaf)
-        self._missing = set(range(len(self._units)))
+        self._slot = self._open_slot(leaf)
+        self._missing_units = set(range(len(self._units)))
 
     def end_leaf(self) -> None:
         """The backward pass is over: drop FSDP2's own gradients."""
-        if self._missing and self._slot is not None:
-            self.fail(RuntimeError(f"units {sorted(self._missing)} gave no gradient"))
+        if self._missing_units and self._slot is not None:
+            self.fail(RuntimeError(f"units {sorted(self._missing_units)} gave no gradient"))
         else:
-            self._close()
+            self._close_leaf()
         self._slot = None
         for parameter in self._parameters:
             parameter.grad = None
 
-    def _unit(self, members: Sequence[ShardedParameter], index_of: Mapping[int, int]) -> Unit:
+    def _make_unit(
+        self, members: Sequence[ShardedParameter], index_of: Mapping[int, int]
+    ) -> FsdpUnit:
         places: list[tuple[int, int]] = []
         at, starts = 0, set[tuple[int, int] | None]()
         for member in members:
             index = index_of[id(member.parameter)]
             places.append((index, at))
-            starts.add(self._start(index, at, member.flat_size))
+            starts.add(self._unit_start(index, at, member.flat_size))
             at += member.flat_size
-        return Unit(at, tuple(places), starts.pop() if len(starts) == 1 else None)
+        return FsdpUnit(at, tuple(places), starts.pop() if len(starts) == 1 else None)
 
-    def _start(self, index: int, at: int, flat_size: int) -> tuple[int, int] | None:
+    def _unit_start(self, index: int, at: int, flat_size: int) -> tuple[int, int] | None:
         """Return (cell, place) at which a unit begins, if this member of it, `at` elements further
         on, lies in that cell's buffer complete and unpadded."""
         patches = self.patches[index]
         if len(patches) != 1 or patches[0].region is not None:
             return None
-        piece = self.reducers[patches[0].cell].layout.slices[patches[0].number]
+        piece = self.reducers[patches[0].cell].layout.slices[patches[0].slice_index]
         return (patches[0].cell, piece.start - at) if piece.size == flat_size else None
 
-    def _listen(self, module: Any, number: int, traffic: Traffic | None) -> None:
+    def _install_hooks(self, module: Any, number: int, traffic: TrafficCounter | None) -> None:
         """Put our own parts into a unit's communication."""
         unit = self._units[number]
         module.set_all_reduce_hook(self._hook(number))
-        module.set_custom_reduce_scatter(SumInOrder(unit.size, lambda: self._run(unit), traffic))
+        module.set_custom_reduce_scatter(
+            OrderedReduceScatter(unit.size, lambda: self._direct_output(unit), traffic)
+        )
         if traffic is not None:
             module.set_custom_all_gather(CountedGather(traffic))
 
-    def _run(self, unit: Unit) -> Tensor | None:
+    def _direct_output(self, unit: FsdpUnit) -> Tensor | None:
         """Return the slot's place that FSDP2 may write a unit's sum to, if that is replaced."""
-        if self._slot is None or self.accumulate:
+        if self._slot is None or self.accumulates:
             return None
-        return self._place(unit)
+        return self._slot_view(unit)
 
-    def _place(self, unit: Unit) -> Tensor | None:
-        if self._slot is None or unit.run is None:
+    def _slot_view(self, unit: FsdpUnit) -> Tensor | None:
+        if self._slot is None or unit.cell_run is None:
             return None
-        cell, start = unit.run
+        cell, start = unit.cell_run
         return self.reducers[cell].slot(self._slot).narrow(0, start, unit.size)
 
     def _hook(self, number: int) -> Callable[[Tensor], None]:
@@ -171,33 +198,33 @@ class ShardedGradients(Feeder):
                     raise RuntimeError(
                         f"unit {number} gave {output.numel()} elements, {unit.size} are due"
                     )
-                self._missing.discard(number)
-                self._put(unit, output)
+                self._missing_units.discard(number)
+                self._store_output(unit, output)
             except Exception as error:  # raised by check(), not inside the backward
                 self.fail(error)
 
         return take
 
-    def _put(self, unit: Unit, output: Tensor) -> None:
+    def _store_output(self, unit: FsdpUnit, output: Tensor) -> None:
         """Move a unit's sum into the current slot.  output: [unit.size]"""
-        place = self._place(unit)
+        place = self._slot_view(unit)
         if place is not None:
-            if self.accumulate:
+            if self.accumulates:
                 place.add_(output)
             elif place.data_ptr() != output.data_ptr():
                 place.copy_(output)
-        for index, at in unit.places:
+        for index, at in unit.placements:
             if place is None:
-                shard = local(self._parameters[index])
+                shard = local_tensor(self._parameters[index])
                 self._take(index, output[at : at + shard.numel()].view(shard.shape))
             else:
-                self._came(index)
+                self._on_slices_filled(index)
 
 
 class CountedGather:
     """FSDP2's all-gather of one unit, counted (`fully_shard`'s custom communication interface)."""
 
-    def __init__(self, traffic: Traffic):
+    def __init__(self, traffic: TrafficCounter):
         self._traffic = traffic
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -205,24 +232,30 @@ class CountedGather:
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
-        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup,
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
         async_op: bool = False,
-    ) -> dist.Work | None:  # fmt: skip
+    ) -> dist.Work | None:
         """output: [shards * n]; input: [n]"""
         self._traffic.add("gather", (group.size() - 1) * input_tensor.nbytes)
         return gather_parts(output_tensor, input_tensor, group, async_op)
 
 
-class SumInOrder:
+class OrderedReduceScatter:
     """FSDP2's reduce-scatter of one unit (`fully_shard`'s custom communication interface).
 
     output_size: elements of the result. slot: where the result may be written, or None.
     """
 
     def __init__(
-        self, output_size: int, slot: Callable[[], Tensor | None], traffic: Traffic | None = None
+        self,
+        output_size: int,
+        output_slot: Callable[[], Tensor | None],
+        traffic: TrafficCounter | None = None,
     ):
-        self._output_size, self._slot, self._traffic = output_size, slot, traffic
+        self._output_size, self._slot, self._traffic = output_size, output_slot, traffic
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Memory for the input (all shards' parts) or the output (this shard's sum)."""
@@ -232,9 +265,13 @@ class SumInOrder:
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
-        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any,
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        op: Any,
         async_op: bool = False,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """output: [n]; input: [shards * n], the parts of all shards one after another."""
         if self._traffic is not None:
             self._traffic.add("scatter", (group.size() - 1) * output_tensor.nbytes)

@@ -34,12 +34,19 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from holdfast.core.schedule.check import check
-from holdfast.core.schedule.table import Action, Kind, Schedule, Value, produced, singles
+from holdfast.core.schedule.check import check_schedule
+from holdfast.core.schedule.table import (
+    Action,
+    ActionKind,
+    Schedule,
+    Value,
+    actions_of,
+    value_produced,
+)
 from holdfast.errors import LayoutError, PeerLostError
-from holdfast.parallel.comm.transport import Peers
+from holdfast.parallel.comm.transport import PeerGroup
 from holdfast.parallel.torch_compat import Work, is_peer_loss
-from holdfast.parallel.trace import COMPUTE, RECEIVE, SEND, Recorder
+from holdfast.parallel.trace import COMPUTE, RECEIVE, SEND, SpanRecorder
 
 FIRST_TAG = 1 << 16  # lower tags are free for small exchanges in the same group
 LAST_TAG = 0x7FFF0000  # above stand the transport's own
@@ -96,7 +103,7 @@ class Message:
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class PlannedAction:
     """One action of this rank, with what it takes and gives.
 
     taken, given: the value that enters or leaves by a message, None where none does.
@@ -106,28 +113,30 @@ class Step:
     """
 
     action: Action
-    taken: Message | None
-    here: Value | None
-    given: Message | None
-    stays: Value | None
-    proves: tuple[Value, ...]
-    receipt: int | None
+    incoming: Message | None
+    local_input: Value | None
+    outgoing: Message | None
+    local_output: Value | None
+    proven_values: tuple[Value, ...]
+    receipt_to: int | None
 
 
 @dataclass(frozen=True)
-class Plan:
+class PipelinePlan:
     """A schedule as one rank sees it. debtors: peers that owe a receipt at the end of the run."""
 
     schedule: Schedule
-    steps: tuple[Step, ...]
-    debtors: tuple[int, ...]
+    steps: tuple[PlannedAction, ...]
+    receipt_senders: tuple[int, ...]
 
     def receives(self, gradient: bool) -> Iterator[Message]:
         """Arrivals in one direction, in order of use."""
-        return (s.taken for s in self.steps if s.taken and s.taken.value.gradient is gradient)
+        return (
+            s.incoming for s in self.steps if s.incoming and s.incoming.value.gradient is gradient
+        )
 
 
-class Interpreter:
+class PipelineInterpreter:
     """Runs schedules over `line`: the bare peers of one pipeline, numbered by index on `pp`.
 
     A run that fails closes every connection of the line, so that its peers stop too. The line and
@@ -137,15 +146,19 @@ class Interpreter:
     """
 
     def __init__(
-        self, line: Peers, device: torch.device, *,
-        recorder: Recorder | None = None, first_tag: int = FIRST_TAG,
-    ):  # fmt: skip
-        self.line, self.device, self.recorder, self.first_tag = line, device, recorder, first_tag
-        self._plans: deque[Plan] = deque(maxlen=8)
-        self._unproved: dict[int, list[tuple[Tensor, Work]]] = {}
-        self._owed: list[tuple[int, Tensor, Work]] = []
-        self._receipts: dict[int, tuple[Tensor, Work]] = {}
-        self._closed = False
+        self,
+        peers: PeerGroup,
+        device: torch.device,
+        *,
+        recorder: SpanRecorder | None = None,
+        first_tag: int = FIRST_TAG,
+    ):
+        self.peers, self.device, self.recorder, self.first_tag = peers, device, recorder, first_tag
+        self._plans: deque[PipelinePlan] = deque(maxlen=8)
+        self._unconfirmed_sends: dict[int, list[tuple[Tensor, Work]]] = {}
+        self._receipts_due: list[tuple[int, Tensor, Work]] = []
+        self._receipts_sent: dict[int, tuple[Tensor, Work]] = {}
+        self._is_closed = False
 
     def run(self, schedule: Schedule, work: StageWork) -> None:
         """Execute this rank's row of `schedule`; every rank of the line runs the same table.
@@ -154,46 +167,46 @@ class Interpreter:
         Raises PeerLostError when a peer is lost, and whatever the work raises. Raises
         LayoutError, before anything starts, for a table that cannot be executed here.
         """
-        plan = self.plan(schedule)
-        if not isinstance(work, SplitStageWork) and _splits(plan):
+        plan = self.plan_for(schedule)
+        if not isinstance(work, SplitStageWork) and _has_split_backward(plan):
             raise LayoutError(
                 f"the schedule {schedule.name} splits the backward, which these stages do not",
                 where="layout.schedule",
                 remedy="use 1f1b or gpipe",
             )
         try:
-            self._settle()
-            Run(self, plan, work).execute()
+            self._wait_for_receipts()
+            PipelineRun(self, plan, work).execute()
         except BaseException as error:
             self._fail(error)
             raise
 
-    def settle(self) -> None:
+    def wait_until_sent(self) -> None:
         """Return when everything that was sent has arrived. Raises PeerLostError.
 
         Each run begins with it. To be called by a rank that goes away after a run without
         another exchange in between.
         """
         try:
-            self._settle()
+            self._wait_for_receipts()
         except BaseException as error:
             self._fail(error)
             raise
 
-    def plan(self, schedule: Schedule) -> Plan:
+    def plan_for(self, schedule: Schedule) -> PipelinePlan:
         """Return this rank's part of `schedule`. It is made once for each of the last few
         tables."""
         for plan in self._plans:
             if plan.schedule == schedule:
                 return plan
-        if schedule.ranks != self.line.size:
+        if schedule.ranks != self.peers.size:
             raise LayoutError(
                 f"the schedule {schedule.name} is for {schedule.ranks} ranks, "
-                f"the pipeline has {self.line.size}",
+                f"the pipeline has {self.peers.size}",
                 where="layout.schedule",
             )
-        check(schedule)
-        plan = make_plan(schedule, self.line.rank, self.first_tag)
+        check_schedule(schedule)
+        plan = make_pipeline_plan(schedule, self.peers.rank, self.first_tag)
         self._plans.append(plan)
         return plan
 
@@ -201,16 +214,16 @@ class Interpreter:
         """A span of the recorder, if there is one."""
         return self.recorder.span(track, name) if self.recorder else nullcontext()
 
-    def begin(self, plan: Plan) -> None:
+    def post_receipts(self, plan: PipelinePlan) -> None:
         """Post the receives of the receipts that this run will be owed."""
-        for peer in plan.debtors:
+        for peer in plan.receipt_senders:
             record = torch.empty(1, dtype=torch.int64)
-            work = self.line.receive(record, peer, self.first_tag)
-            self._owed.append((peer, record, work))
+            work = self.peers.receive(record, peer, self.first_tag)
+            self._receipts_due.append((peer, record, work))
 
-    def kept(self, peer: int, tensor: Tensor, work: Work) -> None:
+    def keep_send(self, peer: int, tensor: Tensor, work: Work) -> None:
         """Keep a send that nothing of its run will prove."""
-        self._unproved.setdefault(peer, []).append((tensor, work))
+        self._unconfirmed_sends.setdefault(peer, []).append((tensor, work))
 
     def send_receipt(self, peer: int) -> None:
         """Tell `peer` that everything it sent in this run has been used.
@@ -218,96 +231,96 @@ class Interpreter:
         It has just sent in this run, so it had waited for the receipt of the run before.
         """
         record = torch.zeros(1, dtype=torch.int64)
-        if self.line.traffic is not None:
-            self.line.traffic.add("control", record.nbytes)
-        self._receipts[peer] = (record, self.line.group.send([record], peer, self.first_tag))
+        if self.peers.traffic is not None:
+            self.peers.traffic.add("control", record.nbytes)
+        self._receipts_sent[peer] = (record, self.peers.group.send([record], peer, self.first_tag))
 
-    def _settle(self) -> None:
-        if self._closed:
+    def _wait_for_receipts(self) -> None:
+        if self._is_closed:
             raise PeerLostError("an earlier run of this pipeline failed, its line is closed")
-        for peer, _, work in self._owed:
+        for peer, _, work in self._receipts_due:
             with self.span(SEND, f"to {peer}"):
                 work.wait()
-            self._unproved.pop(peer, None)
-        self._owed.clear()
+            self._unconfirmed_sends.pop(peer, None)
+        self._receipts_due.clear()
 
     def _fail(self, error: BaseException) -> None:
         """Close the line, so that no peer waits for this rank."""
-        self._closed = True
-        self.line.abort()
+        self._is_closed = True
+        self.peers.abort()
         if is_peer_loss(error):
             raise PeerLostError(f"a peer of the pipeline was lost: {error}") from error
 
 
-class Run:
+class PipelineRun:
     """One execution of a plan: what is posted, handed over and on its way."""
 
-    def __init__(self, interpreter: Interpreter, plan: Plan, work: StageWork):
+    def __init__(self, interpreter: PipelineInterpreter, plan: PipelinePlan, work: StageWork):
         self._interpreter, self._plan, self._work = interpreter, plan, work
-        self._line, self._device = interpreter.line, interpreter.device
-        self._coming = {gradient: plan.receives(gradient) for gradient in (False, True)}
+        self._peers, self._device = interpreter.peers, interpreter.device
+        self._expected = {gradient: plan.receives(gradient) for gradient in (False, True)}
         self._posted: dict[Value, tuple[Tensor, Work]] = {}
-        self._sent: dict[Value, tuple[int, Tensor, Work]] = {}
-        self._here: dict[Value, Tensor] = {}
+        self._sends: dict[Value, tuple[int, Tensor, Work]] = {}
+        self._local_values: dict[Value, Tensor] = {}
 
     def execute(self) -> None:
         """All actions of this rank, in the order of the table."""
-        self._interpreter.begin(self._plan)
-        self._post(False)
-        self._post(True)
+        self._interpreter.post_receipts(self._plan)
+        self._post_receive(False)
+        self._post_receive(True)
         for step in self._plan.steps:
             incoming = self._take(step)
             with self._interpreter.span(COMPUTE, str(step.action)):
                 out = self._compute(step.action, incoming)
             self._give(step, out)
-        for peer, tensor, work in self._sent.values():
-            self._interpreter.kept(peer, tensor, work)
+        for peer, tensor, work in self._sends.values():
+            self._interpreter.keep_send(peer, tensor, work)
 
     def _compute(self, action: Action, incoming: Tensor | None) -> Tensor | None:
         work, stage, microbatch = self._work, action.stage, action.microbatch
         match action.kind:
-            case Kind.FORWARD:
+            case ActionKind.FORWARD:
                 return work.forward(stage, microbatch, incoming)
-            case Kind.BACKWARD:
+            case ActionKind.BACKWARD:
                 return work.backward(stage, microbatch, incoming)
         assert isinstance(work, SplitStageWork)
-        if action.kind is Kind.BACKWARD_INPUT:
+        if action.kind is ActionKind.BACKWARD_INPUT:
             return work.backward_input(stage, microbatch, incoming)
         work.backward_weight(stage, microbatch)
         return None
 
-    def _post(self, gradient: bool) -> None:
+    def _post_receive(self, gradient: bool) -> None:
         """Post the next receive of one direction, if there is one."""
-        message = next(self._coming[gradient], None)
+        message = next(self._expected[gradient], None)
         if message is not None:
             shape, dtype = self._work.boundary(message.boundary, message.value.microbatch)
             buffer = torch.empty(shape, dtype=dtype)
-            work = self._line.receive(buffer, message.peer, message.tag)
+            work = self._peers.receive(buffer, message.peer, message.tag)
             self._posted[message.value] = (buffer, work)
 
-    def _take(self, step: Step) -> Tensor | None:
+    def _take(self, step: PlannedAction) -> Tensor | None:
         """Return the action's input from another stage, on the device; None if it has none."""
-        if step.here is not None:
-            return self._here.pop(step.here)
-        if step.taken is None:
+        if step.local_input is not None:
+            return self._local_values.pop(step.local_input)
+        if step.incoming is None:
             return None
-        value = step.taken.value
-        self._post(value.gradient)
+        value = step.incoming.value
+        self._post_receive(value.gradient)
         buffer, work = self._posted.pop(value)
         with self._interpreter.span(RECEIVE, str(step.action)):
             work.wait()
-        for proved in step.proves:
-            self._sent.pop(proved)
-        if step.receipt is not None:
-            self._interpreter.send_receipt(step.receipt)
+        for proved in step.proven_values:
+            self._sends.pop(proved)
+        if step.receipt_to is not None:
+            self._interpreter.send_receipt(step.receipt_to)
         return buffer.to(self._device)
 
-    def _give(self, step: Step, out: Tensor | None) -> None:
+    def _give(self, step: PlannedAction, out: Tensor | None) -> None:
         """Hand on what the action produced, without the graph that produced it."""
-        value = step.stays or (step.given.value if step.given else None)
+        value = step.local_output or (step.outgoing.value if step.outgoing else None)
         if value is None:
             return
-        message = step.given
+        message = step.outgoing
         boundary = value.stage if value.gradient else value.stage + 1
         expected = self._work.boundary(boundary, value.microbatch)
         if out is None or (tuple(out.shape), out.dtype) != expected:
@@ -315,16 +328,16 @@ class Run:
             raise ValueError(f"{step.action} gave {found}, the boundary {boundary} is {expected}")
         out = out.detach()
         if message is None:
-            self._here[value] = out
+            self._local_values[value] = out
             return
         wire = out.cpu().contiguous()
-        if self._line.traffic is not None:
-            self._line.traffic.add("pp", wire.nbytes)
-        work = self._line.group.send([wire], message.peer, message.tag)
-        self._sent[value] = (message.peer, wire, work)
+        if self._peers.traffic is not None:
+            self._peers.traffic.add("pp", wire.nbytes)
+        work = self._peers.group.send([wire], message.peer, message.tag)
+        self._sends[value] = (message.peer, wire, work)
 
 
-def make_plan(schedule: Schedule, rank: int, first_tag: int = FIRST_TAG) -> Plan:
+def make_pipeline_plan(schedule: Schedule, rank: int, first_tag: int = FIRST_TAG) -> PipelinePlan:
     """The row of `rank`, with its messages, what proves their arrival, and its receipts.
 
     Tags: `first_tag` for receipts, then one per (direction, stage, microbatch).
@@ -337,102 +350,108 @@ def make_plan(schedule: Schedule, rank: int, first_tag: int = FIRST_TAG) -> Plan
             where="layout.schedule",
             remedy="use fewer microbatches",
         )
-    rows = [tuple(a for cell in row for a in singles(cell)) for row in schedule.actions]
+    rows = [tuple(a for cell in row for a in actions_of(cell)) for row in schedule.actions]
     place = {action: (r, at) for r, row in enumerate(rows) for at, action in enumerate(row)}
-    traffic = _Traffic(schedule, place)
+    traffic = _ValueRoutes(schedule, place)
     peers = [peer for peer in range(schedule.ranks) if peer != rank]
     proves: dict[Value, list[Value]] = {}
     for peer in peers:
-        for sent, answer in traffic.answers(rank, peer).items():
+        for sent, answer in traffic.arrival_proofs(rank, peer).items():
             if answer is not None:
                 proves.setdefault(answer, []).append(sent)
-    receipts = {last: peer for peer in peers if (last := traffic.closing(peer, rank))}
-    debtors = tuple(peer for peer in peers if traffic.closing(rank, peer))
+    receipts = {last: peer for peer in peers if (last := traffic.last_unproven(peer, rank))}
+    debtors = tuple(peer for peer in peers if traffic.last_unproven(rank, peer))
     steps = []
     for action in rows[rank]:
         source, target = _incoming(action, schedule.stages), _outgoing(action, schedule.stages)
         taken = traffic.message(source, rank, first_tag) if source else None
         given = traffic.message(target, rank, first_tag) if target else None
-        step = Step(
+        step = PlannedAction(
             action=action,
-            taken=taken,
-            here=None if taken else source,
-            given=given,
-            stays=None if given else target,
-            proves=tuple(proves.get(source, ())) if source else (),
-            receipt=receipts.get(source) if source else None,
+            incoming=taken,
+            local_input=None if taken else source,
+            outgoing=given,
+            local_output=None if given else target,
+            proven_values=tuple(proves.get(source, ())) if source else (),
+            receipt_to=receipts.get(source) if source else None,
         )
         steps.append(step)
-    return Plan(schedule, tuple(steps), debtors)
+    return PipelinePlan(schedule, tuple(steps), debtors)
 
 
-class _Traffic:
+class _ValueRoutes:
     """The values that travel between ranks, with their places in the rows of both."""
 
     def __init__(self, schedule: Schedule, place: dict[Action, tuple[int, int]]):
         self._schedule = schedule
-        self._giver: dict[Value, tuple[int, int]] = {}
-        self._taker: dict[Value, tuple[int, int]] = {}
+        self._sender: dict[Value, tuple[int, int]] = {}
+        self._receiver: dict[Value, tuple[int, int]] = {}
         for action, where in place.items():
             source, target = _incoming(action, schedule.stages), _outgoing(action, schedule.stages)
             if source is not None:
-                self._taker[source] = where
+                self._receiver[source] = where
             if target is not None:
-                self._giver[target] = where
+                self._sender[target] = where
 
     def message(self, value: Value, rank: int, first_tag: int) -> Message | None:
         """The message that carries `value` from or to `rank`; None if it stays on it."""
-        giver, taker = self._giver[value][0], self._taker[value][0]
+        giver, taker = self._sender[value][0], self._receiver[value][0]
         if giver == taker:
             return None
         stages, microbatches = self._schedule.stages, self._schedule.microbatches
         number = (value.gradient * stages + value.stage) * microbatches + value.microbatch
         return Message(value, taker if giver == rank else giver, first_tag + 1 + number)
 
-    def answers(self, sender: int, receiver: int) -> dict[Value, Value | None]:
+    def arrival_proofs(self, sender: int, receiver: int) -> dict[Value, Value | None]:
         """Of all that `sender` sends to `receiver`: the first to come back that proves arrival.
 
         Values that come back are taken in the order in which `sender` uses them. The proof is the
         first that `receiver` gave at or after the place where it took what was sent.
         """
-        back = sorted(self._between(receiver, sender), key=lambda value: self._taker[value])
-        newest = list(accumulate((self._giver[value][1] for value in back), max))
+        back = sorted(
+            self._values_between(receiver, sender), key=lambda value: self._receiver[value]
+        )
+        newest = list(accumulate((self._sender[value][1] for value in back), max))
         found: dict[Value, Value | None] = {}
-        for value in self._between(sender, receiver):
-            at = bisect_left(newest, self._taker[value][1])
+        for value in self._values_between(sender, receiver):
+            at = bisect_left(newest, self._receiver[value][1])
             found[value] = back[at] if at < len(back) else None
         return found
 
-    def closing(self, sender: int, receiver: int) -> Value | None:
+    def last_unproven(self, sender: int, receiver: int) -> Value | None:
         """The last of what `sender` sends to `receiver` that nothing proves, in order of use."""
-        open_ends = [v for v, answer in self.answers(sender, receiver).items() if answer is None]
-        return max(open_ends, key=lambda value: self._taker[value], default=None)
+        open_ends = [
+            v for v, answer in self.arrival_proofs(sender, receiver).items() if answer is None
+        ]
+        return max(open_ends, key=lambda value: self._receiver[value], default=None)
 
-    def _between(self, sender: int, receiver: int) -> list[Value]:
+    def _values_between(self, sender: int, receiver: int) -> list[Value]:
         return [
             value
-            for value, (giver, _) in self._giver.items()
-            if giver == sender and self._taker[value][0] == receiver
+            for value, (giver, _) in self._sender.items()
+            if giver == sender and self._receiver[value][0] == receiver
         ]
 
 
 def _incoming(action: Action, stages: int) -> Value | None:
     """Return the input of an action from a neighbouring stage."""
     stage, microbatch = action.stage, action.microbatch
-    if action.kind is Kind.FORWARD:
+    if action.kind is ActionKind.FORWARD:
         return Value(stage - 1, microbatch) if stage > 0 else None
-    if action.kind is Kind.BACKWARD_WEIGHT or stage + 1 == stages:
+    if action.kind is ActionKind.BACKWARD_WEIGHT or stage + 1 == stages:
         return None
     return Value(stage + 1, microbatch, gradient=True)
 
 
 def _outgoing(action: Action, stages: int) -> Value | None:
     """Return the output of an action for a neighbouring stage."""
-    value = produced(action)
+    value = value_produced(action)
     if value is None or value.stage == (0 if value.gradient else stages - 1):
         return None
     return value
 
 
-def _splits(plan: Plan) -> bool:
-    return any(s.action.kind in (Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT) for s in plan.steps)
+def _has_split_backward(plan: PipelinePlan) -> bool:
+    return any(
+        s.action.kind in (ActionKind.BACKWARD_INPUT, ActionKind.BACKWARD_WEIGHT) for s in plan.steps
+    )

@@ -21,18 +21,18 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from holdfast.errors import PeerLostError
 from holdfast.layout import AXES, Coordinate, Replica
-from holdfast.parallel.comm.comm_stats import Traffic
-from holdfast.parallel.comm.transport import Peers, hang_up
+from holdfast.parallel.comm.comm_stats import TrafficCounter
+from holdfast.parallel.comm.transport import PeerGroup, close_connections
 from holdfast.parallel.torch_compat import (
     PrefixStore,
     Store,
-    count_groups_anew,
     forget_meshes,
+    reset_group_count,
 )
 
 
 @dataclass
-class Inside:
+class ReplicaGroups:
     """The groups inside one replica, as one of its ranks sees them.
 
     line: the stages of my pipeline, numbered by stage; None without a pipeline. mesh: the cut axes
@@ -42,11 +42,11 @@ class Inside:
     """
 
     generation: int
-    line: Peers | None
+    pipeline: PeerGroup | None
     mesh: DeviceMesh | None
-    meeting: Peers | None
+    lockstep: PeerGroup | None
     store: Store
-    broken: bool = False
+    is_aborted: bool = False
 
     def axis(self, name: str) -> dist.ProcessGroup:
         """torch's group along one cut axis of the mesh."""
@@ -61,102 +61,124 @@ class Inside:
     def abort(self) -> None:
         """Wake all threads that wait inside the replica, also in torch's own groups (such as a
         sharded layer's gather)."""
-        self.broken = True
-        for peers in self.peers():
+        self.is_aborted = True
+        for peers in self.bare_groups():
             peers.abort()
-        for group in self._registered():
-            hang_up(group, [peer for peer in range(group.size()) if peer != group.rank()])
+        for group in self._registered_groups():
+            close_connections(group, [peer for peer in range(group.size()) if peer != group.rank()])
 
     def close(self) -> None:
         """Nothing stays in torch's registry."""
-        for peers in self.peers():
+        for peers in self.bare_groups():
             peers.close()
         if self.mesh is not None:
             self.mesh = None
             dist.destroy_process_group()
             forget_meshes()
 
-    def peers(self) -> list[Peers]:
+    def bare_groups(self) -> list[PeerGroup]:
         """Return the bare groups. If a replica is one pipeline, its `line` is its `meeting` too."""
-        known = [peers for peers in (self.line, self.meeting) if peers is not None]
+        known = [peers for peers in (self.pipeline, self.lockstep) if peers is not None]
         return list({id(peers): peers for peers in known}.values())
 
-    def _registered(self) -> list[dist.ProcessGroup]:
+    def _registered_groups(self) -> list[dist.ProcessGroup]:
         if self.mesh is None or self.mesh.device_type != "cpu":
             return []
         return [self.mesh.get_group(name) for name in self.mesh.mesh_dim_names or ()]
 
 
 @dataclass(frozen=True)
-class Joining:
+class ConnectSettings:
     """The means by which a rank joins its groups. seconds: bounds every wait."""
 
     store: Store
     interface: str
     seconds: float
-    traffic: Traffic | None
+    traffic: TrafficCounter | None
 
-    def peers(self, name: str, rank: int, size: int) -> Peers:
+    def connect_peers(self, name: str, rank: int, size: int) -> PeerGroup:
         """A bare group; collective. Raises PeerLostError."""
-        return Peers(
-            self.store, name, rank, size, interface=self.interface, seconds=self.seconds,
+        return PeerGroup(
+            self.store,
+            name,
+            rank,
+            size,
+            interface=self.interface,
+            seconds=self.seconds,
             traffic=self.traffic,
-        )  # fmt: skip
+        )
 
 
-def join_inside(
-    joining: Joining, generation: int, replica: Replica, at: Coordinate, device: torch.device,
-    *, alone: bool,
-) -> Inside:  # fmt: skip
+def join_replica_groups(
+    settings: ConnectSettings,
+    generation: int,
+    replica: Replica,
+    at: Coordinate,
+    device: torch.device,
+    *,
+    is_only_replica: bool,
+) -> ReplicaGroups:
     """Make the groups of a replica; collective over it. alone: it is the only one.
 
     Raises PeerLostError when one of its ranks does not come.
     """
-    inside = Inside(generation, None, None, None, joining.store)
+    inside = ReplicaGroups(generation, None, None, None, settings.store)
     if replica.mesh_shape[0] > 1:
         name = f"generation{generation}/line{replica.index}.{at.dp_shard}.{at.cp}.{at.tp}"
-        inside.line = joining.peers(name, at.pp, replica.mesh_shape[0])
-    if not alone:
-        join_meeting(inside, joining, generation, replica, at)
+        inside.pipeline = settings.connect_peers(name, at.pp, replica.mesh_shape[0])
+    if not is_only_replica:
+        join_lockstep(inside, settings, generation, replica, at)
     if len(replica.ranks) > 1:
-        inside.mesh = _register(joining, generation, replica, at, device)
+        inside.mesh = _register(settings, generation, replica, at, device)
     return inside
 
 
-def join_meeting(
-    inside: Inside, joining: Joining, generation: int, replica: Replica, at: Coordinate
+def join_lockstep(
+    replica_groups: ReplicaGroups,
+    settings: ConnectSettings,
+    generation: int,
+    replica: Replica,
+    at: Coordinate,
 ) -> None:
     """Create the group in which a replica's ranks agree, if there is none; collective over it."""
-    if inside.meeting is not None or len(replica.ranks) == 1:
+    if replica_groups.lockstep is not None or len(replica.ranks) == 1:
         return
-    if inside.line is not None and inside.line.size == len(replica.ranks):
-        inside.meeting = inside.line
+    if replica_groups.pipeline is not None and replica_groups.pipeline.size == len(replica.ranks):
+        replica_groups.lockstep = replica_groups.pipeline
         return
     name = f"generation{generation}/meeting{replica.index}"
-    inside.meeting = joining.peers(name, at.mesh_rank, len(replica.ranks))
+    replica_groups.lockstep = settings.connect_peers(name, at.mesh_rank, len(replica.ranks))
 
 
 def _register(
-    joining: Joining, generation: int, replica: Replica, at: Coordinate, device: torch.device
+    settings: ConnectSettings,
+    generation: int,
+    replica: Replica,
+    at: Coordinate,
+    device: torch.device,
 ) -> DeviceMesh:
     """Make this replica torch's default world. Its mesh axes carry the generation, because
     DTensor's caches would take two meshes with equal names for one."""
-    os.environ["GLOO_SOCKET_IFNAME"] = joining.interface  # the only way to tell torch
+    os.environ["GLOO_SOCKET_IFNAME"] = settings.interface  # the only way to tell torch
     name = f"generation{generation}/replica{replica.index}"
     cut = [(axis, n) for axis, n in zip(AXES, replica.mesh_shape, strict=True) if n > 1]
     try:
         dist.init_process_group(
-            "gloo", store=PrefixStore(name, joining.store), rank=at.mesh_rank,
-            world_size=len(replica.ranks), timeout=timedelta(seconds=joining.seconds),
-        )  # fmt: skip
+            "gloo",
+            store=PrefixStore(name, settings.store),
+            rank=at.mesh_rank,
+            world_size=len(replica.ranks),
+            timeout=timedelta(seconds=settings.seconds),
+        )
         return init_device_mesh(
-            device.type, tuple(n for _, n in cut),
+            device.type,
+            tuple(n for _, n in cut),
             mesh_dim_names=tuple(axis_name(axis, generation) for axis, _ in cut),
-        )  # fmt: skip
+        )
     except BaseException as error:  # a store that was interrupted raises an error of its own
         if dist.is_initialized():
             dist.destroy_process_group()
-        count_groups_anew()
+        reset_group_count()
         if not isinstance(error, RuntimeError):
             raise
         raise PeerLostError(f"replica {replica.index} did not come together: {error}") from error

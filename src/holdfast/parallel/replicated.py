@@ -20,10 +20,10 @@ from torch import Tensor
 from holdfast.core.sharding.boxes import Box
 from holdfast.core.sharding.reduction_tree import Shares
 from holdfast.core.sharding.step_resume import Computed
-from holdfast.parallel.gradients.feeder import Cells, Feeder
+from holdfast.parallel.gradients.feeder import Cells, GradientFeeder
 
 
-class ReplicatedGradients(Feeder):
+class ReplicatedGradients(GradientFeeder):
     """Feeds reducers from plain parameters: nothing is gathered or scattered around them.
 
     named: the tensors that the module computes with (bf16 in mixed precision), in forward order;
@@ -32,22 +32,35 @@ class ReplicatedGradients(Feeder):
     """
 
     def __init__(
-        self, named: Mapping[str, Tensor], boxes: Mapping[str, Box], cells: Cells, *,
-        dtype: torch.dtype, bucket_bytes: int, by_unit: bool = False, fast: bool = False,
+        self,
+        named: Mapping[str, Tensor],
+        boxes: Mapping[str, Box],
+        cells: Cells,
+        *,
+        dtype: torch.dtype,
+        bucket_bytes: int,
+        by_unit: bool = False,
+        fast: bool = False,
         wanted: Mapping[str, Box] | None = None,
-    ):  # fmt: skip
+    ):
         self._parameters = list(named.values())
         for name, parameter in named.items():
             if tuple(parameter.shape) != boxes[name].lengths:
                 raise ValueError(f"{name} is {tuple(parameter.shape)}, its box {boxes[name]}")
         first = self._parameters[0]
         super().__init__(
-            {name: boxes[name] for name in named}, cells, dtype=dtype, device=first.device,
-            bucket_bytes=bucket_bytes, by_unit=by_unit, fast=fast, wanted=wanted,
+            {name: boxes[name] for name in named},
+            cells,
+            dtype=dtype,
+            device=first.device,
+            bucket_bytes=bucket_bytes,
+            by_unit=by_unit,
+            fast=fast,
+            wanted=wanted,
             pairs=first.dtype == dtype,
-        )  # fmt: skip
-        self._missing: set[int] = set()
-        self._listening = False
+        )
+        self._missing_parameters: set[int] = set()
+        self._is_listening = False
         for index, parameter in enumerate(self._parameters):
             parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
                 self._hook(index)
@@ -56,26 +69,26 @@ class ReplicatedGradients(Feeder):
     def begin(self, leaves: int, shares: Shares, computed: Computed = ()) -> None:
         """Start a step, see `Feeder.begin`. One that was given up between two sibling leaves left
         the first in `.grad`, where it would be added to this step's."""
-        self._listening = False
+        self._is_listening = False
         for parameter in self._parameters:
             parameter.grad = None
         super().begin(leaves, shares, computed)
 
     def start_leaf(self, leaf: int) -> None:
         """The next backward pass belongs to `leaf`."""
-        if self._open(leaf) is not None:
-            self._missing = set(range(len(self._parameters)))
-            self._listening = True
+        if self._open_slot(leaf) is not None:
+            self._missing_parameters = set(range(len(self._parameters)))
+            self._is_listening = True
 
     def end_leaf(self) -> None:
         """The backward pass is over. Parameters without a gradient count as zero."""
-        if self._listening:
-            self._listening = False
-            for index in self._missing:
-                self._arrived(index, self._parameters[index])
-        self._close()
+        if self._is_listening:
+            self._is_listening = False
+            for index in self._missing_parameters:
+                self._on_gradient(index, self._parameters[index])
+        self._close_leaf()
 
-    def _flush(self, target: list[list[Tensor]]) -> None:
+    def _flush_held_leaf(self, target: list[list[Tensor]]) -> None:
         for index, parameter in enumerate(self._parameters):
             gradient, parameter.grad = parameter.grad, None
             for patch, place in zip(self.patches[index], target[index], strict=True):
@@ -92,12 +105,12 @@ class ReplicatedGradients(Feeder):
 
         def listen(parameter: Tensor) -> None:
             me = whose()
-            if me is not None and me._listening:
-                me._missing.discard(index)
-                me._arrived(index, parameter)
+            if me is not None and me._is_listening:
+                me._missing_parameters.discard(index)
+                me._on_gradient(index, parameter)
 
         return listen
 
-    def _arrived(self, index: int, parameter: Tensor) -> None:
+    def _on_gradient(self, index: int, parameter: Tensor) -> None:
         gradient, parameter.grad = parameter.grad, None
         self._take(index, gradient)

@@ -26,16 +26,16 @@ import torch
 from torch import Tensor
 
 from holdfast.core.sharding.boxes import Box
-from holdfast.core.sharding.reshard_plan import Moves, Transfer
+from holdfast.core.sharding.reshard_plan import ReshardPlan, Transfer
 from holdfast.errors import LayoutError, PeerLostError
-from holdfast.parallel.comm.abortable_wait import Errand
-from holdfast.parallel.comm.transport import Peers, exchange
+from holdfast.parallel.comm.abortable_wait import AbortableWait
+from holdfast.parallel.comm.transport import PeerGroup, exchange
 
 _TAG = 8  # of the exchanges that open the move and close its rounds
 _FIRST_TAG = 16
 
 
-class Held(Protocol):
+class LocalShard(Protocol):
     """A rank's part of one state tensor: the elements of `box`, in `tensor`."""
 
     @property
@@ -50,9 +50,14 @@ class Held(Protocol):
 
 @torch.no_grad()
 def move(
-    old: MutableMapping[str, Held], new: Sequence[Held], moves: Moves, peers: Peers,
-    positions: Sequence[int], *, step: int,
-) -> None:  # fmt: skip
+    old: MutableMapping[str, LocalShard],
+    new: Sequence[LocalShard],
+    plan: ReshardPlan,
+    peers: PeerGroup,
+    positions: Sequence[int],
+    *,
+    step: int,
+) -> None:
     """Fill `new` with the state that the processes of `peers` hold in `old`. Collective.
 
     old: by tensor name; nothing of a newcomer. It is emptied: a tensor is released as soon as no
@@ -69,42 +74,48 @@ def move(
     """
     here = {held.name: held for held in new}
     try:
-        _check(old, here, moves)
+        _check(old, here, plan)
     except RuntimeError:
         peers.abort()  # the other ranks would wait for this one otherwise
         raise
-    _agree(moves, peers, step)
-    for box in moves.copies:
+    _check_agreement(plan, peers, step)
+    for box in plan.copies:
         if here[box.name].tensor is not old[box.name].tensor:  # else it has stayed where it was
-            part(here[box.name], box).copy_(part(old[box.name], box))
-    last = {t.box.name: t.round for t in moves.sends}
+            view_of_box(here[box.name], box).copy_(view_of_box(old[box.name], box))
+    last = {t.box.name: t.round for t in plan.sends}
     _release(old, {name for name, held in list(old.items()) if name not in last})
-    sends, receives = _by_round(moves.sends), _by_round(moves.receives)
-    for index in range(moves.rounds):
-        with _losses(peers):
-            _carry(old, here, sends.get(index, ()), receives.get(index, ()), peers, positions)
+    sends, receives = _by_round(plan.sends), _by_round(plan.receives)
+    for index in range(plan.rounds):
+        with _peer_loss_errors(peers):
+            _run_round(old, here, sends.get(index, ()), receives.get(index, ()), peers, positions)
         exchange(peers, torch.tensor([index]), [1] * peers.size, _TAG)
         peers.forget_sends()
         _release(old, {name for name, at in last.items() if at == index})
 
 
-def _carry(
-    old: MutableMapping[str, Held], new: dict[str, Held], sends: Iterable[Transfer],
-    receives: Iterable[Transfer], peers: Peers, positions: Sequence[int],
-) -> None:  # fmt: skip
+def _run_round(
+    old: MutableMapping[str, LocalShard],
+    new: dict[str, LocalShard],
+    sends: Iterable[Transfer],
+    receives: Iterable[Transfer],
+    peers: PeerGroup,
+    positions: Sequence[int],
+) -> None:
     """One round of one rank; returns when everything it receives is in its place."""
     coming = []
     for transfer in receives:
-        place = part(new[transfer.box.name], transfer.box)
-        into = place if _travels(place) else torch.empty(place.shape, dtype=place.dtype)
+        place = view_of_box(new[transfer.box.name], transfer.box)
+        into = (
+            place if _can_be_sent_directly(place) else torch.empty(place.shape, dtype=place.dtype)
+        )
         work = peers.receive(into, positions[transfer.source], _FIRST_TAG + transfer.number)
         coming.append((work, into, place))
     for transfer in sends:
-        piece = part(old[transfer.box.name], transfer.box)
-        packed = piece if _travels(piece) else piece.cpu().contiguous()
+        piece = view_of_box(old[transfer.box.name], transfer.box)
+        packed = piece if _can_be_sent_directly(piece) else piece.cpu().contiguous()
         peers.send(packed, positions[transfer.target], _FIRST_TAG + transfer.number)
 
-    def arrive(errand: Errand) -> None:
+    def arrive(errand: AbortableWait) -> None:
         for work, into, place in coming:
             errand.wait(work)
             if into is not place:
@@ -112,33 +123,34 @@ def _carry(
                     place.copy_(into)
 
     if coming:
-        errand = Errand(arrive, "moves")
-        peers.send_out(errand)
-        peers.fetch(errand)
+        errand = AbortableWait(arrive, "moves")
+        peers.start_wait(errand)
+        peers.join_wait(errand)
 
 
-def part(held: Held, box: Box) -> Tensor:
+def view_of_box(shard: LocalShard, box: Box) -> Tensor:
     """The view of `box` in a tensor that holds it.  -> [*box.lengths]"""
-    view = held.tensor
+    view = shard.tensor
     for dim, (start, length) in enumerate(zip(box.offsets, box.lengths, strict=True)):
-        view = view.narrow(dim, start - held.box.offsets[dim], length)
+        view = view.narrow(dim, start - shard.box.offsets[dim], length)
     return view
 
 
-def _travels(piece: Tensor) -> bool:
+def _can_be_sent_directly(piece: Tensor) -> bool:
     """Return True if a message can be read from, or written into, this memory directly."""
     return piece.device.type == "cpu" and piece.is_contiguous()
 
 
-def _agree(moves: Moves, peers: Peers, step: int) -> None:
+def _check_agreement(moves: ReshardPlan, peers: PeerGroup, step: int) -> None:
     """Raises LayoutError unless all ranks have parts of one plan, and the state of one step."""
     plan = [int(moves.digest[at : at + 15], 16) for at in (0, 15, 30, 45)]  # 60 bits each
     said = exchange(peers, torch.tensor([step, *plan]), [1 + len(plan)] * peers.size, _TAG)
     if any(not record[1:].equal(said[0][1:]) for record in said):
         raise LayoutError(
-            "ranks were told of different rebuilds", where="topology",
+            "ranks were told of different rebuilds",
+            where="topology",
             remedy="give all of them one topology, and one list of where they came from",
-        )  # fmt: skip
+        )
     steps = sorted({int(record[0]) for record in said})
     if len(steps) > 1:
         raise LayoutError(
@@ -147,7 +159,9 @@ def _agree(moves: Moves, peers: Peers, step: int) -> None:
         )
 
 
-def _check(old: MutableMapping[str, Held], new: dict[str, Held], moves: Moves) -> None:
+def _check(
+    old: MutableMapping[str, LocalShard], new: dict[str, LocalShard], moves: ReshardPlan
+) -> None:
     """Every box lies in the tensor it is taken from or put into, with the size it should have."""
     for held in (*old.values(), *new.values()):
         if tuple(held.tensor.shape) != held.box.lengths:
@@ -163,7 +177,7 @@ def _check(old: MutableMapping[str, Held], new: dict[str, Held], moves: Moves) -
     ):
         for box in boxes:
             if box.name not in place or not place[box.name].box.contains(box):
-                raise RuntimeError(f"{box} is in the plan of rank {moves.me}, which has it not")
+                raise RuntimeError(f"{box} is in the plan of rank {moves.rank}, which has it not")
     arriving = dict.fromkeys(new, 0)
     for box in (*moves.copies, *(t.box for t in moves.receives)):
         arriving[box.name] += box.size
@@ -178,13 +192,13 @@ def _by_round(transfers: Sequence[Transfer]) -> dict[int, list[Transfer]]:
     return {index: list(group) for index, group in groupby(transfers, lambda t: t.round)}
 
 
-def _release(old: MutableMapping[str, Held], names: Iterable[str]) -> None:
+def _release(old: MutableMapping[str, LocalShard], names: Iterable[str]) -> None:
     for name in names:
         del old[name]
 
 
 @contextmanager
-def _losses(peers: Peers) -> Iterator[None]:
+def _peer_loss_errors(peers: PeerGroup) -> Iterator[None]:
     """What breaks while state is on its way is the loss of a peer."""
     try:
         yield

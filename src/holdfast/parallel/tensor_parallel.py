@@ -37,7 +37,7 @@ from holdfast.core.sharding.boxes import Box
 from holdfast.errors import LayoutError
 from holdfast.model.decoder import Decoder
 from holdfast.parallel.comm.collectives import Collectives
-from holdfast.parallel.comm.comm_stats import Traffic
+from holdfast.parallel.comm.comm_stats import TrafficCounter
 from holdfast.parallel.vocab_parallel import VocabularyEmbedding, VocabularyPart, VocabularySoftmax
 
 
@@ -54,17 +54,17 @@ class TensorParallel:
         self._collectives = collectives
         self._shape = (0, 0)
 
-    def begin(self, batch: int, sequence: int) -> None:
+    def begin_forward(self, batch: int, sequence: int) -> None:
         """A forward of [batch, sequence] tokens follows."""
         self._shape = (batch, sequence)
 
-    def compiled(self) -> None:
+    def exclude_from_compilation(self) -> None:
         """The blocks around are to be: sends and receives are not for the compiler, so a compiled
         block ends and begins here."""
         aside: Any = torch.compiler.disable
-        self.enter, self.leave = aside(self.enter), aside(self.leave)  # type: ignore[method-assign]
+        self.enter_region, self.leave_region = aside(self.enter_region), aside(self.leave_region)  # type: ignore[method-assign]
 
-    def enter(self, x: Tensor) -> Tensor:
+    def enter_region(self, x: Tensor) -> Tensor:
         """The residual stream, [ceil(B*S / n), D] where tokens are cut -> [B, S, D]"""
         if not self.sequence_parallel:
             return self._collectives.copy(x)
@@ -72,7 +72,7 @@ class TensorParallel:
         tokens = self._collectives.gather(x)[: batch * sequence]
         return tokens.view(batch, sequence, -1)
 
-    def leave(self, x: Tensor) -> Tensor:
+    def leave_region(self, x: Tensor) -> Tensor:
         """Each rank's summand [B, S, D] -> the residual stream, cut where tokens are"""
         if not self.sequence_parallel:
             return self._collectives.reduce(x)
@@ -83,7 +83,7 @@ class TensorParallel:
         return self._collectives.scatter(tokens)
 
 
-class Objective(Protocol):
+class DecoderObjective(Protocol):
     """A module that computes a loss with a decoder: it calls `begin` before each forward, and
     enters before the head (`train.objective.NextToken`)."""
 
@@ -92,9 +92,12 @@ class Objective(Protocol):
 
 
 def apply_tensor_parallel(
-    objective: Objective, group: dist.ProcessGroup, *, sequence_parallel: bool = True,
-    traffic: Traffic | None = None,
-) -> TensorParallel:  # fmt: skip
+    objective: DecoderObjective,
+    group: dist.ProcessGroup,
+    *,
+    sequence_parallel: bool = True,
+    traffic: TrafficCounter | None = None,
+) -> TensorParallel:
     """Compute the objective's decoder, or the stage of one, over the ranks of `group`.
 
     Its parameters must have this rank's shape: call `localise` before or after. Apply it before
@@ -106,23 +109,23 @@ def apply_tensor_parallel(
     part = VocabularyPart.of(decoder.config, collectives.size, collectives.rank)
     tensor = TensorParallel(collectives, sequence_parallel, part)
     for block in decoder.layers:
-        _surround(block.attention, tensor)
-        _surround(block.ffn, tensor)
+        _wrap_region(block.attention, tensor)
+        _wrap_region(block.ffn, tensor)
     if decoder.embed is not None:
         decoder.embed = VocabularyEmbedding(decoder.embed, part)
-        decoder.embed.register_forward_hook(lambda _, tokens, x: tensor.leave(x))
+        decoder.embed.register_forward_hook(lambda _, tokens, x: tensor.leave_region(x))
     objective.tensor = tensor
     return tensor
 
 
-def _surround(region: nn.Module, tensor: TensorParallel) -> None:
+def _wrap_region(region: nn.Module, tensor: TensorParallel) -> None:
     """Enter before the module, with its first argument; leave after it."""
 
     def enter(_: nn.Module, given: tuple[Any, ...]) -> tuple[Any, ...]:
-        return (tensor.enter(given[0]), *given[1:])
+        return (tensor.enter_region(given[0]), *given[1:])
 
     def leave(_: nn.Module, given: tuple[Any, ...], output: Tensor) -> Any:
-        return tensor.leave(output)
+        return tensor.leave_region(output)
 
     region.register_forward_pre_hook(enter)
     region.register_forward_hook(leave)
@@ -133,19 +136,26 @@ def _check_units(model: ModelConfig, tp: int) -> None:
     inner unit may be held twice: the sum over ranks would count it twice."""
     if model.heads % tp:
         good = [n for n in range(1, model.heads + 1) if model.heads % n == 0]
-        raise LayoutError(f"tp {tp} does not divide the {model.heads} query heads",
-                          where="layout.tp", remedy=f"use one of {good}")  # fmt: skip
+        raise LayoutError(
+            f"tp {tp} does not divide the {model.heads} query heads",
+            where="layout.tp",
+            remedy=f"use one of {good}",
+        )
     if model.kv_heads % tp and tp % model.kv_heads:
         raise LayoutError(
             f"tp {tp} is neither a divisor nor a multiple of the {model.kv_heads} key/value heads",
-            where="layout.tp", remedy=f"use tp {model.kv_heads}",
-        )  # fmt: skip
+            where="layout.tp",
+            remedy=f"use tp {model.kv_heads}",
+        )
     if model.ffn_dim < tp:
-        raise LayoutError(f"tp {tp} is more than the {model.ffn_dim} inner units of SwiGLU",
-                          where="layout.tp", remedy=f"use tp {model.ffn_dim}")  # fmt: skip
+        raise LayoutError(
+            f"tp {tp} is more than the {model.ffn_dim} inner units of SwiGLU",
+            where="layout.tp",
+            remedy=f"use tp {model.ffn_dim}",
+        )
 
 
-def localise(module: nn.Module, boxes: Mapping[str, Box]) -> None:
+def localise_parameters(module: nn.Module, boxes: Mapping[str, Box]) -> None:
     """Give every parameter the shape of this rank's box of it, in place. On the meta device: no
     values are kept.
 

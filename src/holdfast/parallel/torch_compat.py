@@ -23,9 +23,9 @@ from holdfast.errors import UserError
 
 __all__ = ["PrefixStore", "Store"]
 
-SUPPORTED = ((2, 11), (2, 12), (2, 13))
+SUPPORTED_VERSIONS = ((2, 11), (2, 12), (2, 13))
 
-_PEER_LOSS = re.compile(
+_PEER_LOSS_PATTERN = re.compile(
     r"gloo|NCCL|Connection (closed|reset|refused)|Broken pipe|Application timeout|Socket", re.I
 )
 
@@ -33,7 +33,7 @@ _PEER_LOSS = re.compile(
 def check_version(version: str = torch.__version__) -> None:
     """Raises UserError unless this torch is one that Holdfast was written for."""
     found = tuple(int(n) for n in re.findall(r"\d+", version)[:2])
-    if found not in SUPPORTED:
+    if found not in SUPPORTED_VERSIONS:
         raise UserError(
             f"torch {version} is not supported: its private interfaces were not checked",
             remedy="install torch 2.11, 2.12 or 2.13",
@@ -47,7 +47,7 @@ def is_peer_loss(error: BaseException) -> bool:
     """
     if isinstance(error, dist.DistError):
         return True
-    return isinstance(error, RuntimeError) and bool(_PEER_LOSS.search(str(error)))
+    return isinstance(error, RuntimeError) and bool(_PEER_LOSS_PATTERN.search(str(error)))
 
 
 class Work(Protocol):
@@ -88,7 +88,7 @@ def gloo_group(
     return group
 
 
-def count_groups_anew() -> None:
+def reset_group_count() -> None:
     """Reset torch's count of groups after a default group could not be made. All ranks have to
     come to the same number to meet. Destroying the default group resets the count. If it was
     never made, the count continues, in this process alone."""
@@ -137,14 +137,25 @@ def fused_adamw(
         scaling costs no pass over memory of its own. The gradients may be overwritten.
     """
     torch._fused_adamw_(  # type: ignore[call-overload]
-        parameters, gradients, exp_avgs, exp_avg_sqs, [], [step] * len(parameters),
-        amsgrad=False, lr=learning_rate, beta1=betas[0], beta2=betas[1],
-        weight_decay=weight_decay, eps=eps, maximize=False,
-        grad_scale=gradient_scale, found_inf=None,
-    )  # fmt: skip
+        parameters,
+        gradients,
+        exp_avgs,
+        exp_avg_sqs,
+        [],
+        [step] * len(parameters),
+        amsgrad=False,
+        lr=learning_rate,
+        beta1=betas[0],
+        beta2=betas[1],
+        weight_decay=weight_decay,
+        eps=eps,
+        maximize=False,
+        grad_scale=gradient_scale,
+        found_inf=None,
+    )
 
 
-def local(tensor: Tensor) -> Tensor:
+def local_tensor(tensor: Tensor) -> Tensor:
     """Return what this rank holds: the local part of a DTensor, or a plain tensor unchanged. The
     tensor itself is asked, because importing the class takes a second. Only ranks that shard by
     FSDP2 need it.
@@ -174,9 +185,13 @@ def give_shards_memory(module: nn.Module, device: torch.device) -> None:
             return torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
         mine = torch.empty(tensor.to_local().shape, dtype=tensor.dtype, device=device)
         return DTensor.from_local(
-            mine, tensor.device_mesh, tensor.placements, run_check=False, shape=tensor.shape,
+            mine,
+            tensor.device_mesh,
+            tensor.placements,
+            run_check=False,
+            shape=tensor.shape,
             stride=tensor.stride(),
-        )  # fmt: skip
+        )
 
     apply: Any = module._apply
     with torch.no_grad():
@@ -232,7 +247,7 @@ def _cached_functions() -> Iterator[Any]:
                     yield function
 
 
-def mesh_caches() -> int:
+def count_mesh_cache_entries() -> int:
     """Entries of the caches that `forget_meshes` clears, but for C++'s, which does not tell."""
     from torch.distributed.tensor import DTensor, _redistribute
 
@@ -254,7 +269,7 @@ class ShardedParameter:
     flat_size: int
 
 
-def fsdp_group(module: nn.Module) -> tuple[ShardedParameter, ...]:
+def fsdp_parameters(module: nn.Module) -> tuple[ShardedParameter, ...]:
     """The parameters that `fully_shard(module)` reduces together, in the order of its buffer.
 
     Empty for a module whose parameters all belong to wrapped children.

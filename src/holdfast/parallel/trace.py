@@ -21,7 +21,7 @@ SEND = "send wait"  # a run could have begun, but for the arrival of what the la
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class TraceSpan:
     """`name` took from `start` to `stop` (seconds of the monotonic clock) on `track`."""
 
     track: str
@@ -34,12 +34,12 @@ class Span:
         return self.stop - self.start
 
 
-class _Open:
+class _OpenSpan:
     """A span that has begun; written when its block ends, however that ends."""
 
     __slots__ = ("_name", "_spans", "_start", "_track")
 
-    def __init__(self, spans: list[Span], track: str, name: str):
+    def __init__(self, spans: list[TraceSpan], track: str, name: str):
         self._spans, self._track, self._name = spans, track, name
         self._start = 0.0
 
@@ -52,33 +52,33 @@ class _Open:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._spans.append(Span(self._track, self._name, self._start, time.monotonic()))
+        self._spans.append(TraceSpan(self._track, self._name, self._start, time.monotonic()))
 
 
-class Recorder:
+class SpanRecorder:
     """The spans of one rank, in order of their ends. Appending to a list is atomic in Python."""
 
     def __init__(self) -> None:
-        self.spans: list[Span] = []
+        self.spans: list[TraceSpan] = []
 
-    def span(self, track: str, name: str) -> _Open:
+    def span(self, track: str, name: str) -> _OpenSpan:
         """`with recorder.span(COMPUTE, "1F0"): ...`"""
-        return _Open(self.spans, track, name)
+        return _OpenSpan(self.spans, track, name)
 
 
 @dataclass(frozen=True)
-class Measured:
+class PipelineMeasurement:
     """A run as it was executed, over all ranks of one pipeline.
 
     makespan: seconds from the first action's begin to the last one's end, over all ranks.
     bubble: per rank, the share of the makespan in which it computed nothing.
     """
 
-    makespan: float
+    makespan_s: float
     bubble: tuple[float, ...]
 
 
-def measure(spans: Sequence[Sequence[Span]]) -> Measured:
+def measure_pipeline(spans: Sequence[Sequence[TraceSpan]]) -> PipelineMeasurement:
     """Return a summary of the compute spans of a run (one sequence a rank, on one machine).
 
     Raises ValueError when no rank computed anything.
@@ -89,10 +89,10 @@ def measure(spans: Sequence[Sequence[Span]]) -> Measured:
         raise ValueError("no compute spans: nothing was executed while the recorder was there")
     makespan = max(s.stop for s in every) - min(s.start for s in every)
     bubble = tuple(1.0 - sum(s.seconds for s in rank) / makespan for rank in actions)
-    return Measured(makespan, bubble)
+    return PipelineMeasurement(makespan, bubble)
 
 
-def chrome_trace(spans_by_rank: Mapping[int, Sequence[Span]]) -> dict[str, Any]:
+def chrome_trace(spans_by_rank: Mapping[int, Sequence[TraceSpan]]) -> dict[str, Any]:
     """A trace for chrome://tracing or ui.perfetto.dev: a process per rank, a row per track.
 
     The JSON form of Google's "Trace Event Format": complete events ("X") with microseconds
@@ -104,19 +104,25 @@ def chrome_trace(spans_by_rank: Mapping[int, Sequence[Span]]) -> dict[str, Any]:
     tracks = sorted({s.track for s in every}, key=lambda track: (track != COMPUTE, track))
     events: list[dict[str, Any]] = []
     for rank, spans in sorted(spans_by_rank.items()):
-        events.append(_name(rank, 0, "process_name", f"rank {rank}"))
+        events.append(_name_event(rank, 0, "process_name", f"rank {rank}"))
         used = {s.track for s in spans}
-        events += [_name(rank, i, "thread_name", t) for i, t in enumerate(tracks) if t in used]
+        events += [
+            _name_event(rank, i, "thread_name", t) for i, t in enumerate(tracks) if t in used
+        ]
         for s in spans:
             events.append(
                 {
-                    "ph": "X", "pid": rank, "tid": tracks.index(s.track),
-                    "name": s.name, "cat": s.track,
-                    "ts": (s.start - origin) * 1e6, "dur": s.seconds * 1e6,
+                    "ph": "X",
+                    "pid": rank,
+                    "tid": tracks.index(s.track),
+                    "name": s.name,
+                    "cat": s.track,
+                    "ts": (s.start - origin) * 1e6,
+                    "dur": s.seconds * 1e6,
                 }
-            )  # fmt: skip
+            )
     return {"traceEvents": events, "displayTimeUnit": "ms"}
 
 
-def _name(rank: int, row: int, what: str, text: str) -> dict[str, Any]:
+def _name_event(rank: int, row: int, what: str, text: str) -> dict[str, Any]:
     return {"ph": "M", "pid": rank, "tid": row, "name": what, "args": {"name": text}}

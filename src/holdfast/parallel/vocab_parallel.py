@@ -39,7 +39,7 @@ class VocabularyPart:
         rows = max(0, min(rows, model.vocab_size - first))
         return VocabularyPart(first, rows, model.vocab_size)
 
-    def local(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+    def local_rows(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """Row numbers here, any valid one for a token that is elsewhere; and which are here."""
         index = tokens - self.first
         here = (index >= 0) & (index < self.rows)
@@ -62,7 +62,7 @@ class VocabularyEmbedding(Embedding):
         if self.part.rows == 0:  # still a function of the weight, whose gradient is zero
             nothing = self.weight.sum() * 0
             return nothing.expand(*input.shape, self.weight.shape[1])
-        index, here = self.part.local(input)
+        index, here = self.part.local_rows(input)
         return F.embedding(index, self.weight).masked_fill(~here[..., None], 0.0)
 
 
@@ -77,15 +77,15 @@ class VocabularySoftmax:
 
         Targets below 0 carry no loss.
         """
-        return self._combine(_wide(logits).softmax(-1), logits, targets)[0]
+        return self._combine(_widen(logits).softmax(-1), logits, targets)[0]
 
-    def slope(self, logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    def losses_and_gradient(self, logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         """-> losses [c], and d loss / d logits of this rank's rows [c, rows]"""
-        p = _wide(logits).softmax(-1)  # over this rank's rows
+        p = _widen(logits).softmax(-1)  # over this rank's rows
         losses, share = self._combine(p, logits, targets)
         g = p.mul_(share[:, None])
         if self.part.rows:
-            index, here = self.part.local(targets)
+            index, here = self.part.local_rows(targets)
             g.scatter_add_(1, index[:, None], here.to(g.dtype).neg_()[:, None])
         return losses, g.to(logits.dtype)
 
@@ -97,7 +97,7 @@ class VocabularySoftmax:
         if self.part.rows:
             top, at = p.max(-1, keepdim=True)  # top is exp(largest - log_sum)
             log_sum.copy_((logits.gather(1, at).to(p.dtype) - top.log())[:, 0])
-            index, here = self.part.local(targets)
+            index, here = self.part.local_rows(targets)
             picked = logits.gather(1, index[:, None])[:, 0].to(p.dtype)
             logit.copy_(picked.masked_fill(~here, 0.0))
         else:
@@ -110,6 +110,6 @@ class VocabularySoftmax:
         return losses, (log_sum - total).exp_().masked_fill_(silent, 0.0)
 
 
-def _wide(logits: Tensor) -> Tensor:
+def _widen(logits: Tensor) -> Tensor:
     """In at least float32."""
     return logits if logits.dtype == torch.float64 else logits.float()

@@ -34,18 +34,18 @@ import torch.distributed as dist
 from torch import Tensor
 
 from holdfast.core.sharding.boxes import Box
-from holdfast.core.sharding.sharding_table import chunk
+from holdfast.core.sharding.sharding_table import chunk_range
 from holdfast.errors import PeerLostError
 from holdfast.parallel.comm.collectives import Collectives
-from holdfast.parallel.comm.comm_stats import Traffic
-from holdfast.parallel.gradients.buckets import fill
+from holdfast.parallel.comm.comm_stats import TrafficCounter
+from holdfast.parallel.gradients.buckets import cut_into_runs
 from holdfast.parallel.torch_compat import is_peer_loss
 
-_DIRECT = 1 << 16  # bytes from which a parameter is gathered where it lies
+_DIRECT_GATHER_BYTES = 1 << 16  # bytes from which a parameter is gathered where it lies
 
 
 @dataclass(frozen=True)
-class Pack:
+class GatherPack:
     """Parameters that are gathered together, through a buffer: small or unevenly cut ones.
 
     parameters: indices. sizes: elements of the largest part of each, which every rank sends.
@@ -68,30 +68,40 @@ class OwnedRows:
     """
 
     def __init__(
-        self, named: Mapping[str, Tensor], whole: Mapping[str, Box], boxes: Mapping[str, Box],
-        group: dist.ProcessGroup, *, state: torch.dtype, bucket_bytes: int = 1 << 25,
-        traffic: Traffic | None = None,
-    ):  # fmt: skip
-        self._among = Collectives(group, traffic, kind="gather")
-        self._size, self._rank = self._among.size, self._among.rank
+        self,
+        named: Mapping[str, Tensor],
+        whole: Mapping[str, Box],
+        boxes: Mapping[str, Box],
+        group: dist.ProcessGroup,
+        *,
+        state: torch.dtype,
+        bucket_bytes: int = 1 << 25,
+        traffic: TrafficCounter | None = None,
+    ):
+        self._collectives = Collectives(group, traffic, kind="gather")
+        self._size, self._rank = self._collectives.size, self._collectives.rank
         self._tensors = [tensor.detach() for tensor in named.values()]
         rows = [self._rows(tensor, self._rank) for tensor in self._tensors]
         for name, part in zip(named, rows, strict=True):
             start = boxes[name].offsets[0] - whole[name].offsets[0]
-            due = chunk(whole[name].lengths[0], self._size, self._rank)
+            due = chunk_range(whole[name].lengths[0], self._size, self._rank)
             if boxes[name].size and (start, boxes[name].lengths[0]) != due:
                 raise ValueError(f"{boxes[name]} is not part {self._rank} of {whole[name]}")
             if tuple(part.shape) != boxes[name].lengths:
                 raise ValueError(f"{name} is {tuple(part.shape)} here, its box {boxes[name]}")
-        self._own = rows
+        self._own_rows = rows
         mixed = self._tensors[0].dtype != state
-        self.held = [torch.empty_like(part, dtype=state) for part in rows] if mixed else rows
-        self._direct, indirect = self._sort()
+        self.master_tensors = (
+            [torch.empty_like(part, dtype=state) for part in rows] if mixed else rows
+        )
+        self._direct, indirect = self._split_direct_and_packed()
         shapes = [tuple(self._tensors[i].shape) for i in indirect]
         item = self._tensors[0].element_size()
         self._packs = [
-            Pack(tuple(indirect[i] for i in run), tuple(self._share(indirect[i]) for i in run))
-            for run in fill(shapes, bucket_bytes, item)
+            GatherPack(
+                tuple(indirect[i] for i in run), tuple(self._largest_part(indirect[i]) for i in run)
+            )
+            for run in cut_into_runs(shapes, bucket_bytes, item)
         ]
 
     @torch.no_grad()
@@ -100,11 +110,11 @@ class OwnedRows:
 
         Raises PeerLostError when a rank of the group is lost: its rows are missing then.
         """
-        if self.held is not self._own:
-            torch._foreach_copy_(self._own, self.held)
+        if self.master_tensors is not self._own_rows:
+            torch._foreach_copy_(self._own_rows, self.master_tensors)
         try:
             for index in self._direct:
-                self._among.all_gather(self._own[index], self._tensors[index])
+                self._collectives.all_gather(self._own_rows[index], self._tensors[index])
             for pack in self._packs:
                 self._gather_pack(pack)
         except RuntimeError as error:
@@ -114,13 +124,13 @@ class OwnedRows:
                 ) from error
             raise
 
-    def _gather_pack(self, pack: Pack) -> None:
+    def _gather_pack(self, pack: GatherPack) -> None:
         """Through a buffer with one row per rank.  buffer: [ranks, sum of sizes]"""
         first = self._tensors[pack.parameters[0]]
         buffer = first.new_empty(self._size, sum(pack.sizes))
         for index, place in self._places(pack, buffer[self._rank]):
-            place[: self._own[index].numel()].copy_(self._own[index].reshape(-1))
-        self._among.all_gather(buffer[self._rank], buffer.view(-1))
+            place[: self._own_rows[index].numel()].copy_(self._own_rows[index].reshape(-1))
+        self._collectives.all_gather(buffer[self._rank], buffer.view(-1))
         for rank in range(self._size):
             if rank == self._rank:
                 continue
@@ -128,25 +138,25 @@ class OwnedRows:
                 rows = self._rows(self._tensors[index], rank)
                 rows.copy_(place[: rows.numel()].view(rows.shape))
 
-    def _places(self, pack: Pack, row: Tensor) -> Sequence[tuple[int, Tensor]]:
+    def _places(self, pack: GatherPack, row: Tensor) -> Sequence[tuple[int, Tensor]]:
         return list(zip(pack.parameters, torch.split(row, list(pack.sizes)), strict=True))
 
     def _rows(self, tensor: Tensor, rank: int) -> Tensor:
-        start, length = chunk(tensor.shape[0], self._size, rank)
+        start, length = chunk_range(tensor.shape[0], self._size, rank)
         return tensor.narrow(0, start, length)
 
-    def _share(self, index: int) -> int:
+    def _largest_part(self, index: int) -> int:
         """Elements of the largest part of a parameter."""
         rows, *rest = self._tensors[index].shape
         return -(-rows // self._size) * prod(rest)
 
-    def _sort(self) -> tuple[list[int], list[int]]:
+    def _split_direct_and_packed(self) -> tuple[list[int], list[int]]:
         """Return the parameters gathered in place, and the rest; empty ones are in neither."""
         direct: list[int] = []
         packed: list[int] = []
         for index, tensor in enumerate(self._tensors):
             even = tensor.numel() > 0 and tensor.shape[0] % self._size == 0
-            if even and tensor.nbytes >= _DIRECT and tensor.is_contiguous():
+            if even and tensor.nbytes >= _DIRECT_GATHER_BYTES and tensor.is_contiguous():
                 direct.append(index)
             elif tensor.numel():
                 packed.append(index)

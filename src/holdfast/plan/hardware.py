@@ -32,7 +32,7 @@ class Accelerator:
 
 
 @dataclass(frozen=True)
-class Machine:
+class HardwareInfo:
     """`cores` and `memory_bytes` are what this process may use."""
 
     node: str
@@ -46,15 +46,15 @@ class Machine:
         return asdict(self)
 
 
-def this_machine(environment: Mapping[str, str] | None = None) -> Machine:
+def detect_hardware(environment: Mapping[str, str] | None = None) -> HardwareInfo:
     """Look at this machine. `environment` is the process's (for CUDA_VISIBLE_DEVICES)."""
-    return Machine(
+    return HardwareInfo(
         node=platform.node() or "localhost",
         system=f"{platform.system()} {platform.release()} {platform.machine()}",
         cores=usable_cores(),
         memory_bytes=usable_memory(),
         shared_memory_bytes=_free_shared_memory(),
-        accelerators=accelerators(os.environ if environment is None else environment),
+        accelerators=detect_accelerators(os.environ if environment is None else environment),
     )
 
 
@@ -101,7 +101,7 @@ def cpp_compiler(environment: Mapping[str, str]) -> str | None:
     return shutil.which(environment.get("CXX", default), path=environment.get("PATH"))
 
 
-def accelerators(environment: Mapping[str, str]) -> tuple[Accelerator, ...]:
+def detect_accelerators(environment: Mapping[str, str]) -> tuple[Accelerator, ...]:
     """NVIDIA devices that a process with this environment would see, in its order.
 
     Asked of `nvidia-smi`, which comes with the driver. The visible list may name indices or
@@ -116,10 +116,10 @@ def accelerators(environment: Mapping[str, str]) -> tuple[Accelerator, ...]:
         answer = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True)
     except (OSError, subprocess.SubprocessError):
         return ()
-    return visible(answer.stdout, environment.get("CUDA_VISIBLE_DEVICES"))
+    return visible_accelerators(answer.stdout, environment.get("CUDA_VISIBLE_DEVICES"))
 
 
-def visible(listing: str, chosen: str | None) -> tuple[Accelerator, ...]:
+def visible_accelerators(listing: str, chosen: str | None) -> tuple[Accelerator, ...]:
     """The lines of nvidia-smi's `listing` that the variable's value `chosen` leaves visible."""
     rows = [[cell.strip() for cell in line.split(",")] for line in listing.splitlines()]
     rows = [row for row in rows if len(row) == 4 and row[0].isdigit()]

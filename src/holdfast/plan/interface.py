@@ -24,31 +24,35 @@ class NodePlaces:
 
 
 @dataclass(frozen=True)
-class Present:
+class PresentPlacement:
     """The present placement. lost: ranks whose process has exited, with the state that it held."""
 
     topology: Topology
-    lost: frozenset[int] = frozenset()
+    lost_ranks: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True)
-class Plan:
+class LayoutPlan:
     """came_from[rank]: which rank of the present topology the process of a new rank was; None for
     one that holds nothing. untouched: replicas without any change. moved: bytes of state that have
     to travel, about. idle: places without a worker; why says the reason."""
 
     topology: Topology
     came_from: tuple[int | None, ...]
-    untouched: int
-    moved: int
-    idle: int = 0
-    why: str = ""
+    untouched_replicas: int
+    moved_bytes: int
+    idle_places: int = 0
+    idle_reason: str = ""
 
 
 class Planner(Protocol):
     """Any planner. Raises LayoutError where nothing can be run on these nodes."""
 
     def __call__(
-        self, config: RunConfig, nodes: Sequence[NodePlaces], generation: int, /,
-        present: Present | None = None,
-    ) -> Plan: ...  # fmt: skip
+        self,
+        config: RunConfig,
+        nodes: Sequence[NodePlaces],
+        generation: int,
+        /,
+        present: PresentPlacement | None = None,
+    ) -> LayoutPlan: ...

@@ -10,7 +10,7 @@ from __future__ import annotations
 from holdfast.config.layout import DegreesConfig, LayoutConfig
 from holdfast.config.run import RunConfig
 from holdfast.core.data.sample_order import BatchSchedule
-from holdfast.core.sharding.pipeline_stages import balanced
+from holdfast.core.sharding.pipeline_stages import balance_stages
 from holdfast.core.sharding.reduction_tree import deal
 from holdfast.errors import LayoutError
 from holdfast.layout import Layout
@@ -22,7 +22,7 @@ def layouts_of(config: RunConfig) -> tuple[Layout, ...]:
     Raises LayoutError if the workers are not planned yet, or if a replica would get too few
     microbatches. The error has the key as its place and the nearest values that work.
     """
-    check(config)
+    check_dealing_of_steps(config)
     stages: dict[DegreesConfig, tuple[int, ...]] = {}
     layouts: list[Layout] = []
     for _, degrees in replicas_of(config.layout):
@@ -37,7 +37,7 @@ def layouts_of(config: RunConfig) -> tuple[Layout, ...]:
 def _stages(config: RunConfig, degrees: DegreesConfig) -> tuple[int, ...]:
     if degrees.pp == 1:
         return ()
-    return degrees.stages or balanced(config.model, degrees.pp, config.data.sequence_length)
+    return degrees.stages or balance_stages(config.model, degrees.pp, config.data.sequence_length)
 
 
 def replicas_of(layout: LayoutConfig) -> tuple[tuple[str, DegreesConfig], ...]:
@@ -67,7 +67,7 @@ def microbatches(config: RunConfig) -> dict[int, int]:
     }
 
 
-def most_workers(config: RunConfig, workers: int) -> int:
+def max_workers(config: RunConfig, workers: int) -> int:
     """Return at most `workers`, in complete replicas that all have work, but at least one replica.
 
     For equal replicas; unlike ones are as many as the run file says.
@@ -80,13 +80,13 @@ def most_workers(config: RunConfig, workers: int) -> int:
     return max(1, min(workers // layout.ranks, busy)) * layout.ranks
 
 
-def check(config: RunConfig) -> None:
+def check_dealing_of_steps(config: RunConfig) -> None:
     """Raises LayoutError when a step leaves a replica without work, or too little of it."""
     replicas = replicas_of(config.layout)
     by_number = sorted(microbatches(config).items(), key=lambda item: item[1])
     step, least = by_number[0]
     if least < len(replicas):
-        raise _idle(config, step, least, len(replicas))
+        raise _idle_replica_error(config, step, least, len(replicas))
     for step, number in by_number if config.layout.schedule == "1f1b" else ():
         shares = deal(number, len(replicas))
         for index, ((key, degrees), share) in enumerate(zip(replicas, shares, strict=True)):
@@ -95,18 +95,18 @@ def check(config: RunConfig) -> None:
                     f"{key}.pp {degrees.pp} under 1f1b needs {degrees.pp} microbatches a replica, "
                     f"but step {step} has {number}, of which replica {index} gets {len(share)}",
                     where=f"{key}.pp",
-                    remedy=_more_microbatches(config, key, degrees, least),
+                    remedy=_pipeline_remedy(config, key, degrees, least),
                 )
 
 
-def _idle(config: RunConfig, step: int, least: int, replicas: int) -> LayoutError:
+def _idle_replica_error(config: RunConfig, step: int, least: int, replicas: int) -> LayoutError:
     layout, micro = config.layout, config.train.microbatch_size
     if layout.replicas:
         what, where = f"layout.replicas names {replicas} replicas", "layout.replicas"
         remedy = f"use {least} replicas or fewer"
     else:
         what, where = f"layout.workers {layout.workers} make {replicas} replicas", "layout.workers"
-        remedy = f"use {most_workers(config, layout.workers)} workers or fewer"
+        remedy = f"use {max_workers(config, layout.workers)} workers or fewer"
     return LayoutError(
         f"{what}, but step {step} has {least} microbatch{'es' if least > 1 else ''} of "
         f"{micro} samples, "
@@ -116,7 +116,7 @@ def _idle(config: RunConfig, step: int, least: int, replicas: int) -> LayoutErro
     )
 
 
-def _more_microbatches(config: RunConfig, key: str, degrees: DegreesConfig, least: int) -> str:
+def _pipeline_remedy(config: RunConfig, key: str, degrees: DegreesConfig, least: int) -> str:
     """Return remedies that give every pipeline enough: another schedule, a shorter one, fewer
     replicas."""
     layout = config.layout
@@ -125,21 +125,21 @@ def _more_microbatches(config: RunConfig, key: str, degrees: DegreesConfig, leas
     if layout.replicas:
         pp = least // len(layout.replicas)
         workers = layout.least_workers - (degrees.pp - pp) * one
-        return f"use {offers[0]} or {_shorter(key, degrees, pp, workers)}"
+        return f"use {offers[0]} or {_shorter_pipeline_remedy(key, degrees, pp, workers)}"
     for pp in range(degrees.pp - 1, 0, -1):
         ranks = one * pp
         if layout.workers % ranks == 0 and least // (layout.workers // ranks) >= pp:
-            offers.append(_shorter(key, degrees, pp))
+            offers.append(_shorter_pipeline_remedy(key, degrees, pp))
             break
     else:
         if least < degrees.pp:  # nor are fewer replicas enough: one with a shorter pipeline is
-            offers.append(_shorter(key, degrees, least, least * one))
+            offers.append(_shorter_pipeline_remedy(key, degrees, least, least * one))
     if fewer := least // degrees.pp:
         offers.append(f"layout.workers {fewer * degrees.ranks}")
     return "use " + (", ".join(offers[:-1]) + " or " if len(offers) > 1 else "") + offers[-1]
 
 
-def _shorter(key: str, degrees: DegreesConfig, pp: int, workers: int = 0) -> str:
+def _shorter_pipeline_remedy(key: str, degrees: DegreesConfig, pp: int, workers: int = 0) -> str:
     """Return a remedy: a shorter pipeline and the changes that it requires. These are the number of
     workers, if one is given, and the stages that the run file names."""
     changes = [f"layout.workers {workers}"] if workers else []

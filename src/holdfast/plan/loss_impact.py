@@ -11,12 +11,12 @@ from holdfast.config.run import RunConfig
 from holdfast.core.sharding.boxes import Box
 from holdfast.core.sharding.state_table import TensorSpec, mesh_box
 from holdfast.errors import LayoutError
-from holdfast.layout import Coordinate, Replica, Topology, unravel
+from holdfast.layout import Coordinate, Replica, Topology, coordinates_of
 from holdfast.plan.memory_use import known_parameters
 
 
 @dataclass(frozen=True)
-class Loss:
+class LossImpact:
     """After the loss of some ranks.
 
     broken: replicas that lost a rank; `whole`: those that could continue at once. waiting: ranks
@@ -33,7 +33,7 @@ class Loss:
     positions: tuple[int, ...]
 
 
-def without(config: RunConfig, topology: Topology, lost: frozenset[int]) -> Loss:
+def impact_of_loss(config: RunConfig, topology: Topology, lost: frozenset[int]) -> LossImpact:
     """Take `lost` out of a topology. Raises LayoutError for a rank that is not in it."""
     unknown = sorted(rank for rank in lost if not 0 <= rank < topology.world_size)
     if unknown:
@@ -49,18 +49,18 @@ def without(config: RunConfig, topology: Topology, lost: frozenset[int]) -> Loss
     )
     gone, of = 0, 0
     positions: set[int] = set()
-    for spec, copies in _state(config):
+    for spec, copies in _state_tensors(config):
         of += copies * spec.nbytes
         if whole:
             continue  # a replica that lost no rank holds everything
-        missing = _missing(spec, topology.replicas, lost)
+        missing = _missing_elements(spec, topology.replicas, lost)
         if missing:
             gone += copies * missing * (spec.nbytes // prod(spec.shape))
             positions.update(spec.positions)
-    return Loss(broken, whole, waiting, gone, of, tuple(sorted(positions)))
+    return LossImpact(broken, whole, waiting, gone, of, tuple(sorted(positions)))
 
 
-def _state(config: RunConfig) -> Iterable[tuple[TensorSpec, int]]:
+def _state_tensors(config: RunConfig) -> Iterable[tuple[TensorSpec, int]]:
     """(parameter, tensors of the state that are cut like it): itself and two moments. Under zero 1
     every rank of dp_shard has the complete parameter, unless it computes on a bf16 copy."""
     everywhere = config.layout.zero == 1 and config.train.precision != "bf16"
@@ -72,14 +72,16 @@ def _state(config: RunConfig) -> Iterable[tuple[TensorSpec, int]]:
             yield spec, 3
 
 
-def _missing(spec: TensorSpec, replicas: tuple[Replica, ...], lost: frozenset[int]) -> int:
+def _missing_elements(spec: TensorSpec, replicas: tuple[Replica, ...], lost: frozenset[int]) -> int:
     """Return the elements of a tensor that no rank outside `lost` holds. Every box's edges cut the
     tensor into cells, and a cell that no box contains is missing."""
     boxes: set[Box] = set()
     for replica in replicas:
         for mesh_rank, rank in enumerate(replica.ranks):
             if rank not in lost:
-                at = Coordinate(replica.index, mesh_rank, *unravel(mesh_rank, replica.mesh_shape))
+                at = Coordinate(
+                    replica.index, mesh_rank, *coordinates_of(mesh_rank, replica.mesh_shape)
+                )
                 boxes.add(mesh_box(spec, replica, at))
     boxes = {box for box in boxes if box.size}
     edges = [

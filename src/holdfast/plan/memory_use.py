@@ -37,7 +37,7 @@ Span = tuple[int, int]
 
 
 @dataclass(frozen=True)
-class Held:
+class RankMemory:
     """Bytes on one rank."""
 
     parameters: int
@@ -50,7 +50,7 @@ class Held:
 
 
 @dataclass(frozen=True)
-class Holding:
+class RankContents:
     """One rank: where it sits, and its share of blocks, heads, vocabulary and bytes."""
 
     rank: int
@@ -62,7 +62,7 @@ class Holding:
     heads: Span
     kv_heads: Span
     vocabulary: Span
-    held: Held
+    held: RankMemory
 
 
 def known_parameters(config: RunConfig) -> StateTable:
@@ -71,37 +71,40 @@ def known_parameters(config: RunConfig) -> StateTable:
     return tuple(spec for spec in table if all(n > 0 for n in spec.shape))
 
 
-def holdings(config: RunConfig, topology: Topology) -> tuple[Holding, ...]:
+def contents_by_rank(config: RunConfig, topology: Topology) -> tuple[RankContents, ...]:
     """All ranks, in order. Ranks at the same place of like replicas are computed once."""
     table = known_parameters(config)
-    bytes_at: dict[object, Held] = {}
-    found: list[Holding] = []
+    bytes_at: dict[object, RankMemory] = {}
+    found: list[RankContents] = []
     for rank, node in enumerate(topology.nodes):
         replica, at = topology.replica_of(rank), topology.coordinate(rank)
         key = (replica.kind, at.mesh_rank)
         if key not in bytes_at:
-            bytes_at[key] = held(config, table, replica, at)
-        found.append(_holding(config, replica, at, rank, node, bytes_at[key]))
+            bytes_at[key] = memory_of(config, table, replica, at)
+        found.append(_contents_of(config, replica, at, rank, node, bytes_at[key]))
     return tuple(found)
 
 
-def _holding(
-    config: RunConfig, replica: Replica, at: Coordinate, rank: int, node: str, held: Held
-) -> Holding:
+def _contents_of(
+    config: RunConfig, replica: Replica, at: Coordinate, rank: int, node: str, held: RankMemory
+) -> RankContents:
     model, tp = config.model, replica.degree("tp")
     blocks = replica.blocks(at.pp) or range(model.layers)
-    return Holding(
-        rank, node, at, (blocks.start, len(blocks)),
+    return RankContents(
+        rank,
+        node,
+        at,
+        (blocks.start, len(blocks)),
         embedding=replica.stage_of(-1) == at.pp,
         head=replica.stage_of(model.layers) == at.pp,
         heads=tp_part(model.heads, tp, at.tp),
         kv_heads=tp_part(model.kv_heads, tp, at.tp),
         vocabulary=tp_part(model.vocab_rows, tp, at.tp) if model.vocab_rows else (0, 0),
         held=held,
-    )  # fmt: skip
+    )
 
 
-def held(config: RunConfig, table: StateTable, replica: Replica, at: Coordinate) -> Held:
+def memory_of(config: RunConfig, table: StateTable, replica: Replica, at: Coordinate) -> RankMemory:
     """Bytes of the parameters in `table` on one rank, as the table of this module says."""
     state = ITEM_BYTES[STATE_DTYPE[config.train.precision]]
     mixed = config.train.precision == "bf16"
@@ -114,7 +117,7 @@ def held(config: RunConfig, table: StateTable, replica: Replica, at: Coordinate)
         parameters = 2 * whole + state * cut
     else:  # zero 1 updates its rows of the parameters in place; zero 2 gathers a second copy
         parameters = state * whole + (state * cut if zero == 2 else 0)
-    return Held(parameters, state * (whole if zero == 1 else cut), 2 * state * cut)
+    return RankMemory(parameters, state * (whole if zero == 1 else cut), 2 * state * cut)
 
 
 def _elements(table: Iterable[TensorSpec], replica: Replica, at: Coordinate) -> int:

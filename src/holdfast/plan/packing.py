@@ -12,26 +12,26 @@ from heapq import heapify, heappop, heappush
 from typing import NamedTuple
 
 
-class Seat(NamedTuple):
+class WorkerSlot(NamedTuple):
     """A worker's place. was: its rank in the present topology; None for a newcomer."""
 
     node: int
-    was: int | None
+    old_rank: int | None
 
 
-class Pool:
+class PlacePool:
     """Free places by node, and the workers without a place that are on each.
 
     held: ranks that are alive. They count among the free places of their node.
     """
 
     def __init__(self, free: Sequence[int], speeds: Sequence[float], held: Mapping[int, list[int]]):
-        self.free = list(free)
-        self.held = {node: list(ranks) for node, ranks in held.items()}
+        self.free_places = list(free)
+        self.workers_by_node = {node: list(ranks) for node, ranks in held.items()}
         self._speeds = speeds
-        self._empty = [n - len(self.held.get(node, ())) for node, n in enumerate(free)]
+        self._empty = [n - len(self.workers_by_node.get(node, ())) for node, n in enumerate(free)]
         self._by_free: dict[int, list[tuple[float, int]]] = {}
-        for node, n in enumerate(self.free):
+        for node, n in enumerate(self.free_places):
             self._by_free.setdefault(n, []).append((-speeds[node], node))
         for heap in self._by_free.values():
             heapify(heap)
@@ -42,57 +42,63 @@ class Pool:
         if number <= 0:
             return
         order = sorted(
-            (node for node, n in enumerate(self.free) if n),
+            (node for node, n in enumerate(self.free_places) if n),
             key=lambda i: (
-                self._speeds[i], len(self.held.get(i, ())),
-                self.free[i] > number, -self.free[i], -i,
+                self._speeds[i],
+                len(self.workers_by_node.get(i, ())),
+                self.free_places[i] > number,
+                -self.free_places[i],
+                -i,
             ),
-        )  # fmt: skip
+        )
         for node in order:
-            given = min(number, self.free[node])
+            given = min(number, self.free_places[node])
             self.reserve(node, given)
             number -= given
 
     def reserve(self, node: int, number: int) -> None:
-        self.free[node] -= number
-        heap = self._by_free.setdefault(self.free[node], [])
+        self.free_places[node] -= number
+        heap = self._by_free.setdefault(self.free_places[node], [])
         heappush(heap, (-self._speeds[node], node))
 
-    def take(self, size: int, unit: int = 1) -> list[tuple[int, int]]:
+    def take_places(self, size: int, unit: int = 1) -> list[tuple[int, int]]:
         """(node, places) for a replica of `size` workers, of which `unit` in a row belong
         together. There must be so many free places."""
         parts: list[tuple[int, int]] = []
         while size:
             counts = sorted(n for n in self._by_free if n)
             node = next(
-                (i for n in counts if n >= size and (i := self._first(n)) is not None), None
+                (i for n in counts if n >= size and (i := self._fastest_node_with(n)) is not None),
+                None,
             )
             given = size
             if node is None:
-                node = next(i for n in reversed(counts) if (i := self._first(n)) is not None)
-                given = self.free[node]
+                node = next(
+                    i for n in reversed(counts) if (i := self._fastest_node_with(n)) is not None
+                )
+                given = self.free_places[node]
                 given -= given % unit if given > unit else 0
             self.reserve(node, given)
             parts.append((node, given))
             size -= given
         return parts
 
-    def newcomer(self, node: int) -> Seat:
+    def use_newcomer(self, node: int) -> WorkerSlot:
         """Return a seat for a worker without state, or for a remaining worker if the node has no
         free place."""
-        if self._empty[node] > 0 or not self.held.get(node):
+        if self._empty[node] > 0 or not self.workers_by_node.get(node):
             self._empty[node] -= 1
-            return Seat(node, None)
-        return Seat(node, self.held[node].pop(0))
+            return WorkerSlot(node, None)
+        return WorkerSlot(node, self.workers_by_node[node].pop(0))
 
-    def use(self, node: int, rank: int) -> Seat:
+    def use_worker(self, node: int, rank: int) -> WorkerSlot:
         """A worker that is there."""
-        self.held[node].remove(rank)
-        return Seat(node, rank)
+        self.workers_by_node[node].remove(rank)
+        return WorkerSlot(node, rank)
 
-    def _first(self, free: int) -> int | None:
+    def _fastest_node_with(self, free: int) -> int | None:
         """The quickest node with so many free places."""
         heap = self._by_free[free]
-        while heap and self.free[heap[0][1]] != free:
+        while heap and self.free_places[heap[0][1]] != free:
             heappop(heap)
         return heap[0][1] if heap else None

@@ -25,56 +25,66 @@ from holdfast.config.run import RunConfig
 from holdfast.core.sharding.reduction_tree import Shares, deal
 from holdfast.errors import LayoutError
 from holdfast.layout import Replica, Topology
-from holdfast.plan.assignment import Built, Making, Old
-from holdfast.plan.interface import NodePlaces, Plan, Present
+from holdfast.plan.assignment import PlacedReplica, PresentReplicas, ReplicaPlacer
+from holdfast.plan.interface import LayoutPlan, NodePlaces, PresentPlacement
 from holdfast.plan.layouts import microbatches
-from holdfast.plan.replica_counts import fill
-from holdfast.plan.replica_shapes import Shapes
+from holdfast.plan.replica_counts import choose_replicas
+from holdfast.plan.replica_shapes import AllowedShapes
 
-_FINE = 100  # steps in which speeds are told apart
+_SPEED_RESOLUTION = 100  # steps in which speeds are told apart
 
 
-def plan(
-    config: RunConfig, nodes: Sequence[NodePlaces], generation: int, /,
-    present: Present | None = None, *, memory: int | None = None,
-) -> Plan:  # fmt: skip
+def plan_layout(
+    config: RunConfig,
+    nodes: Sequence[NodePlaces],
+    generation: int,
+    /,
+    present: PresentPlacement | None = None,
+    *,
+    memory: int | None = None,
+) -> LayoutPlan:
     """A Planner. memory: bytes that a worker may hold, see `plan.replica_shapes`."""
-    shapes = Shapes(config, memory)
+    shapes = AllowedShapes(config, memory)
     there = sum(node.places for node in nodes)
-    workers = min(there, _most(config) or there)
+    workers = min(there, _max_workers(config) or there)
     if workers < 1:
-        raise LayoutError("there is no place for a worker", where="layout.workers",
-                          remedy="wait for a node")  # fmt: skip
+        raise LayoutError(
+            "there is no place for a worker", where="layout.workers", remedy="wait for a node"
+        )
     number = min(microbatches(config).values())
-    old = Old(shapes, nodes, present)
-    smaller = [shape for _, shape in old.smaller]
-    chosen = fill(shapes, workers, number, Counter(s for _, s in old.whole), smaller)
+    old = PresentReplicas(shapes, nodes, present)
+    smaller = [shape for _, shape in old.smaller_replicas]
+    chosen = choose_replicas(
+        shapes, workers, number, Counter(s for _, s in old.whole_replicas), smaller
+    )
     if not chosen.workers:
-        raise _nothing(shapes, workers, number)
-    making = Making(config, nodes, old, chosen)
-    built = making.run()
+        raise _no_replica_error(shapes, workers, number)
+    making = ReplicaPlacer(config, nodes, old, chosen)
+    built = making.place()
     idle = there - chosen.workers
-    return Plan(
+    return LayoutPlan(
         _topology(built, nodes, generation),
-        tuple(seat.was for each in built for seat in each.seats),
-        sum(each.stays for each in built),
-        sum(making.moved(each) for each in built),
+        tuple(seat.old_rank for each in built for seat in each.slots),
+        sum(each.is_unchanged for each in built),
+        sum(making.missing_bytes(each) for each in built),
         idle,
-        _why_idle(config, idle, there - workers, number) if idle else "",
+        _idle_reason(config, idle, there - workers, number) if idle else "",
     )
 
 
-def _topology(built: Sequence[Built], nodes: Sequence[NodePlaces], generation: int) -> Topology:
+def _topology(
+    built: Sequence[PlacedReplica], nodes: Sequence[NodePlaces], generation: int
+) -> Topology:
     weights = _weights(
         [each.shape.size for each in built],
-        [min(nodes[seat.node].speed for seat in each.seats) for each in built],
+        [min(nodes[seat.node].speed for seat in each.slots) for each in built],
     )
     replicas: list[Replica] = []
     first = 0
     for index, (each, weight) in enumerate(zip(built, weights, strict=True)):
         replicas.append(each.shape.replica(index, first, weight))
         first += each.shape.size
-    names = tuple(nodes[seat.node].name for each in built for seat in each.seats)
+    names = tuple(nodes[seat.node].name for each in built for seat in each.slots)
     return Topology(generation, tuple(replicas), names)
 
 
@@ -94,7 +104,7 @@ def dealer_of(topology: Topology, schedule: str) -> Callable[[int, int], Shares]
     return dealer
 
 
-def weighted(topology: Topology, speeds: Mapping[int, float]) -> Topology:
+def reweight(topology: Topology, speeds: Mapping[int, float]) -> Topology:
     """The same topology with new weights. speeds: by rank, 1 where none is given; the slowest
     rank of a replica counts."""
     pace = [min(speeds.get(rank, 1.0) for rank in r.ranks) for r in topology.replicas]
@@ -107,38 +117,40 @@ def _weights(sizes: Sequence[int], speeds: Sequence[float]) -> list[int]:
     """Whole numbers in proportion to size times speed, as small as they can be."""
     fastest = max(speeds)
     exact = [
-        size * max(1, round(_FINE * speed / fastest))
+        size * max(1, round(_SPEED_RESOLUTION * speed / fastest))
         for size, speed in zip(sizes, speeds, strict=True)
     ]
     common = reduce(gcd, exact)
     return [weight // common for weight in exact]
 
 
-def _most(config: RunConfig) -> int:
+def _max_workers(config: RunConfig) -> int:
     """Workers that the run file allows; 0: as many as there are places."""
     layout = config.layout
     return layout.least_workers if layout.replicas else layout.workers
 
 
-def _nothing(shapes: Shapes, workers: int, number: int) -> LayoutError:
-    smallest = min(shapes.smaller, key=lambda s: s.size)
+def _no_replica_error(shapes: AllowedShapes, workers: int, number: int) -> LayoutError:
+    smallest = min(shapes.smaller_shapes, key=lambda s: s.size)
     if smallest.size > workers:
         bound = "" if shapes.memory is None else f" within {shapes.memory:,} bytes a worker"
         return LayoutError(
             f"the smallest replica{bound} needs {smallest.size} workers, there are places for "
-            f"{workers}", where="layout",
+            f"{workers}",
+            where="layout",
             remedy=f"wait for {smallest.size - workers} more, or allow more memory",
-        )  # fmt: skip
+        )
     return LayoutError(
         f"a step has {number} microbatches, and a pipeline under 1f1b needs more",
-        where="layout.pp", remedy="use layout.schedule=gpipe",
-    )  # fmt: skip
+        where="layout.pp",
+        remedy="use layout.schedule=gpipe",
+    )
 
 
-def _why_idle(config: RunConfig, idle: int, over: int, number: int) -> str:
+def _idle_reason(config: RunConfig, idle: int, over: int, number: int) -> str:
     if idle == over:
         key = "layout.replicas" if config.layout.replicas else "layout.workers"
-        return f"{key} asks for {_most(config)} workers"
+        return f"{key} asks for {_max_workers(config)} workers"
     most = f"a step has {number} microbatches, and every replica needs "
     most += "one for each stage" if config.layout.schedule == "1f1b" else "one"
     return f"no replica of {idle - over} workers or fewer can be added: {most}"

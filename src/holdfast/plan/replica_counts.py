@@ -13,41 +13,54 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from holdfast.plan.replica_shapes import Shape, Shapes
+from holdfast.plan.replica_shapes import AllowedShapes, ReplicaShape
 
-_TRIES = 8  # smaller numbers to try if workers would be idle
+_MAX_REPLICAS_DROPPED = 8  # smaller numbers to try if workers would be idle
 
 
 @dataclass(frozen=True)
-class Filling:
+class ReplicaCounts:
     """The chosen replicas. `whole`: how many of each of the run file's kinds. kept: indices, in the
     given list, of the smaller replicas that stay. new: shapes of smaller ones to be made."""
 
-    whole: Counter[Shape]
-    kept: tuple[int, ...] = ()
-    new: tuple[Shape, ...] = ()
+    full_replicas: Counter[ReplicaShape]
+    kept_replicas: tuple[int, ...] = ()
+    new_shapes: tuple[ReplicaShape, ...] = ()
     workers: int = 0
 
     @property
     def score(self) -> tuple[int, int, int, int]:
-        return self.workers, self.whole.total(), len(self.kept), -len(self.new)
+        return (
+            self.workers,
+            self.full_replicas.total(),
+            len(self.kept_replicas),
+            -len(self.new_shapes),
+        )
 
 
-def fill(
-    shapes: Shapes, workers: int, microbatches: int, there: Counter[Shape], smaller: Sequence[Shape]
-) -> Filling:
+def choose_replicas(
+    shapes: AllowedShapes,
+    workers: int,
+    microbatches: int,
+    present: Counter[ReplicaShape],
+    smaller: Sequence[ReplicaShape],
+) -> ReplicaCounts:
     """Return the best filling. there: complete replicas of the run file's kinds. smaller: existing
     smaller replicas that could stay."""
     layout = shapes.config.layout
     if layout.replicas:
-        whole = _of_unlike(shapes, workers, microbatches, there)
-        return _with_rest(shapes, whole, workers, microbatches, smaller)
-    (shape,) = shapes.wanted
-    most = min(workers // shape.size, microbatches // shape.least) if shapes.fits(shape) else 0
-    best: Filling | None = None
-    for number in range(most, max(0, most - _TRIES) - 1, -1):
+        whole = _choose_unlike(shapes, workers, microbatches, present)
+        return _fill_rest(shapes, whole, workers, microbatches, smaller)
+    (shape,) = shapes.configured
+    most = (
+        min(workers // shape.size, microbatches // shape.min_microbatches)
+        if shapes.fits_memory(shape)
+        else 0
+    )
+    best: ReplicaCounts | None = None
+    for number in range(most, max(0, most - _MAX_REPLICAS_DROPPED) - 1, -1):
         whole = Counter({shape: number})
-        found = _with_rest(shapes, whole, workers, microbatches, smaller)
+        found = _fill_rest(shapes, whole, workers, microbatches, smaller)
         if best is None or found.score > best.score:
             best = found
         if best.workers == workers:
@@ -56,55 +69,63 @@ def fill(
     return best
 
 
-def _of_unlike(
-    shapes: Shapes, workers: int, microbatches: int, there: Counter[Shape]
-) -> Counter[Shape]:
+def _choose_unlike(
+    shapes: AllowedShapes, workers: int, microbatches: int, present: Counter[ReplicaShape]
+) -> Counter[ReplicaShape]:
     """Choose each unlike replica once, while they fit; existing replicas come first."""
-    chosen: Counter[Shape] = Counter()
-    have = there.copy()
-    first: list[Shape] = []
-    later: list[Shape] = []
-    for shape in shapes.wanted:
+    chosen: Counter[ReplicaShape] = Counter()
+    have = present.copy()
+    first: list[ReplicaShape] = []
+    later: list[ReplicaShape] = []
+    for shape in shapes.configured:
         (first if have[shape] > 0 else later).append(shape)
         have[shape] -= 1
     for shape in (*first, *later):
-        if shape.size <= workers and shape.least <= microbatches and shapes.fits(shape):
+        if (
+            shape.size <= workers
+            and shape.min_microbatches <= microbatches
+            and shapes.fits_memory(shape)
+        ):
             chosen[shape] += 1
             workers -= shape.size
-            microbatches -= shape.least
+            microbatches -= shape.min_microbatches
     return chosen
 
 
-def _with_rest(
-    shapes: Shapes, whole: Counter[Shape], workers: int, microbatches: int, smaller: Sequence[Shape]
-) -> Filling:
+def _fill_rest(
+    shapes: AllowedShapes,
+    whole: Counter[ReplicaShape],
+    workers: int,
+    microbatches: int,
+    smaller: Sequence[ReplicaShape],
+) -> ReplicaCounts:
     used = sum(shape.size * n for shape, n in whole.items())
-    budget = microbatches - sum(shape.least * n for shape, n in whole.items())
-    new = [shape for shape in shapes.smaller if shape.least <= budget]
+    budget = microbatches - sum(shape.min_microbatches * n for shape, n in whole.items())
+    new = [shape for shape in shapes.smaller_shapes if shape.min_microbatches <= budget]
     largest = max((shape.size for shape in (*new, *smaller)), default=0)
     rest = min(workers - used, budget * largest)
     if rest <= 0 or not largest:
-        return Filling(whole, workers=used)
-    entry = _Rest(rest, smaller, new).best(budget)
+        return ReplicaCounts(whole, workers=used)
+    entry = _RestPacker(rest, smaller, new).best(budget)
     kept, made = entry.chosen() if entry is not None else ((), ())
     size = sum(smaller[i].size for i in kept) + sum(shape.size for shape in made)
-    return Filling(whole, kept, made, used + size)
+    return ReplicaCounts(whole, kept, made, used + size)
 
 
-class _Entry(NamedTuple):
+class _PackingOption(NamedTuple):
     """One way to use some number of workers; `item` was added to `before`: a number among the
     replicas that are there, or a new shape."""
 
     kept: int
     number: int
     least: int
-    before: _Entry | None = None
-    item: int | Shape | None = None
+    before: _PackingOption | None = None
+    item: int | ReplicaShape | None = None
 
-    def chosen(self) -> tuple[tuple[int, ...], tuple[Shape, ...]]:
+    def chosen(self) -> tuple[tuple[int, ...], tuple[ReplicaShape, ...]]:
         kept: list[int] = []
-        made: list[Shape] = []
-        at: _Entry | None = self
+        made: list[ReplicaShape] = []
+        at: _PackingOption | None = self
         while at is not None and at.item is not None:
             if isinstance(at.item, int):
                 kept.append(at.item)
@@ -114,16 +135,16 @@ class _Entry(NamedTuple):
         return tuple(sorted(kept)), tuple(sorted(made, key=lambda s: (-s.size, s.mesh_shape)))
 
 
-_Better = Callable[[_Entry], tuple[int, ...]]
+_Better = Callable[[_PackingOption], tuple[int, ...]]
 
 
-class _Rest:
+class _RestPacker:
     """Every number of workers up to `size`, by dynamic programming over what may be added."""
 
-    def __init__(self, size: int, there: Sequence[Shape], new: Sequence[Shape]):
-        self._size, self._there, self._new = size, there, new
+    def __init__(self, size: int, present: Sequence[ReplicaShape], new: Sequence[ReplicaShape]):
+        self._size, self._there, self._new = size, present, new
 
-    def best(self, budget: int) -> _Entry | None:
+    def best(self, budget: int) -> _PackingOption | None:
         """Return the choice that uses the most workers with at most `budget` microbatches a
         step."""
         entry = self._table(lambda e: (e.kept, -e.number, -e.least))[self._size]
@@ -132,15 +153,17 @@ class _Rest:
         frugal = self._table(lambda e: (-e.least, e.kept, -e.number))
         return next((e for e in reversed(frugal) if e is not None and e.least <= budget), None)
 
-    def _table(self, better: _Better) -> list[_Entry | None]:
-        best: list[_Entry | None] = [_Entry(0, 0, 0), *[None] * self._size]
+    def _table(self, better: _Better) -> list[_PackingOption | None]:
+        best: list[_PackingOption | None] = [_PackingOption(0, 0, 0), *[None] * self._size]
 
-        def offer(size: int, shape: Shape, item: int | Shape) -> None:
+        def offer(size: int, shape: ReplicaShape, item: int | ReplicaShape) -> None:
             before, now = best[size - shape.size], best[size]
             if before is None:
                 return
             kept = before.kept + isinstance(item, int)
-            entry = _Entry(kept, before.number + 1, before.least + shape.least, before, item)
+            entry = _PackingOption(
+                kept, before.number + 1, before.least + shape.min_microbatches, before, item
+            )
             if now is None or better(entry) > better(now):
                 best[size] = entry
 

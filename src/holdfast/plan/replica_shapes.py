@@ -12,23 +12,23 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 
-from holdfast.config.degrees import impossible
+from holdfast.config.degrees import find_impossible_degrees
 from holdfast.config.layout import DegreesConfig, LayoutConfig
 from holdfast.config.run import RunConfig
-from holdfast.core.sharding.pipeline_stages import balanced, costs_of
-from holdfast.core.sharding.state_table import ITEM_BYTES, PREFIXES, STATE_DTYPE
+from holdfast.core.sharding.pipeline_stages import balance_stages, block_costs
+from holdfast.core.sharding.state_table import ITEM_BYTES, STATE_DTYPE, STATE_PREFIXES
 from holdfast.errors import LayoutError
-from holdfast.layout import Coordinate, MeshShape, Replica, Stages, ravel, unravel
-from holdfast.plan.memory_use import held, known_parameters
+from holdfast.layout import Coordinate, MeshShape, Replica, Stages, coordinates_of, index_of
+from holdfast.plan.memory_use import known_parameters, memory_of
 
 
 @dataclass(frozen=True)
-class Shape:
+class ReplicaShape:
     """A replica before it has ranks. least: microbatches that it needs in every step."""
 
     mesh_shape: MeshShape
     stages: Stages
-    least: int
+    min_microbatches: int
 
     @property
     def size(self) -> int:
@@ -45,7 +45,7 @@ class Shape:
         return Replica(index, ranks, self.mesh_shape, self.stages, weight)
 
 
-class Shapes:
+class AllowedShapes:
     """Of one run file. memory: bytes that parameters, gradients and moments may take on one
     worker (`plan.memory_use`); None for no bound.
 
@@ -56,105 +56,108 @@ class Shapes:
     def __init__(self, config: RunConfig, memory: int | None = None):
         self.config, self.memory = config, memory
         self._table = known_parameters(config)
-        self._needs: dict[MeshShape, int] = {}
+        self._needed_bytes_of: dict[MeshShape, int] = {}
         kinds: Sequence[DegreesConfig] = config.layout.replicas or (config.layout,)
-        self.wanted = tuple(self._shape(d.pp, d.dp_shard, d.tp, d.stages) for d in kinds)
-        if memory is not None and not any(self.fits(shape) for shape in self.wanted):
-            raise self._too_large(kinds)
+        self.configured = tuple(self._shape(d.pp, d.dp_shard, d.tp, d.stages) for d in kinds)
+        if memory is not None and not any(self.fits_memory(shape) for shape in self.configured):
+            raise self._too_large_error(kinds)
 
-    def fits(self, shape: Shape) -> bool:
-        return self.memory is None or self.needs(shape) <= self.memory
+    def fits_memory(self, shape: ReplicaShape) -> bool:
+        return self.memory is None or self.needed_bytes(shape) <= self.memory
 
-    def needs(self, shape: Shape) -> int:
+    def needed_bytes(self, shape: ReplicaShape) -> int:
         """Bytes on the worker that holds the most: no part is larger than the first."""
-        if shape.mesh_shape not in self._needs:
+        if shape.mesh_shape not in self._needed_bytes_of:
             replica, pp = shape.replica(0, 0), shape.mesh_shape[0]
-            self._needs[shape.mesh_shape] = max(
-                held(self.config, self._table, replica, self._at(replica, stage)).total
+            self._needed_bytes_of[shape.mesh_shape] = max(
+                memory_of(self.config, self._table, replica, self._at(replica, stage)).total
                 for stage in range(pp)
             )
-        return self._needs[shape.mesh_shape]
+        return self._needed_bytes_of[shape.mesh_shape]
 
     def _at(self, replica: Replica, stage: int) -> Coordinate:
-        return Coordinate(0, ravel((stage, 0, 0, 0), replica.mesh_shape), stage, 0, 0, 0)
+        return Coordinate(0, index_of((stage, 0, 0, 0), replica.mesh_shape), stage, 0, 0, 0)
 
     @cached_property
-    def smaller(self) -> tuple[Shape, ...]:
+    def smaller_shapes(self) -> tuple[ReplicaShape, ...]:
         """At most two for a number of workers: the preferred one, and one that needs the fewest
         microbatches. Large ones first."""
         allowed: dict[MeshShape, None] = {}
-        for shape in self.wanted:
+        for shape in self.configured:
             pp, dp_shard, _, tp = shape.mesh_shape
             for mesh_shape in self._degrees(pp, dp_shard, tp):
                 allowed[mesh_shape] = None
         by_size: dict[int, list[MeshShape]] = {}
         for mesh in sorted(allowed, key=lambda m: (-m[3], -m[1], -m[0])):
-            if self.fits(self._of(mesh)):
-                by_size.setdefault(self._of(mesh).size, []).append(mesh)
-        chosen: list[Shape] = []
+            if self.fits_memory(self._shape_of_mesh(mesh)):
+                by_size.setdefault(self._shape_of_mesh(mesh).size, []).append(mesh)
+        chosen: list[ReplicaShape] = []
         for size in sorted(by_size, reverse=True):
             first, fewest = by_size[size][0], min(by_size[size], key=lambda m: m[0])
-            chosen += [self._of(mesh) for mesh in dict.fromkeys((first, fewest))]
+            chosen += [self._shape_of_mesh(mesh) for mesh in dict.fromkeys((first, fewest))]
         return tuple(chosen)
 
-    def allows(self, mesh_shape: MeshShape) -> bool:
+    def is_allowed(self, mesh_shape: MeshShape) -> bool:
         """Return True if an existing replica may stay."""
         pp, dp_shard, cp, tp = mesh_shape
         inside = any(
             pp <= s.mesh_shape[0] and dp_shard <= s.mesh_shape[1] and tp <= s.mesh_shape[3]
-            for s in self.wanted
+            for s in self.configured
         )
-        possible = (pp, dp_shard, tp) in self._possible
-        return inside and possible and cp == 1 and self.fits(self._of(mesh_shape))
+        possible = (pp, dp_shard, tp) in self._degree_rules
+        return inside and possible and cp == 1 and self.fits_memory(self._shape_of_mesh(mesh_shape))
 
-    def least(self, pp: int) -> int:
+    def min_microbatches(self, pp: int) -> int:
         return pp if self.config.layout.schedule == "1f1b" else 1
 
     # --- parts ------------------------------------------------------------------------------
-    def _of(self, mesh_shape: MeshShape) -> Shape:
+    def _shape_of_mesh(self, mesh_shape: MeshShape) -> ReplicaShape:
         """Return the run file's shape, or one with balanced stages if the file names none."""
         pp = mesh_shape[0]
-        wanted = next((s for s in self.wanted if s.mesh_shape == mesh_shape), None)
-        return wanted or Shape(mesh_shape, self._stages(pp), self.least(pp))
+        wanted = next((s for s in self.configured if s.mesh_shape == mesh_shape), None)
+        return wanted or ReplicaShape(mesh_shape, self._stages(pp), self.min_microbatches(pp))
 
-    def _shape(self, pp: int, dp_shard: int, tp: int, stages: Stages) -> Shape:
-        return Shape((pp, dp_shard, 1, tp), stages or self._stages(pp), self.least(pp))
+    def _shape(self, pp: int, dp_shard: int, tp: int, stages: Stages) -> ReplicaShape:
+        return ReplicaShape(
+            (pp, dp_shard, 1, tp), stages or self._stages(pp), self.min_microbatches(pp)
+        )
 
     def _stages(self, pp: int) -> Stages:
         if pp == 1:
             return ()
-        if pp not in self._balanced:
+        if pp not in self._balanced_stages:
             length = self.config.data.sequence_length
-            self._balanced[pp] = balanced(self.config.model, pp, length)
-        return self._balanced[pp]
+            self._balanced_stages[pp] = balance_stages(self.config.model, pp, length)
+        return self._balanced_stages[pp]
 
     @cached_property
-    def _balanced(self) -> dict[int, Stages]:
+    def _balanced_stages(self) -> dict[int, Stages]:
         return {}
 
     def _degrees(self, pp: int, dp_shard: int, tp: int) -> Iterable[MeshShape]:
         for p in range(1, pp + 1):
             for d in range(1, dp_shard + 1):
                 for t in range(1, tp + 1):
-                    if (p, d, t) in self._possible:
+                    if (p, d, t) in self._degree_rules:
                         yield p, d, 1, t
 
     @cached_property
-    def _possible(self) -> _Possible:
-        return _Possible(self.config)
+    def _degree_rules(self) -> _DegreeRules:
+        return _DegreeRules(self.config)
 
-    def _too_large(self, kinds: Sequence[DegreesConfig]) -> LayoutError:
-        smallest = min(self.wanted, key=self.needs)
-        degrees = kinds[self.wanted.index(smallest)]
+    def _too_large_error(self, kinds: Sequence[DegreesConfig]) -> LayoutError:
+        smallest = min(self.configured, key=self.needed_bytes)
+        degrees = kinds[self.configured.index(smallest)]
         return LayoutError(
-            f"one of the {degrees.ranks} workers of a replica holds {self.needs(smallest):,} bytes "
+            f"one of the {degrees.ranks} workers of a replica holds "
+            f"{self.needed_bytes(smallest):,} bytes "
             f"of parameters, gradients and moments, but {self.memory:,} are allowed",
             where="layout.replicas" if self.config.layout.replicas else "layout",
             remedy="raise dp_shard, tp or pp, or allow more memory",
         )
 
 
-class _Possible:
+class _DegreeRules:
     """Return True if the rules of the run file allow a degree; each axis has its own."""
 
     def __init__(self, config: RunConfig):
@@ -163,65 +166,74 @@ class _Possible:
 
     def __contains__(self, degrees: tuple[int, int, int]) -> bool:
         return all(
-            self._axis(axis, degree)
+            self._is_allowed(axis, degree)
             for axis, degree in zip(("pp", "dp_shard", "tp"), degrees, strict=True)
         )
 
-    def _axis(self, axis: str, degree: int) -> bool:
+    def _is_allowed(self, axis: str, degree: int) -> bool:
         if (axis, degree) not in self._known:
             alone = LayoutConfig.model_validate({axis: degree})
-            refused = impossible(alone, self._config.model, self._config.train)
+            refused = find_impossible_degrees(alone, self._config.model, self._config.train)
             self._known[axis, degree] = refused is None
         return self._known[axis, degree]
 
 
-class Parts:
+class StateOverlap:
     """Return the bytes of state that one place of a replica shares with a place of another. It is
     an estimate: cuts are taken as exact fractions, tp's and dp_shard's as independent.
     """
 
     def __init__(self, config: RunConfig):
-        costs = costs_of(config.model, config.data.sequence_length)
-        one = ITEM_BYTES[STATE_DTYPE[config.train.precision]] * len(PREFIXES)
+        costs = block_costs(config.model, config.data.sequence_length)
+        one = ITEM_BYTES[STATE_DTYPE[config.train.precision]] * len(STATE_PREFIXES)
         self._before = [one * n for n in accumulate(costs.parameters, initial=0)]
         self._first, self._last = one * costs.first[1], one * costs.last[1]
         self._known: dict[tuple[MeshShape, Stages, int, MeshShape, Stages, int], int] = {}
 
-    def common(
-        self, old: MeshShape, was: Stages, at: int, new: MeshShape, will: Stages, to: int
+    def common_bytes(
+        self,
+        old: MeshShape,
+        old_stages: Stages,
+        old_rank: int,
+        new: MeshShape,
+        new_stages: Stages,
+        new_rank: int,
     ) -> int:
         """Bytes of what mesh rank `at` of an old replica holds that mesh rank `to` of a new one
         is to hold."""
-        key = (old, was, at, new, will, to)
+        key = (old, old_stages, old_rank, new, new_stages, new_rank)
         if key not in self._known:
-            a, b = unravel(at, old), unravel(to, new)
-            blocks = self._blocks(was, a[0], will, b[0], old[0], new[0])
+            a, b = coordinates_of(old_rank, old), coordinates_of(new_rank, new)
+            blocks = self._blocks(old_stages, a[0], new_stages, b[0], old[0], new[0])
             part = 1.0
             for axis in (1, 3):
-                part *= _overlap(a[axis], old[axis], b[axis], new[axis])
+                part *= _overlap_share(a[axis], old[axis], b[axis], new[axis])
             self._known[key] = round(blocks * part)
         return self._known[key]
 
-    def whole(self, shape: Shape, at: int) -> int:
+    def total_bytes(self, shape: ReplicaShape, at: int) -> int:
         """Bytes that mesh rank `at` holds."""
         mesh, stages = shape.mesh_shape, shape.stages
-        return self.common(mesh, stages, at, mesh, stages, at)
+        return self.common_bytes(mesh, stages, at, mesh, stages, at)
 
     def _blocks(self, was: Stages, a: int, will: Stages, b: int, pp_a: int, pp_b: int) -> int:
-        (low, high), (start, stop) = self._range(was, a, pp_a), self._range(will, b, pp_b)
+        (low, high), (start, stop) = (
+            self._block_range(was, a, pp_a),
+            self._block_range(will, b, pp_b),
+        )
         first, last = max(low, start), min(high, stop)
         found = self._before[last] - self._before[first] if first < last else 0
         found += self._first if a == b == 0 else 0
         found += self._last if a == pp_a - 1 and b == pp_b - 1 else 0
         return found
 
-    def _range(self, stages: Stages, stage: int, pp: int) -> tuple[int, int]:
+    def _block_range(self, stages: Stages, stage: int, pp: int) -> tuple[int, int]:
         if pp == 1:
             return 0, len(self._before) - 1
         before = sum(stages[:stage])
         return before, before + stages[stage]
 
 
-def _overlap(a: int, of_a: int, b: int, of_b: int) -> float:
+def _overlap_share(a: int, of_a: int, b: int, of_b: int) -> float:
     """Of part `a` of `of_a` equal parts of a length 1 with part `b` of `of_b`."""
     return max(0.0, min((a + 1) / of_a, (b + 1) / of_b) - max(a / of_a, b / of_b))

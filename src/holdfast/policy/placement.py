@@ -18,12 +18,12 @@ from dataclasses import dataclass, field
 
 from xxhash import xxh3_64_intdigest
 
-DOMAINS = ("node", "rack", "power", "pool", "zone")
+FAILURE_DOMAINS = ("node", "rack", "power", "pool", "zone")
 """Kinds of domain that two machines can share. The plan avoids the first kinds most, because a
 small domain fails completely more often than a large one. The spot pool is before the zone, which
 may contain several pools. A pool's machines are taken back together."""
 
-_WEIGHT = {kind: 1 << place for place, kind in enumerate(reversed(DOMAINS))}
+_DOMAIN_RISK = {kind: 1 << place for place, kind in enumerate(reversed(FAILURE_DOMAINS))}
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,10 +54,12 @@ class Placement:
     warnings: tuple[str, ...] = ()
 
 
-def shared(one: Machine, other: Machine) -> tuple[str, ...]:
+def shared_domains(one: Machine, other: Machine) -> tuple[str, ...]:
     """The kinds of domain that two machines have in common, the worst first."""
     return tuple(
-        kind for kind in DOMAINS if one.domain(kind) and one.domain(kind) == other.domain(kind)
+        kind
+        for kind in FAILURE_DOMAINS
+        if one.domain(kind) and one.domain(kind) == other.domain(kind)
     )
 
 
@@ -66,8 +68,8 @@ def place_copies(
     machines: Iterable[Machine],
     *,
     copies: int = 1,
-    stable: str | None = None,
-    before: Mapping[str, Sequence[str]] | None = None,
+    stable_machine: str | None = None,
+    previous: Mapping[str, Sequence[str]] | None = None,
 ) -> Placement:
     """Return the holders of each owner's snapshots. `sizes`: owner -> bytes of one copy.
 
@@ -75,23 +77,23 @@ def place_copies(
     are skipped. Raises ValueError for an owner or a stable machine that is not among `machines`.
     """
     known = {machine.name: machine for machine in machines}
-    strangers = sorted((set(sizes) | ({stable} if stable else set())) - set(known))
+    strangers = sorted((set(sizes) | ({stable_machine} if stable_machine else set())) - set(known))
     if strangers:
         raise ValueError(f"{', '.join(strangers)} is not among the machines")
-    work = _Work(known, dict(sizes), copies, stable, before or {})
-    for owner in work.order():
-        work.fill(owner)
-    work.level()
-    return work.result()
+    work = _PlacementSolver(known, dict(sizes), copies, stable_machine, previous or {})
+    for owner in work.owners_in_order():
+        work.place_owner(owner)
+    work.balance_load()
+    return work.to_placement()
 
 
 @dataclass
-class _Work:
+class _PlacementSolver:
     machines: dict[str, Machine]
     sizes: dict[str, int]
     copies: int
-    stable: str | None
-    before: Mapping[str, Sequence[str]]
+    stable_machine: str | None
+    previous: Mapping[str, Sequence[str]]
     load: dict[str, int] = field(default_factory=dict)
     holders: dict[str, list[str]] = field(default_factory=dict)
 
@@ -99,33 +101,37 @@ class _Work:
         self.load = dict.fromkeys(self.machines, 0)
         self.holders = {owner: [] for owner in self.sizes}
 
-    def order(self) -> list[str]:
+    def owners_in_order(self) -> list[str]:
         """Return the owners, those with placed copies first, so that these keep their room."""
         return sorted(
             self.sizes,
-            key=lambda o: (not any(h in self.machines for h in self.before.get(o, ())), o),
+            key=lambda o: (not any(h in self.machines for h in self.previous.get(o, ())), o),
         )
 
-    def fill(self, owner: str) -> None:
-        if self.stable is not None and self._fits(owner, self.stable):
-            self._add(owner, self.stable)
+    def place_owner(self, owner: str) -> None:
+        if self.stable_machine is not None and self._fits(owner, self.stable_machine):
+            self._place_copy(owner, self.stable_machine)
         while len(self.holders[owner]) < self.copies:
-            free = [n for n in self.machines if n != self.stable and self._fits(owner, n)]
+            free = [n for n in self.machines if n != self.stable_machine and self._fits(owner, n)]
             if not free:
                 return
-            here = self.before.get(owner, ())
-            self._add(owner, min(free, key=lambda n: self._rank(owner, n, n in here)))
+            here = self.previous.get(owner, ())
+            self._place_copy(
+                owner, min(free, key=lambda n: self._preference_key(owner, n, n in here))
+            )
 
-    def level(self) -> None:
+    def balance_load(self) -> None:
         """Move copies off the fullest machines while that makes the load more even and no copy
         stands nearer for it. Each move makes the sum of squares of the loads smaller."""
-        while any(self._relieve(name) for name in sorted(self.load, key=self._fullest)):
+        while any(
+            self._move_one_copy_off(name) for name in sorted(self.load, key=self._fullness_key)
+        ):
             pass
 
-    def result(self) -> Placement:
+    def to_placement(self) -> Placement:
         return Placement(
             {owner: tuple(held) for owner, held in sorted(self.holders.items())},
-            tuple(text for owner in sorted(self.sizes) for text in self._warn(owner)),
+            tuple(text for owner in sorted(self.sizes) for text in self._warnings_for(owner)),
         )
 
     # --- parts ------------------------------------------------------------------------------
@@ -135,37 +141,50 @@ class _Work:
         room = self.machines[name].room
         return room is None or self.load[name] + self.sizes[owner] <= room
 
-    def _add(self, owner: str, name: str) -> None:
+    def _place_copy(self, owner: str, name: str) -> None:
         self.holders[owner].append(name)
         self.load[name] += self.sizes[owner]
 
-    def _rank(self, owner: str, name: str, here: bool) -> tuple[int, int, bool, int, int]:
+    def _preference_key(
+        self, owner: str, name: str, is_current_holder: bool
+    ) -> tuple[int, int, bool, int, int]:
         """Least is best: distance to the owner and to its other copies, then no move, load."""
-        return (*self._nearness(owner, name, ()), not here, self.load[name], _hash(owner, name))
+        return (
+            *self._nearness(owner, name, ()),
+            not is_current_holder,
+            self.load[name],
+            _tie_break(owner, name),
+        )
 
     def _nearness(self, owner: str, name: str, leaving: Sequence[str]) -> tuple[int, int]:
         mine, machine = self.machines[owner], self.machines[name]
         others = [h for h in self.holders[owner] if h not in leaving]
-        return _danger(mine, machine), sum(_danger(self.machines[h], machine) for h in others)
+        return _shared_risk(mine, machine), sum(
+            _shared_risk(self.machines[h], machine) for h in others
+        )
 
-    def _fullest(self, name: str) -> tuple[int, str]:
+    def _fullness_key(self, name: str) -> tuple[int, str]:
         return -self.load[name], name
 
-    def _relieve(self, full: str) -> bool:
+    def _move_one_copy_off(self, full: str) -> bool:
         """Move one copy off a machine; whether there was one to move."""
-        if full == self.stable:
+        if full == self.stable_machine:
             return False
-        for owner in sorted((o for o, held in self.holders.items() if full in held),
-                            key=lambda o: -_hash(o, full)):  # fmt: skip
+        for owner in sorted(
+            (o for o, held in self.holders.items() if full in held),
+            key=lambda o: -_tie_break(o, full),
+        ):
             now = self._nearness(owner, full, (full,))
             better = [
-                name for name in self.machines
-                if name != self.stable and self._fits(owner, name)
+                name
+                for name in self.machines
+                if name != self.stable_machine
+                and self._fits(owner, name)
                 and self.load[name] + self.sizes[owner] < self.load[full]
                 and self._nearness(owner, name, (full,)) <= now
-            ]  # fmt: skip
+            ]
             if better:
-                target = min(better, key=lambda n: (self.load[n], _hash(owner, n)))
+                target = min(better, key=lambda n: (self.load[n], _tie_break(owner, n)))
                 place = self.holders[owner].index(full)
                 self.holders[owner][place] = target
                 self.load[full] -= self.sizes[owner]
@@ -173,21 +192,21 @@ class _Work:
                 return True
         return False
 
-    def _warn(self, owner: str) -> Iterable[str]:
+    def _warnings_for(self, owner: str) -> Iterable[str]:
         held = self.holders[owner]
         if len(held) < self.copies:
             yield f"{owner} has {len(held)} of {self.copies} copies: no other machine has room"
         for name in held:
-            both = shared(self.machines[owner], self.machines[name])
+            both = shared_domains(self.machines[owner], self.machines[name])
             if both:
                 which = f"{both[0]} {self.machines[owner].domain(both[0])}"
                 yield f"{owner} and its copy on {name} share the {which}"
 
 
-def _danger(one: Machine, other: Machine) -> int:
+def _shared_risk(one: Machine, other: Machine) -> int:
     """Sharing one domain is worse than sharing all that are listed after it together."""
-    return sum(_WEIGHT[kind] for kind in shared(one, other))
+    return sum(_DOMAIN_RISK[kind] for kind in shared_domains(one, other))
 
 
-def _hash(owner: str, name: str) -> int:
+def _tie_break(owner: str, name: str) -> int:
     return int(xxh3_64_intdigest(f"{owner}\0{name}".encode()))

@@ -9,10 +9,10 @@ from typing import Generic, TypeVar
 
 Item = TypeVar("Item")
 
-_CLOSE_SECONDS = 2.0
+_CLOSE_TIMEOUT_S = 2.0
 
 
-class Behind(Generic[Item]):
+class BackgroundQueue(Generic[Item]):
     """Calls `work` with what is `put`, in order. A slow terminal or disk holds up only this
     thread. If more than `most` items wait, the oldest are dropped.
 
@@ -20,9 +20,9 @@ class Behind(Generic[Item]):
     disk is full. A failed view is no reason to stop training.
     """
 
-    def __init__(self, name: str, work: Callable[[Item], None], most: int) -> None:
+    def __init__(self, name: str, work: Callable[[Item], None], max_items: int) -> None:
         self._work = work
-        self._items: deque[Item] = deque(maxlen=most)
+        self._items: deque[Item] = deque(maxlen=max_items)
         self._changed = threading.Condition()
         self._closing = False
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
@@ -41,7 +41,7 @@ class Behind(Generic[Item]):
             self._closing = True
             self._changed.notify()
         if self._thread.is_alive():
-            self._thread.join(_CLOSE_SECONDS)
+            self._thread.join(_CLOSE_TIMEOUT_S)
 
     def _run(self) -> None:
         while True:

@@ -53,7 +53,7 @@ def _bins(values: Sequence[float], most: int) -> list[float]:
     return out
 
 
-def bar(ratio: float, width: int) -> tuple[str, str]:
+def split_bar(ratio: float, width: int) -> tuple[str, str]:
     """(done, rest) of a line that is `ratio` full."""
     done = round(min(1.0, max(0.0, ratio)) * width)
     return "━" * done, "─" * (width - done)

@@ -3,25 +3,59 @@
 from __future__ import annotations
 
 LIGHT = {
-    "paper": "#fbfaf7", "card": "#ffffff", "ink": "#1d2228", "soft": "#5d6773", "faint": "#9aa3ad",
-    "rule": "#e4e2dc", "grid": "#eeece6", "accent": "#0f6e63", "train": "#8fb9b3",
-    "evaluation": "#c2410c", "ghost": "#b9a8a0", "bad": "#c0392b", "bad-wash": "#fbe9e6",
-    "baseline": "#7a6f9b", "productive": "#2a9d78", "communication": "#4f7fb5",
-    "data_wait": "#a679b8", "checkpoint": "#dba63a", "evaluation-time": "#64b3bd",
-    "startup": "#93a1b0", "recovery": "#d1495b", "rework": "#ee8959", "stopped": "#dcdfe3",
+    "paper": "#fbfaf7",
+    "card": "#ffffff",
+    "ink": "#1d2228",
+    "soft": "#5d6773",
+    "faint": "#9aa3ad",
+    "rule": "#e4e2dc",
+    "grid": "#eeece6",
+    "accent": "#0f6e63",
+    "train": "#8fb9b3",
+    "evaluation": "#c2410c",
+    "ghost": "#b9a8a0",
+    "bad": "#c0392b",
+    "bad-wash": "#fbe9e6",
+    "baseline": "#7a6f9b",
+    "productive": "#2a9d78",
+    "communication": "#4f7fb5",
+    "data_wait": "#a679b8",
+    "checkpoint": "#dba63a",
+    "evaluation-time": "#64b3bd",
+    "startup": "#93a1b0",
+    "recovery": "#d1495b",
+    "rework": "#ee8959",
+    "stopped": "#dcdfe3",
     "other": "#b9b3a6",
-}  # fmt: skip
+}
 DARK = {
-    "paper": "#14171b", "card": "#1b1f25", "ink": "#e6e8ea", "soft": "#a0a9b3", "faint": "#6f7983",
-    "rule": "#2c323a", "grid": "#252a31", "accent": "#5cc5b5", "train": "#3f6f69",
-    "evaluation": "#fb923c", "ghost": "#6b5f5a", "bad": "#f0776a", "bad-wash": "#3a2422",
-    "baseline": "#a99bd1", "productive": "#35b58c", "communication": "#6b9bd1",
-    "data_wait": "#b98acb", "checkpoint": "#e2b450", "evaluation-time": "#6fc0ca",
-    "startup": "#74818f", "recovery": "#e0606f", "rework": "#f0955f", "stopped": "#343b44",
+    "paper": "#14171b",
+    "card": "#1b1f25",
+    "ink": "#e6e8ea",
+    "soft": "#a0a9b3",
+    "faint": "#6f7983",
+    "rule": "#2c323a",
+    "grid": "#252a31",
+    "accent": "#5cc5b5",
+    "train": "#3f6f69",
+    "evaluation": "#fb923c",
+    "ghost": "#6b5f5a",
+    "bad": "#f0776a",
+    "bad-wash": "#3a2422",
+    "baseline": "#a99bd1",
+    "productive": "#35b58c",
+    "communication": "#6b9bd1",
+    "data_wait": "#b98acb",
+    "checkpoint": "#e2b450",
+    "evaluation-time": "#6fc0ca",
+    "startup": "#74818f",
+    "recovery": "#e0606f",
+    "rework": "#f0955f",
+    "stopped": "#343b44",
     "other": "#8b857a",
-}  # fmt: skip
+}
 
-_RULES = """
+_STYLE_RULES = """
 *{box-sizing:border-box}
 html{color-scheme:light dark;-webkit-text-size-adjust:100%}
 body{margin:0;background:var(--paper);color:var(--ink);
@@ -134,15 +168,15 @@ for(const data of document.querySelectorAll('script.points')){
 """
 
 
-def _variables(colours: dict[str, str]) -> str:
+def _css_variables(colours: dict[str, str]) -> str:
     return ";".join(f"--{name.replace('_', '-')}:{value}" for name, value in colours.items())
 
 
 def style_sheet() -> str:
     """Both themes: the reader's system chooses."""
     return (
-        f":root{{{_variables(LIGHT)}}}"
-        f"@media (prefers-color-scheme:dark){{:root{{{_variables(DARK)}}}}}{_RULES}"
+        f":root{{{_css_variables(LIGHT)}}}"
+        f"@media (prefers-color-scheme:dark){{:root{{{_css_variables(DARK)}}}}}{_STYLE_RULES}"
     )
 
 

@@ -8,7 +8,7 @@ _SI = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 _BINARY = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 
 
-def si(value: float, digits: int = 3) -> str:
+def format_si(value: float, digits: int = 3) -> str:
     """1234567 -> "1.23 M"; three significant digits, no prefix below a thousand."""
     for size, prefix in _SI:
         if abs(value) >= size:
@@ -16,12 +16,12 @@ def si(value: float, digits: int = 3) -> str:
     return _significant(value, digits)
 
 
-def count(value: int) -> str:
+def format_count(value: int) -> str:
     """1234567 -> "1,234,567"."""
     return f"{value:,}"
 
 
-def size(value: float) -> str:
+def format_bytes(value: float) -> str:
     """Bytes in binary units: 5242880 -> "5.0 MiB"."""
     for unit in _BINARY:
         if abs(value) < 1024 or unit == _BINARY[-1]:
@@ -30,7 +30,7 @@ def size(value: float) -> str:
     raise AssertionError("unreachable")
 
 
-def duration(seconds: float) -> str:
+def format_duration(seconds: float) -> str:
     """0.0123 -> "12 ms", 3.21 -> "3.2 s", 75 -> "1 min 15 s", 8000 -> "2 h 13 min"."""
     if not math.isfinite(seconds):
         return "unknown"
@@ -44,28 +44,28 @@ def duration(seconds: float) -> str:
     for big, small, ratio, per in (("d", "h", 86_400, 3_600), ("h", "min", 3_600, 60)):
         if whole >= ratio:
             high, low = divmod(whole, ratio)
-            return _pair(high, big, low // per, small)
-    return _pair(whole // 60, "min", whole % 60, "s") if whole >= 60 else f"{whole} s"
+            return _format_pair(high, big, low // per, small)
+    return _format_pair(whole // 60, "min", whole % 60, "s") if whole >= 60 else f"{whole} s"
 
 
-def clock(seconds: float) -> str:
+def format_clock(seconds: float) -> str:
     """A moment of a run: 75 -> "1:15", 4000 -> "1:06:40"."""
     minutes, second = divmod(int(max(0.0, seconds)), 60)
     hours, minute = divmod(minutes, 60)
     return f"{hours}:{minute:02d}:{second:02d}" if hours else f"{minute}:{second:02d}"
 
 
-def percent(ratio: float) -> str:
+def format_percent(ratio: float) -> str:
     """0.9123 -> "91.2 %"."""
     return f"{100 * ratio:.1f} %"
 
 
-def plural(number: int, word: str) -> str:
+def format_plural(number: int, word: str) -> str:
     """1 step, 2 steps."""
-    return f"{count(number)} {word}" + ("" if number == 1 else "s")
+    return f"{format_count(number)} {word}" + ("" if number == 1 else "s")
 
 
-def _pair(high: int, big: str, low: int, small: str) -> str:
+def _format_pair(high: int, big: str, low: int, small: str) -> str:
     return f"{high} {big} {low} {small}" if low else f"{high} {big}"
 
 

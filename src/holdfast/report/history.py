@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
-from holdfast.core.data.lineage import split
+from holdfast.core.data.lineage import split_effective
 from holdfast.events import (
     Blamed,
     CheckpointCaptured,
@@ -40,7 +40,7 @@ from holdfast.events import (
     UploadFailed,
 )
 from holdfast.report.incidents import Incident, IncidentBook
-from holdfast.report.ordering import in_order
+from holdfast.report.ordering import order_records
 from holdfast.report.timeledger import TimeLedger
 from holdfast.wire import journal
 from holdfast.wire.store.run_store import RunStore
@@ -89,7 +89,7 @@ class Generation:
 
 
 @dataclass(frozen=True)
-class Session:
+class RunSession:
     """From one start of `holdfast train` to its end; `ended` says how."""
 
     began: float
@@ -115,7 +115,7 @@ class CheckpointRow:
 
 
 @dataclass(frozen=True)
-class Notice:
+class RunNotice:
     """Something a person should know that is not an incident."""
 
     elapsed: float
@@ -136,10 +136,10 @@ class History:
     rework: tuple[tuple[StepPoint, ...], ...]  # one piece of lost curve per broken generation
     evaluations: tuple[EvaluationPoint, ...]
     generations: tuple[Generation, ...]
-    sessions: tuple[Session, ...]
+    sessions: tuple[RunSession, ...]
     incidents: tuple[Incident, ...]
     checkpoints: tuple[CheckpointRow, ...]
-    notices: tuple[Notice, ...]
+    notices: tuple[RunNotice, ...]
     time: dict[str, float]  # seconds by class of timeledger.CLASSES
     wall: float
     cadence: tuple[SaveInterval, ...] = ()  # the newest decision of each tier
@@ -154,7 +154,7 @@ class History:
         return self.steps[-1].total_tokens if self.steps else 0
 
     @property
-    def tokens_again(self) -> int:
+    def recomputed_tokens(self) -> int:
         """Tokens that were computed a second time: the visible cost of failures."""
         return sum(point.tokens for piece in self.rework for point in piece)
 
@@ -170,10 +170,10 @@ class History:
         return self.time["productive"] / up if up > 0 else 0.0
 
     @property
-    def best(self) -> EvaluationPoint | None:
+    def best_evaluation(self) -> EvaluationPoint | None:
         return min(self.evaluations, key=lambda e: e.loss, default=None)
 
-    def interrupted(self) -> History:
+    def as_interrupted(self) -> History:
         """The same run once it is known that no trainer is at work any more."""
         *before, last = self.sessions
         sessions = (*before, replace(last, ended="lost"))
@@ -186,24 +186,24 @@ class History:
         return rates[len(rates) // 2] if rates else 0.0
 
 
-def read(store: RunStore) -> History:
+def read_history(store: RunStore) -> History:
     """The history of the run in `store`. Raises CorruptError for a journal that was damaged."""
-    return build(journal.read(store))
+    return build_history(journal.read_journal(store))
 
 
-def build(records: Iterable[Record]) -> History:
+def build_history(records: Iterable[Record]) -> History:
     """The history that these records tell, in whatever order they come."""
-    ordered = in_order(records)
-    effective, _ = split(ordered)
+    ordered = order_records(records)
+    effective, _ = split_effective(ordered)
     counted = {id(record) for record in effective}
-    builder = _Builder()
+    builder = _HistoryBuilder()
     for record in ordered:
         builder.observe(record, id(record) in counted)
     return builder.history()
 
 
 @dataclass
-class _Builder:
+class _HistoryBuilder:
     ledger: TimeLedger = field(default_factory=TimeLedger)
     book: IncidentBook = field(default_factory=IncidentBook)
     started: RunStarted | None = None
@@ -211,10 +211,10 @@ class _Builder:
     rework: dict[int, list[StepPoint]] = field(default_factory=dict)
     evaluations: dict[int, EvaluationPoint] = field(default_factory=dict)
     generations: dict[int, Generation] = field(default_factory=dict)
-    sessions: list[Session] = field(default_factory=list)
+    sessions: list[RunSession] = field(default_factory=list)
     checkpoints: dict[str, CheckpointRow] = field(default_factory=dict)
     blocked: dict[tuple[int, int], float] = field(default_factory=dict)
-    notices: list[Notice] = field(default_factory=list)
+    notices: list[RunNotice] = field(default_factory=list)
     cadence: dict[int, SaveInterval] = field(default_factory=dict)
 
     def observe(self, record: Record, counts: bool) -> None:
@@ -227,7 +227,7 @@ class _Builder:
             self.started = event
             if self.sessions and self.sessions[-1].ended == "running":
                 self._end_session(before, "lost", "")
-            self.sessions.append(Session(elapsed, elapsed, record.time, "running"))
+            self.sessions.append(RunSession(elapsed, elapsed, record.time, "running"))
         elif isinstance(event, RunFinished):
             self._end_session(elapsed, "finished", "")
         elif isinstance(event, RunStopped):
@@ -241,38 +241,56 @@ class _Builder:
         elif isinstance(event, Evaluated):
             if counts:
                 self.evaluations[event.step] = EvaluationPoint(
-                    event.step, record.generation, elapsed, event.loss, event.bits_per_byte,
-                    event.tokens, event.seconds,
-                )  # fmt: skip
+                    event.step,
+                    record.generation,
+                    elapsed,
+                    event.loss,
+                    event.bits_per_byte,
+                    event.tokens,
+                    event.seconds,
+                )
         else:
             self._checkpoint(record, elapsed)
             if isinstance(event, SaveInterval):
                 self.cadence[event.tier] = event
-            text = notice(event)
+            text = notice_text(event)
             if text:
-                self.notices.append(Notice(elapsed, record.generation, event.kind, text))
+                self.notices.append(RunNotice(elapsed, record.generation, event.kind, text))
 
     def _end_session(self, elapsed: float, ended: str, reason: str) -> None:
         if self.sessions:
             last = self.sessions[-1]
-            self.sessions[-1] = Session(last.began, elapsed, last.began_at, ended, reason)
+            self.sessions[-1] = RunSession(last.began, elapsed, last.began_at, ended, reason)
 
     def _generation(self, number: int, event: GenerationStarted, elapsed: float) -> None:
         key = event.restored_from
         ranks = event.topology.get("nodes", ())
         self.generations[number] = Generation(
-            number, event.reason, elapsed, event.step, key, len(ranks),
-            nodes=tuple(dict.fromkeys(ranks)), live=event.came_from is not None,
-        )  # fmt: skip
+            number,
+            event.reason,
+            elapsed,
+            event.step,
+            key,
+            len(ranks),
+            nodes=tuple(dict.fromkeys(ranks)),
+            live=event.came_from is not None,
+        )
         if key in self.checkpoints:
             row = self.checkpoints[key]
             self.checkpoints[key] = replace(row, restored=row.restored + 1)
 
     def _step(self, generation: int, event: StepDone, elapsed: float, counts: bool) -> None:
         point = StepPoint(
-            event.step, generation, elapsed, event.loss, event.tokens, 0, event.grad_norm,
-            event.learning_rate, event.seconds,
-        )  # fmt: skip
+            event.step,
+            generation,
+            elapsed,
+            event.loss,
+            event.tokens,
+            0,
+            event.grad_norm,
+            event.learning_rate,
+            event.seconds,
+        )
         if counts:
             self.steps[event.step] = point
         else:
@@ -288,9 +306,14 @@ class _Builder:
             self.blocked[place] = max(self.blocked.get(place, 0.0), event.seconds)
         elif isinstance(event, CheckpointCommitted):
             self.checkpoints[event.key] = CheckpointRow(
-                event.step, record.generation, elapsed, event.key, event.bytes, event.seconds,
+                event.step,
+                record.generation,
+                elapsed,
+                event.key,
+                event.bytes,
+                event.seconds,
                 blocked=0.0,  # see `_rows`
-            )  # fmt: skip
+            )
         elif isinstance(event, CheckpointRemoved) and event.key in self.checkpoints:
             self.checkpoints[event.key] = replace(self.checkpoints[event.key], removed=True)
 
@@ -314,18 +337,25 @@ class _Builder:
         last = self.sessions[-1].ended if self.sessions else "empty"
         started = self.started or RunStarted("", "", "")
         return History(
-            started.run, started.config_hash, started.dataset_version, last, tuple(steps),
+            started.run,
+            started.config_hash,
+            started.dataset_version,
+            last,
+            tuple(steps),
             tuple(tuple(sorted(piece, key=lambda p: p.step)) for piece in self.rework.values()),
             tuple(self.evaluations[s] for s in sorted(self.evaluations)),
             tuple(self.generations[g] for g in sorted(self.generations)),
-            tuple(self.sessions), tuple(self.book.incidents),
+            tuple(self.sessions),
+            tuple(self.book.incidents),
             self._rows(),
-            tuple(self.notices), self.ledger.totals(), wall,
+            tuple(self.notices),
+            self.ledger.totals(),
+            wall,
             tuple(self.cadence[tier] for tier in sorted(self.cadence)),
-        )  # fmt: skip
+        )
 
 
-def notice(event: Event) -> str:
+def notice_text(event: Event) -> str:
     """Return what a person should know about this event, or an empty string."""
     if isinstance(event, CheckpointFailed):
         return f"the checkpoint of step {event.step} failed: {event.reason}"

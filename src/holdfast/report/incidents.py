@@ -44,16 +44,16 @@ from holdfast.events import (
 )
 
 _ENDS = (RunStopped, RunFinished, RunFailed)
-_PLANNED = {
+_PLANNED_REASONS = {
     "notice": "left in time",
     "node_joined": "joined",
     "worker_joined": "joined",
     "slow_worker": "",
 }
-_PAUSED = "paused after step "  # a worker's reason if it has ended its step, as ordered
-_RESUMED = "resumed"  # kind of an incident: a session continued from an older state
+_PAUSED_TEXT = "paused after step "  # a worker's reason if it has ended its step, as ordered
+_RESUMED_KIND = "resumed"  # kind of an incident: a session continued from an older state
 
-RUNGS = {
+RECOVERY_RUNGS = {
     0: "the others went on",
     1: "the same processes continued",
     2: "a standby took the place",
@@ -66,7 +66,7 @@ RUNGS = {
 
 
 @dataclass(frozen=True)
-class Loss:
+class WorkerLoss:
     """One worker that was lost."""
 
     rank: int
@@ -75,7 +75,7 @@ class Loss:
     node: str = ""  # where it sat
 
     @property
-    def words(self) -> str:
+    def description(self) -> str:
         """The lost worker, for people."""
         if self.node and self.noticed_by == "heartbeat":
             return f"{self.node} lost"
@@ -90,7 +90,7 @@ class Incident:
     kind: str  # worker_lost, session_lost, resumed, or the reason of the next generation
     began: float
     reached: int  # last step done before
-    losses: tuple[Loss, ...] = ()
+    losses: tuple[WorkerLoss, ...] = ()
     note: str = ""
     restarted: float | None = None  # the next generation was decided
     ready: float | None = None  # its last worker had restored its state
@@ -117,12 +117,12 @@ class Incident:
         return 0 if self.restart_step is None else max(0, self.reached - self.restart_step)
 
     @property
-    def planned(self) -> bool:
+    def is_planned(self) -> bool:
         """Nothing broke: a node came, or left in time."""
-        return not self.losses and self.kind in _PLANNED
+        return not self.losses and self.kind in _PLANNED_REASONS
 
     @property
-    def stood_still(self) -> float | None:
+    def stood_still_s(self) -> float | None:
         """From the last step before to the first one after."""
         if self.stood is None or self.recovered is None:
             return None
@@ -160,23 +160,23 @@ class Incident:
         if self.losses:
             first = self.losses[0]
             more = f" and {len(self.losses) - 1} more" if len(self.losses) > 1 else ""
-            return f"{first.words}{more} ({first.cause})"
+            return f"{first.description}{more} ({first.cause})"
         if self.kind == "session_lost":
             return "the session ended without a word"
-        if self.kind == "slow_worker" and self.planned:
+        if self.kind == "slow_worker" and self.is_planned:
             return "a slow worker gets another share of the work"
-        if self.kind == "notice" and self.planned and self.restarted is not None:
+        if self.kind == "notice" and self.is_planned and self.restarted is not None:
             # If all nodes are to leave, one last generation saves what they hold.
             who = ", ".join(self.gone)
-            return f"{who} {_PLANNED[self.kind]}" if who else "all nodes were told to go"
-        if self.planned and (who := ", ".join(self.came) or _more_workers(self.grown)):
-            return f"{who} {_PLANNED[self.kind]}"
-        if self.kind == _RESUMED:
+            return f"{who} {_PLANNED_REASONS[self.kind]}" if who else "all nodes were told to go"
+        if self.is_planned and (who := ", ".join(self.came) or _describe_growth(self.grown)):
+            return f"{who} {_PLANNED_REASONS[self.kind]}"
+        if self.kind == _RESUMED_KIND:
             return f"resumed from the state after step {self.restart_step}"
         return self.note or self.kind.replace("_", " ")
 
 
-def _more_workers(nodes: Iterable[str]) -> str:
+def _describe_growth(nodes: Iterable[str]) -> str:
     """Return the workers that came, if no node did."""
     found = Counter(nodes)
     return ", ".join(
@@ -199,7 +199,7 @@ class IncidentBook:
         self._behind: int | None = None  # the incident, if any, whose steps are being done again
         self._nodes: tuple[str, ...] = ()  # of the newest generation, by rank
         self._in_session = False
-        self._over = False  # the session has ended, and no other one has begun
+        self._is_run_over = False  # the session has ended, and no other one has begun
         self._fresh = False  # a session has begun, and no generation in it
         self._last_elapsed = 0.0
         self._note = ""
@@ -214,15 +214,15 @@ class IncidentBook:
         event = record.event
         ended: Incident | None = None
         if isinstance(event, WorkerLost):
-            self._lose(record.generation, event, elapsed)
+            self._record_loss(record.generation, event, elapsed)
         elif isinstance(event, WorkerHeld):
-            ended = self._hold(record.generation, event, elapsed)
+            ended = self._record_stop(record.generation, event, elapsed)
         elif isinstance(event, NonFinite):
             self._note = f"{event.parameter} not finite on rank {event.rank}, step {event.step}"
         elif isinstance(event, RunStarted):
             self._start_session(elapsed)
         elif isinstance(event, _ENDS):
-            self._in_session, self._over = False, True
+            self._in_session, self._is_run_over = False, True
             self._open = self._cut = None  # what the run did not get over, it ended with
         elif isinstance(event, GenerationStarted):
             ended = self._restart(record.generation, event, elapsed)
@@ -248,21 +248,26 @@ class IncidentBook:
         self._open_session(elapsed)
 
     def _open_session(self, elapsed: float) -> None:
-        self._over, self._fresh = False, True
+        self._is_run_over, self._fresh = False, True
         self._step_at = self._since = elapsed  # a pause between two sessions is no incident's
 
     def _begin(self, kind: str, generation: int, elapsed: float) -> None:
         if self._open is None:
             self._open = Incident(
-                generation, kind, elapsed, self._step, note=self._note, stood=self._step_at,
+                generation,
+                kind,
+                elapsed,
+                self._step,
+                note=self._note,
+                stood=self._step_at,
                 since=self._since,
-            )  # fmt: skip
+            )
             self.incidents.append(self._open)
             self._note = ""
 
     # --- a worker stops -------------------------------------------------------------------------
-    def _lose(self, generation: int, event: WorkerLost, elapsed: float) -> None:
-        if self._over or generation < 1:
+    def _record_loss(self, generation: int, event: WorkerLost, elapsed: float) -> None:
+        if self._is_run_over or generation < 1:
             return  # a session that was about to begin found no worker of the one before
         late = self._open is not None and self._open.generation == generation
         if generation < self._generation and not late:
@@ -271,17 +276,17 @@ class IncidentBook:
             self._break_off()
         self._begin("worker_lost", generation, elapsed)
         assert self._open is not None
-        loss = Loss(event.rank, event.cause, event.noticed_by, event.node)
+        loss = WorkerLoss(event.rank, event.cause, event.noticed_by, event.node)
         self._update(kind="worker_lost", losses=(*self._open.losses, loss))
 
-    def _hold(self, generation: int, event: WorkerHeld, elapsed: float) -> Incident | None:
+    def _record_stop(self, generation: int, event: WorkerHeld, elapsed: float) -> Incident | None:
         """A worker stopped, perhaps before it is known whether a worker is lost, and which."""
-        if self._over or generation < self._generation:
+        if self._is_run_over or generation < self._generation:
             return None  # a node that was cut off tells it now
         ended = self._recover(generation, event.applied, elapsed)
-        if ended is not None or (self._open is None and event.why.startswith(_PAUSED)):
+        if ended is not None or (self._open is None and event.why.startswith(_PAUSED_TEXT)):
             if event.applied > self._step:  # rank 0 has not told of it yet
-                self._done(event.applied, elapsed)
+                self._record_step(event.applied, elapsed)
         else:
             ended = self._recover_late(event.applied)
         self._break_off()
@@ -300,23 +305,27 @@ class IncidentBook:
     def _restart(
         self, generation: int, event: GenerationStarted, elapsed: float
     ) -> Incident | None:
-        if self._over:  # a journal that lacks the session's beginning
+        if self._is_run_over:  # a journal that lacks the session's beginning
             self._open_session(elapsed)
         ended = self._recover(self._generation, event.step, elapsed)
         if ended is not None:  # the one before did a step that no rank has reported yet
-            self._done(event.step, elapsed)
+            self._record_step(event.step, elapsed)
         if self._open is None and self._generation:
-            self._why(event, elapsed)
+            self._note_generation_reason(event, elapsed)
         nodes = tuple(event.topology.get("nodes", ()))
         if self._open is not None and generation > self._open.generation:
             kind = event.reason if self._open.kind == "held" else self._open.kind
             before, now = set(self._nodes), set(nodes)
             more = (Counter(nodes) - Counter(self._nodes)).elements()
             self._update(
-                kind=kind, restarted=elapsed, restart_step=event.step, rung=event.rung,
-                came=tuple(sorted(now - before)), gone=tuple(sorted(before - now)),
+                kind=kind,
+                restarted=elapsed,
+                restart_step=event.step,
+                rung=event.rung,
+                came=tuple(sorted(now - before)),
+                gone=tuple(sorted(before - now)),
                 grown=tuple(sorted(name for name in more if name in before)),
-            )  # fmt: skip
+            )
         self._nodes, self._since = nodes, elapsed
         if self._step_at is None or (self._fresh and self._open is None):
             self._step_at = elapsed
@@ -324,35 +333,37 @@ class IncidentBook:
         self._step, self._fresh = event.step, False
         return ended
 
-    def _why(self, event: GenerationStarted, elapsed: float) -> None:
+    def _note_generation_reason(self, event: GenerationStarted, elapsed: float) -> None:
         """Open an incident if no event has said yet that the generation before is over."""
         if not self._fresh:
             if event.reason not in ("start", "resume"):
                 self._begin(event.reason, self._generation, elapsed)
         elif event.step < self._step:
             # The session before ended as it should; what it did last was not saved.
-            self._begin(_RESUMED, self._generation, elapsed if self._since is None else self._since)
+            self._begin(
+                _RESUMED_KIND, self._generation, elapsed if self._since is None else self._since
+            )
             self._update(stood=None, since=None)
 
     # --- steps ----------------------------------------------------------------------------------
     def _take_step(self, generation: int, step: int, elapsed: float) -> Incident | None:
-        if self._open is not None and self._late(generation, step):
+        if self._open is not None and self._is_late_step(generation, step):
             # A report that came in after the loss was noticed.
             self._step = max(self._step, step)
             self._catch_up(step, elapsed)
             self._update(reached=max(self._open.reached, step))
             return self._recover_late(step)
-        self._done(step, elapsed)
+        self._record_step(step, elapsed)
         return self._recover(generation, step, elapsed)
 
-    def _late(self, generation: int, step: int) -> bool:
+    def _is_late_step(self, generation: int, step: int) -> bool:
         """Return True if a step was done before the incident: reported in its generation, or in
         the next one by a survivor."""
         assert self._open is not None
         again = self._open.restarted is not None and step <= (self._open.restart_step or 0)
         return generation == self._open.generation or again
 
-    def _done(self, step: int, elapsed: float) -> None:
+    def _record_step(self, step: int, elapsed: float) -> None:
         self._step = max(self._step, step)
         self._step_at = self._since = elapsed
         self._cut = None

@@ -21,23 +21,42 @@ from rich.panel import Panel
 from rich.text import Text
 
 from holdfast.events import Evaluated, Record, StepDone
-from holdfast.report.background import Behind
-from holdfast.report.braille import bar, braille
-from holdfast.report.formatting import clock, count, duration, percent, plural, si, size
-from holdfast.report.incidents import RUNGS
-from holdfast.report.ordering import in_order
-from holdfast.report.progress import Happening, Progress
+from holdfast.report.background import BackgroundQueue
+from holdfast.report.braille import braille, split_bar
+from holdfast.report.formatting import (
+    format_bytes,
+    format_clock,
+    format_count,
+    format_duration,
+    format_percent,
+    format_plural,
+    format_si,
+)
+from holdfast.report.incidents import RECOVERY_RUNGS
+from holdfast.report.ordering import order_records
+from holdfast.report.progress import ProgressLine, RunProgress
 
 _MOODS = {"good": "green", "bad": "bold red", "plain": "default"}
-_WORKERS = {"training": ("●", "green"), "ready": ("●", "cyan"), "starting": ("○", "yellow"),
-            "held": ("◐", "yellow"), "lost": ("✗", "bold red")}  # fmt: skip
-_STATES = {"training": "green", "finished": "green", "failed": "bold red", "recovering": "red",
-           "starting": "yellow", "stopped": "yellow"}  # fmt: skip
-_PER_SECOND = 4
-_QUEUE = 1000  # lines that may wait for a slow reader; older ones are dropped
+_WORKERS = {
+    "training": ("●", "green"),
+    "ready": ("●", "cyan"),
+    "starting": ("○", "yellow"),
+    "held": ("◐", "yellow"),
+    "lost": ("✗", "bold red"),
+}
+_STATES = {
+    "training": "green",
+    "finished": "green",
+    "failed": "bold red",
+    "recovering": "red",
+    "starting": "yellow",
+    "stopped": "yellow",
+}
+_REDRAWS_PER_S = 4
+_MAX_QUEUED_LINES = 1000  # lines that may wait for a slow reader; older ones are dropped
 
 
-class View:
+class LiveView:
     """An observer of records and a context manager; see the module.
 
     every_seconds: of plain lines about steps; events always have a line of their own.
@@ -51,29 +70,36 @@ class View:
         every_seconds: float = 5.0,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.progress = Progress(total_steps)
+        self.progress = RunProgress(total_steps)
         self._console = console or Console()
         self._every = every_seconds
         self._now = now
         self._next_line = now()
         self._lock = threading.Lock()
         self._live: Live | None = None
-        self._printer: Behind[str] = Behind("view", self._print, _QUEUE)
+        self._printer: BackgroundQueue[str] = BackgroundQueue(
+            "view", self._print, _MAX_QUEUED_LINES
+        )
 
-    def __enter__(self) -> View:
+    def __enter__(self) -> LiveView:
         self._printer.start()
         if self._console.is_terminal:
             self._live = Live(
-                get_renderable=self._render, console=self._console,
-                refresh_per_second=_PER_SECOND, redirect_stdout=False, redirect_stderr=False,
-            )  # fmt: skip
+                get_renderable=self._render,
+                console=self._console,
+                refresh_per_second=_REDRAWS_PER_S,
+                redirect_stdout=False,
+                redirect_stderr=False,
+            )
             self._live.start()
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None,
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
         at: TracebackType | None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._printer.close()
         if self._live is not None:
             self._live.stop()
@@ -88,7 +114,7 @@ class View:
     def replay(self, records: Iterable[Record]) -> None:
         """Take the records of older sessions, to complete the curve, without a line about them."""
         with self._lock:
-            for record in in_order(records):
+            for record in order_records(records):
                 self.progress.observe(record)
 
     def say(self, line: str) -> None:
@@ -96,10 +122,10 @@ class View:
         self._printer.put(line)
 
     # --- plain lines ------------------------------------------------------------------------
-    def _plain(self, record: Record, happenings: Iterable[Happening]) -> None:
+    def _plain(self, record: Record, happenings: Iterable[ProgressLine]) -> None:
         event = record.event
         for happening in happenings:
-            self._printer.put(f"[{clock(happening.at)}] {happening.text}")
+            self._printer.put(f"[{format_clock(happening.at)}] {happening.text}")
         if isinstance(event, StepDone):
             last = event.step >= self.progress.total_steps
             if last or event.step == 1 or self._now() >= self._next_line:
@@ -116,19 +142,19 @@ class View:
             return picture(self.progress, width, height)
 
 
-def step_line(progress: Progress) -> str:
+def step_line(progress: RunProgress) -> str:
     """The plain line about the newest step."""
     parts = [
-        f"step {count(progress.step)}/{count(progress.total_steps)}",
+        f"step {format_count(progress.step)}/{format_count(progress.total_steps)}",
         f"loss {progress.loss:.4f}",
-        f"{si(progress.tokens_per_second)} tokens/s",
+        f"{format_si(progress.tokens_per_second)} tokens/s",
     ]
-    if progress.eta is not None and progress.step < progress.total_steps:
-        parts.append(f"{duration(progress.eta)} left")
+    if progress.eta_s is not None and progress.step < progress.total_steps:
+        parts.append(f"{format_duration(progress.eta_s)} left")
     return "  ".join(parts)
 
 
-def picture(progress: Progress, width: int, height: int) -> RenderableType:
+def picture(progress: RunProgress, width: int, height: int) -> RenderableType:
     """The full view for a terminal of that size; narrow and low ones get less of it."""
     inner = max(20, min(width, 110) - 4)
     parts: list[RenderableType] = [_bar_line(progress, inner), _numbers(progress, inner)]
@@ -141,12 +167,19 @@ def picture(progress: Progress, width: int, height: int) -> RenderableType:
     events = _events(progress, inner, max(1, min(6, height - 18)))
     parts += ["", *events] if events else []
     title = Text.assemble(
-        (progress.run or "holdfast", "bold"), "  ",
+        (progress.run or "holdfast", "bold"),
+        "  ",
         (progress.state, _STATES.get(progress.state, "default")),
         f"  generation {progress.generation}" if width >= 50 and progress.generation else "",
-    )  # fmt: skip
-    return Panel(Group(*parts), title=title, title_align="left", border_style="dim",
-                 width=min(width, 110), padding=(0, 1))  # fmt: skip
+    )
+    return Panel(
+        Group(*parts),
+        title=title,
+        title_align="left",
+        border_style="dim",
+        width=min(width, 110),
+        padding=(0, 1),
+    )
 
 
 def _line(*pieces: tuple[str, str] | str, width: int) -> Text:
@@ -155,17 +188,17 @@ def _line(*pieces: tuple[str, str] | str, width: int) -> Text:
     return text
 
 
-def _bar_line(progress: Progress, width: int) -> Text:
+def _bar_line(progress: RunProgress, width: int) -> Text:
     ratio = progress.step / progress.total_steps if progress.total_steps else 0.0
-    left = f"step {count(progress.step)}/{count(progress.total_steps)}  "
-    right = f"  {percent(ratio)}"
-    if progress.eta is not None and not progress.ended and width >= 48:
-        right += f"  {duration(progress.eta)} left"
-    done, rest = bar(ratio, max(4, width - len(left) - len(right)))
+    left = f"step {format_count(progress.step)}/{format_count(progress.total_steps)}  "
+    right = f"  {format_percent(ratio)}"
+    if progress.eta_s is not None and not progress.is_over and width >= 48:
+        right += f"  {format_duration(progress.eta_s)} left"
+    done, rest = split_bar(ratio, max(4, width - len(left) - len(right)))
     return _line(left, (done, "green"), (rest, "dim"), right, width=width)
 
 
-def _numbers(progress: Progress, width: int) -> Text:
+def _numbers(progress: RunProgress, width: int) -> Text:
     """Return as many of the figures as fit, the most important first."""
     figures: list[tuple[str, str]] = []
     found: Evaluated | None = progress.validation
@@ -174,9 +207,9 @@ def _numbers(progress: Progress, width: int) -> Text:
     if found is not None:
         figures.append(("bits/byte", f"{found.bits_per_byte:.3f}"))
     if progress.tokens_per_second:
-        figures.append(("tokens/s", si(progress.tokens_per_second)))
+        figures.append(("tokens/s", format_si(progress.tokens_per_second)))
     if progress.curve:
-        figures.append(("goodput", percent(progress.ledger.goodput_running)))
+        figures.append(("goodput", format_percent(progress.ledger.goodput_running)))
     text = Text()
     for name, value in figures:
         if len(text) + len(name) + len(value) + 1 > width:
@@ -185,7 +218,7 @@ def _numbers(progress: Progress, width: int) -> Text:
     return text
 
 
-def _curve(progress: Progress, width: int, height: int) -> list[Text]:
+def _curve(progress: RunProgress, width: int, height: int) -> list[Text]:
     """The loss so far, with its highest and lowest value next to it."""
     losses = [loss for _, loss in progress.curve]
     rows = braille(losses, max(8, width - 8), height)
@@ -196,7 +229,7 @@ def _curve(progress: Progress, width: int, height: int) -> list[Text]:
     ]
 
 
-def _workers(progress: Progress, width: int) -> Text:
+def _workers(progress: RunProgress, width: int) -> Text:
     pieces: list[tuple[str, str] | str] = [("workers  ", "dim")]
     wide = width >= 14 * len(progress.workers) + 9
     for rank, state in sorted(progress.workers.items()):
@@ -204,45 +237,47 @@ def _workers(progress: Progress, width: int) -> Text:
         pieces += [(sign, style), f" {rank} {state}   " if wide else " "]
     if not wide:
         alive = sum(state != "lost" for state in progress.workers.values())
-        pieces.append(f" {plural(alive, 'worker')}")
+        pieces.append(f" {format_plural(alive, 'worker')}")
     return _line(*pieces, width=width)
 
 
-def _nodes(progress: Progress, width: int) -> Text:
+def _nodes(progress: RunProgress, width: int) -> Text:
     """Present and past members, and the rung by which the generation came about."""
     pieces: list[tuple[str, str] | str] = [("nodes    ", "dim")]
     for name, there in progress.nodes.items():
         pieces.append((f"● {name}   ", "green") if there else (f"✗ {name}   ", "dim red"))
     if progress.rung >= 0:
-        pieces.append((f"rung {progress.rung}: {RUNGS[progress.rung]}", "dim"))
+        pieces.append((f"rung {progress.rung}: {RECOVERY_RUNGS[progress.rung]}", "dim"))
     return _line(*pieces, width=width)
 
 
-def _saved(progress: Progress, width: int) -> Text:
+def _saved(progress: RunProgress, width: int) -> Text:
     if progress.checkpoint is None:
         return _line(("saved    ", "dim"), "nothing yet", width=width)
     event, at = progress.checkpoint
-    ago = duration(max(0.0, progress.ledger.running - at))
+    ago = format_duration(max(0.0, progress.ledger.running - at))
     return _line(
-        ("saved    ", "dim"), f"step {count(event.step)}, {ago} ago, {size(event.bytes)}",
+        ("saved    ", "dim"),
+        f"step {format_count(event.step)}, {ago} ago, {format_bytes(event.bytes)}",
         width=width,
-    )  # fmt: skip
+    )
 
 
-def _events(progress: Progress, width: int, most: int) -> list[Text]:
-    newest = list(progress.happenings)[-most:]
+def _events(progress: RunProgress, width: int, most: int) -> list[Text]:
+    newest = list(progress.lines)[-most:]
     return [
-        _line((f"{clock(h.at):>7}  ", "dim"), (h.text, _MOODS[h.mood]), width=width) for h in newest
+        _line((f"{format_clock(h.at):>7}  ", "dim"), (h.text, _MOODS[h.mood]), width=width)
+        for h in newest
     ]
 
 
-def watch(batches: Iterable[list[Record]], view: View) -> None:
+def watch_run(batches: Iterable[list[Record]], view: LiveView) -> None:
     """Show a run that another process trains: `watch(journal.follow(store), view)`.
 
     Returns when the run has ended and everything that is written of it was shown.
     """
     for batch in batches:
-        for record in in_order(batch):
+        for record in order_records(batch):
             view.observe(record)
-        if view.progress.ended:
+        if view.progress.is_over:
             return

@@ -32,17 +32,21 @@ from holdfast.events import (
     UploadFailed,
 )
 from holdfast.report.incidents import IncidentBook
-from holdfast.report.ordering import in_order
+from holdfast.report.ordering import order_records
 from holdfast.report.timeledger import TimeLedger
 
 _SECONDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300)
 _BYTES = tuple(float(10**power) for power in range(5, 14))
 _PEERS, _DISK, _BUCKET = "1", "2", "3"  # tiers: peers' memory; a folder on a disk; a bucket
-_PHASES = {"compute": "forward_backward", "reduce": "comm", "apply": "optimizer",
-           "capture": "checkpoint_block"}  # fmt: skip
+_PHASES = {
+    "compute": "forward_backward",
+    "reduce": "comm",
+    "apply": "optimizer",
+    "capture": "checkpoint_block",
+}
 
 
-class Metrics:
+class RunMetrics:
     """Observer of records; `render()` is what `/metrics` answers.
 
     info: labels of `holdfast_run_info`, such as model, git, dataset.
@@ -66,7 +70,7 @@ class Metrics:
         self._book = IncidentBook()
         self._highest = 0  # newest step ever done
         self._at_risk: list[tuple[int, float]] = []  # steps since the last commit, their seconds
-        self._make(info or {})
+        self._create_metrics(info or {})
 
     def observe(self, record: Record) -> None:
         with self._lock:
@@ -79,7 +83,7 @@ class Metrics:
 
     def replay(self, records: Iterable[Record]) -> None:
         """Take the records of older sessions, so that totals and curves continue from them."""
-        for record in in_order(records):
+        for record in order_records(records):
             self.observe(record)
 
     def render(self) -> bytes:
@@ -125,10 +129,12 @@ class Metrics:
         self._count(self._tokens, event.tokens, "replayed" if again else "unique")
         self._at_risk.append((event.step, event.seconds))
         values = (
-            (self._step_gauge, event.step), (self._last_step, record.time),
-            (self._loss, event.loss), (self._norm, event.grad_norm),
+            (self._step_gauge, event.step),
+            (self._last_step, record.time),
+            (self._loss, event.loss),
+            (self._norm, event.grad_norm),
             (self._rate, event.learning_rate),
-        )  # fmt: skip
+        )
         for gauge, value in values:
             self._set(gauge, value)
         named = {_PHASES.get(name, name): seconds for name, seconds in event.phases.items()}
@@ -172,7 +178,7 @@ class Metrics:
             self._count(self._checkpoints, 1, _BUCKET, "failed")
 
     # --- the registry -----------------------------------------------------------------------
-    def _make(self, info: dict[str, str]) -> None:
+    def _create_metrics(self, info: dict[str, str]) -> None:
         gauge, counter, histogram = self._gauge, self._counter, self._buckets
         described = gauge("run_info", "Always 1; its labels describe the run", *info)
         self._set(described, 1, *info.values())
@@ -189,30 +195,55 @@ class Metrics:
         self._speed = gauge("tokens_per_second", "Tokens of the newest step over its seconds")
         self._position = gauge("data_position", "Samples of the global order that were consumed")
         if self._flops:
-            self._mfu = gauge("mfu_ratio", "Model FLOP utilisation, by the convention named: full "
-                              "counts all attention, causal halves it", "convention")  # fmt: skip
+            self._mfu = gauge(
+                "mfu_ratio",
+                "Model FLOP utilisation, by the convention named: full "
+                "counts all attention, causal halves it",
+                "convention",
+            )
         self._goodput = gauge("goodput_ratio", "Useful training time over wall time", "window")
         # A gauge, not a counter: steps that must be done again move from productive to rework.
-        self._seconds = gauge("goodput_seconds", "Wall time by class; the classes add up to it",
-                              "class")  # fmt: skip
+        self._seconds = gauge(
+            "goodput_seconds", "Wall time by class; the classes add up to it", "class"
+        )
         self._risk = gauge("work_at_risk_seconds", "Training since the last committed checkpoint")
-        self._last_commit = gauge("checkpoint_last_success_timestamp_seconds",
-                                  "When the newest checkpoint was committed")  # fmt: skip
-        self._tokens = counter("tokens", "Tokens trained on; replayed is the visible cost of "
-                               "failures", "kind")  # fmt: skip
+        self._last_commit = gauge(
+            "checkpoint_last_success_timestamp_seconds", "When the newest checkpoint was committed"
+        )
+        self._tokens = counter(
+            "tokens", "Tokens trained on; replayed is the visible cost of failures", "kind"
+        )
         self._nonfinite = counter("nonfinite_steps", "Steps stopped by a NaN or an infinity")
-        self._refused = counter("refused_requests", "Requests that a listener refused; told with "
-                                "the journal, once a minute", "listener", "reason")  # fmt: skip
+        self._refused = counter(
+            "refused_requests",
+            "Requests that a listener refused; told with the journal, once a minute",
+            "listener",
+            "reason",
+        )
         self._membership = counter("membership_changes", "Generations begun", "reason")
         self._checkpoints = counter("checkpoints", "Checkpoints by fate", "tier", "result")
-        self._duration = histogram("step_duration_seconds", "Seconds of each step by phase; the "
-                                   "phases add up to the step", _SECONDS, "phase")  # fmt: skip
-        self._recovery = histogram("recovery_duration_seconds", "Seconds from a loss to the first "
-                                   "new step, by part", _SECONDS, "phase")  # fmt: skip
-        self._blocking = histogram("checkpoint_blocking_seconds",
-                                   "Seconds that training was blocked", _SECONDS)  # fmt: skip
-        self._saving = histogram("checkpoint_duration_seconds", "Seconds from the first captured "
-                                 "header to the commit", _SECONDS, "tier", "stage")  # fmt: skip
+        self._duration = histogram(
+            "step_duration_seconds",
+            "Seconds of each step by phase; the phases add up to the step",
+            _SECONDS,
+            "phase",
+        )
+        self._recovery = histogram(
+            "recovery_duration_seconds",
+            "Seconds from a loss to the first new step, by part",
+            _SECONDS,
+            "phase",
+        )
+        self._blocking = histogram(
+            "checkpoint_blocking_seconds", "Seconds that training was blocked", _SECONDS
+        )
+        self._saving = histogram(
+            "checkpoint_duration_seconds",
+            "Seconds from the first captured header to the commit",
+            _SECONDS,
+            "tier",
+            "stage",
+        )
         self._size = histogram("checkpoint_bytes", "Bytes of committed checkpoints", _BYTES, "tier")
 
     def _gauge(self, name: str, about: str, *labels: str) -> Gauge:
@@ -222,8 +253,9 @@ class Metrics:
         return Counter(f"holdfast_{name}", about, ("run_id", *labels), registry=self._registry)
 
     def _buckets(self, name: str, about: str, buckets: Sequence[float], *labels: str) -> Histogram:
-        return Histogram(f"holdfast_{name}", about, ("run_id", *labels), buckets=buckets,
-                         registry=self._registry)  # fmt: skip
+        return Histogram(
+            f"holdfast_{name}", about, ("run_id", *labels), buckets=buckets, registry=self._registry
+        )
 
     def _set(self, gauge: Gauge, value: float, *labels: str) -> None:
         gauge.labels(self._run_id, *labels).set(value)

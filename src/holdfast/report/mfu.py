@@ -39,10 +39,15 @@ def utilisations(
     return tuple(
         Utilisation(
             utilisation(
-                history.tokens_per_second, config.model, config.data.sequence_length,
-                peak * devices, name,
+                history.tokens_per_second,
+                config.model,
+                config.data.sequence_length,
+                peak * devices,
+                name,
             ),
-            name, formula, peak * devices,
+            name,
+            formula,
+            peak * devices,
         )
         for name, formula in CONVENTIONS.items()
-    )  # fmt: skip
+    )

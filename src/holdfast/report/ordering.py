@@ -19,11 +19,11 @@ from itertools import pairwise
 from holdfast.events import GenerationStarted, Record, StepDone
 
 
-def in_order(records: Iterable[Record]) -> list[Record]:
+def order_records(records: Iterable[Record]) -> list[Record]:
     """Return the records by generation, and each generation by the agent's clock. The records of
     a writer stay in the order of their numbers, even if that clock was set back."""
     everything = list(records)
-    limits = _limits(everything)
+    limits = _generation_ends(everything)
     newest: dict[tuple[int, str], float] = {}
     placed: list[tuple[tuple[int, float, str, int], Record]] = []
     for record in sorted(everything, key=lambda r: (r.generation, r.writer, r.sequence)):
@@ -36,7 +36,7 @@ def in_order(records: Iterable[Record]) -> list[Record]:
     return [record for _, record in sorted(placed, key=lambda pair: pair[0])]
 
 
-def _limits(records: Sequence[Record]) -> dict[int, float]:
+def _generation_ends(records: Sequence[Record]) -> dict[int, float]:
     """generation -> when the next one began, on a clock that seems to be the same."""
     begun: dict[int, float] = {}
     stepped: dict[int, float] = {}

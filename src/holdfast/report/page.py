@@ -17,19 +17,30 @@ from typing import Any
 from holdfast.errors import RunFolderError
 from holdfast.report import charts, tables
 from holdfast.report.css import SCRIPT, style_sheet
-from holdfast.report.formatting import count, duration, percent, plural, si, size
+from holdfast.report.formatting import (
+    format_bytes,
+    format_count,
+    format_duration,
+    format_percent,
+    format_plural,
+    format_si,
+)
 from holdfast.report.history import History
 from holdfast.report.mfu import utilisations
 
 _STATES = {
-    "empty": "not started", "running": "running", "finished": "finished", "stopped": "stopped",
-    "failed": "failed", "lost": "interrupted",
-}  # fmt: skip
+    "empty": "not started",
+    "running": "running",
+    "finished": "finished",
+    "stopped": "stopped",
+    "failed": "failed",
+    "lost": "interrupted",
+}
 
 _UNIT = re.compile(r"(?<=\d) (?=(s|ms|µs|min|h|d|B|[KMGT]iB)\b)")  # no line break before a unit
 
 
-def write(
+def write_page(
     history: History,
     resolved: Mapping[str, Any],
     path: Path,
@@ -47,10 +58,11 @@ def write(
     """
     if path.is_dir():
         raise RunFolderError(
-            "the report cannot be written: this is a folder", where=str(path),
+            "the report cannot be written: this is a folder",
+            where=str(path),
             remedy="name a file in it with --output",
-        )  # fmt: skip
-    content = render(history, resolved, baselines=baselines, samples=samples, device=device)
+        )
+    content = render_page(history, resolved, baselines=baselines, samples=samples, device=device)
     part = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
         part.write_text(content, encoding="utf-8")
@@ -58,12 +70,13 @@ def write(
     except OSError as error:
         part.unlink(missing_ok=True)
         raise RunFolderError(
-            f"the report cannot be written ({error.strerror})", where=str(path),
+            f"the report cannot be written ({error.strerror})",
+            where=str(path),
             remedy="name another place with --output",
-        ) from error  # fmt: skip
+        ) from error
 
 
-def render(
+def render_page(
     history: History,
     resolved: Mapping[str, Any],
     *,
@@ -76,26 +89,35 @@ def render(
     title = history.run or "run"
     parts = [_header(history), _tiles(history, counts, resolved, device)]
     if history.steps:
-        parts.append(_section(
-            "Loss", "Mean over each global batch, and the validation text. A step that was lost "
-            "and done again appears once in the curve, and as a ghost where it was lost.",
-            charts.curve(history, counts),
-        ))  # fmt: skip
+        parts.append(
+            _section(
+                "Loss",
+                "Mean over each global batch, and the validation text. A step that was lost "
+                "and done again appears once in the curve, and as a ghost where it was lost.",
+                charts.curve(history, counts),
+            )
+        )
     if history.generations:
-        parts.append(_section(
-            "What happened when", "Throughput, and beneath it each generation, incident, "
-            "checkpoint and validation. Pauses between sessions are cut out.",
-            charts.timeline(history),
-        ))  # fmt: skip
+        parts.append(
+            _section(
+                "What happened when",
+                "Throughput, and beneath it each generation, incident, "
+                "checkpoint and validation. Pauses between sessions are cut out.",
+                charts.timeline(history),
+            )
+        )
     if history.wall > 0:
-        parts.append(_section("Where the time went", _goodput_note(history),
-                              tables.time_spent(history)))  # fmt: skip
+        parts.append(
+            _section("Where the time went", _goodput_note(history), tables.time_spent(history))
+        )
     parts += _records(history)
     parts += _samples(samples)
     if resolved.get("config"):
-        body = f"<details><summary>all values</summary>{tables.configuration(resolved)}</details>"
-        parts.append(_section("Configuration", _config_note(history), f'<div class="card">{body}'
-                              "</div>"))  # fmt: skip
+        values = tables.configuration_table(resolved)
+        body = f"<details><summary>all values</summary>{values}</details>"
+        parts.append(
+            _section("Configuration", _config_note(history), f'<div class="card">{body}</div>')
+        )
     parts.append(_footer())
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
@@ -118,8 +140,12 @@ def _header(history: History) -> str:
         at = datetime.fromtimestamp(history.sessions[0].began_at, UTC)
         began = f"began {at:%d %B %Y, %H:%M} UTC"
     reason = history.sessions[-1].reason if history.sessions else ""
-    words = [began, plural(len(history.sessions), "session"),
-             plural(len(history.generations), "generation"), escape(reason)]  # fmt: skip
+    words = [
+        began,
+        format_plural(len(history.sessions), "session"),
+        format_plural(len(history.generations), "generation"),
+        escape(reason),
+    ]
     return (
         f'<header><h1>{escape(history.run or "run")}<span class="state {history.state}">{state}'
         f'</span></h1><p class="lead">{" · ".join(w for w in words if w)}</p></header>'
@@ -127,22 +153,41 @@ def _header(history: History) -> str:
 
 
 def _tiles(
-    history: History, baselines: Mapping[str, float], resolved: Mapping[str, Any],
+    history: History,
+    baselines: Mapping[str, float],
+    resolved: Mapping[str, Any],
     device: str | None,
-) -> str:  # fmt: skip
-    tiles = [_quality(history, baselines)] if history.evaluations else []
-    again = f"{si(history.tokens_again)} more done again" if history.tokens_again else ""
+) -> str:
+    tiles = [_quality_tile(history, baselines)] if history.evaluations else []
+    again = (
+        f"{format_si(history.recomputed_tokens)} more done again"
+        if history.recomputed_tokens
+        else ""
+    )
     tiles += [
-        (plural(history.last_step, "step"), f"{si(history.tokens)} tokens", again),
-        (duration(history.wall - history.time["stopped"]), "running time",
-         f"and {duration(history.time['stopped'])} stopped" if history.time["stopped"] else ""),
-        (f"{si(history.tokens_per_second)}<small> tokens/s</small>", "median over the steps",
-         "<br>".join(f"{percent(u.ratio)} of peak, {u.convention}: {escape(u.formula)}"
-                     for u in utilisations(history, resolved, device))),
-        (percent(history.goodput_running), "goodput",
-         f"{percent(history.goodput)} with the pauses" if history.time["stopped"] else ""),
-        _trouble(history),
-    ]  # fmt: skip
+        (format_plural(history.last_step, "step"), f"{format_si(history.tokens)} tokens", again),
+        (
+            format_duration(history.wall - history.time["stopped"]),
+            "running time",
+            f"and {format_duration(history.time['stopped'])} stopped"
+            if history.time["stopped"]
+            else "",
+        ),
+        (
+            f"{format_si(history.tokens_per_second)}<small> tokens/s</small>",
+            "median over the steps",
+            "<br>".join(
+                f"{format_percent(u.ratio)} of peak, {u.convention}: {escape(u.formula)}"
+                for u in utilisations(history, resolved, device)
+            ),
+        ),
+        (
+            format_percent(history.goodput_running),
+            "goodput",
+            f"{format_percent(history.goodput)} with the pauses" if history.time["stopped"] else "",
+        ),
+        _incident_tile(history),
+    ]
     boxes = "".join(
         f'<div class="tile"><b>{value}</b><span>{label}</span>'
         + (f"<i>{more}</i>" if more else "")
@@ -152,22 +197,22 @@ def _tiles(
     return f'<div class="tiles">{boxes}</div>'
 
 
-def _quality(history: History, baselines: Mapping[str, float]) -> tuple[str, str, str]:
-    last, best = history.evaluations[-1], history.best
+def _quality_tile(history: History, baselines: Mapping[str, float]) -> tuple[str, str, str]:
+    last, best = history.evaluations[-1], history.best_evaluation
     notes = [f"{escape(name)} counts {bits:.2f}" for name, bits in baselines.items()]
     if best is not None and best.step != last.step:
-        notes.append(f"best {best.bits_per_byte:.3f} after step {count(best.step)}")
+        notes.append(f"best {best.bits_per_byte:.3f} after step {format_count(best.step)}")
     value = f"{last.bits_per_byte:.3f}<small> bits/byte</small>"
-    return value, f"validation after step {count(last.step)}", "<br>".join(notes)
+    return value, f"validation after step {format_count(last.step)}", "<br>".join(notes)
 
 
-def _trouble(history: History) -> tuple[str, str, str]:
+def _incident_tile(history: History) -> tuple[str, str, str]:
     times = [i.seconds for i in history.incidents if i.seconds is not None]
     lost = sum(i.steps_lost for i in history.incidents)
     number = len(history.incidents)
-    more = f"{duration(median(times))} to recover (median)<br>" if times else ""
-    more += f"{plural(lost, 'step')} done again" if number else ""
-    return count(number), "incident" if number == 1 else "incidents", more
+    more = f"{format_duration(median(times))} to recover (median)<br>" if times else ""
+    more += f"{format_plural(lost, 'step')} done again" if number else ""
+    return format_count(number), "incident" if number == 1 else "incidents", more
 
 
 def _goodput_note(history: History) -> str:
@@ -176,29 +221,37 @@ def _goodput_note(history: History) -> str:
         return "Every second of the run stands in one class; the classes add up to the wall time."
     return (
         "Every second stands in one class; the classes add up to the wall time. What broke cost "
-        f"{duration(again)}: {duration(history.time['recovery'])} of recovery and "
-        f"{duration(history.time['rework'])} of steps done again."
+        f"{format_duration(again)}: {format_duration(history.time['recovery'])} of recovery and "
+        f"{format_duration(history.time['rework'])} of steps done again."
     )
 
 
 def _records(history: History) -> list[str]:
     out = []
     if history.incidents:
-        out.append(_card("Incidents", "From the moment the agent noticed to the first new step.",
-                         tables.incidents(history)))  # fmt: skip
+        out.append(
+            _card(
+                "Incidents",
+                "From the moment the agent noticed to the first new step.",
+                tables.incidents_table(history),
+            )
+        )
     if history.checkpoints:
         total = sum(c.blocked for c in history.checkpoints)
-        note = (f"{plural(len(history.checkpoints), 'checkpoint')} of "
-                f"{size(history.checkpoints[-1].bytes)}; training was blocked for "
-                f"{duration(total)} in all.")  # fmt: skip
-        out.append(_card("Checkpoints", note, tables.checkpoints(history)))
+        note = (
+            f"{format_plural(len(history.checkpoints), 'checkpoint')} of "
+            f"{format_bytes(history.checkpoints[-1].bytes)}; training was blocked for "
+            f"{format_duration(total)} in all."
+        )
+        out.append(_card("Checkpoints", note, tables.checkpoints_table(history)))
     if history.cadence:
-        out.append(_card("When to save", "The decisions in force, by tier.",
-                         tables.cadence(history)))  # fmt: skip
+        out.append(
+            _card("When to save", "The decisions in force, by tier.", tables.cadence_table(history))
+        )
     if history.generations:
-        out.append(_card("Generations", "", tables.generations(history)))
+        out.append(_card("Generations", "", tables.generations_table(history)))
     if history.notices:
-        out.append(_card("Notices", "", tables.notices(history)))
+        out.append(_card("Notices", "", tables.notices_table(history)))
     return out
 
 

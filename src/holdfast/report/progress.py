@@ -23,17 +23,17 @@ from holdfast.events import (
     WorkerReady,
     WorkerStarted,
 )
-from holdfast.report.formatting import duration, plural, size
-from holdfast.report.history import notice
-from holdfast.report.incidents import RUNGS, Incident, IncidentBook, Loss
+from holdfast.report.formatting import format_bytes, format_duration, format_plural
+from holdfast.report.history import notice_text
+from holdfast.report.incidents import RECOVERY_RUNGS, Incident, IncidentBook, WorkerLoss
 from holdfast.report.timeledger import TimeLedger
 
-_POINTS = 4096  # of the curve; beyond it every other one is dropped
-_WINDOW = 64  # steps over which the pace is measured
+_MAX_CURVE_POINTS = 4096  # of the curve; beyond it every other one is dropped
+_PACE_WINDOW_STEPS = 64  # steps over which the pace is measured
 
 
 @dataclass(frozen=True)
-class Happening:
+class ProgressLine:
     """A line for people: when, in seconds of running time, and what; `mood` is good, bad, plain."""
 
     at: float
@@ -42,7 +42,7 @@ class Happening:
 
 
 @dataclass
-class Progress:
+class RunProgress:
     """`observe` costs microseconds. Read the fields; nothing here draws or prints."""
 
     total_steps: int
@@ -58,19 +58,21 @@ class Progress:
     rung: int = -1  # of the recovery ladder that the generation took
     validation: Evaluated | None = None
     checkpoint: tuple[CheckpointCommitted, float] | None = None  # and when, in running time
-    happenings: deque[Happening] = field(default_factory=lambda: deque(maxlen=50))
+    lines: deque[ProgressLine] = field(default_factory=lambda: deque(maxlen=50))
     curve: list[tuple[int, float]] = field(default_factory=list)  # (step, loss) that count
     ledger: TimeLedger = field(default_factory=TimeLedger)
     book: IncidentBook = field(default_factory=IncidentBook)
     _stride: int = 1
-    _pace: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=_WINDOW))
+    _pace: deque[tuple[float, int]] = field(
+        default_factory=lambda: deque(maxlen=_PACE_WINDOW_STEPS)
+    )
 
     @property
-    def ended(self) -> bool:
+    def is_over(self) -> bool:
         return self.state in ("finished", "stopped", "failed")
 
     @property
-    def eta(self) -> float | None:
+    def eta_s(self) -> float | None:
         """Seconds to the last step at the present pace, validations included; None if unknown."""
         if len(self._pace) < 2:
             return None
@@ -79,21 +81,21 @@ class Progress:
             return None
         return (self.total_steps - self.step) * (now - begun) / (last - first)
 
-    def observe(self, record: Record) -> list[Happening]:
+    def observe(self, record: Record) -> list[ProgressLine]:
         """Take one record; return what to report to the user."""
         self.ledger.observe(record)
         elapsed = self.ledger.running
         ended = self.book.observe(record, self.ledger.wall)
-        told = [] if ended is None else [Happening(elapsed, _over(ended), "good")]
+        told = [] if ended is None else [ProgressLine(elapsed, _incident_cost(ended), "good")]
         if isinstance(record.event, StepDone):
             self._step(record.event, record.time)
         elif (found := self._take(record, record.event, elapsed)) is not None:
             told.append(found)
-        self.happenings.extend(told)
+        self.lines.extend(told)
         return told
 
     def _step(self, event: StepDone, at: float) -> None:
-        if self.book.current is None and not self.ended:  # not a late report of a lost generation
+        if self.book.current is None and not self.is_over:  # not a late report of a lost generation
             self.state = "training"
             self.workers = dict.fromkeys(self.workers, "training")
         self.step, self.loss, self.learning_rate = event.step, event.loss, event.learning_rate
@@ -104,11 +106,11 @@ class Progress:
             self.tokens_per_second = rate if old == 0 else 0.9 * old + 0.1 * rate
         if event.step % self._stride == 0:
             self.curve.append((event.step, event.loss))
-        if len(self.curve) > _POINTS:
+        if len(self.curve) > _MAX_CURVE_POINTS:
             self._stride *= 2
             self.curve = [point for point in self.curve if point[0] % self._stride == 0]
 
-    def _take(self, record: Record, event: Event, elapsed: float) -> Happening | None:
+    def _take(self, record: Record, event: Event, elapsed: float) -> ProgressLine | None:
         match event:
             case RunStarted():
                 self.run, self.state = event.run, "starting"
@@ -119,40 +121,40 @@ class Progress:
             case WorkerReady():
                 self.workers[event.rank] = "ready"
             case WorkerLost():
-                if self.ended or record.generation < 1:
+                if self.is_over or record.generation < 1:
                     return None  # a new session found no worker of the last one
                 if record.generation >= self.generation:
                     self.workers[event.rank] = "lost"
                     self.state = "recovering"
-                loss = Loss(event.rank, event.cause, event.noticed_by, event.node)
-                return Happening(elapsed, f"{loss.words}: {event.cause}", "bad")
+                loss = WorkerLoss(event.rank, event.cause, event.noticed_by, event.node)
+                return ProgressLine(elapsed, f"{loss.description}: {event.cause}", "bad")
             case WorkerHeld():
                 if record.generation == self.generation and event.rank in self.workers:
                     self.workers[event.rank] = "held"
             case Evaluated():
                 self.validation = event
                 bits = f"{event.bits_per_byte:.3f} bits per byte"
-                return Happening(elapsed, f"validation after step {event.step}: {bits}")
+                return ProgressLine(elapsed, f"validation after step {event.step}: {bits}")
             case CheckpointCommitted():
                 self.checkpoint = (event, elapsed)
-                text = f"checkpoint of step {event.step} committed ({size(event.bytes)})"
-                return Happening(elapsed, text)
+                text = f"checkpoint of step {event.step} committed ({format_bytes(event.bytes)})"
+                return ProgressLine(elapsed, text)
             case SaveInterval():
-                return Happening(elapsed, event.reason)
+                return ProgressLine(elapsed, event.reason)
             case RunFinished():
                 self.state = "finished"
-                return Happening(elapsed, f"finished after step {event.step}", "good")
+                return ProgressLine(elapsed, f"finished after step {event.step}", "good")
             case RunStopped():
                 self.state = "stopped"
-                return Happening(elapsed, f"stopped after step {event.step} ({event.reason})")
+                return ProgressLine(elapsed, f"stopped after step {event.step} ({event.reason})")
             case _:
                 if isinstance(event, RunFailed):
                     self.state = "failed"
-                text = notice(event)
-                return Happening(elapsed, text, "bad") if text else None
+                text = notice_text(event)
+                return ProgressLine(elapsed, text, "bad") if text else None
         return None
 
-    def _generation(self, number: int, event: GenerationStarted, elapsed: float) -> Happening:
+    def _generation(self, number: int, event: GenerationStarted, elapsed: float) -> ProgressLine:
         again = self.generation > 0
         self.generation, self.step = number, event.step
         ranks = event.topology.get("nodes", ())
@@ -164,31 +166,31 @@ class Progress:
         self._pace.clear()
         self.state = "recovering" if self.book.current is not None else "starting"
         origin = f"from the state after step {event.step}" if event.step else "from initial weights"
-        text = f"generation {number}, {plural(len(self.workers), 'worker')}, {origin}"
-        text += _changes(before, set(ranks)) if before else _together(ranks)
-        return Happening(elapsed, text, "plain" if again or not event.step else "good")
+        text = f"generation {number}, {format_plural(len(self.workers), 'worker')}, {origin}"
+        text += _describe_node_changes(before, set(ranks)) if before else _describe_nodes(ranks)
+        return ProgressLine(elapsed, text, "plain" if again or not event.step else "good")
 
 
-def _over(ended: Incident) -> str:
+def _incident_cost(ended: Incident) -> str:
     """Return the cost of an incident."""
-    seconds, still = ended.seconds or 0.0, ended.stood_still
-    lost = plural(ended.steps_lost, "step")
-    cost = duration(seconds if still is None else still)
+    seconds, still = ended.seconds or 0.0, ended.stood_still_s
+    lost = format_plural(ended.steps_lost, "step")
+    cost = format_duration(seconds if still is None else still)
     if ended.rung < 0:
-        return f"recovered in {duration(seconds)}, {lost} done again"
-    if ended.planned:
+        return f"recovered in {format_duration(seconds)}, {lost} done again"
+    if ended.is_planned:
         return f"{ended.title}: training stood still for {cost}"
-    how = f"rung {ended.rung} ({RUNGS[ended.rung]})"
+    how = f"rung {ended.rung} ({RECOVERY_RUNGS[ended.rung]})"
     return f"recovered by {how}, stood still for {cost}, {lost} done again"
 
 
-def _together(ranks: Iterable[str]) -> str:
+def _describe_nodes(ranks: Iterable[str]) -> str:
     """On which nodes a run begins, where it has several."""
     names = list(dict.fromkeys(ranks))
     return f", on {', '.join(names)}" if len(names) > 1 else ""
 
 
-def _changes(before: set[str], now: set[str]) -> str:
+def _describe_node_changes(before: set[str], now: set[str]) -> str:
     """Return the nodes that came and went."""
     came, gone = ", ".join(sorted(now - before)), ", ".join(sorted(before - now))
     return (f"; {gone} left out" if gone else "") + (f"; {came} taken in" if came else "")

@@ -22,7 +22,7 @@ def summary(
 
     Seconds, bytes, nats per token; keys of `seconds_by_class` add up to `wall_seconds`.
     """
-    last, best = (history.evaluations[-1] if history.evaluations else None), history.best
+    last, best = (history.evaluations[-1] if history.evaluations else None), history.best_evaluation
     out: dict[str, Any] = {
         "run": history.run,
         "state": history.state,
@@ -31,7 +31,7 @@ def summary(
         "last_step": history.last_step,
         "loss": history.steps[-1].loss if history.steps else None,
         "tokens": history.tokens,
-        "tokens_done_again": history.tokens_again,
+        "tokens_done_again": history.recomputed_tokens,
         "tokens_per_second": history.tokens_per_second,
         "model_flop_utilisation": {
             u.convention: {"ratio": u.ratio, "formula": u.formula, "peak_flops": u.peak}
@@ -49,16 +49,15 @@ def summary(
         "incidents": [
             asdict(i)
             | {"losses": [asdict(loss) for loss in i.losses], "title": i.title}
-            | {"seconds": i.seconds, "stood_still": i.stood_still, "planned": i.planned}
+            | {"seconds": i.seconds, "stood_still": i.stood_still_s, "planned": i.is_planned}
             | {"came": list(i.came), "gone": list(i.gone), "grown": list(i.grown)}
-            | {"steps_lost": i.steps_lost, "phases": i.phases,
-               "restored": i.source}
+            | {"steps_lost": i.steps_lost, "phases": i.phases, "restored": i.source}
             for i in history.incidents
         ],
         "checkpoints": [asdict(c) for c in history.checkpoints],
         "cadence": [asdict(decision) for decision in history.cadence],
         "notices": [asdict(n) for n in history.notices],
-    }  # fmt: skip
+    }
     if curve:
         out["steps"] = [asdict(p) for p in history.steps]
         out["steps_done_again"] = [[asdict(p) for p in piece] for piece in history.rework]

@@ -40,8 +40,28 @@ def ticks(low: float, high: float, about: int = 6) -> list[float]:
 
 def time_ticks(seconds: float, about: int = 7) -> list[float]:
     """Return round moments in [0, seconds]: full seconds, minutes, hours or days."""
-    units = (1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 10_800, 21_600, 43_200,
-             86_400, 172_800, 604_800)  # fmt: skip
+    units = (
+        1,
+        2,
+        5,
+        10,
+        15,
+        30,
+        60,
+        120,
+        300,
+        600,
+        900,
+        1800,
+        3600,
+        7200,
+        10_800,
+        21_600,
+        43_200,
+        86_400,
+        172_800,
+        604_800,
+    )
     step = next((u for u in units if seconds / u <= about), units[-1])
     return [float(index * step) for index in range(int(seconds / step) + 1)]
 
@@ -78,12 +98,12 @@ def path(points: Iterable[tuple[float, float]], **attributes: Any) -> str:
     return tag("path", d="".join(words), **attributes) if words else ""
 
 
-def thin(points: Sequence[T], most: int, value: Callable[[T], float]) -> list[T]:
+def thin_points(points: Sequence[T], max_points: int, value: Callable[[T], float]) -> list[T]:
     """At most about `most` of the points, the lowest and the highest of each bin kept, so that a
     spike is never thinned away."""
-    if len(points) <= most:
+    if len(points) <= max_points:
         return list(points)
-    bins = max(1, most // 2)
+    bins = max(1, max_points // 2)
     kept: list[T] = []
     for index in range(bins):
         part = points[index * len(points) // bins : (index + 1) * len(points) // bins]

@@ -7,12 +7,18 @@ from html import escape
 from typing import Any
 
 from holdfast.report.css import class_colour
-from holdfast.report.formatting import count, duration, percent, plural, size
+from holdfast.report.formatting import (
+    format_bytes,
+    format_count,
+    format_duration,
+    format_percent,
+    format_plural,
+)
 from holdfast.report.history import Generation, History
-from holdfast.report.incidents import RUNGS
+from holdfast.report.incidents import RECOVERY_RUNGS
 from holdfast.report.timeledger import CLASSES
 
-_SHOWN = 12  # rows of a long table that stand open
+_OPEN_ROWS = 12  # rows of a long table that stand open
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]], numbers: Iterable[int] = ()) -> str:
@@ -46,16 +52,17 @@ def time_spent(history: History) -> str:
     ]
     bar = "".join(
         f'<div style="flex:{max(seconds / running, 0.002):.4f};background:{class_colour(name)}" '
-        f'data-tip="{name.replace("_", " ")}: {duration(seconds)}, {percent(seconds / running)}">'
+        f'data-tip="{name.replace("_", " ")}: {format_duration(seconds)}, '
+        f'{format_percent(seconds / running)}">'
         "</div>"
         for name, seconds in shown
     )
-    rows = [_time_row(name, seconds, percent(seconds / running)) for name, seconds in shown] + [
-        (_bold("running time"), _bold(duration(running)), _bold("100 %"), "")
-    ]
+    rows = [
+        _time_row(name, seconds, format_percent(seconds / running)) for name, seconds in shown
+    ] + [(_bold("running time"), _bold(format_duration(running)), _bold("100 %"), "")]
     if stopped > 0:
         rows.append(_time_row("stopped", stopped, ""))
-        rows.append((_bold("wall time"), _bold(duration(history.wall)), "", ""))
+        rows.append((_bold("wall time"), _bold(format_duration(history.wall)), "", ""))
     return (
         f'<div class="bar">{bar}</div><div class="card">'
         + table(("", "time", "share", "spent on"), rows, (1, 2))
@@ -66,63 +73,90 @@ def time_spent(history: History) -> str:
 def _time_row(name: str, seconds: float, share: str) -> tuple[str, str, str, str]:
     swatch = f'<span class="swatch" style="background:{class_colour(name)}"></span>'
     about = f'<span class="soft">{CLASSES[name]}</span>'
-    return swatch + name.replace("_", " "), duration(seconds), share, about
+    return swatch + name.replace("_", " "), format_duration(seconds), share, about
 
 
 def _bold(content: str) -> str:
     return f"<b>{content}</b>"
 
 
-def incidents(history: History) -> str:
+def incidents_table(history: History) -> str:
     rows = []
     for i in history.incidents:
-        phases = ", ".join(f"{name} {duration(seconds)}" for name, seconds in i.phases.items())
-        rung = f"{i.rung}: {RUNGS[i.rung]}" if i.rung in RUNGS else ""
-        rows.append((
-            duration(i.began), escape(i.title), rung, count(i.reached), count(i.steps_lost),
-            duration(i.seconds) if i.seconds is not None else "never",
-            f'<span class="soft">{phases}<br>{escape(i.source)}</span>',
-        ))  # fmt: skip
-    head = ("at", "what happened", "rung", "after step", "steps done again", "until a new step",
-            "of which")  # fmt: skip
+        phases = ", ".join(
+            f"{name} {format_duration(seconds)}" for name, seconds in i.phases.items()
+        )
+        rung = f"{i.rung}: {RECOVERY_RUNGS[i.rung]}" if i.rung in RECOVERY_RUNGS else ""
+        rows.append(
+            (
+                format_duration(i.began),
+                escape(i.title),
+                rung,
+                format_count(i.reached),
+                format_count(i.steps_lost),
+                format_duration(i.seconds) if i.seconds is not None else "never",
+                f'<span class="soft">{phases}<br>{escape(i.source)}</span>',
+            )
+        )
+    head = (
+        "at",
+        "what happened",
+        "rung",
+        "after step",
+        "steps done again",
+        "until a new step",
+        "of which",
+    )
     return table(head, rows, (0, 3, 4, 5))
 
 
-def checkpoints(history: History) -> str:
+def checkpoints_table(history: History) -> str:
     rows = []
     for c in reversed(history.checkpoints):
-        fate = [f"restored {plural(c.restored, 'time')}"] if c.restored else []
+        fate = [f"restored {format_plural(c.restored, 'time')}"] if c.restored else []
         fate += ["removed"] if c.removed else []
-        rows.append((
-            count(c.step), str(c.generation), size(c.bytes), duration(c.blocked),
-            duration(c.seconds), f'<span class="soft">{", ".join(fate)}</span>',
-        ))  # fmt: skip
+        rows.append(
+            (
+                format_count(c.step),
+                str(c.generation),
+                format_bytes(c.bytes),
+                format_duration(c.blocked),
+                format_duration(c.seconds),
+                f'<span class="soft">{", ".join(fate)}</span>',
+            )
+        )
     head = ("step", "generation", "size", "training blocked", "until committed", "")
-    return _folded(head, rows, (0, 1, 2, 3, 4))
+    return _folded_table(head, rows, (0, 1, 2, 3, 4))
 
 
-def cadence(history: History) -> str:
+def cadence_table(history: History) -> str:
     """One line a tier whose cadence the run decides."""
     rows = [
-        (str(d.tier), duration(d.seconds) if d.seconds else "never", count(d.step),
-         escape(d.reason))
+        (
+            str(d.tier),
+            format_duration(d.seconds) if d.seconds else "never",
+            format_count(d.step),
+            escape(d.reason),
+        )
         for d in history.cadence
-    ]  # fmt: skip
+    ]
     return table(("tier", "saved every", "since step", "because"), rows, (0, 1, 2))
 
 
-def generations(history: History) -> str:
+def generations_table(history: History) -> str:
     rows = [
         (
-            str(g.number), escape(g.reason.replace("_", " ")), str(g.workers),
+            str(g.number),
+            escape(g.reason.replace("_", " ")),
+            str(g.workers),
             escape(", ".join(g.nodes)),
-            f"{count(g.first)} to {count(g.last)}" if g.last else "none",
+            f"{format_count(g.first)} to {format_count(g.last)}" if g.last else "none",
             f'<span class="soft">{escape(_origin(g))}</span>',
         )
         for g in reversed(history.generations)
-    ]  # fmt: skip
+    ]
     head = ("generation", "because of", "workers", "nodes", "steps", "began from")
-    return _folded(head, rows, (0, 2))
+    return _folded_table(head, rows, (0, 2))
 
 
 def _origin(generation: Generation) -> str:
@@ -132,12 +166,14 @@ def _origin(generation: Generation) -> str:
     return generation.restored_from or "initial weights"
 
 
-def notices(history: History) -> str:
-    rows = [(duration(n.elapsed), str(n.generation), escape(n.text)) for n in history.notices]
-    return _folded(("at", "generation", "what"), rows, (0, 1))
+def notices_table(history: History) -> str:
+    rows = [
+        (format_duration(n.elapsed), str(n.generation), escape(n.text)) for n in history.notices
+    ]
+    return _folded_table(("at", "generation", "what"), rows, (0, 1))
 
 
-def configuration(resolved: Mapping[str, Any]) -> str:
+def configuration_table(resolved: Mapping[str, Any]) -> str:
     """Every value with who decided it; those that a person gave stand out."""
     origins: Mapping[str, Mapping[str, str]] = resolved.get("origins", {})
     rows = []
@@ -181,11 +217,13 @@ def _parent_origin(key: str, origins: Mapping[str, Mapping[str, str]]) -> Mappin
     return {}
 
 
-def _folded(head: Sequence[str], rows: Sequence[Sequence[str]], numbers: Iterable[int]) -> str:
+def _folded_table(
+    head: Sequence[str], rows: Sequence[Sequence[str]], numbers: Iterable[int]
+) -> str:
     """The first rows open, the rest behind a click."""
     numbers = tuple(numbers)
-    out = table(head, rows[:_SHOWN], numbers)
-    if len(rows) > _SHOWN:
-        rest = table(head, rows[_SHOWN:], numbers)
-        out += f"<details><summary>{len(rows) - _SHOWN} more</summary>{rest}</details>"
+    out = table(head, rows[:_OPEN_ROWS], numbers)
+    if len(rows) > _OPEN_ROWS:
+        rest = table(head, rows[_OPEN_ROWS:], numbers)
+        out += f"<details><summary>{len(rows) - _OPEN_ROWS} more</summary>{rest}</details>"
     return out

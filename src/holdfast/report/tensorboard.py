@@ -13,12 +13,12 @@ from typing import BinaryIO
 from holdfast.errors import RunFolderError
 from holdfast.events import Evaluated, GenerationStarted, Record, StepDone
 from holdfast.report import tfevents
-from holdfast.report.background import Behind
+from holdfast.report.background import BackgroundQueue
 
-_QUEUE = 10_000  # records that may wait for a slow disk
+_MAX_QUEUED_RECORDS = 10_000  # records that may wait for a slow disk
 
 
-class Writer:
+class TensorBoardWriter:
     """Observer of records; `observe` only queues, a thread of its own writes.
 
     Raises RunFolderError when the folder cannot be made.
@@ -29,21 +29,24 @@ class Writer:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise RunFolderError(
-                f"event files cannot be written ({error.strerror})", where=str(folder),
+                f"event files cannot be written ({error.strerror})",
+                where=str(folder),
                 remedy="mend its permissions or set tensorboard=false",
-            ) from error  # fmt: skip
+            ) from error
         self._folder = folder
         self._file: BinaryIO | None = None
-        self._behind: Behind[Record] = Behind("tensorboard", self._write, _QUEUE)
-        self._behind.start()
+        self._queue: BackgroundQueue[Record] = BackgroundQueue(
+            "tensorboard", self._write, _MAX_QUEUED_RECORDS
+        )
+        self._queue.start()
 
     def observe(self, record: Record) -> None:
         if isinstance(record.event, GenerationStarted | StepDone | Evaluated):
-            self._behind.put(record)
+            self._queue.put(record)
 
     def close(self) -> None:
         """Write what waits."""
-        self._behind.close()
+        self._queue.close()
         if self._file is not None:
             self._file.close()
             self._file = None
@@ -58,9 +61,11 @@ class Writer:
         assert self._file is not None
         values = _step_values(record, event) if isinstance(event, StepDone) else {}
         if isinstance(event, Evaluated):
-            values = {"validation/loss": event.loss,
-                      "validation/bits_per_byte": event.bits_per_byte}  # fmt: skip
-        self._file.write(tfevents.scalars(record.time, event.step, values))
+            values = {
+                "validation/loss": event.loss,
+                "validation/bits_per_byte": event.bits_per_byte,
+            }
+        self._file.write(tfevents.scalars_record(record.time, event.step, values))
         self._file.flush()  # what is written survives a kill of the agent
 
     def _begin(self, record: Record, step: int) -> None:
@@ -69,8 +74,8 @@ class Writer:
             self._file.close()
         name = f"events.out.tfevents.{record.time:017.6f}.{socket.gethostname()}"
         self._file = (self._folder / f"{name}.g{record.generation:06d}").open("wb")
-        self._file.write(tfevents.version(record.time))
-        self._file.write(tfevents.restart(record.time, step + 1))
+        self._file.write(tfevents.version_record(record.time))
+        self._file.write(tfevents.restart_record(record.time, step + 1))
         self._file.flush()
 
 

@@ -38,17 +38,17 @@ def masked_crc(data: bytes) -> int:
     return ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF
 
 
-def version(time: float) -> bytes:
+def version_record(time: float) -> bytes:
     """The record that every file begins with."""
     return _record(_event(time, 0, _field(3, b"brain.Event:2")))
 
 
-def restart(time: float, step: int) -> bytes:
+def restart_record(time: float, step: int) -> bytes:
     """Makes TensorBoard forget, in older files of the folder, `step` and all after it."""
     return _record(_event(time, step, _field(7, _number(1, _START))))
 
 
-def scalars(time: float, step: int, values: Mapping[str, float]) -> bytes:
+def scalars_record(time: float, step: int, values: Mapping[str, float]) -> bytes:
     """One record with all of a step's values."""
     parts = [
         _field(1, _field(1, tag.encode()) + _key(2, _FLOAT) + struct.pack("<f", value))

@@ -48,8 +48,12 @@ CLASSES: dict[str, str] = {
     "other": "not claimed by any of these",
 }
 _PHASES = {
-    "compute": 0, "apply": 0, "reduce": 1, "data": 2, "capture": 3,
-}  # fmt: skip
+    "compute": 0,
+    "apply": 0,
+    "reduce": 1,
+    "data": 2,
+    "capture": 3,
+}
 _COLUMNS = ("productive", "communication", "data_wait", "checkpoint", "other")
 _WIDTH = len(_COLUMNS)
 _ENDS = (RunStopped, RunFinished, RunFailed)
@@ -131,7 +135,7 @@ class TimeLedger:
 
     def _take(self, event: Event) -> None:
         if isinstance(event, Evaluated):
-            self._claim_evaluation(event.seconds)
+            self._add_evaluation(event.seconds)
         elif isinstance(event, CheckpointCommitted):
             self._last_commit = self._now
         elif isinstance(event, WorkerLost):
@@ -169,13 +173,13 @@ class TimeLedger:
         if self._gap is not None:
             self._close(max(self._mark, self._now - event.seconds))
             self._gap = None
-        self._add_row(event.step, _claims(event), open_stretch=True)
+        self._add_row(event.step, _claimed_seconds(event), open_stretch=True)
         self._last_claim = self._now
 
     def _late_step(self, event: StepDone) -> None:
         """A step of a broken generation, reported after the loss was noticed: it happened inside
         what looked like the beginning of the recovery."""
-        claims = _claims(event)
+        claims = _claimed_seconds(event)
         scale = _scale(sum(claims), max(0.0, self._now - self._mark))
         claims = [seconds * scale for seconds in claims]
         for name, seconds in zip(_COLUMNS, claims, strict=True):
@@ -192,7 +196,7 @@ class TimeLedger:
             self._stretch_row = len(self._steps)
             self._last_claim = self._mark
 
-    def _claim_evaluation(self, seconds: float) -> None:
+    def _add_evaluation(self, seconds: float) -> None:
         if self._gap is None:
             self._evaluation += seconds
             self._last_claim = self._now
@@ -242,7 +246,7 @@ class TimeLedger:
         self._mark = max(self._mark, until)
 
 
-def _claims(event: StepDone) -> list[float]:
+def _claimed_seconds(event: StepDone) -> list[float]:
     """Seconds of a step by column."""
     claims = [0.0] * _WIDTH
     for phase, seconds in event.phases.items():

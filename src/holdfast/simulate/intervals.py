@@ -18,13 +18,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from math import floor
 
-from holdfast.policy.saving.failure_rate import Hazard
-from holdfast.policy.saving.interval import Bounds, TierCost, seconds_between
+from holdfast.policy.saving.failure_rate import FailureRate
+from holdfast.policy.saving.interval import IntervalBounds, TierCost, seconds_between
 from holdfast.simulate.traces import Trace
 
 
 @dataclass(frozen=True)
-class Spell:
+class RunSpell:
     """The job ran for `seconds` on `nodes` nodes (the mean), after standing idle for `idle`; then
     a node it used went (`failed`), or that is unknown. level: of the failure, if tiers differ."""
 
@@ -36,7 +36,7 @@ class Spell:
 
 
 @dataclass(frozen=True)
-class Waste:
+class LostTime:
     """Seconds of a replay, by what they were spent on."""
 
     saving: float = 0.0
@@ -55,16 +55,18 @@ class Waste:
         """The same with the recoveries."""
         return self.by_policy + (self.recovering / self.running if self.running else 0.0)
 
-    def __add__(self, other: Waste) -> Waste:
-        return Waste(
-            self.saving + other.saving, self.redone + other.redone,
-            self.recovering + other.recovering, self.running + other.running,
+    def __add__(self, other: LostTime) -> LostTime:
+        return LostTime(
+            self.saving + other.saving,
+            self.redone + other.redone,
+            self.recovering + other.recovering,
+            self.running + other.running,
             self.saves + other.saves,
-        )  # fmt: skip
+        )
 
 
 # --- from a trace to spells ---------------------------------------------------------------------
-def spells(trace: Trace, nodes: int, seed: int = 0) -> tuple[Spell, ...]:
+def job_spells(trace: Trace, nodes: int, seed: int = 0) -> tuple[RunSpell, ...]:
     """What a job that wants `nodes` nodes lives through. Which of them it uses is drawn at random.
 
     A sampled trace shows a departure at the end of the step in which it came. The moment is drawn
@@ -74,13 +76,13 @@ def spells(trace: Trace, nodes: int, seed: int = 0) -> tuple[Spell, ...]:
     draw = random.Random(f"{seed}/spells")
     free: list[str] = []
     used: list[str] = []
-    out: list[Spell] = []
+    out: list[RunSpell] = []
     at, began, idle, held = 0.0, 0.0, 0.0, 0.0  # held: node-seconds of the spell so far
 
     def close(now: float, failed: bool) -> None:
         nonlocal began, held, idle
         if now > began:
-            out.append(Spell(now - began, failed, held / (now - began), idle))
+            out.append(RunSpell(now - began, failed, held / (now - began), idle))
             idle = 0.0
         began, held = now, 0.0
 
@@ -109,79 +111,85 @@ def spells(trace: Trace, nodes: int, seed: int = 0) -> tuple[Spell, ...]:
     return tuple(out)
 
 
-def rotated(found: Sequence[Spell], share: float) -> tuple[Spell, ...]:
+def rotate_spells(spells: Sequence[RunSpell], share: float) -> tuple[RunSpell, ...]:
     """Return the same history begun later, by that share of its running time, and closed to a
     ring: a job that started at another moment. Nothing fails where the ends meet."""
-    cut = share * sum(spell.seconds for spell in found)
-    for index, spell in enumerate(found):
+    cut = share * sum(spell.seconds for spell in spells)
+    for index, spell in enumerate(spells):
         if cut < spell.seconds:
             first = replace(spell, seconds=spell.seconds - cut, idle=0.0)
             last = replace(spell, seconds=cut, failed=False)
-            middle = (*found[index + 1 :], *found[:index])
+            middle = (*spells[index + 1 :], *spells[:index])
             return (first, *middle, last) if cut > 0 else (first, *middle)
         cut -= spell.seconds
-    return tuple(found)
+    return tuple(spells)
 
 
-def failure_rate(found: Sequence[Spell]) -> float:
+def failure_rate(spells: Sequence[RunSpell]) -> float:
     """Failures a second of running time: a number that is unknown beforehand."""
-    return sum(spell.failed for spell in found) / sum(spell.seconds for spell in found)
+    return sum(spell.failed for spell in spells) / sum(spell.seconds for spell in spells)
 
 
 # --- one tier -----------------------------------------------------------------------------------
-def fixed(found: Iterable[Spell], seconds: float, cost: float, recovery: float) -> Waste:
+def replay_fixed(
+    spells: Iterable[RunSpell], seconds: float, cost: float, recovery: float
+) -> LostTime:
     """Saved every `seconds`, which a save of `cost` follows; a failure costs `recovery` as well."""
     saving = redone = recovering = running = 0.0
     saves, broken = 0, False
-    for spell in found:
+    for spell in spells:
         start = min(recovery, spell.seconds) if broken else 0.0
         recovering, running = recovering + start, running + spell.seconds
-        spent, lost, made = _bulk(spell.seconds - start, seconds, cost)
+        spent, lost, made = _whole_intervals(spell.seconds - start, seconds, cost)
         saving, saves = saving + spent, saves + made
         if spell.failed:
             redone += lost
         broken = spell.failed
-    return Waste(saving, redone, recovering, running, saves)
+    return LostTime(saving, redone, recovering, running, saves)
 
 
-def _bulk(left: float, seconds: float, cost: float) -> tuple[float, float, int]:
+def _whole_intervals(left: float, seconds: float, cost: float) -> tuple[float, float, int]:
     """(seconds in saves, work that no save holds, saves) of `left` seconds of work and saves."""
     rounds = floor(left / (seconds + cost))
     rest = left - rounds * (seconds + cost)
     return rounds * cost + max(0.0, rest - seconds), min(rest, seconds), rounds
 
 
-Path = tuple[tuple[tuple[float, float], ...], ...]
+BeliefPath = tuple[tuple[tuple[float, float], ...], ...]
 """Per spell: (seconds since its begin, rate from then on), rising."""
 
 
-def rates(found: Sequence[Spell], hazard: Hazard, grain: float = 0.1) -> Path:
+def belief_path(spells: Sequence[RunSpell], hazard: FailureRate, grain: float = 0.1) -> BeliefPath:
     """What the policy believes as it lives through the spells. It does not depend on the cost of a
     save, so one path serves all. The belief is looked at again after a share `grain` of the time
     since it was last surprised; a run looks at every step."""
     path = []
-    for spell in found:
+    for spell in spells:
         at, points = 0.0, list[tuple[float, float]]()
         while at < spell.seconds:
-            points.append((at, hazard.rate(spell.nodes)))
+            points.append((at, hazard.failures_per_second(spell.nodes)))
             ahead = min(max(grain / points[-1][1] / 4, grain * at), spell.seconds - at)
-            hazard = hazard.after(ahead, spell.nodes)
+            hazard = hazard.with_observation(ahead, spell.nodes)
             at = at + ahead if ahead > 1e-9 else spell.seconds
         if spell.failed:
-            hazard = hazard.after(0.0, failures=1)
+            hazard = hazard.with_observation(0.0, failures=1)
         path.append(tuple(points))
     return tuple(path)
 
 
-def adaptive(
-    found: Sequence[Spell], path: Path, cost: float, recovery: float, bounds: Bounds
-) -> Waste:
+def replay_adaptive(
+    spells: Sequence[RunSpell],
+    path: BeliefPath,
+    cost: float,
+    recovery: float,
+    bounds: IntervalBounds,
+) -> LostTime:
     """Saved as the policy says, which decides by its belief at each moment."""
-    waste, broken, kept = Waste(), False, None
+    waste, broken, kept = LostTime(), False, None
     price = TierCost(0, cost)
-    for spell, points in zip(found, path, strict=True):
+    for spell, points in zip(spells, path, strict=True):
         start = min(recovery, spell.seconds) if broken else 0.0
-        waste += Waste(recovering=start, running=spell.seconds)
+        waste += LostTime(recovering=start, running=spell.seconds)
         now, since = start, 0.0  # since: work that is not saved
         for index, (_, rate) in enumerate(points):
             until = points[index + 1][0] if index + 1 < len(points) else spell.seconds
@@ -197,20 +205,20 @@ def adaptive(
 
 
 def _piece(
-    now: float, since: float, until: float, spell: Spell, seconds: float, cost: float
-) -> tuple[float, float, Waste]:
+    now: float, since: float, until: float, spell: RunSpell, seconds: float, cost: float
+) -> tuple[float, float, LostTime]:
     """Continue at one interval until `until`, or a little longer if a save is being made."""
     first = max(0.0, seconds - since)
     whole = max(seconds, since)  # work that the first save holds
     if until >= spell.seconds:  # to the end of the spell
         return spell.seconds, 0.0, _last(spell.seconds - now, first, whole, seconds, cost, spell)
     if now + first >= until:
-        return until, since + until - now, Waste()
+        return until, since + until - now, LostTime()
     if now + first + cost > spell.seconds:
         return spell.seconds, 0.0, _last(spell.seconds - now, first, whole, seconds, cost, spell)
     rounds = floor(max(0.0, until - now - first - cost) / (seconds + cost))
     end = now + first + cost + rounds * (seconds + cost)
-    made = Waste(saving=(rounds + 1) * cost, saves=rounds + 1)
+    made = LostTime(saving=(rounds + 1) * cost, saves=rounds + 1)
     if end >= until:
         return end, 0.0, made
     rest = until - end
@@ -219,32 +227,36 @@ def _piece(
     if end + seconds + cost > spell.seconds:  # the next save is torn by the failure
         torn = spell.seconds - end - seconds
         lost = seconds if spell.failed else 0.0
-        return spell.seconds, 0.0, made + Waste(torn, lost)
-    return end + seconds + cost, 0.0, made + Waste(saving=cost, saves=1)
+        return spell.seconds, 0.0, made + LostTime(torn, lost)
+    return end + seconds + cost, 0.0, made + LostTime(saving=cost, saves=1)
 
 
 def _last(
-    left: float, first: float, whole: float, seconds: float, cost: float, spell: Spell
-) -> Waste:
+    left: float, first: float, whole: float, seconds: float, cost: float, spell: RunSpell
+) -> LostTime:
     """To the end of the spell. first: work until the next save, which then holds `whole`."""
     if left < first + cost:
         torn = max(0.0, left - first)
-        return Waste(torn, whole - first + min(left, first) if spell.failed else 0.0)
-    spent, lost, made = _bulk(left - first - cost, seconds, cost)
-    return Waste(cost + spent, lost if spell.failed else 0.0, saves=1 + made)
+        return LostTime(torn, whole - first + min(left, first) if spell.failed else 0.0)
+    spent, lost, made = _whole_intervals(left - first - cost, seconds, cost)
+    return LostTime(cost + spent, lost if spell.failed else 0.0, saves=1 + made)
 
 
 # --- several tiers ------------------------------------------------------------------------------
-def nested(
-    found: Iterable[Spell], seconds: float, every: int, costs: tuple[float, float], recovery: float
-) -> Waste:
+def replay_two_tiers(
+    spells: Iterable[RunSpell],
+    seconds: float,
+    every: int,
+    costs: tuple[float, float],
+    recovery: float,
+) -> LostTime:
     """Two tiers: the lower is saved every `seconds`, each `every`-th time the upper as well. A
     failure of level 0 goes back to the newest save, one of level 1 to the newest of the upper."""
     saving = redone = recovering = running = kept = (
         0.0  # kept: work that the lower tier alone holds
     )
     turn, broken = 0, False
-    for spell in found:
+    for spell in spells:
         start = min(recovery, spell.seconds) if broken else 0.0
         recovering, running = recovering + start, running + spell.seconds
         left, unsaved = spell.seconds - start, 0.0
@@ -263,4 +275,4 @@ def nested(
             if spell.level:
                 turn, kept = 0, 0.0
         broken = spell.failed
-    return Waste(saving, redone, recovering, running)
+    return LostTime(saving, redone, recovering, running)

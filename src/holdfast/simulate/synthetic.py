@@ -10,16 +10,20 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 
-from holdfast.simulate.traces import Change, Trace, from_counts, renewed
+from holdfast.simulate.traces import NodeChange, Trace, renew_machines, trace_from_counts
 
 _DAY = 86400.0
 
-BURSTS = (39, 13, 15, 7, 1, 4)
+BURST_SIZE_WEIGHTS = (39, 13, 15, 7, 1, 4)
 """How many of the bursts of a spot pool took 1, 2, ... 6 machines (Bamboo, NSDI 2023)."""
 
 BATHTUB = (
-    (1.0, 0.175), (3.0, 0.052), (6.0, 0.020), (23.0, 0.008), (24.0, 0.006),
-)  # fmt: skip
+    (1.0, 0.175),
+    (3.0, 0.052),
+    (6.0, 0.020),
+    (23.0, 0.008),
+    (24.0, 0.006),
+)
 """(age limit in hours, failures per machine and hour) of preemptible machines that all end at
 24 h (Kadupitiya, Jadhao and Sharma, arXiv 1911.05160, from 1,442 machines)."""
 
@@ -42,12 +46,14 @@ def spot_pool(
         factor = swing**0.5 if busy else swing**-0.5
         lost = 0
         if draw.random() < 60 / between * factor:
-            lost = min(count, draw.choices(range(1, len(BURSTS) + 1), BURSTS)[0])
+            lost = min(
+                count, draw.choices(range(1, len(BURST_SIZE_WEIGHTS) + 1), BURST_SIZE_WEIGHTS)[0]
+            )
         # On average as many join as leave: 2.1 a burst.
         joined = sum(draw.random() < 0.06 for _ in range(wanted - count))
         count += (0 if lost else joined) - lost
         rows.append((minute * 60.0, count, minute + 1))
-    made = from_counts(rows, f"synthetic spot pool, seed {seed}", "spot pool", "", seed=seed)
+    made = trace_from_counts(rows, f"synthetic spot pool, seed {seed}", "spot pool", "", seed=seed)
     return replace(made, seconds=rows[-1][0], step=60.0)
 
 
@@ -66,7 +72,9 @@ def gang_offers(
         elif count < wanted and draw.random() < 300 / down * (3 if count else 1):
             count = wanted
         at += 300.0
-    made = from_counts(rows, f"synthetic gang offers, seed {seed}", "gang offers", "", seed=seed)
+    made = trace_from_counts(
+        rows, f"synthetic gang offers, seed {seed}", "gang offers", "", seed=seed
+    )
     return replace(made, seconds=at, step=300.0)
 
 
@@ -77,22 +85,27 @@ def bathtub_lives(seed: int, *, nodes: int = 32, days: float = 7.0, wall: float 
         rate = next((rate for upto, rate in BATHTUB if age < upto), BATHTUB[-1][1])
         share, age = share * (1 - rate / 60), age + 1 / 60
         curve.append((age * 3600, share))
-    made = renewed(curve, nodes, days * _DAY, seed)
+    made = renew_machines(curve, nodes, days * _DAY, seed)
     source = f"synthetic bathtub lives, seed {seed}"
     return replace(made, source=source, kind="bathtub lives", step=60.0)  # lives end on minutes
 
 
 def cluster_failures(
-    seed: int, *, nodes: int = 512, days: float = 365.0, per_node_year: float = 1.2,
-    lemons: float = 0.02, repeat: float = 0.35,
-) -> Trace:  # fmt: skip
+    seed: int,
+    *,
+    nodes: int = 512,
+    days: float = 365.0,
+    per_node_year: float = 1.2,
+    lemons: float = 0.02,
+    repeat: float = 0.35,
+) -> Trace:
     """A cluster whose failures cluster. Some nodes are lemons, which have a quarter of all first
     failures. After a failure the same node often (`repeat`) fails again within hours. An
     outage lasts an hour in the median, and a tenth lasts over five hours."""
     draw = random.Random(f"{seed}/cluster")
     names = [f"n{number}" for number in range(nodes)]
     bad = names[: max(1, round(lemons * nodes))]
-    changes = [Change(0.0, "join", name) for name in names]
+    changes = [NodeChange(0.0, "join", name) for name in names]
     rate = nodes * per_node_year * (1 - repeat) / (365 * _DAY)
     end, at, back = days * _DAY, 0.0, dict.fromkeys(names, 0.0)
     while (at := at + draw.expovariate(rate)) < end:
@@ -101,9 +114,9 @@ def cluster_failures(
             when = 60.0 * int(when / 60)
             if when > back[name]:
                 back[name] = when + 60.0 * int(draw.lognormvariate(4.1, 1.2) + 1)
-                changes.append(Change(when, "go", name))
+                changes.append(NodeChange(when, "go", name))
                 if back[name] < end:
-                    changes.append(Change(back[name], "join", name))
+                    changes.append(NodeChange(back[name], "join", name))
             if draw.random() >= repeat:
                 break
             when = max(when, back[name]) + draw.expovariate(1 / 7200)
@@ -115,14 +128,14 @@ def poisson(seed: int, *, mtbf: float, failures: int, nodes: int = 4) -> Trace:
     """A fleet of `nodes` that loses one of them every `mtbf` seconds at random, and has it back at
     once: what the formulas assume."""
     draw = random.Random(f"{seed}/poisson")
-    changes = [Change(0.0, "join", f"n{number}.0") for number in range(nodes)]
+    changes = [NodeChange(0.0, "join", f"n{number}.0") for number in range(nodes)]
     at, stays = 0.0, [0] * nodes
     for _ in range(failures):
         at += draw.expovariate(1 / mtbf)
         number = draw.randrange(nodes)
-        changes.append(Change(at, "go", f"n{number}.{stays[number]}"))
+        changes.append(NodeChange(at, "go", f"n{number}.{stays[number]}"))
         stays[number] += 1
-        changes.append(Change(at, "join", f"n{number}.{stays[number]}"))
+        changes.append(NodeChange(at, "join", f"n{number}.{stays[number]}"))
     return Trace(
         f"synthetic Poisson failures, seed {seed}", "poisson", tuple(sorted(changes)), at, 0.0
     )

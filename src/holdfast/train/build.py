@@ -11,7 +11,7 @@ from torch import nn
 from holdfast.config.run import RunConfig
 from holdfast.core.sharding.boxes import Box
 from holdfast.core.sharding.parameters import Parameter, decoder_parameters
-from holdfast.core.sharding.reduction_cells import Cell, cells_of
+from holdfast.core.sharding.reduction_cells import Cell, reduction_cells
 from holdfast.core.sharding.reduction_tree import deal
 from holdfast.core.sharding.state_table import mesh_box, parameter_table
 from holdfast.data.batch import Batches
@@ -20,31 +20,31 @@ from holdfast.errors import ConfigError
 from holdfast.layout import Topology
 from holdfast.model.decoder import Decoder
 from holdfast.model.stage import keep_stage
-from holdfast.parallel.gradients.feeder import Cells, Feeder
-from holdfast.parallel.gradients.reducer import Team
-from holdfast.parallel.process_groups import Groups, connect
+from holdfast.parallel.gradients.feeder import Cells, GradientFeeder
+from holdfast.parallel.gradients.reducer import CellTeam
+from holdfast.parallel.process_groups import ProcessGroups, connect
 from holdfast.parallel.replicated import ReplicatedGradients
-from holdfast.parallel.tensor_parallel import apply_tensor_parallel, localise
-from holdfast.parallel.torch_compat import Store, give_memory, give_shards_memory, local
-from holdfast.parallel.trace import Recorder
+from holdfast.parallel.tensor_parallel import apply_tensor_parallel, localise_parameters
+from holdfast.parallel.torch_compat import Store, give_memory, give_shards_memory, local_tensor
+from holdfast.parallel.trace import SpanRecorder
 from holdfast.parallel.zero1 import OwnedRows
-from holdfast.train.engine import Dealer, Feed, Gradients, StepEngine
+from holdfast.train.engine import Dealer, GradientFeed, GradientReducer, StepEngine
 from holdfast.train.evaluate import Evaluator
-from holdfast.train.executors import executor
-from holdfast.train.objective import NextToken
+from holdfast.train.executors import make_executor
+from holdfast.train.objective import NextTokenObjective
 from holdfast.train.precision import Precision
 from holdfast.train.state import Parameters
 
 
 @dataclass
-class Session:
+class TrainingSession:
     """One rank of one generation, ready for its state: call `engine.initialise(config.seed)` or
     `engine.load(read)`, then `loader(start_step)`, then `runner.run`."""
 
     config: RunConfig
     engine: StepEngine
     evaluator: Evaluator
-    groups: Groups
+    groups: ProcessGroups
     device: torch.device
     batches: Batches
 
@@ -52,63 +52,86 @@ class Session:
         """This rank's shares from step `start_step` + 1 to the last; it reads ahead at once."""
         place = self.groups.coordinate
         return Loader(
-            self.batches, self.engine.share,
-            part=place.dp_shard, parts=self.groups.degree("dp_shard"),
-            first_step=start_step + 1, last_step=self.config.train.steps, device=self.device,
-        )  # fmt: skip
+            self.batches,
+            self.engine.share,
+            part=place.dp_shard,
+            parts=self.groups.degree("dp_shard"),
+            first_step=start_step + 1,
+            last_step=self.config.train.steps,
+            device=self.device,
+        )
 
     def close(self) -> None:
         """Leave the generation in an orderly way."""
         self.engine.close()
 
 
-def build(
-    config: RunConfig, batches: Batches, topology: Topology, rank: int, store: Store,
-    device: torch.device, *, dealer: Dealer = deal, seconds: float = 1800.0,
-) -> Session:  # fmt: skip
+def build_session(
+    config: RunConfig,
+    batches: Batches,
+    topology: Topology,
+    rank: int,
+    store: Store,
+    device: torch.device,
+    *,
+    dealer: Dealer = deal,
+    seconds: float = 1800.0,
+) -> TrainingSession:
     """Connect to the generation's groups and build model, optimizer and reducer.
 
     Collective over the topology. The state is memory without values until it is initialised or
     loaded. `config.model.vocab_size` must be resolved. Raises LayoutError for a topology that
     cannot be run, and PeerLostError when a peer does not come.
     """
-    groups = meet(config, topology, rank, store, device, seconds)
+    groups = connect_groups(config, topology, rank, store, device, seconds)
     engine = build_engine(config, groups, device, dealer=dealer)
-    return session_of(config, engine, batches, device)
+    return make_session(config, engine, batches, device)
 
 
-def meet(
-    config: RunConfig, topology: Topology, rank: int, store: Store, device: torch.device,
+def connect_groups(
+    config: RunConfig,
+    topology: Topology,
+    rank: int,
+    store: Store,
+    device: torch.device,
     seconds: float,
-) -> Groups:  # fmt: skip
+) -> ProcessGroups:
     """The generation's groups, as the run file wants them: with what notes when things happen,
     where it names a step to be traced. Raises as `connect`."""
     return connect(
-        topology, rank, store, device, interface=config.cluster.gloo_interface, seconds=seconds,
-        recorder=Recorder() if config.layout.trace_step else None,
-    )  # fmt: skip
+        topology,
+        rank,
+        store,
+        device,
+        interface=config.cluster.gloo_interface,
+        seconds=seconds,
+        recorder=SpanRecorder() if config.layout.trace_step else None,
+    )
 
 
-def session_of(
+def make_session(
     config: RunConfig, engine: StepEngine, batches: Batches, device: torch.device
-) -> Session:
+) -> TrainingSession:
     """An engine with its data and its evaluation."""
     groups, validation = engine.groups, batches.validation(config.train.evaluate.samples)
     evaluator = Evaluator(engine.objective, engine.executor, groups, validation, device)
-    return Session(config, engine, evaluator, groups, device, batches)
+    return TrainingSession(config, engine, evaluator, groups, device, batches)
 
 
 def build_engine(
-    config: RunConfig, groups: Groups, device: torch.device, *, dealer: Dealer = deal
-) -> StepEngine:  # fmt: skip
+    config: RunConfig, groups: ProcessGroups, device: torch.device, *, dealer: Dealer = deal
+) -> StepEngine:
     """Model, optimizer and reducer for one rank, without data.
 
     The model is built in full on the meta device. It is cut down to this rank's stage and to its
     part of each tensor, and only then given memory.
     """
     if config.model.vocab_size < 1:
-        raise ConfigError("the vocabulary size is not known yet", where="model.vocab_size",
-                          remedy="prepare the dataset, or set it")  # fmt: skip
+        raise ConfigError(
+            "the vocabulary size is not known yet",
+            where="model.vocab_size",
+            remedy="prepare the dataset, or set it",
+        )
     precision = Precision.of(config.train.precision)
     objective = _cut_model(config, groups)
     objective.to(precision.state)
@@ -116,91 +139,121 @@ def build_engine(
         for block in objective.decoder.layers:
             block.compile()
         if objective.tensor is not None:
-            objective.tensor.compiled()
+            objective.tensor.exclude_from_compilation()
     shards = groups.degree("dp_shard")
     make = _replicated if shards == 1 else _zero1 if config.layout.zero == 1 else _sharded
     parameters, feed = make(config, objective, groups, device, precision)
-    runs = executor(
-        objective, groups, config.layout.schedule, config.model.dim, precision.compute, device,
+    runs = make_executor(
+        objective,
+        groups,
+        config.layout.schedule,
+        config.model.dim,
+        precision.compute,
+        device,
         sequence_parallel=config.layout.sequence_parallel,
-    )  # fmt: skip
+    )
     return StepEngine(objective, runs, parameters, feed, groups, config.train, device, dealer)
 
 
-def _cut_model(config: RunConfig, groups: Groups) -> NextToken:
+def _cut_model(config: RunConfig, groups: ProcessGroups) -> NextTokenObjective:
     """On the meta device: the blocks of this rank's stage, each tensor cut by tp."""
     replica, place = groups.replica, groups.coordinate
     with torch.device("meta"):
-        objective = NextToken(Decoder(config.model), config.train.compile)
+        objective = NextTokenObjective(Decoder(config.model), config.train.compile)
     decoder = objective.decoder
     blocks = replica.blocks(place.pp)
     if blocks is not None:
-        keep_stage(decoder, blocks, groups.first_stage, groups.last_stage)
+        keep_stage(decoder, blocks, groups.is_first_stage, groups.is_last_stage)
     if groups.degree("tp") > 1:
         names = [name for name, _ in decoder.named_parameters()]
-        localise(decoder, _boxes(config, groups, names, sharded=False))
+        localise_parameters(decoder, _boxes(config, groups, names, sharded=False))
         apply_tensor_parallel(
-            objective, groups.axis("tp"), sequence_parallel=config.layout.sequence_parallel,
+            objective,
+            groups.axis("tp"),
+            sequence_parallel=config.layout.sequence_parallel,
             traffic=groups.traffic,
-        )  # fmt: skip
+        )
     return objective
 
 
-Made = tuple[Parameters, Feed]
+BuiltParameters = tuple[Parameters, GradientFeed]
 
 
 def _replicated(
-    config: RunConfig, objective: NextToken, groups: Groups, device: torch.device,
+    config: RunConfig,
+    objective: NextTokenObjective,
+    groups: ProcessGroups,
+    device: torch.device,
     precision: Precision,
-) -> Made:  # fmt: skip
+) -> BuiltParameters:
     """This stage's part of the model on this device. In mixed precision the module computes on
     bf16 copies."""
     give_memory(objective.to(precision.compute), device)
-    table, boxes, named = _by_table(config, objective, groups)
+    table, boxes, named = _rows_on_rank(config, objective, groups)
     held = [p.detach() for p in named.values()]
     computed: list[torch.Tensor] = []
     if precision.mixed:
         computed = held
         held = [torch.empty_like(p, dtype=precision.state) for p in computed]
 
-    def feeder(cells: Cells, by_unit: bool) -> Feeder:
+    def feeder(cells: Cells, by_unit: bool) -> GradientFeeder:
         return ReplicatedGradients(
-            named, boxes, cells, dtype=precision.state, fast=config.layout.reduction == "fast",
-            bucket_bytes=int(config.layout.bucket_mb * 1e6), by_unit=by_unit,
-        )  # fmt: skip
+            named,
+            boxes,
+            cells,
+            dtype=precision.state,
+            fast=config.layout.reduction == "fast",
+            bucket_bytes=int(config.layout.bucket_mb * 1e6),
+            by_unit=by_unit,
+        )
 
-    feed = _feed(config, feeder, lambda groups: _any_fsdp(config, groups))
+    feed = _gradient_feed(config, feeder, lambda groups: _any_fsdp(config, groups))
     return Parameters(table, tuple(boxes.values()), held, computed), feed
 
 
 def _zero1(
-    config: RunConfig, objective: NextToken, groups: Groups, device: torch.device,
+    config: RunConfig,
+    objective: NextTokenObjective,
+    groups: ProcessGroups,
+    device: torch.device,
     precision: Precision,
-) -> Made:  # fmt: skip
+) -> BuiltParameters:
     """As `_replicated`, but what is trained and saved is this rank's part of the rows (ZeRO-1)."""
     give_memory(objective.to(precision.compute), device)
-    table, boxes, named = _by_table(config, objective, groups)
+    table, boxes, named = _rows_on_rank(config, objective, groups)
     whole = _boxes(config, groups, list(named), sharded=False)
     rows = OwnedRows(
-        named, whole, boxes, groups.axis("dp_shard"), state=precision.state,
+        named,
+        whole,
+        boxes,
+        groups.axis("dp_shard"),
+        state=precision.state,
         traffic=groups.traffic,
-    )  # fmt: skip
+    )
 
-    def feeder(cells: Cells, by_unit: bool) -> Feeder:
+    def feeder(cells: Cells, by_unit: bool) -> GradientFeeder:
         return ReplicatedGradients(
-            named, whole, cells, dtype=precision.state, wanted=boxes, by_unit=by_unit,
+            named,
+            whole,
+            cells,
+            dtype=precision.state,
+            wanted=boxes,
+            by_unit=by_unit,
             fast=config.layout.reduction == "fast",
             bucket_bytes=int(config.layout.bucket_mb * 1e6),
-        )  # fmt: skip
+        )
 
-    feed = _feed(config, feeder, lambda groups: False)
-    return Parameters(table, tuple(boxes.values()), rows.held, [], rows.gather), feed
+    feed = _gradient_feed(config, feeder, lambda groups: False)
+    return Parameters(table, tuple(boxes.values()), rows.master_tensors, [], rows.gather), feed
 
 
 def _sharded(
-    config: RunConfig, objective: NextToken, groups: Groups, device: torch.device,
+    config: RunConfig,
+    objective: NextTokenObjective,
+    groups: ProcessGroups,
+    device: torch.device,
     precision: Precision,
-) -> Made:  # fmt: skip
+) -> BuiltParameters:
     """A shard of that by FSDP2 (ZeRO-2 or 3), which makes the bf16 copies itself."""
     # Imported only if needed: FSDP2 brings DTensor and sympy, a second of a process's start.
     # (`elastic.protocol.worker_spec.preloads` has the template import it where the run file
@@ -211,43 +264,50 @@ def _sharded(
     blocks = list(objective.decoder.layers)
     apply_fsdp(objective, blocks, groups.shard_mesh(), compute, config.layout.zero)
     give_shards_memory(objective, device)
-    table, boxes, named = _by_table(config, objective, groups)
+    table, boxes, named = _rows_on_rank(config, objective, groups)
     traffic = groups.traffic
 
-    def feeder(cells: Cells, by_unit: bool) -> Feeder:
+    def feeder(cells: Cells, by_unit: bool) -> GradientFeeder:
         assert by_unit, "FSDP2 produces gradients by unit"
         return ShardedGradients(
-            objective, named, boxes, cells, dtype=precision.state,
-            fast=config.layout.reduction == "fast", traffic=traffic,
-        )  # fmt: skip
+            objective,
+            named,
+            boxes,
+            cells,
+            dtype=precision.state,
+            fast=config.layout.reduction == "fast",
+            traffic=traffic,
+        )
 
-    held = [local(p) for p in named.values()]
-    feed = _feed(config, feeder, lambda groups: True)
+    held = [local_tensor(p) for p in named.values()]
+    feed = _gradient_feed(config, feeder, lambda groups: True)
     return Parameters(table, tuple(boxes.values()), held, []), feed
 
 
-def _feed(
-    config: RunConfig, make: Callable[[Cells, bool], Feeder], by_unit: Callable[[Groups], bool]
-) -> Feed:
+def _gradient_feed(
+    config: RunConfig,
+    make: Callable[[Cells, bool], GradientFeeder],
+    by_unit: Callable[[ProcessGroups], bool],
+) -> GradientFeed:
     """See `engine.Feed`. by_unit: whether buckets are blocks in a generation."""
 
-    def feed(groups: Groups, old: Gradients | None) -> Gradients:
-        cells, units = _cells(config, groups), by_unit(groups)
-        if isinstance(old, Feeder) and old.regroup(cells, units):
+    def feed(groups: ProcessGroups, old: GradientReducer | None) -> GradientReducer:
+        cells, units = _cells_and_teams(config, groups), by_unit(groups)
+        if isinstance(old, GradientFeeder) and old.regroup(cells, units):
             return old
         return make(cells, units)
 
     return feed
 
 
-def _any_fsdp(config: RunConfig, groups: Groups) -> bool:
+def _any_fsdp(config: RunConfig, groups: ProcessGroups) -> bool:
     """Whether some replica's gradients come by FSDP2's units: then all reduce by unit."""
     shards = max(replica.degree("dp_shard") for replica in groups.topology.replicas)
     return shards > 1 and config.layout.zero > 1
 
 
 def _boxes(
-    config: RunConfig, groups: Groups, names: Sequence[str], *, sharded: bool
+    config: RunConfig, groups: ProcessGroups, names: Sequence[str], *, sharded: bool
 ) -> dict[str, Box]:
     """What this rank has of some parameters, by dp_shard's cut too or only by those before it."""
     rows = {row.name: row for row in parameter_table(config.model, config.train.precision)}
@@ -256,19 +316,22 @@ def _boxes(
     return {name: mesh_box(rows[name], groups.replica, groups.coordinate) for name in names}
 
 
-def _cells(config: RunConfig, groups: Groups) -> list[tuple[Cell, Team]]:
+def _cells_and_teams(config: RunConfig, groups: ProcessGroups) -> list[tuple[Cell, CellTeam]]:
     """This rank's reduction cells and whom it meets in each."""
-    cells = cells_of(
-        groups.topology, config.model, groups.rank,
-        sequence_parallel=config.layout.sequence_parallel, zero=config.layout.zero,
-    )  # fmt: skip
+    cells = reduction_cells(
+        groups.topology,
+        config.model,
+        groups.rank,
+        sequence_parallel=config.layout.sequence_parallel,
+        zero=config.layout.zero,
+    )
     return list(zip(cells, groups.teams(cells), strict=True))
 
 
 Table = tuple[tuple[Parameter, ...], dict[str, Box], dict[str, nn.Parameter]]
 
 
-def _by_table(config: RunConfig, objective: NextToken, groups: Groups) -> Table:
+def _rows_on_rank(config: RunConfig, objective: NextTokenObjective, groups: ProcessGroups) -> Table:
     """The rows, boxes and parameters that this rank has, in the order of the parameter table."""
     named = {name.removeprefix("decoder."): p for name, p in objective.named_parameters()}
     table = tuple(row for row in decoder_parameters(config.model) if row.name in named)

@@ -18,10 +18,10 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from holdfast.core.sharding.reduction_tree import ReductionTree, deal
-from holdfast.parallel.process_groups import Groups
+from holdfast.parallel.process_groups import ProcessGroups
 from holdfast.train.executors import Executor
-from holdfast.train.objective import IGNORED
-from holdfast.train.vote import gather_losses, speaks
+from holdfast.train.objective import IGNORED_TARGET
+from holdfast.train.vote import gather_losses, reports_losses
 
 
 class HostMicrobatch(Protocol):
@@ -37,7 +37,7 @@ class HostMicrobatch(Protocol):
     def documents(self) -> NDArray[np.int32] | None: ...
 
 
-class Validation(Protocol):
+class ValidationSamples(Protocol):
     """`data.batch.Validation` is one."""
 
     @property
@@ -59,7 +59,7 @@ class Evaluation:
 
 
 @dataclass(frozen=True)
-class _Rows:
+class _RankRows:
     """One rank's part of a validation microbatch."""
 
     inputs: Tensor
@@ -71,18 +71,22 @@ class Evaluator:
     """Computes the validation loss of a model; collective over all ranks."""
 
     def __init__(
-        self, objective: nn.Module, executor: Executor, groups: Groups, validation: Validation,
+        self,
+        objective: nn.Module,
+        executor: Executor,
+        groups: ProcessGroups,
+        validation: ValidationSamples,
         device: torch.device,
-    ):  # fmt: skip
+    ):
         self._objective, self._executor = objective, executor
         self._groups, self._device = groups, device
         self._validation = validation
 
-    def regroup(self, groups: Groups) -> None:
+    def regroup(self, groups: ProcessGroups) -> None:
         """Continue among other replicas."""
         self._groups = groups
 
-    def run(self, alive: Callable[[], None] = lambda: None) -> Evaluation | None:
+    def run(self, on_progress: Callable[[], None] = lambda: None) -> Evaluation | None:
         """None when there is no validation text. `alive` is called before each microbatch.
 
         Raises PeerLostError.
@@ -90,25 +94,27 @@ class Evaluator:
         batches = self._validation.microbatches
         if not batches or not self._validation.tokens:
             return None
-        shares = deal(len(batches), self._groups.replicas)
+        shares = deal(len(batches), self._groups.replica_count)
         own = shares[self._groups.coordinate.replica]
         with torch.no_grad():
-            found = self._executor.evaluate([self._part(batches[index]) for index in own], alive)
-        spoken = speaks(self._groups.replica, self._groups.coordinate)
+            found = self._executor.evaluate(
+                [self._rows_on_rank(batches[index]) for index in own], on_progress
+            )
+        spoken = reports_losses(self._groups.replica, self._groups.coordinate)
         losses = [float(loss) for loss in found] if spoken else []
         self._release()
         total = ReductionTree(len(batches)).sum(gather_losses(self._groups, shares, losses))
         tokens = self._validation.tokens
         return Evaluation(total / tokens, self._validation.bits_per_byte(total), tokens)
 
-    def _part(self, batch: HostMicrobatch) -> _Rows:
+    def _rows_on_rank(self, batch: HostMicrobatch) -> _RankRows:
         part, parts = self._groups.coordinate.dp_shard, self._groups.degree("dp_shard")
         inputs = self._move(rows(batch.inputs, part, parts, 0))
-        targets = self._move(rows(batch.targets, part, parts, IGNORED))
+        targets = self._move(rows(batch.targets, part, parts, IGNORED_TARGET))
         documents = None
         if batch.documents is not None:
             documents = self._move(rows(batch.documents, part, parts, 0))
-        return _Rows(inputs, targets, documents)
+        return _RankRows(inputs, targets, documents)
 
     def _move(self, array: NDArray[Any]) -> Tensor:
         return torch.from_numpy(array).to(self._device)

@@ -19,12 +19,12 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from holdfast.core.schedule.table import Schedule, build, forward_only
+from holdfast.core.schedule.table import Schedule, build_schedule, forward_only
 from holdfast.layout import AXES
-from holdfast.parallel.pipeline import Interpreter
-from holdfast.parallel.process_groups import Groups
+from holdfast.parallel.pipeline import PipelineInterpreter
+from holdfast.parallel.process_groups import ProcessGroups
 from holdfast.parallel.tensor_parallel import residual_shape
-from holdfast.parallel.trace import COMPUTE, Recorder
+from holdfast.parallel.trace import COMPUTE, SpanRecorder
 
 Objective = Callable[..., Tensor]
 
@@ -42,7 +42,7 @@ class Inputs(Protocol):
     def documents(self) -> Tensor | None: ...
 
 
-class Listener(Protocol):
+class GradientListener(Protocol):
     """Receiver of the gradients of a microbatch while its backward pass runs."""
 
     def start_leaf(self, leaf: int) -> None: ...
@@ -56,28 +56,34 @@ class Executor(Protocol):
     """Runs the passes of this rank's part of a replica."""
 
     def train(
-        self, leaves: Sequence[int], batches: Sequence[Inputs], listener: Listener,
+        self,
+        leaves: Sequence[int],
+        batches: Sequence[Inputs],
+        listener: GradientListener,
         losses: list[Tensor] | None = None,
-    ) -> list[Tensor]:  # fmt: skip
+    ) -> list[Tensor]:
         """Forward and backward of each; the loss sums, in order, or none but on a last stage.
         losses: they are put in there as they come, and stay there when this is interrupted."""
         ...
 
-    def evaluate(self, batches: Sequence[Inputs], alive: Callable[[], None]) -> list[Tensor]:
+    def evaluate(self, batches: Sequence[Inputs], on_progress: Callable[[], None]) -> list[Tensor]:
         """Forward of each, without gradients; loss sums as above."""
         ...
 
 
-class WholeExecutor:
+class SingleStageExecutor:
     """One stage: the objective maps a microbatch to its loss."""
 
-    def __init__(self, objective: nn.Module, recorder: Recorder | None = None):
+    def __init__(self, objective: nn.Module, recorder: SpanRecorder | None = None):
         self._objective, self._recorder = objective, recorder
 
     def train(
-        self, leaves: Sequence[int], batches: Sequence[Inputs], listener: Listener,
+        self,
+        leaves: Sequence[int],
+        batches: Sequence[Inputs],
+        listener: GradientListener,
         losses: list[Tensor] | None = None,
-    ) -> list[Tensor]:  # fmt: skip
+    ) -> list[Tensor]:
         losses = [] if losses is None else losses
         for leaf, batch in zip(leaves, batches, strict=True):
             listener.start_leaf(leaf)
@@ -90,10 +96,10 @@ class WholeExecutor:
             listener.check()
         return losses
 
-    def evaluate(self, batches: Sequence[Inputs], alive: Callable[[], None]) -> list[Tensor]:
+    def evaluate(self, batches: Sequence[Inputs], on_progress: Callable[[], None]) -> list[Tensor]:
         losses = []
         for batch in batches:
-            alive()
+            on_progress()
             losses.append(self._objective(batch.inputs, batch.targets, batch.documents))
         return losses
 
@@ -108,40 +114,50 @@ class PipelinedExecutor:
     """
 
     def __init__(
-        self, objective: nn.Module, groups: Groups, schedule: str, dim: int, dtype: torch.dtype,
-        device: torch.device, *, sequence_parallel: bool,
-    ):  # fmt: skip
-        assert groups.line is not None
+        self,
+        objective: nn.Module,
+        groups: ProcessGroups,
+        schedule: str,
+        dim: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        sequence_parallel: bool,
+    ):
+        assert groups.pipeline is not None
         self._objective, self._schedule, self._dtype = objective, schedule, dtype
         self._stages, self._tp = groups.degree("pp"), groups.degree("tp")
         self._dim, self._sequence_parallel = dim, sequence_parallel
-        self._interpreter = Interpreter(groups.line, device, recorder=groups.recorder)
+        self._interpreter = PipelineInterpreter(groups.pipeline, device, recorder=groups.recorder)
 
-    def table(self, microbatches: int) -> Schedule:
+    def schedule_for(self, microbatches: int) -> Schedule:
         """Return the schedule of a share. A share with too few microbatches for 1F1B to fill the
         pipeline runs as GPipe. A plan refuses that, but a dealing may leave a replica little."""
         name = self._schedule if microbatches >= self._stages else "gpipe"
-        return build(name, self._stages, microbatches)
+        return build_schedule(name, self._stages, microbatches)
 
     def train(
-        self, leaves: Sequence[int], batches: Sequence[Inputs], listener: Listener,
+        self,
+        leaves: Sequence[int],
+        batches: Sequence[Inputs],
+        listener: GradientListener,
         losses: list[Tensor] | None = None,
-    ) -> list[Tensor]:  # fmt: skip
+    ) -> list[Tensor]:
         if not batches:
             return []
-        work = _Work(self, leaves, batches, listener)
+        work = _ShareWork(self, leaves, batches, listener)
         work.losses = work.losses if losses is None else losses
-        self._interpreter.run(self.table(len(batches)), work)
+        self._interpreter.run(self.schedule_for(len(batches)), work)
         return work.losses
 
-    def evaluate(self, batches: Sequence[Inputs], alive: Callable[[], None]) -> list[Tensor]:
+    def evaluate(self, batches: Sequence[Inputs], on_progress: Callable[[], None]) -> list[Tensor]:
         if not batches:
             return []
-        work = _Work(self, range(len(batches)), batches, None, alive)
+        work = _ShareWork(self, range(len(batches)), batches, None, on_progress)
         self._interpreter.run(forward_only(self._stages, len(batches)), work)
         return work.losses
 
-    def call(self, batch: Inputs, incoming: Tensor | None) -> Tensor:
+    def run_stage(self, batch: Inputs, incoming: Tensor | None) -> Tensor:
         """The stage's own part of the forward: its residual stream, or on the last stage a loss."""
         out: Tensor = self._objective(batch.inputs, batch.targets, batch.documents, incoming)
         return out
@@ -153,20 +169,26 @@ class PipelinedExecutor:
         return shape, self._dtype
 
     @property
-    def last(self) -> int:
+    def last_stage(self) -> int:
         return self._stages - 1
 
 
-class _Work:
+class _ShareWork:
     """What the interpreter's actions do: `StageWork` for one share."""
 
     def __init__(
-        self, stage: PipelinedExecutor, leaves: Sequence[int], batches: Sequence[Inputs],
-        listener: Listener | None, alive: Callable[[], None] = lambda: None,
-    ):  # fmt: skip
+        self,
+        stage: PipelinedExecutor,
+        leaves: Sequence[int],
+        batches: Sequence[Inputs],
+        listener: GradientListener | None,
+        on_progress: Callable[[], None] = lambda: None,
+    ):
         self._stage, self._leaves, self._batches = stage, leaves, batches
-        self._listener, self._alive = listener, alive
-        self._held: dict[int, tuple[Tensor | None, Tensor]] = {}  # what came in, what went out
+        self._listener, self._alive = listener, on_progress
+        self._activations: dict[
+            int, tuple[Tensor | None, Tensor]
+        ] = {}  # what came in, what went out
         self.losses: list[Tensor] = []
 
     def boundary(self, stage: int, microbatch: int) -> tuple[tuple[int, ...], torch.dtype]:
@@ -176,17 +198,17 @@ class _Work:
         self._alive()
         if incoming is not None and self._listener is not None:
             incoming.requires_grad_()
-        out = self._stage.call(self._batches[microbatch], incoming)
+        out = self._stage.run_stage(self._batches[microbatch], incoming)
         if self._listener is not None:
-            self._held[microbatch] = incoming, out
-        if stage == self._stage.last:
+            self._activations[microbatch] = incoming, out
+        if stage == self._stage.last_stage:
             self.losses.append(out.detach())
             return None
         return out.detach()
 
     def backward(self, stage: int, microbatch: int, gradient: Tensor | None) -> Tensor | None:
         assert self._listener is not None
-        incoming, out = self._held.pop(microbatch)
+        incoming, out = self._activations.pop(microbatch)
         self._listener.start_leaf(self._leaves[microbatch])
         torch.autograd.backward(out, gradient)
         self._listener.end_leaf()
@@ -194,14 +216,25 @@ class _Work:
         return None if incoming is None else incoming.grad
 
 
-def executor(
-    objective: nn.Module, groups: Groups, schedule: str, dim: int, dtype: torch.dtype,
-    device: torch.device, *, sequence_parallel: bool,
-) -> Executor:  # fmt: skip
+def make_executor(
+    objective: nn.Module,
+    groups: ProcessGroups,
+    schedule: str,
+    dim: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    sequence_parallel: bool,
+) -> Executor:
     """What fits this rank's replica."""
     if groups.replica.mesh_shape[AXES.index("pp")] == 1:
-        return WholeExecutor(objective, groups.recorder)
+        return SingleStageExecutor(objective, groups.recorder)
     return PipelinedExecutor(
-        objective, groups, schedule, dim, dtype, device,
+        objective,
+        groups,
+        schedule,
+        dim,
+        dtype,
+        device,
         sequence_parallel=sequence_parallel,
-    )  # fmt: skip
+    )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from holdfast.config.run import RunConfig
-from holdfast.core.sharding.reduction_cells import cells_of
+from holdfast.core.sharding.reduction_cells import reduction_cells
 from holdfast.core.sharding.reduction_tree import Shares
 from holdfast.events import Event, SettingIgnored
 from holdfast.layout import Topology
@@ -26,20 +26,28 @@ class Fallbacks:
         if self._reduction:
             self._reduction = False
             if not one_sum(self._config, self._topology):
-                self._emit(SettingIgnored(
-                    "layout.reduction",
-                    "fast needs one group of ranks that sums all that a rank computes. This layout "
-                    "has several, so sums follow the tree", step=step,
-                ))  # fmt: skip
+                self._emit(
+                    SettingIgnored(
+                        "layout.reduction",
+                        "fast needs one group of ranks that sums all that a rank computes. "
+                        "This layout "
+                        "has several, so sums follow the tree",
+                        step=step,
+                    )
+                )
         for replica, share in zip(self._topology.replicas, shares, strict=True):
             stages = replica.degree("pp")
             if self._schedule and 0 < len(share) < stages:
                 self._schedule = False
-                self._emit(SettingIgnored(
-                    "layout.schedule",
-                    f"replica {replica.index} has {len(share)} of the microbatches of step {step}, "
-                    f"and 1f1b needs {stages}: such a share runs as gpipe", step=step,
-                ))  # fmt: skip
+                self._emit(
+                    SettingIgnored(
+                        "layout.schedule",
+                        f"replica {replica.index} has {len(share)} of the microbatches of step "
+                        f"{step}, "
+                        f"and 1f1b needs {stages}: such a share runs as gpipe",
+                        step=step,
+                    )
+                )
 
 
 def one_sum(config: RunConfig, topology: Topology) -> bool:
@@ -47,10 +55,13 @@ def one_sum(config: RunConfig, topology: Topology) -> bool:
     then the backend's own all-reduce is the same sum. Replicas of one kind are alike in that."""
     kinds = [next(r for r in topology.replicas if r.kind == kind) for kind in topology.kinds]
     for rank in (rank for replica in kinds for rank in replica.ranks):
-        cells = cells_of(
-            topology, config.model, rank,
-            sequence_parallel=config.layout.sequence_parallel, zero=config.layout.zero,
-        )  # fmt: skip
+        cells = reduction_cells(
+            topology,
+            config.model,
+            rank,
+            sequence_parallel=config.layout.sequence_parallel,
+            zero=config.layout.zero,
+        )
         if len(cells) != 1 or not all(m.contributes and m.receives for m in cells[0].members):
             return False
     return True

@@ -15,93 +15,108 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from holdfast.core.data.data_ledger import STANDS_IN
+from holdfast.core.data.data_ledger import STAND_IN_KEY
 from holdfast.core.lr_schedule import learning_rate
 from holdfast.core.sharding.reduction_tree import Shares
 from holdfast.data.batch import Batches
 from holdfast.events import BatchFed, Event, StepDone
 from holdfast.layout import Topology
-from holdfast.train.engine import LATELY, StepEngine
+from holdfast.train.engine import REMEMBERED_STEPS, StepEngine
 from holdfast.train.recovery_agreement import Agreement
 
-COVERED = 3  # steps back from the newest whose ledger a lost rank may not have handed over
+COVERED_STEPS = 3  # steps back from the newest whose ledger a lost rank may not have handed over
 
 
 @dataclass(frozen=True)
-class Past:
+class FinishedGeneration:
     """What a survivor remembers of the generation that is over. since: its first step, 0 where none
     was begun."""
 
     topology: Topology
     rank: int
-    feeds: bool
+    feeds_ledger: bool
     shares: Callable[[int], Shares]
-    since: int
+    first_step: int
     step: int  # that was open, or was last
     entries: list[dict[str, Any]]  # of what was fed in it
 
     @staticmethod
-    def of(engine: StepEngine) -> Past:
+    def from_engine(engine: StepEngine) -> FinishedGeneration:
         groups = engine.groups
         entries = [entry for batch in engine.batches for entry in getattr(batch, "entries", ())]
-        return Past(
-            groups.topology, groups.rank, groups.feeds, engine.dealing(), engine.since, engine.step,
+        return FinishedGeneration(
+            groups.topology,
+            groups.rank,
+            groups.feeds_ledger,
+            engine.share_function(),
+            engine.first_step,
+            engine.step,
             entries,
-        )  # fmt: skip
+        )
 
 
 def missing_events(
-    past: Past | None, found: Agreement, engine: StepEngine, batches: Batches | None
+    past: FinishedGeneration | None,
+    agreement: Agreement,
+    engine: StepEngine,
+    batches: Batches | None,
 ) -> list[Event]:
     """What this rank of the new generation has to report. past: None for a newcomer."""
-    rank, step, events = engine.groups.rank, found.resolution.step, list[Event]()
-    if past is not None and rank in found.resolution.appliers and past.feeds:
+    rank, step, events = engine.groups.rank, agreement.resolution.step, list[Event]()
+    if past is not None and rank in agreement.resolution.appliers and past.feeds_ledger:
         events.append(BatchFed(rank, past.entries, step=step))
-    survivors = [r for r, was in enumerate(found.came_from) if was is not None]
+    survivors = [r for r, was in enumerate(agreement.came_from) if was is not None]
     if past is not None and batches is not None and rank == survivors[0]:
-        events += _stand_ins(past, found, rank, batches)
-    lived = 0 in found.came_from
-    teller = found.came_from.index(0) if lived else _first(survivors, found)
-    quiet = rank in found.resolution.appliers or engine.untold == step
+        events += _stand_in_events(past, agreement, rank, batches)
+    lived = 0 in agreement.came_from
+    teller = agreement.came_from.index(0) if lived else _first_reporter(survivors, agreement)
+    quiet = rank in agreement.resolution.appliers or engine.unreported_step == step
     if rank == teller and (quiet or not lived):
-        events += _steps(engine, found, 1 if lived else LATELY)
-    newest, told = engine.validation, lived and teller in found.validators
-    if newest is not None and newest.step > step - LATELY and not told:
-        events += [newest] * (rank in found.validators[:1])
+        events += _step_events(engine, agreement, 1 if lived else REMEMBERED_STEPS)
+    newest, told = engine.last_validation, lived and teller in agreement.validators
+    if newest is not None and newest.step > step - REMEMBERED_STEPS and not told:
+        events += [newest] * (rank in agreement.validators[:1])
     return events
 
 
-def _first(survivors: Sequence[int], found: Agreement) -> int:
+def _first_reporter(survivors: Sequence[int], agreement: Agreement) -> int:
     """Return the rank that reports the last steps for a lost rank 0: one that applied them."""
-    return next((r for r in survivors if r not in found.resolution.behind), survivors[0])
+    return next((r for r in survivors if r not in agreement.resolution.receivers), survivors[0])
 
 
-def _steps(engine: StepEngine, found: Agreement, most: int) -> list[Event]:
+def _step_events(engine: StepEngine, agreement: Agreement, max_steps: int) -> list[Event]:
     """Return the last `most` steps that this rank knows of. Some may have been reported before."""
-    step = found.resolution.step
-    voted = dict(engine.voted)
-    if found.verdict is not None:
-        voted[step] = found.verdict
+    step = agreement.resolution.step
+    voted = dict(engine.applied_verdicts)
+    if agreement.verdict is not None:
+        voted[step] = agreement.verdict
     return [
         StepDone(
-            loss=verdict.mean_loss, tokens=verdict.tokens, grad_norm=verdict.mean_norm,
-            learning_rate=learning_rate(engine.train, number), seconds=0.0,
-            samples=engine.samples(number), phases={}, step=number,
+            loss=verdict.mean_loss,
+            tokens=verdict.tokens,
+            grad_norm=verdict.mean_norm,
+            learning_rate=learning_rate(engine.train, number),
+            seconds=0.0,
+            samples=engine.samples(number),
+            phases={},
+            step=number,
         )
         for number, verdict in sorted(voted.items())
-        if step - most < number <= step
-    ]  # fmt: skip
+        if step - max_steps < number <= step
+    ]
 
 
-def _stand_ins(past: Past, found: Agreement, rank: int, batches: Batches) -> list[Event]:
+def _stand_in_events(
+    past: FinishedGeneration, agreement: Agreement, rank: int, batches: Batches
+) -> list[Event]:
     """Return the ledger of the lost ranks. In a generation that began no step they fed nothing.
     What they fed before could be handed over during the agreement."""
-    if not past.since:
+    if not past.first_step:
         return []
-    here = {was for was in found.came_from if was is not None}
-    step = found.resolution.step
+    here = {was for was in agreement.came_from if was is not None}
+    step = agreement.resolution.step
     events: list[Event] = []
-    for number in range(max(past.since, step - COVERED + 1), step + 1):
+    for number in range(max(past.first_step, step - COVERED_STEPS + 1), step + 1):
         shares, entries = past.shares(number), list[dict[str, Any]]()
         for replica in past.topology.replicas:
             parts = replica.degree("dp_shard")
@@ -110,7 +125,7 @@ def _stand_ins(past: Past, found: Agreement, rank: int, batches: Batches) -> lis
                     continue
                 for leaf in sorted(shares[replica.index]):
                     made = batches.microbatch(number, leaf, part, parts)
-                    entries += [{**entry, STANDS_IN: True} for entry in made.entries]
+                    entries += [{**entry, STAND_IN_KEY: True} for entry in made.entries]
         if entries:
             events.append(BatchFed(rank, entries, step=number))
     return events

@@ -30,78 +30,89 @@ from torch import Tensor, nn
 
 from holdfast.core.sharding.parameters import Parameter
 from holdfast.parallel.comm.transport import exchange
-from holdfast.parallel.process_groups import Groups
-from holdfast.parallel.torch_compat import local
+from holdfast.parallel.process_groups import ProcessGroups
+from holdfast.parallel.torch_compat import local_tensor
 from holdfast.train.executors import Executor, Inputs
 from holdfast.train.state import Parameters
 
 _TAG = 2
-_NONE = 2**62
-_BITS = 62  # of a mask, in one word
-SUM = "the sum of all gradients"
+_NO_FINDING = 2**62
+_BITS_PER_WORD = 62  # of a mask, in one word
+SUM_OF_GRADIENTS = "the sum of all gradients"
 
 
 @dataclass(frozen=True)
-class Finding:
+class NonFiniteFinding:
     """The same on every rank. bad: microbatches that were not finite when they were computed once
     more; rank and parameter: the first finding among them. unsound: ranks whose part of the sum
     was not finite in the first place."""
 
     rank: int
     parameter: str
-    bad: tuple[int, ...]
-    unsound: tuple[int, ...]
+    non_finite_leaves: tuple[int, ...]
+    non_finite_ranks: tuple[int, ...]
 
 
 def find_non_finite(
-    objective: nn.Module, executor: Executor, groups: Groups, parameters: Parameters,
-    share: Sequence[tuple[int, Inputs]], leaves: int, sound: bool,
-) -> Finding:  # fmt: skip
+    objective: nn.Module,
+    executor: Executor,
+    groups: ProcessGroups,
+    parameters: Parameters,
+    share: Sequence[tuple[int, Inputs]],
+    leaves: int,
+    is_share_finite: bool,
+) -> NonFiniteFinding:
     """What is found over all ranks; collective. leaves: microbatches of the step. sound: all that
     this rank gave to the sum was finite.
 
     If every part is finite and only the sum overflowed, the parameter is called `SUM`.
     Raises PeerLostError.
     """
-    finding = [_NONE, 0, 0]  # leaf, moment, place of the parameter in it
+    finding = [_NO_FINDING, 0, 0]  # leaf, moment, place of the parameter in it
     named, mask = -1, 0
     for leaf, batch in share:
-        found = _first_bad(objective, executor, leaf, batch, len(parameters.table))
+        found = _first_non_finite(objective, executor, leaf, batch, len(parameters.table))
         if found is not None:
             mask |= 1 << leaf
-        if found is not None and finding[0] == _NONE:
+        if found is not None and finding[0] == _NO_FINDING:
             backward, index = found
             stage, stages = groups.coordinate.pp, groups.degree("pp")
             moment = 2 * stages - 1 - stage if backward else stage
             finding, named = [leaf, moment, -index if backward else index], index
         # no break here: the ranks of a replica compute in lockstep
-    words = [mask >> at & (1 << _BITS) - 1 for at in range(0, leaves, _BITS)]
-    said = [*finding, int(sound), *words, *_name_at(parameters.table, named)]
+    words = [mask >> at & (1 << _BITS_PER_WORD) - 1 for at in range(0, leaves, _BITS_PER_WORD)]
+    said = [*finding, int(is_share_finite), *words, *_name_at(parameters.table, named)]
     control = groups.control
     records = exchange(
         control, torch.tensor(said, dtype=torch.int64), [len(said)] * control.size, _TAG
     )
     findings = [record.tolist() for record in records]
     position = min(range(control.size), key=lambda p: (*findings[p][:3], p))
-    masks = [functools.reduce(or_, column) for column in zip(*(f[4:4 + len(words)]
-             for f in findings), strict=True)]  # fmt: skip
-    bad = tuple(leaf for leaf in range(leaves) if masks[leaf // _BITS] >> leaf % _BITS & 1)
+    masks = [
+        functools.reduce(or_, column)
+        for column in zip(*(f[4 : 4 + len(words)] for f in findings), strict=True)
+    ]
+    bad = tuple(
+        leaf for leaf in range(leaves) if masks[leaf // _BITS_PER_WORD] >> leaf % _BITS_PER_WORD & 1
+    )
     unsound = tuple(sorted(groups.positions[p] for p, f in enumerate(findings) if not f[3]))
     text = bytes(findings[position][4 + len(words) :]).rstrip(b"\0").decode()
     if not bad:
-        return Finding(unsound[0] if unsound else 0, "a gradient" if unsound else SUM, (), unsound)
-    return Finding(groups.positions[position], text, bad, unsound)
+        return NonFiniteFinding(
+            unsound[0] if unsound else 0, "a gradient" if unsound else SUM_OF_GRADIENTS, (), unsound
+        )
+    return NonFiniteFinding(groups.positions[position], text, bad, unsound)
 
 
-_NAME = 128  # bytes of a parameter's name on the wire: another stage does not know mine
+_NAME_BYTES = 128  # bytes of a parameter's name on the wire: another stage does not know mine
 
 
 def _name_at(table: Sequence[Parameter], index: int) -> list[int]:
-    name = table[index].name.encode()[:_NAME] if index >= 0 else b""
-    return list(name.ljust(_NAME, b"\0"))
+    name = table[index].name.encode()[:_NAME_BYTES] if index >= 0 else b""
+    return list(name.ljust(_NAME_BYTES, b"\0"))
 
 
-def _nothing_compiled() -> AbstractContextManager[Any]:
+def _without_compilation() -> AbstractContextManager[Any]:
     """Turn compiled code off, which does not call hooks that are newer than itself. If the
     compiler has not been imported, there is none; its import would delay the other ranks."""
     if "torch._dynamo" not in sys.modules:
@@ -109,7 +120,7 @@ def _nothing_compiled() -> AbstractContextManager[Any]:
     return torch.compiler.set_stance("force_eager")  # type: ignore[no-any-return]
 
 
-class _Nobody:
+class _IgnoreGradients:
     """Takes no gradients: they stay where autograd leaves them."""
 
     def start_leaf(self, leaf: int) -> None:
@@ -122,7 +133,7 @@ class _Nobody:
         """Nothing can have failed."""
 
 
-def _first_bad(
+def _first_non_finite(
     objective: nn.Module, executor: Executor, leaf: int, batch: Inputs, count: int
 ) -> tuple[bool, int] | None:
     """The first parameter of one microbatch whose use or gradient is not finite: whether it was
@@ -143,8 +154,8 @@ def _first_bad(
 
     hooks = [m.register_forward_hook(look) for m in objective.modules() if owners[id(m)]]
     try:
-        with _nothing_compiled():
-            losses = executor.train([leaf], [batch], _Nobody())
+        with _without_compilation():
+            losses = executor.train([leaf], [batch], _IgnoreGradients())
     finally:
         for hook in hooks:
             hook.remove()
@@ -157,6 +168,6 @@ def _first_bad(
         return False, count - 1
     for index in reversed(range(count)):
         gradient = gradients[index]
-        if gradient is not None and not bool(torch.isfinite(local(gradient)).all()):
+        if gradient is not None and not bool(torch.isfinite(local_tensor(gradient)).all()):
             return True, index
     return None

@@ -23,15 +23,15 @@ from holdfast.model.decoder import Decoder
 from holdfast.parallel.tensor_parallel import TensorParallel
 from holdfast.parallel.vocab_parallel import VocabularySoftmax
 
-IGNORED = -100
+IGNORED_TARGET = -100
 
-Slope = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+LossAndGradient = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 """(logits [c, V], targets [c]) -> losses [c], and d loss / d logits [c, V] in the logits' dtype."""
 
 _CHUNK_ELEMENTS = {"cpu": 2**24, "cuda": 2**28}  # logits held at a time
 
 
-class NextToken(nn.Module):
+class NextTokenObjective(nn.Module):
     """A decoder and its training objective: tokens and targets to a loss sum.
 
     The loss is inside the module so that one forward covers everything that a sharded model
@@ -46,12 +46,17 @@ class NextToken(nn.Module):
         super().__init__()
         self.decoder = decoder
         self.tensor: TensorParallel | None = None
-        self._slope: Slope = torch.compile(slope) if compiled else _slope_in_place
+        self._loss_and_gradient: LossAndGradient = (
+            torch.compile(loss_and_gradient) if compiled else _loss_and_gradient_in_place
+        )
 
     def forward(
-        self, tokens: Tensor, targets: Tensor, documents: Tensor | None = None,
+        self,
+        tokens: Tensor,
+        targets: Tensor,
+        documents: Tensor | None = None,
         incoming: Tensor | None = None,
-    ) -> Tensor:  # fmt: skip
+    ) -> Tensor:
         """tokens, targets, documents: [B, S] -> loss sum: float64 scalar
 
         On a pipeline stage that is not the first, `incoming` [B, S, D] is the residual stream of
@@ -60,20 +65,24 @@ class NextToken(nn.Module):
         """
         decoder, tensor, x = self.decoder, self.tensor, incoming
         if tensor is not None:
-            tensor.begin(*tokens.shape)
+            tensor.begin_forward(*tokens.shape)
         if x is None:
             assert decoder.embed is not None, "a later stage needs what comes in"
             x = decoder.embed(tokens)  # [B, S, D]
-        x = decoder.blocks(x, decoder.sight(tokens, x, documents))
+        x = decoder.blocks(x, decoder.attention_context(tokens, x, documents))
         if decoder.norm is None:
             return x
         hidden = decoder.norm(x)
         if tensor is not None:
-            hidden = tensor.enter(hidden)
+            hidden = tensor.enter_region(hidden)
         return linear_cross_entropy(
-            hidden.flatten(0, 1), decoder.head_weight, targets.flatten(), slope=self._slope,
-            vocabulary=decoder.config.vocab_size, part=None if tensor is None else tensor.softmax,
-        )  # fmt: skip
+            hidden.flatten(0, 1),
+            decoder.head_weight,
+            targets.flatten(),
+            slope=self._loss_and_gradient,
+            vocabulary=decoder.config.vocab_size,
+            part=None if tensor is None else tensor.softmax,
+        )
 
 
 def chunk_tokens(vocabulary: int, device: torch.device) -> int:
@@ -87,10 +96,15 @@ def chunk_tokens(vocabulary: int, device: torch.device) -> int:
 
 
 def linear_cross_entropy(
-    hidden: Tensor, weight: Tensor, targets: Tensor, chunk: int | None = None,
-    slope: Slope | None = None, *, vocabulary: int | None = None,
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    chunk: int | None = None,
+    slope: LossAndGradient | None = None,
+    *,
+    vocabulary: int | None = None,
     part: VocabularySoftmax | None = None,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """Sum of -log softmax(hidden weight^T)[target], in float64, over targets that are not -100.
 
     hidden: [T, D], weight: [V, D], targets: [T] int64 -> scalar. The softmax is taken in at least
@@ -102,11 +116,11 @@ def linear_cross_entropy(
     """
     known = vocabulary or weight.shape[0] if part is None else part.part.vocabulary
     head = _Head(
-        wanted=torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad),
+        needs_gradients=torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad),
         rows=known if part is None else part.part.rows,
         chunk=chunk or chunk_tokens(known, hidden.device),
         losses=_losses if part is None else part.losses,
-        slope=(slope or _slope_in_place) if part is None else part.slope,
+        slope=(slope or _loss_and_gradient_in_place) if part is None else part.losses_and_gradient,
     )
     out: Tensor = _LinearCrossEntropy.apply(  # type: ignore[no-untyped-call]
         hidden, weight, targets, head
@@ -118,11 +132,11 @@ class _Head(NamedTuple):
     """How `_LinearCrossEntropy` computes: whether gradients too, with so many of the weight's
     rows, in such chunks."""
 
-    wanted: bool
+    needs_gradients: bool
     rows: int
     chunk: int
     losses: Callable[[Tensor, Tensor], Tensor]
-    slope: Slope
+    slope: LossAndGradient
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -132,7 +146,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def forward(ctx: Any, hidden: Tensor, held: Tensor, targets: Tensor, head: _Head) -> Tensor:
         weight, chunk = held[: head.rows], head.chunk
         total = torch.zeros((), dtype=torch.float64, device=hidden.device)
-        hidden_gradient = torch.empty_like(hidden) if head.wanted else None
+        hidden_gradient = torch.empty_like(hidden) if head.needs_gradients else None
         weight_gradient: Tensor | None = None
         for start in range(0, hidden.shape[0], chunk):
             h, t = hidden[start : start + chunk], targets[start : start + chunk]  # [c, D], [c]
@@ -146,7 +160,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             if weight_gradient is None:
                 weight_gradient = _head_gradient(g, h, held.shape[0])
                 if hidden.shape[0] > chunk:  # several chunks add up in at least float32
-                    weight_gradient = weight_gradient.to(_wide(weight.dtype))
+                    weight_gradient = weight_gradient.to(_wide_dtype(weight.dtype))
             elif weight_gradient.dtype == weight.dtype:
                 weight_gradient[: head.rows].addmm_(g.T, h)
             else:
@@ -177,10 +191,10 @@ def _head_gradient(g: Tensor, hidden: Tensor, rows: int) -> Tensor:
     return out
 
 
-def slope(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+def loss_and_gradient(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     """A `Slope` without side effects, for the compiler to make one or two passes of."""
-    wide = logits.to(_wide(logits.dtype))
-    carried, index = (targets != IGNORED)[:, None], targets.clamp_min(0)[:, None]  # [c, 1]
+    wide = logits.to(_wide_dtype(logits.dtype))
+    carried, index = (targets != IGNORED_TARGET)[:, None], targets.clamp_min(0)[:, None]  # [c, 1]
     log_sum = wide.logsumexp(-1, keepdim=True)  # [c, 1]
     losses = torch.where(carried, log_sum - wide.gather(1, index), 0.0)
     hot = torch.arange(logits.shape[1], device=logits.device)[None] == index  # [c, V]
@@ -188,34 +202,34 @@ def slope(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     return losses[:, 0], found.to(logits.dtype)
 
 
-def _slope_in_place(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+def _loss_and_gradient_in_place(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     """A `Slope` operation by operation, each into the memory of the one before."""
     log_p = _log_softmax(logits)
-    losses = losses_of(log_p, targets)
+    losses = target_losses(log_p, targets)
     index = targets.clamp_min(0)[:, None]
     g = log_p.exp_().scatter_add_(1, index, log_p.new_full((1, 1), -1.0).expand_as(index))
-    return losses, _zero_rows(g, targets == IGNORED).to(logits.dtype)
+    return losses, _zero_rows(g, targets == IGNORED_TARGET).to(logits.dtype)
 
 
 def _losses(logits: Tensor, targets: Tensor) -> Tensor:
     """logits: [c, V], targets: [c] -> losses [c]"""
-    return losses_of(_log_softmax(logits), targets)
+    return target_losses(_log_softmax(logits), targets)
 
 
-def losses_of(log_p: Tensor, targets: Tensor) -> Tensor:
+def target_losses(log_p: Tensor, targets: Tensor) -> Tensor:
     """-log p of each target that carries loss, 0 otherwise. log_p: [c, V], targets: [c] -> [c]"""
     picked = log_p.gather(1, targets.clamp_min(0)[:, None])[:, 0]
-    return -picked.masked_fill(targets == IGNORED, 0.0)
+    return -picked.masked_fill(targets == IGNORED_TARGET, 0.0)
 
 
-def _wide(dtype: torch.dtype) -> torch.dtype:
+def _wide_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype of softmaxes and sums: at least float32."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def _log_softmax(logits: Tensor) -> Tensor:
     """[c, V] -> [c, V], a new tensor"""
-    return F.log_softmax(logits, dim=-1, dtype=_wide(logits.dtype))
+    return F.log_softmax(logits, dim=-1, dtype=_wide_dtype(logits.dtype))
 
 
 def _zero_rows(tensor: Tensor, rows: Tensor) -> Tensor:

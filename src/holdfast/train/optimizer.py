@@ -32,9 +32,12 @@ class AdamW:
     """
 
     def __init__(
-        self, parameters: Sequence[Tensor], gradients: Sequence[Tensor], decays: Sequence[bool],
+        self,
+        parameters: Sequence[Tensor],
+        gradients: Sequence[Tensor],
+        decays: Sequence[bool],
         config: OptimizerConfig,
-    ):  # fmt: skip
+    ):
         self._config = config
         self._parameters, self._gradients = list(parameters), list(gradients)
         self.exp_avg = [torch.zeros_like(p) for p in parameters]
@@ -45,7 +48,7 @@ class AdamW:
             _Group([i for i in held if not decays[i]], 0.0),
         ]
 
-    def read(self, gradients: Sequence[Tensor]) -> None:
+    def set_gradients(self, gradients: Sequence[Tensor]) -> None:
         """From now on the gradients lie elsewhere."""
         self._gradients = list(gradients)
 
@@ -70,6 +73,9 @@ class AdamW:
                 [self.exp_avg[i] for i in group.indices],
                 [self.exp_avg_sq[i] for i in group.indices],
                 count,
-                learning_rate=learning_rate, betas=self._config.betas, eps=self._config.eps,
-                weight_decay=group.weight_decay, gradient_scale=scale,
-            )  # fmt: skip
+                learning_rate=learning_rate,
+                betas=self._config.betas,
+                eps=self._config.eps,
+                weight_decay=group.weight_decay,
+                gradient_scale=scale,
+            )

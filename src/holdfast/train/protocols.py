@@ -10,8 +10,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 from holdfast.events import Event
-from holdfast.policy.saving.destinations import Into
-from holdfast.train.engine import Microbatch
+from holdfast.policy.saving.destinations import SaveDestinations
+from holdfast.train.engine import DeviceMicrobatch
 from holdfast.train.state import LocalTensor
 from holdfast.train.vote import Wishes
 
@@ -19,12 +19,12 @@ from holdfast.train.vote import Wishes
 class Membership(Protocol):
     """Source of a rank's wishes. Asked once per step, just before the vote."""
 
-    def wishes(self, step: int) -> Wishes:
+    def requests(self, step: int) -> Wishes:
         """What this rank would like to happen at the end of `step`. Must return at once."""
         ...
 
 
-class Reporter(Protocol):
+class EventReporter(Protocol):
     """Destination of events. Both calls return at once; events stay in order."""
 
     def emit(self, event: Event) -> None: ...
@@ -43,7 +43,7 @@ class Saver(Protocol):
     known whose ledger is missing. Nothing here raises for a save that fails: training continues.
     """
 
-    def ready(self) -> bool:
+    def has_free_slot(self) -> bool:
         """Whether a capture would find room now, and still will after this step's vote."""
         ...
 
@@ -57,29 +57,29 @@ class Saver(Protocol):
         """Wait until no copy is under way; seconds that this took, 0 when there was none."""
         ...
 
-    def announce(self, step: int, meta: Mapping[str, Any], into: Into) -> None:
+    def announce(self, step: int, meta: Mapping[str, Any], into: SaveDestinations) -> None:
         """Let the captured state of `step` be saved, or known of, once its copy is complete and
         after all events emitted so far. Returns at once."""
         ...
 
-    def settle(self, step: int, seconds: float, durable: bool = True) -> str | None:
+    def wait_until_committed(self, step: int, seconds: float, durable: bool = True) -> str | None:
         """Wait until `step` is durable, or without `durable` handed over. Returns None when it
         is, otherwise the reason why it is not."""
         ...
 
 
-class StepBatch(Protocol):
+class StepShare(Protocol):
     """One rank's share of one step."""
 
     @property
     def step(self) -> int: ...
 
     @property
-    def microbatches(self) -> Sequence[Microbatch]: ...
+    def microbatches(self) -> Sequence[DeviceMicrobatch]: ...
 
     @property
     def entries(self) -> list[dict[str, Any]]: ...
 
 
-Feed = Iterator[StepBatch]
+StepFeed = Iterator[StepShare]
 """Shares of consecutive steps; `data.loader.Loader` is one."""

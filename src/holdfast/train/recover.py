@@ -26,31 +26,37 @@ import torch
 
 from holdfast.config.run import RunConfig
 from holdfast.core.sharding.reduction_tree import deal
-from holdfast.core.sharding.reshard_plan import Moves, transfers
+from holdfast.core.sharding.reshard_plan import ReshardPlan, plan_reshard
 from holdfast.core.sharding.state_table import state_table
 from holdfast.core.sharding.step_resume import deal_rest
 from holdfast.data.batch import Batches
 from holdfast.events import Event
 from holdfast.layout import Topology
-from holdfast.parallel.comm.comm_stats import Traffic
-from holdfast.parallel.comm.transport import Peers
+from holdfast.parallel.comm.comm_stats import TrafficCounter
+from holdfast.parallel.comm.transport import PeerGroup
 from holdfast.parallel.process_groups import complete, join_control
-from holdfast.parallel.replica_groups import Joining
-from holdfast.parallel.reshard import Held, move
+from holdfast.parallel.replica_groups import ConnectSettings
+from holdfast.parallel.reshard import LocalShard, move
 from holdfast.parallel.torch_compat import Store
-from holdfast.parallel.trace import Recorder
-from holdfast.policy.recovery.step_resolution import Resolution
-from holdfast.train.build import Session, build_engine, session_of
+from holdfast.parallel.trace import SpanRecorder
+from holdfast.policy.recovery.step_resolution import StepResolution
+from holdfast.train.build import TrainingSession, build_engine, make_session
 from holdfast.train.engine import Dealer, StepEngine
-from holdfast.train.journal_repair import Past, missing_events
-from holdfast.train.recovery_agreement import NOTHING, Agreement, Said, agree, said_by
-from holdfast.train.vote import Verdict
+from holdfast.train.journal_repair import FinishedGeneration, missing_events
+from holdfast.train.recovery_agreement import (
+    NO_STATE,
+    Agreement,
+    RankStatement,
+    agree,
+    statement_of,
+)
+from holdfast.train.vote import StepVerdict
 
-Met = Callable[[Peers], None]
+OnMeeting = Callable[[PeerGroup], None]
 
 
 @dataclass(frozen=True)
-class Recovered:
+class RecoveryResult:
     """A process in its new generation.
 
     step: its state is that after this step. events: what the journal would otherwise miss of it.
@@ -60,21 +66,29 @@ class Recovered:
     phases: seconds.
     """
 
-    session: Session
+    session: TrainingSession
     step: int
     events: list[Event]
-    resolution: Resolution
-    verdict: Verdict | None
-    kept_inside: bool
-    computed: int
+    resolution: StepResolution
+    verdict: StepVerdict | None
+    kept_replica: bool
+    computed_leaves: int
     phases: dict[str, float]
 
 
 def recover(
-    session: Session, topology: Topology, rank: int, store: Store,
-    came_from: Sequence[int | None], *, step: int, before: Topology | None = None,
-    dealer: Dealer = deal, seconds: float = 1800.0, met: Met = lambda control: None,
-) -> Recovered:  # fmt: skip
+    session: TrainingSession,
+    topology: Topology,
+    rank: int,
+    store: Store,
+    came_from: Sequence[int | None],
+    *,
+    step: int,
+    old_topology: Topology | None = None,
+    dealer: Dealer = deal,
+    seconds: float = 1800.0,
+    on_meeting: OnMeeting = lambda control: None,
+) -> RecoveryResult:
     """Continue as `rank` of `topology`, with all that `session` still holds.
 
     Collective over `topology`. Close the loader and end every capture first. came_from: see
@@ -89,56 +103,81 @@ def recover(
     """
     engine = session.engine
     old = engine.groups
-    before = before or old.topology
-    joining = _joining(session.config, store, seconds, old.traffic)
-    entry = _Entry(session.config, session.device, topology, rank, joining, before, dealer, met)
-    old.abort_between()  # a thread that still waits there would wait in vain
+    old_topology = old_topology or old.topology
+    joining = _connect_settings(session.config, store, seconds, old.traffic)
+    entry = _GenerationEntry(
+        session.config, session.device, topology, rank, joining, old_topology, dealer, on_meeting
+    )
+    old.abort_between_replicas()  # a thread that still waits there would wait in vain
     entry.lap("abort")
-    here = before.generation == old.topology.generation
-    control, found = entry.meet(said_by(engine, step) if here else NOTHING, came_from)
-    past = Past.of(engine) if rank not in found.resolution.behind else None
-    voted, untold, validation = engine.voted, engine.untold, engine.validation
-    kept = topology.coordinate(rank).replica in found.kept
+    here = old_topology.generation == old.topology.generation
+    control, found = entry.meet_and_agree(
+        statement_of(engine, step) if here else NO_STATE, came_from
+    )
+    past = (
+        FinishedGeneration.from_engine(engine) if rank not in found.resolution.receivers else None
+    )
+    voted, untold, validation = (
+        engine.applied_verdicts,
+        engine.unreported_step,
+        engine.last_validation,
+    )
+    kept = topology.coordinate(rank).replica in found.kept_replicas
     built: StepEngine | None = None
     try:
         if rank in found.resolution.appliers:
             _catch_up(engine, found, kept)
             entry.lap("apply")
         if kept:
-            if found.computed and found.computed[topology.coordinate(rank).replica]:
-                engine.keep()
+            if found.computed_leaves and found.computed_leaves[topology.coordinate(rank).replica]:
+                engine.keep_computed()
             groups = complete(
-                joining, topology, rank, session.device, control, old.recorder, old.inside
+                joining, topology, rank, session.device, control, old.recorder, old.replica_groups
             )
             engine.regroup(groups, dealer)
-            old.close_between()
+            old.close_between_replicas()
             session.groups = groups
             session.evaluator.regroup(groups)
-            tensors: dict[str, Held] = {held.name: held for held in engine.state()}
+            tensors: dict[str, LocalShard] = {held.name: held for held in engine.state()}
         else:
-            tensors = _taken(session, nothing=rank in found.resolution.behind)
+            tensors = _take_state(session, nothing=rank in found.resolution.receivers)
             del engine, old
             engine = built = entry.build(session.config, control)
-            engine.voted, engine.untold, engine.validation = voted, untold, validation
-            session = session_of(session.config, engine, session.batches, session.device)
+            engine.applied_verdicts, engine.unreported_step, engine.last_validation = (
+                voted,
+                untold,
+                validation,
+            )
+            session = make_session(session.config, engine, session.batches, session.device)
         entry.lap("groups" if kept else "build")
         entry.fill(engine, tensors, found, control, kept)
     except BaseException:
         control.abort()  # no rank is to wait for this process
-        _give_up(built)
+        _discard_engine(built)
         raise
-    return entry.recovered(session, past, found, kept)
+    return entry.to_result(session, past, found, kept)
 
 
-def join(
-    config: RunConfig, batches: Batches, topology: Topology, rank: int, store: Store,
-    device: torch.device, before: Topology, came_from: Sequence[int | None], *,
-    dealer: Dealer = deal, seconds: float = 1800.0, met: Met = lambda control: None,
-) -> Recovered:  # fmt: skip
+def join_generation(
+    config: RunConfig,
+    batches: Batches,
+    topology: Topology,
+    rank: int,
+    store: Store,
+    device: torch.device,
+    old_topology: Topology,
+    came_from: Sequence[int | None],
+    *,
+    dealer: Dealer = deal,
+    seconds: float = 1800.0,
+    on_meeting: OnMeeting = lambda control: None,
+) -> RecoveryResult:
     """As `recover`, for a process that holds nothing: it is sent its part of the state."""
-    joining = _joining(config, store, seconds, None)
-    entry = _Entry(config, device, topology, rank, joining, before, dealer, met)
-    control, found = entry.meet(NOTHING, came_from)
+    joining = _connect_settings(config, store, seconds, None)
+    entry = _GenerationEntry(
+        config, device, topology, rank, joining, old_topology, dealer, on_meeting
+    )
+    control, found = entry.meet_and_agree(NO_STATE, came_from)
     engine: StepEngine | None = None
     try:
         engine = entry.build(config, control)
@@ -146,13 +185,15 @@ def join(
         entry.fill(engine, {}, found, control, False)
     except BaseException:
         control.abort()
-        _give_up(engine)
+        _discard_engine(engine)
         raise
-    return entry.recovered(session_of(config, engine, batches, device), None, found, False)
+    return entry.to_result(make_session(config, engine, batches, device), None, found, False)
 
 
-def _joining(config: RunConfig, store: Store, seconds: float, traffic: Traffic | None) -> Joining:
-    return Joining(store, config.cluster.gloo_interface, seconds, traffic)
+def _connect_settings(
+    config: RunConfig, store: Store, seconds: float, traffic: TrafficCounter | None
+) -> ConnectSettings:
+    return ConnectSettings(store, config.cluster.gloo_interface, seconds, traffic)
 
 
 def _catch_up(engine: StepEngine, found: Agreement, kept: bool) -> None:
@@ -165,17 +206,17 @@ def _catch_up(engine: StepEngine, found: Agreement, kept: bool) -> None:
         engine.update(found.verdict)
 
 
-def _give_up(engine: StepEngine | None) -> None:
+def _discard_engine(engine: StepEngine | None) -> None:
     """Close an engine that never got its state: its groups would be in the way of the next."""
     if engine is not None:
         engine.groups.abort()
         engine.close()
 
 
-def _taken(session: Session, *, nothing: bool) -> dict[str, Held]:
+def _take_state(session: TrainingSession, *, nothing: bool) -> dict[str, LocalShard]:
     """The state out of a session that cannot stay; its callers' references do not keep memory."""
     engine = session.engine
-    tensors: dict[str, Held] = {} if nothing else {held.name: held for held in engine.state()}
+    tensors: dict[str, LocalShard] = {} if nothing else {held.name: held for held in engine.state()}
     engine.groups.abort()  # no rank may wait for this process in a group that it leaves
     engine.close()
     del session.engine, session.evaluator, session.groups
@@ -183,19 +224,19 @@ def _taken(session: Session, *, nothing: bool) -> dict[str, Held]:
 
 
 @dataclass
-class _Entry:
+class _GenerationEntry:
     """One process's way into a generation, and how long its parts took."""
 
     config: RunConfig
     device: torch.device
     topology: Topology
     rank: int
-    joining: Joining
-    before: Topology
+    settings: ConnectSettings
+    old_topology: Topology
     dealer: Dealer
-    met: Met
+    on_meeting: OnMeeting
     phases: dict[str, float] = field(default_factory=dict)
-    moves: Moves | None = None
+    reshard_plan: ReshardPlan | None = None
     _since: float = field(default_factory=time.monotonic)
 
     def lap(self, phase: str) -> None:
@@ -203,27 +244,31 @@ class _Entry:
         self.phases[phase] = self.phases.get(phase, 0.0) + now - self._since
         self._since = now
 
-    def meet(self, said: Said, came_from: Sequence[int | None]) -> tuple[Peers, Agreement]:
+    def meet_and_agree(
+        self, statement: RankStatement, came_from: Sequence[int | None]
+    ) -> tuple[PeerGroup, Agreement]:
         """Come together, agree, and plan who sends what to whom."""
-        control = join_control(self.joining, self.topology, self.rank, self.device)
+        control = join_control(self.settings, self.topology, self.rank, self.device)
         self.lap("control")
-        self.met(control)
+        self.on_meeting(control)
         train = self.config.train
         largest = max([train.batch_size, *(stage.batch_size for stage in train.batch_warmup)])
         most = largest // train.microbatch_size
-        found = agree(control, said, self.topology, self.before, came_from, most)
+        found = agree(control, statement, self.topology, self.old_topology, came_from, most)
         self.lap("agree")
-        if len(found.kept) < len(self.topology.replicas):
+        if len(found.kept_replicas) < len(self.topology.replicas):
             table = state_table(self.config.model, self.config.train.precision)
-            self.moves = transfers(self.before, self.topology, table, found.came_from, self.rank)
+            self.reshard_plan = plan_reshard(
+                self.old_topology, self.topology, table, found.came_from, self.rank
+            )
             self.lap("plan")
         return control, found
 
-    def build(self, config: RunConfig, control: Peers) -> StepEngine:
+    def build(self, config: RunConfig, control: PeerGroup) -> StepEngine:
         """Build a new engine and its groups, on top of `control`."""
         gc.collect()  # modules and their hooks refer to each other; the new ones need their room
-        recorder = Recorder() if config.layout.trace_step else None
-        groups = complete(self.joining, self.topology, self.rank, self.device, control, recorder)
+        recorder = SpanRecorder() if config.layout.trace_step else None
+        groups = complete(self.settings, self.topology, self.rank, self.device, control, recorder)
         try:
             return build_engine(config, groups, self.device, dealer=self.dealer)
         except BaseException:
@@ -231,32 +276,46 @@ class _Entry:
             raise
 
     def fill(
-        self, engine: StepEngine, tensors: dict[str, Held], found: Agreement, control: Peers,
-        kept: bool,
-    ) -> None:  # fmt: skip
+        self,
+        engine: StepEngine,
+        tensors: dict[str, LocalShard],
+        found: Agreement,
+        control: PeerGroup,
+        is_replica_kept: bool,
+    ) -> None:
         """Bring the state after the agreed step here, from whichever rank has it."""
         step, groups = found.resolution.step, engine.groups
-        if self.moves is not None:
+        if self.reshard_plan is not None:
             positions = [groups.positions.index(r) for r in range(self.topology.world_size)]
-            move(tensors, engine.state(), self.moves, control, positions, step=step)
-            if not kept:
+            move(tensors, engine.state(), self.reshard_plan, control, positions, step=step)
+            if not is_replica_kept:
                 engine.parameters.refresh()
             self.lap("move")
-        engine.stands_at(step)
-        engine.validated = found.validated
-        if found.computed:
+        engine.set_applied_step(step)
+        engine.validated_step = found.validated_step
+        if found.computed_leaves:
             leaves = engine.leaves(step + 1)
             base = self.dealer(leaves, len(self.topology.replicas))
-            shares = deal_rest(leaves, found.computed, base)
-            engine.resume(step + 1, shares, found.computed)
+            shares = deal_rest(leaves, found.computed_leaves, base)
+            engine.resume(step + 1, shares, found.computed_leaves)
 
-    def recovered(
-        self, session: Session, past: Past | None, found: Agreement, kept: bool
-    ) -> Recovered:
+    def to_result(
+        self,
+        session: TrainingSession,
+        past: FinishedGeneration | None,
+        found: Agreement,
+        kept: bool,
+    ) -> RecoveryResult:
         events = missing_events(past, found, session.engine, session.batches)
-        session.engine.untold = 0
+        session.engine.unreported_step = 0
         self.lap("events")
-        return Recovered(
-            session, found.resolution.step, events, found.resolution, found.verdict, kept,
-            sum(map(len, found.computed)), self.phases,
-        )  # fmt: skip
+        return RecoveryResult(
+            session,
+            found.resolution.step,
+            events,
+            found.resolution,
+            found.verdict,
+            kept,
+            sum(map(len, found.computed_leaves)),
+            self.phases,
+        )

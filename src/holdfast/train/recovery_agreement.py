@@ -24,22 +24,33 @@ import torch
 from holdfast.core.sharding.step_resume import Computed
 from holdfast.errors import LayoutError
 from holdfast.layout import Replica, Topology
-from holdfast.parallel.comm.transport import Peers, exchange
-from holdfast.parallel.gradients.grad_norm import combine
-from holdfast.policy.recovery.step_resolution import Holding, Resolution, Stage, resolve
+from holdfast.parallel.comm.transport import PeerGroup, exchange
+from holdfast.parallel.gradients.grad_norm import combine_norms
+from holdfast.policy.recovery.step_resolution import (
+    RankProgress,
+    StepResolution,
+    StepStage,
+    resolve_step,
+)
 from holdfast.train.engine import StepEngine
-from holdfast.train.vote import VERDICT_WORDS, Verdict, Wishes, verdict_of, verdict_words
+from holdfast.train.vote import (
+    VERDICT_WORDS,
+    StepVerdict,
+    Wishes,
+    verdict_from_words,
+    verdict_words,
+)
 
 CameFrom = Sequence[int | None]
 
-_TAG = 10
-_STAGES = tuple(Stage)
-_BITS = 62  # of a mask, in one word
+_AGREEMENT_TAG = 10
+_STAGES = tuple(StepStage)
+_BITS_PER_WORD = 62  # of a mask, in one word
 _SUMMED, _INTACT, _VERDICT, _COUNTED = 1, 2, 4, 8
 
 
 @dataclass(frozen=True)
-class Said:
+class RankStatement:
     """One process's statement about itself.
 
     intact: what lies inside its replica can be used. verdict: of step `verdict_step`, the newest
@@ -49,40 +60,43 @@ class Said:
     it has computed of a step of which it has not `summed` anything.
     """
 
-    holding: Holding
-    intact: bool = False
-    verdict: Verdict | None = None
+    progress: RankProgress
+    is_replica_intact: bool = False
+    verdict: StepVerdict | None = None
     verdict_step: int = 0
-    validated: int = 0
-    counted: bool = False
+    validated_step: int = 0
+    has_counts: bool = False
     tokens: int = 0
     loss: float = 0.0
-    squares: float = 0.0
-    computed: tuple[int, ...] = ()
+    squared_norm: float = 0.0
+    computed_leaves: tuple[int, ...] = ()
 
 
-NOTHING = Said(Holding(None))
+NO_STATE = RankStatement(RankProgress(None))
 
 
-def said_by(engine: StepEngine, step: int) -> Said:
+def statement_of(engine: StepEngine, step: int) -> RankStatement:
     """What a process with a state can say. step: of that state, where the engine has not applied
     any itself."""
-    if engine.torn:
-        return NOTHING
-    held, account = engine.held, engine.account
-    stage = Stage.COMPUTING if engine.stage is Stage.APPLIED else engine.stage
-    applied = step if engine.applied is None else engine.applied
-    whole = held.whole is not None and account is not None
-    counts = account is not None and account.finite and not engine.rejected
-    return Said(
-        Holding(applied, stage, engine.summed),
-        held.intact, engine.verdict, engine.verdict_step, engine.validated or 0,
-        counted=whole and counts,
+    if engine.is_torn:
+        return NO_STATE
+    held, account = engine.progress, engine.account
+    stage = StepStage.COMPUTING if engine.step_stage is StepStage.APPLIED else engine.step_stage
+    applied = step if engine.applied_step is None else engine.applied_step
+    whole = held.reduced_step is not None and account is not None
+    counts = account is not None and account.is_finite and not engine.is_rejected
+    return RankStatement(
+        RankProgress(applied, stage, engine.is_summed),
+        held.is_replica_intact,
+        engine.verdict,
+        engine.verdict_step,
+        engine.validated_step or 0,
+        has_counts=whole and counts,
         tokens=account.tokens if whole and account is not None else 0,
         loss=account.loss if whole and account is not None else 0.0,
-        squares=engine.squares() if whole else 0.0,
-        computed=engine.computed,
-    )  # fmt: skip
+        squared_norm=engine.squared_norm() if whole else 0.0,
+        computed_leaves=engine.computed_leaves,
+    )
 
 
 @dataclass(frozen=True)
@@ -96,19 +110,23 @@ class Agreement:
     ranks that know of it.
     """
 
-    resolution: Resolution
-    verdict: Verdict | None
+    resolution: StepResolution
+    verdict: StepVerdict | None
     came_from: tuple[int | None, ...]
-    kept: frozenset[int]
-    computed: Computed = ()
-    validated: int = 0
+    kept_replicas: frozenset[int]
+    computed_leaves: Computed = ()
+    validated_step: int = 0
     validators: tuple[int, ...] = ()
 
 
 def agree(
-    control: Peers, said: Said, topology: Topology, before: Topology, came_from: CameFrom,
-    most: int,
-) -> Agreement:  # fmt: skip
+    control: PeerGroup,
+    statement: RankStatement,
+    topology: Topology,
+    old_topology: Topology,
+    came_from: CameFrom,
+    max_microbatches: int,
+) -> Agreement:
     """Exchange the statements of all ranks over `control`, and draw the conclusions.
 
     most: microbatches that any step has. before: the topology that spreads the present state.
@@ -116,67 +134,84 @@ def agree(
     LayoutError, on every rank alike, if ranks were given different rebuilds or no rank has a state.
     """
     order = [rank for replica in topology.replicas for rank in replica.ranks]
-    plan = _digest(topology, before, came_from)
-    record = torch.tensor([*plan, *_encode(said, most)], dtype=torch.int64)
-    answers = exchange(control, record, [len(record)] * control.size, _TAG)
+    plan = _rebuild_digest(topology, old_topology, came_from)
+    record = torch.tensor([*plan, *_encode(statement, max_microbatches)], dtype=torch.int64)
+    answers = exchange(control, record, [len(record)] * control.size, _AGREEMENT_TAG)
     words = dict(zip(order, (answer.tolist() for answer in answers), strict=True))
     if any(words[rank][: len(plan)] != list(plan) for rank in order):
         raise LayoutError(
-            "ranks were told of different rebuilds", where="topology",
+            "ranks were told of different rebuilds",
+            where="topology",
             remedy="give all of them one topology, and one list of where they came from",
-        )  # fmt: skip
+        )
     by_rank = [_decode(words[rank][len(plan) :]) for rank in range(topology.world_size)]
-    return conclude(by_rank, topology, before, came_from)
+    return conclude(by_rank, topology, old_topology, came_from)
 
 
 def conclude(
-    said: Sequence[Said], topology: Topology, before: Topology, came_from: CameFrom
+    statements: Sequence[RankStatement],
+    topology: Topology,
+    old_topology: Topology,
+    came_from: CameFrom,
 ) -> Agreement:
     """Return what follows from the statements of the new topology's ranks. Raises LayoutError."""
     holdings = [
-        s.holding if was is not None else Holding(None)
-        for s, was in zip(said, came_from, strict=True)
+        s.progress if was is not None else RankProgress(None)
+        for s, was in zip(statements, came_from, strict=True)
     ]
-    norm = _norm(said, before, came_from)
+    norm = _combined_norm(statements, old_topology, came_from)
     counted = norm is not None and isfinite(norm)
-    counted = counted and all(s.counted for s in said if s.holding.whole)
+    counted = counted and all(s.has_counts for s in statements if s.progress.has_whole_gradient)
     try:
-        found = resolve(holdings, counted=counted)
+        found = resolve_step(holdings, has_counts=counted)
     except ValueError as error:
         raise LayoutError(f"{error}", remedy="restore this run from a checkpoint") from error
-    heard = (s.verdict for s in said if s.verdict is not None and s.verdict_step == found.step)
-    known = next((v for v in heard if v.finite and not v.wishes.reject), None)
-    if known is None and found.appliers and norm is not None:
-        one = said[min(found.appliers)]
-        known = Verdict(one.tokens, one.loss, norm, whole=True, finite=True, wishes=Wishes())
-    stayed = tuple(None if rank in found.behind else was for rank, was in enumerate(came_from))
-    kept = frozenset(
-        replica.index for replica in topology.replicas if _stays(replica, before, stayed, said)
+    heard = (
+        s.verdict for s in statements if s.verdict is not None and s.verdict_step == found.step
     )
-    computed = _computed(found, kept, topology, before, said)
-    newest = [0 if was is None else s.validated for s, was in zip(said, came_from, strict=True)]
+    known = next((v for v in heard if v.is_finite and not v.requests.reject), None)
+    if known is None and found.appliers and norm is not None:
+        one = statements[min(found.appliers)]
+        known = StepVerdict(
+            one.tokens, one.loss, norm, is_whole=True, is_finite=True, requests=Wishes()
+        )
+    stayed = tuple(None if rank in found.receivers else was for rank, was in enumerate(came_from))
+    kept = frozenset(
+        replica.index
+        for replica in topology.replicas
+        if _is_replica_kept(replica, old_topology, stayed, statements)
+    )
+    computed = _kept_leaves(found, kept, topology, old_topology, statements)
+    newest = [
+        0 if was is None else s.validated_step for s, was in zip(statements, came_from, strict=True)
+    ]
     validators = tuple(rank for rank, step in enumerate(newest) if step and step == max(newest))
     return Agreement(found, known, stayed, kept, computed, max(newest), validators)
 
 
-def _computed(
-    found: Resolution, kept: frozenset[int], topology: Topology, before: Topology,
-    said: Sequence[Said],
-) -> Computed:  # fmt: skip
+def _kept_leaves(
+    found: StepResolution,
+    kept: frozenset[int],
+    topology: Topology,
+    before: Topology,
+    said: Sequence[RankStatement],
+) -> Computed:
     """Return what stays of the open step. If other kinds of replicas take part, the cells are
     cut differently and the buffers are made again, so nothing stays."""
-    if not found.goes_on or set(before.kinds) != set(topology.kinds):
+    if not found.can_continue_step or set(before.kinds) != set(topology.kinds):
         return ()
     out: list[tuple[int, ...]] = []
     for replica in topology.replicas:
-        sets = {said[rank].computed for rank in replica.ranks}
+        sets = {said[rank].computed_leaves for rank in replica.ranks}
         here = replica.index in kept and len(sets) == 1
-        here = here and all(said[r].holding.applied == found.step for r in replica.ranks)
+        here = here and all(said[r].progress.applied_step == found.step for r in replica.ranks)
         out.append(sets.pop() if here else ())
     return tuple(out) if any(out) else ()
 
 
-def _stays(replica: Replica, before: Topology, came_from: CameFrom, said: Sequence[Said]) -> bool:
+def _is_replica_kept(
+    replica: Replica, before: Topology, came_from: CameFrom, said: Sequence[RankStatement]
+) -> bool:
     """Return True if a replica has just the ranks of an old one, in the same places, and nothing
     inside it was given up."""
     origins = tuple(came_from[rank] for rank in replica.ranks)
@@ -184,22 +219,24 @@ def _stays(replica: Replica, before: Topology, came_from: CameFrom, said: Sequen
         return False
     old = before.replica_of(origins[0])
     # How far each came in the step is another matter: its ranks sum different parts of it.
-    applied = {said[rank].holding.applied for rank in replica.ranks}
+    applied = {said[rank].progress.applied_step for rank in replica.ranks}
     return (
         old.ranks == origins
         and old.kind == replica.kind
         and len(applied) == 1
-        and all(said[rank].intact for rank in replica.ranks)
+        and all(said[rank].is_replica_intact for rank in replica.ranks)
     )
 
 
-def _norm(said: Sequence[Said], before: Topology, came_from: CameFrom) -> float | None:
+def _combined_norm(
+    said: Sequence[RankStatement], before: Topology, came_from: CameFrom
+) -> float | None:
     """Return the norm of the complete gradient, combined from the survivors as in a vote. The
     first kind counts of whose every place a rank still answers, in any replica of that kind."""
     squares = {
-        was: s.squares
+        was: s.squared_norm
         for s, was in zip(said, came_from, strict=True)
-        if was is not None and s.holding.whole
+        if was is not None and s.progress.has_whole_gradient
     }
     for kind in before.kinds:
         alike = [replica for replica in before.replicas if replica.kind == kind]
@@ -208,39 +245,58 @@ def _norm(said: Sequence[Said], before: Topology, came_from: CameFrom) -> float 
             found = [squares[r.ranks[at]] for r in alike if r.ranks[at] in squares]
             places += found[:1]
         if len(places) == len(alike[0].ranks):
-            return combine(places)
+            return combine_norms(places)
     return None
 
 
-def _digest(topology: Topology, before: Topology, came_from: CameFrom) -> tuple[int, int]:
+def _rebuild_digest(topology: Topology, before: Topology, came_from: CameFrom) -> tuple[int, int]:
     made_from = [topology.to_json(), before.to_json(), list(came_from)]
     digest = hashlib.sha256(json.dumps(made_from, sort_keys=True).encode()).hexdigest()
     return int(digest[:15], 16), int(digest[15:30], 16)
 
 
-def _encode(said: Said, most: int) -> list[int]:
+def _encode(said: RankStatement, most: int) -> list[int]:
     """int64 words; floats as their bits, and `most` bits that say what is computed."""
-    flags = _SUMMED * said.holding.summed | _INTACT * said.intact
-    flags |= _VERDICT * (said.verdict is not None) | _COUNTED * said.counted
+    flags = _SUMMED * said.progress.is_summed | _INTACT * said.is_replica_intact
+    flags |= _VERDICT * (said.verdict is not None) | _COUNTED * said.has_counts
     verdict = [0] * VERDICT_WORDS if said.verdict is None else verdict_words(said.verdict)
-    applied = -1 if said.holding.applied is None else said.holding.applied
-    numbers = struct.unpack("2q", struct.pack("2d", said.loss, said.squares))
-    stage = _STAGES.index(said.holding.stage)
-    bits = sum(1 << leaf for leaf in said.computed)
-    mask = [bits >> at & (1 << _BITS) - 1 for at in range(0, most, _BITS)]
-    return [applied, stage, flags, said.tokens, *numbers, said.verdict_step, said.validated,
-            *verdict, *mask]  # fmt: skip
+    applied = -1 if said.progress.applied_step is None else said.progress.applied_step
+    numbers = struct.unpack("2q", struct.pack("2d", said.loss, said.squared_norm))
+    stage = _STAGES.index(said.progress.stage)
+    bits = sum(1 << leaf for leaf in said.computed_leaves)
+    mask = [bits >> at & (1 << _BITS_PER_WORD) - 1 for at in range(0, most, _BITS_PER_WORD)]
+    return [
+        applied,
+        stage,
+        flags,
+        said.tokens,
+        *numbers,
+        said.verdict_step,
+        said.validated_step,
+        *verdict,
+        *mask,
+    ]
 
 
-def _decode(words: Sequence[int]) -> Said:
+def _decode(words: Sequence[int]) -> RankStatement:
     applied, stage, flags, tokens, loss, squares, step, validated, *rest = words
     verdict, mask = rest[:VERDICT_WORDS], rest[VERDICT_WORDS:]
     computed = tuple(
-        _BITS * at + bit for at, word in enumerate(mask) for bit in range(_BITS) if word >> bit & 1
+        _BITS_PER_WORD * at + bit
+        for at, word in enumerate(mask)
+        for bit in range(_BITS_PER_WORD)
+        if word >> bit & 1
     )
     numbers = struct.unpack("2d", struct.pack("2q", loss, squares))
-    return Said(
-        Holding(None if applied < 0 else applied, _STAGES[stage], bool(flags & _SUMMED)),
-        bool(flags & _INTACT), verdict_of(verdict) if flags & _VERDICT else None, step,
-        validated, bool(flags & _COUNTED), tokens, numbers[0], numbers[1], computed,
-    )  # fmt: skip
+    return RankStatement(
+        RankProgress(None if applied < 0 else applied, _STAGES[stage], bool(flags & _SUMMED)),
+        bool(flags & _INTACT),
+        verdict_from_words(verdict) if flags & _VERDICT else None,
+        step,
+        validated,
+        bool(flags & _COUNTED),
+        tokens,
+        numbers[0],
+        numbers[1],
+        computed,
+    )

@@ -30,9 +30,9 @@ from xxhash import xxh3_64
 
 from holdfast.core.sharding.boxes import Box
 from holdfast.core.sharding.state_table import StateTable, TensorSpec, mesh_box, stages_of
-from holdfast.layout import Coordinate, Replica, Topology, unravel
+from holdfast.layout import Coordinate, Replica, Topology, coordinates_of
 from holdfast.parallel.comm.transport import exchange
-from holdfast.parallel.process_groups import Groups
+from holdfast.parallel.process_groups import ProcessGroups
 from holdfast.train.state import LocalTensor
 
 _TAG, _TAG_EACH = 11, 12
@@ -43,7 +43,7 @@ Holders = tuple[int, ...]
 
 
 @dataclass(frozen=True)
-class Finding:
+class ReplicaMismatch:
     """ranks: who differs from the majority, or all of `holders` where there is none. tensors: of
     which they hold other bytes."""
 
@@ -52,7 +52,7 @@ class Finding:
     tensors: tuple[str, ...]
 
 
-class Checksums:
+class ReplicaChecker:
     """What is compared in one topology: derived once, used at any step.
 
     shared: by who holds them, the boxes that are held more than once, in the table's order.
@@ -68,39 +68,46 @@ class Checksums:
                 known[like] = list(_shared(topology, spec))
             for holders, box in known[like]:
                 found.setdefault(holders, []).append(box._replace(name=spec.name))
-        self.shared = {holders: tuple(found[holders]) for holders in sorted(found)}
-        self._of = {
-            rank: [holders for holders in self.shared if rank in holders]
+        self.shared_boxes = {holders: tuple(found[holders]) for holders in sorted(found)}
+        self._holder_sets = {
+            rank: [holders for holders in self.shared_boxes if rank in holders]
             for rank in range(topology.world_size)
         }
 
-    def words(self, rank: int, state: Iterable[LocalTensor]) -> list[int]:
+    def hashes(self, rank: int, state: Iterable[LocalTensor]) -> list[int]:
         """This rank's hashes: one for each set of holders that it is in."""
         held = {local.name: local for local in state}
-        return [_hash(held, self.shared[holders]) for holders in self._of[rank]]
+        return [_hash(held, self.shared_boxes[holders]) for holders in self._holder_sets[rank]]
 
-    def differing(self, words: Mapping[int, Sequence[int]]) -> dict[Holders, Holders]:
+    def find_differing(self, words: Mapping[int, Sequence[int]]) -> dict[Holders, Holders]:
         """Return the ranks that differ, by holders. words: of every rank."""
         said: dict[Holders, dict[int, int]] = {}
         for rank, own in words.items():
-            for holders, word in zip(self._of[rank], own, strict=True):
+            for holders, word in zip(self._holder_sets[rank], own, strict=True):
                 said.setdefault(holders, {})[rank] = word
-        odd = {holders: odd_ones(by_rank) for holders, by_rank in said.items()}
+        odd = {holders: outliers(by_rank) for holders, by_rank in said.items()}
         return {holders: ranks for holders, ranks in odd.items() if ranks}
 
-    def check(self, groups: Groups, state: Sequence[LocalTensor]) -> tuple[Finding, ...]:
+    def check(
+        self, groups: ProcessGroups, state: Sequence[LocalTensor]
+    ) -> tuple[ReplicaMismatch, ...]:
         """Compare the state of all ranks; all get the same result. Collective, between two steps.
 
         Names no rank if all agree. Raises PeerLostError.
         """
-        mine = self.words(groups.rank, state)
-        lengths = {rank: len(self._of[rank]) for rank in groups.positions}
-        odd = self.differing(self._exchange(groups, mine, lengths, _TAG))
+        mine = self.hashes(groups.rank, state)
+        lengths = {rank: len(self._holder_sets[rank]) for rank in groups.positions}
+        odd = self.find_differing(self._exchange(groups, mine, lengths, _TAG))
         if not odd:
             return ()
         # Every rank knows that the state differs. To know where, compare once more, box by box.
         boxes = {
-            rank: [(h, box) for h in self._of[rank] if h in odd for box in self.shared[h]]
+            rank: [
+                (h, box)
+                for h in self._holder_sets[rank]
+                if h in odd
+                for box in self.shared_boxes[h]
+            ]
             for rank in groups.positions
         }
         held = {local.name: local for local in state}
@@ -113,12 +120,12 @@ class Checksums:
             for key, word in zip(own, said[rank], strict=True):
                 at.setdefault(key, {})[rank] = word
         for (holders, box), by_rank in at.items():
-            if odd_ones(by_rank):
+            if outliers(by_rank):
                 names[holders][box.name] = None
-        return tuple(Finding(odd[h], h, tuple(names[h])) for h in sorted(odd))
+        return tuple(ReplicaMismatch(odd[h], h, tuple(names[h])) for h in sorted(odd))
 
     def _exchange(
-        self, groups: Groups, mine: list[int], lengths: Mapping[int, int], tag: int
+        self, groups: ProcessGroups, mine: list[int], lengths: Mapping[int, int], tag: int
     ) -> dict[int, list[int]]:
         record = torch.tensor(mine, dtype=torch.int64)
         by_position = [lengths[rank] for rank in groups.positions]
@@ -126,7 +133,7 @@ class Checksums:
         return {rank: r.tolist() for rank, r in zip(groups.positions, records, strict=True)}
 
 
-def odd_ones(words: Mapping[int, int]) -> Holders:
+def outliers(words: Mapping[int, int]) -> Holders:
     """Return the ranks without the word of more than half; all ranks if no word has so many."""
     counts = Counter(words.values())
     word, most = counts.most_common(1)[0]
@@ -136,7 +143,7 @@ def odd_ones(words: Mapping[int, int]) -> Holders:
     return tuple(sorted(rank for rank, said in words.items() if not majority or said != word))
 
 
-def odd_ranks(findings: Iterable[Finding]) -> Holders:
+def outlier_ranks(findings: Iterable[ReplicaMismatch]) -> Holders:
     """Return the ranks that differ from a majority; if there are none, all that differ."""
     sure = {rank for f in findings if len(f.ranks) < len(f.holders) for rank in f.ranks}
     return tuple(sorted(sure or {rank for f in findings for rank in f.ranks}))
@@ -147,7 +154,7 @@ def _shared(topology: Topology, spec: TensorSpec) -> Iterator[tuple[Holders, Box
     held: dict[Box, list[int]] = {}
     for replica in topology.replicas:
         for mesh_rank, rank in enumerate(replica.ranks):
-            box = mesh_box(spec, replica, _at(replica, mesh_rank))
+            box = mesh_box(spec, replica, _coordinate_of(replica, mesh_rank))
             if box.size:
                 held.setdefault(box, []).append(rank)
     edges = [
@@ -161,15 +168,15 @@ def _shared(topology: Topology, spec: TensorSpec) -> Iterator[tuple[Holders, Box
             yield tuple(sorted(holders)), piece
 
 
-def _at(replica: Replica, mesh_rank: int) -> Coordinate:
-    return Coordinate(replica.index, mesh_rank, *unravel(mesh_rank, replica.mesh_shape))
+def _coordinate_of(replica: Replica, mesh_rank: int) -> Coordinate:
+    return Coordinate(replica.index, mesh_rank, *coordinates_of(mesh_rank, replica.mesh_shape))
 
 
-def _hash(held: Mapping[str, LocalTensor], boxes: Iterable[Box]) -> int:
+def _hash(tensors: Mapping[str, LocalTensor], boxes: Iterable[Box]) -> int:
     """Of the bytes of these boxes one after another, as a signed number."""
     state = xxh3_64()
     for box in boxes:
-        state.update(_bytes(held[box.name], box))
+        state.update(_bytes(tensors[box.name], box))
     word = state.intdigest()
     return word - _WHOLE if word >= _HALF else word
 

@@ -27,25 +27,25 @@ from holdfast.events import (
     StepDone,
     StepTraced,
 )
-from holdfast.policy.detection.bad_steps import Retry
-from holdfast.policy.detection.loss_spikes import Jump, jumped
-from holdfast.policy.saving.destinations import Into, due
+from holdfast.policy.detection.bad_steps import StepRetry
+from holdfast.policy.detection.loss_spikes import LossJump, find_loss_jump
+from holdfast.policy.saving.destinations import SaveDestinations, why_save_now
 from holdfast.policy.saving.tiers import BUCKET, DISK, MEMORY, PEERS
 from holdfast.train.engine import StepEngine
 from holdfast.train.evaluate import Evaluator
 from holdfast.train.fallbacks import Fallbacks
-from holdfast.train.protocols import Feed, Membership, Reporter, Saver, StepBatch
-from holdfast.train.replica_check import Checksums, odd_ranks
-from holdfast.train.save_cadence import Cadence, Known
-from holdfast.train.vote import Account, Verdict, Wishes
+from holdfast.train.protocols import EventReporter, Membership, Saver, StepFeed, StepShare
+from holdfast.train.replica_check import ReplicaChecker, outlier_ranks
+from holdfast.train.save_cadence import FailureStats, SaveCadence
+from holdfast.train.vote import StepAccount, StepVerdict, Wishes
 
-_LAST_WAIT = 60.0  # seconds for a free slot, where a capture must not be skipped
-_PARTING_WAIT = 10.0  # and where a node is about to leave, which has twenty
-_FULL = "a rank has no free slot: every one is still being saved"
+_FINAL_SLOT_TIMEOUT_S = 60.0  # seconds for a free slot, where a capture must not be skipped
+_LEAVING_SLOT_TIMEOUT_S = 10.0  # and where a node is about to leave, which has twenty
+_NO_SLOT_REASON = "a rank has no free slot: every one is still being saved"
 
 
 @dataclass(frozen=True)
-class Outcome:
+class TrainingOutcome:
     """How the loop ended after `step`. `unsaved`: why that state is not durable, or None.
 
     paused: nothing is saved for it; every rank holds the state, and another generation begins.
@@ -53,20 +53,20 @@ class Outcome:
 
     kind: Literal["finished", "left", "paused"]
     step: int
-    unsaved: str | None = None
+    unsaved_reason: str | None = None
 
 
 @dataclass
-class _Watch:
+class _StepTimer:
     """Seconds of one step, by phase."""
 
     clock: Callable[[], float]
     phases: dict[str, float] = field(default_factory=dict)
-    before: dict[str, float] = field(default_factory=dict)  # of the step before
+    previous_phases: dict[str, float] = field(default_factory=dict)  # of the step before
     _since: float = 0.0
 
     def start(self) -> None:
-        self.before, self.phases = self.phases, {}
+        self.previous_phases, self.phases = self.phases, {}
         self._since = self.clock()
 
     def lap(self, phase: str) -> None:
@@ -75,13 +75,23 @@ class _Watch:
         self._since = now
 
 
-def run(
-    engine: StepEngine, loader: Feed, membership: Membership, reporter: Reporter, saver: Saver,
-    evaluator: Evaluator, config: RunConfig, *, rank: int, start_step: int,
-    settle_seconds: float = 600.0, clock: Callable[[], float] = time.monotonic,
-    known: Known | None = None, durations: Callable[[], Mapping[int, float]] = dict,
-    retry: Retry | None = None,
-) -> Outcome:  # fmt: skip
+def run_training(
+    engine: StepEngine,
+    loader: StepFeed,
+    membership: Membership,
+    reporter: EventReporter,
+    saver: Saver,
+    evaluator: Evaluator,
+    config: RunConfig,
+    *,
+    rank: int,
+    start_step: int,
+    settle_seconds: float = 600.0,
+    clock: Callable[[], float] = time.monotonic,
+    stats: FailureStats | None = None,
+    tier_durations_s: Callable[[], Mapping[int, float]] = dict,
+    retry: StepRetry | None = None,
+) -> TrainingOutcome:
     """Train from the state after `start_step` to the last step, or until a wish to stop or pause.
 
     loader: this rank's shares, beginning with step `start_step` + 1. known: number of failures of
@@ -90,70 +100,93 @@ def run(
     Raises PeerLostError when a rank is lost. Raises on every rank alike JumpError and
     NonFiniteError, which rank 0 journals. In all cases the step was not applied.
     """
-    loop = _Loop(
-        engine, membership, reporter, saver, evaluator, config, rank, start_step, clock,
-        known or Known(), durations, retry,
-    )  # fmt: skip
+    loop = _TrainingLoop(
+        engine,
+        membership,
+        reporter,
+        saver,
+        evaluator,
+        config,
+        rank,
+        start_step,
+        clock,
+        stats or FailureStats(),
+        tier_durations_s,
+        retry,
+    )
     if start_step >= config.train.steps:
-        return Outcome("finished", start_step)
-    loop.validate_what_broke_off(start_step)
+        return TrainingOutcome("finished", start_step)
+    loop.resume_validation(start_step)
     for batch in loader:
         stopping = loop.step(batch)
         if batch.step >= config.train.steps or stopping:
             # A save that never began has no end to wait for; the last reports are stored anyway.
-            waits = not (loop.brief or loop.uncaptured)
-            unsaved = saver.settle(batch.step, settle_seconds, durable=waits)
-            if loop.uncaptured and unsaved is None:
+            waits = not (loop.ends_with_snapshot or loop.is_last_step_uncaptured)
+            unsaved = saver.wait_until_committed(batch.step, settle_seconds, durable=waits)
+            if loop.is_last_step_uncaptured and unsaved is None:
                 unsaved = "no snapshot could be made of it"
             finished = batch.step >= config.train.steps
-            return Outcome("finished" if finished else "left", batch.step, unsaved)
-        if loop.pausing:
-            return Outcome("paused", batch.step)
+            return TrainingOutcome("finished" if finished else "left", batch.step, unsaved)
+        if loop.is_pausing:
+            return TrainingOutcome("paused", batch.step)
     raise RuntimeError(f"batches ended before step {config.train.steps}")
 
 
-class _Loop:
+class _TrainingLoop:
     """One rank's loop; its only memory beyond the engine is when it saved last."""
 
     def __init__(
-        self, engine: StepEngine, membership: Membership, reporter: Reporter, saver: Saver,
-        evaluator: Evaluator, config: RunConfig, rank: int, start_step: int,
-        clock: Callable[[], float], known: Known, durations: Callable[[], Mapping[int, float]],
-        retry: Retry | None,
-    ):  # fmt: skip
+        self,
+        engine: StepEngine,
+        membership: Membership,
+        reporter: EventReporter,
+        saver: Saver,
+        evaluator: Evaluator,
+        config: RunConfig,
+        rank: int,
+        start_step: int,
+        clock: Callable[[], float],
+        stats: FailureStats,
+        durations: Callable[[], Mapping[int, float]],
+        retry: StepRetry | None,
+    ):
         self.engine, self.membership, self.reporter = engine, membership, reporter
         self.saver, self.evaluator, self.config, self.rank = saver, evaluator, config, rank
-        engine.cast = lambda: reporter.progress(engine.step, "vote")
+        engine.on_vote_sent = lambda: reporter.progress(engine.step, "vote")
         self.clock = clock
-        self.checks: Checksums | None = None
-        self.watch = _Watch(clock)
-        self.watch.start()
+        self.replica_checker: ReplicaChecker | None = None
+        self.timer = _StepTimer(clock)
+        self.timer.start()
         self.recorder = engine.groups.recorder
         self.saved_step = start_step
-        self.owed = False  # a durable save found no slot: it is made as soon as there is one
-        self.copy_owed = False  # the same of a snapshot that peers were to get
-        self.brief = False  # left with a snapshot that is not to be durable
-        self.uncaptured = False  # the last step was to be saved, and there was no room or no mover
-        self.pausing = False  # the newest step was the last of this generation
+        self.is_save_owed = (
+            False  # a durable save found no slot: it is made as soon as there is one
+        )
+        self.is_copy_owed = False  # the same of a snapshot that peers were to get
+        self.ends_with_snapshot = False  # left with a snapshot that is not to be durable
+        self.is_last_step_uncaptured = (
+            False  # the last step was to be saved, and there was no room or no mover
+        )
+        self.is_pausing = False  # the newest step was the last of this generation
         nodes = len(set(engine.groups.topology.nodes))
-        self.cadence = Cadence(config.checkpoint, known, nodes, clock())
-        self.durations = durations
+        self.cadence = SaveCadence(config.checkpoint, stats, nodes, clock())
+        self.tier_durations_s = durations
         self.retry = retry
         self.fallbacks = Fallbacks(config, engine.groups.topology, reporter.emit)
         judges = rank == 0 and config.cluster.loss_jumps == "roll_back"
         # An engine outlives generations, and this rank may have been 0 in the one before.
-        engine.judge = self._judge if judges else lambda step, account: None
+        engine.judge_loss = self._judge_loss if judges else lambda step, account: None
 
-    def step(self, batch: StepBatch) -> bool:
+    def step(self, batch: StepShare) -> bool:
         """One step from the arrival of its batch to its boundary; whether to leave after it."""
-        step, watch = batch.step, self.watch
+        step, watch = batch.step, self.timer
         watch.lap("data")
         if self.recorder is not None:
             self.recorder.spans = []  # what a validation left is not of this step
         self.reporter.progress(step, "compute")
         self.engine.begin(step)
         if self.rank == 0:
-            self.fallbacks.look(step, self.engine.dealt)
+            self.fallbacks.look(step, self.engine.dealt_shares)
         self.engine.compute(batch.microbatches)
         watch.lap("compute")
         self.reporter.progress(step, "reduce")
@@ -161,184 +194,226 @@ class _Loop:
         watch.lap("reduce")
         rate = self.engine.apply(verdict)
         watch.lap("apply")
-        self._compare(step)
-        self._trace(step)
+        self._check_replicas(step)
+        self._report_trace(step)
         into = self._capture(step, verdict)
         self._report(batch, verdict, rate)
-        self.engine.untold = 0
+        self.engine.unreported_step = 0
         self._evaluate(step)
         if into is not None:
             meta = {"loss": verdict.mean_loss, "tokens": verdict.tokens}
             self.saver.announce(step, meta, into)
         watch.start()
-        self.pausing = verdict.wishes.pause
+        self.is_pausing = verdict.requests.pause
         self.reporter.progress(step, "data")
-        return verdict.wishes.stop
+        return verdict.requests.stop
 
-    def _compare(self, step: int) -> None:
+    def _check_replicas(self, step: int) -> None:
         """Compare replicas, which must be bit-equal, before a capture: the state of a rank that
         differs is of no use. Raises HoldfastError there."""
         every = self.config.cluster.check_every_steps
         if not every or step % every:
             return
         groups = self.engine.groups
-        if self.checks is None:
+        if self.replica_checker is None:
             table = state_table(self.config.model, self.config.train.precision)
-            self.checks = Checksums(groups.topology, table)
-        found = self.checks.check(groups, self.engine.state())
+            self.replica_checker = ReplicaChecker(groups.topology, table)
+        found = self.replica_checker.check(groups, self.engine.state())
         if not found:
             return
-        odd = odd_ranks(found)
+        odd = outlier_ranks(found)
         tensors = list(dict.fromkeys(name for each in found for name in each.tensors))
         others = set(range(groups.topology.world_size)) - set(odd)
         if self.rank == min(others, default=0):
             self.reporter.emit(StateDiffers(list(odd), tensors, bool(others), step=step))
         if self.rank in odd:
-            self.engine.torn = True
+            self.engine.is_torn = True
             raise HoldfastError(f"the state after step {step} is not that of the other ranks")
 
-    def _trace(self, step: int) -> None:
+    def _report_trace(self, step: int) -> None:
         """Report the spans of the step that the run file asks for."""
         if self.recorder is not None and step == self.config.layout.trace_step:
             found = [[s.track, s.name, s.start, s.stop] for s in self.recorder.spans]
             self.reporter.emit(StepTraced(self.rank, found, step=step))
 
-    def _reduce(self, step: int) -> Verdict:
+    def _reduce(self, step: int) -> StepVerdict:
         """Vote after the fence: a rank that has voted holds the snapshot before it completely."""
         if self.saver.fence():
-            self.watch.lap("capture")
-        wishes = replace(self.membership.wishes(step), full=not self.saver.ready())
+            self.timer.lap("capture")
+        wishes = replace(self.membership.requests(step), has_no_slot=not self.saver.has_free_slot())
         if self.rank == 0:
-            wishes = self._with_what_is_due(step, wishes)
+            wishes = self._add_due_saves(step, wishes)
         try:
             return self.engine.reduce(wishes)
         except NonFiniteError as error:
             if self.rank == 0:
                 node = self.engine.groups.topology.nodes[error.rank]
-                self.reporter.emit(NonFinite(
-                    error.rank, error.parameter, node, list(error.suspects), error.again, step=step
-                ))  # fmt: skip
+                self.reporter.emit(
+                    NonFinite(
+                        error.rank,
+                        error.parameter,
+                        node,
+                        list(error.suspects),
+                        error.again,
+                        step=step,
+                    )
+                )
             raise
 
-    def _judge(self, step: int, account: Account) -> Jump | None:
+    def _judge_loss(self, step: int, account: StepAccount) -> LossJump | None:
         """Compare the loss with those of the steps that this process has applied last."""
         retry = self.retry
         if retry is not None and retry.accept and retry.step == step:
             return None
-        before = [verdict.mean_loss for _, verdict in self.engine.voted]
-        return jumped(before, account.losses, account.tokens)
+        before = [verdict.mean_loss for _, verdict in self.engine.applied_verdicts]
+        return find_loss_jump(before, account.losses, account.tokens)
 
-    def _with_what_is_due(self, step: int, wishes: Wishes) -> Wishes:
+    def _add_due_saves(self, step: int, wishes: Wishes) -> Wishes:
         """Add rank 0's wishes: it alone judges seconds, and its answer travels with the vote."""
         now, every = self.clock(), self.config.train.evaluate.every
         # Length of the stall: from the capture's begin in the step before to this step's fence.
-        stood = self.watch.before.get("capture", 0.0) + self.watch.phases.get("capture", 0.0)
+        stood = self.timer.previous_phases.get("capture", 0.0) + self.timer.phases.get(
+            "capture", 0.0
+        )
         usual = not (every and (step - 1) % every == 0)
-        for decided in self.cadence.tick(now, stood, usual, self.durations()):
+        for decided in self.cadence.tick(now, stood, usual, self.tier_durations_s()):
             seconds = 0.0 if decided.seconds == inf else decided.seconds
             self.reporter.emit(SaveInterval(decided.tier, seconds, decided.reason, step=step))
-        by_steps = self._by_steps(step)
-        due_tiers = self.cadence.due(now, by_steps) - by_steps
+        by_steps = self._tiers_due_by_steps(step)
+        due_tiers = self.cadence.due_tiers(now, by_steps) - by_steps
         return replace(
-            wishes, save=wishes.save or DISK in due_tiers,
-            remember=wishes.remember or bool({MEMORY, PEERS} & due_tiers),
-            copy=wishes.copy or PEERS in due_tiers, upload=wishes.upload or BUCKET in due_tiers,
-        )  # fmt: skip
+            wishes,
+            save=wishes.save or DISK in due_tiers,
+            snapshot=wishes.snapshot or bool({MEMORY, PEERS} & due_tiers),
+            copy=wishes.copy or PEERS in due_tiers,
+            upload=wishes.upload or BUCKET in due_tiers,
+        )
 
-    def _by_steps(self, step: int) -> frozenset[int]:
+    def _tiers_due_by_steps(self, step: int) -> frozenset[int]:
         """The tiers that are saved into at this step by a rule that every rank knows."""
         rules = self.config.checkpoint
         every = rules.memory_every_steps
-        durable = self.owed or bool(rules.by_steps and step % rules.by_steps == 0)
+        durable = self.is_save_owed or bool(rules.by_steps and step % rules.by_steps == 0)
         remembered = (
-            durable or self.copy_owed or bool(every and every != "auto" and step % every == 0)
+            durable or self.is_copy_owed or bool(every and every != "auto" and step % every == 0)
         )
         return frozenset([DISK] * durable + [MEMORY] * remembered)
 
-    def _capture(self, step: int, verdict: Verdict) -> Into | None:
+    def _capture(self, step: int, verdict: StepVerdict) -> SaveDestinations | None:
         """Begin to copy the state if the policy or a rank's wish says so, unless some rank has no
         room: the same on all ranks. Returns the destinations; None: nothing was captured."""
-        rules, wishes, by_steps = self.config.checkpoint, verdict.wishes, self._by_steps(step)
-        reason = due(
-            step, self.config.train.steps, every_steps=rules.by_steps, stopping=wishes.stop,
+        rules, wishes, by_steps = (
+            self.config.checkpoint,
+            verdict.requests,
+            self._tiers_due_by_steps(step),
+        )
+        reason = why_save_now(
+            step,
+            self.config.train.steps,
+            every_steps=rules.by_steps,
+            is_stopping=wishes.stop,
             last_saved=self.saved_step,
-        )  # fmt: skip
-        self.brief = wishes.brief and reason == "stop"
-        durable = not self.brief and (reason is not None or wishes.save or DISK in by_steps)
-        remembered = wishes.remember or wishes.parting or MEMORY in by_steps
-        if not (durable or self.brief or remembered):
+        )
+        self.ends_with_snapshot = wishes.is_snapshot_enough and reason == "stop"
+        durable = not self.ends_with_snapshot and (
+            reason is not None or wishes.save or DISK in by_steps
+        )
+        remembered = wishes.snapshot or wishes.is_node_leaving or MEMORY in by_steps
+        if not (durable or self.ends_with_snapshot or remembered):
             return None
         last = reason in ("end", "stop")
-        waits = _LAST_WAIT if last else _PARTING_WAIT if wishes.parting else 0.0
+        waits = (
+            _FINAL_SLOT_TIMEOUT_S
+            if last
+            else _LEAVING_SLOT_TIMEOUT_S
+            if wishes.is_node_leaving
+            else 0.0
+        )
         self.reporter.progress(step, "capture")
-        captured = (bool(waits) or not wishes.full) and self.saver.capture(
+        captured = (bool(waits) or not wishes.has_no_slot) and self.saver.capture(
             step, self.engine.state(), waits, durable
         )
-        into = self._into(durable, last, wishes)
+        into = self._destinations(durable, last, wishes)
         if captured:
-            self._captured(step, into)
+            self._on_captured(step, into)
         else:
-            self.uncaptured = last
-            self.copy_owed = self.copy_owed or (wishes.copy and wishes.full)
+            self.is_last_step_uncaptured = last
+            self.is_copy_owed = self.is_copy_owed or (wishes.copy and wishes.has_no_slot)
             if durable:
-                self._owe(step, reason, wishes.full and not last)
-        self.watch.lap("capture")
+                self._record_owed_save(step, reason, wishes.has_no_slot and not last)
+        self.timer.lap("capture")
         return into if captured else None
 
-    def _into(self, durable: bool, last: bool, wishes: Wishes) -> Into:
+    def _destinations(self, durable: bool, last: bool, wishes: Wishes) -> SaveDestinations:
         """Return the destinations of a capture. The state left behind at the end goes to all."""
-        decided = PEERS in self.cadence.tiers.auto
-        wanted = wishes.copy or self.copy_owed
-        copied = True if wanted or (last and (decided or wishes.brief)) else None
+        decided = PEERS in self.cadence.tiers.automatic
+        wanted = wishes.copy or self.is_copy_owed
+        copied = True if wanted or (last and (decided or wishes.is_snapshot_enough)) else None
         if decided and copied is None:
             copied = False
         every = self.config.checkpoint.bucket_every_seconds == 0
-        return Into(durable, copied, every or wishes.upload or last)
+        return SaveDestinations(durable, copied, every or wishes.upload or last)
 
-    def _captured(self, step: int, into: Into) -> None:
-        self.copy_owed = False
-        if into.durable:
-            self.saved_step, self.owed = step, False
-        reached = {MEMORY: True, PEERS: into.copied is not False, DISK: into.durable,
-                   BUCKET: into.durable and into.uploaded}  # fmt: skip
+    def _on_captured(self, step: int, into: SaveDestinations) -> None:
+        self.is_copy_owed = False
+        if into.is_durable:
+            self.saved_step, self.is_save_owed = step, False
+        reached = {
+            MEMORY: True,
+            PEERS: into.to_peers is not False,
+            DISK: into.is_durable,
+            BUCKET: into.is_durable and into.to_bucket,
+        }
         present = self.cadence.tiers.present
-        self.cadence.made(self.clock(), [t for t in present if reached[t]])
+        self.cadence.record_save(self.clock(), [t for t in present if reached[t]])
 
-    def _owe(self, step: int, reason: str | None, full: bool) -> None:
+    def _record_owed_save(self, step: int, reason: str | None, full: bool) -> None:
         """A durable save found no slot. What is owed is said once: it is tried at every step."""
-        said = self.owed and (reason is None or bool(self.config.checkpoint.memory_every_steps))
+        said = self.is_save_owed and (
+            reason is None or bool(self.config.checkpoint.memory_every_steps)
+        )
         if self.rank == 0 and full and not said:
-            self.reporter.emit(CheckpointSkipped(0, _FULL, step=step))
-        self.owed = full
+            self.reporter.emit(CheckpointSkipped(0, _NO_SLOT_REASON, step=step))
+        self.is_save_owed = full
 
-    def _report(self, batch: StepBatch, verdict: Verdict, rate: float) -> None:
-        if self.engine.groups.feeds:
+    def _report(self, batch: StepShare, verdict: StepVerdict, rate: float) -> None:
+        if self.engine.groups.feeds_ledger:
             self.reporter.emit(BatchFed(self.rank, batch.entries, step=batch.step))
         if self.rank != 0:
             return
-        phases = self.watch.phases
+        phases = self.timer.phases
         self.reporter.emit(
             StepDone(
-                loss=verdict.mean_loss, tokens=verdict.tokens, grad_norm=verdict.mean_norm,
-                learning_rate=rate, seconds=sum(phases.values()),
-                samples=self.engine.samples(batch.step), phases=phases, step=batch.step,
+                loss=verdict.mean_loss,
+                tokens=verdict.tokens,
+                grad_norm=verdict.mean_norm,
+                learning_rate=rate,
+                seconds=sum(phases.values()),
+                samples=self.engine.samples(batch.step),
+                phases=phases,
+                step=batch.step,
             )
-        )  # fmt: skip
+        )
         if self.retry is not None and self.retry.step == batch.step and self.retry.if_passed:
             found = self.retry.if_passed
-            self.reporter.emit(Blamed(
-                found.blame, list(found.microbatches), list(found.devices), found.why,
-                step=batch.step,
-            ))  # fmt: skip
+            self.reporter.emit(
+                Blamed(
+                    found.blame,
+                    list(found.microbatches),
+                    list(found.devices),
+                    found.why,
+                    step=batch.step,
+                )
+            )
 
-    def validate_what_broke_off(self, start_step: int) -> None:
+    def resume_validation(self, start_step: int) -> None:
         """Compute the validation after the step that survivors resume from, unless one has it.
         A checkpoint is announced after its step's validation, so a start from one owes none."""
-        if self.engine.validated is None:
-            self.engine.validated = start_step
-        if start_step > self.engine.validated:
+        if self.engine.validated_step is None:
+            self.engine.validated_step = start_step
+        if start_step > self.engine.validated_step:
             self._evaluate(start_step)
-            self.watch.start()
+            self.timer.start()
 
     def _evaluate(self, step: int) -> None:
         every, last = self.config.train.evaluate.every, step >= self.config.train.steps
@@ -346,11 +421,11 @@ class _Loop:
             return
         begun = self.clock()
         found = self.evaluator.run(lambda: self.reporter.progress(step, "evaluate"))
-        self.engine.validated = step
+        self.engine.validated_step = step
         if found is None:
             return
         seconds = self.clock() - begun
         event = Evaluated(found.loss, found.bits_per_byte, found.tokens, seconds, step=step)
-        self.engine.validation = event
+        self.engine.last_validation = event
         if self.rank == 0:
             self.reporter.emit(event)

@@ -16,90 +16,108 @@ from math import inf
 from statistics import median
 
 from holdfast.config.checkpoint import CheckpointConfig
-from holdfast.policy.saving.failure_classes import Classes
-from holdfast.policy.saving.failure_rate import Hazard
-from holdfast.policy.saving.interval import Decision
+from holdfast.policy.saving.failure_classes import FailureClassCounts
+from holdfast.policy.saving.failure_rate import FailureRate
+from holdfast.policy.saving.interval import IntervalDecision
 from holdfast.policy.saving.tiers import (
     BUCKET,
     DISK,
     MEMORY,
     PEERS,
-    Costs,
-    Tiers,
-    decide_all,
-    due_now,
+    SaveCosts,
+    TierSettings,
+    decide_intervals,
+    due_tiers,
 )
 
-_STEPS = 15  # steps over which the usual step is taken
-_LOOK = 0.05
+_USUAL_STEP_WINDOW = 15  # steps over which the usual step is taken
+_DECISION_INTERVAL_S = 0.05
 """Seconds between two decisions at least: each takes a tenth of a millisecond."""
 
 
 @dataclass(frozen=True)
-class Known:
+class FailureStats:
     """What the agent knows. durations: by tier, seconds until a save is done."""
 
-    hazard: Hazard | None = None
-    classes: Classes = field(default_factory=Classes)
-    durations: Mapping[int, float] = field(default_factory=dict)
+    failure_rate: FailureRate | None = None
+    failure_classes: FailureClassCounts = field(default_factory=FailureClassCounts)
+    tier_durations_s: Mapping[int, float] = field(default_factory=dict)
 
 
-class Cadence:
+class SaveCadence:
     """The cadence of every tier, as of the last `tick`. Belongs to the training thread."""
 
-    def __init__(self, rules: CheckpointConfig, known: Known, nodes: int, now: float):
+    def __init__(self, rules: CheckpointConfig, stats: FailureStats, nodes: int, now: float):
         """known: from before; nodes: at risk in this generation."""
         self._rules, self._nodes = rules, nodes
-        self.tiers = Tiers.of(rules)
-        self._hazard = known.hazard or Hazard.prior(rules.node_mtbf_hours * 3600)
-        self._classes = known.classes
-        self._costs = Costs()
-        self._decisions: dict[int, Decision] = {}
+        self.tiers = TierSettings.from_config(rules)
+        self._failure_rate = stats.failure_rate or FailureRate.from_prior(
+            rules.node_mtbf_hours * 3600
+        )
+        self._failure_classes = stats.failure_classes
+        self._costs = SaveCosts()
+        self._decisions: dict[int, IntervalDecision] = {}
         self._steps: list[float] = []
-        self._ticked: float | None = None
-        self._looked = now
-        self._made_at = dict.fromkeys((MEMORY, PEERS, DISK, BUCKET), now)
-        self._saved: int | None = None  # the highest tier of the save since the last tick
+        self._last_tick: float | None = None
+        self._decided_at = now
+        self._saved_at = dict.fromkeys((MEMORY, PEERS, DISK, BUCKET), now)
+        self._highest_saved_tier: int | None = (
+            None  # the highest tier of the save since the last tick
+        )
 
-    def seconds(self, tier: int) -> float:
+    def interval_s(self, tier: int) -> float:
         """Seconds between saves into a tier; 0: nothing is saved into it by the clock."""
         if tier in self._decisions:
             found = self._decisions[tier].seconds
             return 0.0 if found == inf else found
-        return self._by_clock().get(tier, 0.0)
+        return self._clock_intervals().get(tier, 0.0)
 
-    def _by_clock(self) -> dict[int, float]:
+    def _clock_intervals(self) -> dict[int, float]:
         """The run file's rules that count seconds."""
         bucket = self._rules.bucket_every_seconds
-        found = {DISK: self._rules.every_seconds if DISK not in self.tiers.auto else 0.0}
+        found = {DISK: self._rules.every_seconds if DISK not in self.tiers.automatic else 0.0}
         return found | ({} if bucket == "auto" else {BUCKET: float(bucket)})
 
     def tick(
-        self, now: float, blocked: float, usual: bool, durations: Mapping[int, float] | None = None
-    ) -> list[Decision]:
+        self,
+        now: float,
+        blocked_s: float,
+        is_usual: bool,
+        durations: Mapping[int, float] | None = None,
+    ) -> list[IntervalDecision]:
         """A step has come to its vote. The decisions that are new.
 
         blocked: seconds that training stood still for a save since the vote before, if there was
         one. usual: nothing else (a validation) fell into that time. durations: see `Known`.
         """
-        step = None if self._ticked is None else now - self._ticked
-        self._ticked = now
-        saved, self._saved = self._saved, None
-        if step is not None and usual:
-            self._steps = [*self._steps, step][-_STEPS:]
-            self._costs = self._costs.after(step, None if saved is None else (saved, blocked))
-        if not self.tiers.auto or (self._decisions and now - self._looked < _LOOK):
+        step = None if self._last_tick is None else now - self._last_tick
+        self._last_tick = now
+        saved, self._highest_saved_tier = self._highest_saved_tier, None
+        if step is not None and is_usual:
+            self._steps = [*self._steps, step][-_USUAL_STEP_WINDOW:]
+            self._costs = self._costs.with_step(step, None if saved is None else (saved, blocked_s))
+        if not self.tiers.automatic or (
+            self._decisions and now - self._decided_at < _DECISION_INTERVAL_S
+        ):
             return []
-        self._hazard = self._hazard.after(max(0.0, now - self._looked), self._nodes)
-        self._looked = now
+        self._failure_rate = self._failure_rate.with_observation(
+            max(0.0, now - self._decided_at), self._nodes
+        )
+        self._decided_at = now
         before = self._decisions
-        self._decisions = decide_all(
-            self.tiers, self._costs, durations or {}, self._hazard, self._classes, self._nodes,
-            self._fixed(), before,
-        )  # fmt: skip
+        self._decisions = decide_intervals(
+            self.tiers,
+            self._costs,
+            durations or {},
+            self._failure_rate,
+            self._failure_classes,
+            self._nodes,
+            self._fixed_intervals(),
+            before,
+        )
         return [d for tier, d in self._decisions.items() if d is not before.get(tier)]
 
-    def _fixed(self) -> dict[int, float]:
+    def _fixed_intervals(self) -> dict[int, float]:
         """Seconds between saves where the run file counts steps, by the usual step."""
         step = median(self._steps) if self._steps else 0.0
         memory, peers = self._rules.memory_every_steps, self._rules.peer_every_steps
@@ -108,16 +126,16 @@ class Cadence:
             PEERS: step * peers if peers != "auto" else 0.0,
             DISK: step * self._rules.by_steps,
         }
-        return found | {tier: every for tier, every in self._by_clock().items() if every}
+        return found | {tier: every for tier, every in self._clock_intervals().items() if every}
 
-    def due(self, now: float, made: Iterable[int] = ()) -> frozenset[int]:
+    def due_tiers(self, now: float, already_due: Iterable[int] = ()) -> frozenset[int]:
         """The tiers to save into now; made: those that are saved into at this step anyway."""
-        every = {tier: self.seconds(tier) for tier in self.tiers.present}
-        elapsed = {tier: now - at for tier, at in self._made_at.items()}
-        return due_now(self.tiers, every, elapsed, frozenset(made))
+        every = {tier: self.interval_s(tier) for tier in self.tiers.present}
+        elapsed = {tier: now - at for tier, at in self._saved_at.items()}
+        return due_tiers(self.tiers, every, elapsed, frozenset(already_due))
 
-    def made(self, now: float, tiers: Collection[int]) -> None:
+    def record_save(self, now: float, tiers: Collection[int]) -> None:
         """A save into these tiers has begun."""
         for tier in tiers:
-            self._made_at[tier] = now
-        self._saved = max(tiers, default=None)
+            self._saved_at[tier] = now
+        self._highest_saved_tier = max(tiers, default=None)

@@ -15,14 +15,14 @@ from torch import Tensor
 
 from holdfast.core.sharding.boxes import Box
 from holdfast.core.sharding.parameters import Parameter
-from holdfast.core.sharding.state_table import PREFIXES
+from holdfast.core.sharding.state_table import STATE_PREFIXES
 from holdfast.model.init import initial_box
 
-Read = Callable[[Box, Tensor], None]
+ReadBox = Callable[[Box, Tensor], None]
 """Fills a contiguous CPU tensor with the elements of a box. One that also has a method `many`, of a
 list of (box, tensor), is asked for all of them in one pass over the bytes."""
 
-HOST_BYTES = 2**30
+HOST_COPY_BYTES = 2**30
 """Host memory at a time for tensors that cannot be filled in place."""
 
 
@@ -57,11 +57,11 @@ class Parameters:
 
     table: tuple[Parameter, ...]
     boxes: tuple[Box, ...]
-    held: list[Tensor]
-    computed: list[Tensor]
-    spread: Callable[[], None] = lambda: None
+    master_tensors: list[Tensor]
+    compute_tensors: list[Tensor]
+    update_compute_tensors: Callable[[], None] = lambda: None
 
-    def local(self, prefix: str, tensors: Sequence[Tensor]) -> list[LocalTensor]:
+    def local_tensors(self, prefix: str, tensors: Sequence[Tensor]) -> list[LocalTensor]:
         """Name tensors that are cut as the parameters are."""
         return [
             LocalTensor(prefix + row.name, tensor, box.offsets, row.shape)
@@ -71,32 +71,32 @@ class Parameters:
     @torch.no_grad()
     def initialise(self, seed: int) -> None:
         """Fill `held` with initial weights: a function of the seed and the names alone."""
-        for row, box, tensor in zip(self.table, self.boxes, self.held, strict=True):
+        for row, box, tensor in zip(self.table, self.boxes, self.master_tensors, strict=True):
             tensor.copy_(initial_box(row, seed, box.offsets, box.lengths))
         self.refresh()
 
     @torch.no_grad()
     def refresh(self) -> None:
         """Bring what is computed with up to date; call after every change of `held`."""
-        if self.computed:
-            torch._foreach_copy_(self.computed, self.held)
-        self.spread()
+        if self.compute_tensors:
+            torch._foreach_copy_(self.compute_tensors, self.master_tensors)
+        self.update_compute_tensors()
 
 
 def state_tensors(
     parameters: Parameters, exp_avg: Sequence[Tensor], exp_avg_sq: Sequence[Tensor]
 ) -> list[LocalTensor]:
     """All state of this rank, in the order of the state table: model, exp_avg, exp_avg_sq."""
-    lists = (parameters.held, exp_avg, exp_avg_sq)
+    lists = (parameters.master_tensors, exp_avg, exp_avg_sq)
     return [
         local
-        for prefix, tensors in zip(PREFIXES, lists, strict=True)
-        for local in parameters.local(prefix, tensors)
+        for prefix, tensors in zip(STATE_PREFIXES, lists, strict=True)
+        for local in parameters.local_tensors(prefix, tensors)
     ]
 
 
 @torch.no_grad()
-def load_state(tensors: Sequence[LocalTensor], read: Read) -> None:
+def load_state(tensors: Sequence[LocalTensor], read: ReadBox) -> None:
     """Fill every tensor in place. What is not contiguous on the CPU goes through a copy there."""
     held = [local for local in tensors if local.tensor.numel()]
     in_place = [t for t in held if t.tensor.device.type == "cpu" and t.tensor.is_contiguous()]
@@ -104,21 +104,21 @@ def load_state(tensors: Sequence[LocalTensor], read: Read) -> None:
     group: list[LocalTensor] = []
     done = {id(local) for local in in_place}
     for local in (local for local in held if id(local) not in done):
-        if group and sum(t.tensor.nbytes for t in group) + local.tensor.nbytes > HOST_BYTES:
-            _through_host(read, group)
+        if group and sum(t.tensor.nbytes for t in group) + local.tensor.nbytes > HOST_COPY_BYTES:
+            _load_through_host(read, group)
             group = []
         group.append(local)
-    _through_host(read, group)
+    _load_through_host(read, group)
 
 
-def _through_host(read: Read, group: Sequence[LocalTensor]) -> None:
+def _load_through_host(read: ReadBox, group: Sequence[LocalTensor]) -> None:
     hosts = [torch.empty(local.tensor.shape, dtype=local.tensor.dtype) for local in group]
     _fill(read, [(local.box, host) for local, host in zip(group, hosts, strict=True)])
     for local, host in zip(group, hosts, strict=True):
         local.tensor.copy_(host)
 
 
-def _fill(read: Read, wanted: Sequence[tuple[Box, Tensor]]) -> None:
+def _fill(read: ReadBox, wanted: Sequence[tuple[Box, Tensor]]) -> None:
     many = getattr(read, "many", None)
     if many is not None:
         many(wanted)

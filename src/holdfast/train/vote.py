@@ -33,8 +33,8 @@ from holdfast.core.sharding.reduction_tree import ReductionTree, Shares
 from holdfast.errors import PeerLostError
 from holdfast.layout import Coordinate, Replica, Topology
 from holdfast.parallel.comm.transport import exchange
-from holdfast.parallel.gradients.grad_norm import combine
-from holdfast.parallel.process_groups import Groups
+from holdfast.parallel.gradients.grad_norm import combine_norms
+from holdfast.parallel.process_groups import ProcessGroups
 from holdfast.parallel.torch_compat import Work
 
 _TAG, _TAG_LOSSES, _TAG_ACCOUNT, _TAG_MEETING, _TAG_PARTING = 1, 3, 4, 5, 6
@@ -55,22 +55,22 @@ class Wishes:
 
     stop: bool = False
     save: bool = False
-    full: bool = False
-    remember: bool = False
+    has_no_slot: bool = False
+    snapshot: bool = False
     copy: bool = False
     upload: bool = False
-    brief: bool = False
+    is_snapshot_enough: bool = False
     pause: bool = False
     reject: bool = False
-    parting: bool = False
+    is_node_leaving: bool = False
 
 
-_WISHES = {4 << index: wish.name for index, wish in enumerate(fields(Wishes))}
+_WISH_BITS = {4 << index: wish.name for index, wish in enumerate(fields(Wishes))}
 """The bit of each wish in a record."""
 
 
 @dataclass(frozen=True)
-class Account:
+class StepAccount:
     """What was computed in a step. losses: one sum for each microbatch of the global batch."""
 
     tokens: int
@@ -81,7 +81,7 @@ class Account:
         return ReductionTree(len(self.losses)).sum(self.losses)
 
     @property
-    def finite(self) -> bool:
+    def is_finite(self) -> bool:
         return all(isfinite(loss) for loss in self.losses)
 
 
@@ -89,13 +89,13 @@ class Account:
 class Ballot:
     """What one rank says of the gradient that it holds."""
 
-    squares: float
-    wishes: Wishes
-    whole: bool = True
+    squared_norm: float
+    requests: Wishes
+    has_whole_gradient: bool = True
 
 
 @dataclass(frozen=True)
-class Verdict:
+class StepVerdict:
     """What all ranks know after the vote: the same on each of them.
 
     loss: sum over the tokens of the global batch. norm: of the summed gradient, before it is
@@ -105,9 +105,9 @@ class Verdict:
     tokens: int
     loss: float
     norm: float
-    whole: bool
-    finite: bool
-    wishes: Wishes
+    is_whole: bool
+    is_finite: bool
+    requests: Wishes
 
     @property
     def mean_loss(self) -> float:
@@ -120,85 +120,90 @@ class Verdict:
         return self.norm / max(self.tokens, 1)
 
 
-class Accounts:
+class AccountExchange:
     """The account of a step on its way: mine is sent at once, those of other ranks come meanwhile.
 
     tokens, losses: of my share, one loss per leaf in rising order. Only the ranks that speak send
     them. `hear` raises any failure as PeerLostError.
     """
 
-    def __init__(self, groups: Groups, shares: Shares, tokens: int, losses: Sequence[float]):
-        self._spoken = _spoken(groups.topology, shares)
-        control, own = groups.control, self._spoken[groups.control.rank]
-        self._records = [torch.empty(1 + len(s), dtype=torch.int64) for s in self._spoken]
-        self._coming: list[Work] = []
+    def __init__(self, groups: ProcessGroups, shares: Shares, tokens: int, losses: Sequence[float]):
+        self._reported_leaves = _reported_leaves(groups.topology, shares)
+        control, own = groups.control, self._reported_leaves[groups.control.rank]
+        self._records = [torch.empty(1 + len(s), dtype=torch.int64) for s in self._reported_leaves]
+        self._receives: list[Work] = []
         self._error: RuntimeError | None = None
         if own:
-            words = [tokens, *_bits(losses)]
+            words = [tokens, *_float_words(losses)]
             self._records[control.rank] = torch.tensor(words, dtype=torch.int64)
         try:
             if own and control.size > 1:
-                control.say(self._records[control.rank], _TAG_ACCOUNT)
-            self._coming = [
+                control.send_to_all(self._records[control.rank], _TAG_ACCOUNT)
+            self._receives = [
                 control.receive(self._records[peer], peer, _TAG_ACCOUNT)
                 for peer in control.others
-                if self._spoken[peer]
+                if self._reported_leaves[peer]
             ]
         except RuntimeError as error:  # raised where all ranks of the replica come to
             self._error = error
 
-    def hear(self) -> Account:
+    def wait_for_all(self) -> StepAccount:
         """The account of all. Raises PeerLostError."""
         try:
             if self._error is not None:
                 raise self._error
-            for work in self._coming:
+            for work in self._receives:
                 work.wait()
         except RuntimeError as error:
             raise PeerLostError(f"a peer was lost before its losses came: {error}") from error
         said = [
             record.tolist() if own else [0]
-            for record, own in zip(self._records, self._spoken, strict=True)
+            for record, own in zip(self._records, self._reported_leaves, strict=True)
         ]
-        losses = _by_leaf([_floats(words[1:]) for words in said], self._spoken)
-        return Account(sum(words[0] for words in said), tuple(losses))
+        losses = _by_leaf([_floats(words[1:]) for words in said], self._reported_leaves)
+        return StepAccount(sum(words[0] for words in said), tuple(losses))
 
 
 def vote(
-    groups: Groups, account: Account, ballot: Ballot, said: Callable[[], None] = lambda: None
-) -> Verdict:
+    groups: ProcessGroups,
+    account: StepAccount,
+    ballot: Ballot,
+    on_sent: Callable[[], None] = lambda: None,
+) -> StepVerdict:
     """Exchange ballots and combine them. said: called when this one's is on its way. Raises
     PeerLostError when a peer is lost."""
     control = groups.control
-    records = exchange(control, _encode(ballot), [2] * control.size, _TAG, said)
+    records = exchange(control, _encode(ballot), [2] * control.size, _TAG, on_sent)
     ballots = [_decode(record) for record in records]
     # Replicas of unlike shapes add their squares up in unlike orders: one of them speaks for all.
-    norm = combine([b.squares for b, _ in ballots[: len(groups.topology.replicas[0].ranks)]])
-    finite = account.finite and all(flags & _FINITE for _, flags in ballots)
-    return Verdict(
+    norm = combine_norms(
+        [b.squared_norm for b, _ in ballots[: len(groups.topology.replicas[0].ranks)]]
+    )
+    finite = account.is_finite and all(flags & _FINITE for _, flags in ballots)
+    return StepVerdict(
         tokens=account.tokens,
         loss=account.loss,
         norm=norm,
-        whole=all(b.whole for b, _ in ballots),
-        finite=finite and isfinite(norm),
-        wishes=_wishes(reduce(or_, (flags for _, flags in ballots))),
+        is_whole=all(b.has_whole_gradient for b, _ in ballots),
+        is_finite=finite and isfinite(norm),
+        requests=_wishes_from_flags(reduce(or_, (flags for _, flags in ballots))),
     )
 
 
-def meet(groups: Groups, verdict: Verdict | None) -> Verdict | None:
+def share_verdict(groups: ProcessGroups, verdict: StepVerdict | None) -> StepVerdict | None:
     """Return the verdict if any rank of my replica has it. All of its ranks must call this, and
     get the same answer. Raises PeerLostError when one of them is lost."""
-    meeting = groups.inside.meeting
-    if meeting is None or not groups.lockstep:
+    meeting = groups.replica_groups.lockstep
+    if meeting is None or not groups.is_lockstep:
         return verdict
     words = [0] * VERDICT_WORDS if verdict is None else verdict_words(verdict)
     record = torch.tensor([int(verdict is not None), *words], dtype=torch.int64)
     said = exchange(meeting, record, [1 + VERDICT_WORDS] * meeting.size, _TAG_MEETING)
     known = [words for found, *words in (other.tolist() for other in said) if found]
-    return verdict_of(known[0]) if known else None
+    return verdict_from_words(known[0]) if known else None
 
 
-def part(groups: Groups) -> None:
+def meet_before_leaving(groups: ProcessGroups) -> None:
     """Meet all ranks once more before each of them stops by itself. A rank that has been here
     knows that all ranks know why, so it may be stopped at any moment. Nothing is raised."""
     control = groups.control
@@ -209,64 +214,68 @@ def part(groups: Groups) -> None:
 VERDICT_WORDS = 4
 
 
-def verdict_words(verdict: Verdict) -> list[int]:
+def verdict_words(verdict: StepVerdict) -> list[int]:
     """A verdict as int64 words; floats as their bits."""
-    flags = _WHOLE * verdict.whole | _FINITE * verdict.finite | _flags(verdict.wishes)
-    return [verdict.tokens, flags, *_bits((verdict.loss, verdict.norm))]
+    flags = _WHOLE * verdict.is_whole | _FINITE * verdict.is_finite | _flags(verdict.requests)
+    return [verdict.tokens, flags, *_float_words((verdict.loss, verdict.norm))]
 
 
-def verdict_of(words: Sequence[int]) -> Verdict:
+def verdict_from_words(words: Sequence[int]) -> StepVerdict:
     """The inverse of `verdict_words`."""
     tokens, flags, *rest = words
     loss, norm = _floats(rest)
-    return Verdict(tokens, loss, norm, bool(flags & _WHOLE), bool(flags & _FINITE), _wishes(flags))
+    return StepVerdict(
+        tokens, loss, norm, bool(flags & _WHOLE), bool(flags & _FINITE), _wishes_from_flags(flags)
+    )
 
 
-def gather_losses(groups: Groups, shares: Shares, losses: Sequence[float]) -> list[float]:
+def gather_losses(groups: ProcessGroups, shares: Shares, losses: Sequence[float]) -> list[float]:
     """Return the losses of all ranks, by leaf. losses: of my share, in rising order; empty if
     this rank is not one that `speaks`. Raises PeerLostError."""
-    spoken = _spoken(groups.topology, shares)
-    record = torch.tensor(_bits(losses), dtype=torch.int64)
+    spoken = _reported_leaves(groups.topology, shares)
+    record = torch.tensor(_float_words(losses), dtype=torch.int64)
     records: list[torch.Tensor] | None = None
     try:
         records = exchange(groups.control, record, [len(s) for s in spoken], _TAG_LOSSES)
     finally:  # no rank continues alone to a point that the rest of its replica will not reach
-        together = _all_have(groups, records is not None)
+        together = _do_all_have(groups, records is not None)
     if not together:
         raise PeerLostError("a peer of another rank of this replica was lost in a validation")
     assert records is not None
     return _by_leaf([_floats(r.tolist()) for r in records], spoken)
 
 
-def _all_have(groups: Groups, have: bool) -> bool:
+def _do_all_have(groups: ProcessGroups, have: bool) -> bool:
     """Return True if all ranks of my replica have what they wanted; collective over it."""
-    meeting = groups.inside.meeting
-    if meeting is None or not groups.lockstep:
+    meeting = groups.replica_groups.lockstep
+    if meeting is None or not groups.is_lockstep:
         return have
     record = torch.tensor([int(have)], dtype=torch.int64)
     return all(int(r) for r in exchange(meeting, record, [1] * meeting.size, _TAG_MEETING))
 
 
-def speaks(replica: Replica, coordinate: Coordinate) -> bool:
+def reports_losses(replica: Replica, coordinate: Coordinate) -> bool:
     """Return True if this rank reports losses. The last stage does; of its context- and
     tensor-parallel ranks, which all hold the same loss, only the first."""
     return (coordinate.pp, coordinate.cp, coordinate.tp) == (replica.degree("pp") - 1, 0, 0)
 
 
 @lru_cache(maxsize=16)
-def _spoken(topology: Topology, shares: Shares) -> tuple[tuple[int, ...], ...]:
+def _reported_leaves(topology: Topology, shares: Shares) -> tuple[tuple[int, ...], ...]:
     """The leaves whose losses each rank tells, in the order of `control`."""
     return tuple(
-        tuple(sorted(shares[replica.index])) if speaks(replica, topology.coordinate(rank)) else ()
+        tuple(sorted(shares[replica.index]))
+        if reports_losses(replica, topology.coordinate(rank))
+        else ()
         for replica in topology.replicas
         for rank in replica.ranks
     )
 
 
-def _by_leaf(losses: Sequence[Sequence[float]], spoken: Sequence[Sequence[int]]) -> list[float]:
+def _by_leaf(losses: Sequence[Sequence[float]], reported: Sequence[Sequence[int]]) -> list[float]:
     """The loss of each leaf: the parts that the shards of its replica held, in shard order."""
     total: dict[int, float] = {}
-    for own, leaves in zip(losses, spoken, strict=True):
+    for own, leaves in zip(losses, reported, strict=True):
         for leaf, loss in zip(leaves, own, strict=True):
             total[leaf] = total.get(leaf, 0.0) + loss
     return [total[leaf] for leaf in range(len(total))]
@@ -274,24 +283,28 @@ def _by_leaf(losses: Sequence[Sequence[float]], spoken: Sequence[Sequence[int]])
 
 def _encode(ballot: Ballot) -> torch.Tensor:
     """[2] int64; floats as their bits."""
-    flags = _WHOLE * ballot.whole | _FINITE * isfinite(ballot.squares) | _flags(ballot.wishes)
-    return torch.tensor([flags, *_bits((ballot.squares,))], dtype=torch.int64)
+    flags = (
+        _WHOLE * ballot.has_whole_gradient
+        | _FINITE * isfinite(ballot.squared_norm)
+        | _flags(ballot.requests)
+    )
+    return torch.tensor([flags, *_float_words((ballot.squared_norm,))], dtype=torch.int64)
 
 
 def _decode(record: torch.Tensor) -> tuple[Ballot, int]:
     flags, squares = record.tolist()
-    return Ballot(_floats([squares])[0], _wishes(flags), bool(flags & _WHOLE)), flags
+    return Ballot(_floats([squares])[0], _wishes_from_flags(flags), bool(flags & _WHOLE)), flags
 
 
 def _flags(wishes: Wishes) -> int:
-    return sum(bit for bit, name in _WISHES.items() if getattr(wishes, name))
+    return sum(bit for bit, name in _WISH_BITS.items() if getattr(wishes, name))
 
 
-def _wishes(flags: int) -> Wishes:
-    return Wishes(**{name: bool(flags & bit) for bit, name in _WISHES.items()})
+def _wishes_from_flags(flags: int) -> Wishes:
+    return Wishes(**{name: bool(flags & bit) for bit, name in _WISH_BITS.items()})
 
 
-def _bits(values: Sequence[float]) -> tuple[int, ...]:
+def _float_words(values: Sequence[float]) -> tuple[int, ...]:
     return struct.unpack(f"{len(values)}q", struct.pack(f"{len(values)}d", *values))
 
 

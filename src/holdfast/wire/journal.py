@@ -11,15 +11,15 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 
-from holdfast.core.data.lineage import Once
-from holdfast.core.json_parsing import parsed
+from holdfast.core.data.lineage import DuplicateFilter
+from holdfast.core.json_parsing import parse_json
 from holdfast.errors import CorruptError
 from holdfast.events import Event, Record, from_json, to_json
-from holdfast.wire.store.run_store import PREFIX, MissingKeyError, RunStore
+from holdfast.wire.store.run_store import JOURNAL_PREFIX, MissingKeyError, RunStore
 
 
 def segment_key(generation: int, writer: str) -> str:
-    return f"{PREFIX}{generation:010d}/{writer}.jsonl"
+    return f"{JOURNAL_PREFIX}{generation:010d}/{writer}.jsonl"
 
 
 class JournalWriter:
@@ -36,7 +36,7 @@ class JournalWriter:
         generation: int,
         clock: Callable[[], float] = time.time,
         *,
-        fresh: bool = False,
+        is_new_generation: bool = False,
     ) -> None:
         """`fresh`: the caller has just opened this generation, so nothing of it can be stored yet,
         and the store need not be asked."""
@@ -46,14 +46,14 @@ class JournalWriter:
         self._clock = clock
         self._key = segment_key(generation, writer)
         self._lock = threading.Lock()  # of what is pending; never held while the store works
-        self._storing = threading.Lock()
-        self._sequence, torn = (0, False) if fresh else _end_of(store, self._key)
+        self._flush_lock = threading.Lock()
+        self._sequence, torn = (0, False) if is_new_generation else _segment_end(store, self._key)
         # A torn line is closed, so that the next record begins a line of its own.
         self._pending: list[bytes] = [b"\n"] if torn else []
         self._unsynced = False
 
     @property
-    def pending(self) -> bool:
+    def has_pending(self) -> bool:
         """True if an emitted record is not stored yet."""
         return bool(self._pending)
 
@@ -73,7 +73,7 @@ class JournalWriter:
 
         Raises what the run store raises (OutOfSpaceError, RunFolderError); nothing is lost then.
         """
-        with self._storing:
+        with self._flush_lock:
             with self._lock:
                 lines = list(self._pending)
             if not lines and not (sync and self._unsynced):
@@ -84,7 +84,7 @@ class JournalWriter:
             self._unsynced = not sync
 
 
-def read(store: RunStore) -> list[Record]:
+def read_journal(store: RunStore) -> list[Record]:
     """Every record of the run, merged by (generation, step, writer, sequence).
 
     Repeated reports of a step (`core.data.lineage.Once`), kinds that this version does not know and
@@ -92,21 +92,21 @@ def read(store: RunStore) -> list[Record]:
     and line.
     """
     records: list[Record] = []
-    for key in store.list(PREFIX):
-        records += parse(key, store.get(key))[0]
-    return Once()(sorted(records, key=lambda record: record.order))
+    for key in store.list(JOURNAL_PREFIX):
+        records += parse_segment(key, store.get(key))[0]
+    return DuplicateFilter()(sorted(records, key=lambda record: record.order))
 
 
-def parse(key: str, data: bytes, first_line: int = 1) -> tuple[list[Record], int]:
+def parse_segment(key: str, data: bytes, first_line: int = 1) -> tuple[list[Record], int]:
     """Return (the records of the complete lines in `data`, bytes of those lines)."""
     end = data.rfind(b"\n") + 1
     records: list[Record] = []
     lines = data[:end].splitlines()
     for number, line in enumerate(lines, first_line):
         try:
-            record = from_json(parsed(line)) if line else None
+            record = from_json(parse_json(line)) if line else None
         except (ValueError, KeyError, TypeError) as error:
-            if isinstance(error, json.JSONDecodeError) and _torn(line):
+            if isinstance(error, json.JSONDecodeError) and _is_torn(line):
                 continue
             raise CorruptError(f"{key}, line {number}: not a record of the journal") from error
         if record is not None:
@@ -114,19 +114,19 @@ def parse(key: str, data: bytes, first_line: int = 1) -> tuple[list[Record], int
     return records, end
 
 
-class Follower:
+class JournalTail:
     """Reads what was appended to a journal since the last look."""
 
     def __init__(self, store: RunStore) -> None:
         self._store = store
-        self._read: dict[str, int] = {}  # segment -> bytes of the complete lines read
-        self._once = Once()
+        self._read_bytes: dict[str, int] = {}  # segment -> bytes of the complete lines read
+        self._duplicates = DuplicateFilter()
 
-    def new(self) -> list[Record]:
+    def read_new(self) -> list[Record]:
         """Records that appeared since the last call, in order among themselves."""
         records: list[Record] = []
-        for key in self._store.list(PREFIX):
-            start = self._read.get(key, 0)
+        for key in self._store.list(JOURNAL_PREFIX):
+            start = self._read_bytes.get(key, 0)
             try:
                 size = self._store.size(key)
                 if size <= start:
@@ -135,40 +135,40 @@ class Follower:
                 self._store.read_into(key, start, memoryview(data))
             except (MissingKeyError, CorruptError):
                 continue  # removed, or cut after a failed append: looked at again next time
-            found, whole = parse(key, bytes(data))
+            found, whole = parse_segment(key, bytes(data))
             records += found
-            self._read[key] = start + whole
-        return self._once(sorted(records, key=lambda record: record.order))
+            self._read_bytes[key] = start + whole
+        return self._duplicates(sorted(records, key=lambda record: record.order))
 
 
-def follow(
-    store: RunStore, *, poll: float = 0.25, stop: threading.Event | None = None
+def follow_journal(
+    store: RunStore, *, poll_interval_s: float = 0.25, stop: threading.Event | None = None
 ) -> Iterator[list[Record]]:
     """Batches of new records, one every `poll` seconds, empty ones too (a view wants to tick).
 
     Ends when `stop` is set; without one, when the consumer leaves.
     """
-    follower = Follower(store)
+    follower = JournalTail(store)
     ended = stop or threading.Event()
     while True:
-        yield follower.new()
-        if ended.wait(poll):
+        yield follower.read_new()
+        if ended.wait(poll_interval_s):
             return
 
 
-def _end_of(store: RunStore, key: str) -> tuple[int, bool]:
+def _segment_end(store: RunStore, key: str) -> tuple[int, bool]:
     """(next sequence number, whether the segment ends inside a line)."""
     try:
         data = store.get(key)
     except MissingKeyError:
         return 0, False
-    records, _ = parse(key, data)
+    records, _ = parse_segment(key, data)
     last = max((record.sequence for record in records), default=-1)
     # A segment may hold kinds we do not know: count lines too, so that no number repeats.
     return max(last + 1, data.count(b"\n")), not data.endswith(b"\n") and bool(data)
 
 
-def _torn(line: bytes) -> bool:
+def _is_torn(line: bytes) -> bool:
     """Return True if a power loss tore this line and the next writer closed it: the beginning of a
     record without its end."""
     return line.startswith(b'{"v":') and not line.endswith(b"}}")

@@ -18,31 +18,31 @@ import sys
 import threading
 from collections.abc import Callable
 
-OF_THE_AGENT = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+AGENT_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 """Signals that a terminal, systemd or Slurm sends to every process of a run. The agent answers
 them, and needs its children for that: they ignore them."""
-EXIT_CODE = 79
+LIFELINE_EXIT_CODE = 79
 """Exit code of a child whose agent has exited."""
 
 
-def pipe() -> tuple[int, int]:
+def open_lifeline() -> tuple[int, int]:
     """(read end, write end), neither inherited unless named (`pass_fds`)."""
     return os.pipe2(os.O_CLOEXEC)
 
 
-def watch(fd: int, end: Callable[[], None] | None = None) -> None:
+def watch_lifeline(fd: int, on_end: Callable[[], None] | None = None) -> None:
     """End this process, and its process group when it leads one, at the end of pipe `fd`.
 
     `fd` is the inherited read end. `end` replaces how the thread ends the process; the kernel's
     signal is then left out.
     """
-    if end is None:
-        arm(fd)
-    finish = end or end_now
+    if on_end is None:
+        arm_kernel_kill(fd)
+    finish = on_end or exit_now
     threading.Thread(target=_wait, args=(fd, finish), name="lifeline", daemon=True).start()
 
 
-def arm(fd: int) -> None:
+def arm_kernel_kill(fd: int) -> None:
     """Have the kernel kill this process (all of its group, if it leads one) at the pipe's end.
 
     Linux sends the signal chosen with F_SETSIG to the owner of an O_ASYNC descriptor when the
@@ -54,15 +54,15 @@ def arm(fd: int) -> None:
     try:
         own = os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         fcntl.fcntl(own, fcntl.F_SETSIG, signal.SIGKILL)
-        fcntl.fcntl(own, fcntl.F_SETOWN, -os.getpgrp() if _leads() else os.getpid())
+        fcntl.fcntl(own, fcntl.F_SETOWN, -os.getpgrp() if _is_group_leader() else os.getpid())
         fcntl.fcntl(own, fcntl.F_SETFL, fcntl.fcntl(own, fcntl.F_GETFL) | os.O_ASYNC)
     except OSError:
         return  # no /proc here: the thread alone ends this process
-    if ended(fd):  # it ended before the signal was armed
-        end_now()
+    if is_agent_gone(fd):  # it ended before the signal was armed
+        exit_now()
 
 
-def ended(fd: int) -> bool:
+def is_agent_gone(fd: int) -> bool:
     """Return True if the write end is closed. Only the inherited descriptor knows: one that was
     opened after the end would not."""
     poll = select.poll()
@@ -70,14 +70,14 @@ def ended(fd: int) -> bool:
     return bool(poll.poll(0))
 
 
-def end_now() -> None:
+def exit_now() -> None:
     """End this process and its group at once, without cleaning up: no agent is left to notify."""
-    if _leads():
+    if _is_group_leader():
         os.killpg(os.getpgrp(), signal.SIGKILL)
-    os._exit(EXIT_CODE)
+    os._exit(LIFELINE_EXIT_CODE)
 
 
-def _leads() -> bool:
+def _is_group_leader() -> bool:
     """Return True if this process leads its group; a group that another leads is not ours to
     kill."""
     return os.getpgrp() == os.getpid()

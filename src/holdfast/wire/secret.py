@@ -16,10 +16,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from holdfast.errors import RunFolderError
-from holdfast.wire.store.run_store import spoken_error
+from holdfast.wire.store.run_store import translate_os_error
 
-VARIABLE = "HOLDFAST_SECRET_FILE"
-_BYTES = 32
+SECRET_FILE_VARIABLE = "HOLDFAST_SECRET_FILE"
+_SECRET_BYTES = 32
 
 
 @dataclass(frozen=True)
@@ -46,12 +46,12 @@ def open_secret(folder: Path | str, environ: Mapping[str, str] | None = None) ->
 
     Raises RunFolderError when other users can read the file, or it does not hold a secret.
     """
-    named = (os.environ if environ is None else environ).get(VARIABLE)
+    named = (os.environ if environ is None else environ).get(SECRET_FILE_VARIABLE)
     if named:
         return read_secret(Path(named))
     path = Path(folder) / "secret"
     if not path.exists():
-        _make(path)
+        _create_secret(path)
     return read_secret(path)
 
 
@@ -67,7 +67,7 @@ def read_secret(path: Path) -> Secret:
     except UnicodeDecodeError:
         text = ""
     except OSError as error:
-        raise spoken_error(error, path) from error
+        raise translate_os_error(error, path) from error
     if status.st_uid not in (os.getuid(), 0):
         raise RunFolderError(
             "the run's secret belongs to another user, who knows it then",
@@ -88,21 +88,21 @@ def read_secret(path: Path) -> Secret:
         ) from None
 
 
-def _make(path: Path) -> None:
+def _create_secret(path: Path) -> None:
     """Write a new secret; of two makers at once one wins, and both then read the same."""
     temporary = path.with_name(f".tmp-{secrets.token_hex(8)}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
-            os.write(fd, secrets.token_bytes(_BYTES).hex().encode() + b"\n")
+            os.write(fd, secrets.token_bytes(_SECRET_BYTES).hex().encode() + b"\n")
             os.fsync(fd)
         finally:
             os.close(fd)
         with contextlib.suppress(FileExistsError):
             os.link(temporary, path)
     except OSError as error:
-        raise spoken_error(error, path.parent) from error
+        raise translate_os_error(error, path.parent) from error
     finally:
         with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)

@@ -20,16 +20,16 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any
 
-from holdfast.core.json_parsing import parsed
+from holdfast.core.json_parsing import parse_json
 from holdfast.errors import CorruptError, FencedError, HoldfastError, RunFolderError
 from holdfast.wire.http.auth import AuthError
-from holdfast.wire.http.client import OUTSIDE, Client, RequestError
+from holdfast.wire.http.client import NO_GENERATION, Client, RequestError
 from holdfast.wire.secret import Secret
 from holdfast.wire.store.run_store import AlreadyExistsError, MissingKeyError, RunStore
 
-TERMS = "terms/"
-GENERATIONS = "generations/"
-QUESTION = "/term"
+TERMS_PREFIX = "terms/"
+GENERATIONS_PREFIX = "generations/"
+TERM_PATH = "/term"
 """Path of the request that checks for a trainer."""
 
 
@@ -40,7 +40,7 @@ class Term:
     store: RunStore
     number: int
     address: str
-    held: bytes = field(repr=False)  # the content of our object, unlike any other's
+    content: bytes = field(repr=False)  # the content of our object, unlike any other's
 
     def check(self) -> None:
         """Raises FencedError when a newer term has been opened, or ours is missing. In the second
@@ -55,7 +55,7 @@ class Term:
             found = self.store.get(_term_key(self.number))
         except MissingKeyError:
             found = None
-        if found != self.held:
+        if found != self.content:
             raise FencedError(
                 f"the run folder has been moved, removed or replaced (our term {self.number} is "
                 f"not in it); put it back, or start another run"
@@ -70,25 +70,30 @@ class Term:
 
 
 def open_term(
-    store: RunStore, address: str, secret: Secret, answers: Callable[[str], bool] | None = None
+    store: RunStore,
+    address: str,
+    secret: Secret,
+    is_trainer_there: Callable[[str], bool] | None = None,
 ) -> Term:
     """Open the next term, from `address`, where the caller listens already.
 
     `answers(address)` asks whether a trainer of this run is there (default: `asks(secret)`).
     Raises RunFolderError when one is.
     """
-    ask = answers or asks(secret)
+    ask = is_trainer_there or holder_probe(secret)
     while True:
         newest, holder = newest_term(store)
         if holder is not None and ask(str(holder.get("address", ""))):
-            raise RunFolderError(_in_use(holder), remedy="stop it, or use another run folder")
-        term = claim(store, newest + 1, address, platform.node(), alone=True)
+            raise RunFolderError(
+                _in_use_message(holder), remedy="stop it, or use another run folder"
+            )
+        term = create_term(store, newest + 1, address, platform.node(), is_single_node=True)
         if term is not None:
             return term  # else another trainer was faster: ask that one
 
 
-def claim(
-    store: RunStore, number: int, address: str, node: str, alone: bool = False
+def create_term(
+    store: RunStore, number: int, address: str, node: str, is_single_node: bool = False
 ) -> Term | None:
     """Open term `number` without a request to the last trainer; None if another trainer was faster.
     alone: of a run that takes in no other node."""
@@ -96,7 +101,7 @@ def claim(
         "term": number,
         "node": node,
         "machine": platform.node(),
-        "alone": alone,
+        "alone": is_single_node,
         "pid": os.getpid(),
         "address": address,
         "since": time.time(),
@@ -109,7 +114,7 @@ def claim(
     return Term(store, number, address, held)
 
 
-def asks(secret: Secret, deadline: float = 10.0) -> Callable[[str], bool]:
+def holder_probe(secret: Secret, timeout_s: float = 10.0) -> Callable[[str], bool]:
     """Return the check itself: True only for an answer signed with this run's secret, even a
     refusal.
 
@@ -118,17 +123,17 @@ def asks(secret: Secret, deadline: float = 10.0) -> Callable[[str], bool]:
     machine must not lose its run folder for being slow.
     """
 
-    return lambda address: asked(address, secret, deadline) is True
+    return lambda address: probe_holder(address, secret, timeout_s) is True
 
 
-def asked(address: str, secret: Secret, deadline: float) -> bool | None:
+def probe_holder(address: str, secret: Secret, timeout_s: float) -> bool | None:
     """As `asks`; None where an answer is not signed with this secret."""
     try:
-        client = Client(address, secret, OUTSIDE, patience=0.0)
+        client = Client(address, secret, NO_GENERATION, connect_retry_s=0.0)
     except ValueError:
         return False
     try:
-        client.post(QUESTION, {}, deadline)
+        client.post(TERM_PATH, {}, timeout_s)
     except (RequestError, FencedError):
         return True  # signed by a holder of the secret
     except AuthError:
@@ -142,12 +147,12 @@ def asked(address: str, secret: Secret, deadline: float) -> bool | None:
 
 def newest_term(store: RunStore) -> tuple[int, dict[str, Any] | None]:
     """(number, who holds it): number 0 before the first, None when it was closed."""
-    keys = store.list(TERMS)
-    number = newest_number(keys, TERMS)
+    keys = store.list(TERMS_PREFIX)
+    number = newest_number(keys, TERMS_PREFIX)
     if not number or _closed_key(number) in keys:
         return number, None
     try:
-        value = parsed(store.get(_term_key(number)))
+        value = parse_json(store.get(_term_key(number)))
     except (ValueError, MissingKeyError):
         return number, None
     return number, value if isinstance(value, dict) else None
@@ -155,7 +160,7 @@ def newest_term(store: RunStore) -> tuple[int, dict[str, Any] | None]:
 
 def newest_generation(store: RunStore) -> int:
     """The highest generation ever opened; 0 before the first."""
-    return newest_number(store.list(GENERATIONS), GENERATIONS)
+    return newest_number(store.list(GENERATIONS_PREFIX), GENERATIONS_PREFIX)
 
 
 def newest_number(keys: list[str], prefix: str) -> int:
@@ -165,7 +170,7 @@ def newest_number(keys: list[str], prefix: str) -> int:
     return max((int(found[1]) for key in keys if (found := whole.fullmatch(key))), default=0)
 
 
-def open_generation(store: RunStore, generation: int, value: dict[str, Any]) -> None:
+def create_generation(store: RunStore, generation: int, value: dict[str, Any]) -> None:
     """Create the object of `generation`, which fences all older ones. Two that were parted and
     count on alike are told apart by a random mark in it.
 
@@ -181,11 +186,11 @@ def open_generation(store: RunStore, generation: int, value: dict[str, Any]) -> 
         raise FencedError(f"generation {generation} has been opened by somebody else") from None
 
 
-def object_of(store: RunStore, generation: int) -> dict[str, Any]:
+def read_generation(store: RunStore, generation: int) -> dict[str, Any]:
     """Return the content of a generation's object. Raises MissingKeyError, CorruptError."""
     key = generation_key(generation)
     try:
-        value = parsed(store.get(key))
+        value = parse_json(store.get(key))
     except ValueError:
         value = None
     if not isinstance(value, dict):
@@ -194,18 +199,18 @@ def object_of(store: RunStore, generation: int) -> dict[str, Any]:
 
 
 def generation_key(generation: int) -> str:
-    return f"{GENERATIONS}{generation:010d}.json"
+    return f"{GENERATIONS_PREFIX}{generation:010d}.json"
 
 
 def _term_key(number: int) -> str:
-    return f"{TERMS}{number:010d}.json"
+    return f"{TERMS_PREFIX}{number:010d}.json"
 
 
 def _closed_key(number: int) -> str:
-    return f"{TERMS}{number:010d}-closed.json"
+    return f"{TERMS_PREFIX}{number:010d}-closed.json"
 
 
-def _in_use(holder: dict[str, Any]) -> str:
+def _in_use_message(holder: dict[str, Any]) -> str:
     since = datetime.fromtimestamp(float(holder.get("since", 0))).strftime("%Y-%m-%d %H:%M:%S")
     return (
         f"another trainer uses the run folder: process {holder.get('pid')} on "

@@ -11,11 +11,11 @@ from xxhash import xxh3_128_hexdigest
 
 from holdfast.checkpoint.bucket import fencing
 from holdfast.checkpoint.bucket.copy import copy_checkpoint
-from holdfast.checkpoint.bucket.copy_lease import Claim, ClaimedError
+from holdfast.checkpoint.bucket.copy_lease import CopyLease, LeaseHeldError
 from holdfast.checkpoint.bucket.uploader import Uploader
 from holdfast.checkpoint.restore.reader import Checkpoint
 from holdfast.checkpoint.restore.verify import verify
-from holdfast.checkpoint.save.retention import Keep
+from holdfast.checkpoint.save.retention import RetentionRules
 from holdfast.core.format.manifest import Commit
 from holdfast.errors import CheckpointError, HoldfastError
 from holdfast.events import CheckpointUploaded, Event, UploadFailed
@@ -74,7 +74,10 @@ def test_what_another_copy_brought_and_committed_stays(
     slow = ReadOnce(source.folder, lambda: copy_checkpoint(source, KEY, target))
     done = copy_checkpoint(slow, KEY, target)
     assert whole(target, source)
-    assert (done.copied, done.there) == (0, Checkpoint.open(source, KEY).commit.nbytes)
+    assert (done.copied_bytes, done.present_bytes) == (
+        0,
+        Checkpoint.open(source, KEY).commit.nbytes,
+    )
 
 
 def test_two_movers_that_upload_the_same_checkpoint(source: FolderStore, folder: Path) -> None:
@@ -86,12 +89,12 @@ def test_two_movers_that_upload_the_same_checkpoint(source: FolderStore, folder:
         assert go.wait(DEADLINE)
 
     events: list[Event] = []
-    old = Uploader(ReadOnce(source.folder, hold), lambda: target, Keep(3), events.append)
+    old = Uploader(ReadOnce(source.folder, hold), lambda: target, RetentionRules(3), events.append)
     assert begun.wait(DEADLINE)
-    new = Uploader(source, lambda: target, Keep(3), events.append)
-    assert new.waiting(DEADLINE) is None
+    new = Uploader(source, lambda: target, RetentionRules(3), events.append)
+    assert new.wait_for_newest(DEADLINE) is None
     go.set()
-    assert old.waiting(DEADLINE) is None
+    assert old.wait_for_newest(DEADLINE) is None
     for uploader in (old, new):
         uploader.close(DEADLINE)
     assert verify(target, KEY) == []
@@ -103,7 +106,7 @@ def test_a_source_that_is_not_mounted_for_a_while_is_neither_fenced_nor_without_
     source: FolderStore, folder: Path, tmp_path: Path, when: str
 ) -> None:
     target, events = FolderStore(folder), list[Event]()
-    fencing.enter(source, target, 1)
+    fencing.enter_target(source, target, 1)
 
     def unmount() -> None:
         source.folder.rename(tmp_path / "elsewhere")
@@ -118,8 +121,8 @@ def test_a_source_that_is_not_mounted_for_a_while_is_neither_fenced_nor_without_
     uploads = Unmounted(source.folder)
     if when == "before":
         unmount()
-    uploader = Uploader(uploads, lambda: target, Keep(3), events.append)
-    uploader.committed(KEY)
+    uploader = Uploader(uploads, lambda: target, RetentionRules(3), events.append)
+    uploader.request_upload(KEY)
     wait_until(lambda: events, DEADLINE, "the failure")
     (failed,) = events
     assert isinstance(failed, UploadFailed)
@@ -169,11 +172,11 @@ def test_who_trusts_an_old_claim_removes_nothing_of_another_checkpoint(
     raw = other.get(KEY)
 
     def take_over() -> None:
-        Claim(target, Commit.from_bytes(raw, KEY), xxh3_128_hexdigest(raw), 0.1).take()
-        copy_checkpoint(other, KEY, target, abandoned=NEVER)
+        CopyLease(target, Commit.from_bytes(raw, KEY), xxh3_128_hexdigest(raw), 0.1).acquire()
+        copy_checkpoint(other, KEY, target, lease_expiry_s=NEVER)
 
-    with pytest.raises(ClaimedError, match="was taken over there"):
-        copy_checkpoint(source, KEY, Watched(folder, FIRST, take_over), abandoned=NEVER)
+    with pytest.raises(LeaseHeldError, match="was taken over there"):
+        copy_checkpoint(source, KEY, Watched(folder, FIRST, take_over), lease_expiry_s=NEVER)
     assert whole(target, other)
 
 
@@ -192,7 +195,7 @@ def test_who_mends_at_the_same_time(source: FolderStore, folder: Path, same: boo
     if same:
         done = copy_checkpoint(source, KEY, target)
         assert whole(target, source)
-        assert done.there == source.size(FIRST)
+        assert done.present_bytes == source.size(FIRST)
     else:
         with pytest.raises(CheckpointError, match=r"somebody else writes data/.*copy it again"):
             copy_checkpoint(source, KEY, target)

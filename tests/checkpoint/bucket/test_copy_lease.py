@@ -13,19 +13,19 @@ from pathlib import Path
 import pytest
 
 from holdfast.checkpoint.bucket.copy import copy_checkpoint
-from holdfast.checkpoint.bucket.copy_lease import Claim, ClaimedError
-from holdfast.checkpoint.format.blob import header
-from holdfast.checkpoint.format.save_context import Plan
-from holdfast.checkpoint.restore.catalog import listing
+from holdfast.checkpoint.bucket.copy_lease import CopyLease, LeaseHeldError
+from holdfast.checkpoint.format.blob import blob_header
+from holdfast.checkpoint.format.save_context import SaveContext
+from holdfast.checkpoint.restore.catalog import list_commits
 from holdfast.checkpoint.restore.verify import verify
 from holdfast.checkpoint.save.writer import try_commit, write_part
-from holdfast.core.format.manifest import Commit, commit_key, part_prefix, placed
+from holdfast.core.format.manifest import Commit, commit_key, part_prefix, place_boxes
 from holdfast.core.sharding.ownership import owned_boxes
 from holdfast.core.sharding.state_table import TensorSpec
 from holdfast.errors import CheckpointError, HoldfastError
-from holdfast.layout import Layout, place
+from holdfast.layout import Layout, place_layout
 from holdfast.wire.store.run_store import Buffer, FolderStore, MemoryStore, RunStore
-from holdfast.wire.term import open_generation
+from holdfast.wire.term import create_generation
 
 TABLE = (TensorSpec("model.embed.weight", "F32", (37, 8), 0),)
 KEY = commit_key(1, 5)
@@ -46,12 +46,12 @@ copy_checkpoint(FolderStore(source), key, Killing(target, int(point)))
 
 def save(store: RunStore, seed: int) -> Commit:
     """Step 5 of a generation 1; another one for each seed, of the same size."""
-    topo = place(Layout(dp_shard=2), 1, ("n", "n"))
-    plan = Plan(1, topo, TABLE, "c", "d", extent_bytes=256)
-    open_generation(store, 1, {})
+    topo = place_layout(Layout(dp_shard=2), 1, ("n", "n"))
+    plan = SaveContext(1, topo, TABLE, "c", "d", extent_bytes=256)
+    create_generation(store, 1, {})
     for rank in range(2):
-        tensors = placed(owned_boxes(topo, TABLE, rank), TABLE)
-        start = header(tensors)
+        tensors = place_boxes(owned_boxes(topo, TABLE, rank), TABLE)
+        start = blob_header(tensors)
         data = [random.Random(seed).randbytes(p.nbytes) for p in tensors]
         write_part(store, plan, 5, rank, [start, *data], len(start), tensors, {})
     commit = try_commit(store, plan, 5)
@@ -76,7 +76,7 @@ def kill_a_copy(source: FolderStore, target: FolderStore, point: int = 4) -> Non
     done = subprocess.run([sys.executable, "-c", KILLED, *words], timeout=DEADLINE, check=False)
     assert done.returncode == -9
     assert target.list(CLAIM)
-    assert listing(target) == []
+    assert list_commits(target) == []
 
 
 def whole(target: RunStore, source: RunStore) -> bool:
@@ -88,7 +88,7 @@ def whole(target: RunStore, source: RunStore) -> bool:
 def test_a_killed_copy_that_is_run_again_goes_on_at_once(stores: list[FolderStore]) -> None:
     one, _, target = stores
     kill_a_copy(one, target)
-    copy_checkpoint(one, KEY, target, abandoned=NEVER, say=pytest.fail)
+    copy_checkpoint(one, KEY, target, lease_expiry_s=NEVER, say=pytest.fail)
     assert whole(target, one)
 
 
@@ -96,18 +96,18 @@ def test_a_killed_copy_s_claim_is_taken_over(stores: list[FolderStore]) -> None:
     one, other, target = stores
     kill_a_copy(one, target)
     said: list[str] = []
-    copy_checkpoint(other, KEY, target, abandoned=SHORT, say=said.append)
+    copy_checkpoint(other, KEY, target, lease_expiry_s=SHORT, say=said.append)
     assert whole(target, other)
     assert len(said) == 1
     assert "is being copied there (by " in said[0]
     with pytest.raises(CheckpointError, match="another checkpoint of step 5"):
-        copy_checkpoint(one, KEY, target, abandoned=NEVER)
+        copy_checkpoint(one, KEY, target, lease_expiry_s=NEVER)
 
 
 def test_a_claim_without_a_number_is_taken_over_too(stores: list[FolderStore]) -> None:
     one, _, target = stores
     target.create(CLAIM, b"0123456789abcdef")
-    copy_checkpoint(one, KEY, target, abandoned=SHORT)
+    copy_checkpoint(one, KEY, target, lease_expiry_s=SHORT)
     assert whole(target, one)
 
 
@@ -132,12 +132,12 @@ def test_whoever_lives_keeps_his_claim_however_slow_he_is(stores: list[FolderSto
     one, other, target = stores
     held = Held(target.folder)
     with ThreadPoolExecutor(1) as pool:
-        copied = pool.submit(copy_checkpoint, one, KEY, held, abandoned=4 * SHORT)
+        copied = pool.submit(copy_checkpoint, one, KEY, held, lease_expiry_s=4 * SHORT)
         assert held.begun.wait(DEADLINE)
-        with pytest.raises(ClaimedError, match="another checkpoint of step 5"):
-            copy_checkpoint(other, KEY, target, abandoned=NEVER)  # ends by a sign of life
+        with pytest.raises(LeaseHeldError, match="another checkpoint of step 5"):
+            copy_checkpoint(other, KEY, target, lease_expiry_s=NEVER)  # ends by a sign of life
         held.go.set()
-        assert copied.result(DEADLINE).copied > 0
+        assert copied.result(DEADLINE).copied_bytes > 0
     assert whole(target, one)
 
 
@@ -145,9 +145,9 @@ def test_who_was_stopped_and_taken_over_writes_nothing_more(stores: list[FolderS
     one, other, target = stores
     held = Held(target.folder, silent=True)
     with ThreadPoolExecutor(1) as pool:
-        copied = pool.submit(copy_checkpoint, one, KEY, held, abandoned=SHORT)
+        copied = pool.submit(copy_checkpoint, one, KEY, held, lease_expiry_s=SHORT)
         assert held.begun.wait(DEADLINE)
-        copy_checkpoint(other, KEY, target, abandoned=SHORT)
+        copy_checkpoint(other, KEY, target, lease_expiry_s=SHORT)
         held.go.set()
         with pytest.raises(HoldfastError):
             copied.result(DEADLINE)
@@ -173,9 +173,11 @@ def test_of_two_who_take_over_at_once_one_wins(stores: list[FolderStore]) -> Non
         target = Together()
         target.create(f"{CLAIM}-{1:08d}", b"of a third")
         commits = [Commit.from_bytes(store.get(KEY), KEY) for store in (one, other)]
-        claims = [Claim(target, c, str(n), 0.05) for n, c in enumerate(commits)]
+        claims = [CopyLease(target, c, str(n), 0.05) for n, c in enumerate(commits)]
         with ThreadPoolExecutor(2) as pool:
-            ends = [future.exception(DEADLINE) for future in [pool.submit(c.take) for c in claims]]
-        assert sorted(type(end) for end in ends if end is not None) == [ClaimedError]
+            ends = [
+                future.exception(DEADLINE) for future in [pool.submit(c.acquire) for c in claims]
+            ]
+        assert sorted(type(end) for end in ends if end is not None) == [LeaseHeldError]
         claims[ends.index(None)].renew()
         assert len(target.list(CLAIM)) == 2  # the winner's; the abandoned one was removed

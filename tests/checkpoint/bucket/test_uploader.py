@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.checkpoint.bucket.recover_folder import bring_back
+from holdfast.checkpoint.bucket.recover_folder import recover_folder
 from holdfast.checkpoint.mover.client import MoverClient
-from holdfast.checkpoint.restore.catalog import listing, step_of
-from holdfast.checkpoint.restore.verify import newest_verified
+from holdfast.checkpoint.restore.catalog import list_commits, step_of
+from holdfast.checkpoint.restore.verify import find_newest_verified
 from holdfast.core.sharding.state_table import TensorSpec
 from holdfast.errors import CheckpointError, StoreError
 from holdfast.events import (
@@ -52,12 +52,12 @@ def test_what_is_committed_gets_into_the_bucket_and_old_ones_go(start: Start) ->
         workers.commit(step)
         events_until(client, _uploaded(step))
     bucket = open_store(where)
-    found = newest_verified(bucket)
+    found = find_newest_verified(bucket)
     assert found is not None
     assert_holds(found, 3)
     workers.commit(4)
     events_until(client, _uploaded(4))
-    assert 1 not in map(step_of, listing(bucket))  # 2 goes just after 4 has come
+    assert 1 not in map(step_of, list_commits(bucket))  # 2 goes just after 4 has come
 
 
 def test_a_bucket_that_fails_delays_no_commit_and_gets_the_newest_later(
@@ -139,7 +139,7 @@ def test_what_an_abandoned_copy_left_in_the_bucket_goes_also_when_that_fails_at_
     events_until(client, _uploaded(3))
     wait_until(lambda: not _stored(where, "0000000001-rank"), 60, "nothing is left of step 1")
     assert refused
-    assert [step_of(key) for key in listing(open_store(where))] == [3, 2]
+    assert [step_of(key) for key in list_commits(open_store(where))] == [3, 2]
 
 
 def test_what_older_generations_left_in_the_bucket_goes_at_the_first_upload(start: Start) -> None:
@@ -154,7 +154,7 @@ def test_what_older_generations_left_in_the_bucket_goes_at_the_first_upload(star
     Workers(client, topo).commit(1)
     events_until(client, _uploaded(1))
     wait_until(lambda: _stored(where, "0000000009-rank") == [ours], 60, "the older ones are gone")
-    found = newest_verified(bucket)
+    found = find_newest_verified(bucket)
     assert found is not None
     assert_holds(found, 1)
 
@@ -176,14 +176,14 @@ def test_the_upload_of_a_killed_mover_is_resumed_by_the_next(start: Start, proxy
     workers.commit(1)
     assert reached.wait(60)
     mover.kill()
-    assert listing(open_store(s3.location(s3.server(), prefix))) == []
+    assert list_commits(open_store(s3.location(s3.server(), prefix))) == []
     with s3.proxied() as second:
         where = s3.location(second.address, prefix)
         client = start(bucket=where).begin(topology(1, 3, generation=2))
         events_until(client, _uploaded(1))
         for rank, again in ((0, False), (1, False), (2, True)):
             assert (second.sent(f"rank{rank:05d}-0.safetensors") > 0) is again
-        found = newest_verified(open_store(where))
+        found = find_newest_verified(open_store(where))
         assert found is not None
         assert_holds(found, 1)
 
@@ -195,17 +195,17 @@ def test_a_run_whose_folder_is_lost_begins_from_the_bucket(start: Start, tmp_pat
     events_until(client, _uploaded(7))
     said: list[str] = []
     folder = FolderStore(tmp_path / "new")
-    bring_back(folder, where, "c", False, said.append)
+    recover_folder(folder, where, "c", False, said.append)
     assert said == ["step 7 was brought back from the bucket"]
-    found = newest_verified(folder)
+    found = find_newest_verified(folder)
     assert found is not None
     assert_holds(found, 7)
     assert newest_generation(folder) == 1  # so the next one is newer than whatever wrote it
-    bring_back(folder, where, "c", False, said.append)
+    recover_folder(folder, where, "c", False, said.append)
     assert len(said) == 1  # it is there
     for config_hash, fresh, why in (("other", False, "another run"), ("c", True, "set aside")):
         with pytest.raises(CheckpointError, match=f"checkpoint.bucket: .*{why}.*another prefix"):
-            bring_back(FolderStore(tmp_path / why), where, config_hash, fresh, said.append)
+            recover_folder(FolderStore(tmp_path / why), where, config_hash, fresh, said.append)
 
 
 def test_a_bucket_that_is_away_at_the_start_stops_only_those_who_need_it(
@@ -216,15 +216,15 @@ def test_a_bucket_that_is_away_at_the_start_stops_only_those_who_need_it(
     where = s3.location(proxy.address, timeout=60, retries=0)
     proxy.rule = lambda request: Fault(503, "SlowDown")
     said: list[str] = []
-    bring_back(FolderStore(tmp_path / "run"), where, "c", False, said.append)
+    recover_folder(FolderStore(tmp_path / "run"), where, "c", False, said.append)
     assert len(said) == 1
     assert "goes on without its bucket for now" in said[0]
     with pytest.raises(StoreError, match="503 SlowDown"):
-        bring_back(FolderStore(tmp_path / "new"), where, "c", False, said.append)
+        recover_folder(FolderStore(tmp_path / "new"), where, "c", False, said.append)
     proxy.rule = lambda request: None
     proxy.drop_headers = frozenset({"if-none-match"})
     with pytest.raises(UnfitStoreError, match="overwrites"):
-        bring_back(FolderStore(tmp_path / "run"), where, "c", False, said.append)
+        recover_folder(FolderStore(tmp_path / "run"), where, "c", False, said.append)
 
 
 def test_a_broken_checkpoint_in_the_bucket_is_passed_over(start: Start, tmp_path: Path) -> None:
@@ -241,10 +241,10 @@ def test_a_broken_checkpoint_in_the_bucket_is_passed_over(start: Start, tmp_path
     bucket.create(blob, data)
     said: list[str] = []
     folder = FolderStore(tmp_path / "new")
-    bring_back(folder, where, "c", False, said.append)
+    recover_folder(folder, where, "c", False, said.append)
     assert "cannot be trusted" in said[0]
     assert said[1:] == ["step 1 was brought back from the bucket"]
-    found = newest_verified(folder)
+    found = find_newest_verified(folder)
     assert found is not None
     assert_holds(found, 1)
 
@@ -260,11 +260,11 @@ def test_a_mover_whose_run_store_is_the_bucket(start: Start) -> None:
     again = start(at=where)
     topo = topology(2, 1, generation=2)
     client = again.begin(topo)
-    newest = client.newest()
+    newest = client.find_restore_point()
     assert (newest.step, newest.generation) == (2, 1)
     others = Workers(client, topo)
     others.commit(3)
-    found = newest_verified(open_store(where))
+    found = find_newest_verified(open_store(where))
     assert found is not None
     assert_holds(found, 3)
 

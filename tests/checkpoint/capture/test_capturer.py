@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-from holdfast.checkpoint.capture.capturer import Captured, Capturer, Skipped
-from holdfast.checkpoint.capture.chunked_copy import Copy, Cost
+from holdfast.checkpoint.capture.capturer import Capturer, CompletedCapture, SkippedCapture
+from holdfast.checkpoint.capture.chunked_copy import ChunkedCopy, CopyTiming
 from holdfast.checkpoint.memory.arena import Arena
 from holdfast.checkpoint.mover.client import MoverClient
 from holdfast.checkpoint.restore.reader import Checkpoint
@@ -34,7 +34,7 @@ class Stalled(Capturer):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.go = threading.Event()
-        self._copiers.submit(self.go.wait, DEADLINE)
+        self._copy_threads.submit(self.go.wait, DEADLINE)
 
 
 @pytest.mark.parametrize(("replicas", "dp_shard"), [(1, 1), (2, 1), (1, 3), (2, 2)])
@@ -47,14 +47,14 @@ def test_what_is_committed_is_the_state_before_the_next_change(
     for step in (1, 2, 3):
         workers.compute(step)
         for capturer in workers.capturers:
-            assert isinstance(capturer.begin(step, wait=DEADLINE), Copy)
+            assert isinstance(capturer.begin(step, wait=DEADLINE), ChunkedCopy)
         for capturer in workers.capturers:
             capturer.fence()
         workers.compute(step + 1)  # the next update
         for capturer in workers.capturers:
             assert capturer.announce(step, {"position": 16 * step}) is None
     for step in (1, 2, 3):
-        assert workers.capturers[0].settle(step, DEADLINE) is None
+        assert workers.capturers[0].wait_until_committed(step, DEADLINE) is None
         assert_holds(Checkpoint.open(mover.store, commit_key(1, step)), step)
 
 
@@ -68,7 +68,7 @@ def test_no_snapshot_is_torn_in_a_storm_of_steps(start: Start) -> None:
     tensors = {spec.name: torch.zeros(spec.shape) for spec in table}
     capturer = Capturer(client, topo, table, 0, tensors, run="test", slots=3)
     arena = capturer._arena
-    start_of_data, stop = len(capturer._head), threading.Event()
+    start_of_data, stop = len(capturer._header), threading.Event()
     seen: set[int] = set()
     torn: list[int] = []
 
@@ -94,9 +94,9 @@ def test_no_snapshot_is_torn_in_a_storm_of_steps(start: Start) -> None:
             assert capturer.fence() >= 0
             for tensor in tensors.values():
                 tensor.fill_(step)
-            assert isinstance(capturer.begin(step), Copy)
+            assert isinstance(capturer.begin(step), ChunkedCopy)
             if step > 1:
-                capturer.drop(step - 1)  # as a mover does that keeps it in memory
+                capturer.drop_capture(step - 1)  # as a mover does that keeps it in memory
     finally:
         capturer.fence()
         stop.set()
@@ -114,16 +114,16 @@ def test_a_thread_that_gets_no_core_delays_nobody(start: Start) -> None:
     (tensors,) = workers.tensors
     capturer = Stalled(client, topo, TABLE, 0, tensors, run="test")
     workers.compute(1)
-    costs: list[Cost] = []
-    assert isinstance(capturer.begin(1), Copy)
-    capturer.after(1, costs.append)
+    costs: list[CopyTiming] = []
+    assert isinstance(capturer.begin(1), ChunkedCopy)
+    capturer.call_when_copied(1, costs.append)
     assert costs == []
     assert capturer.fence() > 0
-    assert [cost.fence > 0 and cost.blocked >= cost.fence for cost in costs] == [True]
+    assert [cost.fence_s > 0 and cost.blocked_s >= cost.fence_s for cost in costs] == [True]
     workers.compute(2)
     capturer.go.set()
     assert capturer.announce(1, {}) is None
-    assert capturer.settle(1, DEADLINE) is None
+    assert capturer.wait_until_committed(1, DEADLINE) is None
     assert_holds(Checkpoint.open(mover.store, commit_key(1, 1)), 1)
     capturer.close()
 
@@ -137,15 +137,15 @@ def test_the_next_capture_and_leaving_wait_for_the_present_one(start: Start) -> 
     ended: list[int] = []
     for step in (1, 2):
         workers.compute(step)
-        assert isinstance(capturer.begin(step), Copy)
-        capturer.after(step, lambda cost, step=step: ended.append(step))
+        assert isinstance(capturer.begin(step), ChunkedCopy)
+        capturer.call_when_copied(step, lambda cost, step=step: ended.append(step))
     assert ended == [1]
     capturer.go.set()
     capturer.close()
     assert ended == [1, 2]
     for step in (1, 2):
         assert capturer.announce(step, {}) is None
-    assert capturer.settle(2, DEADLINE) is None
+    assert capturer.wait_until_committed(2, DEADLINE) is None
     assert_holds(Checkpoint.open(mover.store, commit_key(1, 2)), 2)
 
 
@@ -160,14 +160,14 @@ def test_a_copy_that_fails_is_one_skipped_save(start: Start) -> None:
 
     whole = capturer._spans
     capturer._spans = [[span._replace(source=Broken()) for span in piece] for piece in whole]
-    assert isinstance(capturer.begin(1), Copy)
+    assert isinstance(capturer.begin(1), ChunkedCopy)
     capturer.fence()
     answer = capturer.announce(1, {})
-    assert isinstance(answer, Skipped)
+    assert isinstance(answer, SkippedCapture)
     assert answer.reason == "the copy failed: a tensor has no memory any more"
     capturer._spans = whole
     for step in (2, 3):  # both slots are free
-        assert isinstance(capturer.capture(step), Captured)
+        assert isinstance(capturer.capture(step), CompletedCapture)
 
 
 def test_the_newest_snapshot_that_the_mover_knows_is_not_overwritten_before_a_newer_one(
@@ -181,15 +181,15 @@ def test_the_newest_snapshot_that_the_mover_knows_is_not_overwritten_before_a_ne
     assert capturer._arena.free_slot() is not None
     kept = next(s for s in range(2) if (h := capturer._arena.header(s)) and h.step == 1)
     for step in range(2, 6):  # given up one after the other: never known to the mover
-        assert isinstance(capturer.capture(step), Captured)
-        assert not capturer.ready()
-        assert isinstance(capturer.capture(99), Skipped)
-        capturer.drop(step)
+        assert isinstance(capturer.capture(step), CompletedCapture)
+        assert not capturer.has_free_slot()
+        assert isinstance(capturer.capture(99), SkippedCapture)
+        capturer.drop_capture(step)
         header = capturer._arena.header(kept)
         assert header is not None
         assert header.step == 1
     workers.commit(6)
-    assert isinstance(capturer.capture(7), Captured)  # over step 1
+    assert isinstance(capturer.capture(7), CompletedCapture)  # over step 1
     assert capturer._arena.header(kept).step == 7  # type: ignore[union-attr]
 
 
@@ -201,13 +201,13 @@ def test_a_refused_announcement_keeps_the_snapshot_before(start: Start) -> None:
     workers.commit(1)
 
     class Refusing(MoverClient):
-        def captured(self, *args: Any, **kwargs: Any) -> None:
+        def announce_capture(self, *args: Any, **kwargs: Any) -> None:
             raise HoldfastError("the toy refuses")
 
     good = capturer._mover
     capturer._mover = Refusing(mover.socket, mover.secret, 1)
-    assert isinstance(capturer.capture(2), Captured)
-    assert capturer.announce(2, {}) == Skipped(2, "the toy refuses")
+    assert isinstance(capturer.capture(2), CompletedCapture)
+    assert capturer.announce(2, {}) == SkippedCapture(2, "the toy refuses")
     capturer._mover = good
     workers.commit(3)
 
@@ -219,10 +219,20 @@ def test_sigkill_in_the_middle_of_a_hidden_copy_leaves_the_other_slot_whole(star
         topo = topology(generation=generation)
         client = mover.begin(topo, killed_capture.TABLE)
         done = subprocess.run(
-            [sys.executable, "-m", "tests.support.killed_capture", mover.socket,
-             mover.secret.hex(), str(generation), str(point)],
-            capture_output=True, text=True, timeout=60, check=False,
-        )  # fmt: skip
+            [
+                sys.executable,
+                "-m",
+                "tests.support.killed_capture",
+                mover.socket,
+                mover.secret.hex(),
+                str(generation),
+                str(point),
+            ],
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
         again = {name: torch.zeros(n) for name, n in (("w", killed_capture.ROWS), ("b", 7))}
         capturer = Capturer(client, topo, killed_capture.TABLE, 0, again, run="test")
         arena: Arena = capturer._arena
@@ -232,10 +242,15 @@ def test_sigkill_in_the_middle_of_a_hidden_copy_leaves_the_other_slot_whole(star
         killed_capture.fill(due, 1)
         for piece in capturer._spans:
             for span in piece:
-                at = arena.data_offset(one) + span.target
+                at = arena.data_offset(one) + span.target_offset
                 held = arena.memory[at : at + span.length]
                 source = next(t for t in due.values() if t.data_ptr() == span.source.data_ptr())
-                assert held == source.numpy().tobytes()[span.start : span.start + span.length]
+                assert (
+                    held
+                    == source.numpy().tobytes()[
+                        span.source_offset : span.source_offset + span.length
+                    ]
+                )
         if done.returncode == 0:
             assert int(done.stdout) == point >= 3
             assert headers[1 - one] is not None

@@ -10,12 +10,12 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
-from holdfast.checkpoint.capture.capturer import Captured, Capturer, Skipped, view_of
+from holdfast.checkpoint.capture.capturer import Capturer, CompletedCapture, SkippedCapture, view_of
 from holdfast.checkpoint.capture.reconnecting_capturer import ReconnectingCapturer
 from holdfast.checkpoint.mover.client import MoverClient
 from holdfast.checkpoint.restore.reader import Checkpoint
 from holdfast.core.format.manifest import commit_key
-from holdfast.core.sharding.boxes import whole
+from holdfast.core.sharding.boxes import whole_box
 from holdfast.core.sharding.state_table import local_boxes
 from holdfast.events import CheckpointFailed
 from holdfast.layout import Topology
@@ -41,7 +41,7 @@ class Trainer:
         self.boxes = local_boxes(topo, TABLE, rank)
         dtypes = {spec.name: DTYPE[spec.dtype] for spec in TABLE}
         self.tensors = {b.name: torch.zeros(b.lengths, dtype=dtypes[b.name]) for b in self.boxes}
-        self.skipped: list[Skipped] = []
+        self.skipped: list[SkippedCapture] = []
 
         def make() -> Capturer:
             return Capturer(client, topo, TABLE, rank, self.tensors, run="test", slots=2)
@@ -52,10 +52,12 @@ class Trainer:
         """A step, and its snapshot if there is room for it."""
         full = state(step, TABLE)
         for box in self.boxes:
-            everything = whole(box.name, tuple(full[box.name].shape))
+            everything = whole_box(box.name, tuple(full[box.name].shape))
             self.tensors[box.name].copy_(view_of(full[box.name], everything, box))
         self.saver.fence()
-        if not self.saver.ready() or not isinstance(self.saver.capture(step), Captured):
+        if not self.saver.has_free_slot() or not isinstance(
+            self.saver.capture(step), CompletedCapture
+        ):
             return False
         assert self.saver.announce(step, {"position": step}, durable) is None
         return True
@@ -80,19 +82,19 @@ def test_a_mover_that_dies_costs_the_save_under_way_and_another_one_takes_over(
     trainer = Trainer(mover.begin(topo), topo)
     trainers.append(trainer)
     assert trainer.take(1, durable=True)
-    assert trainer.saver.settle(1, 60) is None
+    assert trainer.saver.wait_until_committed(1, 60) is None
     mover.kill()
     assert trainer.take(2), "nobody knows it yet"
     until(lambda: trainer.lost == [2])
-    assert trainer.saver.away
+    assert trainer.saver.is_away
     assert not trainer.take(3)
-    assert isinstance(trainer.saver.capture(3), Skipped), "at once: nobody is asked"
+    assert isinstance(trainer.saver.capture(3), SkippedCapture), "at once: nobody is asked"
     other = start(socket=mover.socket, secret=mover.secret)
     assert not trainer.take(4), "it has not been told of the generation"
     other.begin(topo)
-    until(trainer.saver.ready)
+    until(trainer.saver.has_free_slot)
     assert trainer.take(5, durable=True)
-    assert trainer.saver.settle(5, 60) is None
+    assert trainer.saver.wait_until_committed(5, 60) is None
     assert_holds(Checkpoint.open(other.store, commit_key(1, 5)), 5)
     assert_holds(Checkpoint.open(other.store, commit_key(1, 1)), 1)
     assert trainer.lost == [2]
@@ -111,12 +113,12 @@ def test_training_goes_on_beside_a_mover_that_stands_still(
     try:
         for step in range(2, 20):
             trainer.take(step)
-        assert not trainer.saver.ready()
+        assert not trainer.saver.has_free_slot()
     finally:
         os.kill(mover.process.pid, signal.SIGCONT)
-    until(trainer.saver.ready)
+    until(trainer.saver.has_free_slot)
     assert trainer.take(20, durable=True)
-    assert trainer.saver.settle(20, 60) is None
+    assert trainer.saver.wait_until_committed(20, 60) is None
     assert_holds(Checkpoint.open(mover.store, commit_key(1, 20)), 20)
 
 
@@ -130,10 +132,10 @@ def test_a_mover_that_is_killed_while_no_slot_is_free_is_missed(
     stop(mover.process.pid)
     assert trainer.take(1)
     assert trainer.take(2)
-    assert not trainer.saver.ready()
+    assert not trainer.saver.has_free_slot()
     mover.kill()
     start(socket=mover.socket, secret=mover.secret).begin(topo)
-    until(trainer.saver.ready)
+    until(trainer.saver.has_free_slot)
     assert trainer.take(3)
     assert trainer.saver.flush(60)
     assert set(trainer.lost) == {1, 2}
@@ -148,19 +150,19 @@ def test_what_a_dead_mover_was_saving_has_failed_and_who_waits_for_it_hears_so(
     trainers += [Trainer(client, topo, rank) for rank in range(2)]
     for trainer in trainers:
         assert trainer.take(1, durable=True)
-    assert trainers[0].saver.settle(1, 60) is None
+    assert trainers[0].saver.wait_until_committed(1, 60) is None
     assert trainers[0].take(2, durable=True)
     assert trainers[0].saver.flush(60)
     mover.kill()
     other = start(socket=mover.socket, secret=mover.secret).begin(topo)
-    reason = trainers[0].saver.settle(2, 60)
+    reason = trainers[0].saver.wait_until_committed(2, 60)
     assert reason is not None
     assert "ended" in reason
     events_until(other, lambda event: isinstance(event, CheckpointFailed) and event.step == 2)
-    assert trainers[0].saver.settle(1, 60) is None, "it was committed, and is"
+    assert trainers[0].saver.wait_until_committed(1, 60) is None, "it was committed, and is"
     assert trainers[1].take(3), "its mover has changed, and it does not know yet"
     until(lambda: trainers[1].lost == [3])
-    until(lambda: all(trainer.saver.ready() for trainer in trainers))
+    until(lambda: all(trainer.saver.has_free_slot() for trainer in trainers))
     for trainer in trainers:
         assert trainer.take(4, durable=True)
-    assert trainers[1].saver.settle(4, 60) is None
+    assert trainers[1].saver.wait_until_committed(4, 60) is None

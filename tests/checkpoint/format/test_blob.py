@@ -13,13 +13,13 @@ from safetensors.torch import load_file
 from torch.distributed.checkpoint import state_dict_loader
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 
-from holdfast.checkpoint.format.blob import ExtentHasher, header, parse_header
+from holdfast.checkpoint.format.blob import ExtentHasher, blob_header, parse_header
 from holdfast.checkpoint.restore.reader import Checkpoint
-from holdfast.core.format.manifest import commit_key, placed
+from holdfast.core.format.manifest import commit_key, place_boxes
 from holdfast.core.sharding.boxes import Box
 from holdfast.core.sharding.state_table import StateTable, TensorSpec
 from holdfast.errors import CorruptError
-from holdfast.layout import Layout, place
+from holdfast.layout import Layout, place_layout
 from tests.support.mover_process import DTYPE, TABLE, Mover, Workers, state, topology
 
 
@@ -72,7 +72,7 @@ def test_stock_readers_open_a_checkpoint_where_it_lies(
     """Rows and columns cut unevenly, ranks with nothing: the folder of the blobs is all they need.
     (It must hold one step only: `holdfast checkpoint copy` makes such a folder.)"""
     mover = start()
-    topo = place(layout, 1, ("node0",) * layout.world_size)
+    topo = place_layout(layout, 1, ("node0",) * layout.world_size)
     Workers(mover.begin(topo, CUT), topo, CUT).commit(9)
     folder = mover.store.folder / "data" / "0000000001"
     assert len(list(folder.iterdir())) == layout.world_size
@@ -91,14 +91,14 @@ def test_stock_readers_open_a_checkpoint_where_it_lies(
 
 
 def test_a_blob_without_tensors_is_valid(tmp_path: Path) -> None:
-    (tmp_path / "x.safetensors").write_bytes(header(()))
+    (tmp_path / "x.safetensors").write_bytes(blob_header(()))
     assert load_file(tmp_path / "x.safetensors") == {}
 
 
 def test_safetensors_accepts_no_holes(tmp_path: Path) -> None:
     """Why tensors are not aligned to 4 KiB one by one: the format's readers refuse gaps."""
     table = (TensorSpec("a", "F32", (2,)), TensorSpec("b", "F32", (2,)))
-    head = header(placed((Box("a", (0,), (2,)), Box("b", (0,), (2,))), table))
+    head = blob_header(place_boxes((Box("a", (0,), (2,)), Box("b", (0,), (2,))), table))
     content = json.loads(head[8:])
     content["b"]["data_offsets"] = [4096, 4104]
     text = json.dumps(content).encode().ljust(4088)
@@ -115,11 +115,11 @@ def test_header_says_what_was_put_in() -> None:
         TensorSpec("s", "F64", ()),
         TensorSpec("h", "BF16", (2,)),
     )
-    tensors = placed(boxes, table)
-    head = header(tensors)
+    tensors = place_boxes(boxes, table)
+    head = blob_header(tensors)
     assert len(head) == 4096
     assert parse_header(head, "x") == tensors
-    assert header(tensors) == head  # a slot's header is written once and compared for ever
+    assert blob_header(tensors) == head  # a slot's header is written once and compared for ever
     with pytest.raises(CorruptError, match="header"):
         parse_header(head[:100], "x")
 
@@ -127,17 +127,29 @@ def test_header_says_what_was_put_in() -> None:
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("shape", [[3], 2]), ("shape", [True, 2]), ("shape", [3, -2]), ("shape", [3]),
-        ("shape", 3), ("shape", [3.0, 2]), ("data_offsets", ["", 24]), ("data_offsets", [[], 24]),
-        ("data_offsets", [None, 24]), ("data_offsets", [-8, 24]), ("data_offsets", []),
-        ("dtype", ["F32"]), ("dtype", "F33"), ("saved_offsets", [[0]]),
-        ("saved_offsets", [False, 0]), ("saved_offsets", ["4", 0]), ("saved_offsets", [-4, 0]),
+        ("shape", [[3], 2]),
+        ("shape", [True, 2]),
+        ("shape", [3, -2]),
+        ("shape", [3]),
+        ("shape", 3),
+        ("shape", [3.0, 2]),
+        ("data_offsets", ["", 24]),
+        ("data_offsets", [[], 24]),
+        ("data_offsets", [None, 24]),
+        ("data_offsets", [-8, 24]),
+        ("data_offsets", []),
+        ("dtype", ["F32"]),
+        ("dtype", "F33"),
+        ("saved_offsets", [[0]]),
+        ("saved_offsets", [False, 0]),
+        ("saved_offsets", ["4", 0]),
+        ("saved_offsets", [-4, 0]),
     ],
-)  # fmt: skip
+)
 def test_a_header_whose_numbers_are_no_places_is_rotten(field: str, value: object) -> None:
     table = (TensorSpec("w", "F32", (8, 2), 0), TensorSpec("v", "F32", (2,)))
     boxes = (Box("w", (4, 0), (3, 2)), Box("v", (0,), (2,)))
-    content = json.loads(header(placed(boxes, table))[8:])
+    content = json.loads(blob_header(place_boxes(boxes, table))[8:])
     if field == "saved_offsets":
         sharding = json.loads(content["__metadata__"]["DCP_SHARDING_INFO"])
         sharding["w"][field] = value
@@ -161,8 +173,8 @@ def test_extents_do_not_depend_on_how_bytes_come() -> None:
     for size in (1, 7, 1000, 5000, len(data)):
         hasher = ExtentHasher(1000)
         pieces = [data[i : i + size] for i in range(0, len(data), size)]
-        assert b"".join(hasher.feed(pieces)) == data
-        found.append(hasher.blob("k", 0))
+        assert b"".join(hasher.pass_through(pieces)) == data
+        found.append(hasher.finish("k", 0))
     assert len({b.checksums for b in found}) == 1
     assert [e.length for e in found[0].extents()] == [1000] * 10 + [240]
     assert [e.offset for e in found[0].extents(999, 2001)] == [0, 1000, 2000]

@@ -5,9 +5,16 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdfast.checkpoint.format.box_index import Index
-from holdfast.core.format.manifest import Blob, Commit, Writer, blob_key, placed, writer_name
-from holdfast.core.sharding.boxes import Box, coverage
+from holdfast.checkpoint.format.box_index import BoxIndex
+from holdfast.core.format.manifest import (
+    Blob,
+    Commit,
+    WriterShare,
+    blob_key,
+    place_boxes,
+    writer_name,
+)
+from holdfast.core.sharding.boxes import Box, coverage_problem
 from holdfast.core.sharding.ownership import owned_boxes
 from holdfast.core.sharding.state_table import local_boxes, state_table
 from holdfast.layout import Topology
@@ -18,10 +25,10 @@ def commit_of(topology: Topology, model: int) -> Commit:
     table = state_table(MODELS[model])
     writers = []
     for rank in range(topology.world_size):
-        due = placed(owned_boxes(topology, table, rank), table)
+        due = place_boxes(owned_boxes(topology, table, rank), table)
         size = 4096 + sum(p.nbytes for p in due)
         key = blob_key(1, 5, writer_name(rank))
-        writers.append(Writer(rank, Blob(key, size, 4096, 2**30, ("0" * 32,)), "0" * 32))
+        writers.append(WriterShare(rank, Blob(key, size, 4096, 2**30, ("0" * 32,)), "0" * 32))
     return Commit(1, 5, "", "", topology, table, tuple(writers))
 
 
@@ -34,13 +41,13 @@ def test_every_wanted_box_is_covered_by_what_is_found(data: st.DataObject) -> No
         data.draw(topologies(MODELS[model].layers)),
     )
     commit = commit_of(saved, model)
-    index = Index(commit)
-    due = {writer.blob.key: set(index.due(writer.rank)) for writer in commit.writers}
+    index = BoxIndex(commit)
+    due = {writer.blob.key: set(index.boxes_of_rank(writer.rank)) for writer in commit.writers}
     for rank in range(restored.world_size):
         for box in local_boxes(restored, commit.table, rank):
             if not box.size:
                 continue
-            found = index.of(box)
+            found = index.find_stored(box)
             common = [held.box.intersect(box) for held, _ in found]
             assert all(c is not None for c in common)
             moved = [
@@ -52,6 +59,6 @@ def test_every_wanted_box_is_covered_by_what_is_found(data: st.DataObject) -> No
                 for c in common
                 if c is not None
             ]
-            assert coverage(box.lengths, moved) is None
+            assert coverage_problem(box.lengths, moved) is None
             for held, blob in found:
                 assert held in due[blob.key]

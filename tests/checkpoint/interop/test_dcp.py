@@ -22,20 +22,26 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 
 from holdfast.checkpoint.interop.dcp import DcpFolder
 from holdfast.checkpoint.interop.dcp_import import import_dcp
-from holdfast.checkpoint.interop.dcp_metadata import DESCRIBED, METADATA, Listed, RefusedError
+from holdfast.checkpoint.interop.dcp_metadata import (
+    METADATA,
+    METADATA_ALLOWLIST,
+    AllowlistUnpickler,
+    UnsupportedDcpError,
+)
 from holdfast.checkpoint.restore.reader import Checkpoint
 from holdfast.checkpoint.restore.verify import verify
 from holdfast.config.model import ModelConfig
 from holdfast.core.format.flat_names import SCHEMES, FlatName
-from holdfast.core.sharding.boxes import Box, whole
+from holdfast.core.sharding.boxes import Box, whole_box
 from holdfast.errors import CheckpointError, CorruptError
-from holdfast.model.dcp_export import Outgoing, write_dcp
+from holdfast.model.dcp_export import ExportedTensor, write_dcp
 from holdfast.wire.store.run_store import MemoryStore
 from tests.support.mover_process import read_box
 from tests.support.ranks import RankContext, rank_values
 
-MODEL = ModelConfig(preset=None, layers=2, dim=16, heads=4, kv_heads=2, ffn_dim=24, vocab_size=37,
-                    vocab_multiple=8)  # fmt: skip
+MODEL = ModelConfig(
+    preset=None, layers=2, dim=16, heads=4, kv_heads=2, ffn_dim=24, vocab_size=37, vocab_multiple=8
+)
 
 
 def save(folder: Path, state: dict[str, Any], **options: Any) -> Path:
@@ -50,18 +56,24 @@ def element(bits: Any, dtype: torch.dtype) -> torch.Tensor:
 def test_what_dcp_writes_is_read_bit_for_bit(tmp_path: Path) -> None:
     base = torch.randn(6, 10)
     state = {
-        "f32": torch.randn(7, 5), "bf16": torch.randn(3, 4).bfloat16(),
+        "f32": torch.randn(7, 5),
+        "bf16": torch.randn(3, 4).bfloat16(),
         "f16": torch.randn(9).half(),
-        "f64": torch.tensor(2.5, dtype=torch.float64), "i64": torch.arange(5),
-        "transposed": base.t(), "part": base[2:4, 1:3], "parameter": torch.nn.Parameter(base[0]),
-        "nested": {"state": {"a": torch.ones(2)}}, "lr": 0.1, "name": "x",
-    }  # fmt: skip
+        "f64": torch.tensor(2.5, dtype=torch.float64),
+        "i64": torch.arange(5),
+        "transposed": base.t(),
+        "part": base[2:4, 1:3],
+        "parameter": torch.nn.Parameter(base[0]),
+        "nested": {"state": {"a": torch.ones(2)}},
+        "lr": 0.1,
+        "name": "x",
+    }
     for number, options in enumerate(({}, {"thread_count": 2}, {"single_file_per_rank": False})):
         found = DcpFolder.open(save(tmp_path / str(number), state, **options))
-        assert set(found.others) == {"lr", "name"}
+        assert set(found.non_tensors) == {"lr", "name"}
         for name, value in (*state.items(), ("nested.state.a", torch.ones(2))):
             if isinstance(value, torch.Tensor):
-                bits = found.read(whole(name, tuple(value.shape)))
+                bits = found.read(whole_box(name, tuple(value.shape)))
                 assert torch.equal(element(bits, value.dtype), value.detach()), name
         part = found.read(Box("f32", (2, 1), (3, 4)))
         assert torch.equal(element(part, torch.float32), state["f32"][2:5, 1:])
@@ -76,8 +88,9 @@ def _shards_saved(rank: RankContext, folder: Path) -> None:
     full = torch.arange(70, dtype=torch.float32).view(7, 10)
     state = {
         "rows": distribute_tensor(full, mesh, [Shard(0)]),
-        "columns": distribute_tensor(full, mesh, [Shard(1)]), "same": torch.ones(3),
-    }  # fmt: skip
+        "columns": distribute_tensor(full, mesh, [Shard(1)]),
+        "same": torch.ones(3),
+    }
     dcp.save(state, checkpoint_id=folder)
 
 
@@ -88,8 +101,8 @@ def test_shards_of_several_ranks_are_put_together(tmp_path: Path) -> None:
     full = torch.arange(70, dtype=torch.float32).view(7, 10)
     for name in ("rows", "columns"):
         assert len(found.tensors[name].chunks) == 3
-        assert torch.equal(element(found.read(whole(name, (7, 10))), torch.float32), full)
-        blocks = list(found.rows(name, "F64"))
+        assert torch.equal(element(found.read(whole_box(name, (7, 10))), torch.float32), full)
+        blocks = list(found.iterate_rows(name, "F64"))
         assert torch.equal(element(blocks[0], torch.float64), full.double())
 
 
@@ -133,10 +146,15 @@ def in_pairs(value: torch.Tensor, row: FlatName) -> torch.Tensor:
 
 @pytest.mark.parametrize(
     ("scheme", "prefix", "optimizer", "padded"),
-    [("holdfast", "", "optimizer", True), ("torchtitan", "", "optimizer", False),
-     ("torchtitan", "model.", "optim", True), ("huggingface", "", "optimizer", False),
-     ("torchtitan", "", None, False), ("torchtitan-0.2", "", "optimizer", False)],
-)  # fmt: skip
+    [
+        ("holdfast", "", "optimizer", True),
+        ("torchtitan", "", "optimizer", False),
+        ("torchtitan", "model.", "optim", True),
+        ("huggingface", "", "optimizer", False),
+        ("torchtitan", "", None, False),
+        ("torchtitan-0.2", "", "optimizer", False),
+    ],
+)
 def test_a_checkpoint_is_imported_whole(
     tmp_path: Path, scheme: str, prefix: str, optimizer: str | None, padded: bool
 ) -> None:
@@ -144,9 +162,9 @@ def test_a_checkpoint_is_imported_whole(
     theirs["train_state"] = {"seen": 7}
     save(tmp_path / "dcp", theirs)
     store = MemoryStore()
-    found = import_dcp(store, tmp_path / "dcp", MODEL, position=lambda step: 100 * step)
-    assert (found.scheme, found.moments) == (scheme, optimizer is not None)
-    assert "train_state.seen" in found.left
+    found = import_dcp(store, tmp_path / "dcp", MODEL, position_of_step=lambda step: 100 * step)
+    assert (found.naming_scheme, found.has_moments) == (scheme, optimizer is not None)
+    assert "train_state.seen" in found.unused_names
     commit = found.commit
     assert (commit.step, commit.generation) == (12 if optimizer else 0, 0)
     assert commit.meta["position"] == (1300 if optimizer else 0)
@@ -154,7 +172,7 @@ def test_a_checkpoint_is_imported_whole(
     checkpoint = Checkpoint.open(store, commit.key)
     for name, value in ours.items():
         due = value if optimizer or name.startswith("model.") else torch.zeros_like(value)
-        assert torch.equal(read_box(checkpoint, whole(name, tuple(value.shape))), due), name
+        assert torch.equal(read_box(checkpoint, whole_box(name, tuple(value.shape))), due), name
 
 
 def test_bf16_weights_widen_exactly(tmp_path: Path) -> None:
@@ -164,7 +182,9 @@ def test_bf16_weights_widen_exactly(tmp_path: Path) -> None:
     commit = import_dcp(store, tmp_path / "dcp", MODEL).commit
     checkpoint = Checkpoint.open(store, commit.key)
     name = "model.layers.0.ffn.up.weight"
-    assert torch.equal(read_box(checkpoint, whole(name, (24, 16))), ours[name].bfloat16().float())
+    assert torch.equal(
+        read_box(checkpoint, whole_box(name, (24, 16))), ours[name].bfloat16().float()
+    )
 
 
 def test_what_is_not_this_model_is_refused(tmp_path: Path) -> None:
@@ -237,13 +257,13 @@ def test_an_archive_that_calls_something_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "value",
     [os.getcwd, eval, torch.load, subprocess.run, Path, open, sys.exit, setattr, json.loads],
-)  # fmt: skip
+)
 def test_nothing_beyond_the_list_is_known(value: Any) -> None:
-    from holdfast.checkpoint.interop.dcp_metadata import ARCHIVED, DESCRIBED
+    from holdfast.checkpoint.interop.dcp_metadata import ARCHIVE_ALLOWLIST, METADATA_ALLOWLIST
 
-    for known in (DESCRIBED, ARCHIVED):
-        with pytest.raises(RefusedError, match="no DCP checkpoint of tensors needs"):
-            Listed(pickle.dumps(value), known, "x").read()
+    for known in (METADATA_ALLOWLIST, ARCHIVE_ALLOWLIST):
+        with pytest.raises(UnsupportedDcpError, match="no DCP checkpoint of tensors needs"):
+            AllowlistUnpickler(pickle.dumps(value), known, "x").load_checked()
 
 
 class Reaching:
@@ -255,8 +275,13 @@ class Reaching:
 
 def test_a_stand_in_reaches_nothing() -> None:
     assert pickle.loads(pickle.dumps(Reaching()))() == "X"
-    assert Listed(pickle.dumps(Reaching()), DESCRIBED, "x").read() is None
-    assert Listed(pickle.dumps(getattr), DESCRIBED, "x").read() is not getattr
+    assert (
+        AllowlistUnpickler(pickle.dumps(Reaching()), METADATA_ALLOWLIST, "x").load_checked() is None
+    )
+    assert (
+        AllowlistUnpickler(pickle.dumps(getattr), METADATA_ALLOWLIST, "x").load_checked()
+        is not getattr
+    )
 
 
 @pytest.mark.parametrize(
@@ -270,7 +295,7 @@ def test_what_goes_wrong_while_dcp_writes_is_told_as_it_is(
         raise failure
 
     with pytest.raises(type(failure)) as caught:
-        write_dcp(tmp_path / "x", [Outgoing("w", ("w",), "model.w", "F32", (4,))], [], read)
+        write_dcp(tmp_path / "x", [ExportedTensor("w", ("w",), "model.w", "F32", (4,))], [], read)
     assert caught.value is failure
     assert not (tmp_path / "x" / METADATA).exists()
 
@@ -308,10 +333,14 @@ def test_folders_that_are_not_whole_are_refused(tmp_path: Path) -> None:
 
         return change
 
-    cases = {"fewer": (fewer, "4 of 12 elements are missing"), "nowhere": (nowhere, "does not say"),
-             "outside": (outside, "outside of the folder"),
-             "negative": (displaced(-1, 0), "no places"), "left": (displaced(0, -2), "no places"),
-             "dims": (displaced(0, 0, 0), "have not the dims")}  # fmt: skip
+    cases = {
+        "fewer": (fewer, "4 of 12 elements are missing"),
+        "nowhere": (nowhere, "does not say"),
+        "outside": (outside, "outside of the folder"),
+        "negative": (displaced(-1, 0), "no places"),
+        "left": (displaced(0, -2), "no places"),
+        "dims": (displaced(0, 0, 0), "have not the dims"),
+    }
     for name, (change, words) in cases.items():
         edit(fresh(name), change)
         assert words in refused(tmp_path / name)

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from holdfast.checkpoint.memory import limits
-from holdfast.checkpoint.memory.arena import PAGE, Arena, SlotHeader, digest
+from holdfast.checkpoint.memory.arena import PAGE, Arena, SlotHeader, identity_digest
 from holdfast.errors import CorruptError, HoldfastError
 
-RUN, LAYOUT = digest("run"), digest(b"header")
+RUN, LAYOUT = identity_digest("run"), identity_digest(b"header")
 
 
 @pytest.fixture
@@ -24,9 +24,9 @@ def fd() -> Iterator[int]:
 
 
 def fill(arena: Arena, slot: int, step: int, byte: int) -> SlotHeader:
-    arena.begin(slot)
+    arena.begin_write(slot)
     arena.data(slot, 2 * PAGE)[:] = bytes([byte]) * (2 * PAGE)
-    return arena.finish(slot, RUN, 1, step, 2 * PAGE, LAYOUT)
+    return arena.finish_write(slot, RUN, 1, step, 2 * PAGE, LAYOUT)
 
 
 def test_a_snapshot_goes_across(fd: int) -> None:
@@ -35,7 +35,7 @@ def test_a_snapshot_goes_across(fd: int) -> None:
     made = fill(worker, 0, 5, 7)
     assert mover.header(0) == made
     assert made.sequence % 2 == 0
-    assert mover.held(0)
+    assert mover.is_held(0)
     with mover.reading(0, made) as data:
         assert bytes(data) == b"\7" * (2 * PAGE)
     mover.release(0)
@@ -49,7 +49,7 @@ def test_slots_take_turns_and_held_ones_are_left_alone(fd: int) -> None:
     fill(arena, 1, 2, 2)
     assert arena.free_slot() is None
     with pytest.raises(RuntimeError, match="being read"):
-        arena.begin(0)
+        arena.begin_write(0)
     arena.release(0)
     assert arena.free_slot() == 0
 
@@ -62,7 +62,7 @@ def test_a_worker_killed_in_mid_copy_leaves_the_other_slot_valid(fd: int) -> Non
     child = os.fork()
     if child == 0:  # a real worker, killed when half of the bytes are there
         mine = Arena(fd)
-        mine.begin(1)
+        mine.begin_write(1)
         mine.data(1, PAGE)[:] = b"\3" * PAGE
         os.kill(os.getpid(), signal.SIGKILL)
     assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGKILL
@@ -121,15 +121,15 @@ def test_the_tightest_limit_counts(tmp_path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
 
-    assert limits.available(tmp_path) is None
+    assert limits.available_bytes(tmp_path) is None
     put("proc/meminfo", "MemTotal: 9 kB\nMemAvailable:  8000 kB\n")
-    assert limits.available(tmp_path) == 8000 * 1024
+    assert limits.available_bytes(tmp_path) == 8000 * 1024
     put("proc/self/cgroup", "4:memory:/a/b\n3:cpu:/\n0::/c\n")
     put("sys/fs/cgroup/c/memory.max", "max\n")
     put("sys/fs/cgroup/c/memory.current", "5\n")
-    assert limits.available(tmp_path) == 8000 * 1024
+    assert limits.available_bytes(tmp_path) == 8000 * 1024
     put("sys/fs/cgroup/memory/a/memory.limit_in_bytes", "5000\n")
     put("sys/fs/cgroup/memory/a/memory.usage_in_bytes", "1000\n")
-    assert limits.available(tmp_path) == 4000
+    assert limits.available_bytes(tmp_path) == 4000
     put("sys/fs/cgroup/c/memory.max", "7\n")
-    assert limits.available(tmp_path) == 2
+    assert limits.available_bytes(tmp_path) == 2

@@ -11,20 +11,20 @@ from typing import Any
 import pytest
 import torch
 
-from holdfast.checkpoint.capture.capturer import Captured, Skipped
+from holdfast.checkpoint.capture.capturer import CompletedCapture, SkippedCapture
 from holdfast.checkpoint.memory.arena import Arena
 from holdfast.checkpoint.mover.client import MoverClient
-from holdfast.checkpoint.restore.catalog import listing
+from holdfast.checkpoint.restore.catalog import list_commits
 from holdfast.checkpoint.restore.reader import Checkpoint
-from holdfast.checkpoint.restore.sources import MappedSource, Mixed, StoreSource
-from holdfast.checkpoint.restore.start_records import note_start
+from holdfast.checkpoint.restore.sources import FallbackReader, MappedSource, StoreSource
+from holdfast.checkpoint.restore.start_records import record_start
 from holdfast.core.format.manifest import commit_key
 from holdfast.core.sharding.state_table import local_boxes
 from holdfast.errors import CorruptError, HoldfastError
 from holdfast.events import CheckpointCommitted, SnapshotComplete
 from holdfast.layout import Topology
 from holdfast.wire.store.run_store import MissingKeyError
-from holdfast.wire.term import open_generation
+from holdfast.wire.term import create_generation
 from tests.support.mover_process import (
     TABLE,
     Mover,
@@ -42,8 +42,8 @@ def remember(workers: Workers, client: MoverClient, step: int) -> None:
     """Every rank hands over a snapshot that stays in memory; returns when it is complete."""
     workers.compute(step)
     for capturer in workers.capturers:
-        assert isinstance(capturer.capture(step, wait=60), Captured)
-        assert capturer.announce(step, {"position": step}, durable=False) is None
+        assert isinstance(capturer.capture(step, wait=60), CompletedCapture)
+        assert capturer.announce(step, {"position": step}, is_durable=False) is None
     events_until(client, lambda e: isinstance(e, SnapshotComplete) and e.step == step)
 
 
@@ -52,7 +52,7 @@ def opened(mover: Mover, client: MoverClient, key: str) -> Iterator[Checkpoint]:
     """What a worker restores from: the mover's memory, mapped, and behind it the run store."""
     holdings = client.holdings(key)
     mapped = MappedSource(holdings.slots)
-    yield Checkpoint(Mixed([mapped, StoreSource(mover.store)]), holdings.commit)
+    yield Checkpoint(FallbackReader([mapped, StoreSource(mover.store)]), holdings.commit)
     mapped.close()
 
 
@@ -61,8 +61,8 @@ def next_generation(mover: Mover, topo: Topology) -> tuple[MoverClient, Any]:
     client = mover.client(topo.generation)
     with pytest.raises(HoldfastError):
         client.holdings("commits/none.json")
-    open_generation(mover.store, topo.generation, {})
-    newest = client.newest()
+    create_generation(mover.store, topo.generation, {})
+    newest = client.find_restore_point()
     client.expect(topo, TABLE, newest.step)
     return client, newest
 
@@ -98,7 +98,7 @@ def test_the_newest_snapshot_outlives_its_generation_and_opens_on_any_layout(
     assert (newest.step, newest.durable, newest.meta) == (4, False, {"position": 4})
     with opened(mover, client, newest.key) as checkpoint:
         read_everything(checkpoint, 4, second)
-        assert set(checkpoint.tally.bytes) == {"memory"}
+        assert set(checkpoint.read_stats.bytes_by_source) == {"memory"}
     for _ in range(3):  # the old memory goes with the new generation's first complete snapshot
         Workers(client, second)
     workers = Workers(client, second)
@@ -111,14 +111,14 @@ def test_what_only_memory_held_is_made_durable(start: Start) -> None:
     topo = topology(2)
     client = mover.begin(topo)
     remember(Workers(client, topo), client, 7)
-    assert listing(mover.store) == []
+    assert list_commits(mover.store) == []
     client, newest = next_generation(mover, topology(1, generation=2))
     events_until(client, lambda e: isinstance(e, CheckpointCommitted) and e.step == 7)
-    assert listing(mover.store) == [newest.key] == [commit_key(1, 7)]
+    assert list_commits(mover.store) == [newest.key] == [commit_key(1, 7)]
     assert_holds(Checkpoint.open(mover.store, commit_key(1, 7)), 7)
     mover.kill()
     again = start()
-    assert again.client(3).newest().step == 7
+    assert again.client(3).find_restore_point().step == 7
 
 
 def test_an_incomplete_step_is_passed_over(start: Start) -> None:
@@ -128,8 +128,8 @@ def test_an_incomplete_step_is_passed_over(start: Start) -> None:
     workers = Workers(client, topo, slots=3)
     remember(workers, client, 1)
     workers.compute(2)
-    assert isinstance(workers.capturers[0].capture(2), Captured)
-    assert workers.capturers[0].announce(2, {}, durable=False) is None
+    assert isinstance(workers.capturers[0].capture(2), CompletedCapture)
+    assert workers.capturers[0].announce(2, {}, is_durable=False) is None
     client, newest = next_generation(mover, topology(2, generation=2))
     assert newest.step == 1
     with opened(mover, client, newest.key) as checkpoint:
@@ -145,8 +145,8 @@ def test_the_newest_complete_step_is_never_overwritten(start: Start) -> None:
     remember(workers, client, 1)
     for step in (2, 3, 4):
         workers.compute(step)
-        if isinstance(workers.capturers[0].capture(step), Captured):
-            workers.capturers[0].announce(step, {}, durable=False)
+        if isinstance(workers.capturers[0].capture(step), CompletedCapture):
+            workers.capturers[0].announce(step, {}, is_durable=False)
     assert client.drain()
     client, newest = next_generation(mover, topology(1, generation=2))
     assert newest.step == 1
@@ -161,14 +161,14 @@ def test_a_step_that_one_rank_skipped_holds_no_slot(start: Start) -> None:
     workers = Workers(client, topo)
     remember(workers, client, 1)
     workers.compute(2)
-    assert isinstance(workers.capturers[0].capture(2), Captured)  # rank 1 skips this one
-    assert workers.capturers[0].announce(2, {}, durable=False) is None
-    assert isinstance(workers.capturers[0].capture(3), Skipped)
+    assert isinstance(workers.capturers[0].capture(2), CompletedCapture)  # rank 1 skips this one
+    assert workers.capturers[0].announce(2, {}, is_durable=False) is None
+    assert isinstance(workers.capturers[0].capture(3), SkippedCapture)
     workers.compute(4)
-    assert isinstance(workers.capturers[1].capture(4), Captured)
-    assert workers.capturers[1].announce(4, {}, durable=False) is None
-    assert isinstance(workers.capturers[0].capture(4, wait=60), Captured)
-    assert workers.capturers[0].announce(4, {}, durable=False) is None
+    assert isinstance(workers.capturers[1].capture(4), CompletedCapture)
+    assert workers.capturers[1].announce(4, {}, is_durable=False) is None
+    assert isinstance(workers.capturers[0].capture(4, wait=60), CompletedCapture)
+    assert workers.capturers[0].announce(4, {}, is_durable=False) is None
     events_until(client, lambda e: isinstance(e, SnapshotComplete) and e.step == 4)
 
 
@@ -180,14 +180,17 @@ def test_a_rank_without_a_snapshot_says_so_and_holds_up_nobody(start: Start) -> 
     workers = Workers(client, topo)
     remember(workers, client, 1)
     workers.compute(2)
-    assert isinstance(workers.capturers[0].capture(2), Captured)
+    assert isinstance(workers.capturers[0].capture(2), CompletedCapture)
     assert workers.capturers[0].announce(2, {}) is None
-    assert isinstance(workers.capturers[1].announce(2, {}), Skipped)
-    assert workers.capturers[0].settle(2, 60) == "rank 1: nothing was captured at this step"
+    assert isinstance(workers.capturers[1].announce(2, {}), SkippedCapture)
+    assert (
+        workers.capturers[0].wait_until_committed(2, 60)
+        == "rank 1: nothing was captured at this step"
+    )
     workers.compute(3)
     for capturer in workers.capturers:  # as the loop does: no rank has seen a later step
-        assert isinstance(capturer.capture(3, wait=60), Captured)
-        assert capturer.announce(3, {}, durable=False) is None
+        assert isinstance(capturer.capture(3, wait=60), CompletedCapture)
+        assert capturer.announce(3, {}, is_durable=False) is None
     events_until(client, lambda e: isinstance(e, SnapshotComplete) and e.step == 3)
 
 
@@ -213,8 +216,8 @@ def test_a_flipped_byte_in_memory_comes_from_the_disk(start: Start) -> None:
     blob = flip_in_memory(client, newest.key)
     with opened(mover, client, newest.key) as checkpoint:
         read_everything(checkpoint, 3, topology(1))
-        assert set(checkpoint.tally.bytes) == {"memory", "run store"}
-        ((source, key, reason),) = set(checkpoint.tally.problems)
+        assert set(checkpoint.read_stats.bytes_by_source) == {"memory", "run store"}
+        ((source, key, reason),) = set(checkpoint.read_stats.problems)
         assert (source, key) == ("memory", blob)
         assert "checksum does not match" in reason
 
@@ -238,10 +241,10 @@ def test_a_flipped_byte_that_is_nowhere_else_is_refused_and_the_next_taken(start
         pytest.raises((CorruptError, MissingKeyError), match="checksum"),
     ):
         read_everything(checkpoint, 4, topology(1))
-    assert listing(mover.store) == [commit_key(1, 3)]  # rot does not become durable
+    assert list_commits(mover.store) == [commit_key(1, 3)]  # rot does not become durable
     third = mover.client(3)
-    open_generation(mover.store, 3, {})
-    found = third.newest(tried={newest.key: "a flipped byte"})
+    create_generation(mover.store, 3, {})
+    found = third.find_restore_point(corrupt_keys={newest.key: "a flipped byte"})
     assert (found.step, found.durable) == (3, True)
     assert (newest.key, "a flipped byte") in found.rejected
 
@@ -255,10 +258,10 @@ def test_what_a_later_generation_gave_up_does_not_come_back(start: Start) -> Non
     workers = Workers(client, topo)
     workers.commit(1)
     remember(workers, client, 5)
-    open_generation(mover.store, 2, {})
-    note_start(mover.store, 2, 1)  # another mover did
-    open_generation(mover.store, 3, {})
-    found = mover.client(3).newest()
+    create_generation(mover.store, 2, {})
+    record_start(mover.store, 2, 1)  # another mover did
+    create_generation(mover.store, 3, {})
+    found = mover.client(3).find_restore_point()
     assert (found.step, found.durable) == (1, True)
     assert [reason for _, reason in found.rejected] == [
         "a later generation began again from an older step"
@@ -275,7 +278,9 @@ def test_memory_is_used_again_only_when_nobody_else_can_write_there(start: Start
     client, newest = next_generation(mover, topology(generation=2))
     new = Workers(client, topology(generation=2))
     old.compute(9)
-    assert isinstance(old.capturers[0].capture(9), Captured)  # scribbles into its own memory only
+    assert isinstance(
+        old.capturers[0].capture(9), CompletedCapture
+    )  # scribbles into its own memory only
     remember(new, client, 2)
     third, newest = next_generation(mover, topology(generation=3))
     with opened(mover, third, newest.key) as checkpoint:
@@ -293,15 +298,15 @@ def test_a_worker_that_stays_gets_its_memory_again_once_it_has_let_go(start: Sta
     client, newest = next_generation(mover, topology(generation=2))
     new = Workers(client, topology(generation=2), let_go=True)
     new.compute(2)
-    assert isinstance(new.capturers[0].capture(2), Captured)
+    assert isinstance(new.capturers[0].capture(2), CompletedCapture)
     new.compute(3)
-    assert isinstance(new.capturers[0].capture(3), Skipped), "the other slot is still needed"
+    assert isinstance(new.capturers[0].capture(3), SkippedCapture), "the other slot is still needed"
     with opened(mover, client, newest.key) as checkpoint:
         read_everything(checkpoint, 1, topology())
-    assert new.capturers[0].announce(2, {}, durable=False) is None
+    assert new.capturers[0].announce(2, {}, is_durable=False) is None
     events_until(client, lambda e: isinstance(e, SnapshotComplete) and e.step == 2)
     new.compute(3)
-    assert isinstance(new.capturers[0].capture(3, wait=60), Captured)
+    assert isinstance(new.capturers[0].capture(3, wait=60), CompletedCapture)
 
 
 def test_extents_are_read_once_and_only_where_a_box_lies(start: Start) -> None:
@@ -314,8 +319,10 @@ def test_extents_are_read_once_and_only_where_a_box_lies(start: Start) -> None:
     for rank in range(3):
         checkpoint = Checkpoint(mover.store, commit)
         boxes = [b for b in local_boxes(readers, TABLE, rank) if b.size]
-        outs = [bytearray(b.size * checkpoint.spec(b.name).nbytes // max(1, _size(b.name)))
-                for b in boxes]  # fmt: skip
+        outs = [
+            bytearray(b.size * checkpoint.spec(b.name).nbytes // max(1, _size(b.name)))
+            for b in boxes
+        ]
         checkpoint.read_all(zip(boxes, map(memoryview, outs), strict=True))
         touched = checkpoint.bytes_read
         once = {(w.blob.key, e.offset) for w in commit.writers for e in w.blob.extents()}

@@ -20,16 +20,16 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.checkpoint.capture.capturer import Captured, Skipped
+from holdfast.checkpoint.capture.capturer import CompletedCapture, SkippedCapture
 from holdfast.checkpoint.mover.client import MoverClient, MoverGoneError
-from holdfast.checkpoint.mover.main import MoverBoot
-from holdfast.checkpoint.mover.protocol import request_line
-from holdfast.checkpoint.mover.service import Settings
-from holdfast.checkpoint.restore.catalog import listing
+from holdfast.checkpoint.mover.main import MoverSpec
+from holdfast.checkpoint.mover.protocol import encode_request
+from holdfast.checkpoint.mover.service import MoverSettings
+from holdfast.checkpoint.restore.catalog import list_commits
 from holdfast.errors import CheckpointError, FencedError, HoldfastError
 from holdfast.events import CheckpointFailed
 from holdfast.wire.secret import Secret
-from holdfast.wire.term import open_generation
+from holdfast.wire.term import create_generation
 from tests.support import s3
 from tests.support.mover_process import TABLE, Mover, Workers, assert_holds, files, topology
 from tests.support.ranks import wait_until
@@ -69,7 +69,7 @@ def test_stray_and_repeated_bytes_are_harmless(start: Start) -> None:
         b'{"verb":"x","body":"{}","proof":[1e999,"",0,""]}\n',
     ):
         assert send(line) == b""
-    once, _ = request_line(mover.secret, "status", {}, 1, time.time())
+    once, _ = encode_request(mover.secret, "status", {}, 1, time.time())
     assert b'"status":200' in send(once)
     assert send(once) == b""  # a proof is good for one request
     assert client.status()["generation"] == 1
@@ -78,17 +78,17 @@ def test_stray_and_repeated_bytes_are_harmless(start: Start) -> None:
 def test_bad_requests_are_refused_in_words(start: Start) -> None:
     mover = start()
     with pytest.raises(HoldfastError, match="no generation has begun"):
-        mover.client(1).arena(0, 4096, 2)
+        mover.client(1).get_arena(0, 4096, 2)
     client = mover.begin(topology())
     with pytest.raises(CheckpointError, match="rank 5 is not in a world of 1"):
-        client.arena(5, 4096, 2)
+        client.get_arena(5, 4096, 2)
     with pytest.raises(CheckpointError, match="asks for 2 slots of 4096 bytes"):
-        client.arena(0, 4096, 2)
+        client.get_arena(0, 4096, 2)
     with pytest.raises(HoldfastError, match="has no arena"):
-        client.captured(0, 1, 0, 2, {})
+        client.announce_capture(0, 1, 0, 2, {})
     workers = Workers(client, topology())
     with pytest.raises(HoldfastError, match="does not hold step 1"):
-        client.captured(0, 1, 0, 2, {})
+        client.announce_capture(0, 1, 0, 2, {})
     workers.commit(2)
 
 
@@ -96,13 +96,13 @@ def test_an_arena_waits_for_a_generation_that_the_mover_is_about_to_hear_of(star
     mover = start()
     mover.begin(topology())
     second = topology(1, generation=2)
-    early = MoverClient(mover.socket, mover.secret, 2, patience=60.0)
+    early = MoverClient(mover.socket, mover.secret, 2, arena_wait_s=60.0)
     with ThreadPoolExecutor(1) as pool:
         workers = pool.submit(Workers, early, second)
         mover.begin(second)
         workers.result(60).commit(1)
     with pytest.raises(FencedError):  # one that is over is not waited for
-        Workers(MoverClient(mover.socket, mover.secret, 1, patience=60.0), topology())
+        Workers(MoverClient(mover.socket, mover.secret, 1, arena_wait_s=60.0), topology())
 
 
 def test_older_generations_are_refused(start: Start) -> None:
@@ -111,7 +111,7 @@ def test_older_generations_are_refused(start: Start) -> None:
     old = Workers(mover.begin(first), first)
     old.commit(1)
     old.compute(2)
-    assert isinstance(old.capturers[0].capture(2), Captured)
+    assert isinstance(old.capturers[0].capture(2), CompletedCapture)
     second = topology(1, generation=2)
     workers = Workers(mover.begin(second), second)
     with pytest.raises(FencedError):
@@ -119,7 +119,7 @@ def test_older_generations_are_refused(start: Start) -> None:
     with pytest.raises(FencedError):
         mover.client(1).expect(first, TABLE)
     workers.commit(2)
-    found = mover.client(2).newest()
+    found = mover.client(2).find_restore_point()
     assert (found.step, found.generation) == (2, 2)
 
 
@@ -130,14 +130,14 @@ def test_a_mover_that_was_replaced_elsewhere_cannot_commit(start: Start) -> None
     client = mover.begin(topo)
     workers = Workers(client, topo)
     workers.commit(1)
-    open_generation(mover.store, 2, {})
+    create_generation(mover.store, 2, {})
     workers.save(2)
-    reason = workers.capturers[0].settle(2, 60)
+    reason = workers.capturers[0].wait_until_committed(2, 60)
     assert reason is not None
     assert "generation 2 has begun" in reason
     events, _ = client.events(0)
     assert [e.step for e in events if isinstance(e, CheckpointFailed)] == [2]
-    assert len(listing(mover.store)) == 1
+    assert len(list_commits(mover.store)) == 1
     assert not [name for name in files(mover.store) if "0000000002-rank" in name]
 
 
@@ -147,12 +147,14 @@ def test_what_older_generations_left_unfinished_is_swept(start: Start) -> None:
     workers = Workers(mover.begin(topo), topo)
     workers.commit(1)
     workers.compute(2)
-    assert isinstance(workers.capturers[0].capture(2), Captured)
+    assert isinstance(workers.capturers[0].capture(2), CompletedCapture)
     assert workers.capturers[0].announce(2, {}) is None
     assert mover.client(1).drain()  # what could be written has been
     assert [n for n in files(mover.store) if "0000000002-rank" in n]
-    half = [mover.store.folder / f"{place}/.tmp-0123" for place in
-            ("data/0000000001", "parts/0000000001", "commits", "data/0000000002")]  # fmt: skip
+    half = [
+        mover.store.folder / f"{place}/.tmp-0123"
+        for place in ("data/0000000001", "parts/0000000001", "commits", "data/0000000002")
+    ]
     half[-1].parent.mkdir()
     for path in half:  # what a killed mover leaves of an object
         path.write_bytes(b"half")
@@ -187,7 +189,7 @@ def test_a_slow_sweep_delays_no_answer_and_what_is_written_waits_for_it(
     topo = topology(2)
     workers = Workers(mover.begin(topo), topo)
     workers.compute(1)
-    assert isinstance(workers.capturers[0].capture(1), Captured)
+    assert isinstance(workers.capturers[0].capture(1), CompletedCapture)
     assert workers.capturers[0].announce(1, {}) is None
     assert mover.client(1).drain()
     armed.set()
@@ -197,10 +199,10 @@ def test_a_slow_sweep_delays_no_answer_and_what_is_written_waits_for_it(
         assert reached.wait(60)
         others = Workers(client, topo)
         others.save(2)
-        assert client.settle(2, 0.5) == "not committed after 0.5 s"
+        assert client.wait_until_committed(2, 0.5) == "not committed after 0.5 s"
     finally:
         gate.set()
-    assert client.settle(2, 60) is None
+    assert client.wait_until_committed(2, 60) is None
     assert not [key for key in mover.store.list("data/") if "0000000001-rank" in key]
 
 
@@ -215,10 +217,10 @@ def test_what_cannot_be_listed_is_not_swept(start: Start) -> None:
     swept = mover.begin(topology(generation=2))
     wait_until(lambda: swept.status()["saves"]["warnings"], 60, "the sweep was given up")
     with pytest.raises(HoldfastError, match="Too many levels"):
-        mover.client(2).newest()
+        mover.client(2).find_restore_point()
     commits.unlink()
     aside.rename(commits)
-    assert mover.client(2).newest().step == 1
+    assert mover.client(2).find_restore_point().step == 1
 
 
 def test_a_proof_that_expired_on_the_way_costs_no_slot(start: Start) -> None:
@@ -241,8 +243,8 @@ def test_a_proof_that_expired_on_the_way_costs_no_slot(start: Start) -> None:
         workers.commit(step)
     for step in (4, 5, 6):  # longer than is waited for
         stale = 2
-        assert isinstance(capturer.capture(step), Captured)
-        assert isinstance(capturer.announce(step, {}), Skipped)
+        assert isinstance(capturer.capture(step), CompletedCapture)
+        assert isinstance(capturer.announce(step, {}), SkippedCapture)
     workers.commit(7)
 
 
@@ -253,15 +255,15 @@ def test_a_snapshot_is_announced_once_whatever_arrives_twice_or_late(start: Star
     workers = Workers(client, topo)
     (capturer,) = workers.capturers
     workers.compute(1)
-    assert isinstance(capturer.capture(1), Captured)
-    slot, made = capturer._held[1]
+    assert isinstance(capturer.capture(1), CompletedCapture)
+    slot, made = capturer._unannounced[1]
     with pytest.raises(HoldfastError, match="does not hold step 9"):
-        client.captured(0, 9, slot, made.sequence, {})
-    assert capturer._arena.held(slot)  # a stranger to this slot cannot give it back
+        client.announce_capture(0, 9, slot, made.sequence, {})
+    assert capturer._arena.is_held(slot)  # a stranger to this slot cannot give it back
     for _ in range(3):
-        client.captured(0, 1, slot, made.sequence, {})
-    assert capturer.settle(1, 60) is None
-    client.captured(0, 1, slot, made.sequence, {})
+        client.announce_capture(0, 1, slot, made.sequence, {})
+    assert capturer.wait_until_committed(1, 60) is None
+    client.announce_capture(0, 1, slot, made.sequence, {})
     assert client.drain()
     events, _ = client.events(0)
     assert [event.kind for event in events] == ["snapshot_complete", "checkpoint_committed"]
@@ -276,7 +278,7 @@ def test_who_waits_for_a_save_can_say_that_he_lives(
     workers = Workers(client, topology())
     monkeypatch.setattr("holdfast.checkpoint.mover.client.SETTLE_SLICE", 0.02)
     said: list[int] = []
-    reason = workers.capturers[0].settle(1, 1.5, lambda: said.append(1))
+    reason = workers.capturers[0].wait_until_committed(1, 1.5, lambda: said.append(1))
     assert reason == "not committed after 1.5 s"
     assert len(said) >= 4
 
@@ -288,7 +290,7 @@ def test_saves_handed_over_count_before_a_restart(start: Start) -> None:
     client = mover.begin(topo)
     workers = Workers(client, topo)
     workers.save(3)
-    assert client.newest().step == 3
+    assert client.find_restore_point().step == 3
 
 
 def test_a_client_outlives_its_mover(start: Start) -> None:
@@ -319,10 +321,10 @@ def test_a_connection_that_was_cut_costs_nothing(start: Start) -> None:
     mover = start()
     client = mover.begin(topology())
     client.status()
-    (connection,) = client._idle
+    (connection,) = client._idle_connections
     connection.shutdown(socket.SHUT_RDWR)
     assert client.status()["generation"] == 1
-    assert len(client._idle) == 1
+    assert len(client._idle_connections) == 1
 
 
 def test_a_process_without_descriptors_is_told_that_nobody_answers(
@@ -331,7 +333,7 @@ def test_a_process_without_descriptors_is_told_that_nobody_answers(
     """As with any unreachable mover: a client that asks again later continues."""
     mover = start()
     client = mover.begin(topology())
-    client._idle.pop().close()
+    client._idle_connections.pop().close()
 
     def none(*given: object) -> None:
         raise OSError(errno.EMFILE, "Too many open files")
@@ -361,11 +363,14 @@ def test_events_wait_and_go_on_from_a_mark(start: Start) -> None:
     assert client.events(mark) == ([], mark)
 
 
-def boot(folder: Path, private: Path, lifeline: int) -> MoverBoot:
-    return MoverBoot(
-        str(folder), f"{private}/m.sock", Settings("r", "c", "d"),
-        secrets.token_hex(32), lifeline,
-    )  # fmt: skip
+def boot(folder: Path, private: Path, lifeline: int) -> MoverSpec:
+    return MoverSpec(
+        str(folder),
+        f"{private}/m.sock",
+        MoverSettings("r", "c", "d"),
+        secrets.token_hex(32),
+        lifeline,
+    )
 
 
 def test_it_ends_with_its_agent_and_tells_nobody_the_secret(tmp_path: Path) -> None:
@@ -373,12 +378,15 @@ def test_it_ends_with_its_agent_and_tells_nobody_the_secret(tmp_path: Path) -> N
     line = boot(tmp_path, tmp_path, read)
     process = subprocess.Popen(
         [sys.executable, "-m", "holdfast.checkpoint.mover.main"],
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, pass_fds=[read], start_new_session=True,
-    )  # fmt: skip
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        pass_fds=[read],
+        start_new_session=True,
+    )
     os.close(read)
     assert process.stdin
     assert process.stdout
-    process.stdin.write(line.to_line())
+    process.stdin.write(line.to_json_line())
     process.stdin.close()
     assert json.loads(process.stdout.readline())["ready"]
     for name in ("cmdline", "environ"):
@@ -397,9 +405,13 @@ def test_a_mover_that_starts_while_the_run_folder_is_away_says_so(tmp_path: Path
     away = tmp_path / "run"
     away.symlink_to(away)
     done = subprocess.run(
-        [sys.executable, "-m", "holdfast.checkpoint.mover.main"], check=False, timeout=60,
-        input=boot(away, tmp_path, -1).to_line(), capture_output=True, start_new_session=True,
-    )  # fmt: skip
+        [sys.executable, "-m", "holdfast.checkpoint.mover.main"],
+        check=False,
+        timeout=60,
+        input=boot(away, tmp_path, -1).to_json_line(),
+        capture_output=True,
+        start_new_session=True,
+    )
     assert done.returncode == 2
     (sentence,) = done.stderr.decode().splitlines()
     assert sentence.startswith(f"{away}: the run folder failed: Too many levels of symbolic links")
@@ -412,11 +424,11 @@ def test_sigterm_finishes_the_saves_under_way(start: Start) -> None:
     workers.save(1)
     mover.process.send_signal(signal.SIGTERM)
     assert mover.process.wait(20) == 0
-    (key,) = listing(mover.store)
+    (key,) = list_commits(mover.store)
     from holdfast.checkpoint.restore.reader import Checkpoint
 
     assert_holds(Checkpoint.open(mover.store, key), 1)
-    assert isinstance(workers.capturers[0].announce(1, {}), Skipped)
+    assert isinstance(workers.capturers[0].announce(1, {}), SkippedCapture)
 
 
 def test_a_mover_without_descriptors_lets_others_wait_and_goes_on(

@@ -9,15 +9,15 @@ import pytest
 
 from holdfast.checkpoint.peers.client import PeerClient
 from holdfast.checkpoint.peers.config import Peer
-from holdfast.checkpoint.peers.generation_floor import begin_above
+from holdfast.checkpoint.peers.generation_floor import generation_floor
 from holdfast.checkpoint.peers.source import PeerMemories
-from holdfast.checkpoint.restore.restore_point import Choice, Chooser
-from holdfast.checkpoint.restore.start_records import note_start
+from holdfast.checkpoint.restore.restore_point import ChosenRestorePoint, RestorePointFinder
+from holdfast.checkpoint.restore.start_records import record_start
 from holdfast.errors import FencedError, RunFolderError
 from holdfast.policy.placement import Machine
 from holdfast.wire.secret import Secret
 from holdfast.wire.store.run_store import FolderStore
-from holdfast.wire.term import open_generation
+from holdfast.wire.term import create_generation
 from tests.support.peer_nodes import SECRET, Node, topology
 
 RUN = ""  # what the processes of these tests compute
@@ -42,35 +42,39 @@ def above(
     store: FolderStore, *peers: Peer, fresh: bool = False, secret: Secret = SECRET, run: str = RUN
 ) -> tuple[int, list[str]]:
     said: list[str] = []
-    return begin_above(store, peers, secret, run, fresh, said.append), said
+    return generation_floor(store, peers, secret, run, fresh, said.append), said
 
 
 def peer(node: Node) -> Peer:
     return Peer(Machine("stage"), node.address)
 
 
-def chosen(store: FolderStore, node: Node, generation: int) -> tuple[Choice | None, list[str]]:
+def chosen(
+    store: FolderStore, node: Node, generation: int
+) -> tuple[ChosenRestorePoint | None, list[str]]:
     """What a generation that has just been opened begins from, and what it passes over."""
-    open_generation(store, generation, {})
+    create_generation(store, generation, {})
     rejected: list[str] = []
     memories = PeerMemories([peer(node)], SECRET, lambda: generation)
-    chooser = Chooser(
+    chooser = RestorePointFinder(
         store, [memories], generation, "c", "d", lambda key, reason: rejected.append(reason)
     )
-    return chooser.newest(()), rejected
+    return chooser.find_newest(()), rejected
 
 
 def test_a_new_folder_begins_above_what_its_peers_know(store: FolderStore, node: Node) -> None:
     """Asking fences no node; the generation that is opened then does."""
     newest, said = above(store, peer(node))
     assert newest == 5
-    assert said == ["stage knows this run up to generation 5: the run folder is new, and goes on "
-                    "from what there is"]  # fmt: skip
+    assert said == [
+        "stage knows this run up to generation 5: the run folder is new, and goes on "
+        "from what there is"
+    ]
     zombie = PeerClient(node.address, SECRET, 5)
     assert zombie.inventory()["snapshots"]
     choice, _ = chosen(store, node, newest + 1)
     assert choice is not None
-    assert (choice.commit.step, choice.commit.generation, choice.durable) == (7, 5, False)
+    assert (choice.commit.step, choice.commit.generation, choice.is_durable) == (7, 5, False)
     with pytest.raises(FencedError, match="generation 5 is over: 6 rules"):
         zombie.inventory()
     # A folder that knows its generations asks no peer.
@@ -98,7 +102,7 @@ def test_a_beginning_that_was_asked_for_gives_up_what_peers_hold(
     choice, rejected = chosen(store, node, 7)
     assert choice is None
     assert rejected == ["a later generation began again from an older step"]
-    note_start(store, 7, 0)
+    record_start(store, 7, 0)
     assert chosen(store, node, 8)[0] is None
 
 

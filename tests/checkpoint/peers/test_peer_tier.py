@@ -15,11 +15,11 @@ from holdfast.checkpoint.peers.client import COPY, PeerClient, PeerError
 from holdfast.checkpoint.peers.config import Peer
 from holdfast.checkpoint.peers.source import PeerSource, open_peers
 from holdfast.checkpoint.restore.reader import Checkpoint
-from holdfast.checkpoint.restore.sources import Mixed
-from holdfast.core.format.manifest import Part, blob_key, merge, writer_name
+from holdfast.checkpoint.restore.sources import FallbackReader
+from holdfast.core.format.manifest import PartManifest, blob_key, merge_parts, writer_name
 from holdfast.core.sharding.state_table import TensorSpec
 from holdfast.errors import CorruptError
-from holdfast.layout import Layout, place
+from holdfast.layout import Layout, place_layout
 from holdfast.policy.placement import Machine
 from tests.support.peer_nodes import (
     SECRET,
@@ -82,7 +82,7 @@ def test_every_rank_of_a_peer_can_be_told_from_its_manifest(start: Start) -> Non
     assert there.inventory() == here.inventory()
     for line in there.inventory():
         key = blob_key(line.generation, line.step, writer_name(line.rank))
-        one, other = bytearray(line.bytes), bytearray(line.bytes)
+        one, other = bytearray(line.nbytes), bytearray(line.nbytes)
         there.read_into(key, 0, memoryview(one))
         here.read_into(key, 0, memoryview(other))
         assert one == other
@@ -93,17 +93,20 @@ def test_two_machines_keep_each_others_snapshots_and_the_third_is_spared(start: 
     """Racks decide: the copy goes to the machine in the other one."""
     near, far = start(name="near"), start(name="far")
     owner = start(
-        Peer(Machine("near", rack="a"), near.address), Peer(Machine("far", rack="b"), far.address),
+        Peer(Machine("near", rack="a"), near.address),
+        Peer(Machine("far", rack="b"), far.address),
         name="owner",
-    )  # fmt: skip
+    )
     owner.begin(topology())
     owner.put(1)
     names = until(lambda: near.has() + far.has())
     assert names == [(1, 1, 0)]
     both = start(
-        Peer(Machine("near", rack="a"), near.address), Peer(Machine("far", rack="b"), far.address),
-        name="both", copies=2,
-    )  # fmt: skip
+        Peer(Machine("near", rack="a"), near.address),
+        Peer(Machine("far", rack="b"), far.address),
+        name="both",
+        copies=2,
+    )
     both.begin(topology(2))
     both.put(2)
     until(lambda: both.kept("near") == both.kept("far") == (2, 2))
@@ -117,10 +120,8 @@ def test_three_nodes_keep_each_others_ranks_and_one_may_go(start: Start) -> None
     names = ("a", "b", "c")
     ports = {name: free_port() for name in names}
     peers = {n: Peer(Machine(n), f"127.0.0.1:{port}") for n, port in ports.items()}
-    nodes = {
-        n: start(*(peers[o] for o in names if o != n), name=n, port=ports[n]) for n in names
-    }  # fmt: skip
-    topo = place(Layout(dp_shard=3), 1, names)
+    nodes = {n: start(*(peers[o] for o in names if o != n), name=n, port=ports[n]) for n in names}
+    topo = place_layout(Layout(dp_shard=3), 1, names)
     for number, node in enumerate(nodes.values()):
         node.begin(topo)
         node.put(1, [number])
@@ -131,12 +132,12 @@ def test_three_nodes_keep_each_others_ranks_and_one_may_go(start: Start) -> None
     sources, silent = open_peers([peers["b"], peers["c"], peers["a"]], SECRET, 2)
     assert [name for name, _ in silent] == ["a"]
     parts = {
-        line.rank: (Part.from_bytes(line.stored, "test"), line.stored)
+        line.rank: (PartManifest.from_bytes(line.sealed_manifest, "test"), line.sealed_manifest)
         for source in sources
         for line in source.inventory()
     }
-    commit = merge(parts, topo, TABLE, "c", "d")
-    assert assert_holds(Checkpoint(Mixed(sources), commit), topology(2, dp_shard=2), 1)
+    commit = merge_parts(parts, topo, TABLE, "c", "d")
+    assert assert_holds(Checkpoint(FallbackReader(sources), commit), topology(2, dp_shard=2), 1)
     assert {(1, 1, 0), (1, 1, 2)} <= {tuple(x) for x in nodes["b"].do("memories", generation=2)}
 
 
@@ -146,7 +147,7 @@ def test_the_first_copy_goes_to_the_stable_machine_and_not_to_the_other_replica(
     """A node that trains too lends its memory as well; it may go any time, the stable one stays."""
     stage, other = start(name="stage"), start(name="b")
     node = start(other, stage, name="a", stable="stage")
-    node.begin(place(Layout(dp_replicate=2), 1, ("a", "b")))
+    node.begin(place_layout(Layout(dp_replicate=2), 1, ("a", "b")))
     node.put(1, [0])
     there = until(lambda: [n for n in ("stage", "b") if node.kept(n) == (1, 1)])
     assert there == ["stage"]
@@ -301,12 +302,15 @@ def test_a_rotten_byte_of_the_owner_is_not_kept(start: Start) -> None:
     source = source_of(owner, 1)
     line = source.inventory()[0]
     body = {
-        "part": line.stored.decode(), "run": "", "source": owner.address, "ranks": [0],
+        "part": line.sealed_manifest.decode(),
+        "run": "",
+        "source": owner.address,
+        "ranks": [0],
         "plan": {"topology": topology().to_json(), "table": [s.to_json() for s in TABLE]},
-    }  # fmt: skip
+    }
     client = PeerClient(keeper.address, SECRET, 1)
     with pytest.raises(PeerError, match="sent other bytes than it announced"):
-        client.offer(body)
+        client.send_offer(body)
     assert keeper.has() == []
     # A reader that reads it from the owner itself sees the error as well.
     found = restored(source, 1, 1)
@@ -388,10 +392,10 @@ def test_a_peer_that_dies_during_a_restore_leaves_the_rest_to_the_next_source(st
     until(lambda: owner.kept("first") == owner.kept("second") == (1, 1))
     sources = [source_of(first, 2), source_of(second, 2)]
     commit = restored(sources[0], 1, 1).commit
-    mixed = Mixed(sources)
+    mixed = FallbackReader(sources)
     first.kill()
     assert assert_holds(Checkpoint(mixed, commit), topology(2), 1)
-    assert mixed.tally.problems
+    assert mixed.stats.problems
 
 
 def test_reading_what_was_overwritten_is_missing(start: Start) -> None:
@@ -414,12 +418,12 @@ def test_threads_share_a_client(start: Start) -> None:
     client = PeerClient(owner.address, SECRET, 1)
     line = source_of(owner, 1).inventory()[0]
     key = blob_key(1, 1, writer_name(0))
-    whole = bytearray(line.bytes)
+    whole = bytearray(line.nbytes)
     client.read_into(key, 0, memoryview(whole))
     wrong: list[int] = []
 
     def read(start: int) -> None:
-        for at in range(start, line.bytes - 999, 7777):
+        for at in range(start, line.nbytes - 999, 7777):
             out = bytearray(999)
             client.read_into(key, at, memoryview(out), COPY)
             if out != whole[at : at + 999]:

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from holdfast.chaos.actions import rot_memory
-from holdfast.core.sharding.boxes import whole
+from holdfast.chaos.actions import flip_memory_bits
+from holdfast.core.sharding.boxes import whole_box
 from holdfast.elastic.worker.restore import restore
 from holdfast.events import Event, PeerFailed, SourceRejected
 from tests.support.mover_cluster import Nodes
@@ -139,19 +139,22 @@ def test_what_is_rotten_in_a_nodes_memory_comes_from_another_ones(
     nodes.capture(1)
     for name in "ab":
         nodes.until_kept(1, name)
-    assert rot_memory(nodes.movers["a"].process.pid, stride=2600) > 0
+    assert flip_memory_bits(nodes.movers["a"].process.pid, stride=2600) > 0
     newest = nodes.choose("b", 2, "ab")
     assert (newest.step, newest.durable) == (1, False)
     nodes.begin(nodes.topology(2, "ab", dp_replicate=2), newest)
     boot: Any = SimpleNamespace(
-        run_folder=str(nodes.folder), mover_socket=nodes.movers["a"].socket, generation=2, rank=0,
-        restore_key=newest.key, start_step=1, config={"checkpoint": {"bucket": address}},
-    )  # fmt: skip
+        run_folder=str(nodes.folder),
+        mover_socket=nodes.movers["a"].socket,
+        generation=2,
+        rank=0,
+        restore_key=newest.key,
+        start_step=1,
+        config={"checkpoint": {"bucket": address}},
+    )
     found = {spec.name: torch.zeros(spec.shape, dtype=DTYPE[spec.dtype]) for spec in TABLE}
-    wanted = [(whole(name, tuple(tensor.shape)), tensor) for name, tensor in found.items()]
-    session: Any = SimpleNamespace(
-        engine=SimpleNamespace(load=lambda boxes: boxes.many(wanted))
-    )  # fmt: skip
+    wanted = [(whole_box(name, tuple(tensor.shape)), tensor) for name, tensor in found.items()]
+    session: Any = SimpleNamespace(engine=SimpleNamespace(load=lambda boxes: boxes.many(wanted)))
     told: list[Event] = []
     reporter: Any = SimpleNamespace(progress=lambda *_: None, emit=told.append)
     restore(boot, session, reporter, SECRET)

@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 from xxhash import xxh3_128_hexdigest
 
-from holdfast.checkpoint.memory.snapshot_store import Shelf
+from holdfast.checkpoint.memory.snapshot_store import SnapshotStore
 from holdfast.checkpoint.peers.client import PeerClient
 from holdfast.checkpoint.peers.config import PeerSettings
-from holdfast.checkpoint.peers.receiver import HELD, Keeper, _run
-from holdfast.core.format.manifest import Extent, Part
+from holdfast.checkpoint.peers.receiver import HELD, SnapshotReceiver, _adjacent_extents
+from holdfast.core.format.manifest import Extent, PartManifest
 from holdfast.errors import CorruptError, HoldfastError
 from tests.support.peer_nodes import SECRET, TABLE, topology
 from tests.support.peer_tier_process import Node
@@ -32,11 +32,13 @@ class Play:
     def __init__(self, seed: int, room: int) -> None:
         self.random = random.Random(seed)
         boot = {
-            "secret": SECRET.hex(), "extent_bytes": 8192, "settings": PeerSettings().to_json(),
-        }  # fmt: skip
+            "secret": SECRET.hex(),
+            "extent_bytes": 8192,
+            "settings": PeerSettings().to_json(),
+        }
         self.owner = Node(boot)
-        self.shelf = Shelf()
-        self.keeper = Keeper(self.shelf, SECRET, room)
+        self.shelf = SnapshotStore()
+        self.keeper = SnapshotReceiver(self.shelf, SECRET, room)
         self.complete: list[Step] = []  # in the order in which they became so
         self.held: dict[Step, set[int]] = {}
 
@@ -69,14 +71,18 @@ class Play:
     def offer(self, generation: int, step: int, rank: int, world: int) -> None:
         assert self.owner.topology is not None
         plan = {
-            "topology": self.owner.topology.to_json(), "table": [s.to_json() for s in TABLE],
-        }  # fmt: skip
+            "topology": self.owner.topology.to_json(),
+            "table": [s.to_json() for s in TABLE],
+        }
         body: dict[str, Any] = {
-            "part": self.owner.shelf.get(generation, step, rank).stored.decode(), "run": "",
-            "source": self.owner.peers.address, "ranks": list(range(world)), "plan": plan,
-        }  # fmt: skip
+            "part": self.owner.shelf.get(generation, step, rank).sealed_manifest.decode(),
+            "run": "",
+            "source": self.owner.peers.address,
+            "ranks": list(range(world)),
+            "plan": plan,
+        }
         try:
-            state = self.keeper.offer(generation, body)["state"]
+            state = self.keeper.answer_offer(generation, body)["state"]
         except HoldfastError:
             return
         assert state == HELD
@@ -87,7 +93,7 @@ class Play:
     def check(self) -> None:
         here: dict[Step, set[int]] = {}
         for line in self.shelf.inventory():
-            part = Part.from_bytes(line.stored, "test")
+            part = PartManifest.from_bytes(line.sealed_manifest, "test")
             here.setdefault((line.generation, line.step), set()).add(line.rank)
             for extent in part.blob.extents():
                 out = memoryview(bytearray(extent.length))
@@ -127,9 +133,9 @@ def test_a_keeper_never_takes_more_than_its_room() -> None:
 
 def test_extents_are_asked_for_together_up_to_a_gap_and_to_the_room() -> None:
     extents = [Extent(start, 10, "") for start in (0, 10, 20, 40, 50)]
-    cut = {room: _run(extents, 0, room) for room in (0, 19, 20, 1000)}
+    cut = {room: _adjacent_extents(extents, 0, room) for room in (0, 19, 20, 1000)}
     assert {room: len(run) for room, run in cut.items()} == {0: 1, 19: 1, 20: 2, 1000: 3}
-    assert _run(extents, 3, 1000) == extents[3:]
+    assert _adjacent_extents(extents, 3, 1000) == extents[3:]
 
 
 def test_a_copy_over_a_quick_link_takes_few_requests(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -142,7 +148,9 @@ def test_a_copy_over_a_quick_link_takes_few_requests(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(PeerClient, "read_into", counted)
     play = Play(1, room=1 << 28)
-    play.keeper = Keeper(play.shelf, SECRET, 1 << 28, clock=lambda: 0.0)  # no request takes long
+    play.keeper = SnapshotReceiver(
+        play.shelf, SECRET, 1 << 28, clock=lambda: 0.0
+    )  # no request takes long
     try:
         topo = topology(1)
         play.owner.begin(topo.to_json(), [spec.to_json() for spec in TABLE])
@@ -168,15 +176,17 @@ def test_a_manifest_that_lists_other_tensors_than_its_blob_is_refused_at_any_ste
             if wrong:
                 part = replace(part, tensors=part.tensors[1:])
             body = {
-                "part": part.to_bytes().decode(), "run": "", "source": play.owner.peers.address,
+                "part": part.to_bytes().decode(),
+                "run": "",
+                "source": play.owner.peers.address,
                 "ranks": [0],
                 "plan": {"topology": plan.to_json(), "table": [s.to_json() for s in TABLE]},
-            }  # fmt: skip
+            }
             if wrong:
                 with pytest.raises(CorruptError, match="does not list what its part does"):
-                    play.keeper.offer(1, body)
+                    play.keeper.answer_offer(1, body)
             else:
-                assert play.keeper.offer(1, body)["state"] == HELD
+                assert play.keeper.answer_offer(1, body)["state"] == HELD
         assert {line.step for line in play.shelf.inventory()} == {2, 4}
     finally:
         play.close()

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from holdfast.checkpoint.memory.snapshot_store import Shelf
+from holdfast.checkpoint.memory.snapshot_store import SnapshotStore
 from holdfast.checkpoint.peers import client as peer_wire
 from holdfast.checkpoint.peers.client import (
     INVENTORY,
@@ -20,14 +20,14 @@ from holdfast.checkpoint.peers.client import (
     PeerClient,
     PeerError,
 )
-from holdfast.checkpoint.peers.rate_limiter import Budget
-from holdfast.checkpoint.peers.receiver import Keeper
-from holdfast.checkpoint.peers.server import BODY_LIMIT, PeerServer, name_of
+from holdfast.checkpoint.peers.rate_limiter import TokenBucket
+from holdfast.checkpoint.peers.receiver import SnapshotReceiver
+from holdfast.checkpoint.peers.server import MAX_BODY_BYTES, PeerServer, parse_blob_key
 from holdfast.checkpoint.peers.source import PeerSource
-from holdfast.core.format.manifest import Part, blob_key, commit_key, writer_name
+from holdfast.core.format.manifest import PartManifest, blob_key, commit_key, writer_name
 from holdfast.errors import FencedError
-from holdfast.wire.http.auth import AuthError, headers_of, sha256, sign, stated
-from holdfast.wire.http.sync_connection import HEAD_BYTES
+from holdfast.wire.http.auth import AuthError, body_statement, request_headers, sha256_hex, sign
+from holdfast.wire.http.sync_connection import MAX_HEAD_BYTES
 from holdfast.wire.secret import Secret
 from holdfast.wire.store.run_store import MissingKeyError
 from tests.support.peer_nodes import SECRET, TABLE, Node, topology, until
@@ -51,20 +51,27 @@ def offer(nodes: tuple[Node, Node]) -> dict[str, Any]:
     owner = nodes[0]
     source = PeerSource("owner", owner.address, SECRET, 2)
     return {
-        "part": source.inventory()[0].stored.decode(), "run": "", "source": owner.address,
+        "part": source.inventory()[0].sealed_manifest.decode(),
+        "run": "",
+        "source": owner.address,
         "ranks": [0],
         "plan": {"topology": topology(2).to_json(), "table": [s.to_json() for s in TABLE]},
-    }  # fmt: skip
+    }
 
 
 @contextmanager
 def listening(**settings: Any) -> Iterator[tuple[PeerServer, str]]:
     """A listener of this process, and its address."""
-    shelf = Shelf()
+    shelf = SnapshotStore()
     server = PeerServer(
-        socket.create_server(("127.0.0.1", 0)), SECRET, shelf, Keeper(shelf, SECRET, 0),
-        Budget(0, time.monotonic, lambda seconds: False), None, **settings,
-    )  # fmt: skip
+        socket.create_server(("127.0.0.1", 0)),
+        SECRET,
+        shelf,
+        SnapshotReceiver(shelf, SECRET, 0),
+        TokenBucket(0, time.monotonic, lambda seconds: False),
+        None,
+        **settings,
+    )
     server.start()
     try:
         yield server, f"127.0.0.1:{server.server_address[1]}"
@@ -95,13 +102,13 @@ def request(
     node: Node, method: str, path: str, body: bytes, generation: int, secret: Secret = SECRET
 ) -> bytes:
     client = PeerClient(node.address, SECRET, 0)
-    client.newest()  # learns the listener's name
-    to = client.aim._known[0]
+    client.newest_generation()  # learns the listener's name
+    to = client.listener_identity._known[0]
     client.close()
-    covered = stated(len(body), sha256(body))
+    covered = body_statement(len(body), sha256_hex(body))
     proof = sign(secret, method, path, covered, generation, time.time(), to)
     lines = [f"{method} {path} HTTP/1.1", "host: x", f"content-length: {len(body)}"]
-    lines += [f"{name}: {value}" for name, value in headers_of(proof, body).items()]
+    lines += [f"{name}: {value}" for name, value in request_headers(proof, body).items()]
     return "\r\n".join([*lines, "connection: close", "", ""]).encode() + body
 
 
@@ -111,7 +118,7 @@ def test_a_wrong_secret_gets_nothing_and_changes_nothing(
     owner, keeper = nodes
     for ask in (
         lambda: PeerClient(owner.address, STRANGER, 2).inventory(),
-        lambda: PeerClient(keeper.address, STRANGER, 9).offer(offer),
+        lambda: PeerClient(keeper.address, STRANGER, 9).send_offer(offer),
         lambda: PeerClient(owner.address, STRANGER, 2).read_into(
             blob_key(2, 3, writer_name(0)), 0, memoryview(bytearray(10))
         ),
@@ -129,7 +136,7 @@ def test_an_answer_that_is_not_signed_by_us_is_refused(nodes: tuple[Node, Node])
         raw = answer(other, request(nodes[0], "GET", INVENTORY, b"", 1, STRANGER))
         with closing(socket.create_server(("127.0.0.1", 0))) as fake:
             address = f"127.0.0.1:{fake.getsockname()[1]}"
-            client = PeerClient(address, SECRET, 1, timeout=5)
+            client = PeerClient(address, SECRET, 1, silence_timeout_s=5)
 
             def serve() -> None:
                 connection, _ = fake.accept()
@@ -150,7 +157,7 @@ def test_an_answer_that_is_not_signed_by_us_is_refused(nodes: tuple[Node, Node])
 def test_a_strangers_long_answer_is_not_read(status: int) -> None:
     """A client cannot know the port's owner before it has the complete answer."""
     with closing(socket.create_server(("127.0.0.1", 0))) as fake:
-        client = PeerClient(f"127.0.0.1:{fake.getsockname()[1]}", SECRET, 1, timeout=5)
+        client = PeerClient(f"127.0.0.1:{fake.getsockname()[1]}", SECRET, 1, silence_timeout_s=5)
 
         def serve() -> None:
             connection, _ = fake.accept()
@@ -164,7 +171,7 @@ def test_a_strangers_long_answer_is_not_read(status: int) -> None:
         thread = threading.Thread(target=serve)
         thread.start()
         with pytest.raises(PeerError, match="the answer is too long"):
-            client.newest()
+            client.newest_generation()
         thread.join(10)
 
 
@@ -192,7 +199,7 @@ def test_a_replayed_offer_is_refused(nodes: tuple[Node, Node], offer: dict[str, 
     assert b" 401 " in answer(keeper, request(keeper, "POST", OFFER, body, 2)[: -len(body)] + other)
     # With the digest of the other body, in the head.
     forged = request(keeper, "POST", OFFER, body, 2).replace(body, other)
-    forged = forged.replace(sha256(body).encode(), sha256(other).encode())
+    forged = forged.replace(sha256_hex(body).encode(), sha256_hex(other).encode())
     assert b" 401 " in answer(keeper, forged).splitlines()[0]
     assert keeper.has() == []
 
@@ -214,7 +221,7 @@ def test_a_strangers_body_is_not_read(nodes: tuple[Node, Node]) -> None:
                 with pytest.raises(TimeoutError):
                     connection.recv(1)
     with pytest.raises(AuthError, match="does not accept this run's secret"):
-        PeerClient(nodes[1].address, STRANGER, 2).offer({"part": "x" * (8 << 20)})
+        PeerClient(nodes[1].address, STRANGER, 2).send_offer({"part": "x" * (8 << 20)})
 
 
 def test_a_head_has_a_bound(nodes: tuple[Node, Node]) -> None:
@@ -225,7 +232,7 @@ def test_a_head_has_a_bound(nodes: tuple[Node, Node]) -> None:
         line = b"h: %s\r\n" % (b"v" * 10_000)
         with pytest.raises((BrokenPipeError, ConnectionResetError)):
             connection.sendall(line * 6_000)
-    assert HEAD_BYTES < 64 << 10
+    assert MAX_HEAD_BYTES < 64 << 10
 
 
 def test_whoever_proves_nothing_is_cut_in_time(nodes: tuple[Node, Node]) -> None:
@@ -246,9 +253,9 @@ def test_whoever_proves_nothing_is_cut_in_time(nodes: tuple[Node, Node]) -> None
                     return True
 
             until(cut)
-        held = client._idle[0][1].sock
+        held = client._idle_connections[0][1].sock
         assert client.inventory()["snapshots"] == []
-        assert client._idle[0][1].sock is held
+        assert client._idle_connections[0][1].sock is held
 
 
 def test_a_connection_that_was_idle_for_long_is_not_used_again(
@@ -258,9 +265,9 @@ def test_a_connection_that_was_idle_for_long_is_not_used_again(
         client = PeerClient(address, SECRET, 1)
         ends = []
         for kept in (50.0, 50.0, 0.0):
-            monkeypatch.setattr(peer_wire, "KEPT_SECONDS", kept)
-            client.newest()
-            ((_, connection),) = client._idle
+            monkeypatch.setattr(peer_wire, "IDLE_REUSE_LIMIT_S", kept)
+            client.newest_generation()
+            ((_, connection),) = client._idle_connections
             ends.append(connection.sock.getsockname())
     assert ends[0] == ends[1] != ends[2]
 
@@ -271,31 +278,43 @@ def test_a_newcomer_takes_the_place_of_one_that_asks_nothing() -> None:
     with listening(connections=3) as (server, address):
         clients = [PeerClient(address, SECRET, 1) for _ in range(3)]
         for client in clients:
-            assert client.newest() == 0
-        until(lambda: len(server._idle) == 3)
-        ends = {client._idle[0][1].sock.getsockname() for client in clients[1:]}
+            assert client.newest_generation() == 0
+        until(lambda: len(server._idle_connections) == 3)
+        ends = {client._idle_connections[0][1].sock.getsockname() for client in clients[1:]}
         clients.append(PeerClient(address, SECRET, 1))
-        assert clients[3].newest() == 0
-        assert {client._idle[0][1].sock.getsockname() for client in clients[1:3]} == ends
+        assert clients[3].newest_generation() == 0
+        assert {
+            client._idle_connections[0][1].sock.getsockname() for client in clients[1:3]
+        } == ends
         for client in clients[1:3]:
-            assert client.newest() == 0
-        assert {client._idle[0][1].sock.getsockname() for client in clients[1:3]} == ends
-        assert clients[0].newest() == 0
+            assert client.newest_generation() == 0
+        assert {
+            client._idle_connections[0][1].sock.getsockname() for client in clients[1:3]
+        } == ends
+        assert clients[0].newest_generation() == 0
         assert server.refusals.totals() == {}, "these are no strangers"
 
 
 def test_too_long_a_body_is_refused_unread(nodes: tuple[Node, Node]) -> None:
-    head = f"POST {OFFER} HTTP/1.1\r\nhost: x\r\ncontent-length: {BODY_LIMIT + 1}\r\n\r\n".encode()
+    head = (
+        f"POST {OFFER} HTTP/1.1\r\nhost: x\r\ncontent-length: {MAX_BODY_BYTES + 1}\r\n\r\n".encode()
+    )
     assert b" 413 " in answer(nodes[1], head).splitlines()[0]
     chunked = f"POST {OFFER} HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n".encode()
     assert b" 413 " in answer(nodes[1], chunked).splitlines()[0]
 
 
-@pytest.mark.parametrize("raw", [
-    b"\x16\x03\x01 this is TLS\r\n\r\n", b"GET / HTTP/9.9\r\n\r\n", b"\r\n" * 9,
-    b"GET " + b"a" * 70_000 + b" HTTP/1.1\r\n\r\n", b"DELETE /offer HTTP/1.1\r\n\r\n",
-    b"GET /inventory HTTP/1.1\r\n" + b"".join(b"h%d: v\r\n" % n for n in range(300)) + b"\r\n",
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b"\x16\x03\x01 this is TLS\r\n\r\n",
+        b"GET / HTTP/9.9\r\n\r\n",
+        b"\r\n" * 9,
+        b"GET " + b"a" * 70_000 + b" HTTP/1.1\r\n\r\n",
+        b"DELETE /offer HTTP/1.1\r\n\r\n",
+        b"GET /inventory HTTP/1.1\r\n" + b"".join(b"h%d: v\r\n" % n for n in range(300)) + b"\r\n",
+    ],
+)
 def test_garbage_is_harmless(nodes: tuple[Node, Node], raw: bytes) -> None:
     answer(nodes[0], raw)
     assert PeerClient(nodes[0].address, SECRET, 2).inventory()["snapshots"]
@@ -306,11 +325,11 @@ def test_an_older_generation_is_fenced(nodes: tuple[Node, Node], offer: dict[str
     owner, keeper = nodes
     PeerClient(keeper.address, SECRET, 5).inventory()
     with pytest.raises(FencedError, match="generation 2 is over: 5 rules"):
-        PeerClient(keeper.address, SECRET, 2).offer(offer)
+        PeerClient(keeper.address, SECRET, 2).send_offer(offer)
     with pytest.raises(FencedError):
         PeerClient(keeper.address, SECRET, 4).inventory()
     with pytest.raises(FencedError, match="generation 5 offers a part of 2"):
-        PeerClient(keeper.address, SECRET, 5).offer(offer)
+        PeerClient(keeper.address, SECRET, 5).send_offer(offer)
     assert keeper.has() == []
     assert owner.has() == [(2, 3, 0)]
 
@@ -319,14 +338,21 @@ def test_offers_that_make_no_sense(nodes: tuple[Node, Node], offer: dict[str, An
     keeper = Node()
     try:
         client = PeerClient(keeper.address, SECRET, 2)
-        part = Part.from_bytes(offer["part"].encode(), "test")
-        longer = Part(
-            part.generation, part.step, part.rank,
-            part.blob.__class__("data/0000000002/0000000004-rank00000-0.safetensors",
-                                part.blob.size, part.blob.data_start, part.blob.extent_bytes,
-                                part.blob.checksums),
-            part.tensors, part.meta,
-        )  # fmt: skip
+        part = PartManifest.from_bytes(offer["part"].encode(), "test")
+        longer = PartManifest(
+            part.generation,
+            part.step,
+            part.rank,
+            part.blob.__class__(
+                "data/0000000002/0000000004-rank00000-0.safetensors",
+                part.blob.size,
+                part.blob.data_start,
+                part.blob.extent_bytes,
+                part.blob.checksums,
+            ),
+            part.tensors,
+            part.meta,
+        )
         wrong: list[tuple[dict[str, Any], str]] = [
             ({"part": "{}"}, "not a manifest"),
             ({"part": offer["part"].replace("test", "tesu").replace('"F32"', '"F64"')}, "checksum"),
@@ -337,16 +363,16 @@ def test_offers_that_make_no_sense(nodes: tuple[Node, Node], offer: dict[str, An
             ({"source": "127.0.0.1:1"}, "cannot be reached"),
         ]
         without = {k: v for k, v in offer.items() if k != "plan"}
-        assert client.offer(without) == {"state": "plan"}
+        assert client.send_offer(without) == {"state": "plan"}
         for change, words in wrong:
             with pytest.raises(PeerError, match=words):
-                client.offer(offer | change)
+                client.send_offer(offer | change)
         for missing in ("part", "run", "source", "ranks"):
             with pytest.raises(PeerError, match="KeyError"):
-                client.offer({k: v for k, v in offer.items() if k != missing})
+                client.send_offer({k: v for k, v in offer.items() if k != missing})
         held = {"state": "held", "reused": 0}
-        assert client.offer(offer) == held
-        assert client.offer(offer) == held  # asked again: nothing more is done
+        assert client.send_offer(offer) == held
+        assert client.send_offer(offer) == held  # asked again: nothing more is done
         assert keeper.do("status")["keeps"]["pulled"] == part.blob.size
     finally:
         keeper.close()
@@ -362,14 +388,14 @@ def test_ranges_that_are_not_there(nodes: tuple[Node, Node]) -> None:
             client.read_into(key, 0, out)
     with pytest.raises(PeerError, match="bytes"):
         client.read_into(blob_key(2, 3, writer_name(0)), 10**9, out)
-    assert name_of(blob_key(2, 3, writer_name(7))) == (2, 3, 7)
+    assert parse_blob_key(blob_key(2, 3, writer_name(7))) == (2, 3, 7)
 
 
 def test_strangers_cannot_take_all_connections(nodes: tuple[Node, Node]) -> None:
     """More silent connections than there is room for: a client with the secret is still served."""
     silent = [connect(nodes[0]) for _ in range(80)]
     try:
-        client = PeerClient(nodes[0].address, SECRET, 2, timeout=5)
+        client = PeerClient(nodes[0].address, SECRET, 2, silence_timeout_s=5)
         until(lambda: client.inventory()["snapshots"], 10)
         more = [connect(nodes[0]) for _ in range(80)]
         assert client.inventory()["snapshots"]  # on the connection that has proven itself
@@ -382,10 +408,14 @@ def test_strangers_cannot_take_all_connections(nodes: tuple[Node, Node]) -> None
 
 @pytest.mark.parametrize(
     "noise",
-    [b"GET / HTTP/1.1\r\nx: " + b"y" * HEAD_BYTES, b"\x00" * 2 * HEAD_BYTES,
-     b"GET /inventory HTTP/1.1\r\nho", b"\x16\x03\x01\x00\xc8\x01\x00\x00\xc4\x03\x03"],
+    [
+        b"GET / HTTP/1.1\r\nx: " + b"y" * MAX_HEAD_BYTES,
+        b"\x00" * 2 * MAX_HEAD_BYTES,
+        b"GET /inventory HTTP/1.1\r\nho",
+        b"\x16\x03\x01\x00\xc8\x01\x00\x00\xc4\x03\x03",
+    ],
     ids=["too long", "noise", "broken off", "TLS"],
-)  # fmt: skip
+)
 def test_whoever_does_not_speak_http_is_counted(noise: bytes) -> None:
     with listening() as (server, address):
         host, _, port = address.rpartition(":")

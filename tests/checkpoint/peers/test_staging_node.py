@@ -14,12 +14,12 @@ import pytest
 from holdfast.checkpoint.mover.client import MoverClient
 from holdfast.checkpoint.peers.config import Peer, PeerSettings
 from holdfast.checkpoint.peers.source import PeerBlobs
-from holdfast.checkpoint.restore.catalog import listing
+from holdfast.checkpoint.restore.catalog import list_commits
 from holdfast.checkpoint.restore.reader import Checkpoint
-from holdfast.checkpoint.restore.sources import Mixed
+from holdfast.checkpoint.restore.sources import FallbackReader
 from holdfast.checkpoint.restore.verify import verify
 from holdfast.policy.placement import Machine
-from holdfast.wire.term import open_generation
+from holdfast.wire.term import create_generation
 from tests.support.mover_process import Mover, Workers, assert_holds, topology
 from tests.support.peer_nodes import SECRET, until
 
@@ -34,10 +34,22 @@ class Stage:
         secret.write_text(SECRET.hex())
         secret.chmod(0o600)
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "holdfast.cli.main", "stage", "--listen", "127.0.0.1:0",
-             "--secret", str(secret), "--memory", str(memory), "--json"],
-            stdout=subprocess.PIPE, text=True,
-        )  # fmt: skip
+            [
+                sys.executable,
+                "-m",
+                "holdfast.cli.main",
+                "stage",
+                "--listen",
+                "127.0.0.1:0",
+                "--secret",
+                str(secret),
+                "--memory",
+                str(memory),
+                "--json",
+            ],
+            stdout=subprocess.PIPE,
+            text=True,
+        )
         assert self.process.stdout is not None
         self.address = json.loads(self.process.stdout.readline())["address"]
 
@@ -67,7 +79,7 @@ def capture(workers: Workers, step: int) -> None:
     for capturer in workers.capturers:
         capturer.capture(step, wait=60)
     for capturer in workers.capturers:
-        assert capturer.announce(step, {"position": step}, durable=False) is None
+        assert capturer.announce(step, {"position": step}, is_durable=False) is None
 
 
 def kept(client: MoverClient) -> tuple[int, int]:
@@ -88,11 +100,11 @@ def test_a_lost_node_goes_on_from_the_staging_machine(start: Start, stage: Stage
     first.kill()
 
     second = start(secret=SECRET, peers=told(stage))
-    open_generation(second.store, 2, {})
+    create_generation(second.store, 2, {})
     asking = second.client(2)
-    newest = asking.newest()
+    newest = asking.find_restore_point()
     assert (newest.step, newest.generation, newest.durable) == (3, 1, False)
-    assert len(listing(second.store)) == 1
+    assert len(list_commits(second.store)) == 1
     asking.expect(topology(2, generation=2), workers.table, newest.step)
     assert newest.key is not None
     found = asking.holdings(newest.key)
@@ -100,10 +112,10 @@ def test_a_lost_node_goes_on_from_the_staging_machine(start: Start, stage: Stage
     sources = [
         PeerBlobs(p["name"], p["address"], p["keys"], SECRET, 2, p["run"]) for p in found.peers
     ]
-    assert_holds(Checkpoint(Mixed(sources), found.commit), 3, workers.table)
+    assert_holds(Checkpoint(FallbackReader(sources), found.commit), 3, workers.table)
 
     # What memory alone held becomes durable behind that, from where it lies.
-    assert second.client(1).settle(3, 60) is None
+    assert second.client(1).wait_until_committed(3, 60) is None
     durable = Checkpoint.open(second.store, newest.key)
     assert_holds(durable, 3, workers.table)
     assert verify(second.store, newest.key) == []
@@ -128,9 +140,9 @@ def test_another_run_finds_no_snapshots_of_this_one(
     other = Mover(tmp_path / "other", SECRET, told(stage), config_hash="e")
     try:
         for generation in range(1, 6):
-            open_generation(other.store, generation, {})
+            create_generation(other.store, generation, {})
         asking = other.client(5)
-        assert asking.newest().key is None
+        assert asking.find_restore_point().key is None
         asking.expect(topology(generation=5), workers.table, 0)
         strange = Workers(asking, topology(generation=5), slots=3)
         capture(strange, 1)
@@ -167,7 +179,7 @@ def test_a_peer_that_is_gone_stops_no_save(start: Start, tmp_path: Path) -> None
     failed = until(lambda: [e for e in client.events(0)[0] if e.kind == "peer_failed"])
     assert len(failed) == 1
     assert "cannot be reached" in failed[0].reason
-    newest = client.newest()
+    newest = client.find_restore_point()
     assert newest.step == 3
 
 

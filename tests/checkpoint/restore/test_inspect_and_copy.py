@@ -10,7 +10,7 @@ import pytest
 from holdfast.checkpoint.bucket import copy
 from holdfast.checkpoint.bucket.copy import copy_checkpoint
 from holdfast.checkpoint.restore import inspect
-from holdfast.checkpoint.restore.catalog import listing
+from holdfast.checkpoint.restore.catalog import list_commits
 from holdfast.checkpoint.restore.reader import Checkpoint
 from holdfast.checkpoint.restore.verify import verify
 from holdfast.core.sharding.boxes import Box
@@ -42,7 +42,7 @@ def stores(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[FolderSto
 
 
 def opened(store: FolderStore, step: str) -> Checkpoint:
-    return Checkpoint.open(store, inspect.find(store, step))
+    return Checkpoint.open(store, inspect.find_commit_key(store, step))
 
 
 def test_a_step_is_found_by_its_number(stores: tuple[FolderStore, FolderStore]) -> None:
@@ -50,19 +50,19 @@ def test_a_step_is_found_by_its_number(stores: tuple[FolderStore, FolderStore]) 
     assert opened(stores[0], "1").step == opened(stores[0], "0001").step == 1
     for wrong in ("7", "oldest", "-1"):
         with pytest.raises(CheckpointError, match="one of these: 1, 2"):
-            inspect.find(stores[0], wrong)
+            inspect.find_commit_key(stores[0], wrong)
     with pytest.raises(CheckpointError, match="no checkpoint here"):
-        inspect.find(MemoryStore(), "newest")
+        inspect.find_commit_key(MemoryStore(), "newest")
 
 
 def test_the_layout_makes_no_difference(stores: tuple[FolderStore, FolderStore]) -> None:
-    found = inspect.compare(opened(stores[0], "2"), opened(stores[1], "2"))
-    assert (found.same, found.differences) == (len(TABLE), {})
+    found = inspect.compare_checkpoints(opened(stores[0], "2"), opened(stores[1], "2"))
+    assert (found.same_count, found.differences) == (len(TABLE), {})
 
 
 def test_what_differs_is_counted_and_measured(stores: tuple[FolderStore, FolderStore]) -> None:
     seen: list[tuple[int, int]] = []
-    found = inspect.compare(
+    found = inspect.compare_checkpoints(
         opened(stores[0], "1"),
         opened(stores[1], "2"),
         lambda done, total: seen.append((done, total)),
@@ -70,17 +70,20 @@ def test_what_differs_is_counted_and_measured(stores: tuple[FolderStore, FolderS
     one, two = state(1), state(2)
     assert set(found.differences) == set(one)
     for name, difference in found.differences.items():
-        assert difference.what == "bytes"
+        assert difference.kind == "bytes"
         assert difference.elements == int((one[name] != two[name]).sum())
-        assert difference.of == one[name].numel()
+        assert difference.total_elements == one[name].numel()
         assert difference.max_abs == float((one[name].double() - two[name].double()).abs().max())
     assert seen[-1] == (sum(spec.nbytes for spec in TABLE),) * 2
 
 
 def test_tables_that_differ_are_told_apart(start: Start, tmp_path: Path) -> None:
-    other = (*TABLE[1:-1], TensorSpec("model.embed.weight", "F32", (38, 8), 0),
-             TensorSpec("model.scale", "F32", (), None), TensorSpec("model.new", "F32", (2,), 0),
-             )  # fmt: skip
+    other = (
+        *TABLE[1:-1],
+        TensorSpec("model.embed.weight", "F32", (38, 8), 0),
+        TensorSpec("model.scale", "F32", (), None),
+        TensorSpec("model.new", "F32", (2,), 0),
+    )
     mover = start()
     ours = saved(mover, 1, 1, (1,))
     (tmp_path / "other").mkdir()
@@ -88,10 +91,10 @@ def test_tables_that_differ_are_told_apart(start: Start, tmp_path: Path) -> None
     try:
         topo = topology()
         Workers(second.begin(topo, other), topo, other).commit(1)
-        found = inspect.compare(opened(ours, "1"), opened(second.store, "1"))
+        found = inspect.compare_checkpoints(opened(ours, "1"), opened(second.store, "1"))
     finally:
         second.close()
-    whats = {name: d.what for name, d in found.differences.items()}
+    whats = {name: d.kind for name, d in found.differences.items()}
     assert whats["model.embed.weight"] == "shape"
     assert whats["model.scale"] == "dtype"
     assert whats["model.new"] == "only in the second"
@@ -100,7 +103,7 @@ def test_tables_that_differ_are_told_apart(start: Start, tmp_path: Path) -> None
 @pytest.mark.parametrize("elements", [1, 3, 7, 24, 1000])
 def test_pieces_tile_a_box_in_order(elements: int) -> None:
     box = Box("w", (5, 0, 2), (3, 2, 4))
-    pieces = list(inspect.pieces_of(box, elements))
+    pieces = list(inspect.split_box(box, elements))
     assert all(0 < piece.size <= elements for piece in pieces)
     seen = [
         (a, b, c)
@@ -132,26 +135,26 @@ class Counting(FolderStore):
 def test_a_copy_is_whole_and_made_once(
     stores: tuple[FolderStore, FolderStore], tmp_path: Path
 ) -> None:
-    source, key = stores[0], inspect.find(stores[0], "2")
+    source, key = stores[0], inspect.find_commit_key(stores[0], "2")
     (tmp_path / "copy").mkdir()
     target = Counting(tmp_path / "copy")
     done = copy_checkpoint(source, key, target)
-    assert done.copied == Checkpoint.open(source, key).commit.nbytes
+    assert done.copied_bytes == Checkpoint.open(source, key).commit.nbytes
     assert target.created[-1] == key
     kinds = [name.split("/")[0] for name in target.created]
     assert kinds.index("commits") > max(i for i, kind in enumerate(kinds) if kind == "data")
     assert verify(target, key) == []
     assert_holds(Checkpoint.open(target, key), 2)
-    assert listing(target) == [key]
+    assert list_commits(target) == [key]
     again = Counting(tmp_path / "copy")
-    assert copy_checkpoint(source, key, again).copied == 0
+    assert copy_checkpoint(source, key, again).copied_bytes == 0
     assert again.created == []
 
 
 def test_a_copy_goes_on_wherever_it_was_cut(
     stores: tuple[FolderStore, FolderStore], tmp_path: Path
 ) -> None:
-    source, key = stores[0], inspect.find(stores[0], "1")
+    source, key = stores[0], inspect.find_commit_key(stores[0], "1")
     for fail_at in range(10):
         folder = tmp_path / str(fail_at)
         folder.mkdir()
@@ -159,7 +162,7 @@ def test_a_copy_goes_on_wherever_it_was_cut(
         try:
             copy_checkpoint(source, key, cut)
         except OSError:
-            assert listing(cut) == [], "a copy that was cut is no checkpoint"
+            assert list_commits(cut) == [], "a copy that was cut is no checkpoint"
         after = Counting(folder)
         copy_checkpoint(source, key, after)
         assert not set(after.created) & set(cut.created), "what was there is not copied again"
@@ -170,20 +173,23 @@ def test_rot_in_the_source_is_refused_and_in_the_target_mended(
     start: Start, tmp_path: Path
 ) -> None:
     source = saved(start(), 2, 1, (1,))
-    key = inspect.find(source, "1")
+    key = inspect.find_commit_key(source, "1")
     (tmp_path / "copy").mkdir()
     target = FolderStore(tmp_path / "copy")
     copy_checkpoint(source, key, target)
     for path in sorted((tmp_path / "copy" / "data").rglob("*.safetensors")):
         rot(path)
     done = copy_checkpoint(source, key, target)
-    assert (done.copied, done.there) == (Checkpoint.open(source, key).commit.nbytes, 0)
+    assert (done.copied_bytes, done.present_bytes) == (
+        Checkpoint.open(source, key).commit.nbytes,
+        0,
+    )
     assert verify(target, key) == []
     rot(next((source.folder / "data").rglob("*rank00001*")))
     (tmp_path / "new").mkdir()
     with pytest.raises(CheckpointError, match=r"not whole: data/.*checksum"):
         copy_checkpoint(source, key, FolderStore(tmp_path / "new"))
-    assert listing(FolderStore(tmp_path / "new")) == []
+    assert list_commits(FolderStore(tmp_path / "new")) == []
 
 
 def rot(path: Path) -> None:
@@ -197,9 +203,9 @@ def test_a_folder_of_another_run_is_left_alone(
 ) -> None:
     other = saved(start(config_hash="another"), 1, 1, (5,))
     with pytest.raises(CheckpointError, match="another run"):
-        copy_checkpoint(stores[0], inspect.find(stores[0], "2"), other)
+        copy_checkpoint(stores[0], inspect.find_commit_key(stores[0], "2"), other)
     with pytest.raises(CheckpointError, match="another checkpoint of step 2"):
-        copy_checkpoint(stores[0], inspect.find(stores[0], "2"), stores[1])
+        copy_checkpoint(stores[0], inspect.find_commit_key(stores[0], "2"), stores[1])
 
 
 def test_the_next_generation_after_a_copy_is_a_newer_one(start: Start, tmp_path: Path) -> None:
@@ -208,7 +214,7 @@ def test_the_next_generation_after_a_copy_is_a_newer_one(start: Start, tmp_path:
     Workers(mover.begin(topo), topo).commit(3)
     (tmp_path / "copy").mkdir()
     target = FolderStore(tmp_path / "copy")
-    copy_checkpoint(mover.store, inspect.find(mover.store, "3"), target)
+    copy_checkpoint(mover.store, inspect.find_commit_key(mover.store, "3"), target)
     assert copy.newest_generation(target) == 7
 
 
@@ -230,4 +236,4 @@ def test_nothing_of_the_extent_is_believed_unchecked() -> None:
 
     blob = Blob("data/0/x", 5000, 4096, 8192, (xxh3_128_hexdigest(data),))
     with pytest.raises(CheckpointError, match="checksum"):
-        list(copy._checked(store, blob))
+        list(copy._read_checked(store, blob))

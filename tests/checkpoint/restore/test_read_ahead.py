@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 import torch
 
-from holdfast.checkpoint.restore.catalog import listing
+from holdfast.checkpoint.restore.catalog import list_commits
 from holdfast.checkpoint.restore.read_ahead import ReadAhead
 from holdfast.checkpoint.restore.reader import Checkpoint
-from holdfast.core.sharding.boxes import Box, whole
+from holdfast.core.sharding.boxes import Box, whole_box
 from holdfast.core.sharding.state_table import TensorSpec
 from holdfast.errors import CorruptError
 from tests.support.mover_process import TABLE, Mover, Workers, state, topology
@@ -25,7 +25,7 @@ def test_every_part_is_what_was_saved(start: Start, budget: int) -> None:
     mover = start()
     topo = topology(1, 3)
     Workers(mover.begin(topo), topo).commit(2)
-    checkpoint = Checkpoint.open(mover.store, listing(mover.store)[0])
+    checkpoint = Checkpoint.open(mover.store, list_commits(mover.store)[0])
     ahead = ReadAhead(checkpoint, [spec.name for spec in TABLE], budget)
     for name, full in state(2).items():
         for box in parts(name, tuple(full.shape)):
@@ -37,7 +37,7 @@ def test_every_part_is_what_was_saved(start: Start, budget: int) -> None:
 
 def parts(name: str, shape: tuple[int, ...]) -> list[Box]:
     if not shape:
-        return [whole(name, shape)]
+        return [whole_box(name, shape)]
     half = shape[0] // 2
     rest = shape[1:]
     zeros = (0,) * len(rest)
@@ -53,12 +53,12 @@ def test_a_sharded_checkpoint_is_read_once(start: Start) -> None:
     mover = start(extent_bytes=10_240)
     topo = topology(1, 4)
     Workers(mover.begin(topo, table), topo, table).commit(1)
-    key = listing(mover.store)[0]
+    key = list_commits(mover.store)[0]
     need = sum(spec.nbytes for spec in table)
 
     def cost(read: Callable[[Box, memoryview], None], checkpoint: Checkpoint) -> float:
         for spec in table:
-            read(whole(spec.name, spec.shape), memoryview(bytearray(spec.nbytes)))
+            read(whole_box(spec.name, spec.shape), memoryview(bytearray(spec.nbytes)))
         return checkpoint.bytes_read / need
 
     plain = Checkpoint(mover.store, Checkpoint.open(mover.store, key).commit, cache_bytes=10_240)
@@ -77,9 +77,9 @@ def test_a_wrong_byte_is_an_error_and_nothing_is_kept(start: Start) -> None:
     data = bytearray(blob.read_bytes())
     data[-1] ^= 1
     blob.write_bytes(data)
-    checkpoint = Checkpoint.open(mover.store, listing(mover.store)[0])
+    checkpoint = Checkpoint.open(mover.store, list_commits(mover.store)[0])
     ahead = ReadAhead(checkpoint, [spec.name for spec in TABLE])
     name = TABLE[0].name
     for _ in range(2):
         with pytest.raises(CorruptError, match="checksum"):
-            ahead.read(whole(name, TABLE[0].shape), memoryview(bytearray(TABLE[0].nbytes)))
+            ahead.read(whole_box(name, TABLE[0].shape), memoryview(bytearray(TABLE[0].nbytes)))

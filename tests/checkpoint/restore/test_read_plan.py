@@ -15,23 +15,23 @@ from xxhash import xxh3_128_hexdigest
 
 from holdfast.checkpoint.memory.arena import Arena
 from holdfast.checkpoint.restore.read_plan import (
-    Move,
-    Stretch,
-    copy_into,
-    flat,
-    shortened,
-    stretches,
+    ByteMove,
+    ReadRange,
+    as_byte_array,
+    copy_into_places,
+    plan_ranges,
+    split_buffered,
 )
-from holdfast.checkpoint.restore.read_pool import Reader
+from holdfast.checkpoint.restore.read_pool import ReadPool
 from holdfast.checkpoint.restore.reader import Checkpoint
-from holdfast.checkpoint.restore.sources import MappedSource, Mixed, StoreSource
+from holdfast.checkpoint.restore.sources import FallbackReader, MappedSource, StoreSource
 from holdfast.core.format.manifest import Blob, commit_key
 from holdfast.core.sharding.boxes import Box
 from holdfast.core.sharding.state_table import StateTable, TensorSpec
 from holdfast.errors import CorruptError
 from holdfast.wire.store.bucket import BucketStore
 from holdfast.wire.store.run_store import FolderStore, MissingKeyError
-from holdfast.wire.store.vectored_io import in_groups
+from holdfast.wire.store.vectored_io import group_buffers
 from tests.support.mover_process import Mover, Workers, state, topology
 
 Start = Callable[..., Mover]
@@ -56,7 +56,7 @@ class Scattering(Plain):
     def scatter(self, key: str, start: int, outs: Sequence[memoryview]) -> None:
         whole = memoryview(bytearray(sum(map(len, outs))))
         self.read_into(key, start, whole)
-        copy_into(outs, 0, whole)
+        copy_into_places(outs, 0, whole)
 
 
 def blob_of(content: bytes, extent: int) -> Blob:
@@ -75,18 +75,18 @@ def filled(
     limit: int,
     stores: list[Plain],
     buffered: int = 10**9,
-) -> Mixed:
+) -> FallbackReader:
     """Fill a target for each wanted range, and compare."""
     blob = blob_of(content, extent)
     targets = [np.zeros(stop - start, np.uint8) for start, stop in wanted]
     moves = [
-        (blob, Move(start, stop - start, target, 0))
+        (blob, ByteMove(start, stop - start, target, 0))
         for (start, stop), target in zip(wanted, targets, strict=True)
     ]
-    mixed = Mixed([StoreSource(store, f"store {i}") for i, store in enumerate(stores)])
-    work = shortened(stretches(moves, lambda blob: limit), buffered)
-    assert all(one.direct or one.length <= max(buffered, extent) for one in work)
-    Reader(mixed, 2).read(work, lambda: None)
+    mixed = FallbackReader([StoreSource(store, f"store {i}") for i, store in enumerate(stores)])
+    work = split_buffered(plan_ranges(moves, lambda blob: limit), buffered)
+    assert all(one.is_direct or one.length <= max(buffered, extent) for one in work)
+    ReadPool(mixed, 2).read(work, lambda: None)
     for (start, stop), target in zip(wanted, targets, strict=True):
         assert target.tobytes() == content[start:stop], (start, stop)
     return mixed
@@ -135,7 +135,7 @@ def test_a_rotten_extent_comes_from_the_next_source(
         rotten[at] ^= 1
         mixed = filled(content, 16, wanted, 1000, [kind(bytes(rotten)), kind(content)])
         read = at // 16 in extents_of(wanted, 16)
-        assert [p[0] for p in mixed.tally.problems] == ["store 0"] * read
+        assert [p[0] for p in mixed.stats.problems] == ["store 0"] * read
     with pytest.raises(CorruptError, match="checksum does not match"):
         filled(content, 16, [(0, 300)], 1000, [kind(bytes(rotten)), kind(bytes(rotten))])
 
@@ -144,7 +144,7 @@ def test_a_rotten_extent_comes_from_the_next_source(
 def test_what_a_source_has_not_comes_from_the_next(kind: type[Plain]) -> None:
     content = content_of(300)
     mixed = filled(content, 16, [(3, 290)], 100, [kind(content[:150]), Scattering(content)])
-    assert mixed.tally.bytes == {"store 0": 96, "store 1": 204}
+    assert mixed.stats.bytes_by_source == {"store 0": 96, "store 1": 204}
     with pytest.raises(MissingKeyError):
         filled(content, 16, [(3, 290)], 100, [kind(content[:150])])
 
@@ -153,12 +153,12 @@ def test_few_places_are_read_into_and_many_are_not() -> None:
     blob = blob_of(content_of(4096), 64)
     buffer = memoryview(bytearray(4096))
     target = np.zeros(4096, np.uint8)
-    some = Stretch(blob, 1, 4, [Move(70, 10, target, 0), Move(80, 100, target, 200)])
+    some = ReadRange(blob, 1, 4, [ByteMove(70, 10, target, 0), ByteMove(80, 100, target, 200)])
     places = some.places(buffer)
     assert places is not None
     assert [len(place) for place in places] == [6, 10, 100, 76]
     assert [place.obj is target for place in places] == [False, True, True, False]
-    many = Stretch(blob, 0, 64, [Move(8 * i, 4, target, 4 * i) for i in range(500)])
+    many = ReadRange(blob, 0, 64, [ByteMove(8 * i, 4, target, 4 * i) for i in range(500)])
     assert many.places(buffer) is None
 
 
@@ -188,7 +188,7 @@ def test_a_bucket_fills_several_places_in_one_request() -> None:
 
 def test_room_is_cut_into_requests() -> None:
     outs = [memoryview(bytearray(length)) for length in (3, 0, 10, 4)]
-    assert [[len(out) for out in group] for group in in_groups(outs, 5)] == [
+    assert [[len(out) for out in group] for group in group_buffers(outs, 5)] == [
         [3, 2],
         [5],
         [3, 2],
@@ -219,10 +219,11 @@ BOXES = {
     "rows": [Box("model.wide", (3,), (50,)), Box("model.tall", (1,), (997,))],
     "columns": [Box("model.wide", (0, 700), (64, 900)), Box("model.tall", (0, 30), (999, 3))],
     "empty": [
-        Box("model.wide", (64, 0), (0, 2048)), Box("model.scale", (), ()),
+        Box("model.wide", (64, 0), (0, 2048)),
+        Box("model.scale", (), ()),
         Box("model.tall", (5, 33), (3, 0)),
     ],
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("kind", BOXES)
@@ -242,9 +243,9 @@ def test_memory_that_rots_is_made_good_from_the_disk(start: Start, kind: str) ->
     ]
     holdings = client.holdings(commit_key(1, 4))
     memory = MappedSource(holdings.slots)
-    mixed = Mixed([memory, StoreSource(mover.store)])
+    mixed = FallbackReader([memory, StoreSource(mover.store)])
     read_all(Checkpoint(mixed, holdings.commit), boxes, 4)
-    assert set(mixed.tally.bytes) == {"memory"}
+    assert set(mixed.stats.bytes_by_source) == {"memory"}
     blob = holdings.commit.writers[0].blob
     fd, slot, _ = holdings.slots[blob.key]
     arena = Arena(fd)
@@ -252,12 +253,12 @@ def test_memory_that_rots_is_made_good_from_the_disk(start: Start, kind: str) ->
     arena.memory[arena.data_offset(slot) + blob.data_start + 5] ^= 1
     read_all(Checkpoint(mixed, holdings.commit), boxes, 4)
     if kind != "empty":
-        assert {source for source, _, _ in mixed.tally.problems} == {"memory"}
-        assert 0 < mixed.tally.bytes["run store"] <= 2 * 16384
+        assert {source for source, _, _ in mixed.stats.problems} == {"memory"}
+        assert 0 < mixed.stats.bytes_by_source["run store"] <= 2 * 16384
     memory.close()
 
 
 def test_a_flat_view_shows_the_bytes_themselves() -> None:
     out = bytearray(8)
-    flat(memoryview(out).cast("I"))[5] = 7
+    as_byte_array(memoryview(out).cast("I"))[5] = 7
     assert out[5] == 7

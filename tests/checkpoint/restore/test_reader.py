@@ -11,11 +11,11 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from holdfast.checkpoint.restore.catalog import describe, listing
+from holdfast.checkpoint.restore.catalog import describe, list_commits
 from holdfast.checkpoint.restore.reader import Checkpoint
-from holdfast.checkpoint.restore.verify import newest_verified, verify
+from holdfast.checkpoint.restore.verify import find_newest_verified, verify
 from holdfast.core.format.manifest import commit_key
-from holdfast.core.sharding.boxes import Box, whole
+from holdfast.core.sharding.boxes import Box, whole_box
 from holdfast.core.sharding.state_table import local_boxes
 from holdfast.errors import CheckpointError, CorruptError
 from holdfast.wire.store.run_store import FolderStore
@@ -61,7 +61,7 @@ def copied(saved: FolderStore, tmp_path: Path) -> FolderStore:
 
 @pytest.mark.parametrize(("replicas", "dp_shard"), [(1, 1), (1, 2), (1, 3), (3, 1), (2, 5)])
 def test_every_layout_reads_its_boxes(saved: FolderStore, replicas: int, dp_shard: int) -> None:
-    checkpoint = newest_verified(saved)
+    checkpoint = find_newest_verified(saved)
     assert checkpoint is not None
     full = state(3)
     topo = topology(replicas, dp_shard)
@@ -100,7 +100,7 @@ def test_only_the_extents_that_are_needed_are_read(saved: FolderStore) -> None:
 def test_reading_all_boxes_of_a_writer_reads_each_extent_once(saved: FolderStore) -> None:
     checkpoint = Checkpoint.open(saved, commit_key(1, 3))
     for spec in TABLE:
-        read_box(checkpoint, whole(spec.name, spec.shape))
+        read_box(checkpoint, whole_box(spec.name, spec.shape))
     data = sum(w.blob.size for w in checkpoint.commit.writers)
     assert checkpoint.bytes_read <= data
 
@@ -110,7 +110,7 @@ def test_a_small_cache_reads_more_and_the_same(saved: FolderStore) -> None:
     checkpoint = Checkpoint(saved, commit, cache_bytes=1)
     assert_holds(checkpoint, 3)
     for spec in TABLE:
-        read_box(checkpoint, whole(spec.name, spec.shape))
+        read_box(checkpoint, whole_box(spec.name, spec.shape))
     assert checkpoint.bytes_read > sum(w.blob.size for w in commit.writers)
 
 
@@ -131,8 +131,8 @@ def test_a_wrong_box_is_refused_in_one_sentence(saved: FolderStore) -> None:
 
 
 def test_listing_is_newest_first(saved: FolderStore) -> None:
-    assert [describe(saved, key)["step"] for key in listing(saved)] == [3, 2, 1]
-    assert all(verify(saved, key) == [] for key in listing(saved))
+    assert [describe(saved, key)["step"] for key in list_commits(saved)] == [3, 2, 1]
+    assert all(verify(saved, key) == [] for key in list_commits(saved))
 
 
 def flip(path: Path, at: int) -> None:
@@ -145,8 +145,9 @@ def flip(path: Path, at: int) -> None:
 def test_one_changed_byte_anywhere_is_found(copied: FolderStore, kind: str) -> None:
     """Probe P3, for every kind of file: by verify, and by a restart, which falls to the next."""
     newest = commit_key(1, 3)
-    victims = [n for n in files(copied) if n.startswith(kind) and (
-        n == newest or "/0000000003-" in n)]  # fmt: skip
+    victims = [
+        n for n in files(copied) if n.startswith(kind) and (n == newest or "/0000000003-" in n)
+    ]
     assert victims
     for name in victims:
         path = copied.folder / name
@@ -158,7 +159,7 @@ def test_one_changed_byte_anywhere_is_found(copied: FolderStore, kind: str) -> N
             path.write_bytes(good)
         flip(path, len(good) // 2)
         rejected: list[str] = []
-        found = newest_verified(copied, lambda key, reason: rejected.append(key))  # noqa: B023
+        found = find_newest_verified(copied, lambda key, reason: rejected.append(key))  # noqa: B023
         assert found is not None
         assert found.step == 2
         assert rejected == [newest]
@@ -195,7 +196,7 @@ def test_blobs_that_are_not_what_was_written_are_found(copied: FolderStore, dama
     problems = verify(copied, key)
     assert problems
     assert first in problems[0]
-    found = newest_verified(copied)
+    found = find_newest_verified(copied)
     assert found is not None
     assert_holds(found, 2)
 
@@ -205,10 +206,10 @@ def test_no_whole_checkpoint_is_an_error_and_none_at_all_is_not(copied: FolderSt
         if name.startswith("data/"):
             flip(copied.folder / name, 4100)
     with pytest.raises(CheckpointError, match="none of 3 checkpoints can be trusted"):
-        newest_verified(copied)
+        find_newest_verified(copied)
     for name in files(copied):
         (copied.folder / name).unlink()
-    assert newest_verified(copied) is None
+    assert find_newest_verified(copied) is None
 
 
 def test_of_one_step_the_newer_generation_wins(start: Start) -> None:
@@ -216,7 +217,9 @@ def test_of_one_step_the_newer_generation_wins(start: Start) -> None:
     for generation in (1, 2):
         topo = topology(2, generation=generation)
         Workers(mover.begin(topo), topo).commit(5)
-    assert [Checkpoint.open(mover.store, k).commit.generation for k in listing(mover.store)] == [
+    assert [
+        Checkpoint.open(mover.store, k).commit.generation for k in list_commits(mover.store)
+    ] == [
         2,
         1,
     ]
@@ -227,7 +230,7 @@ def test_newest_says_what_it_passed_over(start: Start) -> None:
     before = start()
     topo = topology()
     client = before.begin(topo)
-    assert client.newest().key is None
+    assert client.find_restore_point().key is None
     workers = Workers(client, topo)
     for step in (1, 2, 3):
         workers.commit(step)
@@ -236,12 +239,14 @@ def test_newest_says_what_it_passed_over(start: Start) -> None:
     client = mover.begin(topology(generation=2))
     (blob,) = [n for n in files(mover.store) if n.startswith("data/") and "/0000000003-" in n]
     os.truncate(mover.store.folder / blob, 4200)
-    answer = client.newest()
+    answer = client.find_restore_point()
     assert (answer.step, answer.meta) == (2, {"position": 32})
     ((key, reason),) = answer.rejected
     assert key == commit_key(1, 3)
     assert blob in reason
-    answer = client.newest(tried={commit_key(1, 2): "a byte is not as it was written"})
+    answer = client.find_restore_point(
+        corrupt_keys={commit_key(1, 2): "a byte is not as it was written"}
+    )
     assert (answer.step, answer.durable) == (1, True)
     kinds = [event.kind for event in client.events(0)[0]]
     assert kinds.count("checkpoint_rejected") == 1  # who read the other has told of it

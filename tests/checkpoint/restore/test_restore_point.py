@@ -8,26 +8,26 @@ from pathlib import Path
 import pytest
 
 from holdfast.checkpoint.bucket.copy import copy_checkpoint
-from holdfast.checkpoint.mover.client import MoverClient, Newest
-from holdfast.checkpoint.restore.catalog import listing
-from holdfast.checkpoint.restore.start_records import newest_start, note_start
+from holdfast.checkpoint.mover.client import MoverClient, RestorePoint
+from holdfast.checkpoint.restore.catalog import list_commits
+from holdfast.checkpoint.restore.start_records import newest_started_generation, record_start
 from holdfast.core.format.manifest import commit_key
 from holdfast.errors import FencedError
 from holdfast.events import CheckpointCommitted
-from holdfast.wire.term import open_generation
+from holdfast.wire.term import create_generation
 from tests.support.mover_process import TABLE, Mover, Workers, events_until, topology
 
 Start = Callable[..., Mover]
 
 
-def _open(mover: Mover, generation: int) -> tuple[MoverClient, Newest]:
+def _open(mover: Mover, generation: int) -> tuple[MoverClient, RestorePoint]:
     """Open a generation and ask what it begins from, as the agent does."""
-    open_generation(mover.store, generation, {})
+    create_generation(mover.store, generation, {})
     client = mover.client(generation)
-    return client, client.newest()
+    return client, client.find_restore_point()
 
 
-def _begin(mover: Mover, generation: int) -> tuple[Workers, Newest]:
+def _begin(mover: Mover, generation: int) -> tuple[Workers, RestorePoint]:
     client, newest = _open(mover, generation)
     topo = topology(generation=generation)
     client.expect(topo, TABLE, newest.step)
@@ -40,7 +40,7 @@ def _zombie(start: Start, mover: Mover, at: Path, step: int) -> str:
     at.mkdir()
     elsewhere = start(at=at)
     Workers(elsewhere.begin(topology()), topology()).commit(step)
-    (key,) = listing(elsewhere.store)
+    (key,) = list_commits(elsewhere.store)
     copy_checkpoint(elsewhere.store, key, mover.store)
     return key
 
@@ -58,7 +58,7 @@ def test_a_commit_that_came_after_a_newer_generation_had_begun_earlier_is_passed
     late = _zombie(start, mover, tmp_path / "zombie", 8)
     workers.commit(7)  # and retention does not take the late one for the newest
     assert mover.client(2).drain()
-    assert commit_key(2, 7) in listing(mover.store)
+    assert commit_key(2, 7) in list_commits(mover.store)
     _, newest = _open(mover, 3)
     assert (newest.step, newest.generation) == (7, 2)
     assert newest.rejected == ((late, "a later generation began again from an older step"),)
@@ -69,11 +69,11 @@ def test_a_generation_that_begins_late_notes_nothing(start: Start) -> None:
     mover = start()
     workers, _ = _begin(mover, 1)
     workers.commit(5)
-    open_generation(mover.store, 2, {})
+    create_generation(mover.store, 2, {})
     _, newest = _begin(mover, 3)
     assert newest.step == 5
     with pytest.raises(FencedError, match="generation 3"):
-        note_start(mover.store, 2, 0)
+        record_start(mover.store, 2, 0)
     _, newest = _open(mover, 4)
     assert newest.step == 5
 
@@ -85,7 +85,7 @@ def test_a_step_that_was_begun_from_is_not_passed_over(start: Start) -> None:
     workers, _ = _begin(mover, 1)
     workers.compute(4)
     workers.capturers[0].capture(4)
-    assert workers.capturers[0].announce(4, {"position": 64}, durable=False) is None
+    assert workers.capturers[0].announce(4, {"position": 64}, is_durable=False) is None
     assert mover.client(1).drain()
     client, newest = _open(mover, 2)
     assert (newest.step, newest.durable) == (4, False)
@@ -161,4 +161,4 @@ def test_a_strange_file_among_the_notes_is_ignored(start: Start) -> None:
     mover.kill()
     _, newest = _begin(start(), 2)
     assert (newest.step, newest.rejected) == (5, ())
-    assert newest_start(mover.store) == 2
+    assert newest_started_generation(mover.store) == 2

@@ -8,7 +8,7 @@ import signal
 from collections.abc import Callable
 from pathlib import Path
 
-from holdfast.checkpoint.restore.catalog import listing
+from holdfast.checkpoint.restore.catalog import list_commits
 from holdfast.checkpoint.restore.reader import Checkpoint
 from holdfast.checkpoint.restore.verify import verify
 from holdfast.core.format.manifest import commit_key
@@ -40,7 +40,7 @@ def test_each_stores_its_ranks_one_commits_and_all_hear_of_it(start: Start) -> N
     assert [(name, event.step) for name, event in told] == [("a", 1), ("a", 2), ("a", 3)]
     until(lambda: nodes.heard(CheckpointRemoved))
     assert [(n, e.step) for n, e in nodes.heard(CheckpointRemoved)] == [("a", 1)]
-    assert len(listing(nodes.store)) == 2
+    assert len(list_commits(nodes.store)) == 2
     assert nodes.heard(CheckpointFailed) == []
 
 
@@ -96,7 +96,7 @@ def test_the_leader_s_mover_is_replaced_and_commits_what_the_others_have_stored(
     nodes.add("a")
     topo = nodes.topology(1, "ab", dp_shard=2)
     nodes.begin(topo, start=0)
-    nodes.movers["a"].client(1).unheard(0, [1, 2])
+    nodes.movers["a"].client(1).report_orphaned_saves(0, [1, 2])
     reason = nodes.ranks[1].settle(2)
     assert reason is not None
     assert "ended" in reason
@@ -106,7 +106,7 @@ def test_the_leader_s_mover_is_replaced_and_commits_what_the_others_have_stored(
     nodes.capture(3, durable=True)
     assert [rank.settle(3) for rank in nodes.ranks.values()] == [None] * 2
     assert_holds(Checkpoint.open(nodes.store, commit_key(1, 3)), 3, TABLE)
-    assert commit_key(1, 1) in listing(nodes.store)
+    assert commit_key(1, 1) in list_commits(nodes.store)
 
 
 def test_a_leader_that_dies_with_everything_stored_is_replaced_by_one_that_commits(
@@ -138,7 +138,7 @@ def test_what_only_memory_holds_is_made_durable_by_whoever_leads(start: Start) -
     topo = nodes.topology(2, "cab", dp_shard=3)
     nodes.begin(topo, newest)
     assert newest.key is not None
-    assert nodes.movers["b"].client(1).settle(1, 60) is None
+    assert nodes.movers["b"].client(1).wait_until_committed(1, 60) is None
     assert [name for name, _ in nodes.heard(CheckpointCommitted)] == ["c"]
     assert_holds(Checkpoint.open(nodes.store, newest.key), 1, TABLE)
     nodes.equip(topo)

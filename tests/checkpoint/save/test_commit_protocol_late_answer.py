@@ -8,17 +8,17 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from holdfast.checkpoint.format.save_context import Plan
+from holdfast.checkpoint.format.save_context import SaveContext
 from holdfast.checkpoint.peers.config import Cohort, Peer
-from holdfast.checkpoint.save.commit_protocol import SAVE, Together
-from holdfast.checkpoint.save.save_tracker import Outcomes, Save
+from holdfast.checkpoint.save.commit_protocol import SAVE_PATH, CommitProtocol
+from holdfast.checkpoint.save.save_tracker import SaveId, SaveTracker
 from holdfast.policy.placement import Machine
 from holdfast.wire.store.run_store import FolderStore
 from tests.checkpoint.peers.test_server import listening
 from tests.support.mover_process import TABLE, topology
 from tests.support.peer_nodes import SECRET, until
 
-SAVES: list[Save] = [(1, 10), (1, 20), (1, 30)]
+SAVES: list[SaveId] = [(1, 10), (1, 20), (1, 30)]
 
 
 class Slow(FolderStore):
@@ -36,19 +36,19 @@ class Slow(FolderStore):
 
 class Ends:
     def __init__(self) -> None:
-        self.told: dict[Save, str] = {}
+        self.told: dict[SaveId, str] = {}
 
-    def whole(self, save: Save) -> None:
+    def all_parts_stored(self, save: SaveId) -> None:
         raise AssertionError("this one follows")
 
-    lost = whole  # type: ignore[assignment]
+    part_failed = all_parts_stored  # type: ignore[assignment]
 
-    def ended(self, save: Save, key: str | None, reason: str) -> None:
+    def on_save_ended(self, save: SaveId, key: str | None, reason: str) -> None:
         self.told.setdefault(save, reason)
 
 
-def plan(generation: int) -> Plan:
-    return Plan(generation, topology(2, generation=generation), TABLE, "c", "d", 1024)
+def plan(generation: int) -> SaveContext:
+    return SaveContext(generation, topology(2, generation=generation), TABLE, "c", "d", 1024)
 
 
 def test_a_late_answer_about_one_save_keeps_no_other_from_its_end(tmp_path: Path) -> None:
@@ -61,15 +61,15 @@ def test_a_late_answer_about_one_save_keeps_no_other_from_its_end(tmp_path: Path
 
     store, ends = Slow(tmp_path), Ends()
     with listening() as (server, address):
-        server.verbs[SAVE] = answer
+        server.post_handlers[SAVE_PATH] = answer
         leader = Peer(Machine("a"), address)
-        follower = Together(Outcomes(time.monotonic), store, ends)
-        follower.reach(SECRET, "", lambda generation: ())
-        follower.begin(plan(1), Cohort("b", (leader,), leader=leader))
+        follower = CommitProtocol(SaveTracker(time.monotonic), store, ends)
+        follower.set_leader_access(SECRET, "", lambda generation: ())
+        follower.begin_generation(plan(1), Cohort("b", (leader,), leader_peer=leader))
         for save in SAVES:
-            follower.ask(save)
+            follower.await_outcome(save)
         assert asked.wait(60)
-        follower.begin(plan(2), Cohort("b", (leader,), leader=leader))
+        follower.begin_generation(plan(2), Cohort("b", (leader,), leader_peer=leader))
         assert store.asked.wait(60)
         go_on.set()  # the leader's answer comes while the run store is looked into
         until(lambda: (1, 10) in ends.told)

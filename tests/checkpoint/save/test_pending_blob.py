@@ -8,13 +8,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from holdfast.checkpoint.mover.service import HASH_THREADS, Service, Settings
-from holdfast.checkpoint.restore.catalog import listing
-from holdfast.checkpoint.restore.verify import newest_verified
+from holdfast.checkpoint.mover.service import HASH_THREADS, MoverService, MoverSettings
+from holdfast.checkpoint.restore.catalog import list_commits
+from holdfast.checkpoint.restore.verify import find_newest_verified
 from holdfast.core.format.manifest import commit_key
 from holdfast.errors import OutOfSpaceError
-from holdfast.wire.store.run_store import Buffer, FolderStore, chunks
-from holdfast.wire.term import open_generation
+from holdfast.wire.store.run_store import Buffer, FolderStore, byte_views
+from holdfast.wire.term import create_generation
 from tests.support.checkpoint_faults import states
 from tests.support.checkpoint_faults.movers import Ranks
 from tests.support.checkpoint_faults.verdict import compare
@@ -26,19 +26,19 @@ DEADLINE = 60.0
 class Direct:
     """A service's requests without a socket."""
 
-    def __init__(self, service: Service, generation: int) -> None:
+    def __init__(self, service: MoverService, generation: int) -> None:
         self.service, self.generation = service, generation
 
     def arena(self, rank: int, blob_bytes: int, slots: int) -> int:
-        return self.service.arena(self.generation, rank, blob_bytes, slots)
+        return self.service.get_arena(self.generation, rank, blob_bytes, slots)
 
     def captured(
         self, rank: int, step: int, slot: int, sequence: int, meta: Mapping[str, Any]
     ) -> None:
-        self.service.captured(self.generation, rank, step, slot, sequence, meta)
+        self.service.accept_capture(self.generation, rank, step, slot, sequence, meta)
 
     def settle(self, step: int, wait: float) -> str | None:
-        ended, reason = self.service.outcomes.settle((self.generation, step), wait)
+        ended, reason = self.service.save_tracker.wait_until_ended((self.generation, step), wait)
         assert ended
         return reason
 
@@ -57,7 +57,7 @@ class Slow(FolderStore):
             self.written.set()
 
     def _slowly(self, data: Buffer | Iterable[Buffer]) -> Iterator[Buffer]:
-        for part in chunks(data):
+        for part in byte_views(data):
             yield part[:100]
             self.begun.set()
             assert self.go.wait(DEADLINE)
@@ -66,20 +66,20 @@ class Slow(FolderStore):
             yield part[100:]
 
 
-def begin(store: FolderStore, number: int = 0) -> tuple[Service, Ranks]:
-    service = Service(store, Settings("campaign", "c", "d", extent_bytes=512))
+def begin(store: FolderStore, number: int = 0) -> tuple[MoverService, Ranks]:
+    service = MoverService(store, MoverSettings("campaign", "c", "d", extent_bytes=512))
     topo = states.topology(number, 1)
-    open_generation(store, 1, {})
+    create_generation(store, 1, {})
     service.expect(1, topo, states.TABLE)
     return service, Ranks(Direct(service, 1), topo)  # type: ignore[arg-type]
 
 
 @contextmanager
-def hashing_held(service: Service) -> Iterator[None]:
+def hashing_held(service: MoverService) -> Iterator[None]:
     """No capture is hashed within."""
     go = threading.Event()
     for _ in range(HASH_THREADS):
-        service._hashers.submit(go.wait, DEADLINE)
+        service._hash_threads.submit(go.wait, DEADLINE)
     try:
         yield
     finally:
@@ -102,10 +102,10 @@ def test_the_blob_is_there_before_the_capture_is_hashed_and_the_part_is_not(tmp_
         announce(ranks, 1)
         assert store.written.wait(DEADLINE)
         assert store.list("data/")
-        assert store.list("parts/") == listing(store) == []
-        assert service.shelf.inventory() == []
-    assert ranks.client.settle(1, DEADLINE) is None
-    found = newest_verified(store)
+        assert store.list("parts/") == list_commits(store) == []
+        assert service.snapshot_store.inventory() == []
+    assert ranks.client.wait_until_committed(1, DEADLINE) is None
+    found = find_newest_verified(store)
     assert found is not None
     compare(found, states.topology(2, 2))
     service.close()
@@ -120,14 +120,14 @@ def test_a_slot_is_held_until_the_disk_has_read_it_though_its_save_is_fenced(
     with hashing_held(service):
         slot = announce(ranks, 1)
         assert store.begun.wait(DEADLINE)
-        open_generation(store, 2, {})
+        create_generation(store, 2, {})
         service.expect(2, states.topology(0, 2), states.TABLE)
     assert not service.drain(0.2)  # hashed and refused meanwhile; the disk still reads
-    assert ranks.arenas[0].held(slot)
+    assert ranks.arenas[0].is_held(slot)
     store.go.set()
-    assert "generation 2" in (ranks.client.settle(1, DEADLINE) or "")
+    assert "generation 2" in (ranks.client.wait_until_committed(1, DEADLINE) or "")
     service.close()
-    assert not ranks.arenas[0].held(slot)
+    assert not ranks.arenas[0].is_held(slot)
     assert not [name for name in files(store) if name.startswith(("data/", "parts/", "commits/"))]
 
 
@@ -138,15 +138,15 @@ def test_a_capture_that_cannot_be_hashed_leaves_no_blob(tmp_path: Path) -> None:
         slot = announce(ranks, 1)
         assert store.begun.wait(DEADLINE)
         ranks.arenas[0].release(slot)  # as a mover that lost count would
-        ranks.arenas[0].begin(slot)
+        ranks.arenas[0].begin_write(slot)
     store.go.set()
-    assert "does not hold step 1" in (ranks.client.settle(1, DEADLINE) or "")
+    assert "does not hold step 1" in (ranks.client.wait_until_committed(1, DEADLINE) or "")
     assert service.drain(DEADLINE)
     assert not [name for name in files(store) if name.startswith(("data/", "parts/", "commits/"))]
-    assert ranks.client.settle(1, 0) is not None
+    assert ranks.client.wait_until_committed(1, 0) is not None
     announce(ranks, 2)
-    assert ranks.client.settle(2, DEADLINE) is None
-    assert listing(store) == [commit_key(1, 2)]
+    assert ranks.client.wait_until_committed(2, DEADLINE) is None
+    assert list_commits(store) == [commit_key(1, 2)]
     service.close()
 
 
@@ -156,9 +156,9 @@ def test_a_capture_that_cannot_be_written_stays_in_memory(tmp_path: Path) -> Non
     store.go.set()
     service, ranks = begin(store, 1)
     announce(ranks, 1)
-    assert ranks.client.settle(1, DEADLINE) == "the disk is full"
+    assert ranks.client.wait_until_committed(1, DEADLINE) == "the disk is full"
     assert service.drain(DEADLINE)
-    assert service.shelf.complete() == [(1, 1)]
+    assert service.snapshot_store.complete_steps() == [(1, 1)]
     assert not [name for name in files(store) if name.startswith(("data/", "parts/", "commits/"))]
     service.close()
 
@@ -171,19 +171,21 @@ def test_a_disk_that_hangs_holds_no_thread_that_hashes(tmp_path: Path) -> None:
     with hashing_held(service):
         slot = announce(ranks, 1)
         assert store.begun.wait(DEADLINE)
-        open_generation(store, 2, {})
+        create_generation(store, 2, {})
         service.expect(2, states.topology(0, 2), states.TABLE)
     meet = threading.Barrier(HASH_THREADS)  # every thread comes there
-    for free in [service._hashers.submit(meet.wait, DEADLINE) for _ in range(HASH_THREADS)]:
+    for free in [service._hash_threads.submit(meet.wait, DEADLINE) for _ in range(HASH_THREADS)]:
         free.result(2 * DEADLINE)
-    assert any(arena.held(slot) for arena in ranks.arenas)  # the disk still reads
+    assert any(arena.is_held(slot) for arena in ranks.arenas)  # the disk still reads
     own = Ranks(Direct(service, 2), states.topology(0, 2))  # type: ignore[arg-type]
     place, head = own.capture(0, 2)
-    service.captured(2, 0, 2, place, head.sequence, {}, durable=False)
+    service.accept_capture(2, 0, 2, place, head.sequence, {}, durable=False)
     with service._change:
-        assert service._change.wait_for(lambda: (2, 2) in service.shelf.complete(), DEADLINE)
+        assert service._change.wait_for(
+            lambda: (2, 2) in service.snapshot_store.complete_steps(), DEADLINE
+        )
     store.go.set()
-    assert "generation 2" in (ranks.client.settle(1, DEADLINE) or "")
+    assert "generation 2" in (ranks.client.wait_until_committed(1, DEADLINE) or "")
     service.close()
-    assert not any(arena.held(slot) for arena in ranks.arenas)
+    assert not any(arena.is_held(slot) for arena in ranks.arenas)
     assert not [name for name in files(store) if name.startswith(("data/", "parts/", "commits/"))]

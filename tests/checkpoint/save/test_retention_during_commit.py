@@ -11,24 +11,24 @@ from typing import Any
 
 import pytest
 
-from holdfast.checkpoint.format.blob import header
-from holdfast.checkpoint.format.save_context import Plan
-from holdfast.checkpoint.memory.snapshot_store import Shelf
+from holdfast.checkpoint.format.blob import blob_header
+from holdfast.checkpoint.format.save_context import SaveContext
+from holdfast.checkpoint.memory.snapshot_store import SnapshotStore
 from holdfast.checkpoint.peers.config import Cohort, Peer
-from holdfast.checkpoint.restore.catalog import listing
+from holdfast.checkpoint.restore.catalog import list_commits
 from holdfast.checkpoint.restore.verify import verify
 from holdfast.checkpoint.save import commit_protocol, retention
-from holdfast.checkpoint.save.retention import Keep
-from holdfast.checkpoint.save.save_manager import Saves
-from holdfast.checkpoint.save.save_tracker import Outcomes
+from holdfast.checkpoint.save.retention import RetentionRules
+from holdfast.checkpoint.save.save_manager import SaveManager
+from holdfast.checkpoint.save.save_tracker import SaveTracker
 from holdfast.checkpoint.save.writer import try_commit, write_part
-from holdfast.core.format.manifest import commit_key, placed
+from holdfast.core.format.manifest import commit_key, place_boxes
 from holdfast.core.sharding.ownership import owned_boxes
 from holdfast.core.sharding.state_table import ITEM_BYTES
 from holdfast.errors import FencedError, HoldfastError
 from holdfast.policy.placement import Machine
 from holdfast.wire.store.run_store import FolderStore
-from holdfast.wire.term import open_generation
+from holdfast.wire.term import create_generation
 from tests.support.mover_process import TABLE, topology
 from tests.support.peer_nodes import SECRET
 
@@ -36,17 +36,19 @@ SAVE = (1, 10)
 KEY = commit_key(*SAVE)
 
 
-def plan(generation: int) -> Plan:
-    return Plan(generation, topology(2, generation=generation), TABLE, "c", "d", 1024)
+def plan(generation: int) -> SaveContext:
+    return SaveContext(generation, topology(2, generation=generation), TABLE, "c", "d", 1024)
 
 
 def stored(store: FolderStore) -> None:
     """The parts of both ranks."""
-    open_generation(store, 1, {})
+    create_generation(store, 1, {})
     made = plan(1)
     for rank in range(2):
-        tensors = placed(owned_boxes(made.topology, TABLE, rank), TABLE)
-        content = [header(tensors)] + [b"\1" * (p.box.size * ITEM_BYTES[p.dtype]) for p in tensors]
+        tensors = place_boxes(owned_boxes(made.topology, TABLE, rank), TABLE)
+        content = [blob_header(tensors)] + [
+            b"\1" * (p.box.size * ITEM_BYTES[p.dtype]) for p in tensors
+        ]
         write_part(store, made, SAVE[1], rank, content, len(content[0]), tensors, {})
 
 
@@ -55,19 +57,21 @@ def left(store: FolderStore) -> int:
 
 
 @pytest.fixture
-def follower(tmp_path: Path) -> Iterator[Saves]:
+def follower(tmp_path: Path) -> Iterator[SaveManager]:
     """The second node's, in generation 1; its leader answers nothing."""
-    outcomes = Outcomes(time.monotonic)
-    saves = Saves(FolderStore(tmp_path), Shelf(), outcomes, threading.Condition(), Keep(3))
-    saves.together.reach(SECRET, "", lambda generation: ())
-    saves.begin(plan(1), 0, _cohort())
+    outcomes = SaveTracker(time.monotonic)
+    saves = SaveManager(
+        FolderStore(tmp_path), SnapshotStore(), outcomes, threading.Condition(), RetentionRules(3)
+    )
+    saves.commit_protocol.set_leader_access(SECRET, "", lambda generation: ())
+    saves.begin_generation(plan(1), 0, _cohort())
     yield saves
     saves.close()
 
 
 def _cohort() -> Cohort:
     leader = Peer(Machine("a"), "127.0.0.1:1")
-    return Cohort("node0", (leader,), leader=leader)
+    return Cohort("node0", (leader,), leader_peer=leader)
 
 
 class _AtOnce(threading.Thread):
@@ -89,29 +93,31 @@ def _call_of(target: Callable[..., None], given: dict[str, Any]) -> Callable[[],
 
 
 def test_who_follows_removes_nothing_of_a_save_that_its_leader_may_be_committing(
-    follower: Saves, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    follower: SaveManager, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It has said that its part is stored, and a newer generation begins before it is answered."""
     monkeypatch.setattr(commit_protocol.threading, "Thread", _AtOnce)
     store = FolderStore(tmp_path)
     stored(store)
-    follower.together.ask(SAVE)
-    follower.begin(plan(2), 10, _cohort())
-    assert follower._outcomes.failure(SAVE) is not None, "it has heard that nobody answered"
+    follower.commit_protocol.await_outcome(SAVE)
+    follower.begin_generation(plan(2), 10, _cohort())
+    assert follower._save_tracker.failure_reason(SAVE) is not None, (
+        "it has heard that nobody answered"
+    )
     assert left(store) == 4
     assert try_commit(store, plan(1), SAVE[1]) is not None
     assert verify(store, KEY) == []
 
 
 def test_a_late_failure_removes_nothing_of_what_is_being_made_anew(tmp_path: Path) -> None:
-    store, outcomes = FolderStore(tmp_path), Outcomes(time.monotonic)
-    saves = Saves(store, Shelf(), outcomes, threading.Condition(), Keep(3))
+    store, outcomes = FolderStore(tmp_path), SaveTracker(time.monotonic)
+    saves = SaveManager(store, SnapshotStore(), outcomes, threading.Condition(), RetentionRules(3))
     stored(store)
-    outcomes.again(SAVE)
-    saves.fail(SAVE, HoldfastError("generation 2 has begun"))
+    outcomes.restart(SAVE)
+    saves.fail_save(SAVE, HoldfastError("generation 2 has begun"))
     assert left(store) == 4
-    outcomes.gave_up(SAVE, "that failed too")
-    saves.fail(SAVE, HoldfastError("that failed too"))
+    outcomes.abort(SAVE, "that failed too")
+    saves.fail_save(SAVE, HoldfastError("that failed too"))
     assert left(store) == 0
     saves.close()
 
@@ -144,8 +150,8 @@ def test_a_commit_object_that_is_made_during_a_sweep_goes_with_what_it_names(
     stored(store)
     commit = _made(store, tmp_path)
     slow = _Meanwhile(tmp_path, "parts/", lambda: store.create(KEY, commit))
-    assert retention.sweep(slow, 2) == 5
-    assert listing(store) == []
+    assert retention.sweep_older_generations(slow, 2) == 5
+    assert list_commits(store) == []
     assert left(store) == 0
 
 
@@ -163,18 +169,18 @@ def test_who_commits_behind_a_sweep_takes_its_commit_object_back(tmp_path: Path)
     stored(store)
 
     def swept() -> None:
-        open_generation(store, 2, {})
-        assert retention.sweep(store, 2) == 4
+        create_generation(store, 2, {})
+        assert retention.sweep_older_generations(store, 2) == 4
 
     with pytest.raises(FencedError, match="swept"):
         try_commit(_Meanwhile(tmp_path, "commits/", swept), plan(1), SAVE[1])
-    assert listing(store) == []
+    assert list_commits(store) == []
 
 
 def test_who_commits_before_a_sweep_has_committed(tmp_path: Path) -> None:
     store = FolderStore(tmp_path)
     stored(store)
-    slow = _Meanwhile(tmp_path, "commits/", lambda: open_generation(store, 2, {}))
+    slow = _Meanwhile(tmp_path, "commits/", lambda: create_generation(store, 2, {}))
     assert try_commit(slow, plan(1), SAVE[1]) is not None
-    assert retention.sweep(store, 2) == 0
+    assert retention.sweep_older_generations(store, 2) == 0
     assert verify(store, KEY) == []

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from holdfast.checkpoint.capture.capturer import Captured, Capturer, Skipped
-from holdfast.checkpoint.restore.catalog import listing
+from holdfast.checkpoint.capture.capturer import Capturer, CompletedCapture, SkippedCapture
+from holdfast.checkpoint.restore.catalog import list_commits
 from holdfast.checkpoint.restore.reader import Checkpoint
-from holdfast.checkpoint.restore.verify import newest_verified, verify
+from holdfast.checkpoint.restore.verify import find_newest_verified, verify
 from holdfast.core.format.manifest import commit_key
 from holdfast.core.sharding.state_table import TensorSpec
 from holdfast.errors import CheckpointError
@@ -40,15 +40,15 @@ def test_committed_state_is_bit_equal_on_every_layout(
     client = mover.begin(topo)
     workers = Workers(client, topo)
     workers.commit(7)
-    checkpoint = newest_verified(mover.store)
+    checkpoint = find_newest_verified(mover.store)
     assert checkpoint is not None
     assert_holds(checkpoint, 7)
     assert checkpoint.commit.meta == {"position": 112}
     assert verify(mover.store, checkpoint.commit.key) == []
     # Nothing is stored twice: data bytes are those of one copy of the state.
     data = sum(w.blob.size - w.blob.data_start for w in checkpoint.commit.writers)
-    assert data == sum(spec.nbytes for spec in TABLE) == sum(c.bytes for c in workers.capturers)
-    assert client.newest().key == checkpoint.commit.key
+    assert data == sum(spec.nbytes for spec in TABLE) == sum(c.nbytes for c in workers.capturers)
+    assert client.find_restore_point().key == checkpoint.commit.key
 
 
 def test_what_is_being_saved_is_never_overwritten(start: Start) -> None:
@@ -59,17 +59,17 @@ def test_what_is_being_saved_is_never_overwritten(start: Start) -> None:
     for step in (1, 2):
         workers.compute(step)
         for capturer in workers.capturers:
-            assert isinstance(capturer.capture(step), Captured)
+            assert isinstance(capturer.capture(step), CompletedCapture)
     workers.compute(3)
     for capturer in workers.capturers:
-        assert not capturer.ready()
-        assert isinstance(capturer.capture(3), Skipped)
+        assert not capturer.has_free_slot()
+        assert isinstance(capturer.capture(3), SkippedCapture)
         assert capturer.skipped == 1
     for step in (1, 2):
         for capturer in workers.capturers:
             assert capturer.announce(step, {}) is None
     for step in (1, 2):
-        assert workers.capturers[0].settle(step, 60) is None
+        assert workers.capturers[0].wait_until_committed(step, 60) is None
         assert_holds(Checkpoint.open(mover.store, commit_key(1, step)), step)
     workers.commit(4)  # slots are free again
     assert_holds(Checkpoint.open(mover.store, commit_key(1, 4)), 4)
@@ -82,17 +82,17 @@ def test_capture_waits_for_a_slot_when_asked_to(start: Start) -> None:
     (capturer,) = workers.capturers
     for step in (1, 2):
         workers.compute(step)
-        assert isinstance(capturer.capture(step), Captured)
+        assert isinstance(capturer.capture(step), CompletedCapture)
     workers.compute(3)
-    found: list[Captured | Skipped] = []
+    found: list[CompletedCapture | SkippedCapture] = []
     training = threading.Thread(target=lambda: found.append(capturer.capture(3, wait=60)))
     training.start()
     for step in (1, 2):  # the reporter's thread, meanwhile; the newest is kept
         assert capturer.announce(step, {}) is None
     training.join(65)
-    assert isinstance(found[0], Captured)
+    assert isinstance(found[0], CompletedCapture)
     assert capturer.announce(3, {}) is None
-    assert capturer.settle(3, 60) is None
+    assert capturer.wait_until_committed(3, 60) is None
     assert_holds(Checkpoint.open(mover.store, commit_key(1, 3)), 3)
 
 
@@ -101,9 +101,9 @@ def test_a_dropped_capture_frees_its_slot(start: Start) -> None:
     topo = topology()
     (capturer,) = Workers(mover.begin(topo), topo).capturers
     for step in range(5):
-        assert isinstance(capturer.capture(step), Captured)
-        capturer.drop(step)
-    assert isinstance(capturer.announce(4, {}), Skipped)
+        assert isinstance(capturer.capture(step), CompletedCapture)
+        capturer.drop_capture(step)
+    assert isinstance(capturer.announce(4, {}), SkippedCapture)
 
 
 def test_training_goes_on_without_a_mover(start: Start) -> None:
@@ -111,14 +111,14 @@ def test_training_goes_on_without_a_mover(start: Start) -> None:
     topo = topology()
     (capturer,) = Workers(mover.begin(topo), topo).capturers
     mover.kill()
-    assert isinstance(capturer.capture(1), Captured)
+    assert isinstance(capturer.capture(1), CompletedCapture)
     answer = capturer.announce(1, {})
-    assert isinstance(answer, Skipped)
+    assert isinstance(answer, SkippedCapture)
     assert "mover" in answer.reason
-    assert "mover" in (capturer.settle(1, 1) or "")
+    assert "mover" in (capturer.wait_until_committed(1, 1) or "")
     for step in (2, 3):  # the slot of step 1 is free again
-        assert isinstance(capturer.capture(step), Captured)
-    assert isinstance(capturer.capture(4, wait=1), Skipped)
+        assert isinstance(capturer.capture(step), CompletedCapture)
+    assert isinstance(capturer.capture(4, wait=1), SkippedCapture)
 
 
 def test_a_step_that_one_rank_skipped_is_never_committed(start: Start) -> None:
@@ -128,11 +128,11 @@ def test_a_step_that_one_rank_skipped_is_never_committed(start: Start) -> None:
     workers = Workers(client, topo)
     workers.compute(1)
     first, second = workers.capturers
-    assert isinstance(first.capture(1), Captured)
+    assert isinstance(first.capture(1), CompletedCapture)
     assert first.announce(1, {}) is None
     workers.commit(2)
-    assert second.settle(1, 60) == "not every rank captured it"
-    assert [Checkpoint.open(mover.store, key).step for key in listing(mover.store)] == [2]
+    assert second.wait_until_committed(1, 60) == "not every rank captured it"
+    assert [Checkpoint.open(mover.store, key).step for key in list_commits(mover.store)] == [2]
     assert not [name for name in files(mover.store) if "0000000001-rank" in name]
 
 
@@ -180,7 +180,7 @@ def test_retention_removes_the_oldest_and_says_so(start: Start) -> None:
     for step in range(1, 8):
         workers.commit(step)
     events = events_until(client, lambda e: isinstance(e, CheckpointRemoved) and e.step == 5)
-    assert [Checkpoint.open(mover.store, k).step for k in listing(mover.store)] == [7, 6, 4]
+    assert [Checkpoint.open(mover.store, k).step for k in list_commits(mover.store)] == [7, 6, 4]
     kept = {f"{step:010d}" for step in (4, 6, 7)}
     data = [name.split("/")[2][:10] for name in files(mover.store) if name.startswith("data/")]
     assert set(data) == kept
@@ -197,12 +197,12 @@ def test_the_checkpoint_that_was_restored_from_is_kept(start: Start) -> None:
     mover = start(keep_last=1)
     topo = topology(generation=2)
     client = mover.begin(topo)
-    assert client.newest().step == 1
+    assert client.find_restore_point().step == 1
     workers = Workers(client, topo)
     workers.commit(2)  # all ranks continue from step 1, so they read it: it is known to be good
     workers.commit(3)
     events_until(client, lambda e: isinstance(e, CheckpointRemoved) and e.step == 2)
-    assert [Checkpoint.open(mover.store, k).step for k in listing(mover.store)] == [3, 1]
+    assert [Checkpoint.open(mover.store, k).step for k in list_commits(mover.store)] == [3, 1]
 
 
 def test_saving_a_committed_step_again_leaves_it_as_it_is(start: Start) -> None:
@@ -215,9 +215,9 @@ def test_saving_a_committed_step_again_leaves_it_as_it_is(start: Start) -> None:
     client = second.begin(topo)
     workers = Workers(client, topo)
     workers.save(1)
-    assert "exists already" in (workers.capturers[0].settle(1, 60) or "")
+    assert "exists already" in (workers.capturers[0].wait_until_committed(1, 60) or "")
     events, _ = client.events(0)
     assert [e.step for e in events if isinstance(e, CheckpointFailed)] == [1]
-    checkpoint = newest_verified(second.store)
+    checkpoint = find_newest_verified(second.store)
     assert checkpoint is not None
     assert_holds(checkpoint, 1)

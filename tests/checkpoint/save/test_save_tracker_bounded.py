@@ -8,8 +8,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from holdfast.checkpoint.mover.service import Service
-from holdfast.checkpoint.save.save_tracker import SAVES_KEPT, Outcomes
+from holdfast.checkpoint.mover.service import MoverService
+from holdfast.checkpoint.save.save_tracker import MAX_SAVES_KEPT, SaveTracker
 from holdfast.core.format.manifest import commit_key
 from holdfast.errors import OutOfSpaceError
 from holdfast.wire.store.run_store import Buffer, FolderStore
@@ -17,7 +17,7 @@ from tests.checkpoint.save.test_pending_blob import DEADLINE, Direct, begin
 from tests.support.checkpoint_faults.movers import Ranks
 
 STEPS = 5000
-BOUND = 4 * SAVES_KEPT
+BOUND = 4 * MAX_SAVES_KEPT
 
 
 def sizes(thing: object) -> dict[str, int]:
@@ -31,48 +31,48 @@ def sizes(thing: object) -> dict[str, int]:
 
 
 def test_thousands_of_saves_are_counted_and_the_newest_are_known() -> None:
-    outcomes = Outcomes(time.monotonic)
-    outcomes.underway = lambda save: save == (1, 3)
+    outcomes = SaveTracker(time.monotonic)
+    outcomes.is_under_way = lambda save: save == (1, 3)
     for step in range(STEPS):
-        outcomes.captured((1, step))
+        outcomes.begin_save((1, step))
         if step % 3 == 1:
-            outcomes.succeed((1, step), commit_key(1, step), 1)
+            outcomes.record_commit((1, step), commit_key(1, step), 1)
         elif step % 3 == 2:
-            outcomes.fail((1, step), f"reason {step}")
+            outcomes.record_failure((1, step), f"reason {step}")
     assert max(sizes(outcomes).values()) <= BOUND
     counts = outcomes.counts()
     assert (counts["committed"], counts["failed"]) == (1667, 1666)
-    assert outcomes.settle((1, 4999), 0.0) == (True, None)
-    assert outcomes.failure((1, 4997)) == "reason 4997"
+    assert outcomes.wait_until_ended((1, 4999), 0.0) == (True, None)
+    assert outcomes.failure_reason((1, 4997)) == "reason 4997"
     assert 4998 in outcomes.open_steps(1)
     assert 3 in outcomes.open_steps(1), "it is under way, however old"
-    ended, reason = outcomes.settle((1, 4), DEADLINE)  # no caller waits for it
+    ended, reason = outcomes.wait_until_ended((1, 4), DEADLINE)  # no caller waits for it
     assert ended
     assert "too long ago" in (reason or "")
-    mark = outcomes.since(0, 0.0)[1]
-    outcomes.fail((1, 5), "once more")
-    assert outcomes.since(mark - 1, 0.0)[1] == mark, "no event again of what had ended"
+    mark = outcomes.events_since(0, 0.0)[1]
+    outcomes.record_failure((1, 5), "once more")
+    assert outcomes.events_since(mark - 1, 0.0)[1] == mark, "no event again of what had ended"
 
 
 def test_a_new_generation_s_low_steps_are_newer_than_the_last_one_s() -> None:
-    outcomes = Outcomes(time.monotonic)
+    outcomes = SaveTracker(time.monotonic)
     for step in range(STEPS):
-        outcomes.fail((1, step), "no")
-    outcomes.succeed((2, 1), commit_key(2, 1), 1)
-    for step in range(2, SAVES_KEPT):
-        outcomes.fail((2, step), "no")
-    assert outcomes.settle((2, 1), 0.0) == (True, None)
-    assert outcomes.settle((2, SAVES_KEPT), 0.0) == (False, None)
+        outcomes.record_failure((1, step), "no")
+    outcomes.record_commit((2, 1), commit_key(2, 1), 1)
+    for step in range(2, MAX_SAVES_KEPT):
+        outcomes.record_failure((2, step), "no")
+    assert outcomes.wait_until_ended((2, 1), 0.0) == (True, None)
+    assert outcomes.wait_until_ended((2, MAX_SAVES_KEPT), 0.0) == (False, None)
 
 
 def test_a_promotion_of_an_old_step_is_known_until_it_ends() -> None:
-    outcomes = Outcomes(time.monotonic)
-    outcomes.again((1, 7))
+    outcomes = SaveTracker(time.monotonic)
+    outcomes.restart((1, 7))
     for step in range(STEPS):
-        outcomes.fail((2, step), "no")
-    assert outcomes.settle((1, 7), 0.0) == (False, None)
-    outcomes.gave_up((1, 7), "the disk is full")
-    assert outcomes.settle((1, 7), 0.0) == (True, "the disk is full")
+        outcomes.record_failure((2, step), "no")
+    assert outcomes.wait_until_ended((1, 7), 0.0) == (False, None)
+    outcomes.abort((1, 7), "the disk is full")
+    assert outcomes.wait_until_ended((1, 7), 0.0) == (True, "the disk is full")
 
 
 class Full(FolderStore):
@@ -90,27 +90,27 @@ class KeptBack(Direct):
     def captured(
         self, rank: int, step: int, slot: int, sequence: int, meta: Mapping[str, Any]
     ) -> None:
-        self.service.captured(
+        self.service.accept_capture(
             self.generation, rank, step, slot, sequence, meta, uploaded=False
-        )  # fmt: skip
+        )
 
 
 def test_a_service_whose_saves_fail_for_thousands_of_steps_keeps_few(tmp_path: Path) -> None:
     service, ranks = begin(Full(tmp_path))
     kept_back = Ranks(KeptBack(service, 1), ranks.topology)  # type: ignore[arg-type]
-    failing = 3 * SAVES_KEPT
+    failing = 3 * MAX_SAVES_KEPT
     for step in range(1, failing):
         assert kept_back.save(step) == "the disk is full"
         assert service.drain(DEADLINE)
     for step in range(failing, STEPS):
-        service.skipped(1, 0, step, "no slot is free")
-    for thing in (service, service.outcomes, service._saves):
+        service.accept_skip(1, 0, step, "no slot is free")
+    for thing in (service, service.save_tracker, service._save_manager):
         assert max(sizes(thing).values()) <= BOUND, sizes(thing)
-    assert not service.uploads(commit_key(1, failing - 1))
-    assert service.uploads(commit_key(1, failing - 1)), "it is asked once"
+    assert not service.should_upload(commit_key(1, failing - 1))
+    assert service.should_upload(commit_key(1, failing - 1)), "it is asked once"
     assert _status(service)["failed"] == STEPS - 1
     service.close()
 
 
-def _status(service: Service) -> dict[str, Any]:
+def _status(service: MoverService) -> dict[str, Any]:
     return dict(service.status()["saves"])

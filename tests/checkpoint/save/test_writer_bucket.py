@@ -10,22 +10,26 @@ import torch
 from obstore.store import MemoryStore
 
 from holdfast.checkpoint.capture.capturer import view_of
-from holdfast.checkpoint.format.blob import header
-from holdfast.checkpoint.format.save_context import Plan
-from holdfast.checkpoint.restore.catalog import listing
+from holdfast.checkpoint.format.blob import blob_header
+from holdfast.checkpoint.format.save_context import SaveContext
+from holdfast.checkpoint.restore.catalog import list_commits
 from holdfast.checkpoint.restore.reader import Checkpoint
-from holdfast.checkpoint.restore.verify import newest_verified, verify
-from holdfast.checkpoint.save.retention import Keep, retain, sweep
+from holdfast.checkpoint.restore.verify import find_newest_verified, verify
+from holdfast.checkpoint.save.retention import (
+    RetentionRules,
+    apply_retention,
+    sweep_older_generations,
+)
 from holdfast.checkpoint.save.writer import try_commit, write_part
-from holdfast.core.format.manifest import Commit, blob_key, part_key, placed, writer_name
-from holdfast.core.sharding.boxes import whole
+from holdfast.core.format.manifest import Commit, blob_key, part_key, place_boxes, writer_name
+from holdfast.core.sharding.boxes import whole_box
 from holdfast.core.sharding.ownership import owned_boxes
 from holdfast.errors import FencedError, StoreError
 from holdfast.layout import Topology
 from holdfast.wire.store.bucket import BucketStore
-from holdfast.wire.store.location import SEAL_KEY, open_store
+from holdfast.wire.store.location import SEAL_KEY_VARIABLE, open_store
 from holdfast.wire.store.run_store import AlreadyExistsError, RunStore
-from holdfast.wire.term import open_generation
+from holdfast.wire.term import create_generation
 from tests.support import s3
 from tests.support.mover_process import TABLE, assert_holds, state, topology
 from tests.support.s3 import Fault, Proxy, Request
@@ -33,20 +37,20 @@ from tests.support.s3 import Fault, Proxy, Request
 pytestmark = pytest.mark.usefixtures("s3_credentials")
 
 
-def _plan(topo: Topology) -> Plan:
-    return Plan(topo.generation, topo, TABLE, "c", "d", extent_bytes=1024)
+def _plan(topo: Topology) -> SaveContext:
+    return SaveContext(topo.generation, topo, TABLE, "c", "d", extent_bytes=1024)
 
 
 def _write(store: RunStore, topo: Topology, rank: int, step: int) -> None:
     """What the mover does with one rank's snapshot."""
-    tensors = placed(owned_boxes(topo, TABLE, rank), TABLE)
-    head, full = header(tensors), state(step)
+    tensors = place_boxes(owned_boxes(topo, TABLE, rank), TABLE)
+    head, full = blob_header(tensors), state(step)
 
     def content() -> Iterator[bytes]:
         yield head
         for p in tensors:
             tensor = full[p.box.name]
-            box = view_of(tensor, whole(p.box.name, tuple(tensor.shape)), p.box).contiguous()
+            box = view_of(tensor, whole_box(p.box.name, tuple(tensor.shape)), p.box).contiguous()
             yield box.reshape(-1).view(torch.uint8).numpy().tobytes()
 
     write_part(store, _plan(topo), step, rank, content(), len(head), tensors, {"position": step})
@@ -72,7 +76,7 @@ def _save(where: str, topo: Topology, step: int) -> list[Commit]:
 
 def _begin(where: str, topo: Topology) -> RunStore:
     store = open_store(where)
-    open_generation(store, topo.generation, {})
+    create_generation(store, topo.generation, {})
     return store
 
 
@@ -84,7 +88,7 @@ def _begin(where: str, topo: Topology) -> RunStore:
 def test_three_writers_commit_once_and_it_restores_bit_for_bit(
     replicas: int, dp_shard: int, options: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(SEAL_KEY, "ab" * 32)
+    monkeypatch.setenv(SEAL_KEY_VARIABLE, "ab" * 32)
     where = s3.location(s3.server(), **options)
     topo = topology(replicas, dp_shard)
     store = _begin(where, topo)
@@ -92,17 +96,17 @@ def test_three_writers_commit_once_and_it_restores_bit_for_bit(
         commits = _save(where, topo, step)
         assert commits
         assert len({commit.to_bytes() for commit in commits}) == 1
-    assert len(listing(store)) == 2
-    found = newest_verified(store)
+    assert len(list_commits(store)) == 2
+    found = find_newest_verified(store)
     assert found is not None
     assert_holds(found, 2)
-    oldest = listing(store)[-1]
-    assert retain(store, Keep(last=1), [2], []) == [oldest]
-    assert len(listing(store)) == 1
-    open_generation(store, 2, {})
+    oldest = list_commits(store)[-1]
+    assert apply_retention(store, RetentionRules(keep_last=1), [2], []) == [oldest]
+    assert len(list_commits(store)) == 1
+    create_generation(store, 2, {})
     with pytest.raises(FencedError):
         _write(store, topo, 0, 3)
-    assert sweep(store, 2) == 0
+    assert sweep_older_generations(store, 2) == 0
 
 
 def test_a_restore_lists_once_and_gets_once_before_the_first_data_byte(proxy: Proxy) -> None:
@@ -112,11 +116,11 @@ def test_a_restore_lists_once_and_gets_once_before_the_first_data_byte(proxy: Pr
     _save(where, topo, 5)
     store = open_store(where)
     proxy.log.clear()
-    assert_holds(Checkpoint.open(store, listing(store)[0]), 5)
+    assert_holds(Checkpoint.open(store, list_commits(store)[0]), 5)
     assert proxy.kinds()[:2] == ["LIST", "GET"]
     assert all("/data/" in request.key for request in proxy.log[2:])
     proxy.log.clear()
-    assert newest_verified(store) is not None
+    assert find_newest_verified(store) is not None
     first = next(i for i, r in enumerate(proxy.log) if r.kind == "GET" and "/data/" in r.key)
     before = proxy.kinds()[:first]
     assert before.count("LIST") == before.count("GET") == 1, before
@@ -126,13 +130,13 @@ def test_a_writer_that_begins_again_finds_its_blob_and_its_part() -> None:
     """A mover that was killed behind its part, perhaps behind the commit, writes the step again."""
     topo = topology(1, 3)
     store = BucketStore(MemoryStore(), "memory", part_bytes=256)  # all blobs are large ones
-    open_generation(store, 1, {})
+    create_generation(store, 1, {})
     for rank in (0, 1, 2, 0, 1):
         _write(store, topo, rank, 1)
     assert try_commit(store, _plan(topo), 1) is not None
     for rank in range(3):
         _write(store, topo, rank, 1)
-    assert verify(store, listing(store)[0]) == []
+    assert verify(store, list_commits(store)[0]) == []
     store.delete(part_key(1, 1, writer_name(1)))
     store.create(part_key(1, 1, writer_name(1)), b"of somebody else")
     with pytest.raises(AlreadyExistsError):
@@ -153,17 +157,18 @@ def test_an_endpoint_that_is_lost_during_a_restore_is_not_a_broken_checkpoint(
 
     def rule(request: Request) -> Fault | None:
         lost = {
-            "LIST": request.kind == "LIST", "commit": "/commits/" in request.key,
+            "LIST": request.kind == "LIST",
+            "commit": "/commits/" in request.key,
             "data": "/data/" in request.key and request.kind == "GET",
-        }  # fmt: skip
+        }
         return Fault(503, "SlowDown") if lost[after] else None
 
     proxy.rule = rule
     store = open_store(where)
     with pytest.raises(StoreError, match="503 SlowDown"):
-        newest_verified(store, lambda key, reason: rejected.append((key, reason)))
+        find_newest_verified(store, lambda key, reason: rejected.append((key, reason)))
     assert rejected == []
     proxy.rule = lambda request: None
-    found = newest_verified(store)
+    found = find_newest_verified(store)
     assert found is not None
     assert found.step == 2

@@ -24,10 +24,23 @@ def namespaces() -> bool:
 def test_a_full_disk_fails_the_save_and_nothing_else(tmp_path: Path) -> None:
     """Probe P2: no commit, nothing left behind, the old checkpoint intact, saving resumes."""
     done = subprocess.run(
-        ["unshare", "-Urm", "sh", "-c", MOUNT, str(tmp_path),
-         sys.executable, "-m", "tests.support.save_on_full_disk", str(tmp_path)],
-        capture_output=True, text=True, check=False, timeout=120,
-    )  # fmt: skip
+        [
+            "unshare",
+            "-Urm",
+            "sh",
+            "-c",
+            MOUNT,
+            str(tmp_path),
+            sys.executable,
+            "-m",
+            "tests.support.save_on_full_disk",
+            str(tmp_path),
+        ],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
     for step in (2, 3):

@@ -7,19 +7,19 @@ import threading
 
 import pytest
 
-from holdfast.checkpoint.format.blob import header
-from holdfast.checkpoint.format.save_context import Plan
+from holdfast.checkpoint.format.blob import blob_header
+from holdfast.checkpoint.format.save_context import SaveContext
 from holdfast.checkpoint.restore.verify import verify
-from holdfast.checkpoint.save.writer import FEW_KEYS, acyclic, try_commit, write_part
-from holdfast.core.format.manifest import placed
+from holdfast.checkpoint.save.writer import MAX_SEQUENTIAL_KEYS, gc_paused, try_commit, write_part
+from holdfast.core.format.manifest import place_boxes
 from holdfast.core.sharding.ownership import owned_boxes
 from holdfast.core.sharding.state_table import TensorSpec
 from holdfast.errors import CorruptError
-from holdfast.wire.store.run_store import MemoryStore, Reads
+from holdfast.wire.store.run_store import MemoryStore, ReadPreference
 from tests.support.mover_process import topology
 
 TABLE = (TensorSpec("model.embed.weight", "F32", (64, 8), 0),)
-RANKS = 2 * FEW_KEYS
+RANKS = 2 * MAX_SEQUENTIAL_KEYS
 DEADLINE = 60.0
 
 
@@ -27,7 +27,7 @@ class Together(MemoryStore):
     """Answers for a part, and for a blob's size, only when another one is requested at the same
     time."""
 
-    reads = Reads(4, 2**20)
+    reads = ReadPreference(4, 2**20)
 
     def __init__(self) -> None:
         super().__init__()
@@ -45,12 +45,12 @@ class Together(MemoryStore):
         return super().size(key)
 
 
-def _written(store: MemoryStore) -> Plan:
+def _written(store: MemoryStore) -> SaveContext:
     topo = topology(1, RANKS)
-    plan = Plan(1, topo, TABLE, "c", "d", extent_bytes=1024)
+    plan = SaveContext(1, topo, TABLE, "c", "d", extent_bytes=1024)
     for rank in range(RANKS):
-        tensors = placed(owned_boxes(topo, TABLE, rank), TABLE)
-        start = header(tensors)
+        tensors = place_boxes(owned_boxes(topo, TABLE, rank), TABLE)
+        start = blob_header(tensors)
         data = [bytes([rank]) * p.nbytes for p in tensors]
         write_part(store, plan, 1, rank, [start, *data], len(start), tensors, {})
     return plan
@@ -81,6 +81,6 @@ def test_one_blob_of_many_that_has_changed_is_found() -> None:
 
 def test_the_collector_is_off_within_and_on_again_after_an_error() -> None:
     assert gc.isenabled()
-    with pytest.raises(ZeroDivisionError), acyclic():
+    with pytest.raises(ZeroDivisionError), gc_paused():
         print(1 / gc.isenabled())
     assert gc.isenabled()

@@ -8,7 +8,14 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.core.data.data_ledger import Entry, Range, covering, gaps, merge, overlaps
+from holdfast.core.data.data_ledger import (
+    LedgerEntry,
+    Range,
+    entries_touching,
+    merge_ranges,
+    repeated_ranges,
+    uncovered_ranges,
+)
 
 RANGES = st.lists(st.tuples(st.integers(0, 40), st.integers(0, 40)), max_size=8)
 
@@ -19,7 +26,7 @@ def positions(ranges: list[Range]) -> Counter[int]:
 
 @given(ranges=RANGES)
 def test_merge_is_the_union(ranges: list[Range]) -> None:
-    merged = merge(ranges)
+    merged = merge_ranges(ranges)
     assert set(positions(merged)) == set(positions(ranges))
     assert all(a[1] < b[0] for a, b in pairwise(merged))
 
@@ -28,23 +35,25 @@ def test_merge_is_the_union(ranges: list[Range]) -> None:
 def test_gaps_are_what_no_range_covers(ranges: list[Range], start: int, stop: int) -> None:
     stop = max(start, stop)
     fed = set(positions(ranges))
-    assert positions(gaps(ranges, start, stop)) == Counter(set(range(start, stop)) - fed)
+    assert positions(uncovered_ranges(ranges, start, stop)) == Counter(
+        set(range(start, stop)) - fed
+    )
 
 
 @given(ranges=RANGES)
 def test_overlaps_are_positions_covered_twice(ranges: list[Range]) -> None:
     twice = {p for p, count in positions(ranges).items() if count > 1}
-    assert positions(overlaps(ranges)) == Counter(twice)
+    assert positions(repeated_ranges(ranges)) == Counter(twice)
 
 
 def test_covering_orders_by_position_then_rank() -> None:
-    entries = [Entry(1, 2, 0, 0, 4), Entry(1, 0, 1, 4, 8), Entry(1, 1, 0, 0, 4)]
-    assert [e.rank for e in covering(entries, (0, 5))] == [1, 2, 0]
-    assert covering(entries, (8, 9)) == []
+    entries = [LedgerEntry(1, 2, 0, 0, 4), LedgerEntry(1, 0, 1, 4, 8), LedgerEntry(1, 1, 0, 0, 4)]
+    assert [e.rank for e in entries_touching(entries, (0, 5))] == [1, 2, 0]
+    assert entries_touching(entries, (8, 9)) == []
 
 
 def test_entry_reads_older_and_newer_json() -> None:
     old = {"microbatch": 1, "start": 2, "stop": 4}
-    assert Entry.from_json(3, 0, old) == Entry(3, 0, 1, 2, 4)
+    assert LedgerEntry.from_json(3, 0, old) == LedgerEntry(3, 0, 1, 2, 4)
     new = old | {"source": "a", "hash": "ff", "skipped": "spike", "invented": 1}
-    assert Entry.from_json(3, 0, new) == Entry(3, 0, 1, 2, 4, "a", "ff", "spike")
+    assert LedgerEntry.from_json(3, 0, new) == LedgerEntry(3, 0, 1, 2, 4, "a", "ff", "spike")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.core.data.lineage import Once, split
+from holdfast.core.data.lineage import DuplicateFilter, split_effective
 from holdfast.events import Evaluated, GenerationStarted, Record, StepDone, StopRequested
 
 
@@ -23,26 +23,34 @@ def start(generation: int, after: int) -> Record:
 
 def test_work_beyond_the_restart_is_superseded() -> None:
     records = [start(1, 0), *(step(1, n) for n in range(1, 8)), start(2, 5), step(2, 6)]
-    effective, superseded = split(records)
+    effective, superseded = split_effective(records)
     assert superseded == [step(1, 6), step(1, 7)]
     assert effective == [r for r in records if r not in superseded]
 
 
 def test_a_later_restart_from_further_back_cuts_every_older_generation() -> None:
     records = [
-        start(1, 0), step(1, 1), step(1, 2), step(1, 3), step(1, 4),
-        start(2, 3), step(2, 4), step(2, 5),
-        start(3, 1), step(3, 2),
-    ]  # fmt: skip
-    effective, _ = split(records)
+        start(1, 0),
+        step(1, 1),
+        step(1, 2),
+        step(1, 3),
+        step(1, 4),
+        start(2, 3),
+        step(2, 4),
+        step(2, 5),
+        start(3, 1),
+        step(3, 2),
+    ]
+    effective, _ = split_effective(records)
     assert [(r.generation, r.event.step) for r in effective if isinstance(r.event, StepDone)] == [
-        (1, 1), (3, 2),
-    ]  # fmt: skip
+        (1, 1),
+        (3, 2),
+    ]
 
 
 def test_records_of_no_generation_stay() -> None:
     loose = record(0, StopRequested("SIGINT", step=9))
-    assert split([loose, start(1, 0), step(1, 1)])[0][0] == loose
+    assert split_effective([loose, start(1, 0), step(1, 1)])[0][0] == loose
 
 
 @given(st.lists(st.tuples(st.integers(0, 10), st.integers(0, 5)), min_size=1, max_size=6))
@@ -56,7 +64,7 @@ def test_every_step_counts_once_however_often_it_was_done(
         records.append(start(generation, begin))
         records += [step(generation, n) for n in range(begin + 1, begin + forward + 1)]
         reached = begin + forward
-    effective, superseded = split(records)
+    effective, superseded = split_effective(records)
     done = [r.event.step for r in effective if isinstance(r.event, StepDone)]
     assert sorted(done) == list(range(1, reached + 1))
     assert len(effective) + len(superseded) == len(records)
@@ -65,7 +73,7 @@ def test_every_step_counts_once_however_often_it_was_done(
 def test_what_is_told_once_more_counts_once() -> None:
     records = [step(1, n) for n in range(1, 6)]
     records += [start(2, 5), *(step(2, n) for n in range(3, 9))]  # 3 to 5 are told once more
-    once = Once()
+    once = DuplicateFilter()
     kept = [*once(records[:7]), *once(records[7:])]
     assert [r.event.step for r in kept if isinstance(r.event, StepDone)] == list(range(1, 9))
     assert [r for r in kept if r.generation == 2 and r.event.step < 5] == []
@@ -76,32 +84,32 @@ def test_a_validation_that_is_told_once_more_counts_once() -> None:
         return record(generation, Evaluated(1.0, 1.0, 1, 1.0, step=number))
 
     first = [start(1, 0), step(1, 1), step(1, 2), validation(1, 2), start(2, 2)]
-    assert Once()([*first, validation(2, 2), step(2, 3)]) == [*first, step(2, 3)]
+    assert DuplicateFilter()([*first, validation(2, 2), step(2, 3)]) == [*first, step(2, 3)]
     untold = [each for each in first if each != validation(1, 2)]
-    kept, _ = split(Once()([*untold, validation(2, 2), step(2, 3)]))
+    kept, _ = split_effective(DuplicateFilter()([*untold, validation(2, 2), step(2, 3)]))
     assert kept == [*untold, validation(2, 2), step(2, 3)]
 
 
 def test_what_nobody_lived_to_tell_is_taken_from_who_tells_it_late() -> None:
     records = [step(1, 1), step(1, 2), start(2, 3), step(2, 2), step(2, 3), step(2, 4)]
-    kept = Once()(records)
+    kept = DuplicateFilter()(records)
     assert [(r.generation, r.event.step) for r in kept] == [(1, 1), (1, 2), (2, 3), (2, 3), (2, 4)]
 
 
 def test_a_step_that_was_lost_in_between_is_news_when_it_is_told_late() -> None:
     done = [start(1, 0), *(step(1, n) for n in range(1, 9))]
     after = [start(2, 4), step(2, 5), start(3, 6), step(3, 5), step(3, 6), step(3, 7)]
-    kept, _ = split(Once()([*done, *after]))
+    kept, _ = split_effective(DuplicateFilter()([*done, *after]))
     steps = [(r.generation, r.event.step) for r in kept if isinstance(r.event, StepDone)]
     assert steps == [(1, 1), (1, 2), (1, 3), (1, 4), (2, 5), (3, 6), (3, 7)]
 
 
 def test_who_does_not_know_all_starts_rather_tells_a_step_twice_than_never() -> None:
     """Generation 2 began from step 4, and only another node's agent was told so."""
-    board = Once(all_starts=False)
+    board = DuplicateFilter(all_starts=False)
     for record in [start(1, 0), *(step(1, n) for n in range(1, 9)), start(3, 8)]:
-        assert board.news(record.generation, record.event)
-    assert board.news(3, step(3, 8).event)
-    knows_all = Once()
+        assert board.is_new(record.generation, record.event)
+    assert board.is_new(3, step(3, 8).event)
+    knows_all = DuplicateFilter()
     knows_all([start(1, 0), *(step(1, n) for n in range(1, 9)), start(2, 8), start(3, 8)])
-    assert not knows_all.news(3, step(3, 8).event)
+    assert not knows_all.is_new(3, step(3, 8).event)

@@ -44,9 +44,9 @@ def test_mixture_counts_and_numbers_each_source(weights: list[float], start: int
     sources, ordinals = mixture.assign_many(np.arange(start, start + length))
     for source in range(len(weights)):
         mine = ordinals[sources == source].tolist()
-        begin = mixture.before(source, start)
+        begin = mixture.count_before(source, start)
         assert mine == list(range(begin, begin + len(mine)))
-        assert mixture.before(source, start + length) == begin + len(mine)
+        assert mixture.count_before(source, start + length) == begin + len(mine)
     for offset in (0, 17, length - 1):
         assert mixture.assign(start + offset) == (sources[offset], ordinals[offset])
 
@@ -62,7 +62,7 @@ def test_mixture_keeps_the_weights(weights: list[float]) -> None:
     for place in range(0, mixture.block, max(1, mixture.block // 50)):
         for source, count in enumerate(mixture.counts):
             due = place * count / mixture.block
-            assert abs(mixture.before(source, place) - due) <= len(weights)
+            assert abs(mixture.count_before(source, place) - due) <= len(weights)
 
 
 def test_simple_weights_give_a_short_block() -> None:

@@ -7,17 +7,26 @@ import torch
 
 from holdfast.config.model import ModelConfig
 from holdfast.config.presets import PRESETS
-from holdfast.core.format.hf_names import Entry, NameMap, hf_map, pad, rename, split, stack, tie
+from holdfast.core.format.hf_names import (
+    NameMap,
+    TensorMapping,
+    huggingface_map,
+    pad,
+    rename,
+    split,
+    stack,
+    tie,
+)
 from holdfast.core.sharding.parameters import decoder_parameters
-from holdfast.model.huggingface import extract
-from holdfast.model.huggingface_files import assemble
+from holdfast.model.huggingface import extract_piece
+from holdfast.model.huggingface_files import assemble_tensor
 
 
 @pytest.mark.parametrize("preset", ["tiny", "llama3.1-8b", "llama3.2-1b", "qwen3-0.6b", "qwen3-8b"])
 def test_map_is_a_bijection_on_the_table(preset: str) -> None:
     assert preset in PRESETS
     model = ModelConfig.model_validate({"vocab_size": 512, "preset": preset})
-    names = hf_map(model)
+    names = huggingface_map(model)
     rows = {row.name: row.shape for row in decoder_parameters(model)}
     places = names.to_theirs()
     assert set(places) == set(rows)
@@ -47,19 +56,21 @@ OURS = {
     ],
     ids=["rename", "split", "stack0", "stack2", "pad"],
 )
-def test_every_kind_of_entry_comes_back(entry: Entry) -> None:
-    theirs = assemble(entry, OURS)
+def test_every_kind_of_entry_comes_back(entry: TensorMapping) -> None:
+    theirs = assemble_tensor(entry, OURS)
     assert tuple(theirs.shape) == entry.shape
     for piece in entry.pieces:
-        assert torch.equal(extract(theirs, piece), OURS[piece.ours])
+        assert torch.equal(extract_piece(theirs, piece), OURS[piece.ours])
     held = sum(OURS[piece.ours].abs().sum() for piece in entry.pieces)
     assert theirs.abs().sum() == held  # the rest, where there is a rest, is zero
 
 
 def test_values_lie_where_the_entry_says() -> None:
     parts = [("a", (2, 3)), ("b", (4, 3))]
-    assert torch.equal(assemble(split(parts, "x", 0), OURS), torch.cat([OURS["a"], OURS["b"]]))
-    stacked = assemble(stack(["b", "c"], "x", (4, 3)), OURS)
+    assert torch.equal(
+        assemble_tensor(split(parts, "x", 0), OURS), torch.cat([OURS["a"], OURS["b"]])
+    )
+    stacked = assemble_tensor(stack(["b", "c"], "x", (4, 3)), OURS)
     assert torch.equal(stacked, torch.stack([OURS["b"], OURS["c"]]))
     assert not stack(["b"], "x", (4, 3)).is_rename
 

@@ -9,43 +9,45 @@ import pytest
 from holdfast.core.format.manifest import (
     Blob,
     Commit,
-    Part,
-    Placed,
+    PartManifest,
+    PlacedBox,
     blob_key,
     commit_key,
-    merge,
+    merge_parts,
     parse_commit_key,
     parse_save_key,
     part_key,
-    placed,
-    seal,
-    unseal,
+    place_boxes,
+    seal_manifest,
+    unseal_manifest,
     writer_name,
 )
 from holdfast.core.sharding.boxes import Box
 from holdfast.core.sharding.ownership import owned_boxes
 from holdfast.core.sharding.state_table import TensorSpec
 from holdfast.errors import CheckpointError, CorruptError
-from holdfast.layout import Layout, place
+from holdfast.layout import Layout, place_layout
 
 TABLE = (
     TensorSpec("half", "BF16", (3,), None),
     TensorSpec("w", "F32", (8, 2), 0),
     TensorSpec("wide", "F64", (2,), None),
 )
-TOPOLOGY = place(Layout(dp_replicate=2), 3, ("a", "b"))
+TOPOLOGY = place_layout(Layout(dp_replicate=2), 3, ("a", "b"))
 
 
-def part(rank: int, step: int = 9, **changes: object) -> Part:
-    tensors = placed(owned_boxes(TOPOLOGY, TABLE, rank), TABLE)
+def part(rank: int, step: int = 9, **changes: object) -> PartManifest:
+    tensors = place_boxes(owned_boxes(TOPOLOGY, TABLE, rank), TABLE)
     size = 4096 + sum(p.nbytes for p in tensors)
     blob = Blob(blob_key(3, step, writer_name(rank)), size, 4096, 1 << 20, ("0" * 32,))
     values = {"tensors": tensors, "blob": blob, "meta": {"position": 5}} | changes
-    return Part(3, step, rank, **values)  # type: ignore[arg-type]
+    return PartManifest(3, step, rank, **values)  # type: ignore[arg-type]
 
 
-def merged(*parts: Part) -> Commit:
-    return merge({p.rank: (p, p.to_bytes()) for p in parts}, TOPOLOGY, TABLE, "hash", "version")
+def merged(*parts: PartManifest) -> Commit:
+    return merge_parts(
+        {p.rank: (p, p.to_bytes()) for p in parts}, TOPOLOGY, TABLE, "hash", "version"
+    )
 
 
 def test_newest_step_is_the_first_key() -> None:
@@ -65,13 +67,13 @@ def test_other_keys_are_not_commits() -> None:
 
 def test_tensors_are_aligned_to_their_elements_without_gaps() -> None:
     boxes = [Box("half", (0,), (3,)), Box("w", (0, 0), (3, 2)), Box("wide", (0,), (2,))]
-    layout = placed(boxes, TABLE)
+    layout = place_boxes(boxes, TABLE)
     assert [(p.box.name, p.start) for p in layout] == [("wide", 0), ("w", 16), ("half", 40)]
 
 
 def test_manifests_survive_the_trip() -> None:
     one = part(1)
-    again = Part.from_bytes(one.to_bytes(), "p")
+    again = PartManifest.from_bytes(one.to_bytes(), "p")
     assert again.blob == one.blob
     assert set(again.tensors) == set(one.tensors)
     assert again.meta == one.meta
@@ -95,26 +97,35 @@ def test_any_changed_byte_is_found() -> None:
 @pytest.mark.parametrize(
     "row",
     [
-        ["F32", [0], [2, 2], 0], ["F32", [0, -1], [2, 2], 0], ["F32", [0, 0], [2, -2], 0],
-        ["F32", [0, False], [2, 2], 0], ["F32", [0, 0.0], [2, 2], 0], ["F32", [[0], 0], [2, 2], 0],
-        ["F32", "00", "22", 0], ["F32", [0, 0], [2, 2], -4], ["F32", [0, 0], [2, 2], "0"],
-        ["F32", [0, 0], [2, 2], True], ["F33", [0, 0], [2, 2], 0], [["F32"], [0, 0], [2, 2], 0],
-        ["F32", 0, 2, 0], None,
+        ["F32", [0], [2, 2], 0],
+        ["F32", [0, -1], [2, 2], 0],
+        ["F32", [0, 0], [2, -2], 0],
+        ["F32", [0, False], [2, 2], 0],
+        ["F32", [0, 0.0], [2, 2], 0],
+        ["F32", [[0], 0], [2, 2], 0],
+        ["F32", "00", "22", 0],
+        ["F32", [0, 0], [2, 2], -4],
+        ["F32", [0, 0], [2, 2], "0"],
+        ["F32", [0, 0], [2, 2], True],
+        ["F33", [0, 0], [2, 2], 0],
+        [["F32"], [0, 0], [2, 2], 0],
+        ["F32", 0, 2, 0],
+        None,
     ],
-)  # fmt: skip
+)
 def test_a_part_with_a_box_that_lies_nowhere_is_rotten(row: object) -> None:
     body = json.loads(part(0).to_bytes())
     del body["xxh3"]
-    assert Part.from_bytes(seal("part", body), "x").rank == 0
+    assert PartManifest.from_bytes(seal_manifest("part", body), "x").rank == 0
     body["tensors"]["w"] = row
     with pytest.raises(CorruptError, match="x: not a part manifest"):
-        Part.from_bytes(seal("part", body), "x")
+        PartManifest.from_bytes(seal_manifest("part", body), "x")
 
 
 @pytest.mark.parametrize("data", [b"[" * 100_000, b'{"a":' * 100_000])
 def test_what_nests_too_deep_is_no_manifest(data: bytes) -> None:
     with pytest.raises(CorruptError, match="x: not a manifest"):
-        unseal("commit", data, "x")
+        unseal_manifest("commit", data, "x")
 
 
 def test_a_commit_under_another_key_is_found() -> None:
@@ -128,14 +139,14 @@ def test_a_part_is_no_commit_and_a_newer_format_is_refused() -> None:
         Commit.from_bytes(part(0).to_bytes(), commit_key(3, 9))
     import holdfast.core.format.manifest as module
 
-    newer = seal("commit", {}).replace(b'"format":2', b'"format":3')
+    newer = seal_manifest("commit", {}).replace(b'"format":2', b'"format":3')
     content = newer[: newer.index(b',"xxh3"')] + b"}"
     newer = newer.replace(
         newer[newer.index(b'"xxh3":"') + 8 :][:32],
         module.xxh3_128_hexdigest(content).encode(),
     )
     with pytest.raises(CheckpointError, match="newer than 2"):
-        unseal("commit", newer, "x")
+        unseal_manifest("commit", newer, "x")
 
 
 def test_an_incomplete_checkpoint_cannot_be_merged() -> None:
@@ -144,7 +155,7 @@ def test_an_incomplete_checkpoint_cannot_be_merged() -> None:
     tensors = part(1).tensors
     with pytest.raises(CheckpointError, match="does not hold what the rank owns"):
         merged(part(0), part(1, tensors=tensors[1:]))
-    moved = (Placed(tensors[0].box, tensors[0].dtype, 4), *tensors[1:])
+    moved = (PlacedBox(tensors[0].box, tensors[0].dtype, 4), *tensors[1:])
     with pytest.raises(CheckpointError, match="does not hold what the rank owns"):
         merged(part(0), part(1, tensors=moved))
     short = Blob(blob_key(3, 9, writer_name(1)), 4097, 4096, 1 << 20, ("0" * 32,))
@@ -157,16 +168,16 @@ def test_an_incomplete_checkpoint_cannot_be_merged() -> None:
 def test_manifest_stays_small_for_many_writers() -> None:
     """Bound: 100 MB for 1 T parameters on 16,384 ranks; per writer and per extent this is it."""
     few = len(merged(part(0), part(1)).to_bytes())
-    big = place(Layout(dp_shard=64), 3, ("a",) * 64)
+    big = place_layout(Layout(dp_shard=64), 3, ("a",) * 64)
     table = tuple(TensorSpec(f"w{i}", "F32", (128, 2), 0) for i in range(50))
     parts = {}
     for rank in range(64):
-        tensors = placed(owned_boxes(big, table, rank), table)
+        tensors = place_boxes(owned_boxes(big, table, rank), table)
         size = 4096 + sum(p.nbytes for p in tensors)
         blob = Blob(blob_key(3, 9, writer_name(rank)), size, 4096, 1 << 20, ("0" * 32,))
-        one = Part(3, 9, rank, blob, tensors)
+        one = PartManifest(3, 9, rank, blob, tensors)
         parts[rank] = (one, one.to_bytes())
-    many = len(merge(parts, big, table, "hash", "version").to_bytes())
+    many = len(merge_parts(parts, big, table, "hash", "version").to_bytes())
     per_writer = (many - few - 50 * 30) / 64
     assert per_writer < 350  # bytes; boxes are derived, so 50 tensors cost a writer nothing
     # 1 T parameters with AdamW in fp32 are 12 TB: 715,256 extents of 16 MiB, 35 bytes each.

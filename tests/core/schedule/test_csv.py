@@ -17,18 +17,18 @@ from hypothesis import strategies as st
 from torch.distributed.pipelining import schedules as theirs
 from torch.distributed.pipelining.schedules import _Action, _PipelineScheduleRuntime
 
-from holdfast.core.schedule.check import check
+from holdfast.core.schedule.check import check_schedule
 from holdfast.core.schedule.csv import from_csv, to_csv
 from holdfast.core.schedule.table import (
     SCHEDULES,
     Action,
-    Kind,
-    Overlapped,
+    ActionKind,
+    OverlappedActions,
     Schedule,
     ScheduleError,
-    build,
+    build_schedule,
 )
-from holdfast.core.schedule.timing import Durations, in_flight, timeline
+from holdfast.core.schedule.timing import Durations, max_in_flight, time_schedule
 from tests.support.schedules import random_table
 
 FSDP = (theirs.UNSHARD, theirs.RESHARD, theirs.REDUCE_GRAD)
@@ -37,21 +37,27 @@ FSDP = (theirs.UNSHARD, theirs.RESHARD, theirs.REDUCE_GRAD)
 def stage(index: int, ranks: int, stages: int) -> Any:
     """What torch's schedules ask of a stage to lay out their table: its numbers alone."""
     return SimpleNamespace(
-        stage_index=index, num_stages=stages, group_size=ranks, group_rank=index % ranks,
-        is_first=index == 0, is_last=index == stages - 1, submod=torch.nn.Identity(),
-        has_backward=True, stage_index_to_group_rank={},
-    )  # fmt: skip
+        stage_index=index,
+        num_stages=stages,
+        group_size=ranks,
+        group_rank=index % ranks,
+        is_first=index == 0,
+        is_last=index == stages - 1,
+        submod=torch.nn.Identity(),
+        has_backward=True,
+        stage_index_to_group_rank={},
+    )
 
 
 def of_torch(action: Any) -> str:
     """Their action, spelt by us."""
     if action.sub_actions is not None:
-        return str(Overlapped(tuple(map(ours, action.sub_actions))))
+        return str(OverlappedActions(tuple(map(ours, action.sub_actions))))
     return str(ours(action))
 
 
 def ours(action: Any) -> Action:
-    kind = Kind(action.computation_type.value)
+    kind = ActionKind(action.computation_type.value)
     return Action(action.stage_index, kind, action.microbatch_index)
 
 
@@ -71,9 +77,12 @@ def their_runtime(schedule: Schedule) -> Any:
 
 
 TABLES = [
-    build("1f1b", 1, 1), build("1f1b", 4, 8), build("gpipe", 3, 2), build("gpipe", 2, 3, virtual=2),
+    build_schedule("1f1b", 1, 1),
+    build_schedule("1f1b", 4, 8),
+    build_schedule("gpipe", 3, 2),
+    build_schedule("gpipe", 2, 3, virtual=2),
     random_table(Random(3), 5, 3, 4),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("schedule", TABLES, ids=lambda s: f"{s.name}-{s.stages}on{s.ranks}")
@@ -111,14 +120,19 @@ def test_we_read_what_torch_writes(schedule: Schedule, form: Any, tmp_path: Path
 
 
 THEIRS = [
-    (theirs.ScheduleGPipe, 4, 1, 8), (theirs.ScheduleGPipe, 2, 1, 3),
-    (theirs.ScheduleLoopedBFS, 2, 3, 4), (theirs.ScheduleLoopedBFS, 4, 2, 8),
-    (theirs.ScheduleInterleaved1F1B, 4, 2, 8), (theirs.ScheduleInterleaved1F1B, 2, 3, 4),
+    (theirs.ScheduleGPipe, 4, 1, 8),
+    (theirs.ScheduleGPipe, 2, 1, 3),
+    (theirs.ScheduleLoopedBFS, 2, 3, 4),
+    (theirs.ScheduleLoopedBFS, 4, 2, 8),
+    (theirs.ScheduleInterleaved1F1B, 4, 2, 8),
+    (theirs.ScheduleInterleaved1F1B, 2, 3, 4),
     (theirs.ScheduleInterleavedZeroBubble, 4, 2, 8),
     (theirs.ScheduleInterleavedZeroBubble, 2, 2, 4),
-    (theirs.ScheduleZBVZeroBubble, 4, 2, 8), (theirs.ScheduleZBVZeroBubble, 2, 2, 6),
-    (theirs.ScheduleDualPipeV, 4, 2, 8), (theirs.ScheduleDualPipeV, 2, 2, 10),
-]  # fmt: skip
+    (theirs.ScheduleZBVZeroBubble, 4, 2, 8),
+    (theirs.ScheduleZBVZeroBubble, 2, 2, 6),
+    (theirs.ScheduleDualPipeV, 4, 2, 8),
+    (theirs.ScheduleDualPipeV, 2, 2, 10),
+]
 
 
 def their_table(kind: Any, ranks: int, virtual: int, microbatches: int) -> str:
@@ -139,53 +153,58 @@ def test_their_schedules_are_tables_of_ours(
     """Interleaved, with split backward, and bidirectional ones: read, proved, timed, written."""
     text = their_table(kind, ranks, virtual, microbatches)
     schedule = from_csv(text, kind.__name__)
-    check(schedule)
+    check_schedule(schedule)
     assert (schedule.ranks, schedule.stages) == (ranks, ranks * virtual)
     assert schedule.microbatches == microbatches
     parsed = [
-        [of_torch(a) for cell in row if (a := _Action.from_str(cell)) is not None
-         and "REDUCE_GRAD" not in cell]
+        [
+            of_torch(a)
+            for cell in row
+            if (a := _Action.from_str(cell)) is not None and "REDUCE_GRAD" not in cell
+        ]
         for row in csv.reader(io.StringIO(text))
-    ]  # fmt: skip
+    ]
     assert [list(map(str, row)) for row in schedule.actions] == parsed
     assert from_csv(to_csv(schedule), schedule.name) == schedule
-    found = timeline(schedule, Durations.even(schedule.stages))
+    found = time_schedule(schedule, Durations.uniform(schedule.stages))
     work = 3 * microbatches * virtual
     assert found.makespan >= work
     assert min(found.bubble) == pytest.approx(1 - work / found.makespan, abs=1e-12)
 
 
 def test_gpipe_is_in_their_order() -> None:
-    assert from_csv(their_table(theirs.ScheduleGPipe, 4, 1, 8), "gpipe") == build("gpipe", 4, 8)
+    assert from_csv(their_table(theirs.ScheduleGPipe, 4, 1, 8), "gpipe") == build_schedule(
+        "gpipe", 4, 8
+    )
 
 
 def test_1f1b_is_in_their_order() -> None:
     """All ranks but the last. There torch 2.13 prints forwards from 1 on, to one too many: its
     1F1B executes from code, not from this table, and our checker refuses the table."""
     printed = from_csv(their_table(theirs.Schedule1F1B, 4, 1, 8), "1f1b")
-    assert printed.actions[:3] == build("1f1b", 4, 8).actions[:3]
+    assert printed.actions[:3] == build_schedule("1f1b", 4, 8).actions[:3]
     last = [(cell.kind, cell.microbatch) for cell in printed.actions[3] if isinstance(cell, Action)]
     if last[0][1] == 0:
-        assert printed == build("1f1b", 4, 8)
+        assert printed == build_schedule("1f1b", 4, 8)
     else:
         with pytest.raises(ScheduleError, match="is missing"):
-            check(printed)
+            check_schedule(printed)
 
 
 def test_v_schedules_keep_both_ends_on_one_rank() -> None:
     """The bidirectional form: rank r holds stages r and 2p - 1 - r, and overlaps the two."""
     schedule = from_csv(their_table(theirs.ScheduleDualPipeV, 4, 2, 10), "dualpipev")
     assert schedule.rank_of == (0, 1, 2, 3, 3, 2, 1, 0)
-    assert any(isinstance(cell, Overlapped) for row in schedule.actions for cell in row)
-    assert max(in_flight(schedule)) <= 2 * schedule.ranks + 1
+    assert any(isinstance(cell, OverlappedActions) for row in schedule.actions for cell in row)
+    assert max(max_in_flight(schedule)) <= 2 * schedule.ranks + 1
 
 
 def test_zero_bubble_tables_are_timed_as_shorter() -> None:
     """With F = I = W the split backward of ZBV leaves less idle time than 1F1B's (arXiv
     2401.10241, table 1), by our timer on torch's own table."""
     zbv = from_csv(their_table(theirs.ScheduleZBVZeroBubble, 4, 2, 8), "zbv")
-    plain = timeline(build("1f1b", 4, 8), Durations.even(4, 2, 4))
-    found = timeline(zbv, Durations.even(8, 1, 2))
+    plain = time_schedule(build_schedule("1f1b", 4, 8), Durations.uniform(4, 2, 4))
+    found = time_schedule(zbv, Durations.uniform(8, 1, 2))
     assert max(found.bubble) < min(plain.bubble)
 
 
@@ -199,14 +218,14 @@ def test_written_and_read_back(random: Random, ranks: int, more: int, microbatch
 
 def test_empty_cells_are_moments_without_work() -> None:
     assert from_csv("0F0,0F1,,0B0,0B1\n,1F0,1B0,1F1,1B1\n\n", "gpipe").actions == (
-        build("gpipe", 2, 2).actions[0],
-        build("1f1b", 2, 2).actions[1],
+        build_schedule("gpipe", 2, 2).actions[0],
+        build_schedule("1f1b", 2, 2).actions[1],
     )
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_the_form_is_plain(name: str) -> None:
-    first = to_csv(build(name, 2, 2)).split("\n")[0]
+    first = to_csv(build_schedule(name, 2, 2)).split("\n")[0]
     assert (
         first == {"gpipe": "0F0,0F1,0B0,0B1", "1f1b": "0F0,0F1,0B0,0B1", "forward": "0F0,0F1"}[name]
     )

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from holdfast.core.schedule.check import check
-from holdfast.core.schedule.table import SCHEDULES, build, forward_only, gpipe, one_f_one_b
+from holdfast.core.schedule.check import check_schedule
+from holdfast.core.schedule.table import SCHEDULES, build_schedule, forward_only, gpipe, one_f_one_b
 from holdfast.errors import LayoutError
 
 SIZES = [(p, m) for p in (1, 2, 3, 4, 7) for m in (1, 2, 3, 4, 8, 11)]
@@ -51,10 +51,10 @@ def test_virtual_stages_go_round_the_ranks() -> None:
 def test_every_table_of_every_size_can_run(name: str, ranks: int, microbatches: int) -> None:
     if name == "1f1b" and microbatches < ranks:
         with pytest.raises(LayoutError, match=f"1f1b over {ranks} ranks needs at least {ranks} mi"):
-            build(name, ranks, microbatches)
+            build_schedule(name, ranks, microbatches)
         return
-    schedule = build(name, ranks, microbatches)
-    check(schedule)
+    schedule = build_schedule(name, ranks, microbatches)
+    check_schedule(schedule)
     assert (schedule.ranks, schedule.microbatches) == (ranks, microbatches)
 
 
@@ -62,29 +62,57 @@ def test_every_table_of_every_size_can_run(name: str, ranks: int, microbatches: 
 def test_looped_tables_can_run(name: str) -> None:
     for ranks in (1, 2, 3):
         for virtual in (2, 3):
-            check(build(name, ranks, 4, virtual))
+            check_schedule(build_schedule(name, ranks, 4, virtual))
 
 
 @pytest.mark.parametrize(
     ("name", "ranks", "microbatches", "virtual", "sentence"),
     [
-        ("1f1b", 4, 3, 1, "layout.schedule: the schedule 1f1b over 4 ranks needs at least 4 "
-         "microbatches, there are 3; use 4 or more microbatches a replica, fewer stages, or the "
-         "schedule gpipe"),
-        ("gpipe", 2, 0, 1, "layout.schedule: the schedule gpipe over 2 ranks needs at least 1 "
-         "microbatches, there are 0; use 1 or more microbatches a replica"),
-        ("1f1b", 2, 4, 2, "layout.schedule: the schedule 1f1b has one stage a rank, not 2; use "
-         "one stage a rank, or the schedule gpipe"),
+        (
+            "1f1b",
+            4,
+            3,
+            1,
+            "layout.schedule: the schedule 1f1b over 4 ranks needs at least 4 "
+            "microbatches, there are 3; use 4 or more microbatches a replica, fewer stages, or the "
+            "schedule gpipe",
+        ),
+        (
+            "gpipe",
+            2,
+            0,
+            1,
+            "layout.schedule: the schedule gpipe over 2 ranks needs at least 1 "
+            "microbatches, there are 0; use 1 or more microbatches a replica",
+        ),
+        (
+            "1f1b",
+            2,
+            4,
+            2,
+            "layout.schedule: the schedule 1f1b has one stage a rank, not 2; use "
+            "one stage a rank, or the schedule gpipe",
+        ),
         ("1f1p", 2, 4, 1, "layout.schedule: there is no schedule '1f1p'; did you mean '1f1b'?"),
-        ("zigzag", 2, 4, 1, "layout.schedule: there is no schedule 'zigzag'; use one of 1f1b, "
-         "gpipe, forward"),
-        ("gpipe", 0, 4, 1, "layout.schedule: 0 ranks with 1 stages each are no pipeline; use 1 or "
-         "more of both"),
+        (
+            "zigzag",
+            2,
+            4,
+            1,
+            "layout.schedule: there is no schedule 'zigzag'; use one of 1f1b, gpipe, forward",
+        ),
+        (
+            "gpipe",
+            0,
+            4,
+            1,
+            "layout.schedule: 0 ranks with 1 stages each are no pipeline; use 1 or more of both",
+        ),
     ],
-)  # fmt: skip
+)
 def test_what_cannot_be_is_one_sentence(
     name: str, ranks: int, microbatches: int, virtual: int, sentence: str
 ) -> None:
     with pytest.raises(LayoutError) as refused:
-        build(name, ranks, microbatches, virtual)
+        build_schedule(name, ranks, microbatches, virtual)
     assert str(refused.value) == sentence

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdfast.core.sharding.boxes import Box, coverage, runs, whole
+from holdfast.core.sharding.boxes import Box, copy_runs, coverage_problem, whole_box
 
 SHAPES = st.lists(st.integers(1, 6), min_size=0, max_size=4).map(tuple)
 
@@ -32,7 +32,7 @@ def grid_tiling(draw: st.DrawFn, shape: tuple[int, ...]) -> list[Box]:
 @st.composite
 def split_tiling(draw: st.DrawFn, shape: tuple[int, ...]) -> list[Box]:
     """A tensor cut again and again, each piece on a dim of its own: no grid."""
-    boxes = [whole("t", shape)]
+    boxes = [whole_box("t", shape)]
     for _ in range(draw(st.integers(0, 5)) if shape else 0):
         box = boxes.pop(draw(st.integers(0, len(boxes) - 1)))
         dim = draw(st.integers(0, len(shape) - 1))
@@ -63,7 +63,7 @@ def test_any_tiling_is_restored_from_any_other(data: st.DataObject) -> None:
         out = np.full(box.size, -1)
         for source, flat in stored:
             last = -1
-            for run in runs(source, box):
+            for run in copy_runs(source, box):
                 assert run.length > 0
                 assert run.source > last  # rising, so that a reader may stream
                 last = run.source
@@ -78,44 +78,53 @@ def test_any_tiling_is_restored_from_any_other(data: st.DataObject) -> None:
 def test_coverage_accepts_exactly_the_tilings(data: st.DataObject) -> None:
     shape = data.draw(SHAPES)
     boxes = data.draw(tilings(shape))
-    assert coverage(shape, boxes) is None
+    assert coverage_problem(shape, boxes) is None
     held = [b for b in boxes if b.size]
     victim = data.draw(st.sampled_from(held))
     without = list(held)
     without.remove(victim)
-    assert "missing" in (coverage(shape, without) or "")
-    assert "twice" in (coverage(shape, [*held, victim]) or "")
+    assert "missing" in (coverage_problem(shape, without) or "")
+    assert "twice" in (coverage_problem(shape, [*held, victim]) or "")
 
 
 def test_coverage_finds_an_overlap_that_hides_a_hole() -> None:
     # As many elements as the tensor has, but rows 2 are held twice and row 3 not at all.
     boxes = [Box("t", (0, 0), (3, 2)), Box("t", (2, 0), (1, 2))]
-    assert "twice" in (coverage((4, 2), boxes) or "")
+    assert "twice" in (coverage_problem((4, 2), boxes) or "")
 
 
 def test_coverage_refuses_what_leaves_the_shape() -> None:
-    assert "outside" in (coverage((4,), [Box("t", (1,), (4,))]) or "")
-    assert "dims" in (coverage((4,), [Box("t", (0, 0), (4, 1))]) or "")
+    assert "outside" in (coverage_problem((4,), [Box("t", (1,), (4,))]) or "")
+    assert "dims" in (coverage_problem((4,), [Box("t", (0, 0), (4, 1))]) or "")
 
 
 @pytest.mark.parametrize(
     ("offsets", "lengths"),
-    [((-1, 0), (4, 2)), ((0, -2), (4, 2)), ((0, 0), (-4, -2)), ((0,), (4, 2)), ((0, 0), (8,)),
-     ((0, 0, 0), (4, 2)), ((0.0, 0), (4, 2)), (("0", 0), (4, 2)), ((False, 0), (4, 2))],
-)  # fmt: skip
+    [
+        ((-1, 0), (4, 2)),
+        ((0, -2), (4, 2)),
+        ((0, 0), (-4, -2)),
+        ((0,), (4, 2)),
+        ((0, 0), (8,)),
+        ((0, 0, 0), (4, 2)),
+        ((0.0, 0), (4, 2)),
+        (("0", 0), (4, 2)),
+        ((False, 0), (4, 2)),
+    ],
+)
 def test_coverage_refuses_what_is_no_place(offsets: Any, lengths: Any) -> None:
     """Boxes check nothing themselves; as many elements as the tensor has, all of them."""
-    assert coverage((4, 2), [Box("t", offsets, lengths)]) is not None
-    assert coverage((4, 2), [Box("t", (0, 0), (4, 2))]) is None
+    assert coverage_problem((4, 2), [Box("t", offsets, lengths)]) is not None
+    assert coverage_problem((4, 2), [Box("t", (0, 0), (4, 2))]) is None
 
 
 def test_rows_of_a_matrix_are_one_run_and_columns_one_per_row() -> None:
-    full = whole("t", (6, 5))
-    assert [tuple(r) for r in runs(full, Box("t", (2, 0), (3, 5)))] == [(10, 0, 15)]
-    assert [r.length for r in runs(full, Box("t", (0, 1), (6, 2)))] == [2] * 6
+    full = whole_box("t", (6, 5))
+    assert [tuple(r) for r in copy_runs(full, Box("t", (2, 0), (3, 5)))] == [(10, 0, 15)]
+    assert [r.length for r in copy_runs(full, Box("t", (0, 1), (6, 2)))] == [2] * 6
 
 
 def test_boxes_of_different_tensors_have_nothing_in_common() -> None:
-    assert whole("a", (2,)).intersect(whole("b", (2,))) is None
-    assert whole("a", (2,)).intersect(Box("a", (2,), (3,))) is None
-    assert list(runs(whole("a", (2,)), whole("b", (2,)))) == []
+    assert whole_box("a", (2,)).intersect(whole_box("b", (2,))) is None
+    assert whole_box("a", (2,)).intersect(Box("a", (2,), (3,))) is None
+    assert list(copy_runs(whole_box("a", (2,)), whole_box("b", (2,)))) == []

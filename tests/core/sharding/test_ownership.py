@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from holdfast.config.model import ModelConfig
-from holdfast.core.sharding.boxes import Box, coverage
+from holdfast.core.sharding.boxes import Box, coverage_problem
 from holdfast.core.sharding.ownership import Ownership, owned_boxes, saving_replicas
 from holdfast.core.sharding.state_table import (
     ITEM_BYTES,
@@ -17,7 +17,7 @@ from holdfast.core.sharding.state_table import (
     local_boxes,
     state_table,
 )
-from holdfast.layout import Layout, Replica, Topology, place, place_replicas
+from holdfast.layout import Layout, Replica, Topology, place_layout, place_replicas
 from tests.support.topologies import MODELS, tiny, topologies
 
 
@@ -36,10 +36,10 @@ def check(topo: Topology, table: StateTable) -> list[int]:
             owned[box.name].append(box)
         sizes.append(sum(b.size * ITEM_BYTES[dtypes[b.name]] for b in mine))
     for spec in table:
-        assert coverage(spec.shape, owned[spec.name]) is None
+        assert coverage_problem(spec.shape, owned[spec.name]) is None
     ownership = Ownership(topo, table)  # all ranks at once: the same
-    assert ownership.problem() is None
-    found = dict(ownership.all())
+    assert ownership.coverage_problem() is None
+    found = dict(ownership.by_rank())
     assert all(found.get(rank, ()) == owned_boxes(topo, table, rank) for rank in range(len(sizes)))
     return sizes
 
@@ -66,7 +66,7 @@ def test_everything_is_owned_exactly_once(
     table: StateTable, replicas: int, dp_shard: int, pp: int, tp: int
 ) -> None:
     layout = Layout(dp_replicate=replicas, dp_shard=dp_shard, pp=pp, tp=tp)
-    check(place(layout, 1, ("n",) * layout.world_size), table)
+    check(place_layout(layout, 1, ("n",) * layout.world_size), table)
 
 
 @given(st.data(), st.sampled_from(MODELS))
@@ -102,7 +102,7 @@ def test_shares_are_even_on_a_real_model() -> None:
     row = 4 * 768
     for replicas, dp_shard in [(4, 1), (3, 1), (2, 2), (1, 4), (6, 1)]:
         layout = Layout(dp_replicate=replicas, dp_shard=dp_shard)
-        sizes = check(place(layout, 1, ("n",) * layout.world_size), table)
+        sizes = check(place_layout(layout, 1, ("n",) * layout.world_size), table)
         assert sum(sizes) == total
         spread = max(sizes) - min(sizes)
         # Replicas share out to the row; what dp_shard leaves uneven is torch.chunk's rounding.
@@ -111,7 +111,7 @@ def test_shares_are_even_on_a_real_model() -> None:
 
 def test_a_large_tensor_is_cut() -> None:
     table = (TensorSpec("embed", "F32", (1000, 4), 0), TensorSpec("norm", "F32", (4,), 0))
-    topo = place(Layout(dp_replicate=2), 1, ("n", "n"))
+    topo = place_layout(Layout(dp_replicate=2), 1, ("n", "n"))
     assert owned_boxes(topo, table, 0) == (Box("embed", (0, 0), (501, 4)),)
     assert owned_boxes(topo, table, 1) == (
         Box("embed", (501, 0), (499, 4)),
@@ -122,12 +122,17 @@ def test_a_large_tensor_is_cut() -> None:
 def test_what_two_stages_hold_is_shared_by_both() -> None:
     """A tied embedding, on the first and the last stage of two replicas."""
     layout = Layout(dp_replicate=2, pp=3, stages=(1, 1, 1))
-    topo = place(layout, 1, ("n",) * 6)
+    topo = place_layout(layout, 1, ("n",) * 6)
     table = (TensorSpec("embed", "F32", (8, 2), 0, 0, 8, (-1, 3)),)
     owned = [owned_boxes(topo, table, rank) for rank in range(6)]
     assert [[(b.offsets[0], b.lengths[0]) for b in boxes] for boxes in owned] == [
-        [(0, 2)], [], [(2, 2)], [(4, 2)], [], [(6, 2)]
-    ]  # fmt: skip
+        [(0, 2)],
+        [],
+        [(2, 2)],
+        [(4, 2)],
+        [],
+        [(6, 2)],
+    ]
 
 
 def test_replicas_of_one_mesh_but_other_stages_do_not_save_together() -> None:

@@ -9,7 +9,7 @@ import torch
 
 from holdfast.config.model import ModelConfig
 from holdfast.config.presets import PRESETS
-from holdfast.core.sharding.parameters import Normal, Ones, count, decoder_parameters
+from holdfast.core.sharding.parameters import Normal, Ones, count_parameters, decoder_parameters
 from holdfast.model.decoder import Decoder
 
 # Billions of parameters as the models' own pages give them: all, and without embeddings (Qwen).
@@ -41,10 +41,10 @@ def rounded(value: int, like: float) -> float:
 def test_published_sizes(preset: str) -> None:
     model = ModelConfig.model_validate({"preset": preset})
     whole, inner = PUBLISHED[preset]
-    assert rounded(count(model), whole) == whole
+    assert rounded(count_parameters(model), whole) == whole
     if inner is not None:
         untied_head = 0 if model.tied_embeddings else model.vocab_size * model.dim
-        assert rounded(count(model, embeddings=False) - untied_head, inner) == inner
+        assert rounded(count_parameters(model, embeddings=False) - untied_head, inner) == inner
 
 
 @pytest.mark.parametrize("preset", PRESETS)
@@ -56,12 +56,15 @@ def test_table_is_the_module(preset: str) -> None:
     assert [(name, tuple(p.shape)) for name, p in decoder.named_parameters()] == rows
     assert all(p.is_meta for p in decoder.parameters())
     assert not list(decoder.buffers())
-    assert count(model) == sum(p.numel() for p in decoder.parameters())
+    assert count_parameters(model) == sum(p.numel() for p in decoder.parameters())
 
 
 def test_small_presets_rise_from_one_million() -> None:
     names = ("tiny", "small", "15m", "medium", "125m", "350m")
-    sizes = [count(ModelConfig.model_validate({"preset": n, "vocab_size": 4096})) for n in names]
+    sizes = [
+        count_parameters(ModelConfig.model_validate({"preset": n, "vocab_size": 4096}))
+        for n in names
+    ]
     assert sizes == sorted(sizes)
     assert sizes[0] < 1.2e6
     assert 15e6 < sizes[2] < 16e6
@@ -86,4 +89,4 @@ def test_tied_head_has_no_row() -> None:
     untied, tied = config(tied_embeddings=False), config(tied_embeddings=True)
     assert "head.weight" in {row.name for row in decoder_parameters(untied)}
     assert "head.weight" not in {row.name for row in decoder_parameters(tied)}
-    assert count(untied) - count(tied) == 100 * untied.dim
+    assert count_parameters(untied) - count_parameters(tied) == 100 * untied.dim

@@ -11,8 +11,13 @@ from hypothesis import strategies as st
 
 from holdfast.config.model import ModelConfig
 from holdfast.core.flops import flops_per_token
-from holdfast.core.sharding.parameters import count
-from holdfast.core.sharding.pipeline_stages import Costs, balanced, costs_of, split
+from holdfast.core.sharding.parameters import count_parameters
+from holdfast.core.sharding.pipeline_stages import (
+    BlockCosts,
+    balance_stages,
+    block_costs,
+    split_stages,
+)
 from holdfast.errors import LayoutError
 
 
@@ -22,7 +27,7 @@ def splits(blocks: int, stages: int) -> Iterator[tuple[int, ...]]:
         yield tuple(b - a for a, b in pairwise(ends))
 
 
-def merit(costs: Costs, stages: tuple[int, ...]) -> tuple[float, float, tuple[int, ...]]:
+def merit(costs: BlockCosts, stages: tuple[int, ...]) -> tuple[float, float, tuple[int, ...]]:
     """(slowest stage, largest stage, the split itself): the smallest is the best."""
     times, sizes, start = [], [], 0
     for held in stages:
@@ -46,18 +51,27 @@ whole = st.integers(0, 9)
 def test_no_split_is_better(
     rows: list[tuple[int, int]], ends: tuple[int, int, int, int], data: st.DataObject
 ) -> None:
-    costs = Costs(
-        tuple(float(time) for time, _ in rows), tuple(size for _, size in rows),
-        (float(ends[0]), ends[1]), (float(ends[2]), ends[3]),
-    )  # fmt: skip
+    costs = BlockCosts(
+        tuple(float(time) for time, _ in rows),
+        tuple(size for _, size in rows),
+        (float(ends[0]), ends[1]),
+        (float(ends[2]), ends[3]),
+    )
     stages = data.draw(st.integers(1, len(rows)))
     best = min(splits(len(rows), stages), key=lambda each: merit(costs, each))
-    assert split(costs, stages) == best
+    assert split_stages(costs, stages) == best
 
 
 def model(**changes: object) -> ModelConfig:
-    shape = {"preset": None, "layers": 8, "dim": 64, "heads": 4, "kv_heads": 2, "ffn_dim": 192,
-             "vocab_size": 512}  # fmt: skip
+    shape = {
+        "preset": None,
+        "layers": 8,
+        "dim": 64,
+        "heads": 4,
+        "kv_heads": 2,
+        "ffn_dim": 192,
+        "vocab_size": 512,
+    }
     return ModelConfig.model_validate(shape | changes)
 
 
@@ -66,36 +80,36 @@ def test_every_stage_holds_a_block_and_all_hold_all(layers: int, pp: int, vocabu
     shape = model(layers=layers, vocab_size=vocabulary)
     if pp > layers:
         with pytest.raises(LayoutError, match=f"use {layers} or less"):
-            balanced(shape, pp, 128)
+            balance_stages(shape, pp, 128)
         return
-    stages = balanced(shape, pp, 128)
+    stages = balance_stages(shape, pp, 128)
     assert len(stages) == pp
     assert sum(stages) == layers
     assert min(stages) >= 1
 
 
 def test_a_head_that_costs_nothing_leaves_equal_stages() -> None:
-    assert balanced(model(vocab_size=0), 4, 128) == (2, 2, 2, 2)
+    assert balance_stages(model(vocab_size=0), 4, 128) == (2, 2, 2, 2)
 
 
 def test_the_head_counts_as_what_it_costs() -> None:
     """A vocabulary whose head costs about three blocks takes three blocks off the last stage."""
     shape = model(layers=9)
-    block, head = costs_of(shape, 128).times[0], costs_of(shape, 128).last[0]
+    block, head = block_costs(shape, 128).times[0], block_costs(shape, 128).last[0]
     vocabulary = round(shape.vocab_size * 3 * block / head)
-    assert balanced(model(layers=9, vocab_size=vocabulary), 2, 128) == (6, 3)
-    assert balanced(model(layers=9, vocab_size=vocabulary), 3, 128) == (4, 4, 1)
+    assert balance_stages(model(layers=9, vocab_size=vocabulary), 2, 128) == (6, 3)
+    assert balance_stages(model(layers=9, vocab_size=vocabulary), 3, 128) == (4, 4, 1)
 
 
 def test_of_equally_fast_splits_the_embedding_goes_to_fewer_blocks() -> None:
     """Six blocks over four stages: two stages hold two. Neither is the one with the embedding."""
-    assert balanced(model(layers=6, vocab_size=64), 4, 128) == (1, 2, 2, 1)
+    assert balance_stages(model(layers=6, vocab_size=64), 4, 128) == (1, 2, 2, 1)
 
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_costs_are_those_of_the_whole_model(tied: bool) -> None:
     shape = model(tied_embeddings=tied)
-    costs = costs_of(shape, 128)
+    costs = block_costs(shape, 128)
     assert sum(costs.times) + costs.last[0] == pytest.approx(flops_per_token(shape, 128, "causal"))
     held = sum(costs.parameters) + costs.first[1] + costs.last[1]
-    assert held == count(shape) + (shape.vocab_size * shape.dim if tied else 0)
+    assert held == count_parameters(shape) + (shape.vocab_size * shape.dim if tied else 0)

@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 
 from holdfast.config.model import ModelConfig
 from holdfast.core.sharding.boxes import Box
-from holdfast.core.sharding.parameters import count, decoder_parameters
-from holdfast.core.sharding.reduction_cells import Cell, cells_of
+from holdfast.core.sharding.parameters import count_parameters, decoder_parameters
+from holdfast.core.sharding.reduction_cells import Cell, reduction_cells
 from holdfast.core.sharding.sharding_table import gradient_is_partial, sharding_table
 from holdfast.core.sharding.state_table import TensorSpec, mesh_box, parameter_table, stages_of
-from holdfast.layout import Layout, Replica, Topology, place, place_replicas
+from holdfast.layout import Layout, Replica, Topology, place_layout, place_replicas
 from tests.support.topologies import MODELS, tiny, topologies
 
 
@@ -60,8 +60,11 @@ class World:
             rank = replica.rank_at(*at)
             held = self.contributed(rank, spec)
             key = (
-                at[0], at[1] if self.zero == 1 else 0, at[2], at[3] if partial else 0,
-            )  # fmt: skip
+                at[0],
+                at[1] if self.zero == 1 else 0,
+                at[2],
+                at[3] if partial else 0,
+            )
             part = parts.setdefault(key, rng.integers(1, 1000, spec.shape))
             self.local[rank][spec.name][slices(held)] = part[slices(held)]
         # What the ranks of one key hold together is one part of the replica's gradient.
@@ -91,7 +94,7 @@ def all_cells(
     topo: Topology, model: ModelConfig, sp: bool, zero: int = 3
 ) -> list[tuple[Cell, ...]]:
     return [
-        cells_of(topo, model, rank, sequence_parallel=sp, zero=zero)
+        reduction_cells(topo, model, rank, sequence_parallel=sp, zero=zero)
         for rank in range(topo.world_size)
     ]
 
@@ -119,7 +122,7 @@ def test_cells_add_up_every_gradient_once(
                 )
                 if cell.member(rank).receives:
                     result[box.name][slices(box)] = added
-                if cell.counts(rank):
+                if cell.answers_for_norm(rank):
                     squares[topo.coordinate(rank).replica] += int((added**2).sum())
         for spec in world.table:
             box = world.held(rank, spec)
@@ -174,7 +177,7 @@ def test_members_agree(
 
 def test_plain_replicas_have_one_cell_of_whole_parameters() -> None:
     model = MODELS[0]
-    topo = place(Layout(dp_replicate=3), 1, ("n",) * 3)
+    topo = place_layout(Layout(dp_replicate=3), 1, ("n",) * 3)
     for sequence_parallel, zero in product((True, False), (1, 2, 3)):
         for cells in all_cells(topo, model, sequence_parallel, zero):
             (cell,) = cells
@@ -187,29 +190,29 @@ def test_plain_replicas_have_one_cell_of_whole_parameters() -> None:
 
 def test_shards_have_one_cell_for_each_index() -> None:
     model = MODELS[0]
-    topo = place(Layout(dp_replicate=2, dp_shard=3), 1, ("n",) * 6)
+    topo = place_layout(Layout(dp_replicate=2, dp_shard=3), 1, ("n",) * 6)
     cells = all_cells(topo, model, True)
     assert [len(mine) for mine in cells] == [1] * 6
     assert [mine[0].ranks for mine in cells[:3]] == [(0, 3), (1, 4), (2, 5)]
-    assert sum(mine[0].size for mine in cells[:3]) == count(model)
+    assert sum(mine[0].size for mine in cells[:3]) == count_parameters(model)
 
 
 def test_zero_1_contributes_whole_boxes_and_receives_shards() -> None:
     model = MODELS[0]
-    topo = place(Layout(dp_replicate=2, dp_shard=2), 1, ("n",) * 4)
+    topo = place_layout(Layout(dp_replicate=2, dp_shard=2), 1, ("n",) * 4)
     cells = all_cells(topo, model, True, zero=1)
     first, second = cells[0]
     assert all(mine == (first, second) for mine in cells)
     assert [m.part for m in first.members] == [0, 1, 0, 1]
     assert [m.receives for m in first.members] == [True, False, True, False]
     assert [m.receives for m in second.members] == [False, True, False, True]
-    assert first.size + second.size == count(model)
+    assert first.size + second.size == count_parameters(model)
 
 
 def test_parts_of_tensor_parallelism() -> None:
     """With the sequence cut, norms are added over tp; without, each rank's copy is a cell."""
     model = tiny(kv_heads=1, qk_norm=False)
-    topo = place(Layout(dp_replicate=2, tp=2), 1, ("n",) * 4)
+    topo = place_layout(Layout(dp_replicate=2, tp=2), 1, ("n",) * 4)
     own, shared = all_cells(topo, model, True)[1]
     # By the table's order: the embedding is cut, then comes a norm.
     assert own.ranks == (1, 3)
@@ -230,11 +233,13 @@ def test_parts_of_tensor_parallelism() -> None:
 
 def test_copies_of_unlike_replicas_have_one_contributor_each() -> None:
     topo = place_replicas((Layout(tp=2), Layout()), 1, ("n",) * 3)
-    cells = cells_of(topo, tiny(qk_norm=False), 1, sequence_parallel=False)
+    cells = reduction_cells(topo, tiny(qk_norm=False), 1, sequence_parallel=False)
     norms = next(c for c in cells if any(b.name == "norm.weight" for b in c.boxes))
     assert [(m.rank, m.contributes, m.receives) for m in norms.members] == [
-        (0, True, True), (1, False, True), (2, True, True)
-    ]  # fmt: skip
+        (0, True, True),
+        (1, False, True),
+        (2, True, True),
+    ]
 
 
 def test_a_tied_embedding_has_a_part_on_the_first_and_on_the_last_stage() -> None:
@@ -250,11 +255,12 @@ def test_a_thousand_ranks_cost_a_rank_its_own_boxes_only() -> None:
     """128 replicas of pp2·dp_shard2·tp2 and 32 blocks: work is counted, not timed."""
     model = tiny(layers=32, dim=8, ffn_dim=8, vocab_size=64)
     layout = Layout(dp_replicate=128, pp=2, dp_shard=2, tp=2, stages=(17, 15))
-    topo = place(layout, 1, ("n",) * 1024)
-    cells = cells_of(topo, model, 1001, sequence_parallel=True)
+    topo = place_layout(layout, 1, ("n",) * 1024)
+    cells = reduction_cells(topo, model, 1001, sequence_parallel=True)
     assert [len(c.members) for c in cells] == [256, 128] or [len(c.members) for c in cells] == [
-        128, 256,
-    ]  # fmt: skip
+        128,
+        256,
+    ]
     replica, here = topo.replica_of(1001), topo.coordinate(1001)
     held = sum(mesh_box(spec, replica, here).size for spec in parameter_table(model))
     assert sum(c.size for c in cells) == held

@@ -8,14 +8,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.core.sharding.reduction_tree import (
-    Node,
     ReductionTree,
+    TreeNode,
     check_dealing,
     count_pieces,
-    counter,
     deal,
-    elsewhere,
-    pieces,
+    maximal_subtrees,
+    move_leaves,
+    plan_accumulation,
 )
 
 
@@ -26,12 +26,12 @@ def _run_counter(
     done: list[float] = []
     slots: dict[int, float] = {}
     held: float | None = None
-    for turn in counter(tree, share, pairs):
-        if turn.hold:
+    for turn in plan_accumulation(tree, share, pairs):
+        if turn.stays_in_place:
             assert held is None
             held = values[turn.leaf]
             continue
-        base = slots[turn.depth] if turn.accumulate else None
+        base = slots[turn.depth] if turn.accumulates else None
         value = values[turn.leaf] if held is None else held + values[turn.leaf]
         held = None
         slots[turn.depth] = value if base is None else base + value
@@ -39,7 +39,7 @@ def _run_counter(
         for _ in range(turn.carries):
             slots[depth - 1] = slots[depth - 1] + slots.pop(depth)
             depth -= 1
-        if turn.finished:
+        if turn.completes_piece:
             assert depth == 0
             assert turn.piece == len(done)
             done.append(slots.pop(0))
@@ -57,18 +57,32 @@ def _dealt(draw: st.DrawFn) -> tuple[int, tuple[tuple[int, ...], ...]]:
 
 
 def test_left_subtree_is_the_largest_power_of_two_below() -> None:
-    splits = {n: Node(0, n).split()[0].leaves for n in range(2, 18)}
+    splits = {n: TreeNode(0, n).split()[0].leaves for n in range(2, 18)}
     assert splits == {
-        2: 1, 3: 2, 4: 2, 5: 4, 6: 4, 7: 4, 8: 4, 9: 8, 10: 8, 11: 8, 12: 8, 13: 8, 14: 8, 15: 8,
-        16: 8, 17: 16,
-    }  # fmt: skip
+        2: 1,
+        3: 2,
+        4: 2,
+        5: 4,
+        6: 4,
+        7: 4,
+        8: 4,
+        9: 8,
+        10: 8,
+        11: 8,
+        12: 8,
+        13: 8,
+        14: 8,
+        15: 8,
+        16: 8,
+        17: 16,
+    }
 
 
 def test_pieces_of_the_drawn_example() -> None:
     tree = ReductionTree(5)
-    assert pieces(tree, (0, 1, 2)) == (Node(0, 2), Node(2, 3))
-    assert pieces(tree, (3, 4)) == (Node(3, 4), Node(4, 5))
-    assert pieces(tree, ()) == ()
+    assert maximal_subtrees(tree, (0, 1, 2)) == (TreeNode(0, 2), TreeNode(2, 3))
+    assert maximal_subtrees(tree, (3, 4)) == (TreeNode(3, 4), TreeNode(4, 5))
+    assert maximal_subtrees(tree, ()) == ()
 
 
 @given(_dealt(), st.randoms(use_true_random=False), st.booleans())
@@ -77,9 +91,9 @@ def test_any_dealing_sums_to_the_same_bits(dealt, random, pairs) -> None:  # typ
     tree = ReductionTree(leaves)
     values = [random.uniform(-1, 1) * 10 ** random.randint(-8, 8) for _ in range(leaves)]
     check_dealing(leaves, shares)
-    held: dict[Node, float] = {}
+    held: dict[TreeNode, float] = {}
     for share in shares:
-        nodes = pieces(tree, share)
+        nodes = maximal_subtrees(tree, share)
         assert sorted(j for n in nodes for j in range(n.start, n.stop)) == list(share)
         held.update(zip(nodes, _run_counter(tree, share, values, pairs), strict=True))
     assert tree.fold(held, lambda a, b: a + b) == tree.sum(values)
@@ -89,7 +103,7 @@ def test_any_dealing_sums_to_the_same_bits(dealt, random, pairs) -> None:  # typ
 def test_partial_sums_grow_with_the_logarithm_only(dealt) -> None:  # type: ignore[no-untyped-def]
     leaves, shares = dealt
     for share in shares:
-        deepest = max((t.depth for t in counter(ReductionTree(leaves), share)), default=0)
+        deepest = max((t.depth for t in plan_accumulation(ReductionTree(leaves), share)), default=0)
         assert deepest <= max(0, (max(1, len(share)) - 1).bit_length() - 1)
 
 
@@ -106,7 +120,7 @@ def test_default_dealing_takes_the_fewest_pieces() -> None:
     def total(leaves: int, sizes: list[int]) -> int:
         tree, start, count = ReductionTree(leaves), 0, 0
         for size in sizes:
-            count += len(pieces(tree, tuple(range(start, start + size))))
+            count += len(maximal_subtrees(tree, tuple(range(start, start + size))))
             start += size
         return count
 
@@ -170,9 +184,9 @@ def test_a_weighted_dealing_takes_the_least_time(leaves: int, weights: list[int]
 def test_a_weighted_dealing_takes_few_pieces() -> None:
     # In the order of the replicas, the second share would be cut at the middle of the tree.
     assert [len(s) for s in deal(8, 3, (1, 2, 1))] == [2, 4, 2]
-    assert sum(len(pieces(ReductionTree(8), s)) for s in deal(8, 3, (1, 2, 1))) == 3
+    assert sum(len(maximal_subtrees(ReductionTree(8), s)) for s in deal(8, 3, (1, 2, 1))) == 3
     shares = deal(12, 4, (1, 2, 2, 1))
-    assert sum(len(pieces(ReductionTree(12), s)) for s in shares) == 4
+    assert sum(len(maximal_subtrees(ReductionTree(12), s)) for s in shares) == 4
 
 
 @given(st.integers(1, 200), st.data())
@@ -180,7 +194,7 @@ def test_pieces_are_counted_by_arithmetic(leaves: int, data: st.DataObject) -> N
     start = data.draw(st.integers(0, leaves))
     stop = data.draw(st.integers(start, leaves))
     share = tuple(range(start, stop))
-    assert count_pieces(leaves, start, stop) == len(pieces(ReductionTree(leaves), share))
+    assert count_pieces(leaves, start, stop) == len(maximal_subtrees(ReductionTree(leaves), share))
 
 
 @given(_dealt(), st.data())
@@ -188,7 +202,7 @@ def test_leaves_are_computed_elsewhere(dealt, data: st.DataObject) -> None:  # t
     leaves, shares = dealt
     owner = {leaf: index for index, share in enumerate(shares) for leaf in share}
     moved = data.draw(st.sets(st.sampled_from(range(leaves)), max_size=4))
-    found = elsewhere(shares, {leaf: owner[leaf] for leaf in moved})
+    found = move_leaves(shares, {leaf: owner[leaf] for leaf in moved})
     check_dealing(leaves, found)
     if len(shares) == 1:
         assert found == shares
@@ -201,9 +215,9 @@ def test_leaves_are_computed_elsewhere(dealt, data: st.DataObject) -> None:  # t
 
 def test_leaves_change_places() -> None:
     shares = ((0, 1, 2), (3, 4, 5))
-    assert elsewhere(shares, {1: 0}) == ((0, 2, 3), (1, 4, 5))
-    assert elsewhere(shares, {1: 1}) == shares, "it is not there anyway"
-    assert elsewhere(((0,), (1,)), {0: 0, 1: 1}) == ((1,), (0,))
+    assert move_leaves(shares, {1: 0}) == ((0, 2, 3), (1, 4, 5))
+    assert move_leaves(shares, {1: 1}) == shares, "it is not there anyway"
+    assert move_leaves(((0,), (1,)), {0: 0, 1: 1}) == ((1,), (0,))
 
 
 def test_more_replicas_than_microbatches_leaves_some_idle() -> None:

@@ -12,11 +12,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdfast.core.sharding.boxes import Box, whole
-from holdfast.core.sharding.reshard_plan import Moves, transfers
+from holdfast.core.sharding.boxes import Box, whole_box
+from holdfast.core.sharding.reshard_plan import ReshardPlan, plan_reshard
 from holdfast.core.sharding.state_table import ITEM_BYTES, TensorSpec, local_boxes
 from holdfast.errors import LayoutError
-from holdfast.layout import Layout, Replica, Topology, place
+from holdfast.layout import Layout, Replica, Topology, place_layout
 
 Array = np.ndarray[tuple[int, ...], np.dtype[np.int64]]
 State = dict[str, Array]
@@ -52,12 +52,12 @@ def spread(topology: Topology, rank: int) -> State:
     full = whole_state()
     boxes = local_boxes(topology, TABLE, rank)
     return {
-        b.name: full[b.name][cut(b, whole(b.name, full[b.name].shape))] for b in boxes if b.size
+        b.name: full[b.name][cut(b, whole_box(b.name, full[b.name].shape))] for b in boxes if b.size
     }
 
 
 def play(
-    old: Topology, new: Topology, came_from: Sequence[int | None], plans: Sequence[Moves]
+    old: Topology, new: Topology, came_from: Sequence[int | None], plans: Sequence[ReshardPlan]
 ) -> list[Counter[str]]:
     """Carry the plans out; per new rank, how many elements of each tensor were written.
 
@@ -131,8 +131,8 @@ def test_every_element_arrives_once_and_only_where_it_is_not_held(data: st.DataO
     limit = data.draw(st.sampled_from([1, 16, 40, 1 << 20]))
     window = data.draw(st.sampled_from([16, 100, 1 << 20]))
 
-    def plan(me: int) -> Moves:
-        return transfers(old, new, TABLE, came_from, me, limit=limit, window=window)
+    def plan(me: int) -> ReshardPlan:
+        return plan_reshard(old, new, TABLE, came_from, me, limit=limit, window=window)
 
     lost = _lost(old, came_from)
     if lost:  # the new topology has at least one replica, which wants every element
@@ -151,11 +151,11 @@ def _lost(old: Topology, came_from: Sequence[int | None]) -> list[str]:
     for was in came_from:
         for box in () if was is None else local_boxes(old, TABLE, was):
             if box.size:
-                left[box.name][cut(box, whole(box.name, left[box.name].shape))] = False
+                left[box.name][cut(box, whole_box(box.name, left[box.name].shape))] = False
     return [name for name, mask in left.items() if mask.any()]
 
 
-def _check_rounds(plans: Sequence[Moves], window: int) -> None:
+def _check_rounds(plans: Sequence[ReshardPlan], window: int) -> None:
     item = {s.name: ITEM_BYTES[s.dtype] for s in TABLE}
     for plan in plans:
         flying: Counter[int] = Counter()
@@ -170,29 +170,31 @@ def _check_rounds(plans: Sequence[Moves], window: int) -> None:
 
 
 def test_ranks_that_stay_where_they_are_send_nothing() -> None:
-    old = place(Layout(dp_replicate=2, dp_shard=2), 1, ("n",) * 4)
-    new = place(Layout(dp_replicate=2, dp_shard=2), 2, ("n",) * 4)
+    old = place_layout(Layout(dp_replicate=2, dp_shard=2), 1, ("n",) * 4)
+    new = place_layout(Layout(dp_replicate=2, dp_shard=2), 2, ("n",) * 4)
     for me in range(4):
-        plan = transfers(old, new, TABLE, range(4), me)
+        plan = plan_reshard(old, new, TABLE, range(4), me)
         assert (plan.sends, plan.receives, plan.rounds) == ((), (), 0)
         assert sum(b.size for b in plan.copies) == sum(b.size for b in local_boxes(new, TABLE, me))
 
 
 def test_a_newcomer_is_served_by_its_own_node() -> None:
-    old = place(Layout(dp_replicate=4), 1, ("a", "a", "b", "b"))
-    new = place(Layout(dp_replicate=6), 2, ("a", "a", "b", "b", "a", "b"))
+    old = place_layout(Layout(dp_replicate=4), 1, ("a", "a", "b", "b"))
+    new = place_layout(Layout(dp_replicate=6), 2, ("a", "a", "b", "b", "a", "b"))
     came_from = (0, 1, 2, 3, None, None)
     for me, near in ((4, {0, 1}), (5, {2, 3})):
-        assert {t.source for t in transfers(old, new, TABLE, came_from, me).receives} == near
+        assert {t.source for t in plan_reshard(old, new, TABLE, came_from, me).receives} == near
 
 
 def test_holders_share_the_sending_evenly_by_bytes() -> None:
     """One large tensor, three holders, one newcomer: no holder sends much more than its third."""
     table = (TensorSpec("large", "F32", (3000, 10), 0),)
-    old = place(Layout(dp_replicate=3), 1, ("n",) * 3)
-    new = place(Layout(dp_replicate=4), 2, ("n",) * 4)
+    old = place_layout(Layout(dp_replicate=3), 1, ("n",) * 3)
+    new = place_layout(Layout(dp_replicate=4), 2, ("n",) * 4)
     sent = [
-        sum(t.box.size for t in transfers(old, new, table, (0, 1, 2, None), me, limit=4000).sends)
+        sum(
+            t.box.size for t in plan_reshard(old, new, table, (0, 1, 2, None), me, limit=4000).sends
+        )
         for me in range(3)
     ]
     assert sum(sent) == 30000
@@ -200,14 +202,14 @@ def test_holders_share_the_sending_evenly_by_bytes() -> None:
 
 
 def test_a_tensor_that_nobody_holds_any_more_is_named() -> None:
-    old = place(Layout(dp_shard=2), 1, ("n",) * 2)
-    new = place(Layout(), 2, ("n",))
+    old = place_layout(Layout(dp_shard=2), 1, ("n",) * 2)
+    new = place_layout(Layout(), 2, ("n",))
     with pytest.raises(LayoutError, match=r"wide.*restore"):
-        transfers(old, new, TABLE, (0,), 0)
+        plan_reshard(old, new, TABLE, (0,), 0)
 
 
 @pytest.mark.parametrize("came_from", [(0,), (0, 0), (0, 2), (0, -1)])
 def test_came_from_must_fit_the_topologies(came_from: tuple[int, ...]) -> None:
-    pair = place(Layout(dp_replicate=2), 1, ("n",) * 2)
+    pair = place_layout(Layout(dp_replicate=2), 1, ("n",) * 2)
     with pytest.raises(LayoutError, match="came_from"):
-        transfers(pair, pair, TABLE, came_from, 0)
+        plan_reshard(pair, pair, TABLE, came_from, 0)

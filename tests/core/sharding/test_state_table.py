@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from holdfast.config.model import ModelConfig
-from holdfast.core.sharding.parameters import count
-from holdfast.core.sharding.sharding_table import chunk, tp_part
+from holdfast.core.sharding.parameters import count_parameters
+from holdfast.core.sharding.sharding_table import chunk_range, tp_part
 from holdfast.core.sharding.state_table import (
     TensorSpec,
     local_boxes,
@@ -20,7 +20,7 @@ from holdfast.core.sharding.state_table import (
     stages_of,
     state_table,
 )
-from holdfast.layout import Layout, place, place_replicas
+from holdfast.layout import Layout, place_layout, place_replicas
 from tests.support.topologies import MODELS, tiny, topologies
 
 MODEL = ModelConfig.model_validate({"preset": "tiny", "vocab_size": 300})
@@ -28,7 +28,7 @@ MODEL = ModelConfig.model_validate({"preset": "tiny", "vocab_size": 300})
 
 def test_table_has_every_parameter_three_times() -> None:
     table = state_table(MODEL)
-    assert sum(torch.Size(s.shape).numel() for s in table) == 3 * count(MODEL)
+    assert sum(torch.Size(s.shape).numel() for s in table) == 3 * count_parameters(MODEL)
     assert {s.dtype for s in table} == {"F32"}
     assert {s.dtype for s in state_table(MODEL, "float64")} == {"F64"}
     assert {s.dtype for s in state_table(MODEL, "bf16")} == {"F32"}
@@ -41,7 +41,7 @@ def test_chunk_is_torch_chunk() -> None:
         for parts in range(1, 9):
             theirs = [len(piece) for piece in torch.arange(length).chunk(parts)]
             theirs += [0] * (parts - len(theirs))
-            ours = [chunk(length, parts, i) for i in range(parts)]
+            ours = [chunk_range(length, parts, i) for i in range(parts)]
             assert [n for _, n in ours] == theirs
             starts = [sum(theirs[:i]) for i in range(parts)]
             assert [s for s, _ in ours] == starts
@@ -50,7 +50,7 @@ def test_chunk_is_torch_chunk() -> None:
 def test_dp_shard_cuts_rows_and_replicas_hold_the_same() -> None:
     table = (TensorSpec("w", "F32", (5, 2), 0), TensorSpec("b", "F32", (3,), None))
     layout = Layout(dp_replicate=2, dp_shard=4)
-    topo = place(layout, 1, ("n",) * 8)
+    topo = place_layout(layout, 1, ("n",) * 8)
     rows = [local_boxes(topo, table, rank)[0].lengths[0] for rank in range(8)]
     assert rows == [2, 2, 1, 0, 2, 2, 1, 0]  # the last rank's shard is empty
     assert all(local_boxes(topo, table, rank)[1].lengths == (3,) for rank in range(8))
@@ -105,7 +105,7 @@ def test_stages_hold_their_positions() -> None:
 
 
 def test_optimizer_state_lies_with_its_parameter() -> None:
-    topo = place(Layout(pp=2, dp_shard=2, tp=2, stages=(2, 1)), 1, ("n",) * 8)
+    topo = place_layout(Layout(pp=2, dp_shard=2, tp=2, stages=(2, 1)), 1, ("n",) * 8)
     table = state_table(tiny(tied_embeddings=True))
     third = len(table) // 3
     for rank in range(8):

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.elastic.protocol.worker_spec import WorkerBoot
+from holdfast.elastic.protocol.worker_spec import WorkerSpec
 from holdfast.errors import FencedError
 from holdfast.events import (
     GenerationStarted,
@@ -282,8 +282,11 @@ def test_a_snapshot_handed_over_is_not_lost_with_its_worker(tmp_path: Path) -> N
 def test_restarts_leave_nothing_behind(tmp_path: Path) -> None:
     """Neither descriptors in agent, template and mover, nor arenas of older generations."""
     plan = ENDLESS | {"map": {"generation": 0, "rank": 1, "step": 1}}
-    overrides = ("layout.workers=2", "cluster.max_restarts_without_progress=99",
-                 "model.vocab_size=64")  # fmt: skip
+    overrides = (
+        "layout.workers=2",
+        "cluster.max_restarts_without_progress=99",
+        "model.vocab_size=64",
+    )
     held: list[list[int]] = []
     with training(tmp_path / "run", plan, *overrides) as trainer:
         for generation in range(1, RESTARTS + 1):
@@ -338,8 +341,8 @@ def test_a_stopped_trainer_does_not_write_into_the_run_that_replaced_its_own(
 
 
 def test_a_boot_travels_as_json() -> None:
-    boot = WorkerBoot(
+    boot = WorkerSpec(
         {"a": 1}, {"nodes": ["x"]}, 1, 0, 2, "h:1", "", "/r", "/d", None, 0, "cpu", "l"
     )
     value = json.loads(json.dumps(boot.to_json())) | {"of a newer version": True}
-    assert WorkerBoot.from_json(value) == boot
+    assert WorkerSpec.from_json(value) == boot

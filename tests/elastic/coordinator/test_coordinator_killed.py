@@ -13,28 +13,30 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.policy.membership.transitions import TRANSITIONS, Phase, Reign
+from holdfast.policy.membership.transitions import PHASE_TRANSITIONS, CoordinatorState, Phase
 from holdfast.wire.store.run_store import FolderStore
-from holdfast.wire.term import newest_generation, newest_term, object_of
+from holdfast.wire.term import newest_generation, newest_term, read_generation
 from tests.support.agents import FleetAgent, scene_of, until, working
 
 Edge = tuple[Phase, Phase]
 FIRST = {
-    (Phase.GATHERING, Phase.OPENING), (Phase.OPENING, Phase.STARTING),
+    (Phase.GATHERING, Phase.OPENING),
+    (Phase.OPENING, Phase.STARTING),
     (Phase.STARTING, Phase.TRAINING),
-}  # fmt: skip
+}
 LATER = {(Phase.TRAINING, Phase.HALTING), (Phase.HALTING, Phase.OPENING)} | FIRST - {
     (Phase.GATHERING, Phase.OPENING)
 }
 TOO_FEW = {(Phase.HALTING, Phase.GATHERING)}
 BY_CHANCE = {  # only where something else happens within the same moment
-    (Phase.OPENING, Phase.GATHERING), (Phase.STARTING, Phase.HALTING),
-}  # fmt: skip
+    (Phase.OPENING, Phase.GATHERING),
+    (Phase.STARTING, Phase.HALTING),
+}
 
 
 def test_every_transition_has_a_row() -> None:
     """But the last one of a reign: whoever makes that leads no more."""
-    table = {(old, new) for old, after in TRANSITIONS.items() for new in after}
+    table = {(old, new) for old, after in PHASE_TRANSITIONS.items() for new in after}
     last = {edge for edge in table if edge[1] in (Phase.FENCED, Phase.ENDED)}
     assert table - last == FIRST | LATER | TOO_FEW | BY_CHANCE
 
@@ -51,8 +53,8 @@ class Trap:
                 FleetAgent(name, store, least, len(names), changed=self._watch(name))
             )
 
-    def _watch(self, name: str) -> Callable[[Reign, Reign], None]:
-        def changed(old: Reign, new: Reign) -> None:
+    def _watch(self, name: str) -> Callable[[CoordinatorState, CoordinatorState], None]:
+        def changed(old: CoordinatorState, new: CoordinatorState) -> None:
             if not self.set or self.sprung is not None or (old.phase, new.phase) != self.edge:
                 return
             self.sprung = next(agent for agent in self._agents if agent.name == name)
@@ -69,14 +71,14 @@ def _led(agents: list[FleetAgent], store: FolderStore) -> bool:
     """By one of them, in the newest term; all work in the newest generation, which is theirs, and
     the one who leads has heard so: what breaks before ends no training."""
     leaders = [
-        (a.follower.seat.term, c.reign.phase) for a in agents if (c := a.follower.coordinator)
+        (a.follower.state.term, c.state.phase) for a in agents if (c := a.follower.coordinator)
     ]
     if leaders != [(newest_term(store)[0], Phase.TRAINING)]:
         return False
     newest = newest_generation(store)
-    if not working(agents) or agents[0].work.at != newest:
+    if not working(agents) or agents[0].work.generation != newest:
         return False
-    return set(object_of(store, newest)["agents"]) == {agent.name for agent in agents}
+    return set(read_generation(store, newest)["agents"]) == {agent.name for agent in agents}
 
 
 def _named(edges: set[Edge]) -> list[Edge]:

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from holdfast.elastic.coordinator.generation_planner import _rung
-from holdfast.layout import Layout, place
+from holdfast.elastic.coordinator.generation_planner import _recovery_rung
+from holdfast.layout import Layout, place_layout
 
 
 @pytest.mark.parametrize(
@@ -19,7 +19,7 @@ def test_only_a_replica_that_is_whole_goes_on(
     came_from: tuple[int | None, ...] | None, rung: int
 ) -> None:
     """One that is put together from two broken ones is another layout of what is left."""
-    before = place(Layout(dp_replicate=2, tp=2), 1, tuple("abcd"))
-    now = place(Layout(tp=2), 2, tuple("ab"))
+    before = place_layout(Layout(dp_replicate=2, tp=2), 1, tuple("abcd"))
+    now = place_layout(Layout(tp=2), 2, tuple("ab"))
     after: Any = SimpleNamespace(before=before, came_from=came_from)
-    assert _rung(before, now, after, None) == rung
+    assert _recovery_rung(before, now, after, None) == rung

@@ -7,10 +7,10 @@ import random
 import pytest
 
 from holdfast.config.run import RunConfig
-from holdfast.data.audit import audit
+from holdfast.data.audit import audit_records
 from holdfast.data.batch import Batches
 from holdfast.data.dataset import Dataset
-from holdfast.elastic.coordinator.ledger_repair import Told
+from holdfast.elastic.coordinator.ledger_repair import LedgerCoverage
 from holdfast.events import BatchFed, Event, GenerationStarted, Record, RunStarted
 from tests.support.corpus import data_config, make, text_folder, text_source
 
@@ -23,11 +23,20 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> RunConfig:
     text_folder(folder / "text", 12, 400)
     data = data_config(folder / "data", text_source(folder / "text"))
     folder = make(data).folder
-    return RunConfig.model_validate({
-        "data": data.model_copy(update={"folder": str(folder)}).model_dump(),
-        "model": {"preset": None, "layers": 1, "dim": 8, "heads": 2, "kv_heads": 2, "ffn_dim": 8},
-        "train": {"steps": STEPS, "batch_size": 8, "microbatch_size": 4},
-    })  # fmt: skip
+    return RunConfig.model_validate(
+        {
+            "data": data.model_copy(update={"folder": str(folder)}).model_dump(),
+            "model": {
+                "preset": None,
+                "layers": 1,
+                "dim": 8,
+                "heads": 2,
+                "kv_heads": 2,
+                "ffn_dim": 8,
+            },
+            "train": {"steps": STEPS, "batch_size": 8, "microbatch_size": 4},
+        }
+    )
 
 
 def _batches(config: RunConfig) -> Batches:
@@ -45,7 +54,7 @@ def _fed(batches: Batches, step: int, parts: int) -> list[BatchFed]:
 
 @pytest.mark.parametrize("parts", [1, 2, 4])
 def test_what_is_missing_is_made_and_the_audit_is_content(config: RunConfig, parts: int) -> None:
-    batches, told, chooser = _batches(config), Told(config), random.Random(parts)
+    batches, told, chooser = _batches(config), LedgerCoverage(config), random.Random(parts)
     records: list[Record] = []
 
     def happens(generation: int, event: Event) -> None:
@@ -54,41 +63,41 @@ def test_what_is_missing_is_made_and_the_audit_is_content(config: RunConfig, par
 
     happens(1, RunStarted("toy", "", batches.dataset.version))
     happens(1, GenerationStarted({"nodes": ["a"]}, "start"))
-    assert told.missing() == []
+    assert told.find_missing() == []
     for step in range(1, 8):
         for event in _fed(batches, step, parts):
             if chooser.random() < 0.7:
                 happens(1, event)
     happens(2, GenerationStarted({"nodes": ["a"]}, "worker_lost", None, 2, [0], step=6))
-    missing = told.missing()
+    missing = told.find_missing()
     assert missing
-    for made in told.made(missing):
+    for made in told.make_entries(missing):
         assert all(entry["stands_in"] for entry in made.entries)
         happens(2, made)
-    assert told.missing() == []
-    told.settled()
+    assert told.find_missing() == []
+    told.mark_complete()
     for step in range(7, STEPS + 1):
         for event in _fed(batches, step, parts):
             happens(2, event)
-    found = audit(records, batches, STEPS)
-    assert found.ok, found.sentence()
+    found = audit_records(records, batches, STEPS)
+    assert found.ok, found.describe()
     assert len(told._ranges) == 1
 
 
 def test_what_was_restored_was_told_before(config: RunConfig) -> None:
-    told = Told(config)
+    told = LedgerCoverage(config)
     told.observe(GenerationStarted({"nodes": ["a"]}, "worker_lost", "key", step=6))
-    assert told.missing() == []
+    assert told.find_missing() == []
     told.observe(GenerationStarted({"nodes": ["a"]}, "worker_lost", None, 1, [0], step=8))
-    assert told.missing() == [(48, 64)]
+    assert told.find_missing() == [(48, 64)]
 
 
 def test_what_nobody_told_before_a_restore_is_made_again_where_snapshots_do_not_wait_for_it(
     config: RunConfig,
 ) -> None:
     """Of several nodes; but not what lies before all that the journal knows of."""
-    told = Told(config, announced_behind=False)
+    told = LedgerCoverage(config, snapshots_follow_ledger=False)
     told.observe(GenerationStarted({"nodes": ["a"]}, "start", "key", step=6))
-    assert told.missing() == []
+    assert told.find_missing() == []
     told.observe(GenerationStarted({"nodes": ["a"]}, "node_lost", "key", step=8))
-    assert told.missing() == [(48, 64)]
+    assert told.find_missing() == [(48, 64)]

@@ -8,97 +8,123 @@ from typing import Any, cast
 import pytest
 
 from holdfast.config.run import RunConfig
-from holdfast.elastic.coordinator.generation_planner import Lead, Leading
-from holdfast.elastic.coordinator.survivors import Survivors
-from holdfast.elastic.protocol.coordinator_messages import Known
-from holdfast.elastic.protocol.generation_outcome import Lost, NodeOutcome
+from holdfast.elastic.coordinator.generation_planner import GenerationPlanner, PlannerContext
+from holdfast.elastic.coordinator.survivors import RecoveryPlanner
+from holdfast.elastic.protocol.coordinator_messages import NodeReport
+from holdfast.elastic.protocol.generation_outcome import LostOutcome, NodeOutcome
 from holdfast.elastic.protocol.generation_record import GenerationRecord, PreviousState
 from holdfast.errors import LayoutError
 from holdfast.events import Event, WorkerLost
-from holdfast.layout import Layout, Topology, place
+from holdfast.layout import Layout, Topology, place_layout
 from holdfast.policy.membership import transitions
-from holdfast.policy.membership.transitions import Node, Report, Rules, Stage
-from holdfast.policy.recovery.survivors import Held
+from holdfast.policy.membership.transitions import (
+    MembershipRules,
+    NodeRecord,
+    NodeStage,
+    StageReport,
+)
+from holdfast.policy.recovery.survivors import HeldState
 
-CONFIG = RunConfig.model_validate({
-    "data": {"folder": "unused"},
-    "model": {"preset": None, "layers": 2, "dim": 8, "heads": 2, "kv_heads": 2, "ffn_dim": 8,
-              "vocab_size": 32},
-})  # fmt: skip
+CONFIG = RunConfig.model_validate(
+    {
+        "data": {"folder": "unused"},
+        "model": {
+            "preset": None,
+            "layers": 2,
+            "dim": 8,
+            "heads": 2,
+            "kv_heads": 2,
+            "ffn_dim": 8,
+            "vocab_size": 32,
+        },
+    }
+)
 
 
-def _survivors(before: Topology) -> Survivors:
-    survivors = Survivors(CONFIG)
-    survivors.opened(before)
+def _survivors(before: Topology) -> RecoveryPlanner:
+    survivors = RecoveryPlanner(CONFIG)
+    survivors.remember_topology(before)
     return survivors
 
 
-def _held(rank: int, step: int, *, torn: bool = False) -> Held:
-    return Held(1, rank, step, torn=torn, state=None if torn else (1, rank))
+def _held(rank: int, step: int, *, torn: bool = False) -> HeldState:
+    return HeldState(1, rank, step, torn=torn, state=None if torn else (1, rank))
 
 
 def test_those_who_restore_sit_on_the_node_that_they_are_on() -> None:
-    before = place(Layout(dp_shard=3), 1, ("a", "b", "c"))
-    after = place(Layout(dp_replicate=2), 2, ("b", "c"))
+    before = place_layout(Layout(dp_shard=3), 1, ("a", "b", "c"))
+    after = place_layout(Layout(dp_replicate=2), 2, ("b", "c"))
     held = {7: _held(2, 5, torn=True), 8: _held(1, 5, torn=True)}
-    found = _survivors(before).plan(after, held, {7: "c", 8: "b"})
-    assert found.live is None
-    assert found.seats.processes == (8, 7)
+    found = _survivors(before).plan_recovery(after, held, {7: "c", 8: "b"})
+    assert found.resume_point is None
+    assert found.rank_assignment.processes == (8, 7)
 
 
 def test_a_process_whose_node_has_no_place_for_it_gets_none() -> None:
-    before = place(Layout(dp_replicate=2), 1, ("a", "b"))
-    after = place(Layout(), 2, ("b",))
+    before = place_layout(Layout(dp_replicate=2), 1, ("a", "b"))
+    after = place_layout(Layout(), 2, ("b",))
     held = {1: _held(0, 5, torn=True), 2: _held(1, 5, torn=True)}
-    found = _survivors(before).plan(after, held, {1: "a", 2: "b"})
-    assert found.seats.processes == (2,)
+    found = _survivors(before).plan_recovery(after, held, {1: "a", 2: "b"})
+    assert found.rank_assignment.processes == (2,)
 
 
 def test_who_was_cut_off_while_others_went_on_takes_their_state() -> None:
-    before = place(Layout(dp_replicate=2), 1, ("a", "b"))
-    after = place(Layout(), 3, ("b",))
+    before = place_layout(Layout(dp_replicate=2), 1, ("a", "b"))
+    after = place_layout(Layout(), 3, ("b",))
     held, where = {4: _held(1, 20)}, {4: "b"}
-    ahead = _survivors(before).plan(after, held, where, durable=40)
-    assert ahead.live is None
-    assert "step 40" in ahead.why
-    assert ahead.seats.processes == (4,)
-    level = _survivors(before).plan(after, held, where, durable=20)
-    assert level.live is not None
-    assert level.live.step == 20
+    ahead = _survivors(before).plan_recovery(after, held, where, durable_step=40)
+    assert ahead.resume_point is None
+    assert "step 40" in ahead.restore_reason
+    assert ahead.rank_assignment.processes == (4,)
+    level = _survivors(before).plan_recovery(after, held, where, durable_step=20)
+    assert level.resume_point is not None
+    assert level.resume_point.step == 20
 
 
 def test_what_only_a_node_that_leaves_holds_is_restored() -> None:
-    before = place(Layout(tp=2), 1, ("a", "b"))
+    before = place_layout(Layout(tp=2), 1, ("a", "b"))
     held, where = {3: _held(0, 5), 4: _held(1, 5)}, {3: "a", 4: "b"}
-    alone = _survivors(before).plan(place(Layout(), 2, ("b",)), held, where)
-    assert alone.live is None
-    assert "not all have a place" in alone.why
-    assert alone.seats.processes == (4,)
-    both = _survivors(before).plan(place(Layout(dp_replicate=2), 2, ("a", "b")), held, where)
-    assert both.live is not None
+    alone = _survivors(before).plan_recovery(place_layout(Layout(), 2, ("b",)), held, where)
+    assert alone.resume_point is None
+    assert "not all have a place" in alone.restore_reason
+    assert alone.rank_assignment.processes == (4,)
+    both = _survivors(before).plan_recovery(
+        place_layout(Layout(dp_replicate=2), 2, ("a", "b")), held, where
+    )
+    assert both.resume_point is not None
 
 
 def test_a_replica_that_leaves_is_not_missed_where_another_stays() -> None:
-    before = place(Layout(dp_replicate=2), 1, ("a", "b"))
+    before = place_layout(Layout(dp_replicate=2), 1, ("a", "b"))
     held, where = {3: _held(0, 5), 4: _held(1, 5)}, {3: "a", 4: "b"}
-    found = _survivors(before).plan(place(Layout(), 2, ("b",)), held, where)
-    assert found.live is not None
+    found = _survivors(before).plan_recovery(place_layout(Layout(), 2, ("b",)), held, where)
+    assert found.resume_point is not None
     assert found.came_from == (1,)
 
 
 def test_a_new_coordinator_knows_the_state_that_nobody_has_taken_into_its_generation_yet() -> None:
     """The one before was lost between making generation 2 and anybody's beginning it."""
-    before, after = place(Layout(dp_replicate=2), 1, ("a", "b")), place(Layout(), 2, ("b",))
+    before, after = (
+        place_layout(Layout(dp_replicate=2), 1, ("a", "b")),
+        place_layout(Layout(), 2, ("b",)),
+    )
     record = GenerationRecord(after, previous=PreviousState(before, 5))
 
     async def nothing(*_: object) -> object:
         raise AssertionError("nothing is planned here")
 
-    lead = Lead(Leading(
-        CONFIG, cast(Any, nothing), cast(Any, nothing), "", lambda event: None, lambda number: None,
-    ))  # fmt: skip
-    lead.found(record)
-    assert lead._survivors.live({4: _held(1, 5)})
+    lead = GenerationPlanner(
+        PlannerContext(
+            CONFIG,
+            cast(Any, nothing),
+            cast(Any, nothing),
+            "",
+            lambda event: None,
+            lambda number: None,
+        )
+    )
+    lead.load_record(record)
+    assert lead._recovery_planner.has_complete_state({4: _held(1, 5)})
 
 
 def test_whoever_comes_to_lead_tells_of_losses_in_the_generation_that_had_them() -> None:
@@ -110,19 +136,27 @@ def test_whoever_comes_to_lead_tells_of_losses_in_the_generation_that_had_them()
         told.append((generation, event.rank, event.cause))
 
     unused = cast(Any, None)
-    lead = Lead(Leading(
-        CONFIG, unused, unused, "", lambda event: told.append((0, 0, event.kind)), unused, late=late
-    ))  # fmt: skip
-    lead.found(GenerationRecord(place(Layout(dp_replicate=2), 5, ("a", "b"))))
-    old = [Node(name, "old", 1, 0.0, 0.0) for name in ("a", "b")]
-    reign = transitions.begin(7, 0.0, 5, old, "resume")
-    rules = Rules(lambda nodes: tuple(node.name for node in nodes))
-    reign = transitions.came(reign, Node("a", "new", 1, 0.0, 0.0), 1.0, rules)
-    lead.tell_lost(reign)
-    assert reign.lost == (("a", "its agent was started anew"),)
+    lead = GenerationPlanner(
+        PlannerContext(
+            CONFIG,
+            unused,
+            unused,
+            "",
+            lambda event: told.append((0, 0, event.kind)),
+            unused,
+            emit_in_generation=late,
+        )
+    )
+    lead.load_record(GenerationRecord(place_layout(Layout(dp_replicate=2), 5, ("a", "b"))))
+    old = [NodeRecord(name, "old", 1, 0.0, 0.0) for name in ("a", "b")]
+    reign = transitions.begin_term(7, 0.0, 5, old, "resume")
+    rules = MembershipRules(lambda nodes: tuple(node.name for node in nodes))
+    reign = transitions.node_joined(reign, NodeRecord("a", "new", 1, 0.0, 0.0), 1.0, rules)
+    lead.report_lost_ranks(reign)
+    assert reign.lost_members == (("a", "its agent was started anew"),)
     assert told == []
-    held = Report("b", "old", 5, Stage.HELD)
-    lead.tell_lost(transitions.heard(reign, [held], 1.0, rules))
+    held = StageReport("b", "old", 5, NodeStage.HELD)
+    lead.report_lost_ranks(transitions.reports_received(reign, [held], 1.0, rules))
     assert told == [(5, 0, "its agent was started anew")]
 
 
@@ -130,17 +164,19 @@ def test_how_an_older_generation_ended_is_not_said_of_the_last_one() -> None:
     """A node that was not told to begin it before it was over still says how the one before ended:
     the checkpoint that the last one began from is not to blame for that."""
     unused = cast(Any, None)
-    lead = Lead(Leading(CONFIG, unused, unused, "", unused, unused))
-    lead.found(GenerationRecord(place(Layout(dp_replicate=2), 5, ("a", "b"))))
+    lead = GenerationPlanner(PlannerContext(CONFIG, unused, unused, "", unused, unused))
+    lead.load_record(GenerationRecord(place_layout(Layout(dp_replicate=2), 5, ("a", "b"))))
     of = {
-        name: Known({}, NodeOutcome({}, Lost("rot", "it is not whole", f"as {name} says")), at)
+        name: NodeReport(
+            {}, NodeOutcome({}, LostOutcome("rot", "it is not whole", f"as {name} says")), at
+        )
         for name, at in {"a": 4, "b": 5}.items()
     }
-    assert lead.outcomes(of) == [of["b"].held]
-    lead._key = "commits/5"
-    assert lead.rotten({"a": of["a"]}) is None
-    assert lead.tried == {}
-    assert lead.rotten(of) == "commits/5 is not whole (as b says)"
+    assert lead.last_outcomes(of) == [of["b"].node_outcome]
+    lead._restored_key = "commits/5"
+    assert lead.reject_corrupt_checkpoint({"a": of["a"]}) is None
+    assert lead.rejected_checkpoints == {}
+    assert lead.reject_corrupt_checkpoint(of) == "commits/5 is not whole (as b says)"
 
 
 @pytest.mark.parametrize("others", [True, False])
@@ -151,15 +187,20 @@ def test_a_session_begins_where_nobody_took_part_before(others: bool) -> None:
         raise LayoutError("none fits")
 
     unused = cast(Any, None)
-    lead = Lead(Leading(CONFIG, planner, unused, "", unused, unused))
-    lead.found(GenerationRecord(place(Layout(dp_replicate=2), 5, ("a", "b"))))
-    old = [Node(name, "old", 1, 0.0, 0.0) for name in ("a", "b")]
-    rules = Rules(lambda nodes: tuple(node.name for node in nodes))
-    reign = transitions.came(
-        transitions.begin(7, 0.0, 5, old, "resume"), Node("a", "new", 1, 0.0, 0.0), 1.0, rules
+    lead = GenerationPlanner(PlannerContext(CONFIG, planner, unused, "", unused, unused))
+    lead.load_record(GenerationRecord(place_layout(Layout(dp_replicate=2), 5, ("a", "b"))))
+    old = [NodeRecord(name, "old", 1, 0.0, 0.0) for name in ("a", "b")]
+    rules = MembershipRules(lambda nodes: tuple(node.name for node in nodes))
+    reign = transitions.node_joined(
+        transitions.begin_term(7, 0.0, 5, old, "resume"),
+        NodeRecord("a", "new", 1, 0.0, 0.0),
+        1.0,
+        rules,
     )
     if others:
-        reign = transitions.heard(reign, [Report("b", "old", 5, Stage.HELD)], 1.0, rules)
+        reign = transitions.reports_received(
+            reign, [StageReport("b", "old", 5, NodeStage.HELD)], 1.0, rules
+        )
     with pytest.raises(LayoutError):
-        asyncio.run(lead.plan(reign, 8, frozenset("a"), {"a": Known({})}))
-    assert lead.begins is not others
+        asyncio.run(lead.plan_generation(reign, 8, frozenset("a"), {"a": NodeReport({})}))
+    assert lead.is_session_start is not others

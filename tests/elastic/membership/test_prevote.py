@@ -9,16 +9,16 @@ from typing import Any
 
 import pytest
 
-from holdfast.elastic.membership.prevote import Search
+from holdfast.elastic.membership.prevote import PreVote
 from holdfast.errors import HoldfastError
-from holdfast.policy.membership.election import Peer
+from holdfast.policy.membership.election import PreVoteReply
 from holdfast.wire.http.auth import Verifier
-from holdfast.wire.http.server import Guard, Handler, Listener
-from holdfast.wire.http.sockets import address_of, bind
+from holdfast.wire.http.server import Handler, HttpListener, SignedApplication
+from holdfast.wire.http.sockets import address_of, bind_listener
 from holdfast.wire.journal import segment_key
 from holdfast.wire.secret import Secret
 from holdfast.wire.store.run_store import FolderStore
-from holdfast.wire.term import QUESTION, open_generation
+from holdfast.wire.term import TERM_PATH, create_generation
 
 SECRET = Secret(b"s" * 32)
 LONG = 600.0  # longer than the test may take
@@ -28,11 +28,17 @@ class Other:
     """Another agent, as far as it is asked."""
 
     def __init__(self, hears: Handler) -> None:
-        self._bound = bind("127.0.0.1", 0, "cluster.interface")
+        self._bound = bind_listener("127.0.0.1", 0, "cluster.interface")
         self.address = address_of(self._bound)
         verifier = Verifier(SECRET, time.time)
-        guard = Guard({QUESTION: hears}, SECRET, verifier, lambda: 0, outside=frozenset({QUESTION}))
-        self._serving = asyncio.create_task(Listener(guard, self._bound).serve())
+        guard = SignedApplication(
+            {TERM_PATH: hears},
+            SECRET,
+            verifier,
+            lambda: 0,
+            generationless_paths=frozenset({TERM_PATH}),
+        )
+        self._serving = asyncio.create_task(HttpListener(guard, self._bound).serve())
 
     async def close(self) -> None:
         self._serving.cancel()
@@ -58,22 +64,27 @@ async def _nobody() -> None:
 def test_who_says_nothing_is_waited_for_in_one_round_of_a_search() -> None:
     async def scene() -> None:
         others = {
-            "b": Other(_says(False)), "c": Other(_says(True)), "d": Other(_says(True, term=2)),
+            "b": Other(_says(False)),
+            "c": Other(_says(True)),
+            "d": Other(_says(True, term=2)),
             "mute": Other(_silence),
-        }  # fmt: skip
-        ended = bind("127.0.0.1", 0, "cluster.interface")
+        }
+        ended = bind_listener("127.0.0.1", 0, "cluster.interface")
         there = {name: other.address for name, other in others.items()}
         there["dead"] = address_of(ended)
         ended.close()
-        search = Search(SECRET)
+        search = PreVote(SECRET)
         said = {
-            "b": Peer.MISSES, "c": Peer.HEARS, "d": Peer.UNKNOWN, "mute": Peer.UNKNOWN,
-            "dead": Peer.DEAD,
-        }  # fmt: skip
-        while await search.round(there, 3, _nobody, lambda: True, 1.0) != said:
+            "b": PreVoteReply.MISSES_LEADER,
+            "c": PreVoteReply.HEARS_LEADER,
+            "d": PreVoteReply.UNKNOWN,
+            "mute": PreVoteReply.UNKNOWN,
+            "dead": PreVoteReply.DEAD,
+        }
+        while await search.ask_round(there, 3, _nobody, lambda: True, 1.0) != said:
             pass  # this machine was slow
         # The coordinator and the mute one are asked still; nobody waits for them.
-        assert await search.round(there, 3, _nobody, lambda: True, LONG) == said
+        assert await search.ask_round(there, 3, _nobody, lambda: True, LONG) == said
         search.close()
         for other in others.values():
             await other.close()
@@ -89,10 +100,10 @@ def test_a_coordinator_that_answers_ends_the_round() -> None:
         async def back() -> None:
             silent.clear()
 
-        search = Search(SECRET)
-        said = await search.round({"m": mute.address}, 1, back, lambda: bool(silent), LONG)
-        assert said == {"m": Peer.UNKNOWN}
-        await search.end(True)
+        search = PreVote(SECRET)
+        said = await search.ask_round({"m": mute.address}, 1, back, lambda: bool(silent), LONG)
+        assert said == {"m": PreVoteReply.UNKNOWN}
+        await search.finish(True)
         await mute.close()
 
     asyncio.run(asyncio.wait_for(scene(), 60))
@@ -108,10 +119,10 @@ def test_what_the_coordinator_orders_is_taken_in_before_the_search_ends() -> Non
             await told.wait()
             taken.set()
 
-        search = Search(SECRET)
-        beginning = asyncio.create_task(search.round({}, 1, back, lambda: bool(silent), 0.05))
+        search = PreVote(SECRET)
+        beginning = asyncio.create_task(search.ask_round({}, 1, back, lambda: bool(silent), 0.05))
         await beginning
-        ending = asyncio.create_task(search.end(True))
+        ending = asyncio.create_task(search.finish(True))
         await asyncio.sleep(0)
         assert not ending.done()
         told.set()
@@ -126,9 +137,9 @@ def test_what_it_refuses_is_raised() -> None:
         async def back() -> None:
             raise HoldfastError("it is replaced")
 
-        search = Search(SECRET)
+        search = PreVote(SECRET)
         with pytest.raises(HoldfastError, match="replaced"):
-            await search.round({}, 1, back, lambda: True, LONG)
+            await search.ask_round({}, 1, back, lambda: True, LONG)
         search.close()
 
     asyncio.run(asyncio.wait_for(scene(), 60))
@@ -137,21 +148,21 @@ def test_what_it_refuses_is_raised() -> None:
 def test_the_growth_of_a_journal_is_that_of_the_node_that_writes_it(tmp_path: Path) -> None:
     """Names may have dots: a.b is not b."""
     store = FolderStore(tmp_path)
-    open_generation(store, 1, {})
+    create_generation(store, 1, {})
 
     def write(writer: str) -> None:
         store.append(segment_key(1, writer), b"{}\n")
 
     for writer in ("agent.b", "agent.a.b", "rank0"):
         write(writer)
-    search = Search(SECRET)
-    search.look(store, "c", "b")
+    search = PreVote(SECRET)
+    search.observe_journals(store, "c", "b")
     write("agent.a.b")
-    before = search.sign
-    search.look(store, "c", "b")
-    assert search.sign != before
-    assert not search.leader_moves(LONG)
+    before = search.journal_sizes
+    search.observe_journals(store, "c", "b")
+    assert search.journal_sizes != before
+    assert not search.has_leader_progress(LONG)
     write("agent.b")
-    search.look(store, "c", "b")
-    assert search.leader_moves(LONG)
+    search.observe_journals(store, "c", "b")
+    assert search.has_leader_progress(LONG)
     search.close()

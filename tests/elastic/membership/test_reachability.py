@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 
 from holdfast.elastic.coordinator.coordinator import Coordinator
-from holdfast.elastic.coordinator.liveness_probe import Answer, answer
+from holdfast.elastic.coordinator.liveness_probe import ProbeResult, probe
 from holdfast.elastic.membership import reachability
-from holdfast.elastic.membership.reachability import Reaching
+from holdfast.elastic.membership.reachability import ReachabilityProbe
 from holdfast.policy.membership import transitions
-from holdfast.policy.membership.transitions import Node, Phase, Rules, Stage
+from holdfast.policy.membership.transitions import MembershipRules, NodeRecord, NodeStage, Phase
 
 NAMES = "abc"
 
@@ -41,7 +41,7 @@ def silent() -> Iterator[str]:
 def test_who_does_not_answer_is_missed_until_he_does(
     silent: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(reachability, "SECONDS", 0.5)
+    monkeypatch.setattr(reachability, "REACH_PROBE_TIMEOUT_S", 0.5)
 
     async def world() -> None:
         ended = asyncio.Event()
@@ -50,21 +50,21 @@ def test_who_does_not_answer_is_missed_until_he_does(
         with socket.create_server(("127.0.0.1", 0)) as closed:
             nobody = f"127.0.0.1:{closed.getsockname()[1]}"
         agents = {"a": "own", "b": f"{host}:{port}", "c": silent, "d": nobody, "e": "none"}
-        found = Reaching()
-        found.again(agents)
-        assert not found.looking, "nobody is missed"
-        found.look("a", agents, ended.set)
-        assert found.looking
+        found = ReachabilityProbe()
+        found.retry(agents)
+        assert not found.is_probing, "nobody is missed"
+        found.probe_all("a", agents, ended.set)
+        assert found.is_probing
         await asyncio.wait_for(ended.wait(), 60)
-        assert (found.missed, found.looking) == (("c",), False)
-        found.again({"a": "own"})  # a generation without those that are missed
-        assert found.missed == ("c",)
+        assert (found.unreachable, found.is_probing) == (("c",), False)
+        found.retry({"a": "own"})  # a generation without those that are missed
+        assert found.unreachable == ("c",)
         found.close()
         await asyncio.sleep(0)
-        found.again({**agents, "c": agents["b"]})
-        assert not found.looking, "that is behind whoever asks"
+        found.retry({**agents, "c": agents["b"]})
+        assert not found.is_probing, "that is behind whoever asks"
         async with asyncio.timeout(60):
-            while found.missed:
+            while found.unreachable:
                 await asyncio.sleep(0.01)
         found.close()
         server.close()
@@ -77,27 +77,40 @@ async def _no_generation(reign: Any, generation: int, names: Any, known: Any) ->
 
 
 async def _beat(coordinator: Coordinator, name: str, *misses: str) -> None:
-    await coordinator.beat(0, {
-        "name": name, "mark": name, "term": 1, "at": 1, "stage": Stage.WORKING.value,
-        "doing": ["work", 1], "wait": 0.0, "misses": list(misses),
-    })  # fmt: skip
+    await coordinator.handle_heartbeat(
+        0,
+        {
+            "name": name,
+            "mark": name,
+            "term": 1,
+            "at": 1,
+            "stage": NodeStage.WORKING.value,
+            "doing": ["work", 1],
+            "wait": 0.0,
+            "misses": list(misses),
+        },
+    )
     await asyncio.sleep(0)  # what was heard is taken in
 
 
 async def _pairs(*heard: tuple[str, ...]) -> tuple[Phase, str, list[str]]:
     """Phase, reason and who is kept apart, once these have said whom they miss."""
     loop = asyncio.get_running_loop()
-    nodes = [Node(name, name, 1, 0.0, 0.0) for name in NAMES]
-    reign = transitions.begin(1, loop.time(), 1, nodes)
-    rules = Rules(lambda nodes: [node.name for node in nodes])
+    nodes = [NodeRecord(name, name, 1, 0.0, 0.0) for name in NAMES]
+    reign = transitions.begin_term(1, loop.time(), 1, nodes)
+    rules = MembershipRules(lambda nodes: [node.name for node in nodes])
     coordinator = Coordinator(reign, rules, _no_generation)
     for name in NAMES:
         await _beat(coordinator, name)
-    assert coordinator.reign.phase is Phase.TRAINING
+    assert coordinator.state.phase is Phase.TRAINING
     for name, *misses in heard:
         await _beat(coordinator, name, *misses)
-    reign = coordinator.reign
-    return reign.phase, reign.reason, [f"{pair.one}{pair.other}" for pair in reign.apart]
+    reign = coordinator.state
+    return (
+        reign.phase,
+        reign.reason,
+        [f"{pair.one}{pair.other}" for pair in reign.unreachable_pairs],
+    )
 
 
 @pytest.mark.parametrize(
@@ -124,4 +137,4 @@ def test_who_is_missed_and_heard_is_kept_apart(
 
 @pytest.mark.parametrize("address", ["", "127.0.0.1:", "127.0.0.1:70000", "127.0.0.1:-5", "?:1"])
 def test_nothing_is_known_of_what_is_no_address(address: str) -> None:
-    assert asyncio.run(answer(address, 1.0)) is Answer.UNKNOWN
+    assert asyncio.run(probe(address, 1.0)) is ProbeResult.UNKNOWN

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from holdfast.elastic.membership.role_loop import ROUND_SECONDS
+from holdfast.elastic.membership.role_loop import MIN_PREVOTE_ROUND_S
 from holdfast.wire.store.run_store import FolderStore
 from holdfast.wire.term import newest_generation, newest_term
 from tests.support import agents as fleet
@@ -26,7 +26,7 @@ def test_agents_gather_under_one_coordinator(tmp_path: Path) -> None:
     async def scene(store: FolderStore) -> None:
         agents = await _fleet(store, "abc", least=3)
         assert sum(agent.reigns for agent in agents) == 1
-        assert {agent.work.at for agent in agents} == {1}
+        assert {agent.work.generation for agent in agents} == {1}
         assert newest_term(store)[0] >= 1
 
     scene_of(scene, tmp_path)
@@ -38,7 +38,7 @@ def test_a_node_that_is_lost_is_done_without_and_comes_back(tmp_path: Path) -> N
         gone = next(agent for agent in agents if not agent.reigns)
         rest = [agent for agent in agents if agent is not gone]
         await gone.kill()
-        await until(lambda: working(rest) and rest[0].work.at == 2, "the others to go on")
+        await until(lambda: working(rest) and rest[0].work.generation == 2, "the others to go on")
         again = FleetAgent(gone.name, store, 2, 4)
         await until(lambda: working([*rest, again]), "it to be taken in again")
         for agent in rest:
@@ -55,10 +55,12 @@ def test_an_agent_that_has_ended_is_not_waited_for(tmp_path: Path) -> None:
         await until(lambda: working(agents), "abc to work together")
         gone = next(agent for agent in agents if not agent.reigns)
         rest = [agent for agent in agents if agent is not gone]
-        before = rest[0].work.at
+        before = rest[0].work.generation
         await gone.kill()
         rest[0].work.breaks()  # as its workers do, when they lose those of the other node
-        await until(lambda: working(rest) and rest[0].work.at > before, "the others to go on")
+        await until(
+            lambda: working(rest) and rest[0].work.generation > before, "the others to go on"
+        )
 
     scene_of(scene, tmp_path)
 
@@ -67,7 +69,7 @@ def test_a_fault_on_one_node_halts_all_and_they_go_on(tmp_path: Path) -> None:
     async def scene(store: FolderStore) -> None:
         agents = await _fleet(store, "abc", least=3)
         agents[1].work.breaks()
-        await until(lambda: working(agents) and agents[0].work.at == 2, "generation 2")
+        await until(lambda: working(agents) and agents[0].work.generation == 2, "generation 2")
         for agent in agents:
             assert ("held", 1) in agent.work.history
 
@@ -79,13 +81,13 @@ def test_who_leads_asks_itself_no_more_often_than_others_do(tmp_path: Path) -> N
         agents = await _fleet(store, "ab", least=2)
         (coordinator,) = [a.follower.coordinator for a in agents if a.follower.coordinator]
         asked = {agent.name: 0 for agent in agents}
-        beat = coordinator.beat
+        beat = coordinator.handle_heartbeat
 
         async def counted(generation: int, body: dict[str, Any]) -> dict[str, Any]:
             asked[body["name"]] += 1
             return await beat(generation, body)
 
-        coordinator.beat = counted  # type: ignore[method-assign]
+        coordinator.handle_heartbeat = counted  # type: ignore[method-assign]
         await asyncio.sleep(2.0)
         assert 1 <= asked[next(a.name for a in agents if a.reigns)] <= 5 * 2.0 / BEAT
 
@@ -116,14 +118,14 @@ def test_the_coordinator_is_lost_and_another_opens_the_next_term(
     async def scene(store: FolderStore) -> None:
         agents = await _fleet(store, names)
         first = next(agent for agent in agents if agent.reigns)
-        term, at = first.follower.seat.term, first.work.at
+        term, at = first.follower.state.term, first.work.generation
         rest = [agent for agent in agents if agent is not first]
         await first.kill()
         await until(
             lambda: (
                 working(rest)
                 and sum(a.reigns for a in rest) == 1
-                and all(a.follower.seat.term > term and a.work.at > at for a in rest)
+                and all(a.follower.state.term > term and a.work.generation > at for a in rest)
             ),
             "another to lead, and the rest to work",
         )
@@ -143,14 +145,17 @@ def test_a_coordinator_that_is_silent_is_replaced(tmp_path: Path, frozen: int) -
         first = next(agent for agent in agents if agent.reigns)
         gone = [first, *(agent for agent in agents if agent is not first)][:frozen]
         rest = [agent for agent in agents if agent not in gone]
-        at = first.work.at
+        at = first.work.generation
         for agent in gone:
             agent.freeze()
         # Five times three heartbeats of 0.2 s, a round of a second, and what is left to the first.
         await until(
-            lambda: working(rest) and rest[0].work.at > at and sum(a.reigns for a in rest) == 1,
-            "another to lead, and the rest to work", seconds=5 * (1.0 + ROUND_SECONDS + 0.4),
-        )  # fmt: skip
+            lambda: (
+                working(rest) and rest[0].work.generation > at and sum(a.reigns for a in rest) == 1
+            ),
+            "another to lead, and the rest to work",
+            seconds=5 * (1.0 + MIN_PREVOTE_ROUND_S + 0.4),
+        )
 
     scene_of(scene, tmp_path)
 

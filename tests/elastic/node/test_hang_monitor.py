@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from holdfast.elastic.coordinator.hang_detector import Comparing
-from holdfast.elastic.coordinator.stragglers import Pacing
-from holdfast.elastic.node.hang_monitor import Lookout, Process
-from holdfast.elastic.node.worker_status import Members
-from holdfast.elastic.protocol.hung_worker import NOBODY
-from holdfast.policy.detection.stragglers import Limits, Pace, Sure
-from holdfast.policy.recovery.survivors import Held
+from holdfast.elastic.coordinator.hang_detector import HangDetector
+from holdfast.elastic.coordinator.stragglers import StragglerTracker
+from holdfast.elastic.node.hang_monitor import HangMonitor, ProcessStat
+from holdfast.elastic.node.worker_status import WorkerTable
+from holdfast.elastic.protocol.hung_worker import ALL_RANKS
+from holdfast.policy.detection.stragglers import Pace, StragglerLimits, StragglerRule
+from holdfast.policy.recovery.survivors import HeldState
 
 BEAT = 0.2
 STEP = 0.2
@@ -24,30 +24,48 @@ class World:
     """Workers of one node with what the operating system says of each; a clock that is moved."""
 
     def __init__(
-        self, here: int, world_size: int, *, steps: int = 2, compiles: bool = False,
+        self,
+        here: int,
+        world_size: int,
+        *,
+        steps: int = 2,
+        compiles: bool = False,
         compare: bool = True,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.now = 100.0
-        self.members = Members(1, here)
+        self.members = WorkerTable(1, here)
         self.asleep: set[int] = set()  # who says so of itself
-        self.processes = {1000 + rank: Process("S", 1.0) for rank in range(here)}
-        self.lookout = Lookout(
-            self.members, world_size, deque([STEP] * 8), 300.0, compare,
-            look=self.processes.get, compiles=compiles,
-        )  # fmt: skip
+        self.processes = {1000 + rank: ProcessStat("S", 1.0) for rank in range(here)}
+        self.lookout = HangMonitor(
+            self.members,
+            world_size,
+            deque([STEP] * 8),
+            300.0,
+            compare,
+            read_stat=self.processes.get,
+            is_first_step_compiled=compiles,
+        )
         for rank in range(here):
-            self.members.expect(rank, self.now, 1000 + rank)
+            self.members.expect_worker(rank, self.now, 1000 + rank)
         for step in range(1, steps + 1):
             for rank in range(here):
                 self.says(rank, step, "compute", 1)
             self.now += STEP
 
     def says(self, rank: int, step: int, phase: str, marks: int, **more: Any) -> None:
-        body = {"rank": rank, "step": step, "phase": phase, "marks": marks, "first": 0,
-                "events": [], "asleep": rank in self.asleep, **more}  # fmt: skip
-        self.members.report(body, self.now)
-        self.members.answered(rank, self.now)
-        self.lookout.heard(self.members[rank])
+        body = {
+            "rank": rank,
+            "step": step,
+            "phase": phase,
+            "marks": marks,
+            "first": 0,
+            "events": [],
+            "asleep": rank in self.asleep,
+            **more,
+        }
+        self.members.process_report(body, self.now)
+        self.members.on_report_answered(rank, self.now)
+        self.lookout.on_report(self.members[rank])
 
     def passes(self, seconds: float, *heard: int) -> list[tuple[int, str]]:
         """Time, in which these workers are heard at every beat; the first who are named."""
@@ -56,16 +74,16 @@ class World:
             self.now += BEAT
             for rank in heard:
                 member = self.members[rank]
-                self.says(rank, member.step, member.phase, member.marks)
+                self.says(rank, member.step, member.phase, member.progress_count)
             if found := self.lookout.tick(self.now, BEAT):
-                return [(blame.rank, blame.sign) for blame in found]
+                return [(blame.rank, blame.symptom) for blame in found]
         return []
 
 
 def test_a_process_in_the_state_of_being_stopped_is_named_by_its_own_agent() -> None:
     world = World(1, 4)
     assert world.passes(1.0, 0) == []
-    world.processes[1000] = Process("T", 1.0)
+    world.processes[1000] = ProcessStat("T", 1.0)
     begun = world.now
     assert world.passes(9.0) == [(0, "stopped")]
     assert world.now - begun < 3 * STEP + 1.0
@@ -74,7 +92,7 @@ def test_a_process_in_the_state_of_being_stopped_is_named_by_its_own_agent() -> 
 def test_one_that_is_stopped_again_and_again_but_runs_between_is_not_named() -> None:
     world = World(1, 4)
     for turn in range(50):
-        world.processes[1000] = Process("T", 1.0 + 0.01 * turn)
+        world.processes[1000] = ProcessStat("T", 1.0 + 0.01 * turn)
         assert world.passes(BEAT) == []
 
 
@@ -105,14 +123,14 @@ def test_of_a_replica_on_two_nodes_the_one_that_hangs_is_named_whoever_asks_firs
     partner, hangs, further = World(1, 3), World(1, 3), World(1, 3)
     partner.asleep = {0}
     further.says(0, 2, "reduce", 2)
-    comparing = Comparing()
+    comparing = HangDetector()
 
     def asks(name: str) -> list[int]:
         rank, world = {"further": (0, further), "partner": (1, partner), "hangs": (2, hangs)}[name]
-        told = world.lookout.told(world.now)
+        told = world.lookout.take_stall_report(world.now)
         for row in told["ranks"]:
             row[0] = rank
-        return [blame.rank for blame in comparing.hear(name, 1, told, world.now)]
+        return [blame.rank for blame in comparing.observe(name, 1, told, world.now)]
 
     for world in (partner, hangs, further):
         world.passes(2.4, 0)
@@ -128,7 +146,7 @@ def test_what_lies_between_two_steps_does_not_count_for_a_normal_one() -> None:
     for step in range(3, 40):
         world.now += 10.0  # the loader waits
         world.says(0, step, "compute", 1, worked=[STEP * (step - 1), step - 1])
-    assert world.lookout.normal == pytest.approx(STEP)
+    assert world.lookout.normal_step_s == pytest.approx(STEP)
 
 
 def test_in_the_first_step_of_a_generation_three_times_as_long_is_waited() -> None:
@@ -141,15 +159,15 @@ def test_in_the_first_step_of_a_generation_three_times_as_long_is_waited() -> No
 
 def test_a_worker_whose_first_report_is_of_its_third_step_has_told_what_a_step_takes() -> None:
     """Steps may be shorter than the time between two reports, and the third one is the last."""
-    members, now = Members(1, 1), 100.0
-    lookout = Lookout(members, 2, deque(), 300.0, look={}.get)
-    members.expect(0, now)
+    members, now = WorkerTable(1, 1), 100.0
+    lookout = HangMonitor(members, 2, deque(), 300.0, read_stat={}.get)
+    members.expect_worker(0, now)
     body = {"rank": 0, "step": 3, "phase": "compute", "marks": 1, "first": 0, "events": []}
-    members.report(body | {"worked": [0.3, 2]}, now)
-    lookout.heard(members[0])
-    assert lookout.normal == pytest.approx(0.15)
+    members.process_report(body | {"worked": [0.3, 2]}, now)
+    lookout.on_report(members[0])
+    assert lookout.normal_step_s == pytest.approx(0.15)
     now += 2.0
-    assert lookout.told(now)["normal"] == pytest.approx(0.15)
+    assert lookout.take_stall_report(now)["normal"] == pytest.approx(0.15)
 
 
 def test_a_first_step_that_compiles_may_take_longer_still() -> None:
@@ -164,9 +182,9 @@ def test_one_whose_report_is_being_stored_is_not_silent() -> None:
     world = World(2, 2)
     for rank in (0, 1):
         world.says(rank, 2, "reduce", 2)
-    world.members[1].answering = True  # the run store is slow
+    world.members[1].reply_pending = True  # the run store is slow
     assert world.passes(4.0, 0) == []
-    world.members[1].answering = False
+    world.members[1].reply_pending = False
     assert world.passes(4.0, 0) == [(1, "silent")]
 
 
@@ -184,7 +202,7 @@ def test_where_all_wait_nobody_is_named_and_all_stop() -> None:
     for rank in (0, 1):
         world.says(rank, 2, "vote", 3)
     assert world.passes(3 * (3 * STEP + 1.0) - 2 * BEAT, 0, 1) == []
-    assert world.passes(1.0, 0, 1) == [(NOBODY, "stuck")]
+    assert world.passes(1.0, 0, 1) == [(ALL_RANKS, "stuck")]
 
 
 def test_one_that_works_alone_is_told_to_stop_when_it_does_nothing_for_long() -> None:
@@ -193,52 +211,55 @@ def test_one_that_works_alone_is_told_to_stop_when_it_does_nothing_for_long() ->
         world = World(1, 1)
         world.says(0, 2, "compute", 3)
         assert world.passes(10 * (3 * STEP + 1.0) - 2 * BEAT, *heard) == []
-        assert world.passes(1.0, *heard) == [(NOBODY, "stuck")]
+        assert world.passes(1.0, *heard) == [(ALL_RANKS, "stuck")]
     world = World(1, 1)
     world.says(0, 2, "compute", 3)
     for turn in range(40):
-        world.processes[1000] = Process("R", 1.0 + turn)
+        world.processes[1000] = ProcessStat("R", 1.0 + turn)
         assert world.passes(1.0, 0) == []
 
 
 def test_what_two_nodes_tell_of_themselves_names_the_one_that_is_behind() -> None:
-    waits, hangs, comparing = World(1, 2), World(1, 2), Comparing()
+    waits, hangs, comparing = World(1, 2), World(1, 2), HangDetector()
     waits.says(0, 2, "reduce", 2)
-    assert not waits.lookout.due(waits.now)
-    assert waits.lookout.told(waits.now) == {}, "while all is well nothing travels"
+    assert not waits.lookout.is_report_due(waits.now)
+    assert waits.lookout.take_stall_report(waits.now) == {}, "while all is well nothing travels"
     for world in (waits, hangs):
         world.passes(0.6, 0)
-        assert world.lookout.due(world.now)
-    assert comparing.hear("a", 1, waits.lookout.told(waits.now), waits.now) == []
-    told = hangs.lookout.told(hangs.now)
+        assert world.lookout.is_report_due(world.now)
+    assert comparing.observe("a", 1, waits.lookout.take_stall_report(waits.now), waits.now) == []
+    told = hangs.lookout.take_stall_report(hangs.now)
     told["ranks"][0][0] = 1  # its rank in the generation
-    assert comparing.hear("b", 1, told, hangs.now) == []
-    assert not waits.lookout.due(waits.now), "it has just been told"
+    assert comparing.observe("b", 1, told, hangs.now) == []
+    assert not waits.lookout.is_report_due(waits.now), "it has just been told"
     waits.passes(1.6, 0)
     hangs.passes(1.6, 0)
-    told = hangs.lookout.told(hangs.now)
+    told = hangs.lookout.take_stall_report(hangs.now)
     told["ranks"][0][0] = 1
-    (blame,) = comparing.hear("b", 1, told, hangs.now)
-    assert (blame.rank, blame.step, blame.sign) == (1, 2, "behind")
-    assert comparing.hear("b", 2, told, hangs.now) == [], "a generation that is over counts not"
+    (blame,) = comparing.observe("b", 1, told, hangs.now)
+    assert (blame.rank, blame.step, blame.symptom) == (1, 2, "behind")
+    assert comparing.observe("b", 2, told, hangs.now) == [], "a generation that is over counts not"
 
 
 def test_who_waits_for_a_node_that_is_not_heard_is_not_behind() -> None:
     """A leader is cut off: of the others one waits for its part, the other has it already."""
-    further, waits, comparing = World(1, 3), World(1, 3), Comparing()
+    further, waits, comparing = World(1, 3), World(1, 3), HangDetector()
     cut = waits.now
     waits.says(0, 2, "reduce", 2)
     further.says(0, 2, "vote", 3)
     for world in (further, waits):
         world.passes(2.2, 0)
-    assert comparing.hear("a", 1, further.lookout.told(further.now), further.now, cut) == []
-    told = waits.lookout.told(waits.now)
+    assert (
+        comparing.observe("a", 1, further.lookout.take_stall_report(further.now), further.now, cut)
+        == []
+    )
+    told = waits.lookout.take_stall_report(waits.now)
     told["ranks"][0][0] = 1  # its rank in the generation
-    assert comparing.hear("b", 1, told, waits.now, cut) == []
-    assert comparing.hear("b", 1, told, waits.now, -inf) == [], "not in this term at all"
-    assert comparing.hear("b", 1, told, waits.now, cut + 0.5) == [], "cut off a little later"
-    (blame,) = comparing.hear("b", 1, told, waits.now, waits.now)
-    assert (blame.rank, blame.sign) == (1, "behind")
+    assert comparing.observe("b", 1, told, waits.now, cut) == []
+    assert comparing.observe("b", 1, told, waits.now, -inf) == [], "not in this term at all"
+    assert comparing.observe("b", 1, told, waits.now, cut + 0.5) == [], "cut off a little later"
+    (blame,) = comparing.observe("b", 1, told, waits.now, waits.now)
+    assert (blame.rank, blame.symptom) == (1, "behind")
 
 
 def test_who_has_ended_its_step_for_a_pause_waits_for_those_who_have_not() -> None:
@@ -246,78 +267,85 @@ def test_who_has_ended_its_step_for_a_pause_waits_for_those_who_have_not() -> No
     world = World(2, 2)
     for rank in (0, 1):
         world.says(rank, 2, "vote", 3)
-    world.members[0].held = Held(1, 0, 2, kind="paused")
+    world.members[0].held_state = HeldState(1, 0, 2, kind="paused")
     assert world.passes(1.4, 1) == []
     assert world.passes(1.0, 1) == [(1, "behind")]
 
-    holds, hangs, comparing = World(1, 2), World(1, 2), Comparing()
+    holds, hangs, comparing = World(1, 2), World(1, 2), HangDetector()
     for one in (holds, hangs):
         one.says(0, 2, "vote", 3)
-    holds.members[0].held = Held(1, 0, 2, kind="paused")
+    holds.members[0].held_state = HeldState(1, 0, 2, kind="paused")
     for one in (holds, hangs):
         one.passes(2.0, 0)
-    assert comparing.hear("a", 1, holds.lookout.told(holds.now), holds.now) == []
-    told = hangs.lookout.told(hangs.now)
+    assert comparing.observe("a", 1, holds.lookout.take_stall_report(holds.now), holds.now) == []
+    told = hangs.lookout.take_stall_report(hangs.now)
     told["ranks"][0][0] = 1  # its rank in the generation
-    (blame,) = comparing.hear("b", 1, told, hangs.now)
-    assert (blame.rank, blame.step, blame.sign) == (1, 2, "behind")
+    (blame,) = comparing.observe("b", 1, told, hangs.now)
+    assert (blame.rank, blame.step, blame.symptom) == (1, 2, "behind")
 
 
 def test_without_comparing_only_long_silence_of_all_counts_on_several_nodes_too() -> None:
-    a, b, comparing = World(1, 2, compare=False), World(1, 2, compare=False), Comparing()
+    a, b, comparing = World(1, 2, compare=False), World(1, 2, compare=False), HangDetector()
     a.says(0, 2, "reduce", 2)
     for world in (a, b):
         world.passes(100.0, 0)
-        assert not world.lookout.due(world.now)
-        assert world.lookout.told(world.now) == {}
+        assert not world.lookout.is_report_due(world.now)
+        assert world.lookout.take_stall_report(world.now) == {}
     members = frozenset("ab")
     for world in (a, b):
         world.passes(201.0, 0)
-        assert world.lookout.due(world.now)
-    assert comparing.hear("a", 1, a.lookout.told(a.now), a.now) == []
-    assert comparing.hung(a.now, members) is None, "the other has not said so"
-    told = b.lookout.told(b.now)
+        assert world.lookout.is_report_due(world.now)
+    assert comparing.observe("a", 1, a.lookout.take_stall_report(a.now), a.now) == []
+    assert comparing.find_hung_worker(a.now, members) is None, "the other has not said so"
+    told = b.lookout.take_stall_report(b.now)
     told["ranks"][0][0] = 1  # its rank in the generation
-    assert comparing.hear("b", 1, told, b.now) == []
-    node, blame = comparing.hung(b.now, members) or ("", None)
+    assert comparing.observe("b", 1, told, b.now) == []
+    node, blame = comparing.find_hung_worker(b.now, members) or ("", None)
     assert blame is not None
-    assert (node, blame.rank, blame.sign) == ("b", 1, "progress")
+    assert (node, blame.rank, blame.symptom) == ("b", 1, "progress")
 
 
 def test_a_name_counts_only_while_the_worker_stands_where_it_stood() -> None:
-    world, comparing = World(1, 2), Comparing()
+    world, comparing = World(1, 2), HangDetector()
     world.passes(2.0, 0)
-    (row,) = world.lookout.told(world.now)["ranks"]
+    (row,) = world.lookout.take_stall_report(world.now)["ranks"]
     assert row[1:3] == [2, 1]
-    blame = world.lookout._blame(0, next(iter(_found())))
-    assert world.lookout.confirms(blame)
+    blame = world.lookout._to_hung_worker(0, next(iter(_found())))
+    assert world.lookout.is_still_hung(blame)
     world.says(0, 2, "reduce", 2)
-    assert not world.lookout.confirms(blame)
-    assert comparing.waiting(0.0) is None
+    assert not world.lookout.is_still_hung(blame)
+    assert comparing.waiting_since(0.0) is None
 
 
 def _found() -> list[Any]:
-    from holdfast.policy.detection.hangs import Found
+    from holdfast.policy.detection.hangs import Suspect
 
-    return [Found(2.0, "behind")]
+    return [Suspect(2.0, "behind")]
 
 
 def test_what_makes_no_sense_is_refused() -> None:
     with pytest.raises((KeyError, TypeError, ValueError)):
-        Comparing().hear("a", 1, {"normal": 1.0}, 0.0)
+        HangDetector().observe("a", 1, {"normal": 1.0}, 0.0)
     with pytest.raises((TypeError, ValueError)):
-        Pacing().hear("a", 1, [[1, "x"]])
+        StragglerTracker().observe("a", 1, [[1, "x"]])
 
 
 def test_a_slow_worker_has_a_speed_and_then_its_node_rests() -> None:
-    pacing = Pacing(Limits(block=2, sure=(Sure(2.0, 2, 2, 1.8),), patience=2, rest=2))
+    pacing = StragglerTracker(
+        StragglerLimits(
+            block_steps=2,
+            rules=(StragglerRule(2.0, 2, 2, 1.8),),
+            standby_after_blocks=2,
+            standby_blocks=2,
+        )
+    )
     changes = []
     for _ in range(9):
         for node in "abcd":
             seconds = 0.6 if node == "c" else 0.2
-            changes += pacing.hear(node, 1, [[7, "same", seconds, 2]])
+            changes += pacing.observe(node, 1, [[7, "same", seconds, 2]])
     assert [c.after for c in changes][:2] == [Pace.SLOW, Pace.STANDBY]
     assert {c.who for c in changes} == {("c", 7)}
-    assert pacing.speeds == {("c", 7): 0.33}
-    assert pacing.resting("c")
-    assert not pacing.resting("a")
+    assert pacing.relative_speeds == {("c", 7): 0.33}
+    assert pacing.is_node_excluded("c")
+    assert not pacing.is_node_excluded("a")

@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 
 from holdfast.checkpoint.mover import client as mover_client
-from holdfast.checkpoint.mover.client import MoverClient, MoverGoneError, Newest
-from holdfast.checkpoint.mover.service import Settings
+from holdfast.checkpoint.mover.client import MoverClient, MoverGoneError, RestorePoint
+from holdfast.checkpoint.mover.service import MoverSettings
 from holdfast.config.run import RunConfig
 from holdfast.elastic.node import mover_supervisor
-from holdfast.elastic.node.mover_supervisor import MoverLink, Safe
-from holdfast.elastic.reviving import Reviving
+from holdfast.elastic.node.mover_supervisor import MoverSupervisor, StateLocations
+from holdfast.elastic.reviving import MoverRestarter
 from holdfast.errors import HoldfastError
 from holdfast.events import (
     CheckpointCommitted,
@@ -26,11 +26,11 @@ from holdfast.events import (
     SnapshotDropped,
     SnapshotKept,
 )
-from holdfast.layout import Layout, place
+from holdfast.layout import Layout, place_layout
 from holdfast.wire import lifeline
 from holdfast.wire.secret import Secret
 from holdfast.wire.store.run_store import FolderStore
-from holdfast.wire.term import open_generation
+from holdfast.wire.term import create_generation
 from tests.support.processes import stop
 
 SECRET = Secret(bytes(range(32)))
@@ -38,8 +38,15 @@ DEADLINE = 60.0
 
 
 def config() -> RunConfig:
-    model = {"preset": None, "layers": 1, "dim": 16, "heads": 2, "kv_heads": 1, "ffn_dim": 16,
-             "vocab_size": 32}  # fmt: skip
+    model = {
+        "preset": None,
+        "layers": 1,
+        "dim": 16,
+        "heads": 2,
+        "kv_heads": 1,
+        "ffn_dim": 16,
+        "vocab_size": 32,
+    }
     return RunConfig.model_validate({"name": "test", "model": model})
 
 
@@ -50,29 +57,32 @@ def test_a_mover_that_dies_is_replaced_in_the_running_generation(tmp_path: Path)
 async def _replaced(folder: Path) -> None:
     store = FolderStore(folder)
     events: list[Event] = []
-    end, keep = lifeline.pipe()
+    end, keep = lifeline.open_lifeline()
     gone = asyncio.Event()
-    settings = Settings("test", "c", "d")
+    settings = MoverSettings("test", "c", "d")
     links = {
-        name: MoverLink(config(), folder, SECRET, settings, events.append, name) for name in "ab"
+        name: MoverSupervisor(config(), folder, SECRET, settings, events.append, name)
+        for name in "ab"
     }
     try:
-        await asyncio.gather(*(link.ensure(end, gone.set) for link in links.values()))
+        await asyncio.gather(*(link.ensure_running(end, gone.set) for link in links.values()))
         peers = [link.peer for link in links.values() if link.peer is not None]
         assert [peer.name for peer in peers] == ["a", "b"]
-        open_generation(store, 1, {})
-        topology = place(Layout(dp_shard=2), 1, ("a", "b"))
-        newest = await links["b"].choose(1, {}, peers)
+        create_generation(store, 1, {})
+        topology = place_layout(Layout(dp_shard=2), 1, ("a", "b"))
+        newest = await links["b"].choose_restore_point(1, {}, peers)
         assert newest.key is None
-        told = Newest.from_json(newest.to_json())
+        told = RestorePoint.from_json(newest.to_json())
         for link in links.values():
-            await link.expect(topology, told.step, told, peers)
+            await link.expect_generation(topology, told.step, told, peers)
         before = links["a"].pid
         assert before is not None
         os.kill(before, signal.SIGKILL)
         await asyncio.wait_for(gone.wait(), DEADLINE)
         # Whoever replaces it and an opening that comes just then both ask: one is started.
-        await asyncio.gather(links["a"].revive(end, gone.set), links["a"].ensure(end, gone.set))
+        await asyncio.gather(
+            links["a"].restart(end, gone.set), links["a"].ensure_running(end, gone.set)
+        )
         assert links["a"].pid not in (None, before)
         assert links["a"].peer in peers, "it listens where the others know it"
         client = MoverClient(links["a"].socket_path, SECRET, 1)
@@ -89,30 +99,32 @@ def test_a_mover_that_stands_still_when_a_generation_begins_is_ended(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nobody can tell it of the generation; it is listened to all the same, and so found out."""
-    monkeypatch.setattr(mover_supervisor, "HUNG_SECONDS", 1.0)
-    monkeypatch.setattr(mover_supervisor, "POLL_SECONDS", 0.1)
-    monkeypatch.setattr(mover_supervisor, "PAUSE_SECONDS", 0.1)
-    monkeypatch.setattr(mover_client, "ANSWER_SECONDS", 0.5)
+    monkeypatch.setattr(mover_supervisor, "MOVER_REPLY_TIMEOUT_S", 1.0)
+    monkeypatch.setattr(mover_supervisor, "MOVER_EVENT_POLL_WAIT_S", 0.1)
+    monkeypatch.setattr(mover_supervisor, "MOVER_POLL_RETRY_S", 0.1)
+    monkeypatch.setattr(mover_client, "MOVER_ANSWER_TIMEOUT_S", 0.5)
     monkeypatch.setattr(MoverClient._call, "__defaults__", (0.3,))
     asyncio.run(_ended(tmp_path))
 
 
 async def _ended(folder: Path) -> None:
-    open_generation(FolderStore(folder), 1, {})
-    end, keep = lifeline.pipe()
+    create_generation(FolderStore(folder), 1, {})
+    end, keep = lifeline.open_lifeline()
     gone = asyncio.Event()
-    link = MoverLink(config(), folder, SECRET, Settings("test", "c", "d"), lambda event: None)
+    link = MoverSupervisor(
+        config(), folder, SECRET, MoverSettings("test", "c", "d"), lambda event: None
+    )
     try:
-        await link.ensure(end, gone.set)
+        await link.ensure_running(end, gone.set)
         before = link.pid
         assert before is not None
         stop(before)
         async with asyncio.timeout(DEADLINE):
             while not gone.is_set():  # told again and again, which never leaves it in peace
                 with suppress(MoverGoneError):
-                    await link.expect(place(Layout(), 1, ("",)), 0)
+                    await link.expect_generation(place_layout(Layout(), 1, ("",)), 0)
                 await asyncio.sleep(0.1)
-        await link.revive(end, gone.set)
+        await link.restart(end, gone.set)
         assert link.pid not in (None, before)
         status = await asyncio.to_thread(MoverClient(link.socket_path, SECRET, 1).status)
         assert status["generation"] == 1
@@ -130,17 +142,21 @@ def test_a_mover_that_dies_again_and_again_is_replaced_in_the_end(tmp_path: Path
 
 
 async def _dies_again(folder: Path) -> None:
-    open_generation(FolderStore(folder), 1, {})
-    end, keep = lifeline.pipe()
+    create_generation(FolderStore(folder), 1, {})
+    end, keep = lifeline.open_lifeline()
     said: list[str] = []
-    link = MoverLink(config(), folder, SECRET, Settings("test", "c", "d"), lambda event: None)
-    reviving = Reviving(
-        lambda: link.revive(end, reviving.begin), lambda: link.alive, said.append,
-        pauses=(0.01, 0.05),
-    )  # fmt: skip
+    link = MoverSupervisor(
+        config(), folder, SECRET, MoverSettings("test", "c", "d"), lambda event: None
+    )
+    reviving = MoverRestarter(
+        lambda: link.restart(end, reviving.start),
+        lambda: link.is_alive,
+        said.append,
+        delays_s=(0.01, 0.05),
+    )
     try:
-        await link.ensure(end, reviving.begin)
-        await link.expect(place(Layout(), 1, ("",)), 0)
+        await link.ensure_running(end, reviving.start)
+        await link.expect_generation(place_layout(Layout(), 1, ("",)), 0)
         for wait in (0.0, 0.001, 0.003, 0.006, 0.01, 0.02, 0.05):
             pid = await _serving(link)
             os.kill(pid, signal.SIGKILL)
@@ -159,7 +175,7 @@ async def _dies_again(folder: Path) -> None:
         os.close(end)
 
 
-async def _serving(link: MoverLink) -> int:
+async def _serving(link: MoverSupervisor) -> int:
     """The process that answers for generation 1."""
     async with asyncio.timeout(DEADLINE):
         while True:
@@ -173,14 +189,14 @@ async def _serving(link: MoverLink) -> int:
 
 
 def test_what_protects_a_run_whose_memory_is_gone_is_said() -> None:
-    safe = Safe()
-    assert safe.without_memory() == []
+    safe = StateLocations()
+    assert safe.drop_memory() == []
     safe.observe(SnapshotComplete(1, 0.1, step=7))
-    (dropped,) = safe.without_memory()
+    (dropped,) = safe.drop_memory()
     assert isinstance(dropped, SnapshotDropped)
     assert "nothing else holds a state" in dropped.reason
     assert dropped.step == 7
-    assert safe.without_memory() == [], "said once"
+    assert safe.drop_memory() == [], "said once"
     safe.observe(CheckpointCommitted("k", 1, 0.1, step=5))
     safe.observe(SnapshotComplete(1, 0.1, step=8))
     assert "newest checkpoint is of step 5" in _reason(safe)
@@ -189,7 +205,7 @@ def test_what_protects_a_run_whose_memory_is_gone_is_said() -> None:
     assert "stage keeps a copy of the state after step 8" in _reason(safe)
 
 
-def _reason(safe: Safe) -> str:
-    (dropped,) = safe.without_memory()
+def _reason(safe: StateLocations) -> str:
+    (dropped,) = safe.drop_memory()
     assert isinstance(dropped, SnapshotDropped)
     return dropped.reason

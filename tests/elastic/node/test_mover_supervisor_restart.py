@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-from holdfast.elastic.reviving import Reviving
+from holdfast.elastic.reviving import MoverRestarter
 from holdfast.errors import FencedError, HoldfastError
 
 PAUSES = (0.001, 0.002)
@@ -17,7 +17,7 @@ class Mover:
     def __init__(self, *fates: Exception | bool) -> None:
         self.fates, self.alive, self.said = list(fates), False, list[str]()
         self.back = 0
-        self.reviving = Reviving(
+        self.reviving = MoverRestarter(
             self.revive, lambda: self.alive, self.said.append, self.is_back, PAUSES
         )
 
@@ -27,7 +27,7 @@ class Mover:
     async def revive(self) -> None:
         await asyncio.sleep(0)
         fate = self.fates.pop(0)
-        self.reviving.begin()  # the end of an attempt's process is told like any other
+        self.reviving.start()  # the end of an attempt's process is told like any other
         if isinstance(fate, Exception):
             raise fate
         self.alive = fate
@@ -42,7 +42,7 @@ async def _until(holds: Callable[[], bool]) -> None:
 def played(*fates: Exception | bool) -> Mover:
     async def play() -> Mover:
         mover = Mover(*fates)
-        mover.reviving.begin()
+        mover.reviving.start()
         await _until(lambda: not mover.fates and mover.alive)
         await asyncio.sleep(0.01)
         await mover.reviving.stop()
@@ -59,9 +59,12 @@ def test_one_that_ends_as_soon_as_it_was_started_is_started_again() -> None:
 
 def test_what_keeps_it_from_starting_is_said_once_and_our_own_bug_too() -> None:
     mover = played(
-        HoldfastError("the folder is away"), HoldfastError("the folder is away"),
-        KeyError("peers"), FencedError("2 rules"), True,
-    )  # fmt: skip
+        HoldfastError("the folder is away"),
+        HoldfastError("the folder is away"),
+        KeyError("peers"),
+        FencedError("2 rules"),
+        True,
+    )
     assert [line for line in mover.said if "the folder is away" in line] == [
         "there is no new mover yet, and no checkpoint: the folder is away"
     ]
@@ -72,7 +75,7 @@ def test_what_keeps_it_from_starting_is_said_once_and_our_own_bug_too() -> None:
 def test_none_is_started_once_the_agent_ends() -> None:
     async def play() -> Mover:
         mover = Mover(*[HoldfastError("away")] * 1000)
-        mover.reviving.begin()
+        mover.reviving.start()
         await _until(lambda: len(mover.fates) < 990)
         await mover.reviving.stop()
         left = len(mover.fates)

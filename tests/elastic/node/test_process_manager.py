@@ -11,7 +11,7 @@ import pytest
 
 from holdfast.elastic.node import process_manager
 from holdfast.elastic.node.children import ChildFailedError
-from holdfast.elastic.node.process_manager import Host
+from holdfast.elastic.node.process_manager import ProcessManager
 from holdfast.wire.secret import Secret
 
 
@@ -27,19 +27,27 @@ def test_a_template_that_fails_by_a_bug_is_said_and_is_a_failed_start(
     async def scene() -> None:
         said: list[str] = []
         mover = cast(Any, SimpleNamespace(ensure=nothing, suffix="", stop=nothing))
-        host = Host(
-            mover, tmp_path, Secret(bytes(range(32))), "entry", (), 0, cast(Any, None),
-            mover_gone=lambda: None, template_gone=lambda: None, say=said.append,
-        )  # fmt: skip
-        await host.prepare(0)  # behind the training: no caller waits for it
+        host = ProcessManager(
+            mover,
+            tmp_path,
+            Secret(bytes(range(32))),
+            "entry",
+            (),
+            0,
+            cast(Any, None),
+            on_mover_exit=lambda: None,
+            on_fork_server_exit=lambda: None,
+            say=said.append,
+        )
+        await host.ensure_processes(0)  # behind the training: no caller waits for it
         async with asyncio.timeout(30):
             while not said:
                 await asyncio.sleep(0)
         assert len(said) == 1
         assert "nobody foresaw this" in said[0]
         with pytest.raises(ChildFailedError, match="nobody foresaw this"):
-            await host.prepare(1)
-        await host.end()
+            await host.ensure_processes(1)
+        await host.shut_down()
 
     monkeypatch.setattr(process_manager, "Template", SimpleNamespace(start=start))
     asyncio.run(scene())

@@ -11,16 +11,16 @@ from typing import Any
 
 import pytest
 
-from holdfast.elastic.node.worker_process import Desk, Process, still_running
-from holdfast.policy.recovery.survivors import Held
+from holdfast.elastic.node.worker_process import CommandServer, WorkerProcess, is_running
+from holdfast.policy.recovery.survivors import HeldState
 
 
-def _question(pid: int, seen: int, held: Held | None = None) -> dict[str, Any]:
+def _question(pid: int, seen: int, held: HeldState | None = None) -> dict[str, Any]:
     return {"process": pid, "seen": seen, "held": None if held is None else held.to_json()}
 
 
-def _process(pid: int = 7) -> Process:
-    return Process(Path("log"), obeys=True, pid=pid)
+def _process(pid: int = 7) -> WorkerProcess:
+    return WorkerProcess(Path("log"), accepts_commands=True, pid=pid)
 
 
 def test_kill_reaches_the_group_and_never_a_stranger() -> None:
@@ -30,45 +30,48 @@ def test_kill_reaches_the_group_and_never_a_stranger() -> None:
     )
     assert child.stdout is not None
     child.stdout.readline()
-    process = Process(Path("log"), obeys=False)
+    process = WorkerProcess(Path("log"), accepts_commands=False)
     process.kill()  # not known yet: as soon as it is
-    process.born(child.pid)
+    process.on_forked(child.pid)
     assert child.wait(10) == -signal.SIGKILL
     assert child.stdout.read() == b""  # the grandchild held the pipe too
     child.stdout.close()
-    assert not still_running(process.pidfd)
+    assert not is_running(process.pidfd)
     process.kill()  # the number may belong to somebody else now: nothing is sent
-    process.ended(-9)
+    process.on_exited(-9)
     assert process.pidfd == -1
-    assert not process.alive
+    assert not process.is_alive
 
 
 def test_orders_are_answered_at_once_when_there_are_any_and_when_they_come() -> None:
     async def main() -> None:
         told: list[int] = []
-        desk = Desk(lambda process: told.append(process.pid))
-        early = asyncio.create_task(desk.handle(0, _question(7, 0)))
+        desk = CommandServer(lambda process: told.append(process.pid))
+        early = asyncio.create_task(desk.handle_poll(0, _question(7, 0)))
         await asyncio.sleep(0)
         process = _process()
         desk.add(process)  # it asked before its fork was told
         await asyncio.sleep(0)
         assert not early.done()
-        process.begin(0, 3, Path("log"), {"kind": "begin"})
+        process.begin_rank(0, 3, Path("log"), {"kind": "begin"})
         assert await early == {"number": 1, "orders": {"kind": "begin"}}
-        assert await desk.handle(0, _question(7, 0)) == {"number": 1, "orders": {"kind": "begin"}}
-        waiting = asyncio.create_task(desk.handle(0, _question(7, 1)))
+        assert await desk.handle_poll(0, _question(7, 0)) == {
+            "number": 1,
+            "orders": {"kind": "begin"},
+        }
+        waiting = asyncio.create_task(desk.handle_poll(0, _question(7, 1)))
         await asyncio.sleep(0)
-        assert process.heard
-        process.halt(3, inside=True)
+        assert process.has_acked
+        process.halt_rank(3, has_lost_replica_peer=True)
         answer = await waiting
         assert answer["number"] == 2
         assert answer["orders"] == {"kind": "halt", "inside": True, "generation": 3}
-        assert not process.heard
-        last = asyncio.create_task(desk.handle(0, _question(7, 2, Held(3, 0, 5))))
+        assert not process.has_acked
+        last = asyncio.create_task(desk.handle_poll(0, _question(7, 2, HeldState(3, 0, 5))))
         await asyncio.sleep(0)
         assert told == [7]
-        assert process.held is not None
-        process.ended(0)
+        assert process.held_state is not None
+        process.on_exited(0)
         assert await last == {"number": 2, "orders": None}
 
     asyncio.run(main())
@@ -76,17 +79,17 @@ def test_orders_are_answered_at_once_when_there_are_any_and_when_they_come() -> 
 
 def test_what_is_held_counts_for_the_generation_that_was_begun() -> None:
     process = _process()
-    process.begin(0, 3, Path("log"), {"kind": "begin"})
-    assert not process.asked(1, Held(2, 0, 5))  # older than the orders
-    assert process.asked(1, Held(3, 0, 6))
-    assert not process.asked(1, Held(3, 0, 6))  # said again
-    process.begin(1, 4, Path("log"), {"kind": "begin"})
-    assert process.held is None
-    assert not process.asked(1, Held(3, 0, 6))
-    process.halt(4, inside=False)
-    assert not process.asked(2, Held(3, 0, 6))  # it may still begin
+    process.begin_rank(0, 3, Path("log"), {"kind": "begin"})
+    assert not process.record_poll(1, HeldState(2, 0, 5))  # older than the orders
+    assert process.record_poll(1, HeldState(3, 0, 6))
+    assert not process.record_poll(1, HeldState(3, 0, 6))  # said again
+    process.begin_rank(1, 4, Path("log"), {"kind": "begin"})
+    assert process.held_state is None
+    assert not process.record_poll(1, HeldState(3, 0, 6))
+    process.halt_rank(4, has_lost_replica_peer=False)
+    assert not process.record_poll(2, HeldState(3, 0, 6))  # it may still begin
     # It has taken the halt and still holds what it held before: it never began.
-    assert process.asked(3, Held(3, 0, 6))
+    assert process.record_poll(3, HeldState(3, 0, 6))
 
 
 @pytest.mark.parametrize(
@@ -94,4 +97,4 @@ def test_what_is_held_counts_for_the_generation_that_was_begun() -> None:
 )
 def test_nonsense_is_refused(body: dict[str, Any]) -> None:
     with pytest.raises((KeyError, ValueError, TypeError)):
-        asyncio.run(Desk(lambda process: None).handle(0, body))
+        asyncio.run(CommandServer(lambda process: None).handle_poll(0, body))

@@ -4,105 +4,109 @@ from typing import Any
 
 import pytest
 
-from holdfast.elastic.node.worker_status import Members
+from holdfast.elastic.node.worker_status import WorkerTable
 from holdfast.elastic.protocol import exit_codes
 from holdfast.events import RunStopped
-from holdfast.policy.recovery.survivors import Held
+from holdfast.policy.recovery.survivors import HeldState
 
 
 def _body(rank: int, step: int, phase: str, marks: int, first: int = 0) -> dict[str, Any]:
-    return {"rank": rank, "step": step, "phase": phase, "marks": marks, "first": first,
-            "events": []}  # fmt: skip
+    return {
+        "rank": rank,
+        "step": step,
+        "phase": phase,
+        "marks": marks,
+        "first": first,
+        "events": [],
+    }
 
 
-def _members(*positions: tuple[int, str, int, float]) -> Members:
-    members = Members(1, len(positions))
+def _members(*positions: tuple[int, str, int, float]) -> WorkerTable:
+    members = WorkerTable(1, len(positions))
     for rank, (step, phase, marks, now) in enumerate(positions):
-        members.expect(rank, 0.0)
-        members.report(_body(rank, step, phase, marks), now)
+        members.expect_worker(rank, 0.0)
+        members.process_report(_body(rank, step, phase, marks), now)
     return members
 
 
 def test_as_long_as_anybody_gets_further_nobody_hangs() -> None:
     members = _members((5, "reduce", 2, 1.0), (5, "compute", 1, 50.0))
-    assert members.hung(60.0, 30.0) is None
-    hung = members.hung(90.0, 30.0)
+    assert members.find_hung(60.0, 30.0) is None
+    hung = members.find_hung(90.0, 30.0)
     assert hung is not None
     assert hung.rank == 1
 
 
 def test_the_one_that_got_least_far_is_to_blame() -> None:
-    members = _members(
-        (5, "reduce", 2, 10.0), (4, "apply", 9, 10.2), (5, "compute", 1, 10.1)
-    )  # fmt: skip
-    hung = members.hung(50.0, 30.0)
+    members = _members((5, "reduce", 2, 10.0), (4, "apply", 9, 10.2), (5, "compute", 1, 10.1))
+    hung = members.find_hung(50.0, 30.0)
     assert hung is not None
     assert hung.rank == 1
-    members.exited(1, 0, -9)
-    hung = members.hung(50.0, 30.0)
+    members.on_exited(1, 0, -9)
+    hung = members.find_hung(50.0, 30.0)
     assert hung is not None
     assert hung.rank == 2
 
 
 def test_a_worker_that_never_reported_hangs_too() -> None:
     members = _members((0, "start", 0, 1.0), (0, "start", 0, 1.0))
-    members.expect(2, 0.5)
-    hung = members.hung(100.0, 30.0)
+    members.expect_worker(2, 0.5)
+    hung = members.find_hung(100.0, 30.0)
     assert hung is not None
     assert (hung.rank, hung.phase) == (2, "fork")
 
 
 def test_an_agent_that_slept_forgives() -> None:
     members = _members((5, "reduce", 2, 10.0))
-    members.forgive(1000.0)
-    assert members.hung(1030.0, 30.0) is None
+    members.forgive_pause(1000.0)
+    assert members.find_hung(1030.0, 30.0) is None
 
 
 def test_the_same_progress_again_is_none() -> None:
     members = _members((5, "reduce", 2, 10.0))
-    members.report(_body(0, 5, "reduce", 2), 100.0)
-    assert members.hung(101.0, 30.0) is not None
+    members.process_report(_body(0, 5, "reduce", 2), 100.0)
+    assert members.find_hung(101.0, 30.0) is not None
 
 
 def test_events_are_taken_once_and_a_stranger_is_refused() -> None:
-    members = Members(1, 1)
-    members.expect(0, 0.0)
+    members = WorkerTable(1, 1)
+    members.expect_worker(0, 0.0)
     event = {"kind": "run_stopped", "event": {"step": 3, "reason": "x"}}
     body = _body(0, 1, "a", 1) | {"events": [event, event]}
-    assert members.report(body, 0.0) == [RunStopped("x", step=3)] * 2
-    assert members.report(body, 0.0) == []
-    assert len(members.report(body | {"first": 1}, 0.0)) == 1
+    assert members.process_report(body, 0.0) == [RunStopped("x", step=3)] * 2
+    assert members.process_report(body, 0.0) == []
+    assert len(members.process_report(body | {"first": 1}, 0.0)) == 1
     with pytest.raises(KeyError):
-        members.report(_body(1, 1, "a", 1), 0.0)
+        members.process_report(_body(1, 1, "a", 1), 0.0)
     unknown = body | {"first": 3, "events": [{"kind": "nonsense", "event": {}}]}
     with pytest.raises(KeyError):
-        members.report(unknown, 0.0)
+        members.process_report(unknown, 0.0)
 
 
 def test_what_one_generation_could_not_tell_is_taken_once_in_the_next() -> None:
     voices: dict[str, int] = {}
     event = {"kind": "run_stopped", "event": {"step": 3, "reason": "x"}}
-    first, second = (Members(number, 1, voices) for number in (1, 2))
+    first, second = (WorkerTable(number, 1, voices) for number in (1, 2))
     for members in (first, second):
-        members.expect(0, 0.0)
+        members.expect_worker(0, 0.0)
     body = _body(0, 1, "a", 1) | {"voice": "me", "events": [event, event]}
-    assert len(first.report(body, 0.0)) == 2
-    assert len(second.report(body | {"first": 1, "events": [event] * 3}, 0.0)) == 2
-    assert len(second.report(body | {"voice": "another"}, 0.0)) == 2
+    assert len(first.process_report(body, 0.0)) == 2
+    assert len(second.process_report(body | {"first": 1, "events": [event] * 3}, 0.0)) == 2
+    assert len(second.process_report(body | {"voice": "another"}, 0.0)) == 2
 
 
 def test_who_has_stopped_does_not_hang() -> None:
     members = _members((5, "reduce", 2, 10.0), (5, "compute", 1, 10.0))
-    members[1].held = Held(1, 1, 4)
-    hung = members.hung(50.0, 30.0)
+    members[1].held_state = HeldState(1, 1, 4)
+    hung = members.find_hung(50.0, 30.0)
     assert hung is not None
     assert hung.rank == 0
-    members[0].held = Held(1, 0, 4)
-    assert members.hung(50.0, 30.0) is None
+    members[0].held_state = HeldState(1, 0, 4)
+    assert members.find_hung(50.0, 30.0) is None
 
 
 def test_exit_codes_in_words() -> None:
-    assert exit_codes.describe(-9) == "SIGKILL"
-    assert exit_codes.describe(-200) == "signal 200"
-    assert exit_codes.describe(3) == "exit 3"
-    assert exit_codes.describe(exit_codes.PEER_LOST) == "exit 75 (lost its peers)"
+    assert exit_codes.describe_exit_code(-9) == "SIGKILL"
+    assert exit_codes.describe_exit_code(-200) == "signal 200"
+    assert exit_codes.describe_exit_code(3) == "exit 3"
+    assert exit_codes.describe_exit_code(exit_codes.PEER_LOST) == "exit 75 (lost its peers)"

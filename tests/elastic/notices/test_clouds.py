@@ -12,9 +12,16 @@ from typing import Any
 import pytest
 
 from holdfast.config.cluster import ClusterConfig
-from holdfast.elastic.notices.clouds import Google, source_of
-from holdfast.elastic.notices.poller import NoticeWatch
-from holdfast.elastic.notices.source import Meaning, Service, Several, Source, SourceError, Warned
+from holdfast.elastic.notices.clouds import GoogleSource, make_notice_source
+from holdfast.elastic.notices.poller import NoticePoller
+from holdfast.elastic.notices.source import (
+    CompositeSource,
+    Disruption,
+    MetadataClient,
+    NoticeSource,
+    NoticeSourceError,
+    TerminationWarning,
+)
 from holdfast.errors import ConfigError
 from holdfast.events import Event, NoticesUnheard
 from tests.support.metadata_service import Metadata, metadata_service
@@ -34,8 +41,8 @@ async def _until(done: Callable[[], object]) -> None:
             await asyncio.sleep(0.01)
 
 
-def _source(world: Metadata, cloud: str) -> Source:
-    found = source_of(
+def _source(world: Metadata, cloud: str) -> NoticeSource:
+    found = make_notice_source(
         ClusterConfig.model_validate({"notices": cloud, "notices_at": world.address}), lambda: NOW
     )
     assert found is not None
@@ -44,53 +51,57 @@ def _source(world: Metadata, cloud: str) -> Source:
 
 def test_aws_says_nothing_then_a_hint_then_a_time(service: Metadata) -> None:
     source = _source(service, "aws")
-    assert source.ask() is None
+    assert source.poll() is None
     service.rebalance = {"noticeTime": "2026-03-01T11:59:59Z"}
-    hint = source.ask()
+    hint = source.poll()
     assert hint is not None
-    assert (hint.seconds, hint.leave) == (120.0, False)
+    assert (hint.seconds_left, hint.must_leave) == (120.0, False)
     service.action = {"action": "terminate", "time": "2026-03-01T12:01:50Z"}
-    assert source.ask() == Warned(110.0, True, "aws: terminate", "terminate 2026-03-01T12:01:50Z")
+    assert source.poll() == TerminationWarning(
+        110.0, True, "aws: terminate", "terminate 2026-03-01T12:01:50Z"
+    )
     service.action = {"action": "hibernate", "time": "2026-03-01T12:02:00Z"}
-    now = source.ask()
+    now = source.poll()
     assert now is not None
-    assert now.seconds == 1.0, "a hibernation begins at once"
+    assert now.seconds_left == 1.0, "a hibernation begins at once"
 
 
 def test_aws_asks_for_a_new_token_when_the_old_one_has_expired(service: Metadata) -> None:
     source = _source(service, "aws")
-    assert source.ask() is None
-    assert source.ask() is None
+    assert source.poll() is None
+    assert source.poll() is None
     assert service.asked["/latest/api/token"] == 1
     service.token, service.action = "two", {"action": "stop", "time": "2026-03-01T12:02:00Z"}
-    found = source.ask()
+    found = source.poll()
     assert found is not None
-    assert (found.seconds, found.source) == (120.0, "aws: stop")
+    assert (found.seconds_left, found.source) == (120.0, "aws: stop")
     assert service.asked["/latest/api/token"] == 2
 
 
 def test_google_ends_a_machine_and_maintains_it(service: Metadata) -> None:
     service.etags = False  # so that no question stays open
     source = _source(service, "google")
-    assert source.ask() is None
+    assert source.poll() is None
     service.maintenance = "MIGRATE_ON_HOST_MAINTENANCE"
-    found = source.ask()
+    found = source.poll()
     assert found is not None
-    assert (found.leave, found.meaning) == (False, Meaning.PAUSE), "a live migration ends nothing"
+    assert (found.must_leave, found.disruption) == (False, Disruption.PAUSE), (
+        "a live migration ends nothing"
+    )
     service.maintenance = "TERMINATE_ON_HOST_MAINTENANCE"
-    found = source.ask()
+    found = source.poll()
     assert found is not None
-    assert (found.leave, found.meaning) == (False, Meaning.BACK)
+    assert (found.must_leave, found.disruption) == (False, Disruption.RESTART)
     service.preempted = "TRUE"
-    assert source.ask() == Warned(30.0, True, "google: preempted", "preempted")
+    assert source.poll() == TerminationWarning(30.0, True, "google: preempted", "preempted")
 
 
 def test_google_answers_when_the_value_changes(service: Metadata) -> None:
     """Two questions stay open, one for each value; nobody asks again before."""
-    heard: list[Warned] = []
+    heard: list[TerminationWarning] = []
 
     async def body() -> None:
-        watch = NoticeWatch(_source(service, "google"), 0.01, heard.append, lambda said: None)
+        watch = NoticePoller(_source(service, "google"), 0.01, heard.append, lambda said: None)
         await _until(lambda: service.open == 2)
         service.maintenance = "TERMINATE_ON_HOST_MAINTENANCE"
         await _until(lambda: len(heard) == 1)
@@ -99,52 +110,59 @@ def test_google_answers_when_the_value_changes(service: Metadata) -> None:
         watch.close()
 
     asyncio.run(body())
-    assert [warned.leave for warned in heard] == [False, True]
+    assert [warned.must_leave for warned in heard] == [False, True]
     assert service.asked["/computeMetadata/v1/instance/preempted"] <= 9, "in haste it would be 1000"
 
 
 def test_google_asks_again_when_a_question_has_been_open_long_enough(service: Metadata) -> None:
-    part = Google(Service(service.address), "preempted", wait=0)
-    assert part.ask() is None
-    assert part.ask() is None, "its time was over at once"
+    part = GoogleSource(MetadataClient(service.address), "preempted", long_poll_s=0)
+    assert part.poll() is None
+    assert part.poll() is None, "its time was over at once"
     service.preempted = "TRUE"
-    found = part.ask()
+    found = part.poll()
     assert found is not None
-    assert found.leave
+    assert found.must_leave
 
 
 def _event(kind: str, number: str = "1", **changed: Any) -> dict[str, Any]:
     before = datetime.fromtimestamp(NOW + 45, UTC)
     return {
-        "EventId": number, "EventType": kind, "ResourceType": "VirtualMachine",
-        "Resources": ["vm-1"], "EventStatus": "Scheduled",
+        "EventId": number,
+        "EventType": kind,
+        "ResourceType": "VirtualMachine",
+        "Resources": ["vm-1"],
+        "EventStatus": "Scheduled",
         "NotBefore": format_datetime(before, usegmt=True),
-    } | changed  # fmt: skip
+    } | changed
 
 
 def test_azure_counts_the_events_of_this_machine(service: Metadata) -> None:
     source = _source(service, "azure")
-    assert source.ask() is None
+    assert source.poll() is None
     service.events = [_event("Preempt", Resources=["vm-2"])]
-    assert source.ask() is None
+    assert source.poll() is None
     service.events += [_event("Freeze", "2"), _event("Completed", "3")]
-    found = source.ask()
+    found = source.poll()
     assert found is not None
-    assert (found.leave, found.meaning, found.source) == (False, Meaning.PAUSE, "azure: Freeze")
+    assert (found.must_leave, found.disruption, found.source) == (
+        False,
+        Disruption.PAUSE,
+        "azure: Freeze",
+    )
     service.events.append(_event("Redeploy", "6"))
-    found = source.ask()
+    found = source.poll()
     assert found is not None
-    assert (found.leave, found.meaning) == (False, Meaning.PAUSE), "both in 45 s"
+    assert (found.must_leave, found.disruption) == (False, Disruption.PAUSE), "both in 45 s"
     service.events.append(_event("Preempt", "4"))
-    assert source.ask() == Warned(45.0, True, "azure: Preempt", "Preempt 4")
+    assert source.poll() == TerminationWarning(45.0, True, "azure: Preempt", "Preempt 4")
     service.events = [_event("Preempt", "5", NotBefore="")]
-    found = source.ask()
+    found = source.poll()
     assert found is not None
-    assert found.seconds == 30.0
+    assert found.seconds_left == 30.0
     service.events = [_event("Preempt", "5", NotBefore="", EventStatus="Started")]
-    found = source.ask()
+    found = source.poll()
     assert found is not None
-    assert found.seconds == 1.0, "it has begun"
+    assert found.seconds_left == 1.0, "it has begun"
 
 
 def test_azure_is_told_when_the_run_has_left(service: Metadata) -> None:
@@ -152,12 +170,13 @@ def test_azure_is_told_when_the_run_has_left(service: Metadata) -> None:
     source = _source(service, "azure")
     source.acknowledge()
     service.events = [
-        _event("Preempt", "all", Resources=["vm-1", "vm-2"]), _event("Freeze", "pause"),
+        _event("Preempt", "all", Resources=["vm-1", "vm-2"]),
+        _event("Freeze", "pause"),
         _event("Terminate", "other", Resources=["vm-2"]),
         _event("Preempt", "mine", Resources=["VM-1"]),  # names are told in either case
         _event("Reboot", "begun", EventStatus="Started"),
-    ]  # fmt: skip
-    assert source.ask() is not None
+    ]
+    assert source.poll() is not None
     assert service.started == []
     source.acknowledge()
     source.acknowledge()
@@ -169,8 +188,8 @@ def test_an_acknowledgement_that_fails_is_said_and_stops_nothing(service: Metada
 
     async def body() -> None:
         service.events = [_event("Preempt", "mine")]
-        heard: list[Warned] = []
-        watch = NoticeWatch(_source(service, "azure"), 60, heard.append, said.append)
+        heard: list[TerminationWarning] = []
+        watch = NoticePoller(_source(service, "azure"), 60, heard.append, said.append)
         await _until(lambda: heard)
         service.illness = "refuses"
         await watch.acknowledge()
@@ -184,19 +203,21 @@ def test_an_acknowledgement_that_fails_is_said_and_stops_nothing(service: Metada
 
 def test_a_file_that_somebody_writes(tmp_path: Path) -> None:
     path = tmp_path / "notice"
-    source = source_of(ClusterConfig(notices="file", notices_at=str(path), grace_seconds=12))
+    source = make_notice_source(
+        ClusterConfig(notices="file", notices_at=str(path), grace_seconds=12)
+    )
     assert source is not None
-    assert source.ask() is None
+    assert source.poll() is None
     path.write_text("")
-    assert source.ask() == Warned(12.0, True, f"file {path}", "file")
+    assert source.poll() == TerminationWarning(12.0, True, f"file {path}", "file")
     path.write_text("90\n")
-    found = source.ask()
+    found = source.poll()
     assert found is not None
-    assert found.seconds == 90.0
+    assert found.seconds_left == 90.0
     for wrong in ("soon", "-1", "nan"):
         path.write_text(wrong)
-        with pytest.raises(SourceError):
-            source.ask()
+        with pytest.raises(NoticeSourceError):
+            source.poll()
 
 
 @pytest.mark.parametrize("illness", ["refuses", "page", "half"])
@@ -206,10 +227,10 @@ def test_an_answer_that_makes_no_sense_is_none(service: Metadata, cloud: str, il
     source = _source(service, cloud)
     service.illness = illness
     service.action = {"action": "terminate", "time": "2026-03-01T12:01:50Z"}
-    with pytest.raises(SourceError):
-        source.ask()
+    with pytest.raises(NoticeSourceError):
+        source.poll()
     service.illness, service.action = "", None
-    assert source.ask() is None
+    assert source.poll() is None
 
 
 @pytest.mark.parametrize("wrong", ["tomorrow", "9999999-01-01", ["now"]])
@@ -217,8 +238,8 @@ def test_a_time_that_is_none(service: Metadata, wrong: Any) -> None:
     service.action = {"action": "terminate", "time": wrong}
     service.events = [_event("Preempt", NotBefore=wrong)]
     for cloud in ("aws", "azure"):
-        with pytest.raises(SourceError, match="not a time"):
-            _source(service, cloud).ask()
+        with pytest.raises(NoticeSourceError, match="not a time"):
+            _source(service, cloud).poll()
 
 
 @pytest.mark.parametrize(
@@ -228,39 +249,41 @@ def test_events_of_a_strange_shape(service: Metadata, events: Any) -> None:
     service.events = events
     source = _source(service, "azure")
     if isinstance(events, list):
-        assert source.ask() is None
+        assert source.poll() is None
     else:
-        with pytest.raises(SourceError, match="list of events"):
-            source.ask()
+        with pytest.raises(NoticeSourceError, match="list of events"):
+            source.poll()
 
 
 def test_a_machine_without_a_name_leaves_for_nobody(service: Metadata) -> None:
     service.name = ""
     service.events = [_event("Preempt")]
-    with pytest.raises(SourceError, match="name"):
-        _source(service, "azure").ask()
+    with pytest.raises(NoticeSourceError, match="name"):
+        _source(service, "azure").poll()
 
 
 @pytest.mark.parametrize("illness", ["drips", "hangs"])
 def test_an_answer_has_an_end(service: Metadata, illness: str) -> None:
     service.illness = illness
-    with pytest.raises(SourceError, match="timed out"):
-        Service(service.address).request("GET", "/anything", {"Metadata": "true"}, seconds=0.3)
+    with pytest.raises(NoticeSourceError, match="timed out"):
+        MetadataClient(service.address).request(
+            "GET", "/anything", {"Metadata": "true"}, timeout_s=0.3
+        )
 
 
 def test_what_cannot_be_asked_is_refused() -> None:
-    assert source_of(ClusterConfig()) is None
+    assert make_notice_source(ClusterConfig()) is None
     for wrong in ("ftp://somewhere", "http://", "http://host:port"):
         with pytest.raises(ConfigError, match="metadata service"):
-            source_of(ClusterConfig(notices="aws", notices_at=wrong))
+            make_notice_source(ClusterConfig(notices="aws", notices_at=wrong))
     with pytest.raises(ConfigError, match="nobody knows whose"):
-        source_of(ClusterConfig(notices="auto", notices_at="http://here"))
+        make_notice_source(ClusterConfig(notices="auto", notices_at="http://here"))
     with pytest.raises(ConfigError, match="no file"):
-        source_of(ClusterConfig(notices="file"))
+        make_notice_source(ClusterConfig(notices="file"))
 
 
 def test_each_notice_is_told_once_and_a_broken_service_stops_nothing(service: Metadata) -> None:
-    heard: list[Warned] = []
+    heard: list[TerminationWarning] = []
     said: list[str] = []
     written: list[Event] = []
 
@@ -269,7 +292,7 @@ def test_each_notice_is_told_once_and_a_broken_service_stops_nothing(service: Me
 
     async def body() -> None:
         service.illness = "refuses"
-        watch = NoticeWatch(
+        watch = NoticePoller(
             _source(service, "aws"), 0.01, heard.append, said.append, written.append
         )
         await _until(lambda: said)
@@ -284,7 +307,7 @@ def test_each_notice_is_told_once_and_a_broken_service_stops_nothing(service: Me
         watch.close()
 
     asyncio.run(body())
-    assert [warned.leave for warned in heard] == [False, True]
+    assert [warned.must_leave for warned in heard] == [False, True]
     assert "503" in said[0]
     assert said[1] == "notices can be had again"
     [unheard] = written
@@ -293,21 +316,22 @@ def test_each_notice_is_told_once_and_a_broken_service_stops_nothing(service: Me
 
 
 def test_a_source_with_a_bug_stops_nothing(service: Metadata) -> None:
-    class Wrong(Source):
-        def ask(self) -> Warned | None:
+    class Wrong(NoticeSource):
+        def poll(self) -> TerminationWarning | None:
             raise ZeroDivisionError("of ours")
 
-    heard: list[Warned] = []
+    heard: list[TerminationWarning] = []
     said: list[str] = []
 
     async def body() -> None:
         service.action = {"action": "terminate", "time": "2026-03-01T12:01:50Z"}
-        both = Several((Wrong(), _source(service, "aws")), "two are asked")
-        watch = NoticeWatch(both, 0.01, heard.append, said.append)
+        both = CompositeSource((Wrong(), _source(service, "aws")), "two are asked")
+        watch = NoticePoller(both, 0.01, heard.append, said.append)
         await _until(lambda: heard and len(said) == 2)
         watch.close()
 
     asyncio.run(body())
     assert said == [
-        "two are asked", "notices cannot be had: ZeroDivisionError: of ours; asking again"
-    ]  # fmt: skip
+        "two are asked",
+        "notices cannot be had: ZeroDivisionError: of ours; asking again",
+    ]

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from holdfast.config.run import RunConfig
-from holdfast.elastic.notices.handler import Notice, Notices, Pending
+from holdfast.elastic.notices.handler import DeferredNotices, Notice, NoticeHandler
 from holdfast.events import (
     CheckpointCommitted,
     CheckpointFailed,
@@ -19,12 +19,19 @@ from holdfast.events import (
     Record,
     SnapshotKept,
 )
-from holdfast.layout import Layout, place
+from holdfast.layout import Layout, place_layout
 from holdfast.policy.saving.tiers import DISK
 
 PEER = {"name": "stage", "address": "127.0.0.1:7600"}
-MODEL = {"preset": None, "layers": 1, "dim": 16, "heads": 2, "kv_heads": 1, "ffn_dim": 16,
-         "vocab_size": 32}  # fmt: skip
+MODEL = {
+    "preset": None,
+    "layers": 1,
+    "dim": 16,
+    "heads": 2,
+    "kv_heads": 1,
+    "ffn_dim": 16,
+    "vocab_size": 32,
+}
 
 
 class World:
@@ -32,17 +39,17 @@ class World:
 
     def __init__(self, **checkpoint: Any) -> None:
         config = RunConfig.model_validate({"model": MODEL, "checkpoint": checkpoint})
-        self.topology = place(Layout(dp_replicate=2), 1, ("a", "b"))
+        self.topology = place_layout(Layout(dp_replicate=2), 1, ("a", "b"))
         self.events: list[Event] = []
         self.said: list[str] = []
-        self.notices = Notices(config, self.events.append, self.said.append)
+        self.notices = NoticeHandler(config, self.events.append, self.said.append)
 
     def saw(self, event: Event, generation: int = 1) -> None:
         self.notices.observe(Record(generation, "mover", 0, 1e9, event))
 
     def hear(self, *nodes: str, seconds: float = 30.0, leave: bool = False) -> tuple[int, ...]:
         notice = Notice(seconds, nodes, leave)
-        return self.notices.heard(notice, self.topology, 7).tiers
+        return self.notices.handle_notice(notice, self.topology, 7).tiers
 
 
 def test_a_run_that_goes_on_is_asked_once_and_by_one_rank() -> None:
@@ -56,11 +63,11 @@ def test_a_run_that_goes_on_is_asked_once_and_by_one_rank() -> None:
     both.hear()
     assert isinstance(both.events[1], EmergencyPlanned)
     assert 0 < plan.bytes < both.events[1].bytes, "a owns some of it, both own all"
-    told = world.notices.answer(0)
+    told = world.notices.worker_reply_fields(0)
     assert (told["request"], told["into"], told["brief"]) == (1, list(plan.tiers), False)
-    assert "request" not in world.notices.answer(1)
+    assert "request" not in world.notices.worker_reply_fields(1)
     world.hear("b")
-    assert world.notices.answer(0)["request"] == 2
+    assert world.notices.worker_reply_fields(0)["request"] == 2
     assert world.said[0].startswith("a will be gone in 30 s: ")
 
 
@@ -69,7 +76,7 @@ def test_bandwidths_are_those_that_were_measured() -> None:
     for _ in range(9):
         world.saw(CheckpointCommitted("k", 10**6, 1e5))
     assert world.hear() == (1,)
-    assert world.notices.answer(0)["durations"] == {"2": 1e5}
+    assert world.notices.worker_reply_fields(0)["durations"] == {"2": 1e5}
 
 
 def test_what_cannot_be_done_in_time_is_tried_all_the_same() -> None:
@@ -78,22 +85,24 @@ def test_what_cannot_be_done_in_time_is_tried_all_the_same() -> None:
         world.saw(CheckpointCommitted("k", 10**6, 1e5))
     assert world.hear(leave=True) == ()
     assert "nothing can be complete in time" in world.said[0]
-    assert world.notices.answer(0)["brief"] is False  # durably, as there is no peer
-    assert asyncio.run(world.notices.not_kept(7)) is None
+    assert world.notices.worker_reply_fields(0)["brief"] is False  # durably, as there is no peer
+    assert asyncio.run(world.notices.wait_for_peer_copy(7)) is None
 
 
 def test_a_save_that_a_new_generation_cut_off_is_asked_for_until_there_is_one() -> None:
     world = World(peers=[PEER])
     world.saw(CheckpointFailed("the disk is full", 4, step=8), generation=4)
     world.saw(CheckpointFailed("an older agent does not say which", step=8), generation=4)
-    assert world.notices.answer(0)["request"] == 0, "that is no better in another step"
+    assert world.notices.worker_reply_fields(0)["request"] == 0, "that is no better in another step"
     world.saw(CheckpointFailed("generation 5 has begun", 4, step=10), generation=5)
-    told = world.notices.answer(0)
+    told = world.notices.worker_reply_fields(0)
     assert (told["request"], told["into"]) == (1, [DISK])
     world.saw(CheckpointCommitted("k", 1, 0.1, step=8), generation=5)
-    assert world.notices.answer(0)["into"] == [DISK], "an older one does not make it good"
+    assert world.notices.worker_reply_fields(0)["into"] == [DISK], (
+        "an older one does not make it good"
+    )
     world.saw(CheckpointCommitted("k", 1, 0.1, step=11), generation=5)
-    assert world.notices.answer(0)["into"] == []
+    assert world.notices.worker_reply_fields(0)["into"] == []
 
 
 def test_a_run_that_leaves_with_a_snapshot_waits_until_a_peer_has_it() -> None:
@@ -104,8 +113,8 @@ def test_a_run_that_leaves_with_a_snapshot_waits_until_a_peer_has_it() -> None:
         world.saw(SnapshotKept("stage", 10**6, 1.0, step=99))
         world.saw(GenerationStarted({}, "resume", None, step=5))  # 99 was of another branch
         world.hear(leave=True, seconds=seconds)
-        assert world.notices.answer(1) == {"brief": True}
-        waiting = asyncio.create_task(world.notices.not_kept(8))
+        assert world.notices.worker_reply_fields(1) == {"brief": True}
+        waiting = asyncio.create_task(world.notices.wait_for_peer_copy(8))
         await asyncio.sleep(0)
         world.saw(SnapshotKept("stage", 10**6, 1.0, step=kept))
         return await waiting
@@ -127,36 +136,39 @@ def test_a_run_folder_on_a_nodes_own_disk_is_not_counted_on() -> None:
     """Peers, or a bucket fed by a durable save; where there is neither, the disk all the same."""
     peers = World(peers=[PEER], folder_survives=False)
     assert peers.hear(leave=True) == (1,)
-    assert peers.notices.answer(0)["brief"]
+    assert peers.notices.worker_reply_fields(0)["brief"]
     bucket = World(peers=[PEER], bucket="s3://bucket/run", folder_survives=False)
     assert set(bucket.hear(leave=True)) == {1, 3}
-    assert not bucket.notices.answer(0)["brief"]
+    assert not bucket.notices.worker_reply_fields(0)["brief"]
     stays = World(bucket="s3://bucket/run", folder_survives=False)
     assert stays.hear("a") == (3,)
-    assert stays.notices.answer(0)["into"] == [3, 2]
+    assert stays.notices.worker_reply_fields(0)["into"] == [3, 2]
     late = World(peers=[PEER], folder_survives=False)
     assert late.hear(seconds=1e-6) == ()
-    assert late.notices.answer(0)["into"] == [1]
+    assert late.notices.worker_reply_fields(0)["into"] == [1]
     alone = World(folder_survives=False)
     assert alone.hear(leave=True) == ()
     assert "no tier survives" in alone.said[-1]
-    assert not alone.notices.answer(0)["brief"]
+    assert not alone.notices.worker_reply_fields(0)["brief"]
     assert World().hear(leave=True) == (2,)
 
 
 def test_what_is_heard_between_two_generations_is_kept_for_the_next() -> None:
-    held = Pending()
-    assert held.take(0.0) == []
+    held = DeferredNotices()
+    assert held.take_all(0.0) == []
     hint = Notice(60.0, source="aws: rebalance recommendation")
-    held.hold(hint, 100.0)
-    held.hold(Notice(30.0, ("b",)), 100.0)
-    held.hold(Notice(120.0, leave=True, source="aws: terminate"), 105.0)
-    held.hold(Notice(100.0, leave=True, source="aws: terminate"), 115.0)  # said more exactly
-    assert held.take(120.0) == [
-        Notice(95.0, leave=True, source="aws: terminate"),
-        Notice(10.0, ("b",)), Notice(40.0, source="aws: rebalance recommendation"),
-    ]  # fmt: skip
-    assert held.take(120.0) == [], "each is delivered once"
-    held.hold(hint, 0.0)
-    held.hold(Notice(30.0, leave=True), 0.0)
-    assert held.take(200.0) == [Notice(1.0, leave=True)], "a hint has its time; who leaves has to"
+    held.add(hint, 100.0)
+    held.add(Notice(30.0, ("b",)), 100.0)
+    held.add(Notice(120.0, must_leave=True, source="aws: terminate"), 105.0)
+    held.add(Notice(100.0, must_leave=True, source="aws: terminate"), 115.0)  # said more exactly
+    assert held.take_all(120.0) == [
+        Notice(95.0, must_leave=True, source="aws: terminate"),
+        Notice(10.0, ("b",)),
+        Notice(40.0, source="aws: rebalance recommendation"),
+    ]
+    assert held.take_all(120.0) == [], "each is delivered once"
+    held.add(hint, 0.0)
+    held.add(Notice(30.0, must_leave=True), 0.0)
+    assert held.take_all(200.0) == [Notice(1.0, must_leave=True)], (
+        "a hint has its time; who leaves has to"
+    )

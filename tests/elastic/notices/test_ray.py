@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 
 from holdfast.config.cluster import ClusterConfig
-from holdfast.elastic.notices.clouds import source_of
-from holdfast.elastic.notices.ray import Ray
-from holdfast.elastic.notices.source import SourceError
+from holdfast.elastic.notices.clouds import make_notice_source
+from holdfast.elastic.notices.ray import RaySource
+from holdfast.elastic.notices.source import NoticeSourceError
 from holdfast.errors import ConfigError
 from tests.support.processes import runs
 
@@ -55,15 +55,15 @@ class Head:
         package = folder / "ray"
         (package / "_private").mkdir(parents=True)
         for name, text in (
-            ("__init__.py", ""), ("_raylet.py", RAYLET), ("_private/__init__.py", ""),
+            ("__init__.py", ""),
+            ("_raylet.py", RAYLET),
+            ("_private/__init__.py", ""),
             ("_private/state.py", STATE),
-        ):  # fmt: skip
+        ):
             (package / name).write_text(text)
         self._answer = folder / "answer.json"
         self.says({})
-        self.environment = os.environ | {
-            "PYTHONPATH": str(folder), "RAY_STANDS": str(self._answer)
-        }  # fmt: skip
+        self.environment = os.environ | {"PYTHONPATH": str(folder), "RAY_STANDS": str(self._answer)}
 
     def says(self, what: object) -> None:
         fresh = self._answer.with_suffix(".new")
@@ -77,56 +77,62 @@ def head(tmp_path: Path) -> Head:
 
 
 @pytest.fixture
-def ray(head: Head) -> Iterator[Ray]:
-    source = Ray("here:6379", "", 0.01, head.environment, lambda: 1000.0)
+def ray(head: Head) -> Iterator[RaySource]:
+    source = RaySource("here:6379", "", 0.01, head.environment, lambda: 1000.0)
     yield source
     source.close()
 
 
-def test_a_drain_is_heard_with_its_deadline(head: Head, ray: Ray) -> None:
+def test_a_drain_is_heard_with_its_deadline(head: Head, ray: RaySource) -> None:
     head.says({"there": 9})
-    assert ray.ask() is None
+    assert ray.poll() is None
     head.says({"there": 9, "own": 1_045_000})
-    heard = ray.ask()
+    heard = ray.poll()
     assert heard is not None
-    assert (heard.seconds, heard.leave, heard.source) == (45.0, True, "ray: the node is drained")
+    assert (heard.seconds_left, heard.must_leave, heard.source) == (
+        45.0,
+        True,
+        "ray: the node is drained",
+    )
     head.says({"own": 0})
-    heard = ray.ask()
+    heard = ray.poll()
     assert heard is not None
-    assert heard.seconds == 30.0, "a drain without a deadline"
+    assert heard.seconds_left == 30.0, "a drain without a deadline"
 
 
 def test_a_node_that_is_named_needs_no_address(head: Head) -> None:
-    ray = Ray("here:6379", "there", 0.01, head.environment, lambda: 1000.0)
+    ray = RaySource("here:6379", "there", 0.01, head.environment, lambda: 1000.0)
     head.says({"there": 1_009_000})
-    heard = ray.ask()
+    heard = ray.poll()
     ray.close()
     assert heard is not None
-    assert heard.seconds == 9.0
-    with pytest.raises(SourceError):
-        ray.ask()
+    assert heard.seconds_left == 9.0
+    with pytest.raises(NoticeSourceError):
+        ray.poll()
 
 
 def test_a_head_that_is_away_costs_no_more_than_the_child(
-    head: Head, ray: Ray, monkeypatch: pytest.MonkeyPatch
+    head: Head, ray: RaySource, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert ray.ask() is None
+    assert ray.poll() is None
     head.says("die")
-    with pytest.raises(SourceError, match="has ended"):
-        ray.ask()
+    with pytest.raises(NoticeSourceError, match="has ended"):
+        ray.poll()
     monkeypatch.setattr("holdfast.elastic.notices.ray.START_SECONDS", 0.2)
     head.says("hang")
-    with pytest.raises(SourceError, match="does not answer"):
-        ray.ask()
+    with pytest.raises(NoticeSourceError, match="does not answer"):
+        ray.poll()
     monkeypatch.setattr("holdfast.elastic.notices.ray.START_SECONDS", 60.0)
     for wrong, match in (
-        ("noise", "not JSON"), ([], "AttributeError"), ({"own": "soon"}, "'soon' where a time"),
-    ):  # fmt: skip
+        ("noise", "not JSON"),
+        ([], "AttributeError"),
+        ({"own": "soon"}, "'soon' where a time"),
+    ):
         head.says(wrong)
-        with pytest.raises(SourceError, match=match):
-            ray.ask()
+        with pytest.raises(NoticeSourceError, match=match):
+            ray.poll()
     head.says({"own": 1_045_000})
-    assert ray.ask() is not None
+    assert ray.poll() is not None
 
 
 def test_the_child_ends_with_its_agent(head: Head) -> None:
@@ -139,9 +145,12 @@ def test_the_child_ends_with_its_agent(head: Head) -> None:
         "sys.stdin.read()\n"
     )
     agent = subprocess.Popen(
-        [sys.executable, "-c", starts], env=head.environment, text=True,
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-    )  # fmt: skip
+        [sys.executable, "-c", starts],
+        env=head.environment,
+        text=True,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
     assert agent.stdout is not None
     child = int(agent.stdout.readline())
     agent.send_signal(signal.SIGKILL)
@@ -155,7 +164,9 @@ def test_the_child_ends_with_its_agent(head: Head) -> None:
 def test_what_cannot_be_asked_is_refused() -> None:
     for environment in ({}, {"RAY_ADDRESS": "auto"}):
         with pytest.raises(ConfigError, match="the address of Ray's head is not known"):
-            source_of(ClusterConfig(notices="ray"), environment=environment)
+            make_notice_source(ClusterConfig(notices="ray"), environment=environment)
     if importlib.util.find_spec("ray") is None:
         with pytest.raises(ConfigError, match="ray is not installed"):
-            source_of(ClusterConfig(notices="ray", notices_at="10.0.0.1:6379"), environment={})
+            make_notice_source(
+                ClusterConfig(notices="ray", notices_at="10.0.0.1:6379"), environment={}
+            )

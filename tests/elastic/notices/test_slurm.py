@@ -17,9 +17,9 @@ from pathlib import Path
 import pytest
 
 from holdfast.config.cluster import ClusterConfig
-from holdfast.elastic.notices.clouds import source_of
-from holdfast.elastic.notices.slurm import slurm
-from holdfast.elastic.notices.source import Warned
+from holdfast.elastic.notices.clouds import make_notice_source
+from holdfast.elastic.notices.slurm import make_slurm_source
+from holdfast.elastic.notices.source import TerminationWarning
 from holdfast.errors import ConfigError
 
 NOW = datetime(2026, 3, 1, 12, 0, 0, tzinfo=UTC).timestamp()
@@ -92,9 +92,9 @@ def _agent(environment: dict[str, str]) -> Iterator[subprocess.Popen[str]]:
             process.stdout.close()
 
 
-def _said(process: subprocess.Popen[str]) -> Warned:
+def _said(process: subprocess.Popen[str]) -> TerminationWarning:
     assert process.stdout is not None
-    return Warned(*json.loads(process.stdout.readline()))
+    return TerminationWarning(*json.loads(process.stdout.readline()))
 
 
 def test_signals_are_notices_and_the_queue_says_how_much_is_left(tmp_path: Path) -> None:
@@ -103,13 +103,13 @@ def test_signals_are_notices_and_the_queue_says_how_much_is_left(tmp_path: Path)
     with _agent(environment) as process:
         process.send_signal(signal.SIGUSR1)
         heard = _said(process)
-        assert (heard.source, heard.leave) == ("slurm: SIGUSR1", True)
-        assert 400 < heard.seconds <= 600
+        assert (heard.source, heard.must_leave) == ("slurm: SIGUSR1", True)
+        assert 400 < heard.seconds_left <= 600
         _squeue(tmp_path, _at(time.time() + 300))  # preempted: the end is nearer
         process.send_signal(signal.SIGTERM)
         heard = _said(process)
-        assert (heard.source, heard.leave) == ("slurm: SIGTERM", True)
-        assert 100 < heard.seconds <= 300
+        assert (heard.source, heard.must_leave) == ("slurm: SIGTERM", True)
+        assert 100 < heard.seconds_left <= 300
 
 
 @pytest.mark.parametrize(
@@ -129,11 +129,11 @@ def test_signals_are_notices_and_the_queue_says_how_much_is_left(tmp_path: Path)
 )
 def test_how_much_is_left(tmp_path: Path, first: str, now: str, usr1: float, term: float) -> None:
     environment = _squeue(tmp_path, first) | {"SLURM_JOB_END_TIME": f"{NOW + 77:.0f}"}
-    source = slurm(25.0, environment, lambda: NOW)
-    source.learn()
+    source = make_slurm_source(25.0, environment, lambda: NOW)
+    source.read_settings()
     _squeue(tmp_path, now)
-    assert source.left(signal.SIGUSR1) == usr1
-    assert source.left(signal.SIGTERM) == term
+    assert source.seconds_until_kill(signal.SIGUSR1) == usr1
+    assert source.seconds_until_kill(signal.SIGTERM) == term
 
 
 def test_the_time_from_term_to_kill_is_slurms_own_setting(tmp_path: Path) -> None:
@@ -143,9 +143,13 @@ def test_the_time_from_term_to_kill_is_slurms_own_setting(tmp_path: Path) -> Non
         ("exit 1", 30.0),
     ):
         _script(tmp_path / "scontrol", "show config", says)
-        source = slurm(0.0, environment, lambda: NOW)
-        source.learn()
-        assert source.left(signal.SIGTERM) == source.left(signal.SIGUSR1) == grace
+        source = make_slurm_source(0.0, environment, lambda: NOW)
+        source.read_settings()
+        assert (
+            source.seconds_until_kill(signal.SIGTERM)
+            == source.seconds_until_kill(signal.SIGUSR1)
+            == grace
+        )
 
 
 def test_a_queue_that_does_not_answer_is_not_waited_for(
@@ -155,20 +159,20 @@ def test_a_queue_that_does_not_answer_is_not_waited_for(
     environment = _squeue(tmp_path, "exec sleep 1000")
     for path, left in ((environment["PATH"], 50.0), ("", 50.0)):
         environment |= {"PATH": path, "SLURM_JOB_END_TIME": f"{NOW + 50:.0f}"}
-        source = slurm(25.0, environment, lambda: NOW)
-        source.learn()
-        assert source.left(signal.SIGUSR1) == left
+        source = make_slurm_source(25.0, environment, lambda: NOW)
+        source.read_settings()
+        assert source.seconds_until_kill(signal.SIGUSR1) == left
 
 
 def test_two_signals_at_once_are_the_nearer_one(tmp_path: Path) -> None:
-    source = slurm(30.0, _squeue(tmp_path, "exit 1"), lambda: NOW)
-    source.signals()[signal.SIGTERM]()
-    source.signals()[signal.SIGUSR1]()
-    heard = source.ask()
+    source = make_slurm_source(30.0, _squeue(tmp_path, "exit 1"), lambda: NOW)
+    source.signal_handlers()[signal.SIGTERM]()
+    source.signal_handlers()[signal.SIGUSR1]()
+    heard = source.poll()
     assert heard is not None
-    assert (heard.source, heard.seconds) == ("slurm: SIGTERM", 30.0)
+    assert (heard.source, heard.seconds_left) == ("slurm: SIGTERM", 30.0)
 
 
 def test_outside_of_a_job_it_is_refused() -> None:
     with pytest.raises(ConfigError, match="runs in no Slurm job"):
-        source_of(ClusterConfig(notices="slurm"), environment={})
+        make_notice_source(ClusterConfig(notices="slurm"), environment={})

@@ -7,7 +7,7 @@ import pytest
 from holdfast.checkpoint.mover.client import MoverGoneError
 from holdfast.config.checkpoint import CheckpointConfig
 from holdfast.elastic.worker import checkpointer
-from holdfast.elastic.worker.checkpointer import where_there_is_room, while_replaced
+from holdfast.elastic.worker.checkpointer import make_with_fewer_slots, retry_until_mover_is_up
 from holdfast.errors import FencedError, HoldfastError
 
 
@@ -22,7 +22,7 @@ def _asked(rules: CheckpointConfig, error: HoldfastError | None = None) -> tuple
             raise error
         return slots
 
-    where_there_is_room(make, rules, lambda key, reason: said.append(f"{key}: {reason}"))
+    make_with_fewer_slots(make, rules, lambda key, reason: said.append(f"{key}: {reason}"))
     assert all(text.startswith("checkpoint.slots: ") for text in said)
     return tried, len(said)
 
@@ -51,7 +51,7 @@ def test_a_mover_that_is_being_replaced_is_waited_for(monkeypatch: pytest.Monkey
             raise MoverGoneError("it does not answer")
         return "an arena"
 
-    assert while_replaced(make, asked.append) == "an arena"
+    assert retry_until_mover_is_up(make, asked.append) == "an arena"
     assert len(asked) == 3
 
     def interrupted(seconds: float) -> None:
@@ -59,8 +59,8 @@ def test_a_mover_that_is_being_replaced_is_waited_for(monkeypatch: pytest.Monkey
 
     asked.clear()
     with pytest.raises(KeyboardInterrupt):
-        while_replaced(make, interrupted)
-    monkeypatch.setattr(checkpointer, "_MOVER_SECONDS", 0.0)
+        retry_until_mover_is_up(make, interrupted)
+    monkeypatch.setattr(checkpointer, "_MOVER_RETURN_TIMEOUT_S", 0.0)
     with pytest.raises(MoverGoneError):
-        while_replaced(make, asked.append)
+        retry_until_mover_is_up(make, asked.append)
     assert asked == []

@@ -14,13 +14,13 @@ import torch
 import torch.distributed as dist
 
 from holdfast.elastic.protocol import exit_codes
-from holdfast.elastic.protocol.worker_spec import WorkerBoot
+from holdfast.elastic.protocol.worker_spec import WorkerSpec
 from holdfast.elastic.worker import commands as orders_module
-from holdfast.elastic.worker.commands import Begin, End, HaltedError, Held, Orders
-from holdfast.elastic.worker.stuck_threads import Sleeper, Who, stuck
+from holdfast.elastic.worker.commands import Begin, CommandClient, End, HaltedError, WorkerHeldState
+from holdfast.elastic.worker.stuck_threads import ThreadId, ThreadWatcher, is_any_stuck
 from holdfast.errors import PeerLostError
-from holdfast.layout import Layout, place
-from holdfast.parallel.comm.transport import Peers, exchange
+from holdfast.layout import Layout, place_layout
+from holdfast.parallel.comm.transport import PeerGroup, exchange
 from holdfast.parallel.torch_compat import Work
 from holdfast.wire.http.client import Client, UnreachableError
 from tests.support.control_server import SECRET, Desk, controlling
@@ -30,10 +30,10 @@ SECONDS = 60.0
 
 
 @contextmanager
-def asking() -> Iterator[tuple[Orders, Desk]]:
+def asking() -> Iterator[tuple[CommandClient, Desk]]:
     desk = Desk()
     with controlling(desk=desk) as control:
-        orders = Orders(control.address, SECRET, 7)
+        orders = CommandClient(control.address, SECRET, 7)
         orders.start()
         wait_until(lambda: 7 in desk.asked, SECONDS, "the first question")
         yield orders, desk
@@ -41,8 +41,8 @@ def asking() -> Iterator[tuple[Orders, Desk]]:
 
 
 def _begin(generation: int, **more: Any) -> dict[str, Any]:
-    topology = place(Layout(), generation, ("node0",))
-    boot = WorkerBoot({}, topology.to_json(), generation, 0, 1, "h:1", "", "", "", None, 0, "", "")
+    topology = place_layout(Layout(), generation, ("node0",))
+    boot = WorkerSpec({}, topology.to_json(), generation, 0, 1, "h:1", "", "", "", None, 0, "", "")
     told = {"topology": topology.to_json(), "step": 3}
     return {"kind": "begin", "boot": boot.to_json(), "came_from": [None], "before": told, **more}
 
@@ -61,18 +61,18 @@ def test_a_halt_wakes_who_blocks_and_one_of_the_past_does_not() -> None:
 
     with asking() as (orders, desk), orders.interruptible(2, interrupt):
         desk.give(7, _halt(1))
-        wait_until(lambda: orders.halted(1), SECONDS, "the older halt")
-        assert not orders.halted(2)
+        wait_until(lambda: orders.is_halted(1), SECONDS, "the older halt")
+        assert not orders.is_halted(2)
         assert woken == []
         desk.give(7, _halt(2, inside=False))
         assert wake.wait(SECONDS)
         # Who does not come back is woken by all means.
         wait_until(lambda: woken == [False, True], SECONDS, "the second attempt")
     with pytest.raises(HaltedError):
-        orders.check(2)
+        orders.check_halted(2)
     with pytest.raises(HaltedError), orders.interruptible(2, interrupt):
         pytest.fail("a generation that is over was entered")
-    orders.check(3)
+    orders.check_halted(3)
 
 
 def test_who_is_woken_slowly_is_woken_once_more_all_the_same() -> None:
@@ -110,14 +110,14 @@ def test_who_comes_back_while_it_is_woken_is_not_woken_once_more() -> None:
 def test_what_is_held_is_told_at_once_and_orders_count_once() -> None:
     with asking() as (orders, desk):
         desk.give(7, _begin(2))
-        first = orders.next(None)
+        first = orders.wait_for_command(None)
         assert isinstance(first, Begin)
-        assert (first.boot.generation, first.came_from) == (2, (None,))
-        assert first.before is not None
-        assert first.before.step == 3
+        assert (first.spec.generation, first.came_from) == (2, (None,))
+        assert first.previous is not None
+        assert first.previous.step == 3
         answer: list[Begin | End] = []
-        held = Held(2, 0, 5, None, False, "peer", "somebody is gone", (2, 0))
-        waiting = threading.Thread(target=lambda: answer.append(orders.next(held)))
+        held = WorkerHeldState(2, 0, 5, None, False, "peer", "somebody is gone", (2, 0))
+        waiting = threading.Thread(target=lambda: answer.append(orders.wait_for_command(held)))
         waiting.start()
         wait_until(lambda: 7 in desk.held, SECONDS, "what is held")
         assert desk.held[7]["applied"] == 5
@@ -130,13 +130,13 @@ def test_what_is_held_is_told_at_once_and_orders_count_once() -> None:
 def test_a_halt_takes_back_what_was_ordered_before_it() -> None:
     with asking() as (orders, desk):
         desk.give(7, _begin(2))
-        wait_until(lambda: orders.halted(1), SECONDS, "the order")
+        wait_until(lambda: orders.is_halted(1), SECONDS, "the order")
         desk.give(7, _halt(2))
-        wait_until(lambda: orders.halted(2), SECONDS, "the halt")
+        wait_until(lambda: orders.is_halted(2), SECONDS, "the halt")
         desk.give(7, _begin(3))
-        found = orders.next(None)
+        found = orders.wait_for_command(None)
         assert isinstance(found, Begin)
-        assert found.boot.generation == 3
+        assert found.spec.generation == 3
 
 
 def test_a_client_that_is_aborted_ends_what_waits() -> None:
@@ -162,7 +162,7 @@ def test_a_client_that_is_aborted_ends_what_waits() -> None:
 
 @ranks(2, dies={0: exit_codes.PEER_LOST, 1: "SIGKILL"})
 def test_who_waits_for_the_rest_of_a_message_that_never_comes_ends(rank: RankContext) -> None:
-    peers = Peers(rank.store(), "inside", rank.rank, 2, seconds=600)
+    peers = PeerGroup(rank.store(), "inside", rank.rank, 2, seconds=600)
     receive, come = peers.receive, list[torch.Tensor]()
     lengths = [1, 16 << 20]  # 128 MB
 
@@ -184,7 +184,7 @@ def test_who_waits_for_the_rest_of_a_message_that_never_comes_ends(rank: RankCon
 
     with (
         asking() as (orders, desk),
-        orders.interruptible(2, lambda _: peers.abort(), mortal=True),
+        orders.interruptible(2, lambda _: peers.abort(), exits_if_stuck=True),
     ):
         threading.Thread(target=broken_off, args=(desk,)).start()
         exchange(peers, record, lengths, 1)
@@ -193,7 +193,7 @@ def test_who_waits_for_the_rest_of_a_message_that_never_comes_ends(rank: RankCon
 @ranks(2, dies={0: exit_codes.PEER_LOST})
 def test_who_cannot_even_be_woken_ends(rank: RankContext) -> None:
     """What is to wake the training thread waits in gloo itself, and so does who leaves."""
-    peers = Peers(rank.store(), "inside", rank.rank, 2, seconds=600)
+    peers = PeerGroup(rank.store(), "inside", rank.rank, 2, seconds=600)
     if rank.rank == 1:
         rank.wait_mark("waits", 0)
         with pytest.raises(PeerLostError):
@@ -205,7 +205,7 @@ def test_who_cannot_even_be_woken_ends(rank: RankContext) -> None:
         wakes.set()
         exchange(peers, torch.ones(1, dtype=torch.int64), [1, 1], 1)
 
-    with asking() as (orders, desk), orders.interruptible(2, interrupt, mortal=True):
+    with asking() as (orders, desk), orders.interruptible(2, interrupt, exits_if_stuck=True):
         desk.give(7, _halt(2))
         assert wakes.wait(SECONDS)
         rank.mark("waits")
@@ -214,7 +214,7 @@ def test_who_cannot_even_be_woken_ends(rank: RankContext) -> None:
 @ranks(2, dies={0: exit_codes.PEER_LOST})
 def test_who_gets_stuck_as_it_wakes_once_more_is_seen(rank: RankContext) -> None:
     """The first attempt is over at once and in vain; the second one waits in gloo itself."""
-    peers = Peers(rank.store(), "inside", rank.rank, 2, seconds=600)
+    peers = PeerGroup(rank.store(), "inside", rank.rank, 2, seconds=600)
     if rank.rank == 1:
         rank.wait_mark("waits", 0)
         with pytest.raises(PeerLostError):
@@ -228,7 +228,7 @@ def test_who_gets_stuck_as_it_wakes_once_more_is_seen(rank: RankContext) -> None
             rank.mark("waits")
             exchange(peers, torch.ones(1, dtype=torch.int64), [1, 1], 1)
 
-    with asking() as (orders, desk), orders.interruptible(2, interrupt, mortal=True):
+    with asking() as (orders, desk), orders.interruptible(2, interrupt, exits_if_stuck=True):
         desk.give(7, _halt(2, inside=False))
         rank.wait_mark("never", 1)
 
@@ -236,7 +236,7 @@ def test_who_gets_stuck_as_it_wakes_once_more_is_seen(rank: RankContext) -> None
 @ranks(2)
 def test_who_is_still_to_be_woken_is_not_taken_for_stuck(rank: RankContext) -> None:
     """It sleeps in gloo with good reason, as long as the first attempt is under way."""
-    peers = Peers(rank.store(), "inside", rank.rank, 2, seconds=600)
+    peers = PeerGroup(rank.store(), "inside", rank.rank, 2, seconds=600)
     if rank.rank == 1:
         rank.wait_mark("woken", 0)
         return
@@ -245,7 +245,7 @@ def test_who_is_still_to_be_woken_is_not_taken_for_stuck(rank: RankContext) -> N
         threading.Event().wait(4.0)  # computes nothing, and is in no room that communicates
         peers.abort()
 
-    with asking() as (orders, desk), orders.interruptible(2, interrupt, mortal=True):
+    with asking() as (orders, desk), orders.interruptible(2, interrupt, exits_if_stuck=True):
         desk.give(7, _halt(2))
         with pytest.raises(PeerLostError):
             exchange(peers, torch.ones(1, dtype=torch.int64), [1, 1], 1)
@@ -266,14 +266,14 @@ def test_a_log_that_hangs_as_it_is_written_into_holds_nobody(rank: RankContext) 
     with asking() as (orders, desk):
         with orders.interruptible(2, lambda _: None):
             desk.give(7, _halt(2))
-            threading.Event().wait(orders_module._TELL_SECONDS + 1.0)
+            threading.Event().wait(orders_module._STACK_DUMP_AFTER_S + 1.0)
         desk.give(7, _begin(3))
-        assert isinstance(orders.next(None), Begin)
+        assert isinstance(orders.wait_for_command(None), Begin)
         with orders.interruptible(3, lambda _: None):
             desk.give(7, _halt(3))
-            wait_until(lambda: orders.halted(3), SECONDS, "the next halt")
+            wait_until(lambda: orders.is_halted(3), SECONDS, "the next halt")
         desk.give(7, {"kind": "end"})
-        assert orders.next(None) == End()
+        assert orders.wait_for_command(None) == End()
         said = b""
         while b"as above" not in said or b"in test_a_log_that_hangs" not in said:
             said += os.read(read, 1 << 16)
@@ -307,8 +307,8 @@ def _found_in_a_backward(meanwhile: Callable[[], object] = lambda: None) -> list
 
 def _looking(found: list[bool]) -> threading.Thread:
     """From soon on."""
-    own = Who.me()
-    return threading.Timer(0.3, lambda: found.append(stuck([own], 0.5)))
+    own = ThreadId.current()
+    return threading.Timer(0.3, lambda: found.append(is_any_stuck([own], 0.5)))
 
 
 def test_who_waits_elsewhere_is_not_stuck() -> None:
@@ -327,10 +327,15 @@ def test_who_computes_is_not_stuck() -> None:
 @ranks(2)
 def test_who_waits_for_a_rank_that_hangs_says_so_and_the_other_does_not(rank: RankContext) -> None:
     rank.init_torch_world()
-    sleeper, hung = Sleeper(Who.me()), threading.Event()
+    sleeper, hung = ThreadWatcher(ThreadId.current()), threading.Event()
 
     def look() -> None:
-        said = [sleeper.asleep(), threading.Event().wait(0.5), sleeper.asleep(), sleeper.asleep()]
+        said = [
+            sleeper.is_asleep(),
+            threading.Event().wait(0.5),
+            sleeper.is_asleep(),
+            sleeper.is_asleep(),
+        ]
         assert said == [False, False, rank.rank == 1, rank.rank == 1]
         rank.barrier("said")
         hung.set()
@@ -342,7 +347,9 @@ def test_who_waits_for_a_rank_that_hangs_says_so_and_the_other_does_not(rank: Ra
     dist.all_reduce(torch.ones(1))
     looking.join(SECONDS)
     assert hung.is_set()
-    computing = threading.Timer(0.3, lambda: said.extend([sleeper.asleep(), sleeper.asleep()]))
+    computing = threading.Timer(
+        0.3, lambda: said.extend([sleeper.is_asleep(), sleeper.is_asleep()])
+    )
     said = list[bool]()
     computing.start()
     while not said or computing.is_alive():

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.checkpoint.restore.verify import newest_verified
+from holdfast.checkpoint.restore.verify import find_newest_verified
 from holdfast.config.run import RunConfig
 from holdfast.core.sharding.state_table import state_table
-from holdfast.layout import Layout, Topology, place
+from holdfast.layout import Layout, Topology, place_layout
 from holdfast.wire.store.run_store import FolderStore
 from tests.support.processes import STOPPED, runs, state
 from tests.support.ranks import wait_until
@@ -34,18 +34,18 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Undisturbed:
     folder = tmp_path_factory.mktemp("whole")
     with pytest.MonkeyPatch.context() as patch:
         config = config_in(folder)
-        journal = run(folder / "alone", config, place(Layout(), 1, one_node(1)), patch)
+        journal = run(folder / "alone", config, place_layout(Layout(), 1, one_node(1)), patch)
     losses = journal.losses()
     assert sorted(losses) == list(range(1, STEPS + 1))
     return Undisturbed(config, losses, journal.fed())
 
 
 def _three(generation: int = 1) -> Topology:
-    return place(Layout(dp_replicate=3), generation, one_node(3))
+    return place_layout(Layout(dp_replicate=3), generation, one_node(3))
 
 
 def _two(generation: int) -> Topology:
-    return place(Layout(dp_replicate=2), generation, one_node(2))
+    return place_layout(Layout(dp_replicate=2), generation, one_node(2))
 
 
 def test_survivors_hold_and_go_on_without_the_lost_one(
@@ -58,9 +58,14 @@ def test_survivors_hold_and_go_on_without_the_lost_one(
         run.begin(_two(2), [2, 0], FAULT - 1, came_from=[2, 0], before=_three())
 
     journal = run(
-        tmp_path / "run", whole.config, _three(), monkeypatch, script,
-        deeds={"die": [1, 1, FAULT]}, dies=[1],
-    )  # fmt: skip
+        tmp_path / "run",
+        whole.config,
+        _three(),
+        monkeypatch,
+        script,
+        deeds={"die": [1, 1, FAULT]},
+        dies=[1],
+    )
     assert journal.losses() == whole.losses
     assert journal.fed() == whole.fed
 
@@ -84,9 +89,13 @@ def test_an_exception_in_a_step_ends_no_process(
         run.begin(_three(2), [0, 1, 2], step, came_from=came_from, before=_three())
 
     journal = run(
-        tmp_path / "run", whole.config, _three(), monkeypatch, script,
+        tmp_path / "run",
+        whole.config,
+        _three(),
+        monkeypatch,
+        script,
         deeds={deed: [1, 1, FAULT]},
-    )  # fmt: skip
+    )
     assert journal.losses() == whole.losses
     assert journal.fed() == whole.fed
 
@@ -101,9 +110,15 @@ def test_a_standby_takes_a_lost_place(
         run.desk.give(run.pid(4), {"kind": "end"})
 
     journal = run(
-        tmp_path / "run", whole.config, _three(), monkeypatch, script, standbys=2,
-        deeds={"die": [1, 1, FAULT]}, dies=[1],
-    )  # fmt: skip
+        tmp_path / "run",
+        whole.config,
+        _three(),
+        monkeypatch,
+        script,
+        standbys=2,
+        deeds={"die": [1, 1, FAULT]},
+        dies=[1],
+    )
     assert journal.losses() == whole.losses
     assert journal.fed() == whole.fed
 
@@ -120,9 +135,14 @@ def test_who_waits_for_one_that_hangs_is_woken(
         run.begin(_two(2), [0, 2], FAULT - 1, came_from=[0, 2], before=_three())
 
     journal = run(
-        tmp_path / "run", whole.config, _three(), monkeypatch, script,
-        deeds={"stand still": [1, 1, FAULT]}, dies=[1],
-    )  # fmt: skip
+        tmp_path / "run",
+        whole.config,
+        _three(),
+        monkeypatch,
+        script,
+        deeds={"stand still": [1, 1, FAULT]},
+        dies=[1],
+    )
     assert journal.losses() == whole.losses
     assert journal.fed() == whole.fed
 
@@ -142,13 +162,18 @@ def test_a_loss_while_the_next_generation_is_made(
         held = run.wait_held([0], 2)[0]
         assert (held["kind"], held["applied"], held["torn"]) == ("halt", FAULT - 1, False)
         assert held["state"] == [1, 0]
-        alone = place(Layout(), 3, one_node(1))
+        alone = place_layout(Layout(), 3, one_node(1))
         run.begin(alone, [0], FAULT - 1, came_from=[0], before=_three())
 
     journal = run(
-        tmp_path / "run", whole.config, _three(), monkeypatch, script,
-        deeds={"die": [1, 1, FAULT], "die while joining": [2, 2, 0]}, dies=[1, 2],
-    )  # fmt: skip
+        tmp_path / "run",
+        whole.config,
+        _three(),
+        monkeypatch,
+        script,
+        deeds={"die": [1, 1, FAULT], "die while joining": [2, 2, 0]},
+        dies=[1, 2],
+    )
     assert journal.losses() == whole.losses
     assert journal.fed() == whole.fed
 
@@ -166,13 +191,18 @@ def test_one_that_stands_still_while_the_next_generation_is_made(
         held = run.wait_held([0], 2)[0]
         run.kill(2)
         assert (held["kind"], held["applied"], held["torn"]) == ("halt", FAULT - 1, False)
-        alone = place(Layout(), 3, one_node(1))
+        alone = place_layout(Layout(), 3, one_node(1))
         run.begin(alone, [0], FAULT - 1, came_from=[0], before=_three())
 
     journal = run(
-        tmp_path / "run", whole.config, _three(), monkeypatch, script,
-        deeds={"die": [1, 1, FAULT], "stand still while joining": [2, 2, 0]}, dies=[1, 2],
-    )  # fmt: skip
+        tmp_path / "run",
+        whole.config,
+        _three(),
+        monkeypatch,
+        script,
+        deeds={"die": [1, 1, FAULT], "stand still while joining": [2, 2, 0]},
+        dies=[1, 2],
+    )
     assert journal.losses() == whole.losses
     assert journal.fed() == whole.fed
 
@@ -191,13 +221,17 @@ def test_a_pause_loses_nothing_and_saves_nothing(
         assert [(h["kind"], h["applied"], h["torn"]) for h in held] == [("paused", step, False)] * 2
         assert not run.mover.store.list("checkpoints/")
         run.halt([0, 1], 1)
-        after = place(Layout(dp_shard=2), 2, one_node(2))
+        after = place_layout(Layout(dp_shard=2), 2, one_node(2))
         run.begin(after, [1, 0], step, came_from=[1, 0], before=_two(1))
 
     journal = run(
-        tmp_path / "run", whole.config, _two(1), monkeypatch, script,
+        tmp_path / "run",
+        whole.config,
+        _two(1),
+        monkeypatch,
+        script,
         deeds={"wait for a pause": [1, 0, FAULT]},
-    )  # fmt: skip
+    )
     losses = journal.losses()
     assert losses == pytest.approx(whole.losses, rel=1e-10)
     assert journal.fed() == whole.fed
@@ -214,18 +248,23 @@ def test_what_was_lost_with_a_shard_is_read_from_memory(
     def script(run: Run) -> None:
         (held,) = run.wait_held([0], 1)
         assert (held["kind"], held["torn"]) == ("peer", False)
-        alone = place(Layout(), 2, one_node(1))
-        run.mover.client(1).drain(10.0, durable=False)
+        alone = place_layout(Layout(), 2, one_node(1))
+        run.mover.client(1).drain(10.0, until_durable=False)
         client = run.mover.begin(alone, state_table(config.model, config.train.precision))
-        newest = client.newest()
+        newest = client.find_restore_point()
         assert 0 < newest.step < FAULT
         assert not newest.durable
         run.begin(alone, [0], newest.step, restore=newest.key, opened=True)
 
     journal = run(
-        tmp_path / "run", config, place(Layout(dp_shard=2), 1, one_node(2)), monkeypatch, script,
-        deeds={"die": [1, 1, FAULT]}, dies=[1],
-    )  # fmt: skip
+        tmp_path / "run",
+        config,
+        place_layout(Layout(dp_shard=2), 1, one_node(2)),
+        monkeypatch,
+        script,
+        deeds={"die": [1, 1, FAULT]},
+        dies=[1],
+    )
     losses = journal.losses()
     assert losses == pytest.approx(whole.losses, rel=1e-10)
     assert journal.fed() == whole.fed
@@ -242,15 +281,20 @@ def test_what_lies_inside_a_whole_replica_outlives_the_loss_of_another(
         run.halt([0, 1], 1, inside=False)
         held = run.wait_held([0, 1], 1)
         assert {(h["applied"], h["torn"]) for h in held} == {(FAULT - 1, False)}
-        after = place(Layout(dp_shard=2), 2, one_node(2))
-        before = place(layout, 1, one_node(4))
+        after = place_layout(Layout(dp_shard=2), 2, one_node(2))
+        before = place_layout(layout, 1, one_node(4))
         run.begin(after, [0, 1], FAULT - 1, came_from=[0, 1], before=before)
         run.desk.give(run.pid(2), {"kind": "end"})
 
     journal = run(
-        tmp_path / "run", whole.config, place(layout, 1, one_node(4)), monkeypatch, script,
-        deeds={"die": [1, 3, FAULT]}, dies=[3],
-    )  # fmt: skip
+        tmp_path / "run",
+        whole.config,
+        place_layout(layout, 1, one_node(4)),
+        monkeypatch,
+        script,
+        deeds={"die": [1, 3, FAULT]},
+        dies=[3],
+    )
     said = (tmp_path / "run" / "ranks" / "rank0.log").read_text()
     assert "goes on from step" in said
     assert "build" not in said
@@ -267,12 +311,17 @@ def test_a_loss_in_the_last_step_leaves_a_checkpoint_of_it(
         run.begin(_two(2), [0, 2], STEPS, came_from=[0, 2], before=_three())
 
     journal = run(
-        tmp_path / "run", whole.config, _three(), monkeypatch, script,
-        deeds={"die in the update": [1, 1, STEPS]}, dies=[1],
-    )  # fmt: skip
+        tmp_path / "run",
+        whole.config,
+        _three(),
+        monkeypatch,
+        script,
+        deeds={"die in the update": [1, 1, STEPS]},
+        dies=[1],
+    )
     assert journal.losses() == whole.losses
     assert journal.fed() == whole.fed
-    newest = newest_verified(FolderStore(tmp_path / "run" / "run"), lambda *_: None)
+    newest = find_newest_verified(FolderStore(tmp_path / "run" / "run"), lambda *_: None)
     assert newest is not None
     assert (newest.commit.step, newest.commit.generation) == (STEPS, 2)
 
@@ -284,15 +333,19 @@ def test_what_is_not_finite_or_rotten_is_said_and_ends_no_process(
         (held,) = run.wait_held([0], 1)
         assert (held["kind"], held["applied"], held["torn"]) == ("non_finite", FAULT - 1, False)
         run.mover.store.create("rotten", b"{")
-        run.begin(place(Layout(), 2, one_node(1)), [0], 2, restore="rotten")
+        run.begin(place_layout(Layout(), 2, one_node(1)), [0], 2, restore="rotten")
         (held,) = run.wait_held([0], 2)
         assert (held["kind"], held["torn"], held["state"]) == ("rotten", True, None)
         assert "rotten" in held["text"]
-        run.begin(place(Layout(), 3, one_node(1)), [0], 0)
+        run.begin(place_layout(Layout(), 3, one_node(1)), [0], 0)
 
     journal = run(
-        tmp_path / "run", whole.config, place(Layout(), 1, one_node(1)), monkeypatch, script,
+        tmp_path / "run",
+        whole.config,
+        place_layout(Layout(), 1, one_node(1)),
+        monkeypatch,
+        script,
         deeds={"not finite": [1, 0, FAULT]},
-    )  # fmt: skip
+    )
     assert journal.losses() == whole.losses
     assert journal.fed() == whole.fed

@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
-from holdfast.checkpoint.restore.verify import newest_verified
+from holdfast.checkpoint.restore.verify import find_newest_verified
 from holdfast.config.run import RunConfig
 from holdfast.core.sharding.state_table import state_table
-from holdfast.elastic.protocol.worker_spec import WorkerBoot
+from holdfast.elastic.protocol.worker_spec import WorkerSpec
 from holdfast.elastic.worker.worker import Worker
-from holdfast.layout import Layout, Topology, place
+from holdfast.layout import Layout, Topology, place_layout
 from holdfast.wire.secret import Secret
 from tests.support import control_server
 from tests.support.control_server import Control, controlling
@@ -62,12 +62,12 @@ def _config(folder: Path) -> RunConfig:
 def _life(rank: RankContext, boot: dict[str, Any], secret: str, after: Any) -> list[Any]:
     """A worker from its first step to its last, by way of `after` if that is given."""
     boot |= {"rank": rank.rank, "forked": time.monotonic()}
-    worker = Worker(WorkerBoot.from_json(boot), Secret.from_hex(secret))
+    worker = Worker(WorkerSpec.from_json(boot), Secret.from_hex(secret))
     worker.begin()
     outcome = worker.train()
     steps = [outcome.step]
     if after is not None:
-        assert (outcome.kind, outcome.unsaved) == ("left", None)
+        assert (outcome.kind, outcome.unsaved_reason) == ("left", None)
         assert worker.step == outcome.step
         rank.mark("left")
         wait_until((rank.folder / "opened").exists, 30, "the next generation")
@@ -76,7 +76,7 @@ def _life(rank: RankContext, boot: dict[str, Any], secret: str, after: Any) -> l
         worker.adopt(topology, me, [rank.world_size - 1 - r for r in range(rank.world_size)])
         outcome = worker.train()
         steps.append(outcome.step)
-    assert (outcome.kind, outcome.unsaved) == ("finished", None)
+    assert (outcome.kind, outcome.unsaved_reason) == ("finished", None)
     worker.close()
     assert worker.reporter.close()
     return steps
@@ -92,9 +92,12 @@ def _opening(folder: Path, mover: Mover, control: Control, topology: Topology, t
 
 
 def _run(
-    folder: Path, config: RunConfig, topology: Topology, after: Topology | None,
+    folder: Path,
+    config: RunConfig,
+    topology: Topology,
+    after: Topology | None,
     monkeypatch: pytest.MonkeyPatch,
-) -> tuple[Journal, list[list[int]], Mover]:  # fmt: skip
+) -> tuple[Journal, list[list[int]], Mover]:
     """One run of real workers; its journal, the steps at which they stopped, its store."""
     (folder / "run").mkdir(parents=True)
     (folder / "ranks").mkdir()
@@ -106,10 +109,21 @@ def _run(
     try:
         mover.begin(topology, table)
         with controlling(journal.report) as control:
-            boot = WorkerBoot(
-                config.model_dump(mode="json"), topology.to_json(), 1, 0, 1, control.address,
-                mover.socket, str(folder / "run"), dataset, None, 0, "cpu", "",
-            )  # fmt: skip
+            boot = WorkerSpec(
+                config.model_dump(mode="json"),
+                topology.to_json(),
+                1,
+                0,
+                1,
+                control.address,
+                mover.socket,
+                str(folder / "run"),
+                dataset,
+                None,
+                0,
+                "cpu",
+                "",
+            )
             arguments = {"boot": boot.to_json(), "secret": mover.secret.hex(), "after": None}
             opening = threading.Thread()
             if after is not None:
@@ -142,10 +156,14 @@ def test_workers_adopt_a_topology(
     config = _config(tmp_path)
     nodes = ("node0", "node0")
     alone, ((whole,),), _ = _run(
-        tmp_path / "alone", config, place(Layout(), 1, nodes[:1]), None, monkeypatch
+        tmp_path / "alone", config, place_layout(Layout(), 1, nodes[:1]), None, monkeypatch
     )
     journal, stopped, mover = _run(
-        tmp_path / "moved", config, place(before, 1, nodes), place(after, 2, nodes), monkeypatch
+        tmp_path / "moved",
+        config,
+        place_layout(before, 1, nodes),
+        place_layout(after, 2, nodes),
+        monkeypatch,
     )
     ((left, finished),) = {tuple(steps) for steps in stopped}
     assert LEAVE <= left < finished == whole == STEPS
@@ -154,6 +172,6 @@ def test_workers_adopt_a_topology(
         assert loss == pytest.approx(alone.losses[step], rel=1e-10)
     assert sorted(journal.fed) == sorted(alone.fed)
     assert sorted(journal.ready) == [(1, 0, 0), (1, 1, 0), (2, 0, left), (2, 1, left)]
-    newest = newest_verified(mover.store, lambda *_: None)
+    newest = find_newest_verified(mover.store, lambda *_: None)
     assert newest is not None
     assert (newest.commit.step, newest.commit.generation) == (STEPS, 2)

@@ -25,9 +25,12 @@ def worlds(rank: RankContext, address: str) -> list[float]:
 
     store = _store(address)
     dist.init_process_group(
-        "gloo", store=dist.PrefixStore("1/world", store), rank=rank.rank,
-        world_size=rank.world_size, timeout=timedelta(seconds=30),
-    )  # fmt: skip
+        "gloo",
+        store=dist.PrefixStore("1/world", store),
+        rank=rank.rank,
+        world_size=rank.world_size,
+        timeout=timedelta(seconds=30),
+    )
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("row", "column"))
     out = []
     for group in (None, mesh.get_group("row"), mesh.get_group("column")):
@@ -56,7 +59,7 @@ def bare_groups(rank: RankContext, address: str) -> list[Any]:
     import torch
     from torch.distributed import DistStoreError  # type: ignore[attr-defined]
 
-    from holdfast.parallel.comm.transport import Peers, exchange
+    from holdfast.parallel.comm.transport import PeerGroup, exchange
 
     store = _store(address)
     asked: list[str] = []
@@ -68,7 +71,7 @@ def bare_groups(rank: RankContext, address: str) -> list[Any]:
 
     store._ask = ask
     size = rank.world_size
-    groups = [Peers(store, name, rank.rank, size, seconds=60) for name in ("g1/a", "g1/b")]
+    groups = [PeerGroup(store, name, rank.rank, size, seconds=60) for name in ("g1/a", "g1/b")]
     said = [
         int(record)
         for peers in groups
@@ -93,17 +96,37 @@ def same_answers(rank: RankContext, address: str) -> None:
 
     ours, theirs = _store(address), dist.HashStore()
     script: list[tuple[str, tuple[Any, ...]]] = [
-        ("set", ("a", "1")), ("get", ("a",)), ("set", ("a", "two")), ("get", ("a",)),
-        ("add", ("n", 5)), ("add", ("n", -2)), ("get", ("n",)), ("add", ("m", 0)),
-        ("check", (["a", "n"],)), ("check", (["a", "z"],)),
-        ("compare_set", ("c", "", "x")), ("compare_set", ("c", "x", "y")),
-        ("compare_set", ("c", "x", "z")), ("get", ("c",)), ("compare_set", ("d", "q", "r")),
-        ("check", (["d"],)), ("num_keys", ()), ("delete_key", ("a",)), ("delete_key", ("a",)),
-        ("check", (["a"],)), ("num_keys", ()), ("set", ("empty", "")), ("get", ("empty",)),
-        ("set", ("bytes", "\x00\x7f")), ("get", ("bytes",)),
-        ("append", ("log", "one")), ("append", ("log", "two")), ("get", ("log",)),
-        ("wait", (["log", "n"],)), ("multi_get", (["log", "n"],)),
-    ]  # fmt: skip
+        ("set", ("a", "1")),
+        ("get", ("a",)),
+        ("set", ("a", "two")),
+        ("get", ("a",)),
+        ("add", ("n", 5)),
+        ("add", ("n", -2)),
+        ("get", ("n",)),
+        ("add", ("m", 0)),
+        ("check", (["a", "n"],)),
+        ("check", (["a", "z"],)),
+        ("compare_set", ("c", "", "x")),
+        ("compare_set", ("c", "x", "y")),
+        ("compare_set", ("c", "x", "z")),
+        ("get", ("c",)),
+        ("compare_set", ("d", "q", "r")),
+        ("check", (["d"],)),
+        ("num_keys", ()),
+        ("delete_key", ("a",)),
+        ("delete_key", ("a",)),
+        ("check", (["a"],)),
+        ("num_keys", ()),
+        ("set", ("empty", "")),
+        ("get", ("empty",)),
+        ("set", ("bytes", "\x00\x7f")),
+        ("get", ("bytes",)),
+        ("append", ("log", "one")),
+        ("append", ("log", "two")),
+        ("get", ("log",)),
+        ("wait", (["log", "n"],)),
+        ("multi_get", (["log", "n"],)),
+    ]
     for name, arguments in script:
         expected, got = getattr(theirs, name)(*arguments), getattr(ours, name)(*arguments)
         assert expected == got, (name, arguments, expected, got)
@@ -121,8 +144,10 @@ def waits(rank: RankContext, address: str) -> None:
     from holdfast.errors import FencedError
 
     store = _store(address)
-    for waiting in (lambda: _store(address, 0.1).get("never"),
-                    lambda: store.wait(["never"], timedelta(seconds=0.1))):  # fmt: skip
+    for waiting in (
+        lambda: _store(address, 0.1).get("never"),
+        lambda: store.wait(["never"], timedelta(seconds=0.1)),
+    ):
         with pytest.raises(dist.DistStoreError, match="never"):
             waiting()
     got: list[bytes] = []

@@ -11,8 +11,8 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any, BinaryIO
 
-from holdfast.elastic.node.worker_status import Members
-from holdfast.elastic.worker.reporter import Reporter, Untold
+from holdfast.elastic.node.worker_status import WorkerTable
+from holdfast.elastic.worker.reporter import AgentReporter, UnsentEvents
 from holdfast.events import BatchFed, Event, StepDone
 from holdfast.wire.http.client import Client, RequestError
 from tests.support.control_server import SECRET, controlling
@@ -23,8 +23,8 @@ class Desk:
     """The agent's end: takes reports as the agent does, and remembers them."""
 
     def __init__(self) -> None:
-        self.members = Members(1, 1)
-        self.members.expect(0, 0.0)
+        self.members = WorkerTable(1, 1)
+        self.members.expect_worker(0, 0.0)
         self.events: list[Event] = []
         self.bodies: list[dict[str, Any]] = []
         self.stop = False
@@ -32,7 +32,7 @@ class Desk:
 
     async def report(self, generation: int, body: dict[str, Any]) -> dict[str, Any]:
         self.bodies.append(body)
-        self.events += self.members.report(body, 0.0)
+        self.events += self.members.process_report(body, 0.0)
         stored = self.stored or not body["sync"]
         return {"stop": self.stop, "generation": generation, "stored": stored}
 
@@ -42,12 +42,16 @@ def _step(step: int) -> StepDone:
 
 
 @contextmanager
-def reporting(address: str, generation: int = 1, heartbeat: float = 0.01) -> Iterator[Reporter]:
+def reporting(
+    address: str, generation: int = 1, heartbeat: float = 0.01
+) -> Iterator[AgentReporter]:
     errors: list[BaseException] = []
-    reporter = Reporter(
-        Client(address, SECRET, generation, patience=0.2), 0, heartbeat=heartbeat,
+    reporter = AgentReporter(
+        Client(address, SECRET, generation, connect_retry_s=0.2),
+        0,
+        heartbeat_s=heartbeat,
         on_error=errors.append,
-    )  # fmt: skip
+    )
     reporter.errors = errors  # type: ignore[attr-defined]
     reporter.start()
     try:
@@ -128,7 +132,7 @@ def test_a_callable_runs_after_its_events_are_durable() -> None:
     seen: list[list[int]] = []
     with controlling(desk.report) as control, reporting(control.address) as reporter:
         reporter.emit(_step(1))
-        reporter.then(lambda: seen.append([e.step for e in desk.events]))
+        reporter.call_when_durable(lambda: seen.append([e.step for e in desk.events]))
         reporter.emit(_step(2))
         wait_until(lambda: sum(b["sync"] for b in desk.bodies) >= 3, 10, "three attempts")
         assert seen == []  # the disk is full: the snapshot is not announced
@@ -147,7 +151,7 @@ def test_a_full_disk_holds_up_the_callable_and_no_event() -> None:
     with controlling(desk.report) as control, reporting(control.address) as reporter:
         for step in range(10):
             reporter.emit(_step(step))
-            reporter.then(lambda step=step: ran.append(step))  # type: ignore[misc]
+            reporter.call_when_durable(lambda step=step: ran.append(step))  # type: ignore[misc]
         wait_until(lambda: len(desk.events) == 10, 10, "all events")
         assert ran == []
         assert not reporter.flush(0.1)
@@ -160,10 +164,10 @@ def test_a_full_disk_holds_up_the_callable_and_no_event() -> None:
 def test_a_callable_that_was_foretold_needs_no_request_of_its_own() -> None:
     desk, ran = Desk(), threading.Event()
     with controlling(desk.report) as control, reporting(control.address, heartbeat=90) as reporter:
-        reporter.foretell()
+        reporter.expect_callback()
         reporter.emit(_step(1))
-        wait_until(lambda: reporter._durable == 1, 60, "the step's events")
-        reporter.then(ran.set)
+        wait_until(lambda: reporter._durable_below == 1, 60, "the step's events")
+        reporter.call_when_durable(ran.set)
         assert ran.wait(60)
         assert [body["sync"] for body in desk.bodies] == [True]
         assert [body["calls"] for body in desk.bodies] == [True]  # it is not taken for silent
@@ -178,9 +182,9 @@ def test_a_foretold_callable_waits_for_what_is_not_durable_yet() -> None:
     desk, ran = Desk(), threading.Event()
     desk.stored = False
     with controlling(desk.report) as control, reporting(control.address) as reporter:
-        reporter.foretell()
+        reporter.expect_callback()
         reporter.emit(_step(1))
-        reporter.then(ran.set)
+        reporter.call_when_durable(ran.set)
         wait_until(lambda: sum(b["sync"] for b in desk.bodies) >= 3, 60, "three attempts")
         assert not ran.is_set()
         desk.stored = True
@@ -192,7 +196,7 @@ def test_nobody_is_silent_who_was_not_expected_to_do_anything_else() -> None:
     desk, ran = Desk(), list[int]()
     with controlling(desk.report) as control, reporting(control.address, heartbeat=90) as reporter:
         for number in (1, 2):
-            reporter.then(lambda: ran.append(len(desk.bodies)))
+            reporter.call_when_durable(lambda: ran.append(len(desk.bodies)))
             wait_until(lambda number=number: len(ran) == number, 60, "the callable")  # type: ignore[misc]
             reporter.emit(_step(number))
             wait_until(lambda number=number: len(desk.events) == number, 60, "an event")  # type: ignore[misc]
@@ -203,22 +207,22 @@ def test_nobody_is_silent_who_was_not_expected_to_do_anything_else() -> None:
 def test_what_nobody_waits_for_goes_along_with_what_comes_next() -> None:
     desk, ran = Desk(), threading.Event()
     with controlling(desk.report) as control, reporting(control.address, heartbeat=90) as reporter:
-        reporter.mention(_step(1))
-        reporter.then(ran.set)  # does not wait for it, but takes it along
+        reporter.emit_lazily(_step(1))
+        reporter.call_when_durable(ran.set)  # does not wait for it, but takes it along
         assert ran.wait(60)
         wait_until(lambda: len(desk.events) == 1, 60, "what was mentioned")
-        reporter.foretell()
+        reporter.expect_callback()
         reporter.emit(_step(2))
         wait_until(lambda: len(desk.events) == 2, 60, "an event")
-        reporter.mention(_step(3))
+        reporter.emit_lazily(_step(3))
         ran.clear()
-        reporter.then(ran.set)
+        reporter.call_when_durable(ran.set)
         assert ran.wait(60)
         assert len(desk.bodies) == 2
-        reporter.mention(_step(4))  # one may wait
+        reporter.emit_lazily(_step(4))  # one may wait
         wait_until(lambda: len(desk.events) == 4, 60, "both that were mentioned")
         assert len(desk.bodies) == 3
-        reporter.mention(_step(5))
+        reporter.emit_lazily(_step(5))
         assert reporter.flush(60)
     assert [event.step for event in desk.events] == [1, 2, 3, 4, 5]
 
@@ -226,16 +230,16 @@ def test_what_nobody_waits_for_goes_along_with_what_comes_next() -> None:
 def test_training_that_waits_for_its_ledger_sends_what_was_mentioned() -> None:
     desk = Desk()
     with controlling(desk.report) as control, reporting(control.address, heartbeat=90) as reporter:
-        reporter.mention(_step(1))
-        reporter.catch_up(1)
-        assert reporter._patient
+        reporter.emit_lazily(_step(1))
+        reporter.wait_until_sent(1)
+        assert reporter._may_wait
     assert [event.step for event in desk.events] == [1]
 
 
 def test_a_callable_that_fails_holds_nobody_up() -> None:
     desk = Desk()
     with controlling(desk.report) as control, reporting(control.address) as reporter:
-        reporter.then(lambda: 1 // 0)
+        reporter.call_when_durable(lambda: 1 // 0)
         reporter.emit(_step(1))
         assert reporter.flush(10)
         errors = [type(e) for e in reporter.errors]  # type: ignore[attr-defined]
@@ -254,7 +258,9 @@ def test_events_that_cannot_travel_or_be_read_take_no_others_with_them() -> None
     object.__setattr__(unheard := Unheard(step=2), "kind", "unheard_of")
     with controlling(desk.report) as control, reporting(control.address) as reporter:
         desk.stored = False
-        reporter.then(lambda: None)  # keeps what follows in the queue, to make one batch of it
+        reporter.call_when_durable(
+            lambda: None
+        )  # keeps what follows in the queue, to make one batch of it
         reporter.emit(_step(1))
         reporter.emit(unheard)
         reporter.emit(_step(3))
@@ -281,10 +287,10 @@ def test_a_backlog_that_is_too_long_for_one_request_arrives() -> None:
 def test_wishes_come_back_with_any_answer() -> None:
     desk = Desk()
     with controlling(desk.report) as control, reporting(control.address) as reporter:
-        assert not reporter.wishes.stop
+        assert not reporter.requests.should_stop
         desk.stop = True
-        wait_until(lambda: reporter.wishes.stop, 60, "the wish")
-        assert reporter.wishes.newest_generation == 1
+        wait_until(lambda: reporter.requests.should_stop, 60, "the wish")
+        assert reporter.requests.newest_generation == 1
 
 
 def test_progress_is_the_newest_and_counted() -> None:
@@ -306,7 +312,7 @@ def test_an_older_generation_learns_that_it_is_fenced() -> None:
         assert reporter.flush(10)
         control.begin(2)
         reporter.emit(_step(2))
-        wait_until(lambda: reporter.fenced, 60, "the fence")
+        wait_until(lambda: reporter.is_fenced, 60, "the fence")
         assert not reporter.flush(10)
     assert [e.step for e in desk.events] == [1]
 
@@ -326,13 +332,13 @@ def test_what_was_not_told_is_told_once_in_the_next_generation() -> None:
             reporter.emit(_step(1))
             wait_until(lambda: desk.events, 60, "the first batch")
             reporter.emit(_step(2))
-            untold = reporter.leave()
+            untold = reporter.close_and_take_unsent()
         assert [(number, event.step) for number, event in untold.events] == [(0, 1), (1, 2)]
         answering.set()
         control.begin(2)
-        more = replace(untold, next=4, events=(*untold.events, (2, _step(3)), (3, _step(2))))
-        second = Reporter(
-            Client(control.address, SECRET, 2), 0, heartbeat=0.01, untold=more.until(2)
+        more = replace(untold, next_number=4, events=(*untold.events, (2, _step(3)), (3, _step(2))))
+        second = AgentReporter(
+            Client(control.address, SECRET, 2), 0, heartbeat_s=0.01, unsent=more.up_to_step(2)
         )
         second.start()
         second.emit(_step(4))
@@ -345,9 +351,9 @@ def test_of_what_was_not_told_a_part_is_left_out() -> None:
     what it fed before."""
     fed = [BatchFed(0, [], step=step) for step in (1, 2)]
     events: list[Event] = [fed[0], _step(1), fed[1], _step(2)]
-    untold = Untold("voice", 7, tuple(enumerate(events, 3)))
-    assert untold.until(1) == replace(untold, events=((3, fed[0]), (4, _step(1))))
-    assert untold.without(BatchFed) == replace(untold, events=((4, _step(1)), (6, _step(2))))
+    untold = UnsentEvents("voice", 7, tuple(enumerate(events, 3)))
+    assert untold.up_to_step(1) == replace(untold, events=((3, fed[0]), (4, _step(1))))
+    assert untold.without_kind(BatchFed) == replace(untold, events=((4, _step(1)), (6, _step(2))))
 
 
 def test_training_waits_for_a_ledger_that_lies_behind_but_not_again_and_again() -> None:
@@ -359,19 +365,19 @@ def test_training_waits_for_a_ledger_that_lies_behind_but_not_again_and_again() 
 
     with controlling(report) as control, reporting(control.address) as reporter:
         reporter.emit(_step(5))
-        reporter.catch_up(4)  # nothing is owed of these steps
-        reporter.catch_up(5)
-        assert not reporter._patient  # it was waited for in vain, and is not any more
+        reporter.wait_until_sent(4)  # nothing is owed of these steps
+        reporter.wait_until_sent(5)
+        assert not reporter._may_wait  # it was waited for in vain, and is not any more
         answering.set()
-        wait_until(lambda: reporter._told(5), 60, "the ledger")
-        reporter.catch_up(5)
-        assert reporter._patient
+        wait_until(lambda: reporter._is_sent_up_to(5), 60, "the ledger")
+        reporter.wait_until_sent(5)
+        assert reporter._may_wait
 
 
 def test_the_outcome_is_told_before_flush_returns() -> None:
     desk = Desk()
     with controlling(desk.report) as control, reporting(control.address) as reporter:
-        reporter.outcome("finished", 7)
+        reporter.report_outcome("finished", 7)
         assert reporter.flush(10)
     (member,) = desk.members
     assert member.outcome == ("finished", 7)
@@ -391,6 +397,6 @@ def test_a_step_is_timed_without_what_lies_between_two() -> None:
         wait_until(lambda: time.monotonic() - begun > 20 * inside, 30, "a wait between two steps")
         reporter.progress(3, "compute")
         wait_until(lambda: desk.members[0].step == 3, 30, "the third step")
-        seconds, steps = desk.members[0].worked
+        seconds, steps = desk.members[0].step_time
     assert steps == 2
     assert 0 <= seconds < 20 * inside

@@ -9,7 +9,7 @@ from typing import Any, cast
 import pytest
 
 from holdfast.checkpoint.peers.client import PeerError
-from holdfast.elastic.worker.restore import RottenError, _load
+from holdfast.elastic.worker.restore import CorruptCheckpointError, _load_with_retry
 from holdfast.errors import HoldfastError, StoreError
 
 
@@ -22,7 +22,7 @@ def load(folder: Path, *ends: HoldfastError | None) -> int:
             raise end
 
     session: Any = SimpleNamespace(engine=SimpleNamespace(load=once))
-    _load(session, cast(Any, None), str(folder))
+    _load_with_retry(session, cast(Any, None), str(folder))
     return len(ends) - len(left)
 
 
@@ -34,7 +34,7 @@ def test_a_source_that_fails_once_is_asked_again(tmp_path: Path) -> None:
 
 def test_what_a_failing_peer_alone_holds_is_given_up(tmp_path: Path) -> None:
     """The next older state is begun from, rather than this one tried until the run gives up."""
-    with pytest.raises(RottenError, match=r"cannot be read: 10\.0\.0\.7 broke off"):
+    with pytest.raises(CorruptCheckpointError, match=r"cannot be read: 10\.0\.0\.7 broke off"):
         load(tmp_path, PeerError("10.0.0.7 broke off"), PeerError("10.0.0.7 broke off"))
-    with pytest.raises(RottenError, match="it cannot be read"):
+    with pytest.raises(CorruptCheckpointError, match="it cannot be read"):
         load(tmp_path, StoreError("away"), PeerError("10.0.0.7 broke off"))

@@ -11,18 +11,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from holdfast.checkpoint.capture.capturer import Capturer, Skipped
-from holdfast.checkpoint.save.single_writer import Source, write_single
-from holdfast.config.load import load
+from holdfast.checkpoint.capture.capturer import Capturer, SkippedCapture
+from holdfast.checkpoint.save.single_writer import TensorSource, write_single
+from holdfast.config.load import load_config
 from holdfast.core.sharding.boxes import Box
-from holdfast.elastic.protocol.worker_spec import WorkerBoot
-from holdfast.elastic.worker.checkpointer import ArenaSaver, LateSaver
-from holdfast.elastic.worker.reporter import Reporter
+from holdfast.elastic.protocol.worker_spec import WorkerSpec
+from holdfast.elastic.worker.checkpointer import LateSaver, SnapshotSaver
+from holdfast.elastic.worker.reporter import AgentReporter
 from holdfast.elastic.worker.restore import restore
 from holdfast.errors import FencedError
 from holdfast.events import CheckpointRestored, Event
-from holdfast.policy.saving.destinations import Into
-from holdfast.train.build import Session
+from holdfast.policy.saving.destinations import SaveDestinations
+from holdfast.train.build import TrainingSession
 from holdfast.wire.store.run_store import FolderStore
 
 
@@ -56,20 +56,23 @@ class SlowCapturer:
         return None
 
 
-def _saver(heard: Heard) -> ArenaSaver:
-    config = load(None, []).config
-    return ArenaSaver(cast(Capturer, SlowCapturer()), cast(Reporter, heard), 0, config)
+def _saver(heard: Heard) -> SnapshotSaver:
+    config = load_config(None, []).config
+    return SnapshotSaver(cast(Capturer, SlowCapturer()), cast(AgentReporter, heard), 0, config)
 
 
 def test_who_waits_for_the_last_save_reports_progress() -> None:
     heard = Heard(deaf=4)
-    assert _saver(heard).settle(7, 100.0) is None
+    assert _saver(heard).wait_until_committed(7, 100.0) is None
     assert heard.said == [(7, "save")] * 7
 
 
 @pytest.mark.parametrize(("heard", "seconds"), [(Heard(1, True), 100.0), (Heard(1), 0.0)])
 def test_a_ledger_that_cannot_be_stored_is_named(heard: Heard, seconds: float) -> None:
-    assert _saver(heard).settle(7, seconds) == "the agent could not store the last reports"
+    assert (
+        _saver(heard).wait_until_committed(7, seconds)
+        == "the agent could not store the last reports"
+    )
 
 
 class QuickCapturer(SlowCapturer):
@@ -81,34 +84,37 @@ class QuickCapturer(SlowCapturer):
     def ready(self) -> bool:
         return True
 
-    def begin(self, step: int, wait: float) -> Skipped:
-        return Skipped(step, "this one never can")
+    def begin(self, step: int, wait: float) -> SkippedCapture:
+        return SkippedCapture(step, "this one never can")
 
     def close(self) -> None:
         self.closed = True
 
 
 def test_a_saver_in_the_making_has_no_room_and_is_waited_for_at_the_end() -> None:
-    go, capturer, skipped = threading.Event(), QuickCapturer(), list[Skipped]()
+    go, capturer, skipped = threading.Event(), QuickCapturer(), list[SkippedCapture]()
 
-    def make() -> ArenaSaver:
+    def make() -> SnapshotSaver:
         go.wait(60)
-        return ArenaSaver(
-            cast(Capturer, capturer), cast(Reporter, Heard()), 0, load(None, []).config
+        return SnapshotSaver(
+            cast(Capturer, capturer), cast(AgentReporter, Heard()), 0, load_config(None, []).config
         )
 
     heard = Heard()
-    saver = LateSaver(make, skipped.append, cast(Reporter, heard))
+    saver = LateSaver(make, skipped.append, cast(AgentReporter, heard))
     assert saver.fence() == 0.0
     assert not saver.capture(3, [], 0.0, True)
     assert [each.step for each in skipped] == [3]
-    saver.announce(3, {}, Into(True))
-    assert saver.settle(3, 60.0) == "the mover has made no arena"
-    assert saver.settle(3, 60.0, durable=False) is None
+    saver.announce(3, {}, SaveDestinations(True))
+    assert saver.wait_until_committed(3, 60.0) == "the mover has made no arena"
+    assert saver.wait_until_committed(3, 60.0, durable=False) is None
     heard.deaf, heard.fenced = 2, True
-    assert saver.settle(3, 60.0, durable=False) == "the agent could not store the last reports"
+    assert (
+        saver.wait_until_committed(3, 60.0, durable=False)
+        == "the agent could not store the last reports"
+    )
     go.set()
-    assert saver.ready()
+    assert saver.has_free_slot()
     assert not saver.capture(4, [], 0.0, True)
     assert len(skipped) == 1  # the saver itself has told of that one
     saver.close()
@@ -116,22 +122,22 @@ def test_a_saver_in_the_making_has_no_room_and_is_waited_for_at_the_end() -> Non
 
 
 def test_what_a_saver_in_the_making_fails_with_is_raised_where_room_is_asked_for() -> None:
-    def fails() -> ArenaSaver:
+    def fails() -> SnapshotSaver:
         raise FencedError("over")
 
-    saver = LateSaver(fails, lambda skipped: None, cast(Reporter, Heard()))
+    saver = LateSaver(fails, lambda skipped: None, cast(AgentReporter, Heard()))
     with pytest.raises(FencedError):
-        saver.ready()
+        saver.has_free_slot()
     assert saver.fence() == 0.0
     saver.close()
 
 
 def test_who_restores_reports_progress_tensor_by_tensor(tmp_path: Path) -> None:
     names = ("model.a", "model.b", "model.c")
-    sources = [Source(name, "F32", (2,), [b"\0" * 8]) for name in names]
+    sources = [TensorSource(name, "F32", (2,), [b"\0" * 8]) for name in names]
     commit = write_single(FolderStore(tmp_path), 1, 5, sources, {})
     meta: Mapping[str, Any] = {"nodes": ["n"]}
-    boot = WorkerBoot(
+    boot = WorkerSpec(
         {}, dict(meta), 2, 0, 1, "h:1", "", str(tmp_path), "", commit.key, 5, "cpu", ""
     )
 
@@ -144,7 +150,7 @@ def test_who_restores_reports_progress_tensor_by_tensor(tmp_path: Path) -> None:
         engine = Engine()
 
     heard = Heard()
-    restore(boot, cast(Session, Built()), cast(Reporter, heard), None)
+    restore(boot, cast(TrainingSession, Built()), cast(AgentReporter, heard), None)
     assert heard.said == [(5, "restore")] * 3
     (event,) = heard.events
     assert isinstance(event, CheckpointRestored)

@@ -13,10 +13,10 @@ import torch
 
 from holdfast.core.sharding.reduction_tree import Shares
 from holdfast.errors import PeerLostError
-from holdfast.parallel.comm.abortable_wait import CUT_SHORT, Errand
-from holdfast.parallel.comm.transport import Peers
+from holdfast.parallel.comm.abortable_wait import CONNECTION_CLOSED, AbortableWait
+from holdfast.parallel.comm.transport import PeerGroup
 from holdfast.parallel.gradients.buckets import FlatLayout
-from holdfast.parallel.gradients.reducer import Reducer, Team
+from holdfast.parallel.gradients.reducer import CellTeam, Reducer
 from holdfast.parallel.torch_compat import Work, is_peer_loss
 from tests.support.dying_rank import SENDING, dies_sending
 from tests.support.processes import runs
@@ -34,7 +34,7 @@ def _begun(
 ) -> Reducer:
     """A sum over two, of which the own piece is still to come, where there is one."""
     layout = FlatLayout.build([[(SIZE,)]])
-    peers = Peers(rank.store(), group, me, 2, seconds=GIVEN_UP)
+    peers = PeerGroup(rank.store(), group, me, 2, seconds=GIVEN_UP)
     reducer = Reducer(layout, peers, dtype=torch.float32, device=torch.device("cpu"), fast=fast)
     reducer.begin(sum(map(len, shares)), shares)
     for leaf in shares[me]:
@@ -45,12 +45,12 @@ def _begun(
 
 def _goes_on_alone(reducer: Reducer, rank: RankContext) -> None:
     old = reducer.peers
-    reducer.regroup(Team.of(Peers(rank.store(), "alone", 0, 1)), fast=reducer.fast)
+    reducer.regroup(CellTeam.of_replicas(PeerGroup(rank.store(), "alone", 0, 1)), fast=reducer.fast)
     old.close()
     reducer.begin(1, ((0,),))
     reducer.start_leaf(0)
     reducer.slot((0, 0)).fill_(3.0)
-    reducer.done(0)
+    reducer.bucket_done(0)
 
 
 @ranks(1 + VICTIMS, dies=dict.fromkeys(range(1, 1 + VICTIMS), "SIGALRM"))
@@ -62,7 +62,7 @@ def test_a_sum_is_given_up_in_the_midst_of_a_piece_and_the_next_one_is_right(
         reducer = _begun(rank, f"g{rank.rank}/reduce", 1, BY_THE_OTHER)
         rank.wait_mark(f"listening{rank.rank}", 0)
         dies_sending(rank, reducer.peers)
-        reducer.done(0)
+        reducer.bucket_done(0)
         reducer.finish()
         rank.wait_mark("never", 0)
     cut = [left for victim in range(1, 1 + VICTIMS) if (left := _given_up(rank, victim))]
@@ -80,7 +80,7 @@ def _given_up(rank: RankContext, victim: int) -> tuple[Reducer, threading.Thread
     before = set(threading.enumerate())
     reducer = _begun(rank, f"g{victim}/reduce", 0, BY_THE_OTHER)
     (thread,) = (t for t in threading.enumerate() if t.name == "reducer" and t not in before)
-    arrivals = reducer.arrivals(1, reducer.layout.size // 2)
+    arrivals = reducer.arrival_buffer(1, reducer.layout.size // 2)
     rank.mark(f"listening{victim}")
     wait_until(lambda: not runs(rank.pid(victim)), 60, "its end")
     ending = threading.Thread(target=reducer.fail, args=(PeerLostError("the end"),))
@@ -100,11 +100,11 @@ def test_the_backends_own_sum_is_given_up_too(rank: RankContext) -> None:
     if rank.rank > 0:
         rank.wait_mark("listening", 0)
         rank.die_within(SENDING)
-        reducer.done(0)
+        reducer.bucket_done(0)
         reducer.finish()
         rank.wait_mark("never", 0)
     rank.mark("listening")
-    reducer.done(0)
+    reducer.bucket_done(0)
     wait_until(lambda: not runs(rank.pid(1)), 60, "its end")
     begun = time.monotonic()
     with pytest.raises(PeerLostError):
@@ -133,18 +133,18 @@ class Message(Work):
 def test_an_errand_that_is_left_does_nothing_more(broken: bool) -> None:
     message, did = Message(broken), list[str]()
 
-    def job(errand: Errand) -> None:
+    def job(errand: AbortableWait) -> None:
         try:
             errand.wait(message)
             did.append("read")
         except RuntimeError:
             did.append("failed")
 
-    errand = Errand(job, "job")
+    errand = AbortableWait(job, "job")
     errand.start()
     assert message.waited.wait(60)
-    errand.give_up()
-    with pytest.raises(RuntimeError, match=CUT_SHORT) as error:
+    errand.abort()
+    with pytest.raises(RuntimeError, match=CONNECTION_CLOSED) as error:
         errand.join()
     assert is_peer_loss(error.value)
     message.ended.set()
@@ -156,20 +156,20 @@ def test_an_errand_that_computes_is_waited_for_and_waits_for_nothing_more() -> N
     computes, goes_on, after = threading.Event(), threading.Event(), Message()
     did = list[str]()
 
-    def job(errand: Errand) -> None:
+    def job(errand: AbortableWait) -> None:
         computes.set()
         assert goes_on.wait(60)
         did.append("computed")
         errand.wait(after)
         did.append("read")
 
-    errand = Errand(job, "job")
+    errand = AbortableWait(job, "job")
     errand.start()
     assert computes.wait(60)
-    errand.give_up()
+    errand.abort()
     late = threading.Timer(0.5, goes_on.set)
     late.start()
-    with pytest.raises(RuntimeError, match=CUT_SHORT):
+    with pytest.raises(RuntimeError, match=CONNECTION_CLOSED):
         errand.join()
     assert did == ["computed"]
     assert not after.waited.is_set()
@@ -177,7 +177,7 @@ def test_an_errand_that_computes_is_waited_for_and_waits_for_nothing_more() -> N
 
 def test_what_gloo_says_of_a_broken_connection_is_passed_on() -> None:
     message = Message(broken=True)
-    errand = Errand(lambda errand: errand.wait(message), "job")
+    errand = AbortableWait(lambda errand: errand.wait(message), "job")
     errand.start()
     assert message.waited.wait(60)
     message.ended.set()
@@ -187,11 +187,11 @@ def test_what_gloo_says_of_a_broken_connection_is_passed_on() -> None:
 
 @ranks(2)
 def test_a_group_that_was_given_up_sends_nobody_out(rank: RankContext) -> None:
-    peers, message = Peers(rank.store(), "g", rank.rank, 2), Message()
+    peers, message = PeerGroup(rank.store(), "g", rank.rank, 2), Message()
     rank.barrier("joined")
-    errand = Errand(lambda errand: errand.wait(message), "job")
+    errand = AbortableWait(lambda errand: errand.wait(message), "job")
     peers.abort()
-    peers.send_out(errand)
-    with pytest.raises(RuntimeError, match=CUT_SHORT):
-        peers.fetch(errand)
+    peers.start_wait(errand)
+    with pytest.raises(RuntimeError, match=CONNECTION_CLOSED):
+        peers.join_wait(errand)
     assert not message.waited.is_set()

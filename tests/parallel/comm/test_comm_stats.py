@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import nn
 
-from holdfast.core.sharding.boxes import whole
-from holdfast.core.sharding.reduction_tree import ReductionTree, Shares, deal, pieces
-from holdfast.parallel.comm.comm_stats import Traffic
-from holdfast.parallel.comm.transport import Peers, exchange
-from holdfast.parallel.gradients.feeder import alike
+from holdfast.core.sharding.boxes import whole_box
+from holdfast.core.sharding.reduction_tree import ReductionTree, Shares, deal, maximal_subtrees
+from holdfast.parallel.comm.comm_stats import TrafficCounter
+from holdfast.parallel.comm.transport import PeerGroup, exchange
+from holdfast.parallel.gradients.feeder import single_cell
 from holdfast.parallel.replicated import ReplicatedGradients
 from tests.support.ranks import RankContext, rank_values
 
@@ -23,13 +23,13 @@ DEALINGS: dict[int, list[tuple[int, Shares]]] = {
 
 def _sent(rank: RankContext, fast: bool) -> list[list[float]]:
     """(pieces of this rank, what it sent as a fraction of the gradient) of each dealing."""
-    traffic = Traffic()
-    peers = Peers(rank.store(), "g1", rank.rank, rank.world_size, seconds=20, traffic=traffic)
+    traffic = TrafficCounter()
+    peers = PeerGroup(rank.store(), "g1", rank.rank, rank.world_size, seconds=20, traffic=traffic)
     model = nn.Sequential(nn.Linear(100, 300), nn.Linear(300, 50))
     named = dict(model.named_parameters())
-    boxes = {name: whole(name, p.shape) for name, p in named.items()}
+    boxes = {name: whole_box(name, p.shape) for name, p in named.items()}
     feeder = ReplicatedGradients(
-        named, boxes, alike(boxes, peers), dtype=torch.float32, bucket_bytes=60_000, fast=fast
+        named, boxes, single_cell(boxes, peers), dtype=torch.float32, bucket_bytes=60_000, fast=fast
     )
     size = sum(p.nbytes for p in named.values())
     out = []
@@ -41,11 +41,11 @@ def _sent(rank: RankContext, fast: bool) -> list[list[float]]:
             model(torch.ones(2, 100)).sum().backward()
             feeder.end_leaf()
         feeder.finish()
-        assert set(traffic.bytes) == {"reduce"}
-        count = 1 if fast else len(pieces(ReductionTree(leaves), shares[rank.rank]))
-        out.append([count, traffic.bytes["reduce"] / size])
+        assert set(traffic.bytes_by_kind) == {"reduce"}
+        count = 1 if fast else len(maximal_subtrees(ReductionTree(leaves), shares[rank.rank]))
+        out.append([count, traffic.bytes_by_kind["reduce"] / size])
         exchange(peers, torch.zeros(3, dtype=torch.int64), [3] * rank.world_size, tag=1)
-        assert traffic.bytes["control"] == 24 * (rank.world_size - 1)
+        assert traffic.bytes_by_kind["control"] == 24 * (rank.world_size - 1)
     return out
 
 
@@ -61,11 +61,11 @@ def test_the_reducer_sends_k_plus_1_parts_for_k_pieces(size: int, fast: bool) ->
 
 
 def test_an_unknown_kind_is_refused() -> None:
-    traffic = Traffic()
+    traffic = TrafficCounter()
     traffic.add("tp", 3)
     traffic.add("tp", 4)
-    assert traffic.bytes == {"tp": 7}
+    assert traffic.bytes_by_kind == {"tp": 7}
     with pytest.raises(ValueError, match="no kind of traffic"):
         traffic.add("gossip", 1)
     traffic.reset()
-    assert traffic.bytes == {}
+    assert traffic.bytes_by_kind == {}

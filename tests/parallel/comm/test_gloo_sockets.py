@@ -13,8 +13,13 @@ import pytest
 import torch
 from torch.distributed import Store  # type: ignore[attr-defined]
 
-from holdfast.parallel.comm.gloo_sockets import cut, from_text, listening, to_text
-from holdfast.parallel.comm.transport import Peers
+from holdfast.parallel.comm.gloo_sockets import (
+    address_from_text,
+    address_to_text,
+    cut_connections,
+    listening_addresses,
+)
+from holdfast.parallel.comm.transport import PeerGroup
 from tests.support.ranks import RankContext, rank_values
 
 on_linux = pytest.mark.skipif(sys.platform != "linux", reason="no list of descriptors")
@@ -36,8 +41,8 @@ class Gathering(Store):
 
 def _given_up(rank: RankContext) -> list[bool]:
     store = Gathering(rank.store())
-    old = Peers(store, "old", rank.rank, 3, seconds=60)
-    other = Peers(store, "other", rank.rank, 3, seconds=60)
+    old = PeerGroup(store, "old", rank.rank, 3, seconds=60)
+    other = PeerGroup(store, "other", rank.rank, 3, seconds=60)
     woken: list[bool] = []
 
     def wait() -> None:
@@ -54,7 +59,7 @@ def _given_up(rank: RankContext) -> list[bool]:
     waiting.join(60)
     value = torch.ones(1)
     other.all_reduce(value).wait()
-    return [bool(woken), float(value) == 3.0, old._known is not None]
+    return [bool(woken), float(value) == 3.0, old._addresses is not None]
 
 
 @on_linux
@@ -66,23 +71,23 @@ def test_who_waits_in_a_group_that_one_gives_up_is_woken_and_other_groups_go_on(
 def test_only_the_connections_of_these_addresses_are_cut() -> None:
     with socket.create_server(("127.0.0.1", 0)) as ours, socket.create_server(("", 0)) as theirs:
         own, other = ours.getsockname()[:2], theirs.getsockname()[:2]
-        assert {own, other} <= listening()
+        assert {own, other} <= listening_addresses()
         dialled = socket.create_connection(own)
         came, _ = ours.accept()
         bystander = socket.create_connection(("127.0.0.1", other[1]))
         beside, _ = theirs.accept()
         with dialled, came, bystander, beside:
-            cut(own, ())
+            cut_connections(own, ())
             assert dialled.recv(1) == b""
             bystander.sendall(b"x")
             assert beside.recv(1) == b"x"
-            cut(("127.0.0.1", 1), [("127.0.0.1", other[1])])
+            cut_connections(("127.0.0.1", 1), [("127.0.0.1", other[1])])
             assert beside.recv(1) == b""
         with socket.create_connection(own), ours.accept()[0]:
             pass  # whoever listens goes on
 
 
 def test_addresses_travel_as_a_line() -> None:
-    assert from_text(to_text(("127.0.0.1", 80))) == ("127.0.0.1", 80)
-    assert from_text(to_text(("fe80::1", 80))) == ("fe80::1", 80)
-    assert from_text(to_text(None)) is None
+    assert address_from_text(address_to_text(("127.0.0.1", 80))) == ("127.0.0.1", 80)
+    assert address_from_text(address_to_text(("fe80::1", 80))) == ("fe80::1", 80)
+    assert address_from_text(address_to_text(None)) is None

@@ -14,21 +14,28 @@ from torch import Tensor, nn
 from holdfast.config.model import ModelConfig
 from holdfast.core.seeds import key_seed
 from holdfast.core.sharding.boxes import Box
-from holdfast.core.sharding.reduction_cells import Cell, Member, cells_of
+from holdfast.core.sharding.reduction_cells import Cell, Member, reduction_cells
 from holdfast.core.sharding.reduction_tree import Shares, deal
 from holdfast.core.sharding.state_table import TensorSpec, mesh_box, parameter_table
 from holdfast.errors import PeerLostError
 from holdfast.layout import Layout, Topology, place_replicas
-from holdfast.parallel.comm.transport import Peers, exchange
+from holdfast.parallel.comm.transport import PeerGroup, exchange
 from holdfast.parallel.gradients.feeder import Cells
-from holdfast.parallel.gradients.reducer import FIRST_TAG, TAGS, Team
+from holdfast.parallel.gradients.reducer import FIRST_TAG, TAGS_PER_REDUCER, CellTeam
 from holdfast.parallel.replicated import ReplicatedGradients
 from tests.support.ranks import RankContext, rank_values
 
 MODEL = {
-    "preset": None, "layers": 3, "dim": 8, "heads": 4, "kv_heads": 2, "head_dim": 2, "ffn_dim": 6,
-    "vocab_size": 5, "qk_norm": True,
-}  # fmt: skip
+    "preset": None,
+    "layers": 3,
+    "dim": 8,
+    "heads": 4,
+    "kv_heads": 2,
+    "head_dim": 2,
+    "ffn_dim": 6,
+    "vocab_size": 5,
+    "qk_norm": True,
+}
 
 TP4 = Layout(tp=4)  # more ranks than key/value heads, and than can share 5 tokens evenly
 PP2 = Layout(pp=2, stages=(2, 1))
@@ -50,8 +57,11 @@ UNLIKE: dict[str, list[Layout]] = {
 
 
 ONE_SHAPE: dict[str, Layout] = {
-    "tp2": Layout(tp=2), "pp2": PP2, "dpshard2": SHARDED, "pp2tp2": MIXED,
-}  # fmt: skip
+    "tp2": Layout(tp=2),
+    "pp2": PP2,
+    "dpshard2": SHARDED,
+    "pp2tp2": MIXED,
+}
 WORLDS = UNLIKE | {
     f"{n}x{shape}": [layout] * n for shape, layout in ONE_SHAPE.items() for n in (1, 2, 3)
 }
@@ -61,18 +71,26 @@ def _topology(layouts: list[Layout]) -> Topology:
     return place_replicas(layouts, 1, ("n",) * sum(layout.world_size for layout in layouts))
 
 
-def _teams(topology: Topology, model: ModelConfig, peers: Peers, **how: Any) -> Cells:
+def _teams(topology: Topology, model: ModelConfig, peers: PeerGroup, **how: Any) -> Cells:
     """Tags by the number of a cell in the whole world, which every rank works out."""
-    every = [cells_of(topology, model, rank, **how) for rank in range(topology.world_size)]
+    every = [reduction_cells(topology, model, rank, **how) for rank in range(topology.world_size)]
     numbers: dict[Cell, int] = {}
     for cells in every:
         for cell in cells:
             numbers.setdefault(cell, len(numbers))
     return [
-        (cell, Team(peers, cell.members, cell.members.index(cell.member(peers.rank)),
-                    tuple(m.rank for m in cell.members), FIRST_TAG + numbers[cell] * TAGS))
+        (
+            cell,
+            CellTeam(
+                peers,
+                cell.members,
+                cell.members.index(cell.member(peers.rank)),
+                tuple(m.rank for m in cell.members),
+                FIRST_TAG + numbers[cell] * TAGS_PER_REDUCER,
+            ),
+        )
         for cell in every[peers.rank]
-    ]  # fmt: skip
+    ]
 
 
 def _gradient(name: str, leaf: int, part: int, shape: tuple[int, ...], whole: bool) -> Tensor:
@@ -95,10 +113,13 @@ class World:
         model = ModelConfig.model_validate({**MODEL, "tied_embeddings": tied})
         topology = _topology(WORLDS[name])
         self.rank, self.table = rank.rank, parameter_table(model)
-        self.peers = Peers(
-            rank.store(f"{name}{zero}{sequence}{tied}"), "g1", rank.rank, topology.world_size,
+        self.peers = PeerGroup(
+            rank.store(f"{name}{zero}{sequence}{tied}"),
+            "g1",
+            rank.rank,
+            topology.world_size,
             seconds=30,
-        )  # fmt: skip
+        )
         self.cells = _teams(topology, model, self.peers, sequence_parallel=sequence, zero=zero)
         self.replica = topology.replica_of(rank.rank)
         self.replicas = len(topology.replicas)
@@ -116,9 +137,13 @@ class World:
             for name, box in self.boxes.items()
         }
         self.feeder = ReplicatedGradients(
-            self.named, self.boxes, self.cells, dtype=torch.float64, bucket_bytes=400,
+            self.named,
+            self.boxes,
+            self.cells,
+            dtype=torch.float64,
+            bucket_bytes=400,
             wanted=self.wanted,
-        )  # fmt: skip
+        )
 
     def parts(self, cell: Cell) -> int:
         return sum(m.contributes for m in cell.members if m.replica == self.replica.index)
@@ -129,9 +154,9 @@ class World:
         out = {name: torch.full(box.lengths, 1e9) for name, box in self.boxes.items()}
         out = {name: tensor.double() for name, tensor in out.items()}
         for cell, team in self.cells:
-            if not team.own.contributes:
+            if not team.own_member.contributes:
                 continue
-            count, part = self.parts(cell), team.own.part
+            count, part = self.parts(cell), team.own_member.part
             for box in cell.boxes:
                 mine = _gradient(box.name, leaf, part, shapes[box.name], whole)
                 if part == count - 1:  # the last part makes all of them the leaf's gradient
@@ -157,7 +182,7 @@ class World:
     def step(self, leaves: int, shares: Shares, whole: bool) -> list[Tensor]:
         self.feeder.begin(leaves, shares)
         self.reduce(shares, whole)
-        self.squares = self.feeder.squares()
+        self.squares = self.feeder.squared_norm()
         vote = torch.zeros(1, dtype=torch.int64)
         exchange(self.peers, vote, [1] * self.peers.size, tag=1)
         return self.feeder.gradients()
@@ -183,9 +208,14 @@ def _sums(rank: RankContext, names: list[str], zero: int, sequence: bool, tied: 
     return out
 
 
-@pytest.mark.parametrize(("zero", "sequence", "tied"), [
-    (3, True, True), (3, False, False), (1, True, True),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("zero", "sequence", "tied"),
+    [
+        (3, True, True),
+        (3, False, False),
+        (1, True, True),
+    ],
+)
 def test_every_holder_gets_the_whole_sum_and_the_norm_counts_each_element_once(
     zero: int, sequence: bool, tied: bool
 ) -> None:
@@ -213,9 +243,15 @@ def _bits(rank: RankContext, name: str, zero: int, shares: list[list[int]]) -> l
     ] + [world.squares.hex()]
 
 
-@pytest.mark.parametrize(("shape", "zero"), [
-    ("tp2", 3), ("pp2", 3), ("dpshard2", 1), ("pp2tp2", 3),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("shape", "zero"),
+    [
+        ("tp2", 3),
+        ("pp2", 3),
+        ("dpshard2", 1),
+        ("pp2tp2", 3),
+    ],
+)
 def test_bits_do_not_depend_on_the_number_of_replicas_of_one_shape(shape: str, zero: int) -> None:
     size = ONE_SHAPE[shape].world_size
     seen: list[set[tuple[str, ...]]] = [set() for _ in range(size)]
@@ -235,12 +271,12 @@ def test_bits_do_not_depend_on_the_number_of_replicas_of_one_shape(shape: str, z
 
 
 def test_a_team_that_makes_no_sense_is_refused() -> None:
-    peers = Peers(torch.distributed.HashStore(), "g1", 0, 1)
+    peers = PeerGroup(torch.distributed.HashStore(), "g1", 0, 1)
     twice = (Member(0, 0, 0, True, True), Member(1, 0, 0, True, True))
     with pytest.raises(ValueError, match="contributed twice"):
-        Team(peers, twice, 0, (0, 1))
+        CellTeam(peers, twice, 0, (0, 1))
     with pytest.raises(ValueError, match="nobody receives"):
-        Team(peers, (Member(0, 0, 0, True, False),), 0, (0,))
+        CellTeam(peers, (Member(0, 0, 0, True, False),), 0, (0,))
 
 
 def _killed(rank: RankContext) -> None:

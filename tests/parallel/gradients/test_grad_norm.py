@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.errors import LayoutError, UserError
-from holdfast.layout import Layout, place
-from holdfast.parallel.gradients.buckets import Bucket, FlatLayout, fill
-from holdfast.parallel.gradients.grad_norm import clip_factor, combine, sum_of_squares
+from holdfast.layout import Layout, place_layout
+from holdfast.parallel.gradients.buckets import FlatLayout, GradientBucket, cut_into_runs
+from holdfast.parallel.gradients.grad_norm import clip_factor, combine_norms, sum_of_squares
 from holdfast.parallel.process_groups import connect
 from holdfast.parallel.torch_compat import check_version, is_peer_loss
 
@@ -28,7 +28,7 @@ def test_norm_is_one_value_for_any_cut_of_the_buffer_into_whole_blocks() -> None
         assert float(sum_of_squares(flat)) == whole
         torch.set_num_threads(before)
     blocks = [float(sum_of_squares(flat[i : i + 4096])) for i in range(0, flat.numel(), 4096)]
-    assert combine(blocks) == math.sqrt(whole)
+    assert combine_norms(blocks) == math.sqrt(whole)
 
 
 def test_norm_of_a_non_finite_buffer_is_not_finite() -> None:
@@ -52,7 +52,7 @@ def test_clip_factor_is_torchs() -> None:
 
 @given(st.integers(0, 5000), st.integers(0, 100), st.integers(1, 9))
 def test_chunks_tile_a_bucket_on_aligned_cuts(size: int, offset: int, parts: int) -> None:
-    bucket = Bucket(offset * 16, offset * 16 + size, 0, 0)
+    bucket = GradientBucket(offset * 16, offset * 16 + size, 0, 0)
     at = bucket.start
     for index in range(parts):
         start, stop = bucket.chunk(index, parts)
@@ -65,7 +65,7 @@ def test_chunks_tile_a_bucket_on_aligned_cuts(size: int, offset: int, parts: int
 @given(st.lists(st.integers(1, 300), min_size=1, max_size=20), st.integers(1, 2000))
 def test_layout_holds_every_slice_once_and_ignores_bucket_size(sizes: list[int], cap: int) -> None:
     shapes = [(n,) for n in sizes]
-    groups = fill(shapes, cap, 4)
+    groups = cut_into_runs(shapes, cap, 4)
     assert [i for g in groups for i in g] == list(range(len(sizes)))
     layout = FlatLayout.build([[shapes[i] for i in group] for group in groups])
     other = FlatLayout.build([shapes])
@@ -96,6 +96,6 @@ def test_only_connection_errors_count_as_the_loss_of_a_peer() -> None:
 def test_layouts_that_cannot_run_are_refused() -> None:
     store = torch.distributed.HashStore()
     with pytest.raises(LayoutError, match="context"):
-        connect(place(Layout(cp=2), 1, ("a", "a")), 0, store, torch.device("cpu"))
+        connect(place_layout(Layout(cp=2), 1, ("a", "a")), 0, store, torch.device("cpu"))
     with pytest.raises(LayoutError, match="more than one worker on cuda"):
-        connect(place(Layout(dp_replicate=2), 1, ("a", "a")), 0, store, torch.device("cuda"))
+        connect(place_layout(Layout(dp_replicate=2), 1, ("a", "a")), 0, store, torch.device("cuda"))

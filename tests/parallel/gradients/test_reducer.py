@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from holdfast.core.sharding.boxes import whole
+from holdfast.core.sharding.boxes import whole_box
 from holdfast.core.sharding.reduction_tree import ReductionTree, Shares, deal
 from holdfast.errors import PeerLostError
-from holdfast.parallel.comm.transport import Peers, exchange
-from holdfast.parallel.gradients.feeder import alike
+from holdfast.parallel.comm.transport import PeerGroup, exchange
+from holdfast.parallel.gradients.feeder import single_cell
 from holdfast.parallel.replicated import ReplicatedGradients
 from tests.support.ranks import RankContext, rank_values, ranks
 
@@ -20,10 +20,13 @@ DEALINGS: dict[int, list[tuple[int, Shares]]] = {
     1: [(7, deal(7, 1)), (8, deal(8, 1)), (12, deal(12, 1))],
     2: [(7, deal(7, 2)), (7, ((1, 2, 6), (0, 3, 4, 5))), (8, ((), tuple(range(8))))],
     3: [(8, deal(8, 3)), (7, ((6, 0), (5, 2), (1, 3, 4))), (12, deal(12, 3))],
-    4: [(12, deal(12, 4)), (7, ((0, 6), (1, 5), (2, 4), (3,))),
-        (8, ((0, 1, 2), (3,), (), (4, 5, 6, 7)))],
+    4: [
+        (12, deal(12, 4)),
+        (7, ((0, 6), (1, 5), (2, 4), (3,))),
+        (8, ((0, 1, 2), (3,), (), (4, 5, 6, 7))),
+    ],
     6: [(12, deal(12, 6)), (8, deal(8, 6)), (7, ((0,), (6,), (), (1, 2), (5,), (3, 4)))],
-}  # fmt: skip
+}
 
 
 def _model() -> nn.Sequential:
@@ -39,11 +42,11 @@ def _loss(model: nn.Module, leaf: int) -> Tensor:
     return model(x).square().sum()
 
 
-def _feeder(model: nn.Module, peers: Peers, fast: bool = False) -> ReplicatedGradients:
+def _feeder(model: nn.Module, peers: PeerGroup, fast: bool = False) -> ReplicatedGradients:
     named = dict(model.named_parameters())
-    boxes = {name: whole(name, p.shape) for name, p in named.items()}
+    boxes = {name: whole_box(name, p.shape) for name, p in named.items()}
     return ReplicatedGradients(
-        named, boxes, alike(boxes, peers), dtype=torch.float32, bucket_bytes=600, fast=fast
+        named, boxes, single_cell(boxes, peers), dtype=torch.float32, bucket_bytes=600, fast=fast
     )
 
 
@@ -75,14 +78,14 @@ def _reference(leaves: int) -> list[Tensor]:
 
 
 def _leaf_nodes(tree: ReductionTree):  # type: ignore[no-untyped-def]
-    from holdfast.core.sharding.reduction_tree import Node
+    from holdfast.core.sharding.reduction_tree import TreeNode
 
-    return [Node(j, j + 1) for j in range(tree.leaves)]
+    return [TreeNode(j, j + 1) for j in range(tree.leaves)]
 
 
 def _all_dealings(rank: RankContext) -> list[str]:
     """Each dealing twice in a row on one reducer, as two steps."""
-    peers = Peers(rank.store(), "g1/reduce", rank.rank, rank.world_size, seconds=20)
+    peers = PeerGroup(rank.store(), "g1/reduce", rank.rank, rank.world_size, seconds=20)
     model = _model()
     feeder = _feeder(model, peers)
     out = []
@@ -109,7 +112,7 @@ def test_bits_do_not_depend_on_replicas_or_dealing() -> None:
 
 
 def _fast(rank: RankContext) -> None:
-    peers = Peers(rank.store(), "g1/reduce", rank.rank, rank.world_size, seconds=20)
+    peers = PeerGroup(rank.store(), "g1/reduce", rank.rank, rank.world_size, seconds=20)
     model = _model()
     feeder = _feeder(model, peers, fast=True)
     for leaves, shares in DEALINGS[rank.world_size]:
@@ -125,7 +128,7 @@ def test_fast_reduction_is_the_same_sum_to_rounding(size: int) -> None:
 
 def test_a_parameter_without_gradient_counts_as_zero() -> None:
     model = nn.ModuleDict({"used": nn.Linear(3, 3), "idle": nn.Linear(3, 3)})
-    peers = Peers(torch.distributed.HashStore(), "g1", 0, 1)
+    peers = PeerGroup(torch.distributed.HashStore(), "g1", 0, 1)
     feeder = _feeder(model, peers)
     for _ in range(2):
         feeder.begin(2, ((0, 1),))
@@ -145,7 +148,7 @@ def test_a_parameter_without_gradient_counts_as_zero() -> None:
 def test_a_peer_killed_within_a_step_is_an_error_in_the_others(
     rank: RankContext, fast: bool
 ) -> None:
-    peers = Peers(rank.store(), "g1/reduce", rank.rank, rank.world_size, seconds=600)
+    peers = PeerGroup(rank.store(), "g1/reduce", rank.rank, rank.world_size, seconds=600)
     model = _model()
     feeder = _feeder(model, peers, fast)
     shares = deal(6, 3)
@@ -167,7 +170,7 @@ def test_a_peer_killed_within_a_step_is_an_error_in_the_others(
 
 @ranks(2, dies={1: "SIGKILL"}, deadline=30)
 def test_a_peer_killed_before_the_vote_is_an_error_in_the_exchange(rank: RankContext) -> None:
-    peers = Peers(rank.store(), "g1/control", rank.rank, rank.world_size, seconds=600)
+    peers = PeerGroup(rank.store(), "g1/control", rank.rank, rank.world_size, seconds=600)
     record = torch.arange(3, dtype=torch.int64) + rank.rank
     first = exchange(peers, record, [3, 3], tag=1)
     assert [t.tolist() for t in first] == [[0, 1, 2], [1, 2, 3]]

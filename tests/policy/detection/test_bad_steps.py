@@ -8,21 +8,21 @@ from dataclasses import dataclass, field, replace
 import pytest
 
 from holdfast.core.data.skips import Skip, Skips
-from holdfast.core.sharding.step_resume import elsewhere
+from holdfast.core.sharding.step_resume import deal_away_from
 from holdfast.policy.detection.bad_steps import (
-    TRANSITIONS,
-    Bad,
-    Bounds,
-    Decision,
-    Do,
-    Found,
-    Mood,
-    Retry,
-    Trials,
+    BAD_STEP_TRANSITIONS,
+    BadStep,
+    BadStepAction,
+    BadStepDecision,
+    BadStepLimits,
+    BadStepPhase,
+    BadStepPolicy,
+    Finding,
+    StepRetry,
     advance,
 )
-from holdfast.policy.detection.blame import Blame
-from holdfast.policy.recovery.survivors import BadStep, Held
+from holdfast.policy.detection.blame import Culprit
+from holdfast.policy.recovery.survivors import HeldState, RejectedStep
 
 LEAVES = 4
 Fault = Callable[[int, int, str, int], bool]
@@ -38,9 +38,9 @@ class Run:
     leaves: int = LEAVES
     bearable: bool = False
     rests: bool = True  # who is to be left out is
-    trials: Trials = field(default_factory=Trials)
-    log: list[Decision] = field(default_factory=list)
-    named: list[Found] = field(default_factory=list)
+    trials: BadStepPolicy = field(default_factory=BadStepPolicy)
+    log: list[BadStepDecision] = field(default_factory=list)
+    named: list[Finding] = field(default_factory=list)
     step: int = 1
 
     def train(self, steps: int) -> bool:
@@ -49,38 +49,38 @@ class Run:
         while self.step <= steps:
             attempt += 1
             assert attempt < 50, "it never came to its end"
-            decision = self.trials.pending
+            decision = self.trials.pending_decision
             where, bad = self._compute(decision, attempt)
-            accepted = decision is not None and decision.do is Do.ACCEPT
+            accepted = decision is not None and decision.action is BadStepAction.ACCEPT
             if bad and not accepted:
                 again = any(self.fault(self.step, leaf, where[leaf], attempt + 1) for leaf in bad)
-                told = Bad(self.step, "is not finite", where, bad, again, self.bearable)
-                self.log.append(found := self.trials.bad(told))
-                if found.found is not None:
-                    self.named.append(found.found)
-                if found.do is Do.GIVE_UP:
+                told = BadStep(self.step, "is not finite", where, bad, again, self.bearable)
+                self.log.append(found := self.trials.step_failed(told))
+                if found.finding is not None:
+                    self.named.append(found.finding)
+                if found.action is BadStepAction.GIVE_UP:
                     return False
-                if self.rests and len(self.devices) > len(set(found.leave_out)):
-                    self.devices = tuple(d for d in self.devices if d not in found.leave_out)
+                if self.rests and len(self.devices) > len(set(found.excluded_devices)):
+                    self.devices = tuple(d for d in self.devices if d not in found.excluded_devices)
                 continue
-            if decision is not None and decision.if_passed is not None:
-                self.named.append(decision.if_passed)
-            self.trials.passed(self.step)
+            if decision is not None and decision.finding_if_passed is not None:
+                self.named.append(decision.finding_if_passed)
+            self.trials.step_passed(self.step)
             self.step, attempt = self.step + 1, 0
         return True
 
     def _compute(
-        self, decision: Decision | None, attempt: int
+        self, decision: BadStepDecision | None, attempt: int
     ) -> tuple[dict[int, str], frozenset[int]]:
         number = len(self.devices)
         shares = tuple(tuple(range(at, self.leaves, number)) for at in range(number))
         if decision is not None:
             avoid = {
                 leaf: [self.devices.index(device)]
-                for leaf, device in decision.avoid.items()
+                for leaf, device in decision.avoided_devices.items()
                 if device in self.devices
             }
-            shares = elsewhere(shares, avoid)
+            shares = deal_away_from(shares, avoid)
         where = {leaf: self.devices[at] for at, share in enumerate(shares) for leaf in share}
         skips = self.trials.skips
         bad = frozenset(
@@ -92,7 +92,7 @@ class Run:
 
 
 def what(run: Run) -> list[tuple[int, str]]:
-    return [(decision.step, decision.do.value) for decision in run.log]
+    return [(decision.step, decision.action.value) for decision in run.log]
 
 
 def test_data_that_is_bad_everywhere_is_skipped_with_its_reason() -> None:
@@ -102,14 +102,14 @@ def test_data_that_is_bad_everywhere_is_skipped_with_its_reason() -> None:
     (skip,) = run.trials.skips
     assert (skip.step, skip.microbatch) == (8, 2)
     assert skip.reason == "step 8 is not finite: bad on a and b, 4 times; good nowhere"
-    assert [(found.blame, found.microbatches) for found in run.named] == [(Blame.DATA, (2,))]
+    assert [(found.blame, found.microbatches) for found in run.named] == [(Culprit.DATA, (2,))]
 
 
 def test_what_does_not_come_again_is_the_device_s() -> None:
     run = Run(lambda step, leaf, device, attempt: (step, leaf, attempt) == (8, 1, 1))
     assert run.train(20)
     assert what(run) == [(8, "again")]
-    assert [(f.step, f.blame, f.devices) for f in run.named] == [(8, Blame.DEVICE, ("b",))]
+    assert [(f.step, f.blame, f.devices) for f in run.named] == [(8, Culprit.DEVICE, ("b",))]
     assert len(run.trials.skips) == 0
 
 
@@ -118,14 +118,14 @@ def test_a_device_that_is_bad_with_any_data_is_left_out_at_once() -> None:
     assert run.train(20)
     assert what(run) == [(8, "again"), (8, "again")]
     assert run.devices == ("a",)
-    assert [(f.blame, f.devices) for f in run.named] == [(Blame.DEVICE, ("b",))]
+    assert [(f.blame, f.devices) for f in run.named] == [(Culprit.DEVICE, ("b",))]
     assert len(run.trials.skips) == 0, "no data is skipped for it"
 
 
 def test_a_device_that_errs_now_and_then_is_left_out_in_the_end() -> None:
     run = Run(lambda step, leaf, device, attempt: device == "b" and step % 3 == 0 and attempt == 1)
     assert run.train(40)
-    assert [f.blame for f in run.named] == [Blame.DEVICE] * len(run.named)
+    assert [f.blame for f in run.named] == [Culprit.DEVICE] * len(run.named)
     assert run.devices == ("a",)
     assert {f.step for f in run.named} == {3, 6, 9, 12}, "the fourth time it is not used any more"
 
@@ -138,7 +138,7 @@ def test_one_device_alone() -> None:
     once = Run(lambda *at: (at[0], at[1], at[3]) == (8, 2, 1), devices=("a",))
     assert once.train(20)
     assert what(once) == [(8, "again")]
-    assert [f.blame for f in once.named] == [Blame.DEVICE]
+    assert [f.blame for f in once.named] == [Culprit.DEVICE]
 
 
 @pytest.mark.parametrize("devices", [("a",), ("a", "b")])
@@ -146,7 +146,7 @@ def test_most_of_a_step_is_not_the_data(devices: tuple[str, ...]) -> None:
     run = Run(lambda step, leaf, device, attempt: step >= 8, devices=devices)
     assert not run.train(20)
     assert what(run) == [(8, "again"), (8, "give up")]
-    assert "most of its microbatches" in run.log[-1].why
+    assert "most of its microbatches" in run.log[-1].reason
     assert len(run.trials.skips) == 0
 
 
@@ -160,40 +160,46 @@ def test_bad_steps_in_a_row_end_the_run() -> None:
 
 def test_a_run_leaves_out_so_much_and_no_more() -> None:
     run = Run(lambda step, leaf, device, attempt: leaf == 0 and step % 2 == 0)
-    run.trials = Trials(bounds=Bounds(skips=3))
+    run.trials = BadStepPolicy(limits=BadStepLimits(max_skips=3))
     assert not run.train(40)
     assert [skip.step for skip in run.trials.skips] == [2, 4, 6]
-    assert "after 3 microbatches were left out" in run.log[-1].why
+    assert "after 3 microbatches were left out" in run.log[-1].reason
 
 
 def test_what_nothing_can_be_told_of_is_given_up() -> None:
     """Every part is finite, and their sum is not."""
-    trials = Trials()
-    bad = Bad(3, "is not finite", {0: "a", 1: "b"}, frozenset())
-    assert [trials.bad(bad).do for _ in range(3)] == [Do.AGAIN, Do.AGAIN, Do.GIVE_UP]
+    trials = BadStepPolicy()
+    bad = BadStep(3, "is not finite", {0: "a", 1: "b"}, frozenset())
+    assert [trials.step_failed(bad).action for _ in range(3)] == [
+        BadStepAction.RETRY,
+        BadStepAction.RETRY,
+        BadStepAction.GIVE_UP,
+    ]
 
 
 def test_a_jump_that_stays_is_lived_with() -> None:
     run = Run(lambda step, leaf, device, attempt: step == 8, bearable=True)
     assert run.train(20)
     assert what(run) == [(8, "again"), (8, "accept")]
-    assert [f.blame for f in run.named] == [Blame.UNKNOWN]
+    assert [f.blame for f in run.named] == [Culprit.UNKNOWN]
 
 
 def test_another_step_that_is_bad_says_that_the_one_before_has_passed() -> None:
-    trials = Trials()
-    bad = Bad(3, "is not finite", {0: "a", 1: "b"}, frozenset({0}))
-    trials.bad(bad)
-    assert trials.bad(replace(bad, step=4)).do is Do.AGAIN, "as if it were the first time"
+    trials = BadStepPolicy()
+    bad = BadStep(3, "is not finite", {0: "a", 1: "b"}, frozenset({0}))
+    trials.step_failed(bad)
+    assert trials.step_failed(replace(bad, step=4)).action is BadStepAction.RETRY, (
+        "as if it were the first time"
+    )
 
 
 def test_nothing_is_said_of_steps_before_it_has_passed() -> None:
-    trials = Trials()
-    trials.bad(Bad(3, "is not finite", {0: "a", 1: "b"}, frozenset({0})))
-    trials.passed(2)
-    assert trials.pending is not None
-    trials.passed(3)
-    assert (trials.pending, trials.mood) == (None, Mood.CALM)
+    trials = BadStepPolicy()
+    trials.step_failed(BadStep(3, "is not finite", {0: "a", 1: "b"}, frozenset({0})))
+    trials.step_passed(2)
+    assert trials.pending_decision is not None
+    trials.step_passed(3)
+    assert (trials.pending_decision, trials.phase) == (None, BadStepPhase.NORMAL)
 
 
 @pytest.mark.parametrize(
@@ -213,22 +219,22 @@ def test_nothing_is_said_of_steps_before_it_has_passed() -> None:
 def test_suspects_are_computed_elsewhere_and_all_have_as_much_to_do(
     shares: tuple[tuple[int, ...], ...], avoid: dict[int, list[int]], found: object
 ) -> None:
-    assert elsewhere(shares, avoid) == found
+    assert deal_away_from(shares, avoid) == found
 
 
 def test_what_travels_as_json_comes_back() -> None:
-    said = Found(3, Blame.DEVICE, (1, 2), ("process 7 on a",), "why")
-    for retry in (Retry(3, {1: (0, 2)}, True, said), Retry(4)):
-        assert Retry.from_json(retry.to_json()) == retry
-    bad = BadStep(3, "is not finite", ((0, 1), (2,)), (1,), True)
-    held = Held(2, 1, 5, kind="non_finite", state=(2, 1), bad=bad)
-    assert Held.from_json(held.to_json()) == held
+    said = Finding(3, Culprit.DEVICE, (1, 2), ("process 7 on a",), "why")
+    for retry in (StepRetry(3, {1: (0, 2)}, True, said), StepRetry(4)):
+        assert StepRetry.from_json(retry.to_json()) == retry
+    bad = RejectedStep(3, "is not finite", ((0, 1), (2,)), (1,), True)
+    held = HeldState(2, 1, 5, kind="non_finite", state=(2, 1), bad=bad)
+    assert HeldState.from_json(held.to_json()) == held
 
 
 def test_transitions_are_those_of_the_table() -> None:
-    for before in Mood:
-        for after in Mood:
-            if after in TRANSITIONS[before]:
+    for before in BadStepPhase:
+        for after in BadStepPhase:
+            if after in BAD_STEP_TRANSITIONS[before]:
                 assert advance(before, after) is after
             else:
                 with pytest.raises(ValueError, match="there is no way"):

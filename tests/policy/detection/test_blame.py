@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from holdfast.policy.detection.blame import Blame, Trial, verdict
+from holdfast.policy.detection.blame import Culprit, Trial, assign_blame
 
 
 def trials(words: str) -> list[Trial]:
@@ -15,40 +15,40 @@ def trials(words: str) -> list[Trial]:
 @pytest.mark.parametrize(
     ("words", "blame"),
     [
-        ("a-", Blame.UNKNOWN),
-        ("a- a-", Blame.UNKNOWN),
-        ("a- b-", Blame.DATA),
-        ("a- a- b- c-", Blame.DATA),
-        ("a- b+", Blame.DEVICE),
-        ("a- b+ a-", Blame.DEVICE),
-        ("a- b+ a+", Blame.DEVICE),
-        ("a- b- c+", Blame.UNKNOWN),
-        ("a- a+", Blame.DEVICE),
-        ("a+ b- a-", Blame.UNKNOWN),
-        ("a+ b-", Blame.DEVICE),
+        ("a-", Culprit.UNKNOWN),
+        ("a- a-", Culprit.UNKNOWN),
+        ("a- b-", Culprit.DATA),
+        ("a- a- b- c-", Culprit.DATA),
+        ("a- b+", Culprit.DEVICE),
+        ("a- b+ a-", Culprit.DEVICE),
+        ("a- b+ a+", Culprit.DEVICE),
+        ("a- b- c+", Culprit.UNKNOWN),
+        ("a- a+", Culprit.DEVICE),
+        ("a+ b- a-", Culprit.UNKNOWN),
+        ("a+ b-", Culprit.DEVICE),
     ],
 )
-def test_verdicts(words: str, blame: Blame) -> None:
-    found = verdict(trials(words))
+def test_verdicts(words: str, blame: Culprit) -> None:
+    found = assign_blame(trials(words))
     assert found.blame is blame
     assert found.device == next(word[0] for word in words.split() if word[1] == "-")
 
 
 @pytest.mark.parametrize(
     ("words", "blame"),
-    [("a-", Blame.UNKNOWN), ("a- a-", Blame.DATA), ("a- a+ a-", Blame.DEVICE)],
+    [("a-", Culprit.UNKNOWN), ("a- a-", Culprit.DATA), ("a- a+ a-", Culprit.DEVICE)],
 )
 def test_where_there_is_one_device_only_data_that_stays_bad_is_to_blame(
-    words: str, blame: Blame
+    words: str, blame: Culprit
 ) -> None:
-    assert verdict(trials(words), only=True).blame is blame
+    assert assign_blame(trials(words), only_device=True).blame is blame
 
 
 def test_a_verdict_is_a_sentence() -> None:
-    assert verdict(trials("a- a- b+")).why == "bad on a, 2 times; good on b"
-    assert verdict(trials("a- b-")).why == "bad on a and b, 2 times; good nowhere"
+    assert assign_blame(trials("a- a- b+")).reason == "bad on a, 2 times; good on b"
+    assert assign_blame(trials("a- b-")).reason == "bad on a and b, 2 times; good nowhere"
 
 
 def test_without_a_fault_there_is_no_blame() -> None:
     with pytest.raises(ValueError, match="nothing was bad"):
-        verdict(trials("a+ b+"))
+        assign_blame(trials("a+ b+"))

@@ -9,12 +9,12 @@ from collections.abc import Iterator
 import pytest
 
 from holdfast.policy.detection.stragglers import (
-    TRANSITIONS,
-    Change,
-    Limits,
+    PACE_TRANSITIONS,
     Pace,
-    Stragglers,
-    Timing,
+    PaceChange,
+    StepTiming,
+    StragglerDetector,
+    StragglerLimits,
     advance,
 )
 
@@ -38,60 +38,60 @@ def shared_machine(seed: int, workers: int, steps: int) -> Iterator[list[float]]
         yield row
 
 
-def fed(paces: list[float], microbatches: int = 2) -> list[Timing]:
+def fed(paces: list[float], microbatches: int = 2) -> list[StepTiming]:
     return [
-        Timing(who, "same", pace * microbatches, microbatches) for who, pace in enumerate(paces)
+        StepTiming(who, "same", pace * microbatches, microbatches) for who, pace in enumerate(paces)
     ]
 
 
 def run(
-    found: Stragglers, trace: Iterator[list[float]], who: int = 1, slower: float = 1.0
-) -> list[tuple[int, Change]]:
+    found: StragglerDetector, trace: Iterator[list[float]], who: int = 1, slower: float = 1.0
+) -> list[tuple[int, PaceChange]]:
     """(step, change) with one worker slowed down; one without a rank is not timed."""
-    out: list[tuple[int, Change]] = []
+    out: list[tuple[int, PaceChange]] = []
     for step, paces in enumerate(trace, 1):
         paces[who] *= slower
-        timings = [t for t in fed(paces) if t.who not in found.left_out]
+        timings = [t for t in fed(paces) if t.worker not in found.excluded]
         out += [(step, change) for change in found.observe(timings)]
     return out
 
 
 @pytest.mark.parametrize("workers", [2, 4])
 def test_a_loaded_machine_makes_nobody_slow_in_20_000_steps(workers: int) -> None:
-    assert run(Stragglers(), shared_machine(workers, workers, 20_000)) == []
+    assert run(StragglerDetector(), shared_machine(workers, workers, 20_000)) == []
 
 
 @pytest.mark.parametrize(("slower", "steps"), [(1.5, 400), (3.0, 64), (10.0, 24)])
 @pytest.mark.parametrize("workers", [2, 4, 8])
 def test_a_slow_worker_is_found(slower: float, steps: int, workers: int) -> None:
     for seed in range(5):
-        found = Stragglers()
+        found = StragglerDetector()
         run(found, shared_machine(seed, workers, 96))
         changes = run(found, shared_machine(100 + seed, workers, steps), slower=slower)
-        assert [(c.who, c.after) for _, c in changes][:1] == [(1, Pace.SLOW)]
-        assert all(change.who == 1 for _, change in changes)
+        assert [(c.worker, c.after) for _, c in changes][:1] == [(1, Pace.SLOW)]
+        assert all(change.worker == 1 for _, change in changes)
 
 
 def test_fewer_microbatches_then_standby_then_out() -> None:
-    found = Stragglers(Limits(rest=8))
+    found = StragglerDetector(StragglerLimits(standby_blocks=8))
     changes = run(found, shared_machine(3, 4, 400), slower=3.0)
     assert [c.after for _, c in changes] == [Pace.SLOW, Pace.STANDBY, Pace.TRIAL, Pace.OUT]
-    assert changes[0][1].why.startswith("3")
-    assert "times slower than the others in the last" in changes[0][1].why
-    assert found.left_out == {1: Pace.OUT}
+    assert changes[0][1].reason.startswith("3")
+    assert "times slower than the others in the last" in changes[0][1].reason
+    assert found.excluded == {1: Pace.OUT}
     assert found.speeds == {}
 
 
 def test_one_that_is_a_little_slow_gets_less_and_stays() -> None:
-    found = Stragglers()
+    found = StragglerDetector()
     changes = run(found, shared_machine(3, 4, 2000), slower=1.6)
     assert [c.after for _, c in changes] == [Pace.SLOW]
     assert 0.5 < found.speeds[1] < 0.8
-    assert not found.left_out
+    assert not found.excluded
 
 
 def test_who_is_quick_again_is_well_again() -> None:
-    found = Stragglers()
+    found = StragglerDetector()
     run(found, shared_machine(3, 4, 240), slower=1.7)
     assert found.pace(1) is Pace.SLOW
     changes = run(found, shared_machine(4, 4, 240))
@@ -100,38 +100,41 @@ def test_who_is_quick_again_is_well_again() -> None:
 
 
 def test_who_is_quick_after_a_rest_is_well_again() -> None:
-    found = Stragglers(Limits(rest=8))
+    found = StragglerDetector(StragglerLimits(standby_blocks=8))
     run(found, shared_machine(3, 4, 96), slower=5.0)
-    assert found.left_out == {1: Pace.STANDBY}
+    assert found.excluded == {1: Pace.STANDBY}
     changes = run(found, shared_machine(4, 4, 240))
     assert [c.after for _, c in changes] == [Pace.TRIAL, Pace.WELL]
 
 
 def test_other_work_is_not_compared() -> None:
     """The last stage of a pipeline has the head: it is slower, and nobody's fault."""
-    found = Stragglers()
+    found = StragglerDetector()
     for _ in range(400):
         assert not found.observe(
-            [Timing(replica * 2 + stage, stage, 1.0 + 4 * stage, 1)
-             for replica in range(2) for stage in range(2)]
-        )  # fmt: skip
-    alone = Stragglers()
+            [
+                StepTiming(replica * 2 + stage, stage, 1.0 + 4 * stage, 1)
+                for replica in range(2)
+                for stage in range(2)
+            ]
+        )
+    alone = StragglerDetector()
     for _ in range(400):
-        assert not alone.observe([Timing(0, "first", 1.0, 1), Timing(1, "last", 9.0, 1)])
+        assert not alone.observe([StepTiming(0, "first", 1.0, 1), StepTiming(1, "last", 9.0, 1)])
 
 
 def test_who_computes_more_microbatches_is_not_slow() -> None:
-    found = Stragglers()
+    found = StragglerDetector()
     for _ in range(400):
         assert not found.observe(
-            [Timing(0, "", 1.0, 1), Timing(1, "", 4.0, 4), Timing(2, "", 0, 0)]
+            [StepTiming(0, "", 1.0, 1), StepTiming(1, "", 4.0, 4), StepTiming(2, "", 0, 0)]
         )
 
 
 def test_transitions_are_those_of_the_table() -> None:
     for before in Pace:
         for after in Pace:
-            if after in TRANSITIONS[before]:
+            if after in PACE_TRANSITIONS[before]:
                 assert advance(before, after) is after
             else:
                 with pytest.raises(ValueError, match="cannot become"):

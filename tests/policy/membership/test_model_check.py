@@ -10,8 +10,8 @@ from types import FunctionType, ModuleType, SimpleNamespace
 import pytest
 
 from holdfast.policy.membership import election, transitions
-from holdfast.policy.membership.election import Seat, Standing
-from holdfast.policy.membership.transitions import Stage
+from holdfast.policy.membership.election import AgentState, Role
+from holdfast.policy.membership.transitions import NodeStage
 from tests.support.membership_model.agent import Carried
 from tests.support.membership_model.model import Model
 from tests.support.membership_model.state_search import Found, fair_cycles, search, stuck
@@ -86,17 +86,17 @@ def _unled(model: Model, inside: str) -> World:
     store = Store(2, "c0", (frozenset({"a0", "b0", "c0"}), members))
     agents = []
     for name in "ab":
-        seat = Seat(name, Standing.SILENT, 2, "c0", 1, 0, NAMES, led=1)
+        seat = AgentState(name, Role.PRE_CANDIDATE, 2, "c0", 1, 0, NAMES, last_answered_term=1)
         if name in inside:
-            seat = replace(seat, at=2, members=tuple(inside))
+            seat = replace(seat, generation=2, members=tuple(inside))
         agents.append(Agent(True, 0, seat, None, STAGE[name in inside]))
-    gone = Agent(False, 0, Seat("c"))
+    gone = Agent(False, 0, AgentState("c"))
     numbers = [model.agents(agent) for agent in (*agents, gone)]
     cuts = PAIR[0, 2] | PAIR[1, 2] | (0 if "b" in inside else PAIR[0, 1])
     return World(model.stores(store), (numbers[0], numbers[1], numbers[2]), cuts)
 
 
-STAGE = {True: Stage.WORKING, False: Stage.HELD}
+STAGE = {True: NodeStage.WORKING, False: NodeStage.HELD}
 
 
 @pytest.mark.slow
@@ -148,30 +148,41 @@ MUTANTS = {
     "apart": (OVER, transitions, "_fitting", "if now < pair.until", "if False"),
     # who is coordinator
     "cut off": (OVER, election, "_place", "not seat.dead and seat.led < seat.term", "False"),
-    "signs": (OVER, election, "asked", "if newer or (moved and not most):",
-        "alive = False\n    if newer:",),
-    "claims what is made": ("reigns in a term that it has not opened",
-        election, "claimed", "if made:", "if True:"),
-    "never claims": ("never train again",
-        election, "may_claim", "now - seat.since >=", "-1.0 >="),
+    "signs": (
+        OVER,
+        election,
+        "asked",
+        "if newer or (moved and not most):",
+        "alive = False\n    if newer:",
+    ),
+    "claims what is made": (
+        "reigns in a term that it has not opened",
+        election,
+        "claimed",
+        "if made:",
+        "if True:",
+    ),
+    "never claims": ("never train again", election, "may_claim", "now - seat.since >=", "-1.0 >="),
     "stays coordinator": ("cycles", election, "fenced", "if seat.standing is", "if None is"),
-}  # fmt: skip
+}
 """What is wrong with the worlds that it comes to, and the line that is changed."""
 ENDING = {
     # a cut that heals
     "overtaken": (
-        transitions, "_heard", 'replace(halt(reign, "overtaken", now), generation=at)',
+        transitions,
+        "_heard",
+        'replace(halt(reign, "overtaken", now), generation=at)',
         "_become(reign, Phase.FENCED, now)",
     ),
     "never fenced": (transitions, "fenced", "_become(reign, Phase.FENCED, now)", "reign"),
-}  # fmt: skip
+}
 HARMLESS = {
     # whom it disturbs, and when: never whether it is safe
     "everybody is a majority": (election, "_place", "2 * len(misses) > len(alive)", "True"),
     "nobody is a majority": (election, "_place", "2 * len(misses) > len(alive)", "False"),
     "who is slow is gone": (election, "asked", "if alive and", "if False and"),
     "no turns": (election, "_place", "misses.index(seat.name) if", "0 if True or"),
-}  # fmt: skip
+}
 
 
 def _with(module: ModuleType, function: str, old: str, new: str) -> Carried:

@@ -1,13 +1,13 @@
 from __future__ import annotations
 
-from holdfast.policy.membership.restart_budget import Restarts, give_up
+from holdfast.policy.membership.restart_budget import RestartHistory, why_give_up
 
 
 def _lose(committed: list[int], limit: int) -> list[str | None]:
-    restarts, said = Restarts(), []
+    restarts, said = RestartHistory(), []
     for step in committed:
-        restarts = restarts.after_loss(step)
-        said.append(give_up(restarts, limit, "SIGKILL"))
+        restarts = restarts.with_loss(step)
+        said.append(why_give_up(restarts, limit, "SIGKILL"))
     return said
 
 

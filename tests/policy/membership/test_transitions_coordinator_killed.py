@@ -13,14 +13,16 @@ from functools import cache
 
 import pytest
 
-from holdfast.policy.membership.transitions import TRANSITIONS, Phase
+from holdfast.policy.membership.transitions import PHASE_TRANSITIONS, Phase
 from tests.support.membership_model.agent import Carried
 from tests.support.membership_model.model import Model
 from tests.support.membership_model.state_search import search, stuck
 from tests.support.membership_model.world import Agent, World
 
 Edge = tuple[Phase, Phase]
-EDGES: list[Edge] = [(old, new) for old, after in TRANSITIONS.items() for new in sorted(after)]
+EDGES: list[Edge] = [
+    (old, new) for old, after in PHASE_TRANSITIONS.items() for new in sorted(after)
+]
 MOST = 40
 
 

@@ -19,22 +19,22 @@ from itertools import count
 import pytest
 
 from holdfast.policy.membership import election, transitions
-from holdfast.policy.membership.election import Patience, Peer, Seat, Standing
+from holdfast.policy.membership.election import AgentState, ElectionTimeouts, PreVoteReply, Role
 from holdfast.policy.membership.transitions import (
-    LET_GO,
+    STOPPED_STAGES,
+    CoordinatorState,
     Directive,
-    Node,
-    Order,
+    MembershipRules,
+    NodeCommand,
+    NodeRecord,
+    NodeStage,
     Phase,
-    Reign,
-    Report,
-    Rules,
-    Stage,
+    StageReport,
 )
 
 BEAT = 2.0
-RULES = Rules(lambda nodes: tuple(n.name for n in nodes), gather=1.0)
-PATIENCE = Patience()
+RULES = MembershipRules(lambda nodes: tuple(n.name for n in nodes), gather_wait_s=1.0)
+PATIENCE = ElectionTimeouts()
 QUIET = 180.0
 """Seconds after the last fault in which everything has to be well again: two waits of a minority,
 and what it takes to try two nodes together again that could not reach each other."""
@@ -46,9 +46,9 @@ class Machine:
     mark: int = 0
     up: bool = True
     says_dead: bool = True  # its machine answers that nobody listens
-    seat: Seat = field(default_factory=lambda: Seat(""))
-    reign: Reign | None = None
-    stage: Stage = Stage.IDLE
+    seat: AgentState = field(default_factory=lambda: AgentState(""))
+    reign: CoordinatorState | None = None
+    stage: NodeStage = NodeStage.IDLE
     known: bool = False
     asked: int = 0  # number of its open question
     parted: str = ""
@@ -72,7 +72,7 @@ class Simulation:
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._count = count()
         names = [f"n{i}" for i in range(agents)]
-        self.machines = {name: Machine(name, seat=Seat(name)) for name in names}
+        self.machines = {name: Machine(name, seat=AgentState(name)) for name in names}
         for machine in self.machines.values():
             self.at(self.draw.uniform(0, 1), self._life(machine))
 
@@ -103,21 +103,21 @@ class Simulation:
             if not m.up or m.mark != mark:
                 return
             again = 0.2
-            match m.seat.standing:
-                case Standing.SEEKING if not self.outage:
-                    m.seat = election.found(m.seat, self.term, self.holder, self.now)
-                    if m.seat.standing is Standing.SEEKING:
+            match m.seat.role:
+                case Role.DISCOVERING if not self.outage:
+                    m.seat = election.newest_term_read(m.seat, self.term, self.holder, self.now)
+                    if m.seat.role is Role.DISCOVERING:
                         self._ask(m)
                         again = 0.5
-                case Standing.FOLLOWING:
+                case Role.FOLLOWER:
                     again = BEAT / 2
                     self._ask(m)
-                case Standing.SILENT:
+                case Role.PRE_CANDIDATE:
                     again = 0.5
                     self._look_around(m)
-                case Standing.CLAIMING if not self.outage:
+                case Role.CANDIDATE if not self.outage:
                     self._claim(m)
-                case Standing.REIGNING:
+                case Role.LEADER:
                     again = BEAT / 2
                     self._lead(m)
             self._work(m)
@@ -131,7 +131,7 @@ class Simulation:
     def _ask(self, m: Machine) -> None:
         """A request to its coordinator, and the answer; or none, which it notices after a while."""
         m.asked += 1
-        asked, mark, holder = m.asked, m.mark, m.seat.holder
+        asked, mark, holder = m.asked, m.mark, m.seat.leader_address
         other = self.machines.get(holder.partition("/")[0])
         if other is None or not self.linked(m.name, other.name) or self._lost():
             self.at(BEAT, lambda: self._unanswered(m, mark, asked, False))
@@ -139,8 +139,8 @@ class Simulation:
         if not other.up or other.address != holder:
             self._unanswered(m, mark, asked, other.up or other.says_dead)
             return
-        join = not (m.seat.standing is Standing.FOLLOWING and m.known)
-        report = Report(m.name, str(m.mark), m.seat.at, m.stage)
+        join = not (m.seat.role is Role.FOLLOWER and m.known)
+        report = StageReport(m.name, str(m.mark), m.seat.generation, m.stage)
         term, parted = m.seat.term, m.parted
 
         def arrive() -> None:
@@ -158,33 +158,46 @@ class Simulation:
     def _unanswered(self, m: Machine, mark: int, asked: int, dead: bool) -> None:
         if m.up and (m.mark, m.asked) == (mark, asked):
             m.asked += 1
-            m.seat = election.unanswered(m.seat, dead, self.now, PATIENCE)
+            m.seat = election.leader_unanswered(m.seat, dead, self.now, PATIENCE)
 
     def _serve(
-        self, m: Machine, report: Report, join: bool, term: int, parted: str
+        self, m: Machine, report: StageReport, join: bool, term: int, parted: str
     ) -> tuple[int, str, Directive, tuple[str, ...]]:
         if m.reign is None:
-            return m.seat.term, "", Directive(Order.REFUSE), ()
+            return m.seat.term, "", Directive(NodeCommand.REFUSE), ()
         if term > m.reign.term:
-            m.reign = transitions.fenced(m.reign, self.now)
+            m.reign = transitions.term_superseded(m.reign, self.now)
         elif join:
-            new = Node(report.name, report.mark, 1, self.now, self.now, report.at, report.stage)
-            m.reign = transitions.came(m.reign, new, self.now, RULES)
+            new = NodeRecord(
+                report.name,
+                report.incarnation,
+                1,
+                self.now,
+                self.now,
+                report.generation,
+                report.stage,
+            )
+            m.reign = transitions.node_joined(m.reign, new, self.now, RULES)
         else:
-            m.reign = transitions.heard(m.reign, [report], self.now, RULES)
-        if parted and report.at == m.reign.generation:
-            m.reign = transitions.parted(m.reign, report.name, parted, self.now, RULES)
+            m.reign = transitions.reports_received(m.reign, [report], self.now, RULES)
+        if parted and report.generation == m.reign.generation:
+            m.reign = transitions.link_failed(m.reign, report.name, parted, self.now, RULES)
         reign = m.reign
         node = reign.node(report.name)
-        if reign.phase is not Phase.FENCED and (node is None or node.mark != report.mark):
-            return reign.term, "join", Directive(Order.WAIT), ()
-        due = transitions.directive(reign, report.name)
+        if reign.phase is not Phase.FENCED and (
+            node is None or node.incarnation != report.incarnation
+        ):
+            return reign.term, "join", Directive(NodeCommand.WAIT), ()
+        due = transitions.directive_for(reign, report.name)
         return reign.term, "", due, tuple(sorted(reign.members))
 
     def _answered(
-        self, m: Machine, mark: int, asked: int,
+        self,
+        m: Machine,
+        mark: int,
+        asked: int,
         answer: tuple[int, str, Directive, tuple[str, ...]],
-    ) -> None:  # fmt: skip
+    ) -> None:
         if not m.up or (m.mark, m.asked) != (mark, asked):
             return
         m.asked += 1
@@ -193,26 +206,29 @@ class Simulation:
     def _obey(
         self, m: Machine, term: int, other: str, due: Directive, members: tuple[str, ...]
     ) -> None:
-        if term < m.seat.term or due.order is Order.REFUSE:
-            m.seat = election.refused(m.seat, self.now)
+        if term < m.seat.term or due.command is NodeCommand.REFUSE:
+            m.seat = election.leader_refused(m.seat, self.now)
             return
-        m.seat = election.answered(m.seat, term, self.now)
+        m.seat = election.leader_answered(m.seat, term, self.now)
         m.known = not other
-        if due.order is Order.START and due.generation > m.seat.at:
-            assert m.stage in LET_GO, f"{m.name} is started while it works"
+        if due.command is NodeCommand.START and due.generation > m.seat.generation:
+            assert m.stage in STOPPED_STAGES, f"{m.name} is started while it works"
             assert self.generations[due.generation - 1].keys() == set(members)
-            m.seat = election.took(m.seat, term, due.generation, members)
-            m.stage, m.parted = Stage.BUILDING, ""
-        halts = due.order in (Order.HALT, Order.PAUSE) and due.generation == m.seat.at
-        if halts and m.stage not in LET_GO:
-            m.stage = Stage.HELD
+            m.seat = election.generation_joined(m.seat, term, due.generation, members)
+            m.stage, m.parted = NodeStage.BUILDING, ""
+        halts = (
+            due.command in (NodeCommand.HALT, NodeCommand.PAUSE)
+            and due.generation == m.seat.generation
+        )
+        if halts and m.stage not in STOPPED_STAGES:
+            m.stage = NodeStage.HELD
 
     def _look_around(self, m: Machine) -> None:
         if self.outage:
             self._ask(m)
             return
         if self.term > m.seat.term:
-            m.seat = election.found(m.seat, self.term, self.holder, self.now)
+            m.seat = election.newest_term_read(m.seat, self.term, self.holder, self.now)
             return
         said = {}
         for name in m.seat.members:
@@ -220,47 +236,51 @@ class Simulation:
             if name == m.name:
                 continue
             if not self.linked(m.name, name) or (not other.up and not other.says_dead):
-                said[name] = Peer.UNKNOWN
+                said[name] = PreVoteReply.UNKNOWN
             elif not other.up:
-                said[name] = Peer.DEAD
+                said[name] = PreVoteReply.DEAD
             elif other.seat.term < m.seat.term:
-                said[name] = Peer.UNKNOWN
+                said[name] = PreVoteReply.UNKNOWN
             else:
-                hears = election.hears(other.seat, self.now, PATIENCE)
-                said[name] = Peer.HEARS if hears else Peer.MISSES
+                hears = election.hears_leader(other.seat, self.now, PATIENCE)
+                said[name] = PreVoteReply.HEARS_LEADER if hears else PreVoteReply.MISSES_LEADER
         sign = str(int(self.now / 5)) if self.trains(len(self.generations)) else ""
         newest = len(self.generations)
-        m.seat = election.asked(m.seat, said, newest, self.now, PATIENCE, sign)
-        if m.seat.standing is Standing.SILENT:
+        m.seat = election.pre_vote_ended(m.seat, said, newest, self.now, PATIENCE, sign)
+        if m.seat.role is Role.PRE_CANDIDATE:
             self._ask(m)
 
     # --- leading ----------------------------------------------------------------------------
     def _claim(self, m: Machine) -> None:
         number = m.seat.term + 1
         made = number > self.term
-        m.seat = election.claimed(m.seat, number, made, self.now)
+        m.seat = election.candidacy_ended(m.seat, number, made, self.now)
         if not made:
             return
         self.term, self.holder = number, m.address
-        m.seat, m.known = replace(m.seat, holder=m.address), False
+        m.seat, m.known = replace(m.seat, leader_address=m.address), False
         last = self.generations[-1] if self.generations else {}
-        nodes = [Node(n, str(mark), 1, self.now, self.now) for n, mark in sorted(last.items())]
-        m.reign = transitions.begin(number, self.now, len(self.generations), nodes)
+        nodes = [
+            NodeRecord(n, str(mark), 1, self.now, self.now) for n, mark in sorted(last.items())
+        ]
+        m.reign = transitions.begin_term(number, self.now, len(self.generations), nodes)
 
     def _lead(self, m: Machine) -> None:
         assert m.reign is not None
         if not self.outage and self.term > m.reign.term:
-            m.reign = transitions.fenced(m.reign, self.now)
+            m.reign = transitions.term_superseded(m.reign, self.now)
         m.reign = transitions.tick(m.reign, self.now, RULES)
-        own = Report(m.name, str(m.mark), m.seat.at, m.stage)
+        own = StageReport(m.name, str(m.mark), m.seat.generation, m.stage)
         answer = self._serve(m, own, not m.known, m.seat.term, m.parted)
         if m.reign.phase is Phase.FENCED:
-            m.seat, m.reign = election.fenced(m.seat, self.now), None
+            m.seat, m.reign = election.newer_term_found(m.seat, self.now), None
             return
         self._obey(m, *answer)
-        if m.reign.opening is not None and not self.outage:
-            number, names = m.reign.opening
-            marks = {n: int(node.mark) for n in names if (node := m.reign.node(n)) is not None}
+        if m.reign.pending_generation is not None and not self.outage:
+            number, names = m.reign.pending_generation
+            marks = {
+                n: int(node.incarnation) for n in names if (node := m.reign.node(n)) is not None
+            }
             mark = m.mark
             self.at(self._delay(), lambda: self._create(m, mark, number, marks))
 
@@ -270,37 +290,39 @@ class Simulation:
         newest = len(self.generations)
         if newest >= number:
             if mine is not None:
-                m.reign = transitions.taken(mine, self.term, newest, self.now)
+                m.reign = transitions.creation_rejected(mine, self.term, newest, self.now)
         elif newest == number - 1:
             self.generations.append(marks)
             self.opened_at.append(self.now)
             if mine is not None:
-                m.reign = transitions.opened(mine, number, frozenset(marks), self.now, RULES)
+                m.reign = transitions.generation_created(
+                    mine, number, frozenset(marks), self.now, RULES
+                )
 
     # --- working ----------------------------------------------------------------------------
     def _work(self, m: Machine) -> None:
-        if m.stage not in (Stage.BUILDING, Stage.WORKING):
+        if m.stage not in (NodeStage.BUILDING, NodeStage.WORKING):
             return
         others = [self.machines[name] for name in m.seat.members]
         for other in others:
             if not self.linked(m.name, other.name):
-                m.stage, m.parted = Stage.BROKEN, other.name
-            ours = other.up and other.seat.at == m.seat.at
-            held = ours and other.stage in (Stage.HELD, Stage.BROKEN)
-            if not other.up or held or other.seat.at > m.seat.at:
-                m.stage = Stage.BROKEN
-        ready = (Stage.BUILDING, Stage.WORKING)
-        if m.stage is Stage.BUILDING and all(
-            o.seat.at == m.seat.at and o.stage in ready for o in others
+                m.stage, m.parted = NodeStage.BROKEN, other.name
+            ours = other.up and other.seat.generation == m.seat.generation
+            held = ours and other.stage in (NodeStage.HELD, NodeStage.BROKEN)
+            if not other.up or held or other.seat.generation > m.seat.generation:
+                m.stage = NodeStage.BROKEN
+        ready = (NodeStage.BUILDING, NodeStage.WORKING)
+        if m.stage is NodeStage.BUILDING and all(
+            o.seat.generation == m.seat.generation and o.stage in ready for o in others
         ):
-            m.stage = Stage.WORKING
+            m.stage = NodeStage.WORKING
 
     def trains(self, generation: int) -> bool:
         if not generation:
             return False
         return all(
             (m := self.machines[name]).up
-            and (m.mark, m.seat.at, m.stage) == (mark, generation, Stage.WORKING)
+            and (m.mark, m.seat.generation, m.stage) == (mark, generation, NodeStage.WORKING)
             and all(self.linked(name, other) for other in self.generations[generation - 1])
             for name, mark in self.generations[generation - 1].items()
         )
@@ -309,12 +331,17 @@ class Simulation:
     def crash(self, name: str, *, says: bool = True) -> None:
         old = self.machines[name]
         old.up, old.says_dead, old.reign = False, says, None
-        old.stage, old.seat = Stage.IDLE, Seat(name)
+        old.stage, old.seat = NodeStage.IDLE, AgentState(name)
 
     def back(self, name: str) -> None:
         m = self.machines[name]
         if not m.up:
-            m.up, m.mark, m.seat, m.known = True, m.mark + 1, Seat(name, since=self.now), False
+            m.up, m.mark, m.seat, m.known = (
+                True,
+                m.mark + 1,
+                AgentState(name, role_since=self.now),
+                False,
+            )
             m.asked, m.parted = m.asked + 1, ""
             self.at(0.0, self._life(m))
 
@@ -338,7 +365,7 @@ class Simulation:
                 for m in self.machines.values():
                     if m.reign is not None:
                         until = self.now + draw.uniform(5, 30)
-                        m.reign = transitions.warned(m.reign, name, until, self.now, RULES)
+                        m.reign = transitions.node_leaving(m.reign, name, until, self.now, RULES)
                 self.at(30.0, lambda: self.crash(name))
                 self.at(45.0, lambda: self.back(name))
 
@@ -353,8 +380,8 @@ class Simulation:
         terms = [m.reign.term for m in self.machines.values() if m.reign is not None]
         assert len(set(terms)) == len(terms), "two hold one term"
         for m in self.machines.values():
-            if m.up and m.stage in (Stage.BUILDING, Stage.WORKING):
-                assert self.generations[m.seat.at - 1].keys() == set(m.seat.members)
+            if m.up and m.stage in (NodeStage.BUILDING, NodeStage.WORKING):
+                assert self.generations[m.seat.generation - 1].keys() == set(m.seat.members)
 
 
 def _all_train(s: Simulation) -> bool:
@@ -415,7 +442,7 @@ def test_a_lost_node_costs_its_silence_and_a_few_beats(agents: int) -> None:
         s = _settled(agents, seed)
         lost = next(m.name for m in s.machines.values() if m.reign is None)
         s.crash(lost, says=False)
-        s.run(s.now + RULES.lost_after + 4 * BEAT + 3)
+        s.run(s.now + RULES.node_timeout_s + 4 * BEAT + 3)
         assert _all_train(s), f"seed {seed}"
 
 
@@ -426,10 +453,12 @@ def test_a_lost_coordinator_costs_silence_turns_and_a_few_beats(agents: int, say
         s = _settled(agents, seed)
         holder = next(m.name for m in s.machines.values() if m.reign is not None)
         s.crash(holder, says=says)
-        claims = (0.0 if says else PATIENCE.silence) + PATIENCE.turn + 3 * BEAT
+        claims = (
+            (0.0 if says else PATIENCE.leader_timeout_s) + PATIENCE.delay_per_place_s + 3 * BEAT
+        )
         s.run(s.now + claims + 3)
         assert any(m.reign is not None for m in s.machines.values()), f"seed {seed}: nobody leads"
-        s.run(s.now + RULES.lost_after + 4 * BEAT + 3)
+        s.run(s.now + RULES.node_timeout_s + 4 * BEAT + 3)
         assert _all_train(s), f"seed {seed}"
 
 

@@ -3,43 +3,52 @@
 from __future__ import annotations
 
 from holdfast.policy.membership.transitions import (
-    Node,
+    CoordinatorState,
+    MembershipRules,
+    NodeRecord,
+    NodeStage,
     Phase,
-    Reign,
-    Report,
-    Rules,
-    Stage,
-    begin,
+    StageReport,
+    begin_term,
+    generation_created,
     halt,
-    heard,
-    opened,
-    parted,
+    link_failed,
+    reports_received,
     tick,
 )
 
-RULES = Rules(lambda nodes: [node.name for node in nodes], lost_after=6.0, settle=2.0, apart=60.0)
+RULES = MembershipRules(
+    lambda nodes: [node.name for node in nodes],
+    node_timeout_s=6.0,
+    settle_time_s=2.0,
+    retry_pair_after_s=60.0,
+)
 
 
-def _training() -> Reign:
-    reign = begin(1, 0.0, 1, [Node(name, name, 1, 0.0, 0.0) for name in "abc"])
-    return _said(reign, 0.0, Stage.WORKING, 1)
+def _training() -> CoordinatorState:
+    reign = begin_term(1, 0.0, 1, [NodeRecord(name, name, 1, 0.0, 0.0) for name in "abc"])
+    return _said(reign, 0.0, NodeStage.WORKING, 1)
 
 
-def _said(reign: Reign, now: float, stage: Stage, at: int, names: str = "abc") -> Reign:
-    return heard(reign, [Report(name, name, at, stage, 1) for name in names], now, RULES)
+def _said(
+    reign: CoordinatorState, now: float, stage: NodeStage, at: int, names: str = "abc"
+) -> CoordinatorState:
+    return reports_received(
+        reign, [StageReport(name, name, at, stage, 1) for name in names], now, RULES
+    )
 
 
-def _without(reign: Reign, now: float) -> Reign:
+def _without(reign: CoordinatorState, now: float) -> CoordinatorState:
     """All hold; the generation of those that are left works."""
-    reign = _said(reign, now, Stage.HELD, reign.generation)
+    reign = _said(reign, now, NodeStage.HELD, reign.generation)
     assert reign.phase is Phase.OPENING
-    names = reign.wanted
-    reign = opened(reign, reign.generation + 1, names, now, RULES)
-    return _said(reign, now, Stage.WORKING, reign.generation, "".join(sorted(names)))
+    names = reign.pending_nodes
+    reign = generation_created(reign, reign.generation + 1, names, now, RULES)
+    return _said(reign, now, NodeStage.WORKING, reign.generation, "".join(sorted(names)))
 
 
 def test_one_of_two_is_left_out_and_tried_again_later() -> None:
-    reign = parted(_training(), "c", "b", 10.0, RULES)
+    reign = link_failed(_training(), "c", "b", 10.0, RULES)
     assert (reign.phase, reign.reason) == (Phase.HALTING, "link_cut")
     reign = _without(reign, 11.0)
     assert reign.members == {"a", "b"}
@@ -49,52 +58,57 @@ def test_one_of_two_is_left_out_and_tried_again_later() -> None:
     assert (reign.phase, reign.reason) == (Phase.HALTING, "node_joined")
 
 
-def _beats(reign: Reign, now: float, until: float) -> Reign:
+def _beats(reign: CoordinatorState, now: float, until: float) -> CoordinatorState:
     """All are heard, as they were."""
     while now < until and reign.phase is Phase.TRAINING:
         now += 1.0
         reports = [
-            Report(node.name, node.name, node.at, node.stage, node.ready) for node in reign.nodes
+            StageReport(node.name, node.name, node.generation, node.stage, node.ready_workers)
+            for node in reign.nodes
         ]
-        reign = tick(heard(reign, reports, now, RULES), now, RULES)
+        reign = tick(reports_received(reign, reports, now, RULES), now, RULES)
     return reign
 
 
 def test_what_is_said_again_in_time_is_not_tried() -> None:
     """Each trial that fails is twice as long; said in between, it changes nothing."""
-    reign = _without(parted(_training(), "c", "b", 10.0, RULES), 11.0)
+    reign = _without(link_failed(_training(), "c", "b", 10.0, RULES), 11.0)
     reign = _beats(reign, 11.0, 60.0)
-    assert parted(reign, "b", "c", 60.0, RULES) == reign
+    assert link_failed(reign, "b", "c", 60.0, RULES) == reign
     reign = _beats(reign, 60.0, 68.0)
-    reign = parted(reign, "b", "c", 68.0, RULES)
-    assert [(pair.until, pair.wait) for pair in reign.apart] == [(128.0, 60.0)]
+    reign = link_failed(reign, "b", "c", 68.0, RULES)
+    assert [(pair.retry_at, pair.wait) for pair in reign.unreachable_pairs] == [(128.0, 60.0)]
     assert _beats(reign, 68.0, 127.0).phase is Phase.TRAINING
     reign = _beats(reign, 127.0, 200.0)
     assert (reign.phase, reign.reason) == (Phase.HALTING, "node_joined")
-    reign = parted(_without(reign, 140.0), "b", "c", 145.0, RULES)
-    assert [(pair.until, pair.wait) for pair in reign.apart] == [(265.0, 120.0)]
+    reign = link_failed(_without(reign, 140.0), "b", "c", 145.0, RULES)
+    assert [(pair.retry_at, pair.wait) for pair in reign.unreachable_pairs] == [(265.0, 120.0)]
 
 
 def test_what_is_known_too_late_for_a_generation_ends_it() -> None:
     """While it is made, and when it has been made of both."""
-    reign = _said(halt(_training(), "hang", 10.0), 11.0, Stage.HELD, 1)
-    assert reign.wanted == {"a", "b", "c"}
-    late = parted(reign, "b", "c", 11.5, RULES)
-    assert (late.phase, late.wanted) == (Phase.OPENING, {"a", "b"})
-    late = opened(late, 2, frozenset("abc"), 12.0, RULES)
-    assert (late.phase, late.generation, late.wanted) == (Phase.OPENING, 2, {"a", "b"})
-    made = opened(reign, 2, frozenset("abc"), 11.2, RULES)
-    assert parted(made, "b", "c", 11.5, RULES).phase is Phase.HALTING
+    reign = _said(halt(_training(), "hang", 10.0), 11.0, NodeStage.HELD, 1)
+    assert reign.pending_nodes == {"a", "b", "c"}
+    late = link_failed(reign, "b", "c", 11.5, RULES)
+    assert (late.phase, late.pending_nodes) == (Phase.OPENING, {"a", "b"})
+    late = generation_created(late, 2, frozenset("abc"), 12.0, RULES)
+    assert (late.phase, late.generation, late.pending_nodes) == (Phase.OPENING, 2, {"a", "b"})
+    made = generation_created(reign, 2, frozenset("abc"), 11.2, RULES)
+    assert link_failed(made, "b", "c", 11.5, RULES).phase is Phase.HALTING
 
 
 def test_another_reason_stays() -> None:
-    reign = parted(halt(_training(), "worker_lost", 10.0), "b", "c", 10.5, RULES)
+    reign = link_failed(halt(_training(), "worker_lost", 10.0), "b", "c", 10.5, RULES)
     assert (reign.phase, reign.reason) == (Phase.HALTING, "worker_lost")
 
 
 def test_a_generation_that_ends_because_all_wait_ends_for_the_link() -> None:
     reign = halt(_training(), "hang", 10.0)
-    reign = parted(reign, "a", "b", 10.5, RULES)
+    reign = link_failed(reign, "a", "b", 10.5, RULES)
     assert (reign.phase, reign.reason) == (Phase.HALTING, "link_cut")
     assert _without(reign, 11.0).members == {"a", "c"}
-    assert parted(reign, "a", "x", 10.5, RULES) == parted(reign, "a", "a", 10.5, RULES) == reign
+    assert (
+        link_failed(reign, "a", "x", 10.5, RULES)
+        == link_failed(reign, "a", "a", 10.5, RULES)
+        == reign
+    )

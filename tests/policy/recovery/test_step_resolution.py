@@ -10,11 +10,11 @@ import pytest
 
 from holdfast.policy.recovery.step_resolution import (
     TRANSITIONS,
-    Holding,
-    Resolution,
-    Stage,
+    RankProgress,
+    StepResolution,
+    StepStage,
     advance,
-    resolve,
+    resolve_step,
 )
 
 STEPS = 2
@@ -81,12 +81,14 @@ def _reachable(size: int, deaths: int) -> Iterator[tuple[World, frozenset[int]]]
         todo += new
 
 
-def _holding(place: Place) -> Holding:
-    stage = (Stage.COMPUTING, Stage.COMPUTING, Stage.WHOLE, Stage.VOTED)[place.phase]
-    return Holding(place.applied, stage, summed=place.phase > 0)
+def _holding(place: Place) -> RankProgress:
+    stage = (StepStage.COMPUTING, StepStage.COMPUTING, StepStage.REDUCED, StepStage.VOTED)[
+        place.phase
+    ]
+    return RankProgress(place.applied, stage, is_summed=place.phase > 0)
 
 
-def _after(place: Place, index: int, resolution: Resolution) -> list[int]:
+def _after(place: Place, index: int, resolution: StepResolution) -> list[int]:
     """The steps that this survivor has applied once the resolution is carried out."""
     done = list(range(1, place.applied + 1))
     return [*done, resolution.step] if index in resolution.appliers else done
@@ -101,15 +103,15 @@ def test_every_interleaving_with_deaths_leaves_all_at_one_step(
     seen: set[tuple[World, frozenset[int]]] = set()
     for world, dead in _reachable(size, deaths):
         alive = [place for me, place in enumerate(world) if me not in dead]
-        resolution = resolve([_holding(place) for place in alive], counted=counted)
+        resolution = resolve_step([_holding(place) for place in alive], has_counts=counted)
         for index, place in enumerate(alive):
             applied = _after(place, index, resolution)
             assert applied == list(range(1, resolution.step + 1)), (world, dead)  # each once
-        assert not resolution.behind
+        assert not resolution.receivers
         assert resolution.step >= max(place.applied for place in alive)
         if counted:  # not even one that only the dead had applied is lost
             assert resolution.step >= max(place.applied for place in world)
-        if resolution.goes_on:  # nobody's own part of the next step's sum was touched
+        if resolution.can_continue_step:  # nobody's own part of the next step's sum was touched
             ahead = [p for p in alive if p.applied == resolution.step]
             assert all(place.phase == 0 for place in ahead), (world, dead)
         seen.add((world, dead))
@@ -127,50 +129,56 @@ def test_a_rank_has_died_beside_every_transition() -> None:
         for after in _moves(world, dead):
             for me in alive:
                 met |= _edges(world[me], after[me])
-        if not resolve(before).goes_on:
-            applying = resolve(before).appliers
-            met |= {(h.stage, Stage.COMPUTING) for i, h in enumerate(before) if i not in applying}
+        if not resolve_step(before).can_continue_step:
+            applying = resolve_step(before).appliers
+            met |= {
+                (h.stage, StepStage.COMPUTING) for i, h in enumerate(before) if i not in applying
+            }
     assert met == {(old, new) for old, after in TRANSITIONS.items() for new in after}
 
 
-def _edges(before: Place, after: Place) -> set[tuple[Stage, Stage]]:
+def _edges(before: Place, after: Place) -> set[tuple[StepStage, StepStage]]:
     old, new = _holding(before).stage, _holding(after).stage
     if after.applied > before.applied:
-        return {(old, Stage.APPLIED), (Stage.APPLIED, new)}
+        return {(old, StepStage.APPLIED), (StepStage.APPLIED, new)}
     return {(old, new)} if old is not new else set()
 
 
 def test_what_is_done_at_each_stage() -> None:
-    computing, whole = Holding(4), Holding(4, Stage.WHOLE, summed=True)
-    voted, applied = Holding(4, Stage.VOTED, summed=True), Holding(5)
+    computing, whole = RankProgress(4), RankProgress(4, StepStage.REDUCED, is_summed=True)
+    voted, applied = RankProgress(4, StepStage.VOTED, is_summed=True), RankProgress(5)
     everybody = frozenset({0, 1})
     nobody = frozenset[int]()
-    assert resolve([computing, computing]) == Resolution(4, nobody, nobody, True)
-    assert resolve([computing, whole]) == Resolution(4, nobody, nobody, False)
-    assert resolve([whole, whole]) == Resolution(5, everybody, nobody, True)
-    assert resolve([whole, whole], counted=False) == Resolution(4, nobody, nobody, False)
-    assert resolve([whole, voted], counted=False) == Resolution(5, everybody, nobody, True)
-    assert resolve([whole, applied]) == Resolution(5, frozenset({0}), nobody, True)
+    assert resolve_step([computing, computing]) == StepResolution(4, nobody, nobody, True)
+    assert resolve_step([computing, whole]) == StepResolution(4, nobody, nobody, False)
+    assert resolve_step([whole, whole]) == StepResolution(5, everybody, nobody, True)
+    assert resolve_step([whole, whole], has_counts=False) == StepResolution(
+        4, nobody, nobody, False
+    )
+    assert resolve_step([whole, voted], has_counts=False) == StepResolution(
+        5, everybody, nobody, True
+    )
+    assert resolve_step([whole, applied]) == StepResolution(5, frozenset({0}), nobody, True)
 
 
 def test_who_has_no_state_is_behind() -> None:
-    for others in combinations([Holding(3), Holding(3), Holding(None)], 2):
-        found = resolve([*others, Holding(None)])
+    for others in combinations([RankProgress(3), RankProgress(3), RankProgress(None)], 2):
+        found = resolve_step([*others, RankProgress(None)])
         assert found.step == 3
-        assert found.behind == {i for i, h in enumerate([*others, 1]) if h != Holding(3)}
+        assert found.receivers == {i for i, h in enumerate([*others, 1]) if h != RankProgress(3)}
     with pytest.raises(ValueError, match="nobody"):
-        resolve([Holding(None)])
+        resolve_step([RankProgress(None)])
 
 
 def test_a_state_that_cannot_be_brought_up_is_behind() -> None:
     """Such as that of a process which a restore left with an older checkpoint."""
-    assert resolve([Holding(7), Holding(2, Stage.WHOLE)]).behind == {1}
+    assert resolve_step([RankProgress(7), RankProgress(2, StepStage.REDUCED)]).receivers == {1}
 
 
 def test_transitions() -> None:
-    stage = Stage.COMPUTING
-    for to in (Stage.WHOLE, Stage.VOTED, Stage.APPLIED, Stage.COMPUTING):
+    stage = StepStage.COMPUTING
+    for to in (StepStage.REDUCED, StepStage.VOTED, StepStage.APPLIED, StepStage.COMPUTING):
         stage = advance(stage, to)
-    assert set(TRANSITIONS) == set(Stage)
+    assert set(TRANSITIONS) == set(StepStage)
     with pytest.raises(ValueError, match="voted"):
-        advance(Stage.VOTED, Stage.COMPUTING)
+        advance(StepStage.VOTED, StepStage.COMPUTING)

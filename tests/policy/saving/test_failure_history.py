@@ -15,21 +15,21 @@ from holdfast.events import (
     WorkerLost,
     WorkerReady,
 )
-from holdfast.policy.saving.failure_classes import PRIOR
-from holdfast.policy.saving.failure_history import Seen
-from holdfast.policy.saving.failure_rate import Hazard
+from holdfast.policy.saving.failure_classes import PRIOR_FAILURE_COUNTS
+from holdfast.policy.saving.failure_history import FailureHistory
+from holdfast.policy.saving.failure_rate import FailureRate
 
 DONE = StepDone(loss=1.0, tokens=1, grad_norm=1.0, learning_rate=0.1, seconds=1.0, step=1)
 TWO_NODES = GenerationStarted({"nodes": ["a", "a", "b"]}, "start")
 
 
-def _seen(generations: list[list[tuple[float, Event]]]) -> Hazard:
-    return _all_seen(generations).hazard
+def _seen(generations: list[list[tuple[float, Event]]]) -> FailureRate:
+    return _all_seen(generations).failure_rate
 
 
-def _all_seen(generations: list[list[tuple[float, Event]]]) -> Seen:
+def _all_seen(generations: list[list[tuple[float, Event]]]) -> FailureHistory:
     """What is known when the generation after the last has begun."""
-    seen = Seen(Hazard.prior())
+    seen = FailureHistory(FailureRate.from_prior())
     for number, found in enumerate([*generations, [(0.0, TWO_NODES)]], start=1):
         for sequence, (at, event) in enumerate(found):
             seen.observe(Record(number, "agent", sequence, 1e9 + at, event))
@@ -38,25 +38,39 @@ def _all_seen(generations: list[list[tuple[float, Event]]]) -> Seen:
 
 def test_a_lost_worker_leaves_its_nodes_memory_and_silence_takes_it() -> None:
     begun: list[tuple[float, Event]] = [(0, TWO_NODES), (2, WorkerReady(0, 1.0)), (90, DONE)]
-    lost = _all_seen([[*begun, (91, WorkerLost(1, 7, "SIGKILL", "exit"))]]).classes.counts
-    silent = _all_seen([begun]).classes.counts
-    assert lost == (PRIOR[0] + 1, *PRIOR[1:])
-    assert silent == (PRIOR[0], PRIOR[1] + 1, *PRIOR[2:])
-    stopped = _all_seen([[*begun, (91, WorkerHeld(1, 3, None, "an error"))]]).classes.counts
+    lost = _all_seen([[*begun, (91, WorkerLost(1, 7, "SIGKILL", "exit"))]]).failure_classes.counts
+    silent = _all_seen([begun]).failure_classes.counts
+    assert lost == (PRIOR_FAILURE_COUNTS[0] + 1, *PRIOR_FAILURE_COUNTS[1:])
+    assert silent == (
+        PRIOR_FAILURE_COUNTS[0],
+        PRIOR_FAILURE_COUNTS[1] + 1,
+        *PRIOR_FAILURE_COUNTS[2:],
+    )
+    stopped = _all_seen([[*begun, (91, WorkerHeld(1, 3, None, "an error"))]]).failure_classes.counts
     assert stopped == lost
-    assert _all_seen([[*begun, (91, RunStopped("SIGTERM"))]]).classes.counts == PRIOR
+    assert (
+        _all_seen([[*begun, (91, RunStopped("SIGTERM"))]]).failure_classes.counts
+        == PRIOR_FAILURE_COUNTS
+    )
 
 
 def test_time_at_risk_is_from_ready_to_the_loss_on_all_nodes() -> None:
     lost = WorkerLost(1, 7, "SIGKILL", "exit")
-    found = _seen([
-        [(0, TWO_NODES), (5, WorkerReady(0, 1.0)), (8, WorkerReady(1, 1.0)), (50, DONE),
-         (108, lost)],
-        [(0, TWO_NODES), (10, WorkerReady(0, 1.0)), (60, DONE), (61, lost), (62, lost)],
-    ])  # fmt: skip
+    found = _seen(
+        [
+            [
+                (0, TWO_NODES),
+                (5, WorkerReady(0, 1.0)),
+                (8, WorkerReady(1, 1.0)),
+                (50, DONE),
+                (108, lost),
+            ],
+            [(0, TWO_NODES), (10, WorkerReady(0, 1.0)), (60, DONE), (61, lost), (62, lost)],
+        ]
+    )
     assert (found.failures, found.seconds) == (2, pytest.approx(152))
-    want = Hazard.prior().after(100, 2, 1).after(52, 2, 1)
-    assert found.rate() == pytest.approx(want.rate())
+    want = FailureRate.from_prior().with_observation(100, 2, 1).with_observation(52, 2, 1)
+    assert found.failures_per_second() == pytest.approx(want.failures_per_second())
 
 
 def test_leaving_is_no_failure_but_a_session_without_a_last_word_is() -> None:
@@ -67,4 +81,7 @@ def test_leaving_is_no_failure_but_a_session_without_a_last_word_is() -> None:
 
 
 def test_a_generation_that_never_became_ready_says_nothing() -> None:
-    assert _seen([[(0, TWO_NODES), (9, WorkerLost(0, 1, "exit 1", "exit"))]]) == Hazard.prior()
+    assert (
+        _seen([[(0, TWO_NODES), (9, WorkerLost(0, 1, "exit 1", "exit"))]])
+        == FailureRate.from_prior()
+    )

@@ -10,21 +10,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.policy.saving.failure_rate import Hazard
+from holdfast.policy.saving.failure_rate import FailureRate
 from holdfast.policy.saving.interval import (
-    Bounds,
-    Decision,
+    IntervalBounds,
+    IntervalDecision,
     SaveCost,
     TierCost,
-    daly,
-    decide,
+    daly_interval,
+    decide_tier,
     decide_tiers,
-    lost,
-    young,
+    lost_time_share,
+    young_interval,
 )
-from holdfast.simulate.intervals import Spell, nested
+from holdfast.simulate.intervals import RunSpell, replay_two_tiers
 
-WIDE = Bounds(1e-6, 1e9)
+WIDE = IntervalBounds(1e-6, 1e9)
 costs = st.floats(1e-3, 100)
 rates = st.floats(1e-8, 1e-2)
 
@@ -35,68 +35,82 @@ def test_it_is_youngs_where_a_save_costs_little_and_the_optimum_everywhere(
     cost: float, rate: float
 ) -> None:
     if cost * rate < 1e-6:
-        assert daly(cost, rate) == pytest.approx(sqrt(2 * cost / rate), rel=1e-3)
+        assert daly_interval(cost, rate) == pytest.approx(sqrt(2 * cost / rate), rel=1e-3)
     if cost * rate < 1:  # Daly's formula is a series: within 1 % of the least loss up to here
-        best = min(lost(young(cost, rate) * 1.02**k, cost, rate) for k in range(-120, 80))
-        assert lost(daly(cost, rate), cost, rate) <= best * 1.01
+        best = min(
+            lost_time_share(young_interval(cost, rate) * 1.02**k, cost, rate)
+            for k in range(-120, 80)
+        )
+        assert lost_time_share(daly_interval(cost, rate), cost, rate) <= best * 1.01
 
 
 def test_the_worked_figures() -> None:
     """127 preemptions a day: a save of 1.5 s every 45 s loses 6.6 %; one of 5 ms every 2.6 s."""
-    assert young(1.5, 1 / 680) == pytest.approx(45.2, abs=0.1)
-    assert young(0.005, 1 / 680) == pytest.approx(2.61, abs=0.01)
-    assert lost(daly(1.5, 1 / 680), 1.5, 1 / 680) == pytest.approx(0.068, abs=0.002)
-    assert daly(1.0, 0.0) == inf
-    assert daly(100.0, 1 / 30) == 30.0  # a save costs more than two failures are apart
+    assert young_interval(1.5, 1 / 680) == pytest.approx(45.2, abs=0.1)
+    assert young_interval(0.005, 1 / 680) == pytest.approx(2.61, abs=0.01)
+    assert lost_time_share(daly_interval(1.5, 1 / 680), 1.5, 1 / 680) == pytest.approx(
+        0.068, abs=0.002
+    )
+    assert daly_interval(1.0, 0.0) == inf
+    assert daly_interval(100.0, 1 / 30) == 30.0  # a save costs more than two failures are apart
 
 
 @given(costs, rates, st.floats(1.01, 10))
 def test_it_falls_with_the_hazard_and_grows_with_the_cost(
     cost: float, rate: float, factor: float
 ) -> None:
-    assert daly(cost, rate * factor) <= daly(cost, rate)
+    assert daly_interval(cost, rate * factor) <= daly_interval(cost, rate)
     if cost * factor * rate < 0.1:
-        assert daly(cost * factor, rate) > daly(cost, rate)
+        assert daly_interval(cost * factor, rate) > daly_interval(cost, rate)
 
 
 @given(costs, rates, st.floats(0.1, 50), st.floats(0, 5000), st.floats(0, 100))
 def test_a_decision_stays_within_the_bounds_and_says_so(
     cost: float, rate: float, least: float, span: float, durable: float
 ) -> None:
-    bounds = Bounds(least, least + span)
-    found = decide(TierCost(2, cost, durable), rate, bounds)
+    bounds = IntervalBounds(least, least + span)
+    found = decide_tier(TierCost(2, cost, durable), rate, bounds)
     assert least <= found.seconds <= least + span
-    assert found.seconds >= min(durable, bounds.most)
-    if found.seconds != pytest.approx(daly(cost, rate)):
+    assert found.seconds >= min(durable, bounds.max_seconds)
+    if found.seconds != pytest.approx(daly_interval(cost, rate)):
         assert any(word in found.reason for word in ("min_seconds", "max_seconds", "durable after"))
 
 
 def test_a_reason_is_one_sentence_with_its_numbers() -> None:
-    hazard = Hazard.prior().after(7200, nodes=4, failures=1)
-    cost = SaveCost().after(1.0).after(1.2, blocked=0.2)
+    hazard = FailureRate.from_prior().with_observation(7200, nodes=4, failures=1)
+    cost = SaveCost().with_step(1.0).with_step(1.2, blocked=0.2)
     seen = f"{hazard.evidence} on 4 nodes"
-    found = decide(TierCost(2, cost.seconds), hazard.rate(4), Bounds(1, 3600), evidence=seen)
+    found = decide_tier(
+        TierCost(2, cost.cost_s),
+        hazard.failures_per_second(4),
+        IntervalBounds(1, 3600),
+        evidence=seen,
+    )
     assert found.reason.startswith("tier 2 is saved every ")
-    for part in ("a save costs 200 ms", "one failure is expected", "(1 failure in 2 h on 4 nodes)",
-                 "of the time is then lost"):  # fmt: skip
+    for part in (
+        "a save costs 200 ms",
+        "one failure is expected",
+        "(1 failure in 2 h on 4 nodes)",
+        "of the time is then lost",
+    ):
         assert part in found.reason
     assert "\n" not in found.reason
-    quiet = decide(TierCost(2, 0.2), 0.0, Bounds(1, 3600))
+    quiet = decide_tier(TierCost(2, 0.2), 0.0, IntervalBounds(1, 3600))
     assert quiet.seconds == 3600
     assert "no failure is expected; the best interval would be ever" in quiet.reason
 
 
 def test_a_decision_stands_until_a_better_one_is_worth_it() -> None:
-    first = decide(TierCost(2, 1.0), 1e-3, WIDE)
-    assert decide(TierCost(2, 1.0), 1.15e-3, WIDE, kept=first) is first
-    later = decide(TierCost(2, 1.0), 1.5e-3, WIDE, kept=first)
+    first = decide_tier(TierCost(2, 1.0), 1e-3, WIDE)
+    assert decide_tier(TierCost(2, 1.0), 1.15e-3, WIDE, current=first) is first
+    later = decide_tier(TierCost(2, 1.0), 1.5e-3, WIDE, current=first)
     assert later.seconds < 0.9 * first.seconds
 
 
 def test_bounds_that_cannot_be_are_refused() -> None:
     for least, most in ((0.0, 1.0), (2.0, 1.0)):
         with pytest.raises(ValueError, match="bounds of an interval"):
-            Bounds(least, most)
+            IntervalBounds(least, most)
 
 
 # --- several tiers --------------------------------------------------------------------------------
@@ -108,7 +122,7 @@ def test_each_tier_has_its_own_optimum_and_multiples_nest() -> None:
     for decision, (cost, rate) in zip(
         found, ((0.01, 1e-3), (0.5, 2e-4), (20.0, 1e-6)), strict=True
     ):
-        assert decision.seconds == pytest.approx(young(cost, rate), rel=0.2)
+        assert decision.seconds == pytest.approx(young_interval(cost, rate), rel=0.2)
     for below, above in itertools.pairwise(found):
         assert above.seconds / below.seconds == pytest.approx(round(above.seconds / below.seconds))
         assert f"save of tier {below.tier}" in above.reason
@@ -118,7 +132,7 @@ def test_a_tier_that_costs_more_than_it_spares_is_left_out() -> None:
     same = decide_tiers([TierCost(0, 1.0), TierCost(3, 1.0)], {0: 1e-4, 3: 1e-4}, WIDE)
     assert same[0].seconds == inf
     assert "cost more than they spare beside those of tier 3" in same[0].reason
-    assert same[1].seconds == pytest.approx(young(1.0, 2e-4), rel=0.01)
+    assert same[1].seconds == pytest.approx(young_interval(1.0, 2e-4), rel=0.01)
     rare = decide_tiers([TierCost(0, 0.01), TierCost(3, 5.0)], {0: 1e-9, 3: 1e-4}, WIDE)
     assert rare[0].seconds == inf
 
@@ -160,16 +174,16 @@ def test_two_tiers_are_as_good_as_the_best_of_a_sweep_of_the_replay(
     history = []
     for _ in range(400):
         level = int(draw.random() < seldom / (often + seldom))
-        history.append(Spell(draw.expovariate(often + seldom), True, level=level))
+        history.append(RunSpell(draw.expovariate(often + seldom), True, level=level))
 
     def loss(seconds: float, every: int) -> float:
-        return nested(history, seconds, every, (lower, upper), 0.0).by_policy
+        return replay_two_tiers(history, seconds, every, (lower, upper), 0.0).by_policy
 
     # In the replay an upper save is one beside the lower, as decide_tiers has it.
     low, high = decide_tiers([TierCost(0, lower), TierCost(1, upper)], {0: often, 1: seldom}, WIDE)
     mine = loss(low.seconds, round(high.seconds / low.seconds))
-    base = young(lower, often)
-    every0 = young(upper, seldom) / base
+    base = young_interval(lower, often)
+    every0 = young_interval(upper, seldom) / base
     swept = [
         loss(base * a, max(1, round(every0 * b)))
         for a in (0.4, 0.55, 0.75, 1.0, 1.35, 1.8)
@@ -181,23 +195,26 @@ def test_two_tiers_are_as_good_as_the_best_of_a_sweep_of_the_replay(
 def test_a_choice_of_tiers_stands_as_long_as_it_is_as_good() -> None:
     prices = [TierCost(0, 0.01), TierCost(3, 1.0)]
     first = {d.tier: d for d in decide_tiers(prices, {0: 1e-3, 3: 1e-4}, WIDE)}
-    near = decide_tiers(prices, {0: 1.1e-3, 3: 1.1e-4}, WIDE, kept=first)
+    near = decide_tiers(prices, {0: 1.1e-3, 3: 1.1e-4}, WIDE, current=first)
     assert all(made is first[made.tier] for made in near)
-    far = decide_tiers(prices, {0: 4e-3, 3: 4e-4}, WIDE, kept=first)
+    far = decide_tiers(prices, {0: 4e-3, 3: 4e-4}, WIDE, current=first)
     assert all(made.seconds < 0.6 * first[made.tier].seconds for made in far)
     # A tier that is hardly worth it any more is not left out at once, and comes back no sooner.
     edge = 0.99 * 1e-4 * ((1 + 0.1**2 / 4) ** 2 - 1)  # where both choices lose the same
-    for kept in (first, {0: Decision(0, inf, "left out"), 3: first[3]}):
-        found = decide_tiers(prices, {0: edge, 3: 1e-4}, WIDE, kept=kept)
+    for kept in (first, {0: IntervalDecision(0, inf, "left out"), 3: first[3]}):
+        found = decide_tiers(prices, {0: edge, 3: 1e-4}, WIDE, current=kept)
         assert (found[0].seconds == inf) == (kept[0].seconds == inf)
 
 
 def test_a_tier_of_the_run_file_takes_its_failures_and_gets_no_decision() -> None:
     prices = [TierCost(0, 1.0), TierCost(2, 1.0), TierCost(3, 1.0)]
     rates = {0: 1e-3, 2: 1e-4, 3: 1e-5}
-    found = {d.tier: d for d in decide_tiers(prices, rates, WIDE, fixed={0: 7.0}, needed=(2,))}
+    found = {
+        d.tier: d
+        for d in decide_tiers(prices, rates, WIDE, fixed_intervals={0: 7.0}, required=(2,))
+    }
     assert set(found) == {2, 3}
-    assert found[2].seconds == pytest.approx(young(1.0, 1e-4), rel=0.05)
+    assert found[2].seconds == pytest.approx(young_interval(1.0, 1e-4), rel=0.05)
     assert found[2].seconds / 7.0 == pytest.approx(round(found[2].seconds / 7.0))
     assert "save of tier 0" in found[2].reason
 
@@ -207,22 +224,25 @@ def test_the_cost_is_what_the_steps_around_a_save_took_longer() -> None:
     """A step of 1 s; a save blocks for 10 ms, and 0.3 s more are lost to its copy and its write."""
     draw = random.Random(3)
     cost = SaveCost()
-    assert cost.seconds == 0.2
+    assert cost.cost_s == 0.2
     for index in range(60):
         noise = draw.gauss(0, 0.01)
         if index % 6 == 3:
-            cost = cost.after(1.21 + noise, blocked=0.01)
+            cost = cost.with_step(1.21 + noise, blocked=0.01)
         elif index % 6 == 4:
-            cost = cost.after(1.1 + noise)
+            cost = cost.with_step(1.1 + noise)
         else:
-            cost = cost.after(1.0 + noise)
-    assert cost.seconds == pytest.approx(0.31, abs=0.02)
+            cost = cost.with_step(1.0 + noise)
+    assert cost.cost_s == pytest.approx(0.31, abs=0.02)
 
 
 def test_no_tier_is_asked_to_save_before_it_is_done_with_the_last() -> None:
-    rate, bounds = Hazard.prior().after(600, failures=30).rate(), Bounds(0.1, 3600)
-    assert decide(TierCost(3, 0.01), rate, bounds).seconds < 5
-    slow = decide(TierCost(3, 0.01, 42.0), rate, bounds)
+    rate, bounds = (
+        FailureRate.from_prior().with_observation(600, failures=30).failures_per_second(),
+        IntervalBounds(0.1, 3600),
+    )
+    assert decide_tier(TierCost(3, 0.01), rate, bounds).seconds < 5
+    slow = decide_tier(TierCost(3, 0.01, 42.0), rate, bounds)
     assert slow.seconds == 42
     assert "but a save is durable after 42 s only" in slow.reason
 
@@ -232,18 +252,18 @@ def test_noise_and_one_hiccup_do_not_hide_that_a_save_is_cheap() -> None:
     cost = SaveCost()
     for index in range(200):
         took = 1.0 + draw.gauss(0, 0.002) + (30.0 if index == 100 else 0.0)
-        cost = cost.after(took, blocked=0.005 if index % 10 == 0 else None)
-    assert cost.seconds < 0.012
+        cost = cost.with_step(took, blocked=0.005 if index % 10 == 0 else None)
+    assert cost.cost_s < 0.012
 
 
 def test_a_save_at_every_step_still_has_a_cost() -> None:
     cost = SaveCost()
     for _ in range(20):
-        cost = cost.after(1.0, blocked=0.05)
-    assert cost.seconds == pytest.approx(0.05)
+        cost = cost.with_step(1.0, blocked=0.05)
+    assert cost.cost_s == pytest.approx(0.05)
 
 
 def test_nothing_is_decided_by_one_value_of_another_tier() -> None:
-    assert decide(TierCost(3, 1.0), 1e-3, WIDE) == Decision(
-        3, daly(1.0, 1e-3), decide(TierCost(3, 1.0), 1e-3, WIDE).reason
+    assert decide_tier(TierCost(3, 1.0), 1e-3, WIDE) == IntervalDecision(
+        3, daly_interval(1.0, 1e-3), decide_tier(TierCost(3, 1.0), 1e-3, WIDE).reason
     )

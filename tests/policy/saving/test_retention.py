@@ -6,22 +6,22 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.policy.saving.retention import removable
+from holdfast.policy.saving.retention import removable_steps
 
 
 def test_keeps_the_newest_and_every_nth() -> None:
-    assert removable([10, 20, 30, 40, 50], keep_last=2) == [10, 20, 30]
-    assert removable([10, 20, 30, 40, 50], keep_last=1, keep_every=20) == [10, 30]
+    assert removable_steps([10, 20, 30, 40, 50], keep_last=2) == [10, 20, 30]
+    assert removable_steps([10, 20, 30, 40, 50], keep_last=1, keep_every=20) == [10, 30]
 
 
 def test_never_removes_the_newest_verified() -> None:
-    assert removable([10, 20, 30, 40], keep_last=1, verified=[10, 20]) == [10, 30]
-    assert removable([10, 20, 30, 40], keep_last=1, verified=[40]) == [10, 20, 30]
+    assert removable_steps([10, 20, 30, 40], keep_last=1, verified=[10, 20]) == [10, 30]
+    assert removable_steps([10, 20, 30, 40], keep_last=1, verified=[40]) == [10, 20, 30]
 
 
 def test_refuses_to_keep_nothing() -> None:
     with pytest.raises(ValueError, match="keep_last"):
-        removable([1], keep_last=0)
+        removable_steps([1], keep_last=0)
 
 
 @given(
@@ -30,8 +30,8 @@ def test_refuses_to_keep_nothing() -> None:
 def test_repeating_it_removes_nothing_more(
     steps: set[int], last: int, every: int, verified: set[int]
 ) -> None:
-    gone = set(removable(steps, last, every, verified))
+    gone = set(removable_steps(steps, last, every, verified))
     left = steps - gone
     assert gone <= steps
     assert len(left) >= min(last, len(steps))
-    assert removable(left, last, every, verified) == []
+    assert removable_steps(left, last, every, verified) == []

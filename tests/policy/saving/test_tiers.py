@@ -18,18 +18,22 @@ from holdfast.events import (
     SnapshotKept,
     StepDone,
 )
-from holdfast.policy.saving.failure_classes import PRIOR, Classes
-from holdfast.policy.saving.failure_rate import Hazard
-from holdfast.policy.saving.tier_durations import KEPT, Measured, seconds_from_json
+from holdfast.policy.saving.failure_classes import PRIOR_FAILURE_COUNTS, FailureClassCounts
+from holdfast.policy.saving.failure_rate import FailureRate
+from holdfast.policy.saving.tier_durations import (
+    MEASURED_SAVES,
+    TierMeasurements,
+    durations_from_json,
+)
 from holdfast.policy.saving.tiers import (
     BUCKET,
     DISK,
     MEMORY,
     PEERS,
-    Costs,
-    Tiers,
-    decide_all,
-    due_now,
+    SaveCosts,
+    TierSettings,
+    decide_intervals,
+    due_tiers,
 )
 
 PEER = PeerConfig(name="stage", address="127.0.0.1:7600")
@@ -40,10 +44,10 @@ PEER = PeerConfig(name="stage", address="127.0.0.1:7600")
 def test_every_failure_is_some_tiers_and_the_highest_takes_what_none_survives(
     tiers: set[int], seen: list[int]
 ) -> None:
-    classes = Classes()
+    classes = FailureClassCounts()
     for level in seen:
-        classes = classes.after(level)
-    found = classes.rates(1e-3, sorted(tiers))
+        classes = classes.with_failure(level)
+    found = classes.rate_by_tier(1e-3, sorted(tiers))
     assert set(found) == tiers
     assert sum(found.values()) == pytest.approx(1e-3)
     below = sum(count for level, count in enumerate(classes.counts) if level <= min(tiers))
@@ -52,11 +56,15 @@ def test_every_failure_is_some_tiers_and_the_highest_takes_what_none_survives(
 
 
 def test_what_was_seen_moves_the_shares() -> None:
-    classes = Classes()
+    classes = FailureClassCounts()
     for _ in range(8):
-        classes = classes.after(1)
-    assert classes.rates(1.0, (0, 1))[1] > 0.85 > Classes().rates(1.0, (0, 1))[1]
-    assert sum(PRIOR) == pytest.approx(2)
+        classes = classes.with_failure(1)
+    assert (
+        classes.rate_by_tier(1.0, (0, 1))[1]
+        > 0.85
+        > FailureClassCounts().rate_by_tier(1.0, (0, 1))[1]
+    )
+    assert sum(PRIOR_FAILURE_COUNTS) == pytest.approx(2)
 
 
 # --- measured -------------------------------------------------------------------------------------
@@ -65,53 +73,62 @@ def _record(event: Event) -> Record:
 
 
 def test_the_last_saves_of_each_tier_are_measured() -> None:
-    measured = Measured()
-    assert measured.seconds() == {}
+    measured = TierMeasurements()
+    assert measured.durations_s() == {}
     assert measured.bytes_per_second(DISK) is None
     measured.observe(_record(CheckpointCommitted("k", 10**9, 500.0)))
-    for _ in range(KEPT):
+    for _ in range(MEASURED_SAVES):
         measured.observe(_record(CheckpointCommitted("k", 10**9, 5.0)))
     measured.observe(_record(SnapshotKept("stage", 10**9, 2.0, spared=5 * 10**8)))
     measured.observe(_record(CheckpointUploaded("k", 0, 0.5)))  # an earlier mover had sent it
     measured.observe(_record(StepDone(1.0, 1, 0.1, 0.1, 3.0)))
-    assert measured.seconds() == {DISK: 5.0, PEERS: 2.0, BUCKET: 0.5}
+    assert measured.durations_s() == {DISK: 5.0, PEERS: 2.0, BUCKET: 0.5}
     assert measured.bytes_per_second(DISK) == pytest.approx(2e8)
     assert measured.bytes_per_second(PEERS) == pytest.approx(2.5e8)
     assert measured.bytes_per_second(BUCKET) is None
-    assert measured.step_seconds == 3.0
-    assert seconds_from_json(measured.to_json()) == measured.seconds()
+    assert measured.usual_step_s == 3.0
+    assert durations_from_json(measured.to_json()) == measured.durations_s()
 
 
 # --- which tiers there are, and which are decided -------------------------------------------------
 def test_the_run_file_says_which_tiers_there_are_and_which_are_decided() -> None:
-    plain = Tiers.of(CheckpointConfig())
-    assert (plain.present[-1], plain.auto - {MEMORY}) == (DISK, frozenset())
+    plain = TierSettings.from_config(CheckpointConfig())
+    assert (plain.present[-1], plain.automatic - {MEMORY}) == (DISK, frozenset())
     rules = CheckpointConfig(
-        interval="adaptive", memory_every_steps=5, peers=(PEER,), peer_every_steps="auto",
+        interval="adaptive",
+        memory_every_steps=5,
+        peers=(PEER,),
+        peer_every_steps="auto",
         bucket="s3://bucket/run",
-    )  # fmt: skip
-    found = Tiers.of(rules)
+    )
+    found = TierSettings.from_config(rules)
     assert found.present == (MEMORY, PEERS, DISK, BUCKET)
-    assert found.auto == {PEERS, DISK}
+    assert found.automatic == {PEERS, DISK}
     alone = rules.model_copy(update={"machine": PEER, "memory_every_steps": 0, "bucket": ""})
-    assert Tiers.of(alone).present == (DISK,)  # nobody is his own peer
+    assert TierSettings.from_config(alone).present == (DISK,)  # nobody is his own peer
 
 
 def test_the_disk_is_never_left_out_below_the_bucket() -> None:
     rules = CheckpointConfig(
-        interval="adaptive", memory_every_steps=0, bucket="s3://bucket/run",
+        interval="adaptive",
+        memory_every_steps=0,
+        bucket="s3://bucket/run",
         bucket_every_seconds="auto",
-    )  # fmt: skip
-    never = Classes((1e-9, 1e-9, 1e-9, 1.0))  # only the bucket would help
-    made = decide_all(Tiers.of(rules), Costs(), {}, Hazard.prior(), never, 1, {}, {})
+    )
+    never = FailureClassCounts((1e-9, 1e-9, 1e-9, 1.0))  # only the bucket would help
+    made = decide_intervals(
+        TierSettings.from_config(rules), SaveCosts(), {}, FailureRate.from_prior(), never, 1, {}, {}
+    )
     assert made[DISK].seconds < inf
     assert made[BUCKET].seconds < inf
 
 
 def test_a_reason_names_the_tier_and_what_is_known() -> None:
     rules = CheckpointConfig(interval="adaptive", memory_every_steps="auto")
-    hazard = Hazard.prior().after(3600, failures=1)
-    made = decide_all(Tiers.of(rules), Costs(), {}, hazard, Classes(), 2, {}, {})
+    hazard = FailureRate.from_prior().with_observation(3600, failures=1)
+    made = decide_intervals(
+        TierSettings.from_config(rules), SaveCosts(), {}, hazard, FailureClassCounts(), 2, {}, {}
+    )
     assert made[MEMORY].reason.startswith("tier 0 is saved every ")
     assert "(1 failure in 60 min on 2 nodes)" in made[DISK].reason
     assert "save of tier 0" in made[DISK].reason
@@ -121,24 +138,26 @@ def test_a_reason_names_the_tier_and_what_is_known() -> None:
 def test_a_tier_costs_what_its_saves_cost_beside_the_snapshots() -> None:
     """Every step is captured, for 2 ms; each tenth goes to the disk, which costs 100 ms more in its
     step and 50 in the next."""
-    costs = Costs()
+    costs = SaveCosts()
     for step in range(200):
         durable, after = step % 10 == 5, step % 10 == 6
         took = 1.002 + 0.1 * durable + 0.05 * after
-        costs = costs.after(took, (DISK if durable else MEMORY, 0.002))
-    assert costs.of(MEMORY, MEMORY) == pytest.approx(0.002)
-    assert costs.of(DISK, MEMORY) == pytest.approx(0.1, abs=0.06)
-    assert costs.of(DISK, None) >= 0.002
-    assert costs.of(BUCKET, MEMORY) == Costs().of(BUCKET, None)  # nothing seen: the prior
+        costs = costs.with_step(took, (DISK if durable else MEMORY, 0.002))
+    assert costs.cost_s(MEMORY, MEMORY) == pytest.approx(0.002)
+    assert costs.cost_s(DISK, MEMORY) == pytest.approx(0.1, abs=0.06)
+    assert costs.cost_s(DISK, None) >= 0.002
+    assert costs.cost_s(BUCKET, MEMORY) == SaveCosts().cost_s(
+        BUCKET, None
+    )  # nothing seen: the prior
 
 
 # --- due ------------------------------------------------------------------------------------------
-TIERS = Tiers((MEMORY, PEERS, DISK, BUCKET), frozenset((MEMORY, PEERS, DISK, BUCKET)), {})
+TIERS = TierSettings((MEMORY, PEERS, DISK, BUCKET), frozenset((MEMORY, PEERS, DISK, BUCKET)), {})
 
 
 def _due(elapsed: dict[int, float], made: frozenset[int] = frozenset()) -> frozenset[int]:
     every = {MEMORY: 10.0, PEERS: 30.0, DISK: 100.0, BUCKET: 1000.0}
-    return due_now(TIERS, every, elapsed, made)
+    return due_tiers(TIERS, every, elapsed, made)
 
 
 def test_a_tier_rides_with_the_save_of_a_lower_one_that_is_nearest_to_its_time() -> None:

@@ -67,8 +67,13 @@ def _memory() -> str | None:
 def _say(outcome: Outcome, options: argparse.Namespace) -> None:
     case = outcome.case
     if options.json:
-        line = {"seed": case.seed, "fault": case.fault, "number": case.number,
-                "verdict": outcome.verdict, "what": outcome.what}  # fmt: skip
+        line = {
+            "seed": case.seed,
+            "fault": case.fault,
+            "number": case.number,
+            "verdict": outcome.verdict,
+            "what": outcome.what,
+        }
         print(json.dumps(line), flush=True)
     elif options.list or options.case is not None:
         print(f"{case.fault} {case.number}: {outcome.verdict}: {outcome.what}", flush=True)

@@ -87,8 +87,18 @@ class BucketVictim(rest.Victim):
         self.bucket.store.delete(key)
 
 
-DAMAGE = ("flip-data", "flip-commit", "truncate", "delete", "swap-blobs", "swap-extents", "replay",
-          "replay-commit", "zeros", "none-left")  # fmt: skip
+DAMAGE = (
+    "flip-data",
+    "flip-commit",
+    "truncate",
+    "delete",
+    "swap-blobs",
+    "swap-extents",
+    "replay",
+    "replay-commit",
+    "zeros",
+    "none-left",
+)
 
 
 def at_rest(folder: Path, setting: Setting, rng: random.Random) -> tuple[str, Restored]:
@@ -278,6 +288,8 @@ def _not_lost(found: Restored, said: list[int], what: str) -> None:
 
 
 KINDS: dict[str, Callable[[Path, Setting, random.Random], tuple[str, Restored]]] = {
-    "bucket-at-rest": at_rest, "bucket-reading": reading, "bucket-writing": writing,
+    "bucket-at-rest": at_rest,
+    "bucket-reading": reading,
+    "bucket-writing": writing,
     "bucket-killed": killed,
-}  # fmt: skip
+}

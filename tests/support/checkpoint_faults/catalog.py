@@ -104,9 +104,15 @@ def setting_of(rng: random.Random) -> Setting:
 
 
 SETTINGS = [
-    Setting(0, 3, 2, 0), Setting(1, 6, 4, 1), Setting(2, 7, 5, 3), Setting(3, 1, 6, 1),
-    Setting(4, 2, 3, 2), Setting(5, 4, 0, 1), Setting(6, 5, 1, 0), Setting(7, 3, 7, 3),
-]  # fmt: skip
+    Setting(0, 3, 2, 0),
+    Setting(1, 6, 4, 1),
+    Setting(2, 7, 5, 3),
+    Setting(3, 1, 6, 1),
+    Setting(4, 2, 3, 2),
+    Setting(5, 4, 0, 1),
+    Setting(6, 5, 1, 0),
+    Setting(7, 3, 7, 3),
+]
 
 
 @lru_cache(maxsize=64)
@@ -135,8 +141,11 @@ def killed(
 
 def of_setting(
     body: Callable[[Path, Setting, random.Random], tuple[str, Restored]],
-    folder: Path, rng: random.Random, seed: int, number: int,
-) -> tuple[str, Restored]:  # fmt: skip
+    folder: Path,
+    rng: random.Random,
+    seed: int,
+    number: int,
+) -> tuple[str, Restored]:
     return body(folder, setting_of(rng), rng)
 
 
@@ -148,8 +157,11 @@ def mover_points(setting: Setting) -> int:
 
 def at_mover_point(
     body: Callable[[Path, Setting, int, random.Random], tuple[str, Restored]],
-    folder: Path, rng: random.Random, seed: int, number: int,
-) -> tuple[str, Restored]:  # fmt: skip
+    folder: Path,
+    rng: random.Random,
+    seed: int,
+    number: int,
+) -> tuple[str, Restored]:
     setting = _round(seed, "mover", number // 40)
     count = mover_points(setting)
     at = _shuffled(seed, f"mover {number // 40}", count)[number % 40 % count]
@@ -158,8 +170,11 @@ def at_mover_point(
 
 def of_reading(
     body: Callable[[Path, random.Random], tuple[str, Restored]],
-    folder: Path, rng: random.Random, seed: int, number: int,
-) -> tuple[str, Restored]:  # fmt: skip
+    folder: Path,
+    rng: random.Random,
+    seed: int,
+    number: int,
+) -> tuple[str, Restored]:
     return body(folder, rng)
 
 
@@ -172,11 +187,24 @@ class Fault:
 
 
 _SHARES = {
-    "flip-data": 30, "flip-header": 10, "flip-part": 12, "flip-commit": 20, "truncate": 16,
-    "extend": 10, "delete": 16, "zeros": 10, "swap-blobs": 10, "swap-parts": 8, "swap-commits": 6,
-    "swap-extents": 14, "replay": 16, "replay-commit": 14, "strange-files": 6,
-    "folder-instead": 6, "none-left": 36,
-}  # fmt: skip
+    "flip-data": 30,
+    "flip-header": 10,
+    "flip-part": 12,
+    "flip-commit": 20,
+    "truncate": 16,
+    "extend": 10,
+    "delete": 16,
+    "zeros": 10,
+    "swap-blobs": 10,
+    "swap-parts": 8,
+    "swap-commits": 6,
+    "swap-extents": 14,
+    "replay": 16,
+    "replay-commit": 14,
+    "strange-files": 6,
+    "folder-instead": 6,
+    "none-left": 36,
+}
 
 FULL_DISK = "full-disk"
 """Only by name: it needs a small file system of its own."""

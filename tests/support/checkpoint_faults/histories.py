@@ -16,13 +16,13 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 
-from holdfast.checkpoint.format.save_context import Plan
+from holdfast.checkpoint.format.save_context import SaveContext
 from holdfast.checkpoint.save import retention
 from holdfast.checkpoint.save.writer import try_commit, write_part
-from holdfast.core.format.manifest import Commit, Part
+from holdfast.core.format.manifest import Commit, PartManifest
 from holdfast.layout import Topology
 from holdfast.wire.store.run_store import FolderStore, MemoryStore, RunStore
-from holdfast.wire.term import newest_generation, open_generation
+from holdfast.wire.term import create_generation, newest_generation
 from tests.support.checkpoint_faults import states
 
 EXTENT_BYTES = 512
@@ -52,11 +52,11 @@ class History:
         return FolderStore(folder)
 
 
-def plan(topo: Topology) -> Plan:
-    return Plan(topo.generation, topo, states.TABLE, "config", "data", EXTENT_BYTES)
+def plan(topo: Topology) -> SaveContext:
+    return SaveContext(topo.generation, topo, states.TABLE, "config", "data", EXTENT_BYTES)
 
 
-def write_rank(store: RunStore, made: Plan, step: int, rank: int) -> Part:
+def write_rank(store: RunStore, made: SaveContext, step: int, rank: int) -> PartManifest:
     """One writer's blob and part, as the mover writes them."""
     tensors = states.owned(made.topology, rank)
     data, start = states.blob(step, tensors)
@@ -64,7 +64,9 @@ def write_rank(store: RunStore, made: Plan, step: int, rank: int) -> Part:
     return write_part(store, made, step, rank, halves, start, tensors, {"position": 16 * step})
 
 
-def save(store: RunStore, made: Plan, step: int, order: list[int] | None = None) -> Commit | None:
+def save(
+    store: RunStore, made: SaveContext, step: int, order: list[int] | None = None
+) -> Commit | None:
     """Save a complete step, writer by writer; each checks whether it was the last, as movers do."""
     done = None
     for rank in order or range(made.topology.world_size):
@@ -78,7 +80,7 @@ def history(first: int, second: int) -> History:
     """The history on these two layouts."""
     store = MemoryStore()
     for generation, number in ((1, first), (2, second)):
-        open_generation(store, generation, {})
+        create_generation(store, generation, {})
         made = plan(states.topology(number, generation))
         for step in STEPS[generation]:
             commit = save(store, made, step)
@@ -111,16 +113,16 @@ class Protocol:
         self.begin(made := plan(states.topology(self.layouts[1], 3)))
         self.step(made, 16)
 
-    def begin(self, made: Plan) -> None:
+    def begin(self, made: SaveContext) -> None:
         """Open a generation, as agent and mover do; asked again where the disk failed."""
         for _ in range(3):
             with suppress(Exception):
                 if newest_generation(self.store) < made.generation:
-                    open_generation(self.store, made.generation, {})
-                retention.sweep(self.store, made.generation)
+                    create_generation(self.store, made.generation, {})
+                retention.sweep_older_generations(self.store, made.generation)
                 return
 
-    def step(self, made: Plan, step: int) -> None:
+    def step(self, made: SaveContext, step: int) -> None:
         world = made.topology.world_size
         order = [(self.order + rank) % world for rank in range(world)]
         try:
@@ -128,12 +130,12 @@ class Protocol:
         except Exception:  # as the mover: a failed save is cleaned up and stops nothing
             self.failed.append(step)
             with suppress(Exception):
-                retention.discard(self.store, made.generation, step)
+                retention.discard_uncommitted(self.store, made.generation, step)
             return
         if commit is not None:
             self.note(step)
             with suppress(Exception):
-                retention.retain(self.store, retention.Keep(self.keep), (), ())
+                retention.apply_retention(self.store, retention.RetentionRules(self.keep), (), ())
 
     def note(self, step: int) -> None:
         self.said.append(step)

@@ -17,13 +17,13 @@ from functools import lru_cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from holdfast.checkpoint.restore.catalog import listing
+from holdfast.checkpoint.restore.catalog import list_commits
 from holdfast.checkpoint.restore.verify import verify
 from holdfast.checkpoint.save import retention
 from holdfast.checkpoint.save.writer import try_commit
 from holdfast.errors import FencedError, HoldfastError
 from holdfast.wire.store.run_store import FolderStore
-from holdfast.wire.term import open_generation
+from holdfast.wire.term import create_generation
 from tests.support.checkpoint_faults import states
 from tests.support.checkpoint_faults.histories import (
     Files,
@@ -138,11 +138,11 @@ def settle(folder: Path, setting: Setting, said: list[int], reader: int) -> Rest
     if found.position is None or found.position[0] < max(said, default=8):
         raise WrongError(f"step {max(said, default=8)} was committed, {found} is restored")
     store = FolderStore(folder)
-    retention.sweep(store, 4)
+    retention.sweep_older_generations(store, 4)
     again, due = judge_folder(folder, setting.written, topo)
     if again.position != found.position:
         raise WrongError(f"{found} before the sweep, {again} after it")
-    whole = set(listing(store)) - set(due.broken)
+    whole = set(list_commits(store)) - set(due.broken)
     if any(verify(store, key) for key in whole):
         raise WrongError("verify complains about a whole checkpoint")
     # A generation's object is not the checkpoint room's: a few bytes of its own may lie there.
@@ -207,8 +207,8 @@ def _healed(
         raise WrongError(f"{what}: {protocol.said} were committed, {found} is restored")
     healed = plan(states.topology(setting.third, 7))
     store = FolderStore(folder)
-    open_generation(store, 7, {})
-    retention.sweep(store, 7)
+    create_generation(store, 7, {})
+    retention.sweep_older_generations(store, 7)
     if save(store, healed, 20) is None:
         raise WrongError(f"{what}: after it, nothing can be saved any more")
     last = restore(store, topo)
@@ -230,8 +230,8 @@ def zombie(folder: Path, setting: Setting, rng: random.Random) -> tuple[str, Res
 
     def overtake(_: str) -> None:
         other = FolderStore(folder)
-        open_generation(other, 3, {})
-        retention.sweep(other, 3)
+        create_generation(other, 3, {})
+        retention.sweep_older_generations(other, 3)
         if commits:
             save(other, newer, 16)
 
@@ -291,7 +291,7 @@ def _racer(kind: str, store: FolderStore, setting: Setting, number: int) -> int:
     made = plan(states.topology(setting.second, 2))
     try:
         if kind == "generation":
-            open_generation(store, 3, {"by": number})
+            create_generation(store, 3, {"by": number})
         elif kind == "commit":
             return 0 if try_commit(store, made, 12) is not None else 2
         else:

@@ -23,8 +23,15 @@ from typing import Any
 
 BY_PATH = ("open", "link", "rename", "replace", "unlink", "remove", "rmdir", "mkdir", "truncate")
 BY_DESCRIPTOR = (
-    "write", "pwrite", "writev", "pwritev", "fsync", "fdatasync", "ftruncate", "posix_fallocate",
-)  # fmt: skip
+    "write",
+    "pwrite",
+    "writev",
+    "pwritev",
+    "fsync",
+    "fdatasync",
+    "ftruncate",
+    "posix_fallocate",
+)
 WRITES = ("write", "pwrite")
 
 REAL = {name: getattr(os, name) for name in (*BY_PATH, *BY_DESCRIPTOR)}
@@ -36,9 +43,14 @@ class Points:
     """Counts; at point number `at`, and if `lasting` at every one after it, calls `act`."""
 
     def __init__(
-        self, folder: Path, at: int | None, act: Act, *, lasting: bool = False,
+        self,
+        folder: Path,
+        at: int | None,
+        act: Act,
+        *,
+        lasting: bool = False,
         power: random.Random | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.folder = str(folder)
         self.count = 0
         self.names: list[str] = []

@@ -14,15 +14,15 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
-from holdfast.checkpoint.memory.arena import PAGE, digest
+from holdfast.checkpoint.memory.arena import PAGE, identity_digest
 from holdfast.checkpoint.mover.client import MoverClient
 from holdfast.checkpoint.restore.reader import Checkpoint
-from holdfast.checkpoint.restore.sources import MappedSource, Mixed, StoreSource
-from holdfast.checkpoint.restore.start_records import note_start
+from holdfast.checkpoint.restore.sources import FallbackReader, MappedSource, StoreSource
+from holdfast.checkpoint.restore.start_records import record_start
 from holdfast.errors import CorruptError, HoldfastError
 from holdfast.layout import Topology
 from holdfast.wire.store.run_store import FolderStore, MissingKeyError
-from holdfast.wire.term import open_generation
+from holdfast.wire.term import create_generation
 from tests.support.checkpoint_faults import states
 from tests.support.checkpoint_faults.interrupted import Setting
 from tests.support.checkpoint_faults.movers import SECONDS, Mover, Ranks
@@ -53,7 +53,9 @@ class Scene:
     def capture(self, rank: int, step: int, durable: bool = False) -> None:
         slot, made = self.ranks.capture(rank, step)
         meta = {"position": 16 * step}
-        self.ranks.client.captured(rank, step, slot, made.sequence, meta, durable=durable)
+        self.ranks.client.announce_capture(
+            rank, step, slot, made.sequence, meta, is_durable=durable
+        )
 
     def wait_complete(self, step: int) -> None:
         client = self.ranks.client
@@ -69,13 +71,15 @@ class Scene:
 
     def open(self, generation: int) -> MoverClient:
         """Open a generation, and ask in its name."""
-        open_generation(self.store, generation, {})
+        create_generation(self.store, generation, {})
         return MoverClient(self.mover.socket, self.mover.secret, generation)
 
     def restore(
-        self, rng: random.Random, generation: int = 3,
+        self,
+        rng: random.Random,
+        generation: int = 3,
         source: Callable[..., MappedSource] = MappedSource,
-    ) -> Restored:  # fmt: skip
+    ) -> Restored:
         """As agent and workers do from `generation` on: choose, begin, read. The next generation
         names what is corrupt. Raises WrongError."""
         tried: dict[str, str] = {}
@@ -84,11 +88,11 @@ class Scene:
             while True:
                 topo = states.topology(rng.randrange(8), generation)
                 client = self.open(generation)
-                newest = client.newest(tried=tried)
+                newest = client.find_restore_point(corrupt_keys=tried)
                 rejected |= {key: None for key, reason in newest.rejected if check_sentence(reason)}
                 if newest.key is None:
                     return Restored(None, None, tuple(rejected))
-                client.expect(topo, states.TABLE, start=newest.step)
+                client.expect(topo, states.TABLE, start_step=newest.step)
                 problem = self._read(client, newest.key, topo, source)
                 if problem is None:
                     return Restored((newest.step, newest.generation), None, tuple(rejected))
@@ -103,7 +107,7 @@ class Scene:
         """Compare every rank's boxes; return why the checkpoint is corrupt."""
         holdings = client.holdings(key)
         mapped = source(holdings.slots)
-        mixed = Mixed([mapped, StoreSource(self.store)])
+        mixed = FallbackReader([mapped, StoreSource(self.store)])
         try:
             compare(Checkpoint(mixed, holdings.commit), topo)
         except (CorruptError, MissingKeyError) as error:
@@ -156,12 +160,12 @@ def torn(scene: Scene, rng: random.Random) -> tuple[str, Restored]:
         arena = scene.ranks.arenas[rank]
         slot = arena.free_slot()
         if slot is None:
-            scene.ranks.client.wait_free(rank, SECONDS)
+            scene.ranks.client.wait_for_free_slot(rank, SECONDS)
             slot = arena.free_slot()
         if slot is None:
             raise WrongError("no slot is free, though one step is complete and one is older")
         data, _ = states.blob(15, scene.ranks.tensors[rank])
-        arena.begin(slot)
+        arena.begin_write(slot)
         half = rng.randrange(len(data))
         arena.data(slot, half)[:] = data[:half]
     found = scene.restore(rng)
@@ -179,9 +183,9 @@ def lost(scene: Scene, rng: random.Random) -> tuple[str, Restored]:
 def given_up(scene: Scene, rng: random.Random) -> tuple[str, Restored]:
     """The other nodes have begun again from an older step since. This branch must not come back,
     neither from memory nor, beyond that older step, from the run store."""
-    open_generation(scene.store, 3, {})
+    create_generation(scene.store, 3, {})
     step = rng.choice([8, DURABLE, 13])
-    note_start(scene.store, 3, step)
+    record_start(scene.store, 3, step)
     found = scene.restore(rng, 4)
     allowed = {DURABLE, 13} if step == 13 else {step}
     return _end(scene, found, allowed, f"generation 3 began from step {step}")
@@ -190,7 +194,7 @@ def given_up(scene: Scene, rng: random.Random) -> tuple[str, Restored]:
 def rot_before_disk(scene: Scene, rng: random.Random) -> tuple[str, Restored]:
     """The newest is chosen, then rots, then is made durable: rot must not become a checkpoint."""
     client = scene.open(3)
-    newest = client.newest()
+    newest = client.find_restore_point()
     if newest.step != NEWEST:
         raise WrongError(f"step {newest.step} is offered, {NEWEST} is in memory")
     rank = rng.choice([r for r, tensors in enumerate(scene.ranks.tensors) if tensors])
@@ -200,7 +204,7 @@ def rot_before_disk(scene: Scene, rng: random.Random) -> tuple[str, Restored]:
         raise WrongError("the newest snapshot is not in memory")
     at = arena.data_offset(slot) + header.length - 1
     arena.memory[at] ^= 1 << rng.randrange(8)
-    client.expect(states.topology(rng.randrange(8), 3), states.TABLE, start=NEWEST)
+    client.expect(states.topology(rng.randrange(8), 3), states.TABLE, start_step=NEWEST)
     client.drain(SECONDS)
     scene.mover.close()
     scene.mover = Mover(scene.folder)
@@ -211,9 +215,9 @@ def rot_before_disk(scene: Scene, rng: random.Random) -> tuple[str, Restored]:
 def promoted(scene: Scene, rng: random.Random) -> tuple[str, Restored]:
     """Chosen, made durable behind the training, and then the mover is killed, or not yet."""
     client = scene.open(3)
-    newest = client.newest()
-    client.expect(states.topology(rng.randrange(8), 3), states.TABLE, start=newest.step)
-    done = rng.random() < 0.5 and client.settle(DURABLE, 0.0) is None
+    newest = client.find_restore_point()
+    client.expect(states.topology(rng.randrange(8), 3), states.TABLE, start_step=newest.step)
+    done = rng.random() < 0.5 and client.wait_until_committed(DURABLE, 0.0) is None
     if rng.random() < 0.5:
         client.drain(SECONDS)
     scene.mover.close(9)
@@ -235,10 +239,17 @@ def overwritten(scene: Scene, rng: random.Random) -> tuple[str, Restored]:
         left -= 1
         if left == 0:
             arena.release(slot)
-            arena.begin(slot)
+            arena.begin_write(slot)
             arena.data(slot, len(data))[:] = data
             if ends:
-                arena.finish(slot, digest("campaign"), 2, 15, len(data), digest(data[:start]))
+                arena.finish_write(
+                    slot,
+                    identity_digest("campaign"),
+                    2,
+                    15,
+                    len(data),
+                    identity_digest(data[:start]),
+                )
 
     class Disturbed(MappedSource):
         def data(self, key: str, start_: int, length: int, buffer: memoryview) -> memoryview:
@@ -257,10 +268,15 @@ def overwritten(scene: Scene, rng: random.Random) -> tuple[str, Restored]:
 
 
 KINDS: dict[str, Callable[[Scene, random.Random], tuple[str, Restored]]] = {
-    "memory-flip": flipped, "memory-header": header_flipped, "memory-torn": torn,
-    "memory-lost": lost, "memory-given-up": given_up, "memory-rot": rot_before_disk,
-    "memory-promoted": promoted, "memory-overwritten": overwritten,
-}  # fmt: skip
+    "memory-flip": flipped,
+    "memory-header": header_flipped,
+    "memory-torn": torn,
+    "memory-lost": lost,
+    "memory-given-up": given_up,
+    "memory-rot": rot_before_disk,
+    "memory-promoted": promoted,
+    "memory-overwritten": overwritten,
+}
 
 
 def play(kind: str, folder: Path, setting: Setting, rng: random.Random) -> tuple[str, Restored]:

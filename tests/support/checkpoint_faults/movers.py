@@ -18,18 +18,18 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from holdfast.checkpoint.format.blob import header, total_size
-from holdfast.checkpoint.memory.arena import PAGE, Arena, SlotHeader, digest, slot_capacity
+from holdfast.checkpoint.format.blob import blob_header, blob_size
+from holdfast.checkpoint.memory.arena import PAGE, Arena, SlotHeader, identity_digest, slot_capacity
 from holdfast.checkpoint.mover.client import MoverClient
-from holdfast.checkpoint.mover.main import Server
-from holdfast.checkpoint.mover.service import Service, Settings
+from holdfast.checkpoint.mover.main import MoverServer
+from holdfast.checkpoint.mover.service import MoverService, MoverSettings
 from holdfast.checkpoint.save import retention
 from holdfast.core.format.manifest import commit_key
 from holdfast.errors import CorruptError, HoldfastError
 from holdfast.layout import Topology
 from holdfast.wire.secret import Secret
 from holdfast.wire.store.run_store import FolderStore
-from holdfast.wire.term import newest_generation, open_generation
+from holdfast.wire.term import create_generation, newest_generation
 from tests.support.checkpoint_faults import states
 from tests.support.checkpoint_faults.histories import EXTENT_BYTES
 from tests.support.checkpoint_faults.interrupted import FAILURES, KILLED, Setting
@@ -38,7 +38,7 @@ from tests.support.checkpoint_faults.verdict import Restored, WrongError, judge_
 
 RUN = "campaign"
 SECONDS = 20.0
-SETTINGS = Settings(RUN, "config", "data", keep_last=2, extent_bytes=EXTENT_BYTES)
+SETTINGS = MoverSettings(RUN, "config", "data", keep_last=2, extent_bytes=EXTENT_BYTES)
 
 
 class Mover:
@@ -68,8 +68,8 @@ class Mover:
         leave, signalled = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         signal.set_wakeup_fd(signalled)
         signal.signal(signal.SIGTERM, lambda *_: None)
-        service = Service(FolderStore(self.folder), SETTINGS)
-        server = Server(service, self.secret, self.socket)
+        service = MoverService(FolderStore(self.folder), SETTINGS)
+        server = MoverServer(service, self.secret, self.socket)
         os.write(ready, b"r")
         os.close(ready)
         if points is None:
@@ -86,7 +86,7 @@ class Mover:
     def begin(self, topo: Topology) -> MoverClient:
         store = FolderStore(self.folder)
         if newest_generation(store) < topo.generation:
-            open_generation(store, topo.generation, {})
+            create_generation(store, topo.generation, {})
         client = MoverClient(self.socket, self.secret, topo.generation)
         client.expect(topo, states.TABLE)
         return client
@@ -112,8 +112,8 @@ class Ranks:
         self.arenas: list[Arena] = []
         self.tensors = [states.owned(topo, rank) for rank in range(topo.world_size)]
         for rank, tensors in enumerate(self.tensors):
-            capacity = slot_capacity(total_size(header(tensors), tensors))
-            fd = client.arena(rank, capacity, slots)
+            capacity = slot_capacity(blob_size(blob_header(tensors), tensors))
+            fd = client.get_arena(rank, capacity, slots)
             self.arenas.append(Arena(fd))
             os.close(fd)
 
@@ -122,26 +122,28 @@ class Ranks:
         arena, tensors = self.arenas[rank], self.tensors[rank]
         slot = arena.free_slot()
         if slot is None:
-            self.client.wait_free(rank, SECONDS)
+            self.client.wait_for_free_slot(rank, SECONDS)
             slot = arena.free_slot()
         if slot is None:
             raise WrongError(f"no slot of rank {rank} became free")
         data, start = states.blob(step, tensors)
-        arena.begin(slot)
+        arena.begin_write(slot)
         arena.data(slot, len(data))[:] = data
-        layout = digest(data[:start])
+        layout = identity_digest(data[:start])
         generation = self.topology.generation
-        return slot, arena.finish(slot, digest(RUN), generation, step, len(data), layout)
+        return slot, arena.finish_write(
+            slot, identity_digest(RUN), generation, step, len(data), layout
+        )
 
     def announce(self, rank: int, step: int, slot: int, made: SlotHeader) -> None:
-        self.client.captured(rank, step, slot, made.sequence, {"position": 16 * step})
+        self.client.announce_capture(rank, step, slot, made.sequence, {"position": 16 * step})
 
     def save(self, step: int) -> str | None:
         """Capture, announce and wait; why it is not committed."""
         made = [self.capture(rank, step) for rank in range(self.topology.world_size)]
         for rank, (slot, head) in enumerate(made):
             self.announce(rank, step, slot, head)
-        return self.client.settle(step, SECONDS)
+        return self.client.wait_until_committed(step, SECONDS)
 
 
 def protocol(mover: Mover, setting: Setting, said: list[int]) -> None:
@@ -226,7 +228,7 @@ def failing(folder: Path, setting: Setting, at: int, rng: random.Random) -> tupl
         ranks = Ranks(mover.begin(last), last)
         if reason := ranks.save(20):
             raise WrongError(f"{what}: after it, nothing can be saved any more: {reason}")
-        newest = ranks.client.newest()
+        newest = ranks.client.find_restore_point()
         if newest.step != 20:
             raise WrongError(f"{what}: step 20 is committed, the mover offers {newest.step}")
     finally:
@@ -234,7 +236,7 @@ def failing(folder: Path, setting: Setting, at: int, rng: random.Random) -> tupl
     # Step 20 is not among what the oracle knows: it is taken away again.
     store = FolderStore(folder)
     store.delete(commit_key(8, 20))
-    retention.discard(store, 8, 20)
+    retention.discard_uncommitted(store, 8, 20)
     return what, judge_folder(folder, setting.written, states.topology(rng.randrange(8), 5))[0]
 
 
@@ -286,13 +288,15 @@ def rewritten(folder: Path, setting: Setting, rng: random.Random) -> tuple[str, 
         arena = ranks.arenas[0]
         arena.release(slot)
         data, start = states.blob(14, ranks.tensors[0])
-        arena.begin(slot)
+        arena.begin_write(slot)
         arena.data(slot, len(data))[:] = data
         if rng.random() < 0.7:
-            arena.finish(slot, digest(RUN), 2, 14, len(data), digest(data[:start]))
+            arena.finish_write(
+                slot, identity_digest(RUN), 2, 14, len(data), identity_digest(data[:start])
+            )
         os.kill(mover.pid, signal.SIGCONT)
         announcing.join()
-        reason = client.settle(12, SECONDS)
+        reason = client.wait_until_committed(12, SECONDS)
         if reason is None or "changed while" not in reason:
             raise WrongError(f"a slot changed while it was read, and the save says: {reason}")
         return f"slot rewritten while it is read: {reason}", verdict(folder, setting, [], rng)
@@ -349,12 +353,14 @@ def two_movers(folder: Path, setting: Setting, rng: random.Random) -> tuple[str,
 
 def _reason(ranks: Ranks, step: int) -> str | None:
     try:
-        return ranks.client.settle(step, 0.0)
+        return ranks.client.wait_until_committed(step, 0.0)
     except HoldfastError as error:
         return str(error)
 
 
 FORCED: dict[str, Callable[[Path, Setting, random.Random], tuple[str, Restored]]] = {
-    "mover-sigkill": sigkill, "slot-header": slot_header, "slot-rewritten": rewritten,
+    "mover-sigkill": sigkill,
+    "slot-header": slot_header,
+    "slot-rewritten": rewritten,
     "two-movers": two_movers,
-}  # fmt: skip
+}

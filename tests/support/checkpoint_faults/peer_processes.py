@@ -13,21 +13,21 @@ from dataclasses import replace
 from typing import Any
 
 from holdfast.checkpoint.format.blob import ExtentHasher
-from holdfast.checkpoint.memory.arena import Arena, digest, slot_capacity
-from holdfast.checkpoint.memory.snapshot_store import MemoryFile, Shelf, Snapshot
+from holdfast.checkpoint.memory.arena import Arena, identity_digest, slot_capacity
+from holdfast.checkpoint.memory.snapshot_store import MemoryFile, Snapshot, SnapshotStore
 from holdfast.checkpoint.peers import sender
-from holdfast.checkpoint.peers.client import identity
+from holdfast.checkpoint.peers.client import run_identity
 from holdfast.checkpoint.peers.config import Peer, PeerSettings
-from holdfast.checkpoint.peers.peer_tier import Peers
-from holdfast.checkpoint.peers.staging_node import Stage
-from holdfast.core.format.manifest import Part, blob_key, writer_name
+from holdfast.checkpoint.peers.peer_tier import PeerTier
+from holdfast.checkpoint.peers.staging_node import StagingNode
+from holdfast.core.format.manifest import PartManifest, blob_key, writer_name
 from holdfast.policy.placement import Machine
 from holdfast.wire.secret import Secret
 from tests.support.checkpoint_faults import states
 from tests.support.checkpoint_faults.histories import EXTENT_BYTES
 from tests.support.checkpoint_faults.verdict import WrongError
 
-RUN = identity("config", "data")
+RUN = run_identity("config", "data")
 SECONDS = 60.0
 ROOM = 1 << 24
 
@@ -97,10 +97,10 @@ class Owner:
     where it fails."""
 
     def __init__(self, secret: Secret, peer: str) -> None:
-        sender.PAUSES, sender.AWAY_SECONDS = (0.01, 0.02), (0.0,)
-        self.shelf = Shelf()
+        sender.OFFER_RETRY_DELAYS_S, sender.FAILED_DESTINATION_PAUSES_S = (0.01, 0.02), (0.0,)
+        self.shelf = SnapshotStore()
         settings = PeerSettings(Machine("node"), (Peer(Machine("stage"), peer),), room=ROOM)
-        self.peers = Peers(settings, self.shelf, secret, RUN, lambda event: None)
+        self.peers = PeerTier(settings, self.shelf, secret, RUN, lambda event: None)
         self.arenas: dict[tuple[int, int], MemoryFile] = {}
 
     def address(self) -> str:
@@ -108,13 +108,13 @@ class Owner:
 
     def begin(self, layout: int, generation: int) -> None:
         self.topology = states.topology(layout, generation)
-        self.shelf.open(generation, self.topology, states.TABLE)
-        self.peers.expect(self.topology, states.TABLE)
+        self.shelf.open_generation(generation, self.topology, states.TABLE)
+        self.peers.begin_generation(self.topology, states.TABLE)
 
     def put(self, step: int) -> None:
         snapshots = [self._put(step, rank) for rank in range(self.topology.world_size)]
         for snapshot in snapshots:
-            self.peers.shelved(snapshot)
+            self.peers.on_snapshot_stored(snapshot)
 
     def status(self) -> dict[str, Any]:
         found: dict[str, Any] = self.peers.status()["sends"]["stage"]
@@ -131,16 +131,16 @@ class Owner:
         slot = memory.arena.free_slot()
         if slot is None:
             raise WrongError(f"rank {rank} finds no free slot for step {step}")
-        memory.arena.begin(slot)
+        memory.arena.begin_write(slot)
         memory.arena.data(slot, len(data))[:] = data
         hasher = ExtentHasher(EXTENT_BYTES)
-        for _ in hasher.feed([memoryview(data)]):
+        for _ in hasher.pass_through([memoryview(data)]):
             pass
-        made = memory.arena.finish(
-            slot, digest(RUN), generation, step, len(data), digest(data[:start])
+        made = memory.arena.finish_write(
+            slot, identity_digest(RUN), generation, step, len(data), identity_digest(data[:start])
         )
-        blob = hasher.blob(blob_key(generation, step, writer_name(rank)), start)
-        part = Part(generation, step, rank, blob, tensors, {"position": 16 * step})
+        blob = hasher.finish(blob_key(generation, step, writer_name(rank)), start)
+        part = PartManifest(generation, step, rank, blob, tensors, {"position": 16 * step})
         snapshot = Snapshot(part, part.to_bytes(), memory, slot, made)
         self.shelf.put(snapshot)
         return snapshot
@@ -150,7 +150,7 @@ class Keeper:
     """A staging machine, and what may be done to what it keeps."""
 
     def __init__(self, secret: Secret, port: int = 0) -> None:
-        self.stage = Stage(socket.create_server(("127.0.0.1", port)), secret, ROOM)
+        self.stage = StagingNode(socket.create_server(("127.0.0.1", port)), secret, ROOM)
 
     def address(self) -> str:
         return self.stage.address
@@ -159,22 +159,25 @@ class Keeper:
         return self.stage.status()
 
     def steps(self) -> list[list[int]]:
-        return [[line.generation, line.step, line.rank] for line in self.stage.shelf.inventory()]
+        return [
+            [line.generation, line.step, line.rank]
+            for line in self.stage.snapshot_store.inventory()
+        ]
 
     def flip(self, generation: int, step: int, rank: int, at: int, bit: int) -> int:
         """One bit of a copy; where, modulo its size."""
-        found = self.stage.shelf.get(generation, step, rank)
+        found = self.stage.snapshot_store.get(generation, step, rank)
         at %= found.header.length
         found.memory.arena.memory[found.memory.arena.data_offset(found.slot) + at] ^= 1 << bit
         return at
 
     def replay(self, generation: int, step: int, rank: int, older: int) -> None:
         """The bytes of an older step in the slot of a newer one, under its header."""
-        new, old = (self.stage.shelf.get(generation, s, rank) for s in (step, older))
+        new, old = (self.stage.snapshot_store.get(generation, s, rank) for s in (step, older))
         length = min(new.header.length, old.header.length)
         new.memory.arena.data(new.slot, length)[:] = old.memory.arena.data(old.slot, length)
 
     def relabel(self, generation: int, step: int, rank: int, older: int) -> None:
         """The sealed part of an older step in the place of a newer one's."""
-        new, old = (self.stage.shelf.get(generation, s, rank) for s in (step, older))
-        self.stage.shelf.put(replace(new, stored=old.stored))
+        new, old = (self.stage.snapshot_store.get(generation, s, rank) for s in (step, older))
+        self.stage.snapshot_store.put(replace(new, sealed_manifest=old.sealed_manifest))

@@ -24,16 +24,16 @@ from holdfast.checkpoint.peers.client import PeerClient, PeerError
 from holdfast.checkpoint.peers.config import Peer
 from holdfast.checkpoint.peers.source import PeerMemories
 from holdfast.checkpoint.restore.reader import Checkpoint
-from holdfast.checkpoint.restore.restore_point import Chooser
-from holdfast.checkpoint.restore.sources import Mixed, StoreSource
-from holdfast.checkpoint.restore.start_records import note_start
+from holdfast.checkpoint.restore.restore_point import RestorePointFinder
+from holdfast.checkpoint.restore.sources import FallbackReader, StoreSource
+from holdfast.checkpoint.restore.start_records import record_start
 from holdfast.core.format.manifest import Commit
 from holdfast.errors import CorruptError
 from holdfast.layout import Topology
 from holdfast.policy.placement import Machine
 from holdfast.wire.secret import Secret
 from holdfast.wire.store.run_store import FolderStore, MissingKeyError
-from holdfast.wire.term import open_generation
+from holdfast.wire.term import create_generation
 from tests.support.checkpoint_faults import states
 from tests.support.checkpoint_faults.interrupted import Setting
 from tests.support.checkpoint_faults.peer_processes import RUN, SECONDS, Child, Hook, Keeper, Owner
@@ -67,8 +67,8 @@ class Scene:
     ) -> None:
         setting.pour(folder)
         self.folder, self.store, self.layout = folder, FolderStore(folder), setting.second
-        open_generation(self.store, GENERATION, {})
-        note_start(self.store, GENERATION, DURABLE)
+        create_generation(self.store, GENERATION, {})
+        record_start(self.store, GENERATION, DURABLE)
         self.secret = Secret(secrets.token_bytes(32))
         self.keeper = Child(lambda: Keeper(self.secret), keeper)
         self.address: str = self.keeper.do("address")
@@ -106,14 +106,14 @@ class Scene:
         peers = [Peer(Machine("stage"), self.address)]
         for number in range(generation, generation + TRIES):
             topo = states.topology(rng.randrange(8), number)
-            open_generation(self.store, number, {})
-            memories = PeerMemories(peers, self.secret, lambda n=number: n, run=RUN)
-            chooser = Chooser(self.store, [memories], number, "config", "data", rejected)
-            choice = chooser.newest(tried)
+            create_generation(self.store, number, {})
+            memories = PeerMemories(peers, self.secret, lambda n=number: n, run_id=RUN)
+            chooser = RestorePointFinder(self.store, [memories], number, "config", "data", rejected)
+            choice = chooser.find_newest(tried)
             keys = tuple(dict.fromkeys([*tried, *(key for key, _ in rejected.seen)]))
             if choice is None:
                 return Restored(None, None, keys)
-            note_start(self.store, number, choice.commit.step)
+            record_start(self.store, number, choice.commit.step)
             problem = self._read(memories, choice.commit, topo)
             if problem is None:
                 at = choice.commit.step, choice.commit.generation
@@ -125,7 +125,9 @@ class Scene:
         """As `elastic/worker/restore.py`: a peer that fails is asked once more."""
         for again in (False, True):
             try:
-                compare(Checkpoint(Mixed([memories, StoreSource(self.store)]), commit), topo)
+                compare(
+                    Checkpoint(FallbackReader([memories, StoreSource(self.store)]), commit), topo
+                )
                 return None
             except (CorruptError, MissingKeyError) as error:
                 return str(error)
@@ -278,7 +280,10 @@ def zombie(folder: Path, setting: Setting, rng: random.Random) -> tuple[str, Res
     try:
         scene.send(STEPS[:2])
         memories = PeerMemories(
-            [Peer(Machine("stage"), scene.address)], scene.secret, lambda: GENERATION + 1, run=RUN
+            [Peer(Machine("stage"), scene.address)],
+            scene.secret,
+            lambda: GENERATION + 1,
+            run_id=RUN,
         )
         memories.inventory()  # of the next generation, which thereby fences this one
         scene.send(STEPS[2:])
@@ -320,15 +325,15 @@ def _unsteady(seed: int, share: float, kinds: tuple[str, ...]) -> Hook:
                 case _:
                     send(connection, fd, offset, count)
 
-        answer = server._Handler._range
+        answer = server._PeerHandler._send_range
 
-        def failing(self: server._Handler, nonce: str, asked: dict[str, str]) -> None:
+        def failing(self: server._PeerHandler, nonce: str, asked: dict[str, str]) -> None:
             if "error" in kinds and rng.random() < share:
                 raise MissingKeyError("this end says that it has nothing")
             answer(self, nonce, asked)
 
         server._send_file = unsteady
-        server._Handler._range = failing  # type: ignore[method-assign]
+        server._PeerHandler._send_range = failing  # type: ignore[method-assign]
 
     return hook
 
@@ -371,7 +376,11 @@ def restoring(folder: Path, setting: Setting, rng: random.Random) -> tuple[str, 
 
 
 KINDS: dict[str, Callable[[Path, Setting, random.Random], tuple[str, Restored]]] = {
-    "peer-killed": keeper_killed, "peer-owner-killed": owner_killed, "peer-flip": flipped,
-    "peer-replay": replayed, "peer-zombie": zombie, "peer-copying": copying,
+    "peer-killed": keeper_killed,
+    "peer-owner-killed": owner_killed,
+    "peer-flip": flipped,
+    "peer-replay": replayed,
+    "peer-zombie": zombie,
+    "peer-copying": copying,
     "peer-restoring": restoring,
-}  # fmt: skip
+}

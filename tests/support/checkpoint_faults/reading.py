@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from holdfast.core.format.manifest import BLOB_ALIGNMENT
-from holdfast.wire.store.run_store import FolderStore, spoken_error
+from holdfast.wire.store.run_store import FolderStore, translate_os_error
 from tests.support.checkpoint_faults import states
 from tests.support.checkpoint_faults.histories import NEWEST, contents, history
 from tests.support.checkpoint_faults.oracle import expected
@@ -40,7 +40,7 @@ class Ailing(FolderStore):
     def _reach(self, name: str, key: str) -> None:
         number, self.count = self.count, self.count + 1
         if self._fails(number, name, key):
-            raise spoken_error(OSError(errno.EIO, os.strerror(errno.EIO)), self.folder)
+            raise translate_os_error(OSError(errno.EIO, os.strerror(errno.EIO)), self.folder)
 
     def get(self, key: str) -> bytes:
         self._reach("get", key)
@@ -49,7 +49,7 @@ class Ailing(FolderStore):
     def scatter(self, key: str, start: int, outs: Sequence[memoryview]) -> None:
         number, self.count = self.count, self.count + 1
         if self._fails(number, "read", key) or (start > 0 and self._fails(number, "data", key)):
-            raise spoken_error(OSError(errno.EIO, os.strerror(errno.EIO)), self.folder)
+            raise translate_os_error(OSError(errno.EIO, os.strerror(errno.EIO)), self.folder)
         super().scatter(key, start, outs)
 
     def list(self, prefix: str) -> Any:
@@ -66,9 +66,10 @@ def unreadable(folder: Path, rng: random.Random) -> tuple[str, Restored]:
     made = history(*rng.choice(LAYOUTS))
     made.pour(folder)
     newest = [  # those with data: of the rest only the header is read
-        key for key, data in made.files.items()
+        key
+        for key, data in made.files.items()
         if f"{NEWEST[0]:010d}-rank" in key and "data" in key and len(data) > BLOB_ALIGNMENT
-    ]  # fmt: skip
+    ]
     commits = [key for key in made.files if key.startswith("commits/")]
     bad = rng.choice(rng.choice([newest, commits[:1]]))
     names = rng.choice([("get", "read"), ("get", "data")])  # all of it, or all but a blob's header

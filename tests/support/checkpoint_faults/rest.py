@@ -196,9 +196,17 @@ def strange(victim: Victim, rng: random.Random) -> str:
     """What people and tools leave in folders."""
     step, generation = NEWEST
     key = commit_key(generation, step)
-    name = rng.choice([f"{key}~", f"{key}.bak", "commits/readme", f"commits/x{key[9:]}",
-                       "commits/fffffffffffffff0-2.json", "generations/notes.txt",
-                       "generations/0000000001.json.bak"])  # fmt: skip
+    name = rng.choice(
+        [
+            f"{key}~",
+            f"{key}.bak",
+            "commits/readme",
+            f"commits/x{key[9:]}",
+            "commits/fffffffffffffff0-2.json",
+            "generations/notes.txt",
+            "generations/0000000001.json.bak",
+        ]
+    )
     victim.put(name, victim.read(key))
     return f"a copy of the newest commit object as {name}"
 
@@ -232,10 +240,21 @@ def none_left(victim: Victim, rng: random.Random) -> str:
 
 
 DAMAGE: dict[str, Damage] = {
-    "flip-data": flip_data, "flip-header": flip_header, "flip-part": flip_part,
-    "flip-commit": flip_commit, "truncate": truncate, "extend": extend, "delete": delete,
-    "zeros": zeros, "swap-blobs": swap_blobs, "swap-parts": swap_parts,
-    "swap-commits": swap_commits, "swap-extents": swap_extents, "replay": replay,
-    "replay-commit": replay_commit, "strange-files": strange, "folder-instead": folder_instead,
+    "flip-data": flip_data,
+    "flip-header": flip_header,
+    "flip-part": flip_part,
+    "flip-commit": flip_commit,
+    "truncate": truncate,
+    "extend": extend,
+    "delete": delete,
+    "zeros": zeros,
+    "swap-blobs": swap_blobs,
+    "swap-parts": swap_parts,
+    "swap-commits": swap_commits,
+    "swap-extents": swap_extents,
+    "replay": replay,
+    "replay-commit": replay_commit,
+    "strange-files": strange,
+    "folder-instead": folder_instead,
     "none-left": none_left,
-}  # fmt: skip
+}

@@ -11,22 +11,34 @@ import random
 from pathlib import Path
 
 from holdfast.core.format.manifest import parse_commit_key, parse_save_key
-from holdfast.wire.store.encrypted_store import SealedStore
+from holdfast.wire.store.encrypted_store import EncryptedStore
 from holdfast.wire.store.run_store import FolderStore
 from tests.support.checkpoint_faults import rest, states
 from tests.support.checkpoint_faults.histories import Files, contents, history
 from tests.support.checkpoint_faults.interrupted import Setting
 from tests.support.checkpoint_faults.verdict import Restored, WrongError, restore, restore_verified
 
-DAMAGE = ("flip-data", "flip-header", "flip-part", "flip-commit", "truncate", "extend", "delete",
-          "swap-blobs", "swap-parts", "swap-commits", "replay", "replay-commit")  # fmt: skip
+DAMAGE = (
+    "flip-data",
+    "flip-header",
+    "flip-part",
+    "flip-commit",
+    "truncate",
+    "extend",
+    "delete",
+    "swap-blobs",
+    "swap-parts",
+    "swap-commits",
+    "replay",
+    "replay-commit",
+)
 
 
 def at_rest(folder: Path, setting: Setting, rng: random.Random) -> tuple[str, Restored]:
     made = history(setting.first, setting.second)
     key, compress = rng.randbytes(32), rng.random() < 0.5
     folder.mkdir()
-    store = SealedStore(FolderStore(folder), key, compress=compress, extent_bytes=512)
+    store = EncryptedStore(FolderStore(folder), key, compress=compress, extent_bytes=512)
     for name, data in made.files.items():
         store.create(name, data)
     written = contents(folder)
@@ -35,7 +47,7 @@ def at_rest(folder: Path, setting: Setting, rng: random.Random) -> tuple[str, Re
     what = "; ".join(rest.DAMAGE[name](victim, rng) for name in names)
     if rng.random() < 0.1:
         what, key = f"{what}; another key", rng.randbytes(32)
-    again = SealedStore(FolderStore(folder), key, compress=compress, extent_bytes=512)
+    again = EncryptedStore(FolderStore(folder), key, compress=compress, extent_bytes=512)
     whole = _newest_whole(contents(folder), written) if "another key" not in what else (0, 0)
     topo = states.topology(rng.randrange(8), 5)
     for how in (restore_verified, restore):

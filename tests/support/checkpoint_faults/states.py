@@ -12,8 +12,8 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from holdfast.checkpoint.format.blob import header
-from holdfast.core.format.manifest import Placed, placed
+from holdfast.checkpoint.format.blob import blob_header
+from holdfast.core.format.manifest import PlacedBox, place_boxes
 from holdfast.core.sharding.boxes import Box
 from holdfast.core.sharding.ownership import owned_boxes
 from holdfast.core.sharding.state_table import ITEM_BYTES, StateTable, TensorSpec
@@ -66,12 +66,12 @@ def content(step: int, box: Box, table: StateTable = TABLE) -> bytes:
     return full[where[: len(spec.shape)]].tobytes()
 
 
-def owned(topo: Topology, rank: int, table: StateTable = TABLE) -> tuple[Placed, ...]:
+def owned(topo: Topology, rank: int, table: StateTable = TABLE) -> tuple[PlacedBox, ...]:
     """What a rank saves, and where in its blob."""
-    return placed(owned_boxes(topo, table, rank), table)
+    return place_boxes(owned_boxes(topo, table, rank), table)
 
 
-def blob(step: int, tensors: tuple[Placed, ...], table: StateTable = TABLE) -> tuple[bytes, int]:
+def blob(step: int, tensors: tuple[PlacedBox, ...], table: StateTable = TABLE) -> tuple[bytes, int]:
     """Return a rank's complete blob after a step, and the offset of its data."""
-    head = header(tensors)
+    head = blob_header(tensors)
     return head + b"".join(content(step, p.box, table) for p in tensors), len(head)

@@ -14,10 +14,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 from holdfast.checkpoint.bucket.copy import copy_checkpoint
-from holdfast.checkpoint.bucket.recover_folder import bring_back, opened
+from holdfast.checkpoint.bucket.recover_folder import opened, recover_folder
 from holdfast.checkpoint.bucket.uploader import Uploader
-from holdfast.checkpoint.restore.catalog import listing, step_of
-from holdfast.checkpoint.save.retention import Keep
+from holdfast.checkpoint.restore.catalog import list_commits, step_of
+from holdfast.checkpoint.save.retention import RetentionRules
 from holdfast.core.format.manifest import commit_key
 from holdfast.events import CheckpointUploaded, Event
 from holdfast.wire.store.run_store import FolderStore
@@ -45,8 +45,8 @@ def killed(folder: Path, setting: Setting, rng: random.Random) -> tuple[str, Res
         said = [NEWEST[0], *_said(process)]
     if again:
         said += _said(_start(folder, bucket.location(_address()), setting, work=False))
-        newest = max(map(step_of, listing(FolderStore(folder))))
-        if newest not in said and newest not in map(step_of, listing(bucket.store)):
+        newest = max(map(step_of, list_commits(FolderStore(folder))))
+        if newest not in said and newest not in map(step_of, list_commits(bucket.store)):
             raise WrongError(f"the next uploader did not send step {newest}: {said}")
     what = f"SIGKILL {'before' if before else 'after'} request {at}, {said} sent" + (
         ", another goes on" if again else ""
@@ -62,7 +62,7 @@ def _begin_again(
     topo = states.topology(rng.randrange(8), 5)
     new = folder.with_name("new")
     new.mkdir()
-    bring_back(FolderStore(new), bucket.location(_address()), "config", False, lambda s: None)
+    recover_folder(FolderStore(new), bucket.location(_address()), "config", False, lambda s: None)
     for store in (bucket.store, FolderStore(new)):
         found = restore(store, topo)
         judge(found, due)
@@ -79,8 +79,9 @@ def _start(folder: Path, place: str, setting: Setting, *, work: bool) -> subproc
     numbers = map(str, (setting.second, setting.third, setting.order))
     return subprocess.Popen(
         [sys.executable, "-c", SCRIPT, str(folder), place, *numbers, "work" if work else ""],
-        stdout=subprocess.PIPE, text=True,
-    )  # fmt: skip
+        stdout=subprocess.PIPE,
+        text=True,
+    )
 
 
 def _said(process: subprocess.Popen[str]) -> list[int]:
@@ -96,11 +97,11 @@ def child(folder: str, place: str, second: str, third: str, order: str, work: st
         if isinstance(event, CheckpointUploaded):
             print(event.step, flush=True)
 
-    uploader = Uploader(store, lambda: opened(place), Keep(2, 0), tell)
+    uploader = Uploader(store, lambda: opened(place), RetentionRules(2, 0), tell)
     if work:
         protocol = Protocol(store, (int(second), int(third)), int(order), keep=3)
         generations = {12: 2, 14: 2, 16: 3}
-        protocol.note = lambda step: uploader.committed(  # type: ignore[method-assign]
+        protocol.note = lambda step: uploader.request_upload(  # type: ignore[method-assign]
             commit_key(generations[step], step)
         )
         protocol.run()

@@ -11,10 +11,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from holdfast.checkpoint.restore.catalog import listing
+from holdfast.checkpoint.restore.catalog import list_commits
 from holdfast.checkpoint.restore.reader import Checkpoint
-from holdfast.checkpoint.restore.restore_point import Chooser
-from holdfast.checkpoint.restore.verify import newest_verified, verify
+from holdfast.checkpoint.restore.restore_point import RestorePointFinder
+from holdfast.checkpoint.restore.verify import find_newest_verified, verify
 from holdfast.core.format.manifest import Commit
 from holdfast.core.sharding.state_table import ITEM_BYTES, local_boxes
 from holdfast.errors import CorruptError, HoldfastError, RunFolderError, StoreError
@@ -69,8 +69,8 @@ def restore(store: RunStore, topo: Topology) -> Restored:
     keys = lambda: tuple(dict.fromkeys([*tried, *(key for key, _ in rejected.seen)]))  # noqa: E731
     try:
         while True:
-            chooser = Chooser(store, (), PRESENT, "config", "data", rejected)
-            choice = chooser.newest(tried)
+            chooser = RestorePointFinder(store, (), PRESENT, "config", "data", rejected)
+            choice = chooser.find_newest(tried)
             if choice is None:
                 return Restored(None, None, keys())
             problem = _read(store, choice.commit, topo)
@@ -93,7 +93,7 @@ def _read(store: RunStore, commit: Commit, topo: Topology) -> str | None:
             return str(error)
         except (RunFolderError, StoreError) as error:
             if again:
-                listing(store)  # raises when it is out of reach
+                list_commits(store)  # raises when it is out of reach
                 return f"it cannot be read: {error}"
     return None
 
@@ -102,7 +102,7 @@ def restore_verified(store: RunStore, topo: Topology) -> Restored:
     """As the commands restore that read a run from outside: every byte is verified first."""
     rejected = Rejections()
     try:
-        checkpoint = newest_verified(store, rejected)
+        checkpoint = find_newest_verified(store, rejected)
         if checkpoint is not None:
             compare(checkpoint, topo)
     except HoldfastError as error:

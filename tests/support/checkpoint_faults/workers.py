@@ -11,14 +11,14 @@ from pathlib import Path
 import torch
 
 from holdfast.checkpoint.capture import capturer
-from holdfast.checkpoint.capture.capturer import Captured, Capturer, view_of
-from holdfast.checkpoint.capture.chunked_copy import Span, move
+from holdfast.checkpoint.capture.capturer import Capturer, CompletedCapture, view_of
+from holdfast.checkpoint.capture.chunked_copy import CopySpan, copy_spans
 from holdfast.checkpoint.mover.client import MoverClient
 from holdfast.checkpoint.restore.reader import Checkpoint
-from holdfast.core.sharding.boxes import whole
+from holdfast.core.sharding.boxes import whole_box
 from holdfast.core.sharding.state_table import local_boxes
 from holdfast.wire.secret import Secret
-from holdfast.wire.term import open_generation
+from holdfast.wire.term import create_generation
 from tests.support.mover_process import DTYPE, TABLE, Mover, read_box, state, topology
 from tests.support.ranks import RankContext
 
@@ -38,26 +38,26 @@ def dying(ctx: RankContext, folder: Path, at: int) -> None:
     }
     client, mover = _joined(ctx, folder)
     if mover is not None:
-        client.expect(topo, TABLE, start=client.newest().step)
+        client.expect(topo, TABLE, start_step=client.find_restore_point().step)
     ctx.barrier("begun", 60.0)
     mine = Capturer(client, topo, TABLE, ctx.rank, tensors, run="test")
 
     def capture(step: int) -> bool:
         full = state(step)
         for box in boxes:
-            part = view_of(full[box.name], whole(box.name, tuple(full[box.name].shape)), box)
+            part = view_of(full[box.name], whole_box(box.name, tuple(full[box.name].shape)), box)
             tensors[box.name].copy_(part)
-        return isinstance(mine.capture(step, wait=60), Captured)
+        return isinstance(mine.capture(step, wait=60), CompletedCapture)
 
     for step in (1, 2):
         assert capture(step)
         assert mine.announce(step, {"position": 16 * step}) is None
-        assert mine.settle(step, 60) is None
+        assert mine.wait_until_committed(step, 60) is None
     ctx.barrier("saved", 60.0)
     if ctx.rank == 1:
 
-        def some(base: int, spans: Sequence[Span]) -> None:
-            move(base, spans[:at])
+        def some(base: int, spans: Sequence[CopySpan]) -> None:
+            copy_spans(base, spans[:at])
             os.kill(os.getpid(), signal.SIGKILL)
 
         vars(capturer)["move"] = some
@@ -76,7 +76,7 @@ def _joined(ctx: RankContext, folder: Path) -> tuple[MoverClient, Mover | None]:
     told, mover = ctx.folder / "mover.json", None
     if ctx.rank == 0:
         mover = Mover(folder / "run", keep_last=5)
-        open_generation(mover.store, 1, {})
+        create_generation(mover.store, 1, {})
         told.write_text(json.dumps({"socket": mover.socket, "secret": mover.secret.hex()}))
     ctx.barrier("mover", 60.0)
     address = json.loads(told.read_text())
@@ -85,12 +85,12 @@ def _joined(ctx: RankContext, folder: Path) -> tuple[MoverClient, Mover | None]:
 
 def _assert_step_2(mover: Mover) -> None:
     """The newest state is step 2, and the two ranks that are left read it without an error."""
-    open_generation(mover.store, 2, {})
-    newest = mover.client(2).newest()
+    create_generation(mover.store, 2, {})
+    newest = mover.client(2).find_restore_point()
     assert newest.step == 2, newest
     checkpoint = Checkpoint.open(mover.store, str(newest.key))
     full = state(2)
     for rank in range(2):
         for box in local_boxes(topology(2, 1, 2), TABLE, rank):
-            due = view_of(full[box.name], whole(box.name, tuple(full[box.name].shape)), box)
+            due = view_of(full[box.name], whole_box(box.name, tuple(full[box.name].shape)), box)
             assert torch.equal(read_box(checkpoint, box), due)

@@ -13,16 +13,16 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 from holdfast.policy.membership import election, transitions
-from holdfast.policy.membership.election import Patience, Peer, Standing
+from holdfast.policy.membership.election import ElectionTimeouts, PreVoteReply, Role
 from holdfast.policy.membership.transitions import (
-    LET_GO,
-    STAGES,
-    Node,
-    Order,
+    STAGE_TRANSITIONS,
+    STOPPED_STAGES,
+    MembershipRules,
+    NodeCommand,
+    NodeRecord,
+    NodeStage,
     Phase,
-    Report,
-    Rules,
-    Stage,
+    StageReport,
 )
 from tests.support.membership_model.world import (
     NAMES,
@@ -33,7 +33,7 @@ from tests.support.membership_model.world import (
     ViolationError,
 )
 
-PATIENCE = Patience()
+PATIENCE = ElectionTimeouts()
 TURNS, LONG = -10.0, -1000.0
 """Begin of a silent agent's wait: until its turn, or longer than any agent waits."""
 
@@ -52,34 +52,53 @@ class Carried:
     least: int = 1
 
     @property
-    def rules(self) -> Rules:
-        return Rules(all_of(self.least), settle=0.0, gather=0.0)
+    def rules(self) -> MembershipRules:
+        return MembershipRules(all_of(self.least), settle_time_s=0.0, gather_wait_s=0.0)
 
     def changed(self, old: Agent, new: Agent) -> Agent:
         """Check what holds for every step of one agent. Return it without times and without mere
         reports."""
         if new.up and new.mark == old.mark:
-            if new.seat.at < old.seat.at or new.seat.term < old.seat.term:
+            if new.seat.generation < old.seat.generation or new.seat.term < old.seat.term:
                 raise ViolationError(f"{new.seat.name} went back: {old.seat} to {new.seat}")
-            if new.stage is not old.stage and new.stage not in STAGES[old.stage]:
+            if new.stage is not old.stage and new.stage not in STAGE_TRANSITIONS[old.stage]:
                 raise ViolationError(f"{new.seat.name}: {old.stage} to {new.stage}")
         seat = new.seat
         seat = replace(
-            seat, since=0.0, tries=0, seen=seat.seen if seat.seen > seat.at else 0,
-            dead=seat.dead and seat.standing is Standing.SILENT,
-            led=seat.led if seat.led == seat.term else 0,
-        )  # fmt: skip
+            seat,
+            role_since=0.0,
+            minority_candidacies=0,
+            newest_seen_generation=seat.newest_seen_generation
+            if seat.newest_seen_generation > seat.generation
+            else 0,
+            is_leader_dead=seat.is_leader_dead and seat.role is Role.PRE_CANDIDATE,
+            last_answered_term=seat.last_answered_term
+            if seat.last_answered_term == seat.term
+            else 0,
+        )
         reign = new.reign
         if reign is not None:
             # After the choice of the generation that is being made. The choice may be repeated.
-            before = None if old.reign is None else old.reign.opening
-            late = [before == reign.opening is not None and node.came > 0 for node in reign.nodes]
+            before = None if old.reign is None else old.reign.pending_generation
+            late = [
+                before == reign.pending_generation is not None and node.joined_at > 0
+                for node in reign.nodes
+            ]
             nodes = tuple(
-                replace(node, heard=0.0, came=float(came)) if node.heard or node.came else node
+                replace(node, last_heard=0.0, joined_at=float(came))
+                if node.last_heard or node.joined_at
+                else node
                 for node, came in zip(reign.nodes, late, strict=True)
             )
-            apart = tuple(sorted(reign.apart, key=lambda pair: (pair.one, pair.other)))
-            reign = replace(reign, since=0.0, reason="", lost=(), nodes=nodes, apart=apart)
+            apart = tuple(sorted(reign.unreachable_pairs, key=lambda pair: (pair.one, pair.other)))
+            reign = replace(
+                reign,
+                phase_since=0.0,
+                reason="",
+                lost_members=(),
+                nodes=nodes,
+                unreachable_pairs=apart,
+            )
             if reign.phase is Phase.FENCED:
                 seat, reign = self.succeed.fenced(seat, 0.0), None
             else:
@@ -95,25 +114,31 @@ class Carried:
     # --- asking and answering ---------------------------------------------------------------
     def request(self, agent: Agent) -> Request:
         seat = agent.seat
-        follows = seat.standing in (Standing.FOLLOWING, Standing.REIGNING)
+        follows = seat.role in (Role.FOLLOWER, Role.LEADER)
         return Request(
-            NAMES.index(seat.holder[0]), not (follows and agent.known), seat.name, agent.mark,
-            seat.term, seat.at, agent.stage, agent.parted,
-        )  # fmt: skip
+            NAMES.index(seat.leader_address[0]),
+            not (follows and agent.known),
+            seat.name,
+            agent.mark,
+            seat.term,
+            seat.generation,
+            agent.stage,
+            agent.parted,
+        )
 
     def serve(self, agent: Agent, request: Request) -> tuple[Agent, Answer]:
         """As `Coordinator.join` and `beat` do it."""
         reign = agent.reign
         if reign is None:
-            return agent, Answer(agent.seat.term, Order.REFUSE)
+            return agent, Answer(agent.seat.term, NodeCommand.REFUSE)
         name, mark = request.name, str(request.mark)
         if request.term > reign.term:
             reign = self.member.fenced(reign, 0.0)
         elif request.join:
-            new = Node(name, mark, 1, 0.0, 0.0, request.at, request.stage)
+            new = NodeRecord(name, mark, 1, 0.0, 0.0, request.at, request.stage)
             reign = self.member.came(reign, new, 0.5, self.rules)
         else:
-            report = Report(name, mark, request.at, request.stage)
+            report = StageReport(name, mark, request.at, request.stage)
             reign = self.member.heard(reign, [report], 0.0, self.rules)
         if request.parted and request.at == reign.generation:
             reign = self.member.parted(reign, name, request.parted, 0.0, self.rules)
@@ -122,7 +147,7 @@ class Carried:
         if reign.phase is not Phase.FENCED and (node is None or node.mark != mark):
             return agent, Answer(reign.term, "join" if node is None else "replaced")
         due = self.member.directive(reign, name)
-        members = tuple(sorted(reign.members)) if due.order is Order.START else ()
+        members = tuple(sorted(reign.members)) if due.order is NodeCommand.START else ()
         return agent, Answer(reign.term, due.order, due.generation, members)
 
     def ask(self, one: Agent, other: Agent) -> tuple[Agent, Agent]:
@@ -130,7 +155,7 @@ class Carried:
         other, answer = self.serve(other, self.request(one))
         idle = one._replace(answer=None)
         done = self.obey(idle, answer)
-        if answer.order not in (Order.START, Order.HALT, Order.PAUSE):
+        if answer.order not in (NodeCommand.START, NodeCommand.HALT, NodeCommand.PAUSE):
             return done, other
         return idle._replace(answer=None if done == idle else answer), other
 
@@ -144,23 +169,25 @@ class Carried:
     def obey(self, agent: Agent, answer: Answer) -> Agent:
         """As `Follower.obey` does it."""
         seat = agent.seat
-        if answer.term < seat.term or answer.order == Order.REFUSE:
+        if answer.term < seat.term or answer.order == NodeCommand.REFUSE:
             return agent._replace(seat=self.succeed.refused(seat, 0.0))
         seat = self.succeed.answered(seat, answer.term, 0.0)
         agent = agent._replace(seat=seat, known=answer.order not in ("join", "replaced"))
-        if answer.order == Order.START and answer.generation > seat.at:
-            if agent.stage not in LET_GO:
+        if answer.order == NodeCommand.START and answer.generation > seat.at:
+            if agent.stage not in STOPPED_STAGES:
                 raise ViolationError(f"{seat.name} was started while it works: {agent.stage}")
             seat = self.succeed.took(seat, answer.term, answer.generation, answer.members)
-            agent = agent._replace(seat=seat, stage=Stage.BUILDING, parted="")
-        halts = answer.order in (Order.HALT, Order.PAUSE) and answer.generation == seat.at
-        if halts and agent.stage not in LET_GO:
-            agent = agent._replace(stage=Stage.HELD)
+            agent = agent._replace(seat=seat, stage=NodeStage.BUILDING, parted="")
+        halts = (
+            answer.order in (NodeCommand.HALT, NodeCommand.PAUSE) and answer.generation == seat.at
+        )
+        if halts and agent.stage not in STOPPED_STAGES:
+            agent = agent._replace(stage=NodeStage.HELD)
         return agent
 
     # --- one agent alone --------------------------------------------------------------------
     def unanswered(self, agent: Agent, dead: bool) -> Agent:
-        seat = replace(agent.seat, since=LONG)
+        seat = replace(agent.seat, role_since=LONG)
         return agent._replace(seat=self.succeed.unanswered(seat, dead, 0.0, PATIENCE))
 
     def lost(self, agent: Agent, name: str) -> Agent:
@@ -168,7 +195,7 @@ class Carried:
         reign = agent.reign
         assert reign is not None
         nodes = tuple(
-            replace(n, heard=LONG)
+            replace(n, last_heard=LONG)
             if n.name == name or (not name and n.name != agent.seat.name)
             else n
             for n in reign.nodes
@@ -180,32 +207,37 @@ class Carried:
         return agent._replace(reign=self.member.tick(agent.reign, 0.0, self.rules))
 
     def build(self, agent: Agent) -> Agent:
-        return agent._replace(stage=Stage.WORKING)
+        return agent._replace(stage=NodeStage.WORKING)
 
-    def stage(self, agent: Agent, stage: Stage, parted: str) -> Agent:
+    def stage(self, agent: Agent, stage: NodeStage, parted: str) -> Agent:
         return agent._replace(stage=stage, parted=parted)
 
     def try_again(self, agent: Agent) -> Agent:
         assert agent.reign is not None
         return agent._replace(
-            reign=self.member.tick(replace(agent.reign, apart=()), 0.0, self.rules)
+            reign=self.member.tick(replace(agent.reign, unreachable_pairs=()), 0.0, self.rules)
         )
 
     # --- with the run store -----------------------------------------------------------------
     def look(self, agent: Agent, store: Store) -> tuple[Agent, Store]:
-        if agent.seat.standing is Standing.SILENT and store.term <= agent.seat.term:
+        if agent.seat.role is Role.PRE_CANDIDATE and store.term <= agent.seat.term:
             return agent, store
         seat = self.succeed.found(agent.seat, store.term, store.holder, 0.0)
         known = agent.known and seat.term == agent.seat.term
         return agent._replace(seat=seat, known=known), store
 
     def asked(
-        self, agent: Agent, store: Store, said: tuple[tuple[str, Peer], ...], since: float,
-        moving: bool, alive: bool,
-    ) -> tuple[Agent, Store]:  # fmt: skip
+        self,
+        agent: Agent,
+        store: Store,
+        said: tuple[tuple[str, PreVoteReply], ...],
+        since: float,
+        moving: bool,
+        alive: bool,
+    ) -> tuple[Agent, Store]:
         if store.term > agent.seat.term:
             return agent, store  # `look` comes first
-        seat = replace(agent.seat, since=since)
+        seat = replace(agent.seat, role_since=since)
         newest = len(store.generations)
         seat = self.succeed.asked(
             seat, dict(said), newest, 0.0, PATIENCE, "x" if moving else "", alive
@@ -219,7 +251,7 @@ class Carried:
             raise ViolationError(f"term {number} after {store.term}")
         seat = self.succeed.claimed(agent.seat, number, made, 0.0)
         if not made:
-            if seat.standing is Standing.REIGNING:
+            if seat.standing is Role.LEADER:
                 raise ViolationError(f"{seat.name} reigns in a term that it has not opened")
             return agent._replace(seat=seat), store
         return (
@@ -230,7 +262,7 @@ class Carried:
     def begin(self, agent: Agent, store: Store) -> tuple[Agent, Store]:
         newest = len(store.generations)
         members = store.generations[-1] if newest else frozenset()
-        nodes = [Node(address[0], address[1:], 1, 0.0, 0.0) for address in sorted(members)]
+        nodes = [NodeRecord(address[0], address[1:], 1, 0.0, 0.0) for address in sorted(members)]
         return agent._replace(reign=self.member.begin(agent.seat.term, 0.0, newest, nodes)), store
 
     def watch(self, agent: Agent, store: Store) -> tuple[Agent, Store]:
@@ -242,11 +274,11 @@ class Carried:
     def check(self, agent: Agent, store: Store) -> tuple[Agent, Store]:
         reign, newest = agent.reign, len(store.generations)
         assert reign is not None
-        assert reign.opening is not None
-        number, names = reign.opening
+        assert reign.pending_generation is not None
+        number, names = reign.pending_generation
         if store.term > reign.term or newest >= number:
             return agent._replace(reign=self.member.taken(reign, store.term, newest, 0.0)), store
-        marks = {node.name: node.mark for node in reign.nodes}
+        marks = {node.name: node.incarnation for node in reign.nodes}
         members = frozenset(f"{name}{marks[name]}" for name in names)
         return agent._replace(pending=(number, members)), store
 

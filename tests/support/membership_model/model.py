@@ -24,8 +24,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from holdfast.policy.membership.election import Peer, Seat, Standing
-from holdfast.policy.membership.transitions import Node, Phase, Reign, Stage
+from holdfast.policy.membership.election import AgentState, PreVoteReply, Role
+from holdfast.policy.membership.transitions import CoordinatorState, NodeRecord, NodeStage, Phase
 from tests.support.membership_model.agent import LONG, TURNS, Carried
 from tests.support.membership_model.world import (
     NAMES,
@@ -39,7 +39,7 @@ from tests.support.membership_model.world import (
     put,
 )
 
-STOPPED = (Stage.HELD, Stage.BROKEN, Stage.DONE, Stage.IDLE)
+STOPPED = (NodeStage.HELD, NodeStage.BROKEN, NodeStage.DONE, NodeStage.IDLE)
 AT_ONCE = ("dead", "broke", "built", "look", "begin")
 
 
@@ -58,19 +58,22 @@ class Model:
     # --- where it begins --------------------------------------------------------------------
     def cold(self, faults: int, lates: int = 0) -> World:
         """Nothing has ever been."""
-        agents = [Agent(True, 0, Seat(name)) for name in NAMES]
+        agents = [Agent(True, 0, AgentState(name)) for name in NAMES]
         return self._world(Store(), agents, faults, lates)
 
     def training(self, faults: int, lates: int = 0) -> World:
         """All train in generation 1, of term 1, whose coordinator is the first."""
         store = Store(1, "a0", (frozenset(f"{name}0" for name in NAMES),))
-        nodes = tuple(Node(n, "0", 1, 0, 0, 1, Stage.WORKING) for n in NAMES)
-        reign = Reign(1, Phase.TRAINING, 1, frozenset(NAMES), nodes, reason="")
+        nodes = tuple(NodeRecord(n, "0", 1, 0, 0, 1, NodeStage.WORKING) for n in NAMES)
+        reign = CoordinatorState(1, Phase.TRAINING, 1, frozenset(NAMES), nodes, reason="")
         agents = [
-            Agent(True, 0, seat, None, Stage.WORKING, True)
-            for seat in (Seat(n, Standing.FOLLOWING, 1, "a0", 1, 0, NAMES, led=1) for n in NAMES)
+            Agent(True, 0, seat, None, NodeStage.WORKING, True)
+            for seat in (
+                AgentState(n, Role.FOLLOWER, 1, "a0", 1, 0, NAMES, last_answered_term=1)
+                for n in NAMES
+            )
         ]
-        seat = replace(agents[0].seat, standing=Standing.REIGNING)
+        seat = replace(agents[0].seat, role=Role.LEADER)
         agents[0] = agents[0]._replace(seat=seat, reign=reign)
         return self._world(store, agents, faults, lates)
 
@@ -137,60 +140,62 @@ class Model:
         seat = agent.seat
         if agent.reign is not None:
             return  # in the same process: at once, see `_changed`
-        if seat.standing in (Standing.SEEKING, Standing.FOLLOWING, Standing.SILENT):
-            looks = seat.standing is not Standing.FOLLOWING and not world.outage
-            if not seat.holder or (looks and self.stores.values[world.store].term > seat.term):
+        if seat.role in (Role.DISCOVERING, Role.FOLLOWER, Role.PRE_CANDIDATE):
+            looks = seat.role is not Role.FOLLOWER and not world.outage
+            if not seat.leader_address or (
+                looks and self.stores.values[world.store].term > seat.term
+            ):
                 return  # the run store comes first
-            k = NAMES.index(seat.holder[0])
+            k = NAMES.index(seat.leader_address[0])
             other = self.agents.values[world.agents[k]]
             if not self._linked(world, i, k):
                 yield self._one("unanswered", self.runs.unanswered, world, i, False)
-            elif not other.up or other.address != seat.holder or k == i:
+            elif not other.up or other.address != seat.leader_address or k == i:
                 yield self._one("dead", self.runs.unanswered, world, i, True)
             else:
                 yield self._two("ask", self.runs.ask, world, i, k)
 
     def _works(self, world: World, i: int, agent: Agent) -> Iterator[Step]:
         """Its workers. They need all of their generation, each with each."""
-        if agent.stage not in (Stage.BUILDING, Stage.WORKING):
+        if agent.stage not in (NodeStage.BUILDING, NodeStage.WORKING):
             return
         ready, broken, parted = True, False, list[str]()
         for name in agent.seat.members:
             k = NAMES.index(name)
             other: Agent = self.agents.values[world.agents[k]]
-            ours = other.up and other.seat.at == agent.seat.at
-            ready = ready and ours and other.stage is Stage.BUILDING
+            ours = other.up and other.seat.generation == agent.seat.generation
+            ready = ready and ours and other.stage is NodeStage.BUILDING
             ready = ready and all(
                 self._linked(world, k, NAMES.index(n)) for n in agent.seat.members
             )
             if not self._linked(world, i, k):
                 parted.append(name)
             broken = broken or not other.up or (ours and other.stage in STOPPED)
-            broken = broken or other.seat.at > agent.seat.at
-        if agent.stage is Stage.BUILDING and ready and not broken and not parted:
+            broken = broken or other.seat.generation > agent.seat.generation
+        if agent.stage is NodeStage.BUILDING and ready and not broken and not parted:
             for name in agent.seat.members:  # they all meet, or none does
                 world = self._one("built", self.runs.build, world, NAMES.index(name)).world
-            yield Step(("built", agent.seat.at), world)
+            yield Step(("built", agent.seat.generation), world)
         for name in parted or [""] * broken:
-            yield self._one("broke", self.runs.stage, world, i, Stage.BROKEN, name)
+            yield self._one("broke", self.runs.stage, world, i, NodeStage.BROKEN, name)
 
     def _stores(self, world: World, i: int, agent: Agent) -> Iterator[Step]:
         """What it reads of the run store, or creates there."""
-        match agent.seat.standing:
-            case Standing.SEEKING:
+        match agent.seat.role:
+            case Role.DISCOVERING:
                 yield self._stored("look", self.runs.look, world, i)
-            case Standing.SILENT:
+            case Role.PRE_CANDIDATE:
                 yield self._stored("look", self.runs.look, world, i)
                 yield self._ask_around(world, i, TURNS)
-            case Standing.CLAIMING:
+            case Role.CANDIDATE:
                 yield self._stored("claim", self.runs.claim, world, i)
-            case Standing.REIGNING if agent.reign is None:
+            case Role.LEADER if agent.reign is None:
                 yield self._stored("begin", self.runs.begin, world, i)
-            case Standing.REIGNING:
+            case Role.LEADER:
                 yield self._stored("watch", self.runs.watch, world, i)
         if agent.pending is not None:
             yield self._stored("create", self.runs.create, world, i)
-        elif agent.reign is not None and agent.reign.opening is not None:
+        elif agent.reign is not None and agent.reign.pending_generation is not None:
             yield self._stored("check", self.runs.check, world, i)
 
     def _ask_around(self, world: World, i: int, since: float) -> Step:
@@ -203,7 +208,7 @@ class Model:
             if k != i:
                 other: Agent = self.agents.values[world.agents[k]]
                 said.append((name, self._said(world, i, k, agent, other)))
-        moving, alive = self._signs(world, i, agent.seat.holder)
+        moving, alive = self._signs(world, i, agent.seat.leader_address)
         return self._stored(
             "ask around", self.runs.asked, world, i, tuple(said), since, moving, alive
         )
@@ -217,18 +222,18 @@ class Model:
         others = {one for one in store.generations[-1] if one[0] != NAMES[i]}
         return bool(others), holder in others
 
-    def _said(self, world: World, i: int, k: int, agent: Agent, other: Agent) -> Peer:
+    def _said(self, world: World, i: int, k: int, agent: Agent, other: Agent) -> PreVoteReply:
         if not self._linked(world, i, k):
-            return Peer.UNKNOWN
+            return PreVoteReply.UNKNOWN
         store: Store = self.stores.values[world.store]
         theirs = f"{NAMES[k]}{other.mark}"
-        known = agent.seat.at and theirs not in store.generations[agent.seat.at - 1]
+        known = agent.seat.generation and theirs not in store.generations[agent.seat.generation - 1]
         if not other.up or known:  # the address of that time
-            return Peer.DEAD
+            return PreVoteReply.DEAD
         if other.seat.term < agent.seat.term:
-            return Peer.UNKNOWN
-        hears = other.seat.standing in (Standing.FOLLOWING, Standing.REIGNING)
-        return Peer.HEARS if hears else Peer.MISSES
+            return PreVoteReply.UNKNOWN
+        hears = other.seat.role in (Role.FOLLOWER, Role.LEADER)
+        return PreVoteReply.HEARS_LEADER if hears else PreVoteReply.MISSES_LEADER
 
     def _patient(self, world: World) -> Iterator[Step]:
         """Nothing else happens: the long waits end."""
@@ -236,14 +241,14 @@ class Model:
             agent: Agent = self.agents.values[world.agents[i]]
             if not agent.up or world.asleep >> i & 1:
                 continue
-            if agent.seat.standing is Standing.SILENT and not world.outage:
+            if agent.seat.role is Role.PRE_CANDIDATE and not world.outage:
                 yield self._ask_around(world, i, LONG)
             if agent.reign is not None:
-                for pair in agent.reign.apart:
+                for pair in agent.reign.unreachable_pairs:
                     if self._linked(world, NAMES.index(pair.one), NAMES.index(pair.other)):
                         yield self._one("try again", self.runs.try_again, world, i)
-            if agent.stage is Stage.BUILDING:
-                yield self._one("not built", self.runs.stage, world, i, Stage.BROKEN, "")
+            if agent.stage is NodeStage.BUILDING:
+                yield self._one("not built", self.runs.stage, world, i, NodeStage.BROKEN, "")
 
     # --- faults, and the ends of faults -----------------------------------------------------
     def _outside(self, world: World) -> Iterator[Step]:
@@ -254,7 +259,7 @@ class Model:
         for i in range(3):
             agent: Agent = self.agents.values[world.agents[i]]
             if not agent.up and self.ends and agent.mark < 1:
-                new = self.agents(Agent(True, agent.mark + 1, Seat(NAMES[i])))
+                new = self.agents(Agent(True, agent.mark + 1, AgentState(NAMES[i])))
                 mine = sum(PAIR[i, k] for k in range(3) if k != i)
                 world_ = world._replace(cuts=world.cuts & ~mine)
                 yield Step(("return", i), put(world_, i, new), True)
@@ -263,7 +268,7 @@ class Model:
                 and not world.asleep >> i & 1
                 and world.lates
                 and world.late is None
-                and agent.seat.holder
+                and agent.seat.leader_address
             ):
                 request = self.runs.request(agent)
                 if request.to != i:
@@ -285,7 +290,7 @@ class Model:
             agent: Agent = self.agents.values[world.agents[i]]
             if not agent.up:
                 continue
-            gone = self.agents(Agent(False, agent.mark, Seat(NAMES[i])))
+            gone = self.agents(Agent(False, agent.mark, AgentState(NAMES[i])))
             late = world.late if world.late is None or world.late.name != NAMES[i] else None
             dead = put(world._replace(late=late, asleep=world.asleep & ~(1 << i)), i, gone)
             yield Step(("crash", i), dead)
@@ -300,12 +305,12 @@ class Model:
                     if node.name != NAMES[i]:
                         yield self._one("suspect", self.runs.lost, world, i, node.name)
                 yield self._one("clock jumps", self.runs.lost, world, i, "")
-            elif agent.seat.standing is Standing.FOLLOWING:
+            elif agent.seat.role is Role.FOLLOWER:
                 yield self._one("suspects", self.runs.unanswered, world, i, False)
-            elif agent.seat.standing is Standing.SILENT and not world.outage:
+            elif agent.seat.role is Role.PRE_CANDIDATE and not world.outage:
                 yield self._ask_around(world, i, LONG)._replace(label=("impatient", i))
-            if agent.stage is Stage.WORKING:
-                yield self._one("error", self.runs.stage, world, i, Stage.BROKEN, "")
+            if agent.stage is NodeStage.WORKING:
+                yield self._one("error", self.runs.stage, world, i, NodeStage.BROKEN, "")
 
     # --- who reaches whom -------------------------------------------------------------------
     def _linked(self, world: World, i: int, k: int) -> bool:
@@ -315,8 +320,8 @@ class Model:
         """Return True if that coordinator will hear this agent."""
         agent: Agent = self.agents.values[world.agents[i]]
         other: Agent = self.agents.values[world.agents[coordinator]]
-        asks = agent.seat.standing in (Standing.SEEKING, Standing.FOLLOWING, Standing.SILENT)
-        at = agent.seat.holder == other.address
+        asks = agent.seat.role in (Role.DISCOVERING, Role.FOLLOWER, Role.PRE_CANDIDATE)
+        at = agent.seat.leader_address == other.address
         return (
             agent.up
             and str(agent.mark) == mark
@@ -338,9 +343,11 @@ class Model:
         inside = [NAMES.index(address[0]) for address in members]
         for i, address in zip(inside, members, strict=True):
             agent: Agent = self.agents.values[world.agents[i]]
-            if not agent.up or agent.address != address or agent.stage is not Stage.WORKING:
+            if not agent.up or agent.address != address or agent.stage is not NodeStage.WORKING:
                 return False
-            if agent.seat.at != generation or not all(self._linked(world, i, k) for k in inside):
+            if agent.seat.generation != generation or not all(
+                self._linked(world, i, k) for k in inside
+            ):
                 return False
         return True
 

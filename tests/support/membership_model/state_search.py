@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import dataclass
 
-from holdfast.policy.membership.transitions import LET_GO, Phase, Stage
+from holdfast.policy.membership.transitions import STOPPED_STAGES, NodeStage, Phase
 from tests.support.membership_model.model import Model
 from tests.support.membership_model.world import Agent, Step, Store, ViolationError, World
 
@@ -81,11 +81,11 @@ def safe(model: Model, world: World) -> None:
             raise ViolationError(f"{agent.seat.name} reigns in the term of {store.holder}")
         if reign is not None and reign.phase in (Phase.STARTING, Phase.TRAINING):
             _same(store, reign.generation, set(reign.members), agent.seat.name)
-        if agent.up and agent.seat.at:
-            _same(store, agent.seat.at, set(agent.seat.members), agent.seat.name)
+        if agent.up and agent.seat.generation:
+            _same(store, agent.seat.generation, set(agent.seat.members), agent.seat.name)
             if (
-                agent.stage in (Stage.BUILDING, Stage.WORKING)
-                and agent.address not in (store.generations[agent.seat.at - 1])
+                agent.stage in (NodeStage.BUILDING, NodeStage.WORKING)
+                and agent.address not in (store.generations[agent.seat.generation - 1])
             ):
                 raise ViolationError(f"{agent.seat.name} works where it does not belong")
     _settles(store)
@@ -108,9 +108,9 @@ def _lets_go(store: Store, agents: list[Agent]) -> None:
     newest = len(store.generations)
     for agent in agents:
         inside = newest and agent.up and agent.address in store.generations[-1]
-        if inside and agent.seat.at < newest and agent.stage not in LET_GO:
+        if inside and agent.seat.generation < newest and agent.stage not in STOPPED_STAGES:
             raise ViolationError(
-                f"{agent.seat.name} is of generation {newest} and works in {agent.seat.at}"
+                f"{agent.seat.name} is of generation {newest} and works in {agent.seat.generation}"
             )
 
 

@@ -15,7 +15,7 @@ from array import array
 from dataclasses import replace
 from itertools import permutations
 
-from holdfast.policy.membership.transitions import Apart, Reign
+from holdfast.policy.membership.transitions import CoordinatorState, UnreachablePair
 from tests.support.membership_model.model import Model
 from tests.support.membership_model.state_search import TooManyError, anybody, safe
 from tests.support.membership_model.world import (
@@ -74,9 +74,12 @@ class Names:
             agents[k] = self._agent(n, world.agents[i])
             asleep |= (world.asleep >> i & 1) << k
         return World(
-            self._store(n, world.store), (agents[0], agents[1], agents[2]),
-            self._cuts[n][world.cuts], asleep, *world[4:],
-        )  # fmt: skip
+            self._store(n, world.store),
+            (agents[0], agents[1], agents[2]),
+            self._cuts[n][world.cuts],
+            asleep,
+            *world[4:],
+        )
 
     def _agent(self, n: int, number: int) -> int:
         new = self._agents.get((n, number))
@@ -109,9 +112,11 @@ def _store(to: tuple[int, ...], store: Store) -> Store:
 
 def _agent(to: tuple[int, ...], agent: Agent) -> Agent:
     seat = replace(
-        agent.seat, name=_name(to, agent.seat.name), holder=_name(to, agent.seat.holder),
+        agent.seat,
+        name=_name(to, agent.seat.name),
+        leader_address=_name(to, agent.seat.leader_address),
         members=tuple(sorted(_name(to, name) for name in agent.seat.members)),
-    )  # fmt: skip
+    )
     answer, pending = agent.answer, agent.pending
     if answer is not None:
         members = tuple(sorted(_name(to, name) for name in answer.members))
@@ -119,12 +124,15 @@ def _agent(to: tuple[int, ...], agent: Agent) -> Agent:
     if pending is not None:
         pending = pending[0], frozenset(_name(to, one) for one in pending[1])
     return agent._replace(
-        seat=seat, reign=None if agent.reign is None else _reign(to, agent.reign), answer=answer,
-        pending=pending, parted=_name(to, agent.parted),
-    )  # fmt: skip
+        seat=seat,
+        reign=None if agent.reign is None else _reign(to, agent.reign),
+        answer=answer,
+        pending=pending,
+        parted=_name(to, agent.parted),
+    )
 
 
-def _reign(to: tuple[int, ...], reign: Reign) -> Reign:
+def _reign(to: tuple[int, ...], reign: CoordinatorState) -> CoordinatorState:
     nodes = tuple(
         sorted(
             (replace(node, name=_name(to, node.name)) for node in reign.nodes),
@@ -132,14 +140,17 @@ def _reign(to: tuple[int, ...], reign: Reign) -> Reign:
         )
     )
     apart = []
-    for pair in reign.apart:
+    for pair in reign.unreachable_pairs:
         one, other = sorted((_name(to, pair.one), _name(to, pair.other)))
-        apart.append(Apart(one, other, pair.until, pair.wait))
+        apart.append(UnreachablePair(one, other, pair.retry_at, pair.wait))
     return replace(
-        reign, nodes=nodes, names=(), members=frozenset(_name(to, n) for n in reign.members),
-        wanted=frozenset(_name(to, n) for n in reign.wanted),
-        apart=tuple(sorted(apart, key=lambda pair: (pair.one, pair.other))),
-    )  # fmt: skip
+        reign,
+        nodes=nodes,
+        node_names=(),
+        members=frozenset(_name(to, n) for n in reign.members),
+        pending_nodes=frozenset(_name(to, n) for n in reign.pending_nodes),
+        unreachable_pairs=tuple(sorted(apart, key=lambda pair: (pair.one, pair.other))),
+    )
 
 
 class Folded:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from itertools import combinations
 from typing import Any, NamedTuple
 
-from holdfast.policy.membership.election import Seat
-from holdfast.policy.membership.transitions import Reign, Stage
+from holdfast.policy.membership.election import AgentState
+from holdfast.policy.membership.transitions import CoordinatorState, NodeStage
 
 NAMES = ("a", "b", "c")
 PAIRS = tuple(combinations(range(3), 2))
@@ -33,7 +33,7 @@ class Request(NamedTuple):
     mark: int
     term: int
     at: int
-    stage: Stage
+    stage: NodeStage
     parted: str = ""
 
 
@@ -44,9 +44,9 @@ class Agent(NamedTuple):
 
     up: bool
     mark: int
-    seat: Seat
-    reign: Reign | None = None
-    stage: Stage = Stage.IDLE
+    seat: AgentState
+    reign: CoordinatorState | None = None
+    stage: NodeStage = NodeStage.IDLE
     known: bool = False
     answer: Answer | None = None
     pending: tuple[int, frozenset[str]] | None = None

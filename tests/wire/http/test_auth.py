@@ -5,16 +5,16 @@ from dataclasses import replace
 import pytest
 
 from holdfast.wire.http.auth import (
-    Aim,
     AuthError,
+    ListenerIdentity,
     MisdirectedError,
     Proof,
     Verifier,
+    body_statement,
     check_answer,
-    sha256,
+    sha256_hex,
     sign,
     sign_answer,
-    stated,
 )
 from holdfast.wire.secret import Secret
 
@@ -101,7 +101,7 @@ def test_memory_is_bounded_and_forgetting_opens_no_door() -> None:
     proofs = [_proof(1000.0 + i / 100) for i in range(50)]
     for proof in proofs:
         verifier.check("POST", "/report", BODY, proof)
-    assert len(verifier._seen) <= 10
+    assert len(verifier._seen_nonces) <= 10
     for proof in proofs:
         with pytest.raises(AuthError):
             verifier.check("POST", "/report", BODY, proof)
@@ -118,7 +118,7 @@ def test_a_clock_that_is_set_back_locks_nobody_out() -> None:
     for _ in range(3000):
         clock.now += 1
         verifier.check("POST", "/report", BODY, _proof(clock.now))
-    assert len(verifier._seen) < 200
+    assert len(verifier._seen_nonces) < 200
     clock.now = 1e6
     with pytest.raises(AuthError, match="seen before"):
         verifier.check("POST", "/report", BODY, before)
@@ -149,10 +149,10 @@ def test_a_request_is_for_one_process_alone() -> None:
     on the way to another agent, has no effect, at any time."""
     clock = Clock()
     first, second = Verifier(SECRET, clock), Verifier(SECRET, clock)
-    aim = Aim(clock)
-    aim.learn(first.told())
+    aim = ListenerIdentity(clock)
+    aim.update_from(first.misdirected_answer())
     proof = aim.sign(SECRET, "POST", "/report", BODY, 3)
-    covered = stated(len(BODY), sha256(BODY))
+    covered = body_statement(len(BODY), sha256_hex(BODY))
     first.check("POST", "/report", covered, proof)
     with pytest.raises(MisdirectedError, match="another listener"):
         second.check("POST", "/report", covered, proof)
@@ -163,12 +163,12 @@ def test_a_request_is_for_one_process_alone() -> None:
 def test_clocks_need_not_agree() -> None:
     here, there = Clock(), Clock()
     there.now = 5e6
-    verifier, aim = Verifier(SECRET, there), Aim(here)
-    covered = stated(len(BODY), sha256(BODY))
+    verifier, aim = Verifier(SECRET, there), ListenerIdentity(here)
+    covered = body_statement(len(BODY), sha256_hex(BODY))
     with pytest.raises(MisdirectedError):
         verifier.check("POST", "/report", covered, aim.sign(SECRET, "POST", "/report", BODY, 3))
-    aim.learn(verifier.told())
+    aim.update_from(verifier.misdirected_answer())
     verifier.check("POST", "/report", covered, aim.sign(SECRET, "POST", "/report", BODY, 3))
     for nonsense in ({}, [], None, {"to": "x", "now": "y"}):
         with pytest.raises(AuthError):
-            aim.learn(nonsense)
+            aim.update_from(nonsense)

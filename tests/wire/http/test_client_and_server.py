@@ -15,10 +15,17 @@ from typing import Any
 import pytest
 
 from holdfast.errors import FencedError
-from holdfast.wire.http.auth import AuthError, Verifier, headers_of, sha256, sign, stated
+from holdfast.wire.http.auth import (
+    AuthError,
+    Verifier,
+    body_statement,
+    request_headers,
+    sha256_hex,
+    sign,
+)
 from holdfast.wire.http.client import Client, RequestError, UnreachableError
-from holdfast.wire.http.server import Guard, Handler, Listener
-from holdfast.wire.http.sockets import AddressError, address_of, bind
+from holdfast.wire.http.server import Handler, HttpListener, SignedApplication
+from holdfast.wire.http.sockets import AddressError, address_of, bind_listener
 from holdfast.wire.secret import Secret
 
 SECRET = Secret(b"s" * 32)
@@ -47,15 +54,15 @@ class Service:
 
     async def _serve(self) -> None:
         self._loop = asyncio.get_running_loop()
-        guard = Guard(
+        guard = SignedApplication(
             {"/echo": self._echo, "/who": self._echo, "/bug": self._bug, **self._more},
             SECRET,
             Verifier(SECRET, time.time, name=NAME),
             lambda: self.newest,
-            outside=frozenset({"/who", *self._more}),
-            max_body=10_000,
+            generationless_paths=frozenset({"/who", *self._more}),
+            max_body_bytes=10_000,
         )
-        self._listener = Listener(guard, self._bound)
+        self._listener = HttpListener(guard, self._bound)
         self._started.set()
         await self._listener.serve()
 
@@ -69,7 +76,7 @@ class Service:
 
 @contextmanager
 def serving(handlers: Mapping[str, Handler] | None = None) -> Iterator[Service]:
-    service = Service(bind("127.0.0.1", 0, "cluster.interface"), handlers)
+    service = Service(bind_listener("127.0.0.1", 0, "cluster.interface"), handlers)
     service.start()
     try:
         yield service
@@ -100,11 +107,17 @@ def _post(path: str, body: bytes, headers: dict[str, str]) -> bytes:
     return "\r\n".join(lines).encode() + b"\r\n\r\n" + body
 
 
-def _signed(path: str, body: bytes, generation: int = 2, secret: Secret = SECRET,
-            to: str = NAME, ahead: float = 0.0) -> dict[str, str]:  # fmt: skip
-    covered = stated(len(body), sha256(body))
+def _signed(
+    path: str,
+    body: bytes,
+    generation: int = 2,
+    secret: Secret = SECRET,
+    to: str = NAME,
+    ahead: float = 0.0,
+) -> dict[str, str]:
+    covered = body_statement(len(body), sha256_hex(body))
     proof = sign(secret, "POST", path, covered, generation, time.time() + ahead, to)
-    return headers_of(proof, body)
+    return request_headers(proof, body)
 
 
 def test_requests_from_many_threads_on_few_connections() -> None:
@@ -113,7 +126,7 @@ def test_requests_from_many_threads_on_few_connections() -> None:
         with ThreadPoolExecutor(8) as pool:
             answers = list(pool.map(lambda n: client.post("/echo", {"x": n}), range(200)))
         assert [a["got"] for a in answers] == list(range(200))
-        assert len(client._idle) <= 8
+        assert len(client._idle_connections) <= 8
         client.close()
 
 
@@ -164,9 +177,14 @@ def test_stray_connections_and_garbage_harm_nobody() -> None:
         client = Client(service.address, SECRET, 2)
         host, port = service.address.split(":")
         with socket.create_connection((host, int(port))) as silent:
-            for garbage in (b"\x00" * 5000, b"\x16\x03\x01\x02\x00\x01", b"GET /\r\n\r\n",
-                            b"POST /echo HTTP/1.1\r\ncontent-length: 99999999999\r\n\r\nx",
-                            b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", b""):  # fmt: skip
+            for garbage in (
+                b"\x00" * 5000,
+                b"\x16\x03\x01\x02\x00\x01",
+                b"GET /\r\n\r\n",
+                b"POST /echo HTTP/1.1\r\ncontent-length: 99999999999\r\n\r\nx",
+                b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
+                b"",
+            ):
                 _raw(service.address, garbage)
                 assert client.post("/echo", {"x": 7})["got"] == 7
             silent.sendall(b"POST /echo HTTP/1.1\r\n")
@@ -206,7 +224,9 @@ def test_a_request_for_another_listener_is_told_whom_to_sign_for() -> None:
             assert json.loads(answer.partition(b"\r\n\r\n")[2])["to"] == NAME
         assert service.calls == []
         client = Client(service.address, SECRET, 2)
-        client._aim._clock = lambda: time.time() - 7200.0  # a machine whose clock is hours behind
+        client._listener._clock = lambda: (
+            time.time() - 7200.0
+        )  # a machine whose clock is hours behind
         assert [client.post("/echo", {"x": n})["got"] for n in (3, 4)] == [3, 4]
         assert service.calls == [{"x": 3}, {"x": 4}]
         client.close()
@@ -231,15 +251,17 @@ def test_what_makes_no_sense_is_refused_with_its_reason() -> None:
 
 
 def test_a_refused_connection_is_tried_again_until_the_deadline() -> None:
-    bound = bind("127.0.0.1", 0, "cluster.interface")
+    bound = bind_listener("127.0.0.1", 0, "cluster.interface")
     address = address_of(bound)
     bound.close()
     with pytest.raises(UnreachableError, match="nobody answers"):
-        Client(address, SECRET, 2, patience=0.05).post("/echo", {"x": 1})
-    client = Client(address, SECRET, 2, patience=20.0)
+        Client(address, SECRET, 2, connect_retry_s=0.05).post("/echo", {"x": 1})
+    client = Client(address, SECRET, 2, connect_retry_s=20.0)
     with ThreadPoolExecutor(1) as pool:
         answer = pool.submit(client.post, "/echo", {"x": 5})
-        service = Service(bind("127.0.0.1", int(address.split(":")[1]), "cluster.interface"))
+        service = Service(
+            bind_listener("127.0.0.1", int(address.split(":")[1]), "cluster.interface")
+        )
         service.start()
         try:
             assert answer.result(20)["got"] == 5
@@ -278,7 +300,7 @@ def test_an_impostor_at_the_port_is_recognised() -> None:
 
 def test_an_address_that_is_not_ours() -> None:
     with pytest.raises(AddressError, match=r"cluster\.interface.*192\.0\.2\.1") as caught:
-        bind("192.0.2.1", 0, "cluster.interface")
+        bind_listener("192.0.2.1", 0, "cluster.interface")
     assert caught.value.exit_code == 2
-    with bind("127.0.0.1", 0, "k") as taken, pytest.raises(AddressError):
-        bind("127.0.0.1", taken.getsockname()[1], "k")
+    with bind_listener("127.0.0.1", 0, "k") as taken, pytest.raises(AddressError):
+        bind_listener("127.0.0.1", taken.getsockname()[1], "k")

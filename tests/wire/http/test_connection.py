@@ -11,11 +11,11 @@ from contextlib import contextmanager, suppress
 import pytest
 
 from holdfast.wire.http import connection
-from holdfast.wire.http.connection import HEAD_BYTES, Answer, Head, Reader
-from holdfast.wire.http.connection_limits import Doors
+from holdfast.wire.http.connection import MAX_HEAD_BYTES, BodyHandler, HttpResponse, RequestHead
+from holdfast.wire.http.connection_limits import ConnectionLimiter
 from holdfast.wire.http.refusals import CONTROL, Refusals
-from holdfast.wire.http.server import Listener
-from holdfast.wire.http.sockets import address_of, bind
+from holdfast.wire.http.server import HttpListener
+from holdfast.wire.http.sockets import address_of, bind_listener
 
 
 class Echo:
@@ -23,32 +23,32 @@ class Echo:
     another says "go"."""
 
     def __init__(self) -> None:
-        self.doors = Doors(CONTROL, Refusals())
+        self.limiter = ConnectionLimiter(CONTROL, Refusals())
         self.go = asyncio.Event()
 
-    def admit(self, head: Head) -> Answer | Reader:
+    def admit(self, head: RequestHead) -> HttpResponse | BodyHandler:
         if head.target == b"/at-once":
-            return Answer(200, b"at once")
+            return HttpResponse(200, b"at once")
         return self._read
 
-    async def _read(self, body: bytes) -> Answer:
+    async def _read(self, body: bytes) -> HttpResponse:
         if body == b"wait":
             await self.go.wait()
         if body == b"go":
             self.go.set()
-        return Answer(200, body)
+        return HttpResponse(200, body)
 
 
 @contextmanager
 def serving() -> Iterator[tuple[tuple[str, int], Refusals]]:
-    bound = bind("127.0.0.1", 0, "cluster.interface")
+    bound = bind_listener("127.0.0.1", 0, "cluster.interface")
     host, _, port = address_of(bound).rpartition(":")
     started, found = threading.Event(), []
 
     async def serve() -> None:
         echo = Echo()
-        listener = Listener(echo, bound)
-        found.append((asyncio.get_running_loop(), listener, echo.doors.refusals))
+        listener = HttpListener(echo, bound)
+        found.append((asyncio.get_running_loop(), listener, echo.limiter.refusals))
         started.set()
         await listener.serve()
 
@@ -111,10 +111,10 @@ def test_a_body_in_pieces() -> None:
         assert _bodies(_rest(asks)) == [b"abc" * 9]
 
 
-@pytest.mark.parametrize("piece", [HEAD_BYTES * 2, 1000])
+@pytest.mark.parametrize("piece", [MAX_HEAD_BYTES * 2, 1000])
 def test_a_head_that_is_too_long(piece: int) -> None:
     """In one piece, or in many: it is refused before its end."""
-    head = b"POST / HTTP/1.1\r\n" + b"x: " + b"x" * 2 * HEAD_BYTES
+    head = b"POST / HTTP/1.1\r\n" + b"x: " + b"x" * 2 * MAX_HEAD_BYTES
     with serving() as (place, refusals), socket.create_connection(place) as asks:
         try:
             for n in range(0, len(head), piece):
@@ -126,7 +126,7 @@ def test_a_head_that_is_too_long(piece: int) -> None:
 
 
 def test_many_short_headers_that_are_too_long_together() -> None:
-    head = b"POST / HTTP/1.1\r\n" + b"x: y\r\n" * HEAD_BYTES + b"content-length: 0\r\n\r\n"
+    head = b"POST / HTTP/1.1\r\n" + b"x: y\r\n" * MAX_HEAD_BYTES + b"content-length: 0\r\n\r\n"
     with serving() as (place, refusals), socket.create_connection(place) as asks:
         with suppress(BrokenPipeError, ConnectionResetError):
             asks.sendall(head)
@@ -135,7 +135,7 @@ def test_many_short_headers_that_are_too_long_together() -> None:
 
 
 def test_a_body_that_never_comes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connection, "BODY_SECONDS", 0.05)
+    monkeypatch.setattr(connection, "BODY_TIMEOUT_S", 0.05)
     with serving() as (place, refusals), socket.create_connection(place) as asks:
         asks.sendall(_post(b"x" * 100)[:-1])
         assert _rest(asks).startswith(b"HTTP/1.1 400")

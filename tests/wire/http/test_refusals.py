@@ -18,13 +18,13 @@ import pytest
 
 from holdfast.errors import RunFolderError
 from holdfast.events import Record, RequestsRefused, from_json, to_json
-from holdfast.report.metrics import Metrics
+from holdfast.report.metrics import RunMetrics
 from holdfast.wire.http.auth import Verifier
 from holdfast.wire.http.client import Client
-from holdfast.wire.http.connection_limits import Doors
-from holdfast.wire.http.refusals import CONTROL, MOVER, PEERS, Refusals, sentence
-from holdfast.wire.http.server import Guard, Listener
-from holdfast.wire.http.sockets import address_of, bind
+from holdfast.wire.http.connection_limits import ConnectionLimiter
+from holdfast.wire.http.refusals import CONTROL, MOVER, PEERS, Refusals, describe_refusals
+from holdfast.wire.http.server import HttpListener, SignedApplication
+from holdfast.wire.http.sockets import address_of, bind_listener
 from holdfast.wire.secret import Secret
 from tests.support.ranks import wait_until
 
@@ -33,7 +33,7 @@ SECRET = Secret(b"c" * 32)
 
 def test_a_thousand_refusals_are_told_in_two_events() -> None:
     told: list[RequestsRefused] = []
-    refusals = Refusals(told.append, every=3600.0)
+    refusals = Refusals(told.append, interval_s=3600.0)
     refusals.count(CONTROL, "no proof")
     wait_until(lambda: told, what="the first word of it")
     for _ in range(1000):
@@ -46,8 +46,10 @@ def test_a_thousand_refusals_are_told_in_two_events() -> None:
         {"control": {"replayed": 1000}, "peers": {"older generation": 1000}},
     ]
     assert refusals.totals()["control"] == {"no proof": 1, "replayed": 1000}
-    assert sentence(told[1]) == "refused requests: 1000 at control (replayed)"
-    assert sentence(RequestsRefused({"peers": {"older generation": 4}})) is None  # not a stranger's
+    assert describe_refusals(told[1]) == "refused requests: 1000 at control (replayed)"
+    assert (
+        describe_refusals(RequestsRefused({"peers": {"older generation": 4}})) is None
+    )  # not a stranger's
 
 
 def test_without_anybody_to_tell_they_are_counted() -> None:
@@ -60,7 +62,7 @@ def test_without_anybody_to_tell_they_are_counted() -> None:
 def test_they_are_in_the_metrics_and_in_the_journals_form() -> None:
     record = Record(1, "agent", 0, 1.0, RequestsRefused({"control": {"replayed": 7}}, step=3))
     assert from_json(to_json(record)) == record
-    metrics = Metrics("demo")
+    metrics = RunMetrics("demo")
     for _ in range(2):
         metrics.observe(record)
     line = (
@@ -73,17 +75,18 @@ def test_they_are_in_the_metrics_and_in_the_journals_form() -> None:
 def serving(**doors: Any) -> Iterator[tuple[str, Refusals]]:
     """A guarded listener with other limits; its address, and what it refuses."""
     refusals, started = Refusals(), threading.Event()
-    bound = bind("127.0.0.1", 0, "cluster.interface")
-    loops: list[tuple[asyncio.AbstractEventLoop, Listener]] = []
+    bound = bind_listener("127.0.0.1", 0, "cluster.interface")
+    loops: list[tuple[asyncio.AbstractEventLoop, HttpListener]] = []
 
     async def echo(generation: int, body: dict[str, Any]) -> dict[str, Any]:
         return body
 
     async def serve() -> None:
-        guard = Guard({"/echo": echo}, SECRET, Verifier(SECRET, time.time), lambda: 1,
-                      refusals=refusals)  # fmt: skip
-        guard.doors = Doors(CONTROL, refusals, **doors)
-        listener = Listener(guard, bound)
+        guard = SignedApplication(
+            {"/echo": echo}, SECRET, Verifier(SECRET, time.time), lambda: 1, refusals=refusals
+        )
+        guard.limiter = ConnectionLimiter(CONTROL, refusals, **doors)
+        listener = HttpListener(guard, bound)
         loops.append((asyncio.get_running_loop(), listener))
         started.set()
         await listener.serve()
@@ -116,7 +119,7 @@ def test_whoever_proves_nothing_is_cut_in_time_and_others_stay() -> None:
         client = Client(address, SECRET, 1)
         stack.callback(client.close)
         assert client.post("/echo", {"x": 1}) == {"x": 1}
-        held = client._idle[0].sock
+        held = client._idle_connections[0].sock
         silent = stack.enter_context(_connect(address))
         dripping = stack.enter_context(_connect(address))
         dripping.settimeout(0.05)
@@ -135,7 +138,7 @@ def test_whoever_proves_nothing_is_cut_in_time_and_others_stay() -> None:
         assert _cut(silent)
         assert refusals.totals() == {"control": {"slow": 2}}
         assert client.post("/echo", {"x": 2}) == {"x": 2}
-        assert client._idle[0].sock is held
+        assert client._idle_connections[0].sock is held
 
 
 def test_the_oldest_stranger_makes_way() -> None:
@@ -172,12 +175,12 @@ def test_what_is_no_http_in_the_midst_of_an_answer_writes_no_traceback(
 @pytest.mark.parametrize("host", ["", " ", "nowhere.invalid", "::ffff:1:2:3:4:5:6:7:8:9"])
 def test_an_address_that_names_no_interface(host: str) -> None:
     with pytest.raises(RunFolderError, match=r"cluster\.interface"):
-        bind(host, 0, "cluster.interface")
+        bind_listener(host, 0, "cluster.interface")
 
 
 def test_an_ipv6_address_is_that_alone() -> None:
     try:
-        bound = bind("::", 0, "cluster.interface")
+        bound = bind_listener("::", 0, "cluster.interface")
     except RunFolderError:
         pytest.skip("no IPv6 here")
     with bound:
@@ -216,9 +219,14 @@ def test_a_crowd_does_not_take_every_descriptor() -> None:
     """Many times more connections at both listeners than there are descriptors, all at once: our
     own is served, and nothing is written about it."""
     with ExitStack() as stack:
-        process = stack.enter_context(subprocess.Popen(
-            [sys.executable, "-c", FEW], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-        ))  # fmt: skip
+        process = stack.enter_context(
+            subprocess.Popen(
+                [sys.executable, "-c", FEW],
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+        )
         stack.callback(process.kill)
         assert process.stdout is not None
         assert process.stderr is not None

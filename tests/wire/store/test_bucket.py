@@ -16,9 +16,9 @@ import pytest
 
 from holdfast.errors import CorruptError, StoreError
 from holdfast.events import StepDone
-from holdfast.wire.journal import Follower, JournalWriter, read, segment_key
+from holdfast.wire.journal import JournalTail, JournalWriter, read_journal, segment_key
 from holdfast.wire.store.bucket import PART_BYTES, BucketStore
-from holdfast.wire.store.location import open_store, probe
+from holdfast.wire.store.location import open_store, probe_store
 from holdfast.wire.store.run_store import AlreadyExistsError, MissingKeyError
 from tests.support import s3
 from tests.support.s3 import Fault, Proxy, Request
@@ -40,14 +40,16 @@ def _open(address: tuple[str, int], prefix: str = "", **options: object) -> Buck
 def _child(script: str, *arguments: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [sys.executable, "-c", textwrap.dedent(script), *arguments],
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-    )  # fmt: skip
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
 
 
 # --- what a store must promise ---------------------------------------------------------------
 def test_the_probe_accepts_a_store_that_keeps_its_promises_and_leaves_nothing() -> None:
     store = _open(s3.server())
-    probe(store, store.where)
+    probe_store(store, store.where)
     assert store.list("") == []
 
 
@@ -56,7 +58,7 @@ def test_the_probe_refuses_a_store_that_ignores_preconditions(proxy: Proxy) -> N
     proxy.drop_headers = frozenset({"if-none-match"})
     store = _open(proxy.address)
     with pytest.raises(StoreError, match="overwrites what is there instead of refusing") as caught:
-        probe(store, store.where)
+        probe_store(store, store.where)
     assert "\n" not in str(caught.value)
     assert store.list("") == []
 
@@ -77,7 +79,7 @@ def test_s3rver_itself_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
             monkeypatch.setenv(name, "S3RVER")
         store = _open(("127.0.0.1", port))
         with pytest.raises(StoreError, match="overwrites what is there instead of refusing"):
-            probe(store, store.where)
+            probe_store(store, store.where)
     finally:
         process.kill()
         process.communicate(timeout=20)
@@ -263,25 +265,25 @@ def _step(step: int) -> StepDone:
 
 
 def _steps(store: BucketStore) -> list[int]:
-    return [record.event.step for record in read(store)]
+    return [record.event.step for record in read_journal(store)]
 
 
 def test_a_journal_is_written_followed_and_continued_by_the_next_process() -> None:
     prefix = secrets.token_hex(8)
     store = _open(s3.server(), prefix)
-    follower = Follower(store)
+    follower = JournalTail(store)
     first = JournalWriter(store, "agent", 1)
     for step in range(1, 25):
         first.emit(_step(step))
         first.flush(sync=step % 2 == 0)
-    assert [r.event.step for r in follower.new()] == list(range(1, 25))
+    assert [r.event.step for r in follower.read_new()] == list(range(1, 25))
     assert store.list("journal/") == [segment_key(1, "agent")]
     second = JournalWriter(_open(s3.server(), prefix), "agent", 1)
     second.emit(_step(25))
     second.flush()
     first.emit(_step(26))  # does not know yet that it has been replaced: nothing is lost
     first.flush()
-    assert [r.event.step for r in follower.new()] == [25, 26]
+    assert [r.event.step for r in follower.read_new()] == [25, 26]
     assert _steps(store) == list(range(1, 27))
     assert store.size(segment_key(1, "agent")) == len(store.get(segment_key(1, "agent")))
     with pytest.raises(AlreadyExistsError):

@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 
 from holdfast.wire.store import direct_io
-from holdfast.wire.store.direct_io import BLOCK, LEAST, DirectWriter
+from holdfast.wire.store.direct_io import BLOCK_BYTES, MIN_DIRECT_BYTES, DirectWriter
 from holdfast.wire.store.run_store import FolderStore
 
-SIZE = 3 * LEAST + 5 * BLOCK + 77
+SIZE = 3 * MIN_DIRECT_BYTES + 5 * BLOCK_BYTES + 77
 
 
 @pytest.fixture
@@ -40,12 +40,12 @@ def write(path: Path, parts: list[memoryview]) -> DirectWriter:
 def supported(folder: Path) -> bool:
     """Whether the file system takes one aligned direct write."""
     try:
-        fd = os.open(folder / "probe", os.O_WRONLY | os.O_CREAT | direct_io._DIRECT)
+        fd = os.open(folder / "probe", os.O_WRONLY | os.O_CREAT | direct_io._O_DIRECT)
     except OSError:
         return False
     try:
-        with mmap.mmap(-1, BLOCK) as page:
-            return os.write(fd, page) == BLOCK
+        with mmap.mmap(-1, BLOCK_BYTES) as page:
+            return os.write(fd, page) == BLOCK_BYTES
     except OSError:
         return False
     finally:
@@ -59,7 +59,7 @@ def test_whole_blocks_pass_the_cache_and_the_tail_does_not(
         writer = write(tmp_path / "a", [view])
     assert (tmp_path / "a").read_bytes() == memory[:]
     if supported(tmp_path):
-        assert writer.direct_bytes == SIZE // BLOCK * BLOCK
+        assert writer.direct_bytes == SIZE // BLOCK_BYTES * BLOCK_BYTES
 
 
 def test_any_cut_of_the_bytes_gives_the_same_file(tmp_path: Path, memory: mmap.mmap) -> None:
@@ -67,7 +67,7 @@ def test_any_cut_of_the_bytes_gives_the_same_file(tmp_path: Path, memory: mmap.m
     for _ in range(40):
         points = sorted(chooser.sample(range(SIZE), chooser.randrange(6)))
         if chooser.random() < 0.5:
-            points = [point // BLOCK * BLOCK for point in points]
+            points = [point // BLOCK_BYTES * BLOCK_BYTES for point in points]
         with memoryview(memory) as view:
             cuts = zip([0, *points], [*points, SIZE], strict=True)
             parts = [view[start:stop] for start, stop in cuts]
@@ -78,7 +78,7 @@ def test_any_cut_of_the_bytes_gives_the_same_file(tmp_path: Path, memory: mmap.m
 
 
 def test_memory_that_is_not_aligned_goes_through_the_cache(tmp_path: Path) -> None:
-    data = bytearray(random.Random(2).randbytes(2 * LEAST + 1))
+    data = bytearray(random.Random(2).randbytes(2 * MIN_DIRECT_BYTES + 1))
     with memoryview(data) as view:
         write(tmp_path / "a", [view[1:], view[:1]])
     assert (tmp_path / "a").read_bytes() == data[1:] + data[:1]
@@ -93,7 +93,7 @@ def test_a_file_system_that_refuses_is_written_as_ever(
     tried: list[str] = []
 
     def flag(fd: int, command: int, value: int = 0) -> int:
-        if value & direct_io._DIRECT:
+        if value & direct_io._O_DIRECT:
             tried.append("flag")
             raise OSError(errno.EINVAL, "Invalid argument")
         return 0
@@ -110,7 +110,9 @@ def test_a_file_system_that_refuses_is_written_as_ever(
         else:
             patched.setattr(os, "write", first)
         with memoryview(memory) as view:
-            writer = write(tmp_path / "a", [view[: 2 * LEAST], view[2 * LEAST :]])
+            writer = write(
+                tmp_path / "a", [view[: 2 * MIN_DIRECT_BYTES], view[2 * MIN_DIRECT_BYTES :]]
+            )
     assert writer.direct_bytes == 0
     assert tried.count("flag") <= 1
     assert tried[0] == refused
@@ -138,7 +140,7 @@ def test_a_short_write_is_gone_on_with(
     real, chooser = os.write, random.Random(8)
 
     def short(fd: int, data: memoryview) -> int:
-        few = chooser.choice([BLOCK, 10 * BLOCK, len(data)])
+        few = chooser.choice([BLOCK_BYTES, 10 * BLOCK_BYTES, len(data)])
         return real(fd, data[:few])
 
     monkeypatch.setattr(os, "write", short)

@@ -11,8 +11,8 @@ import pytest
 
 from holdfast.errors import CorruptError, HoldfastError, StoreError
 from holdfast.wire.store.bucket import PART_BYTES, BucketStore
-from holdfast.wire.store.encrypted_store import SealedStore
-from holdfast.wire.store.location import SEAL_KEY, open_store, probe
+from holdfast.wire.store.encrypted_store import EncryptedStore
+from holdfast.wire.store.location import SEAL_KEY_VARIABLE, open_store, probe_store
 from holdfast.wire.store.run_store import (
     AlreadyExistsError,
     FolderStore,
@@ -25,9 +25,9 @@ KEY = bytes(range(32))
 NAME = "data/0000000001/blob"
 
 
-def _store(inner: MemoryStore | None = None, **options: object) -> SealedStore:
+def _store(inner: MemoryStore | None = None, **options: object) -> EncryptedStore:
     given: dict[str, object] = {"extent_bytes": 64}
-    return SealedStore(inner or MemoryStore(), KEY, **(given | options))  # type: ignore[arg-type]
+    return EncryptedStore(inner or MemoryStore(), KEY, **(given | options))  # type: ignore[arg-type]
 
 
 def _content(size: int) -> bytes:
@@ -58,7 +58,7 @@ def test_what_was_sealed_comes_back_whole_and_in_every_range(size: int, compress
 
 
 def test_a_large_object_is_read_in_several_requests() -> None:
-    store = SealedStore(MemoryStore(), KEY, extent_bytes=256 * 1024)
+    store = EncryptedStore(MemoryStore(), KEY, extent_bytes=256 * 1024)
     content = os.urandom(20_000_001)
     store.create(NAME, [content])
     out = bytearray(len(content) - 3)
@@ -126,7 +126,7 @@ def test_another_key_and_what_was_never_sealed() -> None:
     inner = MemoryStore()
     _store(inner).create(NAME, b"x")
     with pytest.raises(StoreError, match="is sealed with another key"):
-        SealedStore(inner, bytes(32)).get(NAME)
+        EncryptedStore(inner, bytes(32)).get(NAME)
     inner.create("data/plain", b"x" * 100)
     for ask in (_store(inner).get, _store(inner).size):
         with pytest.raises(CorruptError, match="is not sealed"):
@@ -151,7 +151,7 @@ def test_an_object_that_was_made_anew_elsewhere_is_opened_anew() -> None:
 
 def test_compression_makes_it_shorter_where_it_can() -> None:
     inner = MemoryStore()
-    store = SealedStore(inner, KEY, compress=True)
+    store = EncryptedStore(inner, KEY, compress=True)
     store.create(NAME, bytes(10**6))
     assert inner.size(NAME) < 10_000
     store.create("data/random", noise := os.urandom(10**6))
@@ -164,13 +164,13 @@ def test_in_a_real_bucket_a_sealed_blob_is_not_sent_again(
 ) -> None:
     for name, value in s3.CREDENTIALS.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setenv(SEAL_KEY, secrets.token_hex(32))
+    monkeypatch.setenv(SEAL_KEY_VARIABLE, secrets.token_hex(32))
     with s3.proxied() as proxy:
         where = s3.location(proxy.address, seal="env", compress="zstd")
         content = os.urandom(PART_BYTES + 12345)
         for _ in range(2):
             store = open_store(where)
-            assert isinstance(store, SealedStore)
+            assert isinstance(store, EncryptedStore)
             assert isinstance(store.inner, BucketStore)
             store.create(NAME, iter([content]))
         assert PART_BYTES < proxy.sent(NAME) < PART_BYTES + 20_000
@@ -181,7 +181,7 @@ def test_in_a_real_bucket_a_sealed_blob_is_not_sent_again(
         store.read_into(NAME, 8_000_000, memoryview(out))
         assert out == content[8_000_000:8_001_000]
         assert store.get(NAME) == content
-        probe(store, store.where)
+        probe_store(store, store.where)
 
 
 def test_keys_come_from_a_file_of_ones_own_or_the_environment(
@@ -192,14 +192,14 @@ def test_keys_come_from_a_file_of_ones_own_or_the_environment(
     path.chmod(0o600)
     location = f"file://{tmp_path}/run?seal={path}"
     open_store(location).create(NAME, b"x" * 100)
-    assert SealedStore(FolderStore(tmp_path / "run"), KEY).get(NAME) == b"x" * 100
-    monkeypatch.setenv(SEAL_KEY, KEY.hex())
+    assert EncryptedStore(FolderStore(tmp_path / "run"), KEY).get(NAME) == b"x" * 100
+    monkeypatch.setenv(SEAL_KEY_VARIABLE, KEY.hex())
     assert open_store(f"file://{tmp_path}/run?seal=env&compress=zstd").get(NAME) == b"x" * 100
     path.chmod(0o644)
     with pytest.raises(StoreError, match="other users of this machine can read"):
         open_store(location)
-    monkeypatch.setenv(SEAL_KEY, KEY.hex()[:-2])
-    with pytest.raises(StoreError, match=f"^{SEAL_KEY}: there is no key here") as caught:
+    monkeypatch.setenv(SEAL_KEY_VARIABLE, KEY.hex()[:-2])
+    with pytest.raises(StoreError, match=f"^{SEAL_KEY_VARIABLE}: there is no key here") as caught:
         open_store(f"file://{tmp_path}/run?seal=env")
     assert KEY.hex()[:8] not in str(caught.value)
     with pytest.raises(StoreError, match="compress needs seal"):

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from holdfast.errors import StoreError
-from holdfast.wire.store.location import Bucket, open_store, parse, probe
+from holdfast.wire.store.location import BucketLocation, open_store, parse_location, probe_store
 from holdfast.wire.store.run_store import FolderStore, MemoryStore
 
 
@@ -21,16 +21,25 @@ def test_folders(tmp_path: Path) -> None:
 
 
 def test_a_bucket_and_its_options() -> None:
-    found = parse(
+    found = parse_location(
         "s3://runs/team/mine/?endpoint=https://host:9000&region=eu-1&virtual_host=true"
         "&credentials=/etc/keys&profile=p&ca=/etc/ca.pem&timeout=2.5&retries=0"
     )
-    assert found == Bucket(
-        "s3", "runs", "team/mine", endpoint="https://host:9000", region="eu-1", virtual_host=True,
-        credentials="/etc/keys", profile="p", ca="/etc/ca.pem", timeout=2.5, retries=0,
-    )  # fmt: skip
+    assert found == BucketLocation(
+        "s3",
+        "runs",
+        "team/mine",
+        endpoint="https://host:9000",
+        region="eu-1",
+        virtual_host=True,
+        credentials="/etc/keys",
+        profile="p",
+        ca="/etc/ca.pem",
+        timeout=2.5,
+        retries=0,
+    )
     assert found.where == "s3://runs/team/mine"
-    assert parse("az://box?account=a").where == "az://box"
+    assert parse_location("az://box?account=a").where == "az://box"
 
 
 @pytest.mark.parametrize(
@@ -95,7 +104,7 @@ def test_google_and_azure_are_opened_without_asking_anybody(tmp_path: Path) -> N
 
 def test_folders_and_memory_pass_the_probe(tmp_path: Path) -> None:
     for store in (FolderStore(tmp_path), MemoryStore()):
-        probe(store, "here")
+        probe_store(store, "here")
         assert store.list("") == []
 
 
@@ -125,4 +134,4 @@ class _OffByOne(MemoryStore):
 )
 def test_a_store_that_breaks_a_promise_is_refused(store: MemoryStore, said: str) -> None:
     with pytest.raises(StoreError, match=f"^here: .*{said}"):
-        probe(store, "here")
+        probe_store(store, "here")

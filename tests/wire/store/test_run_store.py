@@ -159,9 +159,11 @@ def test_a_folder_that_was_moved_or_replaced_is_left_alone(tmp_path: Path) -> No
     old.create("journal/a", b"1")
     (tmp_path / "run").rename(tmp_path / "run.old-1")
     uses: list[Callable[[], object]] = [
-        lambda: old.create("journal/b", b"2"), lambda: old.append("journal/a", b"2"),
-        lambda: old.delete("journal/a"), lambda: old.sweep("journal/"),
-    ]  # fmt: skip
+        lambda: old.create("journal/b", b"2"),
+        lambda: old.append("journal/a", b"2"),
+        lambda: old.delete("journal/a"),
+        lambda: old.sweep("journal/"),
+    ]
     for _ in range(2):
         for use in uses:
             with pytest.raises(RunFolderError, match="moved, removed or replaced"):
@@ -208,8 +210,10 @@ def _in_a_small_tmpfs(script: str, folder: Path, options: str = "size=1m") -> st
     try:
         done = subprocess.run(
             ["unshare", "-Urm", "sh", "-c", command, "sh", textwrap.dedent(script)],
-            capture_output=True, text=True, timeout=60,
-        )  # fmt: skip
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
     except FileNotFoundError:
         pytest.skip("unshare is not installed")
     if "unshare failed" in done.stderr or "mount:" in done.stderr:

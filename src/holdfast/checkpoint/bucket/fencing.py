@@ -17,40 +17,43 @@ import secrets
 from collections.abc import Callable, Collection
 from contextlib import suppress
 
-from holdfast.checkpoint.restore.start_records import STARTS, starts
+from holdfast.checkpoint.restore.start_records import STARTS_PREFIX, read_starts
 from holdfast.core.format.manifest import parse_commit_key
 from holdfast.errors import FencedError, HoldfastError
 from holdfast.wire.store.run_store import AlreadyExistsError, MissingKeyError, RunStore
 from holdfast.wire.term import generation_key, newest_generation, newest_number
 
-_NOTHING = b"{}\n"
+_EMPTY_OBJECT = b"{}\n"
 
 
-def enter(source: RunStore, target: RunStore, at_least: int) -> int:
+def enter_target(source: RunStore, target: RunStore, min_generation: int) -> int:
     """Fence what is older than the source's newest generation in the target; return that
     generation, or `at_least`. Raises FencedError if the target's newest is none of the source's."""
-    own = max(newest_generation(source), at_least)
+    own = max(newest_generation(source), min_generation)
     newest = newest_generation(target)
-    if newest > own or (newest and _said(target, newest) != _said(source, newest)):
-        raise _fenced(newest)
+    if newest > own or (
+        newest
+        and _read_generation_object(target, newest) != _read_generation_object(source, newest)
+    ):
+        raise _fenced_error(newest)
     if newest < own:
-        mine = _said(source, own)
+        mine = _read_generation_object(source, own)
         try:
             target.create(generation_key(own), mine)
         except AlreadyExistsError:
-            if _said(target, own) != mine:
-                raise _fenced(own) from None
+            if _read_generation_object(target, own) != mine:
+                raise _fenced_error(own) from None
     return own
 
 
-def check(target: RunStore, own: int) -> None:
+def check_target(target: RunStore, own_generation: int) -> None:
     """Raises FencedError when the target knows a generation newer than `own`."""
     newest = newest_generation(target)
-    if newest > own:
-        raise _fenced(newest)
+    if newest > own_generation:
+        raise _fenced_error(newest)
 
 
-def take_over(folder: RunStore, bucket: RunStore, say: Callable[[str], None]) -> None:
+def adopt_bucket_generation(folder: RunStore, bucket: RunStore, say: Callable[[str], None]) -> None:
     """Make a starting trainer's next generation newer than all that the bucket knows, there and in
     the folder. The trainer has the folder for itself."""
     try:
@@ -58,8 +61,8 @@ def take_over(folder: RunStore, bucket: RunStore, say: Callable[[str], None]) ->
         if not newest:
             return
         if own < newest:
-            folder.create(generation_key(newest), _said(bucket, newest))
-        elif _said(folder, newest) != _said(bucket, newest):
+            folder.create(generation_key(newest), _read_generation_object(bucket, newest))
+        elif _read_generation_object(folder, newest) != _read_generation_object(bucket, newest):
             value = {"instead_of": newest, "mark": secrets.token_hex(8)}
             data = json.dumps(value).encode() + b"\n"
             bucket.create(generation_key(own + 1), data)
@@ -68,22 +71,22 @@ def take_over(folder: RunStore, bucket: RunStore, say: Callable[[str], None]) ->
         say(f"the run goes on without its bucket for now: {error}")
 
 
-def carry_notes(source: RunStore, target: RunStore) -> None:
+def copy_start_records(source: RunStore, target: RunStore) -> None:
     """The notes of starts that the target does not have."""
-    for key in sorted(set(source.list(STARTS)) - set(target.list(STARTS))):
-        if not newest_number([key], STARTS):
+    for key in sorted(set(source.list(STARTS_PREFIX)) - set(target.list(STARTS_PREFIX))):
+        if not newest_number([key], STARTS_PREFIX):
             continue  # a strange file, and no note
         with suppress(AlreadyExistsError, MissingKeyError):
             target.create(key, source.get(key))
 
 
-def abandoned(store: RunStore, keys: Collection[str]) -> set[str]:
+def superseded_keys(store: RunStore, keys: Collection[str]) -> set[str]:
     """Those of the checkpoints that were given up: a later generation, by the notes of `store`,
     began from an older step. A note that cannot be read says nothing."""
     at = {key: found for key in keys if (found := parse_commit_key(key))}
     if not at:
         return set()
-    notes = starts(store, min(generation for _, generation in at.values()))
+    notes = read_starts(store, min(generation for _, generation in at.values()))
     return {
         key
         for key, (step, generation) in at.items()
@@ -91,14 +94,14 @@ def abandoned(store: RunStore, keys: Collection[str]) -> set[str]:
     }
 
 
-def _said(store: RunStore, generation: int) -> bytes:
+def _read_generation_object(store: RunStore, generation: int) -> bytes:
     try:
         return store.get(generation_key(generation))
     except MissingKeyError:
-        return _NOTHING
+        return _EMPTY_OBJECT
 
 
-def _fenced(newest: int) -> FencedError:
+def _fenced_error(newest: int) -> FencedError:
     return FencedError(
         f"the bucket belongs to generation {newest}, which began elsewhere: nothing is sent there "
         "any more"

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from holdfast.checkpoint.bucket import fencing
 from holdfast.checkpoint.bucket.copy import copy_checkpoint
-from holdfast.checkpoint.restore.catalog import listing, step_of
+from holdfast.checkpoint.restore.catalog import list_commits, step_of
 from holdfast.checkpoint.restore.reader import Checkpoint
 from holdfast.checkpoint.save import retention
 from holdfast.errors import (
@@ -16,19 +16,19 @@ from holdfast.errors import (
     OtherKeyError,
     StoreError,
 )
-from holdfast.wire.store.location import UnfitStoreError, open_store, probe
+from holdfast.wire.store.location import UnfitStoreError, open_store, probe_store
 from holdfast.wire.store.run_store import MissingKeyError, RunStore
 
 
 def opened(location: str) -> RunStore:
     """The bucket of a location, probed. Raises StoreError."""
     store = open_store(location)
-    probe(store, location.partition("?")[0])
+    probe_store(store, location.partition("?")[0])
     return store
 
 
-def bring_back(
-    folder: RunStore, location: str, config_hash: str, fresh: bool, say: Callable[[str], None]
+def recover_folder(
+    folder: RunStore, location: str, config_hash: str, is_fresh: bool, say: Callable[[str], None]
 ) -> RunStore | None:
     """Copy the bucket's newest intact checkpoint into a run folder that has none so new. Return the
     bucket if it can be reached. Checkpoints that a later generation left behind do not count in
@@ -39,26 +39,27 @@ def bring_back(
     also if the folder has no checkpoint and the bucket is out of reach. A run that then began at
     step 0 would lose the bucket's checkpoints.
     """
-    held = listing(folder)
-    here = max(map(step_of, set(held) - fencing.abandoned(folder, held)), default=-1)
+    held = list_commits(folder)
+    here = max(map(step_of, set(held) - fencing.superseded_keys(folder, held)), default=-1)
     bucket = open_store(location)
     try:
-        probe(bucket, location.partition("?")[0])
-        there = listing(bucket)
+        probe_store(bucket, location.partition("?")[0])
+        there = list_commits(bucket)
     except UnfitStoreError:
         raise
     except StoreError as error:
-        if here < 0 and not fresh:
+        if here < 0 and not is_fresh:
             raise
         say(f"the run goes on without its bucket for now: {error}")
         return None
-    if fresh and there:
+    if is_fresh and there:
         raise CheckpointError(
             f"holds checkpoints of the run that is set aside (step {step_of(there[0])})",
-            where="checkpoint.bucket", remedy="name another prefix",
-        )  # fmt: skip
+            where="checkpoint.bucket",
+            remedy="name another prefix",
+        )
     try:
-        _bring_newest(folder, bucket, [k for k in there if step_of(k) > here], config_hash, say)
+        _recover_newest(folder, bucket, [k for k in there if step_of(k) > here], config_hash, say)
     except StoreError as error:
         if here < 0:
             raise
@@ -67,19 +68,22 @@ def bring_back(
     return bucket
 
 
-def _bring_newest(
-    folder: RunStore, bucket: RunStore, keys: list[str], config_hash: str,
+def _recover_newest(
+    folder: RunStore,
+    bucket: RunStore,
+    keys: list[str],
+    config_hash: str,
     say: Callable[[str], None],
-) -> None:  # fmt: skip
+) -> None:
     """Bring back the first intact checkpoint. Raises OtherKeyError if none is intact and one names
     another key: then the key is wrong, rather than the object."""
     unopened: OtherKeyError | None = None
-    nothing = fencing.abandoned(bucket, keys)
+    nothing = fencing.superseded_keys(bucket, keys)
     for key in keys:
         if key in nothing:
             continue
         try:
-            if _brought(folder, bucket, key, config_hash, say):
+            if _recover_checkpoint(folder, bucket, key, config_hash, say):
                 return
         except OtherKeyError as error:
             unopened = unopened or error
@@ -88,7 +92,7 @@ def _bring_newest(
         raise unopened
 
 
-def _brought(
+def _recover_checkpoint(
     folder: RunStore, bucket: RunStore, key: str, config_hash: str, say: Callable[[str], None]
 ) -> bool:
     """Copy a checkpoint; return True if it is in the folder now. A broken one is reported and
@@ -102,15 +106,18 @@ def _brought(
         return False
     if commit.config_hash != config_hash:
         raise CheckpointError(
-            "holds checkpoints of another run", where="checkpoint.bucket",
+            "holds checkpoints of another run",
+            where="checkpoint.bucket",
             remedy="name another prefix",
-        )  # fmt: skip
+        )
     try:
         copied = copy_checkpoint(bucket, key, folder)
-        fencing.carry_notes(bucket, folder)
+        fencing.copy_start_records(bucket, folder)
     except (CheckpointError, CorruptError, MissingKeyError) as error:
         say(f"a checkpoint in the bucket cannot be trusted: {error}")
-        retention.discard(folder, commit.generation, commit.step)  # it will never be complete
+        retention.discard_uncommitted(
+            folder, commit.generation, commit.step
+        )  # it will never be complete
         return False
     say(f"step {copied.step} was brought back from the bucket")
     return True

@@ -32,32 +32,47 @@ from typing import Any
 
 import torch
 
-from holdfast.checkpoint.capture.chunked_copy import Captured as Captured
-from holdfast.checkpoint.capture.chunked_copy import Copy, Cost, Listener, Piece, Span, cut, move
-from holdfast.checkpoint.capture.chunked_copy import Skipped as Skipped
-from holdfast.checkpoint.format.blob import header, total_size
-from holdfast.checkpoint.memory.arena import Arena, SlotHeader, digest, slot_capacity
+from holdfast.checkpoint.capture.chunked_copy import (
+    ChunkedCopy,
+    CopyListener,
+    CopySpan,
+    CopyTiming,
+    Piece,
+    copy_spans,
+    cut_into_pieces,
+)
+from holdfast.checkpoint.capture.chunked_copy import CompletedCapture as CompletedCapture
+from holdfast.checkpoint.capture.chunked_copy import SkippedCapture as SkippedCapture
+from holdfast.checkpoint.format.blob import blob_header, blob_size
+from holdfast.checkpoint.memory.arena import Arena, SlotHeader, identity_digest, slot_capacity
 from holdfast.checkpoint.mover.client import MoverClient, MoverGoneError
-from holdfast.core.format.manifest import Placed, placed
+from holdfast.core.format.manifest import PlacedBox, place_boxes
 from holdfast.core.sharding.boxes import Box
 from holdfast.core.sharding.ownership import owned_boxes
 from holdfast.core.sharding.state_table import StateTable, local_boxes
 from holdfast.errors import CheckpointError, FencedError, HoldfastError
 from holdfast.layout import Topology
-from holdfast.policy.saving.destinations import Into
+from holdfast.policy.saving.destinations import SaveDestinations
 
-WAIT_SLICE = 2.0
+FREE_SLOT_POLL_S = 2.0
 """Seconds of one question for a free slot: a mover that is stopped answers none."""
 
 TORCH_DTYPE = {
-    "F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16,
-    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8,
-    "U8": torch.uint8, "BOOL": torch.bool,
-}  # fmt: skip
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "BF16": torch.bfloat16,
+    "F16": torch.float16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
 
 
 @dataclass(frozen=True, slots=True)
-class _Strided:
+class _ForeachGroup:
     """Tensors that one call to torch copies: on an accelerator, or not contiguous."""
 
     device: torch.device
@@ -84,7 +99,7 @@ class Capturer:
         *,
         run: str,
         slots: int = 2,
-        let_go: bool = False,
+        has_released_old_memory: bool = False,
     ) -> None:
         """Ask the mover for an arena and lay the views out.
 
@@ -96,57 +111,59 @@ class Capturer:
         self.skipped = 0
         self._mover = mover
         self._rank = rank
-        self._run = digest(run)
+        self._run = identity_digest(run)
         boxes = owned_boxes(topology, table, self._rank)
-        self._placed = placed(boxes, table)
+        self._placed = place_boxes(boxes, table)
         self._local = {b.name: b for b in local_boxes(topology, table, rank)}
-        self._head = header(self._placed)
-        self._layout = digest(self._head)
-        self._length = total_size(self._head, self._placed)
-        fd = mover.arena(self._rank, slot_capacity(self._length), slots, let_go)
+        self._header = blob_header(self._placed)
+        self._layout = identity_digest(self._header)
+        self._length = blob_size(self._header, self._placed)
+        fd = mover.get_arena(
+            self._rank, slot_capacity(self._length), slots, has_released_old_memory
+        )
         try:
             self._arena = Arena(fd)
-            self._file = os.fstat(fd).st_ino
+            self._inode = os.fstat(fd).st_ino
         finally:
             os.close(fd)
         self._memory = torch.frombuffer(self._arena.memory, dtype=torch.uint8)
         self._spans, self._strided = self._lay_out(tensors, slots)
         devices = sorted({g.device for g in self._strided if g.device.type != "cpu"}, key=str)
-        _pin(self._arena, devices)
+        _pin_pages(self._arena, devices)
         self._streams = {device: torch.Stream(device) for device in devices}
-        self._copiers = ThreadPoolExecutor(1, "capture")
-        self._copy: Copy | None = None  # the newest; not more than one is under way
-        self._copied = 0  # its step
-        self._headed: set[int] = set()  # slots that hold the blob's header
+        self._copy_threads = ThreadPoolExecutor(1, "capture")
+        self._copy: ChunkedCopy | None = None  # the newest; not more than one is under way
+        self._copied_step = 0  # its step
+        self._slots_with_header: set[int] = set()  # slots that hold the blob's header
         self._lock = threading.Lock()
-        self._held: dict[int, tuple[int, SlotHeader]] = {}  # step -> what waits for announce
+        self._unannounced: dict[int, tuple[int, SlotHeader]] = {}  # step -> what waits for announce
         self._failed: dict[int, str] = {}  # step -> why its copy is incomplete
 
     @property
-    def bytes(self) -> int:
+    def nbytes(self) -> int:
         """Bytes that one capture copies."""
-        return self._length - len(self._head)
+        return self._length - len(self._header)
 
-    def ready(self) -> bool:
+    def has_free_slot(self) -> bool:
         """Return True if a capture begun now would find a free slot. That stays true until one is
         begun."""
         return self._arena.free_slot() is not None
 
-    def connected(self) -> bool:
+    def is_connected(self) -> bool:
         """Return True if the mover still has the arena. A new mover makes another one. Raises as
         `MoverClient.arena` does. Any thread may call it."""
-        fd = self._mover.arena(self._rank, self._arena.capacity, self._arena.slots)
+        fd = self._mover.get_arena(self._rank, self._arena.capacity, self._arena.slots)
         try:
-            return os.fstat(fd).st_ino == self._file
+            return os.fstat(fd).st_ino == self._inode
         finally:
             os.close(fd)
 
-    def unheard(self, steps: Sequence[int]) -> None:
+    def report_orphaned_saves(self, steps: Sequence[int]) -> None:
         """Tell the mover of durable saves that the one before it had taken over."""
-        self._mover.unheard(self._rank, steps)
+        self._mover.report_orphaned_saves(self._rank, steps)
 
     # --- copying ----------------------------------------------------------------------------
-    def begin(self, step: int, wait: float = 0.0) -> Copy | Skipped:
+    def begin(self, step: int, wait: float = 0.0) -> ChunkedCopy | SkippedCapture:
         """Begin to copy the state after `step` into a free slot; it must not change until
         `fence` has returned.
 
@@ -154,87 +171,95 @@ class Capturer:
         at most `wait` seconds of waiting. What is being read is never overwritten.
         """
         start = time.perf_counter()
-        slot = self._take(wait)
+        slot = self._acquire_slot(wait)
         if slot is None:
-            return self._skip(step)
-        self._copy = copy = Copy(self._behind(slot), partial(self._seal, step, slot))
-        self._watch(step, copy)
-        self._copiers.submit(copy.work)
-        copy.blocked = time.perf_counter() - start
+            return self._skip_no_slot(step)
+        self._copy = copy = ChunkedCopy(
+            self._background_pieces(slot), partial(self._write_slot_header, step, slot)
+        )
+        self._track_copy(step, copy)
+        self._copy_threads.submit(copy.copy_pieces)
+        copy.blocked_s = time.perf_counter() - start
         return copy
 
     def fence(self) -> float:
         """Return when no copy is under way: the state may change then. Seconds that it took."""
         return 0.0 if self._copy is None else self._copy.fence()
 
-    def capture(self, step: int, wait: float = 0.0) -> Captured | Skipped:
+    def capture(self, step: int, wait: float = 0.0) -> CompletedCapture | SkippedCapture:
         """Capture as `begin` and `fence` do, on this thread alone."""
         start = time.perf_counter()
-        slot = self._take(wait)
+        slot = self._acquire_slot(wait)
         if slot is None:
-            return self._skip(step)
-        self._copy = copy = Copy(self._pieces(slot), partial(self._seal, step, slot))
-        self._watch(step, copy)
-        copy.blocked = time.perf_counter() - start
+            return self._skip_no_slot(step)
+        self._copy = copy = ChunkedCopy(
+            self._inline_pieces(slot), partial(self._write_slot_header, step, slot)
+        )
+        self._track_copy(step, copy)
+        copy.blocked_s = time.perf_counter() - start
         copy.fence()
         if (failed := self._failed.get(step)) is not None:
-            return Skipped(step, failed)
-        return Captured(step, time.perf_counter() - start, self.bytes)
+            return SkippedCapture(step, failed)
+        return CompletedCapture(step, time.perf_counter() - start, self.nbytes)
 
-    def after(self, step: int, listener: Listener) -> None:
+    def call_when_copied(self, step: int, listener: CopyListener) -> None:
         """Call when the copy of `step`, the newest, has ended: on the thread that ends it, or at
         once if it has."""
-        if self._copy is None or self._copied != step:
+        if self._copy is None or self._copied_step != step:
             raise RuntimeError(f"step {step} is not the newest that was captured")
-        self._copy.after(listener)
+        self._copy.call_when_done(listener)
 
     def close(self) -> None:
         """Finish what is under way; nothing of the state is referred to afterwards."""
         self.fence()
-        self._copiers.shutdown()
+        self._copy_threads.shutdown()
         self._copy = None
         self._spans, self._strided = [], []
 
-    def _take(self, wait: float) -> int | None:
+    def _acquire_slot(self, wait: float) -> int | None:
         """A slot, marked dirty and with the blob's header in it."""
         self.fence()
         slot = self._arena.free_slot()
         if slot is None and wait > 0:
-            slot = self._wait(wait)
+            slot = self._wait_for_slot(wait)
         if slot is not None:
-            self._arena.begin(slot)
-            if slot not in self._headed:
-                self._arena.data(slot, len(self._head))[:] = self._head
-                self._headed.add(slot)
+            self._arena.begin_write(slot)
+            if slot not in self._slots_with_header:
+                self._arena.data(slot, len(self._header))[:] = self._header
+                self._slots_with_header.add(slot)
         return slot
 
-    def _skip(self, step: int) -> Skipped:
+    def _skip_no_slot(self, step: int) -> SkippedCapture:
         self.skipped += 1
-        return Skipped(step, "every slot of the arena is still being saved")
+        return SkippedCapture(step, "every slot of the arena is still being saved")
 
-    def _seal(self, step: int, slot: int) -> None:
-        made = self._arena.finish(
+    def _write_slot_header(self, step: int, slot: int) -> None:
+        made = self._arena.finish_write(
             slot, self._run, self._mover.generation, step, self._length, self._layout
         )
         with self._lock:
-            self._held[step] = (slot, made)
+            self._unannounced[step] = (slot, made)
 
-    def _watch(self, step: int, copy: Copy) -> None:
+    def _track_copy(self, step: int, copy: ChunkedCopy) -> None:
         """A copy that fails leaves its slot dirty and free, and says so when it is announced."""
-        self._copied = step
+        self._copied_step = step
 
-        def ended(cost: Cost) -> None:
+        def ended(cost: CopyTiming) -> None:
             if cost.error is not None:
                 with self._lock:
                     self._failed[step] = f"the copy failed: {cost.error}"
 
-        copy.after(ended)
+        copy.call_when_done(ended)
 
     # --- handing over -----------------------------------------------------------------------
     def announce(
-        self, step: int, meta: Mapping[str, Any], durable: bool = True, copied: bool | None = None,
-        uploaded: bool = True,
-    ) -> Skipped | None:  # fmt: skip
+        self,
+        step: int,
+        meta: Mapping[str, Any],
+        is_durable: bool = True,
+        to_peers: bool | None = None,
+        to_bucket: bool = True,
+    ) -> SkippedCapture | None:
         """Have the mover save what was captured, or with `durable` False keep it in memory; None
         when it has taken it over. copied, uploaded: as in `policy.saving.destinations.Into`.
 
@@ -243,68 +268,82 @@ class Capturer:
         machine sleeps. Raises FencedError when a newer generation has begun.
         """
         with self._lock:
-            held = self._held.pop(step, None)
+            held = self._unannounced.pop(step, None)
             failed = self._failed.pop(step, "nothing was captured at this step")
         if held is None:
-            return self._told(step, failed)
+            return self._report_skip(step, failed)
         slot, made = held
         try:
-            self._hand_over(step, slot, made, meta, Into(durable, copied, uploaded))
+            self._hand_over(
+                step, slot, made, meta, SaveDestinations(is_durable, to_peers, to_bucket)
+            )
         except FencedError:
             raise
         except HoldfastError as error:
             # If the mover saves it anyway, the next capture shows in the slot's header, and the
             # save fails. That is better than a slot that is never released.
             self._arena.release(slot)
-            return self._told(step, str(error))
+            return self._report_skip(step, str(error))
         return None
 
-    def _told(self, step: int, reason: str) -> Skipped:
+    def _report_skip(self, step: int, reason: str) -> SkippedCapture:
         """Report a skipped step, because slots of other ranks must not wait for this rank's
         part."""
         with suppress(HoldfastError):
-            self._mover.skipped(self._rank, step, reason)
-        return Skipped(step, reason)
+            self._mover.announce_skip(self._rank, step, reason)
+        return SkippedCapture(step, reason)
 
     def _hand_over(
-        self, step: int, slot: int, made: SlotHeader, meta: Mapping[str, Any], into: Into
+        self,
+        step: int,
+        slot: int,
+        made: SlotHeader,
+        meta: Mapping[str, Any],
+        destinations: SaveDestinations,
     ) -> None:
         tell = partial(
-            self._mover.captured, self._rank, step, slot, made.sequence, meta,
-            durable=into.durable, copied=into.copied, uploaded=into.uploaded,
-        )  # fmt: skip
+            self._mover.announce_capture,
+            self._rank,
+            step,
+            slot,
+            made.sequence,
+            meta,
+            is_durable=destinations.is_durable,
+            to_peers=destinations.to_peers,
+            to_bucket=destinations.to_bucket,
+        )
         try:
             tell()
         except MoverGoneError:
             tell()
 
-    def drop(self, step: int) -> None:
+    def drop_capture(self, step: int) -> None:
         """Give up a capture that is not to be announced."""
         with self._lock:
-            held = self._held.pop(step, None)
+            held = self._unannounced.pop(step, None)
         if held is not None:
             self._arena.release(held[0])
 
-    def settle(
-        self, step: int, timeout: float, alive: Callable[[], None] = lambda: None
+    def wait_until_committed(
+        self, step: int, timeout_s: float, keep_alive: Callable[[], None] = lambda: None
     ) -> str | None:
         """Wait until the checkpoint of `step` is committed; return None, or why it is not.
         Meanwhile `alive` is called every few seconds."""
         try:
-            return self._mover.settle(step, timeout, alive)
+            return self._mover.wait_until_committed(step, timeout_s, keep_alive)
         except MoverGoneError as error:
             return str(error)
 
-    def ended(self, step: int, wait: float) -> tuple[bool, str | None]:
+    def poll_save_end(self, step: int, wait_s: float) -> tuple[bool, str | None]:
         """As `MoverClient.ended`."""
-        return self._mover.ended(step, wait)
+        return self._mover.poll_save_end(step, wait_s)
 
-    def _wait(self, seconds: float) -> int | None:
+    def _wait_for_slot(self, timeout_s: float) -> int | None:
         """The mover says when a slot is given back. One that is stopped is not waited for."""
-        end = time.monotonic() + seconds
+        end = time.monotonic() + timeout_s
         try:
             while (left := end - time.monotonic()) > 0:
-                if self._mover.wait_free(self._rank, min(left, WAIT_SLICE)):
+                if self._mover.wait_for_free_slot(self._rank, min(left, FREE_SLOT_POLL_S)):
                     break
         except MoverGoneError:
             return None
@@ -313,29 +352,31 @@ class Capturer:
     # --- layout -----------------------------------------------------------------------------
     def _lay_out(
         self, tensors: Mapping[str, torch.Tensor], slots: int
-    ) -> tuple[list[list[Span]], list[_Strided]]:
+    ) -> tuple[list[list[CopySpan]], list[_ForeachGroup]]:
         """Return contiguous tensors in pieces, the rest by dtype and device."""
-        spans: list[Span] = []
-        groups: dict[tuple[torch.dtype, torch.device], _Strided] = {}
+        spans: list[CopySpan] = []
+        groups: dict[tuple[torch.dtype, torch.device], _ForeachGroup] = {}
         for p in self._placed:
-            source = self._source(p, tensors)
+            source = self._owned_view(p, tensors)
             if source.device.type == "cpu" and source.is_contiguous():
-                spans.append(Span(source, 0, len(self._head) + p.start, p.nbytes))
+                spans.append(CopySpan(source, 0, len(self._header) + p.start, p.nbytes))
                 continue
             key = (source.dtype, source.device)
-            group = groups.setdefault(key, _Strided(source.device, [], [[] for _ in range(slots)]))
+            group = groups.setdefault(
+                key, _ForeachGroup(source.device, [], [[] for _ in range(slots)])
+            )
             group.sources.append(source)
             for slot in range(slots):
-                group.targets[slot].append(self._target(p, slot))
-        return list(cut(spans)), list(groups.values())
+                group.targets[slot].append(self._slot_view(p, slot))
+        return list(cut_into_pieces(spans)), list(groups.values())
 
-    def _pieces(self, slot: int) -> list[Piece]:
+    def _inline_pieces(self, slot: int) -> list[Piece]:
         """Return pieces that copy everything into a slot, for one thread that waits for it."""
         pieces: list[Piece] = [partial(_copy, group, slot) for group in self._strided]
         pieces += [partial(torch.accelerator.synchronize, device) for device in self._streams]
-        return [*pieces, *self._moves(slot)]
+        return [*pieces, *self._memmove_pieces(slot)]
 
-    def _behind(self, slot: int) -> list[Piece]:
+    def _background_pieces(self, slot: int) -> list[Piece]:
         """Return the same for a background thread. Accelerators get their part now, on a stream
         that waits for the work given to the device so far."""
         pieces: list[Piece] = []
@@ -349,13 +390,13 @@ class Capturer:
             stream.record_event(ended)
             pieces.append(ended.synchronize)
         pieces += [partial(_copy, g, slot) for g in self._strided if g.device.type == "cpu"]
-        return [*pieces, *self._moves(slot)]
+        return [*pieces, *self._memmove_pieces(slot)]
 
-    def _moves(self, slot: int) -> Iterator[Piece]:
+    def _memmove_pieces(self, slot: int) -> Iterator[Piece]:
         base = self._memory.data_ptr() + self._arena.data_offset(slot)
-        return (partial(move, base, piece) for piece in self._spans)
+        return (partial(copy_spans, base, piece) for piece in self._spans)
 
-    def _source(self, p: Placed, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    def _owned_view(self, p: PlacedBox, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """The owned part of what this rank holds: a view."""
         if p.box.name not in tensors:
             raise CheckpointError(f"the state has no tensor {p.box.name}")
@@ -368,13 +409,13 @@ class Capturer:
             )
         return view_of(local, held, p.box)
 
-    def _target(self, p: Placed, slot: int) -> torch.Tensor:
+    def _slot_view(self, p: PlacedBox, slot: int) -> torch.Tensor:
         """The same part in a slot, as a tensor over the mapped memory."""
         flat = torch.frombuffer(
             self._arena.memory,
             dtype=TORCH_DTYPE[p.dtype],
             count=p.box.size,
-            offset=self._arena.data_offset(slot) + len(self._head) + p.start,
+            offset=self._arena.data_offset(slot) + len(self._header) + p.start,
         )
         return flat.view(p.box.lengths)
 
@@ -394,12 +435,12 @@ def view_of(local: torch.Tensor, held: Box, part: Box) -> torch.Tensor:
     return local
 
 
-def _copy(group: _Strided, slot: int) -> None:
+def _copy(group: _ForeachGroup, slot: int) -> None:
     with torch.no_grad():
         torch._foreach_copy_(group.targets[slot], group.sources, non_blocking=True)
 
 
-def _pin(arena: Arena, devices: list[torch.device]) -> None:
+def _pin_pages(arena: Arena, devices: list[torch.device]) -> None:
     """Lock the arena's pages for direct copies from a CUDA or ROCm device.
 
     Without it every copy goes through a bounce buffer at a fraction of the link's speed. A refusal

@@ -23,44 +23,44 @@ from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 PIECE_BYTES = 4 * 2**20
-PIECE_SPANS = 256
+MAX_SPANS_PER_PIECE = 256
 
 Piece = Callable[[], None]
 
 
-class Source(Protocol):
+class HostBuffer(Protocol):
     """Something contiguous in host memory; a tensor is one."""
 
     def data_ptr(self) -> int: ...
 
 
-class Span(NamedTuple):
+class CopySpan(NamedTuple):
     """`length` bytes from byte `start` of a source, and where they go."""
 
-    source: Source
-    start: int
-    target: int
+    source: HostBuffer
+    source_offset: int
+    target_offset: int
     length: int
 
 
-def cut(spans: Iterable[Span]) -> Iterator[list[Span]]:
+def cut_into_pieces(spans: Iterable[CopySpan]) -> Iterator[list[CopySpan]]:
     """The same bytes in pieces of at most PIECE_BYTES and PIECE_SPANS."""
-    piece: list[Span] = []
+    piece: list[CopySpan] = []
     room = PIECE_BYTES
     for source, start, target, length in spans:
         done = 0
         while done < length:
             taken = min(room, length - done)
-            piece.append(Span(source, start + done, target + done, taken))
+            piece.append(CopySpan(source, start + done, target + done, taken))
             done, room = done + taken, room - taken
-            if room == 0 or len(piece) == PIECE_SPANS:
+            if room == 0 or len(piece) == MAX_SPANS_PER_PIECE:
                 yield piece
                 piece, room = [], PIECE_BYTES
     if piece:
         yield piece
 
 
-def move(base: int, spans: Sequence[Span]) -> None:
+def copy_spans(base_address: int, spans: Sequence[CopySpan]) -> None:
     """Copy; targets are relative to the address `base`, which the caller keeps mapped.
 
     A source is asked for its address each time: one whose memory was given back says 0.
@@ -69,105 +69,107 @@ def move(base: int, spans: Sequence[Span]) -> None:
         address = source.data_ptr()
         if address == 0:
             raise RuntimeError("a tensor has no memory any more")
-        memmove(base + target, address + start, length)
+        memmove(base_address + target, address + start, length)
 
 
 @dataclass(frozen=True, slots=True)
-class Cost:
+class CopyTiming:
     """Seconds: training was `blocked` (of which `fence` at the end), the copy took `copy`. `error`:
     why the copy is incomplete; None if it is complete."""
 
-    blocked: float
-    copy: float
-    fence: float
+    blocked_s: float
+    copy_s: float
+    fence_s: float
     error: Exception | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class Captured:
+class CompletedCapture:
     """The copy is made; training was blocked for `seconds`."""
 
     step: int
-    seconds: float
-    bytes: int
+    blocked_s: float
+    nbytes: int
 
 
 @dataclass(frozen=True, slots=True)
-class Skipped:
+class SkippedCapture:
     """No copy was made, or it will not be saved; training continues."""
 
     step: int
     reason: str
 
 
-Listener = Callable[[Cost], None]
+CopyListener = Callable[[CopyTiming], None]
 
 
-class Copy:
+class ChunkedCopy:
     """One copy. Every method may be called from any thread."""
 
     def __init__(
-        self, pieces: Sequence[Piece], seal: Callable[[], None],
+        self,
+        pieces: Sequence[Piece],
+        seal: Callable[[], None],
         clock: Callable[[], float] = time.perf_counter,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """seal: called once, when every piece is copied, and not when one has failed."""
         self._pieces, self._seal, self._clock = pieces, seal, clock
         self._lock = threading.Lock()
-        self._taken = 0
-        self._left = len(pieces)
+        self._next_piece = 0
+        self._pieces_left = len(pieces)
         self._error: Exception | None = None
-        self._cost: Cost | None = None
-        self._listeners: list[Listener] = []
-        self._ended = threading.Event()
-        self._begun = clock()
-        self._fenced: float | None = None
-        self.blocked = 0.0
+        self._timing: CopyTiming | None = None
+        self._listeners: list[CopyListener] = []
+        self._done = threading.Event()
+        self._begun_at = clock()
+        self._fence_began_at: float | None = None
+        self.blocked_s = 0.0
         """Seconds that training paused before the copy began, without the fence's."""
         if not pieces:
-            self._end()
+            self._finish()
 
     @property
-    def ended(self) -> bool:
-        return self._ended.is_set()
+    def is_done(self) -> bool:
+        return self._done.is_set()
 
-    def work(self) -> None:
+    def copy_pieces(self) -> None:
         """Copy pieces until all are taken."""
         while True:
             with self._lock:
-                number = self._taken
+                number = self._next_piece
                 if number == len(self._pieces):
                     return
-                self._taken += 1
+                self._next_piece += 1
             try:
                 self._pieces[number]()
             except Exception as error:
                 self._error = error
             with self._lock:
-                self._left -= 1
-                last = self._left == 0
+                self._pieces_left -= 1
+                last = self._pieces_left == 0
             if last:
-                self._end()
+                self._finish()
 
     def fence(self) -> float:
         """Wait until the copy is complete and its listeners were called; return the seconds
         waited."""
-        if self._ended.is_set():
+        if self._done.is_set():
             return 0.0
-        start = self._fenced = self._clock()
-        self.work()
-        self._ended.wait()
+        start = self._fence_began_at = self._clock()
+        self.copy_pieces()
+        self._done.wait()
         return self._clock() - start
 
-    def after(self, listener: Listener) -> None:
+    def call_when_done(self, listener: CopyListener) -> None:
         """Call when the copy has ended, on the thread that ended it; at once if it has."""
         with self._lock:
-            cost = self._cost
+            cost = self._timing
             if cost is None:
                 self._listeners.append(listener)
         if cost is not None:
             listener(cost)
 
-    def _end(self) -> None:
+    def _finish(self) -> None:
         try:
             error = self._error
             if error is None:
@@ -176,11 +178,11 @@ class Copy:
                 except Exception as failed:
                     error = failed
             now = self._clock()
-            fence = 0.0 if self._fenced is None else now - self._fenced
-            cost = Cost(self.blocked + fence, now - self._begun, fence, error)
+            fence = 0.0 if self._fence_began_at is None else now - self._fence_began_at
+            cost = CopyTiming(self.blocked_s + fence, now - self._begun_at, fence, error)
             with self._lock:
-                self._cost, listeners = cost, self._listeners
+                self._timing, listeners = cost, self._listeners
             for listener in listeners:
                 listener(cost)
         finally:
-            self._ended.set()
+            self._done.set()

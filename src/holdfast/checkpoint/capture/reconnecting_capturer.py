@@ -24,55 +24,64 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from holdfast.checkpoint.capture.chunked_copy import Captured, Copy, Listener, Skipped
+from holdfast.checkpoint.capture.chunked_copy import (
+    ChunkedCopy,
+    CompletedCapture,
+    CopyListener,
+    SkippedCapture,
+)
 from holdfast.errors import FencedError, HoldfastError
 
-PAUSES = (0.05, 0.1, 0.2, 0.5, 1.0)
+MOVER_RETRY_DELAYS_S = (0.05, 0.1, 0.2, 0.5, 1.0)
 """Between two attempts to find a mover."""
-LOOK_SECONDS = 1.0
+MOVER_CHECK_INTERVAL_S = 1.0
 """Least seconds between two checks whether the mover that a rank waits for is still the same."""
-CLOSE_SECONDS = 2.0
+CLOSE_FLUSH_TIMEOUT_S = 2.0
 """Seconds to wait at the end for queued hand-overs."""
-REPLACE_SECONDS = 20.0
+MOVER_REPLACEMENT_TIMEOUT_S = 20.0
 """A capture that must not be skipped waits so long for a mover that is away."""
-SETTLE_SLICE = 2.0
-KEPT = 4
+COMMIT_POLL_S = 2.0
+MAX_REMEMBERED_SAVES = 4
 """Durable saves remembered that were handed over: as many as a rank can have under way."""
 
-_GONE = "its mover had exited before it was handed over"
+_MOVER_GONE = "its mover had exited before it was handed over"
 
 
-class Captures(Protocol):
+class CapturerProtocol(Protocol):
     """The interface of the wrapped object: `capture.Capturer`."""
 
     @property
-    def bytes(self) -> int: ...
-    def ready(self) -> bool: ...
-    def connected(self) -> bool: ...
-    def unheard(self, steps: Sequence[int]) -> None: ...
-    def begin(self, step: int, wait: float = 0.0) -> Copy | Skipped: ...
-    def capture(self, step: int, wait: float = 0.0) -> Captured | Skipped: ...
+    def nbytes(self) -> int: ...
+    def has_free_slot(self) -> bool: ...
+    def is_connected(self) -> bool: ...
+    def report_orphaned_saves(self, steps: Sequence[int]) -> None: ...
+    def begin(self, step: int, wait: float = 0.0) -> ChunkedCopy | SkippedCapture: ...
+    def capture(self, step: int, wait: float = 0.0) -> CompletedCapture | SkippedCapture: ...
     def fence(self) -> float: ...
-    def after(self, step: int, listener: Listener) -> None: ...
+    def call_when_copied(self, step: int, listener: CopyListener) -> None: ...
     def announce(
-        self, step: int, meta: Mapping[str, Any], durable: bool = True, copied: bool | None = None,
-        uploaded: bool = True,
-    ) -> Skipped | None: ...  # fmt: skip
-    def drop(self, step: int) -> None: ...
-    def ended(self, step: int, wait: float) -> tuple[bool, str | None]: ...
+        self,
+        step: int,
+        meta: Mapping[str, Any],
+        is_durable: bool = True,
+        to_peers: bool | None = None,
+        to_bucket: bool = True,
+    ) -> SkippedCapture | None: ...
+    def drop_capture(self, step: int) -> None: ...
+    def poll_save_end(self, step: int, wait_s: float) -> tuple[bool, str | None]: ...
     def close(self) -> None: ...
 
 
 @dataclass(frozen=True)
-class _HandOver:
+class _Announcement:
     """One announcement on its way."""
 
-    capturer: Captures
+    capturer: CapturerProtocol
     step: int
     meta: Mapping[str, Any]
-    durable: bool
-    copied: bool | None
-    uploaded: bool
+    is_durable: bool
+    to_peers: bool | None
+    to_bucket: bool
 
 
 class ReconnectingCapturer:
@@ -80,239 +89,260 @@ class ReconnectingCapturer:
     `announce`, `flush` and `settle` may be called by another one."""
 
     def __init__(
-        self, first: Captures, make: Callable[[], Captures], skipped: Callable[[Skipped], None]
+        self,
+        capturer: CapturerProtocol,
+        make_capturer: Callable[[], CapturerProtocol],
+        on_skipped: Callable[[SkippedCapture], None],
     ) -> None:
         """make: another one, of the same state, for the mover that is there now; called on a thread
         of ours. skipped: told, on that thread, of each capture that was not handed over."""
-        self._now, self._make, self._skipped = first, make, skipped
+        self._capturer, self._make_capturer, self._on_skipped = capturer, make_capturer, on_skipped
         self._change = threading.Condition()
-        self._fresh: Captures | None = None
-        self._queue: deque[_HandOver] = deque()
-        self._working = False  # on one that has left the queue
-        self._away = self._suspected = self._closed = self._fenced = False
-        self._looked = time.monotonic()
-        self._durable: deque[int] = deque(maxlen=KEPT)
-        self._lost: dict[int, str] = {}  # steps that were not handed over, and why
-        threading.Thread(target=self._work, name="to the mover", daemon=True).start()
+        self._replacement: CapturerProtocol | None = None
+        self._queue: deque[_Announcement] = deque()
+        self._is_handing_over = False  # on one that has left the queue
+        self._is_away = self._is_suspected = self._is_closed = self._is_fenced = False
+        self._checked_at = time.monotonic()
+        self._durable_steps: deque[int] = deque(maxlen=MAX_REMEMBERED_SAVES)
+        self._skip_reasons: dict[int, str] = {}  # steps that were not handed over, and why
+        threading.Thread(target=self._talk_to_mover, name="to the mover", daemon=True).start()
 
     @property
-    def bytes(self) -> int:
-        return self._now.bytes
+    def nbytes(self) -> int:
+        return self._capturer.nbytes
 
     @property
-    def away(self) -> bool:
+    def is_away(self) -> bool:
         """Return True if there is no mover to capture for."""
         with self._change:
-            return self._away or self._fenced
+            return self._is_away or self._is_fenced
 
     # --- the training thread --------------------------------------------------------------------
-    def ready(self) -> bool:
+    def has_free_slot(self) -> bool:
         with self._change:
-            fresh, self._fresh = self._fresh, None
-            old = self._now
+            fresh, self._replacement = self._replacement, None
+            old = self._capturer
             if fresh is not None:
-                self._now, self._away = fresh, False
+                self._capturer, self._is_away = fresh, False
                 self._change.notify_all()
         if fresh is not None:
             old.close()
         with self._change:
-            if self._away or self._fenced:
+            if self._is_away or self._is_fenced:
                 return False
-            if self._now.ready():
+            if self._capturer.has_free_slot():
                 return True
-            self._look()
+            self._suspect_if_due()
             return False
 
-    def begin(self, step: int, wait: float = 0.0) -> Copy | Skipped:
-        if (skipped := self._not_now(step, wait)) is not None:
+    def begin(self, step: int, wait: float = 0.0) -> ChunkedCopy | SkippedCapture:
+        if (skipped := self._skip_if_away(step, wait)) is not None:
             return skipped
-        return self._now.begin(step, wait)
+        return self._capturer.begin(step, wait)
 
-    def capture(self, step: int, wait: float = 0.0) -> Captured | Skipped:
-        if (skipped := self._not_now(step, wait)) is not None:
+    def capture(self, step: int, wait: float = 0.0) -> CompletedCapture | SkippedCapture:
+        if (skipped := self._skip_if_away(step, wait)) is not None:
             return skipped
-        return self._now.capture(step, wait)
+        return self._capturer.capture(step, wait)
 
     def fence(self) -> float:
-        return self._now.fence()
+        return self._capturer.fence()
 
-    def after(self, step: int, listener: Listener) -> None:
-        self._now.after(step, listener)
+    def call_when_copied(self, step: int, listener: CopyListener) -> None:
+        self._capturer.call_when_copied(step, listener)
 
-    def drop(self, step: int) -> None:
-        self._now.drop(step)
+    def drop_capture(self, step: int) -> None:
+        self._capturer.drop_capture(step)
 
     def close(self) -> None:
         """Close as `Capturer.close` does. Announced saves are handed over before, if that is
         quick."""
-        self.flush(CLOSE_SECONDS)
+        self.flush(CLOSE_FLUSH_TIMEOUT_S)
         with self._change:
-            self._closed = True
-            fresh, self._fresh = self._fresh, None
+            self._is_closed = True
+            fresh, self._replacement = self._replacement, None
             self._change.notify_all()
         if fresh is not None:
             fresh.close()
-        self._now.close()
+        self._capturer.close()
 
-    def _not_now(self, step: int, wait: float) -> Skipped | None:
+    def _skip_if_away(self, step: int, wait: float) -> SkippedCapture | None:
         """Return why nothing can be captured. If asked, wait for a mover that is away. The mover
         may have been replaced since the last capture, long ago. A capture that must not be skipped
         checks that."""
-        end = time.monotonic() + min(wait, REPLACE_SECONDS)
+        end = time.monotonic() + min(wait, MOVER_REPLACEMENT_TIMEOUT_S)
         if wait > 0:
             with self._change:
-                self._suspected = True
+                self._is_suspected = True
                 self._change.notify_all()
-                self._change.wait_for(lambda: not self._suspected or self._away, REPLACE_SECONDS)
-        while self.away and not self._fenced and (left := end - time.monotonic()) > 0:
+                self._change.wait_for(
+                    lambda: not self._is_suspected or self._is_away, MOVER_REPLACEMENT_TIMEOUT_S
+                )
+        while self.is_away and not self._is_fenced and (left := end - time.monotonic()) > 0:
             with self._change:
-                self._change.wait_for(lambda: self._fresh is not None or not self._away, left)
-            self.ready()
-        return Skipped(step, "the mover is away") if self.away else None
+                self._change.wait_for(
+                    lambda: self._replacement is not None or not self._is_away, left
+                )
+            self.has_free_slot()
+        return SkippedCapture(step, "the mover is away") if self.is_away else None
 
     # --- handing over ---------------------------------------------------------------------------
     def announce(
-        self, step: int, meta: Mapping[str, Any], durable: bool = True, copied: bool | None = None,
-        uploaded: bool = True,
-    ) -> Skipped | None:  # fmt: skip
+        self,
+        step: int,
+        meta: Mapping[str, Any],
+        is_durable: bool = True,
+        to_peers: bool | None = None,
+        to_bucket: bool = True,
+    ) -> SkippedCapture | None:
         """Queue the call of `Capturer.announce`. Return None: a skipped save is reported later."""
         with self._change:
-            self._queue.append(_HandOver(self._now, step, meta, durable, copied, uploaded))
+            self._queue.append(
+                _Announcement(self._capturer, step, meta, is_durable, to_peers, to_bucket)
+            )
             self._change.notify_all()
         return None
 
-    def flush(self, seconds: float) -> bool:
+    def flush(self, timeout_s: float) -> bool:
         """Wait until what was announced has been handed over, or is lost; whether it has."""
         with self._change:
-            return self._change.wait_for(lambda: not self._queue and not self._working, seconds)
+            return self._change.wait_for(
+                lambda: not self._queue and not self._is_handing_over, timeout_s
+            )
 
-    def settle(
-        self, step: int, timeout: float, alive: Callable[[], None] = lambda: None
+    def wait_until_committed(
+        self, step: int, timeout_s: float, keep_alive: Callable[[], None] = lambda: None
     ) -> str | None:
         """Wait as `Capturer.settle` does. If the mover is replaced meanwhile, the new one reports
         the outcome."""
-        end = time.monotonic() + timeout
+        end = time.monotonic() + timeout_s
         while True:
-            alive()
+            keep_alive()
             left = max(0.0, end - time.monotonic())
-            ended, reason = self._ended(step, min(left, SETTLE_SLICE))
+            ended, reason = self._poll_save_end(step, min(left, COMMIT_POLL_S))
             if ended:
                 return reason
             if not left:
-                return f"not committed after {timeout:g} s"
+                return f"not committed after {timeout_s:g} s"
 
-    def _ended(self, step: int, wait: float) -> tuple[bool, str | None]:
+    def _poll_save_end(self, step: int, wait_s: float) -> tuple[bool, str | None]:
         """Ask the mover once, or wait if there is no connection to a mover."""
         with self._change:
-            self._change.wait_for(lambda: not self._queue and not self._working, wait)
-            if step in self._lost:
-                return True, self._lost[step]
-            if self._queue or self._working:
+            self._change.wait_for(lambda: not self._queue and not self._is_handing_over, wait_s)
+            if step in self._skip_reasons:
+                return True, self._skip_reasons[step]
+            if self._queue or self._is_handing_over:
                 return False, None
-            asked = self._fresh or (None if self._away else self._now)
+            asked = self._replacement or (None if self._is_away else self._capturer)
             if asked is None:
-                self._change.wait_for(lambda: self._fresh is not None or not self._away, wait)
+                self._change.wait_for(
+                    lambda: self._replacement is not None or not self._is_away, wait_s
+                )
                 return False, None
         try:
-            ended, reason = asked.ended(step, wait)
+            ended, reason = asked.poll_save_end(step, wait_s)
         except FencedError:
             raise
         except HoldfastError:
             with self._change:
-                self._suspect()
+                self._mark_away()
             return False, None
         if not ended:
             with self._change:
-                self._look()  # one that took its place does not know what it is asked for
+                self._suspect_if_due()  # one that took its place does not know what it is asked for
         return ended, reason
 
     # --- the thread that speaks to the mover ----------------------------------------------------
-    def _look(self) -> None:
-        if time.monotonic() - self._looked >= LOOK_SECONDS:
-            self._suspected = True
+    def _suspect_if_due(self) -> None:
+        if time.monotonic() - self._checked_at >= MOVER_CHECK_INTERVAL_S:
+            self._is_suspected = True
             self._change.notify_all()
 
-    def _suspect(self) -> None:
-        self._away = self._suspected = True
+    def _mark_away(self) -> None:
+        self._is_away = self._is_suspected = True
         self._change.notify_all()
 
-    def _work(self) -> None:
+    def _talk_to_mover(self) -> None:
         failed = 0  # attempts to find a mover, in a row
         while True:
             with self._change:
-                self._change.wait_for(lambda: self._closed or self._queue or self._suspected)
-                if self._closed:
+                self._change.wait_for(lambda: self._is_closed or self._queue or self._is_suspected)
+                if self._is_closed:
                     return
                 handing = self._queue.popleft() if self._queue else None
-                self._working = handing is not None
+                self._is_handing_over = handing is not None
             if handing is not None:
                 self._hand_over(handing)
                 with self._change:
-                    self._working = False
+                    self._is_handing_over = False
                     self._change.notify_all()
                 continue
-            failed = 0 if self._found() else failed + 1
+            failed = 0 if self._find_mover() else failed + 1
             if failed:
                 with self._change:
-                    pause = PAUSES[min(failed, len(PAUSES)) - 1]
-                    self._change.wait_for(lambda: self._closed or self._queue, pause)
+                    pause = MOVER_RETRY_DELAYS_S[min(failed, len(MOVER_RETRY_DELAYS_S)) - 1]
+                    self._change.wait_for(lambda: self._is_closed or self._queue, pause)
 
-    def _hand_over(self, handing: _HandOver) -> None:
-        step, gone = handing.step, None
+    def _hand_over(self, announcement: _Announcement) -> None:
+        step, gone = announcement.step, None
         with self._change:
-            if self._away or self._fenced or handing.capturer is not self._now:
-                gone = Skipped(step, _GONE)
+            if self._is_away or self._is_fenced or announcement.capturer is not self._capturer:
+                gone = SkippedCapture(step, _MOVER_GONE)
         if gone is not None:
-            handing.capturer.drop(step)
+            announcement.capturer.drop_capture(step)
         else:
             try:
-                gone = handing.capturer.announce(
-                    step, handing.meta, handing.durable, handing.copied, handing.uploaded
+                gone = announcement.capturer.announce(
+                    step,
+                    announcement.meta,
+                    announcement.is_durable,
+                    announcement.to_peers,
+                    announcement.to_bucket,
                 )
             except FencedError:
                 with self._change:
-                    self._fenced = True
+                    self._is_fenced = True
                 return  # the generation is over, and with it its snapshots
             except Exception as error:  # our own bug costs a save, and no more
-                gone = Skipped(step, f"{type(error).__name__}: {error}")
+                gone = SkippedCapture(step, f"{type(error).__name__}: {error}")
         with self._change:
             if gone is not None:
-                self._lost[step] = gone.reason
-                while len(self._lost) > KEPT:
-                    del self._lost[min(self._lost)]
-                self._suspect()
-            elif handing.durable:
-                self._durable.append(step)
+                self._skip_reasons[step] = gone.reason
+                while len(self._skip_reasons) > MAX_REMEMBERED_SAVES:
+                    del self._skip_reasons[min(self._skip_reasons)]
+                self._mark_away()
+            elif announcement.is_durable:
+                self._durable_steps.append(step)
         if gone is not None:
-            self._skipped(gone)
+            self._on_skipped(gone)
 
-    def _found(self) -> bool:
+    def _find_mover(self) -> bool:
         """Look for the mover; whether there is one, the same or another."""
         with self._change:
-            now = self._fresh or self._now
-        fresh: Captures | None = None
+            now = self._replacement or self._capturer
+        fresh: CapturerProtocol | None = None
         try:
-            if not now.connected():
-                fresh = self._make()
-                fresh.unheard(list(self._durable))
+            if not now.is_connected():
+                fresh = self._make_capturer()
+                fresh.report_orphaned_saves(list(self._durable_steps))
         except FencedError:
             with self._change:
-                self._fenced, self._suspected = True, False
+                self._is_fenced, self._is_suspected = True, False
                 self._change.notify_all()
             return True
         except Exception:  # it is not up yet, or does not know the generation
             with self._change:
-                self._away = True
+                self._is_away = True
             if fresh is not None:
                 fresh.close()
             return False
         with self._change:
-            self._looked, self._suspected = time.monotonic(), False
+            self._checked_at, self._is_suspected = time.monotonic(), False
             if fresh is None:
-                self._away = self._fresh is not None
-            elif not self._closed:
-                self._away, self._fresh, fresh = True, fresh, self._fresh
-                self._durable.clear()
+                self._is_away = self._replacement is not None
+            elif not self._is_closed:
+                self._is_away, self._replacement, fresh = True, fresh, self._replacement
+                self._durable_steps.clear()
             self._change.notify_all()
         if fresh is not None:
             fresh.close()

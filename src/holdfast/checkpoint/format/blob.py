@@ -17,18 +17,18 @@ from typing import Any
 
 from xxhash import xxh3_128
 
-from holdfast.core.format.manifest import BLOB_ALIGNMENT, Blob, Placed, listed
-from holdfast.core.json_parsing import parsed
+from holdfast.core.format.manifest import BLOB_ALIGNMENT, Blob, PlacedBox, parse_placed_boxes
+from holdfast.core.json_parsing import parse_json
 from holdfast.errors import CorruptError
 
 _LENGTH_BYTES = 8
-_HEADER_LIMIT = 100_000_000
+_MAX_HEADER_BYTES = 100_000_000
 """safetensors refuses longer headers."""
 
 Bytes = bytes | bytearray | memoryview
 
 
-def header(tensors: Sequence[Placed]) -> bytes:
+def blob_header(tensors: Sequence[PlacedBox]) -> bytes:
     """Everything before the first tensor byte; its length is a multiple of 4 KiB."""
     sharding = {p.box.name: {"saved_offsets": list(p.box.offsets)} for p in tensors}
     content: dict[str, Any] = {
@@ -46,32 +46,36 @@ def header(tensors: Sequence[Placed]) -> bytes:
         }
     text = json.dumps(content, separators=(",", ":")).encode()
     length = -(-(_LENGTH_BYTES + len(text)) // BLOB_ALIGNMENT) * BLOB_ALIGNMENT - _LENGTH_BYTES
-    if length > _HEADER_LIMIT:
+    if length > _MAX_HEADER_BYTES:
         raise ValueError(f"{len(tensors)} tensors do not fit into one blob's header")
     return length.to_bytes(_LENGTH_BYTES, "little") + text.ljust(length)
 
 
-def total_size(head: bytes, tensors: Iterable[Placed]) -> int:
+def blob_size(head: bytes, tensors: Iterable[PlacedBox]) -> int:
     """Return the bytes of the complete blob."""
     return len(head) + sum(p.nbytes for p in tensors)
 
 
-def parse_header(data: bytes, where: str) -> tuple[Placed, ...]:
+def parse_header(data: bytes, where: str) -> tuple[PlacedBox, ...]:
     """The tensors that a header (as `header` made it) lists, in the order of their bytes.
 
     Raises CorruptError for anything else.
     """
     try:
-        content: dict[str, Any] = parsed(data[_LENGTH_BYTES:])
+        content: dict[str, Any] = parse_json(data[_LENGTH_BYTES:])
         metadata: Mapping[str, str] = content.pop("__metadata__")
-        sharding = parsed(metadata["DCP_SHARDING_INFO"])
-        found = listed({
-            name: (
-                entry["dtype"], sharding[name]["saved_offsets"], entry["shape"],
-                entry["data_offsets"][0],
-            )
-            for name, entry in content.items()
-        })  # fmt: skip
+        sharding = parse_json(metadata["DCP_SHARDING_INFO"])
+        found = parse_placed_boxes(
+            {
+                name: (
+                    entry["dtype"],
+                    sharding[name]["saved_offsets"],
+                    entry["shape"],
+                    entry["data_offsets"][0],
+                )
+                for name, entry in content.items()
+            }
+        )
         return tuple(sorted(found, key=lambda p: p.start))
     except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
         raise CorruptError(f"{where}: not a blob's header: {error}") from error
@@ -84,10 +88,10 @@ class ExtentHasher:
         self._extent_bytes = extent_bytes
         self._state = xxh3_128()
         self._filled = 0
-        self._done: list[str] = []
+        self._checksums: list[str] = []
         self.size = 0
 
-    def feed(self, data: Iterable[Bytes]) -> Iterator[memoryview]:
+    def pass_through(self, data: Iterable[Bytes]) -> Iterator[memoryview]:
         """Pass the bytes through, unchanged and not copied."""
         for chunk in data:
             view = memoryview(chunk).cast("B")
@@ -97,18 +101,18 @@ class ExtentHasher:
                 self._state.update(piece)
                 self._filled += len(piece)
                 if self._filled == self._extent_bytes:
-                    self._close()
+                    self._finish_extent()
                 rest = rest[len(piece) :]
             self.size += len(view)
             yield view
 
-    def _close(self) -> None:
-        self._done.append(self._state.hexdigest())
+    def _finish_extent(self) -> None:
+        self._checksums.append(self._state.hexdigest())
         self._state.reset()
         self._filled = 0
 
-    def blob(self, key: str, data_start: int) -> Blob:
+    def finish(self, key: str, data_start: int) -> Blob:
         """The manifest entry of what has passed through; call once, at the end."""
         if self._filled:
-            self._close()
-        return Blob(key, self.size, data_start, self._extent_bytes, tuple(self._done))
+            self._finish_extent()
+        return Blob(key, self.size, data_start, self._extent_bytes, tuple(self._checksums))

@@ -18,26 +18,33 @@ from typing import Any
 import numpy as np
 
 from holdfast.checkpoint.interop.dcp_metadata import METADATA
-from holdfast.core.sharding.boxes import Box, coverage, whole
+from holdfast.core.sharding.boxes import Box, coverage_problem, whole_box
 from holdfast.core.sharding.state_table import ITEM_BYTES
 from holdfast.errors import CheckpointError
 
-CHILD = "holdfast.checkpoint.interop.dcp_metadata"
-CHILD_SECONDS = 1800.0
+METADATA_MODULE = "holdfast.checkpoint.interop.dcp_metadata"
+METADATA_TIMEOUT_S = 1800.0
 """For a folder of many files on a slow disk."""
 
-BLOCK_BYTES = 16 * 2**20
+READ_BLOCK_BYTES = 16 * 2**20
 """Read at a time."""
 
 _BITS = {8: "<u8", 4: "<u4", 2: "<u2", 1: "u1"}
-_KIND = {
-    "F64": "<f8", "F32": "<f4", "F16": "<f2", "I64": "<i8", "I32": "<i4", "I16": "<i2",
-    "I8": "i1", "U8": "u1", "BOOL": "u1",
-}  # fmt: skip
+_NUMPY_DTYPE = {
+    "F64": "<f8",
+    "F32": "<f4",
+    "F16": "<f2",
+    "I64": "<i8",
+    "I32": "<i4",
+    "I16": "<i2",
+    "I8": "i1",
+    "U8": "u1",
+    "BOOL": "u1",
+}
 
 
 @dataclass(frozen=True, slots=True)
-class Chunk:
+class DcpChunk:
     """One stored box: `nbytes` bytes of storage from byte `start` of `file`. Its first element is
     number `first` of the storage. Neighbours on each dim lie `strides` elements apart."""
 
@@ -45,7 +52,7 @@ class Chunk:
     file: str
     start: int
     nbytes: int
-    first: int
+    first_element: int
     strides: tuple[int, ...]
 
 
@@ -54,7 +61,7 @@ class DcpTensor:
     name: str
     dtype: str
     shape: tuple[int, ...]
-    chunks: tuple[Chunk, ...]
+    chunks: tuple[DcpChunk, ...]
 
 
 def is_dcp(folder: Path) -> bool:
@@ -65,15 +72,15 @@ class DcpFolder:
     """Tensors by their flat names, and the names of what is no tensor."""
 
     def __init__(self, folder: Path, tensors: dict[str, DcpTensor], others: tuple[str, ...]):
-        self.folder, self.tensors, self.others = folder, tensors, others
+        self.folder, self.tensors, self.non_tensors = folder, tensors, others
 
     @staticmethod
     def open(folder: Path) -> DcpFolder:
         """Raises CheckpointError for a folder that is not wholly what DCP writes."""
-        answer = _ask(folder)
-        tensors = {name: _tensor(name, row) for name, row in answer["tensors"].items()}
+        answer = _read_metadata(folder)
+        tensors = {name: _tensor_from_json(name, row) for name, row in answer["tensors"].items()}
         for tensor in tensors.values():
-            _check(folder, tensor)
+            _check_tensor(folder, tensor)
         return DcpFolder(folder, tensors, tuple(answer["others"]))
 
     def read(self, box: Box) -> Any:
@@ -83,26 +90,26 @@ class DcpFolder:
         for chunk in tensor.chunks:
             common = chunk.box.intersect(box) if box.size else None
             if common is not None:
-                there = self._map(chunk, out.dtype)
+                there = self._map_chunk(chunk, out.dtype)
                 out[_within(common, box)] = there[_within(common, chunk.box)]
         return out
 
-    def rows(self, name: str, dtype: str, unit: int = 1) -> Iterator[Any]:
+    def iterate_rows(self, name: str, dtype: str, unit: int = 1) -> Iterator[Any]:
         """Yield a complete tensor, row-major, in blocks of a multiple of `unit` rows, cast to
         `dtype`."""
         tensor = self.tensors[name]
-        every = whole(name, tensor.shape)
+        every = whole_box(name, tensor.shape)
         if not tensor.shape:
-            yield cast(self.read(every), tensor.dtype, dtype)
+            yield cast_bits(self.read(every), tensor.dtype, dtype)
             return
         row = max(1, every.size // max(1, tensor.shape[0])) * ITEM_BYTES[tensor.dtype]
-        step = max(1, BLOCK_BYTES // (row * unit)) * unit
+        step = max(1, READ_BLOCK_BYTES // (row * unit)) * unit
         for first in range(0, tensor.shape[0], step):
             count = min(step, tensor.shape[0] - first)
             box = Box(name, (first, *every.offsets[1:]), (count, *every.lengths[1:]))
-            yield cast(self.read(box), tensor.dtype, dtype)
+            yield cast_bits(self.read(box), tensor.dtype, dtype)
 
-    def _map(self, chunk: Chunk, kind: Any) -> Any:
+    def _map_chunk(self, chunk: DcpChunk, kind: Any) -> Any:
         """A chunk's elements where they lie in its file."""
         count = chunk.nbytes // kind.itemsize
         try:
@@ -115,28 +122,36 @@ class DcpFolder:
             ) from error
         strides = tuple(stride * kind.itemsize for stride in chunk.strides)
         return np.lib.stride_tricks.as_strided(
-            flat[chunk.first :], chunk.box.lengths, strides, writeable=False
+            flat[chunk.first_element :], chunk.box.lengths, strides, writeable=False
         )
 
 
-def cast(bits: Any, have: str, want: str) -> Any:
+def cast_bits(bits: Any, from_dtype: str, to_dtype: str) -> Any:
     """An array of one dtype's bits as another's. Widening is exact; narrowing rounds."""
-    if have == want:
+    if from_dtype == to_dtype:
         return bits
     # BF16 is the upper half of a float32.
-    wide = (bits.astype("<u4") << 16).view("<f4") if have == "BF16" else bits.view(_KIND[have])
-    if want not in _KIND:
-        raise CheckpointError(f"a {have} tensor cannot become {want}")
-    return np.ascontiguousarray(wide.astype(_KIND[want])).view(_BITS[ITEM_BYTES[want]])
+    wide = (
+        (bits.astype("<u4") << 16).view("<f4")
+        if from_dtype == "BF16"
+        else bits.view(_NUMPY_DTYPE[from_dtype])
+    )
+    if to_dtype not in _NUMPY_DTYPE:
+        raise CheckpointError(f"a {from_dtype} tensor cannot become {to_dtype}")
+    return np.ascontiguousarray(wide.astype(_NUMPY_DTYPE[to_dtype])).view(
+        _BITS[ITEM_BYTES[to_dtype]]
+    )
 
 
-def _ask(folder: Path) -> dict[str, Any]:
+def _read_metadata(folder: Path) -> dict[str, Any]:
     """Return what the child process reports about the folder."""
     try:
         done = subprocess.run(
-            [sys.executable, "-m", CHILD, str(folder)], capture_output=True, check=False,
-            timeout=CHILD_SECONDS,
-        )  # fmt: skip
+            [sys.executable, "-m", METADATA_MODULE, str(folder)],
+            capture_output=True,
+            check=False,
+            timeout=METADATA_TIMEOUT_S,
+        )
         answer = json.loads(done.stdout)
     except (subprocess.TimeoutExpired, ValueError):
         answer = {"refused": "its metadata cannot be read"}
@@ -149,27 +164,33 @@ def _ask(folder: Path) -> dict[str, Any]:
     return dict(answer)
 
 
-def _tensor(name: str, row: dict[str, Any]) -> DcpTensor:
+def _tensor_from_json(name: str, row: dict[str, Any]) -> DcpTensor:
     chunks = tuple(
-        Chunk(
-            Box(name, tuple(c["offsets"]), tuple(c["lengths"])), c["file"], c["start"],
-            c["bytes"], c["first"], tuple(c["strides"]),
+        DcpChunk(
+            Box(name, tuple(c["offsets"]), tuple(c["lengths"])),
+            c["file"],
+            c["start"],
+            c["bytes"],
+            c["first"],
+            tuple(c["strides"]),
         )
         for c in row["chunks"]
-    )  # fmt: skip
+    )
     return DcpTensor(name, row["dtype"], tuple(row["shape"]), chunks)
 
 
-def _check(folder: Path, tensor: DcpTensor) -> None:
+def _check_tensor(folder: Path, tensor: DcpTensor) -> None:
     """Every element is there once, and inside the bytes of its storage and of its file."""
     item = ITEM_BYTES[tensor.dtype]
-    problem = coverage(tensor.shape, [chunk.box for chunk in tensor.chunks])
+    problem = coverage_problem(tensor.shape, [chunk.box for chunk in tensor.chunks])
     if not problem and any(len(chunk.strides) != len(tensor.shape) for chunk in tensor.chunks):
         problem = "its strides have other dims than its shape"
     for chunk in () if problem else tensor.chunks:
         steps = zip(chunk.box.lengths, chunk.strides, strict=True)
-        last = chunk.first + sum((length - 1) * stride for length, stride in steps if length)
-        inside = chunk.first >= 0 and min(chunk.strides, default=0) >= 0
+        last = chunk.first_element + sum(
+            (length - 1) * stride for length, stride in steps if length
+        )
+        inside = chunk.first_element >= 0 and min(chunk.strides, default=0) >= 0
         if chunk.box.size and (not inside or (last + 1) * item > chunk.nbytes):
             problem = f"its bytes in {chunk.file} are too few"
         elif chunk.start + chunk.nbytes > (folder / chunk.file).stat().st_size:

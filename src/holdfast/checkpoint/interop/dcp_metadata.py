@@ -25,24 +25,39 @@ from typing import Any, BinaryIO
 
 METADATA = ".metadata"
 
-DTYPES = {
-    "float64": "F64", "float32": "F32", "bfloat16": "BF16", "float16": "F16",
-    "int64": "I64", "int32": "I32", "int16": "I16", "int8": "I8", "uint8": "U8", "bool": "BOOL",
-}  # fmt: skip
+TORCH_DTYPE_NAMES = {
+    "float64": "F64",
+    "float32": "F32",
+    "bfloat16": "BF16",
+    "float16": "F16",
+    "int64": "I64",
+    "int32": "I32",
+    "int16": "I16",
+    "int8": "I8",
+    "uint8": "U8",
+    "bool": "BOOL",
+}
 """torch's names of the dtypes that a checkpoint can hold, and safetensors'."""
 
-STORAGES = {
-    "DoubleStorage": "F64", "FloatStorage": "F32", "BFloat16Storage": "BF16",
-    "HalfStorage": "F16", "LongStorage": "I64", "IntStorage": "I32", "ShortStorage": "I16",
-    "CharStorage": "I8", "ByteStorage": "U8", "BoolStorage": "BOOL",
-}  # fmt: skip
+TORCH_STORAGE_DTYPES = {
+    "DoubleStorage": "F64",
+    "FloatStorage": "F32",
+    "BFloat16Storage": "BF16",
+    "HalfStorage": "F16",
+    "LongStorage": "I64",
+    "IntStorage": "I32",
+    "ShortStorage": "I16",
+    "CharStorage": "I8",
+    "ByteStorage": "U8",
+    "BoolStorage": "BOOL",
+}
 
 
-class RefusedError(Exception):
+class UnsupportedDcpError(Exception):
     """One sentence: what is not as DCP writes it."""
 
 
-class Stand:
+class Placeholder:
     """In place of a dataclass: holds its fields, and does nothing."""
 
     def __setstate__(self, state: Any) -> None:
@@ -55,23 +70,23 @@ class Stand:
         return self.__dict__.get(name)
 
 
-class Metadata(Stand):
+class Metadata(Placeholder):
     pass
 
 
-class TensorStorageMetadata(Stand):
+class TensorStorageMetadata(Placeholder):
     pass
 
 
-class BytesStorageMetadata(Stand):
+class BytesStorageMetadata(Placeholder):
     pass
 
 
-class MetadataIndex(Stand):
+class MetadataIndex(Placeholder):
     pass
 
 
-class Other(Stand):
+class IgnoredObject(Placeholder):
     """Known, and of no use here."""
 
 
@@ -79,103 +94,107 @@ def _sizes(values: Any = ()) -> tuple[int, ...]:
     return tuple(int(value) for value in values)
 
 
-def _nothing(*_: Any) -> None:
+def _ignore(*_: Any) -> None:
     """Layouts, memory formats, paths: read over."""
 
 
 _DCP = "torch.distributed.checkpoint.metadata"
-_FILES = "torch.distributed.checkpoint.filesystem"
-_OLD = "torch.distributed._shard.sharded_tensor.metadata"  # where torch 2.2 had two of them
-DESCRIBED: dict[tuple[str, str], Any] = {
+_FILESYSTEM = "torch.distributed.checkpoint.filesystem"
+_OLD_METADATA = (
+    "torch.distributed._shard.sharded_tensor.metadata"  # where torch 2.2 had two of them
+)
+METADATA_ALLOWLIST: dict[tuple[str, str], Any] = {
     (_DCP, "Metadata"): Metadata,
     (_DCP, "TensorStorageMetadata"): TensorStorageMetadata,
     (_DCP, "BytesStorageMetadata"): BytesStorageMetadata,
     (_DCP, "MetadataIndex"): MetadataIndex,
-    (_DCP, "ChunkStorageMetadata"): Other,
-    (_DCP, "TensorProperties"): Other,
-    (_DCP, "StorageMeta"): Other,
-    (_DCP, "_MEM_FORMAT_ENCODING"): _nothing,
-    (_OLD, "TensorProperties"): Other,
-    (_OLD, "MEM_FORMAT_ENCODING"): _nothing,
-    ("builtins", "getattr"): _nothing,  # how some releases of Python write a member of an enum
-    (_FILES, "_StorageInfo"): Other,
+    (_DCP, "ChunkStorageMetadata"): IgnoredObject,
+    (_DCP, "TensorProperties"): IgnoredObject,
+    (_DCP, "StorageMeta"): IgnoredObject,
+    (_DCP, "_MEM_FORMAT_ENCODING"): _ignore,
+    (_OLD_METADATA, "TensorProperties"): IgnoredObject,
+    (_OLD_METADATA, "MEM_FORMAT_ENCODING"): _ignore,
+    ("builtins", "getattr"): _ignore,  # how some releases of Python write a member of an enum
+    (_FILESYSTEM, "_StorageInfo"): IgnoredObject,
     ("torch", "Size"): _sizes,
-    ("torch.serialization", "_get_layout"): _nothing,
+    ("torch.serialization", "_get_layout"): _ignore,
     ("torch", "strided"): None,
-    ("pathlib", "PosixPath"): _nothing,
-    ("pathlib", "WindowsPath"): _nothing,
-    ("pathlib._local", "PosixPath"): _nothing,
-    ("pathlib._local", "WindowsPath"): _nothing,
+    ("pathlib", "PosixPath"): _ignore,
+    ("pathlib", "WindowsPath"): _ignore,
+    ("pathlib._local", "PosixPath"): _ignore,
+    ("pathlib._local", "WindowsPath"): _ignore,
     ("collections", "OrderedDict"): OrderedDict,
-    **{("torch", name): dtype for name, dtype in DTYPES.items()},
+    **{("torch", name): dtype for name, dtype in TORCH_DTYPE_NAMES.items()},
 }
 """All that `.metadata` may name."""
 
 
-class Storage:
+class ArchivedStorage:
     """A tensor's bytes: a record of the archive."""
 
     def __init__(self, dtype: str, key: str) -> None:
         self.dtype, self.key = dtype, key
 
 
-class Tensor:
+class ArchivedTensor:
     """The position of a tensor's elements in its storage."""
 
-    def __init__(self, storage: Storage, offset: int, size: Any, stride: Any, *_: Any) -> None:
+    def __init__(
+        self, storage: ArchivedStorage, offset: int, size: Any, stride: Any, *_: Any
+    ) -> None:
         self.storage, self.offset = storage, int(offset)
         self.size, self.stride = _sizes(size), _sizes(stride)
 
     def __setstate__(self, state: Any) -> None:
-        raise RefusedError("a tensor carries attributes of its own")
+        raise UnsupportedDcpError("a tensor carries attributes of its own")
 
 
-ARCHIVED: dict[tuple[str, str], Any] = {
-    ("torch._utils", "_rebuild_tensor_v2"): Tensor,
+ARCHIVE_ALLOWLIST: dict[tuple[str, str], Any] = {
+    ("torch._utils", "_rebuild_tensor_v2"): ArchivedTensor,
     ("torch._utils", "_rebuild_parameter"): lambda tensor, *_: tensor,
     ("torch", "Size"): _sizes,
     ("collections", "OrderedDict"): OrderedDict,
-    **{("torch", name): dtype for name, dtype in STORAGES.items()},
+    **{("torch", name): dtype for name, dtype in TORCH_STORAGE_DTYPES.items()},
 }
 """All that a tensor's archive may name."""
 
 
-class Listed(pickle.Unpickler):
+class AllowlistUnpickler(pickle.Unpickler):
     """An unpickler that knows a list of names, and nothing else."""
 
-    def __init__(self, data: bytes, known: dict[tuple[str, str], Any], where: str) -> None:
+    def __init__(self, data: bytes, allowed: dict[tuple[str, str], Any], where: str) -> None:
         super().__init__(io.BytesIO(data))
-        self._known, self._where = known, where
+        self._allowed, self._where = allowed, where
 
     def find_class(self, module: str, name: str) -> Any:
         try:
-            return self._known[module, name]
+            return self._allowed[module, name]
         except KeyError:
-            raise RefusedError(
+            raise UnsupportedDcpError(
                 f"{self._where} names {module}.{name}, which no DCP checkpoint of tensors needs"
             ) from None
 
-    def persistent_load(self, value: Any) -> Storage:
+    def persistent_load(self, value: Any) -> ArchivedStorage:
         if not (isinstance(value, tuple) and len(value) == 5 and value[0] == "storage"):
-            raise RefusedError(f"{self._where} refers to something that is no storage")
-        return Storage(str(value[1]), str(value[2]))
+            raise UnsupportedDcpError(f"{self._where} refers to something that is no storage")
+        return ArchivedStorage(str(value[1]), str(value[2]))
 
-    def read(self) -> Any:
+    def load_checked(self) -> Any:
         try:
             return self.load()
-        except RefusedError:
+        except UnsupportedDcpError:
             raise
         except Exception as error:
-            raise RefusedError(
+            raise UnsupportedDcpError(
                 f"{self._where} is not a pickle that DCP wrote ({type(error).__name__})"
             ) from None
 
 
-class Window(io.RawIOBase):
+class FileWindow(io.RawIOBase):
     """A range of a file as a file: archives lie one after another in a data file."""
 
     def __init__(self, file: BinaryIO, start: int, length: int) -> None:
-        self._file, self._start, self._length, self._at = file, start, length, 0
+        self._file, self._start, self._length, self._position = file, start, length, 0
 
     def readable(self) -> bool:
         return True
@@ -184,29 +203,31 @@ class Window(io.RawIOBase):
         return True
 
     def seek(self, offset: int, whence: int = 0) -> int:
-        self._at = offset + (0, self._at, self._length)[whence]
-        return self._at
+        self._position = offset + (0, self._position, self._length)[whence]
+        return self._position
 
     def tell(self) -> int:
-        return self._at
+        return self._position
 
     def read(self, size: int = -1) -> bytes:
-        left = max(0, self._length - self._at)
-        self._file.seek(self._start + self._at)
+        left = max(0, self._length - self._position)
+        self._file.seek(self._start + self._position)
         data = self._file.read(left if size is None or size < 0 else min(size, left))
-        self._at += len(data)
+        self._position += len(data)
         return data
 
 
-def describe(folder: Path) -> dict[str, Any]:
+def describe_folder(folder: Path) -> dict[str, Any]:
     """Return the complete answer. Raises RefusedError, and OSError for files that cannot be
     read."""
-    found = Listed((folder / METADATA).read_bytes(), DESCRIBED, METADATA).read()
+    found = AllowlistUnpickler(
+        (folder / METADATA).read_bytes(), METADATA_ALLOWLIST, METADATA
+    ).load_checked()
     if not isinstance(found, Metadata):
-        raise RefusedError(f"{METADATA} holds no description of a checkpoint")
+        raise UnsupportedDcpError(f"{METADATA} holds no description of a checkpoint")
     entries, places = found.field("state_dict_metadata"), found.field("storage_data")
     if not isinstance(entries, dict) or not isinstance(places, dict):
-        raise RefusedError(f"{METADATA} does not say where its tensors lie")
+        raise UnsupportedDcpError(f"{METADATA} does not say where its tensors lie")
     at: dict[tuple[str, tuple[int, ...]], Any] = {}
     for index, place in places.items():
         if isinstance(index, MetadataIndex):
@@ -217,7 +238,7 @@ def describe(folder: Path) -> dict[str, Any]:
     try:
         for name, entry in entries.items():
             if isinstance(entry, TensorStorageMetadata):
-                tensors[str(name)] = _tensor(folder, str(name), entry, at, files)
+                tensors[str(name)] = _describe_tensor(folder, str(name), entry, at, files)
             else:
                 others.append(str(name))
     finally:
@@ -226,36 +247,38 @@ def describe(folder: Path) -> dict[str, Any]:
     return {"tensors": tensors, "others": others}
 
 
-def _tensor(
+def _describe_tensor(
     folder: Path,
     name: str,
     entry: TensorStorageMetadata,
-    at: dict[tuple[str, tuple[int, ...]], Any],
+    places: dict[tuple[str, tuple[int, ...]], Any],
     files: dict[str, BinaryIO],
 ) -> dict[str, Any]:
-    dtype = _dtype(name, entry)
+    dtype = _read_dtype(name, entry)
     chunks = []
     for chunk in entry.field("chunks") or ():
         offsets, lengths = tuple(chunk.field("offsets")), tuple(chunk.field("sizes"))
-        place = at.get((name, offsets))
+        place = places.get((name, offsets))
         if place is None:
-            raise RefusedError(f"{METADATA} does not say where {name} at {list(offsets)} lies")
+            raise UnsupportedDcpError(
+                f"{METADATA} does not say where {name} at {list(offsets)} lies"
+            )
         if place.field("transform_descriptors"):
-            raise RefusedError(f"{name} is compressed or encrypted by an extension of DCP")
-        chunks.append(_chunk(folder, name, dtype, offsets, lengths, place, files))
+            raise UnsupportedDcpError(f"{name} is compressed or encrypted by an extension of DCP")
+        chunks.append(_describe_chunk(folder, name, dtype, offsets, lengths, place, files))
     return {"dtype": dtype, "shape": list(entry.field("size")), "chunks": chunks}
 
 
-def _dtype(name: str, entry: TensorStorageMetadata) -> str:
+def _read_dtype(name: str, entry: TensorStorageMetadata) -> str:
     properties = entry.field("properties")
-    state = properties.field("state") if isinstance(properties, Stand) else None
+    state = properties.field("state") if isinstance(properties, Placeholder) else None
     dtype = state[0] if isinstance(state, tuple) and state else None
-    if dtype not in DTYPES.values():
-        raise RefusedError(f"{name} has a dtype that a checkpoint cannot hold")
+    if dtype not in TORCH_DTYPE_NAMES.values():
+        raise UnsupportedDcpError(f"{name} has a dtype that a checkpoint cannot hold")
     return str(dtype)
 
 
-def _chunk(
+def _describe_chunk(
     folder: Path,
     name: str,
     dtype: str,
@@ -267,18 +290,18 @@ def _chunk(
     """The bytes of a file that hold one chunk, and their order of dims."""
     file_name = str(place.field("relative_path"))
     if not re.fullmatch(r"[A-Za-z0-9_.-]+", file_name):
-        raise RefusedError(f"{METADATA} names a file outside of the folder ({file_name!r})")
+        raise UnsupportedDcpError(f"{METADATA} names a file outside of the folder ({file_name!r})")
     if file_name not in files:
         files[file_name] = (folder / file_name).open("rb")
     start, length = int(place.field("offset")), int(place.field("length"))
     where = f"{name} in {file_name}"
     try:
-        with zipfile.ZipFile(Window(files[file_name], start, length)) as archive:
-            tensor, record = _archived(archive, where)
+        with zipfile.ZipFile(FileWindow(files[file_name], start, length)) as archive:
+            tensor, record = _read_archive(archive, where)
     except (zipfile.BadZipFile, ValueError, OSError) as error:
-        raise RefusedError(f"{where} is not an archive that DCP wrote ({error})") from None
+        raise UnsupportedDcpError(f"{where} is not an archive that DCP wrote ({error})") from None
     if tensor.size != lengths or tensor.storage.dtype != dtype:
-        raise RefusedError(
+        raise UnsupportedDcpError(
             f"{where} is {tensor.storage.dtype} {list(tensor.size)}, {METADATA} says {dtype} "
             f"{list(lengths)}"
         )
@@ -286,13 +309,17 @@ def _chunk(
     head = files[file_name].read(30)  # the local header: its name and extra field precede the bytes
     skip = int.from_bytes(head[26:28], "little") + int.from_bytes(head[28:30], "little")
     return {
-        "offsets": offsets, "lengths": lengths, "file": file_name,
-        "start": start + record.header_offset + 30 + skip, "bytes": record.file_size,
-        "first": tensor.offset, "strides": tensor.stride,
-    }  # fmt: skip
+        "offsets": offsets,
+        "lengths": lengths,
+        "file": file_name,
+        "start": start + record.header_offset + 30 + skip,
+        "bytes": record.file_size,
+        "first": tensor.offset,
+        "strides": tensor.stride,
+    }
 
 
-def _archived(archive: zipfile.ZipFile, where: str) -> tuple[Tensor, zipfile.ZipInfo]:
+def _read_archive(archive: zipfile.ZipFile, where: str) -> tuple[ArchivedTensor, zipfile.ZipInfo]:
     """The tensor of an archive, and the record with its bytes."""
     names = archive.namelist()
     root = next((n.removesuffix("data.pkl") for n in names if n.endswith("/data.pkl")), None)
@@ -300,23 +327,25 @@ def _archived(archive: zipfile.ZipFile, where: str) -> tuple[Tensor, zipfile.Zip
         raise ValueError("it has no data.pkl")
     order = f"{root}byteorder"
     if order in names and archive.read(order) != b"little":
-        raise RefusedError(f"{where} was written on a machine of the other byte order")
-    tensor = Listed(archive.read(f"{root}data.pkl"), ARCHIVED, where).read()
-    if not isinstance(tensor, Tensor) or not isinstance(tensor.storage, Storage):
-        raise RefusedError(f"{where} is no tensor")
+        raise UnsupportedDcpError(f"{where} was written on a machine of the other byte order")
+    tensor = AllowlistUnpickler(
+        archive.read(f"{root}data.pkl"), ARCHIVE_ALLOWLIST, where
+    ).load_checked()
+    if not isinstance(tensor, ArchivedTensor) or not isinstance(tensor.storage, ArchivedStorage):
+        raise UnsupportedDcpError(f"{where} is no tensor")
     try:
         record = archive.getinfo(f"{root}data/{tensor.storage.key}")
     except KeyError:
-        raise RefusedError(f"{where} has no bytes") from None
+        raise UnsupportedDcpError(f"{where} has no bytes") from None
     if record.compress_type != zipfile.ZIP_STORED:
-        raise RefusedError(f"{where} is compressed")
+        raise UnsupportedDcpError(f"{where} is compressed")
     return tensor, record
 
 
 def main() -> None:
     try:
-        answer = describe(Path(sys.argv[1]))
-    except RefusedError as error:
+        answer = describe_folder(Path(sys.argv[1]))
+    except UnsupportedDcpError as error:
         answer = {"refused": str(error)}
     except OSError as error:
         answer = {"refused": f"{error.filename or METADATA}: {error.strerror}"}

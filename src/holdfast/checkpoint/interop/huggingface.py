@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from holdfast.checkpoint.format.blob import Bytes
-from holdfast.checkpoint.restore.catalog import listing
-from holdfast.checkpoint.save.single_writer import Source, write_single
+from holdfast.checkpoint.restore.catalog import list_commits
+from holdfast.checkpoint.save.single_writer import TensorSource, write_single
 from holdfast.config.model import ModelConfig
 from holdfast.core.format.manifest import Commit
-from holdfast.core.sharding.state_table import PREFIXES, TensorSpec, state_table
+from holdfast.core.sharding.state_table import STATE_PREFIXES, TensorSpec, state_table
 from holdfast.errors import CheckpointError
 from holdfast.wire.store.run_store import RunStore
 
@@ -23,14 +23,24 @@ if TYPE_CHECKING:
     from holdfast.model.huggingface import FolderTensors
 
 ZEROS = bytes(2**20)
-SHAPE_FIELDS = (
-    "layers", "dim", "heads", "kv_heads", "head_size", "ffn_dim", "vocab_size", "rope_theta",
-    "rope_scaling", "norm_eps", "qk_norm", "tied_embeddings",
-)  # fmt: skip
+COMPARED_MODEL_FIELDS = (
+    "layers",
+    "dim",
+    "heads",
+    "kv_heads",
+    "head_size",
+    "ffn_dim",
+    "vocab_size",
+    "rope_theta",
+    "rope_scaling",
+    "norm_eps",
+    "qk_norm",
+    "tied_embeddings",
+)
 """Settings that decide which numbers the same weights compute."""
 
 
-def import_checkpoint(
+def import_huggingface(
     store: RunStore,
     folder: Path,
     model: ModelConfig,
@@ -48,13 +58,13 @@ def import_checkpoint(
     # Torch comes with the model room, and this module must import without it.
     from holdfast.model.huggingface import import_folder
 
-    if taken := listing(store):
+    if taken := list_commits(store):
         raise CheckpointError(
             f"the run has checkpoints already ({taken[0]})",
             remedy="import into a new run folder, with folder=<path>",
         )
     found, tensors = import_folder(folder, model.vocab_multiple)
-    for name in SHAPE_FIELDS:
+    for name in COMPARED_MODEL_FIELDS:
         theirs, ours = getattr(found, name), getattr(model, name)
         if theirs != ours:
             raise CheckpointError(
@@ -63,7 +73,7 @@ def import_checkpoint(
                 remedy=f"set model.{name}={theirs}",
             )
     sources = (
-        Source(spec.name, spec.dtype, spec.shape, _chunks(spec, tensors))
+        TensorSource(spec.name, spec.dtype, spec.shape, _tensor_chunks(spec, tensors))
         for spec in state_table(model, precision)
     )
     meta = {"position": 0, "imported_from": folder.name}
@@ -72,9 +82,9 @@ def import_checkpoint(
     )
 
 
-def _chunks(spec: TensorSpec, tensors: FolderTensors) -> Iterator[Bytes]:
+def _tensor_chunks(spec: TensorSpec, tensors: FolderTensors) -> Iterator[Bytes]:
     """The bytes of one state tensor: a weight, cast; or zeros, for the optimizer's."""
-    prefix = PREFIXES[0]
+    prefix = STATE_PREFIXES[0]
     if not spec.name.startswith(prefix):
         for start in range(0, spec.nbytes, len(ZEROS)):
             yield ZEROS[: spec.nbytes - start]

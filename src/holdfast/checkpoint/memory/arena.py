@@ -38,7 +38,7 @@ _ARENA = struct.Struct("<8sIIQ")  # magic, format, slots, slot capacity in bytes
 _SLOT = struct.Struct("<8sI4x16sQQQQ16s")  # magic, format, run, generation, step, sequence, length,
 _CHECK = struct.Struct("<Q")  # layout | xxh3-64 of the header
 _HOLD = struct.Struct("<Q")
-_HOLD_AT = 2048  # own cache line: 0 while the slot is free
+_HOLD_OFFSET = 2048  # own cache line: 0 while the slot is free
 
 FREE, HELD = 0, 1
 
@@ -55,7 +55,7 @@ class SlotHeader:
     layout: bytes
 
 
-def digest(data: bytes | str) -> bytes:
+def identity_digest(data: bytes | str) -> bytes:
     """16 bytes that stand for a run's name or a blob's header in a slot header."""
     return bytes(xxh3_128_digest(data.encode() if isinstance(data, str) else data))
 
@@ -95,7 +95,7 @@ class Arena:
         Raises HoldfastError when the machine has not that much memory.
         """
         size = PAGE + slots * (PAGE + capacity)
-        room = limits.available()
+        room = limits.available_bytes()
         if room is not None and size > room:
             raise HoldfastError(
                 f"no memory for an arena of {size} bytes ({slots} snapshots): {room} are available"
@@ -116,7 +116,7 @@ class Arena:
 
     def data_offset(self, slot: int) -> int:
         """Return the offset in the file at which a slot's blob begins."""
-        return self._base(slot) + PAGE
+        return self._slot_offset(slot) + PAGE
 
     def data(self, slot: int, length: int) -> memoryview:
         """The first `length` bytes of a slot's blob."""
@@ -126,40 +126,40 @@ class Arena:
     # --- the worker's side ------------------------------------------------------------------
     def free_slot(self) -> int | None:
         """Return the free slot whose bytes are oldest; None when all are held."""
-        free = [s for s in range(self.slots) if not self.held(s)]
-        return min(free, key=lambda s: (self._sequence(s), s), default=None)
+        free = [s for s in range(self.slots) if not self.is_held(s)]
+        return min(free, key=lambda s: (self._read_sequence(s), s), default=None)
 
-    def begin(self, slot: int) -> None:
+    def begin_write(self, slot: int) -> None:
         """Mark a slot dirty. Raises RuntimeError when it is held: that would be our own bug."""
-        if self.held(slot):
+        if self.is_held(slot):
             raise RuntimeError(f"slot {slot} is being read")
-        sequence = self._sequence(slot)
-        self._put_sequence(slot, sequence + 1 + sequence % 2)
+        sequence = self._read_sequence(slot)
+        self._write_sequence(slot, sequence + 1 + sequence % 2)
 
-    def finish(
+    def finish_write(
         self, slot: int, run: bytes, generation: int, step: int, length: int, layout: bytes
     ) -> SlotHeader:
         """Write the header, and hold the slot until the mover releases it."""
-        sequence = self._sequence(slot) + 1
+        sequence = self._read_sequence(slot) + 1
         made = SlotHeader(run, generation, step, sequence, length, layout)
         packed = _pack(made)
-        _HOLD.pack_into(self.memory, self._base(slot) + _HOLD_AT, HELD)
-        base = self._base(slot)
+        _HOLD.pack_into(self.memory, self._slot_offset(slot) + _HOLD_OFFSET, HELD)
+        base = self._slot_offset(slot)
         self.memory[base : base + len(packed)] = packed
         return made
 
     # --- the mover's side -------------------------------------------------------------------
-    def held(self, slot: int) -> bool:
-        (value,) = _HOLD.unpack_from(self.memory, self._base(slot) + _HOLD_AT)
+    def is_held(self, slot: int) -> bool:
+        (value,) = _HOLD.unpack_from(self.memory, self._slot_offset(slot) + _HOLD_OFFSET)
         return bool(value != FREE)
 
     def release(self, slot: int) -> None:
         """Give the slot back to the worker; its bytes stay readable until they are overwritten."""
-        _HOLD.pack_into(self.memory, self._base(slot) + _HOLD_AT, FREE)
+        _HOLD.pack_into(self.memory, self._slot_offset(slot) + _HOLD_OFFSET, FREE)
 
     def header(self, slot: int) -> SlotHeader | None:
         """The slot's header; None when it is dirty, torn, or was never written."""
-        base = self._base(slot)
+        base = self._slot_offset(slot)
         raw = self.memory[base : base + _SLOT.size + _CHECK.size]
         magic, version, run, generation, step, sequence, length, layout = _SLOT.unpack_from(raw)
         (check,) = _CHECK.unpack_from(raw, _SLOT.size)
@@ -186,25 +186,31 @@ class Arena:
             raise CorruptError(f"slot {slot} changed while step {expected.step} was read")
 
     # --- fields -----------------------------------------------------------------------------
-    def _base(self, slot: int) -> int:
+    def _slot_offset(self, slot: int) -> int:
         if not 0 <= slot < self.slots:
             raise IndexError(f"slot {slot} of {self.slots}")
         return PAGE + slot * (PAGE + self.capacity)
 
-    def _sequence_at(self, slot: int) -> int:
-        return self._base(slot) + 8 + 8 + 16 + 16
+    def _sequence_offset(self, slot: int) -> int:
+        return self._slot_offset(slot) + 8 + 8 + 16 + 16
 
-    def _sequence(self, slot: int) -> int:
-        (value,) = _CHECK.unpack_from(self.memory, self._sequence_at(slot))
+    def _read_sequence(self, slot: int) -> int:
+        (value,) = _CHECK.unpack_from(self.memory, self._sequence_offset(slot))
         return int(value)
 
-    def _put_sequence(self, slot: int, value: int) -> None:
-        _CHECK.pack_into(self.memory, self._sequence_at(slot), value)
+    def _write_sequence(self, slot: int, value: int) -> None:
+        _CHECK.pack_into(self.memory, self._sequence_offset(slot), value)
 
 
 def _pack(header: SlotHeader) -> bytes:
     fields = _SLOT.pack(
-        _SLOT_MAGIC, ARENA_FORMAT, header.run, header.generation, header.step,
-        header.sequence, header.length, header.layout,
-    )  # fmt: skip
+        _SLOT_MAGIC,
+        ARENA_FORMAT,
+        header.run,
+        header.generation,
+        header.step,
+        header.sequence,
+        header.length,
+        header.layout,
+    )
     return fields + _CHECK.pack(xxh3_64_intdigest(fields))

@@ -9,24 +9,24 @@ from __future__ import annotations
 from pathlib import Path
 
 
-def available(root: Path = Path("/")) -> int | None:
+def available_bytes(root: Path = Path("/")) -> int | None:
     """Bytes that can be allocated now: of the machine, or of this process's memory cgroup (both
     versions) if that is less. None where the kernel does not say."""
-    found = [_machine(root / "proc/meminfo"), *_cgroups(root)]
+    found = [_machine_bytes(root / "proc/meminfo"), *_cgroup_bytes(root)]
     return min((value for value in found if value is not None), default=None)
 
 
-def _machine(path: Path) -> int | None:
-    for line in _text(path).splitlines():
+def _machine_bytes(path: Path) -> int | None:
+    for line in _read_or_empty(path).splitlines():
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) * 1024
     return None
 
 
-def _cgroups(root: Path) -> list[int | None]:
+def _cgroup_bytes(root: Path) -> list[int | None]:
     """What the own cgroup and each one above it leaves."""
     left: list[int | None] = []
-    for line in _text(root / "proc/self/cgroup").splitlines():
+    for line in _read_or_empty(root / "proc/self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers == "":
             base, limit, usage = root / "sys/fs/cgroup", "memory.max", "memory.current"
@@ -37,21 +37,21 @@ def _cgroups(root: Path) -> list[int | None]:
             continue
         folder = base / path.lstrip("/")
         for level in (folder, *folder.parents):
-            left.append(_left(level / limit, level / usage))
+            left.append(_remaining_bytes(level / limit, level / usage))
             if level == base:
                 break
     return left
 
 
-def _left(limit: Path, usage: Path) -> int | None:
+def _remaining_bytes(limit: Path, usage: Path) -> int | None:
     """Page cache counts as used here though it could go: the answer errs on the safe side."""
-    maximum, used = _text(limit).strip(), _text(usage).strip()
+    maximum, used = _read_or_empty(limit).strip(), _read_or_empty(usage).strip()
     if not maximum.isdecimal() or not used.isdecimal():
         return None  # "max", or no such controller
     return max(0, int(maximum) - int(used))
 
 
-def _text(path: Path) -> str:
+def _read_or_empty(path: Path) -> str:
     try:
         return path.read_text()
     except OSError:

@@ -31,24 +31,24 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from holdfast.checkpoint.memory.arena import Arena, SlotHeader
-from holdfast.core.format.manifest import Commit, Part, merge
+from holdfast.core.format.manifest import Commit, PartManifest, merge_parts
 from holdfast.core.sharding.state_table import StateTable
 from holdfast.errors import CorruptError
 from holdfast.layout import Topology
 from holdfast.wire.store.run_store import MissingKeyError
 
 
-class _Process:
+class _ProcessHandle:
     """One that is known by a descriptor, so that another with its number is not taken for it."""
 
-    def __init__(self, number: int) -> None:
+    def __init__(self, pid: int) -> None:
         """Raises OSError when there is no such process."""
-        self.number = number
-        self._fd = os.pidfd_open(number)
+        self.pid = pid
+        self._fd = os.pidfd_open(pid)
         weakref.finalize(self, os.close, self._fd)
 
     @property
-    def ended(self) -> bool:
+    def has_ended(self) -> bool:
         ready = select.poll()  # select() takes no descriptor above 1,023
         ready.register(self._fd, select.POLLIN)
         return bool(ready.poll(0))
@@ -62,31 +62,33 @@ class MemoryFile:
         weakref.finalize(self, os.close, fd)
         self.fd = fd
         self.arena = Arena(fd)
-        self._writers: list[_Process] = []
-        self._unknown = False  # a process whose end cannot be seen was given it
+        self._writers: list[_ProcessHandle] = []
+        self._has_unknown_writer = False  # a process whose end cannot be seen was given it
 
-    def given_to(self, process: int | None) -> None:
+    def add_writer(self, pid: int | None) -> None:
         """Note that a process has mapped it to write there."""
-        self._writers = [writer for writer in self._writers if not writer.ended]
-        if any(writer.number == process for writer in self._writers):
+        self._writers = [writer for writer in self._writers if not writer.has_ended]
+        if any(writer.pid == pid for writer in self._writers):
             return
-        self._unknown = self._unknown or process is None or not hasattr(os, "pidfd_open")
-        if process is not None and not self._unknown:
+        self._has_unknown_writer = (
+            self._has_unknown_writer or pid is None or not hasattr(os, "pidfd_open")
+        )
+        if pid is not None and not self._has_unknown_writer:
             try:
-                self._writers.append(_Process(process))
+                self._writers.append(_ProcessHandle(pid))
             except OSError:
-                self._unknown = True
+                self._has_unknown_writer = True
 
     @property
-    def deserted(self) -> bool:
+    def has_no_writers(self) -> bool:
         """Return True if every process that could write there is known to have ended. Only then may
         another write: two writers in one slot would spoil both snapshots."""
-        return self.deserted_but(None)
+        return self.has_no_writers_but(None)
 
-    def deserted_but(self, process: int | None) -> bool:
+    def has_no_writers_but(self, pid: int | None) -> bool:
         """The same, but for one that says that it writes there no more."""
-        others = (writer for writer in self._writers if writer.number != process)
-        return not self._unknown and all(writer.ended for writer in others)
+        others = (writer for writer in self._writers if writer.pid != pid)
+        return not self._has_unknown_writer and all(writer.has_ended for writer in others)
 
     @property
     def nbytes(self) -> int:
@@ -97,110 +99,117 @@ class MemoryFile:
 class Snapshot:
     """One rank's part of a step, where its bytes lie, and what the slot must say."""
 
-    part: Part
-    stored: bytes = field(repr=False)  # the sealed part manifest, byte for byte
+    part: PartManifest
+    sealed_manifest: bytes = field(repr=False)  # the sealed part manifest, byte for byte
     memory: MemoryFile = field(repr=False)
     slot: int
     header: SlotHeader
-    own: bool = True  # of a rank of this node
+    is_own: bool = True  # of a rank of this node
 
     @property
-    def whole(self) -> bool:
+    def is_intact(self) -> bool:
         """True if the slot still holds it."""
         return self.memory.arena.header(self.slot) == self.header
 
 
-Sealed = bytes
+SealedManifest = bytes
 """A part manifest as it is written, byte for byte."""
 
 
-class Held(NamedTuple):
+class InventoryEntry(NamedTuple):
     """A line of the inventory."""
 
     generation: int
     step: int
     rank: int
-    bytes: int
-    stored: Sealed
+    nbytes: int
+    sealed_manifest: SealedManifest
 
 
-_Name = tuple[int, int, int]  # generation, step, rank
-_Place = tuple[int, int]  # id of the memory file, slot
+_SnapshotName = tuple[int, int, int]  # generation, step, rank
+_SlotId = tuple[int, int]  # id of the memory file, slot
 
 
-class Shelf:
+class SnapshotStore:
     """Snapshots by (generation, step, rank). Safe to use from any thread."""
 
-    def __init__(self, given_back: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, on_slots_freed: Callable[[], None] = lambda: None) -> None:
         """`given_back` is called, without any lock held, after slots have become free."""
         self._lock = threading.Lock()
-        self._given_back = given_back
-        self._plans: dict[int, tuple[Topology, StateTable]] = {}
-        self._ranks: dict[int, set[int]] = {}  # generation -> its ranks that have asked here
-        self._local: dict[int, frozenset[int]] = {}  # the same of all, where that was said
-        self._reached: dict[int, set[int]] = {}  # generation -> steps of which they all were here
-        self._snapshots: dict[_Name, Snapshot] = {}
-        self._kept: dict[_Place, MemoryFile] = {}  # slots that are not given back yet
-        self._pins: Counter[_Place] = Counter()
+        self._on_slots_freed = on_slots_freed
+        self._generations: dict[int, tuple[Topology, StateTable]] = {}
+        self._seen_ranks: dict[int, set[int]] = {}  # generation -> its ranks that have asked here
+        self._declared_ranks: dict[int, frozenset[int]] = {}  # the same of all, where that was said
+        self._locally_complete_steps: dict[
+            int, set[int]
+        ] = {}  # generation -> steps of which they all were here
+        self._snapshots: dict[_SnapshotName, Snapshot] = {}
+        self._kept_slots: dict[_SlotId, MemoryFile] = {}  # slots that are not given back yet
+        self._pins: Counter[_SlotId] = Counter()
 
     # --- putting and dropping ---------------------------------------------------------------
-    def open(
-        self, generation: int, topology: Topology, table: StateTable,
-        ranks: Collection[int] | None = None,
-    ) -> None:  # fmt: skip
+    def open_generation(
+        self,
+        generation: int,
+        topology: Topology,
+        table: StateTable,
+        own_ranks: Collection[int] | None = None,
+    ) -> None:
         """Set the writers of a generation; without them none of its steps is complete. ranks: those
         of this node, if there are several nodes."""
         with self._lock:
             used = {name[0] for name in self._snapshots}
-            for older in [g for g in self._plans if g < generation and g not in used]:
-                del self._plans[older]
-                self._local.pop(older, None)
-            self._plans[generation] = (topology, table)
-            if ranks is not None:
-                self._local[generation] = frozenset(ranks)
+            for older in [g for g in self._generations if g < generation and g not in used]:
+                del self._generations[older]
+                self._declared_ranks.pop(older, None)
+            self._generations[generation] = (topology, table)
+            if own_ranks is not None:
+                self._declared_ranks[generation] = frozenset(own_ranks)
 
-    def belongs(self, generation: int, rank: int) -> None:
+    def register_rank(self, generation: int, rank: int) -> None:
         """Note that a rank of this node takes part in a generation. A step of which all of these
         are here is kept, although other nodes may hold the rest."""
         with self._lock:
-            self._ranks.setdefault(generation, set()).add(rank)
+            self._seen_ranks.setdefault(generation, set()).add(rank)
 
-    def plan(self, generation: int) -> tuple[Topology, StateTable]:
+    def topology_and_table(self, generation: int) -> tuple[Topology, StateTable]:
         """Raises KeyError for a generation that was never opened here."""
         with self._lock:
-            return self._plans[generation]
+            return self._generations[generation]
 
-    def put(self, snapshot: Snapshot, pinned: bool = False) -> bool:
+    def put(self, snapshot: Snapshot, pin_slot: bool = False) -> bool:
         """Shelve a snapshot, whose slot must be held; return True if this node's part of its step
         is complete now. With `pinned` the slot is kept until `unpin`, whatever becomes of the step.
 
         Raises MissingKeyError when the slot holds something else already.
         """
-        if not snapshot.whole:
+        if not snapshot.is_intact:
             raise MissingKeyError(f"{snapshot.part.blob.key} was overwritten before it was hashed")
         part = snapshot.part
         with self._lock:
-            place = _place(snapshot)
+            place = _slot_id(snapshot)
             for name, other in list(self._snapshots.items()):
-                if _place(other) == place:
+                if _slot_id(other) == place:
                     del self._snapshots[name]  # what lay there before
             self._snapshots[part.generation, part.step, part.rank] = snapshot
-            self._kept[place] = snapshot.memory
-            if pinned:
+            self._kept_slots[place] = snapshot.memory
+            if pin_slot:
                 self._pins[place] += 1
-            complete = self._is_complete(part.generation, part.step, of=self._local)
-            if complete and snapshot.own and self._elsewhere_too(snapshot):
-                self._forget_before(part.generation)
-            freed = self._give_back()
-        self._tell(freed)
+            complete = self._is_complete(
+                part.generation, part.step, required_ranks=self._declared_ranks
+            )
+            if complete and snapshot.is_own and self._complete_on_all_nodes(snapshot):
+                self._forget_own_before(part.generation)
+            freed = self._take_unneeded_slots()
+        self._release_slots(freed)
         return complete
 
-    def outlived(self, generation: int) -> None:
+    def drop_older_than(self, generation: int) -> None:
         """Drop older states: one of this generation is complete in a safe place."""
         with self._lock:
-            self._forget_before(generation)
-            freed = self._give_back()
-        self._tell(freed)
+            self._forget_own_before(generation)
+            freed = self._take_unneeded_slots()
+        self._release_slots(freed)
 
     def drop(self, generation: int, step: int, rank: int | None = None) -> None:
         """Forget a step, or one rank's part of it; nothing there is no error."""
@@ -208,88 +217,96 @@ class Shelf:
             for name in list(self._snapshots):
                 if name[:2] == (generation, step) and rank in (None, name[2]):
                     del self._snapshots[name]
-            freed = self._give_back()
-        self._tell(freed)
+            freed = self._take_unneeded_slots()
+        self._release_slots(freed)
 
-    def drop_where(self, gone: Callable[[int, int], bool]) -> list[tuple[int, int]]:
+    def drop_where(self, should_drop: Callable[[int, int], bool]) -> list[tuple[int, int]]:
         """Forget this node's part of every step with `gone(generation, step)`; return those steps.
         Other nodes drop their own copies here."""
         with self._lock:
-            own = [name for name, snapshot in self._snapshots.items() if snapshot.own]
-            names = [name for name in own if gone(*name[:2])]
+            own = [name for name, snapshot in self._snapshots.items() if snapshot.is_own]
+            names = [name for name in own if should_drop(*name[:2])]
             for name in names:
                 del self._snapshots[name]
             steps = sorted({name[:2] for name in names})
-            freed = self._give_back()
-        self._tell(freed)
+            freed = self._take_unneeded_slots()
+        self._release_slots(freed)
         return steps
 
-    def _elsewhere_too(self, snapshot: Snapshot) -> bool:
+    def _complete_on_all_nodes(self, snapshot: Snapshot) -> bool:
         """Return True once every node must hold a complete step of this generation. A capture
         begins when every rank has voted that it has a free slot. A node gives a slot back only for
         a later step that is complete there. So once more steps are captured than an arena has
         slots, each node has completed one of them."""
         part = snapshot.part
-        if part.generation not in self._local:
+        if part.generation not in self._declared_ranks:
             return True
-        reached = self._reached.setdefault(part.generation, set())
+        reached = self._locally_complete_steps.setdefault(part.generation, set())
         reached.add(part.step)
         return len(reached) > snapshot.memory.arena.slots
 
-    def _forget_before(self, generation: int) -> None:
+    def _forget_own_before(self, generation: int) -> None:
         """This node's snapshots of older generations have served: their memory goes."""
         for name, snapshot in list(self._snapshots.items()):
-            if snapshot.own and name[0] < generation:
+            if snapshot.is_own and name[0] < generation:
                 del self._snapshots[name]
-        for known in (self._ranks, self._reached):
+        for known in (self._seen_ranks, self._locally_complete_steps):
             for older in [g for g in known if g < generation]:
                 del known[older]
 
     # --- questions --------------------------------------------------------------------------
-    def inventory(self) -> list[Held]:
+    def inventory(self) -> list[InventoryEntry]:
         """Return the snapshots that can be read now, newest step first."""
         with self._lock:
             found = list(self._snapshots.items())
         return [
-            Held(*name, s.part.blob.size, s.stored)
+            InventoryEntry(*name, s.part.blob.size, s.sealed_manifest)
             for name, s in sorted(found, key=lambda item: _newest_first(item[0]))
-            if s.whole
+            if s.is_intact
         ]
 
-    def complete(self, ours: bool = False) -> list[tuple[int, int]]:
+    def complete_steps(self, own_ranks_only: bool = False) -> list[tuple[int, int]]:
         """Return (generation, step) of what is complete here, newest step first. With `ours`, only
         this node's part must be complete."""
         with self._lock:
             steps = {name[:2] for name in self._snapshots}
-            whole = [s for s in steps if self._is_complete(*s, of=self._local if ours else {})]
+            whole = [
+                s
+                for s in steps
+                if self._is_complete(
+                    *s, required_ranks=self._declared_ranks if own_ranks_only else {}
+                )
+            ]
         return sorted(whole, key=lambda s: (s[1], s[0]), reverse=True)
 
-    def commit(self, generation: int, step: int, config_hash: str, dataset_version: str) -> Commit:
+    def make_commit(
+        self, generation: int, step: int, config_hash: str, dataset_version: str
+    ) -> Commit:
         """The commit object of a complete step, made in memory.
 
         Raises KeyError for an unknown generation, CheckpointError when the parts do not make a
         complete checkpoint.
         """
         with self._lock:
-            topology, table = self._plans[generation]
+            topology, table = self._generations[generation]
             parts = {
-                name[2]: (s.part, s.stored)
+                name[2]: (s.part, s.sealed_manifest)
                 for name, s in self._snapshots.items()
-                if name[:2] == (generation, step) and s.whole
+                if name[:2] == (generation, step) and s.is_intact
             }
-        return merge(parts, topology, table, config_hash, dataset_version)
+        return merge_parts(parts, topology, table, config_hash, dataset_version)
 
     def get(self, generation: int, step: int, rank: int) -> Snapshot:
         """Return a snapshot. Raises MissingKeyError when it is not here, or no longer intact."""
         with self._lock:
             found = self._snapshots.get((generation, step, rank))
-        if found is None or not found.whole:
+        if found is None or not found.is_intact:
             raise MissingKeyError(
                 f"step {step} of generation {generation} is not in memory for rank {rank}"
             )
         return found
 
-    def ranks(self, generation: int, step: int) -> list[int]:
+    def ranks_with_part(self, generation: int, step: int) -> list[int]:
         """Those whose part of a step is here, their own node's or a copy."""
         with self._lock:
             return sorted(name[2] for name in self._snapshots if name[:2] == (generation, step))
@@ -311,7 +328,7 @@ class Shelf:
             )
         source = np.frombuffer(data[start : start + len(target)], np.uint8)
         np.copyto(np.frombuffer(target, np.uint8), source)  # other threads run meanwhile
-        if not found.whole:
+        if not found.is_intact:
             raise MissingKeyError(f"{found.part.blob.key} was overwritten while it was read")
 
     @contextmanager
@@ -322,11 +339,11 @@ class Shelf:
         """
         with self._lock:
             found = self._snapshots.get((generation, step, rank))
-            if found is None or _place(found) not in self._kept or not found.whole:
+            if found is None or _slot_id(found) not in self._kept_slots or not found.is_intact:
                 raise MissingKeyError(
                     f"step {step} of generation {generation} is not kept for rank {rank}"
                 )
-            self._pins[_place(found)] += 1
+            self._pins[_slot_id(found)] += 1
         try:
             yield found
         finally:
@@ -335,60 +352,65 @@ class Shelf:
     def unpin(self, snapshot: Snapshot) -> None:
         """The end of a `put` that pinned."""
         with self._lock:
-            self._pins[_place(snapshot)] -= 1
+            self._pins[_slot_id(snapshot)] -= 1
             self._pins += Counter()  # drops what has come to zero
-            freed = self._give_back()
-        self._tell(freed)
+            freed = self._take_unneeded_slots()
+        self._release_slots(freed)
 
-    def memory_of(self, rank: int) -> list[MemoryFile]:
+    def own_memory_files(self, rank: int) -> list[MemoryFile]:
         """The memory files in which snapshots of a rank of this node lie."""
         with self._lock:
-            own = [s for name, s in self._snapshots.items() if name[2] == rank and s.own]
+            own = [s for name, s in self._snapshots.items() if name[2] == rank and s.is_own]
         return list({id(s.memory): s.memory for s in own}.values())
 
-    def keeps(self, memory: MemoryFile, slot: int) -> bool:
+    def is_kept(self, memory: MemoryFile, slot: int) -> bool:
         """Return True if a slot may not be written again yet."""
         with self._lock:
-            return (id(memory), slot) in self._kept
+            return (id(memory), slot) in self._kept_slots
 
     # --- what is kept -----------------------------------------------------------------------
     def _is_complete(
-        self, generation: int, step: int, of: Mapping[int, Collection[int]] = MappingProxyType({})
+        self,
+        generation: int,
+        step: int,
+        required_ranks: Mapping[int, Collection[int]] = MappingProxyType({}),
     ) -> bool:
         """Return True if every writer's snapshot is on the shelf. If `of` names ranks of the
         generation, only those count."""
-        plan = self._plans.get(generation)
+        plan = self._generations.get(generation)
         if plan is None:
             return False
-        due = of.get(generation, range(plan[0].world_size))
+        due = required_ranks.get(generation, range(plan[0].world_size))
         found = (self._snapshots.get((generation, step, rank)) for rank in due)
-        return all(s is not None and s.whole for s in found)
+        return all(s is not None and s.is_intact for s in found)
 
-    def _newest_own(self) -> tuple[int, int]:
+    def _newest_own_step(self) -> tuple[int, int]:
         """The newest step of which every rank of this node is here."""
-        steps = sorted({name[:2] for name, s in self._snapshots.items() if s.own}, reverse=True)
-        known = {**self._ranks, **self._local}
-        return next((step for step in steps if self._is_complete(*step, of=known)), (0, -1))
+        steps = sorted({name[:2] for name, s in self._snapshots.items() if s.is_own}, reverse=True)
+        known = {**self._seen_ranks, **self._declared_ranks}
+        return next(
+            (step for step in steps if self._is_complete(*step, required_ranks=known)), (0, -1)
+        )
 
-    def _give_back(self) -> list[tuple[MemoryFile, int]]:
+    def _take_unneeded_slots(self) -> list[tuple[MemoryFile, int]]:
         """Slots that nothing keeps any more: forgotten here, to be released by `_tell`."""
-        newest = self._newest_own()
+        newest = self._newest_own_step()
         wanted = set(self._pins)
-        foreign: dict[int, _Name] = {}
+        foreign: dict[int, _SnapshotName] = {}
         for name, snapshot in self._snapshots.items():
-            if name[:2] == newest or (snapshot.own and name[:2] > newest):
-                wanted.add(_place(snapshot))
-            elif not snapshot.own:
+            if name[:2] == newest or (snapshot.is_own and name[:2] > newest):
+                wanted.add(_slot_id(snapshot))
+            elif not snapshot.is_own:
                 foreign[name[2]] = max(name, foreign.get(name[2], name))
-        wanted |= {_place(self._snapshots[name]) for name in foreign.values()}
-        freed = [place for place in self._kept if place not in wanted]
-        return [(self._kept.pop(place), place[1]) for place in freed]
+        wanted |= {_slot_id(self._snapshots[name]) for name in foreign.values()}
+        freed = [place for place in self._kept_slots if place not in wanted]
+        return [(self._kept_slots.pop(place), place[1]) for place in freed]
 
-    def _tell(self, freed: list[tuple[MemoryFile, int]]) -> None:
+    def _release_slots(self, freed: list[tuple[MemoryFile, int]]) -> None:
         for memory, slot in freed:
             memory.arena.release(slot)
         if freed:
-            self._given_back()
+            self._on_slots_freed()
 
 
 def header_to_json(header: SlotHeader) -> list[Any]:
@@ -400,14 +422,18 @@ def header_from_json(value: Sequence[Any]) -> SlotHeader:
     """Raises ValueError and TypeError for what is no header."""
     run, generation, step, sequence, length, layout = value
     return SlotHeader(
-        bytes.fromhex(run), int(generation), int(step), int(sequence), int(length),
+        bytes.fromhex(run),
+        int(generation),
+        int(step),
+        int(sequence),
+        int(length),
         bytes.fromhex(layout),
-    )  # fmt: skip
+    )
 
 
-def _place(snapshot: Snapshot) -> _Place:
+def _slot_id(snapshot: Snapshot) -> _SlotId:
     return id(snapshot.memory), snapshot.slot
 
 
-def _newest_first(name: _Name) -> tuple[int, int, int]:
+def _newest_first(name: _SnapshotName) -> tuple[int, int, int]:
     return -name[1], -name[0], name[2]

@@ -18,7 +18,7 @@ from typing import Any
 
 from holdfast.checkpoint.memory.arena import SlotHeader
 from holdfast.checkpoint.memory.snapshot_store import header_from_json
-from holdfast.checkpoint.mover.protocol import LineReader, parse_answer, request_line, send
+from holdfast.checkpoint.mover.protocol import LineReader, encode_request, parse_answer, send_line
 from holdfast.checkpoint.peers.config import Peer
 from holdfast.core.format.manifest import Commit
 from holdfast.core.sharding.state_table import StateTable
@@ -27,15 +27,15 @@ from holdfast.events import Event, event_from_json
 from holdfast.layout import Topology
 from holdfast.wire.secret import Secret
 
-ANSWER_SECONDS = 30.0
-QUICK_SECONDS = 10.0
+MOVER_ANSWER_TIMEOUT_S = 30.0
+TRAINING_ANSWER_TIMEOUT_S = 10.0
 """Seconds for requests of a worker that trains or is about to end. A suspended mover must not delay
 the worker; a busy mover answers within a second."""
-CHOOSE_SECONDS = 600.0
+RESTORE_SEARCH_TIMEOUT_S = 600.0
 """For looking through memory, peers and the run store; a mover that dies is noticed at once."""
-READ_SECONDS = 6 * 3600.0
+FULL_READ_TIMEOUT_S = 6 * 3600.0
 """For reading every byte of a checkpoint."""
-SETTLE_SLICE = 5.0
+COMMIT_POLL_S = 5.0
 """Seconds that one request for a save's result waits. Between two requests, the caller can report
 that it is alive."""
 
@@ -45,7 +45,7 @@ class MoverGoneError(HoldfastError):
 
 
 @dataclass(frozen=True)
-class Newest:
+class RestorePoint:
     """The state that a restart begins from. `key` is None when no checkpoint has ever been
     committed."""
 
@@ -63,11 +63,11 @@ class Newest:
         return asdict(self)
 
     @staticmethod
-    def from_json(value: Mapping[str, Any]) -> Newest:
+    def from_json(value: Mapping[str, Any]) -> RestorePoint:
         """Raises KeyError, TypeError, ValueError for what is none."""
         placed = {owner: tuple(held) for owner, held in value.get("placement", {}).items()}
         rejected = tuple((str(key), str(reason)) for key, reason in value.get("rejected", ()))
-        return Newest(**{**value, "placement": placed, "rejected": rejected})
+        return RestorePoint(**{**value, "placement": placed, "rejected": rejected})
 
 
 @dataclass(frozen=True)
@@ -94,25 +94,32 @@ class MoverClient:
         secret: Secret,
         generation: int,
         clock: Callable[[], float] = time.time,
-        patience: float = 0.0,
+        arena_wait_s: float = 0.0,
     ) -> None:
         """patience: seconds that an arena request waits for the mover to learn of the
         generation."""
-        self._patience = patience
+        self._arena_wait_s = arena_wait_s
         self.socket_path = socket_path
         self.generation = generation
         self._secret = secret
         self._clock = clock
-        self._idle: list[socket.socket] = []  # append and pop are one step each, for any thread
-        weakref.finalize(self, _close, self._idle)
+        self._idle_connections: list[
+            socket.socket
+        ] = []  # append and pop are one step each, for any thread
+        weakref.finalize(self, _close_all, self._idle_connections)
 
     # --- the agent's calls ------------------------------------------------------------------
     def expect(
-        self, topology: Topology, table: StateTable, start: int | None = None,
-        machines: Iterable[Peer] | None = None, sources: Iterable[Peer] = (),
+        self,
+        topology: Topology,
+        table: StateTable,
+        start_step: int | None = None,
+        machines: Iterable[Peer] | None = None,
+        sources: Iterable[Peer] = (),
         placement: Mapping[str, Sequence[str]] | None = None,
-        begun: Newest | None = None, stored: bool = True,
-    ) -> None:  # fmt: skip
+        restore_point: RestorePoint | None = None,
+        is_from_store: bool = True,
+    ) -> None:
         """Begin this client's generation: its writers, its tensors, and the step it starts from.
         Unfinished saves of older generations are refused. Their snapshots of the newest complete
         step stay until this generation has one. A step later than `start` does not stay.
@@ -124,18 +131,20 @@ class MoverClient:
         call is repeated for one generation, the newest list counts.
         """
         body: dict[str, Any] = {
-            "topology": topology.to_json(), "table": [spec.to_json() for spec in table],
-            "start": start, "stored": stored,
-        }  # fmt: skip
+            "topology": topology.to_json(),
+            "table": [spec.to_json() for spec in table],
+            "start": start_step,
+            "stored": is_from_store,
+        }
         if machines is not None:
             body["machines"] = [peer.to_json() for peer in machines]
             body["sources"] = [peer.to_json() for peer in sources]
             body["placement"] = {owner: list(held) for owner, held in (placement or {}).items()}
-        if begun is not None and not begun.durable:
-            body["key"] = begun.key
+        if restore_point is not None and not restore_point.durable:
+            body["key"] = restore_point.key
         self._call("expect", body)
 
-    def drain(self, wait: float = 30.0, durable: bool = True) -> bool:
+    def drain(self, wait_s: float = 30.0, until_durable: bool = True) -> bool:
         """Wait up to `wait` seconds for all saves under way; return True if they ended. Without
         `durable`, skip saves whose step is complete in memory: nothing of those is lost with the
         workers.
@@ -143,16 +152,16 @@ class MoverClient:
         Call this before the next generation is opened, which fences the saves. Otherwise saves that
         workers of a lost generation handed over in time would be lost.
         """
-        body = {"wait": wait, "durable": durable}
-        return bool(self._call("drain", body, wait + ANSWER_SECONDS)["drained"])
+        body = {"wait": wait_s, "durable": until_durable}
+        return bool(self._call("drain", body, wait_s + MOVER_ANSWER_TIMEOUT_S)["drained"])
 
-    def newest(
+    def find_restore_point(
         self,
-        drain: float = 30.0,
-        tried: Mapping[str, str] | None = None,
-        timeout: float = CHOOSE_SECONDS,
+        drain_s: float = 30.0,
+        corrupt_keys: Mapping[str, str] | None = None,
+        timeout_s: float = RESTORE_SEARCH_TIMEOUT_S,
         machines: Iterable[Peer] | None = None,
-    ) -> Newest:
+    ) -> RestorePoint:
         """The newest state that this generation can begin from, in memory or durable. The readers
         check its bytes; `tried` names the checkpoints that they found corrupt: key -> reason.
 
@@ -163,32 +172,38 @@ class MoverClient:
 
         Raises CheckpointError when there are candidates but none can be trusted.
         """
-        asked: dict[str, Any] = {"drain": drain, "tried": dict(tried or {})}
+        asked: dict[str, Any] = {"drain": drain_s, "tried": dict(corrupt_keys or {})}
         if machines is not None:
             asked["machines"] = [peer.to_json() for peer in machines]
-        body = self._call("newest", asked, timeout)
-        return Newest(
-            body["key"], body["step"], body["generation"], body["meta"],
+        body = self._call("newest", asked, timeout_s)
+        return RestorePoint(
+            body["key"],
+            body["step"],
+            body["generation"],
+            body["meta"],
             tuple((key, reason) for key, reason in body["rejected"]),
-            bool(body.get("durable", True)), float(body["seconds"]),
+            bool(body.get("durable", True)),
+            float(body["seconds"]),
             {owner: tuple(held) for owner, held in body.get("placement", {}).items()},
-        )  # fmt: skip
+        )
 
-    def events(self, since: int, wait: float = 0.0) -> tuple[list[Event], int]:
+    def events(self, since: int, wait_s: float = 0.0) -> tuple[list[Event], int]:
         """Return the events since mark `since` (0 at first), and the next mark.
 
         Waits up to `wait` seconds for something to happen. Events: CheckpointCommitted,
         CheckpointFailed, CheckpointRejected, CheckpointRemoved.
         """
-        body = self._call("events", {"since": since, "wait": wait}, wait + ANSWER_SECONDS)
+        body = self._call(
+            "events", {"since": since, "wait": wait_s}, wait_s + MOVER_ANSWER_TIMEOUT_S
+        )
         events = [event_from_json(kind, value) for kind, value in body["events"]]
         return events, int(body["next"])
 
-    def upload(self, wait: float) -> dict[str, Any] | None:
+    def upload_progress(self, wait_s: float) -> dict[str, Any] | None:
         """Return the pending upload of the newest checkpoint; None once it has arrived, or without
         a bucket. Its entries: key, bytes "sent" of "total", "still" (seconds without progress),
         "reason" of the last failure, "over". Waits up to `wait` seconds."""
-        left = self._call("upload", {"wait": wait}, wait + ANSWER_SECONDS)["left"]
+        left = self._call("upload", {"wait": wait_s}, wait_s + MOVER_ANSWER_TIMEOUT_S)["left"]
         return None if left is None else dict(left)
 
     def status(self) -> dict[str, Any]:
@@ -196,36 +211,43 @@ class MoverClient:
         return self._call("status", {})
 
     # --- the workers' calls -----------------------------------------------------------------
-    def arena(self, rank: int, blob_bytes: int, slots: int, let_go: bool = False) -> int:
+    def get_arena(
+        self, rank: int, blob_bytes: int, slots: int, has_released_old_memory: bool = False
+    ) -> int:
         """The descriptor of an arena made for this rank; the caller closes it. let_go: this process
         writes no more into those that it had of the rank in older generations."""
         body: dict[str, Any] = {
-            "rank": rank, "blob_bytes": blob_bytes, "slots": slots, "let_go": let_go,
-        }  # fmt: skip
-        if self._patience:
-            body["patience"] = self._patience
-        _, fds = self._exchange("arena", body, 4 * ANSWER_SECONDS)
+            "rank": rank,
+            "blob_bytes": blob_bytes,
+            "slots": slots,
+            "let_go": has_released_old_memory,
+        }
+        if self._arena_wait_s:
+            body["patience"] = self._arena_wait_s
+        _, fds = self._exchange("arena", body, 4 * MOVER_ANSWER_TIMEOUT_S)
         if len(fds) != 1:
             raise MoverGoneError("the mover sent no arena")
         return fds[0]
 
-    def damage(self, key: str) -> str | None:
+    def find_damage(self, key: str) -> str | None:
         """Return why a durable checkpoint cannot be restored, or None, for one that no worker will
         read. The mover reads every byte of it."""
-        problem = self._call("damage", {"key": key}, READ_SECONDS)["problem"]
+        problem = self._call("damage", {"key": key}, FULL_READ_TIMEOUT_S)["problem"]
         return None if problem is None else str(problem)
 
     def holdings(self, key: str) -> Holdings:
         """The parts of a checkpoint that this node's mover has in memory. Raises MissingKeyError as
         text (HoldfastError) and CorruptError for a commit object that is missing or damaged."""
-        body, fds = self._exchange("holdings", {"key": key}, 4 * ANSWER_SECONDS)
+        body, fds = self._exchange("holdings", {"key": key}, 4 * MOVER_ANSWER_TIMEOUT_S)
         try:
             slots = {
                 str(held["key"]): (
-                    fds[held["file"]], int(held["slot"]), header_from_json(held["header"])
+                    fds[held["file"]],
+                    int(held["slot"]),
+                    header_from_json(held["header"]),
                 )
                 for held in body["held"]
-            }  # fmt: skip
+            }
             commit = Commit.from_bytes(body["commit"].encode(), key)
             return Holdings(commit, slots, tuple(body.get("peers", ())))
         except Exception:
@@ -236,69 +258,80 @@ class MoverClient:
     def holders(self, keys: Sequence[str]) -> list[dict[str, Any]]:
         """Which peers have which of these blobs in memory: what makes a `PeerBlobs` of each. May
         take as long as asking all of them."""
-        return list(self._call("holders", {"keys": list(keys)}, 4 * ANSWER_SECONDS)["peers"])
+        return list(
+            self._call("holders", {"keys": list(keys)}, 4 * MOVER_ANSWER_TIMEOUT_S)["peers"]
+        )
 
-    def captured(
+    def announce_capture(
         self,
         rank: int,
         step: int,
         slot: int,
         sequence: int,
         meta: Mapping[str, Any],
-        durable: bool = True,
-        copied: bool | None = None,
-        uploaded: bool = True,
+        is_durable: bool = True,
+        to_peers: bool | None = None,
+        to_bucket: bool = True,
     ) -> None:
         """Slot `slot` holds the state after `step`: keep it in memory and, with `durable`, save
         it. copied, uploaded: as in `policy.saving.destinations.Into`. Returns before that is
         done."""
         body = {
-            "rank": rank, "step": step, "slot": slot, "sequence": sequence, "meta": dict(meta),
-            "durable": durable, "copied": copied, "uploaded": uploaded,
-        }  # fmt: skip
-        self._call("captured", body, QUICK_SECONDS)
+            "rank": rank,
+            "step": step,
+            "slot": slot,
+            "sequence": sequence,
+            "meta": dict(meta),
+            "durable": is_durable,
+            "copied": to_peers,
+            "uploaded": to_bucket,
+        }
+        self._call("captured", body, TRAINING_ANSWER_TIMEOUT_S)
 
-    def skipped(self, rank: int, step: int, reason: str) -> None:
+    def announce_skip(self, rank: int, step: int, reason: str) -> None:
         """Report that this rank has no snapshot of `step`; other ranks may have one."""
-        self._call("skipped", {"rank": rank, "step": step, "reason": reason},
-                   QUICK_SECONDS)  # fmt: skip
+        self._call(
+            "skipped", {"rank": rank, "step": step, "reason": reason}, TRAINING_ANSWER_TIMEOUT_S
+        )
 
-    def unheard(self, rank: int, steps: Sequence[int]) -> None:
+    def report_orphaned_saves(self, rank: int, steps: Sequence[int]) -> None:
         """This rank had handed these durable saves over to a mover that has ended since."""
-        self._call("unheard", {"rank": rank, "steps": list(steps)}, QUICK_SECONDS)
+        self._call("unheard", {"rank": rank, "steps": list(steps)}, TRAINING_ANSWER_TIMEOUT_S)
 
-    def wait_free(self, rank: int, timeout: float) -> bool:
+    def wait_for_free_slot(self, rank: int, timeout_s: float) -> bool:
         """Wait up to `timeout` seconds for a slot of the rank's arena; return True if one became
         free."""
-        body = {"rank": rank, "wait": timeout}
-        return bool(self._call("wait_free", body, timeout + QUICK_SECONDS)["free"])
+        body = {"rank": rank, "wait": timeout_s}
+        return bool(self._call("wait_free", body, timeout_s + TRAINING_ANSWER_TIMEOUT_S)["free"])
 
-    def settle(
-        self, step: int, timeout: float, alive: Callable[[], None] = lambda: None
+    def wait_until_committed(
+        self, step: int, timeout_s: float, keep_alive: Callable[[], None] = lambda: None
     ) -> str | None:
         """Wait until the checkpoint of `step` is committed; return None, or why it is not.
 
         `alive` is called every few seconds meanwhile: a large checkpoint takes long.
         """
-        end = time.monotonic() + timeout
+        end = time.monotonic() + timeout_s
         while True:
-            alive()
-            wait = max(0.0, min(end - time.monotonic(), SETTLE_SLICE))
-            ended, reason = self.ended(step, wait)
+            keep_alive()
+            wait = max(0.0, min(end - time.monotonic(), COMMIT_POLL_S))
+            ended, reason = self.poll_save_end(step, wait)
             if ended:
                 return reason
             if time.monotonic() >= end:
-                return f"not committed after {timeout:g} s"
+                return f"not committed after {timeout_s:g} s"
 
-    def ended(self, step: int, wait: float) -> tuple[bool, str | None]:
+    def poll_save_end(self, step: int, wait_s: float) -> tuple[bool, str | None]:
         """Wait up to `wait` seconds for the save of `step`. Return True if it has ended, and why it
         is not committed, or None if it is."""
-        body = self._call("settle", {"step": step, "wait": wait}, wait + QUICK_SECONDS)
+        body = self._call(
+            "settle", {"step": step, "wait": wait_s}, wait_s + TRAINING_ANSWER_TIMEOUT_S
+        )
         return bool(body["ended"]), None if body["reason"] is None else str(body["reason"])
 
     # --- the exchange -----------------------------------------------------------------------
     def _call(
-        self, verb: str, body: dict[str, Any], timeout: float = ANSWER_SECONDS
+        self, verb: str, body: dict[str, Any], timeout: float = MOVER_ANSWER_TIMEOUT_S
     ) -> dict[str, Any]:
         return self._exchange(verb, body, timeout)[0]
 
@@ -307,19 +340,19 @@ class MoverClient:
     ) -> tuple[dict[str, Any], list[int]]:
         """Send one request. If an open connection turns out to be cut (long idle, or another
         mover), use a new one."""
-        line, nonce = request_line(self._secret, verb, body, self.generation, self._clock())
+        line, nonce = encode_request(self._secret, verb, body, self.generation, self._clock())
         received: tuple[bytes, list[int]] | None = None
         with suppress(IndexError):
-            open_one = self._idle.pop()
+            open_one = self._idle_connections.pop()
             with suppress(ConnectionError):
-                received = self._over(open_one, line, timeout)
+                received = self._exchange_over(open_one, line, timeout)
         if received is None:
-            received = self._over(None, line, timeout)
+            received = self._exchange_over(None, line, timeout)
         if received is None:
             raise MoverGoneError("the mover ended before it answered")
         return parse_answer(self._secret, nonce, received[0]), received[1]
 
-    def _over(
+    def _exchange_over(
         self, connection: socket.socket | None, line: bytes, timeout: float
     ) -> tuple[bytes, list[int]] | None:
         """Return the answer over a connection, or over a new one for None. Return None if the
@@ -332,20 +365,20 @@ class MoverClient:
             connection.settimeout(timeout)
             if not was_open:
                 connection.connect(self.socket_path)
-            send(connection, line)
-            received = LineReader(connection).line()
+            send_line(connection, line)
+            received = LineReader(connection).read_line()
         except (OSError, ValueError) as error:
             if was_open and isinstance(error, ConnectionError):
                 raise
             raise MoverGoneError(f"the mover does not answer: {error}") from error
         finally:
             if received is not None and connection is not None:
-                self._idle.append(connection)
+                self._idle_connections.append(connection)
             elif connection is not None:
                 connection.close()
         return received
 
 
-def _close(connections: list[socket.socket]) -> None:
+def _close_all(connections: list[socket.socket]) -> None:
     for connection in connections:
         connection.close()

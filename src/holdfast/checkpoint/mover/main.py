@@ -27,11 +27,16 @@ from typing import Any
 from holdfast.checkpoint.bucket.recover_folder import opened
 from holdfast.checkpoint.bucket.uploader import Uploader
 from holdfast.checkpoint.mover import protocol
-from holdfast.checkpoint.mover.peer_wiring import Neighbours
-from holdfast.checkpoint.mover.protocol import LineReader, Request, answer_line, parse_request
-from holdfast.checkpoint.mover.service import Service, Settings
+from holdfast.checkpoint.mover.peer_wiring import PeerWiring
+from holdfast.checkpoint.mover.protocol import (
+    LineReader,
+    MoverRequest,
+    encode_answer,
+    parse_request,
+)
+from holdfast.checkpoint.mover.service import MoverService, MoverSettings
 from holdfast.checkpoint.peers.config import PeerSettings
-from holdfast.checkpoint.save.retention import Keep
+from holdfast.checkpoint.save.retention import RetentionRules
 from holdfast.core.sharding.state_table import TensorSpec
 from holdfast.errors import FencedError, HoldfastError, RunFolderError, UserError
 from holdfast.layout import Topology
@@ -43,53 +48,57 @@ from holdfast.wire.store.location import open_store
 
 logger = logging.getLogger(__name__)
 
-SWITCH_SECONDS = 0.0005
+THREAD_SWITCH_INTERVAL_S = 0.0005
 """Seconds between thread switches. Hashing small extents never releases the interpreter by itself.
 A writing thread asks for it between every two calls to the disk, and would wait Python's 5 ms each
 time."""
-IDLE_SECONDS = 60.0
+IDLE_CONNECTION_TIMEOUT_S = 60.0
 """A connection that sends nothing for so long is closed."""
 
-FULL_SECONDS = 1.0
+FREE_DESCRIPTOR_WAIT_S = 1.0
 """Seconds that a connection without a free descriptor waits at least."""
 
 
 @dataclass(frozen=True)
-class MoverBoot:
+class MoverSpec:
     """The line on stdin. `store` is the run store's location, `lifeline` an inherited descriptor,
     -1 for none (tests)."""
 
     store: str
     socket: str
-    settings: Settings
+    settings: MoverSettings
     secret: str = field(repr=False)
     lifeline: int = -1
     peers: dict[str, Any] | None = None  # PeerSettings as JSON; None: no listener
 
-    def to_line(self) -> bytes:
+    def to_json_line(self) -> bytes:
         return json.dumps(asdict(self)).encode() + b"\n"
 
     @staticmethod
-    def from_line(line: bytes) -> MoverBoot:
+    def from_json_line(line: bytes) -> MoverSpec:
         value = json.loads(line)
-        return MoverBoot(**(value | {"settings": Settings(**value["settings"])}))
+        return MoverSpec(**(value | {"settings": MoverSettings(**value["settings"])}))
 
 
-class Server:
+class MoverServer:
     """Answers requests on the unix socket, one thread per connection."""
 
     def __init__(
-        self, service: Service, secret: Secret, path: str, peers: Neighbours | None = None,
-        upload: Callable[[float], dict[str, Any] | None] = lambda wait: None,
-    ) -> None:  # fmt: skip
+        self,
+        service: MoverService,
+        secret: Secret,
+        path: str,
+        peer_wiring: PeerWiring | None = None,
+        upload_progress: Callable[[float], dict[str, Any] | None] = lambda wait: None,
+    ) -> None:
         """`upload` says what keeps the newest checkpoint from being in the bucket."""
-        self._service, self._upload = service, upload
-        self._peers = peers
+        self._service, self._upload_progress = service, upload_progress
+        self._peer_wiring = peer_wiring
         self._secret = secret
-        self._said_full = False
-        self._refusals = Refusals(service.outcomes.add)
+        self._has_warned_full = False
+        self._refusals = Refusals(service.save_tracker.emit)
         self._verifier = Verifier(secret, time.time, name="")  # no other user can listen in
-        _own_folder(Path(path).parent)
+        _secure_folder(Path(path).parent)
         Path(path).unlink(missing_ok=True)
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._listener.bind(path)
@@ -97,11 +106,11 @@ class Server:
         self._listener.listen(128)
         self._listener.setblocking(False)
 
-    def serve(self, leave: int) -> None:
+    def serve(self, stop_fd: int) -> None:
         """Accept until the descriptor `leave` can be read; or the lifeline ends the process."""
         while True:
-            ready, _, _ = select.select([self._listener.fileno(), leave], [], [])
-            if leave in ready:
+            ready, _, _ = select.select([self._listener.fileno(), stop_fd], [], [])
+            if stop_fd in ready:
                 return
             try:
                 connection, _ = self._listener.accept()
@@ -110,38 +119,38 @@ class Server:
             except OSError as error:
                 if error.errno not in (errno.EMFILE, errno.ENFILE):
                     raise
-                if self._full(leave):
+                if self._wait_for_descriptor(stop_fd):
                     return
                 continue
-            threading.Thread(target=self._converse, args=(connection,), daemon=True).start()
+            threading.Thread(target=self._serve_connection, args=(connection,), daemon=True).start()
 
-    def _full(self, leave: int) -> bool:
+    def _wait_for_descriptor(self, stop_fd: int) -> bool:
         """Wait without a free descriptor, with the client in the queue: saves under way give some
         back. Return True if `leave` can be read meanwhile."""
-        if not self._said_full:
-            self._said_full = True
+        if not self._has_warned_full:
+            self._has_warned_full = True
             logger.warning(
                 "the mover has no descriptor left for another connection, which waits; raise the "
                 "limit of open files (ulimit -n)"
             )
-        return bool(select.select([leave], [], [], FULL_SECONDS)[0])
+        return bool(select.select([stop_fd], [], [], FREE_DESCRIPTOR_WAIT_S)[0])
 
-    def _converse(self, connection: socket.socket) -> None:
+    def _serve_connection(self, connection: socket.socket) -> None:
         with connection:
-            connection.settimeout(IDLE_SECONDS)
-            process, user = _peer(connection)
+            connection.settimeout(IDLE_CONNECTION_TIMEOUT_S)
+            process, user = _peer_credentials(connection)
             if user != os.getuid():
                 self._refusals.count(MOVER, "other user")
                 return
             reader = LineReader(connection)
             try:
-                while (received := reader.line()) is not None:
+                while (received := reader.read_line()) is not None:
                     line, fds = received
                     for fd in fds:  # no client sends us any
                         os.close(fd)
-                    answer, passed = self._answer(line, process)
+                    answer, passed = self._answer_line(line, process)
                     try:
-                        protocol.send(connection, answer, passed)
+                        protocol.send_line(connection, answer, passed)
                     finally:
                         for fd in passed:
                             os.close(fd)
@@ -150,24 +159,24 @@ class Server:
             except OSError:
                 return  # a stray or a broken connection: nothing was done for it
 
-    def _answer(self, line: bytes, process: int) -> tuple[bytes, list[int]]:
+    def _answer_line(self, line: bytes, pid: int) -> tuple[bytes, list[int]]:
         request = parse_request(line)
         self._verifier.check(protocol.METHOD, request.verb, request.raw, request.proof)
         fds: list[int] = []
         try:
-            status, body = protocol.OK, self._serve(request, fds, process)
+            status, body = protocol.OK, self._dispatch(request, fds, pid)
         except FencedError as error:
             self._refusals.count(MOVER, "older generation")
-            status, body = protocol.FENCED, protocol.describe(error)
+            status, body = protocol.FENCED, protocol.error_to_json(error)
         except (UserError, HoldfastError) as error:
-            status, body = protocol.REFUSED, protocol.describe(error)
+            status, body = protocol.REFUSED, protocol.error_to_json(error)
         except Exception as error:  # our own bug, or a malformed body: report it
             logger.exception("request %s failed", request.verb)
             text = f"{type(error).__name__}: {error}"
             status, body = protocol.FAILED, {"error": "HoldfastError", "message": text}
-        return answer_line(self._secret, request.proof.nonce, status, body), fds
+        return encode_answer(self._secret, request.proof.nonce, status, body), fds
 
-    def _serve(self, request: Request, fds: list[int], process: int) -> dict[str, Any]:
+    def _dispatch(self, request: MoverRequest, fds: list[int], pid: int) -> dict[str, Any]:
         """One verb: its body's keys are the arguments of the service's method."""
         service, body, generation = self._service, request.body, request.proof.generation
         match request.verb:
@@ -176,37 +185,44 @@ class Server:
                 topology = Topology.from_json(body["topology"])
                 process_log.enter(generation)
                 about = None
-                if self._peers is not None:
-                    about = self._peers.cohort(topology, body)
-                    self._peers.follow(about)
+                if self._peer_wiring is not None:
+                    about = self._peer_wiring.parse_cohort(topology, body)
+                    self._peer_wiring.search_cohort(about)
                 key = body.get("key")
                 service.expect(
-                    generation, topology, table, body["start"], about, key,
+                    generation,
+                    topology,
+                    table,
+                    body["start"],
+                    about,
+                    key,
                     bool(body.get("stored", True)),
-                )  # fmt: skip
-                if self._peers is not None:
-                    self._peers.expect(topology, table, about)
+                )
+                if self._peer_wiring is not None:
+                    self._peer_wiring.expect(topology, table, about)
             case "arena":
-                fds.append(service.arena(generation, **body, process=process))
+                fds.append(service.get_arena(generation, **body, process=pid))
             case "captured":
-                service.captured(generation, **body)
+                service.accept_capture(generation, **body)
             case "skipped":
-                service.skipped(generation, **body)
+                service.accept_skip(generation, **body)
             case "unheard":
-                service.unheard(generation, **body)
+                service.report_orphaned_saves(generation, **body)
             case "wait_free":
-                return {"free": service.wait_free(generation, **body)}
+                return {"free": service.wait_for_free_slot(generation, **body)}
             case "settle":
-                ended, reason = service.outcomes.settle((generation, body["step"]), body["wait"])
+                ended, reason = service.save_tracker.wait_until_ended(
+                    (generation, body["step"]), body["wait"]
+                )
                 return {"ended": ended, "reason": reason}
             case "drain":
                 return {"drained": service.drain(**body)}
             case "newest":
                 machines = body.pop("machines", None)
-                if machines is not None and self._peers is not None:
-                    self._peers.look_at(machines)
-                placed = {} if self._peers is None else self._peers.placement
-                return service.newest(generation, **body) | {"placement": placed}
+                if machines is not None and self._peer_wiring is not None:
+                    self._peer_wiring.search_machines(machines)
+                placed = {} if self._peer_wiring is None else self._peer_wiring.placement
+                return service.find_restore_point(generation, **body) | {"placement": placed}
             case "holdings":
                 answer, found = service.holdings(generation, **body)
                 fds += found
@@ -214,21 +230,29 @@ class Server:
             case "holders":
                 return {"peers": service.holders(generation, **body)}
             case "damage":
-                return {"problem": service.damage(generation, **body)}
+                return {"problem": service.find_damage(generation, **body)}
             case "events":
-                events, mark = service.outcomes.since(body["since"], body["wait"])
+                events, mark = service.save_tracker.events_since(body["since"], body["wait"])
                 return {"events": events, "next": mark}
             case "upload":
-                return {"left": self._upload(float(body["wait"])) if service.leads else None}
+                return {
+                    "left": self._upload_progress(float(body["wait"]))
+                    if service.is_leader
+                    else None
+                }
             case "status":
-                peers = {} if self._peers is None else {"peers": self._peers.peers.status()}
+                peers = (
+                    {}
+                    if self._peer_wiring is None
+                    else {"peers": self._peer_wiring.peer_tier.status()}
+                )
                 return service.status() | peers
             case verb:
                 raise HoldfastError(f"the mover has no verb {verb!r}")
         return {}
 
 
-def _own_folder(folder: Path) -> None:
+def _secure_folder(folder: Path) -> None:
     """Make the folder, or check that no other user can replace the socket there by a link or
     another socket. Raises RunFolderError."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -236,51 +260,55 @@ def _own_folder(folder: Path) -> None:
     if status.st_uid != os.getuid() or status.st_mode & stat.S_IWOTH:
         raise RunFolderError(
             "other users of this machine can write where the mover's socket is to lie",
-            where=str(folder), remedy="set TMPDIR to a folder of your own",
-        )  # fmt: skip
+            where=str(folder),
+            remedy="set TMPDIR to a folder of your own",
+        )
 
 
-def _peer(connection: socket.socket) -> tuple[int, int]:
+def _peer_credentials(connection: socket.socket) -> tuple[int, int]:
     """The process and the user at the other end (SO_PEERCRED: pid, uid, gid)."""
     raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
     process, user, _ = struct.unpack("3i", raw)
     return int(process), int(user)
 
 
-def _neighbours(boot: MoverBoot, service: Service) -> Neighbours | None:
-    if boot.peers is None:
+def _make_peer_wiring(spec: MoverSpec, service: MoverService) -> PeerWiring | None:
+    if spec.peers is None:
         return None
-    settings = PeerSettings.from_json(boot.peers)
-    secret = Secret.from_hex(boot.secret)
-    return Neighbours(settings, boot.settings, service, open_store(boot.store), secret)
+    settings = PeerSettings.from_json(spec.peers)
+    secret = Secret.from_hex(spec.secret)
+    return PeerWiring(settings, spec.settings, service, open_store(spec.store), secret)
 
 
-def _uploader(boot: MoverBoot, service: Service) -> Uploader | None:
+def _make_uploader(spec: MoverSpec, service: MoverService) -> Uploader | None:
     """Tier 3: a bucket that gets every checkpoint too."""
-    location = boot.settings.bucket
+    location = spec.settings.bucket
     if not location:
         return None
-    keep = Keep(boot.settings.bucket_keep_last, boot.settings.keep_every)
+    keep = RetentionRules(spec.settings.bucket_keep_last, spec.settings.keep_every)
     uploader = Uploader(
-        open_store(boot.store), lambda: opened(location), keep, service.outcomes.add,
-        rejected=service.rejected,
-    )  # fmt: skip
+        open_store(spec.store),
+        lambda: opened(location),
+        keep,
+        service.save_tracker.emit,
+        rejected_keys=service.rejected_keys,
+    )
 
     def committed(key: str) -> None:
-        if service.uploads(key):
-            uploader.committed(key)
+        if service.should_upload(key):
+            uploader.request_upload(key)
 
-    service.outcomes.durable.append(committed)
-    service.spare(uploader.underway)
+    service.save_tracker.commit_listeners.append(committed)
+    service.set_in_use_keys(uploader.keys_in_use)
     return uploader
 
 
-def _when_asked(leave: int) -> None:
+def _forward_sigterm(stop_fd: int) -> None:
     """Write into `leave` when our parent sends SIGTERM. A scheduler that warns every process of a
     job sends it too: that one the agent answers, which needs its mover then."""
     while signal.sigwaitinfo({signal.SIGTERM}).si_pid != os.getppid():
         pass
-    os.write(leave, b"\0")
+    os.write(stop_fd, b"\0")
 
 
 def main() -> None:
@@ -289,33 +317,36 @@ def main() -> None:
     own = hasattr(signal, "sigwaitinfo")  # not on macOS
     if own:
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # before any thread begins
-    sys.setswitchinterval(SWITCH_SECONDS)
-    boot = MoverBoot.from_line(sys.stdin.buffer.readline())
+    sys.setswitchinterval(THREAD_SWITCH_INTERVAL_S)
+    boot = MoverSpec.from_json_line(sys.stdin.buffer.readline())
     process_log.start("mover", sys.stderr)
     if boot.lifeline >= 0:
-        lifeline.watch(boot.lifeline)
+        lifeline.watch_lifeline(boot.lifeline)
     try:
-        service = Service(open_store(boot.store), boot.settings)
-        _own_folder(Path(boot.socket).parent)
-        peers = _neighbours(boot, service)
+        service = MoverService(open_store(boot.store), boot.settings)
+        _secure_folder(Path(boot.socket).parent)
+        peers = _make_peer_wiring(boot, service)
     except UserError as error:  # a run folder that is away, an address that cannot be listened on
         print(error, file=sys.stderr)
         sys.exit(error.exit_code)
-    uploader = _uploader(boot, service)
-    server = Server(
-        service, Secret.from_hex(boot.secret), boot.socket, peers,
-        *([] if uploader is None else [uploader.waiting]),
-    )  # fmt: skip
+    uploader = _make_uploader(boot, service)
+    server = MoverServer(
+        service,
+        Secret.from_hex(boot.secret),
+        boot.socket,
+        peers,
+        *([] if uploader is None else [uploader.wait_for_newest]),
+    )
 
     # The signal writes into a pipe: a handler that raises would be too late for an accept that is
     # just about to block.
     leave, signalled = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
     if own:
-        threading.Thread(target=_when_asked, args=(signalled,), daemon=True).start()
+        threading.Thread(target=_forward_sigterm, args=(signalled,), daemon=True).start()
     else:
         signal.set_wakeup_fd(signalled)
         signal.signal(signal.SIGTERM, lambda *_: None)
-    address = "" if peers is None else peers.peers.address
+    address = "" if peers is None else peers.peer_tier.address
     print(json.dumps({"ready": True, "pid": os.getpid(), "peers": address}), flush=True)
     try:
         server.serve(leave)

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from holdfast.core.json_parsing import parsed
+from holdfast.core.json_parsing import parse_json
 from holdfast.errors import (
     CheckpointError,
     CorruptError,
@@ -33,20 +33,20 @@ from holdfast.wire.http.auth import AuthError, Proof, check_answer, sign, sign_a
 from holdfast.wire.secret import Secret
 
 METHOD = "MOVER"
-LINE_LIMIT = 64 * 2**20
+MAX_LINE_BYTES = 64 * 2**20
 """Longest line in bytes: a state table of some hundred thousand tensors."""
 
-CHUNK = 2**16
+RECEIVE_BYTES = 2**16
 """Bytes that are read at a time: more would be memory that is mapped and unmapped each time."""
 
-DESCRIPTORS = 253
+MAX_DESCRIPTORS = 253
 """The most descriptors that the kernel lets travel with one message."""
 
 OK, REFUSED, UNKNOWN, FENCED, FAILED = 200, 400, 401, 409, 500
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class MoverRequest:
     """One request, as received; `raw` is what the proof covers."""
 
     verb: str
@@ -55,7 +55,7 @@ class Request:
 
     @property
     def body(self) -> dict[str, Any]:
-        value = parsed(self.raw)
+        value = parse_json(self.raw)
         if not isinstance(value, dict):
             raise ValueError("the body is not an object")
         return value
@@ -68,7 +68,7 @@ class LineReader:
         self._connection = connection
         self._rest = bytearray()
 
-    def line(self) -> tuple[bytes, list[int]] | None:
+    def read_line(self) -> tuple[bytes, list[int]] | None:
         """The next line without its end, and descriptors; None at the end of the stream.
 
         Raises OSError for what the socket does, ValueError for a line that is too long.
@@ -77,9 +77,9 @@ class LineReader:
         looked = 0  # so far there is none
         while (end := self._rest.find(b"\n", looked)) < 0:
             looked = len(self._rest)
-            if len(self._rest) > LINE_LIMIT:
+            if len(self._rest) > MAX_LINE_BYTES:
                 raise ValueError("the line is too long")
-            data, new, _, _ = socket.recv_fds(self._connection, CHUNK, DESCRIPTORS)
+            data, new, _, _ = socket.recv_fds(self._connection, RECEIVE_BYTES, MAX_DESCRIPTORS)
             fds += new
             if not data:
                 return None
@@ -89,7 +89,7 @@ class LineReader:
         return line, fds
 
 
-def request_line(
+def encode_request(
     secret: Secret, verb: str, body: dict[str, Any], generation: int, now: float
 ) -> tuple[bytes, str]:
     """A signed request, and its nonce."""
@@ -100,12 +100,12 @@ def request_line(
     return line.encode() + b"\n", proof.nonce
 
 
-def parse_request(line: bytes) -> Request:
+def parse_request(line: bytes) -> MoverRequest:
     """Raises AuthError for anything that is not a request; its proof is not checked here."""
     try:
-        value = parsed(line)
+        value = parse_json(line)
         generation, nonce, time, mac = value["proof"]
-        return Request(
+        return MoverRequest(
             str(value["verb"]),
             str(value["body"]).encode(),
             Proof(int(generation), str(nonce), float(time), str(mac)),
@@ -114,7 +114,7 @@ def parse_request(line: bytes) -> Request:
         raise AuthError("not a request", "no proof") from error
 
 
-def answer_line(secret: Secret, nonce: str, status: int, body: dict[str, Any]) -> bytes:
+def encode_answer(secret: Secret, nonce: str, status: int, body: dict[str, Any]) -> bytes:
     raw = json.dumps(body, separators=(",", ":"))
     mac = sign_answer(secret, nonce, status, raw.encode())
     line = json.dumps({"status": status, "body": raw, "proof": mac}, separators=(",", ":"))
@@ -124,47 +124,49 @@ def answer_line(secret: Secret, nonce: str, status: int, body: dict[str, Any]) -
 def parse_answer(secret: Secret, nonce: str, line: bytes) -> dict[str, Any]:
     """The answer's body. Raises what the other side raised, and AuthError for a forged answer."""
     try:
-        value = parsed(line)
+        value = parse_json(line)
         status, raw, mac = int(value["status"]), str(value["body"]).encode(), str(value["proof"])
-        body = parsed(raw)
+        body = parse_json(raw)
     except (ValueError, KeyError, TypeError, OverflowError) as error:
         raise AuthError("not an answer") from error
     check_answer(secret, nonce, status, raw, mac)
     if status != OK:
-        raise _error(body)
+        raise error_from_json(body)
     return dict(body)
 
 
-_KINDS: dict[str, type[HoldfastError]] = {
+_ERROR_TYPES: dict[str, type[HoldfastError]] = {
     kind.__name__: kind for kind in (FencedError, CorruptError, AuthError)
 }
 
 
-_SPOKEN: dict[str, type[UserError]] = {
+_USER_ERROR_TYPES: dict[str, type[UserError]] = {
     kind.__name__: kind for kind in (CheckpointError, StoreError, RunFolderError, OutOfSpaceError)
 }
 
 
-def describe(error: HoldfastError) -> dict[str, Any]:
+def error_to_json(error: HoldfastError) -> dict[str, Any]:
     """An error as the body of an answer."""
     if isinstance(error, UserError):
         names = (kind.__name__ for kind in type(error).__mro__)
         return {
-            "error": next((name for name in names if name in _SPOKEN), "CheckpointError"),
-            "message": error.message, "where": error.where, "remedy": error.remedy,
-        }  # fmt: skip
+            "error": next((name for name in names if name in _USER_ERROR_TYPES), "CheckpointError"),
+            "message": error.message,
+            "where": error.where,
+            "remedy": error.remedy,
+        }
     return {"error": type(error).__name__, "message": str(error)}
 
 
-def _error(body: dict[str, Any]) -> HoldfastError:
+def error_from_json(body: dict[str, Any]) -> HoldfastError:
     message = str(body.get("message"))
     name = str(body.get("error"))
-    if name in _SPOKEN:
-        return _SPOKEN[name](message, where=body.get("where"), remedy=body.get("remedy"))
-    return _KINDS.get(name, HoldfastError)(message)
+    if name in _USER_ERROR_TYPES:
+        return _USER_ERROR_TYPES[name](message, where=body.get("where"), remedy=body.get("remedy"))
+    return _ERROR_TYPES.get(name, HoldfastError)(message)
 
 
-def send(connection: socket.socket, line: bytes, fds: Sequence[int] = ()) -> None:
+def send_line(connection: socket.socket, line: bytes, fds: Sequence[int] = ()) -> None:
     """Send a complete line; descriptors travel with its first byte."""
     if fds:
         sent = socket.send_fds(connection, [line], list(fds))

@@ -27,25 +27,31 @@ from contextlib import suppress
 from typing import Any
 from urllib.parse import urlencode
 
-from holdfast.core.json_parsing import parsed
+from holdfast.core.json_parsing import parse_json
 from holdfast.errors import FencedError, HoldfastError
-from holdfast.wire.http.auth import MISDIRECTED, Aim, AuthError, check_answer, headers_of
-from holdfast.wire.http.sync_connection import Answer, Link
+from holdfast.wire.http.auth import (
+    MISDIRECTED_STATUS,
+    AuthError,
+    ListenerIdentity,
+    check_answer,
+    request_headers,
+)
+from holdfast.wire.http.sync_connection import ClientResponse, SyncConnection
 from holdfast.wire.secret import Secret
 from holdfast.wire.store.run_store import MissingKeyError
 
 INVENTORY, RANGE, OFFER, NEWEST = "/inventory", "/range", "/offer", "/newest"
 COPY, RESTORE = "copy", "restore"
-PROOF = "holdfast-hmac"
-INVENTORY_LIMIT = 1 << 30
+PROOF_HEADER = "holdfast-hmac"
+MAX_INVENTORY_BYTES = 1 << 30
 """Bytes of an inventory at most: that of a large run."""
-ANSWER_LIMIT = 1 << 20
+MAX_ANSWER_BYTES = 1 << 20
 """Bytes at most of any other answer in JSON, and of a refusal. They are read before the sender is
 known: another process may have the port of a mover that has exited."""
 
-CONNECT_SECONDS = 5.0
+CONNECT_TIMEOUT_S = 5.0
 """A machine that is there takes a connection within this time, and acknowledges what is sent."""
-KEPT_SECONDS = 50.0
+IDLE_REUSE_LIMIT_S = 50.0
 """A connection that was idle for so long is not used again: the listener is about to close it."""
 
 OK, REFUSED, UNKNOWN, MISSING, FENCED, TOO_LONG, FAILED = 200, 400, 401, 404, 409, 413, 500
@@ -55,7 +61,7 @@ class PeerError(HoldfastError):
     """A mover on another machine does not answer, breaks off, or refuses; names its address."""
 
 
-class _AimedError(PeerError):
+class _WrongListenerError(PeerError):
     """The request was signed for another listener and not carried out; now the right one is
     known."""
 
@@ -69,11 +75,11 @@ class PeerClient:
         address: str,
         secret: Secret,
         generation: int,
-        run: str = "",
+        run_id: str = "",
         *,
-        timeout: float = 10.0,
+        silence_timeout_s: float = 10.0,
         clock: Callable[[], float] = time.time,
-        aim: Aim | None = None,
+        listener_identity: ListenerIdentity | None = None,
     ) -> None:
         """`address` is "host:port"; `timeout` bounds every silence, in seconds. `aim`: what an
         earlier client of the same address has learned; it spares a question.
@@ -82,35 +88,37 @@ class PeerClient:
         """
         self.address = address
         self.generation = generation
-        self.run = run
-        self.aim = aim or Aim(clock)
+        self.run_id = run_id
+        self.listener_identity = listener_identity or ListenerIdentity(clock)
         self._host, self._port = split_address(address)
         self._secret = secret
-        self._timeout = timeout
-        self._idle: list[tuple[float, Link]] = []  # since when
-        self._busy: set[Link] = set()
-        self._closed = self._aborted = False
+        self._silence_timeout_s = silence_timeout_s
+        self._idle_connections: list[tuple[float, SyncConnection]] = []  # since when
+        self._busy_connections: set[SyncConnection] = set()
+        self._is_closed = self._is_aborted = False
         self._lock = threading.Lock()
 
     def inventory(self) -> dict[str, Any]:
         """Return the contents of the other snapshot store. Raises PeerError, AuthError,
         FencedError."""
-        return self._json("GET", self._path(INVENTORY), b"", limit=INVENTORY_LIMIT)
+        return self._request_json(
+            "GET", self._with_query(INVENTORY), b"", max_bytes=MAX_INVENTORY_BYTES
+        )
 
-    def newest(self) -> int:
+    def newest_generation(self) -> int:
         """The newest generation of the run that ever asked there, 0 for none; whatever this
         client's own is. Raises as `inventory` does, and KeyError, TypeError, ValueError."""
-        return int(self._json("GET", self._path(NEWEST), b"")["generation"])
+        return int(self._request_json("GET", self._with_query(NEWEST), b"")["generation"])
 
-    def offer(self, body: dict[str, Any], timeout: float | None = None) -> dict[str, Any]:
+    def send_offer(self, body: dict[str, Any], timeout: float | None = None) -> dict[str, Any]:
         """Tell of a snapshot; the answer's `state` says what became of it. `timeout` bounds the
         silence of this one request. Raises as `inventory` does."""
-        return self.ask(OFFER, body, timeout)
+        return self.post(OFFER, body, timeout)
 
-    def ask(self, verb: str, body: dict[str, Any], timeout: float | None = None) -> dict[str, Any]:
+    def post(self, path: str, body: dict[str, Any], timeout: float | None = None) -> dict[str, Any]:
         """Any question with a body, by its path; as `offer`."""
         content = json.dumps(body, separators=(",", ":")).encode()
-        return self._json("POST", self._path(verb), content, timeout)
+        return self._request_json("POST", self._with_query(path), content, timeout)
 
     def read_into(self, key: str, start: int, out: memoryview, use: str = RESTORE) -> None:
         """Fill `out` with bytes [start, start + len(out)) of a blob, straight from the socket.
@@ -123,9 +131,9 @@ class PeerClient:
     def scatter(self, key: str, start: int, outs: Sequence[memoryview], use: str = RESTORE) -> None:
         """Read as `read_into` does, into several buffers of bytes, one after the other."""
         due = sum(map(len, outs))
-        path = self._path(RANGE, key=key, start=start, stop=start + due, use=use)
+        path = self._with_query(RANGE, key=key, start=start, stop=start + due, use=use)
 
-        def take(answer: Answer, nonce: str, proof: str) -> None:
+        def take(answer: ClientResponse, nonce: str, proof: str) -> None:
             check_answer(self._secret, nonce, OK, path.encode(), proof)
             if answer.length != due:
                 raise PeerError(f"{self.address} answers {answer.length} of {due} bytes")
@@ -139,186 +147,200 @@ class PeerClient:
                     at += count
                     done += count
 
-        self._ask("GET", path, b"", take)
+        self._request("GET", path, b"", take)
 
     def close(self) -> None:
         """Keep no connection open any more: what is under way ends, and its connection with it."""
         with self._lock:
-            self._closed = True
+            self._is_closed = True
         self._close_idle()
 
     def abort(self) -> None:
         """End what is under way, in other threads, and refuse anything more."""
         with self._lock:
-            self._aborted = True
-            busy = [connection.sock for connection in self._busy]
+            self._is_aborted = True
+            busy = [connection.sock for connection in self._busy_connections]
         for sock in busy:
             with suppress(OSError):
                 sock.shutdown(socket.SHUT_RDWR)  # wakes the thread that reads from it
         self.close()
 
-    def _path(self, path: str, **query: object) -> str:
-        return f"{path}?{urlencode({'run': self.run, **query})}"
+    def _with_query(self, path: str, **query: object) -> str:
+        return f"{path}?{urlencode({'run': self.run_id, **query})}"
 
     # --- the exchange -----------------------------------------------------------------------
-    def _json(
-        self, method: str, path: str, body: bytes, timeout: float | None = None,
-        limit: int = ANSWER_LIMIT,
-    ) -> dict[str, Any]:  # fmt: skip
+    def _request_json(
+        self,
+        method: str,
+        path: str,
+        body: bytes,
+        timeout: float | None = None,
+        max_bytes: int = MAX_ANSWER_BYTES,
+    ) -> dict[str, Any]:
         found: list[bytes] = []
 
-        def take(answer: Answer, nonce: str, proof: str) -> None:
-            data = answer.read(limit)
+        def take(answer: ClientResponse, nonce: str, proof: str) -> None:
+            data = answer.read(max_bytes)
             check_answer(self._secret, nonce, OK, data, proof)
             found.append(data)
 
-        self._ask(method, path, body, take, timeout)
+        self._request(method, path, body, take, timeout)
         with suppress(ValueError):
-            value = parsed(found[0])
+            value = parse_json(found[0])
             if isinstance(value, dict):
                 return value
         raise PeerError(f"{self.address} answers something that is no object")
 
-    def _ask(
+    def _request(
         self,
         method: str,
         path: str,
         body: bytes,
-        take: Callable[[Answer, str, str], None],
+        read_answer: Callable[[ClientResponse, str, str], None],
         timeout: float | None = None,
     ) -> None:
         """One request; once more where it was signed for another listener, and so not done."""
         try:
-            self._ask_once(method, path, body, take, timeout)
-        except _AimedError:
-            self._ask_once(method, path, body, take, timeout)
+            self._request_once(method, path, body, read_answer, timeout)
+        except _WrongListenerError:
+            self._request_once(method, path, body, read_answer, timeout)
 
-    def _ask_once(
+    def _request_once(
         self,
         method: str,
         path: str,
         body: bytes,
-        take: Callable[[Answer, str, str], None],
+        read_answer: Callable[[ClientResponse, str, str], None],
         timeout: float | None = None,
     ) -> None:
         """One request; where the connection is cut before an answer (it was idle for long, or had
         to make way), once more. Every request may arrive twice: an offer that is known already is
         answered, not done again."""
-        bound = self._timeout if timeout is None else timeout
+        bound = self._silence_timeout_s if timeout is None else timeout
         for fresh in (False, True):
-            connection = self._connection(fresh, bound)
+            connection = self._get_connection(fresh, bound)
             try:
-                self._begin(connection)
-                proof = self.aim.sign(self._secret, method, path, body, self.generation)
-                answer = connection.ask(method, path, headers_of(proof, body), body)
+                self._mark_busy(connection)
+                proof = self.listener_identity.sign(
+                    self._secret, method, path, body, self.generation
+                )
+                answer = connection.request(method, path, request_headers(proof, body), body)
             except OSError as error:
-                self._drop(connection)
+                self._close_connection(connection)
                 self._close_idle()  # they are likely to be as dead
                 if not fresh and not isinstance(error, TimeoutError):
                     continue
-                raise PeerError(f"{self.address} does not answer: {_words(error)}") from error
+                raise PeerError(f"{self.address} does not answer: {_error_text(error)}") from error
             try:
-                self._judge(answer, proof.nonce)
-                take(answer, proof.nonce, answer.header(PROOF))
+                self._raise_refusal(answer, proof.nonce)
+                read_answer(answer, proof.nonce, answer.header(PROOF_HEADER))
             except OSError as error:
-                self._drop(connection)
-                raise PeerError(f"{self.address} broke off: {_words(error)}") from error
-            except _AimedError:
-                self._keep(connection, answer)
+                self._close_connection(connection)
+                raise PeerError(f"{self.address} broke off: {_error_text(error)}") from error
+            except _WrongListenerError:
+                self._keep_or_close(connection, answer)
                 raise
             except BaseException:
-                self._drop(connection)
+                self._close_connection(connection)
                 raise
-            self._keep(connection, answer)
+            self._keep_or_close(connection, answer)
             return
 
-    def _judge(self, answer: Answer, nonce: str) -> None:
+    def _raise_refusal(self, answer: ClientResponse, nonce: str) -> None:
         """Raises what a refusal says, if it is the peer that says it."""
         if answer.status == OK:
             return
         if answer.status == UNKNOWN:
             raise AuthError(f"{self.address} does not accept this run's secret")
-        data = answer.read(ANSWER_LIMIT)
-        check_answer(self._secret, nonce, answer.status, data, answer.header(PROOF))
-        if answer.status == MISDIRECTED:
-            self.aim.learn(parsed(data))
-            raise _AimedError(f"{self.address} changes its name at every request")
-        text = str(parsed(data).get("error", f"status {answer.status}"))
+        data = answer.read(MAX_ANSWER_BYTES)
+        check_answer(self._secret, nonce, answer.status, data, answer.header(PROOF_HEADER))
+        if answer.status == MISDIRECTED_STATUS:
+            self.listener_identity.update_from(parse_json(data))
+            raise _WrongListenerError(f"{self.address} changes its name at every request")
+        text = str(parse_json(data).get("error", f"status {answer.status}"))
         kinds = {FENCED: FencedError, MISSING: MissingKeyError}
         kind = kinds.get(answer.status)
         raise kind(text) if kind else PeerError(f"{self.address} refuses: {text}")
 
-    def _connection(self, fresh: bool, timeout: float) -> Link:
+    def _get_connection(self, must_be_new: bool, timeout: float) -> SyncConnection:
         """Return an idle connection, or a new one. Raises PeerError."""
-        self._close_idle(time.monotonic() - KEPT_SECONDS)
+        self._close_idle(time.monotonic() - IDLE_REUSE_LIMIT_S)
         with self._lock:
-            _, found = self._idle.pop() if self._idle and not fresh else (0.0, None)
+            _, found = (
+                self._idle_connections.pop()
+                if self._idle_connections and not must_be_new
+                else (0.0, None)
+            )
         if found is not None:
             found.sock.settimeout(timeout)
             return found
         try:
-            connection = Link(self._host, self._port, min(timeout, CONNECT_SECONDS))
+            connection = SyncConnection(self._host, self._port, min(timeout, CONNECT_TIMEOUT_S))
         except OSError as error:
-            raise PeerError(f"{self.address} cannot be reached: {_words(error)}") from error
+            raise PeerError(f"{self.address} cannot be reached: {_error_text(error)}") from error
         connection.sock.settimeout(timeout)
-        _watched(connection.sock)
+        _detect_dead_peer(connection.sock)
         return connection
 
-    def _keep(self, connection: Link, answer: Answer) -> None:
+    def _keep_or_close(self, connection: SyncConnection, answer: ClientResponse) -> None:
         with self._lock:
-            kept = not self._closed and answer.keep and not answer.left
+            kept = not self._is_closed and answer.keeps_alive and not answer.bytes_left
             if kept:
-                self._busy.discard(connection)
-                self._idle.append((time.monotonic(), connection))
+                self._busy_connections.discard(connection)
+                self._idle_connections.append((time.monotonic(), connection))
         if not kept:
-            self._drop(connection)
+            self._close_connection(connection)
 
-    def _close_idle(self, before: float = math.inf) -> None:
+    def _close_idle(self, opened_before: float = math.inf) -> None:
         with self._lock:
-            gone = [connection for since, connection in self._idle if since < before]
-            self._idle = [one for one in self._idle if one[0] >= before]
+            gone = [
+                connection for since, connection in self._idle_connections if since < opened_before
+            ]
+            self._idle_connections = [
+                one for one in self._idle_connections if one[0] >= opened_before
+            ]
         for connection in gone:
             connection.close()
 
-    def _begin(self, connection: Link) -> None:
+    def _mark_busy(self, connection: SyncConnection) -> None:
         with self._lock:
-            if self._aborted:
+            if self._is_aborted:
                 raise ConnectionAbortedError("this end was closed")
-            self._busy.add(connection)
+            self._busy_connections.add(connection)
 
-    def _drop(self, connection: Link) -> None:
+    def _close_connection(self, connection: SyncConnection) -> None:
         with self._lock:
-            self._busy.discard(connection)
+            self._busy_connections.discard(connection)
         connection.close()
 
 
-def _watched(sock: socket.socket) -> None:
+def _detect_dead_peer(sock: socket.socket) -> None:
     """A machine that has vanished sends no reset: over a connection that was open before, it is
     missed as soon as over a new one."""
     if hasattr(socket, "TCP_USER_TIMEOUT"):  # Linux
-        milliseconds = int(1000 * CONNECT_SECONDS)
+        milliseconds = int(1000 * CONNECT_TIMEOUT_S)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, milliseconds)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, int(CONNECT_SECONDS))
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, int(CONNECT_SECONDS))
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, int(CONNECT_TIMEOUT_S))
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, int(CONNECT_TIMEOUT_S))
 
 
-def identity(config_hash: str, dataset_version: str) -> str:
+def run_identity(config_hash: str, dataset_version: str) -> str:
     """Return the identity of a run's computation: the state after a step depends on nothing
     else."""
     return f"{config_hash}-{dataset_version}"
 
 
-def split_address(address: str, least: int = 1) -> tuple[str, int]:
+def split_address(address: str, min_port: int = 1) -> tuple[str, int]:
     """(host, port) of "host:port", the host in brackets for IPv6; `least` is the smallest port.
 
     Raises ValueError.
     """
     host, colon, port = address.rpartition(":")
-    if not colon or not host or not port.isdecimal() or not least <= int(port) < 65536:
+    if not colon or not host or not port.isdecimal() or not min_port <= int(port) < 65536:
         raise ValueError(f"{address!r} is not an address of the form host:port")
     return host.strip("[]"), int(port)
 
 
-def _words(error: Exception) -> str:
+def _error_text(error: Exception) -> str:
     return str(getattr(error, "strerror", None) or error) or type(error).__name__

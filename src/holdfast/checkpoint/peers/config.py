@@ -40,38 +40,38 @@ class Cohort:
     commits (`commit_protocol.py`), None for this one. `before`: the placement of copies that was in
     force, so that later members plan the same."""
 
-    own: str
+    own_node: str
     peers: tuple[Peer, ...] = ()
     sources: tuple[Peer, ...] = ()
-    leader: Peer | None = None
-    before: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    leader_peer: Peer | None = None
+    previous_placement: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     @staticmethod
-    def of(
-        own: str,
+    def build(
+        own_node: str,
         nodes: Sequence[str],
         machines: Iterable[Peer],
         sources: Iterable[Peer] = (),
-        before: Mapping[str, Sequence[str]] | None = None,
+        previous_placement: Mapping[str, Sequence[str]] | None = None,
     ) -> Cohort:
         """`nodes`: the node of each rank, as in a Topology: the first rank's mover leads.
 
         Raises ValueError where that one is not among the machines.
         """
         known = {peer.name: peer for peer in machines}
-        if nodes[0] != own and nodes[0] not in known:
+        if nodes[0] != own_node and nodes[0] not in known:
             raise ValueError(f"{nodes[0]}, which has the first rank, is not among the machines")
         return Cohort(
-            own,
-            tuple(peer for peer in known.values() if peer.name != own),
-            tuple(peer for peer in sources if peer.name != own and peer.name not in known),
-            None if nodes[0] == own else known[nodes[0]],
-            {owner: tuple(held) for owner, held in (before or {}).items()},
+            own_node,
+            tuple(peer for peer in known.values() if peer.name != own_node),
+            tuple(peer for peer in sources if peer.name != own_node and peer.name not in known),
+            None if nodes[0] == own_node else known[nodes[0]],
+            {owner: tuple(held) for owner, held in (previous_placement or {}).items()},
         )
 
-    def ranks(self, nodes: Sequence[str]) -> frozenset[int]:
+    def own_ranks(self, nodes: Sequence[str]) -> frozenset[int]:
         """Those of this node."""
-        return frozenset(rank for rank, node in enumerate(nodes) if node == self.own)
+        return frozenset(rank for rank, node in enumerate(nodes) if node == self.own_node)
 
 
 @dataclass(frozen=True)
@@ -98,9 +98,9 @@ class PeerSettings:
         peers = tuple(Peer(Machine(**p["machine"]), p["address"]) for p in value["peers"])
         return PeerSettings(**{**value, "machine": Machine(**value["machine"]), "peers": peers})
 
-    def advertised(self, bound: str) -> str:
+    def advertised_address(self, bound_address: str) -> str:
         """Return the address that other machines use: `bound` is "host:port" of the socket."""
-        host, _, port = bound.rpartition(":")
+        host, _, port = bound_address.rpartition(":")
         named = self.advertise or host
         has_port = named.rpartition(":")[2].isdecimal() and not named.endswith("]")
         return named if has_port else f"{named}:{port}"

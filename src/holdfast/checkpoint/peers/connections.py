@@ -15,49 +15,51 @@ from dataclasses import dataclass
 
 from holdfast.checkpoint.peers.client import PeerClient
 from holdfast.errors import FencedError, HoldfastError
-from holdfast.wire.http.auth import Aim
+from holdfast.wire.http.auth import ListenerIdentity
 from holdfast.wire.secret import Secret
 
-SILENCE_SECONDS = 30.0
+SENDER_SILENCE_TIMEOUT_S = 30.0
 """An offerer that sends nothing for so long is given up."""
-SOURCES = 64
+MAX_SENDERS = 64
 """Offerers remembered at most; the one that has been silent longest goes first."""
-READ_BYTES = 8 * 2**20
+MAX_REQUEST_BYTES = 8 * 2**20
 """Bytes that one request asks for at most. A request costs as much as some hundred KB, and the
 bytes should still be in cache when they are checked."""
-QUICK_SECONDS = 0.05
+FAST_REQUEST_S = 0.05
 """Seconds; while requests take less, they grow. Over a slow link they stay at an extent or a few,
 so that the next byte never takes long."""
 
 
 @dataclass
-class Offerer:
+class SenderConnection:
     """One address. Several pulls may share it."""
 
     client: PeerClient
-    room: int = 0  # bytes that the next request may ask for; 0: one extent
+    request_bytes: int = 0  # bytes that the next request may ask for; 0: one extent
 
-    def took(self, seconds: float, nbytes: int) -> None:
+    def record_request(self, seconds: float, nbytes: int) -> None:
         """A request for so many bytes has been answered in so long."""
-        if seconds < QUICK_SECONDS:
-            self.room = min(READ_BYTES, max(self.room, 2 * nbytes))
-        elif seconds > 4 * QUICK_SECONDS:
-            self.room //= 2
+        if seconds < FAST_REQUEST_S:
+            self.request_bytes = min(MAX_REQUEST_BYTES, max(self.request_bytes, 2 * nbytes))
+        elif seconds > 4 * FAST_REQUEST_S:
+            self.request_bytes //= 2
 
 
-class Offerers:
+class SenderConnections:
     """Safe to use from any thread."""
 
     def __init__(self, secret: Secret) -> None:
         self._secret = secret
         self._lock = threading.Lock()
-        self._known: OrderedDict[str, Offerer] = OrderedDict()  # by address, the latest last
-        self._all: weakref.WeakSet[PeerClient] = (
+        self._connections: OrderedDict[str, SenderConnection] = (
+            OrderedDict()
+        )  # by address, the latest last
+        self._all_clients: weakref.WeakSet[PeerClient] = (
             weakref.WeakSet()
         )  # also replaced ones, while in use
         self._closed = False
 
-    def at(self, address: str, generation: int, run: str) -> Offerer:
+    def connect(self, address: str, generation: int, run_id: str) -> SenderConnection:
         """Return the peer that offers from "host:port", in one generation of a run. Raises
         FencedError if it has offered in a newer one, HoldfastError after `close`, ValueError for an
         address of another form."""
@@ -65,20 +67,22 @@ class Offerers:
         with self._lock:
             if self._closed:
                 raise HoldfastError("this mover is ending")
-            found = self._known.get(address)
+            found = self._connections.get(address)
             if found is None:
-                aim = Aim(time.time)
-                found = Offerer(self._client(address, generation, run, aim))
-            elif found.client.run == run and found.client.generation > generation:
+                aim = ListenerIdentity(time.time)
+                found = SenderConnection(self._make_client(address, generation, run_id, aim))
+            elif found.client.run_id == run_id and found.client.generation > generation:
                 raise FencedError(f"{address} has offered in generation {found.client.generation}")
-            elif (found.client.generation, found.client.run) != (generation, run):
+            elif (found.client.generation, found.client.run_id) != (generation, run_id):
                 gone.append(found.client)
-                client = self._client(address, generation, run, found.client.aim)
-                found = Offerer(client, found.room)
-            self._known[address] = found
-            self._known.move_to_end(address)
-            while len(self._known) > SOURCES:
-                gone.append(self._known.popitem(last=False)[1].client)
+                client = self._make_client(
+                    address, generation, run_id, found.client.listener_identity
+                )
+                found = SenderConnection(client, found.request_bytes)
+            self._connections[address] = found
+            self._connections.move_to_end(address)
+            while len(self._connections) > MAX_SENDERS:
+                gone.append(self._connections.popitem(last=False)[1].client)
         for client in gone:
             client.close()
         return found
@@ -86,14 +90,21 @@ class Offerers:
     def close(self) -> None:
         """End what is under way."""
         with self._lock:
-            self._closed, clients = True, list(self._all)
-            self._known.clear()
+            self._closed, clients = True, list(self._all_clients)
+            self._connections.clear()
         for client in clients:
             client.abort()
 
-    def _client(self, address: str, generation: int, run: str, aim: Aim) -> PeerClient:
+    def _make_client(
+        self, address: str, generation: int, run_id: str, aim: ListenerIdentity
+    ) -> PeerClient:
         client = PeerClient(
-            address, self._secret, generation, run, timeout=SILENCE_SECONDS, aim=aim
+            address,
+            self._secret,
+            generation,
+            run_id,
+            silence_timeout_s=SENDER_SILENCE_TIMEOUT_S,
+            listener_identity=aim,
         )
-        self._all.add(client)
+        self._all_clients.add(client)
         return client

@@ -22,23 +22,23 @@ from concurrent.futures import ThreadPoolExecutor
 
 from holdfast.checkpoint.peers.client import PeerClient
 from holdfast.checkpoint.peers.config import Peer
-from holdfast.checkpoint.peers.source import OPEN_SECONDS
-from holdfast.checkpoint.restore.catalog import listing
-from holdfast.checkpoint.restore.start_records import newest_start, note_start
+from holdfast.checkpoint.peers.source import INVENTORY_TIMEOUT_S
+from holdfast.checkpoint.restore.catalog import list_commits
+from holdfast.checkpoint.restore.start_records import newest_started_generation, record_start
 from holdfast.core.format.manifest import parse_commit_key
 from holdfast.errors import HoldfastError, RunFolderError
 from holdfast.wire.http.auth import AuthError
-from holdfast.wire.secret import VARIABLE, Secret
+from holdfast.wire.secret import SECRET_FILE_VARIABLE, Secret
 from holdfast.wire.store.run_store import RunStore
 from holdfast.wire.term import newest_generation
 
 
-def begin_above(
+def generation_floor(
     store: RunStore,
     peers: Sequence[Peer],
     secret: Secret,
-    run: str,
-    fresh: bool,
+    run_id: str,
+    is_fresh: bool,
     say: Callable[[str], None],
 ) -> int:
     """Return the newest generation of the run that a peer, or a note or checkpoint in the folder,
@@ -49,35 +49,39 @@ def begin_above(
     """
     if newest_generation(store) > 0:
         return 0
-    commits = [position[1] for key in listing(store) if (position := parse_commit_key(key))]
-    newest = max([newest_start(store), *commits])
-    for peer, answer in _asked(peers, secret, run):
+    commits = [position[1] for key in list_commits(store) if (position := parse_commit_key(key))]
+    newest = max([newest_started_generation(store), *commits])
+    for peer, answer in _ask_peers(peers, secret, run_id):
         if isinstance(answer, int):
-            if answer and not fresh:
-                say(f"{peer.name} knows this run up to generation {answer}: the run folder is new, "
-                    f"and goes on from what there is")  # fmt: skip
+            if answer and not is_fresh:
+                say(
+                    f"{peer.name} knows this run up to generation {answer}: the run folder is new, "
+                    f"and goes on from what there is"
+                )
             newest = max(newest, answer)
         elif isinstance(answer, AuthError):
-            if not fresh:
-                raise _stranger(peer)
-        elif not fresh:
+            if not is_fresh:
+                raise _secret_refused(peer)
+        elif not is_fresh:
             say(f"{peer.name} cannot say what it holds of this run, whose folder is new: {answer}")
-    if fresh and newest:
+    if is_fresh and newest:
         newest += 1
-        note_start(store, newest, 0)
+        record_start(store, newest, 0)
     return newest
 
 
-def _asked(
-    peers: Sequence[Peer], secret: Secret, run: str
+def _ask_peers(
+    peers: Sequence[Peer], secret: Secret, run_id: str
 ) -> list[tuple[Peer, int | HoldfastError]]:
     """Return each peer's answer; all are asked in parallel."""
 
     def ask(peer: Peer) -> int | HoldfastError:
         try:
-            client = PeerClient(peer.address, secret, 0, run, timeout=OPEN_SECONDS)
+            client = PeerClient(
+                peer.address, secret, 0, run_id, silence_timeout_s=INVENTORY_TIMEOUT_S
+            )
             try:
-                return client.newest()
+                return client.newest_generation()
             finally:
                 client.close()
         except HoldfastError as error:
@@ -91,10 +95,10 @@ def _asked(
         return list(zip(peers, threads.map(ask, peers), strict=True))
 
 
-def _stranger(peer: Peer) -> RunFolderError:
+def _secret_refused(peer: Peer) -> RunFolderError:
     return RunFolderError(
         f"{peer.address} does not accept the secret of this run folder, which is new",
         where=f"checkpoint.peers, {peer.name}",
-        remedy=f"give both the same secret file (here: {VARIABLE}); if the run folder was lost, "
-        "that of the lost run; or start over with --fresh",
+        remedy=f"give both the same secret file (here: {SECRET_FILE_VARIABLE}); "
+        "if the run folder was lost, that of the lost run; or start over with --fresh",
     )

@@ -8,32 +8,32 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from holdfast.checkpoint.memory.snapshot_store import Shelf, Snapshot
+from holdfast.checkpoint.memory.snapshot_store import Snapshot, SnapshotStore
 from holdfast.checkpoint.peers.config import Cohort, PeerSettings
-from holdfast.checkpoint.peers.rate_limiter import Budget
-from holdfast.checkpoint.peers.receiver import Keeper
-from holdfast.checkpoint.peers.sender import Copies
+from holdfast.checkpoint.peers.rate_limiter import TokenBucket
+from holdfast.checkpoint.peers.receiver import SnapshotReceiver
+from holdfast.checkpoint.peers.sender import SnapshotSender
 from holdfast.checkpoint.peers.server import PeerServer
 from holdfast.core.sharding.state_table import StateTable
 from holdfast.events import Event
 from holdfast.layout import Topology
 from holdfast.wire.http.refusals import Refusals
-from holdfast.wire.http.sockets import address_of, bind
+from holdfast.wire.http.sockets import address_of, bind_listener
 from holdfast.wire.secret import Secret
 
 
-class Peers:
+class PeerTier:
     """Starts with the object; `close` ends the listener and what is being sent."""
 
     def __init__(
         self,
         settings: PeerSettings,
-        shelf: Shelf,
+        snapshot_store: SnapshotStore,
         secret: Secret,
-        run: str | None,
-        add: Callable[[Event], None],
-        bound: socket.socket | None = None,
-        settled: Callable[[], object] = lambda: None,
+        run_id: str | None,
+        emit: Callable[[Event], None],
+        bound_socket: socket.socket | None = None,
+        wait_until_hashed: Callable[[], object] = lambda: None,
         refusals: Refusals | None = None,
     ) -> None:
         """`run`: what is computed (`identity`), None for a machine that only keeps. `bound`: a
@@ -43,44 +43,58 @@ class Peers:
         Raises AddressError when that cannot be listened on.
         """
         self.settings = settings
-        listening = bound or bind(settings.interface, settings.port, "checkpoint.peer_port")
+        listening = bound_socket or bind_listener(
+            settings.interface, settings.port, "checkpoint.peer_port"
+        )
         stop = threading.Event()
         self._stop = stop
-        self.address = settings.advertised(address_of(listening))
-        self.refusals = refusals or Refusals(add)
-        self.keeper = Keeper(shelf, secret, settings.room)
+        self.address = settings.advertised_address(address_of(listening))
+        self.refusals = refusals or Refusals(emit)
+        self.receiver = SnapshotReceiver(snapshot_store, secret, settings.room)
         self.server = PeerServer(
-            listening, secret, shelf, self.keeper,
-            Budget(settings.bytes_per_second, time.monotonic, stop.wait), run, settled=settled,
+            listening,
+            secret,
+            snapshot_store,
+            self.receiver,
+            TokenBucket(settings.bytes_per_second, time.monotonic, stop.wait),
+            run_id,
+            wait_until_hashed=wait_until_hashed,
             refusals=self.refusals,
-        )  # fmt: skip
-        self.copies = Copies(settings, shelf, secret, self.address, run or "", add)
+        )
+        self.sender = SnapshotSender(
+            settings, snapshot_store, secret, self.address, run_id or "", emit
+        )
         self.server.start()
 
-    def expect(self, topology: Topology, table: StateTable, cohort: Cohort | None = None) -> None:
+    def begin_generation(
+        self, topology: Topology, table: StateTable, cohort: Cohort | None = None
+    ) -> None:
         """This node's agent has begun a generation: older ones are fenced from now on. `cohort`:
         who takes part, where that is known; copies go to those, and to whom the run file names.
         Said again of the same generation, the newest list counts."""
-        self.server.advance(topology.generation)
+        self.server.advance_generation(topology.generation)
         if cohort is not None:
-            self.copies.follow(cohort.peers, cohort.before)
-        self.copies.expect(topology, table)
+            self.sender.set_peers(cohort.peers, cohort.previous_placement)
+        self.sender.begin_generation(topology, table)
 
-    def shelved(self, snapshot: Snapshot, surely: bool = False) -> None:
+    def on_snapshot_stored(self, snapshot: Snapshot, ignore_step_rule: bool = False) -> None:
         """A rank of this node has one more snapshot on the shelf. surely: whatever the rule by
         steps says."""
         part = snapshot.part
-        self.copies.shelved(part.generation, part.step, part.rank, surely)
+        self.sender.on_snapshot_stored(part.generation, part.step, part.rank, ignore_step_rule)
 
     def status(self) -> dict[str, Any]:
         return {
-            "address": self.address, "generation": self.server.newest, "sent": self.server.sent,
-            "keeps": self.keeper.status(), "sends": self.copies.status(),
-        }  # fmt: skip
+            "address": self.address,
+            "generation": self.server.newest_generation,
+            "sent": self.server.sent_bytes,
+            "keeps": self.receiver.status(),
+            "sends": self.sender.status(),
+        }
 
     def close(self) -> None:
         self._stop.set()
-        self.copies.close()
-        self.keeper.close()
+        self.sender.close()
+        self.receiver.close()
         self.server.close()
         self.refusals.close()

@@ -11,11 +11,11 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
-BURST_SECONDS = 0.1
+DEFAULT_BURST_S = 0.1
 """The burst where none is named: what the rate gives in this time."""
 
 
-class Budget:
+class TokenBucket:
     """Safe to share between threads."""
 
     def __init__(
@@ -30,20 +30,20 @@ class Budget:
         self._rate = rate
         self._clock = clock
         self._wait = wait
-        self._burst = rate * BURST_SECONDS if burst is None else burst
-        self._paid = clock()  # when everything taken so far will have been paid for
+        self._burst = rate * DEFAULT_BURST_S if burst is None else burst
+        self._paid_until = clock()  # when everything taken so far will have been paid for
         self._lock = threading.Lock()
-        self.taken = 0
+        self.taken_bytes = 0
 
     def take(self, count: int) -> float:
         """Wait until `count` bytes may be sent; return the seconds waited."""
         with self._lock:
-            self.taken += count
+            self.taken_bytes += count
             if not self._rate:
                 return 0.0
             now = self._clock()
-            self._paid = max(self._paid, now) + count / self._rate
-            due = self._paid - now - self._burst / self._rate
+            self._paid_until = max(self._paid_until, now) + count / self._rate
+            due = self._paid_until - now - self._burst / self._rate
         if due > 0:
             self._wait(due)
         return max(due, 0.0)

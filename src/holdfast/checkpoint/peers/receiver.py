@@ -28,48 +28,48 @@ from typing import Any
 from xxhash import xxh3_128_hexdigest
 
 from holdfast.checkpoint.format.blob import parse_header
-from holdfast.checkpoint.memory.arena import Arena, digest, slot_capacity
-from holdfast.checkpoint.memory.snapshot_store import MemoryFile, Shelf, Snapshot
+from holdfast.checkpoint.memory.arena import Arena, identity_digest, slot_capacity
+from holdfast.checkpoint.memory.snapshot_store import MemoryFile, Snapshot, SnapshotStore
 from holdfast.checkpoint.peers.client import COPY
-from holdfast.checkpoint.peers.connections import Offerer, Offerers
-from holdfast.core.format.manifest import Extent, Part, Placed, blob_key
+from holdfast.checkpoint.peers.connections import SenderConnection, SenderConnections
+from holdfast.core.format.manifest import Extent, PartManifest, PlacedBox, blob_key
 from holdfast.core.sharding.state_table import TensorSpec
 from holdfast.errors import CorruptError, FencedError, HoldfastError
 from holdfast.layout import Topology
 from holdfast.wire.secret import Secret
 from holdfast.wire.store.run_store import MissingKeyError
 
-PULLS = 4
+MAX_CONCURRENT_PULLS = 4
 """Ranks that are pulled at a time."""
-ANSWER_SECONDS = 10.0
+OFFER_ANSWER_TIMEOUT_S = 10.0
 """An offer is answered within this time, with "pulling" at least. The sender asks again."""
-ATTEMPTS = 2
+EXTENT_READ_ATTEMPTS = 2
 """Reads of an extent whose bytes are not what the manifest says."""
 
 HELD, PULLING, PLAN = "held", "pulling", "plan"
 
-_Name = tuple[int, int, int]  # generation, step, rank
+_SnapshotName = tuple[int, int, int]  # generation, step, rank
 
 
 @dataclass(frozen=True)
 class _Offer:
     """The contents of an offer, after all checks that need no bytes of the snapshot."""
 
-    part: Part
-    stored: bytes
-    run: str
-    source: str  # "host:port" of who offers
-    ranks: frozenset[int]  # that the offerer sends here, in this generation
+    part: PartManifest
+    sealed_manifest: bytes
+    run_id: str
+    sender_address: str  # "host:port" of who offers
+    announced_ranks: frozenset[int]  # that the offerer sends here, in this generation
 
     @property
-    def name(self) -> _Name:
+    def name(self) -> _SnapshotName:
         return self.part.generation, self.part.step, self.part.rank
 
     @staticmethod
     def from_json(generation: int, value: dict[str, Any]) -> _Offer:
         """Raises CorruptError, FencedError, KeyError, TypeError, ValueError."""
         stored = str(value["part"]).encode()
-        part = Part.from_bytes(stored, "an offer's part manifest")
+        part = PartManifest.from_bytes(stored, "an offer's part manifest")
         if part.generation != generation:
             raise FencedError(f"generation {generation} offers a part of {part.generation}")
         if part.blob.key != blob_key(part.generation, part.step, part.writer) or part.rank < 0:
@@ -82,83 +82,101 @@ class _Offer:
         return _Offer(part, stored, str(value["run"]), str(value["source"]), ranks)
 
 
-class Keeper:
+class SnapshotReceiver:
     """Snapshots that one mover keeps for other machines. Safe to use from any thread."""
 
     def __init__(
-        self, shelf: Shelf, secret: Secret, room: int,
+        self,
+        snapshot_store: SnapshotStore,
+        secret: Secret,
+        max_bytes: int,
         clock: Callable[[], float] = time.monotonic,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """`room`: bytes that all memory files of other machines may take together."""
-        self._shelf, self._room, self._clock = shelf, room, clock
+        self._snapshot_store, self._max_bytes, self._clock = snapshot_store, max_bytes, clock
         self._lock = threading.Lock()
         self._memory: dict[tuple[int, int], MemoryFile] = {}  # (rank, capacity)
-        self._names: dict[_Name, tuple[MemoryFile, int]] = {}  # ours on the shelf, and where
-        self._ranks: dict[int, frozenset[int]] = {}  # generation -> announced to be sent here
-        self._pulls: dict[int, tuple[_Name, Future[None]]] = {}  # rank -> what is under way
-        self._writing: set[int] = set()  # ids of the memory files that are pulled into
-        self._broken: dict[int, _Name] = {}  # rank -> the pull that broke off last
-        self._spared: dict[_Name, int] = {}  # bytes of ours that did not travel
-        self._heads: dict[int, tuple[bytes, tuple[Placed, ...]]] = {}  # by rank, the last one
-        self._offerers = Offerers(secret)
+        self._kept_slots: dict[
+            _SnapshotName, tuple[MemoryFile, int]
+        ] = {}  # ours on the shelf, and where
+        self._announced_ranks: dict[
+            int, frozenset[int]
+        ] = {}  # generation -> announced to be sent here
+        self._pulls: dict[int, tuple[_SnapshotName, Future[None]]] = {}  # rank -> what is under way
+        self._files_being_written: set[int] = set()  # ids of the memory files that are pulled into
+        self._interrupted_pulls: dict[
+            int, _SnapshotName
+        ] = {}  # rank -> the pull that broke off last
+        self._reused_bytes: dict[_SnapshotName, int] = {}  # bytes of ours that did not travel
+        self._known_headers: dict[
+            int, tuple[bytes, tuple[PlacedBox, ...]]
+        ] = {}  # by rank, the last one
+        self._senders = SenderConnections(secret)
         self._closed = False
-        self._threads = ThreadPoolExecutor(PULLS, "pull")
-        self.pulled = 0  # bytes that came over the network
-        self.reused = 0  # bytes that lay here already
-        self.refused = 0  # offers that ended without being held
+        self._pull_threads = ThreadPoolExecutor(MAX_CONCURRENT_PULLS, "pull")
+        self.pulled_bytes = 0  # bytes that came over the network
+        self.reused_bytes = 0  # bytes that lay here already
+        self.refused_offers = 0  # offers that ended without being held
 
-    def offer(self, generation: int, body: dict[str, Any]) -> dict[str, Any]:
+    def answer_offer(self, generation: int, body: dict[str, Any]) -> dict[str, Any]:
         """Answer an offer: `state` is "held", "pulling" (ask again), or "plan" (say who writes).
 
         Raises what made the pull fail, and for a body that makes no sense ValueError, KeyError,
         TypeError, CorruptError.
         """
         offered = _Offer.from_json(generation, body)
-        if not self._opened(generation, body.get("plan")):
+        if not self._ensure_plan_known(generation, body.get("plan")):
             return {"state": PLAN}
         with self._lock:
-            self._ranks[generation] = self._ranks.get(generation, frozenset()) | offered.ranks
-            if offered.name in self._names and self._on_shelf(offered.name):
-                return self._held(offered.name)
-            name, future = self._pull_of(offered)
+            self._announced_ranks[generation] = (
+                self._announced_ranks.get(generation, frozenset()) | offered.announced_ranks
+            )
+            if offered.name in self._kept_slots and self._is_stored(offered.name):
+                return self._held_answer(offered.name)
+            name, future = self._current_or_new_pull(offered)
         try:
-            future.result(ANSWER_SECONDS)
+            future.result(OFFER_ANSWER_TIMEOUT_S)
         except Exception as error:
             if name != offered.name or (isinstance(error, NotYetError) and not future.done()):
                 return {"state": PULLING}  # or the pull of another step
             raise
-        return self._held(offered.name) if self._on_shelf(offered.name) else {"state": PULLING}
+        return (
+            self._held_answer(offered.name) if self._is_stored(offered.name) else {"state": PULLING}
+        )
 
-    def _held(self, name: _Name) -> dict[str, Any]:
-        return {"state": HELD, "reused": self._spared.get(name, 0)}
+    def _held_answer(self, name: _SnapshotName) -> dict[str, Any]:
+        return {"state": HELD, "reused": self._reused_bytes.get(name, 0)}
 
     @property
-    def idle(self) -> bool:
+    def is_idle(self) -> bool:
         """Return True if nothing is kept, nor about to be."""
         with self._lock:
-            return not self._names and all(future.done() for _, future in self._pulls.values())
+            return not self._kept_slots and all(future.done() for _, future in self._pulls.values())
 
     def status(self) -> dict[str, Any]:
         with self._lock:
             files = list(self._memory.values())
             return {
-                "room": self._room, "used": sum(f.nbytes for f in files),
-                "snapshots": sorted(map(list, self._names)), "pulled": self.pulled,
-                "reused": self.reused, "refused": self.refused,
-            }  # fmt: skip
+                "room": self._max_bytes,
+                "used": sum(f.nbytes for f in files),
+                "snapshots": sorted(map(list, self._kept_slots)),
+                "pulled": self.pulled_bytes,
+                "reused": self.reused_bytes,
+                "refused": self.refused_offers,
+            }
 
     def close(self) -> None:
         """Give up what is being pulled."""
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        self._pull_threads.shutdown(wait=False, cancel_futures=True)
         with self._lock:
             self._closed = True
-        self._offerers.close()
+        self._senders.close()
 
     # --- one offer --------------------------------------------------------------------------
-    def _opened(self, generation: int, plan: Any) -> bool:
+    def _ensure_plan_known(self, generation: int, plan: Any) -> bool:
         """Return True if the writers of a generation are known, if necessary from the offer."""
         try:
-            self._shelf.plan(generation)
+            self._snapshot_store.topology_and_table(generation)
         except KeyError:
             if plan is None:
                 return False
@@ -166,53 +184,55 @@ class Keeper:
             if topology.generation != generation:
                 raise ValueError("the plan is of another generation") from None
             table = tuple(TensorSpec.from_json(row) for row in plan["table"])
-            self._shelf.open(generation, topology, table)
+            self._snapshot_store.open_generation(generation, topology, table)
         return True
 
-    def _pull_of(self, offered: _Offer) -> tuple[_Name, Future[None]]:
+    def _current_or_new_pull(self, offered: _Offer) -> tuple[_SnapshotName, Future[None]]:
         """Return the rank's running pull, of any step; start one if there is none."""
         rank = offered.part.rank
         under_way = self._pulls.get(rank)
         if under_way is not None and not under_way[1].done():
             return under_way
-        self._pulls[rank] = (offered.name, self._threads.submit(self._pull, offered))
+        self._pulls[rank] = (offered.name, self._pull_threads.submit(self._pull, offered))
         return self._pulls[rank]
 
     def _pull(self, offered: _Offer) -> None:
         part = offered.part
         memory: MemoryFile | None = None
         try:
-            source = self._offerers.at(offered.source, part.generation, offered.run)
-            memory, slot = self._slot(part)
-            memory.arena.begin(slot)
+            source = self._senders.connect(offered.sender_address, part.generation, offered.run_id)
+            memory, slot = self._claim_slot(part)
+            memory.arena.begin_write(slot)
             view = memory.arena.data(slot, part.blob.size)
             try:
-                again = self._broken.get(part.rank) == offered.name
-                self._spared[offered.name] = self._fill(part, view, source, again)
+                again = self._interrupted_pulls.get(part.rank) == offered.name
+                self._reused_bytes[offered.name] = self._fill(part, view, source, again)
                 head = bytes(view[: part.blob.data_start])
             finally:
                 view.release()
-            self._check_head(part, head)
-            self._shelve(offered, memory, slot, head)
+            self._check_blob_header(part, head)
+            self._store_snapshot(offered, memory, slot, head)
         except BaseException:
             with self._lock:
-                self.refused += 1
-                self._broken[part.rank] = offered.name
+                self.refused_offers += 1
+                self._interrupted_pulls[part.rank] = offered.name
             raise
         finally:
             with self._lock:
-                self._writing.discard(id(memory))
+                self._files_being_written.discard(id(memory))
 
-    def _check_head(self, part: Part, head: bytes) -> None:
+    def _check_blob_header(self, part: PartManifest, header: bytes) -> None:
         """Raises CorruptError when a blob's header does not list what its part does. A rank's is
         the same at every step, and parsed once."""
-        if self._heads.get(part.rank) == (head, part.tensors):
+        if self._known_headers.get(part.rank) == (header, part.tensors):
             return
-        if set(parse_header(head, part.blob.key)) != set(part.tensors):
+        if set(parse_header(header, part.blob.key)) != set(part.tensors):
             raise CorruptError(f"{part.blob.key}: its header does not list what its part does")
-        self._heads[part.rank] = (head, part.tensors)
+        self._known_headers[part.rank] = (header, part.tensors)
 
-    def _fill(self, part: Part, view: memoryview, source: Offerer, again: bool) -> int:
+    def _fill(
+        self, part: PartManifest, view: memoryview, source: SenderConnection, is_resumed: bool
+    ) -> int:
         """Every extent of the blob, from what lies here or over the network, and checked; bytes
         that lay here. `again`: the slot may hold some of them, from a pull that broke off."""
         here = self._extents_here(part)
@@ -221,48 +241,64 @@ class Keeper:
         for extent in part.blob.extents():
             out = view[extent.offset : extent.offset + extent.length]
             twin = here.get(extent.xxh3)
-            if again and _right(out, extent.xxh3):
+            if is_resumed and _matches_checksum(out, extent.xxh3):
                 continue
-            if twin is not None and self._copy(*twin, out) and _right(out, extent.xxh3):
+            if (
+                twin is not None
+                and self._copy_from_snapshot(*twin, out)
+                and _matches_checksum(out, extent.xxh3)
+            ):
                 spared += extent.length
-                self.reused += extent.length
+                self.reused_bytes += extent.length
                 continue
             missing.append(extent)
         at = 0
         while at < len(missing):
-            run = _run(missing, at, source.room)
+            run = _adjacent_extents(missing, at, source.request_bytes)
             at += len(run)
             begun = self._clock()
-            self._read(part, run, view, source)
-            source.took(self._clock() - begun, run[-1].offset + run[-1].length - run[0].offset)
+            self._read_extents(part, run, view, source)
+            source.record_request(
+                self._clock() - begun, run[-1].offset + run[-1].length - run[0].offset
+            )
         return spared
 
-    def _read(self, part: Part, run: Sequence[Extent], view: memoryview, source: Offerer) -> None:
+    def _read_extents(
+        self,
+        part: PartManifest,
+        extents: Sequence[Extent],
+        view: memoryview,
+        source: SenderConnection,
+    ) -> None:
         """Extents that follow one another, in one request; those that came wrong, once more."""
         client = source.client
-        for attempt in range(ATTEMPTS):
-            start, stop = run[0].offset, run[-1].offset + run[-1].length
+        for attempt in range(EXTENT_READ_ATTEMPTS):
+            start, stop = extents[0].offset, extents[-1].offset + extents[-1].length
             client.read_into(part.blob.key, start, view[start:stop], COPY)
-            self.pulled += stop - start
-            wrong = [e for e in run if not _right(view[e.offset : e.offset + e.length], e.xxh3)]
+            self.pulled_bytes += stop - start
+            wrong = [
+                e
+                for e in extents
+                if not _matches_checksum(view[e.offset : e.offset + e.length], e.xxh3)
+            ]
             if not wrong:
                 return
-            run = run[run.index(wrong[0]) : run.index(wrong[-1]) + 1]
-            if attempt == ATTEMPTS - 1:
+            extents = extents[extents.index(wrong[0]) : extents.index(wrong[-1]) + 1]
+            if attempt == EXTENT_READ_ATTEMPTS - 1:
                 raise CorruptError(
                     f"{part.blob.key}: {client.address} sent other bytes than it announced in "
                     f"[{wrong[0].offset}, {wrong[0].offset + wrong[0].length})"
                 )
 
-    def _extents_here(self, part: Part) -> dict[str, tuple[_Name, int]]:
+    def _extents_here(self, part: PartManifest) -> dict[str, tuple[_SnapshotName, int]]:
         """checksum -> where an extent of the same rank lies that has it: snapshot, offset."""
-        found: dict[str, tuple[_Name, int]] = {}
+        found: dict[str, tuple[_SnapshotName, int]] = {}
         wanted = frozenset(part.blob.checksums)
         with self._lock:
-            names = [name for name in self._names if name[2] == part.rank]
+            names = [name for name in self._kept_slots if name[2] == part.rank]
         for name in names:
             try:
-                blob = self._shelf.get(*name).part.blob
+                blob = self._snapshot_store.get(*name).part.blob
             except MissingKeyError:
                 continue
             if wanted.isdisjoint(blob.checksums):
@@ -270,15 +306,15 @@ class Keeper:
             found |= {e.xxh3: (name, e.offset) for e in blob.extents() if e.xxh3 in wanted}
         return found
 
-    def _copy(self, name: _Name, offset: int, out: memoryview) -> bool:
+    def _copy_from_snapshot(self, name: _SnapshotName, offset: int, out: memoryview) -> bool:
         try:
-            self._shelf.read_into(*name, offset, out)
+            self._snapshot_store.read_into(*name, offset, out)
         except (MissingKeyError, CorruptError):
             return False  # overwritten meanwhile, or shorter: it comes over the network then
         return True
 
     # --- slots ------------------------------------------------------------------------------
-    def _slot(self, part: Part) -> tuple[MemoryFile, int]:
+    def _claim_slot(self, part: PartManifest) -> tuple[MemoryFile, int]:
         """Return the slot for a rank's part; it is never that of the newest complete step.
 
         Raises HoldfastError when there is no room.
@@ -291,93 +327,108 @@ class Keeper:
                 name = f"holdfast-{part.generation}-{part.rank}-copy"
                 memory = MemoryFile(Arena.create(name, 2, capacity))
                 self._memory[part.rank, capacity] = memory
-            newest = self._complete()
-            held = {slot: name for name, (file, slot) in self._names.items() if file is memory}
+            newest = self._newest_complete()
+            held = {slot: name for name, (file, slot) in self._kept_slots.items() if file is memory}
             slots = [s for s in range(memory.arena.slots) if s not in held]
             slots += sorted((s for s in held if held[s][:2] != newest), key=lambda s: held[s])
             chosen = slots[0]  # of two, one at most is protected
             if chosen in held:
                 self._drop(held[chosen])
-            if memory.arena.held(chosen):
+            if memory.arena.is_held(chosen):
                 raise HoldfastError(f"the slot for rank {part.rank} is being read")
-            self._writing.add(id(memory))
+            self._files_being_written.add(id(memory))
             return memory, chosen
 
-    def _shelve(self, offered: _Offer, memory: MemoryFile, slot: int, head: bytes) -> None:
+    def _store_snapshot(
+        self, offered: _Offer, memory: MemoryFile, slot: int, blob_header: bytes
+    ) -> None:
         """Header last, then onto the shelf; a generation that is complete here ends the older
         ones."""
         part = offered.part
-        header = memory.arena.finish(
-            slot, digest(offered.run), part.generation, part.step, part.blob.size, digest(head)
+        header = memory.arena.finish_write(
+            slot,
+            identity_digest(offered.run_id),
+            part.generation,
+            part.step,
+            part.blob.size,
+            identity_digest(blob_header),
         )
         with self._lock:
-            self._shelf.put(Snapshot(part, offered.stored, memory, slot, header, own=False))
-            self._names[offered.name] = (memory, slot)
-            self._writing.discard(id(memory))
-            newest = self._complete()
+            self._snapshot_store.put(
+                Snapshot(part, offered.sealed_manifest, memory, slot, header, is_own=False)
+            )
+            self._kept_slots[offered.name] = (memory, slot)
+            self._files_being_written.discard(id(memory))
+            newest = self._newest_complete()
             if newest is not None:
-                self._forget(lambda name: name[0] < newest[0])
-                self._ranks = {g: r for g, r in self._ranks.items() if g >= newest[0]}
+                self._drop_where(lambda name: name[0] < newest[0])
+                self._announced_ranks = {
+                    g: r for g, r in self._announced_ranks.items() if g >= newest[0]
+                }
 
-    def _complete(self) -> tuple[int, int] | None:
+    def _newest_complete(self) -> tuple[int, int] | None:
         """(generation, step) of the newest step of which every announced rank lies here."""
         steps: dict[tuple[int, int], set[int]] = {}
-        for generation, step, rank in filter(self._on_shelf, self._names):
+        for generation, step, rank in filter(self._is_stored, self._kept_slots):
             steps.setdefault((generation, step), set()).add(rank)
-        whole = [key for key, ranks in steps.items() if ranks >= self._ranks.get(key[0], ranks)]
+        whole = [
+            key for key, ranks in steps.items() if ranks >= self._announced_ranks.get(key[0], ranks)
+        ]
         return max(whole, default=None)
 
     def _make_room(self, generation: int, need: int) -> None:
         """Free memory of older generations until there is room for `need` bytes, incomplete steps
         first."""
-        newest = self._complete()
+        newest = self._newest_complete()
         for spared in (newest, None):
-            if self._used() + need <= self._room:
+            if self._used_bytes() + need <= self._max_bytes:
                 return
-            old = {name for name in self._names if name[0] < generation and name[:2] != spared}
-            self._forget(old.__contains__)
-        if self._used() + need > self._room:
+            old = {name for name in self._kept_slots if name[0] < generation and name[:2] != spared}
+            self._drop_where(old.__contains__)
+        if self._used_bytes() + need > self._max_bytes:
             raise HoldfastError(
-                f"no room for a copy of {need // 2} bytes in two slots: {self._used()} of "
-                f"{self._room} bytes are taken"
+                f"no room for a copy of {need // 2} bytes in two slots: {self._used_bytes()} of "
+                f"{self._max_bytes} bytes are taken"
             )
 
-    def _used(self) -> int:
+    def _used_bytes(self) -> int:
         return sum(file.nbytes for file in self._memory.values())
 
-    def _forget(self, gone: Callable[[_Name], bool]) -> None:
+    def _drop_where(self, should_drop: Callable[[_SnapshotName], bool]) -> None:
         """Drop snapshots, and the memory files that hold none any more."""
-        for name in [name for name in self._names if gone(name)]:
+        for name in [name for name in self._kept_slots if should_drop(name)]:
             self._drop(name)
-        used = {id(file) for file, _ in self._names.values()} | self._writing
+        used = {id(file) for file, _ in self._kept_slots.values()} | self._files_being_written
         self._memory = {key: file for key, file in self._memory.items() if id(file) in used}
         ranks = {rank for rank, _ in self._memory}
-        self._heads = {rank: head for rank, head in self._heads.items() if rank in ranks}
+        self._known_headers = {
+            rank: head for rank, head in self._known_headers.items() if rank in ranks
+        }
 
-    def _drop(self, name: _Name) -> None:
-        del self._names[name]
-        self._spared.pop(name, None)
-        self._shelf.drop(*name)
+    def _drop(self, name: _SnapshotName) -> None:
+        del self._kept_slots[name]
+        self._reused_bytes.pop(name, None)
+        self._snapshot_store.drop(*name)
 
-    def _on_shelf(self, name: _Name) -> bool:
+    def _is_stored(self, name: _SnapshotName) -> bool:
         try:
-            self._shelf.get(*name)
+            self._snapshot_store.get(*name)
         except MissingKeyError:
             return False
         return True
 
 
-def _run(extents: Sequence[Extent], at: int, room: int) -> Sequence[Extent]:
+def _adjacent_extents(extents: Sequence[Extent], first: int, max_bytes: int) -> Sequence[Extent]:
     """Extent number `at`, and those behind it without a gap, up to `room` bytes in all."""
-    stop = at + 1
-    end = extents[at].offset + extents[at].length
+    stop = first + 1
+    end = extents[first].offset + extents[first].length
     while stop < len(extents) and extents[stop].offset == end:
         end += extents[stop].length
-        if end - extents[at].offset > room:
+        if end - extents[first].offset > max_bytes:
             break
         stop += 1
-    return extents[at:stop]
+    return extents[first:stop]
 
 
-def _right(view: memoryview, checksum: str) -> bool:
+def _matches_checksum(view: memoryview, checksum: str) -> bool:
     return bool(xxh3_128_hexdigest(view) == checksum)

@@ -23,7 +23,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
-from holdfast.checkpoint.memory.snapshot_store import Shelf, Snapshot
+from holdfast.checkpoint.memory.snapshot_store import Snapshot, SnapshotStore
 from holdfast.checkpoint.peers.client import PeerClient, PeerError
 from holdfast.checkpoint.peers.config import Peer, PeerSettings
 from holdfast.checkpoint.peers.receiver import HELD, PLAN
@@ -35,22 +35,22 @@ from holdfast.policy.placement import place_copies
 from holdfast.wire.secret import Secret
 from holdfast.wire.store.run_store import MissingKeyError
 
-ATTEMPTS = 3
+OFFER_ATTEMPTS = 3
 """Offers of one step that may fail before it is given up."""
-PAUSES = (0.5, 2.0)
+OFFER_RETRY_DELAYS_S = (0.5, 2.0)
 """Seconds between them."""
-PINNED_SLOTS = 3
+MIN_SLOTS_TO_PIN = 3
 """Slots of an arena from which on one is kept for what is being sent."""
-STEP_SECONDS = 600.0
+STEP_TRANSFER_TIMEOUT_S = 600.0
 """A holder that has not taken a step within this time has failed."""
-ASK_SECONDS = 30.0
+OFFER_REQUEST_TIMEOUT_S = 30.0
 """Timeout of an offer. The receiver answers within ten seconds, with "pulling" at least."""
-AWAY_SECONDS = (5.0, 10.0, 20.0, 40.0, 60.0)
+FAILED_DESTINATION_PAUSES_S = (5.0, 10.0, 20.0, 40.0, 60.0)
 """Seconds for which a failed holder is skipped, by its number of failures in a row."""
 
 
 @dataclass
-class _Step:
+class _OfferedStep:
     """One step on its way; the pins end with its last user."""
 
     generation: int
@@ -65,56 +65,58 @@ class _Step:
 
 
 @dataclass
-class _Line:
+class _Destination:
     """One holder: what waits for it, and how it has done."""
 
     peer: Peer
-    started: bool = False  # its thread
-    over: bool = False  # nothing is sent there any more
+    has_thread: bool = False  # its thread
+    is_removed: bool = False  # nothing is sent there any more
     client: PeerClient | None = None  # of the newest generation that something was sent in
-    waiting: _Step | None = None
-    busy: bool = False
-    told: set[int] = field(default_factory=set)  # generations whose plan it has been sent
-    kept: tuple[int, int] = (0, -1)
-    skipped: int = 0  # steps that gave way to newer ones since the last that was kept
-    spared: int = 0  # bytes of the step under way that need not travel
-    failures: int = 0  # in a row
-    back: float = 0.0  # passed over until then
+    waiting_step: _OfferedStep | None = None
+    is_busy: bool = False
+    generations_with_plan: set[int] = field(
+        default_factory=set
+    )  # generations whose plan it has been sent
+    newest_kept: tuple[int, int] = (0, -1)
+    skipped_since_kept: int = 0  # steps that gave way to newer ones since the last that was kept
+    reused_bytes: int = 0  # bytes of the step under way that need not travel
+    failures_in_a_row: int = 0  # in a row
+    retry_at: float = 0.0  # passed over until then
     counts: dict[str, int] = field(
         default_factory=lambda: {"kept": 0, "superseded": 0, "failed": 0}
     )
     reason: str = ""
 
 
-class Copies:
+class SnapshotSender:
     """Sends snapshots of a mover to other machines. `shelved` never blocks. Every method may be
     called from any thread."""
 
     def __init__(
         self,
         settings: PeerSettings,
-        shelf: Shelf,
+        snapshot_store: SnapshotStore,
         secret: Secret,
-        source: str,
-        run: str,
-        add: Callable[[Event], None],
+        own_address: str,
+        run_id: str,
+        emit: Callable[[Event], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`source` is the address at which other machines reach this mover's listener, `run` what
         is computed (`identity`); `add` takes events."""
-        self._settings, self._shelf, self._secret = settings, shelf, secret
-        self._source, self._run, self._add, self._clock = source, run, add, clock
+        self._settings, self._snapshot_store, self._secret = settings, snapshot_store, secret
+        self._own_address, self._run_id, self._emit, self._clock = own_address, run_id, emit, clock
         self._change = threading.Condition()
         self._closed = False
-        self._plan: tuple[Topology, StateTable] | None = None
-        self._here: dict[tuple[int, int], set[int]] = {}  # own ranks shelved, by step
-        self._lines = {peer.name: _Line(peer) for peer in settings.peers}
-        self._held: dict[str, tuple[str, ...]] = {}  # the placement in force
+        self._topology_and_table: tuple[Topology, StateTable] | None = None
+        self._stored_ranks: dict[tuple[int, int], set[int]] = {}  # own ranks shelved, by step
+        self._destinations = {peer.name: _Destination(peer) for peer in settings.peers}
+        self._placement: dict[str, tuple[str, ...]] = {}  # the placement in force
         self._warned: set[str] = set()
-        self._over: list[ExitStack] = []  # unneeded pins: ended without our lock held
+        self._finished_pins: list[ExitStack] = []  # unneeded pins: ended without our lock held
 
-    def follow(
-        self, peers: Iterable[Peer], before: Mapping[str, tuple[str, ...]] | None = None
+    def set_peers(
+        self, peers: Iterable[Peer], previous_placement: Mapping[str, tuple[str, ...]] | None = None
     ) -> None:
         """Send to these peers from now on, in addition to those that the run file names. A machine
         that is lost, or listens at another address now, is not waited for. `before`: the placement
@@ -123,91 +125,103 @@ class Copies:
         named.pop(self._settings.machine.name, None)
         clients: list[PeerClient] = []
         with self._change:
-            for name, line in list(self._lines.items()):
+            for name, line in list(self._destinations.items()):
                 if named.get(name) != line.peer:
-                    del self._lines[name]
-                    line.over = True
-                    if line.waiting is not None:
-                        self._let_go(line.waiting)
-                        line.waiting = None
+                    del self._destinations[name]
+                    line.is_removed = True
+                    if line.waiting_step is not None:
+                        self._release_step(line.waiting_step)
+                        line.waiting_step = None
                     if line.client is not None:
                         clients.append(line.client)
             for name, peer in named.items():
-                self._lines.setdefault(name, _Line(peer))
-            if not self._held:
-                self._held = dict(before or {})
+                self._destinations.setdefault(name, _Destination(peer))
+            if not self._placement:
+                self._placement = dict(previous_placement or {})
             self._change.notify_all()
         for client in clients:
             client.abort()
-        self._unpin()
+        self._close_finished_pins()
 
     @property
     def placement(self) -> dict[str, tuple[str, ...]]:
         """The plan in force: who keeps whose copies."""
         with self._change:
-            return dict(self._held)
+            return dict(self._placement)
 
-    def expect(self, topology: Topology, table: StateTable) -> None:
+    def begin_generation(self, topology: Topology, table: StateTable) -> None:
         """A generation begins: what waits of older ones is dropped."""
         with self._change:
-            if self._plan is not None and self._plan[0] == topology:
+            if self._topology_and_table is not None and self._topology_and_table[0] == topology:
                 return  # said again
-            self._plan = (topology, table)
-            self._here = {}
-            for line in self._lines.values():
-                if line.waiting is not None:
-                    self._let_go(line.waiting)
-                    line.waiting = None
-        self._unpin()
+            self._topology_and_table = (topology, table)
+            self._stored_ranks = {}
+            for line in self._destinations.values():
+                if line.waiting_step is not None:
+                    self._release_step(line.waiting_step)
+                    line.waiting_step = None
+        self._close_finished_pins()
 
-    def shelved(self, generation: int, step: int, rank: int, surely: bool = False) -> None:
+    def on_snapshot_stored(
+        self, generation: int, step: int, rank: int, ignore_step_rule: bool = False
+    ) -> None:
         """A rank of this node has a snapshot on the shelf; offers the step if it was the last.
         surely: also a step that the rule by steps leaves out."""
-        if step % self._settings.every_steps and not surely:
+        if step % self._settings.every_steps and not ignore_step_rule:
             return
         with self._change:
-            if self._plan is None or self._plan[0].generation != generation or self._closed:
+            if (
+                self._topology_and_table is None
+                or self._topology_and_table[0].generation != generation
+                or self._closed
+            ):
                 return
-            ranks = self._own(rank)
-            here = self._here.setdefault((generation, step), set())
+            ranks = self._own_ranks(rank)
+            here = self._stored_ranks.setdefault((generation, step), set())
             here.add(rank)
             if here != ranks:
                 return
-            self._here = {key: some for key, some in self._here.items() if key[1] > step}
-            offered = self._pinned(generation, step, sorted(ranks))
+            self._stored_ranks = {
+                key: some for key, some in self._stored_ranks.items() if key[1] > step
+            }
+            offered = self._pin_step(generation, step, sorted(ranks))
             if offered is not None:
-                self._queue(offered)
-        self._unpin()
+                self._enqueue(offered)
+        self._close_finished_pins()
 
     def status(self) -> dict[str, Any]:
         with self._change:
             return {
                 name: {
-                    "kept": list(line.kept), "counts": dict(line.counts), "busy": line.busy,
+                    "kept": list(line.newest_kept),
+                    "counts": dict(line.counts),
+                    "busy": line.is_busy,
                     "reason": line.reason,
                 }
-                for name, line in self._lines.items()
-            }  # fmt: skip
+                for name, line in self._destinations.items()
+            }
 
     def close(self) -> None:
         with self._change:
             self._closed = True
-            clients = [line.client for line in self._lines.values() if line.client is not None]
+            clients = [
+                line.client for line in self._destinations.values() if line.client is not None
+            ]
             self._change.notify_all()
         for client in clients:
             client.close()
 
     # --- what is offered to whom ------------------------------------------------------------
-    def _own(self, rank: int) -> set[int]:
+    def _own_ranks(self, rank: int) -> set[int]:
         """The ranks of this node: those under its name; where that is not in the topology, those
         on the node of one of them."""
-        assert self._plan is not None
-        nodes = self._plan[0].nodes
+        assert self._topology_and_table is not None
+        nodes = self._topology_and_table[0].nodes
         name = self._settings.machine.name
         mine = name if name in nodes else nodes[rank]
         return {other for other, node in enumerate(nodes) if node == mine}
 
-    def _pinned(self, generation: int, step: int, ranks: Iterable[int]) -> _Step | None:
+    def _pin_step(self, generation: int, step: int, ranks: Iterable[int]) -> _OfferedStep | None:
         """A step with its slots kept; None when one has been given back already.
 
         Of two slots none is kept: a holder that is slow would keep the next capture waiting. A copy
@@ -215,185 +229,241 @@ class Copies:
         """
         pins = ExitStack()
         try:
-            found = [self._shelf.get(generation, step, rank) for rank in ranks]
+            found = [self._snapshot_store.get(generation, step, rank) for rank in ranks]
             for snapshot in found:
-                if snapshot.memory.arena.slots >= PINNED_SLOTS:
-                    pins.enter_context(self._shelf.pin(generation, step, snapshot.part.rank))
+                if snapshot.memory.arena.slots >= MIN_SLOTS_TO_PIN:
+                    pins.enter_context(
+                        self._snapshot_store.pin(generation, step, snapshot.part.rank)
+                    )
         except MissingKeyError:
             pins.close()
             return None
-        return _Step(generation, step, found, pins)
+        return _OfferedStep(generation, step, found, pins)
 
-    def _queue(self, offered: _Step) -> None:
-        offered.users = 1  # this method
-        for name in self._holders(sum(s.part.blob.size for s in offered.snapshots)):
-            line = self._lines[name]
-            if line.waiting is not None:
+    def _enqueue(self, step: _OfferedStep) -> None:
+        step.users = 1  # this method
+        for name in self._choose_destinations(sum(s.part.blob.size for s in step.snapshots)):
+            line = self._destinations[name]
+            if line.waiting_step is not None:
                 line.counts["superseded"] += 1
-                line.skipped += 1
-                self._let_go(line.waiting)
-            line.waiting = offered
-            offered.users += 1
-            if not line.started:
-                line.started = True
+                line.skipped_since_kept += 1
+                self._release_step(line.waiting_step)
+            line.waiting_step = step
+            step.users += 1
+            if not line.has_thread:
+                line.has_thread = True
                 threading.Thread(
-                    target=self._work, args=(line,), name=f"to {name}", daemon=True
+                    target=self._run_destination, args=(line,), name=f"to {name}", daemon=True
                 ).start()
-        self._let_go(offered)
+        self._release_step(step)
         self._change.notify_all()
 
-    def _holders(self, size: int) -> tuple[str, ...]:
+    def _choose_destinations(self, step_bytes: int) -> tuple[str, ...]:
         """Return the machines that are to hold this node's copies now. If other nodes train in the
         same generation, under their names in its topology, the plan is for all of them. So each
         mover computes the same plan. It assumes that they are as large as this node."""
-        assert self._plan is not None
+        assert self._topology_and_table is not None
         now = self._clock()
-        machines = [line.peer.machine for line in self._lines.values() if now >= line.back]
+        machines = [
+            line.peer.machine for line in self._destinations.values() if now >= line.retry_at
+        ]
         own, names = self._settings.machine, {machine.name for machine in machines}
-        owners = {own.name} | names.intersection(self._plan[0].nodes)
+        owners = {own.name} | names.intersection(self._topology_and_table[0].nodes)
         stable = self._settings.stable if self._settings.stable in names else None
         plan = place_copies(
-            dict.fromkeys(owners, 2 * size), [own, *machines], copies=self._settings.copies,
-            stable=stable, before=self._held,
-        )  # fmt: skip
-        self._held = dict(plan.holders)
+            dict.fromkeys(owners, 2 * step_bytes),
+            [own, *machines],
+            copies=self._settings.copies,
+            stable_machine=stable,
+            previous=self._placement,
+        )
+        self._placement = dict(plan.holders)
         for text in plan.warnings:
             if text not in self._warned and text.startswith(f"{own.name} "):
                 self._warned.add(text)
-                self._add(SettingIgnored("checkpoint.peers", text))
+                self._emit(SettingIgnored("checkpoint.peers", text))
         return plan.holders[own.name]
 
-    def _let_go(self, offered: _Step) -> None:
-        offered.users -= 1
-        if not offered.users:
-            self._over.append(offered.pins)
+    def _release_step(self, step: _OfferedStep) -> None:
+        step.users -= 1
+        if not step.users:
+            self._finished_pins.append(step.pins)
 
-    def _unpin(self) -> None:
+    def _close_finished_pins(self) -> None:
         """End pins without our lock held. Released slots wake threads that may wait for this
         lock."""
         with self._change:
-            over, self._over = self._over, []
+            over, self._finished_pins = self._finished_pins, []
         for pins in over:
             pins.close()
 
     # --- one holder's thread ----------------------------------------------------------------
-    def _work(self, line: _Line) -> None:
+    def _run_destination(self, destination: _Destination) -> None:
         while True:
             with self._change:
-                self._change.wait_for(lambda: self._closed or line.over or line.waiting is not None)
-                if self._closed or line.waiting is None:
+                self._change.wait_for(
+                    lambda: (
+                        self._closed
+                        or destination.is_removed
+                        or destination.waiting_step is not None
+                    )
+                )
+                if self._closed or destination.waiting_step is None:
                     return
-                offered, line.waiting, line.busy = line.waiting, None, True
+                offered, destination.waiting_step, destination.is_busy = (
+                    destination.waiting_step,
+                    None,
+                    True,
+                )
             start, reason = self._clock(), ""
             try:
-                reason = self._send(line, offered)
+                reason = self._send_step(destination, offered)
             except Exception as error:  # our own bug: it costs a copy, never the save
                 reason = f"{type(error).__name__}: {error}"
-            self._end(line, offered, self._clock() - start, reason)
+            self._finish_step(destination, offered, self._clock() - start, reason)
 
-    def _send(self, line: _Line, offered: _Step) -> str:
+    def _send_step(self, destination: _Destination, offered: _OfferedStep) -> str:
         """Offer every rank's part until all are held; why that failed, or ""."""
         spared: dict[int, int] = {}
-        deadline = self._clock() + STEP_SECONDS
-        client = self._client_of(line, offered.generation)
+        deadline = self._clock() + STEP_TRANSFER_TIMEOUT_S
+        client = self._client_of(destination, offered.generation)
         if client is None:
             return "it does not take part any more"
-        for attempt in range(ATTEMPTS):
+        for attempt in range(OFFER_ATTEMPTS):
             try:
                 for snapshot in offered.snapshots:
-                    spared[snapshot.part.rank] = self._offer(
-                        line, client, offered, snapshot, deadline
+                    spared[snapshot.part.rank] = self._offer_part(
+                        destination, client, offered, snapshot, deadline
                     )
-                line.spared = sum(spared.values())
+                destination.reused_bytes = sum(spared.values())
                 return ""
             except FencedError as error:
                 return str(error)
             except HoldfastError as error:
                 reason = str(error)
-            if not all(snapshot.whole for snapshot in offered.snapshots):
+            if not all(snapshot.is_intact for snapshot in offered.snapshots):
                 return reason  # overtaken: there is nothing left to send
-            if attempt < ATTEMPTS - 1 and not self._pause(line, PAUSES[attempt]):
+            if attempt < OFFER_ATTEMPTS - 1 and not self._pause(
+                destination, OFFER_RETRY_DELAYS_S[attempt]
+            ):
                 break
         return reason
 
-    def _client_of(self, line: _Line, generation: int) -> PeerClient | None:
+    def _client_of(self, destination: _Destination, generation: int) -> PeerClient | None:
         """What stays open to a holder from one step to the next; None: nothing is sent there any
         more."""
         with self._change:
-            if line.over or self._closed:
+            if destination.is_removed or self._closed:
                 return None
-            before = line.client
+            before = destination.client
             if before is not None and before.generation == generation:
                 return before
-            line.client = PeerClient(
-                line.peer.address, self._secret, generation, self._run, timeout=ASK_SECONDS,
-                aim=None if before is None else before.aim,
-            )  # fmt: skip
+            destination.client = PeerClient(
+                destination.peer.address,
+                self._secret,
+                generation,
+                self._run_id,
+                silence_timeout_s=OFFER_REQUEST_TIMEOUT_S,
+                listener_identity=None if before is None else before.listener_identity,
+            )
         if before is not None:
             before.close()
-        return line.client
+        return destination.client
 
-    def _offer(
-        self, line: _Line, client: PeerClient, offered: _Step, snapshot: Snapshot, deadline: float
+    def _offer_part(
+        self,
+        destination: _Destination,
+        client: PeerClient,
+        offered: _OfferedStep,
+        snapshot: Snapshot,
+        deadline: float,
     ) -> int:
         """Until the holder has one rank's part; bytes of it that did not travel. Raises
         HoldfastError."""
         body: dict[str, Any] = {
-            "part": snapshot.stored.decode(), "run": self._run, "source": self._source,
+            "part": snapshot.sealed_manifest.decode(),
+            "run": self._run_id,
+            "source": self._own_address,
             "ranks": [s.part.rank for s in offered.snapshots],
-        }  # fmt: skip
-        if offered.generation not in line.told:
-            body["plan"] = self._plan_of(offered.generation)
+        }
+        if offered.generation not in destination.generations_with_plan:
+            body["plan"] = self._plan_to_json(offered.generation)
         while True:
-            answer = client.offer(body)
+            answer = client.send_offer(body)
             state = answer["state"]
-            line.told.add(offered.generation)
+            destination.generations_with_plan.add(offered.generation)
             if state == HELD:
                 return int(answer.get("reused", 0))
             if state == PLAN:  # it has restarted since it got the plan
-                body["plan"] = self._plan_of(offered.generation)
-            if self._closed or line.over or self._clock() > deadline:
+                body["plan"] = self._plan_to_json(offered.generation)
+            if self._closed or destination.is_removed or self._clock() > deadline:
                 raise PeerError(f"{client.address} has not taken step {offered.step} in time")
 
-    def _plan_of(self, generation: int) -> dict[str, Any]:
+    def _plan_to_json(self, generation: int) -> dict[str, Any]:
         try:
-            topology, table = self._shelf.plan(generation)
+            topology, table = self._snapshot_store.topology_and_table(generation)
         except KeyError:
             raise FencedError(f"generation {generation} is over") from None
         return {"topology": topology.to_json(), "table": [spec.to_json() for spec in table]}
 
-    def _pause(self, line: _Line, seconds: float) -> bool:
+    def _pause(self, destination: _Destination, seconds: float) -> bool:
         """Wait; return False if copying there has ended meanwhile."""
         with self._change:
-            return not self._change.wait_for(lambda: self._closed or line.over, seconds)
+            return not self._change.wait_for(
+                lambda: self._closed or destination.is_removed, seconds
+            )
 
-    def _end(self, line: _Line, offered: _Step, seconds: float, reason: str) -> None:
+    def _finish_step(
+        self, destination: _Destination, offered: _OfferedStep, seconds: float, reason: str
+    ) -> None:
         with self._change:
-            self._let_go(offered)
-            line.busy = False
-            fate, skipped = self._account(line, offered, reason), line.skipped
+            self._release_step(offered)
+            destination.is_busy = False
+            fate, skipped = (
+                self._record_result(destination, offered, reason),
+                destination.skipped_since_kept,
+            )
             if fate == "kept":
-                line.skipped = 0
-        self._unpin()
+                destination.skipped_since_kept = 0
+        self._close_finished_pins()
         if fate == "kept":
             size = sum(s.part.blob.size for s in offered.snapshots)
-            self._add(SnapshotKept(
-                line.peer.name, size, seconds, line.spared, skipped, step=offered.step
-            ))  # fmt: skip
-        elif fate == "failed" and line.failures == 1:  # later failures are only counted
-            self._add(PeerFailed(line.peer.name, reason, step=offered.step))
+            self._emit(
+                SnapshotKept(
+                    destination.peer.name,
+                    size,
+                    seconds,
+                    destination.reused_bytes,
+                    skipped,
+                    step=offered.step,
+                )
+            )
+        elif (
+            fate == "failed" and destination.failures_in_a_row == 1
+        ):  # later failures are only counted
+            self._emit(PeerFailed(destination.peer.name, reason, step=offered.step))
 
-    def _account(self, line: _Line, offered: _Step, reason: str) -> str:
+    def _record_result(self, destination: _Destination, offered: _OfferedStep, reason: str) -> str:
         fate = "failed" if reason else "kept"
-        over = self._plan is None or self._plan[0].generation > offered.generation or line.over
-        if reason and (over or not all(s.whole for s in offered.snapshots)):
+        over = (
+            self._topology_and_table is None
+            or self._topology_and_table[0].generation > offered.generation
+            or destination.is_removed
+        )
+        if reason and (over or not all(s.is_intact for s in offered.snapshots)):
             fate = "superseded"  # by a generation or by later captures: no fault
-            line.skipped += 1
-        line.counts[fate] += 1
+            destination.skipped_since_kept += 1
+        destination.counts[fate] += 1
         if fate == "kept":
-            line.failures, line.kept, line.reason = 0, offered.name, ""
+            destination.failures_in_a_row, destination.newest_kept, destination.reason = (
+                0,
+                offered.name,
+                "",
+            )
         elif fate == "failed":
-            away = AWAY_SECONDS[min(line.failures, len(AWAY_SECONDS) - 1)]
-            line.failures += 1
-            line.back, line.reason = self._clock() + away, reason
+            away = FAILED_DESTINATION_PAUSES_S[
+                min(destination.failures_in_a_row, len(FAILED_DESTINATION_PAUSES_S) - 1)
+            ]
+            destination.failures_in_a_row += 1
+            destination.retry_at, destination.reason = self._clock() + away, reason
         return fate

@@ -28,7 +28,7 @@ from http import HTTPStatus
 from typing import Any, Protocol
 from urllib.parse import parse_qs, urlsplit
 
-from holdfast.checkpoint.memory.snapshot_store import Shelf, Snapshot
+from holdfast.checkpoint.memory.snapshot_store import Snapshot, SnapshotStore
 from holdfast.checkpoint.peers.client import (
     COPY,
     FAILED,
@@ -38,54 +38,59 @@ from holdfast.checkpoint.peers.client import (
     NEWEST,
     OFFER,
     OK,
-    PROOF,
+    PROOF_HEADER,
     RANGE,
     REFUSED,
     TOO_LONG,
     UNKNOWN,
 )
-from holdfast.checkpoint.peers.rate_limiter import Budget
+from holdfast.checkpoint.peers.rate_limiter import TokenBucket
 from holdfast.core.format.manifest import blob_key, parse_save_key, writer_name
-from holdfast.core.json_parsing import parsed
+from holdfast.core.json_parsing import parse_json
 from holdfast.errors import FencedError, HoldfastError
 from holdfast.wire.http.auth import (
-    BODY,
-    MISDIRECTED,
+    BODY_HEADER,
+    MISDIRECTED_STATUS,
     AuthError,
     MisdirectedError,
     Proof,
     Verifier,
-    sha256,
+    body_statement,
+    sha256_hex,
     sign_answer,
-    stated,
 )
-from holdfast.wire.http.refusals import PEERS, Reason, Refusals
-from holdfast.wire.http.sync_connection import BrokenError, Incoming, Request, parse_request
+from holdfast.wire.http.refusals import PEERS, RefusalReason, Refusals
+from holdfast.wire.http.sync_connection import (
+    HttpFormatError,
+    ParsedRequest,
+    SocketReader,
+    parse_request,
+)
 from holdfast.wire.secret import Secret
 from holdfast.wire.store.run_store import MissingKeyError
 
-CONNECTIONS = 64
-PROOF_SECONDS = 10.0
+MAX_CONNECTIONS = 64
+PROOF_TIMEOUT_S = 10.0
 """A connection that has proven nothing for so long is cut."""
-IDLE_SECONDS = 60.0
-STALL_SECONDS = 20.0
+IDLE_CONNECTION_TIMEOUT_S = 60.0
+STALLED_RECEIVER_TIMEOUT_S = 20.0
 """A receiver that takes nothing for so long is given up."""
-BODY_LIMIT = 64 << 20
+MAX_BODY_BYTES = 64 << 20
 """Bytes of an offer at most: the manifest of a part, and the state table."""
-LENGTH = "content-length"
-PIECE = 1 << 20
+LENGTH_HEADER = "content-length"
+SEND_PIECE_BYTES = 1 << 20
 """Bytes that leave at a time: the grain of the budget."""
 
 
-class Receiver(Protocol):
+class OfferReceiver(Protocol):
     """The object that answers offers: `receiver.Keeper`."""
 
     @property
-    def idle(self) -> bool:
+    def is_idle(self) -> bool:
         """True if nothing is kept, nor about to be."""
         ...
 
-    def offer(self, generation: int, body: dict[str, Any]) -> dict[str, Any]: ...
+    def answer_offer(self, generation: int, body: dict[str, Any]) -> dict[str, Any]: ...
 
 
 class PeerServer(socketserver.ThreadingMixIn, socketserver.TCPServer):
@@ -96,40 +101,49 @@ class PeerServer(socketserver.ThreadingMixIn, socketserver.TCPServer):
 
     def __init__(
         self,
-        bound: socket.socket,
+        bound_socket: socket.socket,
         secret: Secret,
-        shelf: Shelf,
-        receiver: Receiver,
-        budget: Budget,
-        run: str | None,
+        snapshot_store: SnapshotStore,
+        receiver: OfferReceiver,
+        rate_limiter: TokenBucket,
+        run_id: str | None,
         *,
         clock: Callable[[], float] = time.time,
-        connections: int = CONNECTIONS,
-        patience: float = PROOF_SECONDS,
-        settled: Callable[[], object] = lambda: None,
+        max_connections: int = MAX_CONNECTIONS,
+        proof_timeout_s: float = PROOF_TIMEOUT_S,
+        wait_until_hashed: Callable[[], object] = lambda: None,
         refusals: Refusals | None = None,
     ) -> None:
         """`run`: whose snapshots lie here (`identity`); None: of whichever run speaks first, until
         nothing of it is kept any more. `settled` waits, for a moment, for what is being hashed: it
         belongs into the inventory."""
-        super().__init__(bound.getsockname()[:2], _Handler, bind_and_activate=False)
+        super().__init__(bound_socket.getsockname()[:2], _PeerHandler, bind_and_activate=False)
         self.socket.close()  # the one that the base class made
-        bound.setblocking(True)
-        self.socket = bound
-        self.secret, self.shelf, self.receiver, self.budget = secret, shelf, receiver, budget
+        bound_socket.setblocking(True)
+        self.socket = bound_socket
+        self.secret, self.snapshot_store, self.receiver, self.rate_limiter = (
+            secret,
+            snapshot_store,
+            receiver,
+            rate_limiter,
+        )
         self.verifier = Verifier(secret, clock)
-        self.settled = settled
+        self.wait_until_hashed = wait_until_hashed
         self.refusals = refusals or Refusals()
-        self.verbs: dict[str, Callable[[int, dict[str, Any]], dict[str, Any]]] = {}
+        self.post_handlers: dict[str, Callable[[int, dict[str, Any]], dict[str, Any]]] = {}
         """More that is answered, by path: given the generation of who asks, and a JSON object."""
-        self.sent = 0  # bytes of ranges, for the status
-        self._most, self._patience = connections, patience
-        self._open: dict[socket.socket, bool] = {}  # oldest first; whether it has proven itself
-        self._since: dict[socket.socket, float] = {}  # when it came
-        self._idle: dict[socket.socket, None] = {}  # proven, and nothing asked; the longest first
+        self.sent_bytes = 0  # bytes of ranges, for the status
+        self._max_connections, self._proof_timeout_s = max_connections, proof_timeout_s
+        self._open_connections: dict[
+            socket.socket, bool
+        ] = {}  # oldest first; whether it has proven itself
+        self._opened_at: dict[socket.socket, float] = {}  # when it came
+        self._idle_connections: dict[
+            socket.socket, None
+        ] = {}  # proven, and nothing asked; the longest first
         self._lock = threading.Lock()
-        self._newest = 0
-        self._run, self._bound = run, run is not None
+        self._newest_generation = 0
+        self._run_id, self._is_bound_to_run = run_id, run_id is not None
 
     def start(self) -> None:
         threading.Thread(target=self.serve_forever, args=(0.5,), name="peers", daemon=True).start()
@@ -138,81 +152,85 @@ class PeerServer(socketserver.ThreadingMixIn, socketserver.TCPServer):
         self.shutdown()
         self.server_close()
 
-    def admit(self, run: str, generation: int) -> None:
+    def admit_request(self, run_id: str, generation: int) -> None:
         """Raises FencedError for a generation older than the newest one seen, and ValueError for
         another run's."""
         with self._lock:
-            if run != self._run:
-                if self._bound or not self.receiver.idle:
+            if run_id != self._run_id:
+                if self._is_bound_to_run or not self.receiver.is_idle:
                     raise ValueError("the snapshots of another run are kept here")
-                self._run, self._newest = run, 0
-            if generation < self._newest:
-                raise FencedError(f"generation {generation} is over: {self._newest} rules")
-            self._newest = generation
+                self._run_id, self._newest_generation = run_id, 0
+            if generation < self._newest_generation:
+                raise FencedError(
+                    f"generation {generation} is over: {self._newest_generation} rules"
+                )
+            self._newest_generation = generation
 
-    def advance(self, generation: int) -> None:
+    def advance_generation(self, generation: int) -> None:
         """This mover's own agent has opened a generation."""
         with self._lock:
-            self._newest = max(self._newest, generation)
+            self._newest_generation = max(self._newest_generation, generation)
 
     @property
-    def newest(self) -> int:
+    def newest_generation(self) -> int:
         with self._lock:
-            return self._newest
+            return self._newest_generation
 
-    def newest_of(self, run: str) -> int:
+    def newest_generation_of(self, run_id: str) -> int:
         """The newest generation of a run that ever asked here; 0 for a run that is not known."""
         with self._lock:
-            return self._newest if run == self._run else 0
+            return self._newest_generation if run_id == self._run_id else 0
 
     # --- connections ------------------------------------------------------------------------
     def process_request(self, request: Any, client_address: Any) -> None:
         with self._lock:
-            self._open[request], self._since[request] = False, time.monotonic()
-            strangers = [one for one in self._strangers() if one is not request]
-            crowd = [*strangers, *self._idle, request, *self._open]
-            while len(self._open) > self._most:
-                if crowd[0] not in self._idle:  # of ours, who comes again when it is needed
+            self._open_connections[request], self._opened_at[request] = False, time.monotonic()
+            strangers = [one for one in self._unproven_connections() if one is not request]
+            crowd = [*strangers, *self._idle_connections, request, *self._open_connections]
+            while len(self._open_connections) > self._max_connections:
+                if (
+                    crowd[0] not in self._idle_connections
+                ):  # of ours, who comes again when it is needed
                     self.refusals.count(PEERS, "crowded")
-                self._cut(crowd.pop(0))
+                self._cut_connection(crowd.pop(0))
         super().process_request(request, client_address)
 
     def service_actions(self) -> None:
         """Close connections that proved nothing in time; called between two connections, and twice
         a second."""
-        late = time.monotonic() - self._patience
+        late = time.monotonic() - self._proof_timeout_s
         with self._lock:
-            for connection in self._strangers():
-                if self._since[connection] < late:
+            for connection in self._unproven_connections():
+                if self._opened_at[connection] < late:
                     self.refusals.count(PEERS, "slow")
-                    self._cut(connection)
+                    self._cut_connection(connection)
 
     def shutdown_request(self, request: Any) -> None:
         with self._lock:
-            self._open.pop(request, None)
-            self._since.pop(request, None)
-            self._idle.pop(request, None)
+            self._open_connections.pop(request, None)
+            self._opened_at.pop(request, None)
+            self._idle_connections.pop(request, None)
         super().shutdown_request(request)
 
-    def _strangers(self) -> list[socket.socket]:
-        return [connection for connection, proven in self._open.items() if not proven]
+    def _unproven_connections(self) -> list[socket.socket]:
+        return [connection for connection, proven in self._open_connections.items() if not proven]
 
-    def proven(self, connection: socket.socket) -> None:
+    def mark_proven(self, connection: socket.socket) -> None:
         with self._lock:
-            if connection in self._open:
-                self._open[connection] = True
-                self._idle.pop(connection, None)
+            if connection in self._open_connections:
+                self._open_connections[connection] = True
+                self._idle_connections.pop(connection, None)
 
-    def served(self, connection: socket.socket) -> None:
+    def mark_idle(self, connection: socket.socket) -> None:
         """Nothing is under way over a connection that has proven itself."""
         with self._lock:
-            if self._open.get(connection):
-                self._idle[connection] = None
+            if self._open_connections.get(connection):
+                self._idle_connections[connection] = None
 
-    def _cut(self, connection: socket.socket) -> None:
-        if self._open.pop(connection, None) is not None:
-            self._since.pop(connection, None)
-            self._idle.pop(connection, None)
+    def _cut_connection(self, connection: socket.socket) -> None:
+        if self._open_connections.pop(connection, None) is not None:
+            self._opened_at.pop(connection, None)
+            self._idle_connections.pop(connection, None)
             try:
                 connection.shutdown(socket.SHUT_RDWR)  # wakes the thread that reads from it
             except OSError:
@@ -222,110 +240,113 @@ class PeerServer(socketserver.ThreadingMixIn, socketserver.TCPServer):
         """A broken connection is no news."""
 
 
-class _Handler(socketserver.BaseRequestHandler):
+class _PeerHandler(socketserver.BaseRequestHandler):
     """One connection."""
 
     server: PeerServer
     request: socket.socket
-    _asked: Request
+    _asked_request: ParsedRequest
 
     def handle(self) -> None:
-        self.request.settimeout(IDLE_SECONDS)
+        self.request.settimeout(IDLE_CONNECTION_TIMEOUT_S)
         self.request.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self._incoming, self._over = Incoming(self.request), False
-        while not self._over:
+        self._incoming, self._closes_connection = SocketReader(self.request), False
+        while not self._closes_connection:
             try:
-                head = self._incoming.head()
+                head = self._incoming.read_head()
                 if not head:
                     return
-                self._asked = parse_request(head)
-            except (BrokenError, ValueError):  # this sender learns no more than any other
+                self._asked_request = parse_request(head)
+            except (HttpFormatError, ValueError):  # this sender learns no more than any other
                 self._refuse(REFUSED, "not ours")
                 return
-            self._over = not self._asked.keep
-            match self._asked.method:
+            self._closes_connection = not self._asked_request.keeps_alive
+            match self._asked_request.method:
                 case "GET":
-                    self._get()
+                    self._handle_get()
                 case "POST":
-                    self._post()
+                    self._handle_post()
                 case _:
                     self._refuse(HTTPStatus.NOT_IMPLEMENTED, "not ours")
-            self.server.served(self.request)
+            self.server.mark_idle(self.request)
 
-    def _get(self) -> None:
-        if self._length() != 0:
+    def _handle_get(self) -> None:
+        if self._body_length() != 0:
             self._refuse(REFUSED, "malformed")
             return
-        proof = self._proof(b"")
+        proof = self._check_proof(b"")
         if proof is not None:
-            self._serve(proof, b"")
+            self._answer_request(proof, b"")
 
-    def _post(self) -> None:
-        length, digest = self._length(), self._asked.headers.get(BODY, "")
-        if length is None or length > BODY_LIMIT:
+    def _handle_post(self) -> None:
+        length, digest = self._body_length(), self._asked_request.headers.get(BODY_HEADER, "")
+        if length is None or length > MAX_BODY_BYTES:
             self._refuse(TOO_LONG, "malformed" if length is None else "too long")
             return
-        proof = self._proof(stated(length, digest))
+        proof = self._check_proof(body_statement(length, digest))
         if proof is None:
             return
         body = self._incoming.read(length)
-        if body and sha256(body) != digest:
+        if body and sha256_hex(body) != digest:
             self._refuse(UNKNOWN, "wrong proof")
             return
-        self._serve(proof, body)
+        self._answer_request(proof, body)
 
-    def _length(self) -> int | None:
+    def _body_length(self) -> int | None:
         """Bytes of the body; None where that is not said, or not in one way."""
-        headers = self._asked.headers
-        if "transfer-encoding" in headers or LENGTH in self._asked.twice:
+        headers = self._asked_request.headers
+        if "transfer-encoding" in headers or LENGTH_HEADER in self._asked_request.repeated:
             return None
-        length = headers.get(LENGTH, "" if self._asked.method == "POST" else "0")
+        length = headers.get(LENGTH_HEADER, "" if self._asked_request.method == "POST" else "0")
         return int(length) if length.isdecimal() and len(length) < 16 else None
 
-    def _proof(self, covered: bytes) -> Proof | None:
+    def _check_proof(self, covered_bytes: bytes) -> Proof | None:
         """Return the checked proof of the head. Without a valid one, answer the request and return
         None."""
-        asked = self._asked
+        asked = self._asked_request
         try:
-            if any(name.startswith("holdfast-") for name in asked.twice):
+            if any(name.startswith("holdfast-") for name in asked.repeated):
                 raise AuthError("a header of the proof comes twice", "no proof")
             proof = Proof.from_headers(asked.headers)
-            self.server.verifier.check(asked.method, asked.target, covered, proof)
+            self.server.verifier.check(asked.method, asked.target, covered_bytes, proof)
         except MisdirectedError as error:
             if error.fault != "first contact":
                 self.server.refusals.count(PEERS, error.fault)
-            self._misdirected(proof, len(covered) > 0)
+            self._answer_misdirected(proof, len(covered_bytes) > 0)
             return None
         except AuthError as error:
             self._refuse(UNKNOWN, error.fault)
             return None
-        self.server.proven(self.request)
+        self.server.mark_proven(self.request)
         return proof
 
-    def _misdirected(self, proof: Proof, close: bool) -> None:
+    def _answer_misdirected(self, proof: Proof, close_connection: bool) -> None:
         """`close`: a body follows, which is not read."""
-        self._over = self._over or close
-        self._signed(proof, MISDIRECTED, self.server.verifier.told())
+        self._closes_connection = self._closes_connection or close_connection
+        self._send_signed(proof, MISDIRECTED_STATUS, self.server.verifier.misdirected_answer())
 
-    def _refuse(self, status: int, reason: Reason) -> None:
+    def _refuse(self, status: int, reason: RefusalReason) -> None:
         self.server.refusals.count(PEERS, reason)
-        self._over = True
-        self.request.sendall(self._head(status, 0, ""))
+        self._closes_connection = True
+        self.request.sendall(self._response_head(status, 0, ""))
 
-    def _serve(self, proof: Proof, body: bytes) -> None:
+    def _answer_request(self, proof: Proof, body: bytes) -> None:
         value: dict[str, Any]
         try:
-            parts = urlsplit(self._asked.target)
+            parts = urlsplit(self._asked_request.target)
             asked = {key: found[-1] for key, found in parse_qs(parts.query).items()}
             if parts.path != NEWEST:
-                self.server.admit(asked.get("run", ""), proof.generation)
-            if (self._asked.method, parts.path) == ("GET", RANGE):
-                self._range(proof.nonce, asked)
+                self.server.admit_request(asked.get("run", ""), proof.generation)
+            if (self._asked_request.method, parts.path) == ("GET", RANGE):
+                self._send_range(proof.nonce, asked)
                 return
-            if (self._asked.method, parts.path) == ("GET", NEWEST):
-                status, value = OK, {"generation": self.server.newest_of(asked.get("run", ""))}
+            if (self._asked_request.method, parts.path) == ("GET", NEWEST):
+                status, value = (
+                    OK,
+                    {"generation": self.server.newest_generation_of(asked.get("run", ""))},
+                )
             else:
-                status, value = OK, self._value(parts.path, proof.generation, body)
+                status, value = OK, self._answer_value(parts.path, proof.generation, body)
         except FencedError as error:
             self.server.refusals.count(PEERS, "older generation")
             status, value = FENCED, {"error": str(error)}
@@ -337,79 +358,91 @@ class _Handler(socketserver.BaseRequestHandler):
             if isinstance(error, OSError):
                 raise
             status, value = FAILED, {"error": f"{type(error).__name__}: {error}"}
-        self._signed(proof, status, value)
+        self._send_signed(proof, status, value)
 
-    def _signed(self, proof: Proof, status: int, value: dict[str, Any]) -> None:
+    def _send_signed(self, proof: Proof, status: int, value: dict[str, Any]) -> None:
         content = json.dumps(value, separators=(",", ":")).encode()
         digest = sign_answer(self.server.secret, proof.nonce, status, content)
-        self.request.sendall(self._head(status, len(content), digest) + content)
+        self.request.sendall(self._response_head(status, len(content), digest) + content)
 
-    def _value(self, path: str, generation: int, body: bytes) -> dict[str, Any]:
-        if (self._asked.method, path) == ("GET", INVENTORY):
-            self.server.settled()
-            return inventory(self.server.shelf)
-        verb = self.server.receiver.offer if path == OFFER else self.server.verbs.get(path)
-        if self._asked.method == "POST" and verb is not None:
-            value = parsed(body)
+    def _answer_value(self, path: str, generation: int, body: bytes) -> dict[str, Any]:
+        if (self._asked_request.method, path) == ("GET", INVENTORY):
+            self.server.wait_until_hashed()
+            return inventory_to_json(self.server.snapshot_store)
+        verb = (
+            self.server.receiver.answer_offer
+            if path == OFFER
+            else self.server.post_handlers.get(path)
+        )
+        if self._asked_request.method == "POST" and verb is not None:
+            value = parse_json(body)
             if not isinstance(value, dict):
                 raise ValueError("the body is not a JSON object")
             return verb(generation, value)
-        raise MissingKeyError(f"there is nothing to ask at {self._asked.target[:80]!r}")
+        raise MissingKeyError(f"there is nothing to ask at {self._asked_request.target[:80]!r}")
 
     # --- bytes ------------------------------------------------------------------------------
-    def _range(self, nonce: str, asked: dict[str, str]) -> None:
+    def _send_range(self, nonce: str, asked: dict[str, str]) -> None:
         """Answer with bytes of a slot; what goes wrong before the first of them is raised."""
         start, stop = int(asked["start"]), int(asked["stop"])
-        found = self.server.shelf.get(*name_of(asked["key"]))
+        found = self.server.snapshot_store.get(*parse_blob_key(asked["key"]))
         if not 0 <= start < stop <= found.header.length:
             raise ValueError(f"bytes [{start}, {stop}) of {found.header.length}")
-        proof = sign_answer(self.server.secret, nonce, OK, self._asked.target.encode())
-        self.request.sendall(self._head(OK, stop - start, proof, "application/octet-stream"))
-        if not self._send_slot(found, start, stop, paid=asked.get("use") == COPY):
-            self._over = True
+        proof = sign_answer(self.server.secret, nonce, OK, self._asked_request.target.encode())
+        self.request.sendall(
+            self._response_head(OK, stop - start, proof, "application/octet-stream")
+        )
+        if not self._send_slot(found, start, stop, is_rate_limited=asked.get("use") == COPY):
+            self._closes_connection = True
             self.request.shutdown(socket.SHUT_RDWR)
 
-    def _send_slot(self, found: Snapshot, start: int, stop: int, paid: bool) -> bool:
+    def _send_slot(self, snapshot: Snapshot, start: int, stop: int, is_rate_limited: bool) -> bool:
         """Send a slot's range; return True if it held the snapshot until the last piece was
         sent."""
-        at = found.memory.arena.data_offset(found.slot)
+        at = snapshot.memory.arena.data_offset(snapshot.slot)
         while start < stop:
-            piece = min(PIECE, stop - start)
-            if paid:
-                self.server.budget.take(piece)
-            if not found.whole:
+            piece = min(SEND_PIECE_BYTES, stop - start)
+            if is_rate_limited:
+                self.server.rate_limiter.take(piece)
+            if not snapshot.is_intact:
                 return False
-            _send_file(self.request, found.memory.fd, at + start, piece)
-            self.server.sent += piece
+            _send_file(self.request, snapshot.memory.fd, at + start, piece)
+            self.server.sent_bytes += piece
             start += piece
-        return found.whole
+        return snapshot.is_intact
 
-    def _head(self, status: int, length: int, proof: str, kind: str = "application/json") -> bytes:
-        lines = [f"HTTP/1.1 {status} {HTTPStatus(status).phrase}", f"content-type: {kind}",
-                 f"content-length: {length}"]  # fmt: skip
+    def _response_head(
+        self, status: int, length: int, proof: str, kind: str = "application/json"
+    ) -> bytes:
+        lines = [
+            f"HTTP/1.1 {status} {HTTPStatus(status).phrase}",
+            f"content-type: {kind}",
+            f"content-length: {length}",
+        ]
         if proof:
-            lines.append(f"{PROOF}: {proof}")
-        if self._over:
+            lines.append(f"{PROOF_HEADER}: {proof}")
+        if self._closes_connection:
             lines.append("connection: close")
         return "\r\n".join((*lines, "", "")).encode()
 
 
-def inventory(shelf: Shelf) -> dict[str, Any]:
+def inventory_to_json(snapshot_store: SnapshotStore) -> dict[str, Any]:
     """The sealed manifests of every snapshot, and the plans that say who the writers are."""
-    held = shelf.inventory()
+    held = snapshot_store.inventory()
     plans: dict[str, Any] = {}
     for generation in {line.generation for line in held}:
         try:
-            topology, table = shelf.plan(generation)
+            topology, table = snapshot_store.topology_and_table(generation)
         except KeyError:
             continue
         plans[str(generation)] = {
-            "topology": topology.to_json(), "table": [spec.to_json() for spec in table],
-        }  # fmt: skip
-    return {"snapshots": [line.stored.decode() for line in held], "plans": plans}
+            "topology": topology.to_json(),
+            "table": [spec.to_json() for spec in table],
+        }
+    return {"snapshots": [line.sealed_manifest.decode() for line in held], "plans": plans}
 
 
-def name_of(key: str) -> tuple[int, int, int]:
+def parse_blob_key(key: str) -> tuple[int, int, int]:
     """(generation, step, rank) of a blob's key. Raises ValueError for any other."""
     position = parse_save_key(key)
     rank = key.rpartition("-rank")[2].partition("-")[0]
@@ -433,7 +466,7 @@ def _send_file(connection: socket.socket, fd: int, offset: int, count: int) -> N
         try:
             sent = os.sendfile(connection.fileno(), fd, offset, end - offset)
         except BlockingIOError:
-            if not poll.poll(STALL_SECONDS * 1000):
+            if not poll.poll(STALLED_RECEIVER_TIMEOUT_S * 1000):
                 raise TimeoutError("the receiver takes nothing") from None
             continue
         if not sent:

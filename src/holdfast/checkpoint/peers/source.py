@@ -13,33 +13,33 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any
 
-from holdfast.checkpoint.memory.snapshot_store import Held
+from holdfast.checkpoint.memory.snapshot_store import InventoryEntry
 from holdfast.checkpoint.peers.client import RESTORE, PeerClient
 from holdfast.checkpoint.peers.config import Peer
 from holdfast.checkpoint.restore.sources import Scatter
-from holdfast.core.format.manifest import Part
+from holdfast.core.format.manifest import PartManifest
 from holdfast.core.sharding.state_table import StateTable, TensorSpec
 from holdfast.errors import HoldfastError
 from holdfast.layout import Topology
 from holdfast.wire.secret import Secret
-from holdfast.wire.store.run_store import MissingKeyError, Reads
+from holdfast.wire.store.run_store import MissingKeyError, ReadPreference
 
-OPEN_SECONDS = 5.0
+INVENTORY_TIMEOUT_S = 5.0
 """A peer that does not answer within this time is not restored from."""
-READ_SECONDS = 20.0
+PEER_SILENCE_TIMEOUT_S = 20.0
 """A peer that sends nothing for so long is given up; the next source is asked."""
-READS = Reads(4, 8 * 2**20)
-ASKED = 64
+PEER_READS = ReadPreference(4, 8 * 2**20)
+MAX_CONCURRENT_INVENTORIES = 64
 """Peers that are asked for their inventory at a time."""
 
 
 class PeerSource:
     """Snapshots on one peer's shelf. Safe to use from any thread."""
 
-    reads = READS
+    reads = PEER_READS
 
     def __init__(
-        self, name: str, address: str, secret: Secret, generation: int, run: str = ""
+        self, name: str, address: str, secret: Secret, generation: int, run_id: str = ""
     ) -> None:
         """Ask for the inventory.
 
@@ -47,19 +47,25 @@ class PeerSource:
         """
         self.name = name
         self.address = address
-        asking = PeerClient(address, secret, generation, run, timeout=OPEN_SECONDS)
+        asking = PeerClient(
+            address, secret, generation, run_id, silence_timeout_s=INVENTORY_TIMEOUT_S
+        )
         try:
             value = asking.inventory()
         finally:
             asking.close()
-        self._client = PeerClient(address, secret, generation, run, timeout=READ_SECONDS)
-        self._held: list[Held] = []
+        self._client = PeerClient(
+            address, secret, generation, run_id, silence_timeout_s=PEER_SILENCE_TIMEOUT_S
+        )
+        self._entries: list[InventoryEntry] = []
         self._keys: set[str] = set()
         for text in value["snapshots"]:
             stored = str(text).encode()
-            part = Part.from_bytes(stored, f"a part manifest of {name}")
+            part = PartManifest.from_bytes(stored, f"a part manifest of {name}")
             self._keys.add(part.blob.key)
-            self._held.append(Held(part.generation, part.step, part.rank, part.blob.size, stored))
+            self._entries.append(
+                InventoryEntry(part.generation, part.step, part.rank, part.blob.size, stored)
+            )
         self._plans: dict[int, tuple[Topology, StateTable]] = {
             int(number): (
                 Topology.from_json(plan["topology"]),
@@ -68,11 +74,11 @@ class PeerSource:
             for number, plan in value["plans"].items()
         }
 
-    def inventory(self) -> list[Held]:
+    def inventory(self) -> list[InventoryEntry]:
         """Newest step first, as of when this source was opened."""
-        return list(self._held)
+        return list(self._entries)
 
-    def plan(self, generation: int) -> tuple[Topology, StateTable]:
+    def topology_and_table(self, generation: int) -> tuple[Topology, StateTable]:
         """Raises KeyError for a generation that the peer does not know."""
         return self._plans[generation]
 
@@ -98,7 +104,7 @@ class PeerSource:
 
 
 def open_peers(
-    peers: Sequence[Peer], secret: Secret, generation: int, run: str = ""
+    peers: Sequence[Peer], secret: Secret, generation: int, run_id: str = ""
 ) -> tuple[list[PeerSource], list[tuple[str, str]]]:
     """Return a source for every peer that answers, in the order given, and (name, reason) for each
     other peer. The requests run in parallel, so lost peers cost OPEN_SECONDS together."""
@@ -107,11 +113,11 @@ def open_peers(
 
     def ask(peer: Peer) -> PeerSource | str:
         try:
-            return PeerSource(f"peer {peer.name}", peer.address, secret, generation, run)
+            return PeerSource(f"peer {peer.name}", peer.address, secret, generation, run_id)
         except (HoldfastError, KeyError, TypeError, ValueError) as error:
             return str(error)
 
-    with ThreadPoolExecutor(min(len(peers), ASKED), "ask") as threads:
+    with ThreadPoolExecutor(min(len(peers), MAX_CONCURRENT_INVENTORIES), "ask") as threads:
         answers = list(threads.map(ask, peers))
     found = [answer for answer in answers if isinstance(answer, PeerSource)]
     silent = [
@@ -126,7 +132,7 @@ class PeerBlobs:
     """Some blobs on one peer's shelf, for a reader that knows which: no inventory needed. Safe to
     use from any thread."""
 
-    reads = READS
+    reads = PEER_READS
 
     def __init__(
         self,
@@ -135,12 +141,14 @@ class PeerBlobs:
         keys: Collection[str],
         secret: Secret,
         generation: int,
-        run: str = "",
+        run_id: str = "",
     ) -> None:
         """Raises ValueError for what is no address."""
         self.name = name
         self._keys = frozenset(keys)
-        self._client = PeerClient(address, secret, generation, run, timeout=READ_SECONDS)
+        self._client = PeerClient(
+            address, secret, generation, run_id, silence_timeout_s=PEER_SILENCE_TIMEOUT_S
+        )
 
     def has(self, key: str) -> bool:
         return key in self._keys
@@ -164,52 +172,52 @@ class PeerMemories:
     current generation, which fences every peer that answers."""
 
     name = "peers"
-    reads = READS
+    reads = PEER_READS
     scatter: Scatter | None = None
 
     def __init__(
         self,
         peers: Sequence[Peer],
         secret: Secret,
-        generation: Callable[[], int],
-        silent: Callable[[str, str], None] = lambda name, reason: None,
-        run: str = "",
+        current_generation: Callable[[], int],
+        on_unreachable: Callable[[str, str], None] = lambda name, reason: None,
+        run_id: str = "",
     ) -> None:
         """`silent(name, reason)` is called for each peer that does not answer."""
-        self._static, self._secret, self._run = tuple(peers), secret, run
-        self._peers = self._static
-        self._generation, self._silent = generation, silent
-        self._asked: frozenset[Peer] = frozenset()
-        self._asking = threading.Lock()
+        self._configured_peers, self._secret, self._run_id = tuple(peers), secret, run_id
+        self._peers = self._configured_peers
+        self._current_generation, self._on_unreachable = current_generation, on_unreachable
+        self._peers_asked: frozenset[Peer] = frozenset()
+        self._inventory_lock = threading.Lock()
         self._sources: list[PeerSource] = []
 
-    def follow(self, peers: Sequence[Peer]) -> None:
+    def set_peers(self, peers: Sequence[Peer]) -> None:
         """Use these peers from now on, in addition to those that the run file names. Peers not
         listed are no longer waited for."""
-        named = {peer.name: peer for peer in (*self._static, *peers)}
+        named = {peer.name: peer for peer in (*self._configured_peers, *peers)}
         self._peers = tuple(named.values())
 
-    def inventory(self) -> list[Held]:
-        with self._asking:
-            return [line for source in self._opened() for line in source.inventory()]
+    def inventory(self) -> list[InventoryEntry]:
+        with self._inventory_lock:
+            return [line for source in self._reopen_sources() for line in source.inventory()]
 
-    def _opened(self) -> list[PeerSource]:
+    def _reopen_sources(self) -> list[PeerSource]:
         """Ask all peers again; return those that answer."""
         peers = self._peers
-        sources, silent = open_peers(peers, self._secret, self._generation(), self._run)
+        sources, silent = open_peers(peers, self._secret, self._current_generation(), self._run_id)
         old, self._sources = self._sources, sources
-        self._asked = frozenset(peers)
+        self._peers_asked = frozenset(peers)
         for source in old:
             source.close()
         for name, reason in silent:
-            self._silent(name, reason)
+            self._on_unreachable(name, reason)
         return sources
 
-    def plan(self, generation: int) -> tuple[Topology, StateTable]:
+    def topology_and_table(self, generation: int) -> tuple[Topology, StateTable]:
         """Raises KeyError for a generation that no peer knows."""
         for source in self._sources:
             with suppress(KeyError):
-                return source.plan(generation)
+                return source.topology_and_table(generation)
         raise KeyError(generation)
 
     def has(self, key: str) -> bool:
@@ -226,16 +234,16 @@ class PeerMemories:
                     error = raised
         raise error
 
-    def holders(self, keys: Collection[str]) -> list[dict[str, Any]]:
+    def locate_blobs(self, keys: Collection[str]) -> list[dict[str, Any]]:
         """Return which peers have which of these blobs, as JSON: enough to make a PeerBlobs of
         each. Peers that were not asked before are asked."""
-        with self._asking:
-            if not self._asked >= frozenset(self._peers):
-                self._opened()
+        with self._inventory_lock:
+            if not self._peers_asked >= frozenset(self._peers):
+                self._reopen_sources()
         found = []
         for source in self._sources:
             here = sorted(key for key in keys if source.has(key))
             if here:
-                about = {"name": source.name, "address": source.address, "run": self._run}
+                about = {"name": source.name, "address": source.address, "run": self._run_id}
                 found.append({**about, "keys": here})
         return found

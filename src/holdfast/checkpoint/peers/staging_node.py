@@ -10,35 +10,43 @@ import socket
 from collections.abc import Callable
 from typing import Any
 
-from holdfast.checkpoint.memory.snapshot_store import Shelf
+from holdfast.checkpoint.memory.snapshot_store import SnapshotStore
 from holdfast.checkpoint.peers.config import PeerSettings
-from holdfast.checkpoint.peers.peer_tier import Peers
+from holdfast.checkpoint.peers.peer_tier import PeerTier
 from holdfast.events import RequestsRefused
 from holdfast.wire.http.refusals import Refusals
 from holdfast.wire.secret import Secret
 
 
-class Stage:
+class StagingNode:
     """Listens from the start until `close`."""
 
     def __init__(
-        self, bound: socket.socket, secret: Secret, room: int,
-        refused: Callable[[RequestsRefused], None] = lambda event: None,
-    ) -> None:  # fmt: skip
+        self,
+        bound_socket: socket.socket,
+        secret: Secret,
+        max_bytes: int,
+        on_refused: Callable[[RequestsRefused], None] = lambda event: None,
+    ) -> None:
         """`room`: bytes of memory that copies may take, two slots a rank. `refused` is called with
         requests that were refused, at most once a minute, on a thread of its own."""
-        self.shelf = Shelf()
-        self._peers = Peers(
-            PeerSettings(room=room), self.shelf, secret, None, lambda event: None, bound,
-            refusals=Refusals(refused),
-        )  # fmt: skip
+        self.snapshot_store = SnapshotStore()
+        self._peer_tier = PeerTier(
+            PeerSettings(room=max_bytes),
+            self.snapshot_store,
+            secret,
+            None,
+            lambda event: None,
+            bound_socket,
+            refusals=Refusals(on_refused),
+        )
 
     @property
     def address(self) -> str:
-        return self._peers.address
+        return self._peer_tier.address
 
     def status(self) -> dict[str, Any]:
-        return self._peers.status()
+        return self._peer_tier.status()
 
     def close(self) -> None:
-        self._peers.close()
+        self._peer_tier.close()

@@ -6,15 +6,15 @@ from typing import Any
 
 from holdfast.checkpoint.restore.reader import Checkpoint
 from holdfast.core.format.manifest import (
-    COMMITS,
+    COMMITS_PREFIX,
     parse_commit_key,
 )
 from holdfast.wire.store.run_store import RunStore
 
 
-def listing(store: RunStore) -> list[str]:
+def list_commits(store: RunStore) -> list[str]:
     """Keys of all commit objects: newest step first, of one step the newest generation first."""
-    found = [(parse_commit_key(key), key) for key in store.list(COMMITS)]
+    found = [(parse_commit_key(key), key) for key in store.list(COMMITS_PREFIX)]
     known = [(position, key) for position, key in found if position is not None]
     return [key for _, key in sorted(known, reverse=True)]
 

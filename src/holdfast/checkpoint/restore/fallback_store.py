@@ -11,17 +11,17 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
-from holdfast.checkpoint.format.box_index import Index
+from holdfast.checkpoint.format.box_index import BoxIndex
 from holdfast.checkpoint.restore import reader, verify
-from holdfast.core.format.manifest import Commit, Writer
+from holdfast.core.format.manifest import Commit, WriterShare
 from holdfast.errors import CorruptError, HoldfastError, RunFolderError, StoreError
 from holdfast.wire.store.run_store import RunStore
 
-BUCKET = "bucket"
+BUCKET_SOURCE = "bucket"
 """Name of the second place among the sources."""
 
 
-class Second:
+class LazyStore:
     """A run store that is opened when it is first asked. Safe to use from any thread."""
 
     def __init__(self, open_store: Callable[[], RunStore]) -> None:
@@ -41,10 +41,13 @@ class Second:
         self.store.read_into(key, start, out)
 
 
-def opened(
-    first: RunStore, second: Second | None, key: str, config_hash: str,
-    noted: Callable[[str], None] = lambda reason: None,
-) -> Commit:  # fmt: skip
+def open_commit_with_fallback(
+    first: RunStore,
+    fallback: LazyStore | None,
+    key: str,
+    config_hash: str,
+    on_fallback_used: Callable[[str], None] = lambda reason: None,
+) -> Commit:
     """Return the commit object of a checkpoint whose blobs exist and begin as they must, each in
     one of the two places. `noted(reason)` is called for what the first has damaged and the second
     gives.
@@ -55,11 +58,11 @@ def opened(
     try:
         return verify.opened(first, key)
     except HoldfastError as error:
-        if second is None:
+        if fallback is None:
             raise
         problem = error
     try:
-        commit = _mixed(first, second.store, key)
+        commit = _open_mixed(first, fallback.store, key)
     except StoreError as error:
         raise StoreError(f"{problem}; and the bucket cannot be asked: {error}") from error
     except HoldfastError as error:
@@ -68,27 +71,27 @@ def opened(
         raise CorruptError(f"{problem}; in the bucket: {error}") from error
     if commit.config_hash != config_hash:
         raise problem  # of another run: nothing to do with this one
-    noted(str(problem))
+    on_fallback_used(str(problem))
     return commit
 
 
-def _mixed(first: RunStore, second: RunStore, key: str) -> Commit:
+def _open_mixed(first: RunStore, fallback: RunStore, key: str) -> Commit:
     """Raises what the second place has to say where both fall short."""
     try:
         commit = reader.Checkpoint.open(first, key).commit
     except HoldfastError:
-        commit = reader.Checkpoint.open(second, key).commit
-    index = Index(commit)
+        commit = reader.Checkpoint.open(fallback, key).commit
+    index = BoxIndex(commit)
     for writer in commit.writers:
-        if _problem(first, index, writer) is not None:
-            reason = verify.head_problem(second, index, writer)
+        if _find_head_problem(first, index, writer) is not None:
+            reason = verify.find_head_problem(fallback, index, writer)
             if reason is not None:
                 raise CorruptError(reason)
     return commit
 
 
-def _problem(store: RunStore, index: Index, writer: Writer) -> str | None:
+def _find_head_problem(store: RunStore, index: BoxIndex, writer: WriterShare) -> str | None:
     try:
-        return verify.head_problem(store, index, writer)
+        return verify.find_head_problem(store, index, writer)
     except HoldfastError as error:
         return str(error)

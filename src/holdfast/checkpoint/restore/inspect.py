@@ -14,9 +14,9 @@ from typing import Any
 
 import numpy as np
 
-from holdfast.checkpoint.restore.catalog import listing
+from holdfast.checkpoint.restore.catalog import list_commits
 from holdfast.checkpoint.restore.reader import Checkpoint
-from holdfast.core.format.manifest import Commit, parse_commit_key, placed
+from holdfast.core.format.manifest import Commit, parse_commit_key, place_boxes
 from holdfast.core.sharding.boxes import Box
 from holdfast.core.sharding.ownership import Ownership
 from holdfast.core.sharding.state_table import ITEM_BYTES
@@ -24,24 +24,24 @@ from holdfast.errors import CheckpointError
 from holdfast.layout import AXES, Topology
 from holdfast.wire.store.run_store import RunStore
 
-NEWEST = "newest"
-PIECE_BYTES = 4 * 2**20
+NEWEST_PATH = "newest"
+COMPARE_PIECE_BYTES = 4 * 2**20
 """Compared at a time."""
 
 _FLOATS = {"F64": "<f8", "F32": "<f4", "F16": "<f2"}
-_WHOLE = {"I64": "<i8", "I32": "<i4", "I16": "<i2", "I8": "i1", "U8": "u1", "BOOL": "u1"}
+_INTEGERS = {"I64": "<i8", "I32": "<i4", "I16": "<i2", "I8": "i1", "U8": "u1", "BOOL": "u1"}
 _BITS = {8: "<u8", 4: "<u4", 2: "<u2", 1: "u1"}
 
 
-def find(store: RunStore, which: str) -> str:
+def find_commit_key(store: RunStore, which: str) -> str:
     """The key of the newest commit object, or of that of a step: `which` is "newest" or a number.
 
     Of one step, the newest generation's. Raises CheckpointError when there is none.
     """
-    keys = listing(store)
+    keys = list_commits(store)
     if not keys:
         raise CheckpointError("there is no checkpoint here", remedy="train the run first")
-    if which == NEWEST:
+    if which == NEWEST_PATH:
         return keys[0]
     steps = {}
     for key in reversed(keys):
@@ -56,27 +56,36 @@ def find(store: RunStore, which: str) -> str:
 
 
 # --- show -----------------------------------------------------------------------------------
-def show(commit: Commit, object_bytes: int) -> dict[str, Any]:
+def commit_to_json(commit: Commit, object_bytes: int) -> dict[str, Any]:
     """Everything that the commit object says, boxes spelled out."""
     tensors: dict[str, dict[str, Any]] = {
         spec.name: {
-            "dtype": spec.dtype, "shape": list(spec.shape), "bytes": spec.nbytes, "boxes": [],
+            "dtype": spec.dtype,
+            "shape": list(spec.shape),
+            "bytes": spec.nbytes,
+            "boxes": [],
         }
         for spec in commit.table
-    }  # fmt: skip
+    }
     writers = []
-    owned = dict(Ownership(commit.topology, commit.table).all())
+    owned = dict(Ownership(commit.topology, commit.table).by_rank())
     for writer in commit.writers:
         boxes = owned.get(writer.rank, ())
         for box in boxes:
             tensors[box.name]["boxes"].append(
                 {"rank": writer.rank, "offsets": list(box.offsets), "lengths": list(box.lengths)}
             )
-        writers.append({
-            "rank": writer.rank, "node": commit.topology.nodes[writer.rank],
-            "blob": writer.blob.key, "bytes": writer.blob.size, "tensors": len(boxes),
-            "checksums": len(writer.blob.checksums), "extent_bytes": writer.blob.extent_bytes,
-        })  # fmt: skip
+        writers.append(
+            {
+                "rank": writer.rank,
+                "node": commit.topology.nodes[writer.rank],
+                "blob": writer.blob.key,
+                "bytes": writer.blob.size,
+                "tensors": len(boxes),
+                "checksums": len(writer.blob.checksums),
+                "extent_bytes": writer.blob.extent_bytes,
+            }
+        )
     return {
         "key": commit.key,
         "step": commit.step,
@@ -109,7 +118,7 @@ def layout_of(topology: Topology) -> list[dict[str, Any]]:
 
 # --- diff -----------------------------------------------------------------------------------
 @dataclass
-class Difference:
+class TensorDifference:
     """How one tensor differs. `what`: only in the first, only in the second, shape, dtype, bytes.
 
     For `bytes`: how many elements have other bits, and the largest absolute difference among
@@ -117,33 +126,33 @@ class Difference:
     """
 
     name: str
-    what: str
+    kind: str
     first: str = ""
     second: str = ""
     elements: int = 0
-    of: int = 0
+    total_elements: int = 0
     max_abs: float | None = None
-    not_finite: int = 0
+    nonfinite_elements: int = 0
 
 
 @dataclass
-class Comparison:
+class CheckpointComparison:
     """Differences by tensor; `same` counts the tensors that have none."""
 
-    same: int = 0
-    differences: dict[str, Difference] = field(default_factory=dict)
+    same_count: int = 0
+    differences: dict[str, TensorDifference] = field(default_factory=dict)
 
 
-def compare(
+def compare_checkpoints(
     first: Checkpoint,
     second: Checkpoint,
-    progress: Callable[[int, int], None] = lambda done, total: None,
-) -> Comparison:
+    on_progress: Callable[[int, int], None] = lambda done, total: None,
+) -> CheckpointComparison:
     """Every tensor of both, byte by byte. `progress(done, total)` counts bytes.
 
     Raises CorruptError when bytes of either are not those that were written.
     """
-    found = Comparison()
+    found = CheckpointComparison()
     ours = {spec.name: spec for spec in first.tensors}
     theirs = {spec.name: spec for spec in second.tensors}
     alike = set()
@@ -151,37 +160,37 @@ def compare(
         a, b = ours.get(name), theirs.get(name)
         if a is None or b is None:
             what = "only in the first" if b is None else "only in the second"
-            found.differences[name] = Difference(name, what)
+            found.differences[name] = TensorDifference(name, what)
         elif a.shape != b.shape:
-            found.differences[name] = Difference(
+            found.differences[name] = TensorDifference(
                 name, "shape", str(list(a.shape)), str(list(b.shape))
             )
         elif a.dtype != b.dtype:
-            found.differences[name] = Difference(name, "dtype", a.dtype, b.dtype)
+            found.differences[name] = TensorDifference(name, "dtype", a.dtype, b.dtype)
         else:
             alike.add(name)
     total = sum(ours[name].nbytes for name in alike)
     done = 0
-    for box, dtype in _boxes(first.commit):
+    for box, dtype in _stored_boxes(first.commit):
         if box.name not in alike:
             continue
-        for piece in pieces_of(box, PIECE_BYTES // ITEM_BYTES[dtype]):
+        for piece in split_box(box, COMPARE_PIECE_BYTES // ITEM_BYTES[dtype]):
             _compare_piece(first, second, piece, dtype, prod(ours[box.name].shape), found)
             done += piece.size * ITEM_BYTES[dtype]
-            progress(done, total)
-    found.same = len(alike - set(found.differences))
+            on_progress(done, total)
+    found.same_count = len(alike - set(found.differences))
     return found
 
 
-def _boxes(commit: Commit) -> Iterator[tuple[Box, str]]:
+def _stored_boxes(commit: Commit) -> Iterator[tuple[Box, str]]:
     """(box, dtype) of everything that is stored, in the order of the blobs' bytes."""
     ownership = Ownership(commit.topology, commit.table)
     for writer in commit.writers:
-        for p in placed(ownership.boxes(writer.rank), commit.table):
+        for p in place_boxes(ownership.boxes(writer.rank), commit.table):
             yield p.box, p.dtype
 
 
-def pieces_of(box: Box, elements: int) -> Iterator[Box]:
+def split_box(box: Box, elements: int) -> Iterator[Box]:
     """A box cut into boxes of at most `elements` (at least 1), in row-major order."""
     if box.size <= max(1, elements):
         if box.size:
@@ -193,11 +202,16 @@ def pieces_of(box: Box, elements: int) -> Iterator[Box]:
         offsets, lengths = list(box.offsets), list(box.lengths)
         offsets[dim] += start
         lengths[dim] = min(rows, box.lengths[dim] - start)
-        yield from pieces_of(Box(box.name, tuple(offsets), tuple(lengths)), elements)
+        yield from split_box(Box(box.name, tuple(offsets), tuple(lengths)), elements)
 
 
 def _compare_piece(
-    first: Checkpoint, second: Checkpoint, box: Box, dtype: str, of: int, found: Comparison
+    first: Checkpoint,
+    second: Checkpoint,
+    box: Box,
+    dtype: str,
+    total_elements: int,
+    found: CheckpointComparison,
 ) -> None:
     item = ITEM_BYTES[dtype]
     a, b = (np.empty(box.size, _BITS[item]) for _ in range(2))
@@ -207,34 +221,39 @@ def _compare_piece(
     count = int(np.count_nonzero(other))
     if not count:
         return
-    entry = found.differences.setdefault(box.name, Difference(box.name, "bytes", of=of))
+    entry = found.differences.setdefault(
+        box.name, TensorDifference(box.name, "bytes", total_elements=total_elements)
+    )
     entry.elements += count
     with np.errstate(invalid="ignore", over="ignore"):
-        delta = np.abs(_numbers(a[other], dtype) - _numbers(b[other], dtype))
+        delta = np.abs(_as_float64(a[other], dtype) - _as_float64(b[other], dtype))
     finite = delta[np.isfinite(delta)]
-    entry.not_finite += count - finite.size
+    entry.nonfinite_elements += count - finite.size
     if finite.size:
         entry.max_abs = max(entry.max_abs or 0.0, float(finite.max()))
 
 
-def _numbers(bits: Any, dtype: str) -> Any:
+def _as_float64(bits: Any, dtype: str) -> Any:
     """Elements as float64."""
     if dtype == "BF16":  # the upper half of a float32
         return (bits.astype("<u4") << 16).view("<f4").astype("<f8")
-    return bits.view((_FLOATS | _WHOLE)[dtype]).astype("<f8")
+    return bits.view((_FLOATS | _INTEGERS)[dtype]).astype("<f8")
 
 
-def differences_as_json(found: Comparison) -> dict[str, Any]:
-    def row(d: Difference) -> Mapping[str, Any]:
-        if d.what == "bytes":
+def comparison_to_json(comparison: CheckpointComparison) -> dict[str, Any]:
+    def row(d: TensorDifference) -> Mapping[str, Any]:
+        if d.kind == "bytes":
             return {
-                "what": d.what, "elements": d.elements, "of": d.of, "max_abs": d.max_abs,
-                "not_finite": d.not_finite,
-            }  # fmt: skip
+                "what": d.kind,
+                "elements": d.elements,
+                "of": d.total_elements,
+                "max_abs": d.max_abs,
+                "not_finite": d.nonfinite_elements,
+            }
         sides = {"first": d.first, "second": d.second} if d.first else {}
-        return {"what": d.what, **sides}
+        return {"what": d.kind, **sides}
 
     return {
-        "same": found.same,
-        "differences": {name: dict(row(d)) for name, d in found.differences.items()},
+        "same": comparison.same_count,
+        "differences": {name: dict(row(d)) for name, d in comparison.differences.items()},
     }

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from holdfast.checkpoint.restore.reader import Checkpoint
-from holdfast.core.sharding.boxes import Box, whole
+from holdfast.core.sharding.boxes import Box, whole_box
 from holdfast.core.sharding.state_table import ITEM_BYTES
 
 BUDGET_BYTES = 256 * 2**20
@@ -29,23 +29,23 @@ class ReadAhead:
         self, checkpoint: Checkpoint, names: Sequence[str], budget: int = BUDGET_BYTES
     ) -> None:
         self._checkpoint, self._names, self._budget = checkpoint, tuple(names), budget
-        self._place = {name: number for number, name in enumerate(self._names)}
-        self._held: dict[str, tuple[Box, Any]] = {}
+        self._index_by_name = {name: number for number, name in enumerate(self._names)}
+        self._arrays: dict[str, tuple[Box, Any]] = {}
 
     def read(self, box: Box, out: memoryview) -> None:
         """Fill `out` with the box's elements, row-major. Raises as `Checkpoint.read` does."""
-        if box.name not in self._held or not self._held[box.name][0].contains(box):
-            self._hold(self._next(box))
-        there, array = self._held[box.name]
+        if box.name not in self._arrays or not self._arrays[box.name][0].contains(box):
+            self._load(self._boxes_to_load(box))
+        there, array = self._arrays[box.name]
         target = np.frombuffer(out, array.dtype).reshape(box.lengths)
         spans = zip(box.offsets, there.offsets, box.lengths, strict=True)
         target[...] = array[tuple(slice(at - base, at - base + n) for at, base, n in spans)]
 
-    def _next(self, box: Box) -> list[Box]:
+    def _boxes_to_load(self, box: Box) -> list[Box]:
         """Return the boxes to hold so that `box` is among them. These are its tensor and those
         after it, as many as fit, or its rows and those after them."""
         spec = self._checkpoint.spec(box.name)
-        if spec.nbytes > self._budget or box.name not in self._place:
+        if spec.nbytes > self._budget or box.name not in self._index_by_name:
             if not box.lengths or not box.size:
                 return [box]
             row = spec.nbytes // spec.shape[0]
@@ -56,20 +56,20 @@ class ReadAhead:
             return [Box(box.name, (first, *(0 for _ in rest)), lengths)]
         found: list[Box] = []
         left = self._budget
-        for name in self._names[self._place[box.name] :]:
+        for name in self._names[self._index_by_name[box.name] :]:
             spec = self._checkpoint.spec(name)
             left -= spec.nbytes
             if left < 0:
                 break
-            found.append(whole(name, spec.shape))
+            found.append(whole_box(name, spec.shape))
         return found
 
-    def _hold(self, boxes: Sequence[Box]) -> None:
+    def _load(self, boxes: Sequence[Box]) -> None:
         """Read boxes in one pass; what was held goes before."""
-        self._held = {}
+        self._arrays = {}
         held = {}
         for box in boxes:
             item = ITEM_BYTES[self._checkpoint.spec(box.name).dtype]
             held[box.name] = box, np.empty(box.lengths, _BITS[item])
         self._checkpoint.read_all((box, array.reshape(-1).data) for box, array in held.values())
-        self._held = held
+        self._arrays = held

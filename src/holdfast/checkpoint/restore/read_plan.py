@@ -18,8 +18,8 @@ from dataclasses import dataclass, field
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
-from holdfast.core.format.manifest import Blob, Placed
-from holdfast.core.sharding.boxes import Box, runs
+from holdfast.core.format.manifest import Blob, PlacedBox
+from holdfast.core.sharding.boxes import Box, copy_runs
 
 if TYPE_CHECKING:
     import numpy as np
@@ -29,23 +29,23 @@ FEW, PLACE_BYTES = 8, 32 * 2**10
 """A stretch is read straight into its places when they are few, or hold so many bytes on average.
 Every place adds to a request's cost; every byte that is read elsewhere first costs a copy."""
 
-Bytes: TypeAlias = "npt.NDArray[np.uint8]"
+ByteArray: TypeAlias = "npt.NDArray[np.uint8]"
 
 
-class Move(NamedTuple):
+class ByteMove(NamedTuple):
     """`length` bytes from byte `start` of a blob to byte `at` of a target."""
 
     start: int
     length: int
-    target: Bytes
-    at: int
+    target: ByteArray
+    target_offset: int
 
 
 @dataclass(frozen=True, slots=True)
 class StoredBox:
     """One stored box: where its first byte lies."""
 
-    placed: Placed
+    placed: PlacedBox
     blob: Blob
 
     @property
@@ -54,35 +54,35 @@ class StoredBox:
 
 
 @dataclass(slots=True)
-class Stretch:
+class ReadRange:
     """Extents [first, last) of a blob, and what is wanted of them, in the order of its bytes."""
 
     blob: Blob
-    first: int
-    last: int
-    moves: list[Move] = field(default_factory=list)
+    first_extent: int
+    end_extent: int
+    moves: list[ByteMove] = field(default_factory=list)
 
     @property
     def start(self) -> int:
-        return self.first * self.blob.extent_bytes
+        return self.first_extent * self.blob.extent_bytes
 
     @property
     def stop(self) -> int:
-        return min(self.last * self.blob.extent_bytes, self.blob.size)
+        return min(self.end_extent * self.blob.extent_bytes, self.blob.size)
 
     @property
     def length(self) -> int:
         return self.stop - self.start
 
     @property
-    def direct(self) -> bool:
+    def is_direct(self) -> bool:
         """True if its places are few, or long, enough to be read into."""
         return len(self.moves) <= max(FEW, self.length // PLACE_BYTES)
 
     def places(self, buffer: memoryview) -> list[memoryview] | None:
         """Return the places that the bytes go to, in order; unwanted bytes have one in `buffer`.
         None when that would be many small places, or when two want the same byte."""
-        if not self.direct:
+        if not self.is_direct:
             return None
         start, stop = self.start, self.stop
         places: list[memoryview] = []
@@ -100,49 +100,51 @@ class Stretch:
         return places
 
 
-def moves_into(box: Box, item: int, target: Bytes, stored: Sequence[StoredBox]) -> tuple[
-    list[tuple[Blob, Move]], int
-]:  # fmt: skip
+def moves_into(
+    box: Box, item: int, target: ByteArray, stored: Sequence[StoredBox]
+) -> tuple[list[tuple[Blob, ByteMove]], int]:
     """Return reads that fill `target` with the box's elements of `item` bytes, and the number of
     elements."""
-    found: list[tuple[Blob, Move]] = []
+    found: list[tuple[Blob, ByteMove]] = []
     count = 0
     for held in stored:
-        for run in runs(held.placed.box, box):
+        for run in copy_runs(held.placed.box, box):
             start = held.start + run.source * item
-            found.append((held.blob, Move(start, run.length * item, target, run.target * item)))
+            found.append((held.blob, ByteMove(start, run.length * item, target, run.target * item)))
             count += run.length
     return found, count
 
 
-def stretches(moves: Sequence[tuple[Blob, Move]], limit: Callable[[Blob], int]) -> list[Stretch]:
+def plan_ranges(
+    moves: Sequence[tuple[Blob, ByteMove]], max_bytes: Callable[[Blob], int]
+) -> list[ReadRange]:
     """All moves in stretches of at most `limit` bytes (or one extent), in the order of the bytes
     of each blob."""
     blobs: dict[str, Blob] = {}
-    by_blob: defaultdict[str, list[Move]] = defaultdict(list)
+    by_blob: defaultdict[str, list[ByteMove]] = defaultdict(list)
     for blob, move in moves:
         blobs[blob.key] = blob
         by_blob[blob.key].append(move)
-    out: list[Stretch] = []
+    out: list[ReadRange] = []
     for key in sorted(by_blob):
         blob, wanted = blobs[key], sorted(by_blob[key], key=itemgetter(0))
-        out += _of_blob(blob, wanted, max(1, limit(blob) // blob.extent_bytes))
+        out += _ranges_of_blob(blob, wanted, max(1, max_bytes(blob) // blob.extent_bytes))
     return out
 
 
-def shortened(found: Sequence[Stretch], most: int) -> list[Stretch]:
+def split_buffered(ranges: Sequence[ReadRange], max_bytes: int) -> list[ReadRange]:
     """The same, but those that go through a buffer have at most `most` bytes (or one extent)."""
-    out: list[Stretch] = []
-    for stretch in found:
+    out: list[ReadRange] = []
+    for stretch in ranges:
         size = stretch.blob.extent_bytes
-        if stretch.direct or stretch.length <= max(most, size):
+        if stretch.is_direct or stretch.length <= max(max_bytes, size):
             out.append(stretch)
         else:
-            out += _of_blob(stretch.blob, stretch.moves, max(1, most // size))
+            out += _ranges_of_blob(stretch.blob, stretch.moves, max(1, max_bytes // size))
     return out
 
 
-def _of_blob(blob: Blob, moves: Sequence[Move], most: int) -> list[Stretch]:
+def _ranges_of_blob(blob: Blob, moves: Sequence[ByteMove], max_extents: int) -> list[ReadRange]:
     """`moves` in the order of their starts; at most `most` extents in a stretch."""
     size = blob.extent_bytes
     spans: list[tuple[int, int]] = []
@@ -153,53 +155,53 @@ def _of_blob(blob: Blob, moves: Sequence[Move], most: int) -> list[Stretch]:
             spans.pop()
         spans.append((first, last))
     cut = [
-        Stretch(blob, low, min(low + most, last))
+        ReadRange(blob, low, min(low + max_extents, last))
         for first, last in spans
-        for low in range(first, last, most)
+        for low in range(first, last, max_extents)
     ]
     starts = [stretch.start for stretch in cut]
     for move in moves:
         number, stop = bisect_right(starts, move.start) - 1, move.start + move.length
         while number < len(cut) and starts[number] < stop:
             stretch = cut[number]
-            stretch.moves.append(within(move, stretch.start, stretch.stop))
+            stretch.moves.append(clip_move(move, stretch.start, stretch.stop))
             number += 1
     return cut
 
 
-def within(move: Move, start: int, stop: int) -> Move:
+def clip_move(move: ByteMove, start: int, stop: int) -> ByteMove:
     """The part of a move that lies in bytes [start, stop) of the blob."""
     if start <= move.start and move.start + move.length <= stop:
         return move
     low, high = max(move.start, start), min(move.start + move.length, stop)
-    return Move(low, high - low, move.target, move.at + low - move.start)
+    return ByteMove(low, high - low, move.target, move.target_offset + low - move.start)
 
 
-def copy_out(offset: int, view: memoryview, moves: Sequence[Move]) -> None:
+def copy_to_targets(offset: int, view: memoryview, moves: Sequence[ByteMove]) -> None:
     """Copy what moves want of `view`, which holds a blob's bytes from `offset` on."""
     import numpy as np  # a mover starts in a third less without it, and few ever copy
 
     source = np.frombuffer(view, np.uint8)
     stop = offset + len(source)
     for move in moves:
-        start, length, target, at = within(move, offset, stop)
+        start, length, target, at = clip_move(move, offset, stop)
         if length > 0:
             target[at : at + length] = source[start - offset : start - offset + length]
 
 
-def copy_into(places: Sequence[memoryview], at: int, view: memoryview) -> None:
+def copy_into_places(places: Sequence[memoryview], offset: int, view: memoryview) -> None:
     """Write `view` over the places, from byte `at` of them all on."""
     done = 0
     for place in places:
-        low = at + done
+        low = offset + done
         count = min(len(place) - low, len(view) - done) if low < len(place) else 0
         if count > 0:
             place[low : low + count] = view[done : done + count]
             done += count
-        at -= len(place)
+        offset -= len(place)
 
 
-def flat(out: Any) -> Bytes:
+def as_byte_array(out: Any) -> ByteArray:
     """A writable buffer as bytes, without copying."""
     import numpy as np
 

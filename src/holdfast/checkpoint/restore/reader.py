@@ -11,18 +11,18 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property
 
-from holdfast.checkpoint.format.box_index import Index
+from holdfast.checkpoint.format.box_index import BoxIndex
 from holdfast.checkpoint.restore.read_plan import (
-    Move,
+    ByteMove,
     StoredBox,
-    copy_out,
-    flat,
+    as_byte_array,
+    copy_to_targets,
     moves_into,
-    shortened,
-    stretches,
+    plan_ranges,
+    split_buffered,
 )
-from holdfast.checkpoint.restore.read_pool import Reader
-from holdfast.checkpoint.restore.sources import Mixed, Readable, StoreSource, Tally
+from holdfast.checkpoint.restore.read_pool import ReadPool
+from holdfast.checkpoint.restore.sources import FallbackReader, Readable, ReadStats, StoreSource
 from holdfast.core.format.manifest import (
     Blob,
     Commit,
@@ -33,7 +33,7 @@ from holdfast.core.sharding.state_table import ITEM_BYTES, TensorSpec
 from holdfast.errors import CheckpointError, CorruptError
 from holdfast.wire.store.run_store import RunStore
 
-STRETCH_BYTES = 8 * 2**20
+READ_RANGE_BYTES = 8 * 2**20
 CACHE_BYTES = 256 * 2**20
 OPENING_THREADS = 8
 
@@ -47,14 +47,16 @@ class Checkpoint:
     """
 
     def __init__(
-        self, store: Readable | Mixed, commit: Commit, cache_bytes: int = CACHE_BYTES
+        self, store: Readable | FallbackReader, commit: Commit, cache_bytes: int = CACHE_BYTES
     ) -> None:
         self.commit = commit
-        self._mixed = store if isinstance(store, Mixed) else Mixed([StoreSource(store)])
+        self._reader = (
+            store if isinstance(store, FallbackReader) else FallbackReader([StoreSource(store)])
+        )
         self._specs = {spec.name: spec for spec in commit.table}
         self._cache_bytes = cache_bytes
         self._cache: dict[tuple[str, int], memoryview] = {}  # (blob, offset), oldest use first
-        self._cached = 0
+        self._cached_bytes = 0
 
     @staticmethod
     def open(store: RunStore, key: str) -> Checkpoint:
@@ -71,12 +73,12 @@ class Checkpoint:
 
     @property
     def bytes_read(self) -> int:
-        return sum(self._mixed.tally.bytes.values())
+        return sum(self._reader.stats.bytes_by_source.values())
 
     @property
-    def tally(self) -> Tally:
+    def read_stats(self) -> ReadStats:
         """The cost of reading so far."""
-        return self._mixed.tally
+        return self._reader.stats
 
     def spec(self, name: str) -> TensorSpec:
         """Raises CheckpointError for a name that is not in the checkpoint."""
@@ -84,9 +86,10 @@ class Checkpoint:
             return self._specs[name]
         except KeyError:
             raise CheckpointError(
-                f"there is no tensor {name}", where=self.commit.key,
+                f"there is no tensor {name}",
+                where=self.commit.key,
                 remedy="restore with the model of the run that wrote it",
-            ) from None  # fmt: skip
+            ) from None
 
     def read(self, box: Box, out: memoryview) -> None:
         """Fill `out` with the box's elements, row-major.
@@ -94,20 +97,20 @@ class Checkpoint:
         Raises CheckpointError when the tensor is missing or the box leaves its shape. Raises
         CorruptError when an extent does not have its checksum; `out` is then worthless.
         """
-        for stretch in stretches(self._moves(box, out), lambda blob: STRETCH_BYTES):
+        for stretch in plan_ranges(self._plan_moves(box, out), lambda blob: READ_RANGE_BYTES):
             blob = stretch.blob
             extents = list(blob.extents(stretch.start, stretch.stop))
-            found = self._remembered(blob, extents)
+            found = self._take_cached(blob, extents)
             missing = [extent for extent in extents if extent.offset not in found]
-            found |= self._fetch(blob, missing)
-            for one in stretches([(blob, move) for move in stretch.moves], lambda blob: 0):
-                copy_out(one.start, found[one.start], one.moves)
-                self._keep((blob.key, one.start), found[one.start])
+            found |= self._read_extents(blob, missing)
+            for one in plan_ranges([(blob, move) for move in stretch.moves], lambda blob: 0):
+                copy_to_targets(one.start, found[one.start], one.moves)
+                self._cache_extent((blob.key, one.start), found[one.start])
 
     def read_all(
         self,
         wanted: Iterable[tuple[Box, memoryview]],
-        alive: Callable[[], None] = lambda: None,
+        keep_alive: Callable[[], None] = lambda: None,
         threads: int | None = None,
     ) -> None:
         """Fill every `out` with its box's elements. Each extent that holds some of them is read
@@ -115,16 +118,16 @@ class Checkpoint:
         thread. The default number of threads is that of the source that wants most requests under
         way. `alive` is called every second or so. Raises as `read` does."""
         begun = time.perf_counter()
-        moves = [move for box, out in wanted for move in self._moves(box, out)]
-        best = {key: self._mixed.best(key) for key in {blob.key for blob, _ in moves}}
-        work = stretches(moves, lambda blob: best[blob.key].bytes)
-        work = shortened(work, STRETCH_BYTES)
-        self._mixed.spent("plan", time.perf_counter() - begun)
+        moves = [move for box, out in wanted for move in self._plan_moves(box, out)]
+        best = {key: self._reader.best_reads(key) for key in {blob.key for blob, _ in moves}}
+        work = plan_ranges(moves, lambda blob: best[blob.key].bytes)
+        work = split_buffered(work, READ_RANGE_BYTES)
+        self._reader.add_seconds("plan", time.perf_counter() - begun)
         if threads is None:
             threads = max((reads.requests for reads in best.values()), default=1)
-        Reader(self._mixed, threads).read(work, alive)
+        ReadPool(self._reader, threads).read(work, keep_alive)
 
-    def _moves(self, box: Box, out: memoryview) -> list[tuple[Blob, Move]]:
+    def _plan_moves(self, box: Box, out: memoryview) -> list[tuple[Blob, ByteMove]]:
         spec = self.spec(box.name)
         item = ITEM_BYTES[spec.dtype]
         inside = len(box.offsets) == len(box.lengths) == len(spec.shape) and all(
@@ -134,34 +137,35 @@ class Checkpoint:
         if not inside:
             raise CheckpointError(
                 f"{box.name} has the shape {spec.shape} there, the box {box.lengths} at "
-                f"{box.offsets} is outside", where=self.commit.key,
+                f"{box.offsets} is outside",
+                where=self.commit.key,
                 remedy="restore with the model of the run that wrote it",
-            )  # fmt: skip
+            )
         if out.nbytes != box.size * item:
             raise ValueError(f"{box.name}: {out.nbytes} bytes for {box.size} of {spec.dtype}")
         if not box.size:
             return []
-        stored = [StoredBox(p, blob) for p, blob in self._index.of(box)]
-        moves, count = moves_into(box, item, flat(out), stored)
+        stored = [StoredBox(p, blob) for p, blob in self._index.find_stored(box)]
+        moves, count = moves_into(box, item, as_byte_array(out), stored)
         if count != box.size:
             raise CorruptError(f"{self.commit.key}: {box.name} is not covered")
         return moves
 
     @cached_property
-    def _index(self) -> Index:
-        return Index(self.commit)
+    def _index(self) -> BoxIndex:
+        return BoxIndex(self.commit)
 
-    def _remembered(self, blob: Blob, extents: Sequence[Extent]) -> dict[int, memoryview]:
+    def _take_cached(self, blob: Blob, extents: Sequence[Extent]) -> dict[int, memoryview]:
         """What is remembered of some extents, by offset; taken out, to be put back as newest."""
         found: dict[int, memoryview] = {}
         for extent in extents:
             view = self._cache.pop((blob.key, extent.offset), None)
             if view is not None:
-                self._cached -= len(view)
+                self._cached_bytes -= len(view)
                 found[extent.offset] = view
         return found
 
-    def _fetch(self, blob: Blob, missing: Sequence[Extent]) -> dict[int, memoryview]:
+    def _read_extents(self, blob: Blob, missing: Sequence[Extent]) -> dict[int, memoryview]:
         """Checked extents by offset, neighbours read together."""
         found: dict[int, memoryview] = {}
         while missing:
@@ -172,26 +176,26 @@ class Checkpoint:
                 count += 1
             length = sum(extent.length for extent in missing[:count])
             buffer = memoryview(bytearray(length))
-            for extent, view in self._mixed.extents(blob, missing[:count], buffer):
+            for extent, view in self._reader.read_extents(blob, missing[:count], buffer):
                 own = view.obj is buffer.obj  # else it lies in memory that may be written again
                 found[extent.offset] = view if own else memoryview(bytes(view))
             missing = missing[count:]
-        self._mixed.confirm()
+        self._reader.confirm_unchanged()
         return found
 
-    def _keep(self, place: tuple[str, int], view: memoryview) -> None:
+    def _cache_extent(self, place: tuple[str, int], view: memoryview) -> None:
         """Remember an extent; the longest unused ones make way."""
         self._cache[place] = view
-        self._cached += len(view)
-        while self._cache and self._cached > self._cache_bytes:
-            self._cached -= len(self._cache.pop(next(iter(self._cache))))
+        self._cached_bytes += len(view)
+        while self._cache and self._cached_bytes > self._cache_bytes:
+            self._cached_bytes -= len(self._cache.pop(next(iter(self._cache))))
 
 
-def _neighbours(blob: Blob) -> Iterator[list[Extent]]:
+def _adjacent_extents(blob: Blob) -> Iterator[list[Extent]]:
     """All extents of a blob, as many at a time as are read together."""
     together: list[Extent] = []
     for extent in blob.extents():
-        if together and extent.offset + extent.length - together[0].offset > STRETCH_BYTES:
+        if together and extent.offset + extent.length - together[0].offset > READ_RANGE_BYTES:
             yield together
             together = []
         together.append(extent)

@@ -22,23 +22,28 @@ from typing import Protocol
 from xxhash import xxh3_128, xxh3_128_hexdigest
 
 from holdfast.checkpoint.memory.arena import Arena, SlotHeader
-from holdfast.checkpoint.memory.snapshot_store import Held, Shelf
-from holdfast.checkpoint.restore.read_plan import Stretch, copy_into, copy_out
+from holdfast.checkpoint.memory.snapshot_store import InventoryEntry, SnapshotStore
+from holdfast.checkpoint.restore.read_plan import ReadRange, copy_into_places, copy_to_targets
 from holdfast.core.format.manifest import Blob, Extent, parse_save_key
 from holdfast.core.sharding.state_table import StateTable
 from holdfast.errors import CorruptError, HoldfastError
 from holdfast.layout import Topology
-from holdfast.wire.store.run_store import NEAR, MissingKeyError, Reads, Scattering
-from holdfast.wire.store.vectored_io import read_at
+from holdfast.wire.store.run_store import (
+    NEARBY_READS,
+    MissingKeyError,
+    ReadPreference,
+    VectoredStore,
+)
+from holdfast.wire.store.vectored_io import read_vectored
 
-MAPPED = Reads(2, 2**20)
+MAPPED_READS = ReadPreference(2, 2**20)
 """Small pieces, so that they are checked while in the processor's cache. Two threads take less time
 if a core is free."""
 
 Scatter = Callable[[str, int, Sequence[memoryview]], None]
 
 
-class Source(Protocol):
+class BlobSource(Protocol):
     """Named blobs that can be read by range. The bytes are not checked yet."""
 
     @property
@@ -47,7 +52,7 @@ class Source(Protocol):
         ...
 
     @property
-    def reads(self) -> Reads:
+    def reads(self) -> ReadPreference:
         """How it is best read."""
         ...
 
@@ -69,12 +74,12 @@ class Source(Protocol):
         ...
 
 
-class MemorySource(Source, Protocol):
+class MemorySource(BlobSource, Protocol):
     """A shelf, here or on another machine: it also says what it holds."""
 
-    def inventory(self) -> list[Held]: ...
+    def inventory(self) -> list[InventoryEntry]: ...
 
-    def plan(self, generation: int) -> tuple[Topology, StateTable]:
+    def topology_and_table(self, generation: int) -> tuple[Topology, StateTable]:
         """Raises KeyError for a generation that it does not know."""
         ...
 
@@ -90,8 +95,8 @@ class StoreSource:
 
     def __init__(self, store: Readable, name: str = "run store") -> None:
         self.name = name
-        self.reads: Reads = getattr(store, "reads", NEAR)
-        self.scatter: Scatter | None = store.scatter if isinstance(store, Scattering) else None
+        self.reads: ReadPreference = getattr(store, "reads", NEARBY_READS)
+        self.scatter: Scatter | None = store.scatter if isinstance(store, VectoredStore) else None
         self._store = store
 
     def has(self, key: str) -> bool:
@@ -103,28 +108,28 @@ class StoreSource:
         return view
 
 
-class ShelfSource:
+class SnapshotStoreSource:
     """A shelf of this process."""
 
     name = "memory"
-    reads = NEAR
+    reads = NEARBY_READS
     scatter: Scatter | None = None
 
-    def __init__(self, shelf: Shelf) -> None:
-        self._shelf = shelf
+    def __init__(self, snapshot_store: SnapshotStore) -> None:
+        self._snapshot_store = snapshot_store
 
-    def inventory(self) -> list[Held]:
-        return self._shelf.inventory()
+    def inventory(self) -> list[InventoryEntry]:
+        return self._snapshot_store.inventory()
 
-    def plan(self, generation: int) -> tuple[Topology, StateTable]:
-        return self._shelf.plan(generation)
+    def topology_and_table(self, generation: int) -> tuple[Topology, StateTable]:
+        return self._snapshot_store.topology_and_table(generation)
 
     def has(self, key: str) -> bool:
         return parse_save_key(key) is not None
 
     def data(self, key: str, start: int, length: int, buffer: memoryview) -> memoryview:
         view = buffer[:length]
-        self._shelf.read_into(*_parts_of(key), start, view)
+        self._snapshot_store.read_into(*_parse_blob_key(key), start, view)
         return view
 
 
@@ -137,7 +142,7 @@ class MappedSource:
     """
 
     name = "memory"
-    reads = MAPPED
+    reads = MAPPED_READS
 
     def __init__(self, slots: Mapping[str, tuple[int, int, SlotHeader]]) -> None:
         """`slots`: the key of a blob -> descriptor of the memory file, slot, what it must say. The
@@ -151,27 +156,27 @@ class MappedSource:
 
     def data(self, key: str, start: int, length: int, buffer: memoryview) -> memoryview:
         _, slot, header = self._slots[key]
-        arena = self._checked(key, start + length)
+        arena = self._checked_arena(key, start + length)
         return arena.data(slot, header.length)[start : start + length]
 
     def scatter(self, key: str, start: int, outs: Sequence[memoryview]) -> None:
         fd, slot, _ = self._slots[key]
         stop = start + sum(map(len, outs))
-        done = read_at(fd, self._checked(key, stop).data_offset(slot) + start, outs)
+        done = read_vectored(fd, self._checked_arena(key, stop).data_offset(slot) + start, outs)
         if start + done < stop:
             raise CorruptError(f"{key} ends at byte {start + done}, {stop} were expected")
 
-    def _checked(self, key: str, stop: int) -> Arena:
+    def _checked_arena(self, key: str, stop: int) -> Arena:
         """The arena of a blob that is there, and has bytes up to `stop`."""
         fd, slot, header = self._slots[key]
-        arena = self._arena(fd)
+        arena = self._map_arena(fd)
         if arena.header(slot) != header:
             raise MissingKeyError(f"{key} is no longer in memory")
         if stop > header.length:
             raise CorruptError(f"{key} has {header.length} bytes, {stop} were expected")
         return arena
 
-    def confirm(self) -> None:
+    def confirm_unchanged(self) -> None:
         """Raises CorruptError when a slot that was read from has changed since."""
         for key, (fd, slot, header) in self._slots.items():
             if fd in self._arenas and self._arenas[fd].header(slot) != header:
@@ -187,7 +192,7 @@ class MappedSource:
             os.close(fd)
         self._slots = {}
 
-    def _arena(self, fd: int) -> Arena:
+    def _map_arena(self, fd: int) -> Arena:
         with self._lock:
             if fd not in self._arenas:
                 self._arenas[fd] = Arena(fd, write=False)
@@ -195,27 +200,27 @@ class MappedSource:
 
 
 @dataclass
-class Tally:
+class ReadStats:
     """The cost of reading, summed over all threads: seconds by phase, bytes by source."""
 
-    seconds: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
-    bytes: Counter[str] = field(default_factory=Counter)
+    seconds_by_phase: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
+    bytes_by_source: Counter[str] = field(default_factory=Counter)
     problems: list[tuple[str, str, str]] = field(default_factory=list)
     """(source, blob's key, reason) of what one source had damaged and another gave."""
 
 
-class Mixed:
+class FallbackReader:
     """Several sources as one, in order of preference. Safe to use from any thread."""
 
     def __init__(
-        self, sources: Sequence[Source], clock: Callable[[], float] = time.perf_counter
+        self, sources: Sequence[BlobSource], clock: Callable[[], float] = time.perf_counter
     ) -> None:
-        self.tally = Tally()
+        self.stats = ReadStats()
         self._sources = tuple(sources)
         self._clock = clock
         self._lock = threading.Lock()
 
-    def extents(
+    def read_extents(
         self, blob: Blob, wanted: Sequence[Extent], buffer: memoryview
     ) -> Iterator[tuple[Extent, memoryview]]:
         """Consecutive extents of a blob, each with its checked bytes, which hold until the next
@@ -230,21 +235,21 @@ class Mixed:
         errors: list[HoldfastError] = []
         data = None
         while rest and data is None:
-            data = self._ask(rest[0], blob, start, length, buffer, errors)
+            data = self._try_read(rest[0], blob, start, length, buffer, errors)
             if data is None:
                 rest.pop(0)
         if data is None:
-            raise _reason(blob, wanted[0], errors)
+            raise _read_failure(blob, wanted[0], errors)
         seconds = 0.0
         for extent in wanted:
             view = data[extent.offset - start : extent.offset - start + extent.length]
             begun = self._clock()
             good = xxh3_128_hexdigest(view) == extent.xxh3
             seconds += self._clock() - begun
-            yield extent, view if good else self._elsewhere(blob, extent, rest)
-        self.spent("verify", seconds)
+            yield extent, view if good else self._read_from_next(blob, extent, rest)
+        self.add_seconds("verify", seconds)
 
-    def fill(self, stretch: Stretch, buffer: memoryview) -> None:
+    def fill_range(self, stretch: ReadRange, buffer: memoryview) -> None:
         """Every byte that is wanted of a stretch, to its place, and each extent checked. `buffer`
         has room for the stretch.
 
@@ -257,117 +262,134 @@ class Mixed:
         while rest:
             scatter = rest[0].scatter if places is not None else None
             if places is not None and scatter is not None:
-                if self._scatter(rest[0], scatter, blob, start, places, stretch.length, errors):
+                if self._try_scatter(rest[0], scatter, blob, start, places, stretch.length, errors):
                     self._check_places(stretch, places, rest)
                     return
             else:
-                data = self._ask(rest[0], blob, start, stretch.length, buffer, errors)
+                data = self._try_read(rest[0], blob, start, stretch.length, buffer, errors)
                 if data is not None:
                     self._copy_checked(stretch, data, rest)
                     return
             rest.pop(0)
-        raise _reason(blob, blob.extent(stretch.first), errors)
+        raise _read_failure(blob, blob.extent(stretch.first_extent), errors)
 
-    def best(self, key: str) -> Reads:
+    def best_reads(self, key: str) -> ReadPreference:
         """How the first source that has a blob is best read."""
-        return next((s.reads for s in self._sources if s.has(key)), NEAR)
+        return next((s.reads for s in self._sources if s.has(key)), NEARBY_READS)
 
-    def spent(self, phase: str, seconds: float) -> None:
+    def add_seconds(self, phase: str, seconds: float) -> None:
         with self._lock:
-            self.tally.seconds[phase] += seconds
+            self.stats.seconds_by_phase[phase] += seconds
 
-    def confirm(self) -> None:
+    def confirm_unchanged(self) -> None:
         """To be called after the last byte was copied. Raises CorruptError when memory that was
         read in place has been written again meanwhile."""
         for source in self._sources:
             if isinstance(source, MappedSource):
-                source.confirm()
+                source.confirm_unchanged()
 
-    def _ask(
-        self, source: Source, blob: Blob, start: int, length: int, buffer: memoryview,
+    def _try_read(
+        self,
+        source: BlobSource,
+        blob: Blob,
+        start: int,
+        length: int,
+        buffer: memoryview,
         errors: list[HoldfastError],
-    ) -> memoryview | None:  # fmt: skip
+    ) -> memoryview | None:
         begun = self._clock()
         try:
             data = source.data(blob.key, start, length, buffer)
         except HoldfastError as error:
-            self._note(source, blob, error)
+            self._record_problem(source, blob, error)
             errors.append(error)
             return None
         with self._lock:
-            self.tally.seconds["read"] += self._clock() - begun
-            self.tally.bytes[source.name] += length
+            self.stats.seconds_by_phase["read"] += self._clock() - begun
+            self.stats.bytes_by_source[source.name] += length
         return data
 
-    def _scatter(
-        self, source: Source, scatter: Scatter, blob: Blob, start: int,
-        places: Sequence[memoryview], length: int, errors: list[HoldfastError],
-    ) -> bool:  # fmt: skip
+    def _try_scatter(
+        self,
+        source: BlobSource,
+        scatter: Scatter,
+        blob: Blob,
+        start: int,
+        places: Sequence[memoryview],
+        length: int,
+        errors: list[HoldfastError],
+    ) -> bool:
         begun = self._clock()
         try:
             scatter(blob.key, start, places)
         except HoldfastError as error:
-            self._note(source, blob, error)
+            self._record_problem(source, blob, error)
             errors.append(error)
             return False
         with self._lock:
-            self.tally.seconds["read"] += self._clock() - begun
-            self.tally.bytes[source.name] += length
+            self.stats.seconds_by_phase["read"] += self._clock() - begun
+            self.stats.bytes_by_source[source.name] += length
         return True
 
     def _check_places(
-        self, stretch: Stretch, places: Sequence[memoryview], sources: Sequence[Source]
+        self, stretch: ReadRange, places: Sequence[memoryview], sources: Sequence[BlobSource]
     ) -> None:
         """Check a stretch in place; overwrite a corrupt extent from another source."""
-        bad = self._check(stretch, places)
+        bad = self._find_corrupt(stretch, places)
         for number in bad:
             extent = stretch.blob.extent(number)
-            view = self._elsewhere(stretch.blob, extent, sources)
-            copy_into(places, extent.offset - stretch.start, view)
+            view = self._read_from_next(stretch.blob, extent, sources)
+            copy_into_places(places, extent.offset - stretch.start, view)
 
-    def _copy_checked(self, stretch: Stretch, data: memoryview, sources: Sequence[Source]) -> None:
+    def _copy_checked(
+        self, stretch: ReadRange, data: memoryview, sources: Sequence[BlobSource]
+    ) -> None:
         """Check a stretch in `data`, and copy what is wanted of it."""
-        bad = self._check(stretch, [data])
+        bad = self._find_corrupt(stretch, [data])
         begun = self._clock()
-        copy_out(stretch.start, data, stretch.moves)
-        self.spent("copy", self._clock() - begun)
+        copy_to_targets(stretch.start, data, stretch.moves)
+        self.add_seconds("copy", self._clock() - begun)
         for number in bad:
             extent = stretch.blob.extent(number)
-            copy_out(extent.offset, self._elsewhere(stretch.blob, extent, sources), stretch.moves)
+            copy_to_targets(
+                extent.offset, self._read_from_next(stretch.blob, extent, sources), stretch.moves
+            )
 
-    def _check(self, stretch: Stretch, places: Sequence[memoryview]) -> list[int]:
+    def _find_corrupt(self, stretch: ReadRange, places: Sequence[memoryview]) -> list[int]:
         """The extents that are not as they were written."""
         begun = self._clock()
-        bad = _rotten_places(stretch, places)
-        self.spent("verify", self._clock() - begun)
+        bad = _corrupt_extents(stretch, places)
+        self.add_seconds("verify", self._clock() - begun)
         return bad
 
-    def _elsewhere(self, blob: Blob, extent: Extent, sources: Sequence[Source]) -> memoryview:
+    def _read_from_next(
+        self, blob: Blob, extent: Extent, sources: Sequence[BlobSource]
+    ) -> memoryview:
         """Return an extent that is corrupt in the first of `sources`."""
-        errors: list[HoldfastError] = [self._rotten(sources[0], blob, extent)]
+        errors: list[HoldfastError] = [self._corrupt_error(sources[0], blob, extent)]
         for source in sources[1:]:
             buffer = memoryview(bytearray(extent.length))
-            view = self._ask(source, blob, extent.offset, extent.length, buffer, errors)
+            view = self._try_read(source, blob, extent.offset, extent.length, buffer, errors)
             if view is not None:
                 if xxh3_128_hexdigest(view) == extent.xxh3:
                     return view
-                errors.append(self._rotten(source, blob, extent))
-        raise _reason(blob, extent, errors)
+                errors.append(self._corrupt_error(source, blob, extent))
+        raise _read_failure(blob, extent, errors)
 
-    def _rotten(self, source: Source, blob: Blob, extent: Extent) -> HoldfastError:
+    def _corrupt_error(self, source: BlobSource, blob: Blob, extent: Extent) -> HoldfastError:
         error = CorruptError(
             f"{blob.key}: checksum does not match in bytes "
             f"[{extent.offset}, {extent.offset + extent.length})"
         )
-        self._note(source, blob, error)
+        self._record_problem(source, blob, error)
         return error
 
-    def _note(self, source: Source, blob: Blob, error: HoldfastError) -> None:
+    def _record_problem(self, source: BlobSource, blob: Blob, error: HoldfastError) -> None:
         with self._lock:
-            self.tally.problems.append((source.name, blob.key, str(error)))
+            self.stats.problems.append((source.name, blob.key, str(error)))
 
 
-def _rotten_places(stretch: Stretch, places: Sequence[memoryview]) -> list[int]:
+def _corrupt_extents(stretch: ReadRange, places: Sequence[memoryview]) -> list[int]:
     """The extents of a stretch, whose bytes lie in `places` one after the other, that are not as
     they were written."""
     size = stretch.blob.extent_bytes
@@ -395,14 +417,14 @@ def _rotten_places(stretch: Stretch, places: Sequence[memoryview]) -> list[int]:
         elif at < len(place):
             begun = xxh3_128(place[at:])
             left -= len(place) - at
-    due = stretch.blob.checksums[stretch.first : stretch.last]
+    due = stretch.blob.checksums[stretch.first_extent : stretch.end_extent]
     if found == list(due):
         return []
-    pairs = enumerate(zip(found, due, strict=True), stretch.first)
+    pairs = enumerate(zip(found, due, strict=True), stretch.first_extent)
     return [number for number, (a, b) in pairs if a != b]
 
 
-def _reason(blob: Blob, extent: Extent, errors: Sequence[HoldfastError]) -> HoldfastError:
+def _read_failure(blob: Blob, extent: Extent, errors: Sequence[HoldfastError]) -> HoldfastError:
     """Return why no source gave an extent. One that may be intact but cannot be read is not
     corrupt."""
     if not errors:
@@ -413,7 +435,7 @@ def _reason(blob: Blob, extent: Extent, errors: Sequence[HoldfastError]) -> Hold
     return CorruptError("; ".join(dict.fromkeys(map(str, errors))))
 
 
-def _parts_of(key: str) -> tuple[int, int, int]:
+def _parse_blob_key(key: str) -> tuple[int, int, int]:
     """(generation, step, rank) of a blob's key. Raises MissingKeyError for another key."""
     position = parse_save_key(key)
     number = key.rpartition("-rank")[2].partition("-")[0]

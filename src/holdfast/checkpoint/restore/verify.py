@@ -8,20 +8,20 @@ from concurrent.futures import ThreadPoolExecutor
 from xxhash import xxh3_128_hexdigest
 
 from holdfast.checkpoint.format.blob import parse_header
-from holdfast.checkpoint.format.box_index import Index
-from holdfast.checkpoint.restore.catalog import listing
+from holdfast.checkpoint.format.box_index import BoxIndex
+from holdfast.checkpoint.restore.catalog import list_commits
 from holdfast.checkpoint.restore.reader import (
     OPENING_THREADS,
-    STRETCH_BYTES,
+    READ_RANGE_BYTES,
     Checkpoint,
-    _neighbours,
+    _adjacent_extents,
 )
-from holdfast.checkpoint.restore.sources import Mixed, StoreSource
+from holdfast.checkpoint.restore.sources import FallbackReader, StoreSource
 from holdfast.core.format.manifest import (
-    COMMITS,
+    COMMITS_PREFIX,
     Commit,
-    Part,
-    Writer,
+    PartManifest,
+    WriterShare,
     part_key,
     writer_name,
 )
@@ -29,8 +29,8 @@ from holdfast.errors import CheckpointError, CorruptError, HoldfastError, StoreE
 from holdfast.wire.store.run_store import MissingKeyError, RunStore
 
 
-def newest_verified(
-    store: RunStore, rejected: Callable[[str, str], None] = lambda key, reason: None
+def find_newest_verified(
+    store: RunStore, on_rejected: Callable[[str, str], None] = lambda key, reason: None
 ) -> Checkpoint | None:
     """The newest checkpoint whose every byte is as it was written; None when there is none at all.
 
@@ -38,7 +38,7 @@ def newest_verified(
     Raises CheckpointError when there are candidates but none is intact: a restart from the
     beginning is then a person's decision.
     """
-    candidates = listing(store)
+    candidates = list_commits(store)
     for key in candidates:
         try:
             problems = verify(store, key, first_only=True)
@@ -46,12 +46,14 @@ def newest_verified(
             problems = [str(error)]
         if not problems:
             return Checkpoint.open(store, key)
-        listing(store)  # raises where the store is out of reach: that says nothing of any of them
-        rejected(key, problems[0])
+        list_commits(
+            store
+        )  # raises where the store is out of reach: that says nothing of any of them
+        on_rejected(key, problems[0])
     if candidates:
         raise CheckpointError(
             f"none of {len(candidates)} checkpoints can be trusted",
-            where=COMMITS.rstrip("/"),
+            where=COMMITS_PREFIX.rstrip("/"),
             remedy="see why with: holdfast checkpoint verify RUN, or start over with --fresh",
         )
     return None
@@ -64,20 +66,20 @@ def opened(store: RunStore, key: str) -> Commit:
     Raises CorruptError, MissingKeyError, CheckpointError (a newer format).
     """
     commit = Checkpoint.open(store, key).commit
-    index = Index(commit)
+    index = BoxIndex(commit)
     with ThreadPoolExecutor(OPENING_THREADS, "open") as threads:
         for problem in threads.map(
-            lambda writer: head_problem(store, index, writer), commit.writers
+            lambda writer: find_head_problem(store, index, writer), commit.writers
         ):
             if problem is not None:
                 raise CorruptError(problem)
     return commit
 
 
-def head_problem(store: RunStore, index: Index, writer: Writer) -> str | None:
+def find_head_problem(store: RunStore, index: BoxIndex, writer: WriterShare) -> str | None:
     """Return the fault of a blob's size or header, or None. Raises MissingKeyError,
     CorruptError."""
-    blob, due = writer.blob, index.due(writer.rank)
+    blob, due = writer.blob, index.boxes_of_rank(writer.rank)
     size = store.size(blob.key)
     if size != blob.size or size != blob.data_start + sum(p.nbytes for p in due):
         return f"{blob.key}: {size} bytes, {blob.size} were written"
@@ -88,18 +90,22 @@ def head_problem(store: RunStore, index: Index, writer: Writer) -> str | None:
     return None
 
 
-def damage(store: RunStore, key: str) -> str | None:
+def find_damage(store: RunStore, key: str) -> str | None:
     """Return why a checkpoint cannot be restored, by reading all of it; None when it can. Raises
     the store's own error when it is out of reach."""
     try:
         commit = Checkpoint.open(store, key).commit
-        index = Index(commit)
-        problems = (p for writer in commit.writers for p in _blob_problems(store, index, writer))
+        index = BoxIndex(commit)
+        problems = (
+            p for writer in commit.writers for p in _find_blob_problems(store, index, writer)
+        )
         problem = next(problems, None)
     except (HoldfastError, MissingKeyError) as error:
         problem = str(error)
     if problem is not None:
-        listing(store)  # raises where the store is out of reach: that says nothing of a checkpoint
+        list_commits(
+            store
+        )  # raises where the store is out of reach: that says nothing of a checkpoint
     return problem
 
 
@@ -111,14 +117,14 @@ def verify(store: RunStore, key: str, *, first_only: bool = False) -> list[str]:
     nothing wrong with the checkpoint.
     """
     problems: list[str] = []
-    for problem in _problems(store, key):
+    for problem in _find_problems(store, key):
         problems.append(problem)
         if first_only:
             break
     return problems
 
 
-def _problems(store: RunStore, key: str) -> Iterator[str]:
+def _find_problems(store: RunStore, key: str) -> Iterator[str]:
     try:
         commit = Checkpoint.open(store, key).commit
     except (CheckpointError, StoreError):
@@ -126,34 +132,34 @@ def _problems(store: RunStore, key: str) -> Iterator[str]:
     except (HoldfastError, MissingKeyError) as error:
         yield str(error)
         return
-    index = Index(commit)
+    index = BoxIndex(commit)
     for writer in commit.writers:
-        yield from _blob_problems(store, index, writer)
+        yield from _find_blob_problems(store, index, writer)
         name = part_key(commit.generation, commit.step, writer_name(writer.rank))
         try:
             stored = store.get(name)
             if xxh3_128_hexdigest(stored) != writer.part_xxh3:
                 yield f"{name}: checksum does not match"
             else:
-                Part.from_bytes(stored, name)
+                PartManifest.from_bytes(stored, name)
         except StoreError:
             raise
         except HoldfastError as error:
             yield str(error)
 
 
-def _blob_problems(store: RunStore, index: Index, writer: Writer) -> Iterator[str]:
-    blob, due = writer.blob, index.due(writer.rank)
-    buffer = memoryview(bytearray(min(max(STRETCH_BYTES, blob.extent_bytes), blob.size)))
+def _find_blob_problems(store: RunStore, index: BoxIndex, writer: WriterShare) -> Iterator[str]:
+    blob, due = writer.blob, index.boxes_of_rank(writer.rank)
+    buffer = memoryview(bytearray(min(max(READ_RANGE_BYTES, blob.extent_bytes), blob.size)))
     try:
         size = store.size(blob.key)
         if size != blob.size or size != blob.data_start + sum(p.nbytes for p in due):
             yield f"{blob.key}: {size} bytes, {blob.size} were written"
             return
         head = bytearray(blob.data_start)
-        source = Mixed([StoreSource(store)])
-        for extents in _neighbours(blob):
-            for extent, view in source.extents(blob, extents, buffer):
+        source = FallbackReader([StoreSource(store)])
+        for extents in _adjacent_extents(blob):
+            for extent, view in source.read_extents(blob, extents, buffer):
                 part = head[extent.offset : extent.offset + extent.length]
                 head[extent.offset : extent.offset + len(part)] = view[: len(part)]
         if set(parse_header(bytes(head), blob.key)) != set(due):

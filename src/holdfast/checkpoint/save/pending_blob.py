@@ -23,69 +23,71 @@ from concurrent.futures import Future
 
 from holdfast.checkpoint.memory.arena import SlotHeader
 from holdfast.checkpoint.memory.snapshot_store import MemoryFile, Snapshot
-from holdfast.checkpoint.save.save_tracker import Save
-from holdfast.checkpoint.save.writer import pieces, write_blob
+from holdfast.checkpoint.save.save_tracker import SaveId
+from holdfast.checkpoint.save.writer import split_into_chunks, write_blob
 from holdfast.core.format.manifest import blob_key, writer_name
 from holdfast.errors import HoldfastError
 from holdfast.wire.store.run_store import RunStore
 
 
-class Writing:
+class PendingBlob:
     """One rank's blob on its way to the run store."""
 
     def __init__(self, memory: MemoryFile, slot: int, header: SlotHeader, rank: int) -> None:
-        self.save: Save = (header.generation, header.step)
+        self.save: SaveId = (header.generation, header.step)
         self._memory, self._slot, self._header = memory, slot, header
         self._key = blob_key(header.generation, header.step, writer_name(rank))
-        self._sealed: Future[Snapshot] = Future()
-        self._turn = threading.Lock()
-        self._reading = False  # the slot is read for the disk
-        self._then: Callable[[], None] | None = None  # what waits for the end of that
+        self._sealed_snapshot: Future[Snapshot] = Future()
+        self._lock = threading.Lock()
+        self._is_reading = False  # the slot is read for the disk
+        self._on_read_end: Callable[[], None] | None = None  # what waits for the end of that
 
     # --- the side that hashes ---------------------------------------------------------------
-    def sealed(self, snapshot: Snapshot) -> None:
-        self._sealed.set_result(snapshot)
+    def set_sealed(self, snapshot: Snapshot) -> None:
+        self._sealed_snapshot.set_result(snapshot)
 
-    def give_up(self, why: Exception, then: Callable[[], None]) -> None:
-        with self._turn:
-            self._sealed.set_exception(why)
-            if self._reading:  # a write that is under way ends with its next piece
-                self._then = then
+    def give_up(self, error: Exception, on_read_end: Callable[[], None]) -> None:
+        with self._lock:
+            self._sealed_snapshot.set_exception(error)
+            if self._is_reading:  # a write that is under way ends with its next piece
+                self._on_read_end = on_read_end
                 return
-        then()
+        on_read_end()
 
     # --- the side that saves ----------------------------------------------------------------
-    def write(self, store: RunStore, useless: Callable[[], str | None]) -> None:
+    def write(self, store: RunStore, why_useless: Callable[[], str | None]) -> None:
         """Write the blob under the authority of its own generation. useless: called again and
         again; returns why the blob is no longer needed, or None.
 
         Raises that reason, the one given to `give_up`, CorruptError when the slot changes
         meanwhile, and what the store raises.
         """
-        with self._turn:
-            self._go_on(useless)
-            self._reading = True
+        with self._lock:
+            self._check_needed(why_useless)
+            self._is_reading = True
         try:
             with self._memory.arena.reading(self._slot, self._header) as data:
-                write_blob(store, self.save[0], self._key, self._content(data, useless))
+                write_blob(store, self.save[0], self._key, self._chunks(data, why_useless))
         finally:
-            with self._turn:
-                self._reading = False
-                then, self._then = self._then, None
+            with self._lock:
+                self._is_reading = False
+                then, self._on_read_end = self._on_read_end, None
             if then is not None:
                 then()
 
-    def snapshot(self) -> Snapshot:
-        return self._sealed.result()
+    def wait_sealed(self) -> Snapshot:
+        return self._sealed_snapshot.result()
 
-    def _content(self, data: memoryview, useless: Callable[[], str | None]) -> Iterator[memoryview]:
-        for piece in pieces(data):
-            self._go_on(useless)
+    def _chunks(
+        self, data: memoryview, why_useless: Callable[[], str | None]
+    ) -> Iterator[memoryview]:
+        for piece in split_into_chunks(data):
+            self._check_needed(why_useless)
             yield piece
-        self._go_on(useless)
+        self._check_needed(why_useless)
 
-    def _go_on(self, useless: Callable[[], str | None]) -> None:
-        if self._sealed.done():
-            self._sealed.result()
-        if reason := useless():
+    def _check_needed(self, why_useless: Callable[[], str | None]) -> None:
+        if self._sealed_snapshot.done():
+            self._sealed_snapshot.result()
+        if reason := why_useless():
             raise HoldfastError(reason)

@@ -10,41 +10,41 @@ from collections.abc import Collection, Iterator, Sequence
 
 from xxhash import xxh3_128_hexdigest
 
-from holdfast.checkpoint.restore.sources import MemorySource, Mixed
-from holdfast.core.format.manifest import Blob, Commit, Part
+from holdfast.checkpoint.restore.sources import FallbackReader, MemorySource
+from holdfast.core.format.manifest import Blob, Commit, PartManifest
 from holdfast.errors import HoldfastError
 from holdfast.wire.store.run_store import MissingKeyError
 
 
-def parts_held(
+def find_parts(
     memories: Sequence[MemorySource], commit: Commit, ranks: Collection[int]
-) -> list[tuple[Part, bytes]]:
+) -> list[tuple[PartManifest, bytes]]:
     """The sealed manifests of these ranks, as some memory has them and the commit object names
     them. Raises MissingKeyError for a rank whose manifest no memory has."""
     if not ranks:
         return []
     due = {writer.part_xxh3: writer.rank for writer in commit.writers if writer.rank in ranks}
-    found: dict[int, tuple[Part, bytes]] = {}
+    found: dict[int, tuple[PartManifest, bytes]] = {}
     for memory in memories:
         try:
             lines = memory.inventory()
         except HoldfastError:
             continue  # that machine is out of reach
         for line in lines:
-            rank = due.get(xxh3_128_hexdigest(line.stored))
+            rank = due.get(xxh3_128_hexdigest(line.sealed_manifest))
             if rank is not None:
-                part = Part.from_bytes(line.stored, f"{memory.name}, rank {rank}")
-                found.setdefault(rank, (part, line.stored))
+                part = PartManifest.from_bytes(line.sealed_manifest, f"{memory.name}, rank {rank}")
+                found.setdefault(rank, (part, line.sealed_manifest))
     missing = sorted(set(ranks) - set(found))
     if missing:
         raise MissingKeyError(f"no mover has the parts of ranks {missing} any more")
     return [found[rank] for rank in sorted(found)]
 
 
-def checked(memories: Sequence[MemorySource], blob: Blob) -> Iterator[memoryview]:
+def read_checked(memories: Sequence[MemorySource], blob: Blob) -> Iterator[memoryview]:
     """A blob's bytes; each view holds until the next one is asked for. Raises as Mixed does."""
-    mixed = Mixed(memories)
+    mixed = FallbackReader(memories)
     buffer = memoryview(bytearray(min(blob.extent_bytes, blob.size)))
     for extent in blob.extents():
-        for _, view in mixed.extents(blob, [extent], buffer):
+        for _, view in mixed.read_extents(blob, [extent], buffer):
             yield view

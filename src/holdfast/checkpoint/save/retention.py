@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from holdfast.checkpoint.restore.catalog import listing
+from holdfast.checkpoint.restore.catalog import list_commits
 from holdfast.core.format.manifest import (
     blob_key,
     commit_key,
@@ -20,66 +20,78 @@ from holdfast.core.format.manifest import (
     part_prefix,
     writer_name,
 )
-from holdfast.policy.saving.retention import removable
+from holdfast.policy.saving.retention import removable_steps
 from holdfast.wire.store.run_store import RunStore
 
 
 @dataclass(frozen=True, slots=True)
-class Keep:
+class RetentionRules:
     """Retention as the run file has it."""
 
-    last: int
-    every: int = 0
+    keep_last: int
+    keep_every: int = 0
 
 
-def retain(
-    store: RunStore, keep: Keep, verified: Collection[int], rejected: Collection[str],
-    spared: Collection[str] = (),
-) -> list[str]:  # fmt: skip
+def apply_retention(
+    store: RunStore,
+    rules: RetentionRules,
+    verified_steps: Collection[int],
+    rejected_keys: Collection[str],
+    in_use_keys: Collection[str] = (),
+) -> list[str]:
     """Remove what need not be kept; the keys of the commit objects that went.
 
     spared: keys that a reader uses just now; they are removed the next time.
     """
-    gone = [key for key in going(store, keep, verified, rejected) if key not in spared]
+    gone = [
+        key
+        for key in removable_commits(store, rules, verified_steps, rejected_keys)
+        if key not in in_use_keys
+    ]
     for key in gone:
         store.delete(key)
         if position := parse_commit_key(key):
-            discard(store, position[1], position[0])
+            discard_uncommitted(store, position[1], position[0])
     return gone
 
 
-def going(
-    store: RunStore, keep: Keep, verified: Collection[int], rejected: Collection[str]
+def removable_commits(
+    store: RunStore,
+    rules: RetentionRules,
+    verified_steps: Collection[int],
+    rejected_keys: Collection[str],
 ) -> list[str]:
     """The commit objects that `retain` would remove, newest first.
 
     A checkpoint that was rejected counts for nothing; it stays as evidence for as long as an
     older one that is kept.
     """
-    keys = [(position, key) for key in listing(store) if (position := parse_commit_key(key))]
-    good = {step for (step, _), key in keys if key not in rejected}
-    gone = set(removable(good, keep.last, keep.every, verified))
+    keys = [(position, key) for key in list_commits(store) if (position := parse_commit_key(key))]
+    good = {step for (step, _), key in keys if key not in rejected_keys}
+    gone = set(removable_steps(good, rules.keep_last, rules.keep_every, verified_steps))
     oldest = min(good - gone, default=0)
-    return [key for (step, _), key in keys if step in gone or (key in rejected and step < oldest)]
-
-
-def left_behind(store: RunStore, generation: int, start: int | None) -> list[str]:
-    """Commit objects of older generations later than the step that `generation` began from: who
-    wrote them was fenced and did not know it yet."""
-    found = ((key, parse_commit_key(key)) for key in listing(store))
     return [
-        key
-        for key, at in found
-        if at and start is not None and at[1] < generation and at[0] > start
+        key for (step, _), key in keys if step in gone or (key in rejected_keys and step < oldest)
     ]
 
 
-def discard(store: RunStore, generation: int, step: int) -> int:
+def superseded_commits(store: RunStore, generation: int, start_step: int | None) -> list[str]:
+    """Commit objects of older generations later than the step that `generation` began from: who
+    wrote them was fenced and did not know it yet."""
+    found = ((key, parse_commit_key(key)) for key in list_commits(store))
+    return [
+        key
+        for key, at in found
+        if at and start_step is not None and at[1] < generation and at[0] > start_step
+    ]
+
+
+def discard_uncommitted(store: RunStore, generation: int, step: int) -> int:
     """Remove parts and blobs that no commit object names, manifests first; how many.
 
     Those of a committed checkpoint are never removed here.
     """
-    if commit_key(generation, step) in listing(store):
+    if commit_key(generation, step) in list_commits(store):
         return 0
     keys = [*store.list(part_prefix(generation, step)), *store.list(data_prefix(generation, step))]
     for key in keys:
@@ -87,14 +99,16 @@ def discard(store: RunStore, generation: int, step: int) -> int:
     return len(keys)
 
 
-def discard_parts(store: RunStore, generation: int, step: int, ranks: Collection[int]) -> None:
+def discard_rank_parts(store: RunStore, generation: int, step: int, ranks: Collection[int]) -> None:
     """Remove what these ranks have written of a step that cannot be committed, manifests first."""
     for rank in sorted(ranks):
         store.delete(part_key(generation, step, writer_name(rank)))
         store.delete(blob_key(generation, step, writer_name(rank)))
 
 
-def sweep(store: RunStore, generation: int, spare: Collection[tuple[int, int]] = ()) -> int:
+def sweep_older_generations(
+    store: RunStore, generation: int, except_positions: Collection[tuple[int, int]] = ()
+) -> int:
     """Remove what older generations began and never committed, objects and halves of objects, but
     for `spare` (step, generation); the number removed.
 
@@ -105,7 +119,7 @@ def sweep(store: RunStore, generation: int, spare: Collection[tuple[int, int]] =
     count = store.sweep("commits/")
     for prefix in ("parts/", "data/"):
         count += store.sweep(prefix, keep=f"{prefix}{generation:010d}/")
-    committed = {parse_commit_key(key) for key in listing(store)} | set(spare)
+    committed = {parse_commit_key(key) for key in list_commits(store)} | set(except_positions)
     gone = set()
     for key in (*store.list("parts/"), *store.list("data/")):
         found = parse_save_key(key)
@@ -113,7 +127,7 @@ def sweep(store: RunStore, generation: int, spare: Collection[tuple[int, int]] =
             store.delete(key)
             gone.add(found)
             count += 1
-    for key in listing(store) if gone else ():
+    for key in list_commits(store) if gone else ():
         if parse_commit_key(key) in gone:
             store.delete(key)
             count += 1

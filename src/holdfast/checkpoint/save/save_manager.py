@@ -17,23 +17,23 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from functools import partial
 
-from holdfast.checkpoint.format.save_context import Plan
-from holdfast.checkpoint.memory.snapshot_store import Shelf, Snapshot
+from holdfast.checkpoint.format.save_context import SaveContext
+from holdfast.checkpoint.memory.snapshot_store import Snapshot, SnapshotStore
 from holdfast.checkpoint.peers.config import Cohort
 from holdfast.checkpoint.restore import catalog, reader
 from holdfast.checkpoint.restore.sources import MemorySource
 from holdfast.checkpoint.save import retention
-from holdfast.checkpoint.save.commit_protocol import Together
-from holdfast.checkpoint.save.pending_blob import Writing
-from holdfast.checkpoint.save.promotion import checked, parts_held
-from holdfast.checkpoint.save.save_tracker import Outcomes, Save
+from holdfast.checkpoint.save.commit_protocol import CommitProtocol
+from holdfast.checkpoint.save.pending_blob import PendingBlob
+from holdfast.checkpoint.save.promotion import find_parts, read_checked
+from holdfast.checkpoint.save.save_tracker import SaveId, SaveTracker
 from holdfast.checkpoint.save.writer import (
-    check_sealed,
+    check_snapshot,
     commit_sealed,
-    pieces,
+    split_into_chunks,
     store_part,
     try_commit,
-    write_sealed,
+    write_sealed_part,
 )
 from holdfast.core.format.manifest import (
     Commit,
@@ -49,114 +49,125 @@ from holdfast.events import CheckpointRemoved
 from holdfast.wire.store.run_store import MissingKeyError, RunStore
 
 SAVE_THREADS = 2
-PROMOTE_SECONDS = 600.0
+FENCED_SAVE_TIMEOUT_S = 600.0
 """Seconds that a promotion waits for the fenced save of the same step to end."""
 
 
-class Saves:
+class SaveManager:
     """The durable saves of one mover. Safe to use from any thread."""
 
     def __init__(
         self,
         store: RunStore,
-        shelf: Shelf,
-        outcomes: Outcomes,
+        snapshot_store: SnapshotStore,
+        save_tracker: SaveTracker,
         change: threading.Condition,
-        keep: retention.Keep,
+        retention: retention.RetentionRules,
         memories: Sequence[MemorySource] = (),
     ) -> None:
         """`change` guards `pending` and is notified when a save has ended; `memories` are asked for
         what a promotion does not find on the shelf."""
-        self.pending: Counter[Save] = Counter()  # handed over by ranks, and not ended
-        self.verified: set[int] = set()  # steps of checkpoints that were read back in full
-        self.spared: Callable[[], Collection[str]] = tuple  # keys that a reader uses just now
-        self.rejected: dict[str, str] = {}  # keys of those that were passed over, and why
-        self._store, self._shelf, self._outcomes = store, shelf, outcomes
-        self._change, self._keep, self._memories = change, keep, memories
-        outcomes.underway = lambda save: self.pending[save] > 0
-        self.together = Together(outcomes, store, self)
-        self._committing = threading.Lock()
-        self._newest: Save | None = None  # that was committed, under `_committing`
-        self._plan: Plan | None = None  # of the present generation
-        self._begun: tuple[int, int | None] = (0, None)  # generation, and the step it began from
-        self._swept = threading.Event()  # what older generations left was removed
-        self._swept.set()
+        self.pending_parts: Counter[SaveId] = Counter()  # handed over by ranks, and not ended
+        self.verified_steps: set[int] = set()  # steps of checkpoints that were read back in full
+        self.in_use_keys: Callable[[], Collection[str]] = tuple  # keys that a reader uses just now
+        self.rejected_keys: dict[str, str] = {}  # keys of those that were passed over, and why
+        self._store, self._snapshot_store, self._save_tracker = store, snapshot_store, save_tracker
+        self._change, self._retention, self._memories = change, retention, memories
+        save_tracker.is_under_way = lambda save: self.pending_parts[save] > 0
+        self.commit_protocol = CommitProtocol(save_tracker, store, self)
+        self._commit_lock = threading.Lock()
+        self._newest_committed: SaveId | None = None  # that was committed, under `_committing`
+        self._context: SaveContext | None = None  # of the present generation
+        self._started_from: tuple[int, int | None] = (
+            0,
+            None,
+        )  # generation, and the step it began from
+        self._sweep_done = threading.Event()  # what older generations left was removed
+        self._sweep_done.set()
         self._threads = ThreadPoolExecutor(SAVE_THREADS, "save")
 
-    def begin(self, plan: Plan, start: int | None = None, cohort: Cohort | None = None) -> None:
+    def begin_generation(
+        self, context: SaveContext, start_step: int | None = None, cohort: Cohort | None = None
+    ) -> None:
         """Remove what older generations left unfinished, after the answer: a sweep may take long.
         The generation's own writes wait for it. Of several movers, the leader sweeps. The other
         movers do not wait: they write under a newer generation."""
-        generation, before = plan.generation, self._begun[0]
-        if self.together.leads and not self.together.alone:  # otherwise no rank asks for their end
-            for step in self._outcomes.open_steps(before):
-                if not self.pending[before, step]:
+        generation, before = context.generation, self._started_from[0]
+        if (
+            self.commit_protocol.is_leader and not self.commit_protocol.is_alone
+        ):  # otherwise no rank asks for their end
+            for step in self._save_tracker.open_steps(before):
+                if not self.pending_parts[before, step]:
                     reason = f"generation {generation} began before every part was there"
-                    self._outcomes.fail((before, step), reason)
+                    self._save_tracker.record_failure((before, step), reason)
         swept = threading.Event()
         # From here on, reports about older saves remove nothing: their leader may be committing.
-        self._begun, self._swept = (generation, start), swept
-        self.together.begin(plan, cohort)
+        self._started_from, self._sweep_done = (generation, start_step), swept
+        self.commit_protocol.begin_generation(context, cohort)
         with self._change:
-            self._plan = plan
-        self._threads.submit(self._look_around, plan, swept)
+            self._context = context
+        self._threads.submit(self._sweep_and_adopt, context, swept)
 
-    def expect(self, save: Save) -> None:
+    def add_pending(self, save: SaveId) -> None:
         """A rank has handed over its part of a save."""
         with self._change:
-            self.pending[save] += 1
-        self._outcomes.captured(save)
+            self.pending_parts[save] += 1
+        self._save_tracker.begin_save(save)
 
-    def submit(self, plan: Plan, writing: Writing) -> None:
+    def submit(self, context: SaveContext, blob: PendingBlob) -> None:
         """Save what was handed over, and will be shelved, pinned, or given up."""
-        self._threads.submit(self._save, plan, writing, self._swept)
+        self._threads.submit(self._save_part, context, blob, self._sweep_done)
 
-    def promote(self, generation: int, at: Save, commit: Callable[[], Commit]) -> None:
+    def promote(self, generation: int, save: SaveId, get_commit: Callable[[], Commit]) -> None:
         """Make durable what `generation` began from and only memory holds. Its slots are kept
         until that is done. commit: its commit object, asked for behind the answer."""
         pins = ExitStack()
         snapshots: list[Snapshot] = []
-        for rank in self._shelf.ranks(*at):
+        for rank in self._snapshot_store.ranks_with_part(*save):
             with suppress(MissingKeyError):  # it is being overwritten
-                snapshots.append(pins.enter_context(self._shelf.pin(*at, rank)))
-        self._outcomes.again(at)
-        self._threads.submit(self._promote, generation, at, commit, snapshots, pins, self._swept)
+                snapshots.append(pins.enter_context(self._snapshot_store.pin(*save, rank)))
+        self._save_tracker.restart(save)
+        self._threads.submit(
+            self._promote, generation, save, get_commit, snapshots, pins, self._sweep_done
+        )
 
-    def await_promotion(self, at: Save) -> None:
+    def await_promotion(self, save: SaveId) -> None:
         """Another mover makes it durable: learn what comes of it."""
-        self._outcomes.again(at)
-        self.together.ask(at)
+        self._save_tracker.restart(save)
+        self.commit_protocol.await_outcome(save)
 
     def close(self) -> None:
-        self.together.close()
+        self.commit_protocol.close()
         self._threads.shutdown(wait=True)
 
-    def _look_around(self, plan: Plan, swept: threading.Event) -> None:
+    def _sweep_and_adopt(self, plan: SaveContext, sweep_done: threading.Event) -> None:
         """Before anything is written: what older generations left goes, and what a mover left that
         had this node's place in this generation is taken up."""
         try:
-            if self.together.leads:
-                with self._committing:
-                    retention.sweep(self._store, plan.generation)
-            self._take_up(plan)
+            if self.commit_protocol.is_leader:
+                with self._commit_lock:
+                    retention.sweep_older_generations(self._store, plan.generation)
+            self._adopt_unfinished_saves(plan)
         except Exception as error:  # what is left takes room, and no more
-            self._outcomes.warn(f"unfinished saves could not be searched: {error}")
+            self._save_tracker.warn(f"unfinished saves could not be searched: {error}")
         finally:
-            swept.set()
+            sweep_done.set()
 
-    def _take_up(self, plan: Plan) -> None:
+    def _adopt_unfinished_saves(self, plan: SaveContext) -> None:
         """The saves of this generation that a former mover of this node had under way. What lacks a
         part of one of our ranks has lost it with that mover."""
-        if self.together.alone:
+        if self.commit_protocol.is_alone:
             return  # the ranks report what they handed over (`unheard`)
-        generation, ours = plan.generation, self.together.ours(plan)
-        committed = [p for key in catalog.listing(self._store) if (p := parse_commit_key(key))]
+        generation, ours = plan.generation, self.commit_protocol.own_ranks(plan)
+        committed = [p for key in catalog.list_commits(self._store) if (p := parse_commit_key(key))]
         steps = sorted(step for step, g in committed if g == generation)
         for step in steps[:-1]:
-            self._outcomes.learn((generation, step), commit_key(generation, step))
-        if steps and self.together.leads:
+            self._save_tracker.record_remote_commit(
+                (generation, step), commit_key(generation, step)
+            )
+        if steps and self.commit_protocol.is_leader:
             commit = reader.Checkpoint.open(self._store, commit_key(generation, steps[-1])).commit
-            self._outcomes.succeed((generation, steps[-1]), commit.key, commit.nbytes)
+            self._save_tracker.record_commit((generation, steps[-1]), commit.key, commit.nbytes)
         found: dict[int, set[int]] = {}
         for key in self._store.list(f"parts/{generation:010d}/"):
             position, rank = parse_save_key(key), _rank_of(key)
@@ -164,200 +175,231 @@ class Saves:
                 found.setdefault(position[0], set()).add(rank)
         for step, ranks in sorted(found.items()):
             save = generation, step
-            self._outcomes.captured(save)
+            self._save_tracker.begin_save(save)
             if not ranks >= ours:
-                self.fail(save, HoldfastError("the mover that was saving it ended"))
+                self.fail_save(save, HoldfastError("the mover that was saving it ended"))
                 continue
             for rank in ours:
-                if self.together.stored(save, rank):  # true of the last one at most
+                if self.commit_protocol.record_stored(save, rank):  # true of the last one at most
                     self._commit(plan, step)
 
     # --- one save -----------------------------------------------------------------------------
-    def _save(self, plan: Plan, writing: Writing, swept: threading.Event) -> None:
+    def _save_part(self, plan: SaveContext, blob: PendingBlob, sweep_done: threading.Event) -> None:
         """One rank's part of a save; every failure becomes an outcome. It waits for the sweep that
         was queued before it: a later one is queued behind it, perhaps for this very thread."""
-        save = writing.save
+        save = blob.save
         try:
             try:  # a save that another rank's failure has made useless ends there
-                swept.wait()
-                writing.write(self._store, partial(self._outcomes.failure, save))
+                sweep_done.wait()
+                blob.write(self._store, partial(self._save_tracker.failure_reason, save))
             finally:
-                snapshot = writing.snapshot()
-                self._shelf.unpin(snapshot)
-            store_part(self._store, snapshot.part, snapshot.stored)
-            if (reason := self._outcomes.failure(save)) is not None:
+                snapshot = blob.wait_sealed()
+                self._snapshot_store.unpin(snapshot)
+            store_part(self._store, snapshot.part, snapshot.sealed_manifest)
+            if (reason := self._save_tracker.failure_reason(save)) is not None:
                 raise HoldfastError(reason)  # meanwhile, of another rank's part
-            if self.together.stored(save, snapshot.part.rank):
+            if self.commit_protocol.record_stored(save, snapshot.part.rank):
                 self._commit(plan, save[1])
         except Exception as error:
-            self.fail(save, error)
+            self.fail_save(save, error)
         finally:
-            self.end(save)
-            self._look_back(plan)
+            self.remove_pending(save)
+            self._abandon_overtaken(plan)
 
-    def _write(self, authority: int, snapshot: Snapshot) -> None:
+    def _write_snapshot(self, writing_generation: int, snapshot: Snapshot) -> None:
         with snapshot.memory.arena.reading(snapshot.slot, snapshot.header) as data:
-            write_sealed(self._store, authority, snapshot.part, snapshot.stored, pieces(data))
+            write_sealed_part(
+                self._store,
+                writing_generation,
+                snapshot.part,
+                snapshot.sealed_manifest,
+                split_into_chunks(data),
+            )
 
-    def fail(self, save: Save, error: Exception) -> None:
+    def fail_save(self, save: SaveId, error: Exception) -> None:
         known = isinstance(error, HoldfastError)
-        self._outcomes.fail(save, str(error) if known else f"{type(error).__name__}: {error}")
-        with self._committing:
-            if not (self._outcomes.committed(save) or self._outcomes.made_anew(save)):
+        self._save_tracker.record_failure(
+            save, str(error) if known else f"{type(error).__name__}: {error}"
+        )
+        with self._commit_lock:
+            if not (self._save_tracker.is_committed(save) or self._save_tracker.is_restarted(save)):
                 self._discard(save)
 
     # --- with other movers --------------------------------------------------------------------
-    def whole(self, save: Save) -> None:
+    def all_parts_stored(self, save: SaveId) -> None:
         with self._change:
-            plan = self._plan
+            plan = self._context
         if plan is not None and plan.generation == save[0]:
-            self._threads.submit(self._commit_theirs, plan, save)
+            self._threads.submit(self._commit_or_fail, plan, save)
 
-    def lost(self, save: Save, reason: str) -> None:
-        self._outcomes.fail(save, reason, tell=False)  # the node that lost it has reported it
-        self._threads.submit(self.fail, save, HoldfastError(reason))
+    def part_failed(self, save: SaveId, reason: str) -> None:
+        self._save_tracker.record_failure(
+            save, reason, emit_event=False
+        )  # the node that lost it has reported it
+        self._threads.submit(self.fail_save, save, HoldfastError(reason))
 
-    def ended(self, save: Save, key: str | None, reason: str) -> None:
+    def on_save_ended(self, save: SaveId, key: str | None, reason: str) -> None:
         if key is not None:
-            self._outcomes.learn(save, key)
-            self._served(save)
+            self._save_tracker.record_remote_commit(save, key)
+            self._release_older_snapshots(save)
             return
-        self._outcomes.gave_up(save, reason, tell=False)
-        if save[0] == self._begun[0]:  # otherwise the present leader sweeps it
+        self._save_tracker.abort(save, reason, emit_event=False)
+        if save[0] == self._started_from[0]:  # otherwise the present leader sweeps it
             self._discard(save)
 
-    def skipped(self, save: Save) -> None:
+    def on_rank_skipped(self, save: SaveId) -> None:
         """Fail a step that a rank of this node has skipped."""
-        if not self.together.alone and save[1] in self._outcomes.open_steps(save[0]):
-            self._threads.submit(self.fail, save, HoldfastError("not every rank captured it"))
+        if not self.commit_protocol.is_alone and save[1] in self._save_tracker.open_steps(save[0]):
+            self._threads.submit(self.fail_save, save, HoldfastError("not every rank captured it"))
 
-    def unheard(self, save: Save, rank: int) -> None:
+    def resolve_orphaned_save(self, save: SaveId, rank: int) -> None:
         """A rank had handed a save over to the mover before this one."""
-        found = [p for key in catalog.listing(self._store) if (p := parse_commit_key(key))]
+        found = [p for key in catalog.list_commits(self._store) if (p := parse_commit_key(key))]
         committed = [step for step, generation in found if generation == save[0]]
         if save[1] in committed:
-            self._outcomes.learn(save, commit_key(*save))
+            self._save_tracker.record_remote_commit(save, commit_key(*save))
             return
         if save[1] < max(committed, default=0):
             return  # retention may have removed it
         stored = self._store.list(part_key(*save, writer_name(rank)))
-        if stored and not self.together.alone:
+        if stored and not self.commit_protocol.is_alone:
             return  # the leader may be committing it: it is taken up
-        if stored and self._plan is not None:
-            self._commit_theirs(self._plan, save)
-        if not self._outcomes.committed(save):
-            self.fail(save, HoldfastError("the mover that was saving it ended"))
+        if stored and self._context is not None:
+            self._commit_or_fail(self._context, save)
+        if not self._save_tracker.is_committed(save):
+            self.fail_save(save, HoldfastError("the mover that was saving it ended"))
 
-    def _commit_theirs(self, plan: Plan, save: Save) -> None:
+    def _commit_or_fail(self, plan: SaveContext, save: SaveId) -> None:
         try:
             self._commit(plan, save[1])
         except Exception as error:
-            self.fail(save, error)
+            self.fail_save(save, error)
 
-    def _served(self, save: Save) -> None:
+    def _release_older_snapshots(self, save: SaveId) -> None:
         """A state of its generation is durable: what memory holds of older ones may go."""
-        if save[0] == self._begun[0]:
-            self._shelf.outlived(save[0])
+        if save[0] == self._started_from[0]:
+            self._snapshot_store.drop_older_than(save[0])
 
-    def end(self, save: Save) -> None:
+    def remove_pending(self, save: SaveId) -> None:
         with self._change:
-            self.pending[save] -= 1
-            self.pending += Counter()  # drops what has come to zero
+            self.pending_parts[save] -= 1
+            self.pending_parts += Counter()  # drops what has come to zero
             self._change.notify_all()
 
-    def _commit(self, plan: Plan, step: int) -> None:
+    def _commit(self, plan: SaveContext, step: int) -> None:
         save = (plan.generation, step)
-        with self._committing:
-            if self._outcomes.failure(save) is not None:
+        with self._commit_lock:
+            if self._save_tracker.failure_reason(save) is not None:
                 self._discard(save)
                 return
-            if self._outcomes.committed(save):
+            if self._save_tracker.is_committed(save):
                 return
             commit = try_commit(self._store, plan, step)
             if commit is None:
                 return
-            self._outcomes.succeed(save, commit.key, commit.nbytes)
-            self.together.forget(save)
-            self._served(save)
-            self._newest = max(save, self._newest or save)
-            self._abandon(plan, step)
-            self._retain()
+            self._save_tracker.record_commit(save, commit.key, commit.nbytes)
+            self.commit_protocol.forget(save)
+            self._release_older_snapshots(save)
+            self._newest_committed = max(save, self._newest_committed or save)
+            self._abandon_older(plan, step)
+            self._apply_retention()
 
-    def _look_back(self, plan: Plan) -> None:
+    def _abandon_overtaken(self, plan: SaveContext) -> None:
         """The save that ended now may be of a step that was busy when a later one was committed."""
-        with self._committing:
-            if self._newest is None or self._newest[0] != plan.generation:
+        with self._commit_lock:
+            if self._newest_committed is None or self._newest_committed[0] != plan.generation:
                 return
             try:
-                self._abandon(plan, self._newest[1])
+                self._abandon_older(plan, self._newest_committed[1])
             except HoldfastError as error:
-                self._outcomes.warn(f"what is left of older saves could not be removed: {error}")
+                self._save_tracker.warn(
+                    f"what is left of older saves could not be removed: {error}"
+                )
 
     def _promote(
-        self, generation: int, save: Save, asked: Callable[[], Commit],
-        snapshots: list[Snapshot], pins: ExitStack, swept: threading.Event,
-    ) -> None:  # fmt: skip
+        self,
+        generation: int,
+        save: SaveId,
+        get_commit: Callable[[], Commit],
+        snapshots: list[Snapshot],
+        pins: ExitStack,
+        sweep_done: threading.Event,
+    ) -> None:
         with self._change:
-            self._change.wait_for(lambda: not self.pending[save], PROMOTE_SECONDS)
-        swept.wait()  # the keys are those of an older generation, which are being swept
+            self._change.wait_for(lambda: not self.pending_parts[save], FENCED_SAVE_TIMEOUT_S)
+        sweep_done.wait()  # the keys are those of an older generation, which are being swept
         try:
             with pins:
-                commit = asked()
+                commit = get_commit()
                 for snapshot in snapshots:
-                    check_sealed(snapshot)  # it has lain there: no rot may become durable
-                    self._write(generation, snapshot)
-            self._write_others(generation, commit, snapshots)
-            with self._committing:
+                    check_snapshot(snapshot)  # it has lain there: no rot may become durable
+                    self._write_snapshot(generation, snapshot)
+            self._write_peer_parts(generation, commit, snapshots)
+            with self._commit_lock:
                 commit_sealed(self._store, generation, commit)
-                self._outcomes.succeed(save, commit.key, commit.nbytes)
-                self._retain()
+                self._save_tracker.record_commit(save, commit.key, commit.nbytes)
+                self._apply_retention()
         except Exception as error:
-            self._outcomes.gave_up(save, f"step {save[1]} stays in memory only: {error}")
-            with self._committing:
+            self._save_tracker.abort(save, f"step {save[1]} stays in memory only: {error}")
+            with self._commit_lock:
                 self._discard(save)
 
-    def _write_others(self, generation: int, commit: Commit, snapshots: Sequence[Snapshot]) -> None:
+    def _write_peer_parts(
+        self, generation: int, commit: Commit, snapshots: Sequence[Snapshot]
+    ) -> None:
         """Write the parts that are not on the shelf, from a mover that has them in memory."""
         ranks = {w.rank for w in commit.writers} - {s.part.rank for s in snapshots}
-        for part, stored in parts_held(self._memories, commit, ranks):
-            content = checked(self._memories, part.blob)
-            write_sealed(self._store, generation, part, stored, content)
+        for part, stored in find_parts(self._memories, commit, ranks):
+            content = read_checked(self._memories, part.blob)
+            write_sealed_part(self._store, generation, part, stored, content)
 
-    def _abandon(self, plan: Plan, committed: int) -> None:
+    def _abandon_older(self, plan: SaveContext, committed_step: int) -> None:
         """Give up older steps that lack a rank. Each rank hands its steps over in order: a rank
         that handed over `committed` and not an older step has skipped that step."""
-        for step in self._outcomes.open_steps(plan.generation):
+        for step in self._save_tracker.open_steps(plan.generation):
             with self._change:
-                busy = self.pending[plan.generation, step] > 0 or self.together.busy(step)
-            if step < committed and not busy:
+                busy = self.pending_parts[
+                    plan.generation, step
+                ] > 0 or self.commit_protocol.is_busy_elsewhere(step)
+            if step < committed_step and not busy:
                 found = self._store.list(part_prefix(plan.generation, step))
                 parts = [key for key in found if key.endswith(".json")]
                 if len(parts) < plan.topology.world_size:  # otherwise another node is committing it
-                    retention.discard(self._store, plan.generation, step)  # before ranks learn it
-                    self._outcomes.fail((plan.generation, step), "not every rank captured it")
+                    retention.discard_uncommitted(
+                        self._store, plan.generation, step
+                    )  # before ranks learn it
+                    self._save_tracker.record_failure(
+                        (plan.generation, step), "not every rank captured it"
+                    )
 
-    def _retain(self) -> None:
+    def _apply_retention(self) -> None:
         try:
             # A step that this generation has left behind counts for nothing, whenever it came.
-            left = retention.left_behind(self._store, *self._begun)
-            for key in retention.retain(
-                self._store, self._keep, self.verified, {*self.rejected, *left}, self.spared()
+            left = retention.superseded_commits(self._store, *self._started_from)
+            for key in retention.apply_retention(
+                self._store,
+                self._retention,
+                self.verified_steps,
+                {*self.rejected_keys, *left},
+                self.in_use_keys(),
             ):
-                self._outcomes.add(CheckpointRemoved(key, step=catalog.step_of(key)))
+                self._save_tracker.emit(CheckpointRemoved(key, step=catalog.step_of(key)))
         except HoldfastError as error:
-            self._outcomes.warn(f"old checkpoints could not be removed: {error}")
+            self._save_tracker.warn(f"old checkpoints could not be removed: {error}")
 
-    def _discard(self, save: Save) -> None:
+    def _discard(self, save: SaveId) -> None:
         """Remove half a checkpoint, which takes room and is of no use. The leader may remove all of
         it, another mover only its own objects."""
         try:
-            if self.together.leads:
-                self.together.forget(save)
-                retention.discard(self._store, *save)
-            elif self._plan is not None:
-                retention.discard_parts(self._store, *save, self.together.ours(self._plan))
+            if self.commit_protocol.is_leader:
+                self.commit_protocol.forget(save)
+                retention.discard_uncommitted(self._store, *save)
+            elif self._context is not None:
+                retention.discard_rank_parts(
+                    self._store, *save, self.commit_protocol.own_ranks(self._context)
+                )
         except HoldfastError as error:
-            self._outcomes.warn(f"an unfinished checkpoint could not be removed: {error}")
+            self._save_tracker.warn(f"an unfinished checkpoint could not be removed: {error}")
 
 
 def _rank_of(key: str) -> int | None:

@@ -9,19 +9,19 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from holdfast.checkpoint.format.blob import Bytes, header
-from holdfast.checkpoint.format.save_context import Plan
+from holdfast.checkpoint.format.blob import Bytes, blob_header
+from holdfast.checkpoint.format.save_context import SaveContext
 from holdfast.checkpoint.save import retention
 from holdfast.checkpoint.save.writer import check_fence, try_commit, write_part
-from holdfast.core.format.manifest import Commit, Placed, commit_key, placed
-from holdfast.core.sharding.boxes import whole
+from holdfast.core.format.manifest import Commit, PlacedBox, commit_key, place_boxes
+from holdfast.core.sharding.boxes import whole_box
 from holdfast.core.sharding.state_table import TensorSpec
 from holdfast.errors import CheckpointError
-from holdfast.layout import Layout, place
+from holdfast.layout import Layout, place_layout
 from holdfast.wire.store.run_store import MissingKeyError, RunStore
 
 
-class Source(NamedTuple):
+class TensorSource(NamedTuple):
     """One tensor: dtype by safetensors' name, global shape, and its bytes, row-major, in chunks
     (which are asked for once, when their turn comes)."""
 
@@ -35,7 +35,7 @@ def write_single(
     store: RunStore,
     generation: int,
     step: int,
-    tensors: Iterable[Source],
+    tensors: Iterable[TensorSource],
     meta: Mapping[str, Any],
     *,
     config_hash: str = "",
@@ -50,36 +50,40 @@ def write_single(
     and what the store raises. After an error nothing is left in the store.
     """
     sources = list(tensors)
-    table = tuple(TensorSpec(s.name, s.dtype, s.shape, _cut(s.shape, shard_dim)) for s in sources)
+    table = tuple(
+        TensorSpec(s.name, s.dtype, s.shape, _shard_dim_of(s.shape, shard_dim)) for s in sources
+    )
     if len({spec.name for spec in table}) != len(table):
         raise CheckpointError("a tensor's name comes twice")
-    if _taken(store, commit_key(generation, step)):
+    if _is_committed(store, commit_key(generation, step)):
         raise CheckpointError(
             f"step {step} of generation {generation} is committed already",
             remedy="import into a run folder that has no checkpoint",
         )
-    topology = place(Layout(), generation, ("import",))
-    plan = Plan(generation, topology, table, config_hash, dataset_version, extent_bytes)
-    layout = placed((whole(spec.name, spec.shape) for spec in table), table)
-    head = header(layout)
+    topology = place_layout(Layout(), generation, ("import",))
+    plan = SaveContext(generation, topology, table, config_hash, dataset_version, extent_bytes)
+    layout = place_boxes((whole_box(spec.name, spec.shape) for spec in table), table)
+    head = blob_header(layout)
     check_fence(store, generation)
-    retention.discard(store, generation, step)  # left by an import that was killed before it ended
-    write_part(store, plan, step, 0, _content(head, layout, sources), len(head), layout, meta)
+    retention.discard_uncommitted(
+        store, generation, step
+    )  # left by an import that was killed before it ended
+    write_part(store, plan, step, 0, _blob_content(head, layout, sources), len(head), layout, meta)
     try:
         commit = try_commit(store, plan, step)
     except Exception:
-        retention.discard(store, generation, step)
+        retention.discard_uncommitted(store, generation, step)
         raise
     assert commit is not None
     return commit
 
 
-def _cut(shape: Sequence[int], shard_dim: int | None) -> int | None:
+def _shard_dim_of(shape: Sequence[int], shard_dim: int | None) -> int | None:
     """A scalar has no dim to cut."""
     return shard_dim if shape else None
 
 
-def _taken(store: RunStore, key: str) -> bool:
+def _is_committed(store: RunStore, key: str) -> bool:
     try:
         store.size(key)
     except MissingKeyError:
@@ -87,7 +91,9 @@ def _taken(store: RunStore, key: str) -> bool:
     return True
 
 
-def _content(head: bytes, layout: Sequence[Placed], sources: Sequence[Source]) -> Iterator[Bytes]:
+def _blob_content(
+    head: bytes, layout: Sequence[PlacedBox], sources: Sequence[TensorSource]
+) -> Iterator[Bytes]:
     """The blob's bytes, one tensor at a time, in the layout's order."""
     chunks = {source.name: source.chunks for source in sources}
     yield head

@@ -14,11 +14,11 @@ from typing import Any
 
 Range = tuple[int, int]  # [start, stop)
 
-STANDS_IN = "stands_in"  # key of an entry that another rank made from the data; see `Entry`
+STAND_IN_KEY = "stands_in"  # key of an entry that another rank made from the data; see `Entry`
 
 
 @dataclass(frozen=True)
-class Entry:
+class LedgerEntry:
     """One range that one rank fed (or skipped, with a reason) in one step.
 
     stands_in: made from the data by another rank, for one that was lost after its gradient had
@@ -32,17 +32,17 @@ class Entry:
     stop: int
     source: str = ""
     hash: str = ""
-    skipped: str = ""
-    stands_in: bool = False
+    skip_reason: str = ""
+    is_stand_in: bool = False
 
     @property
     def range(self) -> Range:
         return (self.start, self.stop)
 
     @staticmethod
-    def from_json(step: int, rank: int, value: Mapping[str, Any]) -> Entry:
+    def from_json(step: int, rank: int, value: Mapping[str, Any]) -> LedgerEntry:
         """An entry of `events.BatchFed`; keys of a newer version are left aside."""
-        return Entry(
+        return LedgerEntry(
             step,
             rank,
             int(value["microbatch"]),
@@ -51,22 +51,24 @@ class Entry:
             str(value.get("source", "")),
             str(value.get("hash", "")),
             str(value.get("skipped", "")),
-            bool(value.get(STANDS_IN, False)),
+            bool(value.get(STAND_IN_KEY, False)),
         )
 
 
-def settled(entries: Iterable[Entry]) -> list[Entry]:
+def drop_redundant_stand_ins(entries: Iterable[LedgerEntry]) -> list[LedgerEntry]:
     """Return the entries of one step without needless reconstructed ones. Each range counts once,
     by the worker that fed it. A reconstructed entry counts only if no worker reported its range."""
     everything = list(entries)
-    out = [entry for entry in everything if not entry.stands_in]
+    out = [entry for entry in everything if not entry.is_stand_in]
     for entry in everything:
-        if entry.stands_in and not any(e.start < entry.stop and entry.start < e.stop for e in out):
+        if entry.is_stand_in and not any(
+            e.start < entry.stop and entry.start < e.stop for e in out
+        ):
             out.append(entry)
     return out
 
 
-def merge(ranges: Iterable[Range]) -> list[Range]:
+def merge_ranges(ranges: Iterable[Range]) -> list[Range]:
     """The union, as ranges that neither touch nor overlap, in order; empty ones vanish."""
     out: list[Range] = []
     for start, stop in sorted(r for r in ranges if r[0] < r[1]):
@@ -77,11 +79,11 @@ def merge(ranges: Iterable[Range]) -> list[Range]:
     return out
 
 
-def gaps(ranges: Iterable[Range], start: int, stop: int) -> list[Range]:
+def uncovered_ranges(ranges: Iterable[Range], start: int, stop: int) -> list[Range]:
     """The parts of [start, stop) that no range covers."""
     out: list[Range] = []
     at = start
-    for low, high in merge(ranges):
+    for low, high in merge_ranges(ranges):
         if low > at and at < stop:
             out.append((at, min(low, stop)))
         at = max(at, high)
@@ -90,7 +92,7 @@ def gaps(ranges: Iterable[Range], start: int, stop: int) -> list[Range]:
     return out
 
 
-def overlaps(ranges: Iterable[Range]) -> list[Range]:
+def repeated_ranges(ranges: Iterable[Range]) -> list[Range]:
     """The positions that more than one range covers, merged."""
     out: list[Range] = []
     reached = None
@@ -98,10 +100,10 @@ def overlaps(ranges: Iterable[Range]) -> list[Range]:
         if reached is not None and start < reached:
             out.append((start, min(stop, reached)))
         reached = stop if reached is None else max(reached, stop)
-    return merge(out)
+    return merge_ranges(out)
 
 
-def covering(entries: Sequence[Entry], part: Range) -> list[Entry]:
+def entries_touching(entries: Sequence[LedgerEntry], part: Range) -> list[LedgerEntry]:
     """The entries that touch a range, in order of position, then rank."""
     found = [e for e in entries if e.start < part[1] and part[0] < e.stop]
     return sorted(found, key=lambda e: (e.start, e.stop, e.rank))

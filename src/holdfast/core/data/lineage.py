@@ -15,12 +15,12 @@ from collections.abc import Iterable, Sequence
 from holdfast.events import Evaluated, Event, GenerationStarted, Record, StepDone
 
 
-def starts(records: Iterable[Record]) -> dict[int, int]:
+def start_steps(records: Iterable[Record]) -> dict[int, int]:
     """generation -> the step from whose state it began."""
     return {r.generation: r.event.step for r in records if isinstance(r.event, GenerationStarted)}
 
 
-def effective_bound(starts_by_generation: dict[int, int]) -> dict[int, float]:
+def last_effective_steps(starts_by_generation: dict[int, int]) -> dict[int, float]:
     """generation -> the last step of it that still counts (infinity for the newest)."""
     bound: float = float("inf")
     out: dict[int, float] = {}
@@ -30,11 +30,11 @@ def effective_bound(starts_by_generation: dict[int, int]) -> dict[int, float]:
     return out
 
 
-def split(records: Iterable[Record]) -> tuple[list[Record], list[Record]]:
+def split_effective(records: Iterable[Record]) -> tuple[list[Record], list[Record]]:
     """(effective, superseded), each in the order given. Records outside any started generation
     are effective."""
     everything = list(records)
-    bounds = effective_bound(starts(everything))
+    bounds = last_effective_steps(start_steps(everything))
     effective: list[Record] = []
     superseded: list[Record] = []
     for record in everything:
@@ -43,10 +43,10 @@ def split(records: Iterable[Record]) -> tuple[list[Record], list[Record]]:
     return effective, superseded
 
 
-_REMEMBERED = 4096  # steps; those that are reported again are the last few
+_MAX_REMEMBERED_STEPS = 4096  # steps; those that are reported again are the last few
 
 
-class Once:
+class DuplicateFilter:
     """Leaves out steps and validations that are reported again. Feed it a journal's records in
     order, in as many pieces as they come.
 
@@ -60,13 +60,13 @@ class Once:
         self._all_starts = all_starts
         self._starts: dict[int, int] = {}
         # Kind and step of a recent report -> the newest generation that reported it.
-        self._told: dict[tuple[str, int], int] = {}
+        self._reported_in: dict[tuple[str, int], int] = {}
 
     def __call__(self, records: Sequence[Record]) -> list[Record]:
-        self._starts |= starts(records)
-        return [record for record in records if self.news(record.generation, record.event)]
+        self._starts |= start_steps(records)
+        return [record for record in records if self.is_new(record.generation, record.event)]
 
-    def news(self, generation: int, event: Event) -> bool:
+    def is_new(self, generation: int, event: Event) -> bool:
         """Return True if an event of `generation` is not a repetition; it counts as reported
         now."""
         if isinstance(event, GenerationStarted):
@@ -74,14 +74,14 @@ class Once:
         if not isinstance(event, StepDone | Evaluated):
             return True
         step, what = event.step, (event.kind, event.step)
-        before = self._told.pop(what, None)
-        self._told[what] = generation if before is None else max(before, generation)
-        if len(self._told) > _REMEMBERED:
-            del self._told[next(iter(self._told))]
+        before = self._reported_in.pop(what, None)
+        self._reported_in[what] = generation if before is None else max(before, generation)
+        if len(self._reported_in) > _MAX_REMEMBERED_STEPS:
+            del self._reported_in[next(iter(self._reported_in))]
         older = step <= self._starts.get(generation, -1)
-        return not older or before is None or self._lost(step, before, generation)
+        return not older or before is None or self._was_step_lost(step, before, generation)
 
-    def _lost(self, step: int, told: int, now: int) -> bool:
+    def _was_step_lost(self, step: int, told: int, now: int) -> bool:
         """Return True if a step that one generation reported was lost before another."""
         between = range(told + 1, now + 1)
         if not self._all_starts and any(g not in self._starts for g in between):

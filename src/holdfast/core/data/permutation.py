@@ -69,7 +69,7 @@ class Permutation:
             if index < self.size:
                 return index
 
-    def many(self, indices: NDArray[np.integer]) -> NDArray[np.int64]:
+    def apply_many(self, indices: NDArray[np.integer]) -> NDArray[np.int64]:
         """The images of many indices, any shape; element-wise equal to calling each."""
         shape = np.shape(indices)
         value = np.asarray(indices, dtype=np.uint64).reshape(-1)

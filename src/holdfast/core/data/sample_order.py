@@ -23,7 +23,7 @@ from holdfast.core.data.permutation import Permutation
 from holdfast.core.seeds import key_seed
 from holdfast.errors import ConfigError
 
-MAX_BLOCK = 10_000
+MAX_MIXTURE_BLOCK = 10_000
 
 
 class BatchSchedule:
@@ -77,13 +77,13 @@ class Mixture:
     def __init__(self, weights: Sequence[float]):
         total = float(sum(weights))
         shares = [w / total for w in weights]
-        if min(shares) < 1 / MAX_BLOCK:
+        if min(shares) < 1 / MAX_MIXTURE_BLOCK:
             raise ConfigError(
                 f"the weight {min(weights)} is less than a ten-thousandth of all weights",
                 where="data.sources",
                 remedy="raise it, or leave the source out",
             )
-        self.counts = _counts(shares)
+        self.counts = _smallest_counts(shares)
         self.block = sum(self.counts)
         self._pattern = _interleave(self.counts)
         hits = self._pattern[None, :] == np.arange(len(self.counts))[:, None]
@@ -105,15 +105,15 @@ class Mixture:
         source = self._pattern[place]
         return source, block * np.asarray(self.counts)[source] + self._before[source, place]
 
-    def before(self, source: int, position: int) -> int:
+    def count_before(self, source: int, position: int) -> int:
         """Return how many positions in [0, position) belong to `source`."""
         block, place = divmod(position, self.block)
         return block * self.counts[source] + int(self._before[source, place])
 
 
-def _counts(shares: Sequence[float]) -> list[int]:
+def _smallest_counts(shares: Sequence[float]) -> list[int]:
     """The smallest integer counts whose proportions are the shares (within 1e-6 of each)."""
-    for block in range(len(shares), MAX_BLOCK):
+    for block in range(len(shares), MAX_MIXTURE_BLOCK):
         counts = [round(share * block) for share in shares]
         if sum(counts) == block and all(
             abs(count - share * block) <= 1e-6 * share * block
@@ -121,10 +121,10 @@ def _counts(shares: Sequence[float]) -> list[int]:
         ):
             return counts
     # Largest remainder; the guard in Mixture makes every floor at least 1.
-    scaled = [share * MAX_BLOCK for share in shares]
+    scaled = [share * MAX_MIXTURE_BLOCK for share in shares]
     counts = [max(1, int(value)) for value in scaled]
     rest = sorted(range(len(shares)), key=lambda i: (counts[i] - scaled[i], i))
-    for i in rest[: MAX_BLOCK - sum(counts)]:
+    for i in rest[: MAX_MIXTURE_BLOCK - sum(counts)]:
         counts[i] += 1
     return counts
 
@@ -137,7 +137,7 @@ def _interleave(counts: Sequence[int]) -> NDArray[np.int64]:
 
 
 @dataclass(frozen=True)
-class Place:
+class SamplePlace:
     """The target of one position: sample `sample` of `source`, in its pass `epoch` (from 0)."""
 
     source: int
@@ -162,10 +162,10 @@ class SampleOrder:
     def permutation(self, source: int, epoch: int) -> Permutation:
         return Permutation(self.sizes[source], key_seed(self.seed, "order", source, epoch))
 
-    def place(self, position: int) -> Place:
+    def place(self, position: int) -> SamplePlace:
         source, ordinal = self.mixture.assign(position)
         epoch, index = divmod(ordinal, self.sizes[source])
-        return Place(source, epoch, self.permutation(source, epoch)(index))
+        return SamplePlace(source, epoch, self.permutation(source, epoch)(index))
 
     def places(
         self, start: int, stop: int
@@ -177,5 +177,5 @@ class SampleOrder:
         sample = np.empty_like(index)
         for pair in set(zip(source.tolist(), epoch.tolist(), strict=True)):
             where = (source == pair[0]) & (epoch == pair[1])
-            sample[where] = self.permutation(*pair).many(index[where])
+            sample[where] = self.permutation(*pair).apply_many(index[where])
         return source, epoch, sample

@@ -39,7 +39,7 @@ class Skips:
         """Return why it is skipped; "" for one that is not."""
         return self._reasons.get((step, microbatch), "")
 
-    def with_more(self, skips: Iterable[Skip]) -> Skips:
+    def with_skips(self, skips: Iterable[Skip]) -> Skips:
         return Skips([*self, *skips])
 
     def __iter__(self) -> Iterator[Skip]:

@@ -20,11 +20,11 @@ from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
 
 from holdfast.config.model import ModelConfig
-from holdfast.core.format.hf_names import hf_map
+from holdfast.core.format.hf_names import huggingface_map
 from holdfast.core.sharding.parameters import decoder_parameters
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
-OPTIMIZERS = ("optimizer.", "optim.", "")
+OPTIMIZER_PREFIXES = ("optimizer.", "optim.", "")
 """Prefixes of `state.` in the dictionaries that are read; the first is written."""
 
 _TITAN_BLOCK = {
@@ -59,7 +59,7 @@ class FlatName:
     shape: tuple[int, ...]
     pairs: int = 0
 
-    def state(self, moment: str, optimizer: str = OPTIMIZERS[0]) -> str:
+    def state_name(self, moment: str, optimizer: str = OPTIMIZER_PREFIXES[0]) -> str:
         """The name of a piece of the parameter's optimizer state."""
         return f"{optimizer}state.{self.theirs}.{moment}"
 
@@ -99,7 +99,8 @@ def _titan(model: ModelConfig) -> Iterator[FlatName]:
 def huggingface_names(model: ModelConfig) -> tuple[FlatName, ...]:
     """Hugging Face's own; every entry of the map holds one of our parameters."""
     return tuple(
-        FlatName(entry.pieces[0].ours, entry.theirs, entry.shape) for entry in hf_map(model).stored
+        FlatName(entry.pieces[0].ours, entry.theirs, entry.shape)
+        for entry in huggingface_map(model).stored_entries
     )
 
 
@@ -111,7 +112,7 @@ SCHEMES: dict[str, Callable[[ModelConfig], tuple[FlatName, ...]]] = {
 }
 
 
-def recognise(model: ModelConfig, names: Collection[str]) -> tuple[str, str] | str:
+def recognise_scheme(model: ModelConfig, names: Collection[str]) -> tuple[str, str] | str:
     """Return (scheme, prefix) under which every parameter is among `names`. If there is none,
     return the name that the likeliest scheme misses. A prefix is what a wrapper put before the
     parameters' names."""

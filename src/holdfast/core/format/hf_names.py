@@ -38,11 +38,11 @@ class Piece:
     offsets: Shape
     lengths: Shape
     new_dim: int | None = None
-    beyond: int = 0
+    dropped_rows: int = 0
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class TensorMapping:
     """One of their tensors: its shape, and the pieces of ours that it holds (or its alias)."""
 
     theirs: str
@@ -56,15 +56,15 @@ class Entry:
         if len(self.pieces) != 1:
             return False
         piece = self.pieces[0]
-        return (piece.lengths, piece.new_dim, piece.beyond) == (self.shape, None, 0)
+        return (piece.lengths, piece.new_dim, piece.dropped_rows) == (self.shape, None, 0)
 
 
-def rename(ours: str, theirs: str, shape: Shape) -> Entry:
+def rename(ours: str, theirs: str, shape: Shape) -> TensorMapping:
     """One of theirs is one of ours."""
-    return Entry(theirs, shape, (Piece(ours, (0,) * len(shape), shape),))
+    return TensorMapping(theirs, shape, (Piece(ours, (0,) * len(shape), shape),))
 
 
-def split(parts: Sequence[tuple[str, Shape]], theirs: str, dim: int) -> Entry:
+def split(parts: Sequence[tuple[str, Shape]], theirs: str, dim: int) -> TensorMapping:
     """One of theirs is several of ours, (name, shape) each, side by side along `dim`."""
     pieces, begin = [], 0
     for ours, shape in parts:
@@ -72,60 +72,65 @@ def split(parts: Sequence[tuple[str, Shape]], theirs: str, dim: int) -> Entry:
         pieces.append(Piece(ours, offsets, shape))
         begin += shape[dim]
     first = parts[0][1]
-    return Entry(theirs, (*first[:dim], begin, *first[dim + 1 :]), tuple(pieces))
+    return TensorMapping(theirs, (*first[:dim], begin, *first[dim + 1 :]), tuple(pieces))
 
 
-def stack(names: Sequence[str], theirs: str, shape: Shape, dim: int = 0) -> Entry:
+def stack(names: Sequence[str], theirs: str, shape: Shape, dim: int = 0) -> TensorMapping:
     """One of theirs is several of ours, all of `shape`, along a new dim `dim`."""
     lengths = (*shape[:dim], 1, *shape[dim:])
     pieces = tuple(
         Piece(ours, tuple(i if d == dim else 0 for d in range(len(lengths))), lengths, dim)
         for i, ours in enumerate(names)
     )
-    return Entry(theirs, (*shape[:dim], len(names), *shape[dim:]), pieces)
+    return TensorMapping(theirs, (*shape[:dim], len(names), *shape[dim:]), pieces)
 
 
-def pad(ours: str, theirs: str, shape: Shape, padded: Shape) -> Entry:
+def pad(ours: str, theirs: str, shape: Shape, padded: Shape) -> TensorMapping:
     """One of theirs is one of ours with zeros after it."""
-    return Entry(theirs, padded, (Piece(ours, (0,) * len(shape), shape),))
+    return TensorMapping(theirs, padded, (Piece(ours, (0,) * len(shape), shape),))
 
 
-def cut(ours: str, theirs: str, shape: Shape, beyond: int) -> Entry:
+def trim_rows(ours: str, theirs: str, shape: Shape, dropped_rows: int) -> TensorMapping:
     """One of theirs is one of ours, of `shape`, without its last `beyond` rows of zeros."""
-    lengths = (shape[0] - beyond, *shape[1:])
-    return Entry(theirs, lengths, (Piece(ours, (0,) * len(shape), lengths, beyond=beyond),))
+    lengths = (shape[0] - dropped_rows, *shape[1:])
+    return TensorMapping(
+        theirs, lengths, (Piece(ours, (0,) * len(shape), lengths, dropped_rows=dropped_rows),)
+    )
 
 
-def tie(theirs: str, alias_of: str, shape: Shape) -> Entry:
+def tie(theirs: str, alias_of: str, shape: Shape) -> TensorMapping:
     """One of theirs is another of theirs; files need not hold it."""
-    return Entry(theirs, shape, (), alias_of)
+    return TensorMapping(theirs, shape, (), alias_of)
 
 
 @dataclass(frozen=True, slots=True)
 class NameMap:
     """The complete table of one architecture. Raises ValueError if it could not be inverted."""
 
-    entries: tuple[Entry, ...]
+    entries: tuple[TensorMapping, ...]
 
     def __post_init__(self) -> None:
         ours = [piece.ours for entry in self.entries for piece in entry.pieces]
         theirs = [entry.theirs for entry in self.entries]
         for side, names in (("our", ours), ("their", theirs)):
-            twice = sorted({name for name in names if names.count(name) > 1}) if (
-                len(set(names)) < len(names)) else []  # fmt: skip
+            twice = (
+                sorted({name for name in names if names.count(name) > 1})
+                if (len(set(names)) < len(names))
+                else []
+            )
             if twice:
                 raise ValueError(f"{side} names occur twice in the name map: {twice}")
 
     @property
-    def stored(self) -> tuple[Entry, ...]:
+    def stored_entries(self) -> tuple[TensorMapping, ...]:
         """Entries that have bytes of their own."""
         return tuple(entry for entry in self.entries if entry.alias_of is None)
 
-    def to_theirs(self) -> dict[str, tuple[Entry, Piece]]:
+    def to_theirs(self) -> dict[str, tuple[TensorMapping, Piece]]:
         """Our name -> where it lies in which of their tensors."""
         return {piece.ours: (entry, piece) for entry in self.entries for piece in entry.pieces}
 
-    def to_ours(self) -> dict[str, Entry]:
+    def to_ours(self) -> dict[str, TensorMapping]:
         """Their name -> its entry, aliases included."""
         return {entry.theirs: entry for entry in self.entries}
 
@@ -150,7 +155,7 @@ _OUTSIDE = {
 }
 
 
-def hf_map(model: ModelConfig) -> NameMap:
+def huggingface_map(model: ModelConfig) -> NameMap:
     """The map of `LlamaForCausalLM` and `Qwen3ForCausalLM`, which name their tensors alike.
 
     Rows keep their order too: rotary pairs are halves of a head on both sides.
@@ -158,10 +163,10 @@ def hf_map(model: ModelConfig) -> NameMap:
     return NameMap(tuple(_decoder_entries(model)))
 
 
-def _decoder_entries(model: ModelConfig) -> Iterator[Entry]:
+def _decoder_entries(model: ModelConfig) -> Iterator[TensorMapping]:
     for row in decoder_parameters(model):
         if row.padding:
-            yield cut(row.name, _theirs(row.name), row.shape, row.padding)
+            yield trim_rows(row.name, _theirs(row.name), row.shape, row.padding)
         else:
             yield rename(row.name, _theirs(row.name), row.shape)
     if model.tied_embeddings:

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple, cast
 
 from xxhash import xxh3_128_hexdigest
 
-from holdfast.core.json_parsing import parsed
+from holdfast.core.json_parsing import parse_json
 from holdfast.core.sharding.boxes import Box
 from holdfast.core.sharding.ownership import Ownership
 from holdfast.core.sharding.state_table import ITEM_BYTES, StateTable, TensorSpec
@@ -33,15 +33,15 @@ from holdfast.layout import Topology
 FORMAT = 2
 """2 added to the table which dims tp cuts and which stages hold a tensor, and to the topology the
 blocks of each stage. If neither tp nor pp is above 1, both versions place every box alike."""
-READABLE = (1, FORMAT)
+READABLE_FORMATS = (1, FORMAT)
 BLOB_ALIGNMENT = 4096
 """Tensor data of a blob starts at a multiple of this many bytes, so that it can be written and
 read past the page cache."""
 
-_MAX = 2**64 - 1
-COMMITS = "commits/"
+_MAX_U64 = 2**64 - 1
+COMMITS_PREFIX = "commits/"
 
-_ROTTEN = (ValueError, KeyError, TypeError, AttributeError, OverflowError)
+_PARSE_ERRORS = (ValueError, KeyError, TypeError, AttributeError, OverflowError)
 """Errors of reading fields from a JSON value with other fields, or with fields of other types."""
 
 
@@ -68,18 +68,18 @@ def part_key(generation: int, step: int, writer: str) -> str:
 
 def commit_key(generation: int, step: int) -> str:
     """The step is inverted, so that the first key of a listing is the newest."""
-    return f"{COMMITS}{_MAX - step:016x}-{generation:010d}.json"
+    return f"{COMMITS_PREFIX}{_MAX_U64 - step:016x}-{generation:010d}.json"
 
 
 def parse_commit_key(key: str) -> tuple[int, int] | None:
     """(step, generation), or None for a key that no commit object has."""
-    name = key.removeprefix(COMMITS)
+    name = key.removeprefix(COMMITS_PREFIX)
     inverted, dash, rest = name.partition("-")
     generation, dot, suffix = rest.partition(".")
     if key == name or len(inverted) != 16 or not dash or not dot or suffix != "json":
         return None
     try:
-        step = _MAX - int(inverted, 16)
+        step = _MAX_U64 - int(inverted, 16)
         parsed = (step, int(generation))
     except ValueError:
         return None
@@ -130,22 +130,28 @@ class Blob:
 
     def to_json(self) -> dict[str, Any]:
         return {
-            "key": self.key, "size": self.size, "data_start": self.data_start,
-            "extent_bytes": self.extent_bytes, "xxh3": list(self.checksums),
-        }  # fmt: skip
+            "key": self.key,
+            "size": self.size,
+            "data_start": self.data_start,
+            "extent_bytes": self.extent_bytes,
+            "xxh3": list(self.checksums),
+        }
 
     @staticmethod
     def from_json(value: Mapping[str, Any]) -> Blob:
         blob = Blob(
-            str(value["key"]), int(value["size"]), int(value["data_start"]),
-            int(value["extent_bytes"]), tuple(map(str, value["xxh3"])),
-        )  # fmt: skip
+            str(value["key"]),
+            int(value["size"]),
+            int(value["data_start"]),
+            int(value["extent_bytes"]),
+            tuple(map(str, value["xxh3"])),
+        )
         if blob.extent_bytes < 1 or len(blob.checksums) != -(-blob.size // blob.extent_bytes):
             raise ValueError(f"{blob.key}: {len(blob.checksums)} checksums for {blob.size} bytes")
         return blob
 
 
-class Placed(NamedTuple):
+class PlacedBox(NamedTuple):
     """A box in a blob: its elements lie row-major from byte `start` after the data start."""
 
     # A tuple, because a large checkpoint makes a million of them at once.
@@ -158,26 +164,26 @@ class Placed(NamedTuple):
         return self.box.size * ITEM_BYTES[self.dtype]
 
 
-def placed(boxes: Iterable[Box], table: StateTable) -> tuple[Placed, ...]:
+def place_boxes(boxes: Iterable[Box], table: StateTable) -> tuple[PlacedBox, ...]:
     """Return the place of each box in its writer's blob: wide dtypes first, in the order given
     otherwise. So every tensor is aligned to its own element without gaps (the format allows none).
     """
-    return placed_as(boxes, {spec.name: spec.dtype for spec in table})
+    return place_boxes_as(boxes, {spec.name: spec.dtype for spec in table})
 
 
-def placed_as(boxes: Iterable[Box], dtypes: Mapping[str, str]) -> tuple[Placed, ...]:
+def place_boxes_as(boxes: Iterable[Box], dtypes: Mapping[str, str]) -> tuple[PlacedBox, ...]:
     """As `placed`, for many writers of one table: name -> dtype."""
     ordered = sorted(boxes, key=lambda box: -ITEM_BYTES[dtypes[box.name]])
-    out: list[Placed] = []
+    out: list[PlacedBox] = []
     start = 0
     for box in ordered:
         dtype = dtypes[box.name]
-        out.append(Placed(box, dtype, start))
+        out.append(PlacedBox(box, dtype, start))
         start += box.size * ITEM_BYTES[dtype]
     return tuple(out)
 
 
-def listed(rows: Mapping[str, Sequence[Any]]) -> tuple[Placed, ...]:
+def parse_placed_boxes(rows: Mapping[str, Sequence[Any]]) -> tuple[PlacedBox, ...]:
     """What a list that came from outside says: name -> (dtype, offsets, lengths, start).
 
     Raises ValueError or TypeError where a box can lie nowhere: offsets, lengths and start are whole
@@ -196,20 +202,20 @@ def listed(rows: Mapping[str, Sequence[Any]]) -> tuple[Placed, ...]:
     )
     if not sound:
         for name, row in rows.items() if len(rows) > 1 else ():
-            listed({name: row})  # names the one that is wrong
+            parse_placed_boxes({name: row})  # names the one that is wrong
         raise ValueError(f"{next(iter(rows))!r} has a strange dtype, or lies nowhere")
     boxes = map(_box, zip(rows, offsets, lengths, strict=True))
-    return tuple(map(_placed, zip(boxes, dtypes, starts, strict=True)))
+    return tuple(map(_placed_box, zip(boxes, dtypes, starts, strict=True)))
 
 
 # As Box(...) and Placed(...), of a tuple: without a call of Python for each.
 _box = cast(Callable[[tuple[Any, ...]], Box], partial(tuple.__new__, Box))
-_placed = cast(Callable[[tuple[Any, ...]], Placed], partial(tuple.__new__, Placed))
+_placed_box = cast(Callable[[tuple[Any, ...]], PlacedBox], partial(tuple.__new__, PlacedBox))
 
 
 # --- manifests ------------------------------------------------------------------------------
 @dataclass(frozen=True)
-class Part:
+class PartManifest:
     """The blob of one writer. `tensors` lists its contents in full: name -> (offsets, lengths,
     start)."""
 
@@ -217,7 +223,7 @@ class Part:
     step: int
     rank: int
     blob: Blob
-    tensors: tuple[Placed, ...]
+    tensors: tuple[PlacedBox, ...]
     meta: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -229,25 +235,36 @@ class Part:
             p.box.name: [p.dtype, list(p.box.offsets), list(p.box.lengths), p.start]
             for p in self.tensors
         }
-        return seal("part", {
-            "generation": self.generation, "step": self.step, "rank": self.rank,
-            "blob": self.blob.to_json(), "tensors": tensors, "meta": dict(self.meta),
-        })  # fmt: skip
+        return seal_manifest(
+            "part",
+            {
+                "generation": self.generation,
+                "step": self.step,
+                "rank": self.rank,
+                "blob": self.blob.to_json(),
+                "tensors": tensors,
+                "meta": dict(self.meta),
+            },
+        )
 
     @staticmethod
-    def from_bytes(data: bytes, where: str) -> Part:
-        body = unseal("part", data, where)
+    def from_bytes(data: bytes, where: str) -> PartManifest:
+        body = unseal_manifest("part", data, where)
         try:
-            return Part(
-                body["generation"], body["step"], body["rank"],
-                Blob.from_json(body["blob"]), listed(body["tensors"]), body["meta"],
-            )  # fmt: skip
-        except _ROTTEN as error:
+            return PartManifest(
+                body["generation"],
+                body["step"],
+                body["rank"],
+                Blob.from_json(body["blob"]),
+                parse_placed_boxes(body["tensors"]),
+                body["meta"],
+            )
+        except _PARSE_ERRORS as error:
             raise CorruptError(f"{where}: not a part manifest: {error}") from error
 
 
 @dataclass(frozen=True, slots=True)
-class Writer:
+class WriterShare:
     """One writer's share of a commit: its blob, and the checksum of its part manifest."""
 
     rank: int
@@ -268,7 +285,7 @@ class Commit:
     dataset_version: str
     topology: Topology
     table: StateTable
-    writers: tuple[Writer, ...]
+    writers: tuple[WriterShare, ...]
     meta: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -281,42 +298,50 @@ class Commit:
         return sum(writer.blob.size for writer in self.writers)
 
     def to_bytes(self) -> bytes:
-        return seal("commit", {
-            "generation": self.generation, "step": self.step,
-            "config_hash": self.config_hash, "dataset_version": self.dataset_version,
-            "topology": self.topology.to_json(),
-            "table": [spec.to_json() for spec in self.table],
-            "writers": [
-                {"rank": w.rank, "blob": w.blob.to_json(), "part_xxh3": w.part_xxh3}
-                for w in self.writers
-            ],
-            "meta": dict(self.meta),
-        })  # fmt: skip
+        return seal_manifest(
+            "commit",
+            {
+                "generation": self.generation,
+                "step": self.step,
+                "config_hash": self.config_hash,
+                "dataset_version": self.dataset_version,
+                "topology": self.topology.to_json(),
+                "table": [spec.to_json() for spec in self.table],
+                "writers": [
+                    {"rank": w.rank, "blob": w.blob.to_json(), "part_xxh3": w.part_xxh3}
+                    for w in self.writers
+                ],
+                "meta": dict(self.meta),
+            },
+        )
 
     @staticmethod
     def from_bytes(data: bytes, where: str) -> Commit:
-        body = unseal("commit", data, where)
+        body = unseal_manifest("commit", data, where)
         try:
             commit = Commit(
-                body["generation"], body["step"], body["config_hash"], body["dataset_version"],
+                body["generation"],
+                body["step"],
+                body["config_hash"],
+                body["dataset_version"],
                 Topology.from_json(body["topology"]),
                 tuple(TensorSpec.from_json(row) for row in body["table"]),
                 tuple(
-                    Writer(w["rank"], Blob.from_json(w["blob"]), w["part_xxh3"])
+                    WriterShare(w["rank"], Blob.from_json(w["blob"]), w["part_xxh3"])
                     for w in body["writers"]
                 ),
                 body["meta"],
-            )  # fmt: skip
+            )
             key = commit.key
-        except _ROTTEN as error:
+        except _PARSE_ERRORS as error:
             raise CorruptError(f"{where}: not a commit object: {error}") from error
         if key != where:
             raise CorruptError(f"{where}: holds the commit object {key}")
         return commit
 
 
-def merge(
-    parts: Mapping[int, tuple[Part, bytes]],
+def merge_parts(
+    parts: Mapping[int, tuple[PartManifest, bytes]],
     topology: Topology,
     table: StateTable,
     config_hash: str,
@@ -331,23 +356,23 @@ def merge(
     if missing or len(parts) != topology.world_size:
         raise CheckpointError(f"parts of ranks {missing} are missing")
     ownership = Ownership(topology, table)
-    if problem := ownership.problem():
+    if problem := ownership.coverage_problem():
         raise CheckpointError(problem)
-    owned = dict(ownership.all())
+    owned = dict(ownership.by_rank())
     dtypes = {spec.name: spec.dtype for spec in table}
     left = {spec.name: prod(spec.shape) for spec in table}
-    writers: list[Writer] = []
+    writers: list[WriterShare] = []
     for rank in range(topology.world_size):
         part, stored = parts[rank]
-        due = placed_as(owned.get(rank, ()), dtypes)
-        if tuple(sorted(part.tensors, key=_start)) != due or part.rank != rank:
+        due = place_boxes_as(owned.get(rank, ()), dtypes)
+        if tuple(sorted(part.tensors, key=_start_of)) != due or part.rank != rank:
             raise CheckpointError(f"the part of rank {rank} does not hold what the rank owns")
         need = part.blob.data_start + (due[-1].start + due[-1].nbytes if due else 0)
         if part.blob.size != need:
             raise CheckpointError(f"{part.blob.key} has {part.blob.size} bytes, {need} are due")
         for p in due:
             left[p.box.name] -= p.box.size
-        writers.append(Writer(rank, part.blob, xxh3_128_hexdigest(stored)))
+        writers.append(WriterShare(rank, part.blob, xxh3_128_hexdigest(stored)))
     for name, elements in left.items():
         if elements:
             raise CheckpointError(f"{name}: {elements} elements are missing")
@@ -356,53 +381,60 @@ def merge(
         raise CheckpointError("parts of different steps or generations do not make a checkpoint")
     meta = next((dict(parts[rank][0].meta) for rank in sorted(parts) if parts[rank][0].meta), {})
     return Commit(
-        first.generation, first.step, config_hash, dataset_version, topology, table,
-        tuple(writers), meta,
-    )  # fmt: skip
+        first.generation,
+        first.step,
+        config_hash,
+        dataset_version,
+        topology,
+        table,
+        tuple(writers),
+        meta,
+    )
 
 
-def _start(p: Placed) -> int:
+def _start_of(p: PlacedBox) -> int:
     return p.start
 
 
 # --- sealing --------------------------------------------------------------------------------
-def seal(kind: str, body: Mapping[str, Any]) -> bytes:
+def seal_manifest(kind: str, body: Mapping[str, Any]) -> bytes:
     """Return the canonical JSON of a manifest, with its format version. Its own checksum is the
     last key, and covers the bytes before it."""
-    content = _canonical({"holdfast": kind, "format": FORMAT, **body})
-    return content[:-1] + _tail(xxh3_128_hexdigest(content))
+    content = _canonical_json({"holdfast": kind, "format": FORMAT, **body})
+    return content[:-1] + _checksum_tail(xxh3_128_hexdigest(content))
 
 
-def unseal(kind: str, data: bytes, where: str) -> dict[str, Any]:
+def unseal_manifest(kind: str, data: bytes, where: str) -> dict[str, Any]:
     """The body of a sealed manifest.
 
     Raises CorruptError when any byte differs from what was written, and CheckpointError when a
     newer version wrote it.
     """
     try:
-        content = parsed(data)
+        content = parse_json(data)
         version = content["format"]
         checksum = content.pop("xxh3")
         found = content["holdfast"]
-        tail = _tail(str(checksum))
-    except _ROTTEN as error:
+        tail = _checksum_tail(str(checksum))
+    except _PARSE_ERRORS as error:
         raise CorruptError(f"{where}: not a manifest") from error
     whole = data.endswith(tail) and xxh3_128_hexdigest(data[: -len(tail)] + b"}") == checksum
     if not whole:
         raise CorruptError(f"{where}: checksum does not match")
-    if version not in READABLE:
+    if version not in READABLE_FORMATS:
         raise CheckpointError(
-            f"format version {version} is newer than {FORMAT}", where=where,
+            f"format version {version} is newer than {FORMAT}",
+            where=where,
             remedy="use the version of Holdfast that wrote it",
-        )  # fmt: skip
+        )
     if found != kind:
         raise CorruptError(f"{where}: a {found} manifest where a {kind} manifest belongs")
     return dict(content)
 
 
-def _tail(checksum: str) -> bytes:
+def _checksum_tail(checksum: str) -> bytes:
     return f',"xxh3":"{checksum}"}}'.encode()
 
 
-def _canonical(value: Mapping[str, Any] | Sequence[Any]) -> bytes:
+def _canonical_json(value: Mapping[str, Any] | Sequence[Any]) -> bytes:
     return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()

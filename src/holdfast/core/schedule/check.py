@@ -20,28 +20,28 @@ from collections.abc import Iterator
 
 from holdfast.core.schedule.table import (
     Action,
-    Cell,
-    Kind,
-    Overlapped,
+    ActionKind,
+    OverlappedActions,
     Schedule,
+    ScheduleCell,
     ScheduleError,
     Value,
-    needed,
-    produced,
-    singles,
+    actions_of,
+    value_produced,
+    values_needed,
 )
 
 
-def check(schedule: Schedule) -> None:
+def check_schedule(schedule: Schedule) -> None:
     """Return when `schedule` is complete, in order and free of deadlock.
 
     Raises ScheduleError, which names the action (and the rank) that is wrong, missing or waits.
     """
-    for _ in execution(schedule):
+    for _ in execution_order(schedule):
         pass
 
 
-def execution(schedule: Schedule) -> Iterator[tuple[int, Cell]]:
+def execution_order(schedule: Schedule) -> Iterator[tuple[int, ScheduleCell]]:
     """Every (rank, cell) in an order in which they can run: each after all that it needs.
 
     Raises ScheduleError: before the first cell when the table is not complete, and in the
@@ -57,28 +57,30 @@ def execution(schedule: Schedule) -> Iterator[tuple[int, Cell]]:
         rank = ready.popleft()
         while at[rank] < len(schedule.actions[rank]):
             cell = schedule.actions[rank][at[rank]]
-            missing = _missing(cell, schedule, there)
+            missing = _missing_values(cell, schedule, there)
             if missing:
                 blocked[missing[0]].append(rank)
                 break
             yield rank, cell
             at[rank] += 1
-            for action in singles(cell):
-                value = produced(action)
+            for action in actions_of(cell):
+                value = value_produced(action)
                 if value is not None:
                     there.add(value)
                     ready.extend(blocked.pop(value, ()))
     if any(done < len(row) for done, row in zip(at, schedule.actions, strict=True)):
-        raise ScheduleError(_circle(schedule, at, there), where=_where(schedule))
+        raise ScheduleError(
+            _describe_deadlock(schedule, at, there), where=_schedule_label(schedule)
+        )
 
 
-def _where(schedule: Schedule) -> str:
+def _schedule_label(schedule: Schedule) -> str:
     return f"schedule {schedule.name}"
 
 
 def _check_places(schedule: Schedule) -> None:
     """Stages, ranks and microbatches exist, and every action stands where its stage is."""
-    where = _where(schedule)
+    where = _schedule_label(schedule)
     if schedule.microbatches < 1 or not schedule.stages or not schedule.ranks:
         raise ScheduleError("it has no microbatch, no stage or no rank", where=where)
     for rank in range(schedule.ranks):
@@ -92,7 +94,7 @@ def _check_places(schedule: Schedule) -> None:
             )
     for rank, row in enumerate(schedule.actions):
         for cell in row:
-            for action in singles(cell):
+            for action in actions_of(cell):
                 if not 0 <= action.stage < schedule.stages:
                     raise ScheduleError(
                         f"rank {rank} runs {action}, but there are {schedule.stages} stages",
@@ -114,28 +116,32 @@ def _check_places(schedule: Schedule) -> None:
 
 def _check_complete(schedule: Schedule) -> None:
     """One F, and one B or one I and one W, of every stage and microbatch."""
-    where = _where(schedule)
+    where = _schedule_label(schedule)
     seen: set[Action] = set()
     for rank, row in enumerate(schedule.actions):
         for cell in row:
-            if isinstance(cell, Overlapped) and len(cell.actions) < 2:
+            if isinstance(cell, OverlappedActions) and len(cell.actions) < 2:
                 raise ScheduleError(
                     f"rank {rank} overlaps {cell}, which is fewer than two actions", where=where
                 )
-            for action in singles(cell):
+            for action in actions_of(cell):
                 if action in seen:
                     raise ScheduleError(f"rank {rank} runs {action} twice", where=where)
                 seen.add(action)
     backward = schedule.has_backward
     for stage in range(schedule.stages):
         for microbatch in range(schedule.microbatches):
-            if Action(stage, Kind.FORWARD, microbatch) not in seen:
+            if Action(stage, ActionKind.FORWARD, microbatch) not in seen:
                 raise ScheduleError(
-                    f"{Action(stage, Kind.FORWARD, microbatch)} is missing", where=where
+                    f"{Action(stage, ActionKind.FORWARD, microbatch)} is missing", where=where
                 )
             had = [
                 str(kind)
-                for kind in (Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
+                for kind in (
+                    ActionKind.BACKWARD,
+                    ActionKind.BACKWARD_INPUT,
+                    ActionKind.BACKWARD_WEIGHT,
+                )
                 if Action(stage, kind, microbatch) in seen
             ]
             if backward and had not in (["B"], ["I", "W"]):
@@ -146,28 +152,28 @@ def _check_complete(schedule: Schedule) -> None:
                 )
 
 
-def _missing(cell: Cell, schedule: Schedule, there: set[Value]) -> list[Value]:
+def _missing_values(cell: ScheduleCell, schedule: Schedule, there: set[Value]) -> list[Value]:
     return [
         value
-        for action in singles(cell)
-        for value in needed(action, schedule.stages)
+        for action in actions_of(cell)
+        for value in values_needed(action, schedule.stages)
         if value not in there
     ]
 
 
-def _circle(schedule: Schedule, at: list[int], there: set[Value]) -> str:
+def _describe_deadlock(schedule: Schedule, at: list[int], there: set[Value]) -> str:
     """The sentence about ranks that wait for each other (or one for itself)."""
     home = {
         value: (rank, action)
         for rank, row in enumerate(schedule.actions)
         for cell in row
-        for action in singles(cell)
-        if (value := produced(action)) is not None
+        for action in actions_of(cell)
+        if (value := value_produced(action)) is not None
     }
 
-    def waits(rank: int) -> tuple[Cell, int, Action]:
+    def waits(rank: int) -> tuple[ScheduleCell, int, Action]:
         cell = schedule.actions[rank][at[rank]]
-        return cell, *home[_missing(cell, schedule, there)[0]]
+        return cell, *home[_missing_values(cell, schedule, there)[0]]
 
     rank = next(r for r in range(schedule.ranks) if at[r] < len(schedule.actions[r]))
     path: list[int] = []
@@ -177,7 +183,7 @@ def _circle(schedule: Schedule, at: list[int], there: set[Value]) -> str:
     circle = path[path.index(rank) :]
     if len(circle) == 1:
         cell, _, action = waits(rank)
-        if action in singles(cell):
+        if action in actions_of(cell):
             return f"rank {rank} overlaps {cell}, of which one action needs another ({action})"
         return f"rank {rank} runs {cell} before {action}, which it needs"
     waiting = (

@@ -16,12 +16,12 @@ from collections.abc import Sequence
 
 from holdfast.core.schedule.table import (
     Action,
-    Cell,
-    Kind,
-    Overlapped,
+    ActionKind,
+    OverlappedActions,
     Schedule,
+    ScheduleCell,
     ScheduleError,
-    singles,
+    actions_of,
 )
 
 _ACTION = re.compile(r"([0-9]{1,9})([FBIW])([0-9]{1,9})")
@@ -57,7 +57,7 @@ def from_csv(text: str, name: str, rank_of: Sequence[int] | None = None) -> Sche
         )
         for line, row in enumerate(rows, 1)
     )
-    flat = [(rank, a) for rank, row in enumerate(actions) for cell in row for a in singles(cell)]
+    flat = [(rank, a) for rank, row in enumerate(actions) for cell in row for a in actions_of(cell)]
     if not flat:
         raise ScheduleError(
             "the table has no action", where=name, remedy="write 0F0, 0B0 and so on"
@@ -74,11 +74,13 @@ def from_csv(text: str, name: str, rank_of: Sequence[int] | None = None) -> Sche
     return Schedule(name, microbatches, tuple(rank_of), actions)
 
 
-def _cell(text: str, where: str) -> Cell | None:
+def _cell(text: str, where: str) -> ScheduleCell | None:
     if not text or _FOLLOWS.fullmatch(text):
         return None
     if match := _OVERLAPPED.fullmatch(text):
-        return Overlapped(tuple(_action(part.strip(), where) for part in match[1].split(";")))
+        return OverlappedActions(
+            tuple(_action(part.strip(), where) for part in match[1].split(";"))
+        )
     return _action(text, where)
 
 
@@ -90,4 +92,4 @@ def _action(text: str, where: str) -> Action:
             where=where,
             remedy="write stage, one of F, B, I, W, and microbatch, as in 2F0",
         )
-    return Action(int(match[1]), Kind(match[2]), int(match[3]))
+    return Action(int(match[1]), ActionKind(match[2]), int(match[3]))

@@ -13,41 +13,48 @@ from __future__ import annotations
 from collections.abc import Sequence
 from html import escape
 
-from holdfast.core.schedule.table import Action, Cell, Kind, Overlapped, Schedule, singles
-from holdfast.core.schedule.timing import Span, Timeline
+from holdfast.core.schedule.table import (
+    Action,
+    ActionKind,
+    OverlappedActions,
+    Schedule,
+    ScheduleCell,
+    actions_of,
+)
+from holdfast.core.schedule.timing import ScheduledSpan, Timeline
 
 # kind -> (meaning, fill of the SVG, character that fills the rest of a cell of text)
-KINDS: dict[Kind, tuple[str, str, str]] = {
-    Kind.FORWARD: ("forward", "#7fb2e5", "_"),
-    Kind.BACKWARD: ("backward", "#f2b279", "-"),
-    Kind.BACKWARD_INPUT: ("backward, input", "#f2d37a", "~"),
-    Kind.BACKWARD_WEIGHT: ("backward, weight", "#a8d5a2", "="),
+KIND_STYLES: dict[ActionKind, tuple[str, str, str]] = {
+    ActionKind.FORWARD: ("forward", "#7fb2e5", "_"),
+    ActionKind.BACKWARD: ("backward", "#f2b279", "-"),
+    ActionKind.BACKWARD_INPUT: ("backward, input", "#f2d37a", "~"),
+    ActionKind.BACKWARD_WEIGHT: ("backward, weight", "#a8d5a2", "="),
 }
 _IDLE = "."
-_WIDEST = 400  # characters of a text row, whatever the durations
+_MAX_ROW_CHARACTERS = 400  # characters of a text row, whatever the durations
 
 
-def text(schedule: Schedule, timeline: Timeline, columns: int | None = None) -> str:
+def draw_text(schedule: Schedule, timeline: Timeline, columns: int | None = None) -> str:
     """The timeline in characters, `columns` wide (default: as wide as the labels need).
 
     Labels that do not fit are cut; actions narrower than a character are not seen.
     """
-    labels = _Labels(schedule)
+    labels = _CellLabels(schedule)
     scale = _scale(labels, timeline, columns)
     rows = [_row(labels, spans, timeline.makespan, scale) for spans in timeline.spans]
     width = len(f"rank {schedule.ranks - 1}")
     lines = [_title(schedule, timeline)]
     for rank, row in enumerate(rows):
         lines.append(f"{f'rank {rank}':<{width}}  {row}  {_figures(timeline, rank)}")
-    legend = [f"{kind} {KINDS[kind][0]}" for kind in _kinds(schedule)]
+    legend = [f"{kind} {KIND_STYLES[kind][0]}" for kind in _kinds(schedule)]
     number = "stage, kind, microbatch" if labels.with_stage else "kind, microbatch"
     lines.append(f"{', '.join(legend)}, {_IDLE} idle; a label is {number}")
     return "\n".join(lines)
 
 
-def svg(schedule: Schedule, timeline: Timeline, width: int = 1200) -> str:
+def draw_svg(schedule: Schedule, timeline: Timeline, width: int = 1200) -> str:
     """The timeline as one standalone SVG document, `width` pixels for the makespan."""
-    labels = _Labels(schedule)
+    labels = _CellLabels(schedule)
     left, top, high, gap, right = 70, 34, 30, 6, 190
     scale = width / timeline.makespan if timeline.makespan else 0.0
     bottom = top + schedule.ranks * (high + gap)
@@ -74,22 +81,22 @@ def svg(schedule: Schedule, timeline: Timeline, width: int = 1200) -> str:
     return "\n".join(parts) + "\n"
 
 
-class _Labels:
+class _CellLabels:
     """Return a cell's label: `F0`, or `2F0` if a rank has several stages."""
 
     def __init__(self, schedule: Schedule):
         self.with_stage = schedule.stages > schedule.ranks
 
-    def of(self, action: Action) -> str:
+    def label_of(self, action: Action) -> str:
         return str(action) if self.with_stage else f"{action.kind}{action.microbatch}"
 
-    def of_cell(self, cell: Cell) -> str:
-        return "+".join(self.of(action) for action in singles(cell))
+    def label_of_cell(self, cell: ScheduleCell) -> str:
+        return "+".join(self.label_of(action) for action in actions_of(cell))
 
 
-def _kinds(schedule: Schedule) -> list[Kind]:
-    used = {a.kind for row in schedule.actions for cell in row for a in singles(cell)}
-    return [kind for kind in KINDS if kind in used]
+def _kinds(schedule: Schedule) -> list[ActionKind]:
+    used = {a.kind for row in schedule.actions for cell in row for a in actions_of(cell)}
+    return [kind for kind in KIND_STYLES if kind in used]
 
 
 def _title(schedule: Schedule, timeline: Timeline) -> str:
@@ -105,27 +112,30 @@ def _figures(timeline: Timeline, rank: int) -> str:
     return f"bubble {timeline.bubble[rank]:.1%}, in flight {timeline.in_flight[rank]}"
 
 
-def _scale(labels: _Labels, timeline: Timeline, columns: int | None) -> float:
+def _scale(labels: _CellLabels, timeline: Timeline, columns: int | None) -> float:
     """Characters per unit of time: every label fits with a space, up to a widest row."""
     if not timeline.makespan:
         return 0.0
     if columns is not None:
         return columns / timeline.makespan
     needs = (
-        (len(labels.of_cell(span.cell)) + 1) / (span.stop - span.start)
+        (len(labels.label_of_cell(span.cell)) + 1) / (span.stop - span.start)
         for spans in timeline.spans
         for span in spans
         if span.stop > span.start
     )
     fits = max(needs, default=1.0)
-    return min(fits, _WIDEST / timeline.makespan)
+    return min(fits, _MAX_ROW_CHARACTERS / timeline.makespan)
 
 
-def _row(labels: _Labels, spans: Sequence[Span], makespan: float, scale: float) -> str:
+def _row(labels: _CellLabels, spans: Sequence[ScheduledSpan], makespan: float, scale: float) -> str:
     characters = [_IDLE] * round(makespan * scale)
     for span in spans:
         start, stop = round(span.start * scale), round(span.stop * scale)
-        label, fill = labels.of_cell(span.cell), KINDS[singles(span.cell)[-1].kind][2]
+        label, fill = (
+            labels.label_of_cell(span.cell),
+            KIND_STYLES[actions_of(span.cell)[-1].kind][2],
+        )
         cell = label[: stop - start].ljust(stop - start, fill)
         if stop - start > len(label):
             cell = cell[:-1] + " "  # neighbours stay apart
@@ -134,11 +144,11 @@ def _row(labels: _Labels, spans: Sequence[Span], makespan: float, scale: float) 
 
 
 def _boxes(
-    labels: _Labels, span: Span, left: float, y: float, high: float, scale: float
+    labels: _CellLabels, span: ScheduledSpan, left: float, y: float, high: float, scale: float
 ) -> list[str]:
     """A rectangle with its label and a tooltip; the parts of an overlapped cell are stacked."""
     parts: list[str] = []
-    actions = singles(span.cell)
+    actions = actions_of(span.cell)
     tall = high / len(actions)
     x, wide = left + span.start * scale, (span.stop - span.start) * scale
     title = f"{span.cell} from {float(span.start):.6g} to {float(span.stop):.6g}"
@@ -146,12 +156,13 @@ def _boxes(
         above = y + place * tall
         parts.append(
             f'<rect x="{x:.2f}" y="{above:.2f}" width="{wide:.2f}" height="{tall:.2f}" '
-            f'fill="{KINDS[action.kind][1]}" stroke="#ffffff"><title>{escape(title)}</title></rect>'
+            f'fill="{KIND_STYLES[action.kind][1]}" stroke="#ffffff">'
+            f"<title>{escape(title)}</title></rect>"
         )
-        label = labels.of(action)
+        label = labels.label_of(action)
         size = next((size for size in (12, 10, 8) if wide >= 0.6 * size * len(label) + 1), None)
         if size is not None:
-            size = min(size, 10) if isinstance(span.cell, Overlapped) else size
+            size = min(size, 10) if isinstance(span.cell, OverlappedActions) else size
             parts.append(
                 f'<text x="{x + wide / 2:.2f}" y="{above + tall / 2 + 4:.2f}" '
                 f'text-anchor="middle" pointer-events="none" font-size="{size}">{label}</text>'
@@ -171,7 +182,9 @@ def _axis(makespan: float, left: float, width: float, y: float) -> list[str]:
 
 def _legend(schedule: Schedule, left: float, y: float) -> list[str]:
     parts: list[str] = []
-    entries = [(f"{kind}: {KINDS[kind][0]}", KINDS[kind][1]) for kind in _kinds(schedule)]
+    entries = [
+        (f"{kind}: {KIND_STYLES[kind][0]}", KIND_STYLES[kind][1]) for kind in _kinds(schedule)
+    ]
     x = left
     for words, fill in [*entries, ("idle", "#eeeeee")]:
         parts.append(f'<rect x="{x:g}" y="{y:g}" width="14" height="14" fill="{fill}"/>')

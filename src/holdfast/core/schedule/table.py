@@ -34,7 +34,7 @@ class ScheduleError(LayoutError):
     """A table that cannot be read, is not complete, is out of order, or would wait forever."""
 
 
-class Kind(StrEnum):
+class ActionKind(StrEnum):
     """The computation of an action; the values are the letters of torch's own tables."""
 
     FORWARD = "F"
@@ -48,7 +48,7 @@ class Action:
     """One computation of one stage on one microbatch. Prints as torch's: `1F0`, `3B7`."""
 
     stage: int
-    kind: Kind
+    kind: ActionKind
     microbatch: int
 
     def __str__(self) -> str:
@@ -56,7 +56,7 @@ class Action:
 
 
 @dataclass(frozen=True, slots=True)
-class Overlapped:
+class OverlappedActions:
     """Actions that begin together and end together; none of them may need another of them."""
 
     actions: tuple[Action, ...]
@@ -65,7 +65,7 @@ class Overlapped:
         return f"({';'.join(map(str, self.actions))})OVERLAP_F_B"
 
 
-Cell = Action | Overlapped
+ScheduleCell = Action | OverlappedActions
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -90,7 +90,7 @@ class Schedule:
     name: str
     microbatches: int
     rank_of: tuple[int, ...]
-    actions: tuple[tuple[Cell, ...], ...]
+    actions: tuple[tuple[ScheduleCell, ...], ...]
 
     @property
     def stages(self) -> int:
@@ -103,10 +103,10 @@ class Schedule:
     @property
     def has_backward(self) -> bool:
         return any(
-            action.kind is not Kind.FORWARD
+            action.kind is not ActionKind.FORWARD
             for row in self.actions
             for cell in row
-            for action in singles(cell)
+            for action in actions_of(cell)
         )
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
@@ -114,29 +114,29 @@ class Schedule:
         return tuple(stage for stage, holder in enumerate(self.rank_of) if holder == rank)
 
 
-def singles(cell: Cell) -> tuple[Action, ...]:
+def actions_of(cell: ScheduleCell) -> tuple[Action, ...]:
     """The actions of one cell of the table: itself, or the parts of an overlapped one."""
-    return cell.actions if isinstance(cell, Overlapped) else (cell,)
+    return cell.actions if isinstance(cell, OverlappedActions) else (cell,)
 
 
-def produced(action: Action) -> Value | None:
+def value_produced(action: Action) -> Value | None:
     """Return the value that other actions may wait for; None for W, whose gradient of the weights
     stays here."""
-    if action.kind is Kind.BACKWARD_WEIGHT:
+    if action.kind is ActionKind.BACKWARD_WEIGHT:
         return None
-    return Value(action.stage, action.microbatch, gradient=action.kind is not Kind.FORWARD)
+    return Value(action.stage, action.microbatch, gradient=action.kind is not ActionKind.FORWARD)
 
 
-def needed(action: Action, stages: int) -> tuple[Value, ...]:
+def values_needed(action: Action, stages: int) -> tuple[Value, ...]:
     """Return the inputs that `action` needs before it can begin, in a pipeline of `stages`.
 
     F needs the activation of the stage before. B and I need their own forward and the gradient
     of the stage behind. W needs I of its own stage, which counts as that stage's gradient.
     """
     stage, microbatch = action.stage, action.microbatch
-    if action.kind is Kind.FORWARD:
+    if action.kind is ActionKind.FORWARD:
         return (Value(stage - 1, microbatch),) if stage > 0 else ()
-    if action.kind is Kind.BACKWARD_WEIGHT:
+    if action.kind is ActionKind.BACKWARD_WEIGHT:
         return (Value(stage, microbatch, gradient=True),)
     own = Value(stage, microbatch)
     return (own, Value(stage + 1, microbatch, gradient=True)) if stage + 1 < stages else (own,)
@@ -150,17 +150,19 @@ def gpipe(ranks: int, microbatches: int, virtual: int = 1) -> Schedule:
     in reverse (breadth-first looping, arXiv 2211.05953, section 4). The backwards go through the
     microbatches in the same order as the forwards, so gradients arrive in the tree's order.
     """
-    _at_least("gpipe", ranks, microbatches, 1)
+    _require_microbatches("gpipe", ranks, microbatches, 1)
     rows = []
     for rank in range(ranks):
         stages = range(rank, ranks * virtual, ranks)
         rows.append(
-            tuple(Action(s, Kind.FORWARD, m) for s in stages for m in range(microbatches))
+            tuple(Action(s, ActionKind.FORWARD, m) for s in stages for m in range(microbatches))
             + tuple(
-                Action(s, Kind.BACKWARD, m) for s in reversed(stages) for m in range(microbatches)
+                Action(s, ActionKind.BACKWARD, m)
+                for s in reversed(stages)
+                for m in range(microbatches)
             )
         )
-    return Schedule("gpipe", microbatches, _looped(ranks, virtual), tuple(rows))
+    return Schedule("gpipe", microbatches, _loop_stages(ranks, virtual), tuple(rows))
 
 
 def one_f_one_b(ranks: int, microbatches: int, virtual: int = 1) -> Schedule:
@@ -179,30 +181,35 @@ def one_f_one_b(ranks: int, microbatches: int, virtual: int = 1) -> Schedule:
             where="layout.schedule",
             remedy="use one stage a rank, or the schedule gpipe",
         )
-    _at_least("1f1b", ranks, microbatches, ranks)
+    _require_microbatches("1f1b", ranks, microbatches, ranks)
     rows = []
     for rank in range(ranks):
         ahead = ranks - rank - 1
-        row = [Action(rank, Kind.FORWARD, m) for m in range(ahead)]
+        row = [Action(rank, ActionKind.FORWARD, m) for m in range(ahead)]
         for m in range(ahead, microbatches):
-            row += [Action(rank, Kind.FORWARD, m), Action(rank, Kind.BACKWARD, m - ahead)]
-        row += [Action(rank, Kind.BACKWARD, m) for m in range(microbatches - ahead, microbatches)]
+            row += [
+                Action(rank, ActionKind.FORWARD, m),
+                Action(rank, ActionKind.BACKWARD, m - ahead),
+            ]
+        row += [
+            Action(rank, ActionKind.BACKWARD, m) for m in range(microbatches - ahead, microbatches)
+        ]
         rows.append(tuple(row))
-    return Schedule("1f1b", microbatches, _looped(ranks, 1), tuple(rows))
+    return Schedule("1f1b", microbatches, _loop_stages(ranks, 1), tuple(rows))
 
 
 def forward_only(ranks: int, microbatches: int, virtual: int = 1) -> Schedule:
     """Forwards alone, for validation: nothing is kept, any number of microbatches will do."""
-    _at_least("forward", ranks, microbatches, 1)
+    _require_microbatches("forward", ranks, microbatches, 1)
     rows = tuple(
         tuple(
-            Action(s, Kind.FORWARD, m)
+            Action(s, ActionKind.FORWARD, m)
             for s in range(rank, ranks * virtual, ranks)
             for m in range(microbatches)
         )
         for rank in range(ranks)
     )
-    return Schedule("forward", microbatches, _looped(ranks, virtual), rows)
+    return Schedule("forward", microbatches, _loop_stages(ranks, virtual), rows)
 
 
 Builder = Callable[[int, int, int], Schedule]
@@ -213,7 +220,7 @@ SCHEDULES: Mapping[str, Builder] = MappingProxyType(
 )
 
 
-def build(name: str, ranks: int, microbatches: int, virtual: int = 1) -> Schedule:
+def build_schedule(name: str, ranks: int, microbatches: int, virtual: int = 1) -> Schedule:
     """The table of schedule `name`; LayoutError, one sentence, where it cannot be."""
     if name not in SCHEDULES:
         close = get_close_matches(name, SCHEDULES, n=1)
@@ -232,12 +239,12 @@ def build(name: str, ranks: int, microbatches: int, virtual: int = 1) -> Schedul
     return SCHEDULES[name](ranks, microbatches, virtual)
 
 
-def _looped(ranks: int, virtual: int) -> tuple[int, ...]:
+def _loop_stages(ranks: int, virtual: int) -> tuple[int, ...]:
     """Stage s on rank s % ranks."""
     return tuple(range(ranks)) * virtual
 
 
-def _at_least(name: str, ranks: int, microbatches: int, least: int) -> None:
+def _require_microbatches(name: str, ranks: int, microbatches: int, least: int) -> None:
     if microbatches < least:
         raise LayoutError(
             f"the schedule {name} over {ranks} ranks needs at least {least} microbatches, "

@@ -17,17 +17,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
-from holdfast.core.schedule.check import execution
+from holdfast.core.schedule.check import execution_order
 from holdfast.core.schedule.table import (
     Action,
-    Cell,
-    Kind,
+    ActionKind,
     Schedule,
+    ScheduleCell,
     ScheduleError,
     Value,
-    needed,
-    produced,
-    singles,
+    actions_of,
+    value_produced,
+    values_needed,
 )
 
 
@@ -58,21 +58,21 @@ class Durations:
                 )
 
     @staticmethod
-    def even(stages: int, forward: float = 1, backward: float = 2, send: float = 0) -> Durations:
+    def uniform(stages: int, forward: float = 1, backward: float = 2, send: float = 0) -> Durations:
         """Every stage alike."""
         return Durations((forward,) * stages, (backward,) * stages, send=send)
 
-    def of(self, action: Action) -> float:
+    def duration_of(self, action: Action) -> float:
         """Return the duration of `action`."""
         stage, split = action.stage, self.backward[action.stage] / 2
         match action.kind:
-            case Kind.FORWARD:
+            case ActionKind.FORWARD:
                 return self.forward[stage]
-            case Kind.BACKWARD:
+            case ActionKind.BACKWARD:
                 return self.backward[stage]
-            case Kind.BACKWARD_INPUT:
+            case ActionKind.BACKWARD_INPUT:
                 return self.input[stage] if self.input else split
-            case Kind.BACKWARD_WEIGHT:
+            case ActionKind.BACKWARD_WEIGHT:
                 return self.weight[stage] if self.weight else split
 
     def _check(self, stages: int) -> None:
@@ -87,10 +87,10 @@ class Durations:
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class ScheduledSpan:
     """One cell of the table in time."""
 
-    cell: Cell
+    cell: ScheduleCell
     start: float
     stop: float
 
@@ -104,31 +104,31 @@ class Timeline:
     the backward (of W if it is split). A forward alone keeps its own while it runs.
     """
 
-    spans: tuple[tuple[Span, ...], ...]
+    spans: tuple[tuple[ScheduledSpan, ...], ...]
     makespan: float
     bubble: tuple[float, ...]
     in_flight: tuple[int, ...]
 
 
-def timeline(schedule: Schedule, durations: Durations) -> Timeline:
+def time_schedule(schedule: Schedule, durations: Durations) -> Timeline:
     """Time every cell of `schedule`.
 
     Raises ScheduleError when the table would not run (see `check`), or the durations
     are of another number of stages.
     """
     durations._check(schedule.stages)
-    spans: list[list[Span]] = [[] for _ in range(schedule.ranks)]
+    spans: list[list[ScheduledSpan]] = [[] for _ in range(schedule.ranks)]
     ready: dict[Value, float] = {}  # when each value is there, on the rank that made it
-    for rank, cell in execution(schedule):
+    for rank, cell in execution_order(schedule):
         start: float = spans[rank][-1].stop if spans[rank] else 0
-        for action in singles(cell):
-            for value in needed(action, schedule.stages):
+        for action in actions_of(cell):
+            for value in values_needed(action, schedule.stages):
                 travels = schedule.rank_of[value.stage] != rank
                 start = max(start, ready[value] + (durations.send if travels else 0))
-        stop = start + sum(durations.of(action) for action in singles(cell))
-        spans[rank].append(Span(cell, start, stop))
-        for action in singles(cell):
-            made = produced(action)
+        stop = start + sum(durations.duration_of(action) for action in actions_of(cell))
+        spans[rank].append(ScheduledSpan(cell, start, stop))
+        for action in actions_of(cell):
+            made = value_produced(action)
             if made is not None:
                 ready[made] = stop
     makespan = max(row[-1].stop for row in spans)
@@ -136,10 +136,10 @@ def timeline(schedule: Schedule, durations: Durations) -> Timeline:
         1 - sum(span.stop - span.start for span in row) / makespan if makespan else 0.0
         for row in spans
     )
-    return Timeline(tuple(map(tuple, spans)), makespan, bubble, in_flight(schedule))
+    return Timeline(tuple(map(tuple, spans)), makespan, bubble, max_in_flight(schedule))
 
 
-def in_flight(schedule: Schedule) -> tuple[int, ...]:
+def max_in_flight(schedule: Schedule) -> tuple[int, ...]:
     """The most activations that each rank keeps at once; it depends on the order alone."""
     if not schedule.has_backward:
         return (1,) * schedule.ranks
@@ -147,9 +147,9 @@ def in_flight(schedule: Schedule) -> tuple[int, ...]:
     for row in schedule.actions:
         kept = peak = 0
         for cell in row:
-            kinds = [action.kind for action in singles(cell)]
-            kept += kinds.count(Kind.FORWARD)
+            kinds = [action.kind for action in actions_of(cell)]
+            kept += kinds.count(ActionKind.FORWARD)
             peak = max(peak, kept)
-            kept -= kinds.count(Kind.BACKWARD) + kinds.count(Kind.BACKWARD_WEIGHT)
+            kept -= kinds.count(ActionKind.BACKWARD) + kinds.count(ActionKind.BACKWARD_WEIGHT)
         peaks.append(peak)
     return tuple(peaks)

@@ -45,7 +45,7 @@ class Box(NamedTuple):
         )
         return Box(self.name, starts, lengths) if all(n > 0 for n in lengths) else None
 
-    def meets(self, other: Box) -> bool:
+    def overlaps(self, other: Box) -> bool:
         """Return True if there is a common part."""
         if self.name != other.name or len(self.offsets) != len(other.offsets):
             return False
@@ -64,7 +64,7 @@ class Box(NamedTuple):
         return low and all(a >= b for a, b in zip(self.stops, other.stops, strict=True))
 
 
-class Run(NamedTuple):
+class CopyRun(NamedTuple):
     """`length` elements that are contiguous in both boxes; starts count from each box's first."""
 
     source: int
@@ -72,61 +72,62 @@ class Run(NamedTuple):
     length: int
 
 
-def whole(name: str, shape: Sequence[int]) -> Box:
+def whole_box(name: str, shape: Sequence[int]) -> Box:
     """The box that holds all of a tensor."""
     return Box(name, (0,) * len(shape), tuple(shape))
 
 
-def runs(source: Box, target: Box) -> Iterator[Run]:
+def copy_runs(source: Box, target: Box) -> Iterator[CopyRun]:
     """Yield the fewest contiguous runs that copy the common part of two boxes.
 
     Trailing dims that the common part fills in both boxes are merged into one run. So two row
     ranges of one matrix give a single run. Both starts rise from run to run.
     """
     if source.lengths[1:] == target.lengths[1:] and source.offsets[1:] == target.offsets[1:]:
-        if source.meets(target):
-            yield _rows(source, target)
+        if source.overlaps(target):
+            yield _row_run(source, target)
         return
     common = source.intersect(target)
     if common is None:
         return
     dims = len(common.lengths)
     fused = dims  # dims [fused:] are filled by the common part in both boxes
-    while fused and common.lengths[fused - 1] == source.lengths[fused - 1] == target.lengths[
-        fused - 1
-    ]:  # fmt: skip
+    while (
+        fused
+        and common.lengths[fused - 1] == source.lengths[fused - 1] == target.lengths[fused - 1]
+    ):
         fused -= 1
     outer = max(fused - 1, 0)  # dims [outer:] make one run
     count = prod(common.lengths[outer:])
     source_strides, target_strides = _strides(source.lengths), _strides(target.lengths)
-    source_start = _at(common, source, source_strides)
-    target_start = _at(common, target, target_strides)
+    source_start = _element_offset(common, source, source_strides)
+    target_start = _element_offset(common, target, target_strides)
     if outer == 1:  # columns of a matrix: as many runs as it has rows
         for i in range(common.lengths[0]):
-            yield Run(
+            yield CopyRun(
                 source_start + i * source_strides[0], target_start + i * target_strides[0], count
             )
         return
     for index in product(*(range(n) for n in common.lengths[:outer])):
-        yield Run(
+        yield CopyRun(
             source_start + sum(i * s for i, s in zip(index, source_strides, strict=False)),
             target_start + sum(i * s for i, s in zip(index, target_strides, strict=False)),
             count,
         )
 
 
-def _rows(source: Box, target: Box) -> Run:
+def _row_run(source: Box, target: Box) -> CopyRun:
     """The one run of two boxes that differ at most in their rows, which most do: quick."""
     if not source.lengths:
-        return Run(0, 0, 1)
+        return CopyRun(0, 0, 1)
     a, b = source.offsets[0], target.offsets[0]
     first = max(a, b)
     count = min(a + source.lengths[0], b + target.lengths[0]) - first
     row = prod(source.lengths[1:])
-    return Run((first - a) * row, (first - b) * row, count * row)
+    return CopyRun((first - a) * row, (first - b) * row, count * row)
 
 
-def coverage(shape: Sequence[int], boxes: Iterable[Box]) -> str | None:
+def coverage_problem(shape: Sequence[int], boxes: Iterable[Box]) -> str | None:
     """Return None if the boxes hold every element of a tensor exactly once, or what is wrong.
 
     Boxes that lie inside the shape, do not overlap, and have as many elements together as the
@@ -134,16 +135,16 @@ def coverage(shape: Sequence[int], boxes: Iterable[Box]) -> str | None:
     """
     boxes = list(boxes)
     for box in boxes:
-        if problem := _outside(box, shape):
+        if problem := _why_outside(box, shape):
             return problem
-    full = whole("", shape)
+    full = whole_box("", shape)
     held = sorted((b for b in boxes if b.size), key=lambda b: (b.offsets, b.lengths))
     active: list[Box] = []
     for box in held:
         active = [a for a in active if not shape or a.stops[0] > box.offsets[0]]
         for other in active:
             if other.intersect(box):
-                return f"{box.name} is held twice: {_span(other)} and {_span(box)}"
+                return f"{box.name} is held twice: {_format_box(other)} and {_format_box(box)}"
         active.append(box)
     total = sum(b.size for b in held)
     if total != full.size:
@@ -151,7 +152,7 @@ def coverage(shape: Sequence[int], boxes: Iterable[Box]) -> str | None:
     return None
 
 
-def _outside(box: Box, shape: Sequence[int]) -> str | None:
+def _why_outside(box: Box, shape: Sequence[int]) -> str | None:
     """Return why a box from any source is no part of a tensor of this shape."""
     if not len(box.offsets) == len(box.lengths) == len(shape):
         return f"{box.name}: {box.offsets} and {box.lengths} have not the dims of {tuple(shape)}"
@@ -159,7 +160,7 @@ def _outside(box: Box, shape: Sequence[int]) -> str | None:
     if not all(type(n) is int and n >= 0 for n in numbers):
         return f"{box.name}: {box.offsets} and {box.lengths} in {tuple(shape)} are no places"
     if any(stop > size for stop, size in zip(box.stops, shape, strict=True)):
-        return f"{box.name} {_span(box)} lies outside the shape {tuple(shape)}"
+        return f"{box.name} {_format_box(box)} lies outside the shape {tuple(shape)}"
     return None
 
 
@@ -168,11 +169,11 @@ def _strides(lengths: Sequence[int]) -> tuple[int, ...]:
     return tuple(prod(lengths[dim + 1 :]) for dim in range(len(lengths)))
 
 
-def _at(inner: Box, outer: Box, strides: Sequence[int]) -> int:
+def _element_offset(inner: Box, outer: Box, strides: Sequence[int]) -> int:
     """Return the place of the first element of `inner` in `outer`."""
     deltas = (a - b for a, b in zip(inner.offsets, outer.offsets, strict=True))
     return sum(d * s for d, s in zip(deltas, strides, strict=True))
 
 
-def _span(box: Box) -> str:
+def _format_box(box: Box) -> str:
     return "[" + ", ".join(f"{a}:{b}" for a, b in zip(box.offsets, box.stops, strict=True)) + "]"

@@ -20,7 +20,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import product
 from math import prod
 
-from holdfast.core.sharding.boxes import Box, coverage
+from holdfast.core.sharding.boxes import Box, coverage_problem
 from holdfast.core.sharding.sharding_table import tp_part
 from holdfast.core.sharding.state_table import (
     ITEM_BYTES,
@@ -29,7 +29,7 @@ from holdfast.core.sharding.state_table import (
     cut_box,
     stages_of,
 )
-from holdfast.layout import Replica, Topology, ravel, unravel
+from holdfast.layout import Replica, Topology, coordinates_of, index_of
 
 
 def owned_boxes(topology: Topology, table: StateTable, rank: int) -> tuple[Box, ...]:
@@ -51,7 +51,7 @@ def saving_replicas(topology: Topology) -> tuple[Replica, ...]:
 _Places = tuple[tuple[int, ...], ...]
 """Per mesh axis, the indices at which the ranks hold the same box of a tensor."""
 
-_Held = tuple[tuple[int, ...], bool, int]
+_HolderKey = tuple[tuple[int, ...], bool, int]
 """How a tensor lies on the mesh: its stages, whether dp_shard cuts it, the units that tp cuts it
 into (0: it does not)."""
 
@@ -68,15 +68,17 @@ class Ownership:
 
     def __init__(self, topology: Topology, table: StateTable) -> None:
         self.topology, self.table = topology, table
-        self.savers = saving_replicas(topology)
-        self._kind = self.savers[0]
+        self.saving_replicas = saving_replicas(topology)
+        self._kind = self.saving_replicas[0]
         self._at = {
-            rank: mesh_rank for saver in self.savers for mesh_rank, rank in enumerate(saver.ranks)
+            rank: mesh_rank
+            for saver in self.saving_replicas
+            for mesh_rank, rank in enumerate(saver.ranks)
         }
-        self._rows: dict[_Held, list[int]] = {}
+        self._rows: dict[_HolderKey, list[int]] = {}
         for number, spec in enumerate(table):
-            self._rows.setdefault(self._held(spec), []).append(number)
-        self._merged: dict[tuple[_Held, ...], list[int]] = {}
+            self._rows.setdefault(self._holder_key(spec), []).append(number)
+        self._merged: dict[tuple[_HolderKey, ...], list[int]] = {}
         self._cuts: dict[tuple[_Cut, int, int], Box] = {}
         self._touched: dict[object, tuple[int, ...]] = {}
         self._patterns: dict[object, tuple[_Share, ...]] = {}
@@ -90,12 +92,12 @@ class Ownership:
         owned: dict[int, Box] = {}
         for places, rows in self._groups(mesh_rank):
             share = self._holders(places).index(rank)
-            for row, owner, box in self._shared(places, rows):
+            for row, owner, box in self._shares_of(places, rows):
                 if owner == share:
                     owned[row] = box
         return tuple(owned[row] for row in sorted(owned))
 
-    def all(self) -> Iterator[tuple[int, tuple[Box, ...]]]:
+    def by_rank(self) -> Iterator[tuple[int, tuple[Box, ...]]]:
         """(rank, its boxes) of every rank that owns something, in no particular order."""
         owned: dict[int, dict[int, Box]] = {}
         done: set[_Places] = set()
@@ -105,7 +107,7 @@ class Ownership:
                     continue
                 done.add(places)
                 holders = self._holders(places)
-                for row, owner, box in self._shared(places, rows):
+                for row, owner, box in self._shares_of(places, rows):
                     owned.setdefault(holders[owner], {})[row] = box
         for rank, rows_of in owned.items():
             yield rank, tuple(rows_of[row] for row in sorted(rows_of))
@@ -123,22 +125,22 @@ class Ownership:
         shape = self._kind.mesh_shape
         for dp_shard, tp in product(range(shape[1]), range(shape[3])):
             there = self._cut(spec, dp_shard, tp)
-            if Box(box.name, there.offsets, there.lengths).meets(box):
+            if Box(box.name, there.offsets, there.lengths).overlaps(box):
                 at = product(stages, (dp_shard,), range(shape[2]), (tp,))
-                mesh_ranks = [ravel(place, shape) for place in at]
-                found.update(saver.ranks[m] for saver in self.savers for m in mesh_ranks)
+                mesh_ranks = [index_of(place, shape) for place in at]
+                found.update(saver.ranks[m] for saver in self.saving_replicas for m in mesh_ranks)
         return tuple(sorted(found))
 
-    def problem(self) -> str | None:
+    def coverage_problem(self) -> str | None:
         """Return None if the boxes of every tensor cover it exactly once, and the problem
         otherwise.
 
         The boxes at the places of the mesh are checked once for each way of cutting. A place's box
         is shared out row after row, from its first to its last.
         """
-        seen: set[tuple[_Held, _Cut]] = set()
+        seen: set[tuple[_HolderKey, _Cut]] = set()
         for spec in self.table:
-            kind = (self._held(spec), _cut_of(spec))
+            kind = (self._holder_key(spec), _cut_of(spec))
             if kind in seen:
                 continue
             seen.add(kind)
@@ -147,19 +149,19 @@ class Ownership:
                 self._places(kind[0], 0, dp_shard, tp)[1:]: self._cut(spec, dp_shard, tp)
                 for dp_shard, tp in product(*map(range, degrees))
             }
-            if problem := coverage(spec.shape, places.values()):
+            if problem := coverage_problem(spec.shape, places.values()):
                 return f"{spec.name}: {problem}"
         return None
 
     # --- places -----------------------------------------------------------------------------
-    def _held(self, spec: TensorSpec) -> _Held:
+    def _holder_key(self, spec: TensorSpec) -> _HolderKey:
         return (
             stages_of(spec, self._kind),
             spec.shard_dim is not None,
             spec.tp_units if spec.tp_dim is not None else 0,
         )
 
-    def _places(self, held: _Held, pp: int, dp_shard: int, tp: int) -> _Places:
+    def _places(self, held: _HolderKey, pp: int, dp_shard: int, tp: int) -> _Places:
         """Return the places in the mesh of the box that is held at these indices."""
         stages, sharded, units = held
         degree = self._kind.degree("tp")
@@ -172,8 +174,8 @@ class Ownership:
 
     def _groups(self, mesh_rank: int) -> Iterator[tuple[_Places, list[int]]]:
         """(places, rows of the table) of what is held at a mesh rank, by who holds it too."""
-        pp, dp_shard, _, tp = unravel(mesh_rank, self._kind.mesh_shape)
-        groups: dict[_Places, list[_Held]] = {}
+        pp, dp_shard, _, tp = coordinates_of(mesh_rank, self._kind.mesh_shape)
+        groups: dict[_Places, list[_HolderKey]] = {}
         for held in self._rows:
             if pp in held[0]:
                 groups.setdefault(self._places(held, pp, dp_shard, tp), []).append(held)
@@ -185,8 +187,10 @@ class Ownership:
 
     def _holders(self, places: _Places) -> list[int]:
         """The ranks at these places, replica by replica, in mesh order."""
-        mesh_ranks = [ravel(at, self._kind.mesh_shape) for at in product(*places)]
-        return [saver.ranks[mesh_rank] for saver in self.savers for mesh_rank in mesh_ranks]
+        mesh_ranks = [index_of(at, self._kind.mesh_shape) for at in product(*places)]
+        return [
+            saver.ranks[mesh_rank] for saver in self.saving_replicas for mesh_rank in mesh_ranks
+        ]
 
     def _cut(self, spec: TensorSpec, dp_shard: int, tp: int) -> Box:
         """What is held at these indices of a tensor of this shape; the name may be another's."""
@@ -196,13 +200,13 @@ class Ownership:
         return self._cuts[key]
 
     # --- shares -----------------------------------------------------------------------------
-    def _shared(self, places: _Places, rows: Sequence[int]) -> Iterator[tuple[int, int, Box]]:
+    def _shares_of(self, places: _Places, rows: Sequence[int]) -> Iterator[tuple[int, int, Box]]:
         """(row of the table, share, box) of everything in a group that is not empty."""
         specs = [self.table[row] for row in rows]
         dp_shard, tp = places[1][0], places[3][0]
         boxes = [self._cut(spec, dp_shard, tp) for spec in specs]
         items = tuple(ITEM_BYTES[spec.dtype] for spec in specs)
-        shares = prod(map(len, places)) * len(self.savers)
+        shares = prod(map(len, places)) * len(self.saving_replicas)
         key = (tuple(box.lengths for box in boxes), items, shares)
         if key not in self._patterns:
             self._patterns[key] = tuple(_share_out(boxes, items, shares))
@@ -233,7 +237,7 @@ def _share_out(boxes: Sequence[Box], item_bytes: Iterable[int], shares: int) -> 
         low = 0
         while low < rows:
             end = total * (share + 1) // shares
-            high = _row(end - start, size, rows)
+            high = _nearest_row(end - start, size, rows)
             if high > low:
                 yield number, share, low, high - low
             low = high
@@ -242,7 +246,7 @@ def _share_out(boxes: Sequence[Box], item_bytes: Iterable[int], shares: int) -> 
         start += size
 
 
-def _row(position: int, size: int, rows: int) -> int:
+def _nearest_row(position: int, size: int, rows: int) -> int:
     """The row boundary nearest to byte `position` of a tensor of `size` bytes, ends clamped."""
     if position <= 0 or size == 0:
         return 0

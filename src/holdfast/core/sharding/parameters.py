@@ -100,7 +100,7 @@ def _gain(name: str, size: int) -> Parameter:
     return Parameter(name, (size,), False, Ones())
 
 
-def count(model: ModelConfig, *, embeddings: bool = True) -> int:
+def count_parameters(model: ModelConfig, *, embeddings: bool = True) -> int:
     """Number of parameters, padding rows included. Without `embeddings`, the token embedding is
     left out; a tied head counts once in any case, because it is the same tensor."""
     return sum(

@@ -17,7 +17,7 @@ from itertools import accumulate
 from typing import TYPE_CHECKING
 
 from holdfast.core.flops import flops_per_token
-from holdfast.core.sharding.parameters import count
+from holdfast.core.sharding.parameters import count_parameters
 from holdfast.errors import LayoutError
 from holdfast.layout import Stages
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:  # the mover has no use for pydantic
 
 
 @dataclass(frozen=True)
-class Costs:
+class BlockCosts:
     """Time and parameters of every block, and of the embedding and the head on the end stages.
 
     Times are in any one unit (FLOPs per token here, measured seconds as well).
@@ -38,7 +38,7 @@ class Costs:
     last: tuple[float, int] = (0.0, 0)
 
 
-def costs_of(model: ModelConfig, sequence_length: int) -> Costs:
+def block_costs(model: ModelConfig, sequence_length: int) -> BlockCosts:
     """Costs by FLOPs of one training token in samples of `sequence_length`.
 
     A tied embedding table lies on both ends. With `vocab_size` 0 both ends count as nothing.
@@ -47,9 +47,9 @@ def costs_of(model: ModelConfig, sequence_length: int) -> Costs:
     head = flops_per_token(none, sequence_length, "causal")
     block = flops_per_token(one, sequence_length, "causal") - head
     table = model.vocab_rows * model.dim
-    return Costs(
+    return BlockCosts(
         times=(block,) * model.layers,
-        parameters=(count(one) - count(none),) * model.layers,
+        parameters=(count_parameters(one) - count_parameters(none),) * model.layers,
         first=(0.0, table),
         last=(head, table + model.dim),
     )
@@ -59,7 +59,7 @@ def _with_layers(model: ModelConfig, layers: int) -> ModelConfig:
     return model.model_copy(update={"layers": layers})
 
 
-def balanced(model: ModelConfig, pp: int, sequence_length: int) -> Stages:
+def balance_stages(model: ModelConfig, pp: int, sequence_length: int) -> Stages:
     """Blocks of each of `pp` stages, all at least 1. Raises LayoutError for too many stages."""
     if not 1 <= pp <= model.layers:
         raise LayoutError(
@@ -67,10 +67,10 @@ def balanced(model: ModelConfig, pp: int, sequence_length: int) -> Stages:
             where="layout.pp",
             remedy=f"use {model.layers} or less",
         )
-    return split(costs_of(model, sequence_length), pp)
+    return split_stages(block_costs(model, sequence_length), pp)
 
 
-def split(costs: Costs, stages: int) -> Stages:
+def split_stages(costs: BlockCosts, stages: int) -> Stages:
     """The best contiguous split, by dynamic programming over (stages, blocks given out).
 
     Three passes: the least possible time of the slowest stage; under it the least parameters of
@@ -90,13 +90,15 @@ def split(costs: Costs, stages: int) -> Stages:
     def time(stage: int, start: int, stop: int) -> float:
         return cost(0, stage, start, stop)
 
-    slowest = _bottleneck(blocks, stages, time)[0][0] * (1 + 1e-12)  # sums may differ in the end
+    slowest = _least_bottlenecks(blocks, stages, time)[0][0] * (
+        1 + 1e-12
+    )  # sums may differ in the end
 
     def parameters(stage: int, start: int, stop: int) -> float:
         fits = time(stage, start, stop) <= slowest
         return cost(1, stage, start, stop) if fits else float("inf")
 
-    rest = _bottleneck(blocks, stages, parameters)
+    rest = _least_bottlenecks(blocks, stages, parameters)
     largest, out, start = rest[0][0], [], 0
     for stage in range(stages):
         stop = next(
@@ -109,7 +111,7 @@ def split(costs: Costs, stages: int) -> Stages:
     return tuple(out)
 
 
-def _bottleneck(
+def _least_bottlenecks(
     blocks: int, stages: int, cost: Callable[[int, int, int], float]
 ) -> Sequence[Sequence[float]]:
     """[stage][start]: the least possible largest cost of stages `stage` and after, when they hold

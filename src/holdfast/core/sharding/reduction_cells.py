@@ -38,7 +38,7 @@ from holdfast.config.model import ModelConfig
 from holdfast.core.sharding.boxes import Box
 from holdfast.core.sharding.sharding_table import gradient_is_partial, sharding_table
 from holdfast.core.sharding.state_table import TensorSpec, cut_box, parameter_table, stages_of
-from holdfast.layout import Coordinate, Replica, Topology, ravel
+from holdfast.layout import Coordinate, Replica, Topology, index_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +83,7 @@ class Cell:
     def member(self, rank: int) -> Member:
         return next(member for member in self.members if member.rank == rank)
 
-    def counts(self, rank: int) -> bool:
+    def answers_for_norm(self, rank: int) -> bool:
         """Return True if `rank` answers for this cell in its replica's gradient norm. Every element
         counts once: the first of the replica's receivers answers, in the first copy."""
         replica = self.member(rank).replica
@@ -91,7 +91,7 @@ class Cell:
         return self.copy == 0 and first == rank
 
 
-def cells_of(
+def reduction_cells(
     topology: Topology, model: ModelConfig, rank: int, *, sequence_parallel: bool, zero: int = 3
 ) -> tuple[Cell, ...]:
     """The cells that `rank` is a member of.
@@ -100,17 +100,19 @@ def cells_of(
     cell's first box. Every element of what the rank contributes to or holds is in one cell of it.
     `zero` is the mode of `dp_shard`: 1, 2 or 3.
     """
-    view = _View(
+    view = _RankView(
         tuple(next(r for r in topology.replicas if r.kind == kind) for kind in topology.kinds),
-        topology.replica_of(rank), topology.coordinate(rank), zero == 1,
-    )  # fmt: skip
+        topology.replica_of(rank),
+        topology.coordinate(rank),
+        zero == 1,
+    )
     sharding = sharding_table(model)
     known: dict[_Class, tuple[tuple[Box, _Signature], ...]] = {}
     found: dict[_Signature, list[Box]] = {}
     for spec in parameter_table(model):
         partial = gradient_is_partial(sharding[spec.name], sequence_parallel)
         stages = tuple(stages_of(spec, kind) for kind in view.kinds)
-        if view.here.pp not in stages_of(spec, view.replica):
+        if view.coordinate.pp not in stages_of(spec, view.replica):
             continue
         alike = (spec.shape, spec.tp_dim, spec.tp_units, partial, stages)
         if alike not in known:  # the blocks of a stage are all alike
@@ -124,21 +126,21 @@ def cells_of(
 
 
 @dataclass(frozen=True)
-class _View:
+class _RankView:
     """The inputs of one rank's cells: a replica of each kind, its own place, and ZeRO 1."""
 
     kinds: tuple[Replica, ...]
     replica: Replica
-    here: Coordinate
-    zero_1: bool
+    coordinate: Coordinate
+    is_zero_1: bool
 
     @property
-    def alike(self) -> Replica:
+    def own_kind(self) -> Replica:
         """The replica that stands for the rank's own kind."""
         return next(kind for kind in self.kinds if kind.kind == self.replica.kind)
 
 
-class _Place(NamedTuple):
+class _MemberPlace(NamedTuple):
     """A Member in any replica of one kind."""
 
     mesh_rank: int
@@ -150,7 +152,7 @@ class _Place(NamedTuple):
 class _Signature(NamedTuple):
     """The identity of a cell: the members in each kind of replica, and the copy."""
 
-    places: tuple[tuple[_Place, ...], ...]
+    places: tuple[tuple[_MemberPlace, ...], ...]
     copy: int
 
 
@@ -160,28 +162,31 @@ _Class = tuple[tuple[int, ...], int | None, int, bool, _Stages]
 
 
 def _regions(
-    view: _View, spec: TensorSpec, partial: bool, stages: _Stages
+    view: _RankView, spec: TensorSpec, partial: bool, stages: _Stages
 ) -> Iterator[tuple[Box, _Signature]]:
     """What this rank has of one parameter, cut wherever any replica cuts, by rising offsets."""
     # Equal copies of the complete gradient in each replica, by kind.
     whole = spec.tp_dim is None and not partial
     copies = {kind.degree("tp") if whole else 1 for kind in view.kinds}
-    copy = view.here.tp if whole and len(copies) == 1 else None
-    held = [_held(spec, kind, at, whole, copy) for kind, at in zip(view.kinds, stages, strict=True)]
-    row = replace(spec, shard_dim=None) if view.zero_1 else spec
-    own = cut_box(row, view.replica, view.here.dp_shard, view.here.tp)
-    mine = view.kinds.index(view.alike)
-    for box in _refined(own, (cut.box for kind in held for cut in kind)):
+    copy = view.coordinate.tp if whole and len(copies) == 1 else None
+    held = [
+        _holders_of(spec, kind, at, whole, copy)
+        for kind, at in zip(view.kinds, stages, strict=True)
+    ]
+    row = replace(spec, shard_dim=None) if view.is_zero_1 else spec
+    own = cut_box(row, view.replica, view.coordinate.dp_shard, view.coordinate.tp)
+    mine = view.kinds.index(view.own_kind)
+    for box in _refine(own, (cut.box for kind in held for cut in kind)):
         places = tuple(
-            _places(kind, cuts, box, view.zero_1)
+            _places(kind, cuts, box, view.is_zero_1)
             for kind, cuts in zip(view.kinds, held, strict=True)
         )
         # Under ZeRO 1, a copy that does not contribute has no part in the shards of other ranks.
-        if any(place.mesh_rank == view.here.mesh_rank for place in places[mine]):
+        if any(place.mesh_rank == view.coordinate.mesh_rank for place in places[mine]):
             yield box, _Signature(places, copy or 0)
 
 
-class _Held(NamedTuple):
+class _Holders(NamedTuple):
     """What the ranks of a replica at one (dp_shard, tp) hold of a parameter.
 
     box: what they hold; with_shards: together with the other ranks along dp_shard.
@@ -195,26 +200,26 @@ class _Held(NamedTuple):
     contributes: bool
 
 
-def _held(
+def _holders_of(
     spec: TensorSpec, kind: Replica, stages: tuple[int, ...], whole: bool, copy: int | None
-) -> tuple[_Held, ...]:
+) -> tuple[_Holders, ...]:
     """The holders of a parameter in a replica of this kind.
 
     copy: only this tp rank's copy; None: all tp ranks, of which only the first contributes if
     the gradient is `whole` on each.
     """
-    out: list[_Held] = []
+    out: list[_Holders] = []
     uncut = replace(spec, shard_dim=None)
     for tp in range(kind.degree("tp")) if copy is None else (copy,):
         contributes = copy is not None or not whole or tp == 0
         with_shards = cut_box(uncut, kind, 0, tp)
         for dp_shard in range(kind.degree("dp_shard")):
             box = cut_box(spec, kind, dp_shard, tp)
-            out.append(_Held(dp_shard, tp, stages, box, with_shards, contributes))
+            out.append(_Holders(dp_shard, tp, stages, box, with_shards, contributes))
     return tuple(out)
 
 
-def _refined(box: Box, others: Iterable[Box]) -> Iterator[Box]:
+def _refine(box: Box, others: Iterable[Box]) -> Iterator[Box]:
     """Cut `box` by a grid of the edges of the other boxes. No two pieces are in the same boxes. For
     tp and dp_shard cut tensors into ranges of dims, so every edge parts two holders all along."""
     edges = [{start, stop} for start, stop in zip(box.offsets, box.stops, strict=True)]
@@ -227,7 +232,9 @@ def _refined(box: Box, others: Iterable[Box]) -> Iterator[Box]:
             yield Box(box.name, starts, lengths)
 
 
-def _places(kind: Replica, cuts: Iterable[_Held], box: Box, zero_1: bool) -> tuple[_Place, ...]:
+def _places(
+    kind: Replica, cuts: Iterable[_Holders], box: Box, zero_1: bool
+) -> tuple[_MemberPlace, ...]:
     """Return the contributors to one box and its receivers in a replica of this kind, by mesh
     rank."""
     found: list[tuple[int, bool, bool]] = []
@@ -238,12 +245,12 @@ def _places(kind: Replica, cuts: Iterable[_Held], box: Box, zero_1: bool) -> tup
         contributes = cut.contributes and (zero_1 or receives)
         if contributes or receives:
             for pp, cp in product(cut.stages, range(kind.degree("cp"))):
-                at = ravel((pp, cut.dp_shard, cp, cut.tp), kind.mesh_shape)
+                at = index_of((pp, cut.dp_shard, cp, cut.tp), kind.mesh_shape)
                 found.append((at, contributes, receives))
-    places: list[_Place] = []
+    places: list[_MemberPlace] = []
     parts = 0
     for at, contributes, receives in sorted(found):
-        places.append(_Place(at, parts if contributes else 0, contributes, receives))
+        places.append(_MemberPlace(at, parts if contributes else 0, contributes, receives))
         parts += contributes
     return tuple(places)
 

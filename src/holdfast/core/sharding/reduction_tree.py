@@ -33,7 +33,7 @@ Shares = tuple[tuple[int, ...], ...]
 
 
 @dataclass(frozen=True, order=True)
-class Node:
+class TreeNode:
     """The subtree over leaves [start, stop)."""
 
     start: int
@@ -43,10 +43,10 @@ class Node:
     def leaves(self) -> int:
         return self.stop - self.start
 
-    def split(self) -> tuple[Node, Node]:
+    def split(self) -> tuple[TreeNode, TreeNode]:
         """The two children. The left one holds the largest power of two below `leaves`."""
         middle = self.start + (1 << ((self.leaves - 1).bit_length() - 1))
-        return Node(self.start, middle), Node(middle, self.stop)
+        return TreeNode(self.start, middle), TreeNode(middle, self.stop)
 
 
 @dataclass(frozen=True)
@@ -60,11 +60,11 @@ class ReductionTree:
             raise ValueError(f"a tree needs a leaf, got {self.leaves}")
 
     @property
-    def root(self) -> Node:
-        return Node(0, self.leaves)
+    def root(self) -> TreeNode:
+        return TreeNode(0, self.leaves)
 
     def fold(
-        self, values: Mapping[Node, T], add: Callable[[T, T], T], node: Node | None = None
+        self, values: Mapping[TreeNode, T], add: Callable[[T, T], T], node: TreeNode | None = None
     ) -> T:
         """Sum up to `node` (the root), in tree order, from the values of subtrees that cover it.
 
@@ -82,11 +82,11 @@ class ReductionTree:
         """The sum of one number per leaf, in tree order: the same for any dealing."""
         if len(values) != self.leaves:
             raise ValueError(f"{len(values)} values for {self.leaves} leaves")
-        leaves = {Node(j, j + 1): value for j, value in enumerate(values)}
+        leaves = {TreeNode(j, j + 1): value for j, value in enumerate(values)}
         return self.fold(leaves, lambda a, b: a + b)
 
 
-def pieces(tree: ReductionTree, share: Sequence[int]) -> tuple[Node, ...]:
+def maximal_subtrees(tree: ReductionTree, share: Sequence[int]) -> tuple[TreeNode, ...]:
     """The maximal subtrees wholly inside `share`, from left to right.
 
     Raises ValueError when a leaf stands in `share` twice or is not in the tree.
@@ -100,24 +100,24 @@ def pieces(tree: ReductionTree, share: Sequence[int]) -> tuple[Node, ...]:
         end_of_run[j] = end_of_run.get(j + 1, j + 1)
     ordered = sorted(held)
 
-    def walk(node: Node) -> Iterator[Node]:
+    def walk(node: TreeNode) -> Iterator[TreeNode]:
         if end_of_run.get(node.start, -1) >= node.stop:
             yield node
         elif node.leaves > 1:
             for child in node.split():
-                if _any_between(ordered, child):
+                if _has_leaf_inside(ordered, child):
                     yield from walk(child)
 
     return tuple(walk(tree.root))
 
 
-def _any_between(ordered: list[int], node: Node) -> bool:
+def _has_leaf_inside(ordered: list[int], node: TreeNode) -> bool:
     at = bisect_left(ordered, node.start)
     return at < len(ordered) and ordered[at] < node.stop
 
 
 @dataclass(frozen=True)
-class Turn:
+class LeafAction:
     """The handling of one leaf of a share.
 
     With `hold` the value stays where it was computed, and the next leaf, its sibling, is added to
@@ -128,48 +128,50 @@ class Turn:
     """
 
     leaf: int
-    hold: bool
+    stays_in_place: bool
     piece: int
     depth: int
-    accumulate: bool
+    accumulates: bool
     carries: int
-    finished: bool
+    completes_piece: bool
 
 
-def counter(tree: ReductionTree, share: Sequence[int], pairs: bool = False) -> tuple[Turn, ...]:
+def plan_accumulation(
+    tree: ReductionTree, share: Sequence[int], pairs: bool = False
+) -> tuple[LeafAction, ...]:
     """Return the binary counter that sums a share's pieces, one turn per leaf in rising order.
 
     A right child is added straight to its finished left sibling. With `pairs`, the left one of two
     sibling leaves is held where it was computed. This saves writing it to a partial sum, as
     autograd adds to a gradient that is already there. The bits are the same.
     """
-    turns: list[Turn] = []
-    for number, piece in enumerate(pieces(tree, share)):
-        parents: dict[Node, Node] = {}  # right child -> its left sibling's parent
+    turns: list[LeafAction] = []
+    for number, piece in enumerate(maximal_subtrees(tree, share)):
+        parents: dict[TreeNode, TreeNode] = {}  # right child -> its left sibling's parent
         _right_children(piece, parents)
-        stack: list[Node] = []
+        stack: list[TreeNode] = []
         j = piece.start
         while j < piece.stop:
-            node = Node(j, j + 1)
-            pair = parents.get(Node(j + 1, j + 2))
-            if pairs and pair == Node(j, j + 2):
-                turns.append(Turn(j, True, number, 0, False, 0, False))
+            node = TreeNode(j, j + 1)
+            pair = parents.get(TreeNode(j + 1, j + 2))
+            if pairs and pair == TreeNode(j, j + 2):
+                turns.append(LeafAction(j, True, number, 0, False, 0, False))
                 node, j = pair, j + 1
-            accumulate = _completes(node, stack, parents)
+            accumulate = _is_complete(node, stack, parents)
             if accumulate:
                 node = parents[node]
                 stack.pop()
             depth, carries = len(stack), 0
-            while _completes(node, stack, parents):
+            while _is_complete(node, stack, parents):
                 node, carries = parents[node], carries + 1
                 stack.pop()
             stack.append(node)
-            turns.append(Turn(j, False, number, depth, accumulate, carries, node == piece))
+            turns.append(LeafAction(j, False, number, depth, accumulate, carries, node == piece))
             j += 1
     return tuple(turns)
 
 
-def _right_children(node: Node, parents: dict[Node, Node]) -> None:
+def _right_children(node: TreeNode, parents: dict[TreeNode, TreeNode]) -> None:
     if node.leaves == 1:
         return
     left, right = node.split()
@@ -178,16 +180,18 @@ def _right_children(node: Node, parents: dict[Node, Node]) -> None:
     _right_children(right, parents)
 
 
-def _completes(node: Node, stack: list[Node], parents: dict[Node, Node]) -> bool:
+def _is_complete(node: TreeNode, stack: list[TreeNode], parents: dict[TreeNode, TreeNode]) -> bool:
     parent = parents.get(node)
-    return parent is not None and bool(stack) and stack[-1] == Node(parent.start, node.start)
+    return parent is not None and bool(stack) and stack[-1] == TreeNode(parent.start, node.start)
 
 
 @lru_cache(maxsize=64)  # asked for at every step
 def deal(
-    leaves: int, replicas: int, weights: Sequence[float] | None = None,
+    leaves: int,
+    replicas: int,
+    weights: Sequence[float] | None = None,
     least: Sequence[int] | None = None,
-) -> Shares:  # fmt: skip
+) -> Shares:
     """Return contiguous shares, one per replica; any other dealing is as legal.
 
     A share differs by less than a leaf from its replica's part by weight (without weights, all
@@ -203,11 +207,11 @@ def deal(
         weights = (1,) * replicas
     if len(weights) != replicas or any(w < 0 for w in weights) or sum(weights) <= 0:
         raise ValueError(f"weights {tuple(weights)} do not weigh {replicas} replicas")
-    floors, extra = _floors(leaves, weights, least)
+    floors, extra = _least_shares(leaves, weights, least)
     return _fewest_pieces(ReductionTree(leaves), weights, floors, extra)
 
 
-def _floors(
+def _least_shares(
     leaves: int, weights: Sequence[float], least: Sequence[int] | None
 ) -> tuple[list[int], list[bool]]:
     """Return the least leaves of each share, and whether it may have one more.
@@ -236,7 +240,9 @@ def _floors(
 
 
 _Chosen = tuple["_Chosen", int] | None  # those before, and whether this one is larger
-_BEAM = 64  # partial dealings that are followed; for fewer than so many larger shares, all are
+_BEAM_WIDTH = (
+    64  # partial dealings that are followed; for fewer than so many larger shares, all are
+)
 
 
 def _fewest_pieces(
@@ -248,7 +254,7 @@ def _fewest_pieces(
     rising = sorted(natural, key=lambda r: (weights[r], floors[r], r))
     orders = [natural] if len({*weights}) == 1 else [natural, rising[::-1], rising]
     found = [
-        (*_sizes(tree, [floors[r] for r in order], [extra[r] for r in order]), order)
+        (*_choose_sizes(tree, [floors[r] for r in order], [extra[r] for r in order]), order)
         for order in orders
     ]
     _, sizes, order = min(found, key=lambda each: each[0])
@@ -260,7 +266,7 @@ def _fewest_pieces(
     return tuple(shares)
 
 
-def _sizes(
+def _choose_sizes(
     tree: ReductionTree, floors: Sequence[int], extra: Sequence[bool]
 ) -> tuple[int, list[int]]:
     """(pieces, sizes): which shares get one leaf more.
@@ -283,8 +289,8 @@ def _sizes(
                 now = cost + count_pieces(tree.leaves, first, first + floor + more)
                 if now_used not in following or now < following[now_used][0]:
                     following[now_used] = (now, (chosen, more))
-        if len(following) > _BEAM:
-            kept = sorted(following, key=lambda used: (following[used][0], used))[:_BEAM]
+        if len(following) > _BEAM_WIDTH:
+            kept = sorted(following, key=lambda used: (following[used][0], used))[:_BEAM_WIDTH]
             following = {used: following[used] for used in kept}
         best = following
         start += floor
@@ -315,7 +321,7 @@ def count_pieces(leaves: int, start: int, stop: int) -> int:
     return found
 
 
-def elsewhere(shares: Shares, away: Mapping[int, int]) -> Shares:
+def move_leaves(shares: Shares, avoided_share: Mapping[int, int]) -> Shares:
     """Return the dealing with some leaves in another share: away[leaf] is the one where it must not
     be.
 
@@ -323,13 +329,16 @@ def elsewhere(shares: Shares, away: Mapping[int, int]) -> Shares:
     other shares must leave this one too, the leaf goes alone. With one share, nothing changes.
     """
     dealt = [set(share) for share in shares]
-    for leaf, here in sorted(away.items()):
+    for leaf, here in sorted(avoided_share.items()):
         if not 0 <= here < len(dealt) or leaf not in dealt[here] or len(dealt) == 1:
             continue
         others = [(here + i) % len(dealt) for i in range(1, len(dealt))]
-        swaps = [(o, b) for o in others for b in sorted(dealt[o]) if away.get(b, o) != here]
+        swaps = [
+            (o, b) for o in others for b in sorted(dealt[o]) if avoided_share.get(b, o) != here
+        ]
         other, back = next(
-            ((o, b) for o, b in swaps if b not in away), swaps[0] if swaps else (others[0], -1)
+            ((o, b) for o, b in swaps if b not in avoided_share),
+            swaps[0] if swaps else (others[0], -1),
         )
         dealt[here].remove(leaf)
         dealt[other].add(leaf)

@@ -28,8 +28,10 @@ from holdfast.core.sharding.state_table import ITEM_BYTES, StateTable, TensorSpe
 from holdfast.errors import LayoutError
 from holdfast.layout import Topology
 
-LIMIT = 16 << 20  # bytes of one transfer: small enough to share a large tensor out over holders
-WINDOW = 256 << 20  # bytes that one rank sends and receives in one round
+MAX_TRANSFER_BYTES = (
+    16 << 20
+)  # bytes of one transfer: small enough to share a large tensor out over holders
+MAX_ROUND_BYTES = 256 << 20  # bytes that one rank sends and receives in one round
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +50,7 @@ class Transfer:
 
 
 @dataclass(frozen=True)
-class Moves:
+class ReshardPlan:
     """One rank's part of the plan.
 
     sends, receives: in the order of the plan, so their rounds rise. copies: what this process
@@ -57,7 +59,7 @@ class Moves:
     have parts of one plan.
     """
 
-    me: int
+    rank: int
     sends: tuple[Transfer, ...]
     receives: tuple[Transfer, ...]
     copies: tuple[Box, ...]
@@ -65,16 +67,16 @@ class Moves:
     digest: str
 
 
-def transfers(
+def plan_reshard(
     old: Topology,
     new: Topology,
     table: StateTable,
     came_from: Sequence[int | None],
-    me: int,
+    rank: int,
     *,
-    limit: int = LIMIT,
-    window: int = WINDOW,
-) -> Moves:
+    limit: int = MAX_TRANSFER_BYTES,
+    window: int = MAX_ROUND_BYTES,
+) -> ReshardPlan:
     """Return what rank `me` of the new topology sends, receives and keeps.
 
     came_from[rank] is the old rank of the same process; None for one that holds nothing yet. Old
@@ -86,12 +88,12 @@ def transfers(
     tensor are wanted that no survivor holds.
     """
     _check(old, new, came_from)
-    every, rounds = _plan(old, new, table, came_from, min(limit, window), window)
-    return Moves(
-        me,
-        tuple(t for t in every if t.source == me),
-        tuple(t for t in every if t.target == me),
-        _kept(old, new, table, came_from[me], me),
+    every, rounds = _plan_transfers(old, new, table, came_from, min(limit, window), window)
+    return ReshardPlan(
+        rank,
+        tuple(t for t in every if t.source == rank),
+        tuple(t for t in every if t.target == rank),
+        _kept_boxes(old, new, table, came_from[rank], rank),
         rounds,
         _digest(old, new, table, came_from, limit, window),
     )
@@ -104,44 +106,54 @@ def _check(old: Topology, new: Topology, came_from: Sequence[int | None]) -> Non
         raise LayoutError(
             f"{list(came_from)} does not say for each of {new.world_size} ranks which one of "
             f"{old.world_size} old ranks it was",
-            where="came_from", remedy="name each old rank at most once, None for a newcomer",
-        )  # fmt: skip
+            where="came_from",
+            remedy="name each old rank at most once, None for a newcomer",
+        )
 
 
-def _kept(
-    old: Topology, new: Topology, table: StateTable, was: int | None, me: int
+def _kept_boxes(
+    old: Topology, new: Topology, table: StateTable, old_rank: int | None, rank: int
 ) -> tuple[Box, ...]:
-    if was is None:
+    if old_rank is None:
         return ()
-    both = zip(local_boxes(old, table, was), local_boxes(new, table, me), strict=True)
+    both = zip(local_boxes(old, table, old_rank), local_boxes(new, table, rank), strict=True)
     return tuple(common for a, b in both if (common := a.intersect(b)) is not None)
 
 
-def _plan(
-    old: Topology, new: Topology, table: StateTable, came_from: Sequence[int | None],
-    limit: int, window: int,
-) -> tuple[list[Transfer], int]:  # fmt: skip
+def _plan_transfers(
+    old: Topology,
+    new: Topology,
+    table: StateTable,
+    came_from: Sequence[int | None],
+    limit: int,
+    window: int,
+) -> tuple[list[Transfer], int]:
     """Every transfer of the rebuild, in order, and the number of rounds."""
     survivors = [(rank, was) for rank, was in enumerate(came_from) if was is not None]
     held = [(rank, local_boxes(old, table, was)) for rank, was in survivors]
     wanted = [(rank, local_boxes(new, table, rank)) for rank in range(new.world_size)]
-    sources, out = _Sources(new.nodes), _Rounds(window)
+    sources, out = _SenderChooser(new.nodes), _RoundPlanner(window)
     for row, spec in enumerate(table):
         holders = _by_box((rank, boxes[row]) for rank, boxes in held)
         item = ITEM_BYTES[spec.dtype]
         for box, targets in _by_box((rank, boxes[row]) for rank, boxes in wanted).items():
-            for piece in _pieces(spec, box, list(holders), item, limit):
+            for piece in _cut_into_pieces(spec, box, list(holders), item, limit):
                 able = [r for b, ranks in holders.items() if b.contains(piece) for r in ranks]
-                _share(piece, item, sorted(able), targets, sources, out)
+                _assign_senders(piece, item, sorted(able), targets, sources, out)
     return out.transfers, out.rounds
 
 
-def _share(
-    piece: Box, item: int, able: list[int], targets: list[int], sources: _Sources, out: _Rounds
+def _assign_senders(
+    piece: Box,
+    item: int,
+    able_ranks: list[int],
+    targets: list[int],
+    sources: _SenderChooser,
+    out: _RoundPlanner,
 ) -> None:
     """Give `piece` to each of `targets` from one of the ranks that are `able` to send it."""
-    holders = tuple(able)
-    own = set(able)
+    holders = tuple(able_ranks)
+    own = set(able_ranks)
     nbytes = piece.size * item
     for target in targets:
         if target not in own:
@@ -157,18 +169,22 @@ def _by_box(held: Iterator[tuple[int, Box]]) -> dict[Box, list[int]]:
     return out
 
 
-def _pieces(spec: TensorSpec, wanted: Box, held: list[Box], item: int, limit: int) -> Iterator[Box]:
+def _cut_into_pieces(
+    spec: TensorSpec, wanted: Box, held: list[Box], item: int, limit: int
+) -> Iterator[Box]:
     """`wanted`, cut so that each piece lies inside or outside of every box of `held`.
 
     Boxes that are held may overlap: replicas of different shapes cut one tensor differently.
     """
     common = [part for box in held if (part := wanted.intersect(box)) is not None]
     edges = [
-        sorted({wanted.offsets[dim], wanted.stops[dim]}.union(
-            *({part.offsets[dim], part.stops[dim]} for part in common)
-        ))
+        sorted(
+            {wanted.offsets[dim], wanted.stops[dim]}.union(
+                *({part.offsets[dim], part.stops[dim]} for part in common)
+            )
+        )
         for dim in range(len(wanted.lengths))
-    ]  # fmt: skip
+    ]
     for cell in product(*(pairwise(edge) for edge in edges)):
         starts, lengths = tuple(a for a, _ in cell), tuple(b - a for a, b in cell)
         piece = Box(spec.name, starts, lengths)
@@ -177,10 +193,10 @@ def _pieces(spec: TensorSpec, wanted: Box, held: list[Box], item: int, limit: in
                 f"nobody who is left holds {spec.name}{[list(span) for span in cell]}",
                 remedy="restore this run from a checkpoint",
             )
-        yield from _split(piece, max(1, limit // item))
+        yield from _halve(piece, max(1, limit // item))
 
 
-def _split(box: Box, most: int) -> Iterator[Box]:
+def _halve(box: Box, most: int) -> Iterator[Box]:
     """Halve a box along its first dim that can be, until no part has more than `most` elements.
 
     Parts of a box that is contiguous in memory are contiguous too.
@@ -194,10 +210,10 @@ def _split(box: Box, most: int) -> Iterator[Box]:
         offsets, lengths = list(box.offsets), list(box.lengths)
         offsets[dim] += start
         lengths[dim] = length
-        yield from _split(Box(box.name, tuple(offsets), tuple(lengths)), most)
+        yield from _halve(Box(box.name, tuple(offsets), tuple(lengths)), most)
 
 
-class _Sources:
+class _SenderChooser:
     """Chooses a source among holders: on the target's node if possible, then the least loaded."""
 
     def __init__(self, nodes: tuple[str, ...]) -> None:
@@ -218,13 +234,13 @@ class _Sources:
         return rank
 
 
-class _Rounds:
+class _RoundPlanner:
     """Collects transfers; a new round begins where a rank would have more than `window` bytes."""
 
     def __init__(self, window: int) -> None:
         self.transfers: list[Transfer] = []
         self._window, self._round = window, 0
-        self._flying: Counter[int] = Counter()
+        self._bytes_in_round: Counter[int] = Counter()
         self._numbers: Counter[tuple[int, int]] = Counter()
 
     @property
@@ -232,21 +248,25 @@ class _Rounds:
         return self._round + 1 if self.transfers else 0
 
     def add(self, source: int, target: int, box: Box, nbytes: int) -> None:
-        most = max(self._flying[source], self._flying[target])
+        most = max(self._bytes_in_round[source], self._bytes_in_round[target])
         if most and most + nbytes > self._window:
             self._round += 1
-            self._flying.clear()
+            self._bytes_in_round.clear()
         for rank in (source, target):
-            self._flying[rank] += nbytes
+            self._bytes_in_round[rank] += nbytes
         number = self._numbers[source, target]
         self._numbers[source, target] += 1
         self.transfers.append(Transfer(source, target, box, self._round, number))
 
 
 def _digest(
-    old: Topology, new: Topology, table: StateTable, came_from: Sequence[int | None],
-    limit: int, window: int,
-) -> str:  # fmt: skip
+    old: Topology,
+    new: Topology,
+    table: StateTable,
+    came_from: Sequence[int | None],
+    limit: int,
+    window: int,
+) -> str:
     made_from = [old.to_json(), new.to_json(), [s.to_json() for s in table], list(came_from)]
     text = json.dumps([*made_from, limit, window], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()

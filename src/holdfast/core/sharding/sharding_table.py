@@ -67,7 +67,7 @@ def sharding_table(model: ModelConfig) -> dict[str, Sharding]:
 
 
 def _row(parameter: Parameter, model: ModelConfig) -> Sharding:
-    layer, positions = _place(parameter.name, model)
+    layer, positions = _split_name(parameter.name, model)
     if layer not in _CUTS:
         return Sharding(None, 1, positions, layer in _PER_TOKEN)
     dim, counted_by = _CUTS[layer]
@@ -75,7 +75,7 @@ def _row(parameter: Parameter, model: ModelConfig) -> Sharding:
     return Sharding(dim, units, positions, False)
 
 
-def _place(name: str, model: ModelConfig) -> tuple[str, tuple[int, ...]]:
+def _split_name(name: str, model: ModelConfig) -> tuple[str, tuple[int, ...]]:
     """ "layers.3.ffn.up.weight" -> ("ffn.up", (3,))"""
     layer = name.removesuffix(".weight")
     if layer.startswith("layers."):
@@ -95,10 +95,10 @@ def tp_part(units: int, tp: int, index: int) -> tuple[int, int]:
     """
     if units < tp:
         return index * units // tp, 1
-    return chunk(units, tp, index)
+    return chunk_range(units, tp, index)
 
 
-def chunk(length: int, parts: int, index: int) -> tuple[int, int]:
+def chunk_range(length: int, parts: int, index: int) -> tuple[int, int]:
     """(start, length) of part `index` of a dim, by `torch.chunk`'s rule, which FSDP2 follows:
     parts of ceil(length / parts), the last ones shorter or empty."""
     size = -(-length // parts)

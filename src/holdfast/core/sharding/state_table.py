@@ -14,22 +14,30 @@ from typing import TYPE_CHECKING, Any
 
 from holdfast.core.sharding.boxes import Box
 from holdfast.core.sharding.parameters import decoder_parameters
-from holdfast.core.sharding.sharding_table import chunk, sharding_table, tp_part
+from holdfast.core.sharding.sharding_table import chunk_range, sharding_table, tp_part
 from holdfast.layout import Coordinate, Replica, Topology
 
 if TYPE_CHECKING:  # the mover has no use for pydantic
     from holdfast.config.model import ModelConfig
 
 ITEM_BYTES = {
-    "F64": 8, "F32": 4, "BF16": 2, "F16": 2,
-    "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1,
-}  # fmt: skip
+    "F64": 8,
+    "F32": 4,
+    "BF16": 2,
+    "F16": 2,
+    "I64": 8,
+    "I32": 4,
+    "I16": 2,
+    "I8": 1,
+    "U8": 1,
+    "BOOL": 1,
+}
 """Bytes of one element, by safetensors' name of the dtype."""
 
 STATE_DTYPE = {"fp32": "F32", "bf16": "F32", "float64": "F64"}
 """dtype of parameters and optimizer state by `train.precision` (bf16 computes on fp32 state)."""
 
-PREFIXES = ("model.", "optimizer.exp_avg.", "optimizer.exp_avg_sq.")
+STATE_PREFIXES = ("model.", "optimizer.exp_avg.", "optimizer.exp_avg_sq.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,9 +63,14 @@ class TensorSpec:
 
     def to_json(self) -> list[Any]:
         return [
-            self.name, self.dtype, list(self.shape), self.shard_dim,
-            self.tp_dim, self.tp_units, list(self.positions),
-        ]  # fmt: skip
+            self.name,
+            self.dtype,
+            list(self.shape),
+            self.shard_dim,
+            self.tp_dim,
+            self.tp_units,
+            list(self.positions),
+        ]
 
     @staticmethod
     def from_json(value: Sequence[Any]) -> TensorSpec:
@@ -69,9 +82,14 @@ class TensorSpec:
             raise ValueError(f"{name}: dtype {dtype!r} is unknown")
         tp_dim, tp_units, positions = value[4:] or (None, 1, ())
         return TensorSpec(
-            str(name), dtype, tuple(int(n) for n in shape), shard_dim,
-            tp_dim, int(tp_units), tuple(int(p) for p in positions),
-        )  # fmt: skip
+            str(name),
+            dtype,
+            tuple(int(n) for n in shape),
+            shard_dim,
+            tp_dim,
+            int(tp_units),
+            tuple(int(p) for p in positions),
+        )
 
 
 StateTable = tuple[TensorSpec, ...]
@@ -84,7 +102,7 @@ def state_table(model: ModelConfig, precision: str = "fp32") -> StateTable:
     optimizer's moments as their parameter.
     """
     rows = parameter_table(model, precision)
-    return tuple(replace(row, name=prefix + row.name) for prefix in PREFIXES for row in rows)
+    return tuple(replace(row, name=prefix + row.name) for prefix in STATE_PREFIXES for row in rows)
 
 
 def parameter_table(model: ModelConfig, precision: str = "fp32") -> StateTable:
@@ -113,7 +131,7 @@ def mesh_box(spec: TensorSpec, replica: Replica, coordinate: Coordinate) -> Box:
     the rest, because FSDP2 shards the tensors that it finds on a rank. cp cuts no state.
     """
     if coordinate.pp not in stages_of(spec, replica):
-        return empty(spec)
+        return empty_box(spec)
     return cut_box(spec, replica, coordinate.dp_shard, coordinate.tp)
 
 
@@ -126,12 +144,12 @@ def cut_box(spec: TensorSpec, replica: Replica, dp_shard: int, tp: int) -> Box:
         offsets[spec.tp_dim], lengths[spec.tp_dim] = first * unit, units * unit
     if spec.shard_dim is not None:
         dim = spec.shard_dim
-        start, lengths[dim] = chunk(lengths[dim], replica.degree("dp_shard"), dp_shard)
+        start, lengths[dim] = chunk_range(lengths[dim], replica.degree("dp_shard"), dp_shard)
         offsets[dim] += start
     return Box(spec.name, tuple(offsets), tuple(lengths))
 
 
-def empty(spec: TensorSpec) -> Box:
+def empty_box(spec: TensorSpec) -> Box:
     """No element of a tensor: no rows. A scalar has no dim that could be empty, so it gets one."""
     return Box(spec.name, (0,) * max(1, len(spec.shape)), (0, *spec.shape[1:]))
 

@@ -8,25 +8,25 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 
-from holdfast.core.sharding.reduction_tree import Node, ReductionTree, Shares, pieces
+from holdfast.core.sharding.reduction_tree import ReductionTree, Shares, TreeNode, maximal_subtrees
 
 Computed = tuple[tuple[int, ...], ...]
 """By replica: the leaves that it has computed already."""
 
 
-def standing(
+def partial_sums(
     leaves: int, share: Sequence[int], done: Sequence[int]
-) -> list[tuple[Node, tuple[int, int]]]:
+) -> list[tuple[TreeNode, tuple[int, int]]]:
     """Return the partial sums of a share after its first leaves, `done`, have been computed. Each
     has its (piece, depth) in the binary counter: depth 0 of a piece, or above it.
 
     These are the maximal subtrees inside `done`, because the counter carries at once.
     """
     tree = ReductionTree(leaves)
-    whole = {node: number for number, node in enumerate(pieces(tree, share))}
-    found: list[tuple[Node, tuple[int, int]]] = []
+    whole = {node: number for number, node in enumerate(maximal_subtrees(tree, share))}
+    found: list[tuple[TreeNode, tuple[int, int]]] = []
     depth = current = 0
-    for node in pieces(tree, done):
+    for node in maximal_subtrees(tree, done):
         if node in whole:
             found.append((node, (whole[node], 0)))
             continue
@@ -56,7 +56,7 @@ def deal_rest(leaves: int, computed: Computed, base: Shares) -> Shares:
     return tuple(shares)
 
 
-def elsewhere(shares: Shares, avoid: Mapping[int, Collection[int]]) -> Shares:
+def deal_away_from(shares: Shares, avoid: Mapping[int, Collection[int]]) -> Shares:
     """Return the same dealing, but with leaves in `avoid` moved away from the replicas listed
     there. A leaf changes places with a leaf of another replica, so all have as much to do as
     before. If no replica can change with it, it stays."""

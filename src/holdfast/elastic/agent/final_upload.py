@@ -15,24 +15,26 @@ from typing import Any
 
 from holdfast.checkpoint.restore.catalog import step_of
 from holdfast.elastic.event_log import Say
-from holdfast.elastic.node.mover_supervisor import MoverLink
+from holdfast.elastic.node.mover_supervisor import MoverSupervisor
 from holdfast.errors import HoldfastError
 
-TELL_SECONDS = 5.0
-POLL_SECONDS = 1.0
+UPLOAD_MESSAGE_INTERVAL_S = 5.0
+UPLOAD_POLL_INTERVAL_S = 1.0
 
 
-class LastUpload:
+class FinalUpload:
     """The final upload of a run. missing: a sentence on what the bucket lacks, during a wait."""
 
-    def __init__(self, mover: MoverLink, patience: float, say: Say) -> None:
-        self._mover, self._patience, self._say = mover, patience, say
-        self.missing = ""
+    def __init__(self, mover: MoverSupervisor, stall_timeout_s: float, say: Say) -> None:
+        self._mover, self._stall_timeout_s, self._say = mover, stall_timeout_s, say
+        self.missing_upload = ""
 
-    async def arrived(
-        self, generation: int, before: Callable[[], Awaitable[None]] | None = None,
-        seconds_left: Callable[[], float | None] = lambda: None,
-    ) -> str | None:  # fmt: skip
+    async def wait(
+        self,
+        generation: int,
+        before_waiting: Callable[[], Awaitable[None]] | None = None,
+        time_left_s: Callable[[], float | None] = lambda: None,
+    ) -> str | None:
         """Wait until the newest checkpoint is in the bucket, or until the wait is hopeless.
 
         Args:
@@ -46,29 +48,31 @@ class LastUpload:
         try:
             while True:
                 try:
-                    left = await self._mover.upload(generation, POLL_SECONDS)
+                    left = await self._mover.wait_for_upload(generation, UPLOAD_POLL_INTERVAL_S)
                 except HoldfastError as error:
                     return f"the bucket may not have the last checkpoint: {error}"
                 if left is None:
                     return None
-                if before is not None:
-                    await before()
-                    before = None
-                self.missing = _words(left)
-                if left["over"] or left["still"] > self._patience:
-                    return self.missing
+                if before_waiting is not None:
+                    await before_waiting()
+                    before_waiting = None
+                self.missing_upload = _describe_missing(left)
+                if left["over"] or left["still"] > self._stall_timeout_s:
+                    return self.missing_upload
                 if told <= 0.0:
-                    self._say(f"waiting for the bucket: {self.missing} (Ctrl-C: leave at once)")
-                    told = TELL_SECONDS
-                remaining = seconds_left()
+                    self._say(
+                        f"waiting for the bucket: {self.missing_upload} (Ctrl-C: leave at once)"
+                    )
+                    told = UPLOAD_MESSAGE_INTERVAL_S
+                remaining = time_left_s()
                 if remaining is not None and remaining <= 0.0:
-                    return f"{self.missing}; time was up"
-                told -= POLL_SECONDS
+                    return f"{self.missing_upload}; time was up"
+                told -= UPLOAD_POLL_INTERVAL_S
         finally:
-            self.missing = ""
+            self.missing_upload = ""
 
 
-def _words(left: dict[str, Any]) -> str:
+def _describe_missing(left: dict[str, Any]) -> str:
     sent, total = left["sent"] / 1e6, left["total"] / 1e6
     done = f"{sent:.1f} of {total:.1f} MB were sent" if total else "nothing was sent"
     reason = f", {left['reason']}" if left["reason"] else ""

@@ -6,24 +6,26 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 
-from holdfast.elastic.event_log import Board, Say
-from holdfast.elastic.node.worker_group import Generation
+from holdfast.elastic.event_log import EventLog, Say
+from holdfast.elastic.node.worker_group import WorkerGroup
 from holdfast.events import RequestsRefused
-from holdfast.wire.http.refusals import Refusals, sentence
+from holdfast.wire.http.refusals import Refusals, describe_refusals
 
 
-async def watch_progress(
-    beat: float, current: Callable[[], Generation | None], flush: Callable[[], Awaitable[object]]
+async def check_progress_forever(
+    interval_s: float,
+    worker_group: Callable[[], WorkerGroup | None],
+    flush: Callable[[], Awaitable[object]],
 ) -> None:
     """Check the workers' progress every `beat` seconds, and store pending records; never ends."""
     clock = asyncio.get_running_loop().time
     flushing: asyncio.Future[object] | None = None
     try:
         while True:
-            await asyncio.sleep(beat)
-            generation = current()
+            await asyncio.sleep(interval_s)
+            generation = worker_group()
             if generation is not None:
-                generation.watch_progress(clock())
+                generation.check_progress(clock())
             if flushing is None or flushing.done():
                 if flushing is not None:
                     flushing.result()
@@ -34,7 +36,9 @@ async def watch_progress(
             flushing.cancel()
 
 
-def counting_refusals(board: Board, opened: Callable[[], bool], say: Say) -> Refusals:
+def make_refusal_counter(
+    event_log: EventLog, is_generation_open: Callable[[], bool], say: Say
+) -> Refusals:
     """Return the counter of requests that the agent's listeners refuse.
 
     It reports to the journal once a generation is open, and to the user. Call it in the event loop
@@ -42,10 +46,10 @@ def counting_refusals(board: Board, opened: Callable[[], bool], say: Say) -> Ref
     loop = asyncio.get_running_loop()
 
     def tell(event: RequestsRefused) -> None:
-        if (line := sentence(event)) is not None:
+        if (line := describe_refusals(event)) is not None:
             say(line)
-        if opened():
-            board.emit("agent", event)
+        if is_generation_open():
+            event_log.emit("agent", event)
 
     def told(event: RequestsRefused) -> None:
         with suppress(RuntimeError):  # the loop has ended

@@ -24,32 +24,32 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
 
-from holdfast.elastic.run_result import EndedError, Over
+from holdfast.elastic.run_result import EndReason, RunEndedError
 from holdfast.errors import FencedError, HoldfastError, RunFolderError
-from holdfast.wire.store.run_store import MissingKeyError, RunStore, spoken_error
-from holdfast.wire.term import TERMS, Term, newest_number
+from holdfast.wire.store.run_store import MissingKeyError, RunStore, translate_os_error
+from holdfast.wire.term import TERMS_PREFIX, Term, newest_number
 
-GONE_SECONDS = 30.0
+FOLDER_RETURN_TIMEOUT_S = 30.0
 """Seconds within which a moved or removed folder may be put back."""
-HOLD_SECONDS = 10.0
+FOLDER_LOSS_LEAVE_TIMEOUT_S = 10.0
 """Seconds until a node that leaves for it is dropped, if the other nodes can continue."""
-LOOK_SECONDS = 1.0
-LAST_SECONDS = 120.0
+FOLDER_CHECK_INTERVAL_S = 1.0
+LAST_NODE_FOLDER_WAIT_S = 120.0
 """Seconds that the last node, if asked to leave, waits for a folder that is `away`. No other node
 holds the state."""
-HUNG_SECONDS = 60.0
+DISK_REPLY_TIMEOUT_S = 60.0
 """Seconds without an answer from which a disk counts as hung; until then it may only be busy."""
-_MISSED = "the run folder has been moved, removed or replaced"
-WAITED = f"{_MISSED}; it is waited for, for {GONE_SECONDS:g} s"
-GONE = f"{_MISSED}; put it back, or start another run"
-OUT_OF_REACH = "the run folder is out of reach"
-_OURS = {"logs"}
+_FOLDER_LOST_MESSAGE = "the run folder has been moved, removed or replaced"
+FOLDER_WAIT_MESSAGE = f"{_FOLDER_LOST_MESSAGE}; it is waited for, for {FOLDER_RETURN_TIMEOUT_S:g} s"
+FOLDER_GONE_MESSAGE = f"{_FOLDER_LOST_MESSAGE}; put it back, or start another run"
+FOLDER_UNREACHABLE_MESSAGE = "the run folder is out of reach"
+_OWN_ENTRIES = {"logs"}
 """Entries that newly started child processes make at the path of a folder that is `away`."""
 
 
-class Place(StrEnum):
-    HERE = "here"
-    AWAY = "away"
+class FolderState(StrEnum):
+    PRESENT = "here"
+    UNREACHABLE = "away"
     GONE = "gone"
 
 
@@ -59,54 +59,60 @@ class RunFolder:
     def __init__(self, folder: Path, store: RunStore) -> None:
         """Raises RunFolderError if the folder cannot be opened."""
         self._folder, self._store = folder, store
-        self._term: tuple[str, bytes] | None = None  # key and object of the newest term seen
+        self._newest_term_object: tuple[str, bytes] | None = (
+            None  # key and object of the newest term seen
+        )
         flags = getattr(os, "O_PATH", os.O_RDONLY) | os.O_DIRECTORY | os.O_CLOEXEC
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            self._root = os.open(folder, flags)  # while open, no other folder gets its inode
+            self._root_fd = os.open(folder, flags)  # while open, no other folder gets its inode
         except OSError as error:
-            raise spoken_error(error, folder) from error
+            raise translate_os_error(error, folder) from error
 
     def close(self) -> None:
-        os.close(self._root)
+        os.close(self._root_fd)
 
-    def look(self) -> Place:
+    def read_state(self) -> FolderState:
         """Return the folder's state. Call it in a thread: a slow disk may block it."""
-        found = self._glance()
+        found = self._read_state_once()
         # A file system that is mounted or unmounted during one check gives a mixed picture.
-        return self._glance() if found is Place.GONE else found
+        return self._read_state_once() if found is FolderState.GONE else found
 
-    def _glance(self) -> Place:
+    def _read_state_once(self) -> FolderState:
         try:
-            if not os.path.samestat(os.stat(self._folder), os.fstat(self._root)):
-                empty = set(os.listdir(self._folder)) <= _OURS
-                return Place.AWAY if empty and not self._mounted() else Place.GONE
-            return Place.HERE if self._same_term() else Place.GONE
+            if not os.path.samestat(os.stat(self._folder), os.fstat(self._root_fd)):
+                empty = set(os.listdir(self._folder)) <= _OWN_ENTRIES
+                return (
+                    FolderState.UNREACHABLE
+                    if empty and not self._is_mounted()
+                    else FolderState.GONE
+                )
+            return FolderState.PRESENT if self._has_same_term() else FolderState.GONE
         except (FileNotFoundError, NotADirectoryError):
-            return Place.GONE if self._mounted() else Place.AWAY
+            return FolderState.GONE if self._is_mounted() else FolderState.UNREACHABLE
         except (OSError, HoldfastError):
-            return Place.AWAY
+            return FolderState.UNREACHABLE
 
-    def _same_term(self) -> bool:
+    def _has_same_term(self) -> bool:
         """Return True if the newest term is unchanged, so the folder was neither emptied nor used
         by another run."""
-        if self._term is not None:
-            key, said = self._term
+        if self._newest_term_object is not None:
+            key, said = self._newest_term_object
             try:
                 if self._store.get(key) != said:
                     return False
             except MissingKeyError:
                 return False
-        number = newest_number(self._store.list(TERMS), TERMS)
-        key = f"{TERMS}{number:010d}.json"
-        if number and (self._term is None or self._term[0] != key):
-            self._term = key, self._store.get(key)
+        number = newest_number(self._store.list(TERMS_PREFIX), TERMS_PREFIX)
+        key = f"{TERMS_PREFIX}{number:010d}.json"
+        if number and (self._newest_term_object is None or self._newest_term_object[0] != key):
+            self._newest_term_object = key, self._store.get(key)
         return True
 
-    def _mounted(self) -> bool:
+    def _is_mounted(self) -> bool:
         """Return True if the folder's file system is still mounted, or if that is not known."""
         try:
-            own = Path(f"/proc/self/fdinfo/{self._root}").read_text()
+            own = Path(f"/proc/self/fdinfo/{self._root_fd}").read_text()
             mounts = Path("/proc/self/mountinfo").read_text()
         except OSError:
             return True
@@ -115,33 +121,39 @@ class RunFolder:
 
 
 @dataclass(frozen=True)
-class Kept(Term):
+class GuardedTerm(Term):
     """A term that ends only if its own run folder says so."""
 
-    folder: RunFolder = field(repr=False)
+    run_folder: RunFolder = field(repr=False)
 
     def check(self) -> None:
         """Raises FencedError if the term is over; RunFolderError if the folder is missing."""
         try:
             super().check()
         except FencedError as error:
-            place = self.folder.look()
-            if place is Place.AWAY:
-                raise RunFolderError(OUT_OF_REACH) from None
-            if place is Place.GONE:
+            place = self.run_folder.read_state()
+            if place is FolderState.UNREACHABLE:
+                raise RunFolderError(FOLDER_UNREACHABLE_MESSAGE) from None
+            if place is FolderState.GONE:
                 raise RunFolderError(str(error)) from None
         else:
             return
         super().check()  # the folder may have come back since the first check
 
 
-class Losing:
+class RunFolderMonitor:
     """The monitor of one agent's run folder. Lives in one event loop."""
 
     def __init__(
-        self, folder: RunFolder, told: Callable[[], str], time_left: Callable[[], float],
-        part: Callable[[float], None], say: Callable[[str], None], *, alone: bool = False,
-    ) -> None:  # fmt: skip
+        self,
+        run_folder: RunFolder,
+        leave_reason: Callable[[], str],
+        time_left_s: Callable[[], float],
+        leave_run: Callable[[float], None],
+        say: Callable[[str], None],
+        *,
+        is_single_node: bool = False,
+    ) -> None:
         """Make the monitor.
 
         Args:
@@ -150,84 +162,104 @@ class Losing:
             part: Makes the run continue without this node, after the given seconds at the latest.
             alone: The run has no other node.
         """
-        self.given_up = False
+        self.is_leaving = False
         """True if this node leaves because its folder is lost."""
-        self._folder, self._told, self._time_left = folder, told, time_left
-        self._part, self._say, self._alone = part, say, alone
+        self._run_folder, self._leave_reason, self._time_left_s = (
+            run_folder,
+            leave_reason,
+            time_left_s,
+        )
+        self._leave_run, self._say, self._is_single_node = leave_run, say, is_single_node
         self._clock = asyncio.get_running_loop().time
-        self._looking: asyncio.Task[Place] | None = None
-        self._asked = 0.0  # when the check under way began
-        self._place = Place.HERE
-        self._here = self._clock()  # when it was last here, or this node was asked to leave
-        self._gone: float | None = None  # since when
-        self._due: float | None = None  # seconds that a node has after it is asked to leave
+        self._check_task: asyncio.Task[FolderState] | None = None
+        self._check_began_at = 0.0  # when the check under way began
+        self._folder_state = FolderState.PRESENT
+        self._last_present_at = (
+            self._clock()
+        )  # when it was last here, or this node was asked to leave
+        self._gone_since: float | None = None  # since when
+        self._leave_timeout_s: float | None = (
+            None  # seconds that a node has after it is asked to leave
+        )
 
     @property
-    def answers(self) -> bool:
+    def is_folder_responsive(self) -> bool:
         """Return True if the last check found the folder and no check hangs. Otherwise any access
         to its disk may block for ever."""
-        hangs = self._looking is not None and self._clock() - self._asked > LOOK_SECONDS
-        return self._place is Place.HERE and not hangs
+        hangs = (
+            self._check_task is not None
+            and self._clock() - self._check_began_at > FOLDER_CHECK_INTERVAL_S
+        )
+        return self._folder_state is FolderState.PRESENT and not hangs
 
-    def kept(self, term: Term) -> Term:
-        return Kept(term.store, term.number, term.address, term.held, self._folder)
+    def guard_term(self, term: Term) -> Term:
+        return GuardedTerm(term.store, term.number, term.address, term.content, self._run_folder)
 
-    async def present(self) -> None:
+    async def require_present(self) -> None:
         """Raises RunFolderError if it is not here: no process that opens it may start then."""
-        if await asyncio.to_thread(self._folder.look) is not Place.HERE:
-            raise RunFolderError(OUT_OF_REACH)
+        if await asyncio.to_thread(self._run_folder.read_state) is not FolderState.PRESENT:
+            raise RunFolderError(FOLDER_UNREACHABLE_MESSAGE)
 
-    async def check(self) -> None:
+    async def require_not_gone(self) -> None:
         """Raises RunFolderError if it is lost: content at its path is not this run's."""
-        if await asyncio.to_thread(self._folder.look) is Place.GONE:
-            raise RunFolderError(WAITED)
+        if await asyncio.to_thread(self._run_folder.read_state) is FolderState.GONE:
+            raise RunFolderError(FOLDER_WAIT_MESSAGE)
 
-    async def end(self) -> EndedError:
+    async def wait_for_end(self) -> RunEndedError:
         """Wait until the folder's state ends this node's part in the run; return the error.
 
         Cancel it if the node leaves before."""
         while True:
-            await asyncio.sleep(LOOK_SECONDS)
-            await self._look()
-            if self._alone and self._place is Place.GONE:
-                return EndedError(GONE, Over.FENCED)
+            await asyncio.sleep(FOLDER_CHECK_INTERVAL_S)
+            await self._check_folder()
+            if self._is_single_node and self._folder_state is FolderState.GONE:
+                return RunEndedError(FOLDER_GONE_MESSAGE, EndReason.FENCED)
             now = self._clock()
-            self._note(now)
-            if self._gone is not None and now - self._gone >= GONE_SECONDS + HOLD_SECONDS:
-                return EndedError(GONE, Over.FENCED)
-            if self._due is not None and now - self._here >= self._due:
-                return self._too_late()
+            self._update(now)
+            if (
+                self._gone_since is not None
+                and now - self._gone_since >= FOLDER_RETURN_TIMEOUT_S + FOLDER_LOSS_LEAVE_TIMEOUT_S
+            ):
+                return RunEndedError(FOLDER_GONE_MESSAGE, EndReason.FENCED)
+            if (
+                self._leave_timeout_s is not None
+                and now - self._last_present_at >= self._leave_timeout_s
+            ):
+                return self._timeout_error()
 
-    async def _look(self) -> None:
+    async def _check_folder(self) -> None:
         """Update the folder's state; a slow disk leaves the last state in force."""
-        if self._looking is None:
-            self._asked = self._clock()
-            self._looking = asyncio.create_task(asyncio.to_thread(self._folder.look))
-        await asyncio.wait({self._looking}, timeout=LOOK_SECONDS)
-        if self._looking.done():
-            self._place, self._looking = self._looking.result(), None
-        elif self._clock() - self._asked > HUNG_SECONDS:
-            self._place = Place.AWAY
+        if self._check_task is None:
+            self._check_began_at = self._clock()
+            self._check_task = asyncio.create_task(asyncio.to_thread(self._run_folder.read_state))
+        await asyncio.wait({self._check_task}, timeout=FOLDER_CHECK_INTERVAL_S)
+        if self._check_task.done():
+            self._folder_state, self._check_task = self._check_task.result(), None
+        elif self._clock() - self._check_began_at > DISK_REPLY_TIMEOUT_S:
+            self._folder_state = FolderState.UNREACHABLE
 
-    def _note(self, now: float) -> None:
-        if self._due is None and self._told():
-            self._due = max(1.0, self._time_left() or LAST_SECONDS)
-            self._here = now
-        if self.given_up:
+    def _update(self, now: float) -> None:
+        if self._leave_timeout_s is None and self._leave_reason():
+            self._leave_timeout_s = max(1.0, self._time_left_s() or LAST_NODE_FOLDER_WAIT_S)
+            self._last_present_at = now
+        if self.is_leaving:
             return
-        if self._place is Place.HERE:
-            self._here = now
-        if self._place is not Place.GONE:
-            self._gone = None
-        elif self._gone is None:
-            self._gone = now
-            self._say(WAITED)
-        elif now - self._gone >= GONE_SECONDS:
-            self.given_up = True
-            self._part(HOLD_SECONDS)
+        if self._folder_state is FolderState.PRESENT:
+            self._last_present_at = now
+        if self._folder_state is not FolderState.GONE:
+            self._gone_since = None
+        elif self._gone_since is None:
+            self._gone_since = now
+            self._say(FOLDER_WAIT_MESSAGE)
+        elif now - self._gone_since >= FOLDER_RETURN_TIMEOUT_S:
+            self.is_leaving = True
+            self._leave_run(FOLDER_LOSS_LEAVE_TIMEOUT_S)
 
-    def _too_late(self) -> EndedError:
-        if self._place is Place.GONE:
-            return EndedError(GONE, Over.FENCED)
-        why = f"{self._told()}: the run folder is out of reach, so this node's state is not saved"
-        return EndedError(f"{why}; run the same command again once it is back", Over.FENCED)
+    def _timeout_error(self) -> RunEndedError:
+        if self._folder_state is FolderState.GONE:
+            return RunEndedError(FOLDER_GONE_MESSAGE, EndReason.FENCED)
+        why = f"{self._leave_reason()}: the run folder is out of reach"
+        return RunEndedError(
+            f"{why}, so this node's state is not saved; run the same command again once it is back",
+            EndReason.FENCED,
+        )

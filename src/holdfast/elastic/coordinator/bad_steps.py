@@ -16,104 +16,130 @@ from collections.abc import Mapping
 
 from holdfast.core.data.skips import Skips
 from holdfast.elastic.protocol.generation_record import GenerationRecord
-from holdfast.elastic.run_result import EndedError
+from holdfast.elastic.run_result import RunEndedError
 from holdfast.events import Blamed, Event
 from holdfast.layout import Topology
-from holdfast.policy.detection.bad_steps import Bad, Device, Do, Found, Retry, Trials
-from holdfast.policy.recovery.survivors import BadStep, Held
+from holdfast.policy.detection.bad_steps import (
+    BadStep,
+    BadStepAction,
+    BadStepPolicy,
+    DeviceName,
+    Finding,
+    StepRetry,
+)
+from holdfast.policy.recovery.survivors import HeldState, RejectedStep
 
-Worker = tuple[str, int]
+WorkerId = tuple[str, int]
 """A node and one of its processes."""
 
-_HINT = (
+_GIVE_UP_HINT = (
     "the state before that step is unharmed: look at its data, or try a lower "
     "train.optimizer.learning_rate"
 )
 
 
-class Doubting:
+class BadStepTracker:
     """The bad steps of one term."""
 
     def __init__(self) -> None:
-        self._trials = Trials()
-        self._heard = 0  # the newest generation of which a bad step is known
-        self._workers: dict[Device, frozenset[Worker]] = {}
-        self._news: list[Event] = []
+        self._policy = BadStepPolicy()
+        self._newest_judged_generation = 0  # the newest generation of which a bad step is known
+        self._workers_of_device: dict[DeviceName, frozenset[WorkerId]] = {}
+        self._pending_events: list[Event] = []
 
     @property
     def skips(self) -> Skips:
-        return self._trials.skips
+        return self._policy.skips
 
-    def found(self, record: GenerationRecord) -> None:
+    def load_record(self, record: GenerationRecord) -> None:
         """Take over the skips of the newest generation, at the beginning of a term."""
-        self._trials = Trials(record.skips)
+        self._policy = BadStepPolicy(record.skips)
 
-    def news(self) -> list[Event]:
+    def take_events(self) -> list[Event]:
         """Return the events for the journal, each once."""
-        out, self._news = self._news, []
+        out, self._pending_events = self._pending_events, []
         return out
 
     # --- reports --------------------------------------------------------------------------------
-    def hear(
-        self, before: Topology | None, held: Mapping[int, Held], keys: Mapping[int, Worker]
+    def observe(
+        self,
+        previous: Topology | None,
+        held_states: Mapping[int, HeldState],
+        worker_ids: Mapping[int, WorkerId],
     ) -> None:
         """Take the reports of the stopped processes; called each time a generation is planned.
 
         `held`: the state of each process, by key. keys: node and process of each key.
         Raises EndedError if the run cannot continue."""
-        self._trials.passed(max((one.applied for one in held.values() if not one.torn), default=0))
-        if before is None or before.generation <= self._heard:
+        self._policy.step_passed(
+            max((one.applied for one in held_states.values() if not one.torn), default=0)
+        )
+        if previous is None or previous.generation <= self._newest_judged_generation:
             return
         stood = {
-            one.rank: keys[key] for key, one in held.items() if one.generation == before.generation
+            one.rank: worker_ids[key]
+            for key, one in held_states.items()
+            if one.generation == previous.generation
         }
-        said = (held[key] for key in sorted(held))
-        bad = next((o.bad for o in said if o.bad and o.generation == before.generation), None)
+        said = (held_states[key] for key in sorted(held_states))
+        bad = next((o.bad for o in said if o.bad and o.generation == previous.generation), None)
         if bad is None:
             return
-        self._heard = before.generation
-        decision = self._trials.bad(self._bad(bad, before, stood))
-        if decision.found is not None:
-            self._news.append(_event(decision.found))
-        if decision.do is Do.GIVE_UP:
-            raise EndedError(f"{decision.why}; {_HINT}")
+        self._newest_judged_generation = previous.generation
+        decision = self._policy.step_failed(self._to_bad_step(bad, previous, stood))
+        if decision.finding is not None:
+            self._pending_events.append(_to_event(decision.finding))
+        if decision.action is BadStepAction.GIVE_UP:
+            raise RunEndedError(f"{decision.reason}; {_GIVE_UP_HINT}")
 
-    def _bad(self, bad: BadStep, before: Topology, stood: Mapping[int, Worker]) -> Bad:
-        where: dict[int, Device] = {}
-        for replica, share in zip(before.replicas, bad.dealt, strict=True):
-            workers = [stood.get(rank, (before.nodes[rank], 0)) for rank in replica.ranks]
-            device = _named(workers)
-            self._workers[device] = frozenset(workers)
+    def _to_bad_step(
+        self, rejected: RejectedStep, previous: Topology, worker_by_rank: Mapping[int, WorkerId]
+    ) -> BadStep:
+        where: dict[int, DeviceName] = {}
+        for replica, share in zip(previous.replicas, rejected.dealt, strict=True):
+            workers = [
+                worker_by_rank.get(rank, (previous.nodes[rank], 0)) for rank in replica.ranks
+            ]
+            device = _device_name(workers)
+            self._workers_of_device[device] = frozenset(workers)
             where.update(dict.fromkeys(share, device))
-        suspects = frozenset(bad.suspects)
-        return Bad(bad.step, bad.what, where, suspects, bad.again, bad.bearable)
+        suspects = frozenset(rejected.suspects)
+        return BadStep(
+            rejected.step, rejected.what, where, suspects, rejected.again, rejected.bearable
+        )
 
     # --- consequences ---------------------------------------------------------------------------
     @property
-    def sick(self) -> frozenset[Worker]:
+    def faulty_workers(self) -> frozenset[WorkerId]:
         """Workers that must not be used any more."""
-        decision = self._trials.pending
-        devices = () if decision is None else decision.leave_out
-        return frozenset(worker for device in devices for worker in self._workers[device])
+        decision = self._policy.pending_decision
+        devices = () if decision is None else decision.excluded_devices
+        return frozenset(worker for device in devices for worker in self._workers_of_device[device])
 
-    def retry(self, topology: Topology, seated: Mapping[int, Worker]) -> Retry | None:
+    def retry(self, topology: Topology, seated: Mapping[int, WorkerId]) -> StepRetry | None:
         """Return the step that the next generation repeats, None for none. seated: the process of
         each rank."""
-        if (decision := self._trials.pending) is None:
+        if (decision := self._policy.pending_decision) is None:
             return None
         avoid = {}
-        for leaf, device in decision.avoid.items():
-            workers = self._workers[device]
+        for leaf, device in decision.avoided_devices.items():
+            workers = self._workers_of_device[device]
             at = [
-                replica.index for replica in topology.replicas
+                replica.index
+                for replica in topology.replicas
                 if workers & {seated[rank] for rank in replica.ranks if rank in seated}
-            ]  # fmt: skip
+            ]
             if at:
                 avoid[leaf] = tuple(at)
-        return Retry(decision.step, avoid, decision.do is Do.ACCEPT, decision.if_passed)
+        return StepRetry(
+            decision.step,
+            avoid,
+            decision.action is BadStepAction.ACCEPT,
+            decision.finding_if_passed,
+        )
 
 
-def _named(workers: list[Worker]) -> Device:
+def _device_name(workers: list[WorkerId]) -> DeviceName:
     """Return a name: "process 12 on a", "processes 12, 13 on a and process 7 on b"."""
     nodes: dict[str, list[int]] = {}
     for node, pid in workers:
@@ -124,7 +150,11 @@ def _named(workers: list[Worker]) -> Device:
     )
 
 
-def _event(found: Found) -> Blamed:
+def _to_event(finding: Finding) -> Blamed:
     return Blamed(
-        found.blame, list(found.microbatches), list(found.devices), found.why, step=found.step
+        finding.blame,
+        list(finding.microbatches),
+        list(finding.devices),
+        finding.why,
+        step=finding.step,
     )

@@ -20,47 +20,47 @@ from dataclasses import dataclass, replace
 from math import inf
 from typing import Any, Protocol
 
-from holdfast.elastic.coordinator.hang_detector import Comparing
-from holdfast.elastic.coordinator.liveness_probe import dead
-from holdfast.elastic.coordinator.stragglers import Pacing
+from holdfast.elastic.coordinator.hang_detector import HangDetector
+from holdfast.elastic.coordinator.liveness_probe import ended_agents
+from holdfast.elastic.coordinator.stragglers import StragglerTracker
 from holdfast.elastic.protocol.coordinator_messages import (
-    HANG,
+    HANG_REASON,
     JOIN_FIRST,
     REPLACED,
     Heartbeat,
     JoinRequest,
-    Known,
+    NodeReport,
 )
-from holdfast.elastic.protocol.hung_worker import Blame
+from holdfast.elastic.protocol.hung_worker import HungWorker
 from holdfast.elastic.protocol.start_state import StartState
-from holdfast.elastic.run_result import EndedError
+from holdfast.elastic.run_result import RunEndedError
 from holdfast.errors import FencedError, HoldfastError
-from holdfast.policy.detection.stragglers import Change
+from holdfast.policy.detection.stragglers import PaceChange
 from holdfast.policy.membership import transitions
 from holdfast.policy.membership.transitions import (
-    OVER,
+    TERMINAL_PHASES,
+    CoordinatorState,
     Directive,
-    Node,
-    Order,
+    MembershipRules,
+    NodeCommand,
+    NodeRecord,
     Phase,
-    Reign,
-    Report,
-    Rules,
-    directive,
+    StageReport,
+    directive_for,
 )
 from holdfast.wire.waiting import wait_event
 
-LONGEST_WAIT = 20.0
-SOON = 0.3
+MAX_HEARTBEAT_WAIT_S = 20.0
+NODE_REPLY_WINDOW_S = 0.3
 """Seconds within which agents react to an event and report it."""
-UNSETTLED = (Phase.STARTING, Phase.HALTING)
-LOOK_SECONDS = 0.2
+UNSETTLED_PHASES = (Phase.STARTING, Phase.HALTING)
+AGENT_PROBE_INTERVAL_S = 0.2
 """Seconds between two probes for ended agents; a live machine answers a probe at once."""
-RETRY_SECONDS = 1.0
+CREATION_RETRY_INTERVAL_S = 1.0
 """Seconds until an unreachable run store is tried again."""
 
 
-class TakenError(HoldfastError):
+class CreationRejectedError(HoldfastError):
     """A generation's object exists already; term and generation are the newest in the run store."""
 
     def __init__(self, term: int, generation: int) -> None:
@@ -68,7 +68,7 @@ class TakenError(HoldfastError):
         super().__init__(f"term {term} and generation {generation} are in the run store already")
 
 
-class ChangedError(HoldfastError):
+class PlanOutdatedError(HoldfastError):
     """The nodes or states for a generation changed while it was planned: plan it again."""
 
 
@@ -81,9 +81,13 @@ class Made:
     taken: Mapping[str, int] | None
 
 
-class Make(Protocol):
+class CreateGeneration(Protocol):
     async def __call__(
-        self, reign: Reign, generation: int, names: frozenset[str], known: Mapping[str, Known]
+        self,
+        state: CoordinatorState,
+        generation: int,
+        node_names: frozenset[str],
+        node_reports: Mapping[str, NodeReport],
     ) -> Made:
         """Make the object of a generation of these nodes.
 
@@ -99,64 +103,80 @@ class Coordinator:
     """The coordinator of one term. Lives in one event loop; `run` ends with the term."""
 
     def __init__(
-        self, reign: Reign, rules: Rules, make: Make,
-        changed: Callable[[Reign, Reign], None] = lambda old, new: None,
+        self,
+        state: CoordinatorState,
+        rules: MembershipRules,
+        create_generation: CreateGeneration,
+        on_state_change: Callable[[CoordinatorState, CoordinatorState], None] = lambda old, new: (
+            None
+        ),
         complain: Callable[[str], None] = lambda sentence: None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """changed: receives the old and the new state at every change of phase, generation or
         membership. complain: receives one line each time the run store becomes unreachable."""
-        self.reign = reign
-        self.known: dict[str, Known] = {}
-        self.kind = ""  # why the run ended, one of `run_result.Over`
-        self.sent_away: set[str] = set()  # nodes to leave once the rest works without them
-        self._rules, self._make, self._changed, self._complain = rules, make, changed, complain
+        self.state = state
+        self.node_reports: dict[str, NodeReport] = {}
+        self.end_reason = ""  # why the run ended, one of `run_result.Over`
+        self.nodes_to_leave: set[str] = set()  # nodes to leave once the rest works without them
+        self._rules, self._create_generation, self._on_state_change, self._complain = (
+            rules,
+            create_generation,
+            on_state_change,
+            complain,
+        )
         self._loop = asyncio.get_running_loop()
-        self._ticked = self._loop.time()
-        self._begin: StartState | None = None  # the nodes' start state; see `_answer`
-        self._complained = ""  # the last complaint why no generation can be made
-        self._inbox: list[Report] = []
-        self._waiting: dict[str, tuple[asyncio.Future[None], Directive, bool]] = {}
-        self._news = asyncio.Event()
-        self._seeking: asyncio.Task[None] | None = None  # for agents that may have ended
-        self._dismissed: set[str] = set()  # nodes that know that the run is over
-        self._comparing = Comparing()
-        self._blamed: dict[str, list[Blame]] = {}
-        self._misses: dict[str, frozenset[str]] = {}  # by node: nodes that it does not reach
-        self._looking: asyncio.Task[None] | None = None
-        self.pacing = Pacing()
-        self.paced: Callable[[Sequence[Change]], None] = lambda changes: None
+        self._last_tick_at = self._loop.time()
+        self._start_state: StartState | None = None  # the nodes' start state; see `_answer`
+        self._last_complaint = ""  # the last complaint why no generation can be made
+        self._inbox: list[StageReport] = []
+        self._open_heartbeats: dict[str, tuple[asyncio.Future[None], Directive, bool]] = {}
+        self._wakeup = asyncio.Event()
+        self._ended_agents_task: asyncio.Task[None] | None = None  # for agents that may have ended
+        self._dismissed_nodes: set[str] = set()  # nodes that know that the run is over
+        self._hang_detector = HangDetector()
+        self._hung_workers: dict[str, list[HungWorker]] = {}
+        self._unreachable_by_node: dict[
+            str, frozenset[str]
+        ] = {}  # by node: nodes that it does not reach
+        self._silent_nodes_task: asyncio.Task[None] | None = None
+        self.stragglers = StragglerTracker()
+        self.on_pace_change: Callable[[Sequence[PaceChange]], None] = lambda changes: None
         """Called when the verdict on a worker's pace changes: slow, well, to be left out."""
 
     # --- decisions of other parts ---------------------------------------------------------------
-    def halt(self, reason: str, *, gentle: bool = False) -> None:
-        self._set(transitions.halt(self.reign, reason, self._now, gentle=gentle))
+    def halt(self, reason: str, *, at_step_end: bool = False) -> None:
+        self._set_state(transitions.halt(self.state, reason, self._now, at_step_end=at_step_end))
 
-    def warned(self, name: str, seconds: float) -> None:
+    def mark_leaving(self, name: str, leave_within_s: float) -> None:
         """Note that a node will be lost in so many seconds."""
         now = self._now
-        self._set(transitions.warned(self.reign, name, now + seconds, now, self._rules))
+        self._set_state(
+            transitions.node_leaving(self.state, name, now + leave_within_s, now, self._rules)
+        )
 
-    def doubt(self, address: str) -> None:
+    def suspect(self, address: str) -> None:
         """Suspect the node of the previous coordinator, which listened there and fell silent."""
-        for name, known in self.known.items():
-            if address and known.told.get("address") == address:
-                self._set(transitions.doubted(self.reign, name, self._now, self._rules))
+        for name, known in self.node_reports.items():
+            if address and known.join_info.get("address") == address:
+                self._set_state(
+                    transitions.node_suspected(self.state, name, self._now, self._rules)
+                )
 
-    def done(self, verdict: str = "", kind: str = "") -> None:
-        self.kind = self.kind or kind
-        self._set(transitions.done(self.reign, verdict, self._now))
+    def finish(self, end_message: str = "", end_reason: str = "") -> None:
+        self.end_reason = self.end_reason or end_reason
+        self._set_state(transitions.finish(self.state, end_message, self._now))
 
-    def look(self) -> None:
+    def reevaluate(self) -> None:
         """Apply the rules again, because a fact that they depend on has changed."""
         self._tick()
-        self._news.set()
+        self._wakeup.set()
 
     def fence(self) -> None:
         """End this term, because a newer one exists."""
-        self._set(transitions.fenced(self.reign, self._now))
+        self._set_state(transitions.term_superseded(self.state, self._now))
 
     # --- requests -------------------------------------------------------------------------------
-    async def join(self, _: int, body: dict[str, Any]) -> dict[str, Any]:
+    async def handle_join(self, _: int, body: dict[str, Any]) -> dict[str, Any]:
         """Handle a JoinRequest. Of two agents with one name, the later one counts.
 
         Raises ValueError or KeyError for a malformed request."""
@@ -164,78 +184,93 @@ class Coordinator:
         name, now = asked.name, self._now
         if not name:
             raise ValueError("a node without a name")
-        new = Node(
-            name, asked.mark, asked.places, now, now, asked.at, asked.stage, ready=asked.ready
-        )  # fmt: skip
-        self.known[name] = Known(asked.told, asked.held, new.at)
-        for one, missed in self._misses.items():  # reports may concern an earlier process
-            self._misses[one] = missed - {name} if one != name else frozenset()
-        self._set(transitions.came(self.reign, new, now, self._rules))
-        self._news.set()  # the new node has its own settling time
-        return self._answer(name)
+        new = NodeRecord(
+            name,
+            asked.mark,
+            asked.places,
+            now,
+            now,
+            asked.at,
+            asked.stage,
+            ready_workers=asked.ready,
+        )
+        self.node_reports[name] = NodeReport(asked.told, asked.held, new.generation)
+        for (
+            one,
+            missed,
+        ) in self._unreachable_by_node.items():  # reports may concern an earlier process
+            self._unreachable_by_node[one] = missed - {name} if one != name else frozenset()
+        self._set_state(transitions.node_joined(self.state, new, now, self._rules))
+        self._wakeup.set()  # the new node has its own settling time
+        return self._make_reply(name)
 
-    async def beat(self, _: int, body: dict[str, Any]) -> dict[str, Any]:
+    async def handle_heartbeat(self, _: int, body: dict[str, Any]) -> dict[str, Any]:
         """Handle a Heartbeat. The answer comes when the agent has something else to do, or after
         the wait that the heartbeat names."""
         said = Heartbeat.from_json(body)
         name, mark = said.name, said.mark
-        if said.term > self.reign.term:
+        if said.term > self.state.term:
             self.fence()
-        report = Report(name, mark, said.at, said.stage, said.ready)
-        wait = min(max(0.0, said.wait), LONGEST_WAIT)
-        known = self.known.get(name)
+        report = StageReport(name, mark, said.at, said.stage, said.ready)
+        wait = min(max(0.0, said.wait), MAX_HEARTBEAT_WAIT_S)
+        known = self.node_reports.get(name)
         if known is not None and said.held is not None:
-            known.held, known.at = said.held, said.at
+            known.node_outcome, known.generation = said.held, said.at
         if said.leaving:
-            self.warned(name, said.leaving)
-        self._miss(name, mark, said.misses)
-        self._let_go(name)
-        if self._compare(said):
+            self.mark_leaving(name, said.leaving)
+        self._record_unreachable(name, mark, said.misses)
+        self._close_open_heartbeat(name)
+        if self._check_for_hangs(said):
             wait = 0.0
         woken = self._loop.create_future()
-        self._waiting[name] = woken, said.doing, bool(said.leaving)
-        self._hear(report)
+        self._open_heartbeats[name] = woken, said.doing, bool(said.leaving)
+        self._queue_report(report)
         timer = self._loop.call_later(wait, _wake, woken)
         try:
             await woken
         finally:
             timer.cancel()
-            if self._waiting.get(name, (None,))[0] is woken:
-                del self._waiting[name]
-        answer = self._answer(name, mark)
-        if blamed := self._blamed.pop(name, None):
-            answer["blamed"] = [report.at, [one.to_json() for one in blamed]]
+            if self._open_heartbeats.get(name, (None,))[0] is woken:
+                del self._open_heartbeats[name]
+        answer = self._make_reply(name, mark)
+        if blamed := self._hung_workers.pop(name, None):
+            answer["blamed"] = [report.generation, [one.to_json() for one in blamed]]
         return answer
 
     @property
-    def _idle(self) -> bool:
+    def _is_idle(self) -> bool:
         """True if no node works, and several nodes are present that may continue."""
-        return self.reign.phase is Phase.GATHERING and len(self.reign.nodes) > 1
+        return self.state.phase is Phase.GATHERING and len(self.state.nodes) > 1
 
-    def _answer(self, name: str, mark: str | None = None) -> dict[str, Any]:
-        node, term = self.reign.node(name), self.reign.term
-        over = self.reign.phase in OVER
-        if not over and (node is None or (mark is not None and node.mark != mark)):
+    def _make_reply(self, name: str, incarnation: str | None = None) -> dict[str, Any]:
+        node, term = self.state.node(name), self.state.term
+        over = self.state.phase in TERMINAL_PHASES
+        if not over and (
+            node is None or (incarnation is not None and node.incarnation != incarnation)
+        ):
             return {"term": term, "order": JOIN_FIRST if node is None else REPLACED}
-        due = directive(self.reign, name)
+        due = directive_for(self.state, name)
         answer: dict[str, Any] = {
-            "term": term, "order": due.order.value, "generation": due.generation,
-            "outside": name not in self.reign.members and self.reign.phase is Phase.TRAINING,
-            "go": name in self.sent_away, "free": self._idle,
-        }  # fmt: skip
-        if due.order is Order.START and self._begin is None:
+            "term": term,
+            "order": due.command.value,
+            "generation": due.generation,
+            "outside": name not in self.state.members and self.state.phase is Phase.TRAINING,
+            "go": name in self.nodes_to_leave,
+            "free": self._is_idle,
+        }
+        if due.command is NodeCommand.START and self._start_state is None:
             # The coordinator that made the generation was lost before all nodes had begun. The
             # start state was lost with it.
             self.halt("coordinator_lost")
-            return {"term": term, "order": Order.WAIT.value, "generation": 0}
-        if due.order is Order.START and self._begin is not None:
-            answer["begin"] = self._begin.to_json()
-        elif due.order in (Order.HALT, Order.PAUSE):
-            answer["reason"] = self.reign.reason
-        elif due.order is Order.LEAVE:
-            answer |= {"verdict": self.reign.verdict, "kind": self.kind}
-            self._dismissed.add(name)
-            self._news.set()
+            return {"term": term, "order": NodeCommand.WAIT.value, "generation": 0}
+        if due.command is NodeCommand.START and self._start_state is not None:
+            answer["begin"] = self._start_state.to_json()
+        elif due.command in (NodeCommand.HALT, NodeCommand.PAUSE):
+            answer["reason"] = self.state.reason
+        elif due.command is NodeCommand.LEAVE:
+            answer |= {"verdict": self.state.end_reason, "kind": self.end_reason}
+            self._dismissed_nodes.add(name)
+            self._wakeup.set()
         return answer
 
     # --- processing reports ---------------------------------------------------------------------
@@ -243,224 +278,249 @@ class Coordinator:
     def _now(self) -> float:
         return self._loop.time()
 
-    def _hear(self, report: Report) -> None:
+    def _queue_report(self, report: StageReport) -> None:
         self._inbox.append(report)
         if len(self._inbox) == 1:
-            self._loop.call_soon(self._take_in)
+            self._loop.call_soon(self._process_reports)
 
-    def _take_in(self) -> None:
+    def _process_reports(self) -> None:
         reports, self._inbox = self._inbox, []
-        nodes = [(self.reign.node(report.name), report) for report in reports]
-        if any(node is not None and node.ready != report.ready for node, report in nodes):
-            self._news.set()  # deadlines may have changed
-        self._set(transitions.heard(self.reign, reports, self._now, self._rules))
+        nodes = [(self.state.node(report.name), report) for report in reports]
+        if any(
+            node is not None and node.ready_workers != report.ready_workers
+            for node, report in nodes
+        ):
+            self._wakeup.set()  # deadlines may have changed
+        self._set_state(transitions.reports_received(self.state, reports, self._now, self._rules))
         for report in reports:
-            self._look(report.name)
+            self._wake_if_changed(report.name)
 
-    def _set(self, reign: Reign) -> None:
-        old, self.reign = self.reign, reign
-        if _outline(old) == _outline(reign):
+    def _set_state(self, state: CoordinatorState) -> None:
+        old, self.state = self.state, state
+        if _summarize(old) == _summarize(state):
             return
-        self._changed(old, reign)
-        self._news.set()
-        for name in list(self._waiting):
-            self._look(name)
+        self._on_state_change(old, state)
+        self._wakeup.set()
+        for name in list(self._open_heartbeats):
+            self._wake_if_changed(name)
 
-    def _look(self, name: str) -> None:
+    def _wake_if_changed(self, name: str) -> None:
         """Answer a waiting node if it has something else to do."""
-        waiting = self._waiting.get(name)
+        waiting = self._open_heartbeats.get(name)
         if waiting is None:
             return
         woken, doing, leaving = waiting
-        node = self.reign.node(name)
-        if node is None and self.reign.phase not in OVER:
+        node = self.state.node(name)
+        if node is None and self.state.phase not in TERMINAL_PHASES:
             _wake(woken)
             return
-        due = directive(self.reign, name)
+        due = directive_for(self.state, name)
         # Do not wake a node just to repeat WAIT or WORK, unless it is leaving. A leaving node must
         # learn that the remaining nodes work without it.
-        if due != doing and (leaving or due.order not in (Order.WAIT, Order.WORK)):
+        if due != doing and (leaving or due.command not in (NodeCommand.WAIT, NodeCommand.WORK)):
             _wake(woken)
 
-    async def _look_for_dead(self) -> None:
+    async def _remove_ended_agents(self) -> None:
         """Probe silent nodes while a generation stops or begins: their agents may have ended."""
-        while self.reign.phase in UNSETTLED:
-            await asyncio.sleep(LOOK_SECONDS)
+        while self.state.phase in UNSETTLED_PHASES:
+            await asyncio.sleep(AGENT_PROBE_INTERVAL_S)
             silent = {
-                name: str(self.known[name].told.get("address", ""))
-                for name in transitions.awaited(self.reign)
-                if name in self.known
+                name: str(self.node_reports[name].join_info.get("address", ""))
+                for name in transitions.awaited_members(self.state)
+                if name in self.node_reports
             }
-            for name in await dead(silent):
-                if name in transitions.awaited(self.reign):
+            for name in await ended_agents(silent):
+                if name in transitions.awaited_members(self.state):
                     cause = "its agent has ended"
                     now = self._now
-                    self._set(transitions.gone(self.reign, name, cause, now, self._rules))
+                    self._set_state(
+                        transitions.node_lost(self.state, name, cause, now, self._rules)
+                    )
 
-    def _let_go(self, name: str) -> None:
+    def _close_open_heartbeat(self, name: str) -> None:
         """Answer a node's older request: its agent sends a new one and reads only that answer."""
-        if name in self._waiting:
-            _wake(self._waiting.pop(name)[0])
+        if name in self._open_heartbeats:
+            _wake(self._open_heartbeats.pop(name)[0])
 
     # --- slow nodes -----------------------------------------------------------------------------
-    def rest(self, name: str) -> bool:
+    def exclude_slow(self, name: str) -> bool:
         """Leave out a slow node if the remaining nodes suffice; return True if they do."""
-        others = [node for node in self.reign.nodes if node.name != name and not node.banned]
-        if not self._rules.fits(others):
+        others = [node for node in self.state.nodes if node.name != name and not node.is_banned]
+        if not self._rules.select_nodes(others):
             return False
-        self._set(transitions.ban(self.reign, name, "slow_worker", self._now, self._rules))
+        self._set_state(
+            transitions.ban_node(self.state, name, "slow_worker", self._now, self._rules)
+        )
         return True
 
-    def admit(self, name: str) -> None:
+    def readmit(self, name: str) -> None:
         """Admit a node again that was left out because it was slow."""
-        node = self.reign.node(name)
+        node = self.state.node(name)
         if node is not None:
-            self.reign = self.reign.put(replace(node, banned=False))
-            self.look()
+            self.state = self.state.with_node(replace(node, is_banned=False))
+            self.reevaluate()
 
     # --- unreachable pairs ----------------------------------------------------------------------
-    def _miss(self, name: str, mark: str, others: Iterable[str]) -> None:
+    def _record_unreachable(self, name: str, incarnation: str, unreachable: Iterable[str]) -> None:
         """Take a node's report of the nodes that it does not reach.
 
         If the coordinator then hears an unreachable node, that node is alive, so the pair is kept
         in separate generations. A dead node is not heard again."""
-        node = self.reign.node(name)
-        if node is None or node.mark != mark:
+        node = self.state.node(name)
+        if node is None or node.incarnation != incarnation:
             return
-        self._misses[name] = frozenset(others)
-        for other in [one for one, missed in self._misses.items() if name in missed]:
+        self._unreachable_by_node[name] = frozenset(unreachable)
+        for other in [one for one, missed in self._unreachable_by_node.items() if name in missed]:
             now = self._now
-            self._set(transitions.parted(self.reign, name, other, now, self._rules))
+            self._set_state(transitions.link_failed(self.state, name, other, now, self._rules))
 
     # --- hung workers ---------------------------------------------------------------------------
-    def _compare(self, said: Heartbeat) -> bool:
+    def _check_for_hangs(self, said: Heartbeat) -> bool:
         """Take a node's report on workers without progress; return True if it must kill one."""
         name, at, still = said.name, said.at, said.still
-        if not self.reign.at_work or at != self.reign.generation or name not in self.reign.members:
+        if (
+            not self.state.are_workers_computing
+            or at != self.state.generation
+            or name not in self.state.members
+        ):
             return False
-        going = self.reign.phase is not Phase.HALTING  # if so, wait for the next generation
-        if going and said.paces and (changes := self.pacing.hear(name, at, said.paces)):
-            self.paced(changes)
-        nodes = [node for one in self.reign.members - {name} if (node := self.reign.node(one))]
-        heard = min((-inf if node.expected else node.heard for node in nodes), default=inf)
-        if blamed := self._comparing.hear(name, at, still, self._now, heard):
-            self._blamed[name] = blamed
-        if still and (self._looking is None or self._looking.done()):
-            self._looking = asyncio.create_task(self._look_for_silent())
-        if still and self._comparing.stuck(self._now, self.reign.members):
-            self.halt(HANG)
-        elif still and (found := self._comparing.hung(self._now, self.reign.members)):
-            self._blamed[found[0]] = [found[1]]
-            self._ask([found[0]])
-        return name in self._blamed
+        going = self.state.phase is not Phase.HALTING  # if so, wait for the next generation
+        if going and said.paces and (changes := self.stragglers.observe(name, at, said.paces)):
+            self.on_pace_change(changes)
+        nodes = [node for one in self.state.members - {name} if (node := self.state.node(one))]
+        heard = min((-inf if node.must_report else node.last_heard for node in nodes), default=inf)
+        if blamed := self._hang_detector.observe(name, at, still, self._now, heard):
+            self._hung_workers[name] = blamed
+        if still and (self._silent_nodes_task is None or self._silent_nodes_task.done()):
+            self._silent_nodes_task = asyncio.create_task(self._remove_silent_nodes())
+        if still and self._hang_detector.find_deadlock(self._now, self.state.members):
+            self.halt(HANG_REASON)
+        elif still and (
+            found := self._hang_detector.find_hung_worker(self._now, self.state.members)
+        ):
+            self._hung_workers[found[0]] = [found[1]]
+            self._request_heartbeats([found[0]])
+        return name in self._hung_workers
 
-    async def _look_for_silent(self) -> None:
+    async def _remove_silent_nodes(self) -> None:
         """While workers wait, probe every node that reported nothing.
 
         Declare such a node lost if it stays silent for longer than a worker may stall: all of the
         node may be suspended."""
-        if not await self._sleep(SOON):
+        if not await self._sleep_on_time(NODE_REPLY_WINDOW_S):
             return
-        since, limit = self._comparing.waiting(0.0), self._comparing.limit
+        since, limit = self._hang_detector.waiting_since(0.0), self._hang_detector.stall_limit_s
         if since is None or limit is None:
             return
-        generation = self.reign.generation
-        silent = self._silent(since)
+        generation = self.state.generation
+        silent = self._silent_nodes(since)
         asked = self._now
-        self._ask(silent)
-        if not silent or not await self._sleep(max(SOON, since + limit - asked)):
+        self._request_heartbeats(silent)
+        if not silent or not await self._sleep_on_time(
+            max(NODE_REPLY_WINDOW_S, since + limit - asked)
+        ):
             return
-        silent, checked = self._silent(asked), self._now
-        self._ask(self.reign.members)
-        if not await self._sleep(SOON):
+        silent, checked = self._silent_nodes(asked), self._now
+        self._request_heartbeats(self.state.members)
+        if not await self._sleep_on_time(NODE_REPLY_WINDOW_S):
             return
-        self._ask(self._comparing.names)  # compare again now that all nodes have reported
+        self._request_heartbeats(
+            self._hang_detector.node_names
+        )  # compare again now that all nodes have reported
         if not silent:
             return
-        now, waiting = self._now, self._comparing.waiting(checked)
-        going = self.reign.at_work and self.reign.phase is not Phase.STARTING
-        same = going and self.reign.generation == generation
+        now, waiting = self._now, self._hang_detector.waiting_since(checked)
+        going = self.state.are_workers_computing and self.state.phase is not Phase.STARTING
+        same = going and self.state.generation == generation
         if not same or waiting is None or now - waiting <= limit:
             return
-        for name in silent & self._silent(asked):
+        for name in silent & self._silent_nodes(asked):
             cause = f"not heard while other nodes waited for it for {now - waiting:.1f} s"
-            self._set(transitions.gone(self.reign, name, cause, now, self._rules))
+            self._set_state(transitions.node_lost(self.state, name, cause, now, self._rules))
 
-    def _silent(self, since: float) -> frozenset[str]:
-        nodes = (self.reign.node(name) for name in self.reign.members)
-        return frozenset(node.name for node in nodes if node is not None and node.heard < since)
+    def _silent_nodes(self, since: float) -> frozenset[str]:
+        nodes = (self.state.node(name) for name in self.state.members)
+        return frozenset(
+            node.name for node in nodes if node is not None and node.last_heard < since
+        )
 
-    def _ask(self, names: Iterable[str]) -> None:
+    def _request_heartbeats(self, names: Iterable[str]) -> None:
         """Answer the nodes' open requests, so that they send new ones with their present state."""
         for name in names:
-            if name in self._waiting:
-                _wake(self._waiting[name][0])
+            if name in self._open_heartbeats:
+                _wake(self._open_heartbeats[name][0])
 
-    async def _sleep(self, seconds: float) -> bool:
+    async def _sleep_on_time(self, seconds: float) -> bool:
         """Sleep; return False if this process woke late.
 
         Other nodes may be late too then, and must not be judged."""
         due = self._now + seconds
         await asyncio.sleep(seconds)
-        return self._now - due < SOON
+        return self._now - due < NODE_REPLY_WINDOW_S
 
     # --- time -----------------------------------------------------------------------------------
-    async def run(self) -> Reign:
+    async def run(self) -> CoordinatorState:
         """Coordinate until a newer term exists or the run is over; return the last state."""
-        while self.reign.phase not in OVER:
-            self._news.clear()
+        while self.state.phase not in TERMINAL_PHASES:
+            self._wakeup.clear()
             self._tick()
-            idle = self._seeking is None or self._seeking.done()
-            if self.reign.phase in UNSETTLED and idle:
-                self._seeking = asyncio.create_task(self._look_for_dead())
-            if self.reign.opening is not None:
-                await self._open(*self.reign.opening)
-                self._ticked = self._now
+            idle = self._ended_agents_task is None or self._ended_agents_task.done()
+            if self.state.phase in UNSETTLED_PHASES and idle:
+                self._ended_agents_task = asyncio.create_task(self._remove_ended_agents())
+            if self.state.pending_generation is not None:
+                await self._open_generation(*self.state.pending_generation)
+                self._last_tick_at = self._now
                 continue
-            if not self._news.is_set():
-                due = transitions.deadline(self.reign, self._rules, self._now)
-                wait = max(0.01, min(due - self._now + 0.001, self._rules.lost_after / 6))
-                await wait_event(self._news, wait)
-        return self.reign
+            if not self._wakeup.is_set():
+                due = transitions.next_deadline(self.state, self._rules, self._now)
+                wait = max(0.01, min(due - self._now + 0.001, self._rules.node_timeout_s / 6))
+                await wait_event(self._wakeup, wait)
+        return self.state
 
     def _tick(self) -> None:
         """Apply the rules to the time passed; allow for a suspension of this process itself."""
         now = self._now
-        if now - self._ticked > self._rules.lost_after / 3:
-            self._set(transitions.overslept(self.reign, now, self._rules))
-        self._ticked = now
-        self._set(transitions.tick(self.reign, now, self._rules))
+        if now - self._last_tick_at > self._rules.node_timeout_s / 3:
+            self._set_state(transitions.clock_jumped(self.state, now, self._rules))
+        self._last_tick_at = now
+        self._set_state(transitions.tick(self.state, now, self._rules))
 
-    async def all_told(self, but: str) -> None:
+    async def wait_until_all_dismissed(self, except_node: str) -> None:
         """Wait until every node except `but` knows that the run is over."""
-        while {node.name for node in self.reign.nodes} - self._dismissed - {but}:
-            self._news.clear()
-            await self._news.wait()
+        while {node.name for node in self.state.nodes} - self._dismissed_nodes - {except_node}:
+            self._wakeup.clear()
+            await self._wakeup.wait()
 
-    async def _open(self, generation: int, names: frozenset[str]) -> None:
+    async def _open_generation(self, generation: int, node_names: frozenset[str]) -> None:
         try:
-            made = await self._make(self.reign, generation, names, self.known)
-        except TakenError as error:
-            self._set(transitions.taken(self.reign, error.term, error.generation, self._now))
-        except ChangedError:
+            made = await self._create_generation(
+                self.state, generation, node_names, self.node_reports
+            )
+        except CreationRejectedError as error:
+            self._set_state(
+                transitions.creation_rejected(self.state, error.term, error.generation, self._now)
+            )
+        except PlanOutdatedError:
             return
         except FencedError:
             self.fence()
-        except EndedError as error:
-            self.done(str(error), error.kind)
+        except RunEndedError as error:
+            self.finish(str(error), error.reason)
         except HoldfastError as error:
-            if self._complained != (complaint := str(error)):  # it fails again each second
-                self._complained = complaint
+            if self._last_complaint != (complaint := str(error)):  # it fails again each second
+                self._last_complaint = complaint
                 self._complain(f"generation {generation} cannot be made yet: {error}")
-            await wait_event(self._news, RETRY_SECONDS)
+            await wait_event(self._wakeup, CREATION_RETRY_INTERVAL_S)
         else:
-            self._complained = ""
-            taken, self._begin = made.taken, made.start
-            for one in self.known.values():
-                one.held = None  # it described the generation before
-            used = names if taken is None else frozenset(taken)
-            self._set(
-                transitions.opened(self.reign, generation, used, self._now, self._rules, taken)
+            self._last_complaint = ""
+            taken, self._start_state = made.taken, made.start
+            for one in self.node_reports.values():
+                one.node_outcome = None  # it described the generation before
+            used = node_names if taken is None else frozenset(taken)
+            self._set_state(
+                transitions.generation_created(
+                    self.state, generation, used, self._now, self._rules, taken
+                )
             )
 
 
@@ -469,5 +529,5 @@ def _wake(future: asyncio.Future[None]) -> None:
         future.set_result(None)
 
 
-def _outline(reign: Reign) -> tuple[Phase, int, frozenset[str], bool, frozenset[str]]:
-    return reign.phase, reign.generation, reign.members, reign.gentle, reign.wanted
+def _summarize(state: CoordinatorState) -> tuple[Phase, int, frozenset[str], bool, frozenset[str]]:
+    return state.phase, state.generation, state.members, state.at_step_end, state.pending_nodes

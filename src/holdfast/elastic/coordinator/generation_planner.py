@@ -14,28 +14,28 @@ import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from holdfast.checkpoint.mover.client import Newest
+from holdfast.checkpoint.mover.client import RestorePoint
 from holdfast.checkpoint.peers.config import Peer
 from holdfast.config.run import RunConfig
-from holdfast.elastic.coordinator.bad_steps import Doubting
-from holdfast.elastic.coordinator.coordinator import ChangedError
-from holdfast.elastic.coordinator.survivors import Aftermath, Survivors
-from holdfast.elastic.node.mover_supervisor import MoverLink
-from holdfast.elastic.protocol.coordinator_messages import Known
+from holdfast.elastic.coordinator.bad_steps import BadStepTracker
+from holdfast.elastic.coordinator.coordinator import PlanOutdatedError
+from holdfast.elastic.coordinator.survivors import RecoveryPlan, RecoveryPlanner
+from holdfast.elastic.node.mover_supervisor import MoverSupervisor
+from holdfast.elastic.protocol.coordinator_messages import NodeReport
 from holdfast.elastic.protocol.generation_outcome import NodeOutcome
 from holdfast.elastic.protocol.generation_record import GenerationRecord
 from holdfast.elastic.protocol.start_state import StartState
 from holdfast.errors import LayoutError
 from holdfast.events import Event, GenerationStarted, RestorePointFound, WorkerLost
 from holdfast.layout import Topology
-from holdfast.plan.interface import NodePlaces, Planner, Present
-from holdfast.plan.planner import weighted
-from holdfast.policy.membership.transitions import Node, Reign
-from holdfast.policy.recovery.survivors import Held
+from holdfast.plan.interface import NodePlaces, Planner, PresentPlacement
+from holdfast.plan.planner import reweight
+from holdfast.policy.membership.transitions import CoordinatorState, NodeRecord
+from holdfast.policy.recovery.survivors import HeldState
 
 
 @dataclass(frozen=True)
-class Leading:
+class PlannerContext:
     """Context of a generation planner.
 
     meet: the rendezvous address of a generation's workers. opened: receives the number of each
@@ -46,305 +46,369 @@ class Leading:
 
     config: RunConfig
     planner: Planner
-    mover: MoverLink
-    meet: str
+    mover: MoverSupervisor
+    rendezvous_address: str
     emit: Callable[[Event], object]
-    opened: Callable[[int], None]
-    durable: Callable[[], int] = lambda: 0
-    alone: bool = False
-    rest: Callable[[str], bool] = lambda name: False
-    late: Callable[[int, Event], object] = lambda generation, event: None
+    on_generation_created: Callable[[int], None]
+    newest_durable_step: Callable[[], int] = lambda: 0
+    is_single_node: bool = False
+    exclude_slow: Callable[[str], bool] = lambda name: False
+    emit_in_generation: Callable[[int, Event], object] = lambda generation, event: None
 
 
-class Lead:
+class GenerationPlanner:
     """The generation planner of one term. Lives in one event loop."""
 
-    def __init__(self, leading: Leading) -> None:
-        self._it = leading
-        self._survivors = Survivors(leading.config)
-        self._before: Topology | None = None  # of the generation that is over
-        self._plans: dict[int, tuple[Topology, Aftermath]] = {}
+    def __init__(self, context: PlannerContext) -> None:
+        self._context = context
+        self._recovery_planner = RecoveryPlanner(context.config)
+        self._previous_topology: Topology | None = None  # of the generation that is over
+        self._planned: dict[int, tuple[Topology, RecoveryPlan]] = {}
         self._peers: dict[str, Peer] = {}
-        self._key: str | None = None  # of the checkpoint that the last generation began from
-        self._declined: tuple[int, tuple[NodePlaces, ...]] | None = None
-        self.doubting = Doubting()
-        self.speeds: dict[tuple[str, int], float] = {}
+        self._restored_key: str | None = (
+            None  # of the checkpoint that the last generation began from
+        )
+        self._declined_growth: tuple[int, tuple[NodePlaces, ...]] | None = None
+        self.bad_steps = BadStepTracker()
+        self.relative_speeds: dict[tuple[str, int], float] = {}
         """Relative speed of each slow process, by node and process; a normal one has 1."""
-        self._told_lost: set[tuple[int, str]] = set()
-        self.begins = True
+        self._reported_losses: set[tuple[int, str]] = set()
+        self.is_session_start = True
         """True if a session of the run begins with the generation that was planned last."""
-        self.reached = 0
+        self.reached_step = 0
         """The newest step that a generation has begun from."""
-        self.tried: dict[str, str] = {}
+        self.rejected_checkpoints: dict[str, str] = {}
         """Keys of checkpoints that proved corrupt, and why."""
 
-    def found(self, record: GenerationRecord, alone: bool = False) -> None:
+    def load_record(self, record: GenerationRecord, is_single_node: bool = False) -> None:
         """Take over the newest generation's record, at the beginning of a term. alone: the run has
         one node, and no process of that generation is left."""
-        self.doubting.found(record)
-        if record.topology is not None and not alone:
+        self.bad_steps.load_record(record)
+        if record.topology is not None and not is_single_node:
             if record.previous is not None:  # states may still have the previous layout
-                self._survivors.opened(record.previous.topology)
-            self._before = record.topology
-            self._survivors.opened(self._before)
+                self._recovery_planner.remember_topology(record.previous.topology)
+            self._previous_topology = record.topology
+            self._recovery_planner.remember_topology(self._previous_topology)
 
-    def fits(self, nodes: Sequence[Node]) -> tuple[str, ...]:
+    def select_nodes(self, nodes: Sequence[NodeRecord]) -> tuple[str, ...]:
         """Return the nodes that a generation would use; () if none is possible."""
         if not nodes or sum(node.places for node in nodes) < 1:
             return ()
         try:
-            plan = self._it.planner(self._it.config, self._places(nodes), 1, self._present(()))
+            plan = self._context.planner(
+                self._context.config, self._node_places(nodes), 1, self._present_placement(())
+            )
         except LayoutError:
             return ()
         return tuple(dict.fromkeys(plan.topology.nodes))
 
-    def more(self, nodes: Sequence[Node]) -> bool:
+    def can_add_workers(self, nodes: Sequence[NodeRecord]) -> bool:
         """Return True if the ready processes of these nodes would give more workers than now."""
-        before, ready = self._before, _ready(nodes)
+        before, ready = self._previous_topology, _ready_places(nodes)
         asked = (0 if before is None else before.generation, tuple(ready))
-        if before is None or not ready or asked == self._declined:
+        if before is None or not ready or asked == self._declined_growth:
             return False
         try:
-            planned = self._it.planner(self._it.config, ready, 1, self._present(()))
+            planned = self._context.planner(
+                self._context.config, ready, 1, self._present_placement(())
+            )
         except LayoutError:
             planned = None
         if planned is None or planned.topology.world_size <= before.world_size:
-            self._declined = asked  # remember it: the question comes at every heartbeat
+            self._declined_growth = asked  # remember it: the question comes at every heartbeat
             return False
         return True
 
-    def full(self, nodes: Sequence[Node]) -> bool:
+    def is_full(self, nodes: Sequence[NodeRecord]) -> bool:
         """Return True if the run would not use more nodes."""
-        wanted = self._it.config.layout.workers
+        wanted = self._context.config.layout.workers
         return bool(wanted) and sum(node.places for node in nodes) >= wanted
 
-    def outcomes(self, known: Mapping[str, Known]) -> list[NodeOutcome]:
+    def last_outcomes(self, node_reports: Mapping[str, NodeReport]) -> list[NodeOutcome]:
         """Return how the last generation ended, node by node.
 
         A node that never began that generation still reports the one before; it is left out."""
-        last = None if self._before is None else self._before.generation
-        told = [one.held for one in known.values() if last in (None, one.at)]
+        last = None if self._previous_topology is None else self._previous_topology.generation
+        told = [one.node_outcome for one in node_reports.values() if last in (None, one.generation)]
         return [outcome for outcome in told if outcome is not None]
 
-    def rotten(self, known: Mapping[str, Known]) -> str | None:
+    def reject_corrupt_checkpoint(self, node_reports: Mapping[str, NodeReport]) -> str | None:
         """Return a sentence if the last generation's checkpoint proved corrupt, None otherwise.
 
         The run ignores that checkpoint from then on."""
-        lost = [outcome.lost for outcome in self.outcomes(known)]
-        said = next((one.rotten for one in lost if one is not None and one.rotten), None)
-        if said is None or self._key is None:
+        lost = [outcome.lost for outcome in self.last_outcomes(node_reports)]
+        said = next((one.corruption for one in lost if one is not None and one.corruption), None)
+        if said is None or self._restored_key is None:
             return None
-        self.tried[self._key] = said
-        return f"{self._key} is not whole ({said})"
+        self.rejected_checkpoints[self._restored_key] = said
+        return f"{self._restored_key} is not whole ({said})"
 
     # --- one generation -------------------------------------------------------------------------
-    async def plan(
-        self, reign: Reign, generation: int, names: frozenset[str], known: Mapping[str, Known]
+    async def plan_generation(
+        self,
+        state: CoordinatorState,
+        generation: int,
+        node_names: frozenset[str],
+        node_reports: Mapping[str, NodeReport],
     ) -> GenerationRecord:
         """Return a generation's record, without a term, a reason and agents. Raises HoldfastError
         if no plan is possible."""
-        nodes = [node for name in sorted(names) if (node := reign.node(name)) is not None]
-        self.begins = self._before is None or not _goes_on(reign)
+        nodes = [node for name in sorted(node_names) if (node := state.node(name)) is not None]
+        self.is_session_start = self._previous_topology is None or not _is_run_continuing(state)
         self._peers = {
             name: Peer.from_json(row)
-            for name, one in known.items()
-            if reign.node(name) is not None and (row := one.told.get("peer"))
+            for name, one in node_reports.items()
+            if state.node(name) is not None and (row := one.join_info.get("peer"))
         }
-        keys, held = _holdings(known, {node.name for node in reign.nodes})
-        self.reached = max([self.reached, *(one.applied for one in held.values())])
-        self.doubting.hear(self._before, held, keys)
-        held = self._without_sick(held, keys, {node.name for node in nodes})
+        keys, held = _collect_held_states(node_reports, {node.name for node in state.nodes})
+        self.reached_step = max([self.reached_step, *(one.applied for one in held.values())])
+        self.bad_steps.observe(self._previous_topology, held, keys)
+        held = self._exclude_faulty_workers(held, keys, {node.name for node in nodes})
         where = {key: node for key, (node, _) in keys.items()}
-        durable = await asyncio.to_thread(self._it.durable)
-        topology, after = self._chosen(nodes, generation, held, where, durable)
-        if speeds := self._speeds_of(after, keys):
-            topology = weighted(topology, speeds)
-        self._plans = {generation: (topology, after)}
-        seats = tuple(None if key is None else keys[key][1] for key in after.seats.processes)
-        processes = enumerate(after.seats.processes)
+        durable = await asyncio.to_thread(self._context.newest_durable_step)
+        topology, after = self._choose_topology(nodes, generation, held, where, durable)
+        if speeds := self._speeds_by_rank(after, keys):
+            topology = reweight(topology, speeds)
+        self._planned = {generation: (topology, after)}
+        seats = tuple(
+            None if key is None else keys[key][1] for key in after.rank_assignment.processes
+        )
+        processes = enumerate(after.rank_assignment.processes)
         seated = {rank: keys[key] for rank, key in processes if key is not None}
         return GenerationRecord(
-            topology, seats, after.came_from, after.told_before(),
-            self.doubting.skips, self.doubting.retry(topology, seated),
-        )  # fmt: skip
+            topology,
+            seats,
+            after.came_from,
+            after.describe_previous_state(),
+            self.bad_steps.skips,
+            self.bad_steps.retry(topology, seated),
+        )
 
-    def _without_sick(
-        self, held: dict[int, Held], keys: Mapping[int, tuple[str, int]], names: set[str]
-    ) -> dict[int, Held]:
+    def _exclude_faulty_workers(
+        self,
+        held_states: dict[int, HeldState],
+        worker_ids: Mapping[int, tuple[str, int]],
+        node_names: set[str],
+    ) -> dict[int, HeldState]:
         """Leave out the nodes of workers that compute wrongly again and again.
 
         If such a node is needed, distrust its workers' state, provided that other workers have it.
         Raises ChangedError once a node is left out."""
-        sick = self.doubting.sick
-        if any(node in names and self._it.rest(node) for node, _ in sorted(sick)):
-            raise ChangedError("a node that computes wrongly is left out")
-        well = {key: one for key, one in held.items() if keys[key] not in sick}
-        if len(well) == len(held) or not self._survivors.live(well):
-            return held
+        sick = self.bad_steps.faulty_workers
+        if any(node in node_names and self._context.exclude_slow(node) for node, _ in sorted(sick)):
+            raise PlanOutdatedError("a node that computes wrongly is left out")
+        well = {key: one for key, one in held_states.items() if worker_ids[key] not in sick}
+        if len(well) == len(held_states) or not self._recovery_planner.has_complete_state(well):
+            return held_states
         return {
             key: one if key in well else replace(one, torn=True, state=None)
-            for key, one in held.items()
+            for key, one in held_states.items()
         }
 
-    def _chosen(
-        self, nodes: Sequence[Node], generation: int, held: Mapping[int, Held],
-        where: Mapping[int, str], durable: int,
-    ) -> tuple[Topology, Aftermath]:  # fmt: skip
+    def _choose_topology(
+        self,
+        nodes: Sequence[NodeRecord],
+        generation: int,
+        held_states: Mapping[int, HeldState],
+        node_by_worker: Mapping[int, str],
+        durable_step: int,
+    ) -> tuple[Topology, RecoveryPlan]:
         """Choose the topology that lets training continue soonest.
 
         First choice: the replicas that lost no rank continue alone and at once (rung 0). If all or
         no replicas lost a rank, take all ready processes. If neither works, wait for processes."""
-        present = self._present(self._lost(held))
-        config, here = self._it.config, {node.name for node in nodes}
-        whole = self._survivors.whole(held, where)
-        some = _ready(nodes)
+        present = self._present_placement(self._lost_ranks(held_states))
+        config, here = self._context.config, {node.name for node in nodes}
+        whole = self._recovery_planner.find_intact_replicas(held_states, node_by_worker)
+        some = _ready_places(nodes)
         if whole is not None:
-            places = whole.places if whole.places.keys() <= here else {}
+            places = whole.places_by_node if whole.places_by_node.keys() <= here else {}
             some = [NodePlaces(name, places[name]) for name in sorted(places)]
-            present = Present(whole.before, whole.lost)
+            present = PresentPlacement(whole.topology, whole.lost_ranks)
         if some and len(some) >= min(config.cluster.min_nodes, len(nodes)):
             try:
-                planned = self._it.planner(config, some, generation, present)
+                planned = self._context.planner(config, some, generation, present)
             except LayoutError:
                 planned = None
             if planned is not None:
-                kept = whole is None or planned.untouched == len(planned.topology.replicas)
-                after = self._survivors.plan(planned.topology, held, where, durable)
-                if kept and after.live is not None:
+                kept = whole is None or planned.untouched_replicas == len(planned.topology.replicas)
+                after = self._recovery_planner.plan_recovery(
+                    planned.topology, held_states, node_by_worker, durable_step
+                )
+                if kept and after.resume_point is not None:
                     return planned.topology, after
-        planned = self._it.planner(config, self._places(nodes), generation, present)
-        return planned.topology, self._survivors.plan(planned.topology, held, where, durable)
+        planned = self._context.planner(config, self._node_places(nodes), generation, present)
+        return planned.topology, self._recovery_planner.plan_recovery(
+            planned.topology, held_states, node_by_worker, durable_step
+        )
 
-    async def begin(self, generation: int, record: GenerationRecord) -> StartState:
+    async def make_start_state(self, generation: int, record: GenerationRecord) -> StartState:
         """Return what the generation's nodes begin from."""
-        topology, after = self._plans[generation]
-        self._it.opened(generation)
+        topology, after = self._planned[generation]
+        self._context.on_generation_created(generation)
         here = set(topology.nodes)
         machines = [peer for name, peer in self._peers.items() if name in here]
         sources = [peer for name, peer in self._peers.items() if name not in here]
-        newest: Newest | None = None
-        self._key = None
-        if after.live is not None:
-            step = after.live.step
+        newest: RestorePoint | None = None
+        self._restored_key = None
+        if after.resume_point is not None:
+            step = after.resume_point.step
         else:
-            asked = None if self._it.alone else [*machines, *sources]
-            newest = await self._it.mover.choose(generation, self.tried, asked)
-            step, self._key = newest.step, newest.key
-        rung = _rung(self._before, topology, after, newest)
-        self.reached = max(self.reached, step)
-        self._tell(topology, record, newest, step, rung)
-        self._survivors.opened(topology)
-        self._before = topology
-        peers = None if self._it.alone else tuple(machines)
-        return StartState(step, newest, peers, tuple(sources), self._it.meet)
+            asked = None if self._context.is_single_node else [*machines, *sources]
+            newest = await self._context.mover.choose_restore_point(
+                generation, self.rejected_checkpoints, asked
+            )
+            step, self._restored_key = newest.step, newest.key
+        rung = _recovery_rung(self._previous_topology, topology, after, newest)
+        self.reached_step = max(self.reached_step, step)
+        self._emit_start_events(topology, record, newest, step, rung)
+        self._recovery_planner.remember_topology(topology)
+        self._previous_topology = topology
+        peers = None if self._context.is_single_node else tuple(machines)
+        return StartState(step, newest, peers, tuple(sources), self._context.rendezvous_address)
 
-    def _tell(
-        self, topology: Topology, record: GenerationRecord, newest: Newest | None, step: int,
+    def _emit_start_events(
+        self,
+        topology: Topology,
+        record: GenerationRecord,
+        restore_point: RestorePoint | None,
+        step: int,
         rung: int,
-    ) -> None:  # fmt: skip
-        if newest is not None and newest.key is not None:
-            self._it.emit(RestorePointFound(
-                newest.key, newest.durable, newest.seconds, step=step))  # fmt: skip
-        for event in self.doubting.news():
-            self._it.emit(event)
-        first = topology.generation == 1 or self._before is None
-        resumes = self.begins and self._before is not None
+    ) -> None:
+        if restore_point is not None and restore_point.key is not None:
+            self._context.emit(
+                RestorePointFound(
+                    restore_point.key, restore_point.durable, restore_point.seconds, step=step
+                )
+            )
+        for event in self.bad_steps.take_events():
+            self._context.emit(event)
+        first = topology.generation == 1 or self._previous_topology is None
+        resumes = self.is_session_start and self._previous_topology is not None
         reason = "resume" if resumes else record.reason
-        self._it.emit(GenerationStarted(
-            topology.to_json(), reason, None if newest is None else newest.key,
-            -1 if first else rung,
-            None if record.came_from is None else list(record.came_from), step=step,
-        ))  # fmt: skip
+        self._context.emit(
+            GenerationStarted(
+                topology.to_json(),
+                reason,
+                None if restore_point is None else restore_point.key,
+                -1 if first else rung,
+                None if record.came_from is None else list(record.came_from),
+                step=step,
+            )
+        )
 
-    def _speeds_of(
-        self, after: Aftermath, keys: Mapping[int, tuple[str, int]]
-    ) -> dict[int, float]:  # fmt: skip
+    def _speeds_by_rank(
+        self, recovery_plan: RecoveryPlan, worker_ids: Mapping[int, tuple[str, int]]
+    ) -> dict[int, float]:
         """Return the speeds of the ranks whose processes are slow."""
-        processes = enumerate(after.seats.processes)
-        seated = {rank: keys[key] for rank, key in processes if key is not None}
-        return {rank: self.speeds[who] for rank, who in seated.items() if who in self.speeds}
+        processes = enumerate(recovery_plan.rank_assignment.processes)
+        seated = {rank: worker_ids[key] for rank, key in processes if key is not None}
+        return {
+            rank: self.relative_speeds[who]
+            for rank, who in seated.items()
+            if who in self.relative_speeds
+        }
 
-    def tell_lost(self, reign: Reign) -> None:
+    def report_lost_ranks(self, state: CoordinatorState) -> None:
         """Emit once which ranks the running generation has lost with their nodes, and why.
 
         At the beginning of a session no generation runs, so none is reported."""
-        before = self._before
-        if before is None or before.generation != reign.generation or not _goes_on(reign):
+        before = self._previous_topology
+        if before is None or before.generation != state.generation or not _is_run_continuing(state):
             return
-        for name, cause in reign.lost:
-            if (before.generation, name) in self._told_lost:
+        for name, cause in state.lost_members:
+            if (before.generation, name) in self._reported_losses:
                 continue
-            self._told_lost.add((before.generation, name))
+            self._reported_losses.add((before.generation, name))
             for rank in (rank for rank, node in enumerate(before.nodes) if node == name):
-                lost = WorkerLost(rank, 0, cause, "heartbeat", name, step=self.reached)
-                self._it.late(before.generation, lost)
+                lost = WorkerLost(rank, 0, cause, "heartbeat", name, step=self.reached_step)
+                self._context.emit_in_generation(before.generation, lost)
 
     # --- input of the planner -------------------------------------------------------------------
-    def _places(self, nodes: Sequence[Node]) -> list[NodePlaces]:
+    def _node_places(self, nodes: Sequence[NodeRecord]) -> list[NodePlaces]:
         return [NodePlaces(node.name, node.places) for node in nodes]
 
-    def _present(self, lost: Sequence[int]) -> Present | None:
-        return None if self._before is None else Present(self._before, frozenset(lost))
+    def _present_placement(self, lost_ranks: Sequence[int]) -> PresentPlacement | None:
+        return (
+            None
+            if self._previous_topology is None
+            else PresentPlacement(self._previous_topology, frozenset(lost_ranks))
+        )
 
-    def _lost(self, held: Mapping[int, Held]) -> list[int]:
+    def _lost_ranks(self, held_states: Mapping[int, HeldState]) -> list[int]:
         """Return the ranks of the generation before whose state is lost."""
-        before = self._before
+        before = self._previous_topology
         if before is None:
             return []
         there = {
-            one.state[1] for one in held.values()
+            one.state[1]
+            for one in held_states.values()
             if one.state is not None and one.state[0] == before.generation
-        }  # fmt: skip
+        }
         return [rank for rank in range(before.world_size) if rank not in there]
 
 
-def _goes_on(reign: Reign) -> bool:
+def _is_run_continuing(state: CoordinatorState) -> bool:
     """Return True if any node here took part in the run before. Otherwise a session begins."""
-    return any(node.at for node in reign.nodes)
+    return any(node.generation for node in state.nodes)
 
 
-def _ready(nodes: Sequence[Node]) -> list[NodePlaces]:
+def _ready_places(nodes: Sequence[NodeRecord]) -> list[NodePlaces]:
     """Return the places that have a process; all places of a node that does not report them."""
-    found = [(n.name, n.places if n.ready is None else min(n.places, n.ready)) for n in nodes]
+    found = [
+        (n.name, n.places if n.ready_workers is None else min(n.places, n.ready_workers))
+        for n in nodes
+    ]
     return [NodePlaces(name, places) for name, places in found if places]
 
 
-def _rung(
-    before: Topology | None, now: Topology, after: Aftermath, newest: Newest | None
-) -> int:  # fmt: skip
+def _recovery_rung(
+    previous: Topology | None,
+    topology: Topology,
+    recovery_plan: RecoveryPlan,
+    restore_point: RestorePoint | None,
+) -> int:
     """Return the rung of the recovery ladder; -1 if no generation ran before."""
-    if before is None:
+    if previous is None:
         return -1
-    if newest is not None and newest.durable:
+    if restore_point is not None and restore_point.durable:
         return 6  # neither a process nor memory held the newest state
-    if now.world_size > before.world_size:
+    if topology.world_size > previous.world_size:
         return 5
-    if now.world_size == before.world_size:
-        if after.stay == now.world_size:
+    if topology.world_size == previous.world_size:
+        if recovery_plan.staying_workers == topology.world_size:
             return 1
-        return 2 if set(now.nodes) <= set(before.nodes) else 3
-    if after.before is None or after.came_from is None:
+        return 2 if set(topology.nodes) <= set(previous.nodes) else 3
+    if recovery_plan.previous_topology is None or recovery_plan.came_from is None:
         return 4
-    return 0 if _whole(after.before, now, after.came_from) else 4
+    return (
+        0
+        if _has_only_previous_replicas(
+            recovery_plan.previous_topology, topology, recovery_plan.came_from
+        )
+        else 4
+    )
 
 
-def _whole(before: Topology, now: Topology, came_from: Sequence[int | None]) -> bool:
+def _has_only_previous_replicas(
+    previous: Topology, topology: Topology, came_from: Sequence[int | None]
+) -> bool:
     """Return True if each replica existed before, with all its ranks in their places."""
-    old = {(each.kind, tuple(each.ranks)) for each in before.replicas}
-    new = ((r.kind, tuple(came_from[rank] for rank in r.ranks)) for r in now.replicas)
+    old = {(each.kind, tuple(each.ranks)) for each in previous.replicas}
+    new = ((r.kind, tuple(came_from[rank] for rank in r.ranks)) for r in topology.replicas)
     return all(replica in old for replica in new)
 
 
-def _holdings(
-    known: Mapping[str, Known], alive: set[str]
-) -> tuple[dict[int, tuple[str, int]], dict[int, Held]]:
+def _collect_held_states(
+    node_reports: Mapping[str, NodeReport], node_names: set[str]
+) -> tuple[dict[int, tuple[str, int]], dict[int, HeldState]]:
     """Give each process a unique key, since pids of different nodes may be equal.
 
     Return (node, process) by key, and the state that the process holds by key."""
     keys: dict[int, tuple[str, int]] = {}
-    held: dict[int, Held] = {}
-    for name in sorted(alive & known.keys()):
-        outcome = known[name].held or NodeOutcome()
+    held: dict[int, HeldState] = {}
+    for name in sorted(node_names & node_reports.keys()):
+        outcome = node_reports[name].node_outcome or NodeOutcome()
         for pid, one in sorted(outcome.processes.items(), key=lambda item: str(item[0])):
             key = len(keys) + 1
             keys[key] = (name, pid)

@@ -14,8 +14,8 @@ from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 
-from holdfast.elastic.coordinator.coordinator import Coordinator, Made, TakenError
-from holdfast.elastic.protocol.coordinator_messages import Known
+from holdfast.elastic.coordinator.coordinator import Coordinator, CreationRejectedError, Made
+from holdfast.elastic.protocol.coordinator_messages import NodeReport
 from holdfast.elastic.protocol.generation_record import (
     AgentEntry,
     GenerationRecord,
@@ -24,37 +24,45 @@ from holdfast.elastic.protocol.generation_record import (
 from holdfast.elastic.protocol.start_state import StartState
 from holdfast.errors import CorruptError, FencedError, UserError
 from holdfast.policy.membership import transitions
-from holdfast.policy.membership.transitions import Node, Reign, Rules
+from holdfast.policy.membership.transitions import CoordinatorState, MembershipRules, NodeRecord
 from holdfast.wire.store.run_store import MissingKeyError, RunStore
 from holdfast.wire.term import (
     Term,
+    create_generation,
     newest_generation,
     newest_term,
-    open_generation,
 )
 
-Plan = Callable[[Reign, int, frozenset[str], Mapping[str, Known]], Awaitable[GenerationRecord]]
+PlanGeneration = Callable[
+    [CoordinatorState, int, frozenset[str], Mapping[str, NodeReport]], Awaitable[GenerationRecord]
+]
 """Returns the record of a generation, without a term and agents. It is retried after an error."""
-Begin = Callable[[int, GenerationRecord], Awaitable[StartState]]
+MakeStartState = Callable[[int, GenerationRecord], Awaitable[StartState]]
 """Returns what the nodes begin from, after the object is made and fences all older ones."""
 
 
-COLLECTS = (20_000, 20, 100)
+GC_THRESHOLDS = (20_000, 20, 100)
 """Thresholds of Python's garbage collector. The open requests of 4,096 agents are no garbage. To
 scan them repeatedly took a third of the time of a decision."""
 
 
-async def nothing(generation: int, record: GenerationRecord) -> StartState:
+async def make_empty_start_state(generation: int, record: GenerationRecord) -> StartState:
     return StartState()
 
 
-async def reign_over(
-    term: Term, store: RunStore, rules: Rules, plan: Plan, begin: Begin = nothing, *,
-    changed: Callable[[Reign, Reign], None] = lambda old, new: None,
+async def start_term(
+    term: Term,
+    store: RunStore,
+    rules: MembershipRules,
+    plan_generation: PlanGeneration,
+    make_start_state: MakeStartState = make_empty_start_state,
+    *,
+    on_state_change: Callable[[CoordinatorState, CoordinatorState], None] = lambda old, new: None,
     complain: Callable[[str], None] = lambda sentence: None,
-    above: int = 0, expects: bool = True,
-    refused: Callable[[UserError], None] = lambda error: None,
-) -> Coordinator:  # fmt: skip
+    generation_floor: int = 0,
+    wait_for_members: bool = True,
+    on_creation_refused: Callable[[UserError], None] = lambda error: None,
+) -> Coordinator:
     """Return the coordinator of a term that was just opened. Raises what the run store raises.
 
     above: the next generation must also exceed this number. expects: wait for the nodes of the
@@ -63,62 +71,82 @@ async def reign_over(
     generation = await asyncio.to_thread(newest_generation, store)
     reason = "resume" if generation else "start"
     record = GenerationRecord()
-    if generation and expects:
+    if generation and wait_for_members:
         with suppress(CorruptError, MissingKeyError):  # then no node is expected
             record = await read_record(store, generation)
     now = asyncio.get_running_loop().time()
     nodes = [
-        Node(name, agent.mark, agent.places, now, now) for name, agent in record.agents.items()
+        NodeRecord(name, agent.mark, agent.places, now, now)
+        for name, agent in record.agents.items()
     ]
-    make = Maker(term, store, plan, begin, refused)
-    gc.set_threshold(*COLLECTS)
-    reign = transitions.begin(term.number, now, max(generation, above), nodes, reason)
-    coordinator = Coordinator(reign, rules, make, changed, complain)
+    make = GenerationCreator(term, store, plan_generation, make_start_state, on_creation_refused)
+    gc.set_threshold(*GC_THRESHOLDS)
+    reign = transitions.begin_term(
+        term.number, now, max(generation, generation_floor), nodes, reason
+    )
+    coordinator = Coordinator(reign, rules, make, on_state_change, complain)
     for name, agent in record.agents.items():  # their last known addresses
-        coordinator.known[name] = Known({"address": agent.address})
+        coordinator.node_reports[name] = NodeReport({"address": agent.address})
     return coordinator
 
 
-class Maker:
+class GenerationCreator:
     """Creates generations' objects under one term; see `coordinator.Make`."""
 
     def __init__(
-        self, term: Term, store: RunStore, plan: Plan, begin: Begin,
-        refused: Callable[[UserError], None] = lambda error: None,
-    ) -> None:  # fmt: skip
-        self._term, self._store, self._plan, self._begin = term, store, plan, begin
-        self._refused = refused
+        self,
+        term: Term,
+        store: RunStore,
+        plan_generation: PlanGeneration,
+        make_start_state: MakeStartState,
+        on_creation_refused: Callable[[UserError], None] = lambda error: None,
+    ) -> None:
+        self._term, self._store, self._plan_generation, self._make_start_state = (
+            term,
+            store,
+            plan_generation,
+            make_start_state,
+        )
+        self._on_creation_refused = on_creation_refused
 
     async def __call__(
-        self, reign: Reign, generation: int, names: frozenset[str], known: Mapping[str, Known]
+        self,
+        state: CoordinatorState,
+        generation: int,
+        node_names: frozenset[str],
+        node_reports: Mapping[str, NodeReport],
     ) -> Made:
-        record = await self._plan(reign, generation, names, known)
-        used = names if record.topology is None else names & set(record.topology.nodes)
-        nodes = [node for name in sorted(used) if (node := reign.node(name)) is not None]
+        record = await self._plan_generation(state, generation, node_names, node_reports)
+        used = node_names if record.topology is None else node_names & set(record.topology.nodes)
+        nodes = [node for name in sorted(used) if (node := state.node(name)) is not None]
         agents = {
             node.name: AgentEntry(
-                str(known[node.name].told.get("address", "")), node.mark, node.places
+                str(node_reports[node.name].join_info.get("address", "")),
+                node.incarnation,
+                node.places,
             )
             for node in nodes
         }
         record = replace(
-            record, term=self._term.number, reason=record.reason or reign.reason, agents=agents
+            record, term=self._term.number, reason=record.reason or state.reason, agents=agents
         )
         try:
-            await asyncio.to_thread(self._create, generation, record)
+            await asyncio.to_thread(self._create_record, generation, record)
         except UserError as error:
-            self._refused(error)
+            self._on_creation_refused(error)
             raise
         taken = None if record.topology is None else Counter(record.topology.nodes)
-        return Made(await self._begin(generation, record), taken)
+        return Made(await self._make_start_state(generation, record), taken)
 
-    def _create(self, generation: int, record: GenerationRecord) -> None:
+    def _create_record(self, generation: int, record: GenerationRecord) -> None:
         """Check the term, then create the object.
 
         The order matters. If another agent opens a newer term in between, it creates this number
         too, and one of the two agents comes too late."""
         self._term.check()
         try:
-            open_generation(self._store, generation, record.to_json())
+            create_generation(self._store, generation, record.to_json())
         except FencedError:
-            raise TakenError(newest_term(self._store)[0], newest_generation(self._store)) from None
+            raise CreationRejectedError(
+                newest_term(self._store)[0], newest_generation(self._store)
+            ) from None

@@ -17,69 +17,71 @@ from math import gcd
 from typing import TYPE_CHECKING, Any
 
 from holdfast.config.run import RunConfig
-from holdfast.core.data.data_ledger import STANDS_IN, Range, gaps, merge
+from holdfast.core.data.data_ledger import STAND_IN_KEY, Range, merge_ranges, uncovered_ranges
 from holdfast.core.data.sample_order import BatchSchedule
 from holdfast.core.data.skips import Skips
-from holdfast.elastic.event_log import Board, Say
+from holdfast.elastic.event_log import EventLog, Say
 from holdfast.errors import HoldfastError
 from holdfast.events import BatchFed, Event, GenerationStarted
 
 if TYPE_CHECKING:
     from holdfast.data.batch import Batches
 
-AGENT = -1
+NO_RANK = -1
 """The rank in rebuilt entries, which belong to no rank's training."""
 
 
-class Told:
+class LedgerCoverage:
     """Coverage of the sample order by ledger entries that count; `observe` needs every event.
 
     If a run begins from a snapshot or checkpoint, entries before it are not required. The same
     holds for a later generation if snapshots are announced after the ledger of their steps.
     """
 
-    def __init__(self, config: RunConfig, announced_behind: bool = True) -> None:
-        self._behind, self._first = announced_behind, True
+    def __init__(self, config: RunConfig, snapshots_follow_ledger: bool = True) -> None:
+        self._snapshots_follow_ledger, self._is_first_generation = snapshots_follow_ledger, True
         stages = [(stage.from_step, stage.batch_size) for stage in config.train.batch_warmup]
         self._config = config
         self._schedule = BatchSchedule(config.train.batch_size, stages)
         self._ranges: list[Range] = []
-        self._whole = 0  # no entry is missing before this position
-        self._start = 0  # the step that the newest generation began from
+        self._complete_until = 0  # no entry is missing before this position
+        self._start_step = 0  # the step that the newest generation began from
         self.skips = Skips()
         """Microbatches that are left out of the run's data."""
 
     def observe(self, event: Event) -> None:
         if isinstance(event, GenerationStarted):
             # Steps beyond that are repeated.
-            self._start = event.step
-            end = self._end
+            self._start_step = event.step
+            end = self._end_position
             self._ranges = [(low, min(high, end)) for low, high in self._ranges if low < end]
-            if event.came_from is None and (self._behind or self._first):
-                self._whole = end
-            self._first = False
+            if event.came_from is None and (
+                self._snapshots_follow_ledger or self._is_first_generation
+            ):
+                self._complete_until = end
+            self._is_first_generation = False
         elif isinstance(event, BatchFed):
             for entry in event.entries:
-                self._add(int(entry["start"]), int(entry["stop"]))
+                self._add_range(int(entry["start"]), int(entry["stop"]))
 
     @property
-    def _end(self) -> int:
-        return self._schedule.position(self._start + 1)
+    def _end_position(self) -> int:
+        return self._schedule.position(self._start_step + 1)
 
-    def _add(self, start: int, stop: int) -> None:
+    def _add_range(self, start: int, stop: int) -> None:
         """Add a range. Ranges come nearly in order, so only the end of a short list changes."""
         at = max(0, bisect_left(self._ranges, (start, start)) - 1)
-        self._ranges[at:] = merge([*self._ranges[at:], (start, stop)])
+        self._ranges[at:] = merge_ranges([*self._ranges[at:], (start, stop)])
 
-    def missing(self) -> list[Range]:
+    def find_missing(self) -> list[Range]:
         """Return the positions up to the newest start that no ledger entry covers."""
-        return gaps(self._ranges, self._whole, self._end)
+        return uncovered_ranges(self._ranges, self._complete_until, self._end_position)
 
-    def settled(self) -> None:
+    def mark_complete(self) -> None:
         """Require no entries up to the newest start: they were rebuilt, or cannot be."""
-        self._whole = max(self._whole, self._end)
+        self._complete_until = max(self._complete_until, self._end_position)
 
-    def made(self, missing: list[Range]) -> list[BatchFed]:
+    def make_entries(self, missing: list[Range]) -> list[BatchFed]:
         """Return entries for these positions, by step; reads the dataset. Raises HoldfastError."""
         from holdfast.data.batch import Batches
         from holdfast.data.dataset import Dataset
@@ -88,48 +90,61 @@ class Told:
         dataset = Dataset.open(config.data.folder)
         batches = Batches(dataset, config.data, config.train, config.seed, self.skips)
         out: list[BatchFed] = []
-        oldest = bisect_right(range(1, self._start + 1), missing[0][0], key=position)
-        for step in range(max(1, oldest), self._start + 1):
+        oldest = bisect_right(range(1, self._start_step + 1), missing[0][0], key=position)
+        for step in range(max(1, oldest), self._start_step + 1):
             first, last = position(step), position(step + 1)
             parts = [(max(low, first), min(high, last)) for low, high in missing]
             entries = [
-                {**entry, STANDS_IN: True}
+                {**entry, STAND_IN_KEY: True}
                 for low, high in parts
                 if low < high
-                for entry in _entries(batches, step, low - first, high - first)
+                for entry in _microbatch_entries(batches, step, low - first, high - first)
             ]
             if entries:
-                out.append(BatchFed(AGENT, entries, step=step))
+                out.append(BatchFed(NO_RANK, entries, step=step))
         return out
 
 
-class StandIn:
+class LedgerRepair:
     """Rebuilds missing ledger entries during training, once for each generation that continues
     from live state."""
 
-    def __init__(self, told: Told, board: Board, say: Say, pause: float) -> None:
+    def __init__(
+        self, ledger_coverage: LedgerCoverage, event_log: EventLog, say: Say, retry_delay_s: float
+    ) -> None:
         """pause: seconds before a journal that cannot be written is tried again."""
-        self.owing = False
+        self.is_pending = False
         """True if entries may be missing: no snapshot is announced before its ledger."""
-        self._told, self._board, self._say, self._pause = told, board, say, pause
+        self._ledger_coverage, self._event_log, self._say, self._retry_delay_s = (
+            ledger_coverage,
+            event_log,
+            say,
+            retry_delay_s,
+        )
 
-    async def make(self) -> None:
+    async def repair(self) -> None:
         """Rebuild and store missing entries, after all workers have sent theirs."""
-        if not self.owing:
+        if not self.is_pending:
             return
-        missing = self._told.missing()
+        missing = self._ledger_coverage.find_missing()
         try:
-            for event in await asyncio.to_thread(self._told.made, missing) if missing else ():
-                self._board.emit("agent", event)
+            for event in (
+                await asyncio.to_thread(self._ledger_coverage.make_entries, missing)
+                if missing
+                else ()
+            ):
+                self._event_log.emit("agent", event)
         except HoldfastError as error:
             self._say(f"the ledger lacks the batches of lost workers: {error}")
-        self._told.settled()
-        while not await self._board.flush("agent", sync=True):
-            await asyncio.sleep(self._pause)
-        self.owing = False
+        self._ledger_coverage.mark_complete()
+        while not await self._event_log.flush("agent", sync=True):
+            await asyncio.sleep(self._retry_delay_s)
+        self.is_pending = False
 
 
-def _entries(batches: Batches, step: int, start: int, stop: int) -> Iterator[dict[str, Any]]:
+def _microbatch_entries(
+    batches: Batches, step: int, start: int, stop: int
+) -> Iterator[dict[str, Any]]:
     """Yield entries for samples [start, stop) of a step, by microbatch.
 
     The shares of a microbatch are cut as `dp_shard` may cut them."""

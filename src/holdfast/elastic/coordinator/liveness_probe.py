@@ -13,38 +13,46 @@ import errno
 from collections.abc import Iterable, Mapping
 from enum import Enum
 
-CONNECT_SECONDS = 2.0
-SILENCE = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH)
-MOST = 64
+LIVENESS_PROBE_TIMEOUT_S = 2.0
+UNREACHABLE_ERRNOS = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH)
+MAX_LIVENESS_PROBES = 64
 """Most agents that are probed at a time: if more are silent, they are only slow."""
 
 
-async def dead(addresses: Mapping[str, str]) -> Iterable[str]:
+async def ended_agents(addresses: Mapping[str, str]) -> Iterable[str]:
     """Return the names of the agents that have certainly ended."""
-    if not addresses or len(addresses) > MOST:
+    if not addresses or len(addresses) > MAX_LIVENESS_PROBES:
         return ()
-    answers = await asyncio.gather(*(answer(a, CONNECT_SECONDS) for a in addresses.values()))
-    return [name for name, found in zip(addresses, answers, strict=True) if found is Answer.REFUSED]
+    answers = await asyncio.gather(
+        *(probe(a, LIVENESS_PROBE_TIMEOUT_S) for a in addresses.values())
+    )
+    return [
+        name for name, found in zip(addresses, answers, strict=True) if found is ProbeResult.REFUSED
+    ]
 
 
-class Answer(Enum):
+class ProbeResult(Enum):
     LISTENS = "listens"
     REFUSED = "refused"  # by its machine: no process listens there
     SILENT = "silent"  # packets do not arrive
     UNKNOWN = "unknown"  # no address, or an error of this machine's own
 
 
-async def answer(address: str, seconds: float) -> Answer:
+async def probe(address: str, timeout_s: float) -> ProbeResult:
     """Connect to `address`, "host:port", and return the result. Does not raise."""
     host, _, port = address.rpartition(":")
     try:
-        async with asyncio.timeout(seconds):
+        async with asyncio.timeout(timeout_s):
             _, writer = await asyncio.open_connection(host.strip("[]"), int(port))
     except ConnectionRefusedError:
-        return Answer.REFUSED
+        return ProbeResult.REFUSED
     except TimeoutError:
-        return Answer.SILENT
+        return ProbeResult.SILENT
     except (OSError, ValueError, OverflowError) as error:
-        return Answer.SILENT if getattr(error, "errno", None) in SILENCE else Answer.UNKNOWN
+        return (
+            ProbeResult.SILENT
+            if getattr(error, "errno", None) in UNREACHABLE_ERRNOS
+            else ProbeResult.UNKNOWN
+        )
     writer.close()
-    return Answer.LISTENS
+    return ProbeResult.LISTENS

@@ -12,30 +12,30 @@ import base64
 from collections import OrderedDict
 from typing import Any
 
-from holdfast.elastic.protocol.worker_messages import LONGEST_POLL
+from holdfast.elastic.protocol.worker_messages import MAX_POLL_WAIT_S
 from holdfast.errors import FencedError
 from holdfast.wire.waiting import wait_event
 
-_ANSWERS = 4096  # answers remembered for requests that arrive twice
+_MAX_REMEMBERED_REPLIES = 4096  # answers remembered for requests that arrive twice
 
 
-class Rendezvous:
+class RendezvousStore:
     """The store of the newest generation. Lives in one event loop and needs no lock."""
 
     def __init__(self) -> None:
         self._generation = 0
         self._values: dict[str, bytes] = {}
-        self._changed = asyncio.Event()
-        self._answers: OrderedDict[str, dict[str, Any]] = OrderedDict()
+        self._values_changed = asyncio.Event()
+        self._remembered_replies: OrderedDict[str, dict[str, Any]] = OrderedDict()
 
-    def begin(self, generation: int) -> None:
+    def begin_generation(self, generation: int) -> None:
         """Forget older generations, and end their waits."""
         self._generation = generation
         self._values.clear()
-        self._answers.clear()
+        self._remembered_replies.clear()
         self._notify()
 
-    async def handle(self, generation: int, body: dict[str, Any]) -> dict[str, Any]:
+    async def handle_operation(self, generation: int, body: dict[str, Any]) -> dict[str, Any]:
         """Carry out one operation. Raises ValueError or KeyError for a malformed one."""
         op = str(body["op"])
         if op == "wait":
@@ -48,25 +48,25 @@ class Rendezvous:
                 answer["values"] = [_encode(value) for value in found]
             return answer
         request = str(body.get("id", ""))
-        if request and request in self._answers:  # its first answer was lost on the way
-            return self._answers[request]
+        if request and request in self._remembered_replies:  # its first answer was lost on the way
+            return self._remembered_replies[request]
         answer = self._apply(op, body)
         if request:
-            self._answers[request] = answer
-            while len(self._answers) > _ANSWERS:
-                self._answers.popitem(last=False)
+            self._remembered_replies[request] = answer
+            while len(self._remembered_replies) > _MAX_REMEMBERED_REPLIES:
+                self._remembered_replies.popitem(last=False)
         return answer
 
     async def _wait(self, generation: int, body: dict[str, Any]) -> dict[str, Any]:
         """Return {"ready": bool, "value": ...}; the first key's value saves a round trip."""
         keys = [self._key(key) for key in body["keys"]]
         loop = asyncio.get_running_loop()
-        deadline = loop.time() + min(float(body["timeout"]), LONGEST_POLL)
+        deadline = loop.time() + min(float(body["timeout"]), MAX_POLL_WAIT_S)
         while not all(key in self._values for key in keys):
             left = deadline - loop.time()
             if left <= 0:
                 return {"ready": False}
-            changed = self._changed
+            changed = self._values_changed
             if not await wait_event(changed, left):
                 return {"ready": False}
             if generation != self._generation:
@@ -86,7 +86,7 @@ class Rendezvous:
             return {"deleted": self._values.pop(key, None) is not None}
         if op == "compare_set":
             return {"value": _encode(self._compare_set(key, body))}
-        value = self._changed_value(op, key, body)
+        value = self._compute_value(op, key, body)
         self._set(key, value)
         return {"value": _encode(value)}
 
@@ -102,7 +102,7 @@ class Rendezvous:
         self._set(key, desired)
         return desired
 
-    def _changed_value(self, op: str, key: str, body: dict[str, Any]) -> bytes:
+    def _compute_value(self, op: str, key: str, body: dict[str, Any]) -> bytes:
         old = self._values.get(key)
         if op == "set":
             return _decode(body["value"])
@@ -122,7 +122,7 @@ class Rendezvous:
 
     def _notify(self) -> None:
         """Wake every wait. Each event is set once and replaced, so none is missed."""
-        changed, self._changed = self._changed, asyncio.Event()
+        changed, self._values_changed = self._values_changed, asyncio.Event()
         changed.set()
 
 

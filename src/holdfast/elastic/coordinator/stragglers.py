@@ -12,65 +12,79 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from holdfast.policy.detection.stragglers import Change, Limits, Pace, Stragglers, Timing
+from holdfast.policy.detection.stragglers import (
+    Pace,
+    PaceChange,
+    StepTiming,
+    StragglerDetector,
+    StragglerLimits,
+)
 
-Worker = tuple[str, int]
+WorkerId = tuple[str, int]
 """A node and one of its processes; both stay when ranks change."""
 
 
-def worker_of(change: Change) -> Worker:
+def worker_of(change: PaceChange) -> WorkerId:
     """Return the worker that a change concerns."""
-    who = change.who
+    who = change.worker
     assert isinstance(who, tuple), "workers are known by node and process"
     node, pid = who
     return str(node), int(pid)
 
 
-class Pacing:
+class StragglerTracker:
     """The straggler tracker of one term."""
 
-    def __init__(self, limits: Limits | None = None) -> None:
-        self._found = Stragglers(limits)
+    def __init__(self, limits: StragglerLimits | None = None) -> None:
+        self._detector = StragglerDetector(limits)
         self._generation = 0
-        self._known: set[Worker] = set()  # workers that were reported in this generation
-        self._pending: dict[Worker, Timing] = {}
-        self._slower: dict[Worker, float] = {}  # of slow workers: time relative to normal
+        self._reporting_workers: set[WorkerId] = (
+            set()
+        )  # workers that were reported in this generation
+        self._pending_timings: dict[WorkerId, StepTiming] = {}
+        self._slowdowns: dict[WorkerId, float] = {}  # of slow workers: time relative to normal
 
-    def hear(
-        self, name: str, generation: int, rows: Iterable[Sequence[Any]]
-    ) -> tuple[Change, ...]:  # fmt: skip
+    def observe(
+        self, node_name: str, generation: int, rows: Iterable[Sequence[Any]]
+    ) -> tuple[PaceChange, ...]:
         """Take a node's report on its workers; return the changed verdicts.
 
         Raises ValueError or TypeError for a malformed report."""
         if generation != self._generation:
-            self._generation, self._known, self._pending = generation, set(), {}
+            self._generation, self._reporting_workers, self._pending_timings = generation, set(), {}
         for pid, position, seconds, microbatches in rows:
-            who = (name, int(pid))
-            before = self._pending.get(who)
-            told = Timing(who, str(position), float(seconds), int(microbatches))
+            who = (node_name, int(pid))
+            before = self._pending_timings.get(who)
+            told = StepTiming(who, str(position), float(seconds), int(microbatches))
             if before is not None:
-                told = Timing(who, told.position, told.seconds + before.seconds,
-                              told.microbatches + before.microbatches)  # fmt: skip
-            self._known.add(who)
-            self._pending[who] = told
-        if len(self._pending) < max(2, len(self._known)):
+                told = StepTiming(
+                    who,
+                    told.position,
+                    told.seconds + before.seconds,
+                    told.microbatches + before.microbatches,
+                )
+            self._reporting_workers.add(who)
+            self._pending_timings[who] = told
+        if len(self._pending_timings) < max(2, len(self._reporting_workers)):
             return ()
-        timings, self._pending = list(self._pending.values()), {}
-        changes = self._found.observe(timings)
+        timings, self._pending_timings = list(self._pending_timings.values()), {}
+        changes = self._detector.observe(timings)
         for change in changes:
             who = worker_of(change)
             if change.after is Pace.WELL:
-                self._slower.pop(who, None)
+                self._slowdowns.pop(who, None)
             else:
-                self._slower[who] = max(1.0, change.slower)
+                self._slowdowns[who] = max(1.0, change.slowdown)
         return changes
 
     @property
-    def speeds(self) -> dict[Worker, float]:
+    def relative_speeds(self) -> dict[WorkerId, float]:
         """Relative speed of each slow worker; a normal one has 1."""
-        return {who: round(1 / slower, 2) for who, slower in self._slower.items() if slower > 1.0}
+        return {
+            who: round(1 / slower, 2) for who, slower in self._slowdowns.items() if slower > 1.0
+        }
 
-    def resting(self, name: str) -> bool:
+    def is_node_excluded(self, node_name: str) -> bool:
         """Return True if no worker of this node should get work."""
-        here = {who for who in self._known if who[0] == name}
-        return bool(here) and here <= self._found.left_out.keys()
+        here = {who for who in self._reporting_workers if who[0] == node_name}
+        return bool(here) and here <= self._detector.excluded.keys()

@@ -17,127 +17,138 @@ from math import inf
 from typing import Any
 
 from holdfast.errors import HoldfastError
-from holdfast.policy.membership.election import Peer
-from holdfast.wire.http.async_client import DeadError, Talker
+from holdfast.policy.membership.election import PreVoteReply
+from holdfast.wire.http.async_client import AgentEndedError, AsyncClient
 from holdfast.wire.journal import segment_key
 from holdfast.wire.secret import Secret
 from holdfast.wire.store.run_store import RunStore
-from holdfast.wire.term import QUESTION, newest_generation
+from holdfast.wire.term import TERM_PATH, newest_generation
 
-ANSWER_SECONDS = 3.0
+PREVOTE_REPLY_TIMEOUT_S = 3.0
 """Seconds that another agent has for its answer, whether a round waits for it or not."""
-LATE_SECONDS = 0.3
+PREVOTE_ROUND_LATENESS_S = 0.3
 """Seconds past the end of a round from which this agent itself counts as late."""
 
 
-class Search:
+class PreVote:
     """The pre-vote of one agent, from a coordinator's silence until an agent leads.
 
     Lives in one event loop.
     """
 
     def __init__(self, secret: Secret) -> None:
-        self.sign = ""
+        self.journal_sizes = ""
         """Progress of the other agents' journals, as the run store shows it."""
-        self._lead: str | None = None  # the same of the leader's journal alone
-        self._moved = -inf
+        self._leader_journal_size: str | None = None  # the same of the leader's journal alone
+        self._leader_progress_at = -inf
         self._secret = secret
-        self._asked: dict[str, asyncio.Task[tuple[Peer, int]]] = {}
-        self._back: asyncio.Task[None] | None = None
-        self._mute: set[str] = set()
+        self._queries: dict[str, asyncio.Task[tuple[PreVoteReply, int]]] = {}
+        self._rejoin_task: asyncio.Task[None] | None = None
+        self._unresponsive: set[str] = set()
 
-    def look(self, store: RunStore, own: str, leads: str) -> int:
+    def observe_journals(self, store: RunStore, own_name: str, leader_name: str) -> int:
         """Read the sizes of the journals in the run store, except those of `own`.
 
         Return the newest generation there. leads: the node that coordinated. Call it in a thread.
         """
         newest = newest_generation(store)
         keys = store.list(segment_key(newest, "").removesuffix(".jsonl"))
-        sizes = {key: store.size(key) for key in keys if _node_of(key) != own}
-        ahead = sum(size for key, size in sizes.items() if _node_of(key) == leads)
+        sizes = {key: store.size(key) for key in keys if _segment_node(key) != own_name}
+        ahead = sum(size for key, size in sizes.items() if _segment_node(key) == leader_name)
         lead = f"{newest} {ahead}"
-        if self._lead not in (None, lead):
-            self._moved = time.monotonic()
-        self.sign, self._lead = f"{newest} {len(sizes)} {sum(sizes.values())}", lead
+        if self._leader_journal_size not in (None, lead):
+            self._leader_progress_at = time.monotonic()
+        self.journal_sizes, self._leader_journal_size = (
+            f"{newest} {len(sizes)} {sum(sizes.values())}",
+            lead,
+        )
         return newest
 
-    def leader_moves(self, seconds: float) -> bool:
+    def has_leader_progress(self, within_s: float) -> bool:
         """Return True if the leader's journal has grown in the last `seconds`: rounds may follow
         each other faster than the leader writes."""
-        return time.monotonic() - self._moved <= seconds
+        return time.monotonic() - self._leader_progress_at <= within_s
 
-    async def round(
-        self, others: Mapping[str, str], term: int, rejoin: Callable[[], Coroutine[Any, Any, None]],
-        silent: Callable[[], bool], seconds: float,
-    ) -> dict[str, Peer] | None:  # fmt: skip
+    async def ask_round(
+        self,
+        agent_addresses: Mapping[str, str],
+        term: int,
+        rejoin: Callable[[], Coroutine[Any, Any, None]],
+        is_leader_silent: Callable[[], bool],
+        duration_s: float,
+    ) -> dict[str, PreVoteReply] | None:
         """Return what the other agents say of the coordinator of `term`; None if this agent was
         late. Raises what `rejoin` raises.
 
         `others`: name -> address. rejoin: asks that coordinator to admit this agent. silent:
         returns True while the coordinator is silent; the round ends with its silence."""
         loop = asyncio.get_running_loop()
-        due = loop.time() + seconds
-        for name, address in others.items():
-            if name not in self._asked:
-                self._asked[name] = asyncio.create_task(self._hears(address))
-        if self._back is None:
-            self._back = asyncio.create_task(rejoin())
-        asked: dict[str, asyncio.Task[Any]] = {**self._asked, "": self._back}
-        while silent() and (left := due - loop.time()) > 0:
-            waited = [t for name, t in asked.items() if name not in self._mute and not t.done()]
+        due = loop.time() + duration_s
+        for name, address in agent_addresses.items():
+            if name not in self._queries:
+                self._queries[name] = asyncio.create_task(self._query_agent(address))
+        if self._rejoin_task is None:
+            self._rejoin_task = asyncio.create_task(rejoin())
+        asked: dict[str, asyncio.Task[Any]] = {**self._queries, "": self._rejoin_task}
+        while is_leader_silent() and (left := due - loop.time()) > 0:
+            waited = [
+                t for name, t in asked.items() if name not in self._unresponsive and not t.done()
+            ]
             if not waited:
                 break
             await asyncio.wait(waited, timeout=left, return_when=asyncio.FIRST_COMPLETED)
-        late = loop.time() > due + LATE_SECONDS
+        late = loop.time() > due + PREVOTE_ROUND_LATENESS_S
         if not late:
-            self._mute |= {name for name, task in asked.items() if not task.done()}
-        return self._told(late, term)
+            self._unresponsive |= {name for name, task in asked.items() if not task.done()}
+        return self._collect_replies(late, term)
 
-    def _told(self, late: bool, term: int) -> dict[str, Peer] | None:
+    def _collect_replies(self, is_late: bool, term: int) -> dict[str, PreVoteReply] | None:
         """Collect the answers; an agent that has answered is asked again in the next round."""
-        said: dict[str, Peer] = {}
-        for name, task in list(self._asked.items()):
-            said[name] = Peer.UNKNOWN
+        said: dict[str, PreVoteReply] = {}
+        for name, task in list(self._queries.items()):
+            said[name] = PreVoteReply.UNKNOWN
             if task.done():
-                del self._asked[name]
+                del self._queries[name]
                 peer, theirs = task.result()
                 # An agent that follows a fenced coordinator does not know yet.
-                said[name] = peer if peer is Peer.DEAD or theirs >= term else Peer.UNKNOWN
-                if peer is not Peer.UNKNOWN:
-                    self._mute.discard(name)
-        if self._back is not None and self._back.done():
-            back, self._back = self._back, None
+                said[name] = (
+                    peer if peer is PreVoteReply.DEAD or theirs >= term else PreVoteReply.UNKNOWN
+                )
+                if peer is not PreVoteReply.UNKNOWN:
+                    self._unresponsive.discard(name)
+        if self._rejoin_task is not None and self._rejoin_task.done():
+            back, self._rejoin_task = self._rejoin_task, None
             back.result()
-        return None if late else said
+        return None if is_late else said
 
-    async def _hears(self, address: str) -> tuple[Peer, int]:
+    async def _query_agent(self, address: str) -> tuple[PreVoteReply, int]:
         """Ask one agent; return its answer and the term that it knows of."""
-        talker = Talker(address, self._secret, connect_seconds=ANSWER_SECONDS)
+        talker = AsyncClient(address, self._secret, connect_timeout_s=PREVOTE_REPLY_TIMEOUT_S)
         try:
-            answer = await talker.post(QUESTION, {}, ANSWER_SECONDS)
-        except DeadError:
-            return Peer.DEAD, 0
+            answer = await talker.post(TERM_PATH, {}, PREVOTE_REPLY_TIMEOUT_S)
+        except AgentEndedError:
+            return PreVoteReply.DEAD, 0
         except HoldfastError:
-            return Peer.UNKNOWN, 0
+            return PreVoteReply.UNKNOWN, 0
         finally:
             talker.close()
-        hears = Peer.HEARS if answer.get("hears") else Peer.MISSES
+        hears = PreVoteReply.HEARS_LEADER if answer.get("hears") else PreVoteReply.MISSES_LEADER
         return hears, int(answer.get("term", 0))
 
-    async def end(self, answered: bool) -> None:
+    async def finish(self, has_leader_answered: bool) -> None:
         """End the pre-vote. answered: the coordinator itself answered, so its commands are applied
         first. Raises what `rejoin` raises."""
-        back = self._back if answered else None
+        back = self._rejoin_task if has_leader_answered else None
         if back is not None:
             await back
         self.close()
 
     def close(self) -> None:
-        for task in (*self._asked.values(), self._back):
+        for task in (*self._queries.values(), self._rejoin_task):
             if task is not None:
                 task.cancel()
 
 
-def _node_of(key: str) -> str:
+def _segment_node(key: str) -> str:
     """Return the node whose agent writes a segment; names may have dots."""
     return key.rpartition("/")[2].removesuffix(".jsonl").partition(".")[2]

@@ -17,64 +17,78 @@ import asyncio
 from collections.abc import Callable, Mapping
 from itertools import islice
 
-from holdfast.elastic.coordinator.liveness_probe import Answer, answer
+from holdfast.elastic.coordinator.liveness_probe import ProbeResult, probe
 
-SECONDS = 1.5
+REACH_PROBE_TIMEOUT_S = 1.5
 """Timeout of one attempt; the kernel can resend one lost packet within it."""
-LATE = 0.5
+PROBE_LATENESS_S = 0.5
 """An agent that wakes so many seconds late has missed the answers meanwhile, and tries again."""
-TRIES = 3
-MOST = 64
+MAX_PROBE_ATTEMPTS = 3
+MAX_PROBED_AGENTS = 64
 """Other agents that each agent probes: those that follow it by name. With at most twice as many
 agents, at least one of any two probes the other."""
 
 
-class Reaching:
+class ReachabilityProbe:
     """The reachability probe of one agent. Lives in one event loop."""
 
     def __init__(self) -> None:
-        self._missed: dict[str, str] = {}  # name -> address: newer generations may lack it
-        self._trying: asyncio.Task[None] | None = None
-        self._first = False
+        self._unreachable: dict[str, str] = {}  # name -> address: newer generations may lack it
+        self._probe_task: asyncio.Task[None] | None = None
+        self._is_full_probe = False
 
     @property
-    def missed(self) -> tuple[str, ...]:
-        return tuple(self._missed)
+    def unreachable(self) -> tuple[str, ...]:
+        return tuple(self._unreachable)
 
     @property
-    def looking(self) -> bool:
+    def is_probing(self) -> bool:
         """Return True while `look` is under way."""
-        return self._first and self._trying is not None and not self._trying.done()
+        return self._is_full_probe and self._probe_task is not None and not self._probe_task.done()
 
-    def look(self, own: str, agents: Mapping[str, str], ended: Callable[[], None]) -> None:
+    def probe_all(
+        self, own_name: str, agent_addresses: Mapping[str, str], on_done: Callable[[], None]
+    ) -> None:
         """Probe the other agents in the background. agents: name -> "host:port", with `own`.
         ended: called at the end."""
-        names = sorted(agents)
-        after = [name for name in names if name > own] + [name for name in names if name < own]
-        self._start({name: agents[name] for name in islice(after, MOST)}, first=True)
-        assert self._trying is not None
-        self._trying.add_done_callback(lambda _: ended())
+        names = sorted(agent_addresses)
+        after = [name for name in names if name > own_name] + [
+            name for name in names if name < own_name
+        ]
+        self._start_probe(
+            {name: agent_addresses[name] for name in islice(after, MAX_PROBED_AGENTS)},
+            is_full_probe=True,
+        )
+        assert self._probe_task is not None
+        self._probe_task.add_done_callback(lambda _: on_done())
 
-    def again(self, agents: Mapping[str, str]) -> None:
+    def retry(self, agent_addresses: Mapping[str, str]) -> None:
         """Probe the unreachable agents again. agents: as in `look`; an address may have changed."""
-        if self._missed and (self._trying is None or self._trying.done()):
-            self._start({n: agents.get(n, old) for n, old in self._missed.items()}, first=False)
+        if self._unreachable and (self._probe_task is None or self._probe_task.done()):
+            self._start_probe(
+                {n: agent_addresses.get(n, old) for n, old in self._unreachable.items()},
+                is_full_probe=False,
+            )
 
     def close(self) -> None:
-        if self._trying is not None:
-            self._trying.cancel()
+        if self._probe_task is not None:
+            self._probe_task.cancel()
 
-    def _start(self, agents: Mapping[str, str], *, first: bool) -> None:
+    def _start_probe(self, agent_addresses: Mapping[str, str], *, is_full_probe: bool) -> None:
         self.close()
-        self._first = first
-        self._trying = asyncio.create_task(self._try(agents))
+        self._is_full_probe = is_full_probe
+        self._probe_task = asyncio.create_task(self._probe_agents(agent_addresses))
 
-    async def _try(self, agents: Mapping[str, str]) -> None:
+    async def _probe_agents(self, agent_addresses: Mapping[str, str]) -> None:
         loop = asyncio.get_running_loop()
-        for _ in range(TRIES):
+        for _ in range(MAX_PROBE_ATTEMPTS):
             begun = loop.time()
-            found = await asyncio.gather(*(answer(a, SECONDS) for a in agents.values()))
-            if loop.time() - begun < SECONDS + LATE:
-                named = zip(agents.items(), found, strict=True)
-                self._missed = dict(agent for agent, came in named if came is Answer.SILENT)
+            found = await asyncio.gather(
+                *(probe(a, REACH_PROBE_TIMEOUT_S) for a in agent_addresses.values())
+            )
+            if loop.time() - begun < REACH_PROBE_TIMEOUT_S + PROBE_LATENESS_S:
+                named = zip(agent_addresses.items(), found, strict=True)
+                self._unreachable = dict(
+                    agent for agent, came in named if came is ProbeResult.SILENT
+                )
                 return

@@ -23,12 +23,12 @@ from functools import partial
 from typing import Any
 
 from holdfast.elastic.coordinator.coordinator import Coordinator
-from holdfast.elastic.membership.prevote import Search
-from holdfast.elastic.membership.reachability import Reaching
-from holdfast.elastic.membership.workload import Work
+from holdfast.elastic.membership.prevote import PreVote
+from holdfast.elastic.membership.reachability import ReachabilityProbe
+from holdfast.elastic.membership.workload import Workload
 from holdfast.elastic.protocol.coordinator_messages import (
     BEAT,
-    HANG,
+    HANG_REASON,
     JOIN,
     JOIN_FIRST,
     REPLACED,
@@ -37,45 +37,45 @@ from holdfast.elastic.protocol.coordinator_messages import (
 )
 from holdfast.elastic.protocol.generation_outcome import NodeOutcome
 from holdfast.elastic.protocol.generation_record import GenerationRecord, read_record
-from holdfast.elastic.protocol.hung_worker import Blame
+from holdfast.elastic.protocol.hung_worker import HungWorker
 from holdfast.elastic.protocol.start_state import StartState
-from holdfast.elastic.run_result import EndedError, Over, trains_alone
+from holdfast.elastic.run_result import EndReason, RunEndedError, single_node_run_error
 from holdfast.errors import HoldfastError
 from holdfast.policy.membership import election
-from holdfast.policy.membership.election import Patience, Seat, Standing
-from holdfast.policy.membership.transitions import Directive, Order, Phase, Stage
-from holdfast.wire.http.async_client import DeadError, Talker
+from holdfast.policy.membership.election import AgentState, ElectionTimeouts, Role
+from holdfast.policy.membership.transitions import Directive, NodeCommand, NodeStage, Phase
+from holdfast.wire.http.async_client import AgentEndedError, AsyncClient
 from holdfast.wire.http.server import Handler
 from holdfast.wire.secret import Secret
 from holdfast.wire.store.run_store import RunStore
 from holdfast.wire.term import (
-    QUESTION,
+    TERM_PATH,
     Term,
-    asks,
-    claim,
+    create_term,
+    holder_probe,
     newest_term,
 )
 from holdfast.wire.waiting import wait_event
 
 logger = logging.getLogger(__name__)
 
-ROUND_SECONDS = 1.0
+MIN_PREVOTE_ROUND_S = 1.0
 """Least seconds of a round in which a silent coordinator and the other agents may answer. A round
 lasts a heartbeat if that is longer."""
-PAUSE_SECONDS = 0.5
+ROLE_RETRY_PAUSE_S = 0.5
 """Seconds between two reads of the run store, and between two rounds."""
-LONGEST_REST = 60.0
+MAX_ELECTION_BACKOFF_S = 60.0
 """Most seconds before an agent whose terms ended by its own fault claims another one."""
 
 
-class ReplacedError(EndedError):
+class ReplacedError(RunEndedError):
     """Another agent has this agent's name, perhaps because this node was restarted."""
 
     def __init__(self, name: str) -> None:
         super().__init__(
             f"another agent has joined as {name}, and the run continues with that one. If both "
             "are to take part, give each its own name (cluster.node=NAME)",
-            Over.REPLACED,
+            EndReason.REPLACED,
         )
 
 
@@ -83,20 +83,30 @@ async def _no_check() -> None:
     """Do nothing: the run store cannot be lost."""
 
 
-class Follower:
+class RoleLoop:
     """The role loop of one agent. Lives in one event loop.
 
     `run` ends when the run is over, or raises.
     """
 
     def __init__(
-        self, name: str, address: str, store: RunStore, secret: Secret, work: Work,
-        reign: Callable[[Term], Awaitable[Coordinator]], *, places: int = 1,
-        told: Mapping[str, Any] | None = None, patience: Patience | None = None, beat: float = 2.0,
+        self,
+        name: str,
+        address: str,
+        store: RunStore,
+        secret: Secret,
+        workload: Workload,
+        start_coordinator: Callable[[Term], Awaitable[Coordinator]],
+        *,
+        places: int = 1,
+        join_info: Mapping[str, Any] | None = None,
+        timeouts: ElectionTimeouts | None = None,
+        heartbeat_interval_s: float = 2.0,
         complain: Callable[[str], None] = lambda sentence: None,
-        read: Callable[[int], Awaitable[GenerationRecord]] | None = None, own: Term | None = None,
-        check: Callable[[], Awaitable[None]] = _no_check,
-    ) -> None:  # fmt: skip
+        read_generation: Callable[[int], Awaitable[GenerationRecord]] | None = None,
+        own_term: Term | None = None,
+        check_run_folder: Callable[[], Awaitable[None]] = _no_check,
+    ) -> None:
         """Make the loop; `run` runs it.
 
         Args:
@@ -110,364 +120,445 @@ class Follower:
                 and leaves when that term is over.
             check: Raises HoldfastError if the run store no longer belongs to this run.
         """
-        self.seat = Seat(name)
-        self.mark = secrets.token_hex(8)
+        self.state = AgentState(name)
+        self.incarnation = secrets.token_hex(8)
         self.coordinator: Coordinator | None = None
-        self.leaving = 0.0
+        self.leave_within_s = 0.0
         """Seconds until this node leaves the run; 0: it stays."""
-        self.agents: Mapping[str, str] = {}
+        self.agent_addresses: Mapping[str, str] = {}
         """Of the newest generation: name -> address."""
-        self.told: dict[str, Any] = dict(told or {})
-        self.over: tuple[str, str] | None = None
+        self.join_info: dict[str, Any] = dict(join_info or {})
+        self.run_end: tuple[str, str] | None = None
         """Verdict and kind, once the coordinator has said that the run is over."""
-        self.fault: BaseException | None = None
+        self.coordinator_fault: BaseException | None = None
         """Our own bug that ended the coordinator of a run of one node."""
-        self._faults = 0  # terms that ended by such a bug
-        self._address, self._store, self._secret, self._work = address, store, secret, work
-        self._make_reign, self._places, self._own, self._check = reign, places, own, check
-        self._patience, self._beat, self._complain = patience or Patience(), beat, complain
-        self._read = read or partial(read_record, store)
+        self._fault_count = 0  # terms that ended by such a bug
+        self._address, self._store, self._secret, self._workload = address, store, secret, workload
+        self._start_coordinator, self._places, self._own_term, self._check_run_folder = (
+            start_coordinator,
+            places,
+            own_term,
+            check_run_folder,
+        )
+        self._timeouts, self._heartbeat_interval_s, self._complain = (
+            timeouts or ElectionTimeouts(),
+            heartbeat_interval_s,
+            complain,
+        )
+        self._read_generation = read_generation or partial(read_record, store)
         self._loop = asyncio.get_running_loop()
-        self._doing = Directive(Order.WAIT, 0)
-        self._talkers: dict[str, tuple[Talker, Talker]] = {}
-        self._question: asyncio.Task[None] | None = None
-        self._older: set[asyncio.Task[None]] = set()
-        self._reigning: asyncio.Task[Any] | None = None
-        self._search: Search | None = None  # while its coordinator is silent
-        self._reaching = Reaching()
-        self._looked = 0  # the generation after which the reachability probe ran last
-        self._said = ""
+        self._current_command = Directive(NodeCommand.WAIT, 0)
+        self._coordinator_clients: dict[str, tuple[AsyncClient, AsyncClient]] = {}
+        self._open_request: asyncio.Task[None] | None = None
+        self._superseded_requests: set[asyncio.Task[None]] = set()
+        self._coordinator_task: asyncio.Task[Any] | None = None
+        self._pre_vote: PreVote | None = None  # while its coordinator is silent
+        self._reachability_probe = ReachabilityProbe()
+        self._probed_generation = 0  # the generation after which the reachability probe ran last
+        self._last_complaint = ""
 
     @property
     def handlers(self) -> dict[str, Handler]:
         """Handlers of other agents' requests, which belong to no generation."""
-        return {JOIN: self._join, BEAT: self._heartbeat, QUESTION: self.who}
+        return {
+            JOIN: self._handle_join,
+            BEAT: self._handle_heartbeat,
+            TERM_PATH: self.handle_term_query,
+        }
 
     async def run(self) -> str:
         """Follow or lead until the run is over or this node leaves it; return the run's verdict.
 
         Raises EndedError if the run cannot begin, or does not admit this agent."""
         parts = {
-            Standing.SEEKING: self._seek, Standing.FOLLOWING: self._follow,
-            Standing.SILENT: self._look_around, Standing.CLAIMING: self._claim,
-            Standing.REIGNING: self._follow,
-        }  # fmt: skip
-        if self._own is not None:
-            self._set(election.found(self.seat, self._own.number, "", self._now))
+            Role.DISCOVERING: self._run_discovering,
+            Role.FOLLOWER: self._run_follower,
+            Role.PRE_CANDIDATE: self._run_pre_candidate,
+            Role.CANDIDATE: self._run_candidate,
+            Role.LEADER: self._run_follower,
+        }
+        if self._own_term is not None:
+            self._set_state(
+                election.newest_term_read(self.state, self._own_term.number, "", self._now)
+            )
         try:
-            while self.seat.standing is not Standing.LEFT:
-                logger.info("role %s", self.seat.standing.value)
+            while self.state.role is not Role.SHUTDOWN:
+                logger.info("role %s", self.state.role.value)
                 try:
-                    await parts[self.seat.standing]()
-                except EndedError:
+                    await parts[self.state.role]()
+                except RunEndedError:
                     raise
                 except HoldfastError as error:
-                    self._say(str(error))
-                    await self._pause(PAUSE_SECONDS)
-            return "" if self.over is None else self.over[0]
+                    self._complain_once(str(error))
+                    await self._sleep_until_change(ROLE_RETRY_PAUSE_S)
+            return "" if self.run_end is None else self.run_end[0]
         finally:
-            self._ask_no_more()
-            self._end_search()
-            self._reaching.close()
-            if self._reigning is not None:
-                self._reigning.cancel()
-            for pair in self._talkers.values():
+            self._cancel_requests()
+            self._close_pre_vote()
+            self._reachability_probe.close()
+            if self._coordinator_task is not None:
+                self._coordinator_task.cancel()
+            for pair in self._coordinator_clients.values():
                 for talker in pair:
                     talker.close()
 
-    def leave(self) -> None:
+    def leave_run(self) -> None:
         """Leave the run: follow no coordinator any more."""
-        self.seat = election.left(self.seat)
-        self._work.changed.set()
+        self.state = election.shut_down(self.state)
+        self._workload.state_changed.set()
 
     # --- requests of other agents ---------------------------------------------------------------
-    async def who(self, _: int, body: dict[str, Any]) -> dict[str, Any]:
+    async def handle_term_query(self, _: int, body: dict[str, Any]) -> dict[str, Any]:
         """Return this agent's name, role and term, and whether it hears its coordinator."""
         return {
-            "node": self.seat.name, "term": self.seat.term,
-            "hears": election.hears(self.seat, self._now, self._patience),
-            "standing": self.seat.standing.value,
-        }  # fmt: skip
+            "node": self.state.name,
+            "term": self.state.term,
+            "hears": election.hears_leader(self.state, self._now, self._timeouts),
+            "standing": self.state.role.value,
+        }
 
-    async def _join(self, generation: int, body: dict[str, Any]) -> dict[str, Any]:
-        return await self._ask_own(JOIN, body)
+    async def _handle_join(self, generation: int, body: dict[str, Any]) -> dict[str, Any]:
+        return await self._ask_local_coordinator(JOIN, body)
 
-    async def _heartbeat(self, generation: int, body: dict[str, Any]) -> dict[str, Any]:
-        return await self._ask_own(BEAT, body)
+    async def _handle_heartbeat(self, generation: int, body: dict[str, Any]) -> dict[str, Any]:
+        return await self._ask_local_coordinator(BEAT, body)
 
-    async def _ask_own(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
+    async def _ask_local_coordinator(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
         coordinator = self.coordinator
         if coordinator is None:
-            return {"term": self.seat.term, "order": Order.REFUSE.value}
-        handler = coordinator.join if path == JOIN else coordinator.beat
+            return {"term": self.state.term, "order": NodeCommand.REFUSE.value}
+        handler = coordinator.handle_join if path == JOIN else coordinator.handle_heartbeat
         return await handler(0, body)
 
     # --- seeking --------------------------------------------------------------------------------
-    async def _seek(self) -> None:
-        self._end_search()
-        await self._check()
+    async def _run_discovering(self) -> None:
+        self._close_pre_vote()
+        await self._check_run_folder()
         term, holder = await asyncio.to_thread(newest_term, self._store)
         address = "" if holder is None else str(holder.get("address", ""))
         if address == self._address and self.coordinator is None:
             address = ""  # this agent held the term before a restart or a failure of the term
         elif holder is not None and holder.get("alone"):
-            await self._refuse_alone(holder, address)
-        self._set(election.found(self.seat, term, address, self._now))
-        if self.seat.standing is Standing.SEEKING:
-            await self._ask(JOIN, self._joining())
-            if self.seat.standing is Standing.SEEKING:  # it refused: a newer term is to come
-                await self._pause(PAUSE_SECONDS)
+            await self._reject_single_node_run(holder, address)
+        self._set_state(election.newest_term_read(self.state, term, address, self._now))
+        if self.state.role is Role.DISCOVERING:
+            await self._ask_coordinator(JOIN, self._make_join_request())
+            if self.state.role is Role.DISCOVERING:  # it refused: a newer term is to come
+                await self._sleep_until_change(ROLE_RETRY_PAUSE_S)
 
-    async def _refuse_alone(self, holder: Mapping[str, Any], address: str) -> None:
+    async def _reject_single_node_run(self, holder: Mapping[str, Any], leader_address: str) -> None:
         """Raises EndedError if a run of one node is at work: it would never admit this agent."""
-        if await asyncio.to_thread(asks(self._secret), address):
-            raise EndedError(str(trains_alone(holder, "cluster.node")), Over.MEND)
+        if await asyncio.to_thread(holder_probe(self._secret), leader_address):
+            raise RunEndedError(
+                str(single_node_run_error(holder, "cluster.node")), EndReason.USER_ERROR
+            )
 
-    def _joining(self) -> JoinRequest:
-        stage, held = self._state()
+    def _make_join_request(self) -> JoinRequest:
+        stage, held = self._make_node_status()
         return JoinRequest(
-            self.seat.name, self.mark, self._places, self.told, self._work.at, stage, held,
-            self._work.ready,
-        )  # fmt: skip
+            self.state.name,
+            self.incarnation,
+            self._places,
+            self.join_info,
+            self._workload.generation,
+            stage,
+            held,
+            self._workload.ready_workers,
+        )
 
-    def _state(self) -> tuple[Stage, NodeOutcome | None]:
-        stage = self._work.stage
-        if stage is Stage.HELD and self._reaching.looking:
-            stage = Stage.WORKING  # the next generation has only nodes that reach each other
-        return stage, self._work.held if stage in (Stage.HELD, Stage.DONE) else None
+    def _make_node_status(self) -> tuple[NodeStage, NodeOutcome | None]:
+        stage = self._workload.stage
+        if stage is NodeStage.HELD and self._reachability_probe.is_probing:
+            stage = NodeStage.WORKING  # the next generation has only nodes that reach each other
+        return stage, self._workload.node_outcome if stage in (
+            NodeStage.HELD,
+            NodeStage.DONE,
+        ) else None
 
     # --- following ------------------------------------------------------------------------------
-    async def _follow(self) -> None:
+    async def _run_follower(self) -> None:
         """Wait for the heartbeat's answer or for a local change.
 
         On a change, return at once. The next heartbeat goes out on the second connection, and the
         coordinator then answers the older one."""
-        self._end_search()
-        self._work.changed.clear()
-        self._reaching.again(self.agents)
-        if self._question is None:
+        self._close_pre_vote()
+        self._workload.state_changed.clear()
+        self._reachability_probe.retry(self.agent_addresses)
+        if self._open_request is None:
             # If the last answer is older than a beat, the coordinator is to answer at once.
-            late = self.coordinator is None and self._now - self.seat.since > self._beat
-            wait = 0.0 if late else self._beat
-            self._question = asyncio.create_task(self._ask(BEAT, self._beating(wait)))
-        question = self._question
-        change = asyncio.create_task(self._work.changed.wait())
+            late = (
+                self.coordinator is None
+                and self._now - self.state.role_since > self._heartbeat_interval_s
+            )
+            wait = 0.0 if late else self._heartbeat_interval_s
+            self._open_request = asyncio.create_task(
+                self._ask_coordinator(BEAT, self._make_heartbeat(wait))
+            )
+        question = self._open_request
+        change = asyncio.create_task(self._workload.state_changed.wait())
         try:
             await asyncio.wait({question, change}, return_when=asyncio.FIRST_COMPLETED)
         finally:
             change.cancel()
-        self._question = None
+        self._open_request = None
         if question.done():
             question.result()
             return
-        self._older.add(question)
-        question.add_done_callback(self._older.discard)
+        self._superseded_requests.add(question)
+        question.add_done_callback(self._superseded_requests.discard)
         await asyncio.sleep(0)  # one heartbeat reports all changes of this turn
 
-    def _beating(self, wait: float) -> Heartbeat:
-        stage, held = self._state()
-        work = self._work
+    def _make_heartbeat(self, wait: float) -> Heartbeat:
+        stage, held = self._make_node_status()
+        work = self._workload
         return Heartbeat(
-            self.seat.name, self.mark, self.seat.term, self._doing, work.at, stage, self.leaving,
-            held, work.ready, tuple(self._reaching.missed), work.still, work.paces, wait,
-        )  # fmt: skip
+            self.state.name,
+            self.incarnation,
+            self.state.term,
+            self._current_command,
+            work.generation,
+            stage,
+            self.leave_within_s,
+            held,
+            work.ready_workers,
+            tuple(self._reachability_probe.unreachable),
+            work.stalled_workers,
+            work.worker_paces,
+            wait,
+        )
 
-    async def _ask(self, path: str, request: JoinRequest | Heartbeat) -> None:
+    async def _ask_coordinator(self, path: str, request: JoinRequest | Heartbeat) -> None:
         """Send a request to the coordinator; apply its answer, or note that none came."""
-        body, wait = request.to_json(), request.wait
+        body, max_wait_s = request.to_json(), request.wait
         try:
             if self.coordinator is not None:
-                answer = await self._ask_own(path, body)
+                answer = await self._ask_local_coordinator(path, body)
             else:
-                pair = self._pair()
+                pair = self._connect_coordinator()
                 if pair is None:
-                    raise DeadError("no agent holds the term")
-                free = next((talker for talker in pair if not talker.busy), pair[0])
-                answer = await free.post(path, body, self._bearable(wait))
+                    raise AgentEndedError("no agent holds the term")
+                free = next((talker for talker in pair if not talker.is_busy), pair[0])
+                answer = await free.post(path, body, self._reply_timeout(max_wait_s))
         except HoldfastError as error:
-            dead = isinstance(error, DeadError)
-            self._set(election.unanswered(self.seat, dead, self._now, self._patience))
-            if self.seat.standing is Standing.FOLLOWING:
-                await self._pause(PAUSE_SECONDS / 5)
+            dead = isinstance(error, AgentEndedError)
+            self._set_state(election.leader_unanswered(self.state, dead, self._now, self._timeouts))
+            if self.state.role is Role.FOLLOWER:
+                await self._sleep_until_change(ROLE_RETRY_PAUSE_S / 5)
             else:
-                self._work.changed.set()  # another request may be open that gets no answer now
+                # another request may be open that gets no answer now
+                self._workload.state_changed.set()
             return
-        await self._obey(answer)
+        await self._apply_reply(answer)
 
-    def _bearable(self, wait: float) -> float:
+    def _reply_timeout(self, max_wait_s: float) -> float:
         """Return the timeout of a request whose answer is due within `wait` seconds.
 
         A follower's timeout leaves time for one more request on a new connection before the
         coordinator counts as silent."""
-        silence = self._patience.silence
-        if self.seat.standing is not Standing.FOLLOWING:
-            return wait + silence / 2
-        left = self.seat.since + silence - self._now
-        return max(silence / 6, min(wait + silence / 3, left))
+        silence = self._timeouts.leader_timeout_s
+        if self.state.role is not Role.FOLLOWER:
+            return max_wait_s + silence / 2
+        left = self.state.role_since + silence - self._now
+        return max(silence / 6, min(max_wait_s + silence / 3, left))
 
-    def _ask_no_more(self) -> None:
+    def _cancel_requests(self) -> None:
         """Cancel the requests that are open."""
-        for task in (self._question, *self._older):
+        for task in (self._open_request, *self._superseded_requests):
             if task is not None:
                 task.cancel()
-        self._question = None
+        self._open_request = None
 
     @property
-    def _holder(self) -> str:
-        return self.seat.holder
+    def _leader_address(self) -> str:
+        return self.state.leader_address
 
-    def _pair(self) -> tuple[Talker, Talker] | None:
+    def _connect_coordinator(self) -> tuple[AsyncClient, AsyncClient] | None:
         """Return two connections to the coordinator."""
-        if not self._holder or self.coordinator is not None:
+        if not self._leader_address or self.coordinator is not None:
             return None
-        if self._holder not in self._talkers:
-            for pair in self._talkers.values():
+        if self._leader_address not in self._coordinator_clients:
+            for pair in self._coordinator_clients.values():
                 for talker in pair:
                     talker.close()
-            self._talkers = {
-                self._holder: (
-                    Talker(self._holder, self._secret), Talker(self._holder, self._secret)
+            self._coordinator_clients = {
+                self._leader_address: (
+                    AsyncClient(self._leader_address, self._secret),
+                    AsyncClient(self._leader_address, self._secret),
                 )
-            }  # fmt: skip
-        return self._talkers[self._holder]
+            }
+        return self._coordinator_clients[self._leader_address]
 
-    async def _obey(self, answer: Mapping[str, Any]) -> None:
+    async def _apply_reply(self, answer: Mapping[str, Any]) -> None:
         term, order = int(answer["term"]), str(answer["order"])
-        if term < self.seat.term and order != Order.REFUSE.value:
-            self._set(election.refused(self.seat, self._now))
+        if term < self.state.term and order != NodeCommand.REFUSE.value:
+            self._set_state(election.leader_refused(self.state, self._now))
             return
-        if order == Order.REFUSE.value:
-            self._set(election.refused(self.seat, self._now))
+        if order == NodeCommand.REFUSE.value:
+            self._set_state(election.leader_refused(self.state, self._now))
             return
         if order == REPLACED:
-            raise ReplacedError(self.seat.name)
-        self._set(election.answered(self.seat, term, self._now))
+            raise ReplacedError(self.state.name)
+        self._set_state(election.leader_answered(self.state, term, self._now))
         if order == JOIN_FIRST:
-            await self._ask(JOIN, self._joining())
+            await self._ask_coordinator(JOIN, self._make_join_request())
             return
         outside = answer.get("outside", False)
-        if (self.leaving or answer.get("go")) and (outside or answer.get("free")):
-            self.leave()  # the other nodes work without this one, or no node works
+        if (self.leave_within_s or answer.get("go")) and (outside or answer.get("free")):
+            self.leave_run()  # the other nodes work without this one, or no node works
             return
         if outside:
-            self._work.outside()
+            self._workload.on_outside_generation()
         if "blamed" in answer:
             at, rows = answer["blamed"]
-            self._work.blame(int(at), [Blame.from_json(row) for row in rows])
+            self._workload.handle_hung_workers(int(at), [HungWorker.from_json(row) for row in rows])
         generation = int(answer["generation"])
-        self._doing = Directive(Order(order), generation)
-        match self._doing.order:
-            case Order.START if generation > self._work.at:
-                record = await self._read(generation)
-                if generation <= self._work.at or term < self.seat.term:
+        self._current_command = Directive(NodeCommand(order), generation)
+        match self._current_command.command:
+            case NodeCommand.START if generation > self._workload.generation:
+                record = await self._read_generation(generation)
+                if generation <= self._workload.generation or term < self.state.term:
                     return  # overtaken by a newer order meanwhile
-                self.agents = record.addresses
-                self._set(election.took(self.seat, term, generation, tuple(self.agents)))
-                self._work.start(generation, record, StartState.from_json(answer["begin"]))
-                self._doing = Directive(Order.WORK, generation)  # the order after a start
-            case Order.HALT | Order.PAUSE as halt if generation == self._work.at:
+                self.agent_addresses = record.addresses
+                self._set_state(
+                    election.generation_joined(
+                        self.state, term, generation, tuple(self.agent_addresses)
+                    )
+                )
+                self._workload.start_generation(
+                    generation, record, StartState.from_json(answer["begin"])
+                )
+                self._current_command = Directive(
+                    NodeCommand.WORK, generation
+                )  # the order after a start
+            case NodeCommand.HALT | NodeCommand.PAUSE as halt if (
+                generation == self._workload.generation
+            ):
                 reason = str(answer.get("reason", ""))
-                self._work.halt(generation, reason, gentle=halt is Order.PAUSE)
-                if reason == HANG and self._looked < generation:
-                    self._looked = generation
-                    self._reaching.look(self.seat.name, self.agents, self._work.changed.set)
-            case Order.LEAVE:
-                self.over = str(answer.get("verdict", "")), str(answer.get("kind", ""))
-                self._work.leave(self.over[0])
+                self._workload.halt_generation(
+                    generation, reason, at_step_end=halt is NodeCommand.PAUSE
+                )
+                if reason == HANG_REASON and self._probed_generation < generation:
+                    self._probed_generation = generation
+                    self._reachability_probe.probe_all(
+                        self.state.name, self.agent_addresses, self._workload.state_changed.set
+                    )
+            case NodeCommand.LEAVE:
+                self.run_end = str(answer.get("verdict", "")), str(answer.get("kind", ""))
+                self._workload.on_run_ended(self.run_end[0])
                 if self.coordinator is None:
-                    self.leave()
+                    self.leave_run()
                 else:
-                    await self._see_off(self.coordinator)
+                    await self._wait_until_all_dismissed(self.coordinator)
 
-    async def _see_off(self, coordinator: Coordinator) -> None:
+    async def _wait_until_all_dismissed(self, coordinator: Coordinator) -> None:
         """Leave once the other nodes know that the run is over, or after the silence limit."""
         with suppress(TimeoutError):
-            async with asyncio.timeout(self._patience.silence):
-                await coordinator.all_told(self.seat.name)
-        self.leave()
+            async with asyncio.timeout(self._timeouts.leader_timeout_s):
+                await coordinator.wait_until_all_dismissed(self.state.name)
+        self.leave_run()
 
     # --- no answer ------------------------------------------------------------------------------
-    async def _look_around(self) -> None:
+    async def _run_pre_candidate(self) -> None:
         """Run one round of the pre-vote."""
-        self._work.changed.clear()  # this round's requests report what has changed here
+        self._workload.state_changed.clear()  # this round's requests report what has changed here
         begun = self._now
-        if self._search is None:
-            self._ask_no_more()  # to free a connection for the round
-            self._search = Search(self._secret)
-        search = self._search
+        if self._pre_vote is None:
+            self._cancel_requests()  # to free a connection for the round
+            self._pre_vote = PreVote(self._secret)
+        search = self._pre_vote
         term, holder = await asyncio.to_thread(newest_term, self._store)
-        if term > self.seat.term:
-            await self._check()
+        if term > self.state.term:
+            await self._check_run_folder()
             address = "" if holder is None else str(holder.get("address", ""))
-            self._end_search()
-            self._set(election.found(self.seat, term, address, self._now))
+            self._close_pre_vote()
+            self._set_state(election.newest_term_read(self.state, term, address, self._now))
             return
         leads = "" if holder is None else str(holder.get("node", ""))
-        if not search.sign:
-            await asyncio.to_thread(search.look, self._store, self.seat.name, leads)
-        others = {name: addr for name, addr in self.agents.items() if name != self.seat.name}
-        peers = await search.round(
-            others, term, lambda: self._ask(JOIN, self._joining()), lambda: self._silent,
-            max(ROUND_SECONDS, self._beat),
-        )  # fmt: skip
-        if peers is not None and self._silent:
-            newest = await asyncio.to_thread(search.look, self._store, self.seat.name, leads)
-            alive = search.leader_moves(max(ROUND_SECONDS, self._beat))
-            self._set(
-                election.asked(
-                    self.seat, peers, newest, self._now, self._patience, search.sign, alive
+        if not search.journal_sizes:
+            await asyncio.to_thread(search.observe_journals, self._store, self.state.name, leads)
+        others = {
+            name: addr for name, addr in self.agent_addresses.items() if name != self.state.name
+        }
+        peers = await search.ask_round(
+            others,
+            term,
+            lambda: self._ask_coordinator(JOIN, self._make_join_request()),
+            lambda: self._is_pre_candidate,
+            max(MIN_PREVOTE_ROUND_S, self._heartbeat_interval_s),
+        )
+        if peers is not None and self._is_pre_candidate:
+            newest = await asyncio.to_thread(
+                search.observe_journals, self._store, self.state.name, leads
+            )
+            alive = search.has_leader_progress(max(MIN_PREVOTE_ROUND_S, self._heartbeat_interval_s))
+            self._set_state(
+                election.pre_vote_ended(
+                    self.state,
+                    peers,
+                    newest,
+                    self._now,
+                    self._timeouts,
+                    search.journal_sizes,
+                    alive,
                 )
             )
-        if self._silent:
-            await self._pause(max(0.0, min(PAUSE_SECONDS, self._beat / 2) - (self._now - begun)))
-        if not self._silent:
-            await search.end(self.seat.standing is Standing.FOLLOWING)
-            self._end_search()
+        if self._is_pre_candidate:
+            await self._sleep_until_change(
+                max(
+                    0.0,
+                    min(ROLE_RETRY_PAUSE_S, self._heartbeat_interval_s / 2) - (self._now - begun),
+                )
+            )
+        if not self._is_pre_candidate:
+            await search.finish(self.state.role is Role.FOLLOWER)
+            self._close_pre_vote()
 
     @property
-    def _silent(self) -> bool:
-        return self.seat.standing is Standing.SILENT
+    def _is_pre_candidate(self) -> bool:
+        return self.state.role is Role.PRE_CANDIDATE
 
-    def _end_search(self) -> None:
-        if self._search is not None:
-            self._search.close()
-            self._search = None
+    def _close_pre_vote(self) -> None:
+        if self._pre_vote is not None:
+            self._pre_vote.close()
+            self._pre_vote = None
 
     # --- leading --------------------------------------------------------------------------------
-    async def _claim(self) -> None:
-        term, number = self._own, self.seat.term
-        if self._faults:  # the same fault may end the next term, so let another agent claim it
-            await asyncio.sleep(min(2.0**self._faults, LONGEST_REST))
+    async def _run_candidate(self) -> None:
+        term, number = self._own_term, self.state.term
+        if self._fault_count:  # the same fault may end the next term, so let another agent claim it
+            await asyncio.sleep(min(2.0**self._fault_count, MAX_ELECTION_BACKOFF_S))
         if term is None:
-            await self._check()
+            await self._check_run_folder()
             number += 1
             term = await asyncio.to_thread(
-                claim, self._store, number, self._address, self.seat.name
+                create_term, self._store, number, self._address, self.state.name
             )
         if term is None:
-            self._set(election.claimed(self.seat, number, False, self._now))
+            self._set_state(election.candidacy_ended(self.state, number, False, self._now))
             return
-        silent = self.seat.holder
-        self.coordinator = coordinator = await self._make_reign(term)
-        coordinator.doubt(silent)
-        self._set(election.claimed(self.seat, number, True, self._now))
-        self._reigning = asyncio.create_task(coordinator.run())
-        self._reigning.add_done_callback(lambda task: self._reigned(task, coordinator))
-        await self._ask(JOIN, self._joining())
+        silent = self.state.leader_address
+        self.coordinator = coordinator = await self._start_coordinator(term)
+        coordinator.suspect(silent)
+        self._set_state(election.candidacy_ended(self.state, number, True, self._now))
+        self._coordinator_task = asyncio.create_task(coordinator.run())
+        self._coordinator_task.add_done_callback(
+            lambda task: self._on_coordinator_ended(task, coordinator)
+        )
+        await self._ask_coordinator(JOIN, self._make_join_request())
 
-    def _reigned(self, task: asyncio.Task[Any], coordinator: Coordinator) -> None:
+    def _on_coordinator_ended(self, task: asyncio.Task[Any], coordinator: Coordinator) -> None:
         if task.cancelled() or self.coordinator is not coordinator:
             return
-        if self._own is not None and coordinator.reign.phase is not Phase.ENDED:
-            self.fault = task.exception()
-            self.leave()
+        if self._own_term is not None and coordinator.state.phase is not Phase.ENDED:
+            self.coordinator_fault = task.exception()
+            self.leave_run()
             return
-        if coordinator.reign.phase is Phase.FENCED or task.exception() is not None:
+        if coordinator.state.phase is Phase.FENCED or task.exception() is not None:
             self.coordinator = None
-            self._set(election.fenced(self.seat, self._now))
-            self._work.changed.set()
+            self._set_state(election.newer_term_found(self.state, self._now))
+            self._workload.state_changed.set()
         if (error := task.exception()) is not None:
-            self._faults += 1
+            self._fault_count += 1
             self._complain(f"the coordinator failed with an internal error: {error!r}")
 
     # --- the rest -------------------------------------------------------------------------------
@@ -475,14 +566,14 @@ class Follower:
     def _now(self) -> float:
         return self._loop.time()
 
-    def _set(self, seat: Seat) -> None:
-        if self.seat.standing is not Standing.LEFT:
-            self.seat = seat
+    def _set_state(self, state: AgentState) -> None:
+        if self.state.role is not Role.SHUTDOWN:
+            self.state = state
 
-    def _say(self, sentence: str) -> None:
-        if sentence != self._said:
-            self._said = sentence
+    def _complain_once(self, sentence: str) -> None:
+        if sentence != self._last_complaint:
+            self._last_complaint = sentence
             self._complain(sentence)
 
-    async def _pause(self, seconds: float) -> None:
-        await wait_event(self._work.changed, seconds)
+    async def _sleep_until_change(self, seconds: float) -> None:
+        await wait_event(self._workload.state_changed, seconds)

@@ -16,14 +16,14 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from holdfast.core.json_parsing import parsed
-from holdfast.elastic.protocol.fork_channel import Lines, encode
-from holdfast.elastic.protocol.worker_spec import WorkerBoot
+from holdfast.core.json_parsing import parse_json
+from holdfast.elastic.protocol.fork_channel import LineDecoder, encode_message
+from holdfast.elastic.protocol.worker_spec import WorkerSpec
 from holdfast.errors import HoldfastError
 from holdfast.wire.secret import Secret
-from holdfast.wire.store.run_store import spoken_error
+from holdfast.wire.store.run_store import translate_os_error
 
-START_SECONDS = 180.0
+CHILD_START_TIMEOUT_S = 180.0
 """Seconds that a fork server gets to import torch: few if the machine is quiet, far more if it is
 cold or busy."""
 
@@ -36,61 +36,61 @@ class Child:
     """One running child process: its output goes to a log file, its exit is reported once."""
 
     def __init__(
-        self, name: str, process: asyncio.subprocess.Process, log: Path, gone: Callable[[], None]
+        self, name: str, process: asyncio.subprocess.Process, log: Path, on_exit: Callable[[], None]
     ) -> None:
         self.name = name
         self.process = process
         self.log = log
-        self._watch = asyncio.create_task(self._wait(gone))
-        self._watch.add_done_callback(_tell_fault)
+        self._exit_task = asyncio.create_task(self._wait_for_exit(on_exit))
+        self._exit_task.add_done_callback(_tell_fault)
 
-    async def _wait(self, gone: Callable[[], None]) -> None:
+    async def _wait_for_exit(self, on_exit: Callable[[], None]) -> None:
         await self.process.wait()
-        gone()
+        on_exit()
 
     @property
-    def alive(self) -> bool:
+    def is_alive(self) -> bool:
         return self.process.returncode is None
 
-    async def stop(self, seconds: float = 5.0) -> None:
+    async def stop(self, timeout_s: float = 5.0) -> None:
         """Ask the child to exit; kill it after `timeout_s`. Its exit is not reported.
 
         A fork server that serves ignores the signal: it exits when its control socket closes.
         """
-        self._watch.cancel()
+        self._exit_task.cancel()
         with suppress(ProcessLookupError):
             self.process.terminate()
         try:
-            async with asyncio.timeout(seconds):
+            async with asyncio.timeout(timeout_s):
                 await self.process.wait()
         except TimeoutError:
             with suppress(ProcessLookupError):
                 self.process.kill()
             await self.process.wait()
 
-    def failure(self) -> ChildFailedError:
-        words = last_lines(self.log, 3)
+    def start_error(self) -> ChildFailedError:
+        words = read_last_lines(self.log, 3)
         return ChildFailedError(f"the {self.name} did not start: {words or 'it said nothing'}")
 
 
-class Template(Child):
+class ForkServer(Child):
     """The fork server and its control socket."""
 
     def __init__(
         self,
         process: asyncio.subprocess.Process,
         log: Path,
-        gone: Callable[[], None],
+        on_exit: Callable[[], None],
         control: socket.socket,
-        told: Callable[[dict[str, Any]], None],
+        on_message: Callable[[dict[str, Any]], None],
     ) -> None:
-        super().__init__("template", process, log, gone)
+        super().__init__("template", process, log, on_exit)
         self._control = control
-        self._lines = Lines()
-        self._told = told
-        self._speaks = True  # its end of the control socket is open
+        self._line_decoder = LineDecoder()
+        self._on_message = on_message
+        self._is_control_open = True  # its end of the control socket is open
         self._ready = asyncio.Event()
-        asyncio.get_running_loop().add_reader(control.fileno(), self._read)
+        asyncio.get_running_loop().add_reader(control.fileno(), self._read_messages)
 
     @staticmethod
     async def start(
@@ -98,9 +98,9 @@ class Template(Child):
         entry: str,
         preloads: Sequence[str],
         log: Path,
-        told: Callable[[dict[str, Any]], None],
-        gone: Callable[[], None],
-    ) -> Template:
+        on_message: Callable[[dict[str, Any]], None],
+        on_exit: Callable[[], None],
+    ) -> ForkServer:
         """Start a fork server that imports `preloads` too.
 
         Args:
@@ -111,40 +111,49 @@ class Template(Child):
         ours.setblocking(False)
         with theirs:
             process = await _spawn(
-                ["holdfast.elastic.worker.fork_server", "--control", str(theirs.fileno()),
-                 "--lifeline", str(lifeline), "--entry", entry, *preloads],
-                log, (theirs.fileno(), lifeline),
-            )  # fmt: skip
-        return Template(process, log, gone, ours, told)
+                [
+                    "holdfast.elastic.worker.fork_server",
+                    "--control",
+                    str(theirs.fileno()),
+                    "--lifeline",
+                    str(lifeline),
+                    "--entry",
+                    entry,
+                    *preloads,
+                ],
+                log,
+                (theirs.fileno(), lifeline),
+            )
+        return ForkServer(process, log, on_exit, ours, on_message)
 
-    async def ready(self) -> None:
+    async def wait_until_ready(self) -> None:
         """Wait until it has imported all that workers need. Raises ChildFailedError."""
-        await _first(self._ready.wait(), self.process, self)
+        await _wait_unless_ended(self._ready.wait(), self.process, self)
 
-    async def fork(self, boot: WorkerBoot, secret: Secret) -> None:
-        await self._send({"op": "fork", "boot": boot.to_json(), "secret": secret.hex()})
+    async def fork(self, spec: WorkerSpec, secret: Secret) -> None:
+        await self._send({"op": "fork", "boot": spec.to_json(), "secret": secret.hex()})
 
-    async def kill(self) -> None:
+    async def kill_workers(self) -> None:
         """Kill every worker, including workers whose fork was requested and is not yet reported."""
         await self._send({"op": "kill"})
 
-    async def stop(self, seconds: float = 5.0) -> None:
-        if self._speaks:
-            self._speaks = False
+    async def stop(self, timeout_s: float = 5.0) -> None:
+        if self._is_control_open:
+            self._is_control_open = False
             asyncio.get_running_loop().remove_reader(self._control.fileno())
         self._control.close()
-        await super().stop(seconds)
+        await super().stop(timeout_s)
 
     async def _send(self, message: dict[str, Any]) -> None:
         with suppress(BrokenPipeError, ConnectionResetError):  # its end is told by `gone`
-            await asyncio.get_running_loop().sock_sendall(self._control, encode(message))
+            await asyncio.get_running_loop().sock_sendall(self._control, encode_message(message))
 
-    def hear_out(self) -> None:
+    def drain_messages(self) -> None:
         """Read the messages that it sent before it exited."""
-        while self._speaks and self._read():
+        while self._is_control_open and self._read_messages():
             pass
 
-    def _read(self) -> bool:
+    def _read_messages(self) -> bool:
         """Read and dispatch what the socket holds; return False if it holds nothing."""
         try:
             data = self._control.recv(1 << 16)
@@ -153,43 +162,43 @@ class Template(Child):
         except ConnectionResetError:
             data = b""
         if not data:
-            self._speaks = False
+            self._is_control_open = False
             asyncio.get_running_loop().remove_reader(self._control.fileno())
             return False
-        for message in self._lines.feed(data):
+        for message in self._line_decoder.feed(data):
             if message["event"] == "ready":
                 self._ready.set()
             else:
-                self._told(message)
+                self._on_message(message)
         return True
 
 
-async def start_mover(line: bytes, lifeline: int, log: Path, gone: Callable[[], None]) -> Child:
+async def start_mover(line: bytes, lifeline: int, log: Path, on_exit: Callable[[], None]) -> Child:
     """Start the mover; `line` (its MoverSpec) goes to its standard input, and nowhere else.
 
     Raises ChildFailedError if it does not report that it listens.
     """
-    process = await _spawn(["holdfast.checkpoint.mover.main"], log, (lifeline,), pipes=True)
-    mover = Child("mover", process, log, gone)
+    process = await _spawn(["holdfast.checkpoint.mover.main"], log, (lifeline,), use_pipes=True)
+    mover = Child("mover", process, log, on_exit)
     assert process.stdin is not None
     assert process.stdout is not None
     with suppress(BrokenPipeError, ConnectionResetError):
         process.stdin.write(line)
         await process.stdin.drain()
         process.stdin.close()
-    answer = await _first(process.stdout.readline(), process, mover)
+    answer = await _wait_unless_ended(process.stdout.readline(), process, mover)
     try:
-        ready = bool(parsed(answer)["ready"])
+        ready = bool(parse_json(answer)["ready"])
     except (ValueError, KeyError, TypeError):
         ready = False
     if not ready:
         await mover.stop(0.0)
-        raise mover.failure()
+        raise mover.start_error()
     return mover
 
 
 async def _spawn(
-    arguments: Sequence[str], log: Path, fds: Sequence[int], pipes: bool = False
+    arguments: Sequence[str], log: Path, fds: Sequence[int], use_pipes: bool = False
 ) -> asyncio.subprocess.Process:
     environment = dict(os.environ)
     # A pool of threads that exists before a fork is lost in it; workers set their own number.
@@ -200,14 +209,16 @@ async def _spawn(
     nothing = asyncio.subprocess.DEVNULL
     with _open_log(log) as output:
         return await asyncio.create_subprocess_exec(
-            sys.executable, "-m", *arguments,
-            stdin=pipe if pipes else nothing,
-            stdout=pipe if pipes else output,
+            sys.executable,
+            "-m",
+            *arguments,
+            stdin=pipe if use_pipes else nothing,
+            stdout=pipe if use_pipes else output,
             stderr=output,
             env=environment,
             pass_fds=tuple(fds),
             start_new_session=True,
-        )  # fmt: skip
+        )
 
 
 def _open_log(path: Path) -> BinaryIO:
@@ -216,23 +227,25 @@ def _open_log(path: Path) -> BinaryIO:
         path.parent.mkdir(parents=True, exist_ok=True)
         return path.open("ab")
     except OSError as error:
-        raise spoken_error(error, path.parent) from error
+        raise translate_os_error(error, path.parent) from error
 
 
-async def _first(wanted: Any, process: asyncio.subprocess.Process, child: Child) -> Any:
+async def _wait_unless_ended(
+    awaitable: Any, process: asyncio.subprocess.Process, child: Child
+) -> Any:
     """Return the result of `awaitable`. If the process exits or CHILD_START_TIMEOUT_S pass first,
     raise ChildFailedError."""
-    task = asyncio.ensure_future(wanted)
+    task = asyncio.ensure_future(awaitable)
     end = asyncio.ensure_future(process.wait())
     done, _ = await asyncio.wait(
-        {task, end}, timeout=START_SECONDS, return_when=asyncio.FIRST_COMPLETED
+        {task, end}, timeout=CHILD_START_TIMEOUT_S, return_when=asyncio.FIRST_COMPLETED
     )
     end.cancel()
     if task not in done:
         task.cancel()
-        if child.alive:
+        if child.is_alive:
             process.send_signal(signal.SIGKILL)
-        raise child.failure()
+        raise child.start_error()
     return task.result()
 
 
@@ -243,7 +256,7 @@ def _tell_fault(task: asyncio.Task[None]) -> None:
         task.get_loop().call_exception_handler(told)
 
 
-def last_lines(path: Path, count: int, limit: int = 8192) -> str:
+def read_last_lines(path: Path, count: int, limit: int = 8192) -> str:
     """Return the last non-empty lines of a log, out of its last `limit` bytes."""
     try:
         with path.open("rb") as file:

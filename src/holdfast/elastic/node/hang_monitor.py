@@ -20,35 +20,42 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from holdfast.elastic.node.worker_status import Member, Members
-from holdfast.elastic.protocol.hung_worker import _ALL_MARKS, _STEP_BITS, NOBODY, Blame
+from holdfast.elastic.node.worker_status import WorkerStatus, WorkerTable
+from holdfast.elastic.protocol.hung_worker import (
+    _MAX_PROGRESS_COUNT,
+    _PROGRESS_COUNT_BITS,
+    ALL_RANKS,
+    HungWorker,
+)
 from holdfast.elastic.protocol.worker_messages import AT_WORK
 from holdfast.policy.detection.hangs import (
-    FIRST,
-    PATIENT,
-    Found,
-    Mark,
-    frozen_limit,
-    judge,
-    normal_step,
-    stuck,
+    FIRST_STEP_LIMIT_FACTOR,
+    SLOW_PHASE_LIMIT_FACTOR,
+    ProgressMark,
+    Suspect,
+    find_deadlock,
+    find_hung,
+    normal_step_s,
+    stopped_process_limit,
 )
 
-WAITING = ("reduce", "vote")
+WAITING_PHASES = ("reduce", "vote")
 """Phases in which a worker only waits for other ranks."""
-KEPT_STEPS = 32
+MAX_STEP_SAMPLES = 32
 """Number of past steps that define the normal step time."""
-OWN_CALLS = 10.0
+REPORTER_BUSY_ALLOWANCE_S = 10.0
 """Seconds that a worker's reporter may be busy with something else after its events were stored."""
 
 
-_FIRST = 0.3  # beside a normal step: standing still for so long is told
+_FIRST_REPORT_EXTRA_S = 0.3  # beside a normal step: standing still for so long is told
 _AGAIN, _WAITS_AGAIN = 1.2, 2.0  # times as old as when it was told last: it is told again
-_ASLEEP = 1.0  # seconds late: this agent was stopped itself, and nobody could report
+_AGENT_STOPPED_LATENESS_S = (
+    1.0  # seconds late: this agent was stopped itself, and nobody could report
+)
 
 
 @dataclass(frozen=True)
-class Process:
+class ProcessStat:
     """The operating system's view of a process.
 
     state: the letter of its state.
@@ -56,21 +63,21 @@ class Process:
     """
 
     state: str
-    cpu: float
+    cpu_seconds: float
 
 
-def process_of(pid: int) -> Process | None:
+def read_process_stat(pid: int) -> ProcessStat | None:
     """Return the operating system's view of a process, or None if it is unknown."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b") ")[2].split()
         ticks = int(fields[11]) + int(fields[12])
-        return Process(fields[0].decode(), ticks / os.sysconf("SC_CLK_TCK"))
+        return ProcessStat(fields[0].decode(), ticks / os.sysconf("SC_CLK_TCK"))
     except (OSError, ValueError, IndexError):
         return None
 
 
 @dataclass(frozen=True)
-class Watch:
+class HangHooks:
     """The actions on a hung worker.
 
     step_times: seconds of past steps, over generations.
@@ -79,33 +86,39 @@ class Watch:
     is_first_step_compiled: a first step may take as long as a compiler does.
     """
 
-    steps: deque[float] = field(default_factory=deque)
-    kill: Callable[[int, str], None] = lambda pid, why: None
-    tell: Callable[[], None] = lambda: None
-    compiles: bool = False
+    step_times: deque[float] = field(default_factory=deque)
+    kill_process: Callable[[int, str], None] = lambda pid, why: None
+    report_to_coordinator: Callable[[], None] = lambda: None
+    is_first_step_compiled: bool = False
 
 
 @dataclass
-class _Seen:
+class _ProcessObservation:
     """The observations of one worker's process."""
 
-    at: float  # its last progress, at which `base` was read
-    base: float | None = None
-    cpu: float | None = None  # without what its own reports took
-    frozen: float | None = None  # since when it was seen stopped
-    frozen_cpu: float = 0.0
-    told: float = 0.0  # its age when it was told of last
-    waits: bool = False
+    progress_at: float  # its last progress, at which `base` was read
+    cpu_at_progress: float | None = None
+    cpu_seconds: float | None = None  # without what its own reports took
+    stopped_since: float | None = None  # since when it was seen stopped
+    cpu_when_stopped: float = 0.0
+    reported_age_s: float = 0.0  # its age when it was told of last
+    is_waiting: bool = False
 
 
-class Lookout:
+class HangMonitor:
     """Checks the workers of one generation on this node. Lives in one event loop."""
 
     def __init__(
-        self, members: Members, world_size: int, steps: deque[float], progress_seconds: float,
-        compare: bool = True, look: Callable[[int], Process | None] = process_of, *,
-        compiles: bool = False,
-    ) -> None:  # fmt: skip
+        self,
+        workers: WorkerTable,
+        world_size: int,
+        step_times: deque[float],
+        progress_timeout_s: float,
+        can_compare: bool = True,
+        read_stat: Callable[[int], ProcessStat | None] = read_process_stat,
+        *,
+        is_first_step_compiled: bool = False,
+    ) -> None:
         """Set up the monitor of one generation.
 
         Args:
@@ -113,167 +126,234 @@ class Lookout:
             can_compare: if False, only `progress_timeout_s` counts.
             is_first_step_compiled: as in `HangHooks`.
         """
-        self._members, self._steps, self._look = members, steps, look
-        self._here = members.world_size == world_size  # nobody sits elsewhere
-        self._progress_seconds, self._compare = progress_seconds, compare
-        self._compiles = compiles
-        self._seen: dict[int, _Seen] = {}
-        self._furthest: int | None = None  # the newest step that was begun
-        self._worked: dict[int, tuple[float, int]] = {}  # of each rank, what is counted
-        self._begun = 0  # steps that have passed in this generation
-        self._last: float | None = None
-        self._late: deque[float] = deque([0.0], maxlen=5)
+        self._workers, self._step_times, self._read_stat = workers, step_times, read_stat
+        self._has_all_ranks = workers.world_size == world_size  # nobody sits elsewhere
+        self._progress_timeout_s, self._can_compare = progress_timeout_s, can_compare
+        self._is_first_step_compiled = is_first_step_compiled
+        self._observations: dict[int, _ProcessObservation] = {}
+        self._newest_step: int | None = None  # the newest step that was begun
+        self._counted_step_time: dict[int, tuple[float, int]] = {}  # of each rank, what is counted
+        self._passed_steps = 0  # steps that have passed in this generation
+        self._last_tick_at: float | None = None
+        self._recent_lateness: deque[float] = deque([0.0], maxlen=5)
 
     @property
-    def normal(self) -> float | None:
-        return normal_step(tuple(self._steps))
+    def normal_step_s(self) -> float | None:
+        return normal_step_s(tuple(self._step_times))
 
-    def heard(self, member: Member) -> None:
+    def on_report(self, worker: WorkerStatus) -> None:
         """Record the step time of a worker's report.
 
         Only the step itself counts, as the worker has timed it: between two steps a loader may
         wait, or a validation may run. A worker's first report may be of its third step.
         """
-        seconds, steps = member.worked
-        if self._furthest is None and not steps:
-            if member.phase == "compute":
-                self._furthest = member.step
+        seconds, steps = worker.step_time
+        if self._newest_step is None and not steps:
+            if worker.phase == "compute":
+                self._newest_step = worker.step
             return
-        if self._furthest is not None and member.step <= self._furthest:
+        if self._newest_step is not None and worker.step <= self._newest_step:
             return
-        self._furthest = member.step
-        self._begun += 1
-        before, counted = self._worked.get(member.rank, (0.0, 0))
-        self._worked[member.rank] = member.worked
+        self._newest_step = worker.step
+        self._passed_steps += 1
+        before, counted = self._counted_step_time.get(worker.rank, (0.0, 0))
+        self._counted_step_time[worker.rank] = worker.step_time
         if steps > counted:
-            self._steps.append((seconds - before) / (steps - counted))
-            while len(self._steps) > KEPT_STEPS:
-                self._steps.popleft()
+            self._step_times.append((seconds - before) / (steps - counted))
+            while len(self._step_times) > MAX_STEP_SAMPLES:
+                self._step_times.popleft()
 
-    def tick(self, now: float, beat: float, over: bool = False) -> list[Blame]:
+    def tick(self, now: float, tick_interval_s: float, is_over: bool = False) -> list[HungWorker]:
         """Check all workers; return those that this node alone can declare hung.
 
         is_over: the generation has ended, so no worker computes any more.
         """
-        late = 0.0 if self._last is None else max(0.0, now - self._last - beat)
-        self._last = now
-        if late > _ASLEEP:
-            self._members.forgive(late)
-            for seen in self._seen.values():
-                seen.at += late
-                seen.frozen = None
+        late = (
+            0.0
+            if self._last_tick_at is None
+            else max(0.0, now - self._last_tick_at - tick_interval_s)
+        )
+        self._last_tick_at = now
+        if late > _AGENT_STOPPED_LATENESS_S:
+            self._workers.forgive_pause(late)
+            for seen in self._observations.values():
+                seen.progress_at += late
+                seen.stopped_since = None
             late = 0.0
-        self._late.append(late)
-        found = [blame for member in self._watched if (blame := self._frozen(member, now))]
-        if not self._compare:
+        self._recent_lateness.append(late)
+        found = [
+            blame for member in self._watched_workers if (blame := self._find_stopped(member, now))
+        ]
+        if not self._can_compare:
             found = []
-        return found if found or over or not self._here else self._judged(now)
+        return found if found or is_over or not self._has_all_ranks else self._find_hung(now)
 
-    def _judged(self, now: float) -> list[Blame]:
+    def _find_hung(self, now: float) -> list[HungWorker]:
         """Find hung workers when all ranks are on this node."""
-        marks = self.marks(now)
-        named = judge(marks, self.normal, now, lag=max(self._late)) if self._compare else {}
+        marks = self.progress_marks(now)
+        named = (
+            find_hung(marks, self.normal_step_s, now, wakeup_lag_s=max(self._recent_lateness))
+            if self._can_compare
+            else {}
+        )
         if named:
-            return [self._blame(rank, one) for rank, one in named.items()]
-        if self._compare and (waited := stuck(marks, self.normal, now, lag=max(self._late))):
-            return [Blame(NOBODY, 0, 0, "stuck", waited)]
-        hung = self._members.hung(now, self._progress_seconds)
+            return [self._to_hung_worker(rank, one) for rank, one in named.items()]
+        if self._can_compare and (
+            waited := find_deadlock(
+                marks, self.normal_step_s, now, wakeup_lag_s=max(self._recent_lateness)
+            )
+        ):
+            return [HungWorker(ALL_RANKS, 0, 0, "stuck", waited)]
+        hung = self._workers.find_hung(now, self._progress_timeout_s)
         if hung is None:
             return []
-        return [Blame(hung.rank, hung.step, hung.marks, "progress", self._progress_seconds)]
+        return [
+            HungWorker(
+                hung.rank, hung.step, hung.progress_count, "progress", self._progress_timeout_s
+            )
+        ]
 
-    def _blame(self, rank: int, found: Found) -> Blame:
-        member = self._members[rank]
-        return Blame(rank, member.step, member.marks, found.sign, found.seconds)
+    def _to_hung_worker(self, rank: int, suspect: Suspect) -> HungWorker:
+        member = self._workers[rank]
+        return HungWorker(
+            rank, member.step, member.progress_count, suspect.sign, suspect.stalled_for_s
+        )
 
-    def confirms(self, blame: Blame) -> bool:
+    def is_still_hung(self, hung_worker: HungWorker) -> bool:
         """Return True if the worker that the coordinator named has made no progress since."""
-        member = next((one for one in self._watched if one.rank == blame.rank), None)
-        return member is not None and (member.step, member.marks) == (blame.step, blame.marks)
+        member = next((one for one in self._watched_workers if one.rank == hung_worker.rank), None)
+        return member is not None and (member.step, member.progress_count) == (
+            hung_worker.step,
+            hung_worker.progress_count,
+        )
 
     # --- one worker -----------------------------------------------------------------------------
     @property
-    def _watched(self) -> list[Member]:
-        return [m for m in self._members.alive if m.held is None and m.outcome is None]
+    def _watched_workers(self) -> list[WorkerStatus]:
+        return [m for m in self._workers.live_workers if m.held_state is None and m.outcome is None]
 
-    def _frozen(self, member: Member, now: float) -> Blame | None:
+    def _find_stopped(self, worker: WorkerStatus, now: float) -> HungWorker | None:
         """Read the process state; return the worker if it was stopped (SIGSTOP) for too long."""
-        seen = self._seen.setdefault(member.rank, _Seen(member.since))
-        process = self._look(member.pid) if member.pid else None
+        seen = self._observations.setdefault(worker.rank, _ProcessObservation(worker.progress_at))
+        process = self._read_stat(worker.pid) if worker.pid else None
         if process is None:
-            seen.cpu = seen.frozen = None
+            seen.cpu_seconds = seen.stopped_since = None
             return None
-        seen.cpu = process.cpu - member.reporting
-        if seen.at != member.since or seen.base is None:
-            seen.at, seen.base, seen.told = member.since, seen.cpu, 0.0
-        if process.state != "T" or member.answering:
-            seen.frozen = None
+        seen.cpu_seconds = process.cpu_seconds - worker.report_cpu_s
+        if seen.progress_at != worker.progress_at or seen.cpu_at_progress is None:
+            seen.progress_at, seen.cpu_at_progress, seen.reported_age_s = (
+                worker.progress_at,
+                seen.cpu_seconds,
+                0.0,
+            )
+        if process.state != "T" or worker.reply_pending:
+            seen.stopped_since = None
             return None
-        if seen.frozen is None or member.heard > seen.frozen or process.cpu > seen.frozen_cpu:
-            seen.frozen, seen.frozen_cpu = now, process.cpu
-        seconds = now - seen.frozen
-        if seconds <= frozen_limit(self.normal, max(self._late)):
+        if (
+            seen.stopped_since is None
+            or worker.last_heard_at > seen.stopped_since
+            or process.cpu_seconds > seen.cpu_when_stopped
+        ):
+            seen.stopped_since, seen.cpu_when_stopped = now, process.cpu_seconds
+        seconds = now - seen.stopped_since
+        if seconds <= stopped_process_limit(self.normal_step_s, max(self._recent_lateness)):
             return None
-        return Blame(member.rank, member.step, member.marks, "stopped", seconds)
+        return HungWorker(worker.rank, worker.step, worker.progress_count, "stopped", seconds)
 
-    def marks(self, now: float) -> dict[int, Mark]:
+    def progress_marks(self, now: float) -> dict[int, ProgressMark]:
         """Return the progress marks of every worker here that computes, or holds for a pause."""
-        there = (m for m in self._members.alive if m.outcome is None)
-        return {m.rank: self._mark(m, now) for m in there if m.held is None or m.pauses}
+        there = (m for m in self._workers.live_workers if m.outcome is None)
+        return {
+            m.rank: self._progress_mark(m, now)
+            for m in there
+            if m.held_state is None or m.is_paused
+        }
 
-    def _mark(self, member: Member, now: float) -> Mark:
-        seen = self._seen.setdefault(member.rank, _Seen(member.since))
-        if member.pauses:  # it has done all that was asked of it
-            return Mark((member.step << _STEP_BITS) + _ALL_MARKS, member.since, waits=True)
-        known = seen.cpu is not None and seen.base is not None and seen.at == member.since
-        computed = seen.cpu - seen.base if known else None  # type: ignore[operator]
-        quiet = 0.0 if member.answering else now - member.heard
-        if member.excused:
-            quiet = max(0.0, quiet - OWN_CALLS)
-        return Mark(
-            (member.step << _STEP_BITS) + member.marks, member.since, computed,
-            member.phase in WAITING, quiet, self._times(member), member.asleep,
-        )  # fmt: skip
+    def _progress_mark(self, worker: WorkerStatus, now: float) -> ProgressMark:
+        seen = self._observations.setdefault(worker.rank, _ProcessObservation(worker.progress_at))
+        if worker.is_paused:  # it has done all that was asked of it
+            return ProgressMark(
+                (worker.step << _PROGRESS_COUNT_BITS) + _MAX_PROGRESS_COUNT,
+                worker.progress_at,
+                is_waiting=True,
+            )
+        known = (
+            seen.cpu_seconds is not None
+            and seen.cpu_at_progress is not None
+            and seen.progress_at == worker.progress_at
+        )
+        computed = seen.cpu_seconds - seen.cpu_at_progress if known else None  # type: ignore[operator]
+        quiet = 0.0 if worker.reply_pending else now - worker.last_heard_at
+        if worker.may_be_busy:
+            quiet = max(0.0, quiet - REPORTER_BUSY_ALLOWANCE_S)
+        return ProgressMark(
+            (worker.step << _PROGRESS_COUNT_BITS) + worker.progress_count,
+            worker.progress_at,
+            computed,
+            worker.phase in WAITING_PHASES,
+            quiet,
+            self._limit_factor(worker),
+            worker.blocked_in_collective,
+        )
 
-    def _times(self, member: Member) -> float:
+    def _limit_factor(self, worker: WorkerStatus) -> float:
         """Return the factor by which this worker's phase may exceed the usual time."""
-        if member.phase not in AT_WORK or (self._compiles and not self._begun):
-            return PATIENT
-        return 1.0 if self._begun else FIRST
+        if worker.phase not in AT_WORK or (self._is_first_step_compiled and not self._passed_steps):
+            return SLOW_PHASE_LIMIT_FACTOR
+        return 1.0 if self._passed_steps else FIRST_STEP_LIMIT_FACTOR
 
     # --- reports to the coordinator -------------------------------------------------------------
-    def due(self, now: float) -> bool:
+    def is_report_due(self, now: float) -> bool:
         """Return True if the coordinator must learn of a stalled worker at once."""
-        if self._here:
+        if self._has_all_ranks:
             return False
-        for rank, mark in self._still(now).items():
-            seen, age = self._seen[rank], now - mark.at
-            if age >= seen.told * (_WAITS_AGAIN if mark.waits and not mark.quiet else _AGAIN):
+        for rank, mark in self._stalled_marks(now).items():
+            seen, age = self._observations[rank], now - mark.reached_at
+            if age >= seen.reported_age_s * (
+                _WAITS_AGAIN if mark.is_waiting and not mark.silent_for_s else _AGAIN
+            ):
                 return True
         return False
 
-    def told(self, now: float) -> dict[str, Any]:
+    def take_stall_report(self, now: float) -> dict[str, Any]:
         """Return the stall report for the next heartbeat; {} while no worker is stalled."""
-        if self._here:
+        if self._has_all_ranks:
             return {}
-        still = self._still(now)
+        still = self._stalled_marks(now)
         if not still:
             return {}
         rows = []
         for rank, mark in still.items():
-            age = now - mark.at
-            self._seen[rank].told = age
-            member = self._members[rank]
-            rows.append([
-                rank, member.step, mark.point & _ALL_MARKS, round(age, 3),
-                None if mark.computed is None else round(mark.computed, 2), mark.waits,
-                round(mark.quiet, 3), mark.times, mark.asleep,
-            ])  # fmt: skip
-        normal = self.normal if self._compare else None  # without it nobody is compared
-        return {"normal": normal, "late": max(self._late), "of": len(self.marks(now)),
-                "progress": self._progress_seconds, "ranks": rows}  # fmt: skip
+            age = now - mark.reached_at
+            self._observations[rank].reported_age_s = age
+            member = self._workers[rank]
+            rows.append(
+                [
+                    rank,
+                    member.step,
+                    mark.point & _MAX_PROGRESS_COUNT,
+                    round(age, 3),
+                    None if mark.cpu_seconds is None else round(mark.cpu_seconds, 2),
+                    mark.is_waiting,
+                    round(mark.silent_for_s, 3),
+                    mark.limit_factor,
+                    mark.is_blocked_in_collective,
+                ]
+            )
+        normal = self.normal_step_s if self._can_compare else None  # without it nobody is compared
+        return {
+            "normal": normal,
+            "late": max(self._recent_lateness),
+            "of": len(self.progress_marks(now)),
+            "progress": self._progress_timeout_s,
+            "ranks": rows,
+        }
 
-    def _still(self, now: float) -> dict[int, Mark]:
-        first = (self.normal or 2.0) + _FIRST if self._compare else self._progress_seconds
-        marks = self.marks(now)
-        return {rank: mark for rank, mark in marks.items() if now - mark.at > first}
+    def _stalled_marks(self, now: float) -> dict[int, ProgressMark]:
+        first = (
+            (self.normal_step_s or 2.0) + _FIRST_REPORT_EXTRA_S
+            if self._can_compare
+            else self._progress_timeout_s
+        )
+        marks = self.progress_marks(now)
+        return {rank: mark for rank, mark in marks.items() if now - mark.reached_at > first}

@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from holdfast.checkpoint.mover.service import Settings
+from holdfast.checkpoint.mover.service import MoverSettings
 from holdfast.config.run import RunConfig
 from holdfast.elastic.protocol.generation_record import GenerationRecord
-from holdfast.elastic.protocol.worker_spec import WorkerBoot
+from holdfast.elastic.protocol.worker_spec import WorkerSpec
 from holdfast.layout import Topology, place_replicas
-from holdfast.plan.interface import NodePlaces, Plan, Present
+from holdfast.plan.interface import LayoutPlan, NodePlaces, PresentPlacement
 from holdfast.plan.layouts import layouts_of
-from holdfast.plan.planner import plan
-from holdfast.policy.saving.failure_history import Seen
-from holdfast.wire.store.run_store import spoken_error
+from holdfast.plan.planner import plan_layout
+from holdfast.policy.saving.failure_history import FailureHistory
+from holdfast.wire.store.run_store import translate_os_error
 
 
 def plan_topology(config: RunConfig, generation: int, node: str) -> Topology:
@@ -25,21 +25,24 @@ def plan_topology(config: RunConfig, generation: int, node: str) -> Topology:
     return place_replicas(layouts, generation, (node,) * workers)
 
 
-def here(
-    config: RunConfig, nodes: Sequence[NodePlaces], generation: int, present: Present | None = None
-) -> Plan:
+def plan_single_node(
+    config: RunConfig,
+    nodes: Sequence[NodePlaces],
+    generation: int,
+    present: PresentPlacement | None = None,
+) -> LayoutPlan:
     """Plan a run on one node exactly as the run file asks. With fewer places, use the general
     planner."""
     topology = plan_topology(config, generation, nodes[0].name)
     ranks = topology.world_size
     if nodes[0].places < ranks:
-        return plan(config, nodes, generation, present)
-    return Plan(topology, (None,) * ranks, 0, 0, 0, "")
+        return plan_layout(config, nodes, generation, present)
+    return LayoutPlan(topology, (None,) * ranks, 0, 0, 0, "")
 
 
-def mover_settings(config: RunConfig, config_hash: str, dataset_version: str) -> Settings:
+def make_mover_settings(config: RunConfig, config_hash: str, dataset_version: str) -> MoverSettings:
     checkpoint = config.checkpoint
-    return Settings(
+    return MoverSettings(
         run=config.name,
         config_hash=config_hash,
         dataset_version=dataset_version,
@@ -55,7 +58,7 @@ def threads_per_worker(config: RunConfig, cores: int) -> int:
     return config.cluster.threads_per_worker or max(1, cores // config.layout.workers)
 
 
-def standbys(config: RunConfig) -> int:
+def standby_count(config: RunConfig) -> int:
     """Return the number of idle processes to keep. Only processes that take commands can be
     standbys."""
     if config.cluster.recovery == "restart":
@@ -64,48 +67,54 @@ def standbys(config: RunConfig) -> int:
     return wanted if wanted != "auto" else int(config.layout.workers > 1)
 
 
-def wanted_workers(config: RunConfig) -> int:
+def max_worker_count(config: RunConfig) -> int:
     """Return the most workers that the run file asks for; 0: as many as there are places."""
     return config.layout.least_workers if config.layout.replicas else config.layout.workers
 
 
-def standby_boot(
-    config: RunConfig, folder: Path, agent: str, mover_socket: str, cores: int
-) -> WorkerBoot:
+def make_standby_spec(
+    config: RunConfig, folder: Path, agent_address: str, mover_socket: str, cores: int
+) -> WorkerSpec:
     """Return the spec of a standby, which has no rank; the process manager sets its log."""
-    return WorkerBoot(
+    return WorkerSpec(
         config=config.model_dump(mode="json"),
-        topology={}, generation=0, rank=-1,
+        topology={},
+        generation=0,
+        rank=-1,
         threads=threads_per_worker(config, cores),
-        agent=agent, mover_socket=mover_socket,
-        run_folder=str(folder), dataset=config.data.folder,
-        restore_key=None, start_step=0,
-        device=config.device, log="",
+        agent=agent_address,
+        mover_socket=mover_socket,
+        run_folder=str(folder),
+        dataset=config.data.folder,
+        restore_key=None,
+        start_step=0,
+        device=config.device,
+        log="",
         gloo_interface=config.cluster.gloo_interface,
         heartbeat_seconds=config.cluster.heartbeat_seconds,
         orders=True,
-    )  # fmt: skip
+    )
 
 
-def worker_log(folder: Path, generation: int, rank: int) -> Path:
+def worker_log_path(folder: Path, generation: int, rank: int) -> Path:
     return folder / "logs" / f"{generation:010d}" / f"rank{rank}.log"
 
 
-def boots(
+def make_worker_specs(
     config: RunConfig,
     topology: Topology,
     *,
     folder: Path,
-    agent: str,
+    agent_address: str,
     mover_socket: str,
     cores: int,
     restore_key: str | None,
     start_step: int,
-    seen: Seen | None = None,
+    failure_history: FailureHistory | None = None,
     node: str = "",
-    meet: str = "",
+    rendezvous_address: str = "",
     record: GenerationRecord | None = None,
-) -> list[WorkerBoot]:
+) -> list[WorkerSpec]:
     """Return one WorkerSpec per rank (of `node`, if given) and make the folder of their logs.
 
     Args:
@@ -114,35 +123,37 @@ def boots(
 
     Raises RunFolderError.
     """
-    logs = worker_log(folder, topology.generation, 0).parent
+    logs = worker_log_path(folder, topology.generation, 0).parent
     try:
         logs.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise spoken_error(error, logs) from error
+        raise translate_os_error(error, logs) from error
     dumped = config.model_dump(mode="json")
     return [
-        WorkerBoot(
+        WorkerSpec(
             config=dumped,
             topology=topology.to_json(),
             generation=topology.generation,
             rank=rank,
             threads=threads_per_worker(config, cores),
-            agent=agent,
+            agent=agent_address,
             mover_socket=mover_socket,
             run_folder=str(folder),
             dataset=config.data.folder,
             restore_key=restore_key,
             start_step=start_step,
             device="cpu" if config.device == "cpu" else f"{config.device}:{rank}",
-            log=str(worker_log(folder, topology.generation, rank)),
+            log=str(worker_log_path(folder, topology.generation, rank)),
             gloo_interface=config.cluster.gloo_interface,
             heartbeat_seconds=config.cluster.heartbeat_seconds,
             orders=config.cluster.recovery == "live",
-            hazard=None if seen is None else seen.hazard.to_json(),
-            classes=None if seen is None else list(seen.classes.counts),
+            hazard=None if failure_history is None else failure_history.failure_rate.to_json(),
+            classes=None
+            if failure_history is None
+            else list(failure_history.failure_classes.counts),
             skips=None if record is None or not len(record.skips) else record.skips.to_json(),
             again=None if record is None or record.retry is None else record.retry.to_json(),
-            meet=meet,
+            meet=rendezvous_address,
         )
         for rank in range(topology.world_size)
         if node in ("", topology.nodes[rank])

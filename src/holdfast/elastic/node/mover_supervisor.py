@@ -22,15 +22,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from holdfast.checkpoint.mover.client import MoverClient, MoverGoneError, Newest
-from holdfast.checkpoint.mover.main import MoverBoot
-from holdfast.checkpoint.mover.service import Settings
+from holdfast.checkpoint.mover.client import MoverClient, MoverGoneError, RestorePoint
+from holdfast.checkpoint.mover.main import MoverSpec
+from holdfast.checkpoint.mover.service import MoverSettings
 from holdfast.checkpoint.peers.client import split_address
 from holdfast.checkpoint.peers.config import Peer
 from holdfast.config.run import RunConfig
 from holdfast.core.sharding.state_table import state_table
 from holdfast.elastic.node.children import Child, start_mover
-from holdfast.elastic.node.peer_config import peer_settings
+from holdfast.elastic.node.peer_config import make_peer_settings
 from holdfast.errors import FencedError, HoldfastError
 from holdfast.events import (
     CheckpointCommitted,
@@ -40,20 +40,20 @@ from holdfast.events import (
     SnapshotKept,
 )
 from holdfast.layout import Topology
-from holdfast.wire.http.sockets import bind
+from holdfast.wire.http.sockets import bind_listener
 from holdfast.wire.secret import Secret
 
 logger = logging.getLogger(__name__)
 
-POLL_SECONDS = 5.0
-DURABLE_SECONDS = 600.0
-HUNG_SECONDS = 60.0
+MOVER_EVENT_POLL_WAIT_S = 5.0
+DURABLE_SAVE_TIMEOUT_S = 600.0
+MOVER_REPLY_TIMEOUT_S = 60.0
 """Seconds without a reply after which a mover that is alive is replaced."""
-PAUSE_SECONDS = 1.0
+MOVER_POLL_RETRY_S = 1.0
 """Seconds before the next request to a mover that is alive and did not answer."""
 
 
-class MoverLink:
+class MoverSupervisor:
     """Runs one mover at a time. Its socket lies in a private folder, not in the run folder: the
     path of a unix socket may have about a hundred bytes."""
 
@@ -62,10 +62,10 @@ class MoverLink:
         config: RunConfig,
         folder: Path,
         secret: Secret,
-        settings: Settings,
-        take: Callable[[Event], None],
+        settings: MoverSettings,
+        on_event: Callable[[Event], None],
         node: str = "",
-        check: Callable[[], Awaitable[None]] | None = None,
+        check_run_folder: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
         """Prepare the supervisor; `ensure_running` starts the mover.
 
@@ -77,46 +77,46 @@ class MoverLink:
         self.peer: Peer | None = None
         """Address at which other machines' movers reach this one; None if it does not listen."""
         self._node = node
-        self.suffix = f".{node}" if node else ""
+        self.node_suffix = f".{node}" if node else ""
         """Suffix of this node's log names, if several nodes share the run folder."""
-        self._said: _Said | None = None
-        self._safe = Safe()
-        self._starting = asyncio.Lock()
+        self._last_expect: _LastExpect | None = None
+        self._state_locations = StateLocations()
+        self._start_lock = asyncio.Lock()
         self._config = config
         self._folder = folder
         self._secret = secret
         self._settings = settings
-        self._take = take
-        self._check = check
-        self._private = tempfile.TemporaryDirectory(prefix="holdfast-")  # mode 0700
-        self.socket_path = str(Path(self._private.name) / "mover")
+        self._on_event = on_event
+        self._check_run_folder = check_run_folder
+        self._socket_folder = tempfile.TemporaryDirectory(prefix="holdfast-")  # mode 0700
+        self.socket_path = str(Path(self._socket_folder.name) / "mover")
         self._child: Child | None = None
-        self._mark, self._heard = 0, 0.0
-        self._pump: asyncio.Task[None] | None = None
+        self._event_cursor, self._last_reply_at = 0, 0.0
+        self._listen_task: asyncio.Task[None] | None = None
 
     @property
-    def alive(self) -> bool:
-        return self._child is not None and self._child.alive
+    def is_alive(self) -> bool:
+        return self._child is not None and self._child.is_alive
 
     @property
     def pid(self) -> int | None:
-        return self._child.process.pid if self._child is not None and self._child.alive else None
+        return self._child.process.pid if self._child is not None and self._child.is_alive else None
 
-    async def ensure(self, lifeline: int, gone: Callable[[], None]) -> None:
+    async def ensure_running(self, lifeline: int, on_exit: Callable[[], None]) -> None:
         """Start a mover unless one is alive. Raises ChildFailedError, and what `check_run_folder`
         raises."""
-        async with self._starting:
-            if not self.alive:
-                await self._start(lifeline, gone)
+        async with self._start_lock:
+            if not self.is_alive:
+                await self._start(lifeline, on_exit)
 
-    async def _start(self, lifeline: int, gone: Callable[[], None]) -> None:
-        if self._check is not None:
-            await self._check()
+    async def _start(self, lifeline: int, on_exit: Callable[[], None]) -> None:
+        if self._check_run_folder is not None:
+            await self._check_run_folder()
         port = 0 if self.peer is None else split_address(self.peer.address)[1]
-        peers = peer_settings(self._config.checkpoint, self._node, port)
-        if port and peers is not None and not _free(peers.interface, peers.port):
-            peers = peer_settings(self._config.checkpoint, self._node)
-        boot = MoverBoot(
+        peers = make_peer_settings(self._config.checkpoint, self._node, port)
+        if port and peers is not None and not _is_port_free(peers.interface, peers.port):
+            peers = make_peer_settings(self._config.checkpoint, self._node)
+        boot = MoverSpec(
             store=str(self._folder),
             socket=self.socket_path,
             settings=self._settings,
@@ -124,8 +124,8 @@ class MoverLink:
             lifeline=lifeline,
             peers=None if peers is None else peers.to_json(),
         )
-        log = self._folder / "logs" / f"mover{self.suffix}.log"
-        child = await start_mover(boot.to_line(), lifeline, log, gone)
+        log = self._folder / "logs" / f"mover{self.node_suffix}.log"
+        child = await start_mover(boot.to_json_line(), lifeline, log, on_exit)
         if peers is not None:
             client = MoverClient(self.socket_path, self._secret, 0)
             try:
@@ -134,22 +134,25 @@ class MoverLink:
             except BaseException:  # half a start is none
                 await child.stop(0.0)
                 raise
-        self._mark, self._heard = 0, time.monotonic()
+        self._event_cursor, self._last_reply_at = 0, time.monotonic()
         self._child = child
         logger.info("mover started")
 
-    async def settle(self, generation: int) -> None:
+    async def drain_saves(self, generation: int) -> None:
         """Wait until the saves that workers of the ended `generation` handed over are complete, at
         least in memory."""
         try:
             client = MoverClient(self.socket_path, self._secret, generation)
-            await asyncio.to_thread(client.drain, durable=False)
+            await asyncio.to_thread(client.drain, until_durable=False)
         except MoverGoneError:
             return  # and its saves with it
 
-    async def choose(
-        self, generation: int, tried: Mapping[str, str], machines: Sequence[Peer] | None = None
-    ) -> Newest:
+    async def choose_restore_point(
+        self,
+        generation: int,
+        rejected_checkpoints: Mapping[str, str],
+        machines: Sequence[Peer] | None = None,
+    ) -> RestorePoint:
         """Choose the restore point of a generation that has been opened.
 
         Args:
@@ -160,16 +163,18 @@ class MoverLink:
         Raises CheckpointError if no checkpoint can be trusted, MoverGoneError, FencedError.
         """
         client = MoverClient(self.socket_path, self._secret, generation)
-        return await asyncio.to_thread(client.newest, tried=tried, machines=machines)
+        return await asyncio.to_thread(
+            client.find_restore_point, corrupt_keys=rejected_checkpoints, machines=machines
+        )
 
-    async def expect(
+    async def expect_generation(
         self,
         topology: Topology,
-        start: int,
-        newest: Newest | None = None,
+        start_step: int,
+        restore_point: RestorePoint | None = None,
         machines: Sequence[Peer] | None = None,
         sources: Sequence[Peer] = (),
-        stored: bool = True,
+        is_stored: bool = True,
     ) -> None:
         """Announce a generation that begins from the state after step `start_step`.
 
@@ -181,77 +186,90 @@ class MoverLink:
 
         Raises MoverGoneError, FencedError.
         """
-        self._said = _Said(topology, start, newest, machines, tuple(sources), stored)
-        if self._pump is None or self._pump.done():
-            self._heard = time.monotonic()  # nobody has listened for a while
+        self._last_expect = _LastExpect(
+            topology, start_step, restore_point, machines, tuple(sources), is_stored
+        )
+        if self._listen_task is None or self._listen_task.done():
+            self._last_reply_at = time.monotonic()  # nobody has listened for a while
         try:
-            await self._tell(self._said)
-            await self.drain(topology.generation)  # rejected checkpoints, before the workers start
+            await self._send_expect(self._last_expect)
+            await self.drain_events(
+                topology.generation
+            )  # rejected checkpoints, before the workers start
         finally:  # one that does not answer is listened to all the same: so it is replaced
-            if self._pump is None or self._pump.done():
+            if self._listen_task is None or self._listen_task.done():
                 client = MoverClient(self.socket_path, self._secret, topology.generation)
-                self._pump = asyncio.create_task(self._listen(client))
+                self._listen_task = asyncio.create_task(self._listen(client))
 
-    async def revive(self, lifeline: int, gone: Callable[[], None]) -> None:
+    async def restart(self, lifeline: int, on_exit: Callable[[], None]) -> None:
         """Start a new mover in place of a dead one, for the running generation.
 
         Emit an event for what was lost with the old one, and what protects the run now. Raises
         ChildFailedError, MoverGoneError, FencedError.
         """
-        if not self.alive:  # else only the answer of the one that was started last is missing
-            for event in self._safe.without_memory():
-                self._take(event)
-        await self.ensure(lifeline, gone)
-        said = self._said
+        if not self.is_alive:  # else only the answer of the one that was started last is missing
+            for event in self._state_locations.drop_memory():
+                self._on_event(event)
+        await self.ensure_running(lifeline, on_exit)
+        said = self._last_expect
         if said is not None:  # what was begun from has been read
-            await self.expect(
-                said.topology, said.start, None, said.machines, said.sources, said.stored
+            await self.expect_generation(
+                said.topology, said.start_step, None, said.machines, said.sources, said.is_stored
             )
 
-    async def _tell(self, said: _Said) -> None:
-        client = MoverClient(self.socket_path, self._secret, said.topology.generation)
+    async def _send_expect(self, expect: _LastExpect) -> None:
+        client = MoverClient(self.socket_path, self._secret, expect.topology.generation)
         table = state_table(self._config.model, self._config.train.precision)
-        placement = None if said.newest is None else said.newest.placement
+        placement = None if expect.restore_point is None else expect.restore_point.placement
         await asyncio.to_thread(
-            client.expect, said.topology, table, said.start, said.machines, said.sources,
-            placement, said.newest, said.stored,
-        )  # fmt: skip
+            client.expect,
+            expect.topology,
+            table,
+            expect.start_step,
+            expect.machines,
+            expect.sources,
+            placement,
+            expect.restore_point,
+            expect.is_stored,
+        )
 
-    async def made_durable(self, newest: Newest) -> str | None:
+    async def wait_until_durable(self, restore_point: RestorePoint) -> str | None:
         """Wait until a restore point that memory alone held is durable; return None, or why it is
         not."""
-        client = MoverClient(self.socket_path, self._secret, newest.generation)
-        return await asyncio.to_thread(client.settle, newest.step, DURABLE_SECONDS)
+        client = MoverClient(self.socket_path, self._secret, restore_point.generation)
+        return await asyncio.to_thread(
+            client.wait_until_committed, restore_point.step, DURABLE_SAVE_TIMEOUT_S
+        )
 
-    async def damage(self, generation: int, key: str) -> str | None:
+    async def find_damage(self, generation: int, key: str) -> str | None:
         """Return what is wrong with a checkpoint that no worker will read; None if it is intact."""
         client = MoverClient(self.socket_path, self._secret, generation)
-        return await asyncio.to_thread(client.damage, key)
+        return await asyncio.to_thread(client.find_damage, key)
 
-    async def upload(self, generation: int, wait: float) -> dict[str, Any] | None:
+    async def wait_for_upload(self, generation: int, max_wait_s: float) -> dict[str, Any] | None:
         """Wait for an upload as `MoverClient.upload_progress` does; None without a bucket."""
         if not self._settings.bucket:
             return None
         client = MoverClient(self.socket_path, self._secret, generation)
-        return await asyncio.to_thread(client.upload, wait)
+        return await asyncio.to_thread(client.upload_progress, max_wait_s)
 
-    async def drain(self, generation: int) -> None:
+    async def drain_events(self, generation: int) -> None:
         """Process every event so far."""
-        if self._pump is not None:
-            self._pump.cancel()
-            self._pump = None
+        if self._listen_task is not None:
+            self._listen_task.cancel()
+            self._listen_task = None
         client = MoverClient(self.socket_path, self._secret, generation)
         try:
-            await self._collect(client, 0.0)
+            await self._collect_events(client, 0.0)
         except HoldfastError:
             return  # they are told when it is asked the next time, unless it is gone
 
     async def stop(self) -> None:
-        if self._pump is not None:
-            self._pump.cancel()
-        if self._child is not None and self._child.alive:
+        if self._listen_task is not None:
+            self._listen_task.cancel()
+        if self._child is not None and self._child.is_alive:
             await self._child.stop(30.0)  # it finishes the writes it is in
-        self._private.cleanup()
+        self._socket_folder.cleanup()
 
     async def _listen(self, client: MoverClient) -> None:
         """Collect events until the mover exits or a newer generation begins.
@@ -259,50 +277,53 @@ class MoverLink:
         The exit callback reports an exit. A mover that is alive and silent for long is killed, so
         that a new one can take its place.
         """
-        while self.alive:
+        while self.is_alive:
             try:
-                await self._collect(client, POLL_SECONDS)
+                await self._collect_events(client, MOVER_EVENT_POLL_WAIT_S)
             except FencedError:
                 return
             except HoldfastError:  # it was stopped, or the machine slept and the proof is too old
-                if time.monotonic() - self._heard > HUNG_SECONDS and self._child is not None:
+                if (
+                    time.monotonic() - self._last_reply_at > MOVER_REPLY_TIMEOUT_S
+                    and self._child is not None
+                ):
                     with suppress(ProcessLookupError):
                         self._child.process.kill()
                     return
-                await asyncio.sleep(PAUSE_SECONDS)
+                await asyncio.sleep(MOVER_POLL_RETRY_S)
 
-    async def _collect(self, client: MoverClient, wait: float) -> None:
-        mark = self._mark
-        events, following = await asyncio.to_thread(client.events, mark, wait)
-        self._heard = time.monotonic()
-        if mark != self._mark:
+    async def _collect_events(self, client: MoverClient, max_wait_s: float) -> None:
+        mark = self._event_cursor
+        events, following = await asyncio.to_thread(client.events, mark, max_wait_s)
+        self._last_reply_at = time.monotonic()
+        if mark != self._event_cursor:
             return  # somebody else took them meanwhile, or the mover is a new one
-        self._mark = following
+        self._event_cursor = following
         for event in events:
-            if self._safe.observe(event):
-                self._take(event)
+            if self._state_locations.observe(event):
+                self._on_event(event)
 
 
 @dataclass(frozen=True)
-class _Said:
+class _LastExpect:
     """The announcement of the running generation, as sent to the mover."""
 
     topology: Topology
-    start: int
-    newest: Newest | None
+    start_step: int
+    restore_point: RestorePoint | None
     machines: Sequence[Peer] | None
     sources: tuple[Peer, ...]
-    stored: bool
+    is_stored: bool
 
 
-class Safe:
+class StateLocations:
     """The places of the newest states, by the mover's events."""
 
     def __init__(self) -> None:
-        self._memory: int | None = None
-        self._kept: tuple[int, str] | None = None  # step, peer
-        self._durable: int | None = None
-        self._told = ""  # the newest commit object
+        self._memory_step: int | None = None
+        self._peer_copy: tuple[int, str] | None = None  # step, peer
+        self._durable_step: int | None = None
+        self._newest_commit_key = ""  # the newest commit object
 
     def observe(self, event: Event) -> bool:
         """Record an event; return False if it repeats the last commit.
@@ -311,24 +332,24 @@ class Safe:
         lost.
         """
         if isinstance(event, CheckpointCommitted):
-            if event.key == self._told:
+            if event.key == self._newest_commit_key:
                 return False
-            self._told = event.key
+            self._newest_commit_key = event.key
         match event:
             case SnapshotComplete(step=step):
-                self._memory = step
+                self._memory_step = step
             case SnapshotKept(peer=peer, step=step):
-                self._kept = max((step, peer), self._kept or (step, peer))
+                self._peer_copy = max((step, peer), self._peer_copy or (step, peer))
             case CheckpointCommitted(step=step):
-                self._durable = max(step, self._durable or step)
+                self._durable_step = max(step, self._durable_step or step)
         return True
 
-    def without_memory(self) -> list[Event]:
+    def drop_memory(self) -> list[Event]:
         """Forget this node's memory after the mover exited; return an event if it held a state."""
-        lost, self._memory = self._memory, None
+        lost, self._memory_step = self._memory_step, None
         if lost is None:
             return []
-        kept, durable = self._kept, self._durable
+        kept, durable = self._peer_copy, self._durable_step
         if kept is not None and kept[0] >= (durable or 0):
             rest = f"{kept[1]} keeps a copy of the state after step {kept[0]}"
         elif durable is not None:
@@ -338,10 +359,10 @@ class Safe:
         return [SnapshotDropped(f"the mover ended, and its memory with it; {rest}", step=lost)]
 
 
-def _free(interface: str, port: int) -> bool:
+def _is_port_free(interface: str, port: int) -> bool:
     """Return True if the port can be listened on again."""
     try:
-        bind(interface, port, "checkpoint.peer_port").close()
+        bind_listener(interface, port, "checkpoint.peer_port").close()
     except HoldfastError:
         return False
     return True

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from holdfast.checkpoint.memory.limits import available
+from holdfast.checkpoint.memory.limits import available_bytes
 from holdfast.checkpoint.peers.config import Peer, PeerSettings
 from holdfast.config.checkpoint import CheckpointConfig
 from holdfast.config.peers import MachineConfig
-from holdfast.policy.placement import DOMAINS, Machine
+from holdfast.policy.placement import FAILURE_DOMAINS, Machine
 
 GB = 1_000_000_000
-BITS = 8
-UNBOUNDED = 1 << 60
+BITS_PER_BYTE = 8
+UNBOUNDED_BYTES = 1 << 60
 
 
-def peer_settings(config: CheckpointConfig, node: str = "", port: int = 0) -> PeerSettings | None:
+def make_peer_settings(
+    config: CheckpointConfig, node: str = "", port: int = 0
+) -> PeerSettings | None:
     """Return the peer settings; None if the run file names no peers and keeps no copies for them.
 
     All machines of a run may share one run file: this machine is no peer of its own.
@@ -29,28 +31,28 @@ def peer_settings(config: CheckpointConfig, node: str = "", port: int = 0) -> Pe
     others = [peer for peer in config.peers if peer.name not in (node, config.machine.name)]
     if not others and not config.peer_memory_gb and not node:
         return None
-    own = _machine(config.machine)
+    own = _to_machine(config.machine)
     return PeerSettings(
         machine=replace(own, name=node, node=own.node or node) if node else own,
-        peers=tuple(
-            Peer(_machine(p, int(p.memory_gb * GB) or None), p.address) for p in others
-        ),
+        peers=tuple(Peer(_to_machine(p, int(p.memory_gb * GB) or None), p.address) for p in others),
         interface=config.peer_interface,
         port=config.peer_port or port,
         advertise=config.peer_advertise,
         every_steps=1 if config.peer_every_steps == "auto" else config.peer_every_steps,
         copies=config.peer_copies,
         stable=next((p.name for p in others if p.stable), None),
-        bytes_per_second=config.peer_mbps * 1e6 / BITS,
-        room=int(config.peer_memory_gb * GB) or (_half() if node else 0),
-    )  # fmt: skip
+        bytes_per_second=config.peer_mbps * 1e6 / BITS_PER_BYTE,
+        room=int(config.peer_memory_gb * GB) or (_half_of_free_memory() if node else 0),
+    )
 
 
-def _half() -> int:
+def _half_of_free_memory() -> int:
     """Return half of the free memory. The arenas of the own ranks need some, too."""
-    left = available()
-    return UNBOUNDED if left is None else left // 2
+    left = available_bytes()
+    return UNBOUNDED_BYTES if left is None else left // 2
 
 
-def _machine(section: MachineConfig, room: int | None = None) -> Machine:
-    return Machine(section.name, room=room, **{kind: getattr(section, kind) for kind in DOMAINS})
+def _to_machine(section: MachineConfig, room: int | None = None) -> Machine:
+    return Machine(
+        section.name, room=room, **{kind: getattr(section, kind) for kind in FAILURE_DOMAINS}
+    )

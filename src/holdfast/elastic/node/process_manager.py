@@ -29,41 +29,41 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from holdfast.elastic.node.children import ChildFailedError, Template
-from holdfast.elastic.node.mover_supervisor import MoverLink
-from holdfast.elastic.node.worker_process import STANDBY, Desk, Process
-from holdfast.elastic.protocol.worker_spec import WorkerBoot
+from holdfast.elastic.node.children import ChildFailedError, ForkServer
+from holdfast.elastic.node.mover_supervisor import MoverSupervisor
+from holdfast.elastic.node.worker_process import STANDBY_RANK, CommandServer, WorkerProcess
+from holdfast.elastic.protocol.worker_spec import WorkerSpec
 from holdfast.errors import HoldfastError
-from holdfast.policy.recovery.survivors import Held
+from holdfast.policy.recovery.survivors import HeldState
 from holdfast.wire.secret import Secret
 from holdfast.wire.waiting import wait_event
 
 logger = logging.getLogger(__name__)
 
-CLEAR_SECONDS = 20.0
+KILLED_EXIT_TIMEOUT_S = 20.0
 """Seconds that killed processes get to exit."""
-HEARD_SECONDS = 5.0
+COMMAND_ACK_TIMEOUT_S = 5.0
 """Seconds within which a worker acknowledges a command: the thread that polls does nothing else."""
-_SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER
+_PR_SET_CHILD_SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER
 
 
-class News(Protocol):
+class ProcessListener(Protocol):
     """Receives starts, exits and held states of workers."""
 
-    def joined(self, generation: int, rank: int, process: int) -> None:
+    def on_joined(self, generation: int, rank: int, pid: int) -> None:
         """Note that a process without a rank has become this rank."""
 
-    def exited(
-        self, generation: int, rank: int, process: int, code: int, log: Path, doom: str
+    def on_exited(
+        self, generation: int, rank: int, pid: int, exit_code: int, log_path: Path, kill_reason: str
     ) -> None:
         """Note that a worker has exited. kill_reason: why it was given up; "" if it was not."""
 
-    def held(self, generation: int, rank: int, held: Held) -> None:
+    def on_held(self, generation: int, rank: int, held_state: HeldState) -> None:
         """Note that a worker has stopped and waits for commands."""
 
 
 @dataclass(frozen=True)
-class Start:
+class NodeAssignment:
     """A node's part in a generation: for each of its ranks, the spec and the process.
 
     pids: None for a newcomer.
@@ -71,32 +71,36 @@ class Start:
     """
 
     generation: int
-    boots: tuple[WorkerBoot, ...]
-    processes: tuple[int | None, ...]
+    worker_specs: tuple[WorkerSpec, ...]
+    pids: tuple[int | None, ...]
     came_from: tuple[int | None, ...] | None = None
-    before: dict[str, Any] | None = None
+    previous_state: dict[str, Any] | None = None
 
-    def orders(self, boot: WorkerBoot) -> dict[str, Any]:
+    def make_begin_command(self, boot: WorkerSpec) -> dict[str, Any]:
         came_from = None if self.came_from is None else list(self.came_from)
-        return {"kind": "begin", "boot": boot.to_json(), "came_from": came_from,
-                "before": self.before}  # fmt: skip
+        return {
+            "kind": "begin",
+            "boot": boot.to_json(),
+            "came_from": came_from,
+            "before": self.previous_state,
+        }
 
 
-class Host:
+class ProcessManager:
     """The processes of one node. Lives in one event loop."""
 
     def __init__(
         self,
-        mover: MoverLink,
+        mover: MoverSupervisor,
         folder: Path,
         secret: Secret,
         entry: str,
         preloads: Sequence[str],
         lifeline: int,
-        news: News,
+        listener: ProcessListener,
         *,
-        mover_gone: Callable[[], None],
-        template_gone: Callable[[], None],
+        on_mover_exit: Callable[[], None],
+        on_fork_server_exit: Callable[[], None],
         say: Callable[[str], None],
     ) -> None:
         """Set up without starting any process.
@@ -112,123 +116,151 @@ class Host:
         self.mover = mover
         self._folder, self._secret, self._lifeline = folder, secret, lifeline
         self._entry, self._preloads = entry, preloads
-        self._news, self._mover_gone, self._told_gone = news, mover_gone, template_gone
+        self._listener, self._on_mover_exit, self._on_fork_server_exit = (
+            listener,
+            on_mover_exit,
+            on_fork_server_exit,
+        )
         self._say = say
-        self._template: Template | None = None
-        self._starting: asyncio.Task[None] | None = None
-        self.noticed: Callable[[], None] = lambda: None
+        self._fork_server: ForkServer | None = None
+        self._fork_server_start: asyncio.Task[None] | None = None
+        self.on_ready_change: Callable[[], None] = lambda: None
         """Called when the number of ready processes may have changed."""
-        self._desk = Desk(self._holds, lambda: self.noticed())
-        self.orders = self._desk.handle
-        self._pending: deque[Process] = deque()  # whose fork has been asked for
-        self._wanted: tuple[int, WorkerBoot] | None = None  # standbys
-        self._standbys = 0  # ever forked: the number of the next one's log
+        self._command_server = CommandServer(self._on_held, lambda: self.on_ready_change())
+        self.handle_command_poll = self._command_server.handle_poll
+        self._pending_forks: deque[WorkerProcess] = deque()  # whose fork has been asked for
+        self._wanted_standbys: tuple[int, WorkerSpec] | None = None  # standbys
+        self._forked_standbys = 0  # ever forked: the number of the next one's log
         if sys.platform == "linux":  # orphans of a template that died become ours, to be reaped
-            ctypes.CDLL(None).prctl(_SUBREAPER, 1, 0, 0, 0)
+            ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
     # --- what it has ----------------------------------------------------------------------------
     @property
-    def workers(self) -> list[Process]:
+    def workers(self) -> list[WorkerProcess]:
         """Every living process that has a rank."""
-        everybody = (*self._desk, *self._pending)
-        return [p for p in everybody if p.alive and p.rank != STANDBY]
+        everybody = (*self._command_server, *self._pending_forks)
+        return [p for p in everybody if p.is_alive and p.rank != STANDBY_RANK]
 
-    def holding(self) -> dict[int, Held]:
+    def held_states(self) -> dict[int, HeldState]:
         """Return the states of workers that wait for commands, by process."""
-        return {p.pid: p.held for p in self.workers if p.held is not None and not p.doomed}
+        return {
+            p.pid: p.held_state
+            for p in self.workers
+            if p.held_state is not None and not p.kill_pending
+        }
 
     @property
-    def _idle(self) -> list[Process]:
-        return [p for p in (*self._desk, *self._pending) if p.idle and not p.doomed]
+    def _idle_processes(self) -> list[WorkerProcess]:
+        return [
+            p
+            for p in (*self._command_server, *self._pending_forks)
+            if p.is_standby and not p.kill_pending
+        ]
 
     @property
-    def ready(self) -> int:
+    def ready_workers(self) -> int:
         """Return the number of processes that have a rank or are prepared for one."""
-        there = [p for p in (*self._desk, *self._pending) if p.alive and not p.doomed]
-        return sum(p.rank != STANDBY or p.seen >= 0 for p in there)
+        there = [
+            p
+            for p in (*self._command_server, *self._pending_forks)
+            if p.is_alive and not p.kill_pending
+        ]
+        return sum(p.rank != STANDBY_RANK or p.acked_command >= 0 for p in there)
 
     @property
     def can_fork(self) -> bool:
-        return self._template is not None and self._template.alive
+        return self._fork_server is not None and self._fork_server.is_alive
 
     # --- beginning ------------------------------------------------------------------------------
-    async def prepare(self, workers: int) -> None:
+    async def ensure_processes(self, workers: int) -> None:
         """Ensure a live mover, and a fork server for `workers` processes.
 
         If held workers and standbys are enough, a missing fork server starts in the background.
         Raises HoldfastError if a start fails.
         """
-        starting: list[Any] = [self.mover.ensure(self._lifeline, self._mover_gone)]
-        if len(self.holding()) + len(self._idle) < workers:
-            starting.append(asyncio.shield(self._mend()))
+        starting: list[Any] = [self.mover.ensure_running(self._lifeline, self._on_mover_exit)]
+        if len(self.held_states()) + len(self._idle_processes) < workers:
+            starting.append(asyncio.shield(self._ensure_fork_server()))
         elif not self.can_fork:
-            self._mend()
+            self._ensure_fork_server()
         await asyncio.gather(*starting)
 
-    async def begin(self, start: Start) -> None:
+    async def begin_generation(self, assignment: NodeAssignment) -> None:
         """Give every rank to a process. If one has died meanwhile, report its exit as any other."""
-        staying = set(start.processes)
+        staying = set(assignment.pids)
         for process in self.workers:
             if process.pid in staying:
                 continue
-            if process.obeys and process.held is not None and not process.doomed:
-                process.rank = STANDBY  # it has no place now: it waits for one
+            if (
+                process.accepts_commands
+                and process.held_state is not None
+                and not process.kill_pending
+            ):
+                process.rank = STANDBY_RANK  # it has no place now: it waits for one
             else:
                 process.kill()
-        for boot, pid in zip(start.boots, start.processes, strict=True):
-            stays = None if pid is None else self._desk.find(pid)
+        for boot, pid in zip(assignment.worker_specs, assignment.pids, strict=True):
+            stays = None if pid is None else self._command_server.find(pid)
             if stays is None:
-                await self._newcomer(start, boot)
+                await self._start_newcomer(assignment, boot)
                 continue
-            self._order(stays, start, boot)
-            if not stays.alive:
-                self._tell_exit(stays)
-        for process in self._desk:
-            if not process.alive:
-                self._desk.forget(process.pid)
+            self._send_begin(stays, assignment, boot)
+            if not stays.is_alive:
+                self._report_exit(stays)
+        for process in self._command_server:
+            if not process.is_alive:
+                self._command_server.forget(process.pid)
 
-    async def _newcomer(self, start: Start, boot: WorkerBoot) -> None:
-        idle = [process for process in self._idle if process.pid]
-        process = next((p for p in idle if p.seen >= 0), idle[0] if idle else None)
+    async def _start_newcomer(self, assignment: NodeAssignment, spec: WorkerSpec) -> None:
+        idle = [process for process in self._idle_processes if process.pid]
+        process = next((p for p in idle if p.acked_command >= 0), idle[0] if idle else None)
         if process is not None:
-            self._order(process, start, boot)
-            self._news.joined(start.generation, boot.rank, process.pid)
-        elif start.came_from is None:
-            await self._fork(boot, boot.rank, start.generation)
+            self._send_begin(process, assignment, spec)
+            self._listener.on_joined(assignment.generation, spec.rank, process.pid)
+        elif assignment.came_from is None:
+            await self._fork(spec, spec.rank, assignment.generation)
         else:  # the others send it the state: it is told how, as a standby is
-            process = await self._fork(replace(boot, rank=STANDBY), boot.rank, start.generation)
-            self._order(process, start, boot)
+            process = await self._fork(
+                replace(spec, rank=STANDBY_RANK), spec.rank, assignment.generation
+            )
+            self._send_begin(process, assignment, spec)
 
     @staticmethod
-    def _order(process: Process, start: Start, boot: WorkerBoot) -> None:
-        process.begin(boot.rank, start.generation, Path(boot.log), start.orders(boot))
+    def _send_begin(process: WorkerProcess, assignment: NodeAssignment, spec: WorkerSpec) -> None:
+        process.begin_rank(
+            spec.rank, assignment.generation, Path(spec.log), assignment.make_begin_command(spec)
+        )
 
-    async def standby(self, count: int, boot: WorkerBoot) -> None:
+    async def keep_standbys(self, count: int, spec: WorkerSpec) -> None:
         """Keep `count` standbys from now on; `spec` gives all but rank and log."""
-        self._wanted = count, boot
-        for _ in range(count - len(self._idle) if self.can_fork else 0):
-            self._standbys += 1
-            log = self._folder / "logs" / f"standby{self._standbys}{self.mover.suffix}.log"
-            await self._fork(replace(boot, rank=STANDBY, log=str(log)), STANDBY, 0)
+        self._wanted_standbys = count, spec
+        for _ in range(count - len(self._idle_processes) if self.can_fork else 0):
+            self._forked_standbys += 1
+            log = (
+                self._folder
+                / "logs"
+                / f"standby{self._forked_standbys}{self.mover.node_suffix}.log"
+            )
+            await self._fork(replace(spec, rank=STANDBY_RANK, log=str(log)), STANDBY_RANK, 0)
 
-    async def _fork(self, boot: WorkerBoot, rank: int, generation: int) -> Process:
-        process = Process(Path(boot.log), boot.orders, rank, generation)
-        self._pending.append(process)
-        if self._template is None or not self._template.alive:
-            asyncio.get_running_loop().call_soon(self._bury)
+    async def _fork(self, spec: WorkerSpec, rank: int, generation: int) -> WorkerProcess:
+        process = WorkerProcess(Path(spec.log), spec.orders, rank, generation)
+        self._pending_forks.append(process)
+        if self._fork_server is None or not self._fork_server.is_alive:
+            asyncio.get_running_loop().call_soon(self._fail_pending_forks)
         else:
             try:
-                await self._template.fork(boot, self._secret)
+                await self._fork_server.fork(spec, self._secret)
             except Exception:  # the next one that is forked is another
                 with suppress(ValueError):
-                    self._pending.remove(process)
+                    self._pending_forks.remove(process)
                 raise
         return process
 
     # --- ending ---------------------------------------------------------------------------------
-    async def halt(
-        self, generation: int, inside: Collection[int], seconds: float
-    ) -> dict[int, Held]:
+    async def halt_workers(
+        self, generation: int, bereft_ranks: Collection[int], timeout_s: float
+    ) -> dict[int, HeldState]:
         """Stop all workers; return their states, by process, once all hold.
 
         Args:
@@ -238,107 +270,114 @@ class Host:
         """
         workers = self.workers
         for process in workers:
-            if process.held is None and process.obeys:
-                process.halt(generation, process.rank in inside)
-        await asyncio.gather(*(self._stopped(process, seconds) for process in workers))
-        late = [p for p in workers if p.alive and p.held is None]
+            if process.held_state is None and process.accepts_commands:
+                process.halt_rank(generation, process.rank in bereft_ranks)
+        await asyncio.gather(*(self._wait_until_held(process, timeout_s) for process in workers))
+        late = [p for p in workers if p.is_alive and p.held_state is None]
         for process in late:
             process.kill()
-        await _ended(late)
-        return self.holding()
+        await _wait_for_exits(late)
+        return self.held_states()
 
-    async def _stopped(self, process: Process, seconds: float) -> None:
+    async def _wait_until_held(self, process: WorkerProcess, timeout_s: float) -> None:
         """Wait until the worker holds, has exited, or its time is over."""
         begun = asyncio.get_running_loop().time()
-        if not process.obeys or process.doomed:
+        if not process.accepts_commands or process.kill_pending:
             return
-        while process.alive and process.held is None:
-            limit = seconds if process.heard else min(seconds, HEARD_SECONDS)
+        while process.is_alive and process.held_state is None:
+            limit = timeout_s if process.has_acked else min(timeout_s, COMMAND_ACK_TIMEOUT_S)
             left = begun + limit - asyncio.get_running_loop().time()
             if left <= 0:
-                heard = "stop" if process.heard else "answer"
-                process.why = f"did not {heard} within {limit:g} s of the command"
+                heard = "stop" if process.has_acked else "answer"
+                process.kill_reason = f"did not {heard} within {limit:g} s of the command"
                 return
-            await wait_event(process.changed, left)
+            await wait_event(process.state_changed, left)
 
-    def kill(self, pid: int, why: str = "") -> None:
+    def kill_worker(self, pid: int, reason: str = "") -> None:
         """Kill one worker that makes no progress."""
-        process = self._desk.find(pid)
+        process = self._command_server.find(pid)
         if process is not None:
-            process.why = process.why or why
+            process.kill_reason = process.kill_reason or reason
             process.kill()
 
-    async def clear(self) -> None:
+    async def kill_and_wait(self) -> None:
         """Kill all workers and standbys and wait until they have exited."""
-        everybody = [p for p in (*self._desk, *self._pending) if p.alive]
+        everybody = [p for p in (*self._command_server, *self._pending_forks) if p.is_alive]
         for process in everybody:
-            process.doomed = True
-        if self._template is not None and self._template.alive:
-            await self._template.kill()
-            await _ended(everybody)
+            process.kill_pending = True
+        if self._fork_server is not None and self._fork_server.is_alive:
+            await self._fork_server.kill_workers()
+            await _wait_for_exits(everybody)
         self.kill_all()  # what a dead template could not kill
 
     def kill_all(self) -> None:
         """Kill all workers and standbys without the fork server."""
-        for process in (*self._desk, *self._pending):
+        for process in (*self._command_server, *self._pending_forks):
             process.kill()
 
-    async def end(self) -> None:
+    async def shut_down(self) -> None:
         """Kill every process and stop the fork server and the mover."""
-        self._wanted = None
+        self._wanted_standbys = None
         self.kill_all()
-        if self._starting is not None:
-            self._starting.cancel()
-        if self._template is not None:
-            await self._template.stop()
+        if self._fork_server_start is not None:
+            self._fork_server_start.cancel()
+        if self._fork_server is not None:
+            await self._fork_server.stop()
         await self.mover.stop()
-        for process in self._desk:
+        for process in self._command_server:
             process.close()
 
     # --- the template ---------------------------------------------------------------------------
-    def _mend(self) -> asyncio.Task[None]:
+    def _ensure_fork_server(self) -> asyncio.Task[None]:
         """Return the task of a fork server's start; start one if none is alive."""
-        if self._starting is None or (self._starting.done() and not self.can_fork):
-            self._starting = asyncio.create_task(self._try_template())
-            self._starting.add_done_callback(_looked_at)
-        return self._starting
+        if self._fork_server_start is None or (
+            self._fork_server_start.done() and not self.can_fork
+        ):
+            self._fork_server_start = asyncio.create_task(self._try_template())
+            self._fork_server_start.add_done_callback(_looked_at)
+        return self._fork_server_start
 
     async def _try_template(self) -> None:
         """Start the fork server; turn every fault into ChildFailedError for the waiters."""
         try:
-            await self._start_template()
+            await self._start_fork_server()
         except HoldfastError:
             raise
         except Exception as error:
             self._say(f"a fault of this node's agent, while starting its fork server: {error!r}")
             raise ChildFailedError(f"the template did not start: {error!r}") from error
 
-    async def _start_template(self) -> None:
-        if self._template is not None:
-            await self._template.stop()
-            self._template = None
-        log = self._folder / "logs" / f"template{self.mover.suffix}.log"
-        template = self._template = await Template.start(
-            self._lifeline, self._entry, self._preloads, log, self._told, self._template_gone
+    async def _start_fork_server(self) -> None:
+        if self._fork_server is not None:
+            await self._fork_server.stop()
+            self._fork_server = None
+        log = self._folder / "logs" / f"template{self.mover.node_suffix}.log"
+        template = self._fork_server = await ForkServer.start(
+            self._lifeline,
+            self._entry,
+            self._preloads,
+            log,
+            self._on_fork_server_message,
+            self._adopt_orphans,
         )
-        await template.ready()
-        if self._wanted is not None:
-            await self.standby(*self._wanted)
+        await template.wait_until_ready()
+        if self._wanted_standbys is not None:
+            await self.keep_standbys(*self._wanted_standbys)
 
-    def _template_gone(self) -> None:
+    def _adopt_orphans(self) -> None:
         """Watch the children through their pidfds, now that the fork server has exited."""
-        if self._template is not None:
-            self._template.hear_out()
-        for process in self._desk:
-            if process.alive:
-                self._adopt(process)
-        self._bury()
-        self._told_gone()
+        if self._fork_server is not None:
+            self._fork_server.drain_messages()
+        for process in self._command_server:
+            if process.is_alive:
+                self._watch_orphan(process)
+        self._fail_pending_forks()
+        self._on_fork_server_exit()
 
-    def _adopt(self, process: Process) -> None:
+    def _watch_orphan(self, process: WorkerProcess) -> None:
         if process.pidfd < 0:  # nobody would notice its end
             process.kill()
-            self._exited(process, -signal.SIGKILL)
+            self._on_exited(process, -signal.SIGKILL)
             return
         loop = asyncio.get_running_loop()
         fd = process.pidfd
@@ -351,60 +390,65 @@ class Host:
                 if found is not None:
                     killed = found.si_code != os.CLD_EXITED
                     code = -found.si_status if killed else found.si_status
-            self._exited(process, code)
+            self._on_exited(process, code)
 
         loop.add_reader(fd, ended)
 
-    def _bury(self) -> None:
+    def _fail_pending_forks(self) -> None:
         """Report every pending fork as exited: the fork server will not make it."""
-        while self._pending:
-            self._exited(self._pending.popleft(), -signal.SIGKILL)
+        while self._pending_forks:
+            self._on_exited(self._pending_forks.popleft(), -signal.SIGKILL)
 
-    def _told(self, message: dict[str, Any]) -> None:
+    def _on_fork_server_message(self, message: dict[str, Any]) -> None:
         """Handle a message of the fork server: it forked a process, or one has exited."""
         pid = int(message["pid"])
         if message["event"] == "forked":
-            process = self._pending.popleft()  # they are forked in the order of asking
-            process.born(pid)
+            process = self._pending_forks.popleft()  # they are forked in the order of asking
+            process.on_forked(pid)
             logger.info("worker %d forked for rank %d", pid, process.rank)
-            self._desk.add(process)
-            if process.rank != STANDBY:
-                self._news.joined(process.generation, process.rank, pid)
+            self._command_server.add(process)
+            if process.rank != STANDBY_RANK:
+                self._listener.on_joined(process.generation, process.rank, pid)
             return
-        found = self._desk.find(pid)
-        if found is not None and found.alive:
-            self._exited(found, int(message["code"]))
+        found = self._command_server.find(pid)
+        if found is not None and found.is_alive:
+            self._on_exited(found, int(message["code"]))
 
     # --- news -----------------------------------------------------------------------------------
-    def _exited(self, process: Process, code: int) -> None:
-        process.ended(code)
-        logger.info("worker %d of rank %d exited with %d", process.pid, process.rank, code)
-        if process.rank == STANDBY:
-            self._desk.forget(process.pid)
+    def _on_exited(self, process: WorkerProcess, exit_code: int) -> None:
+        process.on_exited(exit_code)
+        logger.info("worker %d of rank %d exited with %d", process.pid, process.rank, exit_code)
+        if process.rank == STANDBY_RANK:
+            self._command_server.forget(process.pid)
         else:
-            self._tell_exit(process)
-        self.noticed()
+            self._report_exit(process)
+        self.on_ready_change()
 
-    def _tell_exit(self, process: Process) -> None:
-        code = -signal.SIGKILL if process.code is None else process.code
-        self._news.exited(
-            process.generation, process.rank, process.pid, code, process.log, process.why
+    def _report_exit(self, process: WorkerProcess) -> None:
+        code = -signal.SIGKILL if process.exit_code is None else process.exit_code
+        self._listener.on_exited(
+            process.generation,
+            process.rank,
+            process.pid,
+            code,
+            process.log_path,
+            process.kill_reason,
         )
 
-    def _holds(self, process: Process) -> None:
-        assert process.held is not None, "only processes that hold are reported"
-        self._news.held(process.generation, process.rank, process.held)
+    def _on_held(self, process: WorkerProcess) -> None:
+        assert process.held_state is not None, "only processes that hold are reported"
+        self._listener.on_held(process.generation, process.rank, process.held_state)
 
 
-async def _ended(processes: Iterable[Process]) -> None:
+async def _wait_for_exits(processes: Iterable[WorkerProcess]) -> None:
     """Wait until the processes have exited, for KILLED_EXIT_TIMEOUT_S at most."""
 
-    async def one(process: Process) -> None:
-        while process.alive:
-            await process.changed.wait()
+    async def one(process: WorkerProcess) -> None:
+        while process.is_alive:
+            await process.state_changed.wait()
 
     with suppress(TimeoutError):
-        async with asyncio.timeout(CLEAR_SECONDS):
+        async with asyncio.timeout(KILLED_EXIT_TIMEOUT_S):
             await asyncio.gather(*map(one, processes))
 
 

@@ -14,13 +14,19 @@ from pathlib import Path
 from typing import Any
 
 from holdfast.config.cluster import ClusterConfig
-from holdfast.elastic.event_log import Board, Say
-from holdfast.elastic.node.children import last_lines
-from holdfast.elastic.node.hang_monitor import Lookout, Watch
-from holdfast.elastic.node.worker_status import Member, Members
+from holdfast.elastic.event_log import EventLog, Say
+from holdfast.elastic.node.children import read_last_lines
+from holdfast.elastic.node.hang_monitor import HangHooks, HangMonitor
+from holdfast.elastic.node.worker_status import WorkerStatus, WorkerTable
 from holdfast.elastic.protocol import exit_codes
-from holdfast.elastic.protocol.generation_outcome import Failed, Finished, Left, Lost, Verdict
-from holdfast.elastic.protocol.hung_worker import NOBODY, Blame
+from holdfast.elastic.protocol.generation_outcome import (
+    FailedOutcome,
+    FinishedOutcome,
+    GenerationOutcome,
+    LeftOutcome,
+    LostOutcome,
+)
+from holdfast.elastic.protocol.hung_worker import ALL_RANKS, HungWorker
 from holdfast.events import (
     Event,
     NonFinite,
@@ -31,15 +37,15 @@ from holdfast.events import (
     WorkerStarted,
 )
 from holdfast.layout import Topology
-from holdfast.policy.recovery.survivors import Held
+from holdfast.policy.recovery.survivors import HeldState
 
-_WORDS = 120
+_MAX_REASON_CHARS = 120
 """Most characters of a worker's reason. The rest, which may come from a library, is in its log."""
-_CONSEQUENCES = (exit_codes.PEER_LOST, exit_codes.FENCED)
+_CONSEQUENTIAL_EXITS = (exit_codes.PEER_LOST, exit_codes.FENCED)
 """Exit codes of a worker that has only lost its peers."""
 
 
-class Generation:
+class WorkerGroup:
     """The workers of a generation, from the first start to the outcome. Lives in one event loop."""
 
     def __init__(
@@ -47,12 +53,12 @@ class Generation:
         topology: Topology,
         start_step: int,
         cluster: ClusterConfig,
-        board: Board,
+        event_log: EventLog,
         say: Say,
-        ready: Callable[[], None],
-        voices: dict[str, int],
+        on_all_ready: Callable[[], None],
+        event_cursors: dict[str, int],
         node: str = "",
-        watch: Watch | None = None,
+        hang_hooks: HangHooks | None = None,
     ) -> None:
         """Set up a generation without workers.
 
@@ -62,240 +68,265 @@ class Generation:
             hang_hooks: the actions on a hung worker.
         """
         self._loop = asyncio.get_running_loop()
-        self.number = topology.generation
-        self._begun = start_step
-        self.step = start_step  # the newest step that a worker reported done
-        self.step_seconds = 0.0  # what the longest of its steps took
+        self.generation = topology.generation
+        self._start_step = start_step
+        self.newest_step = start_step  # the newest step that a worker reported done
+        self.longest_step_s = 0.0  # what the longest of its steps took
         here = [rank for rank, at in enumerate(topology.nodes) if node in ("", at)]
         self.ranks = tuple(here)
-        self.members = Members(topology.generation, len(here), voices)
-        self.verdict: asyncio.Future[Verdict] = self._loop.create_future()
+        self.workers = WorkerTable(topology.generation, len(here), event_cursors)
+        self.outcome: asyncio.Future[GenerationOutcome] = self._loop.create_future()
         self.topology = topology
         self._cluster = cluster
-        self._board = board
+        self._event_log = event_log
         self._say = say
-        self._ready = ready
-        self._watch = watch or Watch()
-        self.lookout = Lookout(
-            self.members, topology.world_size, self._watch.steps, cluster.progress_seconds,
-            cluster.compare, compiles=self._watch.compiles,
-        )  # fmt: skip
+        self._on_all_ready = on_all_ready
+        self._hang_hooks = hang_hooks or HangHooks()
+        self.hang_monitor = HangMonitor(
+            self.workers,
+            topology.world_size,
+            self._hang_hooks.step_times,
+            cluster.progress_seconds,
+            cluster.compare,
+            is_first_step_compiled=self._hang_hooks.is_first_step_compiled,
+        )
         self._non_finite: NonFinite | None = None
 
     @property
     def has_stepped(self) -> bool:
         """Return True if a worker here has completed a step of this generation."""
-        return any(member.step > self._begun + 1 for member in self.members)
+        return any(member.step > self._start_step + 1 for member in self.workers)
 
     # --- beginning and end ----------------------------------------------------------------
-    def expect(self, processes: Mapping[int, int]) -> None:
+    def expect_workers(self, pids: Mapping[int, int]) -> None:
         """Register the workers before any of them receives its begin command.
 
         pids: of the processes that stay, by rank.
         """
         for rank in self.ranks:
-            self.members.expect(rank, self._loop.time(), processes.get(rank, 0))
+            self.workers.expect_worker(rank, self._loop.time(), pids.get(rank, 0))
 
-    def decide(self, verdict: Verdict) -> None:
+    def decide(self, outcome: GenerationOutcome) -> None:
         """Set the outcome, unless it is set: the first counts."""
-        if not self.verdict.done():
-            self.verdict.set_result(verdict)
+        if not self.outcome.done():
+            self.outcome.set_result(outcome)
 
     @property
-    def ended(self) -> Verdict | None:
+    def decided_outcome(self) -> GenerationOutcome | None:
         """Return the outcome, if this node found it."""
-        verdict = self.verdict
+        verdict = self.outcome
         return verdict.result() if verdict.done() and not verdict.cancelled() else None
 
     # --- news of processes ------------------------------------------------------------------
-    def joined(self, rank: int, pid: int) -> None:
-        self.members.joined(rank, pid)
+    def on_joined(self, rank: int, pid: int) -> None:
+        self.workers.on_joined(rank, pid)
         node = self.topology.nodes[rank]
-        self._board.emit("agent", WorkerStarted(rank, pid, node, step=self.step))
+        self._event_log.emit("agent", WorkerStarted(rank, pid, node, step=self.newest_step))
 
-    def exited(self, rank: int, pid: int, code: int, log: Path, why: str) -> None:
+    def on_exited(
+        self, rank: int, pid: int, exit_code: int, log_path: Path, kill_reason: str
+    ) -> None:
         """Handle a worker's exit; `kill_reason`, if the process manager gave the worker up."""
-        member = self.members.exited(rank, pid, code)
-        if member is None or member.lost:
+        member = self.workers.on_exited(rank, pid, exit_code)
+        if member is None or member.is_loss_reported:
             return
-        if not self.verdict.done():
-            self._judge(member, log)
-        elif why:
-            self._report_loss(member, why, "halt")
-        elif member.outcome is None and code not in _CONSEQUENCES and self._lives_on:
-            self._lose(member, log, "exit")  # a second fault
+        if not self.outcome.done():
+            self._decide_after_exit(member, log_path)
+        elif kill_reason:
+            self._report_loss(member, kill_reason, "halt")
+        elif (
+            member.outcome is None
+            and exit_code not in _CONSEQUENTIAL_EXITS
+            and self._can_survivors_continue
+        ):
+            self._report_dead_worker(member, log_path, "exit")  # a second fault
 
     @property
-    def _lives_on(self) -> bool:
+    def _can_survivors_continue(self) -> bool:
         """Return True if the survivors continue, so that only lost workers may exit."""
-        elsewhere = self.verdict.cancelled()  # nobody waits for it any more: others ended it
-        lost = elsewhere or isinstance(self.ended, Lost)
+        elsewhere = self.outcome.cancelled()  # nobody waits for it any more: others ended it
+        lost = elsewhere or isinstance(self.decided_outcome, LostOutcome)
         return lost and self._cluster.recovery == "live"
 
-    def held(self, rank: int, held: Held) -> None:
+    def on_held(self, rank: int, held_state: HeldState) -> None:
         """Record that a worker has stopped, by itself or on command, and waits."""
-        member = self.members[rank]
-        member.held = held
-        why = (held.text or held.kind)[:_WORDS]
-        event = WorkerHeld(rank, held.applied, held.whole, why, step=self.step)
-        self._board.emit("agent", event)
-        if not self.verdict.done():
-            self._judge_held(member, held)
+        member = self.workers[rank]
+        member.held_state = held_state
+        why = (held_state.text or held_state.kind)[:_MAX_REASON_CHARS]
+        event = WorkerHeld(rank, held_state.applied, held_state.whole, why, step=self.newest_step)
+        self._event_log.emit("agent", event)
+        if not self.outcome.done():
+            self._decide_after_hold(member, held_state)
 
-    def _judge_held(self, member: Member, held: Held) -> None:
+    def _decide_after_hold(self, worker: WorkerStatus, held_state: HeldState) -> None:
         """Derive the outcome from a worker that has stopped by itself."""
-        cause = f"worker {member.rank}: {held.text or held.kind}"
+        cause = f"worker {worker.rank}: {held_state.text or held_state.kind}"
         beat = self._cluster.heartbeat_seconds
-        match held.kind:
+        match held_state.kind:
             case "non_finite" | "loss_jump":
-                self.decide(Lost(held.kind, held.text))
+                self.decide(LostOutcome(held_state.kind, held_state.text))
             case "rotten":
-                said = held.text or "it could not be read"
-                self.decide(Lost("rot", f"worker {member.rank}: {said}", said))
+                said = held_state.text or "it could not be read"
+                self.decide(LostOutcome("rot", f"worker {worker.rank}: {said}", said))
             case "error":
-                self.decide(Lost("error", cause, ranks=frozenset({member.rank})))
+                self.decide(LostOutcome("error", cause, lost_ranks=frozenset({worker.rank})))
             case "paused":
                 return  # it was asked to, with all the others
             case _:
                 # The worker that really died is reported at the same moment. Only if none is, this
                 # worker's report counts.
-                verdict = Lost("peer_lost", cause, ranks=frozenset({member.rank}))
+                verdict = LostOutcome("peer_lost", cause, lost_ranks=frozenset({worker.rank}))
                 self._loop.call_later(beat, self.decide, verdict)
 
-    def _judge(self, member: Member, log: Path) -> None:
+    def _decide_after_exit(self, worker: WorkerStatus, log_path: Path) -> None:
         """Derive the outcome from a worker that exited while its generation ran."""
-        if member.outcome is not None:
-            if not self.members.alive:
+        if worker.outcome is not None:
+            if not self.workers.live_workers:
                 self.decide(self._common_outcome())
             return
-        match member.code:
-            case exit_codes.USER:
+        match worker.exit_code:
+            case exit_codes.USER_ERROR:
                 self.decide(
-                    Failed(last_lines(log, 1) or "a worker refused to start", exit_codes.USER)
+                    FailedOutcome(
+                        read_last_lines(log_path, 1) or "a worker refused to start",
+                        exit_codes.USER_ERROR,
+                    )
                 )
             case exit_codes.NON_FINITE:
-                self.decide(Failed(self._non_finite_sentence(member)))
-            case exit_codes.ROTTEN:
-                said = last_lines(log, 1).partition(": ")[2] or "it could not be read"
-                self.decide(Lost("rot", f"worker {member.rank}: {said}", said))
+                self.decide(FailedOutcome(self._describe_non_finite(worker)))
+            case exit_codes.CORRUPT_CHECKPOINT:
+                said = read_last_lines(log_path, 1).partition(": ")[2] or "it could not be read"
+                self.decide(LostOutcome("rot", f"worker {worker.rank}: {said}", said))
             case exit_codes.PEER_LOST:
                 # The worker that really died is reported at the same moment. Only if none is, this
                 # worker's report counts.
                 beat = self._cluster.heartbeat_seconds
-                self._loop.call_later(beat, self._lose_unless_over, member, log)
+                self._loop.call_later(
+                    beat, self._report_dead_worker_unless_decided, worker, log_path
+                )
             case _:
-                self._lose(member, log, "exit")
+                self._report_dead_worker(worker, log_path, "exit")
 
-    def _lose_unless_over(self, member: Member, log: Path) -> None:
-        if not self.verdict.done():
-            self._lose(member, log, "peer")
+    def _report_dead_worker_unless_decided(self, worker: WorkerStatus, log_path: Path) -> None:
+        if not self.outcome.done():
+            self._report_dead_worker(worker, log_path, "peer")
 
-    def _lose(self, member: Member, log: Path, noticed_by: str) -> None:
-        code = member.code if member.code is not None else -signal.SIGKILL
-        cause = exit_codes.describe(code)
+    def _report_dead_worker(self, worker: WorkerStatus, log_path: Path, noticed_by: str) -> None:
+        code = worker.exit_code if worker.exit_code is not None else -signal.SIGKILL
+        cause = exit_codes.describe_exit_code(code)
         if code in (exit_codes.CRASHED, exit_codes.DONE):
-            cause = f"{cause}: {last_lines(log, 1) or 'it said nothing'}"
-            self._say(f"worker {member.rank} ended; the last lines of {log}:")
-            self._say(last_lines(log, 12))
-        self._report_loss(member, cause, noticed_by)
+            cause = f"{cause}: {read_last_lines(log_path, 1) or 'it said nothing'}"
+            self._say(f"worker {worker.rank} ended; the last lines of {log_path}:")
+            self._say(read_last_lines(log_path, 12))
+        self._report_loss(worker, cause, noticed_by)
 
     def _report_loss(
-        self, member: Member, cause: str, noticed_by: str, reason: str = "worker_lost"
+        self, worker: WorkerStatus, cause: str, noticed_by: str, reason: str = "worker_lost"
     ) -> None:
-        member.lost = True
-        node = self.topology.nodes[member.rank]
-        event = WorkerLost(member.rank, member.pid, cause, noticed_by, node, step=self.step)
-        self._board.emit("agent", event)
-        self.decide(Lost(reason, f"worker {member.rank}: {cause}", ranks=frozenset({member.rank})))
+        worker.is_loss_reported = True
+        node = self.topology.nodes[worker.rank]
+        event = WorkerLost(worker.rank, worker.pid, cause, noticed_by, node, step=self.newest_step)
+        self._event_log.emit("agent", event)
+        self.decide(
+            LostOutcome(
+                reason, f"worker {worker.rank}: {cause}", lost_ranks=frozenset({worker.rank})
+            )
+        )
 
-    def _common_outcome(self) -> Verdict:
-        outcomes = {member.outcome for member in self.members}
+    def _common_outcome(self) -> GenerationOutcome:
+        outcomes = {member.outcome for member in self.workers}
         if len(outcomes) > 1:
-            return Lost("worker_lost", f"the workers ended differently: {outcomes}")
+            return LostOutcome("worker_lost", f"the workers ended differently: {outcomes}")
         ((kind, step),) = (outcome for outcome in outcomes if outcome is not None)
-        unsaved = next((m.unsaved for m in self.members if m.unsaved is not None), None)
-        return Finished(step, unsaved) if kind == "finished" else Left(step, unsaved)
+        unsaved = next(
+            (m.unsaved_reason for m in self.workers if m.unsaved_reason is not None), None
+        )
+        return FinishedOutcome(step, unsaved) if kind == "finished" else LeftOutcome(step, unsaved)
 
-    def _non_finite_sentence(self, member: Member) -> str:
+    def _describe_non_finite(self, worker: WorkerStatus) -> str:
         found = self._non_finite
         if found is None:
-            return f"a loss or gradient is not finite on rank {member.rank}"
+            return f"a loss or gradient is not finite on rank {worker.rank}"
         return (
             f"step {found.step}: {found.parameter} is not finite on rank {found.rank}; the state "
             f"before that step is unharmed: try a lower train.optimizer.learning_rate"
         )
 
     # --- news from the workers ------------------------------------------------------------
-    def report(self, body: dict[str, Any]) -> list[Event]:
+    def process_report(self, body: dict[str, Any]) -> list[Event]:
         """Process a worker's report; return its new events. Raises KeyError, ValueError."""
         rank = int(body["rank"])
         now = self._loop.time()
-        events = self.members.report(body, now)
-        self.lookout.heard(self.members[rank])
+        events = self.workers.process_report(body, now)
+        self.hang_monitor.on_report(self.workers[rank])
         for event in events:
             match event:
                 case StepDone():
-                    self.step = max(self.step, event.step)  # it may be told once more
-                    self.step_seconds = max(self.step_seconds, event.seconds)
+                    self.newest_step = max(self.newest_step, event.step)  # it may be told once more
+                    self.longest_step_s = max(self.longest_step_s, event.seconds)
                 case NonFinite():
                     self._non_finite = event
                 case WorkerReady():
-                    if self.members.ready(rank):
-                        self._ready()
-            self._board.emit(f"rank{rank}", event)
+                    if self.workers.mark_ready(rank):
+                        self._on_all_ready()
+            self._event_log.emit(f"rank{rank}", event)
         return events
 
-    def answered(self, rank: int) -> None:
+    def on_report_answered(self, rank: int) -> None:
         """Note that a worker's report is answered."""
-        self.members.answered(rank, self._loop.time())
+        self.workers.on_report_answered(rank, self._loop.time())
 
     # --- hung workers ---------------------------------------------------------------------
-    def watch_progress(self, now: float) -> None:
+    def check_progress(self, now: float) -> None:
         """Check for hung workers; called at every tick. A hung worker ends the generation."""
-        over = self.verdict.done()
-        for blame in self.lookout.tick(now, self._cluster.heartbeat_seconds, over):
-            self._give_up(blame)
-        if self.ended is None and self.lookout.due(now):
-            self._watch.tell()
+        over = self.outcome.done()
+        for blame in self.hang_monitor.tick(now, self._cluster.heartbeat_seconds, over):
+            self._give_up_worker(blame)
+        if self.decided_outcome is None and self.hang_monitor.is_report_due(now):
+            self._hang_hooks.report_to_coordinator()
 
-    def still(self) -> dict[str, Any]:
+    def stalled_workers(self) -> dict[str, Any]:
         """Return the stall report for the coordinator; {} if no worker is stalled."""
-        return {} if self.ended is not None else self.lookout.told(self._loop.time())
+        return (
+            {}
+            if self.decided_outcome is not None
+            else self.hang_monitor.take_stall_report(self._loop.time())
+        )
 
-    def paces(self) -> list[list[Any]]:
+    def take_paces(self) -> list[list[Any]]:
         """Return what each worker here has computed since the last call.
 
         Each row has the process, its position, seconds and microbatches. Workers with equal
         positions do the same work. The first steps do not count.
         """
-        if not self._cluster.compare or not self.has_stepped or self.verdict.done():
+        if not self._cluster.compare or not self.has_stepped or self.outcome.done():
             return []
         rows = []
-        for member in self.members.alive:
-            (seconds, done), (before, passed) = member.pace, member.paced
-            member.paced = member.pace
+        for member in self.workers.live_workers:
+            (seconds, done), (before, passed) = member.compute_time, member.reported_compute_time
+            member.reported_compute_time = member.compute_time
             if done > passed > 0:
                 replica = self.topology.replica_of(member.rank)
                 place = f"{replica.kind} {replica.ranks.index(member.rank)}"
                 rows.append([member.pid, place, round(seconds - before, 6), done - passed])
         return rows
 
-    def blame(self, blamed: Iterable[Blame]) -> None:
+    def handle_hung_workers(self, hung_workers: Iterable[HungWorker]) -> None:
         """Give up workers that the coordinator declares hung, if they still are."""
-        for one in blamed:
-            if not self.verdict.done() and self.lookout.confirms(one):
-                self._give_up(one)
+        for one in hung_workers:
+            if not self.outcome.done() and self.hang_monitor.is_still_hung(one):
+                self._give_up_worker(one)
 
-    def _give_up(self, blame: Blame) -> None:
+    def _give_up_worker(self, hung_worker: HungWorker) -> None:
         """Report a worker, kill it, and end the generation. If the generation has ended, only kill
         it."""
-        if blame.rank == NOBODY:
+        if hung_worker.rank == ALL_RANKS:
             several = self.topology.world_size > 1
             what = "all workers wait for one another" if several else "the worker makes no progress"
-            self.decide(Lost("hang", f"{what} for {blame.seconds:.1f} s"))
+            self.decide(LostOutcome("hang", f"{what} for {hung_worker.stalled_for_s:.1f} s"))
             return
-        member = self.members[blame.rank]
-        cause = blame.cause(member.phase)
-        if not self.verdict.done() and not member.lost:
-            self._report_loss(member, cause, blame.sign, "hang")
-        self._watch.kill(member.pid, cause)
+        member = self.workers[hung_worker.rank]
+        cause = hung_worker.describe(member.phase)
+        if not self.outcome.done() and not member.is_loss_reported:
+            self._report_loss(member, cause, hung_worker.symptom, "hang")
+        self._hang_hooks.kill_process(member.pid, cause)

@@ -19,111 +19,120 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from holdfast.elastic.protocol.worker_messages import LONGEST_POLL
-from holdfast.policy.recovery.survivors import Held
+from holdfast.elastic.protocol.worker_messages import MAX_POLL_WAIT_S
+from holdfast.policy.recovery.survivors import HeldState
 from holdfast.wire.waiting import wait_event
 
-STANDBY = -1
+STANDBY_RANK = -1
 """The rank of a standby."""
 
 
 @dataclass(eq=False)
-class Process:
+class WorkerProcess:
     """A worker or standby.
 
     pid: 0 until the fork server reports its fork.
     acked_command: number of the newest command that it has taken; -1 until its first poll.
     """
 
-    log: Path
-    obeys: bool  # it asks for orders; one that does not ends with its generation
-    rank: int = STANDBY
+    log_path: Path
+    accepts_commands: bool  # it asks for orders; one that does not ends with its generation
+    rank: int = STANDBY_RANK
     generation: int = 0
     pid: int = 0
     pidfd: int = -1  # -1 where the system has none
-    code: int | None = None  # as os.waitstatus_to_exitcode gives it
-    number: int = 0  # of the newest orders
-    orders: dict[str, Any] | None = None
-    begun: int = 0  # number of the newest orders to begin
-    halted: int = 0  # and to halt
-    seen: int = -1
-    held: Held | None = None
-    doomed: bool = False  # to be killed as soon as it is known
-    why: str = ""  # it was given up by its host: the cause, in words
-    changed: asyncio.Event = field(default_factory=asyncio.Event)
+    exit_code: int | None = None  # as os.waitstatus_to_exitcode gives it
+    command_number: int = 0  # of the newest orders
+    command: dict[str, Any] | None = None
+    begin_number: int = 0  # number of the newest orders to begin
+    halt_number: int = 0  # and to halt
+    acked_command: int = -1
+    held_state: HeldState | None = None
+    kill_pending: bool = False  # to be killed as soon as it is known
+    kill_reason: str = ""  # it was given up by its host: the cause, in words
+    state_changed: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property
-    def alive(self) -> bool:
-        return self.code is None
+    def is_alive(self) -> bool:
+        return self.exit_code is None
 
     @property
-    def idle(self) -> bool:
+    def is_standby(self) -> bool:
         """Return True if it is a standby."""
-        return self.alive and self.rank == STANDBY
+        return self.is_alive and self.rank == STANDBY_RANK
 
     @property
-    def heard(self) -> bool:
+    def has_acked(self) -> bool:
         """Return True if it has taken its newest command; its main thread may lag behind."""
-        return self.seen >= self.number or self.held is not None
+        return self.acked_command >= self.command_number or self.held_state is not None
 
     # --- orders -------------------------------------------------------------------------------
-    def begin(self, rank: int, generation: int, log: Path, orders: dict[str, Any]) -> None:
+    def begin_rank(
+        self, rank: int, generation: int, log_path: Path, command: dict[str, Any]
+    ) -> None:
         """Order it to become a rank of a generation; from then on it writes into that log."""
-        self.rank, self.generation, self.log, self.held = rank, generation, log, None
-        self._give(orders)
-        self.begun = self.number
+        self.rank, self.generation, self.log_path, self.held_state = (
+            rank,
+            generation,
+            log_path,
+            None,
+        )
+        self._set_command(command)
+        self.begin_number = self.command_number
 
-    def halt(self, generation: int, inside: bool) -> None:
-        self._give({"kind": "halt", "inside": inside, "generation": generation})
-        self.halted = self.number
+    def halt_rank(self, generation: int, has_lost_replica_peer: bool) -> None:
+        self._set_command(
+            {"kind": "halt", "inside": has_lost_replica_peer, "generation": generation}
+        )
+        self.halt_number = self.command_number
 
-    def end(self) -> None:
-        self._give({"kind": "end"})
+    def end_process(self) -> None:
+        self._set_command({"kind": "end"})
 
-    def _give(self, orders: dict[str, Any]) -> None:
-        self.number, self.orders = self.number + 1, orders
-        self.stir()
+    def _set_command(self, command: dict[str, Any]) -> None:
+        self.command_number, self.command = self.command_number + 1, command
+        self.notify()
 
-    def stir(self) -> None:
+    def notify(self) -> None:
         """Wake the waiters for a change of this process; each event is set once."""
-        changed, self.changed = self.changed, asyncio.Event()
+        changed, self.state_changed = self.state_changed, asyncio.Event()
         changed.set()
 
-    def asked(self, seen: int, held: Held | None) -> bool:
+    def record_poll(self, acked_command: int, held_state: HeldState | None) -> bool:
         """Record a poll's command number and held state; return True if the process newly holds.
 
         A poll may be older than the newest command. So its state counts if it is of the generation
         that the process was ordered to begin. An older state counts only if the process has taken a
         halt since, and so never began.
         """
-        if seen > self.seen:
-            self.seen = seen
-            self.stir()
-        if held is None or self.held is not None:
+        if acked_command > self.acked_command:
+            self.acked_command = acked_command
+            self.notify()
+        if held_state is None or self.held_state is not None:
             return False
-        never_begun = self.halted > self.begun and seen >= self.halted
-        if held.generation != self.generation and not never_begun:
+        never_begun = self.halt_number > self.begin_number and acked_command >= self.halt_number
+        if held_state.generation != self.generation and not never_begun:
             return False
-        self.held = held
-        self.stir()
+        self.held_state = held_state
+        self.notify()
         return True
 
     # --- life and death -----------------------------------------------------------------------
-    def born(self, pid: int) -> None:
-        self.pid, self.pidfd = pid, pidfd_of(pid)
-        if self.doomed:
+    def on_forked(self, pid: int) -> None:
+        self.pid, self.pidfd = pid, open_pidfd(pid)
+        if self.kill_pending:
             self.kill()
-        self.stir()
+        self.notify()
 
-    def ended(self, code: int) -> None:
-        self.code = code
+    def on_exited(self, exit_code: int) -> None:
+        self.exit_code = exit_code
         self.close()
-        self.stir()
+        self.notify()
 
     def kill(self) -> None:
         """Kill it and what it started. If its process id is unknown, kill it once it is known."""
-        self.doomed = True
-        if self.alive and still_running(self.pidfd):
+        self.kill_pending = True
+        if self.is_alive and is_running(self.pidfd):
             with suppress(ProcessLookupError, PermissionError):
                 os.killpg(self.pid, signal.SIGKILL)
 
@@ -133,11 +142,13 @@ class Process:
             self.pidfd = -1
 
 
-class Desk:
+class CommandServer:
     """Answers the polls of processes for commands. Lives in one event loop."""
 
     def __init__(
-        self, held: Callable[[Process], None], ready: Callable[[], None] = lambda: None
+        self,
+        on_held: Callable[[WorkerProcess], None],
+        on_first_poll: Callable[[], None] = lambda: None,
     ) -> None:
         """Set up a server without processes.
 
@@ -145,52 +156,52 @@ class Desk:
             on_held: called with each process that newly holds.
             on_first_poll: called when a process has polled for the first time.
         """
-        self._held, self._ready = held, ready
-        self._processes: dict[int, Process] = {}
-        self._known = asyncio.Event()
+        self._on_held, self._on_first_poll = on_held, on_first_poll
+        self._processes: dict[int, WorkerProcess] = {}
+        self._process_added = asyncio.Event()
 
-    def __iter__(self) -> Iterator[Process]:
+    def __iter__(self) -> Iterator[WorkerProcess]:
         return iter(tuple(self._processes.values()))
 
-    def add(self, process: Process) -> None:
+    def add(self, process: WorkerProcess) -> None:
         """Add a process whose fork was reported; from here on its process id is known."""
         self._processes[process.pid] = process
-        known, self._known = self._known, asyncio.Event()
+        known, self._process_added = self._process_added, asyncio.Event()
         known.set()
 
-    def find(self, pid: int) -> Process | None:
+    def find(self, pid: int) -> WorkerProcess | None:
         return self._processes.get(pid)
 
     def forget(self, pid: int) -> None:
         self._processes.pop(pid, None)
 
-    async def handle(self, generation: int, body: dict[str, Any]) -> dict[str, Any]:
+    async def handle_poll(self, generation: int, body: dict[str, Any]) -> dict[str, Any]:
         """Answer a process's poll for commands newer than those that it has taken.
 
         Raises KeyError, ValueError and TypeError if the request makes no sense.
         """
         pid, seen = int(body["process"]), int(body["seen"])
-        held = None if body.get("held") is None else Held.from_json(body["held"])
+        held = None if body.get("held") is None else HeldState.from_json(body["held"])
         loop = asyncio.get_running_loop()
-        deadline = loop.time() + LONGEST_POLL
+        deadline = loop.time() + MAX_POLL_WAIT_S
         while (process := self._processes.get(pid)) is None:  # it may ask before its fork is told
-            if not await wait_event(self._known, deadline - loop.time()):
+            if not await wait_event(self._process_added, deadline - loop.time()):
                 # Its fork server died before it could report the fork, so no generation counts on
                 # the process.
                 return {"number": seen + 1, "orders": {"kind": "end"}}
-        first = process.seen < 0
-        if process.asked(seen, held):
-            self._held(process)
+        first = process.acked_command < 0
+        if process.record_poll(seen, held):
+            self._on_held(process)
         if first:
-            self._ready()
-        while process.number <= seen and process.alive:
-            if not await wait_event(process.changed, deadline - loop.time()):
+            self._on_first_poll()
+        while process.command_number <= seen and process.is_alive:
+            if not await wait_event(process.state_changed, deadline - loop.time()):
                 break
-        fresh = process.number > seen
-        return {"number": process.number, "orders": process.orders if fresh else None}
+        fresh = process.command_number > seen
+        return {"number": process.command_number, "orders": process.command if fresh else None}
 
 
-def pidfd_of(pid: int) -> int:
+def open_pidfd(pid: int) -> int:
     """Return a handle of this process, never of a later one with the same number."""
     try:
         return os.pidfd_open(pid)
@@ -198,7 +209,7 @@ def pidfd_of(pid: int) -> int:
         return -1
 
 
-def still_running(pidfd: int) -> bool:
+def is_running(pidfd: int) -> bool:
     """Return True if the process is alive (or a zombie that its parent has not reaped)."""
     if pidfd < 0:
         return False

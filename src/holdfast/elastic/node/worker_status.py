@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from holdfast.events import Event, event_from_json
-from holdfast.policy.recovery.survivors import Held
+from holdfast.policy.recovery.survivors import HeldState
 
 
 @dataclass
-class Member:
+class WorkerStatus:
     """One worker's status.
 
     progress_at: when it last made progress, on the agent's monotonic clock.
@@ -25,40 +25,43 @@ class Member:
 
     rank: int
     pid: int  # 0 until its fork is told
-    since: float
+    progress_at: float
     step: int = 0
     phase: str = "fork"
-    marks: int = 0
-    asleep: bool = False
-    ready: bool = False
+    progress_count: int = 0
+    blocked_in_collective: bool = False
+    is_ready: bool = False
     outcome: tuple[str, int] | None = None  # ("finished" or "left", step)
-    unsaved: str | None = None  # why the state after that step is not durable
-    held: Held | None = None  # it has stopped, and waits for what comes next
-    code: int | None = None  # as os.waitstatus_to_exitcode gives it
-    lost: bool = False  # and that has been said
-    heard: float = 0.0
-    answering: bool = False
-    excused: bool = False
-    reporting: float = 0.0
-    pace: tuple[float, int] = (0.0, 0)  # seconds of computing, and microbatches, in all
-    paced: tuple[float, int] = (0.0, 0)  # of these, what has been passed on
-    worked: tuple[float, int] = (0.0, 0)  # seconds of whole steps, without what lies between them
+    unsaved_reason: str | None = None  # why the state after that step is not durable
+    held_state: HeldState | None = None  # it has stopped, and waits for what comes next
+    exit_code: int | None = None  # as os.waitstatus_to_exitcode gives it
+    is_loss_reported: bool = False  # and that has been said
+    last_heard_at: float = 0.0
+    reply_pending: bool = False
+    may_be_busy: bool = False
+    report_cpu_s: float = 0.0
+    compute_time: tuple[float, int] = (0.0, 0)  # seconds of computing, and microbatches, in all
+    reported_compute_time: tuple[float, int] = (0.0, 0)  # of these, what has been passed on
+    step_time: tuple[float, int] = (
+        0.0,
+        0,
+    )  # seconds of whole steps, without what lies between them
 
     @property
-    def alive(self) -> bool:
-        return self.code is None
+    def is_alive(self) -> bool:
+        return self.exit_code is None
 
     @property
-    def pauses(self) -> bool:
+    def is_paused(self) -> bool:
         """Return True if it holds because it was asked to end its step and wait."""
-        return self.held is not None and self.held.kind == "paused"
+        return self.held_state is not None and self.held_state.kind == "paused"
 
 
-class Members:
+class WorkerTable:
     """The table of a generation's workers. It only keeps records."""
 
     def __init__(
-        self, generation: int, world_size: int, voices: dict[str, int] | None = None
+        self, generation: int, world_size: int, event_cursors: dict[str, int] | None = None
     ) -> None:
         """Create an empty table.
 
@@ -68,46 +71,46 @@ class Members:
         """
         self.generation = generation
         self.world_size = world_size
-        self._voices = {} if voices is None else voices
-        self._members: dict[int, Member] = {}
+        self._event_cursors = {} if event_cursors is None else event_cursors
+        self._workers: dict[int, WorkerStatus] = {}
 
-    def __iter__(self) -> Iterator[Member]:
-        return iter(self._members.values())
+    def __iter__(self) -> Iterator[WorkerStatus]:
+        return iter(self._workers.values())
 
-    def __getitem__(self, rank: int) -> Member:
-        return self._members[rank]
-
-    @property
-    def alive(self) -> list[Member]:
-        return [member for member in self if member.alive]
+    def __getitem__(self, rank: int) -> WorkerStatus:
+        return self._workers[rank]
 
     @property
-    def all_ready(self) -> bool:
-        return len(self._members) == self.world_size and all(m.ready for m in self)
+    def live_workers(self) -> list[WorkerStatus]:
+        return [member for member in self if member.is_alive]
 
-    def expect(self, rank: int, now: float, pid: int = 0) -> None:
+    @property
+    def is_all_ready(self) -> bool:
+        return len(self._workers) == self.world_size and all(m.is_ready for m in self)
+
+    def expect_worker(self, rank: int, now: float, pid: int = 0) -> None:
         """Add a worker. Its first report may arrive before the report of its fork."""
-        self._members[rank] = Member(rank, pid, now, heard=now)
+        self._workers[rank] = WorkerStatus(rank, pid, now, last_heard_at=now)
 
-    def joined(self, rank: int, pid: int) -> Member:
-        member = self._members[rank]
+    def on_joined(self, rank: int, pid: int) -> WorkerStatus:
+        member = self._workers[rank]
         member.pid = pid
         return member
 
-    def ready(self, rank: int) -> bool:
+    def mark_ready(self, rank: int) -> bool:
         """Mark a worker as about to compute; return True if it is the last of all."""
-        self._members[rank].ready = True
-        return self.all_ready
+        self._workers[rank].is_ready = True
+        return self.is_all_ready
 
-    def exited(self, rank: int, pid: int, code: int) -> Member | None:
+    def on_exited(self, rank: int, pid: int, exit_code: int) -> WorkerStatus | None:
         """Record an exit; return the worker, or None if it belongs to an older generation."""
-        member = self._members.get(rank)
+        member = self._workers.get(rank)
         if member is None or member.pid != pid:
             return None
-        member.code = code
+        member.exit_code = exit_code
         return member
 
-    def report(self, body: dict[str, Any], now: float) -> list[Event]:
+    def process_report(self, body: dict[str, Any], now: float) -> list[Event]:
         """Process one report; return its new events.
 
         `first` numbers the first of its events. Events that were seen before are skipped; a gap is
@@ -115,39 +118,43 @@ class Members:
         unknown kind.
         """
         rank = int(body["rank"])
-        member = self._members[rank]
-        member.heard, member.answering, member.excused = now, True, bool(body.get("calls"))
+        member = self._workers[rank]
+        member.last_heard_at, member.reply_pending, member.may_be_busy = (
+            now,
+            True,
+            bool(body.get("calls")),
+        )
         if "pace" in body:
             seconds, microbatches = body["pace"]
-            member.pace = (float(seconds), int(microbatches))
+            member.compute_time = (float(seconds), int(microbatches))
         if "worked" in body:
             seconds, steps = body["worked"]
-            member.worked = (float(seconds), int(steps))
-        member.reporting = max(member.reporting, float(body.get("own", 0.0)))
+            member.step_time = (float(seconds), int(steps))
+        member.report_cpu_s = max(member.report_cpu_s, float(body.get("own", 0.0)))
         progress = (int(body["step"]), str(body["phase"]), int(body["marks"]))
-        if progress != (member.step, member.phase, member.marks):
-            member.step, member.phase, member.marks = progress
-            member.since = now
-        member.asleep = bool(body.get("asleep"))
+        if progress != (member.step, member.phase, member.progress_count):
+            member.step, member.phase, member.progress_count = progress
+            member.progress_at = now
+        member.blocked_in_collective = bool(body.get("asleep"))
         voice = str(body.get("voice", f"{self.generation}.{rank}"))
-        following = self._voices.get(voice, 0)
+        following = self._event_cursors.get(voice, 0)
         first, events = int(body["first"]), list(body["events"])
         seen = max(0, following - first)
         fresh = [event_from_json(str(item["kind"]), item["event"]) for item in events[seen:]]
-        self._voices[voice] = max(following, first + len(events))
+        self._event_cursors[voice] = max(following, first + len(events))
         if "outcome" in body:
             told = body["outcome"]
             member.outcome = (str(told["kind"]), int(told["step"]))
-            member.unsaved = told["unsaved"]
+            member.unsaved_reason = told["unsaved"]
         return fresh
 
-    def answered(self, rank: int, now: float) -> None:
+    def on_report_answered(self, rank: int, now: float) -> None:
         """Note that a report of this worker is answered, so it can report again."""
-        member = self._members.get(rank)
+        member = self._workers.get(rank)
         if member is not None:
-            member.heard, member.answering = now, False
+            member.last_heard_at, member.reply_pending = now, False
 
-    def hung(self, now: float, limit: float) -> Member | None:
+    def find_hung(self, now: float, limit_s: float) -> WorkerStatus | None:
         """Return the worker to blame if none has made progress for `limit_s` seconds; None
         otherwise.
 
@@ -155,13 +162,13 @@ class Members:
         makes progress, the run does. So all must have stalled. The worker with the least progress
         blocks the rest.
         """
-        working = [member for member in self.alive if member.held is None]
-        if not working or any(now - member.since <= limit for member in working):
+        working = [member for member in self.live_workers if member.held_state is None]
+        if not working or any(now - member.progress_at <= limit_s for member in working):
             return None
-        return min(working, key=lambda m: (m.step, m.marks, m.since))
+        return min(working, key=lambda m: (m.step, m.progress_count, m.progress_at))
 
-    def forgive(self, seconds: float) -> None:
+    def forgive_pause(self, seconds: float) -> None:
         """Move all times on: the agent itself was suspended, so no worker could report."""
         for member in self:
-            member.since += seconds
-            member.heard += seconds
+            member.progress_at += seconds
+            member.last_heard_at += seconds

@@ -32,54 +32,56 @@ from pathlib import Path
 from typing import Any
 
 from holdfast.config.cluster import ClusterConfig
-from holdfast.elastic.notices.detect import Choice, choose
-from holdfast.elastic.notices.kubernetes import kubernetes
-from holdfast.elastic.notices.ray import ray
-from holdfast.elastic.notices.slurm import slurm
+from holdfast.elastic.notices.detect import DetectedSources, detect_sources
+from holdfast.elastic.notices.kubernetes import make_kubernetes_source
+from holdfast.elastic.notices.ray import make_ray_source
+from holdfast.elastic.notices.slurm import make_slurm_source
 from holdfast.elastic.notices.source import (
-    SHORTEST,
-    Answer,
-    Meaning,
-    Service,
-    Several,
-    Source,
-    SourceError,
-    Warned,
-    json_object,
+    MIN_NOTICE_S,
+    CompositeSource,
+    Disruption,
+    MetadataClient,
+    MetadataReply,
+    NoticeSource,
+    NoticeSourceError,
+    TerminationWarning,
+    make_warning,
+    parse_json_object,
     seconds_until,
-    warned,
-    worst,
+    worst_warning,
 )
 from holdfast.errors import ConfigError
 
-__all__ = ["Source", "SourceError", "Warned", "source_of"]
+__all__ = ["NoticeSource", "NoticeSourceError", "TerminationWarning", "make_notice_source"]
 
-BASES = {
+BASE_URLS = {
     "aws": "http://169.254.169.254",
     "google": "http://metadata.google.internal",
     "azure": "http://169.254.169.254",
 }
-TOKEN_SECONDS = 21600
-AWS_SECONDS = 120.0
-MAINTENANCE_SECONDS = 60.0
-GOOGLE_WAIT = 20
+AWS_TOKEN_LIFETIME_S = 21600
+AWS_NOTICE_S = 120.0
+MAINTENANCE_NOTICE_S = 60.0
+GOOGLE_LONG_POLL_S = 20
 """Seconds that a request to Google stays open if nothing changes."""
-AZURE_FIRST_SECONDS = 150.0
+AZURE_FIRST_REPLY_TIMEOUT_S = 150.0
 """The first request of a day switches Azure's service on, which may take two minutes."""
 
-AZURE: dict[str, Meaning] = {
-    "Preempt": Meaning.GONE, "Terminate": Meaning.GONE,
-    "Reboot": Meaning.BACK, "Redeploy": Meaning.BACK,
-    "Freeze": Meaning.PAUSE,
-}  # fmt: skip
+AZURE_DISRUPTIONS: dict[str, Disruption] = {
+    "Preempt": Disruption.GONE,
+    "Terminate": Disruption.GONE,
+    "Reboot": Disruption.RESTART,
+    "Redeploy": Disruption.RESTART,
+    "Freeze": Disruption.PAUSE,
+}
 
 
-def source_of(
+def make_notice_source(
     cluster: ClusterConfig,
     clock: Callable[[], float] = time.time,
     environment: Mapping[str, str] = os.environ,
     root: Path = Path("/"),
-) -> Source | None:
+) -> NoticeSource | None:
     """Return the source that a run file names, or None if it names none.
 
     It sends no request, so it is quick.
@@ -93,102 +95,112 @@ def source_of(
     if cluster.notices == "none":
         return None
     if cluster.notices != "auto":
-        return _named(cluster.notices, cluster, clock, environment)
-    return _chosen(choose(environment, root), cluster, clock, environment)
+        return _make_named_source(cluster.notices, cluster, clock, environment)
+    return _make_detected_source(detect_sources(environment, root), cluster, clock, environment)
 
 
-def _chosen(
-    choice: Choice, cluster: ClusterConfig, clock: Callable[[], float],
+def _make_detected_source(
+    detected: DetectedSources,
+    cluster: ClusterConfig,
+    clock: Callable[[], float],
     environment: Mapping[str, str],
-) -> Source:  # fmt: skip
+) -> NoticeSource:
     """Return the usable ones of the detected sources; the startup message names the rest."""
     if cluster.notices_at:
         raise ConfigError(
-            "with auto nobody knows whose address this is", where="cluster.notices_at",
+            "with auto nobody knows whose address this is",
+            where="cluster.notices_at",
             remedy="name the source in cluster.notices, or leave the address away",
-        )  # fmt: skip
+        )
     sources, left_out = [], []
-    for name in choice.names:
+    for name in detected.source_names:
         try:
-            sources.append(_named(name, cluster, clock, environment))
+            sources.append(_make_named_source(name, cluster, clock, environment))
         except ConfigError as error:
             left_out.append(f"; {name} is left out: {error.message}")
-    return Several(tuple(sources), choice.told + "".join(left_out))
+    return CompositeSource(tuple(sources), detected.startup_message + "".join(left_out))
 
 
-def _named(
+def _make_named_source(
     name: str, cluster: ClusterConfig, clock: Callable[[], float], environment: Mapping[str, str]
-) -> Source:
+) -> NoticeSource:
     where = cluster.notices_at
     if name == "file":
         if not where:
             raise ConfigError(
-                "no file is named", where="cluster.notices_at",
+                "no file is named",
+                where="cluster.notices_at",
                 remedy="the path of the file that will be written when this machine is to go",
-            )  # fmt: skip
-        return FileSource(Path(where), cluster.grace_seconds or SHORTEST)
+            )
+        return FileNoticeSource(Path(where), cluster.grace_seconds or MIN_NOTICE_S)
     if name == "kubernetes":
-        return kubernetes(cluster, environment, clock)
+        return make_kubernetes_source(cluster, environment, clock)
     if name == "slurm":
-        return slurm(cluster.grace_seconds, environment, clock)
+        return make_slurm_source(cluster.grace_seconds, environment, clock)
     if name == "ray":
-        return ray(where, cluster.notices_every_seconds, environment, clock)
-    service = Service(where or BASES[name])
+        return make_ray_source(where, cluster.notices_every_seconds, environment, clock)
+    service = MetadataClient(where or BASE_URLS[name])
     if name == "google":
-        return Several((Google(service, "preempted"), Google(service, "maintenance-event")))
-    return Aws(service, clock) if name == "aws" else Azure(service, clock)
+        return CompositeSource(
+            (GoogleSource(service, "preempted"), GoogleSource(service, "maintenance-event"))
+        )
+    return AwsSource(service, clock) if name == "aws" else AzureSource(service, clock)
 
 
 # --- the clouds ---------------------------------------------------------------------------------
-class Aws(Source):
+class AwsSource(NoticeSource):
     """EC2, by IMDSv2."""
 
-    def __init__(self, service: Service, clock: Callable[[], float]) -> None:
-        self._service, self._clock = service, clock
+    def __init__(self, client: MetadataClient, clock: Callable[[], float]) -> None:
+        self._client, self._clock = client, clock
         self._token = ""
 
-    def ask(self) -> Warned | None:
+    def poll(self) -> TerminationWarning | None:
         action = self._get("/latest/meta-data/spot/instance-action")
         if action is not None:
-            found = json_object(action)
+            found = parse_json_object(action)
             at = str(found.get("time", ""))
-            left = seconds_until(at, datetime.fromisoformat, self._clock, AWS_SECONDS)
+            left = seconds_until(at, datetime.fromisoformat, self._clock, AWS_NOTICE_S)
             what = str(found.get("action", "interruption"))
             if what == "hibernate":  # which begins at once
                 left = 1.0
-            return warned(left, Meaning.GONE, f"aws: {what}", f"{what} {at}")
+            return make_warning(left, Disruption.GONE, f"aws: {what}", f"{what} {at}")
         rebalance = self._get("/latest/meta-data/events/recommendations/rebalance")
         if rebalance is not None:
-            at = str(json_object(rebalance).get("noticeTime", ""))
+            at = str(parse_json_object(rebalance).get("noticeTime", ""))
             source = "aws: rebalance recommendation"
-            return warned(AWS_SECONDS, Meaning.RISK, source, f"rebalance {at}")
+            return make_warning(AWS_NOTICE_S, Disruption.RISK, source, f"rebalance {at}")
         return None
 
     def _get(self, path: str) -> bytes | None:
-        answer = Answer(401, b"")
+        answer = MetadataReply(401, b"")
         for _ in range(2):
             if not self._token:
-                self._token = self._new_token()
-            answer = self._service.request(
-                "GET", path, {"X-aws-ec2-metadata-token": self._token}
-            )  # fmt: skip
+                self._token = self._fetch_token()
+            answer = self._client.request("GET", path, {"X-aws-ec2-metadata-token": self._token})
             if answer.status != 401:
                 break
             self._token = ""  # it has expired
-        return None if answer.status == 404 else self._service.good(path, answer).body
+        return None if answer.status == 404 else self._client.require_ok(path, answer).body
 
-    def _new_token(self) -> str:
-        answer = self._service.request(
-            "PUT", "/latest/api/token",
-            {"X-aws-ec2-metadata-token-ttl-seconds": str(TOKEN_SECONDS), "Content-Length": "0"},
-        )  # fmt: skip
+    def _fetch_token(self) -> str:
+        answer = self._client.request(
+            "PUT",
+            "/latest/api/token",
+            {
+                "X-aws-ec2-metadata-token-ttl-seconds": str(AWS_TOKEN_LIFETIME_S),
+                "Content-Length": "0",
+            },
+        )
         token = answer.body.decode("ascii", "replace").strip()
         if answer.status != 200 or not token.isascii() or not token.isprintable() or not token:
-            raise SourceError(f"{self._service.base} gives no token: it answered {answer.status}")
+            raise NoticeSourceError(
+                f"{self._client.base_url} gives no token: it answered {answer.status}"
+            )
         return token
 
 
-class Google(Source):
+class GoogleSource(NoticeSource):
     """Compute Engine: one value of its metadata.
 
     The first answer comes at once. A later request stays open until the value changes, or
@@ -196,94 +208,104 @@ class Google(Source):
     """
 
     HEADERS = {"Metadata-Flavor": "Google"}  # noqa: RUF012  never changed
-    MEANS: Mapping[str, Mapping[str, Warned | None]] = {
+    WARNINGS: Mapping[str, Mapping[str, TerminationWarning | None]] = {
         "preempted": {
             "FALSE": None,
-            "TRUE": warned(SHORTEST, Meaning.GONE, "google: preempted", "preempted"),
+            "TRUE": make_warning(MIN_NOTICE_S, Disruption.GONE, "google: preempted", "preempted"),
         },
         "maintenance-event": {
             "NONE": None,
-            "TERMINATE_ON_HOST_MAINTENANCE": warned(
-                MAINTENANCE_SECONDS, Meaning.BACK, "google: host maintenance", "maintenance"),
-            "MIGRATE_ON_HOST_MAINTENANCE": warned(
-                MAINTENANCE_SECONDS, Meaning.PAUSE, "google: live migration", "migration"),
+            "TERMINATE_ON_HOST_MAINTENANCE": make_warning(
+                MAINTENANCE_NOTICE_S, Disruption.RESTART, "google: host maintenance", "maintenance"
+            ),
+            "MIGRATE_ON_HOST_MAINTENANCE": make_warning(
+                MAINTENANCE_NOTICE_S, Disruption.PAUSE, "google: live migration", "migration"
+            ),
         },
-    }  # fmt: skip
+    }
 
-    def __init__(self, service: Service, value: str, wait: int = GOOGLE_WAIT) -> None:
-        self._service, self._value, self._wait = service, value, wait
+    def __init__(
+        self, client: MetadataClient, key: str, long_poll_s: int = GOOGLE_LONG_POLL_S
+    ) -> None:
+        self._client, self._key, self._long_poll_s = client, key, long_poll_s
         self._etag = ""
 
-    def ask(self) -> Warned | None:
-        path, seconds = f"/computeMetadata/v1/instance/{self._value}", 0
+    def poll(self) -> TerminationWarning | None:
+        path, seconds = f"/computeMetadata/v1/instance/{self._key}", 0
         if self._etag:
-            seconds = self._wait
+            seconds = self._long_poll_s
             path += f"?wait_for_change=true&last_etag={self._etag}&timeout_sec={seconds}"
         self._etag = ""  # after a failure the first question is asked again
-        answer = self._service.request("GET", path, self.HEADERS, seconds=seconds + 5.0)
+        answer = self._client.request("GET", path, self.HEADERS, timeout_s=seconds + 5.0)
         if answer.status == 404:
             return None
-        said = self._service.good(path, answer).body.decode("utf-8", "replace").strip().upper()
-        means = self.MEANS[self._value]
+        said = self._client.require_ok(path, answer).body.decode("utf-8", "replace").strip().upper()
+        means = self.WARNINGS[self._key]
         if said not in means:
-            raise SourceError(f"{self._service.base} says {said[:40]!r} of {self._value}")
+            raise NoticeSourceError(f"{self._client.base_url} says {said[:40]!r} of {self._key}")
         self._etag = answer.etag if answer.etag.isalnum() else ""
         return means[said]
 
 
-class Azure(Source):
+class AzureSource(NoticeSource):
     """Scheduled events. Azure sends them to a set of machines; those that name this one count."""
 
     HEADERS = {"Metadata": "true"}  # noqa: RUF012  never changed
-    EVENTS = "/metadata/scheduledevents?api-version=2020-07-01"
+    EVENTS_PATH = "/metadata/scheduledevents?api-version=2020-07-01"
 
-    def __init__(self, service: Service, clock: Callable[[], float]) -> None:
-        self._service, self._clock = service, clock
-        self._name = ""
-        self._awake = False  # the service is switched off after a day without a question
+    def __init__(self, client: MetadataClient, clock: Callable[[], float]) -> None:
+        self._client, self._clock = client, clock
+        self._machine_name = ""
+        self._is_service_on = False  # the service is switched off after a day without a question
         self._lock = threading.Lock()
-        self._own: tuple[str, ...] = ()  # events that are this machine's alone
+        self._own_event_ids: tuple[str, ...] = ()  # events that are this machine's alone
 
-    def ask(self) -> Warned | None:
-        if not self._name:
-            self._name = self._own_name()
-        seconds = 5.0 if self._awake else AZURE_FIRST_SECONDS
-        self._awake = False
-        answer = self._service.request("GET", self.EVENTS, self.HEADERS, seconds=seconds)
-        self._awake = True
-        events = json_object(self._service.good(self.EVENTS, answer).body).get("Events", [])
+    def poll(self) -> TerminationWarning | None:
+        if not self._machine_name:
+            self._machine_name = self._fetch_machine_name()
+        seconds = 5.0 if self._is_service_on else AZURE_FIRST_REPLY_TIMEOUT_S
+        self._is_service_on = False
+        answer = self._client.request("GET", self.EVENTS_PATH, self.HEADERS, timeout_s=seconds)
+        self._is_service_on = True
+        events = parse_json_object(self._client.require_ok(self.EVENTS_PATH, answer).body).get(
+            "Events", []
+        )
         if not isinstance(events, list):
-            raise SourceError(f"{self._service.base}: a list of events was expected")
-        found = [(event, w) for event in events if (w := self._warned(event)) is not None]
+            raise NoticeSourceError(f"{self._client.base_url}: a list of events was expected")
+        found = [(event, w) for event in events if (w := self._to_warning(event)) is not None]
         with self._lock:
-            self._own = tuple(
-                str(event.get("EventId")) for event, w in found
-                if w.meaning is not Meaning.PAUSE and len(event["Resources"]) == 1
+            self._own_event_ids = tuple(
+                str(event.get("EventId"))
+                for event, w in found
+                if w.disruption is not Disruption.PAUSE
+                and len(event["Resources"]) == 1
                 and event.get("EventStatus") == "Scheduled"
-            )  # fmt: skip
-        return worst([w for _, w in found])
+            )
+        return worst_warning([w for _, w in found])
 
-    def _own_name(self) -> str:
+    def _fetch_machine_name(self) -> str:
         path = "/metadata/instance/compute/name?api-version=2021-02-01&format=text"
-        answer = self._service.good(path, self._service.request("GET", path, self.HEADERS))
+        answer = self._client.require_ok(path, self._client.request("GET", path, self.HEADERS))
         name = answer.body.decode("utf-8", "replace").strip()
         if not name or len(name) > 256 or not name.isprintable() or "<" in name:
-            raise SourceError(f"{self._service.base} does not say this machine's name")
+            raise NoticeSourceError(f"{self._client.base_url} does not say this machine's name")
         return name
 
-    def _warned(self, event: Any) -> Warned | None:
+    def _to_warning(self, event: Any) -> TerminationWarning | None:
         if not isinstance(event, dict) or event.get("EventStatus") == "Completed":
             return None
         kind, mine = str(event.get("EventType")), event.get("Resources")
-        if kind not in AZURE or not isinstance(mine, list):
+        if kind not in AZURE_DISRUPTIONS or not isinstance(mine, list):
             return None
-        if self._name.casefold() not in {str(name).casefold() for name in mine}:
+        if self._machine_name.casefold() not in {str(name).casefold() for name in mine}:
             return None
         at = str(event.get("NotBefore") or "")
         begun = event.get("EventStatus") == "Started"
-        otherwise = 1.0 if begun else SHORTEST
+        otherwise = 1.0 if begun else MIN_NOTICE_S
         left = seconds_until(at, parsedate_to_datetime, self._clock, otherwise)
-        return warned(left, AZURE[kind], f"azure: {kind}", f"{kind} {event.get('EventId')}")
+        return make_warning(
+            left, AZURE_DISRUPTIONS[kind], f"azure: {kind}", f"{kind} {event.get('EventId')}"
+        )
 
     def acknowledge(self) -> None:
         """Start this machine's own events early.
@@ -292,36 +314,36 @@ class Azure(Source):
         a pause, since no run has to leave for it.
         """
         with self._lock:
-            own, self._own = self._own, ()
+            own, self._own_event_ids = self._own_event_ids, ()
         if not own:
             return
         body = json.dumps({"StartRequests": [{"EventId": number} for number in own]}).encode()
         headers = {**self.HEADERS, "Content-Type": "application/json"}
-        self._service.good(
-            self.EVENTS, self._service.request("POST", self.EVENTS, headers, body)
-        )  # fmt: skip
+        self._client.require_ok(
+            self.EVENTS_PATH, self._client.request("POST", self.EVENTS_PATH, headers, body)
+        )
 
 
-class FileSource(Source):
+class FileNoticeSource(NoticeSource):
     """A file that a user or a script writes when the machine is to end: the seconds left.
 
     An empty file means `default_s`.
     """
 
-    def __init__(self, path: Path, seconds: float) -> None:
-        self._path, self._seconds = path, seconds
+    def __init__(self, path: Path, default_s: float) -> None:
+        self._path, self._default_s = path, default_s
 
-    def ask(self) -> Warned | None:
+    def poll(self) -> TerminationWarning | None:
         try:
             said = self._path.read_bytes()[:100].decode("utf-8", "replace").strip()
         except FileNotFoundError:
             return None
         except OSError as error:
-            raise SourceError(f"{self._path}: {error.strerror}") from error
+            raise NoticeSourceError(f"{self._path}: {error.strerror}") from error
         try:
-            seconds = float(said) if said else self._seconds
+            seconds = float(said) if said else self._default_s
         except ValueError:
-            raise SourceError(f"{self._path}: {said!r} is not a number of seconds") from None
+            raise NoticeSourceError(f"{self._path}: {said!r} is not a number of seconds") from None
         if not 0 < seconds < 1e6:
-            raise SourceError(f"{self._path}: {said} seconds make no sense")
-        return warned(seconds, Meaning.GONE, f"file {self._path}", "file")
+            raise NoticeSourceError(f"{self._path}: {said} seconds make no sense")
+        return make_warning(seconds, Disruption.GONE, f"file {self._path}", "file")

@@ -41,14 +41,20 @@ from holdfast.events import (
     SnapshotKept,
 )
 from holdfast.layout import Topology
-from holdfast.policy.saving.emergency import MARGIN, Emergency, Route, at_risk, emergency
-from holdfast.policy.saving.tier_durations import Measured
-from holdfast.policy.saving.tiers import BUCKET, DISK, PEERS, Tiers
+from holdfast.policy.saving.emergency import (
+    DEADLINE_MARGIN_SHARE,
+    EmergencyPlan,
+    SaveRoute,
+    boxes_at_risk,
+    plan_emergency,
+)
+from holdfast.policy.saving.tier_durations import TierMeasurements
+from holdfast.policy.saving.tiers import BUCKET, DISK, PEERS, TierSettings
 from holdfast.wire.waiting import wait_event
 
-NOTICE = "/notice"
+NOTICE_PATH = "/notice"
 """HTTP path of a notice on the agent's control port."""
-ASSUMED = {PEERS: 100e6, DISK: 200e6, BUCKET: 50e6}
+ASSUMED_BYTES_PER_SECOND = {PEERS: 100e6, DISK: 200e6, BUCKET: 50e6}
 """Bytes per second of a tier before the first measurement: a link of 1 Gbit/s, a slow disk."""
 
 
@@ -58,7 +64,7 @@ class Notice:
 
     seconds: float
     nodes: tuple[str, ...] = ()
-    leave: bool = False
+    must_leave: bool = False
     source: str = "notice"
 
     @staticmethod
@@ -70,157 +76,171 @@ class Notice:
         return Notice(seconds, nodes, bool(value.get("leave", False)))
 
 
-class Pending:
+class DeferredNotices:
     """Notices that came while no generation ran, kept for the next one.
 
     Pure: the caller gives the time, in seconds of any steady clock.
     """
 
     def __init__(self) -> None:
-        self._held: dict[tuple[str, tuple[str, ...], bool], tuple[float, Notice]] = {}
+        self._notices: dict[tuple[str, tuple[str, ...], bool], tuple[float, Notice]] = {}
 
-    def hold(self, notice: Notice, now: float) -> None:
+    def add(self, notice: Notice, now: float) -> None:
         """Keep a notice. Of two from one source about the same nodes the later counts."""
-        self._held[notice.source, notice.nodes, notice.leave] = (now + notice.seconds, notice)
+        self._notices[notice.source, notice.nodes, notice.must_leave] = (
+            now + notice.seconds,
+            notice,
+        )
 
-    def take(self, now: float) -> list[Notice]:
+    def take_all(self, now: float) -> list[Notice]:
         """Return and forget all notices, with the seconds that are left.
 
         Notices that make the run leave come first, the soonest first. A mere warning is dropped
         when its time is over. A notice to leave stays valid, with at least a second left.
         """
-        found = [replace(notice, seconds=max(1.0, end - now))
-                 for end, notice in self._held.values() if notice.leave or end > now]  # fmt: skip
-        self._held.clear()
-        return sorted(found, key=lambda notice: (not notice.leave, notice.seconds))
+        found = [
+            replace(notice, seconds=max(1.0, end - now))
+            for end, notice in self._notices.values()
+            if notice.must_leave or end > now
+        ]
+        self._notices.clear()
+        return sorted(found, key=lambda notice: (not notice.must_leave, notice.seconds))
 
 
-class Notices:
+class NoticeHandler:
     """The notices of a run, and the resulting requests to its workers. Lives in the agent's event
     loop."""
 
     def __init__(
         self, config: RunConfig, emit: Callable[[Event], object], say: Callable[[str], None]
     ) -> None:
-        self.measured = Measured()
+        self.measurements = TierMeasurements()
         self._config, self._emit, self._say = config, emit, say
         self._folder_survives = config.checkpoint.folder_survives
-        self._present = Tiers.of(config.checkpoint).present
-        self._request = 0
-        self._into: tuple[int, ...] = ()
+        self._available_tiers = TierSettings.from_config(config.checkpoint).present
+        self._request_number = 0
+        self._requested_tiers: tuple[int, ...] = ()
         self._deadline: float | None = None
-        self._brief = False
-        self._kept = -1  # the newest step of this generation that a peer has
-        self._owed: int | None = None  # the step of a durable save that a new generation cut off
-        self._news = asyncio.Event()
+        self._is_peer_copy_enough = False
+        self._peer_copy_step = -1  # the newest step of this generation that a peer has
+        self._owed_save_step: int | None = (
+            None  # the step of a durable save that a new generation cut off
+        )
+        self._snapshot_kept = asyncio.Event()
 
     # --- what is done about it ------------------------------------------------------------------
-    def heard(self, notice: Notice, topology: Topology, step: int) -> Emergency:
+    def handle_notice(self, notice: Notice, topology: Topology, step: int) -> EmergencyPlan:
         """Choose the tiers, record the choice and request the save. Raises ValueError for an
         unknown node."""
         nodes = notice.nodes or tuple(sorted(set(topology.nodes)))
         table = state_table(self._config.model, self._config.train.precision)
-        lost = at_risk(topology, table, nodes)
-        plan = emergency(notice.seconds, lost.bytes, self.routes(lost.bytes))
-        self._emit(NoticeReceived(
-            notice.seconds, list(nodes), notice.leave, notice.source, step=step))  # fmt: skip
-        self._emit(EmergencyPlanned(
-            list(plan.tiers), notice.seconds, lost.bytes, plan.reason, step=step))  # fmt: skip
+        lost = boxes_at_risk(topology, table, nodes)
+        plan = plan_emergency(notice.seconds, lost.bytes, self.save_routes(lost.bytes))
+        self._emit(
+            NoticeReceived(notice.seconds, list(nodes), notice.must_leave, notice.source, step=step)
+        )
+        self._emit(
+            EmergencyPlanned(list(plan.tiers), notice.seconds, lost.bytes, plan.reason, step=step)
+        )
         self._say(f"{', '.join(nodes)} will be gone in {notice.seconds:g} s: {plan.reason}")
-        chosen = plan.tiers or self._quickest(lost.bytes)
-        if notice.leave:
-            self._deadline = time.monotonic() + notice.seconds * (1 - MARGIN / 2)
+        chosen = plan.tiers or self._quickest_tier(lost.bytes)
+        if notice.must_leave:
+            self._deadline = time.monotonic() + notice.seconds * (1 - DEADLINE_MARGIN_SHARE / 2)
             # A bucket that will have it gets it from a durable save, and keeps it for good.
-            self._brief = PEERS in chosen and not {DISK, BUCKET} & set(chosen)
+            self._is_peer_copy_enough = PEERS in chosen and not {DISK, BUCKET} & set(chosen)
         else:
-            self._request += 1
+            self._request_number += 1
             # The bucket is fed from the run folder, wherever that is.
             fed = BUCKET in chosen and DISK not in chosen
-            self._into = (*chosen, DISK) if fed else tuple(chosen)
+            self._requested_tiers = (*chosen, DISK) if fed else tuple(chosen)
         return plan
 
-    def routes(self, nbytes: int) -> tuple[Route, ...]:
+    def save_routes(self, nbytes: int) -> tuple[SaveRoute, ...]:
         """Return the ways out of this machine, as measured.
 
         A save begins at the next step boundary, and the bucket is fed from the run store.
         """
-        wait = self.measured.step_seconds
+        wait = self.measurements.usual_step_s
         speed = {
-            tier: self.measured.bytes_per_second(tier) or assumed
-            for tier, assumed in ASSUMED.items()
+            tier: self.measurements.bytes_per_second(tier) or assumed
+            for tier, assumed in ASSUMED_BYTES_PER_SECOND.items()
         }
-        links = {PEERS: (wait, "network"), DISK: (wait, "disk"),
-                 BUCKET: (wait + nbytes / speed[DISK], "network")}  # fmt: skip
+        links = {
+            PEERS: (wait, "network"),
+            DISK: (wait, "disk"),
+            BUCKET: (wait + nbytes / speed[DISK], "network"),
+        }
         return tuple(
-            Route(tier, speed[tier], seconds, tier != DISK or self._folder_survives, link)
-            for tier, (seconds, link) in links.items() if tier in self._present
-        )  # fmt: skip
+            SaveRoute(tier, speed[tier], seconds, tier != DISK or self._folder_survives, link)
+            for tier, (seconds, link) in links.items()
+            if tier in self._available_tiers
+        )
 
-    def _quickest(self, nbytes: int) -> tuple[int, ...]:
-        routes = self.routes(nbytes)
-        surviving = [route for route in routes if route.survives] or routes
-        return (min(surviving, key=lambda route: route.needs(nbytes)).tier,)
+    def _quickest_tier(self, nbytes: int) -> tuple[int, ...]:
+        routes = self.save_routes(nbytes)
+        surviving = [route for route in routes if route.survives_loss] or routes
+        return (min(surviving, key=lambda route: route.seconds_for(nbytes)).tier,)
 
     # --- replies to the workers -----------------------------------------------------------------
-    def answer(self, rank: int, first: int = 0) -> dict[str, Any]:
+    def worker_reply_fields(self, rank: int, first_rank: int = 0) -> dict[str, Any]:
         """Return this handler's fields of the reply to a worker's report.
 
         first_rank: the rank of this node that passes the requests on for all, with its vote.
         """
-        told: dict[str, Any] = {"brief": self._brief}
-        if rank == first:
-            told |= {"request": self._request, "into": list(self._into)}
+        told: dict[str, Any] = {"brief": self._is_peer_copy_enough}
+        if rank == first_rank:
+            told |= {"request": self._request_number, "into": list(self._requested_tiers)}
         if rank == 0:
-            told["durations"] = self.measured.to_json()
+            told["durations"] = self.measurements.to_json()
         return told
 
-    def begin(self) -> None:
+    def begin_generation(self) -> None:
         """Begin a generation: peers' copies of older generations are not its state."""
-        self._kept = -1
+        self._peer_copy_step = -1
 
     # --- leaving --------------------------------------------------------------------------------
-    def seconds_left(self) -> float | None:
+    def time_left_s(self) -> float | None:
         """Return the seconds until this machine ends, minus a margin; None without a deadline."""
         return None if self._deadline is None else self._deadline - time.monotonic()
 
     def observe(self, record: Record) -> None:
-        self.measured.observe(record)
+        self.measurements.observe(record)
         if isinstance(record.event, GenerationStarted):
-            self.begin()
+            self.begin_generation()
         elif isinstance(record.event, SnapshotKept):
-            self._kept = max(self._kept, record.event.step)
-            self._news.set()
+            self._peer_copy_step = max(self._peer_copy_step, record.event.step)
+            self._snapshot_kept.set()
         elif isinstance(record.event, CheckpointFailed):
             if 0 < record.event.generation < record.generation:
-                self._owe(record.event.step)
+                self._request_owed_save(record.event.step)
         elif isinstance(record.event, CheckpointCommitted):
-            self._made_good(record.event.step)
+            self._settle_owed_save(record.event.step)
 
-    def _made_good(self, step: int) -> None:
-        if self._owed is not None and step >= self._owed:
-            self._owed, self._into = None, ()
+    def _settle_owed_save(self, step: int) -> None:
+        if self._owed_save_step is not None and step >= self._owed_save_step:
+            self._owed_save_step, self._requested_tiers = None, ()
 
-    def _owe(self, step: int) -> None:
+    def _request_owed_save(self, step: int) -> None:
         """Request a durable save in place of one that a new generation cut off: its writer is
         fenced.
 
         Request it at once: if nodes come and go, the next regular save may be cut off too.
         """
-        self._owed = step
-        self._request += 1
-        self._into = tuple(dict.fromkeys((*self._into, DISK)))
+        self._owed_save_step = step
+        self._request_number += 1
+        self._requested_tiers = tuple(dict.fromkeys((*self._requested_tiers, DISK)))
 
-    async def not_kept(self, step: int) -> str | None:
+    async def wait_for_peer_copy(self, step: int) -> str | None:
         """Wait for a peer's copy of the state after `step`, if the run leaves with a snapshot for
         peers.
 
         Return why no peer has it when time is up; None otherwise.
         """
-        if not self._brief or self._deadline is None:
+        if not self._is_peer_copy_enough or self._deadline is None:
             return None
-        while self._kept < step:
-            self._news.clear()
+        while self._peer_copy_step < step:
+            self._snapshot_kept.clear()
             left = self._deadline - time.monotonic()
-            if not await wait_event(self._news, max(0.0, left)):
+            if not await wait_event(self._snapshot_kept, max(0.0, left)):
                 return "time was up before a peer had it"
         return None

@@ -20,23 +20,23 @@ from typing import Any
 import psutil
 
 
-def main(address: str, node: str, every: float) -> None:
+def main(address: str, node_id: str, interval_s: float) -> None:
     threading.Thread(target=_end_with_agent, daemon=True).start()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
         signal.signal(
             number, signal.SIG_IGN
         )  # sent to every process of a job, they are the agent's
     try:
-        state = _connected(address)
-        own = node or _own_node(state.node_table())
+        state = _connect(address)
+        own = node_id or _find_own_node_id(state.node_table())
         while True:
-            _say({"deadline_ms": state.get_draining_nodes().get(own)})
-            time.sleep(every)
+            _print_message({"deadline_ms": state.get_draining_nodes().get(own)})
+            time.sleep(interval_s)
     except Exception as error:  # whatever ray raises: the agent is told, and starts another child
-        _say({"error": f"{type(error).__name__}: {error}"})
+        _print_message({"error": f"{type(error).__name__}: {error}"})
 
 
-def _connected(address: str) -> Any:
+def _connect(address: str) -> Any:
     """Connect to Ray's head; return Ray's own view of it. Private, as is every way to the draining
     nodes."""
     state = importlib.import_module("ray._private.state").GlobalState()
@@ -47,13 +47,14 @@ def _connected(address: str) -> Any:
     return state
 
 
-def _own_node(table: list[dict[str, Any]]) -> str:
+def _find_own_node_id(table: list[dict[str, Any]]) -> str:
     """Return the one node with an address of this machine."""
     here = {a.address for found in psutil.net_if_addrs().values() for a in found}
     own = [n["NodeID"] for n in table if n.get("Alive") and n.get("NodeManagerAddress") in here]
     if len(own) != 1:
-        raise ValueError(f"{len(own)} nodes have an address of this machine; set "
-                         "HOLDFAST_RAY_NODE_ID")  # fmt: skip
+        raise ValueError(
+            f"{len(own)} nodes have an address of this machine; set HOLDFAST_RAY_NODE_ID"
+        )
     return str(own[0])
 
 
@@ -62,8 +63,8 @@ def _end_with_agent() -> None:
     os._exit(0)
 
 
-def _say(what: dict[str, Any]) -> None:
-    print(json.dumps(what), flush=True)
+def _print_message(message: dict[str, Any]) -> None:
+    print(json.dumps(message), flush=True)
 
 
 if __name__ == "__main__":

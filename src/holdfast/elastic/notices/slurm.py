@@ -23,121 +23,141 @@ import time
 from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 
-from holdfast.elastic.notices.source import Meaning, Source, Warned, warned
+from holdfast.elastic.notices.source import (
+    Disruption,
+    NoticeSource,
+    TerminationWarning,
+    make_warning,
+)
 from holdfast.errors import ConfigError
 
-KILL_WAIT = 30.0
+DEFAULT_KILL_WAIT_S = 30.0
 """Slurm's default of KillWait."""
-ANSWER_SECONDS = 3.0
-ASK_SECONDS = 30.0
-AT_WORK = frozenset({"RUNNING", "SIGNALING", "RESIZING"})
-AGAIN = (0.2, 0.4)
+SLURM_COMMAND_TIMEOUT_S = 3.0
+SIGNAL_WAIT_S = 30.0
+RUNNING_JOB_STATES = frozenset({"RUNNING", "SIGNALING", "RESIZING"})
+END_TIME_RETRY_DELAYS_S = (0.2, 0.4)
 """Seconds between requests after a SIGTERM whose reason is not known."""
-MOVED = 5.0
+MIN_END_TIME_SHIFT_S = 5.0
 """Least seconds by which an end must be nearer to count as moved: times are given in whole seconds.
 """
 
 
-def slurm(grace: float, environment: Mapping[str, str], clock: Callable[[], float]) -> Slurm:
+def make_slurm_source(
+    grace_s: float, environment: Mapping[str, str], clock: Callable[[], float]
+) -> SlurmSource:
     """Return a source for this process's job. Raises ConfigError if it runs in no job."""
     job = environment.get("SLURM_JOB_ID", "")
     if not job.isdigit():
         raise ConfigError(
-            "this process runs in no Slurm job: SLURM_JOB_ID is not set", where="cluster.notices",
+            "this process runs in no Slurm job: SLURM_JOB_ID is not set",
+            where="cluster.notices",
             remedy="start it by sbatch or srun, or use none",
-        )  # fmt: skip
-    return Slurm(job, grace, environment, clock)
+        )
+    return SlurmSource(job, grace_s, environment, clock)
 
 
-class Slurm(Source):
+class SlurmSource(NoticeSource):
     def __init__(
-        self, job: str, grace: float, environment: Mapping[str, str], clock: Callable[[], float]
+        self, job: str, grace_s: float, environment: Mapping[str, str], clock: Callable[[], float]
     ) -> None:
         """grace_s: seconds from SIGTERM to SIGKILL; 0: as Slurm is configured."""
-        self._job, self._grace = job, grace
+        self._job, self._grace_s = job, grace_s
         self._environment, self._clock = dict(environment), clock
-        self._first: float | None = None  # the job's end as it was at first
-        self._learnt = False
-        self._came: list[int] = []
-        self._news = threading.Condition()
+        self._initial_end_time: float | None = None  # the job's end as it was at first
+        self._has_read_settings = False
+        self._received_signals: list[int] = []
+        self._signal_received = threading.Condition()
 
-    def signals(self) -> Mapping[int, Callable[[], None]]:
+    def signal_handlers(self) -> Mapping[int, Callable[[], None]]:
         return {
-            number: lambda number=number: self.signalled(number)  # type: ignore[misc]
+            number: lambda number=number: self.on_signal(number)  # type: ignore[misc]
             for number in (signal.SIGUSR1, signal.SIGTERM)
         }
 
-    def signalled(self, number: int) -> None:
+    def on_signal(self, number: int) -> None:
         """Note a signal to this process. Returns at once."""
-        with self._news:
-            self._came.append(number)
-            self._news.notify_all()
+        with self._signal_received:
+            self._received_signals.append(number)
+            self._signal_received.notify_all()
 
-    def ask(self) -> Warned | None:
-        if not self._learnt:
-            self._learnt = True
-            self.learn()
-        with self._news:
-            if not self._came:
-                self._news.wait(ASK_SECONDS)
-            if not self._came:
+    def poll(self) -> TerminationWarning | None:
+        if not self._has_read_settings:
+            self._has_read_settings = True
+            self.read_settings()
+        with self._signal_received:
+            if not self._received_signals:
+                self._signal_received.wait(SIGNAL_WAIT_S)
+            if not self._received_signals:
                 return None
             # Both at once: the kill follows SIGTERM.
-            number = max(self._came, key=lambda n: n == signal.SIGTERM)
-            self._came.clear()
+            number = max(self._received_signals, key=lambda n: n == signal.SIGTERM)
+            self._received_signals.clear()
         name = signal.Signals(number).name
-        return warned(self.left(number), Meaning.GONE, f"slurm: {name}", name)
+        return make_warning(
+            self.seconds_until_kill(number), Disruption.GONE, f"slurm: {name}", name
+        )
 
-    def learn(self) -> None:
+    def read_settings(self) -> None:
         """Read the settings at the start: there is no time for that after a signal."""
         at_first = self._environment.get("SLURM_JOB_END_TIME", "")
-        self._first = self._end() or (float(at_first) if at_first.isdigit() else None)
-        if not self._grace:
-            settings = self._says("scontrol", "show", "config")
+        self._initial_end_time = self._read_end_time() or (
+            float(at_first) if at_first.isdigit() else None
+        )
+        if not self._grace_s:
+            settings = self._run_command("scontrol", "show", "config")
             found = re.search(r"^KillWait\s*=\s*(\d+) sec", settings, re.MULTILINE)
-            self._grace = float(found[1]) if found else KILL_WAIT
+            self._grace_s = float(found[1]) if found else DEFAULT_KILL_WAIT_S
 
-    def left(self, number: int) -> float:
+    def seconds_until_kill(self, number: int) -> float:
         """Return the seconds until the job is killed."""
-        now = self._end()
+        now = self._read_end_time()
         if number != signal.SIGTERM:
-            end = now or self._first
-            return self._grace if end is None else max(1.0, end - self._clock())
-        for wait in AGAIN:
-            if self._nearer(now):
+            end = now or self._initial_end_time
+            return self._grace_s if end is None else max(1.0, end - self._clock())
+        for wait in END_TIME_RETRY_DELAYS_S:
+            if self._is_moved_nearer(now):
                 break
             time.sleep(wait)  # Slurm may be quicker to send the signal than to say so
-            now = self._end()
-        left = now - self._clock() if now is not None and self._nearer(now) else 0.0
-        return left if left > 1.0 else self._grace
+            now = self._read_end_time()
+        left = now - self._clock() if now is not None and self._is_moved_nearer(now) else 0.0
+        return left if left > 1.0 else self._grace_s
 
-    def _nearer(self, end: float | None) -> bool:
-        return end is not None and (self._first is None or end < self._first - MOVED)
+    def _is_moved_nearer(self, end: float | None) -> bool:
+        return end is not None and (
+            self._initial_end_time is None or end < self._initial_end_time - MIN_END_TIME_SHIFT_S
+        )
 
-    def _end(self) -> float | None:
+    def _read_end_time(self) -> float | None:
         """Return when the job will end, in seconds since 1970, by squeue; None if squeue does not
         tell.
 
         Also return None for a job that does not run any more: squeue then gives the end of its next
         try.
         """
-        said = self._says("squeue", "--noheader", "--job", self._job, "--format", "%T %e").split()
-        if len(said) != 2 or said[0] not in AT_WORK:
+        said = self._run_command(
+            "squeue", "--noheader", "--job", self._job, "--format", "%T %e"
+        ).split()
+        if len(said) != 2 or said[0] not in RUNNING_JOB_STATES:
             return None
         try:
             return datetime.fromisoformat(said[1]).replace(tzinfo=UTC).timestamp()
         except ValueError:
             return None
 
-    def _says(self, *command: str) -> str:
+    def _run_command(self, *command: str) -> str:
         """Return the output of a Slurm command; "" if it fails or takes too long."""
         # Slurm prints times in the caller's time zone.
         environment = self._environment | {"TZ": "UTC", "SLURM_TIME_FORMAT": "standard"}
         try:
             done = subprocess.run(
-                command, env=environment, capture_output=True, timeout=ANSWER_SECONDS,
-                stdin=subprocess.DEVNULL, check=False,
-            )  # fmt: skip
+                command,
+                env=environment,
+                capture_output=True,
+                timeout=SLURM_COMMAND_TIMEOUT_S,
+                stdin=subprocess.DEVNULL,
+                check=False,
+            )
         except (OSError, subprocess.SubprocessError):
             return ""
         return done.stdout.decode("utf-8", "replace") if done.returncode == 0 else ""

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from holdfast.elastic.protocol.generation_outcome import NodeOutcome
-from holdfast.policy.membership.transitions import Directive, Order, Stage
+from holdfast.policy.membership.transitions import Directive, NodeCommand, NodeStage
 
 JOIN, BEAT = "/join", "/beat"
 
@@ -16,12 +16,12 @@ JOIN_FIRST, REPLACED = "join", "replaced"
 """Orders to an agent that the coordinator does not know, or knows as another process by now."""
 
 
-HANG = "hang"
+HANG_REASON = "hang"
 """Reason for ending a generation whose workers all wait."""
 
 
 @dataclass
-class Known:
+class NodeReport:
     """An agent's report, beyond what the decisions need.
 
     join_info: from when it joined.
@@ -29,9 +29,9 @@ class Known:
         yet.
     """
 
-    told: Mapping[str, Any]
-    held: NodeOutcome | None = None
-    at: int = 0
+    join_info: Mapping[str, Any]
+    node_outcome: NodeOutcome | None = None
+    generation: int = 0
 
 
 @dataclass(frozen=True)
@@ -53,26 +53,38 @@ class JoinRequest:
     places: int
     told: Mapping[str, Any]
     at: int
-    stage: Stage
+    stage: NodeStage
     held: NodeOutcome | None = None
     ready: int | None = None
     wait: float = 0.0
 
     def to_json(self) -> dict[str, Any]:
         return {
-            "name": self.name, "mark": self.mark, "places": self.places, "told": dict(self.told),
-            "at": self.at, "stage": self.stage.value, "held": _held_json(self.held),
-            "ready": self.ready, "wait": self.wait,
-        }  # fmt: skip
+            "name": self.name,
+            "mark": self.mark,
+            "places": self.places,
+            "told": dict(self.told),
+            "at": self.at,
+            "stage": self.stage.value,
+            "held": _held_json(self.held),
+            "ready": self.ready,
+            "wait": self.wait,
+        }
 
     @staticmethod
     def from_json(value: Mapping[str, Any]) -> JoinRequest:
         """Parse the message. Raises KeyError, TypeError and ValueError if it is malformed."""
         return JoinRequest(
-            str(value["name"]), str(value["mark"]), int(value["places"]), dict(value["told"]),
-            int(value["at"]), Stage(value["stage"]), _held(value), _ready(value),
+            str(value["name"]),
+            str(value["mark"]),
+            int(value["places"]),
+            dict(value["told"]),
+            int(value["at"]),
+            NodeStage(value["stage"]),
+            _held(value),
+            _ready(value),
             float(value.get("wait", 0.0)),
-        )  # fmt: skip
+        )
 
 
 @dataclass(frozen=True)
@@ -94,7 +106,7 @@ class Heartbeat:
     term: int
     doing: Directive
     at: int
-    stage: Stage
+    stage: NodeStage
     leaving: float = 0.0
     held: NodeOutcome | None = None
     ready: int | None = None
@@ -105,27 +117,40 @@ class Heartbeat:
 
     def to_json(self) -> dict[str, Any]:
         return {
-            "name": self.name, "mark": self.mark, "term": self.term,
-            "doing": [self.doing.order.value, self.doing.generation], "leaving": self.leaving,
-            "at": self.at, "stage": self.stage.value, "held": _held_json(self.held),
+            "name": self.name,
+            "mark": self.mark,
+            "term": self.term,
+            "doing": [self.doing.command.value, self.doing.generation],
+            "leaving": self.leaving,
+            "at": self.at,
+            "stage": self.stage.value,
+            "held": _held_json(self.held),
             "ready": self.ready,
             **({"misses": list(self.misses)} if self.misses else {}),
             **({"still": self.still} if self.still else {}),
             **({"paces": self.paces} if self.paces else {}),
             "wait": self.wait,
-        }  # fmt: skip
+        }
 
     @staticmethod
     def from_json(value: Mapping[str, Any]) -> Heartbeat:
         """Parse the message. Raises KeyError, TypeError and ValueError if it is malformed."""
         order, generation = value["doing"]
         return Heartbeat(
-            str(value["name"]), str(value["mark"]), int(value["term"]),
-            Directive(Order(order), int(generation)), int(value["at"]), Stage(value["stage"]),
-            float(value.get("leaving", 0.0)), _held(value), _ready(value),
-            tuple(map(str, value.get("misses", ()))), dict(value.get("still", {})),
-            value.get("paces", ()), float(value["wait"]),
-        )  # fmt: skip
+            str(value["name"]),
+            str(value["mark"]),
+            int(value["term"]),
+            Directive(NodeCommand(order), int(generation)),
+            int(value["at"]),
+            NodeStage(value["stage"]),
+            float(value.get("leaving", 0.0)),
+            _held(value),
+            _ready(value),
+            tuple(map(str, value.get("misses", ()))),
+            dict(value.get("still", {})),
+            value.get("paces", ()),
+            float(value["wait"]),
+        )
 
 
 def _held_json(held: NodeOutcome | None) -> dict[str, Any]:

@@ -6,15 +6,15 @@ import signal
 
 DONE = 0  # finished or left, and said so in its last report
 CRASHED = 1  # a bug: the traceback stands in the worker's log
-USER = 2  # something the person at the keyboard must mend: a restart would not
+USER_ERROR = 2  # something the person at the keyboard must mend: a restart would not
 NON_FINITE = 65  # a loss or gradient was NaN or infinite: the same data would give it again
-ROTTEN = 74  # the checkpoint to begin from is not whole: begin from the next older one
+CORRUPT_CHECKPOINT = 74  # the checkpoint to begin from is not whole: begin from the next older one
 PEER_LOST = 75  # a collective failed because another rank is gone
 FENCED = 76  # a newer generation or term exists
 AGENT_LOST = 79  # the lifeline ended
 
 
-def describe(code: int) -> str:
+def describe_exit_code(code: int) -> str:
     """Return an exit code of `os.waitstatus_to_exitcode` in words; a negative code is a signal."""
     if code < 0:
         try:
@@ -25,7 +25,7 @@ def describe(code: int) -> str:
         PEER_LOST: "lost its peers",
         FENCED: "fenced by a newer generation",
         NON_FINITE: "not finite",
-        ROTTEN: "a corrupt checkpoint",
+        CORRUPT_CHECKPOINT: "a corrupt checkpoint",
         AGENT_LOST: "lost its agent",
     }
     return f"exit {code} ({words[code]})" if code in words else f"exit {code}"

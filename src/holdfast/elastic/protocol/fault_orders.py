@@ -21,7 +21,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-POINTS: dict[str, str] = {
+FAULT_POINTS: dict[str, str] = {
     "begin": "a step is opened",
     "forward": "before the first microbatch",
     "backward": "a gradient has just come out of a backward pass",
@@ -37,12 +37,12 @@ POINTS: dict[str, str] = {
     "moving": "in a recovery: state is about to be sent",
     "restoring": "in a recovery: a checkpoint or snapshot is about to be read",
 }
-RECOVERY = ("agreeing", "regrouping", "moving", "restoring")
+RECOVERY_POINTS = ("agreeing", "regrouping", "moving", "restoring")
 """Points outside any step: an order for them waits for a generation after `generation`."""
 
 
 @dataclass(frozen=True)
-class Order:
+class FaultOrder:
     """One fault in a worker.
 
     deed: see `elastic/worker/fault_injection.py`.
@@ -61,7 +61,7 @@ class Order:
 
 
 @dataclass(frozen=True)
-class Wrong:
+class CorruptLossRule:
     """Microbatches, from step `first` to `last`, whose loss is NaN whenever it is computed.
 
     microbatch: one of each step; None: all.
@@ -75,13 +75,13 @@ class Wrong:
     node: str = ""
     times: float | None = None
 
-    def hits(self, step: int, microbatch: int, node: str) -> bool:
+    def applies_to(self, step: int, microbatch: int, node: str) -> bool:
         here = self.microbatch in (None, microbatch) and self.node in ("", node)
         return here and self.first <= step <= self.last
 
 
 @dataclass(frozen=True)
-class Hit:
+class FaultHit:
     """The record of a worker that was about to carry an order out."""
 
     number: int
@@ -92,12 +92,12 @@ class Hit:
     node: str
 
 
-class Armoury:
+class FaultOrders:
     """The folder, for both sides: the injecting program and the workers."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._known: dict[str, Order] = {}
+        self._order_cache: dict[str, FaultOrder] = {}
 
     # --- the injecting program --------------------------------------------------------------------
     def prepare(self, gate: int | None = None) -> None:
@@ -108,30 +108,30 @@ class Armoury:
     def open_gate(self, step: int) -> None:
         self._write("gate", str(step))
 
-    def arm(self, order: Order) -> None:
+    def arm(self, order: FaultOrder) -> None:
         self._write(f"{order.number}.order", json.dumps(asdict(order)))
 
     def disarm(self, number: int) -> None:
         (self.folder / f"{number}.order").unlink(missing_ok=True)
 
-    def hit(self, number: int) -> Hit | None:
+    def read_hit(self, number: int) -> FaultHit | None:
         """Return the worker that carries the order out; None: none so far."""
         try:
-            return Hit(**json.loads((self.folder / f"{number}.hit").read_bytes()))
+            return FaultHit(**json.loads((self.folder / f"{number}.hit").read_bytes()))
         except (FileNotFoundError, ValueError):  # not there, or not whole yet
             return None
 
-    def when(self, number: int) -> float:
+    def hit_time(self, number: int) -> float:
         """Return the time of a hit, on this machine's wall clock."""
         return (self.folder / f"{number}.hit").stat().st_mtime
 
-    def done(self, number: int) -> None:
+    def mark_done(self, number: int) -> None:
         self._write(f"{number}.done", "")
 
-    def make_wrong(self, *wrong: Wrong) -> None:
+    def set_corrupt_losses(self, *wrong: CorruptLossRule) -> None:
         self._write("wrong", json.dumps([asdict(one) for one in wrong]))
 
-    def make_slow(self, seconds: Mapping[int, float]) -> None:
+    def set_slow_ranks(self, seconds: Mapping[int, float]) -> None:
         """Set the seconds by rank, for each microbatch. Ranks that are not named are not slowed any
         more."""
         self._write("slow", json.dumps(dict(seconds)))
@@ -152,22 +152,26 @@ class Armoury:
             return None
 
     @property
-    def wrong(self) -> list[Wrong]:
+    def corrupt_loss_rules(self) -> list[CorruptLossRule]:
         try:
-            return [Wrong(**one) for one in json.loads((self.folder / "wrong").read_bytes())]
+            return [
+                CorruptLossRule(**one) for one in json.loads((self.folder / "wrong").read_bytes())
+            ]
         except FileNotFoundError:
             return []
 
-    def slow(self, rank: int) -> float:
+    def slowdown_s(self, rank: int) -> float:
         """Return the seconds that each microbatch takes this rank longer."""
         try:
             return float(json.loads((self.folder / "slow").read_bytes()).get(str(rank), 0.0))
         except FileNotFoundError:
             return 0.0
 
-    def due(self, point: str, step: int, rank: int, world: int, generation: int) -> Order | None:
+    def find_due(
+        self, point: str, step: int, rank: int, world: int, generation: int
+    ) -> FaultOrder | None:
         """Return the order that this rank must carry out here and now, if any."""
-        for order in self._orders():
+        for order in self._read_orders():
             if order.point != point or order.rank % world != rank:
                 continue
             if order.step not in (0, step) or generation <= order.generation:
@@ -176,7 +180,7 @@ class Armoury:
                 return order
         return None
 
-    def claim(self, hit: Hit) -> bool:
+    def claim(self, hit: FaultHit) -> bool:
         """Claim an order; return True if this worker must carry it out. Durable when it returns."""
         try:
             file = os.open(self.folder / f"{hit.number}.hit", os.O_WRONLY | os.O_CREAT | os.O_EXCL)
@@ -192,14 +196,16 @@ class Armoury:
     def is_done(self, number: int) -> bool:
         return (self.folder / f"{number}.done").exists()
 
-    def _orders(self) -> Iterator[Order]:
+    def _read_orders(self) -> Iterator[FaultOrder]:
         try:
             names = [name for name in os.listdir(self.folder) if name.endswith(".order")]
         except FileNotFoundError:
             return
         for name in names:
-            if name not in self._known:
+            if name not in self._order_cache:
                 with suppress(FileNotFoundError):
-                    self._known[name] = Order(**json.loads((self.folder / name).read_bytes()))
-            if name in self._known:
-                yield self._known[name]
+                    self._order_cache[name] = FaultOrder(
+                        **json.loads((self.folder / name).read_bytes())
+                    )
+            if name in self._order_cache:
+                yield self._order_cache[name]

@@ -10,27 +10,27 @@ import socket
 from collections.abc import Iterator
 from typing import Any
 
-from holdfast.core.json_parsing import parsed
+from holdfast.core.json_parsing import parse_json
 
 
-def encode(message: dict[str, Any]) -> bytes:
+def encode_message(message: dict[str, Any]) -> bytes:
     return json.dumps(message, separators=(",", ":")).encode() + b"\n"
 
 
-class Lines:
+class LineDecoder:
     """Cuts received bytes into messages."""
 
     def __init__(self) -> None:
-        self._rest = b""
+        self._buffer = b""
 
     def feed(self, data: bytes) -> Iterator[dict[str, Any]]:
         """Yield the messages that `data` completes."""
-        *whole, self._rest = (self._rest + data).split(b"\n")
+        *whole, self._buffer = (self._buffer + data).split(b"\n")
         for line in whole:
-            yield parsed(line)
+            yield parse_json(line)
 
 
-def receive(control: socket.socket, lines: Lines) -> list[dict[str, Any]] | None:
+def receive_messages(control: socket.socket, decoder: LineDecoder) -> list[dict[str, Any]] | None:
     """Return the messages on a readable socket; None when the other end is closed."""
     data = control.recv(1 << 16)
-    return list(lines.feed(data)) if data else None
+    return list(decoder.feed(data)) if data else None

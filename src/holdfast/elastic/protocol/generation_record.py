@@ -15,9 +15,9 @@ from typing import Any
 from holdfast.core.data.skips import Skips
 from holdfast.errors import CorruptError
 from holdfast.layout import Topology
-from holdfast.policy.detection.bad_steps import Retry
+from holdfast.policy.detection.bad_steps import StepRetry
 from holdfast.wire.store.run_store import RunStore
-from holdfast.wire.term import generation_key, object_of
+from holdfast.wire.term import generation_key, read_generation
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ class GenerationRecord:
     came_from: tuple[int | None, ...] | None = None
     previous: PreviousState | None = None
     skips: Skips = field(default_factory=Skips)
-    retry: Retry | None = None
+    retry: StepRetry | None = None
     reason: str = ""
     stopping: str = ""
     term: int = 0
@@ -119,7 +119,7 @@ class GenerationRecord:
             came_from=None if came_from is None else tuple(came_from),
             previous=PreviousState.from_json(previous) if previous else None,
             skips=Skips.from_json(value.get("skips")),
-            retry=None if retry is None else Retry.from_json(retry),
+            retry=None if retry is None else StepRetry.from_json(retry),
             reason=str(value.get("reason", "")),
             stopping=str(value.get("closing", "")),
             term=int(value.get("term", 0)),
@@ -133,7 +133,7 @@ class GenerationRecord:
 
 def record_of(store: RunStore, generation: int) -> GenerationRecord:
     """Read a record. Raises MissingKeyError, CorruptError, and what the run store raises."""
-    value = object_of(store, generation)
+    value = read_generation(store, generation)
     try:
         return GenerationRecord.from_json(value)
     except (AttributeError, KeyError, TypeError, ValueError) as error:

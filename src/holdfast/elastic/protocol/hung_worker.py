@@ -6,18 +6,20 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-NOBODY = -1
+ALL_RANKS = -1
 """In place of a rank: all ranks are stalled, and no report names the rank that they wait for."""
 
 
-_STEP_BITS = 32
+_PROGRESS_COUNT_BITS = 32
 
 
-_ALL_MARKS = (1 << _STEP_BITS) - 1  # whoever holds has passed all points of its step
+_MAX_PROGRESS_COUNT = (
+    1 << _PROGRESS_COUNT_BITS
+) - 1  # whoever holds has passed all points of its step
 
 
 @dataclass(frozen=True)
-class Blame:
+class HungWorker:
     """A worker that is given up, its position, and the symptom.
 
     symptom: stopped, silent, behind or progress; stuck, for all ranks.
@@ -25,25 +27,33 @@ class Blame:
 
     rank: int
     step: int
-    marks: int
-    sign: str
-    seconds: float
+    progress_count: int
+    symptom: str
+    stalled_for_s: float
 
     def to_json(self) -> list[Any]:
-        return [self.rank, self.step, self.marks, self.sign, round(self.seconds, 3)]
+        return [
+            self.rank,
+            self.step,
+            self.progress_count,
+            self.symptom,
+            round(self.stalled_for_s, 3),
+        ]
 
     @staticmethod
-    def from_json(row: Iterable[Any]) -> Blame:
+    def from_json(row: Iterable[Any]) -> HungWorker:
         rank, step, marks, sign, seconds = row
-        return Blame(int(rank), int(step), int(marks), str(sign), float(seconds))
+        return HungWorker(int(rank), int(step), int(marks), str(sign), float(seconds))
 
-    def cause(self, phase: str) -> str:
+    def describe(self, phase: str) -> str:
         where = f"in step {self.step}, {phase}"
-        match self.sign:
+        match self.symptom:
             case "stopped":
-                return f"its process was stopped for {self.seconds:.1f} s {where}"
+                return f"its process was stopped for {self.stalled_for_s:.1f} s {where}"
             case "silent":
-                return f"not heard for {self.seconds:.1f} s {where}, while others wait for it"
+                return f"not heard for {self.stalled_for_s:.1f} s {where}, while others wait for it"
             case "behind":
-                return f"no progress for {self.seconds:.1f} s {where}, while others wait for it"
-        return f"no progress for {self.seconds:.3g} s {where}"
+                return (
+                    f"no progress for {self.stalled_for_s:.1f} s {where}, while others wait for it"
+                )
+        return f"no progress for {self.stalled_for_s:.3g} s {where}"

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from holdfast.checkpoint.mover.client import Newest
+from holdfast.checkpoint.mover.client import RestorePoint
 from holdfast.checkpoint.peers.config import Peer
 
 
@@ -23,7 +23,7 @@ class StartState:
     """
 
     step: int = 0
-    restore_point: Newest | None = None
+    restore_point: RestorePoint | None = None
     peers: tuple[Peer, ...] | None = None
     extra_sources: tuple[Peer, ...] = ()
     rendezvous: str = ""
@@ -49,7 +49,7 @@ class StartState:
         newest, machines = value.get("newest"), value["machines"]
         return StartState(
             int(value["step"]),
-            None if newest is None else Newest.from_json(newest),
+            None if newest is None else RestorePoint.from_json(newest),
             None if machines is None else tuple(Peer.from_json(row) for row in machines),
             tuple(Peer.from_json(row) for row in value["sources"]),
             str(value["meet"]),

@@ -6,5 +6,5 @@ AT_WORK = ("compute", "reduce", "vote")
 """Phases of a step; the time between two steps may be long."""
 
 
-LONGEST_POLL = 20.0
+MAX_POLL_WAIT_S = 20.0
 """Seconds after which an unfinished wait is answered, so that no connection looks dead."""

@@ -14,7 +14,7 @@ DEFAULT_ENTRY = "holdfast.elastic.worker.main:run"
 """A worker's main function, `module:function`."""
 
 
-def preloads(config: RunConfig) -> tuple[str, ...]:
+def modules_to_preload(config: RunConfig) -> tuple[str, ...]:
     """Return the modules that this run's workers import in addition to their main function's
     module.
 
@@ -36,7 +36,7 @@ _COMPILER = "torch._dynamo"
 
 
 @dataclass(frozen=True)
-class WorkerBoot:
+class WorkerSpec:
     """All that a worker needs to begin, except the run's secret, which travels separately.
 
     `config` is the RunConfig as JSON (`RunConfig.model_validate` takes it back) and `topology` the
@@ -80,14 +80,14 @@ class WorkerBoot:
     def world_size(self) -> int:
         return len(self.topology["nodes"])
 
-    def placed(self) -> Topology:
+    def parse_topology(self) -> Topology:
         return Topology.from_json(self.topology)
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
 
     @staticmethod
-    def from_json(value: dict[str, Any]) -> WorkerBoot:
+    def from_json(value: dict[str, Any]) -> WorkerSpec:
         """Parse a spec; drop keys of a newer version. Raises TypeError if one is missing."""
-        known = {f.name for f in fields(WorkerBoot)}
-        return WorkerBoot(**{key: item for key, item in value.items() if key in known})
+        known = {f.name for f in fields(WorkerSpec)}
+        return WorkerSpec(**{key: item for key, item in value.items() if key in known})

@@ -14,29 +14,31 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
-from holdfast.checkpoint.capture.capturer import Capturer, Skipped
-from holdfast.checkpoint.capture.chunked_copy import Cost
+from holdfast.checkpoint.capture.capturer import Capturer, SkippedCapture
+from holdfast.checkpoint.capture.chunked_copy import CopyTiming
 from holdfast.checkpoint.capture.reconnecting_capturer import ReconnectingCapturer
-from holdfast.checkpoint.mover.client import SETTLE_SLICE, MoverGoneError
+from holdfast.checkpoint.mover.client import COMMIT_POLL_S, MoverGoneError
 from holdfast.config.checkpoint import CheckpointConfig
 from holdfast.config.run import RunConfig
 from holdfast.core.data.sample_order import BatchSchedule
-from holdfast.elastic.worker.reporter import Reporter
+from holdfast.elastic.worker.reporter import AgentReporter
 from holdfast.errors import FencedError, HoldfastError, UserError
 from holdfast.events import CheckpointCaptured, CheckpointSkipped
-from holdfast.policy.saving.destinations import Into
+from holdfast.policy.saving.destinations import SaveDestinations
 from holdfast.train.state import LocalTensor
 
 Made = TypeVar("Made")
 
-_MOVER_SECONDS = 30.0  # that a mover which is gone is given to come back
-_MOVER_PAUSE = 0.1
+_MOVER_RETURN_TIMEOUT_S = 30.0  # that a mover which is gone is given to come back
+_MOVER_RETRY_DELAY_S = 0.1
 _LATE_SECONDS = 2.0
 """Seconds that a finished step waits for a saver in the making. After that it captures nothing."""
 
 
-def where_there_is_room(
-    make: Callable[[int], Made], rules: CheckpointConfig, ignored: Callable[[str, str], None]
+def make_with_fewer_slots(
+    make: Callable[[int], Made],
+    rules: CheckpointConfig,
+    on_setting_ignored: Callable[[str, str], None],
 ) -> Made:
     """Call `make` with the most slots; if that fails and `checkpoint.slots` is auto, with two."""
     slots = rules.most_slots
@@ -46,11 +48,13 @@ def where_there_is_room(
         other = isinstance(error, FencedError | MoverGoneError | UserError)
         if other or rules.slots != "auto" or slots == 2:
             raise
-        ignored("checkpoint.slots", f"{error}; with two, some saves will wait for each other")
+        on_setting_ignored(
+            "checkpoint.slots", f"{error}; with two, some saves will wait for each other"
+        )
         return make(2)
 
 
-def while_replaced(make: Callable[[], Made], wait: Callable[[float], None]) -> Made:
+def retry_until_mover_is_up(make: Callable[[], Made], wait: Callable[[float], None]) -> Made:
     """Call `make` until a mover serves it. `wait` lets seconds pass, and may raise.
 
     Raises MoverGoneError if there is none for long.
@@ -60,55 +64,66 @@ def while_replaced(make: Callable[[], Made], wait: Callable[[float], None]) -> M
         try:
             return make()
         except MoverGoneError:
-            end = time.monotonic() + _MOVER_SECONDS if end is None else end
+            end = time.monotonic() + _MOVER_RETURN_TIMEOUT_S if end is None else end
             if time.monotonic() >= end:
                 raise
-        wait(_MOVER_PAUSE)
+        wait(_MOVER_RETRY_DELAY_S)
 
 
-class ArenaSaver:
+class SnapshotSaver:
     """Captures snapshots into the mover's arena and announces them in order, after their steps'
     events."""
 
     def __init__(
-        self, capturer: Capturer | ReconnectingCapturer, reporter: Reporter, rank: int,
-        config: RunConfig, check: Callable[[], None] = lambda: None,
-    ) -> None:  # fmt: skip
+        self,
+        capturer: Capturer | ReconnectingCapturer,
+        reporter: AgentReporter,
+        rank: int,
+        config: RunConfig,
+        check: Callable[[], None] = lambda: None,
+    ) -> None:
         """`check` raises if the wait must end."""
         self._check = check
         self._capturer, self._reporter, self._rank = capturer, reporter, rank
-        self._hidden = config.checkpoint.hidden
+        self._copies_in_background = config.checkpoint.hidden
         self._schedule = BatchSchedule(
             config.train.batch_size,
             [(stage.from_step, stage.batch_size) for stage in config.train.batch_warmup],
         )
 
-    def ready(self) -> bool:
-        return self._capturer.ready()
+    def has_free_slot(self) -> bool:
+        return self._capturer.has_free_slot()
 
     def capture(self, step: int, state: Sequence[LocalTensor], wait: float, durable: bool) -> bool:
         """Capture `state`, whose storage must be the storage that the capturer was made with."""
-        made = (self._capturer.begin if self._hidden else self._capturer.capture)(step, wait)
-        if isinstance(made, Skipped):
+        made = (self._capturer.begin if self._copies_in_background else self._capturer.capture)(
+            step, wait
+        )
+        if isinstance(made, SkippedCapture):
             self._reporter.emit(CheckpointSkipped(self._rank, made.reason, step=step))
             return False
 
-        def tell(cost: Cost) -> None:
+        def tell(cost: CopyTiming) -> None:
             if cost.error is None:  # else the announcement will say that there is nothing to save
                 event = CheckpointCaptured(
-                    self._rank, cost.blocked, self._capturer.bytes, cost.copy, cost.fence, durable,
+                    self._rank,
+                    cost.blocked_s,
+                    self._capturer.nbytes,
+                    cost.copy_s,
+                    cost.fence_s,
+                    durable,
                     step=step,
-                )  # fmt: skip
-                self._reporter.mention(event)
+                )
+                self._reporter.emit_lazily(event)
 
-        self._capturer.after(step, tell)
-        self._reporter.foretell()
+        self._capturer.call_when_copied(step, tell)
+        self._reporter.expect_callback()
         return True
 
     def fence(self) -> float:
         return self._capturer.fence()
 
-    def announce(self, step: int, meta: Mapping[str, Any], into: Into) -> None:
+    def announce(self, step: int, meta: Mapping[str, Any], into: SaveDestinations) -> None:
         """Announce a snapshot to the mover on the reporter's thread, once all earlier events are
         durable.
 
@@ -119,43 +134,45 @@ class ArenaSaver:
 
         def tell() -> None:
             skipped = self._capturer.announce(
-                step, {**meta, "position": position}, into.durable, into.copied, into.uploaded
+                step, {**meta, "position": position}, into.is_durable, into.to_peers, into.to_bucket
             )
             if skipped is not None:
                 self._reporter.emit(CheckpointSkipped(self._rank, skipped.reason, step=step))
 
-        self._capturer.after(step, lambda cost: self._reporter.then(tell))
+        self._capturer.call_when_copied(step, lambda cost: self._reporter.call_when_durable(tell))
 
     def close(self) -> None:
         self._capturer.close()
 
-    def settle(self, step: int, seconds: float, durable: bool = True) -> str | None:
+    def wait_until_committed(self, step: int, seconds: float, durable: bool = True) -> str | None:
         """Wait for the save's end. A slow disk is not a hang, so report progress meanwhile."""
         deadline = time.monotonic() + seconds
         self._capturer.fence()
-        unsaved = until_stored(self._reporter, step, deadline, self._check)
+        unsaved = wait_until_stored(self._reporter, step, deadline, self._check)
         if unsaved is not None or not durable:
             return unsaved  # else the mover has it: what becomes of it the agent hears
-        alive = partial(_alive, self._reporter, step, self._check)
-        return self._capturer.settle(step, max(0.0, deadline - time.monotonic()), alive)
+        alive = partial(_report_alive, self._reporter, step, self._check)
+        return self._capturer.wait_until_committed(
+            step, max(0.0, deadline - time.monotonic()), alive
+        )
 
 
-def until_stored(
-    reporter: Reporter, step: int, deadline: float, check: Callable[[], None]
+def wait_until_stored(
+    reporter: AgentReporter, step: int, deadline: float, check: Callable[[], None]
 ) -> str | None:
     """Wait until the agent has stored the last reports. Return None, or why it has not by
     `deadline`.
 
     `deadline` is a time of time.monotonic(). Raises what `check` raises.
     """
-    while not reporter.flush(min(SETTLE_SLICE, deadline - time.monotonic())):
-        if reporter.fenced or time.monotonic() >= deadline:
+    while not reporter.flush(min(COMMIT_POLL_S, deadline - time.monotonic())):
+        if reporter.is_fenced or time.monotonic() >= deadline:
             return "the agent could not store the last reports"
-        _alive(reporter, step, check)
+        _report_alive(reporter, step, check)
     return None
 
 
-def _alive(reporter: Reporter, step: int, check: Callable[[], None]) -> None:
+def _report_alive(reporter: AgentReporter, step: int, check: Callable[[], None]) -> None:
     check()
     reporter.progress(step, "save")
 
@@ -168,9 +185,12 @@ class LateSaver:
     """
 
     def __init__(
-        self, make: Callable[[], ArenaSaver], skipped: Callable[[Skipped], None],
-        reporter: Reporter, check: Callable[[], None] = lambda: None,
-    ) -> None:  # fmt: skip
+        self,
+        make: Callable[[], SnapshotSaver],
+        skipped: Callable[[SkippedCapture], None],
+        reporter: AgentReporter,
+        check: Callable[[], None] = lambda: None,
+    ) -> None:
         """Start to make the saver.
 
         Args:
@@ -180,7 +200,7 @@ class LateSaver:
         """
         self._make, self._skipped = make, skipped
         self._reporter, self._check = reporter, check
-        self._saver: ArenaSaver | None = None
+        self._saver: SnapshotSaver | None = None
         self._error: BaseException | None = None
         self._done = threading.Event()
         self._waits = _LATE_SECONDS
@@ -194,37 +214,39 @@ class LateSaver:
         finally:
             self._done.set()
 
-    def _within(self, seconds: float) -> ArenaSaver | None:
+    def _within(self, seconds: float) -> SnapshotSaver | None:
         self._done.wait(seconds)
         if self._error is not None:
             raise self._error
         return self._saver
 
-    def ready(self) -> bool:
+    def has_free_slot(self) -> bool:
         waits, self._waits = self._waits, 0.0  # once
         saver = self._within(waits)
-        return saver is not None and saver.ready()
+        return saver is not None and saver.has_free_slot()
 
     def capture(self, step: int, state: Sequence[LocalTensor], wait: float, durable: bool) -> bool:
         begun = time.monotonic()
         saver = self._within(wait)
         if saver is None:
-            self._skipped(Skipped(step, "the mover has made no arena yet"))
+            self._skipped(SkippedCapture(step, "the mover has made no arena yet"))
             return False
         return saver.capture(step, state, max(0.0, wait - (time.monotonic() - begun)), durable)
 
     def fence(self) -> float:
         return 0.0 if self._saver is None else self._saver.fence()
 
-    def announce(self, step: int, meta: Mapping[str, Any], into: Into) -> None:
+    def announce(self, step: int, meta: Mapping[str, Any], into: SaveDestinations) -> None:
         if self._saver is not None:  # else nothing was captured
             self._saver.announce(step, meta, into)
 
-    def settle(self, step: int, seconds: float, durable: bool = True) -> str | None:
+    def wait_until_committed(self, step: int, seconds: float, durable: bool = True) -> str | None:
         if self._saver is None:
-            unsaved = until_stored(self._reporter, step, time.monotonic() + seconds, self._check)
+            unsaved = wait_until_stored(
+                self._reporter, step, time.monotonic() + seconds, self._check
+            )
             return unsaved or ("the mover has made no arena" if durable else None)
-        return self._saver.settle(step, seconds, durable)
+        return self._saver.wait_until_committed(step, seconds, durable)
 
     def close(self) -> None:
         """Wait until the saver is made, since it refers to the state, and close it."""

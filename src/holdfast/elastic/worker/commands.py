@@ -23,9 +23,9 @@ from math import inf
 from typing import Any
 
 from holdfast.elastic.protocol import exit_codes
-from holdfast.elastic.protocol.worker_messages import LONGEST_POLL
-from holdfast.elastic.protocol.worker_spec import WorkerBoot
-from holdfast.elastic.worker.stuck_threads import Trace, Who, stuck
+from holdfast.elastic.protocol.worker_messages import MAX_POLL_WAIT_S
+from holdfast.elastic.protocol.worker_spec import WorkerSpec
+from holdfast.elastic.worker.stuck_threads import StackDumpTimer, ThreadId, is_any_stuck
 from holdfast.errors import HoldfastError
 from holdfast.layout import Topology
 from holdfast.wire import process_log
@@ -34,19 +34,19 @@ from holdfast.wire.secret import Secret
 
 logger = logging.getLogger(__name__)
 
-PATH = "/orders"
-_AGAIN_SECONDS = 2.0
+COMMANDS_PATH = "/orders"
+_SECOND_WAKEUP_AFTER_S = 2.0
 """Seconds after the first wake-up before a training thread that still blocks is woken by all means.
 """
-_VAIN_SECONDS = 1.0
+_STUCK_AFTER_S = 1.0
 """A thread still blocked this many seconds after all connections closed will never return."""
-_TELL_SECONDS = 5.0
+_STACK_DUMP_AFTER_S = 5.0
 """Seconds after a halt before a process that has not stopped dumps its threads' stacks.
 
 After `elastic.node.node_runner.WORKER_HALT_TIMEOUT_S` and three of its steps it is killed. Without
 the dump the cause would be unknown.
 """
-_PAUSE = 0.1  # seconds before an agent that did not answer is asked again
+_RETRY_DELAY_S = 0.1  # seconds before an agent that did not answer is asked again
 
 Interrupt = Callable[[bool], None]
 """Wakes the training thread, wherever it blocks: between replicas, and with True inside its own.
@@ -58,7 +58,7 @@ class HaltedError(HoldfastError):
 
 
 @dataclass(frozen=True)
-class Held:
+class WorkerHeldState:
     """The state of a stopped worker, by its own report: see docs/elastic.md.
 
     state: generation and rank whose boxes it holds; None if it holds none.
@@ -77,7 +77,7 @@ class Held:
 
 
 @dataclass(frozen=True)
-class Before:
+class PreviousGeneration:
     """The generation whose state a newcomer receives."""
 
     topology: Topology
@@ -92,9 +92,9 @@ class Begin:
     `spec.restore_key`.
     """
 
-    boot: WorkerBoot
+    spec: WorkerSpec
     came_from: tuple[int | None, ...] | None = None
-    before: Before | None = None
+    previous: PreviousGeneration | None = None
 
 
 @dataclass(frozen=True)
@@ -102,30 +102,32 @@ class End:
     """The command to exit: nothing is left to do."""
 
 
-class Orders:
+class CommandClient:
     """Polls from `start` on. Only the training thread may call `wait_for_command` and
     `interruptible`."""
 
-    def __init__(self, agent: str, secret: Secret, process: int | None = None) -> None:
+    def __init__(self, agent: str, secret: Secret, pid: int | None = None) -> None:
         self._agent, self._secret = agent, secret
-        self._process = os.getpid() if process is None else process
+        self._pid = os.getpid() if pid is None else pid
         self._changed = threading.Condition()
         self._client = Client(agent, secret)
-        self._held: Held | None = None
-        self._seen = 0
-        self._idle = False  # the training thread waits for orders
-        self._closed = False
-        self._over: float = 0  # generations up to this one have been ended
-        self._next: Begin | End | None = None
-        self._waking = threading.Lock()  # held while an interrupt runs
-        self._wakes: Who | None = None  # the thread that runs one
-        self._back = False  # who was to be woken waits for nothing but the end of an interrupt
+        self._held_state: WorkerHeldState | None = None
+        self._last_number = 0
+        self._is_idle = False  # the training thread waits for orders
+        self._is_closed = False
+        self._ended_up_to: float = 0  # generations up to this one have been ended
+        self._pending_command: Begin | End | None = None
+        self._interrupt_lock = threading.Lock()  # held while an interrupt runs
+        self._waking_thread: ThreadId | None = None  # the thread that runs one
+        self._has_returned = (
+            False  # who was to be woken waits for nothing but the end of an interrupt
+        )
         self._interrupt: Interrupt | None = None
-        self._generation = 0  # that the interrupt is of
-        self._mortal = False
-        self._trains = Who.me()  # the thread that is woken
-        self._trace = Trace(_TELL_SECONDS)
-        self._thread = threading.Thread(target=self._run, name="orders", daemon=True)
+        self._interrupt_generation = 0  # that the interrupt is of
+        self._exits_if_stuck = False
+        self._training_thread = ThreadId.current()  # the thread that is woken
+        self._stack_dump = StackDumpTimer(_STACK_DUMP_AFTER_S)
+        self._thread = threading.Thread(target=self._ask_until_closed, name="orders", daemon=True)
 
     def start(self) -> None:
         self._thread.start()
@@ -133,31 +135,31 @@ class Orders:
     def close(self) -> None:
         """Stop polling."""
         with self._changed:
-            self._closed = True
+            self._is_closed = True
             client = self._client
             self._changed.notify_all()
         client.abort()
         self._thread.join()
 
     # --- calls of the training thread -----------------------------------------------------
-    def halted(self, generation: int) -> bool:
+    def is_halted(self, generation: int) -> bool:
         """Return True if this generation has been ended."""
-        return self._over >= generation
+        return self._ended_up_to >= generation
 
-    def check(self, generation: int) -> None:
+    def check_halted(self, generation: int) -> None:
         """Raise HaltedError if this generation has been ended."""
-        if self.halted(generation):
+        if self.is_halted(generation):
             raise HaltedError(f"generation {generation} was halted")
 
-    def wait(self, generation: int, seconds: float) -> None:
+    def wait(self, generation: int, wait_s: float) -> None:
         """Wait `wait_s` seconds; raise HaltedError at once if the generation is ended meanwhile."""
         with self._changed:
-            self._changed.wait_for(lambda: self.halted(generation), seconds)
-        self.check(generation)
+            self._changed.wait_for(lambda: self.is_halted(generation), wait_s)
+        self.check_halted(generation)
 
     @contextmanager
     def interruptible(
-        self, generation: int, interrupt: Interrupt, *, mortal: bool = False
+        self, generation: int, interrupt: Interrupt, *, exits_if_stuck: bool = False
     ) -> Iterator[None]:
         """Allow a halt of `generation` to call `interrupt` on the polling thread while this is
         open.
@@ -165,83 +167,87 @@ class Orders:
         When the block is left, no interrupt runs any more. exits_if_stuck: if nothing can wake the
         thread, its process exits. Raises HaltedError if there was a halt before.
         """
-        with self._waking:
-            self.check(generation)
-            self._mortal, self._back = mortal, False
-            self._generation, self._interrupt = generation, interrupt
-            self._trains = Who.me()
+        with self._interrupt_lock:
+            self.check_halted(generation)
+            self._exits_if_stuck, self._has_returned = exits_if_stuck, False
+            self._interrupt_generation, self._interrupt = generation, interrupt
+            self._training_thread = ThreadId.current()
         try:
             yield
         finally:
-            self._back = True
-            with self._waking:
+            self._has_returned = True
+            with self._interrupt_lock:
                 self._interrupt = None
 
-    def next(self, held: Held | None) -> Begin | End:
+    def wait_for_command(self, held_state: WorkerHeldState | None) -> Begin | End:
         """Report the state that this process holds, and wait for a command."""
-        if held is not None:
+        if held_state is not None:
             with self._changed:
-                self._held = held
+                self._held_state = held_state
                 client, self._client = self._client, Client(self._agent, self._secret)
             client.abort()  # the open question knows nothing of what is held
         with self._changed:
-            self._idle = True
-        self._trace.call_off()
+            self._is_idle = True
+        self._stack_dump.cancel()
         with self._changed:
-            self._changed.wait_for(lambda: self._next is not None)
-            orders, self._next, self._held = self._next, None, None
-            self._idle = False
+            self._changed.wait_for(lambda: self._pending_command is not None)
+            orders, self._pending_command, self._held_state = self._pending_command, None, None
+            self._is_idle = False
         assert orders is not None
         return orders
 
     # --- the other thread -----------------------------------------------------------------
-    def _run(self) -> None:
-        while not self._closed:
+    def _ask_until_closed(self) -> None:
+        while not self._is_closed:
             with self._changed:
-                client, held, seen = self._client, self._held, self._seen
-            body = {"process": self._process, "seen": seen, "held": held and asdict(held)}
+                client, held, seen = self._client, self._held_state, self._last_number
+            body = {"process": self._pid, "seen": seen, "held": held and asdict(held)}
             try:
-                self._take(client.post(PATH, body, LONGEST_POLL + 10.0))
+                self._apply_answer(client.post(COMMANDS_PATH, body, MAX_POLL_WAIT_S + 10.0))
             except HoldfastError:
-                self._pause(client)
+                self._pause_unless_changed(client)
             except Exception as error:  # our own bug, or an answer of another version
                 logger.warning("commands: %s: %s", type(error).__name__, error)
-                threading.Event().wait(_PAUSE)
+                threading.Event().wait(_RETRY_DELAY_S)
 
-    def _pause(self, asked: Client) -> None:
+    def _pause_unless_changed(self, asked_client: Client) -> None:
         """Pause before the same request is repeated; return at once if there is a new one."""
         with self._changed:
-            self._changed.wait_for(lambda: self._closed or self._client is not asked, _PAUSE)
+            self._changed.wait_for(
+                lambda: self._is_closed or self._client is not asked_client, _RETRY_DELAY_S
+            )
 
-    def _take(self, answer: dict[str, Any]) -> None:
+    def _apply_answer(self, answer: dict[str, Any]) -> None:
         number, told = int(answer["number"]), answer["orders"]
         with self._changed:
-            if number <= self._seen:
+            if number <= self._last_number:
                 return
-            orders = None if told is None else _parsed(told)
-            self._seen = number
-            over = _ends(told) if told is not None else 0
-            self._over = max(self._over, over)
+            orders = None if told is None else _parse_command(told)
+            self._last_number = number
+            over = _ended_generation(told) if told is not None else 0
+            self._ended_up_to = max(self._ended_up_to, over)
             if orders is not None:
-                self._next = orders
+                self._pending_command = orders
             elif told is not None:
-                self._next = None  # a halt takes back what was ordered before
-            busy = not self._idle
+                self._pending_command = None  # a halt takes back what was ordered before
+            busy = not self._is_idle
             self._changed.notify_all()
         if told is None:
             return
         if orders is None and busy:
-            self._trace.arm()
-            if self._idle:  # it came back meanwhile
-                self._trace.call_off()
+            self._stack_dump.arm()
+            if self._is_idle:  # it came back meanwhile
+                self._stack_dump.cancel()
         inside, woken = bool(told.get("inside", True)), threading.Event()
         threading.Thread(
-            target=self._see_through, args=(over, inside, woken), name="halt", daemon=True
+            target=self._escalate_wakeup, args=(over, inside, woken), name="halt", daemon=True
         ).start()
-        self._wake(over, inside)
+        self._run_interrupt(over, inside)
         woken.set()
 
-    def _see_through(self, over: float, inside: bool, woken: threading.Event) -> None:
+    def _escalate_wakeup(
+        self, ended_up_to: float, inside_replica: bool, first_wakeup_done: threading.Event
+    ) -> None:
         """Escalate until the training thread returns: wait, then force the wake-up, then end the
         process.
 
@@ -249,86 +255,99 @@ class Orders:
         cores that takes long.
         """
         begun = time.monotonic()
-        if inside:
-            woken.wait(_VAIN_SECONDS)
-            self._end_if_stuck(over, woken)
-        threading.Event().wait(max(0.0, begun + _AGAIN_SECONDS - time.monotonic()))
-        if not woken.is_set():
-            while self._away(over) and not woken.wait(_PAUSE):
-                self._end_if_stuck(over, woken)
-            threading.Event().wait(_VAIN_SECONDS)  # to come back in
-        if self._away(over):  # not by this thread: it may get stuck, and nobody would see it
-            again = threading.Thread(target=self._wake, args=(over, True), name="wake", daemon=True)
+        if inside_replica:
+            first_wakeup_done.wait(_STUCK_AFTER_S)
+            self._exit_if_stuck(ended_up_to, first_wakeup_done)
+        threading.Event().wait(max(0.0, begun + _SECOND_WAKEUP_AFTER_S - time.monotonic()))
+        if not first_wakeup_done.is_set():
+            while self._still_blocked(ended_up_to) and not first_wakeup_done.wait(_RETRY_DELAY_S):
+                self._exit_if_stuck(ended_up_to, first_wakeup_done)
+            threading.Event().wait(_STUCK_AFTER_S)  # to come back in
+        if self._still_blocked(
+            ended_up_to
+        ):  # not by this thread: it may get stuck, and nobody would see it
+            again = threading.Thread(
+                target=self._run_interrupt, args=(ended_up_to, True), name="wake", daemon=True
+            )
             again.start()
-            again.join(_VAIN_SECONDS)
-        while self._may_be_stuck(over):
-            self._end_if_stuck(over, woken)
+            again.join(_STUCK_AFTER_S)
+        while self._may_be_stuck(ended_up_to):
+            self._exit_if_stuck(ended_up_to, first_wakeup_done)
 
-    def _away(self, over: float) -> bool:
+    def _still_blocked(self, ended_up_to: float) -> bool:
         """Return True if the training thread still blocks. Reads without the lock, as below."""
-        return not self._back and self._interrupt is not None and self._generation <= over
+        return (
+            not self._has_returned
+            and self._interrupt is not None
+            and self._interrupt_generation <= ended_up_to
+        )
 
-    def _end_if_stuck(self, over: float, woken: threading.Event) -> None:
+    def _exit_if_stuck(self, ended_up_to: float, first_wakeup_done: threading.Event) -> None:
         """End the process if a thread is stuck.
 
         The waking thread may itself be stuck, within gloo. A training thread that is not yet woken
         sleeps with good reason, so it does not count.
         """
-        if not self._may_be_stuck(over):
+        if not self._may_be_stuck(ended_up_to):
             return
-        trains = self._trains if woken.is_set() else None
-        threads = [each for each in (trains, self._wakes) if each is not None]
-        if stuck(threads, _VAIN_SECONDS) and self._may_be_stuck(over):
+        trains = self._training_thread if first_wakeup_done.is_set() else None
+        threads = [each for each in (trains, self._waking_thread) if each is not None]
+        if is_any_stuck(threads, _STUCK_AFTER_S) and self._may_be_stuck(ended_up_to):
             logger.error("stuck in a receive that cannot complete; exiting (lost its peers)")
             process_log.stop()
             os._exit(exit_codes.PEER_LOST)
 
-    def _may_be_stuck(self, over: float) -> bool:
+    def _may_be_stuck(self, ended_up_to: float) -> bool:
         """Return True if a thread may be stuck. Reads without the lock, which a stuck thread may
         hold."""
-        return self._mortal and self._interrupt is not None and self._generation <= over
+        return (
+            self._exits_if_stuck
+            and self._interrupt is not None
+            and self._interrupt_generation <= ended_up_to
+        )
 
-    def _wake(self, over: float, inside: bool) -> None:
+    def _run_interrupt(self, ended_up_to: float, inside_replica: bool) -> None:
         """Wake the training thread if it is in a generation up to `ended_up_to`; it may have left
         it long ago."""
-        with self._waking:
+        with self._interrupt_lock:
             interrupt = self._interrupt
-            if interrupt is None or not self._away(over):
+            if interrupt is None or not self._still_blocked(ended_up_to):
                 return
-            self._wakes = Who.me()
+            self._waking_thread = ThreadId.current()
             try:
-                interrupt(inside)
+                interrupt(inside_replica)
             except Exception as error:  # what it woke may have ended under its hands
                 logger.warning("commands: %s: %s", type(error).__name__, error)
             finally:
-                self._wakes = None
+                self._waking_thread = None
 
 
-def _ends(told: dict[str, Any]) -> float:
+def _ended_generation(command: dict[str, Any]) -> float:
     """Return the newest generation that has ended when this command is given."""
-    match told["kind"]:
+    match command["kind"]:
         case "halt":
-            return int(told["generation"])
+            return int(command["generation"])
         case "begin":
-            return int(told["boot"]["generation"]) - 1
+            return int(command["boot"]["generation"]) - 1
         case _:
             return inf
 
 
-def _parsed(told: dict[str, Any]) -> Begin | End | None:
+def _parse_command(command: dict[str, Any]) -> Begin | End | None:
     """Parse a command; return None for a halt."""
-    match told["kind"]:
+    match command["kind"]:
         case "halt":
             return None
         case "end":
             return End()
         case "begin":
-            before = told.get("before")
-            came_from: Sequence[int | None] | None = told.get("came_from")
+            before = command.get("before")
+            came_from: Sequence[int | None] | None = command.get("came_from")
             return Begin(
-                WorkerBoot.from_json(told["boot"]),
+                WorkerSpec.from_json(command["boot"]),
                 None if came_from is None else tuple(came_from),
-                before and Before(Topology.from_json(before["topology"]), int(before["step"])),
+                before
+                and PreviousGeneration(Topology.from_json(before["topology"]), int(before["step"])),
             )
         case kind:
             raise ValueError(f"orders of an unknown kind: {kind!r}")

@@ -24,50 +24,63 @@ from typing import Any
 
 import torch
 
-from holdfast.elastic.protocol.fault_orders import RECOVERY, Armoury, Hit, Order
+from holdfast.elastic.protocol.fault_orders import (
+    RECOVERY_POINTS,
+    FaultHit,
+    FaultOrder,
+    FaultOrders,
+)
 from holdfast.events import FaultInjected
 
 logger = logging.getLogger(__name__)
 
-_POLL = 0.01
-_HEARD = 2.0  # seconds that a worker tries to have its last words written down
-_WAIT = 20.0  # seconds that an order may take which is carried out elsewhere
-_FIRST = 3  # gradients of a step that come before the one that counts as `backward`
+_POLL_S = 0.01
+_LAST_REPORT_TIMEOUT_S = 2.0  # seconds that a worker tries to have its last words written down
+_OUTSIDE_ACTION_TIMEOUT_S = 20.0  # seconds that an order may take which is carried out elsewhere
+_GRADIENTS_BEFORE_BACKWARD = (
+    3  # gradients of a step that come before the one that counts as `backward`
+)
 
 
-class Faulted:
+class FaultInjector:
     """One process that obeys fault orders. `worker` is its `worker.Worker`."""
 
     def __init__(self, worker: Any, folder: Path) -> None:
-        self._worker, self._armoury = worker, Armoury(folder)
-        self._clock, self._offset = time.time, 0.0
-        self._gradients = (0, 0)  # step, how many came in it
-        self._wrong: list[tuple[Any, float]] = []  # targets of the open step, and by what their
+        self._worker, self._fault_orders = worker, FaultOrders(folder)
+        self._clock, self._clock_offset_s = time.time, 0.0
+        self._gradients_seen = (0, 0)  # step, how many came in it
+        self._corrupt_targets: list[
+            tuple[Any, float]
+        ] = []  # targets of the open step, and by what their
         # loss is multiplied
 
     # --- a point is reached -----------------------------------------------------------------------
-    def at(self, point: str, step: int | None = None, gradient: Any = None) -> None:
+    def reached(self, point: str, step: int | None = None, gradient: Any = None) -> None:
         worker = self._worker
         topology, rank = worker._topology, worker._rank
         here = worker.step if step is None else step
-        order = self._armoury.due(
-            point, 0 if point in RECOVERY else here, rank, topology.world_size, topology.generation
+        order = self._fault_orders.find_due(
+            point,
+            0 if point in RECOVERY_POINTS else here,
+            rank,
+            topology.world_size,
+            topology.generation,
         )
         if order is None:
             return
-        hit = Hit(
+        hit = FaultHit(
             order.number, topology.generation, here, rank, os.getpid(), topology.nodes[rank]
-        )  # fmt: skip
-        if not self._armoury.claim(hit):
+        )
+        if not self._fault_orders.claim(hit):
             return
         logger.info("by order %d: %s at %s of step %d", order.number, order.deed, point, here)
         worker.reporter.emit(
             FaultInjected(order.number, order.fault, f"rank {rank}", point, step=here)
         )
-        worker.reporter.flush(_HEARD)
-        self._break(order, gradient)
+        worker.reporter.flush(_LAST_REPORT_TIMEOUT_S)
+        self._carry_out(order, gradient)
 
-    def _break(self, order: Order, gradient: Any) -> None:
+    def _carry_out(self, order: FaultOrder, gradient: Any) -> None:
         match order.deed:
             case "kill":
                 os.kill(os.getpid(), signal.SIGKILL)
@@ -82,7 +95,7 @@ class Faulted:
             case "hang":
                 threading.Event().wait()
             case "hang inside":
-                self._never_answered()
+                self._hang_in_collective()
             case "hold the GIL":
                 libc = ctypes.PyDLL(None)  # as opposed to CDLL, it keeps the lock
                 while True:
@@ -93,13 +106,13 @@ class Faulted:
                 first = self._worker._present.engine.state()[0].tensor.detach()
                 first.view(torch.uint8).view(-1)[0] ^= 1
             case "clock":
-                self._offset += 3600.0
+                self._clock_offset_s += 3600.0
             case "wait":
-                self._until_done(order.number)
+                self._wait_until_done(order.number)
             case deed:
                 raise ValueError(f"no worker knows the deed {deed!r}")
 
-    def _never_answered(self) -> None:
+    def _hang_in_collective(self) -> None:
         """Hang inside a collective that no other rank enters."""
         groups = self._worker._present.engine.groups
         others = list(groups.control.others)
@@ -107,16 +120,16 @@ class Faulted:
             threading.Event().wait()
         groups.control.receive(torch.empty(1), others[0], 1 << 20).wait()
 
-    def _until_done(self, number: int) -> None:
-        deadline = time.monotonic() + _WAIT
-        while not self._armoury.is_done(number) and time.monotonic() < deadline:
-            time.sleep(_POLL)
+    def _wait_until_done(self, number: int) -> None:
+        deadline = time.monotonic() + _OUTSIDE_ACTION_TIMEOUT_S
+        while not self._fault_orders.is_done(number) and time.monotonic() < deadline:
+            time.sleep(_POLL_S)
 
     def wait_for_gate(self, step: int) -> None:
         """Wait for the gate to open for `step`, and report progress: this is no hang."""
         worker = self._worker
         said = time.monotonic()
-        while (gate := self._armoury.gate) is not None and step > gate:
+        while (gate := self._fault_orders.gate) is not None and step > gate:
             if worker._orders is not None and worker._orders.halted(worker.generation):
                 return
             wishes = worker.reporter.wishes
@@ -125,78 +138,85 @@ class Faulted:
             if time.monotonic() - said > 0.1:
                 said = time.monotonic()
                 worker.reporter.progress(step - 1, "data")  # it has not begun
-            time.sleep(_POLL)
+            time.sleep(_POLL_S)
 
-    def look(self, engine: Any, batches: Any) -> None:
+    def find_corrupt_batches(self, engine: Any, batches: Any) -> None:
         """Find the batches of the coming share whose loss is to be wrong."""
-        wrong, node = self._armoury.wrong, self._worker._topology.nodes[self._worker._rank]
+        wrong, node = (
+            self._fault_orders.corrupt_loss_rules,
+            self._worker._topology.nodes[self._worker._rank],
+        )
         share = engine.dealt[engine.groups.coordinate.replica]
-        self._wrong = [
+        self._corrupt_targets = [
             (batch.targets, nan if one.times is None else one.times)
             for leaf, batch in zip(share, batches, strict=True)
             for one in wrong
-            if batch.tokens and one.hits(engine.step, leaf, node)
+            if batch.tokens and one.applies_to(engine.step, leaf, node)
         ]
 
-    def drag(self, engine: Any) -> None:
+    def slow_down(self, engine: Any) -> None:
         """Sleep as a slow device would: the larger its share of the step, the longer it takes."""
-        if seconds := self._armoury.slow(self._worker._rank):
+        if seconds := self._fault_orders.slowdown_s(self._worker._rank):
             time.sleep(seconds * len(engine.dealt[engine.groups.coordinate.replica]))
 
-    def spoil(self, targets: Any, out: Any) -> Any:
+    def corrupt_loss(self, targets: Any, out: Any) -> Any:
         """Return a forward pass's output for these targets, multiplied if they are marked."""
-        times = next((times for one, times in self._wrong if one is targets), None)
+        times = next((times for one, times in self._corrupt_targets if one is targets), None)
         return out if times is None else out * times
 
     def now(self) -> float:
-        return self._clock() + self._offset
+        return self._clock() + self._clock_offset_s
 
-    def gradient(self, feeder: Any, gradient: Any) -> None:
+    def on_gradient(self, feeder: Any, gradient: Any) -> None:
         """Count a gradient of a backward pass."""
         engine = getattr(self._worker._session, "engine", None)
         if engine is None or gradient is None:
             return
-        step, came = self._gradients
+        step, came = self._gradients_seen
         came = came + 1 if step == engine.step else 1
-        self._gradients = engine.step, came
-        if came > _FIRST:
-            self.at("backward", engine.step, gradient)
+        self._gradients_seen = engine.step, came
+        if came > _GRADIENTS_BEFORE_BACKWARD:
+            self.reached("backward", engine.step, gradient)
 
 
-def arm(worker: Any, folder: Path) -> None:
+def install_faults(worker: Any, folder: Path) -> None:
     """Wrap this process's functions so that it breaks on order."""
     from holdfast.data.loader import Loader
     from holdfast.elastic.worker import worker as worker_module
-    from holdfast.elastic.worker.checkpointer import ArenaSaver
-    from holdfast.parallel.gradients.feeder import Feeder
-    from holdfast.parallel.pipeline import Run
+    from holdfast.elastic.worker.checkpointer import SnapshotSaver
+    from holdfast.parallel.gradients.feeder import GradientFeeder
+    from holdfast.parallel.pipeline import PipelineRun
     from holdfast.train import engine, recover
-    from holdfast.train.objective import NextToken
+    from holdfast.train.objective import NextTokenObjective
     from holdfast.train.optimizer import AdamW
 
-    under = Faulted(worker, folder)
+    under = FaultInjector(worker, folder)
     time.time = under.now
     steps: Any = engine.StepEngine
 
     def step_of(made: Any, *_: Any) -> int:
         return int(made.step)
 
-    _before(steps, "compute", under.look)
-    _before(steps, "compute", lambda made, *_: under.drag(made))
-    _before(steps, "compute", lambda made, *_: under.at("forward", step_of(made)))
-    _after(steps, "compute", lambda made, *_: under.at("computed", step_of(made)))
-    _after(steps, "begin", lambda _, step: under.at("begin", step))
-    _before(steps, "update", lambda made, *_: under.at("voted", step_of(made)))
-    _after(steps, "update", lambda made, *_: under.at("applied", step_of(made)))
-    _before(AdamW, "apply", lambda _, step, *__: under.at("applying", step))
-    _before(engine, "vote", lambda *_: under.at("reduced", worker._present.engine.step))
-    _before(Feeder, "_take", lambda feeder, _, gradient: under.gradient(feeder, gradient))
-    _before(Run, "_give", lambda run, step, *_: _handing(under, worker, step))
-    _after(ArenaSaver, "capture", lambda saver, step, *_: under.at("capture", step))
-    _before(recover, "agree", lambda *_: under.at("agreeing"))
-    _before(recover, "complete", lambda *_: under.at("regrouping"))
-    _before(recover, "move", lambda *_, **__: under.at("moving"))
-    _before(worker_module, "restore", lambda *_: under.at("restoring"))
+    _call_before(steps, "compute", under.find_corrupt_batches)
+    _call_before(steps, "compute", lambda made, *_: under.slow_down(made))
+    _call_before(steps, "compute", lambda made, *_: under.reached("forward", step_of(made)))
+    _call_after(steps, "compute", lambda made, *_: under.reached("computed", step_of(made)))
+    _call_after(steps, "begin", lambda _, step: under.reached("begin", step))
+    _call_before(steps, "update", lambda made, *_: under.reached("voted", step_of(made)))
+    _call_after(steps, "update", lambda made, *_: under.reached("applied", step_of(made)))
+    _call_before(AdamW, "apply", lambda _, step, *__: under.reached("applying", step))
+    _call_before(engine, "vote", lambda *_: under.reached("reduced", worker._present.engine.step))
+    _call_before(
+        GradientFeeder, "_take", lambda feeder, _, gradient: under.on_gradient(feeder, gradient)
+    )
+    _call_before(
+        PipelineRun, "_give", lambda run, step, *_: _on_stage_hand_over(under, worker, step)
+    )
+    _call_after(SnapshotSaver, "capture", lambda saver, step, *_: under.reached("capture", step))
+    _call_before(recover, "agree", lambda *_: under.reached("agreeing"))
+    _call_before(recover, "complete", lambda *_: under.reached("regrouping"))
+    _call_before(recover, "move", lambda *_, **__: under.reached("moving"))
+    _call_before(worker_module, "restore", lambda *_: under.reached("restoring"))
     loading: Any = Loader
     following = loading.__next__
 
@@ -206,21 +226,21 @@ def arm(worker: Any, folder: Path) -> None:
         return batch
 
     loading.__next__ = gated
-    plain = NextToken.forward
+    plain = NextTokenObjective.forward
 
     def forward(module: Any, tokens: Any, targets: Any, *rest: Any) -> Any:
-        return under.spoil(targets, plain(module, tokens, targets, *rest))
+        return under.corrupt_loss(targets, plain(module, tokens, targets, *rest))
 
-    objective: Any = NextToken
+    objective: Any = NextTokenObjective
     objective.forward = forward
 
 
-def _handing(under: Faulted, worker: Any, step: Any) -> None:
+def _on_stage_hand_over(injector: FaultInjector, worker: Any, step: Any) -> None:
     if step.given is not None:
-        under.at("sending", worker._present.engine.step)
+        injector.reached("sending", worker._present.engine.step)
 
 
-def _before(holder: Any, name: str, call: Callable[..., object]) -> None:
+def _call_before(holder: Any, name: str, call: Callable[..., object]) -> None:
     plain = getattr(holder, name)
 
     def wrapped(*given: Any, **named: Any) -> Any:
@@ -230,7 +250,7 @@ def _before(holder: Any, name: str, call: Callable[..., object]) -> None:
     setattr(holder, name, wrapped)
 
 
-def _after(holder: Any, name: str, call: Callable[..., object]) -> None:
+def _call_after(holder: Any, name: str, call: Callable[..., object]) -> None:
     plain = getattr(holder, name)
 
     def wrapped(*given: Any, **named: Any) -> Any:

@@ -29,127 +29,129 @@ from dataclasses import replace
 from typing import Any, NoReturn
 
 from holdfast.elastic.protocol import exit_codes
-from holdfast.elastic.protocol.fork_channel import Lines, encode, receive
-from holdfast.elastic.protocol.worker_spec import DEFAULT_ENTRY, WorkerBoot
-from holdfast.elastic.worker.output import redirect
+from holdfast.elastic.protocol.fork_channel import LineDecoder, encode_message, receive_messages
+from holdfast.elastic.protocol.worker_spec import DEFAULT_ENTRY, WorkerSpec
+from holdfast.elastic.worker.output import redirect_output
 from holdfast.errors import UserError
 from holdfast.wire import lifeline, process_log
 from holdfast.wire.secret import Secret
 
 logger = logging.getLogger(__name__)
 
-Entry = Callable[[WorkerBoot, Secret], int]
+Entry = Callable[[WorkerSpec, Secret], int]
 """A worker's main function: returns its exit code (`elastic.protocol.exit_codes`)."""
 
 # The imports of any worker. The entry's module brings the rest, and the arguments name further
 # ones.
-_PRELOAD = ("torch", "torch.distributed")
+_PRELOADED_MODULES = ("torch", "torch.distributed")
 
 
-class Template:
+class ForkServerLoop:
     """Forks workers, reaps them, reports to the agent."""
 
     def __init__(self, control: socket.socket, lifeline_fd: int, entry: Entry) -> None:
         self._control = control
         self._lifeline = lifeline_fd
         self._entry = entry
-        self._lines = Lines()
-        self._children: dict[int, int] = {}  # pid -> rank
-        self._wake, self._woken = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+        self._lines = LineDecoder()
+        self._ranks_by_pid: dict[int, int] = {}  # pid -> rank
+        self._wake_read_fd, self._wake_write_fd = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
 
     def run(self) -> None:
         """Serve until the agent exits."""
         # A child's end writes a byte into the pipe: noticed at once, without polling.
         signal.signal(signal.SIGCHLD, lambda *_: None)
-        signal.set_wakeup_fd(self._woken, warn_on_full_buffer=False)
+        signal.set_wakeup_fd(self._wake_write_fd, warn_on_full_buffer=False)
         with selectors.PollSelector() as selector:  # no descriptor of its own to leak into forks
-            for source in (self._control, self._wake, self._lifeline):
+            for source in (self._control, self._wake_read_fd, self._lifeline):
                 selector.register(source, selectors.EVENT_READ)
-            self._tell({"event": "ready", "pid": os.getpid()})
+            self._send({"event": "ready", "pid": os.getpid()})
             while True:
                 ready = {key.fileobj for key, _ in selector.select()}
                 if self._lifeline in ready:
-                    lifeline.end_now()
-                if self._wake in ready:
-                    os.read(self._wake, 4096)
+                    lifeline.exit_now()
+                if self._wake_read_fd in ready:
+                    os.read(self._wake_read_fd, 4096)
                     self._reap()
                 if self._control in ready:
-                    messages = receive(self._control, self._lines)
+                    messages = receive_messages(self._control, self._lines)
                     if messages is None:
                         return
                     for message in messages:
-                        self._obey(message)
+                        self._handle_message(message)
 
-    def _obey(self, message: dict[str, Any]) -> None:
+    def _handle_message(self, message: dict[str, Any]) -> None:
         if message["op"] == "fork":
-            boot = WorkerBoot.from_json(message["boot"])
+            boot = WorkerSpec.from_json(message["boot"])
             self._fork(boot, Secret.from_hex(message["secret"]))
         elif message["op"] == "kill":
-            for pid in self._children:
-                self._kill(pid)
+            for pid in self._ranks_by_pid:
+                self._kill_group(pid)
 
-    def _fork(self, boot: WorkerBoot, secret: Secret) -> None:
-        boot = replace(boot, forked=time.monotonic())
+    def _fork(self, spec: WorkerSpec, secret: Secret) -> None:
+        spec = replace(spec, forked=time.monotonic())
         pid = os.fork()
         if pid == 0:
-            self._become_worker(boot, secret)
+            self._become_worker(spec, secret)
         with suppress(ProcessLookupError, PermissionError):
             os.setpgid(pid, pid)  # whichever of the two comes first, the group exists from here on
-        self._children[pid] = boot.rank
-        self._tell({"event": "forked", "rank": boot.rank, "pid": pid})
+        self._ranks_by_pid[pid] = spec.rank
+        self._send({"event": "forked", "rank": spec.rank, "pid": pid})
 
-    def _become_worker(self, boot: WorkerBoot, secret: Secret) -> None:
+    def _become_worker(self, spec: WorkerSpec, secret: Secret) -> None:
         """Run the worker, in the child; never return."""
         code = exit_codes.CRASHED
         try:
             with suppress(PermissionError):  # the parent may have made the group already
                 os.setpgid(0, 0)
             _reset_signals()
-            redirect(boot.log)
-            process_log.start("worker", sys.stdout, generation=boot.generation, rank=boot.rank)
+            redirect_output(spec.log)
+            process_log.start("worker", sys.stdout, generation=spec.generation, rank=spec.rank)
             self._control.close()
-            os.close(self._wake)
-            os.close(self._woken)
+            os.close(self._wake_read_fd)
+            os.close(self._wake_write_fd)
             # The kernel's signal is for a worker whose interpreter is stuck; see `lifeline`.
-            lifeline.watch(self._lifeline)
-            _settle(boot)
-            code = self._entry(boot, secret)
+            lifeline.watch_lifeline(self._lifeline)
+            _configure_process(spec)
+            code = self._entry(spec, secret)
         except UserError as error:
             logger.error("%s", error)
-            code = exit_codes.USER
+            code = exit_codes.USER_ERROR
         except SystemExit as error:
             code = error.code if isinstance(error.code, int) else exit_codes.CRASHED
         except BaseException:
             logger.exception("the worker failed")
         finally:
-            _end(code)  # an interpreter's shutdown could wait for threads of a broken group
+            _exit_now(code)  # an interpreter's shutdown could wait for threads of a broken group
 
-    def _kill(self, pid: int) -> None:
+    def _kill_group(self, pid: int) -> None:
         """Kill a worker and what it started. A child that is not reaped yet keeps its number, so
         this cannot hit a stranger."""
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(pid, signal.SIGKILL)
 
     def _reap(self) -> None:
-        for pid in list(self._children):
+        for pid in list(self._ranks_by_pid):
             try:
                 ended = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
             except ChildProcessError:
                 ended = None
             if ended is None:
                 continue
-            self._kill(pid)  # before the number is free: processes that the worker left behind
+            self._kill_group(
+                pid
+            )  # before the number is free: processes that the worker left behind
             _, status = os.waitpid(pid, 0)
-            rank = self._children.pop(pid)
+            rank = self._ranks_by_pid.pop(pid)
             code = os.waitstatus_to_exitcode(status)
-            self._tell({"event": "exited", "rank": rank, "pid": pid, "code": code})
+            self._send({"event": "exited", "rank": rank, "pid": pid, "code": code})
 
-    def _tell(self, message: dict[str, Any]) -> None:
+    def _send(self, message: dict[str, Any]) -> None:
         with suppress(BrokenPipeError, ConnectionResetError):  # the lifeline ends us next
-            self._control.sendall(encode(message))
+            self._control.sendall(encode_message(message))
 
 
-def _end(code: int) -> NoReturn:
+def _exit_now(code: int) -> NoReturn:
     """End this process without the interpreter's shutdown."""
     process_log.stop()
     with suppress(Exception):
@@ -165,18 +167,18 @@ def _reset_signals() -> None:
     """
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    for number in lifeline.OF_THE_AGENT:
+    for number in lifeline.AGENT_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
 
 
-def _settle(boot: WorkerBoot) -> None:
+def _configure_process(spec: WorkerSpec) -> None:
     """Apply the settings that must come after the fork and before the first collective."""
     import torch
 
-    torch.set_num_threads(boot.threads)
+    torch.set_num_threads(spec.threads)
     # Named by the run file, not guessed; "=": this one, and none whose name begins so.
-    os.environ["GLOO_SOCKET_IFNAME"] = boot.gloo_interface
-    os.environ["NCCL_SOCKET_IFNAME"] = f"={boot.gloo_interface}"
+    os.environ["GLOO_SOCKET_IFNAME"] = spec.gloo_interface
+    os.environ["NCCL_SOCKET_IFNAME"] = f"={spec.gloo_interface}"
     os.environ.setdefault("NCCL_RAS_ENABLE", "0")  # a listener that asks nobody for a proof
 
 
@@ -194,10 +196,10 @@ def main() -> None:
     parser.add_argument("--entry", default=DEFAULT_ENTRY)
     parser.add_argument("preloads", nargs="*")
     arguments = parser.parse_args()
-    lifeline.arm(arguments.lifeline)
+    lifeline.arm_kernel_kill(arguments.lifeline)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     gc.disable()  # what imports make stays, and it would go through that again and again
-    for name in (*_PRELOAD, *arguments.preloads):
+    for name in (*_PRELOADED_MODULES, *arguments.preloads):
         importlib.import_module(name)
     entry = load_entry(arguments.entry)
     gc.collect()
@@ -205,10 +207,12 @@ def main() -> None:
     # it look through them (a third of a second) whenever it collects.
     gc.freeze()
     gc.enable()
-    for number in lifeline.OF_THE_AGENT:  # from here on it ends when its control socket does
+    for number in lifeline.AGENT_SIGNALS:  # from here on it ends when its control socket does
         signal.signal(number, signal.SIG_IGN)
-    Template(socket.socket(fileno=arguments.control), arguments.lifeline, entry).run()
-    _end(exit_codes.DONE)  # taking apart all that imports made lasts half a second: the agent waits
+    ForkServerLoop(socket.socket(fileno=arguments.control), arguments.lifeline, entry).run()
+    _exit_now(
+        exit_codes.DONE
+    )  # taking apart all that imports made lasts half a second: the agent waits
 
 
 if __name__ == "__main__":

@@ -14,14 +14,15 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING
 
 from holdfast.elastic.protocol import exit_codes
-from holdfast.elastic.protocol.worker_spec import WorkerBoot
-from holdfast.elastic.worker.commands import End, HaltedError, Held, Orders
-from holdfast.elastic.worker.restore import RottenError
+from holdfast.elastic.protocol.worker_spec import WorkerSpec
+from holdfast.elastic.worker.commands import CommandClient, End, HaltedError, WorkerHeldState
+from holdfast.elastic.worker.restore import CorruptCheckpointError
 from holdfast.errors import FencedError, JumpError, NonFiniteError, PeerLostError, UserError
-from holdfast.policy.recovery.survivors import BadStep
+from holdfast.policy.recovery.survivors import RejectedStep
 
 logger = logging.getLogger(__name__)
 
@@ -29,39 +30,39 @@ if TYPE_CHECKING:
     from holdfast.elastic.worker.worker import Worker
 
 
-def live(worker: Worker, boot: WorkerBoot, orders: Orders) -> int:
+def run_generations(worker: Worker, spec: WorkerSpec, commands: CommandClient) -> int:
     """Run generations until the run or the agent ends the process; return the exit code.
 
     A standby first waits for a place. Raises UserError, and any BaseException that is no
     `Exception`.
     """
-    held: Held | None = None
-    if boot.rank < 0:
+    held: WorkerHeldState | None = None
+    if spec.rank < 0:
         worker.prepare()
-        orders.start()  # its first question says that it is ready
+        commands.start()  # its first question says that it is ready
     else:
-        orders.start()
-        held = _generation(worker, orders, worker.begin, fresh=True)
+        commands.start()
+        held = _run_generation(worker, commands, worker.begin, is_fresh=True)
         if held is None:
-            return _done(worker)
+            return _close_worker(worker)
     while True:
-        order = orders.next(held)
+        order = commands.wait_for_command(held)
         if isinstance(order, End):
-            return _done(worker)
+            return _close_worker(worker)
         fresh = order.came_from is None
-        held = _generation(worker, orders, lambda order=order: worker.take(order), fresh=fresh)  # type: ignore[misc]
+        held = _run_generation(worker, commands, partial(worker.take, order), is_fresh=fresh)
         if held is None:
-            return _done(worker)
+            return _close_worker(worker)
 
 
-def _done(worker: Worker) -> int:
+def _close_worker(worker: Worker) -> int:
     worker.close()
     return exit_codes.DONE
 
 
-def _generation(
-    worker: Worker, orders: Orders, enter: Callable[[], None], *, fresh: bool
-) -> Held | None:
+def _run_generation(
+    worker: Worker, commands: CommandClient, enter: Callable[[], None], *, is_fresh: bool
+) -> WorkerHeldState | None:
     """Run one generation; return the state held after it, or None at the end of the run.
 
     is_fresh: it begins from a checkpoint or initial weights, so the user must correct an error
@@ -71,59 +72,69 @@ def _generation(
         enter()
         outcome = worker.train()
         if outcome.kind == "paused":
-            return _hold(worker, "paused", f"paused after step {outcome.step}", orderly=True)
+            return _stop_and_hold(
+                worker, "paused", f"paused after step {outcome.step}", is_orderly=True
+            )
         if worker.tell(outcome):
             return None
-        return _hold(worker, "halt", "a newer generation began at the end of this one")
+        return _stop_and_hold(worker, "halt", "a newer generation began at the end of this one")
     except (HaltedError, FencedError) as error:
-        return _hold(worker, "halt", str(error))
+        return _stop_and_hold(worker, "halt", str(error))
     except PeerLostError as error:
-        kind = "halt" if orders.halted(worker.generation) else "peer"
-        return _hold(worker, kind, str(error), orderly=worker.training)
+        kind = "halt" if commands.is_halted(worker.generation) else "peer"
+        return _stop_and_hold(worker, kind, str(error), is_orderly=worker.training)
     except NonFiniteError as error:
         logger.error("%s: %s", type(error).__name__, error)
-        return _hold(worker, "non_finite", str(error), orderly=True, bad=_bad(error))
+        return _stop_and_hold(
+            worker, "non_finite", str(error), is_orderly=True, bad_step=_nonfinite_step(error)
+        )
     except JumpError as error:
         logger.error("%s: %s", type(error).__name__, error)
-        return _hold(worker, "loss_jump", str(error), orderly=True, bad=_jumped(error))
-    except RottenError as error:
+        return _stop_and_hold(
+            worker, "loss_jump", str(error), is_orderly=True, bad_step=_loss_jump_step(error)
+        )
+    except CorruptCheckpointError as error:
         logger.error("%s: %s", type(error).__name__, error)
-        return _hold(worker, "rotten", str(error))
+        return _stop_and_hold(worker, "rotten", str(error))
     except Exception as error:
-        if fresh and isinstance(error, UserError):
+        if is_fresh and isinstance(error, UserError):
             raise
-        if orders.halted(worker.generation):  # whatever it was woken with
-            return _hold(worker, "halt", f"{type(error).__name__}: {error}")
+        if commands.is_halted(worker.generation):  # whatever it was woken with
+            return _stop_and_hold(worker, "halt", f"{type(error).__name__}: {error}")
         logger.exception("the step failed")
-        return _hold(worker, "error", f"{type(error).__name__}: {error}")
+        return _stop_and_hold(worker, "error", f"{type(error).__name__}: {error}")
 
 
-def _hold(
-    worker: Worker, kind: str, text: str, *, orderly: bool = False,
-    bad: BadStep | None = None,
-) -> Held:  # fmt: skip
+def _stop_and_hold(
+    worker: Worker,
+    kind: str,
+    text: str,
+    *,
+    is_orderly: bool = False,
+    bad_step: RejectedStep | None = None,
+) -> WorkerHeldState:
     """Stop and report the held state.
 
     is_orderly: all ranks stop alike, or the engine has released the ranks that wait for this one.
     """
-    worker.stop(orderly)
-    held = worker.held(kind, text, None if bad is None else bad.to_json())
+    worker.stop(is_orderly)
+    held = worker.held(kind, text, None if bad_step is None else bad_step.to_json())
     state = "no state" if held.torn else f"the state after step {held.applied}"
     logger.info("holds %s (%s): %s", state, kind, text)
     return held
 
 
-def _bad(error: NonFiniteError) -> BadStep:
+def _nonfinite_step(error: NonFiniteError) -> RejectedStep:
     """Return the report of a step that was not applied, for the coordinator."""
     what = f"is not finite ({error.parameter} on rank {error.rank})"
     dealt = tuple(tuple(share) for share in error.dealt)
-    return BadStep(error.step, what, dealt, tuple(error.suspects), error.again)
+    return RejectedStep(error.step, what, dealt, tuple(error.suspects), error.again)
 
 
-def _jumped(error: JumpError) -> BadStep | None:
+def _loss_jump_step(error: JumpError) -> RejectedStep | None:
     """Return the report of a loss jump, or None on a rank that did not judge it."""
     if error.limit is None:
         return None
     what = f"has a loss of {error.loss:.4g}, where up to {error.limit:.4g} were to be expected"
     dealt = tuple(tuple(share) for share in error.dealt)
-    return BadStep(error.step, what, dealt, tuple(error.suspects), None, bearable=True)
+    return RejectedStep(error.step, what, dealt, tuple(error.suspects), None, bearable=True)

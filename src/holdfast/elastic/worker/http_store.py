@@ -17,7 +17,7 @@ from typing import Any
 
 from torch.distributed import DistStoreError, Store  # type: ignore[attr-defined]
 
-from holdfast.elastic.protocol.worker_messages import LONGEST_POLL
+from holdfast.elastic.protocol.worker_messages import MAX_POLL_WAIT_S
 from holdfast.wire.http.client import Client
 
 
@@ -36,13 +36,13 @@ class HttpStore(Store):
         super().__init__()
         self._client = client
         self._timeout = timeout
-        self.aborted = False
+        self.is_aborted = False
         self._prefix = f"{os.getpid()}.{os.urandom(4).hex()}"
-        self._numbers = itertools.count()
+        self._request_numbers = itertools.count()
 
     # --- what torch calls -----------------------------------------------------------------
     def set(self, key: str, value: bytes | str) -> None:
-        self._once("set", key=key, value=_encode(value))
+        self._ask_once("set", key=key, value=_encode(value))
 
     def get(self, key: str) -> bytes:
         """Wait for a key and return its value."""
@@ -50,13 +50,13 @@ class HttpStore(Store):
         return b"" if value is None else value
 
     def add(self, key: str, amount: int) -> int:
-        return int(_decode(self._once("add", key=key, amount=int(amount))["value"]))
+        return int(_decode(self._ask_once("add", key=key, amount=int(amount))["value"]))
 
     def append(self, key: str, value: bytes | str) -> None:
-        self._once("append", key=key, value=_encode(value))
+        self._ask_once("append", key=key, value=_encode(value))
 
     def compare_set(self, key: str, expected: bytes | str, desired: bytes | str) -> bytes:
-        answer = self._once(
+        answer = self._ask_once(
             "compare_set", key=key, expected=_encode(expected), desired=_encode(desired)
         )
         return _decode(answer["value"])
@@ -68,7 +68,7 @@ class HttpStore(Store):
         return bool(self._ask("check", keys=list(keys))["all"])
 
     def delete_key(self, key: str) -> bool:
-        return bool(self._once("delete", key=key)["deleted"])
+        return bool(self._ask_once("delete", key=key)["deleted"])
 
     def num_keys(self) -> int:
         return int(self._ask("num_keys")["number"])
@@ -106,7 +106,7 @@ class HttpStore(Store):
 
     def abort(self) -> None:
         """End every wait, in any thread: it raises UnreachableError, as does every later call."""
-        self.aborted = True
+        self.is_aborted = True
         self._client.abort()
 
     # --- requests -------------------------------------------------------------------------
@@ -122,18 +122,18 @@ class HttpStore(Store):
         deadline = time.monotonic() + timeout.total_seconds()
         while True:
             left = max(0.0, deadline - time.monotonic())
-            poll = min(left, LONGEST_POLL)
+            poll = min(left, MAX_POLL_WAIT_S)
             answer = self._ask(op, poll + 10.0, keys=keys, timeout=poll, **arguments)
             if answer["ready"]:
                 return answer
-            if left <= LONGEST_POLL and time.monotonic() >= deadline:
+            if left <= MAX_POLL_WAIT_S and time.monotonic() >= deadline:
                 raise DistStoreError(
                     f"wait timeout after {timeout.total_seconds():g} s, keys: {', '.join(keys)}"
                 )
 
-    def _once(self, op: str, **arguments: Any) -> dict[str, Any]:
+    def _ask_once(self, op: str, **arguments: Any) -> dict[str, Any]:
         """Send an operation that must not happen twice: it carries a number of its own."""
-        return self._ask(op, id=f"{self._prefix}.{next(self._numbers)}", **arguments)
+        return self._ask(op, id=f"{self._prefix}.{next(self._request_numbers)}", **arguments)
 
     def _ask(self, op: str, seconds: float = 30.0, /, **arguments: Any) -> dict[str, Any]:
         return self._client.post("/store", {"op": op, **arguments}, seconds)

@@ -16,11 +16,11 @@ import logging
 from pathlib import Path
 
 from holdfast.elastic.protocol import exit_codes
-from holdfast.elastic.protocol.worker_spec import WorkerBoot
-from holdfast.elastic.worker.commands import Orders
-from holdfast.elastic.worker.generation_loop import live
-from holdfast.elastic.worker.reporter import Reporter
-from holdfast.elastic.worker.restore import RottenError
+from holdfast.elastic.protocol.worker_spec import WorkerSpec
+from holdfast.elastic.worker.commands import CommandClient
+from holdfast.elastic.worker.generation_loop import run_generations
+from holdfast.elastic.worker.reporter import AgentReporter
+from holdfast.elastic.worker.restore import CorruptCheckpointError
 from holdfast.elastic.worker.worker import Worker
 from holdfast.errors import FencedError, NonFiniteError, PeerLostError
 from holdfast.train.malloc import keep_freed_memory
@@ -29,11 +29,11 @@ from holdfast.wire.secret import Secret
 
 logger = logging.getLogger(__name__)
 
-_LAST_WORDS = 2.0
+_LAST_REPORT_TIMEOUT_S = 2.0
 """Seconds that a worker tries to send its last report before it exits."""
 
 
-_COLLECTS = (700, 10, 1000)
+_GC_THRESHOLDS = (700, 10, 1000)
 """Python's own thresholds, except that a full collection is a hundred times as rare.
 
 A step makes next to no cycles, and dropping a model collects explicitly. A useless full collection
@@ -41,22 +41,22 @@ takes a tenth of a second, and all ranks wait for this one.
 """
 
 
-def run(boot: WorkerBoot, secret: Secret) -> int:
+def run(spec: WorkerSpec, secret: Secret) -> int:
     """Run a worker; return the exit code that tells the agent how it ended."""
     same_products_on_any_threads()
-    gc.set_threshold(*_COLLECTS)
-    if boot.device == "cpu":
+    gc.set_threshold(*_GC_THRESHOLDS)
+    if spec.device == "cpu":
         keep_freed_memory()
-    orders = Orders(boot.agent, secret) if boot.orders else None
-    worker = Worker(boot, secret, orders)
-    if folder := boot.config.get("cluster", {}).get("faults"):
-        from holdfast.elastic.worker.fault_injection import arm
+    orders = CommandClient(spec.agent, secret) if spec.orders else None
+    worker = Worker(spec, secret, orders)
+    if folder := spec.config.get("cluster", {}).get("faults"):
+        from holdfast.elastic.worker.fault_injection import install_faults
 
-        arm(worker, Path(folder))
-    return _once(worker) if orders is None else live(worker, boot, orders)
+        install_faults(worker, Path(folder))
+    return _run_one_generation(worker) if orders is None else run_generations(worker, spec, orders)
 
 
-def _once(worker: Worker) -> int:
+def _run_one_generation(worker: Worker) -> int:
     """Take part in one generation."""
     try:
         try:
@@ -65,18 +65,18 @@ def _once(worker: Worker) -> int:
         finally:
             worker.close()
     except PeerLostError as error:
-        return _end(worker.reporter, exit_codes.PEER_LOST, error)
+        return _exit_with_error(worker.reporter, exit_codes.PEER_LOST, error)
     except FencedError as error:
-        return _end(worker.reporter, exit_codes.FENCED, error)
+        return _exit_with_error(worker.reporter, exit_codes.FENCED, error)
     except NonFiniteError as error:
-        return _end(worker.reporter, exit_codes.NON_FINITE, error)
-    except RottenError as error:
-        return _end(worker.reporter, exit_codes.ROTTEN, error)
+        return _exit_with_error(worker.reporter, exit_codes.NON_FINITE, error)
+    except CorruptCheckpointError as error:
+        return _exit_with_error(worker.reporter, exit_codes.CORRUPT_CHECKPOINT, error)
     return worker.leave(outcome)
 
 
-def _end(reporter: Reporter, code: int, error: BaseException) -> int:
+def _exit_with_error(reporter: AgentReporter, code: int, error: BaseException) -> int:
     """Exit with a reason: write it to the log, and send the pending reports to the agent."""
     logger.error("%s: %s", type(error).__name__, error)
-    reporter.close(_LAST_WORDS)
+    reporter.close(_LAST_REPORT_TIMEOUT_S)
     return code

@@ -6,7 +6,7 @@ import os
 import sys
 
 
-def redirect(log: str) -> None:
+def redirect_output(log: str) -> None:
     """Redirect standard output and error into the worker's log, and input from nowhere.
 
     If the log cannot be opened, they stay: a run folder that is out of reach ends no worker.

@@ -25,30 +25,34 @@ from typing import Any
 from holdfast.elastic.protocol.worker_messages import AT_WORK
 from holdfast.errors import FencedError, HoldfastError
 from holdfast.events import Event
-from holdfast.policy.saving.tier_durations import seconds_from_json
+from holdfast.policy.saving.tier_durations import durations_from_json
 from holdfast.wire.http.client import Client, RequestError
 
-_BATCH = 500  # events in one request
-_PATIENCE = 1.0  # seconds that training waits for an agent that does not take its ledger
-_CALL_SECONDS = 1.0  # that a callable which is under way may delay the next generation
+_MAX_BATCH_EVENTS = 500  # events in one request
+_LEDGER_WAIT_S = 1.0  # seconds that training waits for an agent that does not take its ledger
+_CALLBACK_WAIT_S = 1.0  # that a callable which is under way may delay the next generation
 
 
 @dataclass(frozen=True)
-class Wishes:
+class AgentRequests:
     """The agent's requests, as of its last answer."""
 
-    stop: bool = False
+    should_stop: bool = False
     newest_generation: int = 0
-    brief: bool = False  # stopping: a snapshot that peers get is to do
-    request: int = 0  # number of the newest request for a save; 0: none
-    into: frozenset[int] = frozenset()  # the tiers that it asks for
-    durations: Mapping[int, float] = field(default_factory=dict)  # by tier, until a save is done
-    pause: int = 0  # the generation whose workers are to end their step and wait; 0: none
-    parting: bool = False  # pausing: a node leaves then, and what its workers hold with it
+    is_brief: bool = False  # stopping: a snapshot that peers get is to do
+    save_request: int = 0  # number of the newest request for a save; 0: none
+    save_tiers: frozenset[int] = frozenset()  # the tiers that it asks for
+    tier_durations_s: Mapping[int, float] = field(
+        default_factory=dict
+    )  # by tier, until a save is done
+    pause_generation: int = (
+        0  # the generation whose workers are to end their step and wait; 0: none
+    )
+    is_node_leaving: bool = False  # pausing: a node leaves then, and what its workers hold with it
 
 
 @dataclass(frozen=True)
-class Untold:
+class UnsentEvents:
     """The events of a reporter that were not acknowledged, with their numbers, for the next
     reporter.
 
@@ -58,15 +62,15 @@ class Untold:
     next_number: the number of the next event.
     """
 
-    voice: str
-    next: int = 0
+    stream_id: str
+    next_number: int = 0
     events: tuple[tuple[int, Event], ...] = ()
 
-    def until(self, step: int) -> Untold:
+    def up_to_step(self, step: int) -> UnsentEvents:
         """Drop the events of steps that a generation from the state after `step` will repeat."""
         return replace(self, events=tuple(e for e in self.events if e[1].step <= step))
 
-    def without(self, kind: type[Event]) -> Untold:
+    def without_kind(self, kind: type[Event]) -> UnsentEvents:
         """Drop events of this kind. Used by a process that skipped a generation.
 
         Its steps may have been repeated there, and the coordinator repairs the ledger.
@@ -74,7 +78,7 @@ class Untold:
         return replace(self, events=tuple(e for e in self.events if not isinstance(e[1], kind)))
 
 
-class Reporter:
+class AgentReporter:
     """Posts this rank's events to the agent. Every method but `flush`, `close` and
     `wait_until_sent` returns at once.
 
@@ -86,10 +90,10 @@ class Reporter:
         client: Client,
         rank: int,
         *,
-        heartbeat: float = 0.2,
+        heartbeat_s: float = 0.2,
         on_error: Callable[[BaseException], None] | None = None,
-        untold: Untold | None = None,
-        asleep: Callable[[], bool] = lambda: False,
+        unsent: UnsentEvents | None = None,
+        is_asleep: Callable[[], bool] = lambda: False,
     ) -> None:
         """Prepare the reporter; `start` starts its thread.
 
@@ -99,38 +103,44 @@ class Reporter:
             is_asleep: returns True if training sleeps where ranks wait for each other. It is called
                 while training makes no progress.
         """
-        untold = untold or Untold(secrets.token_hex(8))
+        unsent = unsent or UnsentEvents(secrets.token_hex(8))
         self._client = client
         self._rank = rank
-        self._heartbeat = heartbeat
+        self._heartbeat_s = heartbeat_s
         self._on_error = on_error
-        self._asleep = asleep
-        self._voice = untold.voice
-        self._events: deque[tuple[int, Event]] = deque(untold.events)  # number, event
-        self._next = untold.next  # number of the next event
-        self._first = self._next  # of the batch that is being sent
-        self._calls: deque[tuple[int, Callable[[], None]]] = deque()  # events before it, the call
-        self._urgent = self._next  # the number behind the last event that is sent at once
-        self._durable = -1  # every event with a lower number is
-        self._foretold = 0  # calls that will come, and those that are there
-        self._excused = False  # whether the agent knows that one may be under way
+        self._is_asleep = is_asleep
+        self._stream_id = unsent.stream_id
+        self._events: deque[tuple[int, Event]] = deque(unsent.events)  # number, event
+        self._next_number = unsent.next_number  # number of the next event
+        self._batch_first_number = self._next_number  # of the batch that is being sent
+        self._callbacks: deque[tuple[int, Callable[[], None]]] = (
+            deque()
+        )  # events before it, the call
+        self._urgent_below = (
+            self._next_number
+        )  # the number behind the last event that is sent at once
+        self._durable_below = -1  # every event with a lower number is
+        self._expected_callbacks = 0  # calls that will come, and those that are there
+        self._is_callback_announced = False  # whether the agent knows that one may be under way
         self._changed = threading.Condition()
         self._progress: tuple[int, str, int] = (0, "start", 0)
-        self._said = self._progress  # with the last report
-        self._computing: float | None = None  # since when
-        self._paced = (0.0, 0)  # seconds of computing, microbatches
-        self._worked = (0.0, 0)  # seconds from a step's arithmetic to the end of its vote, steps
-        self._began = 0.0  # with the step that is under way
-        self.share: Callable[[], int] | None = None
+        self._reported_progress = self._progress  # with the last report
+        self._computing_since: float | None = None  # since when
+        self._compute_time = (0.0, 0)  # seconds of computing, microbatches
+        self._step_time = (0.0, 0)  # seconds from a step's arithmetic to the end of its vote, steps
+        self._step_began_at = 0.0  # with the step that is under way
+        self.microbatch_count: Callable[[], int] | None = None
         """Returns this rank's number of microbatches in the open step."""
         self._outcome: dict[str, Any] | None = None
-        self._one_by_one = 0  # events of a refused batch that are still to be sent alone
-        self._busy = False
-        self._patient = True
-        self._closing = False
-        self._wishes = Wishes()
+        self._single_events_left = 0  # events of a refused batch that are still to be sent alone
+        self._is_busy = False
+        self._may_wait = True
+        self._is_closing = False
+        self._requests = AgentRequests()
         self._fenced = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="reporter", daemon=True)
+        self._thread = threading.Thread(
+            target=self._post_until_closed, name="reporter", daemon=True
+        )
 
     # --- what training calls --------------------------------------------------------------
     def start(self) -> None:
@@ -139,30 +149,30 @@ class Reporter:
     def emit(self, event: Event) -> None:
         """Queue an event for the journal."""
         with self._changed:
-            self._events.append((self._next, event))
-            self._next += 1
-            self._hurry()
+            self._events.append((self._next_number, event))
+            self._next_number += 1
+            self._send_now()
 
-    def mention(self, event: Event) -> None:
+    def emit_lazily(self, event: Event) -> None:
         """Queue an event that may wait: it is sent with the next one, or the next heartbeat.
 
         At most one event waits so; no callback waits for it.
         """
         with self._changed:
-            if self._events and self._events[-1][0] >= self._urgent:
-                self._hurry()
-            self._events.append((self._next, event))
-            self._next += 1
+            if self._events and self._events[-1][0] >= self._urgent_below:
+                self._send_now()
+            self._events.append((self._next_number, event))
+            self._next_number += 1
 
-    def _hurry(self) -> None:
-        self._urgent = self._next
+    def _send_now(self) -> None:
+        self._urgent_below = self._next_number
         self._changed.notify_all()
 
-    def foretell(self) -> None:
+    def expect_callback(self) -> None:
         """Announce one more call of `call_when_durable`: events emitted until it has run are made
         durable at once."""
         with self._changed:
-            self._foretold += 1
+            self._expected_callbacks += 1
 
     def progress(self, step: int, phase: str) -> None:
         """Report that this rank is alive, inside `phase` of `step`. Costs one assignment: it is
@@ -173,26 +183,33 @@ class Reporter:
         """
         now = time.monotonic()
         if phase == "compute":
-            self._computing = now
-        elif phase == "reduce" and self._computing is not None and self.share is not None:
-            seconds, microbatches = self._paced
-            self._paced = (seconds + now - self._computing, microbatches + self.share())
-            self._computing = None
+            self._computing_since = now
+        elif (
+            phase == "reduce"
+            and self._computing_since is not None
+            and self.microbatch_count is not None
+        ):
+            seconds, microbatches = self._compute_time
+            self._compute_time = (
+                seconds + now - self._computing_since,
+                microbatches + self.microbatch_count(),
+            )
+            self._computing_since = None
         before, last, marks = self._progress
         if phase in AT_WORK and last not in AT_WORK:
-            self._began = now
+            self._step_began_at = now
         elif phase not in AT_WORK and last in AT_WORK:
-            seconds, steps = self._worked
-            self._worked = (seconds + now - self._began, steps + 1)
+            seconds, steps = self._step_time
+            self._step_time = (seconds + now - self._step_began_at, steps + 1)
         self._progress = (step, phase, marks + 1 if step == before else 1)
 
-    def then(self, call: Callable[[], None]) -> None:
+    def call_when_durable(self, call: Callable[[], None]) -> None:
         """Run `call` on the reporter's thread after all events emitted so far are durable."""
         with self._changed:
-            self._calls.append((self._urgent, call))
+            self._callbacks.append((self._urgent_below, call))
             self._changed.notify_all()
 
-    def outcome(self, kind: str, step: int, unsaved: str | None = None) -> None:
+    def report_outcome(self, kind: str, step: int, unsaved: str | None = None) -> None:
         """Report how this worker is about to end: "finished" or "left", after `step`.
 
         unsaved: why the state after that step is not durable; None if it is.
@@ -202,153 +219,157 @@ class Reporter:
             self._changed.notify_all()
 
     @property
-    def wishes(self) -> Wishes:
-        return self._wishes
+    def requests(self) -> AgentRequests:
+        return self._requests
 
     @property
-    def fenced(self) -> bool:
+    def is_fenced(self) -> bool:
         """Return True if a newer generation has been opened: stop writing, leave."""
         return self._fenced.is_set()
 
-    def flush(self, deadline: float = 10.0) -> bool:
+    def flush(self, timeout_s: float = 10.0) -> bool:
         """Wait until all queued items are acknowledged. Return False if `timeout_s` seconds were
         not enough, or if this worker is fenced."""
-        end = time.monotonic() + deadline
+        end = time.monotonic() + timeout_s
         with self._changed:
-            self._hurry()
-            while self._waiting or self._busy:
+            self._send_now()
+            while self._has_pending or self._is_busy:
                 left = end - time.monotonic()
-                if left <= 0 or self.fenced or self._closing:
+                if left <= 0 or self.is_fenced or self._is_closing:
                     return False
                 self._changed.wait(left)
-        return not self.fenced
+        return not self.is_fenced
 
-    def close(self, deadline: float = 10.0) -> bool:
+    def close(self, timeout_s: float = 10.0) -> bool:
         """Flush, then end the thread. Returns what `flush` returns."""
-        done = self.flush(deadline)
+        done = self.flush(timeout_s)
         with self._changed:
-            self._closing = True
+            self._is_closing = True
             self._changed.notify_all()
-        self._thread.join(deadline)
+        self._thread.join(timeout_s)
         return done
 
-    def leave(self) -> Untold:
+    def close_and_take_unsent(self) -> UnsentEvents:
         """Close at once; return the events to send in the next generation."""
         self.close(0.0)
         self._client.abort()  # an answer that is still waited for is not needed: numbers tell
-        self._thread.join(_CALL_SECONDS)
+        self._thread.join(_CALLBACK_WAIT_S)
         with self._changed:
-            return Untold(self._voice, self._next, tuple(self._events))
+            return UnsentEvents(self._stream_id, self._next_number, tuple(self._events))
 
-    def catch_up(self, step: int) -> None:
+    def wait_until_sent(self, step: int) -> None:
         """Wait until the agent has the events of steps up to `step`.
 
         If a process is killed, other processes can replace its unsent events for the last few steps
         only. After one wait in vain, do not wait again until the agent has caught up.
         """
-        if self._told(step):
-            self._patient = True
-        elif self._patient:
+        if self._is_sent_up_to(step):
+            self._may_wait = True
+        elif self._may_wait:
             with self._changed:
-                self._hurry()
-                self._patient = self._changed.wait_for(
-                    lambda: self._told(step) or self.fenced, _PATIENCE
+                self._send_now()
+                self._may_wait = self._changed.wait_for(
+                    lambda: self._is_sent_up_to(step) or self.is_fenced, _LEDGER_WAIT_S
                 )
 
-    def _told(self, step: int) -> bool:
+    def _is_sent_up_to(self, step: int) -> bool:
         try:
             return not self._events or self._events[0][1].step > step
         except IndexError:  # the other thread has just taken the last one
             return True
 
     @property
-    def owes_calls(self) -> bool:
+    def has_pending_callbacks(self) -> bool:
         """Return True if a callback waits for its events to be durable."""
-        return bool(self._calls)
+        return bool(self._callbacks)
 
     # --- the thread -----------------------------------------------------------------------
     @property
-    def _waiting(self) -> bool:
-        return bool(self._events or self._calls or self._outcome)
+    def _has_pending(self) -> bool:
+        return bool(self._events or self._callbacks or self._outcome)
 
     @property
-    def _pressing(self) -> bool:
-        urgent = bool(self._events) and self._events[0][0] < self._urgent
-        return bool(urgent or self._calls or self._outcome)
+    def _has_urgent(self) -> bool:
+        urgent = bool(self._events) and self._events[0][0] < self._urgent_below
+        return bool(urgent or self._callbacks or self._outcome)
 
-    def _run(self) -> None:
+    def _post_until_closed(self) -> None:
         while True:
             with self._changed:
-                self._busy = False
+                self._is_busy = False
                 self._changed.notify_all()
-                if not (self._pressing or self._closing):
-                    self._changed.wait(self._heartbeat)
-                if self._closing or self.fenced:
+                if not (self._has_urgent or self._is_closing):
+                    self._changed.wait(self._heartbeat_s)
+                if self._is_closing or self.is_fenced:
                     return
-                self._busy = True
-                at_once = self._at_once()
+                self._is_busy = True
+                at_once = self._ready_callback()
             if at_once is not None:
-                self._run_call(at_once)
+                self._run_callback(at_once)
                 continue
             with self._changed:
-                batch = self._batch()
-                self._first = batch[0][0] if batch else self._next
+                batch = self._next_batch()
+                self._batch_first_number = batch[0][0] if batch else self._next_number
                 behind = self._events[len(batch)][0] if len(self._events) > len(batch) else None
-                due = bool(self._calls) and (behind is None or self._calls[0][0] <= behind)
-                call = self._calls[0][1] if due else None
+                due = bool(self._callbacks) and (behind is None or self._callbacks[0][0] <= behind)
+                call = self._callbacks[0][1] if due else None
                 outcome = self._outcome
-            self._turn(batch, call, outcome)
+            self._post_and_drop(batch, call, outcome)
 
-    def _at_once(self) -> Callable[[], None] | None:
+    def _ready_callback(self) -> Callable[[], None] | None:
         """Return the next callback, if it may run now and the agent expects one."""
-        if self._excused and self._calls and self._calls[0][0] <= self._durable:
-            return self._calls[0][1]
+        if (
+            self._is_callback_announced
+            and self._callbacks
+            and self._callbacks[0][0] <= self._durable_below
+        ):
+            return self._callbacks[0][1]
         return None
 
-    def _run_call(self, call: Callable[[], None]) -> None:
-        self._call(call)
+    def _run_callback(self, call: Callable[[], None]) -> None:
+        self._call_guarded(call)
         with self._changed:
-            self._calls.popleft()
-            self._foretold = max(0, self._foretold - 1)
+            self._callbacks.popleft()
+            self._expected_callbacks = max(0, self._expected_callbacks - 1)
 
-    def _batch(self) -> list[tuple[int, Event]]:
+    def _next_batch(self) -> list[tuple[int, Event]]:
         """Return the next events whose numbers are consecutive."""
-        most = islice(self._events, 1 if self._one_by_one else _BATCH)
+        most = islice(self._events, 1 if self._single_events_left else _MAX_BATCH_EVENTS)
         return [each for at, each in enumerate(most) if each[0] == self._events[0][0] + at]
 
-    def _turn(
+    def _post_and_drop(
         self,
         batch: list[tuple[int, Event]],
         call: Callable[[], None] | None,
         outcome: dict[str, Any] | None,
     ) -> None:
         """Post one batch and drop it; once it is durable, run the callback that waits for it."""
-        some_new = self._first + len(batch) > self._durable
-        sync = some_new and (call is not None or self._foretold > 0)
+        some_new = self._batch_first_number + len(batch) > self._durable_below
+        sync = some_new and (call is not None or self._expected_callbacks > 0)
         taken, stored = self._post(batch, sync=sync, outcome=outcome)
         if sync and stored:
-            self._durable = self._first + len(batch)
+            self._durable_below = self._batch_first_number + len(batch)
         if call is not None and stored:
-            self._run_call(call)
+            self._run_callback(call)
         with self._changed:
             if taken:
                 for _ in batch:
                     self._events.popleft()
-            self._one_by_one = max(0, self._one_by_one - len(batch) * taken)
+            self._single_events_left = max(0, self._single_events_left - len(batch) * taken)
             if taken and outcome is not None and self._outcome == outcome:
                 self._outcome = None
             waiting = not taken or (call is not None and not stored)
-            if waiting and not (self._closing or self.fenced):
+            if waiting and not (self._is_closing or self.is_fenced):
                 # The agent is busy, or its disk is full: the queue waits for the next beat.
-                self._changed.wait(self._heartbeat)
+                self._changed.wait(self._heartbeat_s)
 
-    def _call(self, call: Callable[[], None]) -> None:
+    def _call_guarded(self, call: Callable[[], None]) -> None:
         try:
             call()
         except Exception as error:
-            self._complain(error)
+            self._report_error(error)
 
-    def _complain(self, error: BaseException) -> None:
+    def _report_error(self, error: BaseException) -> None:
         if self._on_error is not None:
             self._on_error(error)
 
@@ -357,23 +378,23 @@ class Reporter:
     ) -> tuple[bool, bool]:
         """Post a batch; return (the agent has taken it, it is stored). With `sync`, stored means
         durable."""
-        still, self._said = self._said, self._progress
-        step, phase, marks = self._said
+        still, self._reported_progress = self._reported_progress, self._progress
+        step, phase, marks = self._reported_progress
         body: dict[str, Any] = {
             "rank": self._rank,
-            "voice": self._voice,
+            "voice": self._stream_id,
             "step": step,
             "phase": phase,
             "marks": marks,
-            "asleep": still == self._said and self._asleep(),
-            "pace": list(self._paced),
-            "worked": list(self._worked),
+            "asleep": still == self._reported_progress and self._is_asleep(),
+            "pace": list(self._compute_time),
+            "worked": list(self._step_time),
             "own": round(time.thread_time(), 4),  # beside which the process computes
             # The agent drops what it has seen: a batch whose answer was lost is sent again.
-            "first": self._first,
+            "first": self._batch_first_number,
             "events": [{"kind": event.kind, "event": event.body} for _, event in batch],
             "sync": sync,
-            "calls": self._foretold > 0 or bool(self._calls),
+            "calls": self._expected_callbacks > 0 or bool(self._callbacks),
         }
         if outcome is not None:
             body["outcome"] = outcome
@@ -388,17 +409,21 @@ class Reporter:
             # An event that cannot be sent or read is our own bug. To find it, its batch is sent one
             # by one. It is dropped, so that it does not hold up the rest.
             if len(batch) > 1:
-                self._one_by_one = len(batch)
+                self._single_events_left = len(batch)
                 return False, False
-            self._complain(error)
+            self._report_error(error)
             return True, False
         except HoldfastError:
             return False, False
-        self._wishes = Wishes(
-            bool(answer["stop"]), int(answer["generation"]), bool(answer.get("brief")),
-            int(answer.get("request", 0)), frozenset(answer.get("into", ())),
-            seconds_from_json(answer.get("durations", {})), int(answer.get("pause", 0)),
+        self._requests = AgentRequests(
+            bool(answer["stop"]),
+            int(answer["generation"]),
+            bool(answer.get("brief")),
+            int(answer.get("request", 0)),
+            frozenset(answer.get("into", ())),
+            durations_from_json(answer.get("durations", {})),
+            int(answer.get("pause", 0)),
             bool(answer.get("parting")),
-        )  # fmt: skip
-        self._excused = bool(body["calls"])
+        )
+        self._is_callback_announced = bool(body["calls"])
         return True, bool(answer["stored"])

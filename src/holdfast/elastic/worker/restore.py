@@ -23,17 +23,23 @@ from torch import Tensor
 from holdfast.checkpoint.mover.client import MoverClient
 from holdfast.checkpoint.peers.client import PeerError
 from holdfast.checkpoint.peers.source import PeerBlobs
-from holdfast.checkpoint.restore.catalog import listing
-from holdfast.checkpoint.restore.fallback_store import BUCKET, Second
+from holdfast.checkpoint.restore.catalog import list_commits
+from holdfast.checkpoint.restore.fallback_store import BUCKET_SOURCE, LazyStore
 from holdfast.checkpoint.restore.reader import Checkpoint
-from holdfast.checkpoint.restore.sources import MappedSource, Mixed, Source, StoreSource, Tally
+from holdfast.checkpoint.restore.sources import (
+    BlobSource,
+    FallbackReader,
+    MappedSource,
+    ReadStats,
+    StoreSource,
+)
 from holdfast.core.format.manifest import Commit
 from holdfast.core.sharding.boxes import Box
-from holdfast.elastic.protocol.worker_spec import WorkerBoot
-from holdfast.elastic.worker.reporter import Reporter
+from holdfast.elastic.protocol.worker_spec import WorkerSpec
+from holdfast.elastic.worker.reporter import AgentReporter
 from holdfast.errors import CorruptError, HoldfastError, RunFolderError, StoreError
 from holdfast.events import CheckpointRestored, SourceRejected
-from holdfast.train.build import Session
+from holdfast.train.build import TrainingSession
 from holdfast.wire.secret import Secret
 from holdfast.wire.store.location import open_store
 from holdfast.wire.store.run_store import FolderStore, MissingKeyError
@@ -41,57 +47,67 @@ from holdfast.wire.store.run_store import FolderStore, MissingKeyError
 logger = logging.getLogger(__name__)
 
 
-class RottenError(HoldfastError):
+class CorruptCheckpointError(HoldfastError):
     """No source has every byte of the checkpoint as it was written."""
 
 
-_UNREAD = (CorruptError, MissingKeyError, RunFolderError, StoreError, PeerError)
+_SOURCE_ERRORS = (CorruptError, MissingKeyError, RunFolderError, StoreError, PeerError)
 """Errors of a source that does not deliver: its copy is corrupt, missing, or out of reach."""
 
 
 def restore(
-    boot: WorkerBoot, session: Session, reporter: Reporter, secret: Secret | None,
+    spec: WorkerSpec,
+    session: TrainingSession,
+    reporter: AgentReporter,
+    secret: Secret | None,
     check: Callable[[], None] = lambda: None,
-) -> None:  # fmt: skip
+) -> None:
     """Load the state after `spec.start_step`, box by box, or make it from the seed.
 
     `check` is called meanwhile, and raises to end the restore. Raises CorruptCheckpointError, and
     HoldfastError if a source that may be intact cannot be reached.
     """
-    key = boot.restore_key
+    key = spec.restore_key
     if key is None:
         session.engine.initialise(session.config.seed)
         return
-    begun, opening, tally = time.monotonic(), 0.0, Tally()
+    begun, opening, tally = time.monotonic(), 0.0, ReadStats()
 
     def read(everywhere: bool) -> None:
         nonlocal opening, tally
-        with _opened(boot, key, secret, everywhere) as checkpoint:
-            opening, tally = time.monotonic() - begun, checkpoint.tally
-            _load(session, _Boxes(checkpoint, boot.start_step, reporter, check), boot.run_folder)
+        with _open_checkpoint(spec, key, secret, everywhere) as checkpoint:
+            opening, tally = time.monotonic() - begun, checkpoint.read_stats
+            _load_with_retry(
+                session, _BoxReader(checkpoint, spec.start_step, reporter, check), spec.run_folder
+            )
 
     try:
         try:
             read(everywhere=False)
-        except (*_UNREAD, RottenError) as error:
+        except (*_SOURCE_ERRORS, CorruptCheckpointError) as error:
             if MappedSource.name not in {source for source, _, _ in tally.problems}:
                 raise  # all who may have it were asked
             logger.warning("trying all peers too: %s", error)
             read(everywhere=True)
     except (CorruptError, MissingKeyError) as error:
-        raise RottenError(str(error)) from error
+        raise CorruptCheckpointError(str(error)) from error
     for source, blob, reason in dict.fromkeys(tally.problems):
         logger.warning("%s: %s; another source had it", source, reason)
-        reporter.emit(SourceRejected(boot.rank, source, blob, reason, step=boot.start_step))
+        reporter.emit(SourceRejected(spec.rank, source, blob, reason, step=spec.start_step))
     reporter.emit(
         CheckpointRestored(
-            boot.rank, key, sum(tally.bytes.values()), time.monotonic() - begun,
-            {"open": opening, **tally.seconds}, dict(tally.bytes), step=boot.start_step,
+            spec.rank,
+            key,
+            sum(tally.bytes_by_source.values()),
+            time.monotonic() - begun,
+            {"open": opening, **tally.seconds_by_phase},
+            dict(tally.bytes_by_source),
+            step=spec.start_step,
         )
-    )  # fmt: skip
+    )
 
 
-def _load(session: Session, boxes: _Boxes, run_folder: str) -> None:
+def _load_with_retry(session: TrainingSession, boxes: _BoxReader, run_folder: str) -> None:
     """Load the state; if a source fails, rather than the bytes, try once more.
 
     A store that answers but cannot read this has a corrupt disk. A store that does not answer
@@ -106,64 +122,64 @@ def _load(session: Session, boxes: _Boxes, run_folder: str) -> None:
     try:
         session.engine.load(boxes)
     except PeerError as error:
-        raise RottenError(f"it cannot be read: {error}") from error
+        raise CorruptCheckpointError(f"it cannot be read: {error}") from error
     except (RunFolderError, StoreError) as error:
-        listing(FolderStore(run_folder))  # raises when it is out of reach
-        raise RottenError(f"it cannot be read: {error}") from error
+        list_commits(FolderStore(run_folder))  # raises when it is out of reach
+        raise CorruptCheckpointError(f"it cannot be read: {error}") from error
 
 
-class _Boxes:
+class _BoxReader:
     """Reads one box, or many in one pass, and reports meanwhile that this rank is alive."""
 
     def __init__(
-        self, checkpoint: Checkpoint, step: int, reporter: Reporter, check: Callable[[], None]
+        self, checkpoint: Checkpoint, step: int, reporter: AgentReporter, check: Callable[[], None]
     ) -> None:
         self._checkpoint, self._step, self._reporter = checkpoint, step, reporter
         self._check = check
 
     def __call__(self, box: Box, out: Tensor) -> None:
-        self._alive()
-        self._checkpoint.read(box, _bytes(out))
+        self._keep_alive()
+        self._checkpoint.read(box, _as_bytes(out))
 
     def many(self, wanted: Sequence[tuple[Box, Tensor]]) -> None:
-        self._alive()
-        self._checkpoint.read_all(((box, _bytes(out)) for box, out in wanted), self._alive)
+        self._keep_alive()
+        self._checkpoint.read_all(((box, _as_bytes(out)) for box, out in wanted), self._keep_alive)
 
-    def _alive(self) -> None:
+    def _keep_alive(self) -> None:
         self._check()
         self._reporter.progress(self._step, "restore")
 
 
-def _bytes(tensor: Tensor) -> memoryview:
+def _as_bytes(tensor: Tensor) -> memoryview:
     return tensor.view(-1).view(torch.uint8).numpy().data
 
 
 @contextmanager
-def _opened(
-    boot: WorkerBoot, key: str, secret: Secret | None, everywhere: bool = False
+def _open_checkpoint(
+    spec: WorkerSpec, key: str, secret: Secret | None, ask_all_peers: bool = False
 ) -> Iterator[Checkpoint]:
     """Open the checkpoint over all sources, cheapest first; memory is given back at the end.
 
     ask_all_peers: also use peers for blobs that this node's memory has. They are not asked before
     that is needed.
     """
-    store = FolderStore(boot.run_folder)
-    if not boot.mover_socket or secret is None:
+    store = FolderStore(spec.run_folder)
+    if not spec.mover_socket or secret is None:
         yield Checkpoint(store, Commit.from_bytes(store.get(key), key))
         return
-    mover = MoverClient(boot.mover_socket, secret, boot.generation)
+    mover = MoverClient(spec.mover_socket, secret, spec.generation)
     holdings = mover.holdings(key)
     mapped = MappedSource(holdings.slots)
     keys = [writer.blob.key for writer in holdings.commit.writers]
     peers = [
-        PeerBlobs(row["name"], row["address"], row["keys"], secret, boot.generation, row["run"])
-        for row in (mover.holders(keys) if everywhere else holdings.peers)
+        PeerBlobs(row["name"], row["address"], row["keys"], secret, spec.generation, row["run"])
+        for row in (mover.holders(keys) if ask_all_peers else holdings.peers)
     ]
-    sources: list[Source] = [mapped, *peers, StoreSource(store)]
-    if bucket := str(boot.config["checkpoint"]["bucket"]):
-        sources.append(StoreSource(Second(lambda: open_store(bucket)), BUCKET))
+    sources: list[BlobSource] = [mapped, *peers, StoreSource(store)]
+    if bucket := str(spec.config["checkpoint"]["bucket"]):
+        sources.append(StoreSource(LazyStore(lambda: open_store(bucket)), BUCKET_SOURCE))
     try:
-        yield Checkpoint(Mixed(sources), holdings.commit)
+        yield Checkpoint(FallbackReader(sources), holdings.commit)
     finally:
         for peer in peers:
             peer.close()

@@ -12,13 +12,13 @@ import socket
 from contextlib import suppress
 
 
-def cut_connections(keep: str) -> int:
+def shut_down_connections(except_address: str) -> int:
     """Shut down every TCP connection of this process; return their number.
 
     Connections to `except_address` ("host:port"), which is its agent, stay. Each descriptor stays
     its owner's.
     """
-    port = int(keep.rpartition(":")[2])
+    port = int(except_address.rpartition(":")[2])
     count = 0
     for name in os.listdir("/proc/self/fd") if os.path.isdir("/proc/self/fd") else ():
         with suppress(OSError):  # not a socket, not connected, or just closed

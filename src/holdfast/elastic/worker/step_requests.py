@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from holdfast.elastic.worker.reporter import Reporter
+from holdfast.elastic.worker.reporter import AgentReporter
 from holdfast.policy.saving.tiers import BUCKET, DISK, PEERS
-from holdfast.train.journal_repair import COVERED
+from holdfast.train.journal_repair import COVERED_STEPS
 from holdfast.train.vote import Wishes
 
 
@@ -15,9 +15,12 @@ class AgentMembership:
     behind."""
 
     def __init__(
-        self, reporter: Reporter, generation: int, outdated: Callable[[int], None],
-        spread: bool = False,
-    ) -> None:  # fmt: skip
+        self,
+        reporter: AgentReporter,
+        generation: int,
+        on_outdated: Callable[[int], None],
+        spans_nodes: bool = False,
+    ) -> None:
         """Bind the requests to a generation.
 
         Args:
@@ -25,19 +28,28 @@ class AgentMembership:
             spans_nodes: a replica lies on several nodes, so a node that leaves may take a part of
                 the state with it.
         """
-        self._reporter, self._generation, self._outdated = reporter, generation, outdated
-        self._spread = spread
-        self._done = 0  # the newest request that has been passed on
+        self._reporter, self._generation, self._on_outdated = reporter, generation, on_outdated
+        self._spans_nodes = spans_nodes
+        self._last_save_request = 0  # the newest request that has been passed on
 
-    def wishes(self, step: int) -> Wishes:
-        self._reporter.catch_up(step - COVERED)
-        if self._reporter.fenced:
-            self._outdated(step)
-        told = self._reporter.wishes
-        into, self._done = (told.into if told.request > self._done else ()), told.request
-        pause = told.pause == self._generation
-        parting = pause and told.parting and self._spread
+    def requests(self, step: int) -> Wishes:
+        self._reporter.wait_until_sent(step - COVERED_STEPS)
+        if self._reporter.is_fenced:
+            self._on_outdated(step)
+        told = self._reporter.requests
+        into, self._last_save_request = (
+            (told.save_tiers if told.save_request > self._last_save_request else ()),
+            told.save_request,
+        )
+        pause = told.pause_generation == self._generation
+        parting = pause and told.is_node_leaving and self._spans_nodes
         return Wishes(
-            stop=told.stop, brief=told.brief, save=DISK in into, remember=PEERS in into,
-            copy=PEERS in into, upload=BUCKET in into, pause=pause, parting=parting,
-        )  # fmt: skip
+            stop=told.should_stop,
+            is_snapshot_enough=told.is_brief,
+            save=DISK in into,
+            snapshot=PEERS in into,
+            copy=PEERS in into,
+            upload=BUCKET in into,
+            pause=pause,
+            is_node_leaving=parting,
+        )

@@ -26,50 +26,52 @@ import torch
 import holdfast.parallel
 import holdfast.train
 
-BUSY = 0.1
+BUSY_CORE_SHARE = 0.1
 """Share of a core. A process that uses more, beyond its own small threads, computes and will
 return."""
-_LOOKS = 10
-_NEAR = 0.5
+_SAMPLES = 10
+_DUMP_MARGIN_S = 0.5
 """Seconds around the time of a stack dump in which it may be being written."""
-_LATE = 0.2  # seconds: who looks so late was kept from running, and so was whom he looks at
-_ROOMS = tuple(
+_LATE_SAMPLE_S = (
+    0.2  # seconds: who looks so late was kept from running, and so was whom he looks at
+)
+_COMMUNICATING_FOLDERS = tuple(
     f"{Path(str(module.__file__)).parent}/" for module in (torch, holdfast.parallel, holdfast.train)
 )
 
 
 @dataclass(frozen=True)
-class Who:
+class ThreadId:
     """A thread's numbers in the interpreter and in the operating system. (After a fork, `threading`
     still gives the parent's number for the latter.)"""
 
-    identity: int
-    native: int
+    ident: int
+    native_id: int
 
     @staticmethod
-    def me() -> Who:
-        return Who(threading.get_ident(), threading.get_native_id())
+    def current() -> ThreadId:
+        return ThreadId(threading.get_ident(), threading.get_native_id())
 
 
-class Sleeper:
+class ThreadWatcher:
     """Observes a thread from time to time."""
 
-    def __init__(self, thread: Who) -> None:
+    def __init__(self, thread: ThreadId) -> None:
         self._thread = thread
-        self._before: tuple[int, int] | None = None
+        self._last_position: tuple[int, int] | None = None
 
-    def asleep(self) -> bool:
+    def is_asleep(self) -> bool:
         """Return True if the thread sleeps in one operation of torch or between ranks, now as at
         the last call.
 
         Return False if that is unknown: a device computes unseen.
         """
-        place = _place(self._thread.identity)
-        same, self._before = place is not None and place == self._before, place
-        return same and _sleeps(self._thread.native) and not _on_a_device()
+        place = _frame_position(self._thread.ident)
+        same, self._last_position = place is not None and place == self._last_position, place
+        return same and _is_sleeping(self._thread.native_id) and not _uses_cuda()
 
 
-class Trace:
+class StackDumpTimer:
     """Writes the stacks of all threads to the log, unless it is cancelled in time.
 
     A thread of faulthandler writes them, which needs no interpreter. But cancelling during the
@@ -81,37 +83,39 @@ class Trace:
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
         self._lock = threading.Lock()
-        self._due: float | None = None
+        self._due_at: float | None = None
 
     def arm(self) -> None:
         """Start the timer, or restart it if it runs."""
         with self._lock:
-            if self._near:
+            if self._may_be_writing:
                 return
             faulthandler.dump_traceback_later(self._seconds, file=2)
-            due = self._due = time.monotonic() + self._seconds
-        threading.Thread(target=self._follow, args=(due,), name="trace", daemon=True).start()
+            due = self._due_at = time.monotonic() + self._seconds
+        threading.Thread(
+            target=self._mark_after_dump, args=(due,), name="trace", daemon=True
+        ).start()
 
-    def call_off(self) -> None:
+    def cancel(self) -> None:
         with self._lock:
-            if self._due is not None and not self._near:
+            if self._due_at is not None and not self._may_be_writing:
                 faulthandler.cancel_dump_traceback_later()
-                self._due = None
+                self._due_at = None
 
     @property
-    def _near(self) -> bool:
-        return self._due is not None and time.monotonic() > self._due - _NEAR
+    def _may_be_writing(self) -> bool:
+        return self._due_at is not None and time.monotonic() > self._due_at - _DUMP_MARGIN_S
 
-    def _follow(self, due: float) -> None:
-        threading.Event().wait(max(0.0, due + _NEAR - time.monotonic()))
-        if self._due == due:
+    def _mark_after_dump(self, due: float) -> None:
+        threading.Event().wait(max(0.0, due + _DUMP_MARGIN_S - time.monotonic()))
+        if self._due_at == due:
             with suppress(OSError):  # a disk may be full
                 os.write(2, b"was halted and has not stopped: its threads are as above\n")
             with self._lock:
-                self._due = None
+                self._due_at = None
 
 
-def stuck(threads: Sequence[Who], seconds: float) -> bool:
+def is_any_stuck(threads: Sequence[ThreadId], seconds: float) -> bool:
     """Return True if one of these threads sleeps in one operation of torch or between ranks all the
     time.
 
@@ -119,33 +123,36 @@ def stuck(threads: Sequence[Who], seconds: float) -> bool:
     False if the answer is unknown. A device computes unseen; a thread that was stopped, or waits
     for a core or a disk, does not sleep.
     """
-    known = not _on_a_device()
-    places, used = {thread: _place(thread.identity) for thread in threads}, time.process_time()
+    known = not _uses_cuda()
+    places, used = (
+        {thread: _frame_position(thread.ident) for thread in threads},
+        time.process_time(),
+    )
     asleep = {thread for thread, place in places.items() if place is not None}
-    for _ in range(_LOOKS):
-        due = time.monotonic() + seconds / _LOOKS
-        threading.Event().wait(seconds / _LOOKS)
-        late = time.monotonic() - due > _LATE
+    for _ in range(_SAMPLES):
+        due = time.monotonic() + seconds / _SAMPLES
+        threading.Event().wait(seconds / _SAMPLES)
+        late = time.monotonic() - due > _LATE_SAMPLE_S
         known = known and not late
-        asleep = {thread for thread in asleep if _sleeps(thread.native)}
-    busy = time.process_time() - used > BUSY * seconds
-    still = any(_place(thread.identity) == places[thread] for thread in asleep)
+        asleep = {thread for thread in asleep if _is_sleeping(thread.native_id)}
+    busy = time.process_time() - used > BUSY_CORE_SHARE * seconds
+    still = any(_frame_position(thread.ident) == places[thread] for thread in asleep)
     return known and still and not busy
 
 
-def _on_a_device() -> bool:
+def _uses_cuda() -> bool:
     return bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
 
 
-def _place(thread: int) -> tuple[int, int] | None:
+def _frame_position(thread: int) -> tuple[int, int] | None:
     """Return the thread's position, if it is in one of the packages that communicate."""
     frame = sys._current_frames().get(thread)
-    if frame is None or not frame.f_code.co_filename.startswith(_ROOMS):
+    if frame is None or not frame.f_code.co_filename.startswith(_COMMUNICATING_FOLDERS):
         return None
     return id(frame), frame.f_lasti
 
 
-def _sleeps(native: int) -> bool:
+def _is_sleeping(native: int) -> bool:
     """Return True if the operating system reports the thread as sleeping."""
     try:
         line = Path(f"/proc/self/task/{native}/stat").read_bytes()

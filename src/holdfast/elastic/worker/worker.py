@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from holdfast.checkpoint.capture.capturer import Capturer, Skipped, local_part
+from holdfast.checkpoint.capture.capturer import Capturer, SkippedCapture, local_part
 from holdfast.checkpoint.capture.reconnecting_capturer import ReconnectingCapturer
 from holdfast.checkpoint.mover.client import MoverClient
 from holdfast.config.run import RunConfig
@@ -21,55 +21,61 @@ from holdfast.core.sharding.state_table import state_table
 from holdfast.data.batch import Batches
 from holdfast.data.dataset import Dataset
 from holdfast.elastic.protocol import exit_codes
-from holdfast.elastic.protocol.worker_spec import WorkerBoot
+from holdfast.elastic.protocol.worker_spec import WorkerSpec
 from holdfast.elastic.worker.checkpointer import (
-    ArenaSaver,
     LateSaver,
-    where_there_is_room,
-    while_replaced,
+    SnapshotSaver,
+    make_with_fewer_slots,
+    retry_until_mover_is_up,
 )
-from holdfast.elastic.worker.commands import Before, Begin, Held, Interrupt, Orders
+from holdfast.elastic.worker.commands import (
+    Begin,
+    CommandClient,
+    Interrupt,
+    PreviousGeneration,
+    WorkerHeldState,
+)
 from holdfast.elastic.worker.http_store import HttpStore
-from holdfast.elastic.worker.output import redirect
-from holdfast.elastic.worker.reporter import Reporter
+from holdfast.elastic.worker.output import redirect_output
+from holdfast.elastic.worker.reporter import AgentReporter
 from holdfast.elastic.worker.restore import restore
-from holdfast.elastic.worker.sockets import cut_connections
+from holdfast.elastic.worker.sockets import shut_down_connections
 from holdfast.elastic.worker.step_requests import AgentMembership
-from holdfast.elastic.worker.stuck_threads import Sleeper, Who
+from holdfast.elastic.worker.stuck_threads import ThreadId, ThreadWatcher
 from holdfast.elastic.worker.warmth import warm_up
 from holdfast.errors import FencedError, HoldfastError
 from holdfast.events import BatchFed, CheckpointSkipped, Evaluated, SettingIgnored, WorkerReady
 from holdfast.layout import Topology
-from holdfast.parallel.comm.transport import Peers
+from holdfast.parallel.comm.transport import PeerGroup
 from holdfast.plan.planner import dealer_of
-from holdfast.policy.detection.bad_steps import Retry
-from holdfast.policy.saving.destinations import Into
-from holdfast.policy.saving.failure_classes import Classes
-from holdfast.policy.saving.failure_rate import Hazard
-from holdfast.train.build import Session, build_engine, meet, session_of
+from holdfast.policy.detection.bad_steps import StepRetry
+from holdfast.policy.saving.destinations import SaveDestinations
+from holdfast.policy.saving.failure_classes import FailureClassCounts
+from holdfast.policy.saving.failure_rate import FailureRate
+from holdfast.train.build import TrainingSession, build_engine, connect_groups, make_session
 from holdfast.train.engine import Dealer
-from holdfast.train.recover import Recovered, join, recover
-from holdfast.train.runner import Outcome
-from holdfast.train.runner import run as train
-from holdfast.train.save_cadence import Known
-from holdfast.train.vote import Verdict
+from holdfast.train.recover import RecoveryResult, join_generation, recover
+from holdfast.train.runner import TrainingOutcome
+from holdfast.train.runner import run_training as train
+from holdfast.train.save_cadence import FailureStats
+from holdfast.train.vote import StepVerdict
 from holdfast.wire import process_log
 from holdfast.wire.http.client import Client
 from holdfast.wire.secret import Secret
 
 logger = logging.getLogger(__name__)
 
-_ANNOUNCING = 0.5
+_ANNOUNCE_FLUSH_TIMEOUT_S = 0.5
 """Seconds that a stopping worker waits for its snapshots' announcements, if no other replica has
 its state. The next generation begins when all have stopped, and the mover refuses later
 announcements."""
 
 
-_TOLD = 20.0
+_MOVER_EXPECT_TIMEOUT_S = 20.0
 """Seconds that the mover gets to learn of a generation that its agent announces to all at once."""
 
 
-_JOINING = 1800.0  # seconds that bound every wait in a group; a halt ends them before
+_GROUP_WAIT_TIMEOUT_S = 1800.0  # seconds that bound every wait in a group; a halt ends them before
 _LAST_SLOT, _SETTLING = 60.0, 600.0  # seconds for the last save, as in `train.runner`
 
 
@@ -87,24 +93,26 @@ class Worker:
     one thread.
     """
 
-    def __init__(self, boot: WorkerBoot, secret: Secret, orders: Orders | None = None) -> None:
+    def __init__(
+        self, boot: WorkerSpec, secret: Secret, orders: CommandClient | None = None
+    ) -> None:
         self.step = boot.start_step
         self._boot, self._secret, self._orders = boot, secret, orders
         self._config = RunConfig.model_validate(boot.config)
         self._batches: Batches | None = None
-        self._session: Session | None = None
+        self._session: TrainingSession | None = None
         self._whole = False  # whether the session's state has its values
         self.training = False  # as opposed to being on the way into a generation
         self._live = False  # the state came from the generation before, not from a checkpoint
-        self._verdict: Verdict | None = None  # of the step that this generation went on from
-        self._saver: ArenaSaver | LateSaver | None = None
+        self._verdict: StepVerdict | None = None  # of the step that this generation went on from
+        self._saver: SnapshotSaver | LateSaver | None = None
         self._equipped = False  # whether there has been one
-        self._voice: Reporter | None = None
+        self._voice: AgentReporter | None = None
         self._meeting: Client | None = None  # for the store through which groups meet
-        self._control: Peers | None = None  # of a generation into which state is moved
+        self._control: PeerGroup | None = None  # of a generation into which state is moved
 
     @property
-    def reporter(self) -> Reporter:
+    def reporter(self) -> AgentReporter:
         if self._voice is None:
             raise RuntimeError("a process without a rank has no reporter")
         return self._voice
@@ -123,7 +131,7 @@ class Worker:
         """Get ready to compute the first step of the spec's generation."""
         boot, self.training = self._boot, False
         if self._voice is None:
-            self._speak(boot.placed(), boot.rank)
+            self._speak(boot.parse_topology(), boot.rank)
         with self._interruptible(self._wake_joining):
             self._session = self._build()
             restore(boot, self._session, self.reporter, self._secret, self._check)
@@ -138,7 +146,7 @@ class Worker:
         FencedError and HaltedError; `held_state` then reports whether this process has lost the
         state.
         """
-        before = Before(self._present.groups.topology, self.step)
+        before = PreviousGeneration(self._present.groups.topology, self.step)
         boot = replace(
             self._boot, topology=topology.to_json(), generation=topology.generation, rank=rank
         )
@@ -148,17 +156,17 @@ class Worker:
         """Get ready to compute in the ordered generation. Raises what `begin_generation` and
         `adopt_generation` raise."""
         begun = time.monotonic()
-        self._follow(replace(order.boot, forked=begun))
+        self._follow(replace(order.spec, forked=begun))
         if order.came_from is not None:
             self._go_on(order, begun)
             return
         boot = self._boot
         self._drop()
         self.step = boot.start_step
-        self._speak(boot.placed(), boot.rank, boot.start_step)
+        self._speak(boot.parse_topology(), boot.rank, boot.start_step)
         self.begin()
 
-    def train(self) -> Outcome:
+    def train(self) -> TrainingOutcome:
         """Train on from the state after `step`. Raises what `train.runner.run` raises; `step` is
         right then, too. The state is then intact, unless a replica was sharded over a lost process.
         """
@@ -168,24 +176,32 @@ class Worker:
             return self._save_last()
         membership = AgentMembership(self.reporter, self.generation, self._outdated, self._spread)
         self._read()  # of what is left out a newer boot may know more
-        retry = None if self._boot.again is None else Retry.from_json(self._boot.again)
+        retry = None if self._boot.again is None else StepRetry.from_json(self._boot.again)
         if retry is not None and retry.step > self.step:
             session.engine.deal_elsewhere(retry.step, retry.avoid)
         engine, replica = session.engine, session.engine.groups.coordinate.replica
-        self.reporter.share = lambda: len(engine.dealt[replica])
+        self.reporter.microbatch_count = lambda: len(engine.dealt_shares[replica])
         self.training = True
         try:
             inside = len(session.groups.replica.ranks) > 1  # where nothing else ends a wait
             waking = self._interruptible(self._wake_training, mortal=inside)
             with waking, session.loader(self.step) as loader:
                 return train(
-                    session.engine, loader, membership, self.reporter, saver,
-                    session.evaluator, self._config, rank=self._rank, start_step=self.step,
-                    known=_known(self._boot), durations=lambda: self.reporter.wishes.durations,
+                    session.engine,
+                    loader,
+                    membership,
+                    self.reporter,
+                    saver,
+                    session.evaluator,
+                    self._config,
+                    rank=self._rank,
+                    start_step=self.step,
+                    stats=_failure_stats(self._boot),
+                    tier_durations_s=lambda: self.reporter.requests.tier_durations_s,
                     retry=retry,
-                )  # fmt: skip
+                )
         finally:
-            self.step = session.engine.applied or self.step
+            self.step = session.engine.applied_step or self.step
             saver.fence()  # the snapshot of a step that is complete is worth having in any case
 
     # --- out of one ---------------------------------------------------------------------------
@@ -195,10 +211,10 @@ class Worker:
         engine = getattr(self._session, "engine", None)
         if engine is not None and not orderly:
             engine.interrupt(True)
-        if self._voice is None or not self._voice.owes_calls:
+        if self._voice is None or not self._voice.has_pending_callbacks:
             return
         if len(self._topology.replicas) == 1 or self._spread:
-            self._voice.flush(_ANNOUNCING)
+            self._voice.flush(_ANNOUNCE_FLUSH_TIMEOUT_S)
 
     @property
     def _spread(self) -> bool:
@@ -209,33 +225,37 @@ class Worker:
             len({nodes[rank] for rank in each.ranks}) > 1 for each in self._topology.replicas
         )
 
-    def held(self, kind: str, text: str, bad: dict[str, Any] | None = None) -> Held:
+    def held(self, kind: str, text: str, bad: dict[str, Any] | None = None) -> WorkerHeldState:
         """Return the state that this process could continue from. bad_step: the step for which it
         stopped."""
         rank = self._rank if self._voice is not None else -1
         if not self._able:
-            return Held(self.generation, rank, self.step, None, True, kind, text, bad=bad)
+            return WorkerHeldState(
+                self.generation, rank, self.step, None, True, kind, text, bad=bad
+            )
         engine = self._present.engine
-        groups, whole = engine.groups, engine.held.whole
+        groups, whole = engine.groups, engine.progress.reduced_step
         place = (groups.topology.generation, groups.rank)
-        applied = engine.applied or self.step  # perhaps in a recovery that did not come to its end
-        return Held(self.generation, rank, applied, whole, False, kind, text, place, bad)
+        applied = (
+            engine.applied_step or self.step
+        )  # perhaps in a recovery that did not come to its end
+        return WorkerHeldState(self.generation, rank, applied, whole, False, kind, text, place, bad)
 
-    def leave(self, outcome: Outcome) -> int:
+    def leave(self, outcome: TrainingOutcome) -> int:
         """Report how the run ended for this process; return the exit code."""
         self.tell(outcome)
         self.reporter.close()
-        return exit_codes.FENCED if self.reporter.fenced else exit_codes.DONE
+        return exit_codes.FENCED if self.reporter.is_fenced else exit_codes.DONE
 
-    def tell(self, outcome: Outcome) -> bool:
+    def tell(self, outcome: TrainingOutcome) -> bool:
         """Report the outcome; return False if a newer generation has replaced this one."""
-        if outcome.unsaved is not None:
+        if outcome.unsaved_reason is not None:
             logger.warning(
-                "the state after step %d is not durable: %s", outcome.step, outcome.unsaved
+                "the state after step %d is not durable: %s", outcome.step, outcome.unsaved_reason
             )
-        self.reporter.outcome(outcome.kind, outcome.step, outcome.unsaved)
+        self.reporter.report_outcome(outcome.kind, outcome.step, outcome.unsaved_reason)
         self.reporter.flush()
-        return not self.reporter.fenced
+        return not self.reporter.is_fenced
 
     def close(self) -> None:
         """Leave the present generation in an orderly way. The reporter stays connected."""
@@ -255,31 +275,50 @@ class Worker:
     def _go_on(self, order: Begin, begun: float) -> None:
         """Enter the generation with the state that the survivors hold between them."""
         assert order.came_from is not None
-        if order.before is None:
+        if order.previous is None:
             raise HoldfastError("the command to recover live names no previous topology")
-        topology, rank, before = order.boot.placed(), order.boot.rank, order.before.topology
+        topology, rank, before = (
+            order.spec.parse_topology(),
+            order.spec.rank,
+            order.previous.topology,
+        )
         self.training = False
         self._let_go()
         if order.came_from[rank] is None or not self._able:
             self._drop()
-            self.step = order.before.step
+            self.step = order.previous.step
         self._speak(topology, rank, self.step)
         self.reporter.progress(self.step, "recover")
         with self._interruptible(self._wake_joining):
             if self._session is not None:
                 found = recover(
-                    self._session, topology, rank, self._store, order.came_from, step=self.step,
-                    before=before, dealer=self._dealer(topology), met=self._met,
-                )  # fmt: skip
+                    self._session,
+                    topology,
+                    rank,
+                    self._store,
+                    order.came_from,
+                    step=self.step,
+                    old_topology=before,
+                    dealer=self._dealer(topology),
+                    on_meeting=self._met,
+                )
             else:
-                found = join(
-                    self._config, self._read(), topology, rank, self._store, self._device, before,
-                    order.came_from, dealer=self._dealer(topology), met=self._met,
-                )  # fmt: skip
+                found = join_generation(
+                    self._config,
+                    self._read(),
+                    topology,
+                    rank,
+                    self._store,
+                    self._device,
+                    before,
+                    order.came_from,
+                    dealer=self._dealer(topology),
+                    on_meeting=self._met,
+                )
             self._found(found)
             self._equip(begun, behind=True)
 
-    def _found(self, found: Recovered) -> None:
+    def _found(self, found: RecoveryResult) -> None:
         """Take over the new generation's session, and emit events of the old one that the journal
         may lack."""
         self._session, self.step, self._whole = found.session, found.step, True
@@ -299,7 +338,7 @@ class Worker:
             del session.engine, session.evaluator, session.groups, session
             gc.collect()  # the new model needs its room
 
-    def _save_last(self) -> Outcome:
+    def _save_last(self) -> TrainingOutcome:
         """Save the last step: it was applied, but its save was interrupted."""
         saver, step, verdict, session = self._saver, self.step, self._verdict, self._present
         assert saver is not None
@@ -312,15 +351,17 @@ class Worker:
             event = Evaluated(found.loss, found.bits_per_byte, found.tokens, seconds, step=step)
             self.reporter.emit(event)
         if not captured:
-            return Outcome("finished", step, "no snapshot could be made of it")
+            return TrainingOutcome("finished", step, "no snapshot could be made of it")
         known = {} if verdict is None else {"loss": verdict.mean_loss, "tokens": verdict.tokens}
-        saver.announce(step, known, Into(True, None, True))
-        return Outcome("finished", step, saver.settle(step, _SETTLING))
+        saver.announce(step, known, SaveDestinations(True, None, True))
+        return TrainingOutcome("finished", step, saver.wait_until_committed(step, _SETTLING))
 
     # --- parts --------------------------------------------------------------------------------
-    def _build(self) -> Session:
+    def _build(self) -> TrainingSession:
         config, batches = self._config, self._read()
-        groups = meet(config, self._topology, self._rank, self._store, self._device, _JOINING)
+        groups = connect_groups(
+            config, self._topology, self._rank, self._store, self._device, _GROUP_WAIT_TIMEOUT_S
+        )
         try:
             dealer = self._dealer(self._topology)
             engine = build_engine(config, groups, self._device, dealer=dealer)
@@ -328,7 +369,7 @@ class Worker:
             groups.abort()
             groups.close()
             raise
-        return session_of(config, engine, batches, self._device)
+        return make_session(config, engine, batches, self._device)
 
     def _dealer(self, topology: Topology) -> Dealer:
         """Return the dealer by the weights of the replicas, which may differ."""
@@ -343,14 +384,14 @@ class Worker:
         self._batches.skips = Skips.from_json(self._boot.skips)
         return self._batches
 
-    def _follow(self, boot: WorkerBoot) -> None:
+    def _follow(self, boot: WorkerSpec) -> None:
         """Apply a newer spec to this process."""
         if boot.config != self._boot.config or boot.dataset != self._boot.dataset:
             self._config, self._batches = RunConfig.model_validate(boot.config), None
         if boot.threads != self._boot.threads:
             torch.set_num_threads(boot.threads)
         if boot.log and boot.log != self._boot.log:
-            redirect(boot.log)
+            redirect_output(boot.log)
         process_log.enter(boot.generation, boot.rank)
         self._boot = boot
 
@@ -365,7 +406,7 @@ class Worker:
             self._saver = None
 
     @property
-    def _present(self) -> Session:
+    def _present(self) -> TrainingSession:
         if self._session is None:
             raise RuntimeError("begin() comes first, and nothing after close() or a failed adopt()")
         return self._session
@@ -375,19 +416,22 @@ class Worker:
         `start_step`. Unsent events of the previous generation are sent now."""
         boot, untold = self._boot, None
         if self._voice is not None:
-            untold = self._voice.leave().until(start)
+            untold = self._voice.close_and_take_unsent().up_to_step(start)
             if topology.generation > self.generation + 1:  # others went on without it
-                untold = untold.without(BatchFed)
+                untold = untold.without_kind(BatchFed)
         if self._meeting is not None:
             self._meeting.close()  # the groups that needed it are closed
         self._topology, self._rank = topology, rank
         self._meeting = Client(boot.meet or boot.agent, self._secret, topology.generation)
         self._store, self._control = HttpStore(self._meeting), None
-        self._voice = Reporter(
-            Client(boot.agent, self._secret, topology.generation), rank,
-            heartbeat=boot.heartbeat_seconds, on_error=_complain, untold=untold,
-            asleep=Sleeper(Who.me()).asleep,
-        )  # fmt: skip
+        self._voice = AgentReporter(
+            Client(boot.agent, self._secret, topology.generation),
+            rank,
+            heartbeat_s=boot.heartbeat_seconds,
+            on_error=_print_reporter_error,
+            unsent=untold,
+            is_asleep=ThreadWatcher(ThreadId.current()).is_asleep,
+        )
         self._voice.start()
 
     def _equip(self, begun: float, *, behind: bool = False) -> None:
@@ -398,22 +442,34 @@ class Worker:
         state = self._present.engine.state()
         tensors = {local.name: local_part(local.tensor) for local in state}
         mover = MoverClient(
-            boot.mover_socket, self._secret, topology.generation, patience=_TOLD * behind
+            boot.mover_socket,
+            self._secret,
+            topology.generation,
+            arena_wait_s=_MOVER_EXPECT_TIMEOUT_S * behind,
         )
         table = state_table(config.model, config.train.precision)
 
         def make(slots: int) -> Capturer:
             return Capturer(
-                mover, topology, table, rank, tensors, run=config.name, slots=slots, let_go=let_go
+                mover,
+                topology,
+                table,
+                rank,
+                tensors,
+                run=config.name,
+                slots=slots,
+                has_released_old_memory=let_go,
             )
 
         def made() -> Capturer:
-            return where_there_is_room(make, config.checkpoint, self._ignored)
+            return make_with_fewer_slots(make, config.checkpoint, self._ignored)
 
-        def equipped() -> ArenaSaver:
-            first = while_replaced(made, self._pause) if self._orders is not None else made()
+        def equipped() -> SnapshotSaver:
+            first = (
+                retry_until_mover_is_up(made, self._pause) if self._orders is not None else made()
+            )
             capturer = ReconnectingCapturer(first, made, self._not_handed_over)
-            saver = ArenaSaver(capturer, reporter, rank, config, self._check)
+            saver = SnapshotSaver(capturer, reporter, rank, config, self._check)
             reporter.emit(WorkerReady(rank, time.monotonic() - begun, step=step))
             return saver
 
@@ -423,7 +479,7 @@ class Worker:
         else:
             self._saver = equipped()
 
-    def _not_handed_over(self, skipped: Skipped) -> None:
+    def _not_handed_over(self, skipped: SkippedCapture) -> None:
         event = CheckpointSkipped(self._rank, skipped.reason, step=skipped.step)
         self.reporter.emit(event)
 
@@ -434,7 +490,7 @@ class Worker:
     def _check(self) -> None:
         """Raise HaltedError if the agent has ended the generation."""
         if self._orders is not None:
-            self._orders.check(self.generation)
+            self._orders.check_halted(self.generation)
 
     def _pause(self, seconds: float) -> None:
         assert self._orders is not None
@@ -445,11 +501,11 @@ class Worker:
     ) -> AbstractContextManager[None]:
         if self._orders is None:
             return nullcontext()
-        return self._orders.interruptible(self.generation, interrupt, mortal=mortal)
+        return self._orders.interruptible(self.generation, interrupt, exits_if_stuck=mortal)
 
-    def _met(self, control: Peers) -> None:
+    def _met(self, control: PeerGroup) -> None:
         self._control = control
-        if self._orders is not None and self._orders.halted(self.generation):
+        if self._orders is not None and self._orders.is_halted(self.generation):
             control.abort()  # it was not there yet when the others were woken
 
     def _wake_joining(self, inside: bool) -> None:
@@ -457,13 +513,13 @@ class Worker:
         ranks to come, and for state. The second ends waits for ranks that came and got stuck."""
         if self._control is not None:
             self._control.abort()
-        if not self._store.aborted:
+        if not self._store.is_aborted:
             self._store.abort()
             return
         groups = getattr(self._session, "groups", None)
         if groups is not None:  # its inside may have been kept: not any more
             groups.inside.broken = True
-        cut_connections(self._boot.agent)
+        shut_down_connections(self._boot.agent)
 
     def _wake_training(self, inside: bool) -> None:
         self._present.engine.interrupt(inside)
@@ -476,11 +532,13 @@ class Worker:
         self._present.engine.interrupt(False)
 
 
-def _known(boot: WorkerBoot) -> Known:
+def _failure_stats(spec: WorkerSpec) -> FailureStats:
     """Return the failure statistics that the agent has sent."""
-    hazard = None if boot.hazard is None else Hazard.from_json(boot.hazard)
-    return Known(hazard, Classes(tuple(boot.classes)) if boot.classes else Classes())
+    hazard = None if spec.hazard is None else FailureRate.from_json(spec.hazard)
+    return FailureStats(
+        hazard, FailureClassCounts(tuple(spec.classes)) if spec.classes else FailureClassCounts()
+    )
 
 
-def _complain(error: BaseException) -> None:
+def _print_reporter_error(error: BaseException) -> None:
     logger.warning("reporter: %s: %s", type(error).__name__, error)

@@ -18,22 +18,22 @@ from collections.abc import Callable
 
 from holdfast.parallel.torch_compat import Work
 
-GRACE_SECONDS = 0.05
+WAKE_GRACE_S = 0.05
 """For what gloo does wake, which says more about its reason."""
-CUT_SHORT = "Connection closed by peer, or by this rank, in the midst of a message"
+CONNECTION_CLOSED = "Connection closed by peer, or by this rank, in the midst of a message"
 
 
-class LeftError(Exception):
+class AbandonedError(Exception):
     """No thread waits for this errand any more."""
 
 
-class Errand:
+class AbortableWait:
     """One run of `job` on a thread of its own; `job` waits for messages by `wait` alone."""
 
-    def __init__(self, job: Callable[[Errand], None], name: str) -> None:
+    def __init__(self, job: Callable[[AbortableWait], None], name: str) -> None:
         self._job = job
         self._changed = threading.Condition()
-        self._over = self._waits = self._given_up = self._left = False
+        self._is_done = self._is_waiting = self._is_aborted = self._is_abandoned = False
         self._error: Exception | None = None
         self._thread = threading.Thread(target=self._run, daemon=True, name=name)
 
@@ -44,44 +44,46 @@ class Errand:
         """Until the message is there; on this errand's thread. Raises RuntimeError when it does not
         come."""
         with self._changed:
-            if self._given_up:
-                raise RuntimeError(CUT_SHORT)
-            self._waits = True
+            if self._is_aborted:
+                raise RuntimeError(CONNECTION_CLOSED)
+            self._is_waiting = True
         try:
             work.wait()
         finally:
             with self._changed:
-                self._waits = False
-                if self._left:  # however it ended: when gloo's own time is over it is an error
-                    raise LeftError
+                self._is_waiting = False
+                if (
+                    self._is_abandoned
+                ):  # however it ended: when gloo's own time is over it is an error
+                    raise AbandonedError
 
-    def give_up(self) -> None:
+    def abort(self) -> None:
         """The connections are closed: wait for no message from now on."""
         with self._changed:
-            self._given_up = True
+            self._is_aborted = True
             self._changed.notify_all()
 
     def join(self) -> None:
         """Return when the job is over. Raises what it raised, and RuntimeError when it waits in
         vain: it touches nothing any more then."""
         with self._changed:
-            self._changed.wait_for(lambda: self._over or self._given_up)
-            self._changed.wait_for(lambda: self._over, GRACE_SECONDS)
-            if self._waits:
-                self._left = True
-                raise RuntimeError(CUT_SHORT)
-            self._changed.wait_for(lambda: self._over)
+            self._changed.wait_for(lambda: self._is_done or self._is_aborted)
+            self._changed.wait_for(lambda: self._is_done, WAKE_GRACE_S)
+            if self._is_waiting:
+                self._is_abandoned = True
+                raise RuntimeError(CONNECTION_CLOSED)
+            self._changed.wait_for(lambda: self._is_done)
         if self._error is not None:
             raise self._error
 
     def _run(self) -> None:
         try:
             self._job(self)
-        except LeftError:
+        except AbandonedError:
             pass  # the thread that sent it out has got its error already
         except Exception as error:
             self._error = error
         finally:
             with self._changed:
-                self._over = True
+                self._is_done = True
                 self._changed.notify_all()

@@ -17,7 +17,7 @@ Gather = Callable[[str, bytes, Sequence[str], timedelta], list[bytes]]
 """(my key, my value, all ranks' keys, how long to wait) -> all ranks' values."""
 
 
-class Gathered(Store):
+class BatchedStore(Store):
     """The part of a store that gloo needs while `size` ranks connect one group.
 
     Keep a reference for as long as torch uses it. Raises what `gather` raises.
@@ -32,24 +32,24 @@ class Gathered(Store):
         self.note, self.notes = note, tuple[str, ...]()
         self._gather, self._rank, self._size = gather, rank, size
         self._timeout = timedelta(seconds=seconds)
-        self._mine: dict[str, bytes] = {}
-        self._known: dict[str, bytes] = {}
+        self._own_values: dict[str, bytes] = {}
+        self._gathered_values: dict[str, bytes] = {}
 
     def set(self, key: str, value: bytes | str) -> None:
         """Keep the value here until another rank's value is asked for."""
-        self._mine[key] = value.encode() if isinstance(value, str) else bytes(value)
+        self._own_values[key] = value.encode() if isinstance(value, str) else bytes(value)
 
     def get(self, key: str) -> bytes:
-        if key not in self._known:
-            self._meet(key)
-        return self._known[key]
+        if key not in self._gathered_values:
+            self._gather_round(key)
+        return self._gathered_values[key]
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
         for key in keys:
             self.get(key)
 
     def check(self, keys: Sequence[str]) -> bool:
-        return all(key in self._known for key in keys)
+        return all(key in self._gathered_values for key in keys)
 
     def has_extended_api(self) -> bool:
         return False
@@ -61,21 +61,21 @@ class Gathered(Store):
     def timeout(self) -> timedelta:
         return self._timeout
 
-    def clone(self) -> Gathered:
+    def clone(self) -> BatchedStore:
         return self
 
-    def _meet(self, key: str) -> None:
+    def _gather_round(self, key: str) -> None:
         """Exchange the values of all ranks for the round of keys that `key` is one of."""
         base = key.rpartition("/")[0]
         keys = [f"{base}/{rank}" for rank in range(self._size)]
         mine = keys[self._rank]
-        told = self.note.encode() + b"\n" + self._mine[mine]
+        told = self.note.encode() + b"\n" + self._own_values[mine]
         said = [each.partition(b"\n") for each in self._gather(mine, told, keys, self._timeout)]
         self.notes = tuple(note.decode() for note, _, _ in said)
-        self._known.update(zip(keys, (value for _, _, value in said), strict=True))
+        self._gathered_values.update(zip(keys, (value for _, _, value in said), strict=True))
 
 
-def gathered(store: Store, rank: int, size: int, seconds: float, note: str = "") -> Any:
+def make_batched_store(store: Store, rank: int, size: int, seconds: float, note: str = "") -> Any:
     """The store to connect a group by: the given one, if it cannot gather."""
     gather: Gather | None = getattr(store, "gather", None)
-    return store if gather is None else Gathered(gather, rank, size, seconds, note)
+    return store if gather is None else BatchedStore(gather, rank, size, seconds, note)

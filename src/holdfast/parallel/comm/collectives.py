@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from holdfast.parallel.comm.comm_stats import Traffic
+from holdfast.parallel.comm.comm_stats import TrafficCounter
 from holdfast.parallel.torch_compat import gather_parts, scatter_sum
 
 _TAG = 7  # the messages of a group come in the order in which they were sent: one tag will do
@@ -41,11 +41,13 @@ class Collectives:
     All raise RuntimeError with the backend's text when a peer is lost.
     """
 
-    def __init__(self, group: dist.ProcessGroup, traffic: Traffic | None = None, kind: str = "tp"):
+    def __init__(
+        self, group: dist.ProcessGroup, traffic: TrafficCounter | None = None, kind: str = "tp"
+    ):
         self.group, self.rank, self.size = group, group.rank(), group.size()
         self._others = [(self.rank + i) % self.size for i in range(1, self.size)]
         self._traffic, self._kind = traffic, kind
-        self._sent: list[tuple[object, Tensor]] = []
+        self._pending_sends: list[tuple[object, Tensor]] = []
 
     # --- without gradient -----------------------------------------------------------------
     def all_gather(self, part: Tensor, out: Tensor | None = None) -> Tensor:
@@ -113,17 +115,15 @@ class Collectives:
     def _exchange(self, out: Sequence[Tensor] | Tensor, into: Tensor) -> list[Any]:
         """Start to send out[i] to rank i and to receive into into[i] from it."""
         receipts = [self.group.recv([into[peer]], peer, _TAG) for peer in self._others]
-        sends = [
-            (self.group.send([out[peer]], peer, _TAG), out[peer]) for peer in self._others
-        ]  # fmt: skip
-        self._sent.extend(sends)
+        sends = [(self.group.send([out[peer]], peer, _TAG), out[peer]) for peer in self._others]
+        self._pending_sends.extend(sends)
         return receipts
 
     def _wait(self, receipts: Sequence[Any]) -> None:
         """Every peer has sent its part, so it had received what I sent before this exchange."""
         for receipt in receipts:
             receipt.wait()
-        del self._sent[: len(self._sent) - len(self._others)]
+        del self._pending_sends[: len(self._pending_sends) - len(self._others)]
 
     def _count(self, nbytes: int) -> None:
         if self._traffic is not None:

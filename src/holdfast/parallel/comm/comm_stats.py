@@ -11,13 +11,13 @@ from __future__ import annotations
 
 import threading
 
-KINDS = ("reduce", "gather", "scatter", "tp", "pp", "control")
+TRAFFIC_KINDS = ("reduce", "gather", "scatter", "tp", "pp", "control")
 """reduce: gradients between the members of a cell. gather, scatter: parameters and gradients on
 the dp_shard axis. tp: activations of tensor parallelism. pp: between pipeline stages. control:
 votes and other small exchanges."""
 
 
-class Traffic:
+class TrafficCounter:
     """A counter that any thread of a rank may add to."""
 
     def __init__(self) -> None:
@@ -26,13 +26,15 @@ class Traffic:
 
     def add(self, kind: str, nbytes: int) -> None:
         """Count `nbytes` that leave this rank. Raises ValueError for an unknown kind."""
-        if kind not in KINDS:
-            raise ValueError(f"{kind!r} is no kind of traffic: use one of {', '.join(KINDS)}")
+        if kind not in TRAFFIC_KINDS:
+            raise ValueError(
+                f"{kind!r} is no kind of traffic: use one of {', '.join(TRAFFIC_KINDS)}"
+            )
         with self._lock:
             self._bytes[kind] = self._bytes.get(kind, 0) + nbytes
 
     @property
-    def bytes(self) -> dict[str, int]:
+    def bytes_by_kind(self) -> dict[str, int]:
         """Bytes since the last reset; kinds that sent nothing are missing."""
         with self._lock:
             return dict(self._bytes)

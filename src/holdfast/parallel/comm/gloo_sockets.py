@@ -19,10 +19,10 @@ from contextlib import suppress
 
 Address = tuple[str, int]
 
-_DESCRIPTORS = "/proc/self/fd"
+_DESCRIPTOR_FOLDER = "/proc/self/fd"
 
 
-def listening() -> set[Address]:
+def listening_addresses() -> set[Address]:
     """Return the addresses on which this process listens for TCP connections."""
     found: set[Address] = set()
     for each in _sockets():
@@ -31,7 +31,7 @@ def listening() -> set[Address]:
     return found
 
 
-def cut(own: Address, others: Collection[Address]) -> None:
+def cut_connections(own: Address, others: Collection[Address]) -> None:
     """Shut down every connection that came in at `own`, or goes to one of the `others`. The
     descriptors stay their owner's, and listeners keep listening."""
     for each in _sockets():
@@ -41,11 +41,11 @@ def cut(own: Address, others: Collection[Address]) -> None:
                 each.shutdown(socket.SHUT_RDWR)
 
 
-def to_text(address: Address | None) -> str:
+def address_to_text(address: Address | None) -> str:
     return "" if address is None else f"{address[0]} {address[1]}"
 
 
-def from_text(text: str) -> Address | None:
+def address_from_text(text: str) -> Address | None:
     host, _, port = text.partition(" ")
     return (host, int(port)) if port else None
 
@@ -53,9 +53,9 @@ def from_text(text: str) -> Address | None:
 def _sockets() -> Iterator[socket.socket]:
     """Yield each internet socket of this process, by a descriptor of our own. The listed number
     may belong to something else by the time it is looked at."""
-    for name in os.listdir(_DESCRIPTORS) if os.path.isdir(_DESCRIPTORS) else ():
+    for name in os.listdir(_DESCRIPTOR_FOLDER) if os.path.isdir(_DESCRIPTOR_FOLDER) else ():
         with suppress(OSError):  # just closed, or no socket
-            if not os.readlink(f"{_DESCRIPTORS}/{name}").startswith("socket:"):
+            if not os.readlink(f"{_DESCRIPTOR_FOLDER}/{name}").startswith("socket:"):
                 continue
             with socket.socket(fileno=os.dup(int(name))) as found:
                 if found.family in (socket.AF_INET, socket.AF_INET6):

@@ -28,24 +28,30 @@ import torch
 from torch import Tensor
 
 from holdfast.errors import PeerLostError
-from holdfast.parallel.comm.abortable_wait import Errand
-from holdfast.parallel.comm.batched_store import gathered
-from holdfast.parallel.comm.comm_stats import Traffic
-from holdfast.parallel.comm.gloo_sockets import Address, cut, from_text, listening, to_text
+from holdfast.parallel.comm.abortable_wait import AbortableWait
+from holdfast.parallel.comm.batched_store import make_batched_store
+from holdfast.parallel.comm.comm_stats import TrafficCounter
+from holdfast.parallel.comm.gloo_sockets import (
+    Address,
+    address_from_text,
+    address_to_text,
+    cut_connections,
+    listening_addresses,
+)
 from holdfast.parallel.torch_compat import GlooGroup, Store, Work, gloo_device, gloo_group
 
-_NEVER = 0x7FFFFFF0  # a tag on which no rank sends
+_UNUSED_TAG = 0x7FFFFFF0  # a tag on which no rank sends
 SECONDS, SHUT_SECONDS = 0.001, 0.05
 """Seconds to wait on an open connection before it is closed, and on one that was shut down."""
 
 
-class Receives(Protocol):
+class CanReceive(Protocol):
     """A group of ours or of torch's registry."""
 
     def recv(self, tensors: list[Tensor], peer: int, tag: int, /) -> Work: ...
 
 
-class Peers:
+class PeerGroup:
     """A fully connected group of `size` ranks under `name` in `store`.
 
     Construction is collective: it returns when all ranks have connected, and raises
@@ -54,37 +60,44 @@ class Peers:
     """
 
     def __init__(
-        self, store: Store, name: str, rank: int, size: int, *,
-        interface: str = "lo", seconds: float = 1800.0, traffic: Traffic | None = None,
-    ):  # fmt: skip
+        self,
+        store: Store,
+        name: str,
+        rank: int,
+        size: int,
+        *,
+        interface: str = "lo",
+        seconds: float = 1800.0,
+        traffic: TrafficCounter | None = None,
+    ):
         self.rank, self.size, self.traffic = rank, size, traffic
-        self._sends: list[object] = []
-        self._said: list[object] = []  # the sends of the last exchange
-        self._errands: set[Errand] = set()
-        self._aborted = False
+        self._pending_sends: list[object] = []
+        self._exchange_sends: list[object] = []  # the sends of the last exchange
+        self._waits: set[AbortableWait] = set()
+        self._is_aborted = False
         self._lock = threading.Lock()  # of the two
         self._group: GlooGroup | None = None
-        self._known: tuple[Address, tuple[Address, ...]] | None = None
+        self._addresses: tuple[Address, tuple[Address, ...]] | None = None
         if size == 1:
             return
         try:
-            before = listening()
+            before = listening_addresses()
             device = gloo_device(interface)
-            found = listening() - before
+            found = listening_addresses() - before
             own = found.pop() if len(found) == 1 else None
             # torch keeps its C++ half only
-            self._store = gathered(store, rank, size, seconds, to_text(own))
+            self._store = make_batched_store(store, rank, size, seconds, address_to_text(own))
             self._group = gloo_group(self._store, name, rank, size, device=device, seconds=seconds)
-            self._know(own)
+            self._store_addresses(own)
         except RuntimeError as error:
             raise PeerLostError(f"rank {rank} of {size} could not join {name}: {error}") from error
 
-    def _know(self, own: Address | None) -> None:
+    def _store_addresses(self, own: Address | None) -> None:
         """Store both ends of this group's connections, if all ranks have sent theirs."""
-        told = [from_text(note) for note in getattr(self._store, "notes", ())]
+        told = [address_from_text(note) for note in getattr(self._store, "notes", ())]
         theirs = [at for at in told if at is not None and at != own]
         if own is not None and len(theirs) == self.size - 1:
-            self._known = own, tuple(theirs)
+            self._addresses = own, tuple(theirs)
 
     @property
     def others(self) -> tuple[int, ...]:
@@ -101,7 +114,7 @@ class Peers:
         """Start to send; `tensor` must stay as it is until `forget_sends`. kind: of traffic."""
         if self.traffic is not None:
             self.traffic.add(kind, tensor.nbytes)
-        self._sends.append(self.group.send([tensor], peer, tag))
+        self._pending_sends.append(self.group.send([tensor], peer, tag))
 
     def receive(self, tensor: Tensor, peer: int, tag: int) -> Work:
         """Post a receive into `tensor`, which must have the sender's dtype and size."""
@@ -115,57 +128,59 @@ class Peers:
 
     def forget_sends(self) -> None:
         """Drop finished sends. Call only when a vote has shown that they arrived."""
-        self._sends.clear()
+        self._pending_sends.clear()
 
-    def say(self, record: Tensor, tag: int) -> None:
+    def send_to_all(self, record: Tensor, tag: int) -> None:
         """Send a record to all ranks, as part of an exchange."""
         if self.traffic is not None:
             self.traffic.add("control", record.nbytes * len(self.others))
-        self._said += [self.group.send([record], peer, tag) for peer in self.others]
+        self._exchange_sends += [self.group.send([record], peer, tag) for peer in self.others]
 
-    def heard(self) -> None:
+    def forget_previous_exchange(self) -> None:
         """Forget the sends of the exchange before: all ranks ended it, as this one has ended."""
-        del self._said[: len(self._said) - len(self.others)]
+        del self._exchange_sends[: len(self._exchange_sends) - len(self.others)]
 
-    def send_out(self, errand: Errand) -> None:
+    def start_wait(self, wait: AbortableWait) -> None:
         """Start an errand that waits for messages of this group: it is given up with it."""
         with self._lock:
-            self._errands.add(errand)
-            aborted = self._aborted
+            self._waits.add(wait)
+            aborted = self._is_aborted
         if aborted:
-            errand.give_up()
-        errand.start()
+            wait.abort()
+        wait.start()
 
-    def fetch(self, errand: Errand) -> None:
+    def join_wait(self, wait: AbortableWait) -> None:
         """Return when it is over. Raises what `Errand.join` raises."""
         try:
-            errand.join()
+            wait.join()
         finally:
             with self._lock:
-                self._errands.discard(errand)
+                self._waits.discard(wait)
 
     def abort(self) -> None:
         """Close every connection: all waits in this group raise, here and at the peers. Only a
         wait for a message of which a part has come does not, unless an errand waits for it."""
         if self._group is None:
             return
-        if self._known is not None:
-            cut(*self._known)
-        hang_up(self._group, self.others, SHUT_SECONDS if self._known is not None else SECONDS)
+        if self._addresses is not None:
+            cut_connections(*self._addresses)
+        close_connections(
+            self._group, self.others, SHUT_SECONDS if self._addresses is not None else SECONDS
+        )
         with self._lock:
-            self._aborted = True
-            errands = list(self._errands)
+            self._is_aborted = True
+            errands = list(self._waits)
         for errand in errands:
-            errand.give_up()
+            errand.abort()
 
     def close(self) -> None:
         """Give the group up after an orderly end."""
-        self._sends.clear()
-        self._said.clear()
+        self._pending_sends.clear()
+        self._exchange_sends.clear()
         self._group = None
 
 
-def hang_up(group: Receives, others: Iterable[int], seconds: float = SECONDS) -> None:
+def close_connections(group: CanReceive, others: Iterable[int], seconds: float = SECONDS) -> None:
     """Close every connection of a gloo group to other ranks that is still open after `seconds`.
 
     A wait that times out closes all of them. On a connection that has failed there is no such
@@ -174,13 +189,16 @@ def hang_up(group: Receives, others: Iterable[int], seconds: float = SECONDS) ->
     nothing = torch.empty(1)
     for peer in others:
         with suppress(RuntimeError):
-            group.recv([nothing], peer, _NEVER).wait(timedelta(seconds=seconds))
+            group.recv([nothing], peer, _UNUSED_TAG).wait(timedelta(seconds=seconds))
 
 
 def exchange(
-    peers: Peers, record: Tensor, lengths: list[int], tag: int,
-    said: Callable[[], None] = lambda: None,
-) -> list[Tensor]:  # fmt: skip
+    peers: PeerGroup,
+    record: Tensor,
+    lengths: list[int],
+    tag: int,
+    on_sent: Callable[[], None] = lambda: None,
+) -> list[Tensor]:
     """Return the records of all ranks, in rank order. A small all-gather by direct messages.
 
     record: [lengths[rank]] int64. said: called when no rank waits for this one any more. Raises
@@ -194,11 +212,11 @@ def exchange(
         return out
     try:
         receipts = [peers.receive(out[peer], peer, tag) for peer in peers.others]
-        peers.say(record, tag)
-        said()
+        peers.send_to_all(record, tag)
+        on_sent()
         for receipt in receipts:
             receipt.wait()
-        peers.heard()
+        peers.forget_previous_exchange()
     except RuntimeError as error:
         peers.abort()
         raise PeerLostError(f"a peer was lost during an exchange: {error}") from error

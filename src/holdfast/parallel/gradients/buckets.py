@@ -18,12 +18,12 @@ from math import prod
 from torch import Tensor
 
 from holdfast.core.sharding.boxes import Box
-from holdfast.parallel.gradients.grad_norm import BLOCK
+from holdfast.parallel.gradients.grad_norm import NORM_BLOCK
 
-ALIGN = 16
+ALIGNMENT = 16
 
 
-def align(size: int, to: int = ALIGN) -> int:
+def align(size: int, to: int = ALIGNMENT) -> int:
     """`size`, rounded up to a multiple of `to`."""
     return -(-size // to) * to
 
@@ -45,7 +45,7 @@ class Slice:
 
 
 @dataclass(frozen=True)
-class Bucket:
+class GradientBucket:
     """Elements [start, stop), holding the slices [first, last)."""
 
     start: int
@@ -65,25 +65,27 @@ class FlatLayout:
     """The places of all slices in a buffer of `size` elements, a multiple of the norm's block."""
 
     slices: tuple[Slice, ...]
-    buckets: tuple[Bucket, ...]
+    buckets: tuple[GradientBucket, ...]
     size: int
 
     @staticmethod
     def build(groups: Sequence[Sequence[tuple[int, ...]]]) -> FlatLayout:
         """Lay out groups of tensors, one bucket per group, in the order given."""
         slices: list[Slice] = []
-        buckets: list[Bucket] = []
+        buckets: list[GradientBucket] = []
         at = 0
         for group in groups:
             start, first = at, len(slices)
             for shape in group:
                 slices.append(Slice(at, tuple(shape)))
                 at = align(at + prod(shape))
-            buckets.append(Bucket(start, at, first, len(slices)))
-        return FlatLayout(tuple(slices), tuple(buckets), align(at, BLOCK))
+            buckets.append(GradientBucket(start, at, first, len(slices)))
+        return FlatLayout(tuple(slices), tuple(buckets), align(at, NORM_BLOCK))
 
 
-def fill(shapes: Sequence[tuple[int, ...]], bucket_bytes: int, item: int) -> list[list[int]]:
+def cut_into_runs(
+    shapes: Sequence[tuple[int, ...]], bucket_bytes: int, item_bytes: int
+) -> list[list[int]]:
     """Indices of tensors, cut into runs of at least `bucket_bytes` bytes each (but the last)."""
     groups: list[list[int]] = []
     held = bucket_bytes
@@ -92,12 +94,12 @@ def fill(shapes: Sequence[tuple[int, ...]], bucket_bytes: int, item: int) -> lis
             groups.append([])
             held = 0
         groups[-1].append(index)
-        held += prod(shape) * item
+        held += prod(shape) * item_bytes
     return groups
 
 
-def arrange(
-    boxes: Sequence[Box], bucket_bytes: int, item: int, by_unit: bool
+def arrange_boxes(
+    boxes: Sequence[Box], bucket_bytes: int, item_bytes: int, by_unit: bool
 ) -> tuple[list[int], FlatLayout]:
     """The order of boxes (given in forward order) as slices, and their layout.
 
@@ -106,18 +108,20 @@ def arrange(
     if by_unit:
         units: dict[str, list[int]] = {}
         for index, box in enumerate(boxes):
-            units.setdefault(_unit(box.name), []).append(index)
+            units.setdefault(_block_of(box.name), []).append(index)
         rest = units.pop("", [])
         groups = [*reversed(units.values()), *([rest] if rest else [])]
     else:
         last = len(boxes) - 1
         shapes = [box.lengths for box in reversed(boxes)]
-        groups = [[last - i for i in group] for group in fill(shapes, bucket_bytes, item)]
+        groups = [
+            [last - i for i in group] for group in cut_into_runs(shapes, bucket_bytes, item_bytes)
+        ]
     layout = FlatLayout.build([[boxes[i].lengths for i in group] for group in groups])
     return [i for group in groups for i in group], layout
 
 
-def _unit(name: str) -> str:
+def _block_of(name: str) -> str:
     """The block that a parameter belongs to; "" outside of the blocks."""
     first, _, rest = name.partition(".")
     return f"{first}.{rest.partition('.')[0]}" if first == "layers" else ""

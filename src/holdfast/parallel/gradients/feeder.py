@@ -25,30 +25,30 @@ from torch import Tensor
 from holdfast.core.sharding.boxes import Box
 from holdfast.core.sharding.reduction_cells import Cell
 from holdfast.core.sharding.reduction_tree import Shares
-from holdfast.core.sharding.step_resume import Computed, standing
-from holdfast.parallel.comm.transport import Peers
-from holdfast.parallel.gradients.buckets import arrange
+from holdfast.core.sharding.step_resume import Computed, partial_sums
+from holdfast.parallel.comm.transport import PeerGroup
+from holdfast.parallel.gradients.buckets import arrange_boxes
 from holdfast.parallel.gradients.grad_norm import sum_of_squares
-from holdfast.parallel.gradients.reducer import Reducer, Slot, Team
+from holdfast.parallel.gradients.reducer import CellTeam, Reducer, Slot
 
-Cells = Sequence[tuple[Cell, Team]]
+Cells = Sequence[tuple[Cell, CellTeam]]
 
 
-def alike(boxes: Mapping[str, Box], peers: Peers) -> Cells:
+def single_cell(boxes: Mapping[str, Box], peers: PeerGroup) -> Cells:
     """One cell of all that is held: replicas of one shape, one member of `peers` each."""
-    team = Team.of(peers)
+    team = CellTeam.of_replicas(peers)
     return [(Cell(team.members, tuple(box for box in boxes.values() if box.size)), team)]
 
 
 @dataclass(frozen=True)
-class Patch:
+class GradientPatch:
     """The part of a tensor that lies in one slice of one cell's buffer.
 
     number: of the slice. region: which part of the tensor; None is all of it.
     """
 
     cell: int
-    number: int
+    slice_index: int
     bucket: int
     region: tuple[slice, ...] | None
 
@@ -57,7 +57,7 @@ class Patch:
         return tensor if self.region is None else tensor[self.region]
 
 
-class Feeder:
+class GradientFeeder:
     """The reducers of all cells of a rank, and the way of each gradient into them.
 
     boxes: by parameter, in forward order, what this rank computes gradients of, in global
@@ -71,34 +71,55 @@ class Feeder:
     """
 
     def __init__(
-        self, boxes: Mapping[str, Box], cells: Cells, *, dtype: torch.dtype, device: torch.device,
-        bucket_bytes: int, by_unit: bool = False, fast: bool = False, pairs: bool = False,
+        self,
+        boxes: Mapping[str, Box],
+        cells: Cells,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        bucket_bytes: int,
+        by_unit: bool = False,
+        fast: bool = False,
+        pairs: bool = False,
         wanted: Mapping[str, Box] | None = None,
-    ):  # fmt: skip
+    ):
         self.device = device
         self._cells, self._by_unit, self._fast = [cell for cell, _ in cells], by_unit, fast
         self._error: Exception | None = None
         self.reducers: list[Reducer] = []
         self._arranged: list[list[Box]] = []
         for cell, team in cells:
-            order, layout = arrange(cell.boxes, bucket_bytes, dtype.itemsize, by_unit)
+            order, layout = arrange_boxes(cell.boxes, bucket_bytes, dtype.itemsize, by_unit)
             self._arranged.append([cell.boxes[i] for i in order])
             self.reducers.append(
-                Reducer(layout, team, dtype=dtype, device=device, pairs=pairs,
-                        fast=fast and len(cells) == 1, failed=self.fail)
-            )  # fmt: skip
-        self._contributing = [i for i, r in enumerate(self.reducers) if r.team.own.contributes]
-        self._receiving = [i for i, r in enumerate(self.reducers) if r.team.own.receives]
-        self._counted = _counted(cells)
-        self.patches = self._cut(boxes, self._contributing)
+                Reducer(
+                    layout,
+                    team,
+                    dtype=dtype,
+                    device=device,
+                    pairs=pairs,
+                    fast=fast and len(cells) == 1,
+                    on_error=self.fail,
+                )
+            )
+        self._contributed_cells = [
+            i for i, r in enumerate(self.reducers) if r.team.own_member.contributes
+        ]
+        self._received_cells = [
+            i for i, r in enumerate(self.reducers) if r.team.own_member.receives
+        ]
+        self._norm_cells = _norm_cells(cells)
+        self.patches = self._cut_into_patches(boxes, self._contributed_cells)
         self._copies: list[tuple[Tensor, Tensor]] = []  # (part of a gradient, its slice)
-        self._results = self._collect(boxes if wanted is None else wanted, dtype)
+        self._results = self._result_views(boxes if wanted is None else wanted, dtype)
         self._views: dict[Slot, list[list[Tensor]]] = {}
         self._target: list[list[Tensor]] = []
-        self._due: list[list[int]] = []  # slices that a bucket waits for, by cell and bucket
+        self._missing_slices: list[
+            list[int]
+        ] = []  # slices that a bucket waits for, by cell and bucket
         self._peers = list({id(r.peers): r.peers for r in self.reducers}.values())
-        self._patient = False
-        self._done: list[int] = []  # leaves of the step that is open
+        self._defers_errors = False
+        self._done_leaves: list[int] = []  # leaves of the step that is open
         self._open_leaf: int | None = None
 
     # --- a step ---------------------------------------------------------------------------
@@ -110,49 +131,58 @@ class Feeder:
         cells. Raises PeerLostError when a peer is known to be lost, unless it is patient.
         """
         self._error = None
-        self._done, self._open_leaf = [], None
-        if self._moved:
+        self._done_leaves, self._open_leaf = [], None
+        if self._are_slots_moved:
             self._views.clear()
         for peers in self._peers:
             peers.forget_sends()
         for reducer in self.reducers:
             reducer.begin(leaves, shares, computed)
-        self._spread()
+        self._spread_errors()
 
     @property
-    def computed(self) -> tuple[int, ...]:
+    def computed_leaves(self) -> tuple[int, ...]:
         """Return the leaves of the open step that were computed and can be kept. There are none
         if one was interrupted midway, or if a sum has overwritten what was computed."""
-        kept = self._open_leaf is None and not self.summed and not self._moved and not self._fast
-        return tuple(self._done) if kept else ()
+        kept = (
+            self._open_leaf is None
+            and not self.is_summed
+            and not self._are_slots_moved
+            and not self._fast
+        )
+        return tuple(self._done_leaves) if kept else ()
 
     @property
-    def summed(self) -> bool:
+    def is_summed(self) -> bool:
         """Return True if something of the open step was summed."""
-        return any(reducer.summed for reducer in self.reducers)
+        return any(reducer.is_summed for reducer in self.reducers)
 
     @property
-    def sound(self) -> bool:
+    def is_finite(self) -> bool:
         """Return True if all that this rank has added to the sums of the open step was finite."""
-        return all(reducer.sound for reducer in self.reducers)
+        return all(reducer.is_finite for reducer in self.reducers)
 
     def keep(self, share: Sequence[int]) -> None:
         """Let what was `computed` of the share that was begun be part of the step begun next."""
         for reducer in self.reducers:
             reducer.join()
-        held = self._done and self._contributing and self.reducers[self._contributing[0]].hold
+        held = (
+            self._done_leaves
+            and self._contributed_cells
+            and self.reducers[self._contributed_cells[0]].stays_in_place
+        )
         if held:
-            leaves = self.reducers[self._contributing[0]].plan.tree.leaves
-            _, slot = standing(leaves, share, self._done)[-1]
-            self._flush(self._seen(slot))
-        for cell in self._contributing:
-            self.reducers[cell].keep(share, self._done)
+            leaves = self.reducers[self._contributed_cells[0]].plan.tree.leaves
+            _, slot = partial_sums(leaves, share, self._done_leaves)[-1]
+            self._flush_held_leaf(self._slot_views(slot))
+        for cell in self._contributed_cells:
+            self.reducers[cell].keep(share, self._done_leaves)
 
     @property
-    def _moved(self) -> bool:
-        return any(reducer.moved for reducer in self.reducers)
+    def _are_slots_moved(self) -> bool:
+        return any(reducer.are_slots_moved for reducer in self.reducers)
 
-    def _flush(self, target: list[list[Tensor]]) -> None:
+    def _flush_held_leaf(self, target: list[list[Tensor]]) -> None:
         """Move a leaf that is held where it was computed into its place in a slot."""
         raise NotImplementedError
 
@@ -160,26 +190,26 @@ class Feeder:
         """Return when `gradients` hold the full sum. Raises PeerLostError when they cannot."""
         for reducer in self.reducers:
             reducer.join()
-        self._raise()
+        self._raise_stored()
         for part, found in self._copies:
             part.copy_(found)
 
     def check(self) -> None:
         """Between leaves: raise the first stored error, unless this feeder is patient."""
-        if not self.patient:
-            self._raise()
+        if not self.defers_errors:
+            self._raise_stored()
 
     @property
-    def patient(self) -> bool:
+    def defers_errors(self) -> bool:
         """True if errors wait for `finish`, because other ranks compute in lockstep with this one
         and would wait for ever."""
-        return self._patient
+        return self._defers_errors
 
-    @patient.setter
-    def patient(self, patient: bool) -> None:
-        self._patient = patient
+    @defers_errors.setter
+    def defers_errors(self, patient: bool) -> None:
+        self._defers_errors = patient
         for reducer in self.reducers:
-            reducer.patient = patient
+            reducer.defers_errors = patient
 
     def regroup(self, cells: Cells, by_unit: bool) -> bool:
         """Continue with other members of the same cells, in the same buffers. If the cells are
@@ -190,18 +220,18 @@ class Feeder:
         if by_unit != self._by_unit or len(cells) != len(self._cells):
             return False
         for (cell, team), old, reducer in zip(cells, self._cells, self.reducers, strict=True):
-            own, was = team.own, reducer.team.own
+            own, was = team.own_member, reducer.team.own_member
             same = (own.contributes, own.receives) == (was.contributes, was.receives)
             if not same or cell.boxes != old.boxes:
                 return False
         for (_, team), reducer in zip(cells, self.reducers, strict=True):
             reducer.regroup(team, self._fast and len(cells) == 1)
-        self._done, self._open_leaf = [], None
-        self._cells, self._counted = [cell for cell, _ in cells], _counted(cells)
+        self._done_leaves, self._open_leaf = [], None
+        self._cells, self._norm_cells = [cell for cell, _ in cells], _norm_cells(cells)
         self._peers = list({id(r.peers): r.peers for r in self.reducers}.values())
         return True
 
-    def _raise(self) -> None:
+    def _raise_stored(self) -> None:
         """Raise the first stored error, as PeerLostError where a connection broke."""
         for reducer in self.reducers:
             reducer.check()
@@ -212,7 +242,7 @@ class Feeder:
         for reducer in self.reducers:
             reducer.fail(error)
 
-    def _spread(self) -> None:
+    def _spread_errors(self) -> None:
         """A reducer may have failed before the next one had begun, which cleared the error."""
         if self._error is not None:
             self.fail(self._error)
@@ -225,10 +255,10 @@ class Feeder:
         """
         return self._results
 
-    def squares(self) -> float:
+    def squared_norm(self) -> float:
         """The sum of squares of what this rank answers for; all ranks of a replica together
         answer for each element once (`Cell.counts`)."""
-        return sum(float(sum_of_squares(self.reducers[cell].gradient)) for cell in self._counted)
+        return sum(float(sum_of_squares(self.reducers[cell].gradient)) for cell in self._norm_cells)
 
     # --- a leaf ---------------------------------------------------------------------------
     def start_leaf(self, leaf: int) -> None:
@@ -239,43 +269,45 @@ class Feeder:
         """The backward pass is over."""
         raise NotImplementedError
 
-    def _open(self, leaf: int) -> Slot | None:
+    def _open_slot(self, leaf: int) -> Slot | None:
         """The gradients that come now belong to `leaf`. Returns the slot they go to, which is the
         same in all cells; None where they are to stay in `.grad`."""
         slot: Slot = (0, 0)
         self._open_leaf = leaf
-        for cell in self._contributing:
+        for cell in self._contributed_cells:
             slot = self.reducers[cell].start_leaf(leaf)
-        if self._contributing and self.reducers[self._contributing[0]].hold:
+        if self._contributed_cells and self.reducers[self._contributed_cells[0]].stays_in_place:
             return None
-        self._target = self._seen(slot)
-        self._due = [[b.last - b.first for b in r.layout.buckets] for r in self.reducers]
+        self._target = self._slot_views(slot)
+        self._missing_slices = [[b.last - b.first for b in r.layout.buckets] for r in self.reducers]
         return slot
 
-    def _seen(self, slot: Slot) -> list[list[Tensor]]:
+    def _slot_views(self, slot: Slot) -> list[list[Tensor]]:
         """Every parameter's slices of a slot."""
         if slot not in self._views:
             self._views[slot] = [
-                [self._slice(patch, self.reducers[patch.cell].slot(slot)) for patch in patches]
+                [self._slice_of(patch, self.reducers[patch.cell].slot(slot)) for patch in patches]
                 for patches in self.patches
             ]
         return self._views[slot]
 
-    def _close(self) -> None:
+    def _close_leaf(self) -> None:
         """All gradients of the leaf have come."""
         if self._open_leaf is not None:
-            self._done.append(self._open_leaf)
+            self._done_leaves.append(self._open_leaf)
             self._open_leaf = None
 
     @property
-    def accumulate(self) -> bool:
+    def accumulates(self) -> bool:
         """Return True if the current leaf is added to its slot's content, False if it replaces
         it."""
-        return bool(self._contributing) and self.reducers[self._contributing[0]].accumulate
+        return (
+            bool(self._contributed_cells) and self.reducers[self._contributed_cells[0]].accumulates
+        )
 
     def _take(self, index: int, gradient: Tensor | None) -> None:
         """Add a parameter's gradient (None: zero) to the current slot, and send what is ready."""
-        accumulate = self.accumulate
+        accumulate = self.accumulates
         for patch, target in zip(self.patches[index], self._target[index], strict=True):
             if gradient is None:
                 if not accumulate:
@@ -284,27 +316,29 @@ class Feeder:
                 target.add_(patch.of(gradient))
             else:
                 target.copy_(patch.of(gradient))
-        self._came(index)
+        self._on_slices_filled(index)
 
-    def _came(self, index: int) -> None:
+    def _on_slices_filled(self, index: int) -> None:
         """A parameter's slices are in place."""
         for patch in self.patches[index]:
-            due = self._due[patch.cell]
+            due = self._missing_slices[patch.cell]
             due[patch.bucket] -= 1
             if due[patch.bucket] == 0:
                 try:
-                    self.reducers[patch.cell].done(patch.bucket)
+                    self.reducers[patch.cell].bucket_done(patch.bucket)
                 except Exception as error:  # raised by check(), not inside the backward
                     self.fail(error)
 
     # --- where everything lies --------------------------------------------------------------
-    def _slice(self, patch: Patch, flat: Tensor) -> Tensor:
+    def _slice_of(self, patch: GradientPatch, flat: Tensor) -> Tensor:
         """A patch's slice of a flat buffer of its cell.  flat: [layout.size] -> [*box]"""
-        return self.reducers[patch.cell].layout.slices[patch.number].view(flat)
+        return self.reducers[patch.cell].layout.slices[patch.slice_index].view(flat)
 
-    def _cut(self, boxes: Mapping[str, Box], cells: Sequence[int]) -> list[list[Patch]]:
+    def _cut_into_patches(
+        self, boxes: Mapping[str, Box], cells: Sequence[int]
+    ) -> list[list[GradientPatch]]:
         """The patches of each parameter in some cells."""
-        patches: dict[str, list[Patch]] = {name: [] for name in boxes}
+        patches: dict[str, list[GradientPatch]] = {name: [] for name in boxes}
         for cell in cells:
             bucket, buckets = 0, self.reducers[cell].layout.buckets
             for number, box in enumerate(self._arranged[cell]):
@@ -313,15 +347,15 @@ class Feeder:
                 held = boxes.get(box.name)
                 if held is None or not held.contains(box):
                     raise ValueError(f"a cell has {box}, this rank holds {held}")
-                patches[box.name].append(Patch(cell, number, bucket, _region(box, held)))
+                patches[box.name].append(GradientPatch(cell, number, bucket, _region(box, held)))
         return list(patches.values())
 
-    def _collect(self, wanted: Mapping[str, Box], dtype: torch.dtype) -> list[Tensor]:
+    def _result_views(self, wanted: Mapping[str, Box], dtype: torch.dtype) -> list[Tensor]:
         """Return the sum of each wanted box, in place if possible."""
         results: list[Tensor] = []
-        cut = self._cut(wanted, self._receiving)
+        cut = self._cut_into_patches(wanted, self._received_cells)
         for (name, box), patches in zip(wanted.items(), cut, strict=True):
-            found = [self._slice(patch, self.reducers[patch.cell].gradient) for patch in patches]
+            found = [self._slice_of(patch, self.reducers[patch.cell].gradient) for patch in patches]
             if sum(part.numel() for part in found) != box.size:
                 raise ValueError(f"the cells do not give all of {box} of {name}")
             if len(patches) == 1 and patches[0].region is None:
@@ -333,16 +367,18 @@ class Feeder:
         return results
 
 
-def _counted(cells: Cells) -> list[int]:
+def _norm_cells(cells: Cells) -> list[int]:
     """The cells of whose norm this rank answers for its replica."""
-    return [i for i, (cell, team) in enumerate(cells) if cell.counts(team.own.rank)]
+    return [
+        i for i, (cell, team) in enumerate(cells) if cell.answers_for_norm(team.own_member.rank)
+    ]
 
 
-def _region(box: Box, held: Box) -> tuple[slice, ...] | None:
+def _region(box: Box, held_box: Box) -> tuple[slice, ...] | None:
     """`box` inside a tensor that holds `held`."""
-    if box.lengths == held.lengths:
+    if box.lengths == held_box.lengths:
         return None
     return tuple(
         slice(offset - start, offset - start + length)
-        for offset, start, length in zip(box.offsets, held.offsets, box.lengths, strict=True)
+        for offset, start, length in zip(box.offsets, held_box.offsets, box.lengths, strict=True)
     )

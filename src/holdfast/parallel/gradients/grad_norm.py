@@ -15,7 +15,7 @@ from math import sqrt
 import torch
 from torch import Tensor
 
-BLOCK = 4096
+NORM_BLOCK = 4096
 
 
 def sum_of_squares(flat: Tensor) -> Tensor:
@@ -23,16 +23,16 @@ def sum_of_squares(flat: Tensor) -> Tensor:
 
     flat: [n * 4096], padded with zeros. Raises ValueError for another length.
     """
-    if flat.numel() % BLOCK:
-        raise ValueError(f"a buffer of {flat.numel()} elements is not whole blocks of {BLOCK}")
+    if flat.numel() % NORM_BLOCK:
+        raise ValueError(f"a buffer of {flat.numel()} elements is not whole blocks of {NORM_BLOCK}")
     if flat.numel() == 0:
         return torch.zeros((), dtype=torch.float64)
-    norms: Tensor = torch.linalg.vector_norm(flat.view(-1, BLOCK), dim=1)  # [n]
+    norms: Tensor = torch.linalg.vector_norm(flat.view(-1, NORM_BLOCK), dim=1)  # [n]
     # A running sum on the CPU has one order; a parallel sum's depends on threads and device.
     return norms.cpu().double().square_().cumsum(0)[-1]
 
 
-def combine(squares: Sequence[float]) -> float:
+def combine_norms(squares: Sequence[float]) -> float:
     """The norm over all shards of one replica, from their sums of squares in shard order."""
     total = 0.0
     for value in squares:

@@ -48,25 +48,29 @@ import torch
 from torch import Tensor
 
 from holdfast.core.sharding.reduction_cells import Member
-from holdfast.core.sharding.reduction_tree import Shares, Turn
-from holdfast.core.sharding.step_resume import Computed, standing
+from holdfast.core.sharding.reduction_tree import LeafAction, Shares
+from holdfast.core.sharding.step_resume import Computed, partial_sums
 from holdfast.errors import PeerLostError
-from holdfast.parallel.comm.abortable_wait import Errand, LeftError
-from holdfast.parallel.comm.transport import Peers
-from holdfast.parallel.gradients.buckets import Bucket, FlatLayout
-from holdfast.parallel.gradients.reduction_plan import Plan, add_up, make_plan
+from holdfast.parallel.comm.abortable_wait import AbandonedError, AbortableWait
+from holdfast.parallel.comm.transport import PeerGroup
+from holdfast.parallel.gradients.buckets import FlatLayout, GradientBucket
+from holdfast.parallel.gradients.reduction_plan import (
+    ReductionPlan,
+    execute_additions,
+    make_reduction_plan,
+)
 from holdfast.parallel.torch_compat import Work, is_peer_loss
-from holdfast.parallel.trace import REDUCE, Recorder
+from holdfast.parallel.trace import REDUCE, SpanRecorder
 
 FIRST_TAG = 16  # lower tags are free for small exchanges in the same group
-TAGS = 1 << 20  # what one reducer may use from its first tag on
+TAGS_PER_REDUCER = 1 << 20  # what one reducer may use from its first tag on
 
 Slot = tuple[int, int]
 """(piece, 0) is where a piece ends up; (0, depth) with depth > 0 a partial sum above it."""
 
 
 @dataclass(frozen=True)
-class Team:
+class CellTeam:
     """The members that sum one cell, and how they reach each other.
 
     me: index of this rank in `members`. positions: each member's number in `peers`, which may
@@ -75,12 +79,12 @@ class Team:
     Raises ValueError if two members contribute the same part of one replica, or none receives.
     """
 
-    peers: Peers
+    peers: PeerGroup
     members: tuple[Member, ...]
-    me: int
+    own_index: int
     positions: tuple[int, ...]
     first_tag: int = FIRST_TAG
-    recorder: Recorder | None = None
+    recorder: SpanRecorder | None = None
 
     def __post_init__(self) -> None:
         given = [(m.replica, m.part) for m in self.members if m.contributes]
@@ -90,24 +94,24 @@ class Team:
             raise ValueError(f"nobody receives in {self.members}")
 
     @staticmethod
-    def of(peers: Peers) -> Team:
+    def of_replicas(peers: PeerGroup) -> CellTeam:
         """One member per replica, which is its number in `peers`; all contribute and receive."""
         everybody = range(peers.size)
         members = tuple(Member(i, i, 0, contributes=True, receives=True) for i in everybody)
-        return Team(peers, members, peers.rank, tuple(everybody))
+        return CellTeam(peers, members, peers.rank, tuple(everybody))
 
     @property
-    def own(self) -> Member:
-        return self.members[self.me]
+    def own_member(self) -> Member:
+        return self.members[self.own_index]
 
     @property
     def others(self) -> tuple[int, ...]:
         """Every member but this one, beginning with the next, so that not all write to one."""
         size = len(self.members)
-        return tuple((self.me + i) % size for i in range(1, size))
+        return tuple((self.own_index + i) % size for i in range(1, size))
 
     @property
-    def plain(self) -> bool:
+    def is_plain_all_reduce(self) -> bool:
         """Return True if the backend's own all-reduce over `peers` would be the same sum."""
         return len(self.members) == self.peers.size and all(
             m.contributes and m.receives for m in self.members
@@ -131,20 +135,27 @@ class Reducer:
     """
 
     def __init__(
-        self, layout: FlatLayout, team: Team | Peers, *, dtype: torch.dtype, device: torch.device,
-        fast: bool = False, pairs: bool = False, failed: Callable[[Exception], None] | None = None,
-    ):  # fmt: skip
-        self.team = team if isinstance(team, Team) else Team.of(team)
+        self,
+        layout: FlatLayout,
+        team: CellTeam | PeerGroup,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        fast: bool = False,
+        pairs: bool = False,
+        on_error: Callable[[Exception], None] | None = None,
+    ):
+        self.team = team if isinstance(team, CellTeam) else CellTeam.of_replicas(team)
         self.layout, self.peers, self.pairs = layout, self.team.peers, pairs
-        self.fast, self._failed = fast and self.team.plain, failed
-        self.patient = self.summed = self.moved = False
-        self._spare: list[Tensor] = []  # buffers of slots that are not used now
+        self.fast, self._on_error = fast and self.team.is_plain_all_reduce, on_error
+        self.defers_errors = self.is_summed = self.are_slots_moved = False
+        self._spare_buffers: list[Tensor] = []  # buffers of slots that are not used now
         self.gradient = torch.zeros(layout.size, dtype=dtype, device=device)
         self._slots: dict[Slot, Tensor] = {(0, 0): self.gradient}
-        self._plan: Plan | None = None
-        self._dealt: tuple[int, Shares, Computed] | None = None
-        self._turn: Turn | None = None
-        self._round: Round | None = None
+        self._plan: ReductionPlan | None = None
+        self._step_dealing: tuple[int, Shares, Computed] | None = None
+        self._leaf_action: LeafAction | None = None
+        self._round: ReductionRound | None = None
         self._error: Exception | None = None
         self._arrivals = torch.empty(0, dtype=dtype)
         self._kept = 0  # pieces that were there when the step began
@@ -157,103 +168,113 @@ class Reducer:
         The step before must have been voted on and its sends forgotten.
         Raises PeerLostError when a peer is known to be lost, unless it is `patient`.
         """
-        self._error, self.summed, self._looks = None, False, []
-        if self._dealt != (leaves, shares, computed):
-            self._plan = make_plan(
-                leaves, shares, self.team.members, self.team.me, self.fast, self.pairs, computed
+        self._error, self.is_summed, self._looks = None, False, []
+        if self._step_dealing != (leaves, shares, computed):
+            self._plan = make_reduction_plan(
+                leaves,
+                shares,
+                self.team.members,
+                self.team.own_index,
+                self.fast,
+                self.pairs,
+                computed,
             )
-            self._dealt = leaves, shares, computed
+            self._step_dealing = leaves, shares, computed
             self._check_tags(self._plan)
-        if not (computed and computed[self.team.own.replica]):
+        if not (computed and computed[self.team.own_member.replica]):
             self._restore()  # other ranks may have kept a part; an older attempt's rest is void
         if len(self.team.members) == 1 and len(self.plan.pieces[0]) <= 1:
             return
-        if self.fast and not self.plan.turns:
+        if self.fast and not self.plan.leaf_actions:
             self.gradient.zero_()
         try:
-            self._round = Round(self, self.plan)
+            self._round = ReductionRound(self, self.plan)
             for index in range(len(self.layout.buckets)):
                 for ordinal in range(self._kept):
                     self._round.piece_ready(index, ordinal)
-            self._stop_failed()  # by another thread, before it could be stopped
+            self._stop_round()  # by another thread, before it could be stopped
         except RuntimeError as error:
             self.fail(error)
-            if not self.patient:
+            if not self.defers_errors:
                 self.check()
 
-    def regroup(self, team: Team, fast: bool) -> None:
+    def regroup(self, team: CellTeam, fast: bool) -> None:
         """Continue with other members, in the same buffers. Only what was kept of an open step
         survives. All waits in the old team must have been woken."""
         self.join()
         self.team, self.peers = team, team.peers
-        self.fast = fast and team.plain
-        self._dealt, self.summed = None, False
+        self.fast = fast and team.is_plain_all_reduce
+        self._step_dealing, self.is_summed = None, False
 
-    def keep(self, share: Sequence[int], done: Sequence[int]) -> None:
+    def keep(self, share: Sequence[int], done_leaves: Sequence[int]) -> None:
         """Keep the partial sums of the leaves in `done`, which are computed leaves of the `share`
         that was begun. They are the next step's first pieces. Nothing may be `summed`."""
         self.join()
-        held = standing(self.plan.tree.leaves, share, done)
+        held = partial_sums(self.plan.tree.leaves, share, done_leaves)
         buffers = [self.slot(slot) for _, slot in held]
         used = {id(buffer) for buffer in buffers}
-        self._spare += [b for b in self._slots.values() if id(b) not in used]
+        self._spare_buffers += [b for b in self._slots.values() if id(b) not in used]
         self._slots = {(ordinal, 0): buffer for ordinal, buffer in enumerate(buffers)}
-        self._kept, self.moved = len(held), True
+        self._kept, self.are_slots_moved = len(held), True
 
     def _restore(self) -> None:
         """The slots of a step that begins at its beginning: the first is the gradient itself."""
-        if self.moved:
-            self._spare += [b for b in self._slots.values() if b is not self.gradient]
+        if self.are_slots_moved:
+            self._spare_buffers += [b for b in self._slots.values() if b is not self.gradient]
             self._slots = {(0, 0): self.gradient}
-            self._kept, self.moved = 0, False
+            self._kept, self.are_slots_moved = 0, False
 
     @property
-    def plan(self) -> Plan:
+    def plan(self) -> ReductionPlan:
         if self._plan is None:
             raise RuntimeError("begin() comes before a leaf")
         return self._plan
 
     def start_leaf(self, leaf: int) -> Slot:
         """The gradients that come now belong to `leaf`. Returns the slot they go to."""
-        self._turn = self.plan.turns[leaf]
-        return (self._turn.piece, 0) if self._turn.depth == 0 else (0, self._turn.depth)
+        self._leaf_action = self.plan.leaf_actions[leaf]
+        return (
+            (self._leaf_action.piece, 0)
+            if self._leaf_action.depth == 0
+            else (0, self._leaf_action.depth)
+        )
 
     @property
-    def hold(self) -> bool:
+    def stays_in_place(self) -> bool:
         """Return True if the current leaf stays in place, and the next one is added to it."""
-        return self._turn is not None and self._turn.hold
+        return self._leaf_action is not None and self._leaf_action.stays_in_place
 
     @property
-    def accumulate(self) -> bool:
+    def accumulates(self) -> bool:
         """Return True if the current leaf is added to its slot's content, False if it replaces
         it."""
-        return self._turn is not None and self._turn.accumulate
+        return self._leaf_action is not None and self._leaf_action.accumulates
 
     def slot(self, slot: Slot) -> Tensor:
         """The flat buffer of a slot. Made on first use and kept for later steps."""
         if slot not in self._slots:
-            spare = self._spare.pop() if self._spare else None
+            spare = self._spare_buffers.pop() if self._spare_buffers else None
             self._slots[slot] = torch.zeros_like(self.gradient) if spare is None else spare
         return self._slots[slot]
 
-    def done(self, index: int) -> None:
+    def bucket_done(self, index: int) -> None:
         """Bucket `index` of the current leaf is complete: carry, and send a finished piece."""
-        turn, bucket = self._turn, self.layout.buckets[index]
+        turn, bucket = self._leaf_action, self.layout.buckets[index]
         if turn is None:
             raise RuntimeError("start_leaf() comes before done()")
         depth = turn.depth
         for _ in range(turn.carries):
             below = (turn.piece, 0) if depth == 1 else (0, depth - 1)
-            _part(self.slot(below), bucket).add_(_part(self.slot((0, depth)), bucket))
+            _bucket_view(self.slot(below), bucket).add_(_bucket_view(self.slot((0, depth)), bucket))
             depth -= 1
-        if not turn.finished:
+        if not turn.completes_piece:
             return
-        self._looks.append(_part(self.slot((turn.piece, 0)), bucket).sum())
+        self._looks.append(_bucket_view(self.slot((turn.piece, 0)), bucket).sum())
         if self._round is not None:
             self._round.piece_ready(index, turn.piece)
 
     @property
-    def sound(self) -> bool:
+    def is_finite(self) -> bool:
         """Return True if all that this member has given to the sum of this step was finite. It
         is read only if the sum is not finite, so usually no thread waits for it."""
         return all(bool(torch.isfinite(look)) for look in self._looks)
@@ -275,11 +296,11 @@ class Reducer:
         if first:
             self._error = error
             self.peers.abort()
-        self._stop_failed()  # not only the first time: the round may have been in the making then
-        if first and self._failed is not None:
-            self._failed(error)
+        self._stop_round()  # not only the first time: the round may have been in the making then
+        if first and self._on_error is not None:
+            self._on_error(error)
 
-    def _stop_failed(self) -> None:
+    def _stop_round(self) -> None:
         if self._error is not None and self._round is not None:
             self._round.stop()
 
@@ -292,47 +313,47 @@ class Reducer:
             raise PeerLostError(f"a peer was lost during the reduction: {error}") from error
         raise error
 
-    def _check_tags(self, plan: Plan) -> None:
+    def _check_tags(self, plan: ReductionPlan) -> None:
         needed = len(self.layout.buckets) * plan.stride
-        if needed > TAGS:
+        if needed > TAGS_PER_REDUCER:
             raise ValueError(
                 f"{len(self.layout.buckets)} buckets of {plan.stride - 1} pieces need {needed} "
-                f"message tags, there are {TAGS}: use larger buckets"
+                f"message tags, there are {TAGS_PER_REDUCER}: use larger buckets"
             )
 
-    def arrivals(self, rows: int, columns: int) -> Tensor:
+    def arrival_buffer(self, rows: int, columns: int) -> Tensor:
         """Room for `rows` pieces of `columns` elements from other replicas, kept between steps."""
         if self._arrivals.numel() < rows * columns:
             self._arrivals = torch.empty(rows * columns, dtype=self.gradient.dtype)
         return self._arrivals[: rows * columns].view(rows, columns)
 
 
-def _part(flat: Tensor, bucket: Bucket) -> Tensor:
+def _bucket_view(flat: Tensor, bucket: GradientBucket) -> Tensor:
     return flat[bucket.start : bucket.stop]
 
 
-class Round:
+class ReductionRound:
     """The communication of one step, and the thread that does an owner's part of it."""
 
-    def __init__(self, reducer: Reducer, plan: Plan):
+    def __init__(self, reducer: Reducer, plan: ReductionPlan):
         self._reducer, self._plan, self._peers = reducer, plan, reducer.peers
         self._team = reducer.team
         self._buckets = reducer.layout.buckets
         owners = [i for i, member in enumerate(self._team.members) if member.receives]
         self._owners = {member: number for number, member in enumerate(owners)}
         self._changed = threading.Condition()
-        self._ready = [0] * len(self._buckets)  # own pieces finished, per bucket
-        self._stopped = False
+        self._ready_pieces = [0] * len(self._buckets)  # own pieces finished, per bucket
+        self._is_stopped = False
         self._pieces: list[list[tuple[int, Tensor, Work]]] = [[] for _ in self._buckets]
         self._results: list[Work] = []
-        self._errand: Errand | None = None
-        if not self._team.own.receives:
+        self._wait: AbortableWait | None = None
+        if not self._team.own_member.receives:
             return
         if not reducer.fast:
             self._post_receives()
-        work = self._all_reduce if reducer.fast else self._own
-        self._errand = Errand(lambda errand: self._run(work, errand), "reducer")
-        self._peers.send_out(self._errand)
+        work = self._all_reduce if reducer.fast else self._reduce_own_chunks
+        self._wait = AbortableWait(lambda errand: self._run(work, errand), "reducer")
+        self._peers.start_wait(self._wait)
 
     def piece_ready(self, index: int, ordinal: int) -> None:
         """Own piece number `ordinal` of a bucket is final: send it to the owners of its chunks."""
@@ -344,14 +365,14 @@ class Round:
                     to = self._team.positions[member]
                     self._peers.send(slot[start:stop], to, self._tag(index, ordinal))
         with self._changed:
-            self._ready[index] += 1
+            self._ready_pieces[index] += 1
             self._changed.notify_all()
 
     def join(self) -> None:
         """Wait for the thread of this step, or leave it to a message that never comes in full."""
-        if self._errand is not None:
+        if self._wait is not None:
             try:
-                self._peers.fetch(self._errand)
+                self._peers.join_wait(self._wait)
             except RuntimeError as error:
                 self._reducer.fail(error)
                 del self._reducer, self._pieces, self._results  # that thread is not to keep them
@@ -359,7 +380,7 @@ class Round:
     def stop(self) -> None:
         """Let the thread end at its next look."""
         with self._changed:
-            self._stopped = True
+            self._is_stopped = True
             self._changed.notify_all()
 
     def _tag(self, index: int, ordinal: int) -> int:
@@ -373,10 +394,10 @@ class Round:
     def _post_receives(self) -> None:
         """One receive for each piece of my chunks."""
         team, plan = self._team, self._plan
-        mine = [self._chunk(index, team.me) for index in range(len(self._buckets))]
+        mine = [self._chunk(index, team.own_index) for index in range(len(self._buckets))]
         firsts = [sum(len(p) for p in plan.pieces[:member]) for member in range(len(plan.pieces))]
         held = sum(len(plan.pieces[member]) for member in team.others)
-        room = self._reducer.arrivals(held, sum(stop - start for start, stop in mine))
+        room = self._reducer.arrival_buffer(held, sum(stop - start for start, stop in mine))
         at = 0
         for index, (start, stop) in enumerate(mine):
             row = 0
@@ -390,9 +411,9 @@ class Round:
                         self._pieces[index].append((firsts[member] + ordinal, into, work))
             at += stop - start
 
-    def _expect(self, index: int) -> None:
+    def _expect_results(self, index: int) -> None:
         """All pieces of a bucket have come: the sums of other owners may overwrite mine."""
-        self._reducer.summed = True
+        self._reducer.is_summed = True
         for member in self._team.others:
             start, stop = self._chunk(index, member)
             if start < stop:
@@ -400,10 +421,10 @@ class Round:
                 peer, tag = self._team.positions[member], self._tag(index, self._plan.stride - 1)
                 self._results.append(self._peers.receive(into, peer, tag))
 
-    def _run(self, work: Callable[[Errand], None], errand: Errand) -> None:
+    def _run(self, work: Callable[[AbortableWait], None], errand: AbortableWait) -> None:
         try:
             work(errand)
-        except LeftError:
+        except AbandonedError:
             raise
         except Exception as error:  # stored, and raised by finish()
             self._reducer.fail(error)
@@ -411,19 +432,22 @@ class Round:
     def _await_own(self, index: int, count: int) -> bool:
         """Wait until `count` own pieces of a bucket are final; False when the step is given up."""
         with self._changed:
-            self._changed.wait_for(lambda: self._stopped or self._ready[index] >= count)
-            return not self._stopped
+            self._changed.wait_for(lambda: self._is_stopped or self._ready_pieces[index] >= count)
+            return not self._is_stopped
 
-    def _own(self, errand: Errand) -> None:
+    def _reduce_own_chunks(self, errand: AbortableWait) -> None:
         """Add up my chunk of every bucket and send it to all; then collect the other chunks."""
         team, plan = self._team, self._plan
-        own, first = len(plan.pieces[team.me]), sum(len(p) for p in plan.pieces[: team.me])
+        own, first = (
+            len(plan.pieces[team.own_index]),
+            sum(len(p) for p in plan.pieces[: team.own_index]),
+        )
         receivers = [team.positions[m] for m in team.others if m in self._owners]
         unowned: list[int] = []  # buckets of which I have no chunk, so that I do not see them come
         for index in range(len(self._buckets)):
             if not self._await_own(index, own):
                 return
-            start, stop = self._chunk(index, team.me)
+            start, stop = self._chunk(index, team.own_index)
             if start == stop:
                 unowned.append(index)
                 continue
@@ -432,15 +456,15 @@ class Round:
                 for source, tensor, work in self._pieces[index]:
                     errand.wait(work)
                     sources[source] = tensor
-                self._expect(index)
+                self._expect_results(index)
                 for ordinal in range(own):
                     sources[first + ordinal] = self._reducer.slot((ordinal, 0))[start:stop]
                 total = self._reducer.gradient[start:stop]
-                add_up(plan, sources, total)
+                execute_additions(plan, sources, total)
                 for peer in receivers:
                     self._peers.send(total, peer, self._tag(index, plan.stride - 1))
         for index in unowned:
-            self._expect(index)
+            self._expect_results(index)
         with self._span("sums of the others"):
             for work in self._results:
                 errand.wait(work)
@@ -449,14 +473,14 @@ class Round:
         recorder = self._team.recorder
         return recorder.span(REDUCE, name) if recorder else nullcontext()
 
-    def _all_reduce(self, errand: Errand) -> None:
+    def _all_reduce(self, errand: AbortableWait) -> None:
         """`reduction: fast`: the backend's own sum of the same buckets, in bucket order."""
         works: list[Work] = []
-        expected = 1 if self._plan.turns else 0
+        expected = 1 if self._plan.leaf_actions else 0
         for index, bucket in enumerate(self._buckets):
             if not self._await_own(index, expected):
                 return
-            self._reducer.summed = True
-            works.append(self._peers.all_reduce(_part(self._reducer.gradient, bucket)))
+            self._reducer.is_summed = True
+            works.append(self._peers.all_reduce(_bucket_view(self._reducer.gradient, bucket)))
         for work in works:
             errand.wait(work)

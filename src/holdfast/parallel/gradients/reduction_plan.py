@@ -14,19 +14,19 @@ from torch import Tensor
 
 from holdfast.core.sharding.reduction_cells import Member
 from holdfast.core.sharding.reduction_tree import (
-    Node,
+    LeafAction,
     ReductionTree,
     Shares,
-    Turn,
+    TreeNode,
     check_dealing,
-    counter,
-    pieces,
+    maximal_subtrees,
+    plan_accumulation,
 )
 from holdfast.core.sharding.step_resume import Computed
 
 
 @dataclass(frozen=True)
-class Plan:
+class ReductionPlan:
     """The effect of a dealing on one member. The same for all buckets.
 
     pieces: of every member, in their order; all of them, one after another, are the sources of
@@ -36,20 +36,25 @@ class Plan:
     """
 
     tree: ReductionTree
-    turns: dict[int, Turn]
-    pieces: tuple[tuple[Node, ...], ...]
+    leaf_actions: dict[int, LeafAction]
+    pieces: tuple[tuple[TreeNode, ...], ...]
     additions: tuple[tuple[int, int], ...] = ()
-    whole: int | None = None
+    whole_source: int | None = None
 
     @property
     def stride(self) -> int:
         return max(len(p) for p in self.pieces) + 1
 
 
-def make_plan(
-    leaves: int, shares: Shares, members: Sequence[Member], me: int, fast: bool, pairs: bool,
+def make_reduction_plan(
+    leaves: int,
+    shares: Shares,
+    members: Sequence[Member],
+    own_index: int,
+    fast: bool,
+    pairs: bool,
     computed: Computed = (),
-) -> Plan:  # fmt: skip
+) -> ReductionPlan:
     """The plan of member number `me`. fast: no tree, each replica sums its share in sequence.
     computed: what each replica has of its share when the step begins; those pieces come first.
 
@@ -57,33 +62,34 @@ def make_plan(
     """
     check_dealing(leaves, shares)
     tree = ReductionTree(leaves)
-    own = members[me]
+    own = members[own_index]
     share = shares[own.replica] if own.contributes else ()
     if fast:  # each replica sums its share in sequence, into one buffer
         share, last = tuple(sorted(share)), len(share) - 1
-        turns = tuple(Turn(j, False, 0, 0, i > 0, 0, i == last) for i, j in enumerate(share))
-        return Plan(tree, {t.leaf: t for t in turns}, tuple(() for _ in members))
+        turns = tuple(LeafAction(j, False, 0, 0, i > 0, 0, i == last) for i, j in enumerate(share))
+        return ReductionPlan(tree, {t.leaf: t for t in turns}, tuple(() for _ in members))
     known = computed or tuple(() for _ in shares)
     rests = [
         tuple(leaf for leaf in share if leaf not in done)
         for share, done in zip(shares, map(frozenset, known), strict=True)
     ]
-    first = len(pieces(tree, known[own.replica])) if own.contributes else 0
+    first = len(maximal_subtrees(tree, known[own.replica])) if own.contributes else 0
     rest = rests[own.replica] if own.contributes else ()
-    turns = tuple(replace(t, piece=t.piece + first) for t in counter(tree, rest, pairs))
+    turns = tuple(replace(t, piece=t.piece + first) for t in plan_accumulation(tree, rest, pairs))
     of_replica = [
-        pieces(tree, done) + pieces(tree, rest) for done, rest in zip(known, rests, strict=True)
+        maximal_subtrees(tree, done) + maximal_subtrees(tree, rest)
+        for done, rest in zip(known, rests, strict=True)
     ]
     held = tuple(of_replica[m.replica] if m.contributes else () for m in members)
     additions, whole = _additions(tree, members, held)
-    return Plan(tree, {t.leaf: t for t in turns}, held, additions, whole)
+    return ReductionPlan(tree, {t.leaf: t for t in turns}, held, additions, whole)
 
 
 def _additions(
-    tree: ReductionTree, members: Sequence[Member], held: Sequence[Sequence[Node]]
+    tree: ReductionTree, members: Sequence[Member], held: Sequence[Sequence[TreeNode]]
 ) -> tuple[tuple[tuple[int, int], ...], int | None]:
     """The additions that sum each part's tree, and then the parts in order of their number."""
-    parts: dict[int, dict[Node, int]] = {}
+    parts: dict[int, dict[TreeNode, int]] = {}
     source = 0
     for member, nodes in zip(members, held, strict=True):
         for node in nodes:
@@ -97,7 +103,7 @@ def _additions(
         additions.append((left, right))
         return left
 
-    def walk(sources: dict[Node, int], node: Node) -> int | None:
+    def walk(sources: dict[TreeNode, int], node: TreeNode) -> int | None:
         if node in sources or node.leaves == 1:
             return sources.get(node)
         left, right = node.split()
@@ -109,7 +115,7 @@ def _additions(
     return tuple(additions), whole
 
 
-def add_up(plan: Plan, sources: dict[int, Tensor], out: Tensor) -> None:
+def execute_additions(plan: ReductionPlan, sources: dict[int, Tensor], out: Tensor) -> None:
     """Sum the sources by the plan into `out`. They are overwritten.
 
     `out` may be one of them: it is written last, and read element by element.
@@ -119,7 +125,7 @@ def add_up(plan: Plan, sources: dict[int, Tensor], out: Tensor) -> None:
     if plan.additions:
         left, right = plan.additions[-1]
         torch.add(sources[left], sources[right], out=out)
-    elif plan.whole is None:
+    elif plan.whole_source is None:
         out.zero_()
-    elif sources[plan.whole].data_ptr() != out.data_ptr():
-        out.copy_(sources[plan.whole])
+    elif sources[plan.whole_source].data_ptr() != out.data_ptr():
+        out.copy_(sources[plan.whole_source])

@@ -25,34 +25,38 @@ from enum import StrEnum
 from typing import Any
 
 from holdfast.core.data.skips import Skip, Skips
-from holdfast.policy.detection.blame import Blame, Trial, Verdict, verdict
+from holdfast.policy.detection.blame import BlameVerdict, Culprit, Trial, assign_blame
 
-Device = str
+DeviceName = str
 """The computer of a microbatch: the processes of a replica, in the words of messages."""
 
 
-class Mood(StrEnum):
-    CALM = "calm"
-    AGAIN = "again"  # a bad step is done again, its suspects elsewhere
+class BadStepPhase(StrEnum):
+    NORMAL = "calm"
+    RETRYING = "again"  # a bad step is done again, its suspects elsewhere
     SKIPPING = "skipping"  # it is done again without what is to blame
 
 
-TRANSITIONS: dict[Mood, frozenset[Mood]] = {
-    Mood.CALM: frozenset({Mood.AGAIN}),
-    Mood.AGAIN: frozenset({Mood.CALM, Mood.AGAIN, Mood.SKIPPING}),
-    Mood.SKIPPING: frozenset({Mood.CALM, Mood.AGAIN, Mood.SKIPPING}),
+BAD_STEP_TRANSITIONS: dict[BadStepPhase, frozenset[BadStepPhase]] = {
+    BadStepPhase.NORMAL: frozenset({BadStepPhase.RETRYING}),
+    BadStepPhase.RETRYING: frozenset(
+        {BadStepPhase.NORMAL, BadStepPhase.RETRYING, BadStepPhase.SKIPPING}
+    ),
+    BadStepPhase.SKIPPING: frozenset(
+        {BadStepPhase.NORMAL, BadStepPhase.RETRYING, BadStepPhase.SKIPPING}
+    ),
 }
 
 
-def advance(mood: Mood, to: Mood) -> Mood:
+def advance(phase: BadStepPhase, to: BadStepPhase) -> BadStepPhase:
     """The new mood. Raises ValueError for a transition that is not in the table."""
-    if to not in TRANSITIONS[mood]:
-        raise ValueError(f"from {mood} there is no way to {to}")
+    if to not in BAD_STEP_TRANSITIONS[phase]:
+        raise ValueError(f"from {phase} there is no way to {to}")
     return to
 
 
 @dataclass(frozen=True)
-class Bounds:
+class BadStepLimits:
     """Limits of the repetitions.
 
     Attributes:
@@ -63,15 +67,15 @@ class Bounds:
         errors: A device that was to blame this often is left out.
     """
 
-    unclear: int = 1
-    times: int = 6
-    skips: int = 16
-    row: int = 2
-    errors: int = 3
+    max_unclear_failures: int = 1
+    max_failures: int = 6
+    max_skips: int = 16
+    max_consecutive_skip_steps: int = 2
+    max_device_errors: int = 3
 
 
 @dataclass(frozen=True)
-class Bad:
+class BadStep:
     """A step that was not applied.
 
     Attributes:
@@ -85,176 +89,232 @@ class Bad:
     """
 
     step: int
-    what: str
-    where: Mapping[int, Device]
+    description: str
+    device_of: Mapping[int, DeviceName]
     suspects: frozenset[int]
-    again: bool | None = None
-    bearable: bool = False
+    is_reproduced: bool | None = None
+    can_be_accepted: bool = False
 
 
-class Do(StrEnum):
-    AGAIN = "again"  # with `avoid`
+class BadStepAction(StrEnum):
+    RETRY = "again"  # with `avoid`
     SKIP = "skip"
     ACCEPT = "accept"  # the same again, and applied whatever it is
     GIVE_UP = "give up"
 
 
 @dataclass(frozen=True)
-class Found:
+class Finding:
     """The cause of something bad in a step, if known."""
 
     step: int
-    blame: Blame
+    blame: Culprit
     microbatches: tuple[int, ...]
-    devices: tuple[Device, ...]
+    devices: tuple[DeviceName, ...]
     why: str
 
 
 @dataclass(frozen=True)
-class Decision:
+class BadStepDecision:
     """avoid: the device that is not to compute a microbatch. found: what has become clear;
     if_passed: what will have, when the step is good this time. leave_out: devices that are not to
     be used any more."""
 
-    do: Do
+    action: BadStepAction
     step: int
-    why: str
-    avoid: Mapping[int, Device] = field(default_factory=dict)
-    skip: tuple[Skip, ...] = ()
-    found: Found | None = None
-    if_passed: Found | None = None
-    leave_out: tuple[Device, ...] = ()
+    reason: str
+    avoided_devices: Mapping[int, DeviceName] = field(default_factory=dict)
+    skips: tuple[Skip, ...] = ()
+    finding: Finding | None = None
+    finding_if_passed: Finding | None = None
+    excluded_devices: tuple[DeviceName, ...] = ()
 
 
-class Trials:
+class BadStepPolicy:
     """Takes every bad step, and the run's progress since. skips: all that is left out."""
 
-    def __init__(self, skips: Skips | None = None, bounds: Bounds | None = None) -> None:
+    def __init__(self, skips: Skips | None = None, limits: BadStepLimits | None = None) -> None:
         self.skips = skips or Skips()
-        self.mood = Mood.CALM
-        self._bounds = bounds or Bounds()
+        self.phase = BadStepPhase.NORMAL
+        self._limits = limits or BadStepLimits()
         self._trials: dict[int, list[Trial]] = {}  # by microbatch of the step
-        self._decision: Decision | None = None  # the newest, as long as its step has not passed
-        self._times = self._unclear = 0
-        self._errors: Counter[Device] = Counter()
+        self._decision: BadStepDecision | None = (
+            None  # the newest, as long as its step has not passed
+        )
+        self._failures = self._unclear_failures = 0
+        self._errors: Counter[DeviceName] = Counter()
 
     @property
-    def pending(self) -> Decision | None:
+    def pending_decision(self) -> BadStepDecision | None:
         """The state of a bad step until it has passed."""
         return self._decision
 
-    def passed(self, step: int) -> None:
+    def step_passed(self, step: int) -> None:
         """The run's state is that after `step`."""
         if self._decision is None or step < self._decision.step:
             return
-        found = self._decision.if_passed
-        if found is not None and found.blame is Blame.DEVICE:
+        found = self._decision.finding_if_passed
+        if found is not None and found.blame is Culprit.DEVICE:
             self._errors.update(found.devices)
-        self.mood = advance(self.mood, Mood.CALM)
+        self.phase = advance(self.phase, BadStepPhase.NORMAL)
         self._trials, self._decision = {}, None
-        self._times = self._unclear = 0
+        self._failures = self._unclear_failures = 0
 
-    def bad(self, bad: Bad) -> Decision:
-        if self._decision is not None and bad.step != self._decision.step:
-            self.passed(self._decision.step)  # without that, no later step would have come
-        self._times += 1
-        for leaf, device in bad.where.items():
+    def step_failed(self, bad_step: BadStep) -> BadStepDecision:
+        if self._decision is not None and bad_step.step != self._decision.step:
+            self.step_passed(self._decision.step)  # without that, no later step would have come
+        self._failures += 1
+        for leaf, device in bad_step.device_of.items():
             tried = self._trials.setdefault(leaf, [])
-            tried.append(Trial(device, leaf in bad.suspects))
-            if leaf in bad.suspects and bad.again is not None:
-                tried.append(Trial(device, bad.again))
-        self._decision = decision = self._first(bad) if self._times == 1 else self._next(bad)
-        self.mood = advance(self.mood, Mood.SKIPPING if decision.skip else Mood.AGAIN)
+            tried.append(Trial(device, leaf in bad_step.suspects))
+            if leaf in bad_step.suspects and bad_step.is_reproduced is not None:
+                tried.append(Trial(device, bad_step.is_reproduced))
+        self._decision = decision = (
+            self._decide_first_failure(bad_step)
+            if self._failures == 1
+            else self._decide_repeated_failure(bad_step)
+        )
+        self.phase = advance(
+            self.phase, BadStepPhase.SKIPPING if decision.skips else BadStepPhase.RETRYING
+        )
         return decision
 
     # --- what is done ---------------------------------------------------------------------------
-    def _first(self, bad: Bad) -> Decision:
-        if self._row(bad.step):
-            why = f"step {bad.step} {bad.what}, and so was what was left out of the steps before"
-            return self._end(bad, why)
-        return self._again(bad, f"step {bad.step} {bad.what}: it is done again")
+    def _decide_first_failure(self, bad_step: BadStep) -> BadStepDecision:
+        if self._are_previous_steps_skipped(bad_step.step):
+            why = f"step {bad_step.step} {bad_step.description}"
+            return self._accept_or_give_up(
+                bad_step, f"{why}, and so was what was left out of the steps before"
+            )
+        return self._retry(
+            bad_step, f"step {bad_step.step} {bad_step.description}: it is done again"
+        )
 
-    def _next(self, bad: Bad) -> Decision:
-        only = len(set(bad.where.values())) == 1
+    def _decide_repeated_failure(self, bad_step: BadStep) -> BadStepDecision:
+        only = len(set(bad_step.device_of.values())) == 1
         found = {
-            leaf: verdict(tried, only=only)
+            leaf: assign_blame(tried, only_device=only)
             for leaf, tried in sorted(self._trials.items())
-            if any(trial.bad for trial in tried) and not self.skips.reason(bad.step, leaf)
+            if any(trial.is_bad for trial in tried) and not self.skips.reason(bad_step.step, leaf)
         }
-        if guilty := {at: each for at, each in found.items() if each.blame is Blame.DATA}:
-            return self._skip(bad, guilty)
-        devices = {str(each.device) for each in found.values() if each.blame is Blame.DEVICE}
-        self._unclear += len(devices) != 1
-        if self._unclear > self._bounds.unclear or self._times > self._bounds.times:
-            return self._end(bad, f"step {bad.step} {bad.what}, {self._times} times: nothing tells "
-                             "the data from the device")  # fmt: skip
-        again = self._again(bad, f"step {bad.step} {bad.what} once more: it is done again")
+        if guilty := {at: each for at, each in found.items() if each.blame is Culprit.DATA}:
+            return self._skip(bad_step, guilty)
+        devices = {str(each.device) for each in found.values() if each.blame is Culprit.DEVICE}
+        self._unclear_failures += len(devices) != 1
+        if (
+            self._unclear_failures > self._limits.max_unclear_failures
+            or self._failures > self._limits.max_failures
+        ):
+            return self._accept_or_give_up(
+                bad_step,
+                f"step {bad_step.step} {bad_step.description}, {self._failures} times: nothing "
+                f"tells "
+                "the data from the device",
+            )
+        again = self._retry(
+            bad_step, f"step {bad_step.step} {bad_step.description} once more: it is done again"
+        )
         if len(devices) != 1:
             return again
         (device,) = devices
-        self._errors[device] = max(self._errors[device], self._bounds.errors)
-        why = f"step {bad.step} {bad.what} with whatever {device} computes; elsewhere it is good"
-        who = Found(bad.step, Blame.DEVICE, tuple(sorted(bad.suspects)), (device,), why)
-        return Decision(
-            Do.AGAIN, bad.step, again.why, again.avoid, found=who, leave_out=self._sick()
+        self._errors[device] = max(self._errors[device], self._limits.max_device_errors)
+        why = (
+            f"step {bad_step.step} {bad_step.description} with whatever {device} computes; "
+            f"elsewhere it is good"
+        )
+        who = Finding(
+            bad_step.step, Culprit.DEVICE, tuple(sorted(bad_step.suspects)), (device,), why
+        )
+        return BadStepDecision(
+            BadStepAction.RETRY,
+            bad_step.step,
+            again.reason,
+            again.avoided_devices,
+            finding=who,
+            excluded_devices=self._faulty_devices(),
         )
 
-    def _again(self, bad: Bad, why: str) -> Decision:
+    def _retry(self, bad_step: BadStep, why: str) -> BadStepDecision:
         """Have the bad part computed on another device, if possible."""
         seen = {
-            leaf: next(str(trial.device) for trial in tried if trial.bad)
+            leaf: next(str(trial.device) for trial in tried if trial.is_bad)
             for leaf, tried in sorted(self._trials.items())
-            if any(trial.bad for trial in tried)
+            if any(trial.is_bad for trial in tried)
         }
         devices = tuple(dict.fromkeys(seen.values()))
         if len(devices) == 1:
-            said = f"step {bad.step} {bad.what} when {devices[0]} computed it, and is well now"
-            passed = Found(bad.step, Blame.DEVICE, tuple(seen), devices, said)
+            step = f"step {bad_step.step} {bad_step.description}"
+            said = f"{step} when {devices[0]} computed it, and is well now"
+            passed = Finding(bad_step.step, Culprit.DEVICE, tuple(seen), devices, said)
         else:
-            said = f"step {bad.step} {bad.what}, and is well now: nothing tells why"
-            passed = Found(bad.step, Blame.UNKNOWN, tuple(seen), devices, said)
-        return Decision(
-            Do.AGAIN, bad.step, why, seen, if_passed=passed, leave_out=self._sick(),
-        )  # fmt: skip
+            said = (
+                f"step {bad_step.step} {bad_step.description}, and is well now: nothing tells why"
+            )
+            passed = Finding(bad_step.step, Culprit.UNKNOWN, tuple(seen), devices, said)
+        return BadStepDecision(
+            BadStepAction.RETRY,
+            bad_step.step,
+            why,
+            seen,
+            finding_if_passed=passed,
+            excluded_devices=self._faulty_devices(),
+        )
 
-    def _skip(self, bad: Bad, guilty: Mapping[int, Verdict]) -> Decision:
+    def _skip(self, bad_step: BadStep, guilty: Mapping[int, BlameVerdict]) -> BadStepDecision:
         """Bad wherever it was computed."""
-        before = [skip for skip in self.skips if skip.step == bad.step]
-        number = len(bad.where)
+        before = [skip for skip in self.skips if skip.step == bad_step.step]
+        number = len(bad_step.device_of)
         if number > 1 and 2 * (len(before) + len(guilty)) > number:
-            return self._end(bad, f"step {bad.step} {bad.what} with most of its microbatches, "
-                             "wherever they are computed")  # fmt: skip
-        if len(self.skips) + len(guilty) > self._bounds.skips:
-            return self._end(bad, f"step {bad.step} {bad.what}, after {len(self.skips)} "
-                             "microbatches were left out")  # fmt: skip
-        what = f"step {bad.step} {bad.what}"
-        skip = tuple(Skip(bad.step, at, f"{what}: {each.why}") for at, each in guilty.items())
-        self.skips = self.skips.with_more(skip)
+            return self._accept_or_give_up(
+                bad_step,
+                f"step {bad_step.step} {bad_step.description} with most of its microbatches, "
+                "wherever they are computed",
+            )
+        if len(self.skips) + len(guilty) > self._limits.max_skips:
+            return self._accept_or_give_up(
+                bad_step,
+                f"step {bad_step.step} {bad_step.description}, after {len(self.skips)} "
+                "microbatches were left out",
+            )
+        what = f"step {bad_step.step} {bad_step.description}"
+        skip = tuple(
+            Skip(bad_step.step, at, f"{what}: {each.reason}") for at, each in guilty.items()
+        )
+        self.skips = self.skips.with_skips(skip)
         for leaf in guilty:
             del self._trials[leaf]
         devices = tuple(dict.fromkeys(str(each.device) for each in guilty.values()))
         leaves = ", ".join(str(at) for at in guilty)
         why = f"{what} wherever microbatch {leaves} is computed: it is left out"
-        found = Found(bad.step, Blame.DATA, tuple(guilty), devices, why)
-        return Decision(Do.SKIP, bad.step, why, skip=skip, found=found)
+        found = Finding(bad_step.step, Culprit.DATA, tuple(guilty), devices, why)
+        return BadStepDecision(BadStepAction.SKIP, bad_step.step, why, skips=skip, finding=found)
 
-    def _end(self, bad: Bad, why: str) -> Decision:
+    def _accept_or_give_up(self, bad_step: BadStep, why: str) -> BadStepDecision:
         """A jump can be lived with; what is not finite cannot."""
-        leaves = tuple(sorted(bad.suspects))
-        found = Found(bad.step, Blame.UNKNOWN, leaves, (), why)
-        return Decision(Do.ACCEPT if bad.bearable else Do.GIVE_UP, bad.step, why, found=found)
+        leaves = tuple(sorted(bad_step.suspects))
+        found = Finding(bad_step.step, Culprit.UNKNOWN, leaves, (), why)
+        return BadStepDecision(
+            BadStepAction.ACCEPT if bad_step.can_be_accepted else BadStepAction.GIVE_UP,
+            bad_step.step,
+            why,
+            finding=found,
+        )
 
-    def _row(self, step: int) -> bool:
+    def _are_previous_steps_skipped(self, step: int) -> bool:
         """Return True if something was left out of each of the steps just before."""
         steps = {skip.step for skip in self.skips}
-        return all(step - back in steps for back in range(1, self._bounds.row + 1))
+        return all(
+            step - back in steps for back in range(1, self._limits.max_consecutive_skip_steps + 1)
+        )
 
-    def _sick(self) -> tuple[Device, ...]:
-        return tuple(d for d, count in self._errors.items() if count >= self._bounds.errors)
+    def _faulty_devices(self) -> tuple[DeviceName, ...]:
+        return tuple(
+            d for d, count in self._errors.items() if count >= self._limits.max_device_errors
+        )
 
 
 @dataclass(frozen=True)
-class Retry:
+class StepRetry:
     """The ranks' notice of a bad step that their generation must repeat.
 
     Attributes:
@@ -266,25 +326,31 @@ class Retry:
     step: int
     avoid: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
     accept: bool = False
-    if_passed: Found | None = None
+    if_passed: Finding | None = None
 
     def to_json(self) -> dict[str, Any]:
         return {
-            "step": self.step, "avoid": [[leaf, list(at)] for leaf, at in self.avoid.items()],
+            "step": self.step,
+            "avoid": [[leaf, list(at)] for leaf, at in self.avoid.items()],
             "accept": self.accept,
             "if_passed": None if self.if_passed is None else asdict(self.if_passed),
-        }  # fmt: skip
+        }
 
     @staticmethod
-    def from_json(value: Mapping[str, Any]) -> Retry:
+    def from_json(value: Mapping[str, Any]) -> StepRetry:
         """Raises KeyError, TypeError and ValueError for what is none."""
         told = value.get("if_passed")
-        return Retry(
+        return StepRetry(
             int(value["step"]),
             {int(leaf): tuple(int(r) for r in at) for leaf, at in value["avoid"]},
             bool(value["accept"]),
-            None if told is None else Found(
-                int(told["step"]), Blame(told["blame"]), tuple(map(int, told["microbatches"])),
-                tuple(map(str, told["devices"])), str(told["why"]),
+            None
+            if told is None
+            else Finding(
+                int(told["step"]),
+                Culprit(told["blame"]),
+                tuple(map(int, told["microbatches"])),
+                tuple(map(str, told["devices"])),
+                str(told["why"]),
             ),
-        )  # fmt: skip
+        )

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 
-class Blame(StrEnum):
+class Culprit(StrEnum):
     DATA = "data"
     DEVICE = "device"
     UNKNOWN = "unknown"
@@ -30,35 +30,35 @@ class Trial:
     """One piece of data was computed on `device`, and came out bad or good."""
 
     device: Hashable
-    bad: bool
+    is_bad: bool
 
 
 @dataclass(frozen=True)
-class Verdict:
+class BlameVerdict:
     """device: the one it was seen on first. why: a sentence."""
 
-    blame: Blame
+    blame: Culprit
     device: Hashable
-    why: str
+    reason: str
 
 
-def verdict(trials: Sequence[Trial], *, only: bool = False) -> Verdict:
+def assign_blame(trials: Sequence[Trial], *, only_device: bool = False) -> BlameVerdict:
     """From all trials of one piece of data, in order. only: there is no other device. Raises
     ValueError where none was bad."""
-    bad = list(dict.fromkeys(trial.device for trial in trials if trial.bad))
+    bad = list(dict.fromkeys(trial.device for trial in trials if trial.is_bad))
     if not bad:
         raise ValueError("nothing was bad, so nothing is to blame")
-    good = list(dict.fromkeys(str(trial.device) for trial in trials if not trial.bad))
-    why = f"bad on {' and '.join(map(str, bad))}, {_times(trials)}"
+    good = list(dict.fromkeys(str(trial.device) for trial in trials if not trial.is_bad))
+    why = f"bad on {' and '.join(map(str, bad))}, {_count_phrase(trials)}"
     why += f"; good on {' and '.join(good)}" if good else "; good nowhere"
     if good:
-        blame = Blame.DEVICE if len(bad) == 1 else Blame.UNKNOWN
+        blame = Culprit.DEVICE if len(bad) == 1 else Culprit.UNKNOWN
     else:
-        told_apart = len(bad) > 1 or (only and len(trials) > 1)
-        blame = Blame.DATA if told_apart else Blame.UNKNOWN
-    return Verdict(blame, bad[0], why)
+        told_apart = len(bad) > 1 or (only_device and len(trials) > 1)
+        blame = Culprit.DATA if told_apart else Culprit.UNKNOWN
+    return BlameVerdict(blame, bad[0], why)
 
 
-def _times(trials: Sequence[Trial]) -> str:
-    count = sum(trial.bad for trial in trials)
+def _count_phrase(trials: Sequence[Trial]) -> str:
+    count = sum(trial.is_bad for trial in trials)
     return "once" if count == 1 else f"{count} times"

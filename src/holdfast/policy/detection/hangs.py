@@ -27,31 +27,33 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 
-Who = int
+WorkerRank = int
 """A worker: its rank in the generation."""
 
 STEPS, SECONDS = 3.0, 1.0
 """A hung worker is named after this many normal steps and seconds."""
 FROZEN_STEPS, FROZEN_SECONDS = 1.5, 0.4
 """A worker that the operating system has stopped is named sooner: that sign leaves no doubt."""
-PATIENT = 10.0
+SLOW_PHASE_LIMIT_FACTOR = 10.0
 """Factor on the limit during work of unknown length (validation, a save, the data)."""
-FIRST = 3.0
+FIRST_STEP_LIMIT_FACTOR = 3.0
 """Factor on the limit in the first step of a generation."""
-ASLEEP = 2.0
+BLOCKED_LIMIT_FACTOR = 2.0
 """Factor on the limit of a worker asleep in a wait: the rank it waits for is named meanwhile."""
-ALL = 3.0
+DEADLOCK_LIMIT_FACTOR = 3.0
 """Factor on the limit if all workers wait: then none is excluded, but all stop and continue."""
-UNKNOWN_STEP = 1.0
+DEFAULT_STEP_S = 1.0
 """Seconds assumed for a step before the first one has been measured."""
 
-_RECENT = 4  # newest steps; if these were slow, the normal step is as slow now
-_RUNS = 0.05  # of a core: a worker that uses this much runs, and is short of cores at worst
-_SPEAKS = 0.1  # of a core: this much, if the worker is not heard; see `silent`
+_RECENT_STEPS = 4  # newest steps; if these were slow, the normal step is as slow now
+_RUNNING_CPU_SHARE = (
+    0.05  # of a core: a worker that uses this much runs, and is short of cores at worst
+)
+_UNHEARD_RUNNING_CPU_SHARE = 0.1  # of a core: this much, if the worker is not heard; see `silent`
 
 
 @dataclass(frozen=True, slots=True)
-class Mark:
+class ProgressMark:
     """The last sign of progress of a worker.
 
     Attributes:
@@ -68,82 +70,104 @@ class Mark:
     """
 
     point: int
-    at: float
-    computed: float | None = None
-    waits: bool = False
-    quiet: float = 0.0
-    times: float = 1.0
-    asleep: bool = False
+    reached_at: float
+    cpu_seconds: float | None = None
+    is_waiting: bool = False
+    silent_for_s: float = 0.0
+    limit_factor: float = 1.0
+    is_blocked_in_collective: bool = False
 
 
 @dataclass(frozen=True)
-class Found:
+class Suspect:
     """A worker that is named. seconds: length of its hang. sign: silent or behind."""
 
-    seconds: float
+    stalled_for_s: float
     sign: str
 
 
-def normal_step(steps: Sequence[float]) -> float | None:
+def normal_step_s(steps: Sequence[float]) -> float | None:
     """Return the seconds that a step takes now; None before the first one.
 
     That is the median of all steps, or the median of the newest ones if that is more.
     """
     if not steps:
         return None
-    return max(median(steps), median(steps[-_RECENT:]))
+    return max(median(steps), median(steps[-_RECENT_STEPS:]))
 
 
-def frozen_limit(normal: float | None, lag: float = 0.0) -> float:
+def stopped_process_limit(normal: float | None, wakeup_lag_s: float = 0.0) -> float:
     """Return the seconds after which a process stopped by the operating system is given up."""
-    return FROZEN_STEPS * (UNKNOWN_STEP if normal is None else normal) + FROZEN_SECONDS + lag
+    return (
+        FROZEN_STEPS * (DEFAULT_STEP_S if normal is None else normal)
+        + FROZEN_SECONDS
+        + wakeup_lag_s
+    )
 
 
-def limit_of(normal: float, mark: Mark, lag: float = 0.0) -> float:
+def hang_limit(normal: float, mark: ProgressMark, wakeup_lag_s: float = 0.0) -> float:
     """Return the seconds that a worker may hang while other workers wait for it."""
-    return mark.times * (STEPS * normal + SECONDS) + lag
+    return mark.limit_factor * (STEPS * normal + SECONDS) + wakeup_lag_s
 
 
-def judge(
-    marks: Mapping[Who, Mark], normal: float | None, now: float, *, lag: float = 0.0
-) -> dict[Who, Found]:
+def find_hung(
+    marks: Mapping[WorkerRank, ProgressMark],
+    normal: float | None,
+    now: float,
+    *,
+    wakeup_lag_s: float = 0.0,
+) -> dict[WorkerRank, Suspect]:
     """Return the workers named as hung; of several signs only those with the surest."""
     if normal is None:
         return {}
-    if found := silent(marks, normal, now, lag=lag):
-        return {who: Found(seconds, "silent") for who, seconds in found.items()}
+    if found := find_unresponsive(marks, normal, now, wakeup_lag_s=wakeup_lag_s):
+        return {who: Suspect(seconds, "silent") for who, seconds in found.items()}
     return {
-        who: Found(seconds, "behind")
-        for who, seconds in stopped(marks, [normal], now, lag=lag).items()
+        who: Suspect(seconds, "behind")
+        for who, seconds in find_stopped(marks, [normal], now, wakeup_lag_s=wakeup_lag_s).items()
     }
 
 
-def silent(
-    marks: Mapping[Who, Mark], normal: float, now: float, *, lag: float = 0.0
-) -> dict[Who, float]:
+def find_unresponsive(
+    marks: Mapping[WorkerRank, ProgressMark],
+    normal: float,
+    now: float,
+    *,
+    wakeup_lag_s: float = 0.0,
+) -> dict[WorkerRank, float]:
     """Return the workers that are not heard any more while a heard worker waits for them, with
     seconds.
 
     While one thread holds the interpreter's lock, each other thread looks for it 200 times a
     second. That takes a few hundredths of a core and is no work.
     """
-    found: dict[Who, float] = {}
+    found: dict[WorkerRank, float] = {}
     for who, mark in marks.items():
-        limit = limit_of(normal, Mark(0, 0.0), lag)
-        if mark.quiet <= limit or _spent(mark, now, mark.quiet, _SPEAKS) <= limit:
+        limit = hang_limit(normal, ProgressMark(0, 0.0), wakeup_lag_s)
+        if (
+            mark.silent_for_s <= limit
+            or _working_time(mark, now, mark.silent_for_s, _UNHEARD_RUNNING_CPU_SHARE) <= limit
+        ):
             continue
         if any(
-            other.quiet <= limit and other.point >= mark.point and _idles(other, now)
-            and now - other.at > limit
-            for name, other in marks.items() if name != who
-        ):  # fmt: skip
-            found[who] = now - mark.at
+            other.silent_for_s <= limit
+            and other.point >= mark.point
+            and _is_idle(other, now)
+            and now - other.reached_at > limit
+            for name, other in marks.items()
+            if name != who
+        ):
+            found[who] = now - mark.reached_at
     return found
 
 
-def stopped(
-    marks: Mapping[Who, Mark], steps: Sequence[float], now: float, *, lag: float = 0.0
-) -> dict[Who, float]:
+def find_stopped(
+    marks: Mapping[WorkerRank, ProgressMark],
+    steps: Sequence[float],
+    now: float,
+    *,
+    wakeup_lag_s: float = 0.0,
+) -> dict[WorkerRank, float]:
     """Return the workers that make no progress while other workers have finished and wait, with
     seconds.
 
@@ -157,28 +181,30 @@ def stopped(
     warms up. None is named if no worker waits: then all are slow, or all wait for something
     outside.
     """
-    normal = normal_step(steps)
+    normal = normal_step_s(steps)
     if normal is None or len(marks) < 2:
         return {}
     furthest = max(mark.point for mark in marks.values())
-    waiting = max(mark.at for mark in marks.values() if mark.point == furthest)
-    behind = _behind(marks, furthest)
+    waiting = max(mark.reached_at for mark in marks.values() if mark.point == furthest)
+    behind = _blocking_candidates(marks, furthest)
     if len(behind) > len(marks) // 2:
         return {}
-    if not all(mark.waits for mark in behind.values()):
-        behind = {who: mark for who, mark in behind.items() if not mark.waits}
-    if any(not _idles(mark, now) for mark in behind.values()):  # the rest waits for these
-        behind = {who: mark for who, mark in behind.items() if not _idles(mark, now)}
-    found: dict[Who, float] = {}
+    if not all(mark.is_waiting for mark in behind.values()):
+        behind = {who: mark for who, mark in behind.items() if not mark.is_waiting}
+    if any(not _is_idle(mark, now) for mark in behind.values()):  # the rest waits for these
+        behind = {who: mark for who, mark in behind.items() if not _is_idle(mark, now)}
+    found: dict[WorkerRank, float] = {}
     for who, mark in behind.items():
-        waited = now - max(waiting, mark.at)
-        patience = ASLEEP if mark.asleep else 1.0
-        if _spent(mark, now, waited) > patience * limit_of(normal, mark, lag):
+        waited = now - max(waiting, mark.reached_at)
+        patience = BLOCKED_LIMIT_FACTOR if mark.is_blocked_in_collective else 1.0
+        if _working_time(mark, now, waited) > patience * hang_limit(normal, mark, wakeup_lag_s):
             found[who] = waited
     return found
 
 
-def _behind(marks: Mapping[Who, Mark], furthest: int) -> dict[Who, Mark]:
+def _blocking_candidates(
+    marks: Mapping[WorkerRank, ProgressMark], furthest: int
+) -> dict[WorkerRank, ProgressMark]:
     """Return the workers that the rest may wait for.
 
     These are workers that are less far and do not sleep in a wait for another rank. If there is
@@ -186,14 +212,22 @@ def _behind(marks: Mapping[Who, Mark], furthest: int) -> dict[Who, Mark]:
     ranks wait for each other between two points of a step.
     """
     behind = {who: mark for who, mark in marks.items() if mark.point < furthest}
-    awake = {who: mark for who, mark in behind.items() if not mark.asleep}
-    if not awake and any(mark.asleep for mark in marks.values()):
-        awake = {who: m for who, m in marks.items() if not m.asleep and not m.waits}
+    awake = {who: mark for who, mark in behind.items() if not mark.is_blocked_in_collective}
+    if not awake and any(mark.is_blocked_in_collective for mark in marks.values()):
+        awake = {
+            who: m
+            for who, m in marks.items()
+            if not m.is_blocked_in_collective and not m.is_waiting
+        }
     return awake or behind
 
 
-def stuck(
-    marks: Mapping[Who, Mark], normal: float | None, now: float, *, lag: float = 0.0
+def find_deadlock(
+    marks: Mapping[WorkerRank, ProgressMark],
+    normal: float | None,
+    now: float,
+    *,
+    wakeup_lag_s: float = 0.0,
 ) -> float | None:
     """Return the seconds for which all workers have waited, if that is too long; None otherwise.
 
@@ -206,40 +240,46 @@ def stuck(
         return None
     alone = len(marks) == 1
     for mark in marks.values():
-        limit = limit_of(normal, mark, lag)
-        patience = ALL * limit
+        limit = hang_limit(normal, mark, wakeup_lag_s)
+        patience = DEADLOCK_LIMIT_FACTOR * limit
         if alone:
-            patience = max(patience, PATIENT * limit / mark.times)
-        heard = alone or mark.quiet <= limit
-        if not _idles(mark, now) or not heard or now - mark.at <= patience:
+            patience = max(patience, SLOW_PHASE_LIMIT_FACTOR * limit / mark.limit_factor)
+        heard = alone or mark.silent_for_s <= limit
+        if not _is_idle(mark, now) or not heard or now - mark.reached_at <= patience:
             return None
-    return min(now - mark.at for mark in marks.values())
+    return min(now - mark.reached_at for mark in marks.values())
 
 
-def all_still(marks: Mapping[Who, Mark], now: float, seconds: float) -> Who | None:
+def find_furthest_behind(
+    marks: Mapping[WorkerRank, ProgressMark], now: float, seconds: float
+) -> WorkerRank | None:
     """Return the worker to blame if all have hung for `seconds` and no other sign says more.
 
     That is the worker that is least far: the rest waits for it.
     """
-    if not marks or any(now - mark.at <= seconds for mark in marks.values()):
+    if not marks or any(now - mark.reached_at <= seconds for mark in marks.values()):
         return None
-    return min(marks, key=lambda who: (marks[who].point, marks[who].at))
+    return min(marks, key=lambda who: (marks[who].point, marks[who].reached_at))
 
 
-def _runs(mark: Mark, now: float, share: float = _RUNS) -> bool:
-    return mark.computed is not None and mark.computed >= share * max(now - mark.at, 1e-9)
+def _is_running(mark: ProgressMark, now: float, share: float = _RUNNING_CPU_SHARE) -> bool:
+    return mark.cpu_seconds is not None and mark.cpu_seconds >= share * max(
+        now - mark.reached_at, 1e-9
+    )
 
 
-def _idles(mark: Mark, now: float) -> bool:
+def _is_idle(mark: ProgressMark, now: float) -> bool:
     """Return True if the worker waits: by its own report, or because it uses no processor."""
-    return mark.waits or (mark.computed is not None and not _runs(mark, now))
+    return mark.is_waiting or (mark.cpu_seconds is not None and not _is_running(mark, now))
 
 
-def _spent(mark: Mark, now: float, waited: float, share: float = _RUNS) -> float:
+def _working_time(
+    mark: ProgressMark, now: float, waited: float, share: float = _RUNNING_CPU_SHARE
+) -> float:
     """Return the part of the wait in which the worker could work.
 
     That is all of it, unless the worker runs and was kept from working.
     """
-    if mark.computed is not None and _runs(mark, now, share):
-        return min(waited, mark.computed)
+    if mark.cpu_seconds is not None and _is_running(mark, now, share):
+        return min(waited, mark.cpu_seconds)
     return waited

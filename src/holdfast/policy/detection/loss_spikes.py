@@ -12,47 +12,50 @@ from statistics import median
 
 
 @dataclass(frozen=True)
-class Limits:
+class LossJumpLimits:
     """Limits of a normal loss. A loss has jumped if it is above the line through earlier steps by
     two amounts: `times` scatters (1.48 median absolute deviations) and `rise` nats. At least
     `least` earlier steps are needed."""
 
-    least: int = 20
-    times: float = 8.0
-    rise: float = 0.3
+    min_steps: int = 20
+    min_scatters: float = 8.0
+    min_rise_nats: float = 0.3
 
 
 @dataclass(frozen=True)
-class Jump:
+class LossJump:
     """loss: of the step, mean per token. limit: above which it has jumped. microbatches: those that
     lie above it by half as much as the highest one, as each varies more than their mean."""
 
     loss: float
-    limit: float
+    threshold: float
     microbatches: tuple[int, ...]
 
 
-def jumped(
-    before: Sequence[float], losses: Sequence[float], tokens: int, limits: Limits | None = None
-) -> Jump | None:
+def find_loss_jump(
+    previous_losses: Sequence[float],
+    losses: Sequence[float],
+    tokens: int,
+    limits: LossJumpLimits | None = None,
+) -> LossJump | None:
     """before: the losses of the steps before, means per token. losses: of each microbatch, sums,
     over `tokens` tokens in all; each microbatch is taken to have as many as any other."""
-    limit = _limit(before, limits or Limits())
+    limit = _jump_threshold(previous_losses, limits or LossJumpLimits())
     mean = sum(losses) / max(tokens, 1)
     if limit is None or mean <= limit:
         return None
     each = max(tokens, 1) / max(1, sum(loss != 0 for loss in losses))
     above = [loss / each - limit for loss in losses]
     high = tuple(leaf for leaf, rise in enumerate(above) if rise > 0 and 2 * rise >= max(above))
-    return Jump(mean, limit, high)
+    return LossJump(mean, limit, high)
 
 
-def _limit(losses: Sequence[float], limits: Limits) -> float | None:
-    if len(losses) < limits.least:
+def _jump_threshold(losses: Sequence[float], limits: LossJumpLimits) -> float | None:
+    if len(losses) < limits.min_steps:
         return None
     half = len(losses) // 2
     slope = median((b - a) / half for a, b in zip(losses, losses[half:], strict=False))
     level = [loss + slope * (len(losses) - at) for at, loss in enumerate(losses)]
     middle = median(level)
     scatter = 1.4826 * median(abs(loss - middle) for loss in level)
-    return middle + max(limits.times * scatter, limits.rise)
+    return middle + max(limits.min_scatters * scatter, limits.min_rise_nats)

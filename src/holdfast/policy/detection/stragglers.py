@@ -29,7 +29,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from statistics import median
 
-Who = Hashable
+WorkerName = Hashable
 """A worker, by a name that stays when ranks change."""
 
 
@@ -41,7 +41,7 @@ class Pace(StrEnum):
     OUT = "out"  # left out for good
 
 
-TRANSITIONS: dict[Pace, frozenset[Pace]] = {
+PACE_TRANSITIONS: dict[Pace, frozenset[Pace]] = {
     Pace.WELL: frozenset({Pace.SLOW}),
     Pace.SLOW: frozenset({Pace.WELL, Pace.STANDBY}),
     Pace.STANDBY: frozenset({Pace.TRIAL}),
@@ -52,24 +52,24 @@ TRANSITIONS: dict[Pace, frozenset[Pace]] = {
 
 def advance(pace: Pace, to: Pace) -> Pace:
     """Return the new pace. Raises ValueError for a transition that is not in the table."""
-    if to not in TRANSITIONS[pace]:
+    if to not in PACE_TRANSITIONS[pace]:
         raise ValueError(f"a worker that is {pace} cannot become {to}")
     return to
 
 
 @dataclass(frozen=True, slots=True)
-class Sure:
+class StragglerRule:
     """Slow beyond doubt: by `times` in the median of so many blocks, of which `agree` are above
     `each`."""
 
-    times: float
+    min_slowdown: float
     blocks: int
-    agree: int
-    each: float
+    min_agreeing_blocks: int
+    min_block_slowdown: float
 
 
 @dataclass(frozen=True)
-class Limits:
+class StragglerLimits:
     """Limits of the comparison.
 
     Attributes:
@@ -81,166 +81,188 @@ class Limits:
         rest: Blocks on standby before a trial.
     """
 
-    block: int = 8
-    sure: tuple[Sure, ...] = (
-        Sure(4.0, 2, 2, 3.0), Sure(2.0, 4, 4, 1.8), Sure(1.35, 24, 18, 1.15),
-    )  # fmt: skip
-    same: float = 1.15
-    demote: float = 2.0
-    patience: int = 4
-    recover: int = 8
-    rest: int = 64
+    block_steps: int = 8
+    rules: tuple[StragglerRule, ...] = (
+        StragglerRule(4.0, 2, 2, 3.0),
+        StragglerRule(2.0, 4, 4, 1.8),
+        StragglerRule(1.35, 24, 18, 1.15),
+    )
+    normal_slowdown: float = 1.15
+    standby_slowdown: float = 2.0
+    standby_after_blocks: int = 4
+    recover_after_blocks: int = 8
+    standby_blocks: int = 64
 
     @property
-    def most(self) -> int:
+    def max_blocks(self) -> int:
         """Blocks that are looked at."""
-        return max(sure.blocks for sure in self.sure)
+        return max(sure.blocks for sure in self.rules)
 
 
 @dataclass(frozen=True, slots=True)
-class Timing:
+class StepTiming:
     """One worker's work in one step: `microbatches` in `seconds` of computing. position: equal for
     all workers that do the same work on a microbatch."""
 
-    who: Who
+    worker: WorkerName
     position: Hashable
     seconds: float
     microbatches: int
 
 
 @dataclass(frozen=True)
-class Change:
+class PaceChange:
     """A transition, and the sentence that says why."""
 
-    who: Who
+    worker: WorkerName
     before: Pace
     after: Pace
-    slower: float
-    why: str
+    slowdown: float
+    reason: str
 
 
 @dataclass
-class _Worker:
+class _WorkerPace:
     pace: Pace = Pace.WELL
-    now: list[float] = field(default_factory=list)  # times slower, of the steps of this block
-    blocks: deque[float] = field(default_factory=deque)  # the newest last
-    since: int = 0  # blocks in this pace
+    step_slowdowns: list[float] = field(
+        default_factory=list
+    )  # times slower, of the steps of this block
+    block_slowdowns: deque[float] = field(default_factory=deque)  # the newest last
+    blocks_in_pace: int = 0  # blocks in this pace
     speed: float = 1.0
 
 
-class Stragglers:
+class StragglerDetector:
     """Takes the timings of every step and returns the changes. Equal timings give equal answers on
     every node."""
 
-    def __init__(self, limits: Limits | None = None):
-        self.limits = limits or Limits()
-        self._workers: dict[Who, _Worker] = {}
+    def __init__(self, limits: StragglerLimits | None = None):
+        self.limits = limits or StragglerLimits()
+        self._workers: dict[WorkerName, _WorkerPace] = {}
         self._steps = 0
 
-    def pace(self, who: Who) -> Pace:
-        return self._workers[who].pace if who in self._workers else Pace.WELL
+    def pace(self, worker: WorkerName) -> Pace:
+        return self._workers[worker].pace if worker in self._workers else Pace.WELL
 
     @property
-    def speeds(self) -> dict[Who, float]:
+    def speeds(self) -> dict[WorkerName, float]:
         """Weights of replicas relative to the 1 of quick workers, which are not listed."""
         return {who: w.speed for who, w in self._workers.items() if w.speed != 1.0}
 
     @property
-    def left_out(self) -> dict[Who, Pace]:
+    def excluded(self) -> dict[WorkerName, Pace]:
         """Workers that get no rank."""
         idle = (Pace.STANDBY, Pace.OUT)
         return {who: w.pace for who, w in self._workers.items() if w.pace in idle}
 
-    def observe(self, timings: Iterable[Timing]) -> tuple[Change, ...]:
+    def observe(self, timings: Iterable[StepTiming]) -> tuple[PaceChange, ...]:
         """Take one step. Changes come at the end of a block."""
-        at: dict[Hashable, dict[Who, float]] = {}
+        at: dict[Hashable, dict[WorkerName, float]] = {}
         for t in timings:
             if t.microbatches > 0 and t.seconds > 0:
-                at.setdefault(t.position, {})[t.who] = t.seconds / t.microbatches
+                at.setdefault(t.position, {})[t.worker] = t.seconds / t.microbatches
         for paces in at.values():
-            for who, slower in _slower(paces).items():
-                self._workers.setdefault(who, _Worker()).now.append(slower)
+            for who, slower in _relative_slowdowns(paces).items():
+                self._workers.setdefault(who, _WorkerPace()).step_slowdowns.append(slower)
         self._steps += 1
-        if self._steps % self.limits.block:
+        if self._steps % self.limits.block_steps:
             return ()
-        changes = [change for who, w in self._workers.items() if (change := self._judge(who, w))]
+        changes = [
+            change for who, w in self._workers.items() if (change := self._close_block(who, w))
+        ]
         return tuple(changes)
 
-    def forget(self, who: Who) -> None:
+    def forget(self, worker: WorkerName) -> None:
         """Drop a worker's history: it is another process or machine now."""
-        self._workers.pop(who, None)
+        self._workers.pop(worker, None)
 
-    def _judge(self, who: Who, worker: _Worker) -> Change | None:
-        worker.since += 1
-        if len(worker.now) * 2 >= self.limits.block:
-            worker.blocks.append(median(worker.now))
-            while len(worker.blocks) > self.limits.most:
-                worker.blocks.popleft()
-        worker.now.clear()
-        found = self._next(worker)
+    def _close_block(self, name: WorkerName, worker: _WorkerPace) -> PaceChange | None:
+        worker.blocks_in_pace += 1
+        if len(worker.step_slowdowns) * 2 >= self.limits.block_steps:
+            worker.block_slowdowns.append(median(worker.step_slowdowns))
+            while len(worker.block_slowdowns) > self.limits.max_blocks:
+                worker.block_slowdowns.popleft()
+        worker.step_slowdowns.clear()
+        found = self._next_pace(worker)
         if found is None:
             return None
         to, slower, why = found
         before, worker.pace = worker.pace, advance(worker.pace, to)
-        worker.since = 0
+        worker.blocks_in_pace = 0
         worker.speed = round(1 / slower, 2) if to is Pace.SLOW else 1.0
         if to is not Pace.SLOW:
-            worker.blocks.clear()
-        return Change(who, before, to, slower, why)
+            worker.block_slowdowns.clear()
+        return PaceChange(name, before, to, slower, why)
 
-    def _next(self, worker: _Worker) -> tuple[Pace, float, str] | None:
+    def _next_pace(self, worker: _WorkerPace) -> tuple[Pace, float, str] | None:
         if worker.pace is Pace.OUT:
             return None
         if worker.pace is Pace.STANDBY:
-            if worker.since < self.limits.rest:
+            if worker.blocks_in_pace < self.limits.standby_blocks:
                 return None
             return (
                 Pace.TRIAL,
                 1.0,
-                f"it has rested for {self.limits.rest * self.limits.block} comparisons",
+                f"it has rested for {self.limits.standby_blocks * self.limits.block_steps} "
+                f"comparisons",
             )
         if worker.pace is Pace.SLOW:
-            return self._of_slow(worker)
-        slower, steps = self._is_slow(worker), len(worker.blocks) * self.limits.block
+            return self._next_pace_of_slow(worker)
+        slower, steps = (
+            self._certain_slowdown(worker),
+            len(worker.block_slowdowns) * self.limits.block_steps,
+        )
         if slower is not None:
-            again = worker.pace is Pace.TRIAL and slower >= self.limits.demote
+            again = worker.pace is Pace.TRIAL and slower >= self.limits.standby_slowdown
             why = f"{slower:.2g} times slower than the others in the last {steps} comparisons"
             return (Pace.OUT, slower, f"{why}, after a rest") if again else (Pace.SLOW, slower, why)
-        if worker.pace is Pace.TRIAL and len(worker.blocks) >= self.limits.recover:
-            slower = median(worker.blocks)
-            if slower < self.limits.same:
+        if (
+            worker.pace is Pace.TRIAL
+            and len(worker.block_slowdowns) >= self.limits.recover_after_blocks
+        ):
+            slower = median(worker.block_slowdowns)
+            if slower < self.limits.normal_slowdown:
                 return Pace.WELL, slower, f"as quick as the others in the last {steps} comparisons"
         return None
 
-    def _of_slow(self, worker: _Worker) -> tuple[Pace, float, str] | None:
+    def _next_pace_of_slow(self, worker: _WorkerPace) -> tuple[Pace, float, str] | None:
         """Decide on a worker with less work already: is that enough, or not needed any more?"""
-        limits, blocks = self.limits, list(worker.blocks)
-        lately = blocks[-limits.patience :]
+        limits, blocks = self.limits, list(worker.block_slowdowns)
+        lately = blocks[-limits.standby_after_blocks :]
         slower = median(lately)
-        steps = len(lately) * limits.block
-        if worker.since >= limits.patience and min(lately) >= limits.demote:
+        steps = len(lately) * limits.block_steps
+        if (
+            worker.blocks_in_pace >= limits.standby_after_blocks
+            and min(lately) >= limits.standby_slowdown
+        ):
             why = f"still {slower:.2g} times slower after {steps} comparisons"
             return Pace.STANDBY, slower, why
-        lately = blocks[-limits.recover :]
-        if worker.since >= limits.recover and max(lately) < limits.sure[-1].times:
+        lately = blocks[-limits.recover_after_blocks :]
+        if (
+            worker.blocks_in_pace >= limits.recover_after_blocks
+            and max(lately) < limits.rules[-1].min_slowdown
+        ):
             slower = median(lately)
-            if slower < limits.same:
-                steps = len(lately) * limits.block
+            if slower < limits.normal_slowdown:
+                steps = len(lately) * limits.block_steps
                 return Pace.WELL, slower, f"as quick as the others in the last {steps} comparisons"
         return None
 
-    def _is_slow(self, worker: _Worker) -> float | None:
+    def _certain_slowdown(self, worker: _WorkerPace) -> float | None:
         """Return how many times slower the worker is; None if it is not, or if that is not sure
         yet."""
-        for sure in self.limits.sure:
-            lately = list(worker.blocks)[-sure.blocks :]
+        for sure in self.limits.rules:
+            lately = list(worker.block_slowdowns)[-sure.blocks :]
             slower = median(lately) if len(lately) == sure.blocks else 0.0
-            if slower >= sure.times and sum(b >= sure.each for b in lately) >= sure.agree:
+            if (
+                slower >= sure.min_slowdown
+                and sum(b >= sure.min_block_slowdown for b in lately) >= sure.min_agreeing_blocks
+            ):
                 return slower
         return None
 
 
-def _slower(paces: Mapping[Who, float]) -> dict[Who, float]:
+def _relative_slowdowns(paces: Mapping[WorkerName, float]) -> dict[WorkerName, float]:
     """Return each worker's ratio to the median of the rest; empty for a worker that is alone."""
     if len(paces) < 2:
         return {}

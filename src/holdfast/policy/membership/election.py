@@ -34,41 +34,41 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
-MOST_DOUBLINGS = 6
+MAX_BACKOFF_DOUBLINGS = 6
 """Limit on the doublings of the wait of less than a majority."""
 
 
-class Standing(StrEnum):
-    SEEKING = "seeking"  # reads the run store: who holds the newest term?
-    FOLLOWING = "following"  # its coordinator answers
-    SILENT = "silent"  # its coordinator does not: the peers are asked
-    CLAIMING = "claiming"  # the next term is being opened
-    REIGNING = "reigning"  # it is the coordinator
-    LEFT = "left"
+class Role(StrEnum):
+    DISCOVERING = "seeking"  # reads the run store: who holds the newest term?
+    FOLLOWER = "following"  # its coordinator answers
+    PRE_CANDIDATE = "silent"  # its coordinator does not: the peers are asked
+    CANDIDATE = "claiming"  # the next term is being opened
+    LEADER = "reigning"  # it is the coordinator
+    SHUTDOWN = "left"
 
 
-TRANSITIONS: dict[Standing, frozenset[Standing]] = {
-    Standing.SEEKING: frozenset({Standing.FOLLOWING, Standing.SILENT, Standing.CLAIMING}),
-    Standing.FOLLOWING: frozenset({Standing.SILENT, Standing.SEEKING}),
-    Standing.SILENT: frozenset({Standing.FOLLOWING, Standing.SEEKING, Standing.CLAIMING}),
-    Standing.CLAIMING: frozenset({Standing.REIGNING, Standing.SEEKING}),
-    Standing.REIGNING: frozenset({Standing.SEEKING}),
-    Standing.LEFT: frozenset(),
+ROLE_TRANSITIONS: dict[Role, frozenset[Role]] = {
+    Role.DISCOVERING: frozenset({Role.FOLLOWER, Role.PRE_CANDIDATE, Role.CANDIDATE}),
+    Role.FOLLOWER: frozenset({Role.PRE_CANDIDATE, Role.DISCOVERING}),
+    Role.PRE_CANDIDATE: frozenset({Role.FOLLOWER, Role.DISCOVERING, Role.CANDIDATE}),
+    Role.CANDIDATE: frozenset({Role.LEADER, Role.DISCOVERING}),
+    Role.LEADER: frozenset({Role.DISCOVERING}),
+    Role.SHUTDOWN: frozenset(),
 }
 """Permitted changes of state. In addition, each state may become `left`."""
 
 
-class Peer(StrEnum):
+class PreVoteReply(StrEnum):
     """Another agent's answer to the question about the coordinator."""
 
-    MISSES = "misses"  # it does not hear it either
-    HEARS = "hears"
+    MISSES_LEADER = "misses"  # it does not hear it either
+    HEARS_LEADER = "hears"
     DEAD = "dead"  # no process listens there any more
     UNKNOWN = "unknown"  # no answer
 
 
 @dataclass(frozen=True)
-class Patience:
+class ElectionTimeouts:
     """Waits before a claim, in seconds.
 
     Attributes:
@@ -77,13 +77,13 @@ class Patience:
         alone: Wait of less than a majority.
     """
 
-    silence: float = 6.0
-    turn: float = 1.0
-    alone: float = 20.0
+    leader_timeout_s: float = 6.0
+    delay_per_place_s: float = 1.0
+    minority_wait_s: float = 20.0
 
 
 @dataclass(frozen=True)
-class Seat:
+class AgentState:
     """One agent's place in the election; see the module.
 
     Attributes:
@@ -100,76 +100,92 @@ class Seat:
     """
 
     name: str
-    standing: Standing = Standing.SEEKING
+    role: Role = Role.DISCOVERING
     term: int = 0
-    holder: str = ""
-    at: int = 0
-    seen: int = 0
+    leader_address: str = ""
+    generation: int = 0
+    newest_seen_generation: int = 0
     members: tuple[str, ...] = ()
-    since: float = 0.0
-    led: int = 0
-    dead: bool = False
-    sign: str = ""
-    tries: int = 0
+    role_since: float = 0.0
+    last_answered_term: int = 0
+    is_leader_dead: bool = False
+    journal_sizes: str = ""
+    minority_candidacies: int = 0
 
 
-def found(seat: Seat, term: int, holder: str, now: float) -> Seat:
+def newest_term_read(state: AgentState, term: int, leader_address: str, now: float) -> AgentState:
     """Take the run store's newest term and its holder; "" if no agent holds it any more."""
-    if seat.standing in (Standing.LEFT, Standing.CLAIMING):
-        return seat
-    if term < seat.term or (term == seat.term and seat.standing is Standing.REIGNING):
-        return seat
-    dead = seat.dead and (term, holder) == (seat.term, seat.holder)
-    known = replace(seat, term=term, holder=holder, dead=dead)
-    if term > seat.term and seat.standing is not Standing.SEEKING:
-        known = _become(known, Standing.SEEKING, now)
-    if known.standing is Standing.SEEKING and not holder:
-        return _become(known, Standing.CLAIMING, now)
+    if state.role in (Role.SHUTDOWN, Role.CANDIDATE):
+        return state
+    if term < state.term or (term == state.term and state.role is Role.LEADER):
+        return state
+    dead = state.is_leader_dead and (term, leader_address) == (state.term, state.leader_address)
+    known = replace(state, term=term, leader_address=leader_address, is_leader_dead=dead)
+    if term > state.term and state.role is not Role.DISCOVERING:
+        known = _enter_role(known, Role.DISCOVERING, now)
+    if known.role is Role.DISCOVERING and not leader_address:
+        return _enter_role(known, Role.CANDIDATE, now)
     return known
 
 
-def answered(seat: Seat, term: int, now: float) -> Seat:
+def leader_answered(state: AgentState, term: int, now: float) -> AgentState:
     """A coordinator of `term` has answered. An older one than is known counts for nothing."""
-    if term < seat.term or seat.standing in (Standing.LEFT, Standing.CLAIMING, Standing.REIGNING):
-        return seat
-    if seat.standing is not Standing.FOLLOWING:
-        seat = _become(seat, Standing.FOLLOWING, now)
-    return replace(seat, term=term, since=now, led=term, dead=False, tries=0)
+    if term < state.term or state.role in (Role.SHUTDOWN, Role.CANDIDATE, Role.LEADER):
+        return state
+    if state.role is not Role.FOLLOWER:
+        state = _enter_role(state, Role.FOLLOWER, now)
+    return replace(
+        state,
+        term=term,
+        role_since=now,
+        last_answered_term=term,
+        is_leader_dead=False,
+        minority_candidacies=0,
+    )
 
 
-def hears(seat: Seat, now: float, patience: Patience) -> bool:
+def hears_leader(state: AgentState, now: float, timeouts: ElectionTimeouts) -> bool:
     """Return True if this agent tells a peer that it hears the coordinator.
 
     One missed answer proves nothing. The second is missed before this agent's own search begins.
     """
-    if seat.standing is Standing.FOLLOWING:
-        return now - seat.since <= patience.silence * 2 / 3
-    return seat.standing is Standing.REIGNING
+    if state.role is Role.FOLLOWER:
+        return now - state.role_since <= timeouts.leader_timeout_s * 2 / 3
+    return state.role is Role.LEADER
 
 
-def refused(seat: Seat, now: float) -> Seat:
+def leader_refused(state: AgentState, now: float) -> AgentState:
     """Take the answer of an agent that it is not the coordinator any more."""
-    if seat.standing in (Standing.FOLLOWING, Standing.SILENT):
-        return _become(seat, Standing.SEEKING, now)
-    return seat
+    if state.role in (Role.FOLLOWER, Role.PRE_CANDIDATE):
+        return _enter_role(state, Role.DISCOVERING, now)
+    return state
 
 
-def unanswered(seat: Seat, dead: bool, now: float, patience: Patience) -> Seat:
+def leader_unanswered(
+    state: AgentState, is_leader_dead: bool, now: float, timeouts: ElectionTimeouts
+) -> AgentState:
     """Take a coordinator's failure to answer. dead: its machine replied that no process listens
     there."""
-    if seat.standing in (Standing.SEEKING, Standing.FOLLOWING, Standing.SILENT):
-        seat = replace(seat, dead=dead)
-    if seat.standing is Standing.SEEKING:
-        return _become(seat, Standing.SILENT, now)
-    if seat.standing is Standing.FOLLOWING and (dead or now - seat.since >= patience.silence):
-        return _become(seat, Standing.SILENT, now)
-    return seat
+    if state.role in (Role.DISCOVERING, Role.FOLLOWER, Role.PRE_CANDIDATE):
+        state = replace(state, is_leader_dead=is_leader_dead)
+    if state.role is Role.DISCOVERING:
+        return _enter_role(state, Role.PRE_CANDIDATE, now)
+    if state.role is Role.FOLLOWER and (
+        is_leader_dead or now - state.role_since >= timeouts.leader_timeout_s
+    ):
+        return _enter_role(state, Role.PRE_CANDIDATE, now)
+    return state
 
 
-def asked(
-    seat: Seat, peers: Mapping[str, Peer], newest_generation: int, now: float, patience: Patience,
-    sign: str = "", alive: bool = False,
-) -> Seat:  # fmt: skip
+def pre_vote_ended(
+    state: AgentState,
+    replies: Mapping[str, PreVoteReply],
+    newest_generation: int,
+    now: float,
+    timeouts: ElectionTimeouts,
+    journal_sizes: str = "",
+    has_leader_progress: bool = False,
+) -> AgentState:
     """Take the peers' answers, while silent, and the newest generation in the run store.
 
     Args:
@@ -177,88 +193,107 @@ def asked(
             journal.
         alive: True if the journal of the coordinator's own node has grown meanwhile.
     """
-    if seat.standing is not Standing.SILENT:
-        return seat
-    newer, moved = newest_generation > max(seat.at, seat.seen), sign != seat.sign
-    seat = replace(seat, sign=sign, seen=max(seat.seen, newest_generation))
-    most = seat.at >= seat.seen and _most_miss(seat, peers)
+    if state.role is not Role.PRE_CANDIDATE:
+        return state
+    newer, moved = (
+        newest_generation > max(state.generation, state.newest_seen_generation),
+        journal_sizes != state.journal_sizes,
+    )
+    state = replace(
+        state,
+        journal_sizes=journal_sizes,
+        newest_seen_generation=max(state.newest_seen_generation, newest_generation),
+    )
+    most = state.generation >= state.newest_seen_generation and _has_majority_missing(
+        state, replies
+    )
     if newer or (moved and not most):
         # The other agents continue. That this agent cannot reach their coordinator is no reason to
         # disturb them.
-        return replace(seat, since=now)
-    if Peer.HEARS in peers.values():
-        return replace(seat, since=now)
-    if alive and not seat.dead:
-        return seat
-    if may_claim(seat, peers, now, patience):
-        tries = seat.tries + (_place(seat, peers) is None)
-        return replace(_become(seat, Standing.CLAIMING, now), tries=tries)
-    return seat
+        return replace(state, role_since=now)
+    if PreVoteReply.HEARS_LEADER in replies.values():
+        return replace(state, role_since=now)
+    if has_leader_progress and not state.is_leader_dead:
+        return state
+    if can_be_candidate(state, replies, now, timeouts):
+        tries = state.minority_candidacies + (_candidate_place(state, replies) is None)
+        return replace(_enter_role(state, Role.CANDIDATE, now), minority_candidacies=tries)
+    return state
 
 
-def may_claim(seat: Seat, peers: Mapping[str, Peer], now: float, patience: Patience) -> bool:
+def can_be_candidate(
+    state: AgentState, replies: Mapping[str, PreVoteReply], now: float, timeouts: ElectionTimeouts
+) -> bool:
     """Return True if this agent should open the next term now."""
-    place = _place(seat, peers)
-    alone = patience.alone * 2 ** min(seat.tries, MOST_DOUBLINGS)
-    return now - seat.since >= (alone if place is None else place * patience.turn)
+    place = _candidate_place(state, replies)
+    alone = timeouts.minority_wait_s * 2 ** min(state.minority_candidacies, MAX_BACKOFF_DOUBLINGS)
+    return now - state.role_since >= (
+        alone if place is None else place * timeouts.delay_per_place_s
+    )
 
 
-def _place(seat: Seat, peers: Mapping[str, Peer]) -> int | None:
+def _candidate_place(state: AgentState, replies: Mapping[str, PreVoteReply]) -> int | None:
     """Return the number of agents that may claim at once before this one; None if it may not."""
-    if not seat.dead and seat.led < seat.term:
+    if not state.is_leader_dead and state.last_answered_term < state.term:
         return None
-    misses, alive = _missing(seat, peers)
+    misses, alive = _missing_and_alive(state, replies)
     if 2 * len(misses) > len(alive) or not alive:
-        return misses.index(seat.name) if seat.name in misses else len(misses)
+        return misses.index(state.name) if state.name in misses else len(misses)
     return None
 
 
-def _most_miss(seat: Seat, peers: Mapping[str, Peer]) -> bool:
+def _has_majority_missing(state: AgentState, replies: Mapping[str, PreVoteReply]) -> bool:
     """Return True if most of the members miss the coordinator as this agent does."""
-    misses, alive = _missing(seat, peers)
+    misses, alive = _missing_and_alive(state, replies)
     return 2 * len(misses) > len(alive)
 
 
-def _missing(seat: Seat, peers: Mapping[str, Peer]) -> tuple[list[str], list[str]]:
+def _missing_and_alive(
+    state: AgentState, replies: Mapping[str, PreVoteReply]
+) -> tuple[list[str], list[str]]:
     """Return the members that miss the coordinator, by name, and those not known to be dead."""
-    said = {**peers, seat.name: Peer.MISSES}
-    misses = sorted(name for name in seat.members if said.get(name) is Peer.MISSES)
-    return misses, [name for name in seat.members if said.get(name) is not Peer.DEAD]
+    said = {**replies, state.name: PreVoteReply.MISSES_LEADER}
+    misses = sorted(name for name in state.members if said.get(name) is PreVoteReply.MISSES_LEADER)
+    return misses, [name for name in state.members if said.get(name) is not PreVoteReply.DEAD]
 
 
-def claimed(seat: Seat, term: int, made: bool, now: float) -> Seat:
+def candidacy_ended(state: AgentState, term: int, is_won: bool, now: float) -> AgentState:
     """Take the run store's answer: this agent made the term, or another agent did."""
-    if seat.standing is not Standing.CLAIMING:
-        return seat
-    if made:
-        reigns = _become(seat, Standing.REIGNING, now)
-        return replace(reigns, term=term, holder="", led=term, dead=False)
-    return _become(seat, Standing.SEEKING, now)
+    if state.role is not Role.CANDIDATE:
+        return state
+    if is_won:
+        reigns = _enter_role(state, Role.LEADER, now)
+        return replace(
+            reigns, term=term, leader_address="", last_answered_term=term, is_leader_dead=False
+        )
+    return _enter_role(state, Role.DISCOVERING, now)
 
 
-def fenced(seat: Seat, now: float) -> Seat:
+def newer_term_found(state: AgentState, now: float) -> AgentState:
     """A coordinator has found a newer term."""
-    return _become(seat, Standing.SEEKING, now) if seat.standing is Standing.REIGNING else seat
+    return _enter_role(state, Role.DISCOVERING, now) if state.role is Role.LEADER else state
 
 
-def took(seat: Seat, term: int, generation: int, members: tuple[str, ...]) -> Seat:
+def generation_joined(
+    state: AgentState, term: int, generation: int, members: tuple[str, ...]
+) -> AgentState:
     """Take the order of the coordinator of `term` to take part in `generation`.
 
     Raises ValueError for an order that is older than what it holds: it must not be obeyed.
     """
-    if term < seat.term or generation <= seat.at:
+    if term < state.term or generation <= state.generation:
         raise ValueError(
-            f"an order of term {term}, generation {generation} comes after term {seat.term}, "
-            f"generation {seat.at}"
+            f"an order of term {term}, generation {generation} comes after term {state.term}, "
+            f"generation {state.generation}"
         )
-    return replace(seat, at=generation, members=members)
+    return replace(state, generation=generation, members=members)
 
 
-def left(seat: Seat) -> Seat:
-    return replace(seat, standing=Standing.LEFT)
+def shut_down(state: AgentState) -> AgentState:
+    return replace(state, role=Role.SHUTDOWN)
 
 
-def _become(seat: Seat, standing: Standing, now: float) -> Seat:
-    if standing not in TRANSITIONS[seat.standing]:
-        raise ValueError(f"an agent that is {seat.standing} cannot become {standing}")
-    return replace(seat, standing=standing, since=now)
+def _enter_role(state: AgentState, role: Role, now: float) -> AgentState:
+    if role not in ROLE_TRANSITIONS[state.role]:
+        raise ValueError(f"an agent that is {state.role} cannot become {role}")
+    return replace(state, role=role, role_since=now)

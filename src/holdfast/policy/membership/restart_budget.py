@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True)
-class Restarts:
+class RestartHistory:
     """Progress of restarts so far.
 
     `without_progress` counts losses since the newest committed step last grew; `committed` is
@@ -19,14 +19,14 @@ class Restarts:
     without_progress: int = 0
     committed: int = 0
 
-    def after_loss(self, committed: int) -> Restarts:
+    def with_loss(self, committed: int) -> RestartHistory:
         """Count one more loss, at a time when `committed` is the newest committed step."""
         if committed > self.committed:
-            return Restarts(1, committed)
+            return RestartHistory(1, committed)
         return replace(self, without_progress=self.without_progress + 1)
 
 
-def give_up(restarts: Restarts, limit: int, cause: str) -> str | None:
+def why_give_up(restarts: RestartHistory, limit: int, cause: str) -> str | None:
     """Return why not to restart once more, as a sentence; None means: restart.
 
     `limit` is how many restarts in a row may pass without a newer committed step. A restart does

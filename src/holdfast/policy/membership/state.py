@@ -19,7 +19,7 @@ class Phase(StrEnum):
     ENDED = "ended"
 
 
-TRANSITIONS: dict[Phase, frozenset[Phase]] = {
+PHASE_TRANSITIONS: dict[Phase, frozenset[Phase]] = {
     Phase.GATHERING: frozenset({Phase.OPENING, Phase.FENCED, Phase.ENDED}),
     Phase.OPENING: frozenset({Phase.STARTING, Phase.GATHERING, Phase.FENCED, Phase.ENDED}),
     Phase.STARTING: frozenset({Phase.TRAINING, Phase.HALTING, Phase.FENCED, Phase.ENDED}),
@@ -30,10 +30,10 @@ TRANSITIONS: dict[Phase, frozenset[Phase]] = {
 }
 
 
-OVER = (Phase.FENCED, Phase.ENDED)
+TERMINAL_PHASES = (Phase.FENCED, Phase.ENDED)
 
 
-class Stage(StrEnum):
+class NodeStage(StrEnum):
     """The stage of a node's workers in the generation that it holds."""
 
     IDLE = "idle"  # none has a rank
@@ -44,25 +44,27 @@ class Stage(StrEnum):
     DONE = "done"  # they ended as they should
 
 
-STAGES: dict[Stage, frozenset[Stage]] = {
-    Stage.IDLE: frozenset({Stage.BUILDING}),
-    Stage.BUILDING: frozenset({Stage.WORKING, Stage.BROKEN, Stage.HELD, Stage.DONE}),
-    Stage.WORKING: frozenset({Stage.BROKEN, Stage.HELD, Stage.DONE}),
-    Stage.BROKEN: frozenset({Stage.HELD}),
-    Stage.HELD: frozenset({Stage.BUILDING, Stage.IDLE, Stage.DONE}),
-    Stage.DONE: frozenset({Stage.IDLE, Stage.BUILDING}),
+STAGE_TRANSITIONS: dict[NodeStage, frozenset[NodeStage]] = {
+    NodeStage.IDLE: frozenset({NodeStage.BUILDING}),
+    NodeStage.BUILDING: frozenset(
+        {NodeStage.WORKING, NodeStage.BROKEN, NodeStage.HELD, NodeStage.DONE}
+    ),
+    NodeStage.WORKING: frozenset({NodeStage.BROKEN, NodeStage.HELD, NodeStage.DONE}),
+    NodeStage.BROKEN: frozenset({NodeStage.HELD}),
+    NodeStage.HELD: frozenset({NodeStage.BUILDING, NodeStage.IDLE, NodeStage.DONE}),
+    NodeStage.DONE: frozenset({NodeStage.IDLE, NodeStage.BUILDING}),
 }
 """Of one node, from one report to the next that the coordinator sees (it may miss some between)."""
 
 
-WORKER_JOINED = "worker_joined"
+WORKER_JOINED_REASON = "worker_joined"
 """Reason of a generation that is begun for processes of nodes that took part before."""
 
-LET_GO = (Stage.IDLE, Stage.HELD, Stage.DONE)
+STOPPED_STAGES = (NodeStage.IDLE, NodeStage.HELD, NodeStage.DONE)
 """No worker works there."""
 
 
-class Order(StrEnum):
+class NodeCommand(StrEnum):
     WAIT = "wait"  # nothing to do: be there
     START = "start"  # take part in the generation
     WORK = "work"  # continue
@@ -74,23 +76,23 @@ class Order(StrEnum):
 
 @dataclass(frozen=True)
 class Directive:
-    order: Order
+    command: NodeCommand
     generation: int = 0
 
 
 @dataclass(frozen=True)
-class Report:
+class StageReport:
     """A node's own report, as in Node."""
 
     name: str
-    mark: str
-    at: int
-    stage: Stage
-    ready: int | None = None
+    incarnation: str
+    generation: int
+    stage: NodeStage
+    ready_workers: int | None = None
 
 
 @dataclass(frozen=True)
-class Node:
+class NodeRecord:
     """A node as its coordinator knows it. Times are of the coordinator's clock.
 
     Attributes:
@@ -102,37 +104,37 @@ class Node:
     """
 
     name: str
-    mark: str
+    incarnation: str
     places: int
-    came: float
-    heard: float
-    at: int = 0
-    stage: Stage = Stage.IDLE
-    until: float = inf  # it said that it will be lost by then
-    banned: bool = False  # sick: not taken again in this term
-    expected: bool = False  # it has to speak, or be lost, before a next generation is made
-    ready: int | None = None
-    grew: float = -inf
-    taken: int = 0
+    joined_at: float
+    last_heard: float
+    generation: int = 0
+    stage: NodeStage = NodeStage.IDLE
+    leaving_at: float = inf  # it said that it will be lost by then
+    is_banned: bool = False  # sick: not taken again in this term
+    must_report: bool = False  # it has to speak, or be lost, before a next generation is made
+    ready_workers: int | None = None
+    ready_changed_at: float = -inf
+    used_places: int = 0
 
 
 @dataclass(frozen=True)
-class Apart:
+class UnreachablePair:
     """Two nodes that reach the coordinator, and not each other. until: when it is tried again;
     wait: for how long it was not."""
 
     one: str
     other: str
-    until: float
+    retry_at: float
     wait: float
 
 
-Fits = Callable[[Sequence[Node]], Sequence[str]]
+SelectNodes = Callable[[Sequence[NodeRecord]], Sequence[str]]
 """The planner's answer: which of some nodes a generation would use; () where it cannot be."""
 
 
 @dataclass(frozen=True)
-class Rules:
+class MembershipRules:
     """Limits, in seconds.
 
     Attributes:
@@ -145,20 +147,20 @@ class Rules:
             time.
     """
 
-    fits: Fits
-    lost_after: float = 6.0
-    gather: float = 5.0
-    settle: float = 2.0
-    patience: float = inf
-    apart: float = 60.0
-    full: Callable[[Sequence[Node]], bool] = lambda nodes: False
+    select_nodes: SelectNodes
+    node_timeout_s: float = 6.0
+    gather_wait_s: float = 5.0
+    settle_time_s: float = 2.0
+    gather_timeout_s: float = inf
+    retry_pair_after_s: float = 60.0
+    is_full: Callable[[Sequence[NodeRecord]], bool] = lambda nodes: False
     """Return True if more nodes than these would not be used."""
-    more: Callable[[Sequence[Node]], bool] = lambda nodes: False
+    can_add_workers: Callable[[Sequence[NodeRecord]], bool] = lambda nodes: False
     """Return True if these nodes could make more workers than the generation has."""
 
 
 @dataclass(frozen=True)
-class Reign:
+class CoordinatorState:
     """The knowledge of the coordinator of `term`; see the module.
 
     members: names of the generation's nodes. nodes: in the order of their names, which `names`
@@ -171,49 +173,49 @@ class Reign:
     phase: Phase = Phase.GATHERING
     generation: int = 0
     members: frozenset[str] = frozenset()
-    nodes: tuple[Node, ...] = ()
-    names: tuple[str, ...] = ()
-    since: float = 0.0
+    nodes: tuple[NodeRecord, ...] = ()
+    node_names: tuple[str, ...] = ()
+    phase_since: float = 0.0
     reason: str = "start"
-    gentle: bool = False  # the change can wait for the end of a step
-    wanted: frozenset[str] = frozenset()
-    lost: tuple[tuple[str, str], ...] = ()
-    apart: tuple[Apart, ...] = ()
-    verdict: str = ""  # why it ended without being done
-    misgrown: int = 0
+    at_step_end: bool = False  # the change can wait for the end of a step
+    pending_nodes: frozenset[str] = frozenset()
+    lost_members: tuple[tuple[str, str], ...] = ()
+    unreachable_pairs: tuple[UnreachablePair, ...] = ()
+    end_reason: str = ""  # why it ended without being done
+    failed_growths: int = 0
 
     def __post_init__(self) -> None:
-        if len(self.names) != len(self.nodes):
+        if len(self.node_names) != len(self.nodes):
             object.__setattr__(self, "names", tuple(node.name for node in self.nodes))
 
-    def node(self, name: str) -> Node | None:
-        place = bisect_left(self.names, name)
-        there = place < len(self.names) and self.names[place] == name
+    def node(self, name: str) -> NodeRecord | None:
+        place = bisect_left(self.node_names, name)
+        there = place < len(self.node_names) and self.node_names[place] == name
         return self.nodes[place] if there else None
 
-    def put(self, node: Node) -> Reign:
+    def with_node(self, node: NodeRecord) -> CoordinatorState:
         """With this node, in the place of the one that has its name."""
-        place = bisect_left(self.names, node.name)
-        there = place < len(self.names) and self.names[place] == node.name
+        place = bisect_left(self.node_names, node.name)
+        there = place < len(self.node_names) and self.node_names[place] == node.name
         nodes = (*self.nodes[:place], node, *self.nodes[place + there :])
         return replace(self, nodes=nodes)
 
-    def put_all(self, known: Mapping[str, Node]) -> Reign:
+    def with_nodes(self, nodes: Mapping[str, NodeRecord]) -> CoordinatorState:
         """With these, all of them known, in the places of those that have their names."""
-        if len(known) < 4:
+        if len(nodes) < 4:
             reign = self
-            for node in known.values():
-                reign = reign.put(node)
+            for node in nodes.values():
+                reign = reign.with_node(node)
             return reign
-        return replace(self, nodes=tuple(known.get(node.name, node) for node in self.nodes))
+        return replace(self, nodes=tuple(nodes.get(node.name, node) for node in self.nodes))
 
     @property
-    def at_work(self) -> bool:
+    def are_workers_computing(self) -> bool:
         """Return True if its workers compute, even if only to the end of the current step."""
-        ending = self.phase is Phase.HALTING and self.gentle
+        ending = self.phase is Phase.HALTING and self.at_step_end
         return ending or self.phase in (Phase.STARTING, Phase.TRAINING)
 
     @property
-    def opening(self) -> tuple[int, frozenset[str]] | None:
+    def pending_generation(self) -> tuple[int, frozenset[str]] | None:
         """The generation that is to be made in the run store, and its nodes."""
-        return (self.generation + 1, self.wanted) if self.phase is Phase.OPENING else None
+        return (self.generation + 1, self.pending_nodes) if self.phase is Phase.OPENING else None

@@ -27,480 +27,584 @@ from dataclasses import replace
 from math import inf
 
 from holdfast.policy.membership.state import (
-    LET_GO,
-    OVER,
-    STAGES,
-    TRANSITIONS,
-    WORKER_JOINED,
-    Apart,
+    PHASE_TRANSITIONS,
+    STAGE_TRANSITIONS,
+    STOPPED_STAGES,
+    TERMINAL_PHASES,
+    WORKER_JOINED_REASON,
+    CoordinatorState,
     Directive,
-    Fits,
-    Node,
-    Order,
+    MembershipRules,
+    NodeCommand,
+    NodeRecord,
+    NodeStage,
     Phase,
-    Reign,
-    Report,
-    Rules,
-    Stage,
+    SelectNodes,
+    StageReport,
+    UnreachablePair,
 )
 
 __all__ = [
-    "LET_GO",
-    "OVER",
-    "STAGES",
-    "TRANSITIONS",
-    "WORKER_JOINED",
-    "Apart",
+    "PHASE_TRANSITIONS",
+    "STAGE_TRANSITIONS",
+    "STOPPED_STAGES",
+    "TERMINAL_PHASES",
+    "WORKER_JOINED_REASON",
+    "CoordinatorState",
     "Directive",
-    "Fits",
-    "Node",
-    "Order",
+    "MembershipRules",
+    "NodeCommand",
+    "NodeRecord",
+    "NodeStage",
     "Phase",
-    "Reign",
-    "Report",
-    "Rules",
-    "Stage",
+    "SelectNodes",
+    "StageReport",
+    "UnreachablePair",
 ]
 """Of `state`, for modules that import both."""
 
 
-def begin(
-    term: int, now: float, generation: int = 0, members: Sequence[Node] = (), reason: str = "start"
-) -> Reign:
+def begin_term(
+    term: int,
+    now: float,
+    generation: int = 0,
+    members: Sequence[NodeRecord] = (),
+    reason: str = "start",
+) -> CoordinatorState:
     """Begin a term. `generation` is the newest in the run store, with its nodes as stored there;
     these have the usual time to be heard."""
     expected = tuple(
-        replace(node, came=now, heard=now, at=0, stage=Stage.IDLE, expected=True)
+        replace(
+            node,
+            joined_at=now,
+            last_heard=now,
+            generation=0,
+            stage=NodeStage.IDLE,
+            must_report=True,
+        )
         for node in members
     )
-    return Reign(
+    return CoordinatorState(
         term,
         Phase.STARTING if expected else Phase.GATHERING,
         generation,
         frozenset(node.name for node in expected),
         tuple(sorted(expected, key=lambda node: node.name)),
-        since=now,
+        phase_since=now,
         reason=reason,
     )
 
 
-def directive(reign: Reign, name: str) -> Directive:
+def directive_for(state: CoordinatorState, node_name: str) -> Directive:
     """Return what a node is to do now."""
-    node = reign.node(name)
-    if reign.phase is Phase.FENCED:
-        return Directive(Order.REFUSE)
-    if reign.phase is Phase.ENDED:
-        return Directive(Order.LEAVE, reign.generation)
+    node = state.node(node_name)
+    if state.phase is Phase.FENCED:
+        return Directive(NodeCommand.REFUSE)
+    if state.phase is Phase.ENDED:
+        return Directive(NodeCommand.LEAVE, state.generation)
     if node is None:
-        return Directive(Order.WAIT)
-    inside = name in reign.members
-    if node.at and (node.at < reign.generation or not inside):  # left over from an older one
-        if node.stage not in LET_GO:
-            return Directive(Order.HALT, node.at)
-        starts = inside and reign.phase in (Phase.STARTING, Phase.TRAINING)
-        return Directive(Order.START, reign.generation) if starts else Directive(Order.WAIT)
+        return Directive(NodeCommand.WAIT)
+    inside = node_name in state.members
+    if node.generation and (
+        node.generation < state.generation or not inside
+    ):  # left over from an older one
+        if node.stage not in STOPPED_STAGES:
+            return Directive(NodeCommand.HALT, node.generation)
+        starts = inside and state.phase in (Phase.STARTING, Phase.TRAINING)
+        return (
+            Directive(NodeCommand.START, state.generation)
+            if starts
+            else Directive(NodeCommand.WAIT)
+        )
     if not inside:
-        return Directive(Order.WAIT)
-    match reign.phase:
+        return Directive(NodeCommand.WAIT)
+    match state.phase:
         case Phase.STARTING | Phase.TRAINING:
-            began = node.at == reign.generation
-            return Directive(Order.WORK if began else Order.START, reign.generation)
+            began = node.generation == state.generation
+            return Directive(NodeCommand.WORK if began else NodeCommand.START, state.generation)
         case Phase.HALTING:
-            if node.at != reign.generation:
-                return Directive(Order.WAIT)  # it never began it
-            return Directive(Order.PAUSE if reign.gentle else Order.HALT, reign.generation)
-        case Phase.GATHERING if node.at and node.stage not in LET_GO:
+            if node.generation != state.generation:
+                return Directive(NodeCommand.WAIT)  # it never began it
+            return Directive(
+                NodeCommand.PAUSE if state.at_step_end else NodeCommand.HALT, state.generation
+            )
+        case Phase.GATHERING if node.generation and node.stage not in STOPPED_STAGES:
             # All had been given up, as after a sleep of the coordinator's own, and speak again.
-            return Directive(Order.HALT, reign.generation)
-    return Directive(Order.WAIT, reign.generation)
+            return Directive(NodeCommand.HALT, state.generation)
+    return Directive(NodeCommand.WAIT, state.generation)
 
 
 # --- what happens ---------------------------------------------------------------------------
-def came(reign: Reign, new: Node, now: float, rules: Rules) -> Reign:
+def node_joined(
+    state: CoordinatorState, node: NodeRecord, now: float, rules: MembershipRules
+) -> CoordinatorState:
     """A node has joined, or speaks again after it was given up."""
-    if reign.phase in OVER:
-        return reign
-    old = reign.node(new.name)
-    if old is not None and old.mark not in ("", new.mark):
-        reign = _lose(reign, old, "its agent was started anew", now)
+    if state.phase in TERMINAL_PHASES:
+        return state
+    old = state.node(node.name)
+    if old is not None and old.incarnation not in ("", node.incarnation):
+        state = _remove_node(state, old, "its agent was started anew", now)
         old = None
-    known = replace(new, came=now, at=0, stage=Stage.IDLE) if old is None else old
-    known = replace(known, mark=new.mark, places=new.places, heard=now)
-    report = Report(new.name, new.mark, new.at, new.stage, new.ready)
-    return heard(reign.put(known), [report], now, rules)
+    known = replace(node, joined_at=now, generation=0, stage=NodeStage.IDLE) if old is None else old
+    known = replace(known, incarnation=node.incarnation, places=node.places, last_heard=now)
+    report = StageReport(
+        node.name, node.incarnation, node.generation, node.stage, node.ready_workers
+    )
+    return reports_received(state.with_node(known), [report], now, rules)
 
 
-def heard(reign: Reign, reports: Iterable[Report], now: float, rules: Rules) -> Reign:
+def reports_received(
+    state: CoordinatorState, reports: Iterable[StageReport], now: float, rules: MembershipRules
+) -> CoordinatorState:
     """Take the nodes' reports of their generation and stage. A node that is unknown, or speaks for
     another process, must join first: nothing changes."""
-    beating: dict[str, Node] = {}
+    beating: dict[str, NodeRecord] = {}
     news = []
     for report in reports:
-        node = reign.node(report.name)
-        if node is not None and _as_before(node, report):
-            beating[node.name] = replace(node, heard=now)
+        node = state.node(report.name)
+        if node is not None and _is_unchanged(node, report):
+            beating[node.name] = replace(node, last_heard=now)
         else:
             news.append(report)
     # A heartbeat changes nothing but when it was heard: thousands come without being weighed.
-    reign = reign.put_all(beating)
+    state = state.with_nodes(beating)
     for report in news:
-        reign = _heard(reign, report, now)
-    return _go_on(reign, now, rules) if news else reign
+        state = _apply_report(state, report, now)
+    return _advance(state, now, rules) if news else state
 
 
-def _as_before(node: Node, report: Report) -> bool:
+def _is_unchanged(node: NodeRecord, report: StageReport) -> bool:
     """Return True if nothing has changed at the node since its last report."""
     return (
-        node.mark == report.mark
-        and (node.at, node.stage, node.ready) == (report.at, report.stage, report.ready)
-        and not node.expected
-        and node.stage in (Stage.IDLE, Stage.BUILDING, Stage.WORKING)
+        node.incarnation == report.incarnation
+        and (node.generation, node.stage, node.ready_workers)
+        == (report.generation, report.stage, report.ready_workers)
+        and not node.must_report
+        and node.stage in (NodeStage.IDLE, NodeStage.BUILDING, NodeStage.WORKING)
     )
 
 
-def _heard(reign: Reign, report: Report, now: float) -> Reign:
-    node, at, stage = reign.node(report.name), report.at, report.stage
-    if node is None or node.mark != report.mark or reign.phase in OVER:
-        return reign
-    if at > reign.generation:
+def _apply_report(state: CoordinatorState, report: StageReport, now: float) -> CoordinatorState:
+    node, at, stage = state.node(report.name), report.generation, report.stage
+    if node is None or node.incarnation != report.incarnation or state.phase in TERMINAL_PHASES:
+        return state
+    if at > state.generation:
         # Made by another coordinator: an older one, before it knew of us, or a newer one. Whether
         # there is a newer term the run store says when the next is made.
-        reign = replace(halt(reign, "overtaken", now), generation=at)
-    if at < node.at:  # held up on the way: what it says is older than what is known
-        return reign.put(replace(node, heard=now))
-    grew = now if report.ready != node.ready else node.grew
-    reign = reign.put(
-        replace(node, heard=now, at=at, stage=stage, expected=False, ready=report.ready, grew=grew)
+        state = replace(halt(state, "overtaken", now), generation=at)
+    if at < node.generation:  # held up on the way: what it says is older than what is known
+        return state.with_node(replace(node, last_heard=now))
+    grew = now if report.ready_workers != node.ready_workers else node.ready_changed_at
+    state = state.with_node(
+        replace(
+            node,
+            last_heard=now,
+            generation=at,
+            stage=stage,
+            must_report=False,
+            ready_workers=report.ready_workers,
+            ready_changed_at=grew,
+        )
     )
-    current = at == reign.generation and report.name in reign.members
-    if current and stage is Stage.BROKEN:
-        return halt(reign, "worker_lost", now)
-    if current and stage is Stage.HELD and reign.phase is not Phase.HALTING:
-        return halt(reign, "halted", now)  # another coordinator has halted it
-    return reign  # a node that holds after its step does not hurry the rest
+    current = at == state.generation and report.name in state.members
+    if current and stage is NodeStage.BROKEN:
+        return halt(state, "worker_lost", now)
+    if current and stage is NodeStage.HELD and state.phase is not Phase.HALTING:
+        return halt(state, "halted", now)  # another coordinator has halted it
+    return state  # a node that holds after its step does not hurry the rest
 
 
-def gone(reign: Reign, name: str, cause: str, now: float, rules: Rules) -> Reign:
+def node_lost(
+    state: CoordinatorState, name: str, cause: str, now: float, rules: MembershipRules
+) -> CoordinatorState:
     """A node is known to be dead, or has left."""
-    node = reign.node(name)
-    if node is None or reign.phase in OVER:
-        return reign
-    return _go_on(_lose(reign, node, cause, now), now, rules)
+    node = state.node(name)
+    if node is None or state.phase in TERMINAL_PHASES:
+        return state
+    return _advance(_remove_node(state, node, cause, now), now, rules)
 
 
-def warned(reign: Reign, name: str, until: float, now: float, rules: Rules) -> Reign:
+def node_leaving(
+    state: CoordinatorState, name: str, leaving_at: float, now: float, rules: MembershipRules
+) -> CoordinatorState:
     """Take a node's notice that it leaves by `until`: the next generation excludes it. If all nodes
     leave, that generation is their last one (`leaving_all`)."""
-    node = reign.node(name)
+    node = state.node(name)
     if node is None:
-        return reign
-    reign = reign.put(replace(node, until=min(node.until, until)))
-    last = node.until == inf and not any(_stays(other) for other in reign.nodes)
-    if name in reign.members and (last or _without(reign, now, rules)):
-        reign = halt(reign, "notice", now, gentle=True)
-    return _go_on(reign, now, rules)
+        return state
+    state = state.with_node(replace(node, leaving_at=min(node.leaving_at, leaving_at)))
+    last = node.leaving_at == inf and not any(_is_staying(other) for other in state.nodes)
+    if name in state.members and (last or _can_continue_without_leavers(state, now, rules)):
+        state = halt(state, "notice", now, at_step_end=True)
+    return _advance(state, now, rules)
 
 
-def doubted(reign: Reign, name: str, now: float, rules: Rules) -> Reign:
+def node_suspected(
+    state: CoordinatorState, name: str, now: float, rules: MembershipRules
+) -> CoordinatorState:
     """Leave a node a third of the silence limit to be heard. The agents that elected this
     coordinator in its place report that it has been silent for its time."""
-    node = reign.node(name)
-    if node is None or not node.expected:
-        return reign
-    return reign.put(replace(node, heard=min(node.heard, now - rules.lost_after * 2 / 3)))
+    node = state.node(name)
+    if node is None or not node.must_report:
+        return state
+    return state.with_node(
+        replace(node, last_heard=min(node.last_heard, now - rules.node_timeout_s * 2 / 3))
+    )
 
 
-def overslept(reign: Reign, now: float, rules: Rules) -> Reign:
+def clock_jumped(state: CoordinatorState, now: float, rules: MembershipRules) -> CoordinatorState:
     """The coordinator was suspended: leave every node a third of the limit to be heard."""
-    since = now - rules.lost_after * 2 / 3
-    return replace(reign, nodes=tuple(replace(n, heard=max(n.heard, since)) for n in reign.nodes))
+    since = now - rules.node_timeout_s * 2 / 3
+    return replace(
+        state, nodes=tuple(replace(n, last_heard=max(n.last_heard, since)) for n in state.nodes)
+    )
 
 
-def ban(reign: Reign, name: str, reason: str, now: float, rules: Rules) -> Reign:
+def ban_node(
+    state: CoordinatorState, name: str, reason: str, now: float, rules: MembershipRules
+) -> CoordinatorState:
     """Exclude a node until a new term: it is sick, or slows all the rest down."""
-    node = reign.node(name)
+    node = state.node(name)
     if node is None:
-        return reign
-    reign = reign.put(replace(node, banned=True))
-    if name in reign.members and _without(reign, now, rules):
-        reign = halt(reign, reason, now)
-    return _go_on(reign, now, rules)
+        return state
+    state = state.with_node(replace(node, is_banned=True))
+    if name in state.members and _can_continue_without_leavers(state, now, rules):
+        state = halt(state, reason, now)
+    return _advance(state, now, rules)
 
 
-def parted(reign: Reign, one: str, other: str, now: float, rules: Rules) -> Reign:
+def link_failed(
+    state: CoordinatorState, one: str, other: str, now: float, rules: MembershipRules
+) -> CoordinatorState:
     """Keep two nodes apart that do not reach each other, though both are heard. The pair is tried
     again later; that wait doubles each time. If it is reported again shortly before, it is not
     tried."""
-    known = reign.node(one) is not None and reign.node(other) is not None
-    if reign.phase in OVER or one == other or not known:
-        return reign
+    known = state.node(one) is not None and state.node(other) is not None
+    if state.phase in TERMINAL_PHASES or one == other or not known:
+        return state
     pair = {one, other}
-    old = next((a for a in reign.apart if {a.one, a.other} == pair), None)
-    if old is None or now >= old.until - rules.lost_after:
-        tried = old is not None and pair <= reign.members
-        wait = rules.apart if old is None else old.wait * (2 if tried else 1)
-        until = now + (wait if old is None or tried else rules.apart)
-        rest = (a for a in reign.apart if a is not old)
-        reign = replace(reign, apart=(*rest, Apart(min(pair), max(pair), until, wait)))
-    if pair <= reign.members:
-        reign = halt(reign, "link_cut", now)
-        if reign.phase is Phase.HALTING and reign.reason == "hang":  # that is why all waited
-            reign = replace(reign, reason="link_cut")
-    return _go_on(reign, now, rules)
+    old = next((a for a in state.unreachable_pairs if {a.one, a.other} == pair), None)
+    if old is None or now >= old.retry_at - rules.node_timeout_s:
+        tried = old is not None and pair <= state.members
+        wait = rules.retry_pair_after_s if old is None else old.wait * (2 if tried else 1)
+        until = now + (wait if old is None or tried else rules.retry_pair_after_s)
+        rest = (a for a in state.unreachable_pairs if a is not old)
+        state = replace(
+            state, unreachable_pairs=(*rest, UnreachablePair(min(pair), max(pair), until, wait))
+        )
+    if pair <= state.members:
+        state = halt(state, "link_cut", now)
+        if state.phase is Phase.HALTING and state.reason == "hang":  # that is why all waited
+            state = replace(state, reason="link_cut")
+    return _advance(state, now, rules)
 
 
-def halt(reign: Reign, reason: str, now: float, *, gentle: bool = False) -> Reign:
+def halt(
+    state: CoordinatorState, reason: str, now: float, *, at_step_end: bool = False
+) -> CoordinatorState:
     """End the generation. gentle: at the end of the current step; a fault meanwhile ends it at
     once."""
-    if reign.phase is Phase.HALTING:
-        return replace(reign, gentle=reign.gentle and gentle)
-    if reign.phase not in (Phase.STARTING, Phase.TRAINING):
-        return reign
+    if state.phase is Phase.HALTING:
+        return replace(state, at_step_end=state.at_step_end and at_step_end)
+    if state.phase not in (Phase.STARTING, Phase.TRAINING):
+        return state
     # A node that has not begun may have its order already, or be dead: ask before counting on it.
     nodes = tuple(
-        replace(node, expected=True)
-        if node.name in reign.members and node.at != reign.generation
+        replace(node, must_report=True)
+        if node.name in state.members and node.generation != state.generation
         else node
-        for node in reign.nodes
+        for node in state.nodes
     )
-    halting = _become(reign, Phase.HALTING, now)
-    again = reign.phase is Phase.STARTING and reign.reason == WORKER_JOINED
-    misgrown = reign.misgrown + 1 if again else reign.misgrown
-    return replace(halting, nodes=nodes, reason=reason, gentle=gentle, misgrown=misgrown)
+    halting = _enter_phase(state, Phase.HALTING, now)
+    again = state.phase is Phase.STARTING and state.reason == WORKER_JOINED_REASON
+    misgrown = state.failed_growths + 1 if again else state.failed_growths
+    return replace(
+        halting, nodes=nodes, reason=reason, at_step_end=at_step_end, failed_growths=misgrown
+    )
 
 
-def opened(
-    reign: Reign, generation: int, names: frozenset[str], now: float, rules: Rules,
-    taken: Mapping[str, int] | None = None,
-) -> Reign:  # fmt: skip
+def generation_created(
+    state: CoordinatorState,
+    generation: int,
+    names: frozenset[str],
+    now: float,
+    rules: MembershipRules,
+    used_places: Mapping[str, int] | None = None,
+) -> CoordinatorState:
     """The run store has made the object of `generation`, of these nodes. A node lost meanwhile ends
     it at once. taken: places that it uses of each; None: as many as are ready."""
-    if reign.opening is None or generation != reign.generation + 1:
-        return reign
+    if state.pending_generation is None or generation != state.generation + 1:
+        return state
     nodes = tuple(
-        replace(node, taken=(node.ready or 0) if taken is None else taken.get(node.name, 0))
-        for node in reign.nodes
+        replace(
+            node,
+            used_places=(node.ready_workers or 0)
+            if used_places is None
+            else used_places.get(node.name, 0),
+        )
+        for node in state.nodes
     )
     started = replace(
-        _become(reign, Phase.STARTING, now), generation=generation, members=names,
-        wanted=frozenset(), nodes=nodes, lost=(), gentle=False,
-    )  # fmt: skip
-    there = {node.name for node in reign.nodes if node.came <= reign.since}
+        _enter_phase(state, Phase.STARTING, now),
+        generation=generation,
+        members=names,
+        pending_nodes=frozenset(),
+        nodes=nodes,
+        lost_members=(),
+        at_step_end=False,
+    )
+    there = {node.name for node in state.nodes if node.joined_at <= state.phase_since}
     if not names <= there:  # lost, or another process of that name by now
-        started = replace(_become(started, Phase.HALTING, now), reason="node_lost")
-    elif _split(started, names, now):
-        started = replace(_become(started, Phase.HALTING, now), reason="link_cut")
-    return _go_on(started, now, rules)
+        started = replace(_enter_phase(started, Phase.HALTING, now), reason="node_lost")
+    elif _has_unreachable_pair(started, names, now):
+        started = replace(_enter_phase(started, Phase.HALTING, now), reason="link_cut")
+    return _advance(started, now, rules)
 
 
-def taken(reign: Reign, newest_term: int, newest_generation: int, now: float) -> Reign:
+def creation_rejected(
+    state: CoordinatorState, newest_term: int, newest_generation: int, now: float
+) -> CoordinatorState:
     """The object could not be made: there is a newer term, or an older coordinator that did not
     know of this one used the number. Then the next number is tried."""
-    if newest_term > reign.term:
-        return _become(reign, Phase.FENCED, now) if reign.phase is not Phase.ENDED else reign
-    if reign.phase is Phase.OPENING and newest_generation > reign.generation:
-        return replace(reign, generation=newest_generation, members=frozenset())
-    return reign
+    if newest_term > state.term:
+        return _enter_phase(state, Phase.FENCED, now) if state.phase is not Phase.ENDED else state
+    if state.phase is Phase.OPENING and newest_generation > state.generation:
+        return replace(state, generation=newest_generation, members=frozenset())
+    return state
 
 
-def fenced(reign: Reign, now: float) -> Reign:
+def term_superseded(state: CoordinatorState, now: float) -> CoordinatorState:
     """The run store shows a newer term."""
-    if reign.phase in OVER:
-        return reign
-    return _become(reign, Phase.FENCED, now)
+    if state.phase in TERMINAL_PHASES:
+        return state
+    return _enter_phase(state, Phase.FENCED, now)
 
 
-def done(reign: Reign, verdict: str, now: float) -> Reign:
+def finish(state: CoordinatorState, end_reason: str, now: float) -> CoordinatorState:
     """End the run: training is complete (`verdict` ""), or cannot continue."""
-    if reign.phase in OVER:
-        return reign
-    return replace(_become(reign, Phase.ENDED, now), verdict=verdict)
+    if state.phase in TERMINAL_PHASES:
+        return state
+    return replace(_enter_phase(state, Phase.ENDED, now), end_reason=end_reason)
 
 
-def tick(reign: Reign, now: float, rules: Rules) -> Reign:
+def tick(state: CoordinatorState, now: float, rules: MembershipRules) -> CoordinatorState:
     """Time has passed."""
-    if reign.phase in OVER:
-        return reign
-    for node in reign.nodes:
-        if now - node.heard > rules.lost_after:
-            reign = _lose(reign, node, f"not heard for {now - node.heard:.1f} s", now)
-        elif now >= node.until:
-            reign = _lose(reign, node, "its time was up", now)
-    return _go_on(reign, now, rules)
+    if state.phase in TERMINAL_PHASES:
+        return state
+    for node in state.nodes:
+        if now - node.last_heard > rules.node_timeout_s:
+            state = _remove_node(state, node, f"not heard for {now - node.last_heard:.1f} s", now)
+        elif now >= node.leaving_at:
+            state = _remove_node(state, node, "its time was up", now)
+    return _advance(state, now, rules)
 
 
-def deadline(reign: Reign, rules: Rules, now: float) -> float:
+def next_deadline(state: CoordinatorState, rules: MembershipRules, now: float) -> float:
     """Return when, after `now`, `tick` may change something if no message comes before."""
-    times = [min(node.heard + rules.lost_after, node.until) for node in reign.nodes]
-    if reign.phase is Phase.GATHERING:
-        times += [reign.since + rules.gather, reign.since + rules.patience]
-    if reign.phase is Phase.TRAINING:
-        times += [_settled(reign, n, rules) for n in reign.nodes if _offers(reign, n)]
-        times += [pair.until for pair in reign.apart]
+    times = [min(node.last_heard + rules.node_timeout_s, node.leaving_at) for node in state.nodes]
+    if state.phase is Phase.GATHERING:
+        times += [
+            state.phase_since + rules.gather_wait_s,
+            state.phase_since + rules.gather_timeout_s,
+        ]
+    if state.phase is Phase.TRAINING:
+        times += [_settled_at(state, n, rules) for n in state.nodes if _has_spare_workers(state, n)]
+        times += [pair.retry_at for pair in state.unreachable_pairs]
     return min((time for time in times if time > now), default=inf)
 
 
 # --- the rest --------------------------------------------------------------------------------
-def usable(reign: Reign) -> tuple[Node, ...]:
+def usable_nodes(state: CoordinatorState) -> tuple[NodeRecord, ...]:
     """Return the nodes for a next generation. A node that still holds an older generation's work
     must let go of it first."""
-    return tuple(node for node in reign.nodes if _stays(node) and _free(node))
+    return tuple(node for node in state.nodes if _is_staying(node) and _is_stopped(node))
 
 
-def leaving_all(reign: Reign, names: frozenset[str]) -> bool:
+def are_all_leaving(state: CoordinatorState, names: frozenset[str]) -> bool:
     """Return True if all nodes will be lost, with these: what they hold is to be saved."""
-    there = {node.name for node in reign.nodes}
-    return bool(names & there) and all(node.until < inf for node in reign.nodes)
+    there = {node.name for node in state.nodes}
+    return bool(names & there) and all(node.leaving_at < inf for node in state.nodes)
 
 
-def awaited(reign: Reign) -> tuple[str, ...]:
+def awaited_members(state: CoordinatorState) -> tuple[str, ...]:
     """Return the members whose report is needed before the generation continues."""
-    due = (Stage.WORKING, Stage.DONE) if reign.phase is Phase.STARTING else LET_GO
+    due = (NodeStage.WORKING, NodeStage.DONE) if state.phase is Phase.STARTING else STOPPED_STAGES
     return tuple(
         node.name
-        for node in reign.nodes
-        if node.name in reign.members
-        and (node.expected or node.stage not in due or node.at != reign.generation)
+        for node in state.nodes
+        if node.name in state.members
+        and (node.must_report or node.stage not in due or node.generation != state.generation)
     )
 
 
-def _free(node: Node) -> bool:
+def _is_stopped(node: NodeRecord) -> bool:
     """Return True if it is known that no worker works there."""
-    return node.stage in LET_GO and not node.expected
+    return node.stage in STOPPED_STAGES and not node.must_report
 
 
-def _stays(node: Node) -> bool:
-    return node.until == inf and not node.banned
+def _is_staying(node: NodeRecord) -> bool:
+    return node.leaving_at == inf and not node.is_banned
 
 
-def _without(reign: Reign, now: float, rules: Rules) -> bool:
+def _can_continue_without_leavers(
+    state: CoordinatorState, now: float, rules: MembershipRules
+) -> bool:
     """Return True if the nodes that stay are enough. A node that leaves is better than too few."""
-    return bool(_fitting(reign, [node for node in reign.nodes if _stays(node)], now, rules))
+    return bool(
+        _select_nodes(state, [node for node in state.nodes if _is_staying(node)], now, rules)
+    )
 
 
-def _fitting(reign: Reign, nodes: Sequence[Node], now: float, rules: Rules) -> frozenset[str]:
+def _select_nodes(
+    state: CoordinatorState, nodes: Sequence[NodeRecord], now: float, rules: MembershipRules
+) -> frozenset[str]:
     """Return which of these nodes a generation would use. If two do not reach each other, one is
     left out. It is the one that misses the most nodes, then a non-member, then the last by name."""
-    pairs = [(pair.one, pair.other) for pair in reign.apart if now < pair.until]
+    pairs = [(pair.one, pair.other) for pair in state.unreachable_pairs if now < pair.retry_at]
     left = {node.name for node in nodes}
     while pairs := [(one, other) for one, other in pairs if one in left and other in left]:
         missed = Counter(name for pair in pairs for name in pair)
-        left.remove(max(missed, key=lambda name: (missed[name], name not in reign.members, name)))
-    return frozenset(rules.fits([node for node in nodes if node.name in left]))
+        left.remove(max(missed, key=lambda name: (missed[name], name not in state.members, name)))
+    return frozenset(rules.select_nodes([node for node in nodes if node.name in left]))
 
 
-def _go_on(reign: Reign, now: float, rules: Rules) -> Reign:
+def _advance(state: CoordinatorState, now: float, rules: MembershipRules) -> CoordinatorState:
     """Take every transition that follows from what is known."""
-    match reign.phase:
-        case Phase.STARTING if _all(reign, Stage.WORKING):
-            misgrown = 0 if reign.reason == WORKER_JOINED else reign.misgrown
-            training = replace(_become(reign, Phase.TRAINING, now), misgrown=misgrown)
-            return _go_on(training, now, rules)
-        case Phase.STARTING | Phase.TRAINING if _all(reign, Stage.DONE):
-            return done(reign, "", now)
+    match state.phase:
+        case Phase.STARTING if _are_all_in_stage(state, NodeStage.WORKING):
+            misgrown = 0 if state.reason == WORKER_JOINED_REASON else state.failed_growths
+            training = replace(_enter_phase(state, Phase.TRAINING, now), failed_growths=misgrown)
+            return _advance(training, now, rules)
+        case Phase.STARTING | Phase.TRAINING if _are_all_in_stage(state, NodeStage.DONE):
+            return finish(state, "", now)
         case Phase.TRAINING:
-            return _grow(reign, now, rules)
-        case Phase.HALTING if _halted(reign):
-            return _next(reign, now, rules)
+            return _halt_for_newcomers(state, now, rules)
+        case Phase.HALTING if _is_halted(state):
+            return _open_next_generation(state, now, rules)
         case Phase.GATHERING:
-            return _gather(reign, now, rules)
-        case Phase.OPENING if not _as_wanted(reign) or _split(reign, reign.wanted, now):
-            return _next(reign, now, rules)
-    return reign
+            return _try_gather(state, now, rules)
+        case Phase.OPENING if not _can_still_create(state) or _has_unreachable_pair(
+            state, state.pending_nodes, now
+        ):
+            return _open_next_generation(state, now, rules)
+    return state
 
 
-def _split(reign: Reign, names: frozenset[str], now: float) -> bool:
+def _has_unreachable_pair(state: CoordinatorState, names: frozenset[str], now: float) -> bool:
     """Return True if two of these nodes do not reach each other."""
-    return any({pair.one, pair.other} <= names for pair in reign.apart if now < pair.until)
+    return any(
+        {pair.one, pair.other} <= names for pair in state.unreachable_pairs if now < pair.retry_at
+    )
 
 
-def _as_wanted(reign: Reign) -> bool:
+def _can_still_create(state: CoordinatorState) -> bool:
     """Return True if the generation that is being made is still possible."""
-    if leaving_all(reign, reign.wanted):
-        return all((node := reign.node(name)) is not None and _free(node) for name in reign.wanted)
-    return reign.wanted <= {node.name for node in usable(reign)}
+    if are_all_leaving(state, state.pending_nodes):
+        return all(
+            (node := state.node(name)) is not None and _is_stopped(node)
+            for name in state.pending_nodes
+        )
+    return state.pending_nodes <= {node.name for node in usable_nodes(state)}
 
 
-def _all(reign: Reign, stage: Stage) -> bool:
-    nodes = [reign.node(name) for name in reign.members]
-    return all(n is not None and n.at == reign.generation and n.stage is stage for n in nodes)
+def _are_all_in_stage(state: CoordinatorState, stage: NodeStage) -> bool:
+    nodes = [state.node(name) for name in state.members]
+    return all(
+        n is not None and n.generation == state.generation and n.stage is stage for n in nodes
+    )
 
 
-def _halted(reign: Reign) -> bool:
+def _is_halted(state: CoordinatorState) -> bool:
     """Return True if no worker works in the generation any more, nor in one before it."""
-    return all(_free(node) for node in reign.nodes if node.name in reign.members)
+    return all(_is_stopped(node) for node in state.nodes if node.name in state.members)
 
 
-def _grow(reign: Reign, now: float, rules: Rules) -> Reign:
+def _halt_for_newcomers(
+    state: CoordinatorState, now: float, rules: MembershipRules
+) -> CoordinatorState:
     """End a generation for settled newcomers that the planner would use: nodes and, on nodes that
     take part already, processes."""
-    inside = [n for n in reign.nodes if n.name in reign.members]
-    came = [n for n in reign.nodes if _offers(reign, n) and now >= _settled(reign, n, rules)]
-    outside = [n for n in came if n.name not in reign.members and _stays(n) and _free(n)]
-    if outside and not _fitting(reign, [*inside, *outside], now, rules) <= reign.members:
-        return halt(reign, "node_joined", now, gentle=True)
-    staying = [n for n in inside if _stays(n)]
-    if len(outside) < len(came) and len(staying) == len(inside) and rules.more(staying):
-        return halt(reign, WORKER_JOINED, now, gentle=True)
-    return reign
+    inside = [n for n in state.nodes if n.name in state.members]
+    came = [
+        n
+        for n in state.nodes
+        if _has_spare_workers(state, n) and now >= _settled_at(state, n, rules)
+    ]
+    outside = [n for n in came if n.name not in state.members and _is_staying(n) and _is_stopped(n)]
+    if outside and not _select_nodes(state, [*inside, *outside], now, rules) <= state.members:
+        return halt(state, "node_joined", now, at_step_end=True)
+    staying = [n for n in inside if _is_staying(n)]
+    if len(outside) < len(came) and len(staying) == len(inside) and rules.can_add_workers(staying):
+        return halt(state, WORKER_JOINED_REASON, now, at_step_end=True)
+    return state
 
 
-def _offers(reign: Reign, node: Node) -> bool:
+def _has_spare_workers(state: CoordinatorState, node: NodeRecord) -> bool:
     """Return True if the node has processes, or room for them, that the generation does not use."""
-    if node.name in reign.members:
-        return node.ready is not None and node.ready > node.taken
-    return node.ready is None or node.ready > 0
+    if node.name in state.members:
+        return node.ready_workers is not None and node.ready_workers > node.used_places
+    return node.ready_workers is None or node.ready_workers > 0
 
 
-def _settled(reign: Reign, node: Node, rules: Rules) -> float:
+def _settled_at(state: CoordinatorState, node: NodeRecord, rules: MembershipRules) -> float:
     """Return the time from which the node is reason enough to end a generation."""
-    if node.name not in reign.members:
-        return max(node.came, node.grew) + rules.settle
-    return max(node.grew, reign.since) + rules.settle * 2.0 ** min(reign.misgrown, 10)
+    if node.name not in state.members:
+        return max(node.joined_at, node.ready_changed_at) + rules.settle_time_s
+    return max(node.ready_changed_at, state.phase_since) + rules.settle_time_s * 2.0 ** min(
+        state.failed_growths, 10
+    )
 
 
-def _next(reign: Reign, now: float, rules: Rules) -> Reign:
+def _open_next_generation(
+    state: CoordinatorState, now: float, rules: MembershipRules
+) -> CoordinatorState:
     """Begin the next generation with the nodes that are there; no worker works now."""
-    names = _fitting(reign, _next_of(reign), now, rules)
+    names = _select_nodes(state, _nodes_for_next_generation(state), now, rules)
     if names:
-        if reign.phase is not Phase.OPENING:
-            reign = _become(reign, Phase.OPENING, now)
-        return replace(reign, wanted=names, since=now)
-    return replace(_become(reign, Phase.GATHERING, now), wanted=frozenset())
+        if state.phase is not Phase.OPENING:
+            state = _enter_phase(state, Phase.OPENING, now)
+        return replace(state, pending_nodes=names, phase_since=now)
+    return replace(_enter_phase(state, Phase.GATHERING, now), pending_nodes=frozenset())
 
 
-def _next_of(reign: Reign) -> tuple[Node, ...]:
+def _nodes_for_next_generation(state: CoordinatorState) -> tuple[NodeRecord, ...]:
     """Return the nodes that a next generation may be made of, even if it is the last one of all."""
-    if leaving_all(reign, reign.members):
-        return tuple(node for node in reign.nodes if _free(node) and not node.banned)
-    return usable(reign)
+    if are_all_leaving(state, state.members):
+        return tuple(node for node in state.nodes if _is_stopped(node) and not node.is_banned)
+    return usable_nodes(state)
 
 
-def _gather(reign: Reign, now: float, rules: Rules) -> Reign:
-    nodes = _next_of(reign)
-    waited = now - reign.since
-    if _fitting(reign, nodes, now, rules) and (
-        reign.generation or rules.full(nodes) or waited >= rules.gather
+def _try_gather(state: CoordinatorState, now: float, rules: MembershipRules) -> CoordinatorState:
+    nodes = _nodes_for_next_generation(state)
+    waited = now - state.phase_since
+    if _select_nodes(state, nodes, now, rules) and (
+        state.generation or rules.is_full(nodes) or waited >= rules.gather_wait_s
     ):
-        return _next(reign, now, rules)
-    if waited >= rules.patience:
-        return done(reign, f"too few nodes for {waited:.0f} s", now)
-    return reign
+        return _open_next_generation(state, now, rules)
+    if waited >= rules.gather_timeout_s:
+        return finish(state, f"too few nodes for {waited:.0f} s", now)
+    return state
 
 
-def _lose(reign: Reign, node: Node, cause: str, now: float) -> Reign:
-    rest = tuple(other for other in reign.nodes if other.name != node.name)
-    apart = tuple(pair for pair in reign.apart if node.name not in (pair.one, pair.other))
-    reign = replace(reign, nodes=rest, names=(), apart=apart)
-    if node.name not in reign.members:
-        return reign
-    if node.stage is Stage.DONE and node.at == reign.generation:  # it had nothing left to do
-        return replace(reign, members=reign.members - {node.name})
-    reign = replace(reign, lost=(*reign.lost, (node.name, cause)))
-    return halt(reign, "notice" if node.until < inf else "node_lost", now)
+def _remove_node(
+    state: CoordinatorState, node: NodeRecord, cause: str, now: float
+) -> CoordinatorState:
+    rest = tuple(other for other in state.nodes if other.name != node.name)
+    apart = tuple(
+        pair for pair in state.unreachable_pairs if node.name not in (pair.one, pair.other)
+    )
+    state = replace(state, nodes=rest, node_names=(), unreachable_pairs=apart)
+    if node.name not in state.members:
+        return state
+    if (
+        node.stage is NodeStage.DONE and node.generation == state.generation
+    ):  # it had nothing left to do
+        return replace(state, members=state.members - {node.name})
+    state = replace(state, lost_members=(*state.lost_members, (node.name, cause)))
+    return halt(state, "notice" if node.leaving_at < inf else "node_lost", now)
 
 
-def _become(reign: Reign, phase: Phase, now: float) -> Reign:
-    if phase not in TRANSITIONS[reign.phase]:
-        raise ValueError(f"a reign that is {reign.phase} cannot become {phase}")
-    return replace(reign, phase=phase, since=now)
+def _enter_phase(state: CoordinatorState, phase: Phase, now: float) -> CoordinatorState:
+    if phase not in PHASE_TRANSITIONS[state.phase]:
+        raise ValueError(f"a reign that is {state.phase} cannot become {phase}")
+    return replace(state, phase=phase, phase_since=now)

@@ -20,24 +20,28 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 
-class Stage(StrEnum):
+class StepStage(StrEnum):
     """The progress of one rank in the step that it has not applied yet."""
 
     COMPUTING = "computing"  # or not begun
-    WHOLE = "whole"  # holds the complete reduced gradient
+    REDUCED = "whole"  # holds the complete reduced gradient
     VOTED = "voted"  # has heard every vote, and all are for it
     APPLIED = "applied"  # the state is the step's; it stays so until the next begins
 
 
-TRANSITIONS: dict[Stage, frozenset[Stage]] = {
-    Stage.COMPUTING: frozenset({Stage.COMPUTING, Stage.WHOLE}),  # given up, and begun again
-    Stage.WHOLE: frozenset({Stage.VOTED, Stage.COMPUTING}),  # the vote was lost, or against it
-    Stage.VOTED: frozenset({Stage.APPLIED}),  # final: another rank may have applied it
-    Stage.APPLIED: frozenset({Stage.COMPUTING}),
+TRANSITIONS: dict[StepStage, frozenset[StepStage]] = {
+    StepStage.COMPUTING: frozenset(
+        {StepStage.COMPUTING, StepStage.REDUCED}
+    ),  # given up, and begun again
+    StepStage.REDUCED: frozenset(
+        {StepStage.VOTED, StepStage.COMPUTING}
+    ),  # the vote was lost, or against it
+    StepStage.VOTED: frozenset({StepStage.APPLIED}),  # final: another rank may have applied it
+    StepStage.APPLIED: frozenset({StepStage.COMPUTING}),
 }
 
 
-def advance(stage: Stage, to: Stage) -> Stage:
+def advance(stage: StepStage, to: StepStage) -> StepStage:
     """Return the new stage. Raises ValueError for a transition that is not in the table."""
     if to not in TRANSITIONS[stage]:
         raise ValueError(f"a step that is {stage} cannot become {to}")
@@ -45,7 +49,7 @@ def advance(stage: Stage, to: Stage) -> Stage:
 
 
 @dataclass(frozen=True)
-class Holding:
+class RankProgress:
     """State and progress of one process that has stopped.
 
     Attributes:
@@ -56,18 +60,18 @@ class Holding:
             the sum is lost.
     """
 
-    applied: int | None
-    stage: Stage = Stage.COMPUTING
-    summed: bool = False
+    applied_step: int | None
+    stage: StepStage = StepStage.COMPUTING
+    is_summed: bool = False
 
     @property
-    def whole(self) -> bool:
+    def has_whole_gradient(self) -> bool:
         """Return True if the process can apply the next step by itself."""
-        return self.stage in (Stage.WHOLE, Stage.VOTED)
+        return self.stage in (StepStage.REDUCED, StepStage.VOTED)
 
 
 @dataclass(frozen=True)
-class Resolution:
+class StepResolution:
     """The decision for all processes, by their index in the holdings.
 
     Attributes:
@@ -79,11 +83,11 @@ class Resolution:
 
     step: int
     appliers: frozenset[int]
-    behind: frozenset[int]
-    goes_on: bool
+    receivers: frozenset[int]
+    can_continue_step: bool
 
 
-def resolve(holdings: Sequence[Holding], *, counted: bool = True) -> Resolution:
+def resolve_step(progress: Sequence[RankProgress], *, has_counts: bool = True) -> StepResolution:
     """Return the step from which all present processes resume.
 
     counted: every number of the verdict (tokens, losses, norm) is available even if no rank has
@@ -92,24 +96,32 @@ def resolve(holdings: Sequence[Holding], *, counted: bool = True) -> Resolution:
 
     Raises ValueError if no process has a state.
     """
-    have = {i: h for i, h in enumerate(holdings) if h.applied is not None}
+    have = {i: h for i, h in enumerate(progress) if h.applied_step is not None}
     if not have:
         raise ValueError("nobody who is left has a state")
-    newest = max(h.applied for h in have.values() if h.applied is not None)
-    at_newest = {i: h for i, h in have.items() if h.applied == newest}
-    if _applies_next(at_newest, have, counted):
-        appliers = frozenset(i for i, h in at_newest.items() if h.whole)
-        behind = frozenset(range(len(holdings))) - appliers
-        return Resolution(newest + 1, appliers, behind, True)
-    appliers = frozenset(i for i, h in have.items() if h.applied == newest - 1 and h.whole)
-    behind = frozenset(range(len(holdings))) - appliers - frozenset(at_newest)
-    goes_on = not any(h.summed or h.whole for h in at_newest.values())
-    return Resolution(newest, appliers, behind, goes_on)
+    newest = max(h.applied_step for h in have.values() if h.applied_step is not None)
+    at_newest = {i: h for i, h in have.items() if h.applied_step == newest}
+    if _can_apply_next(at_newest, have, has_counts):
+        appliers = frozenset(i for i, h in at_newest.items() if h.has_whole_gradient)
+        behind = frozenset(range(len(progress))) - appliers
+        return StepResolution(newest + 1, appliers, behind, True)
+    appliers = frozenset(
+        i for i, h in have.items() if h.applied_step == newest - 1 and h.has_whole_gradient
+    )
+    behind = frozenset(range(len(progress))) - appliers - frozenset(at_newest)
+    goes_on = not any(h.is_summed or h.has_whole_gradient for h in at_newest.values())
+    return StepResolution(newest, appliers, behind, goes_on)
 
 
-def _applies_next(at_newest: dict[int, Holding], have: dict[int, Holding], counted: bool) -> bool:
+def _can_apply_next(
+    at_newest: dict[int, RankProgress], have: dict[int, RankProgress], has_counts: bool
+) -> bool:
     """Return True if the step after the newest state is applied, by the holders of its full
     gradient."""
-    if any(h.stage is Stage.VOTED for h in at_newest.values()):
+    if any(h.stage is StepStage.VOTED for h in at_newest.values()):
         return True
-    return counted and len(at_newest) == len(have) and all(h.whole for h in at_newest.values())
+    return (
+        has_counts
+        and len(at_newest) == len(have)
+        and all(h.has_whole_gradient for h in at_newest.values())
+    )

@@ -16,13 +16,13 @@ from dataclasses import asdict, dataclass
 from itertools import pairwise, product
 from typing import Any
 
-from holdfast.core.sharding.boxes import Box, whole
+from holdfast.core.sharding.boxes import Box, whole_box
 from holdfast.core.sharding.state_table import StateTable, local_boxes
 from holdfast.layout import Topology
 
 
 @dataclass(frozen=True)
-class BadStep:
+class RejectedStep:
     """A step that all ranks found bad alike, and did not apply.
 
     Attributes:
@@ -44,19 +44,20 @@ class BadStep:
         return asdict(self)
 
     @staticmethod
-    def from_json(value: Mapping[str, Any]) -> BadStep:
+    def from_json(value: Mapping[str, Any]) -> RejectedStep:
         """Raises KeyError, TypeError and ValueError for what is none."""
-        return BadStep(
-            int(value["step"]), str(value["what"]),
+        return RejectedStep(
+            int(value["step"]),
+            str(value["what"]),
             tuple(tuple(int(leaf) for leaf in share) for share in value["dealt"]),
             tuple(int(leaf) for leaf in value["suspects"]),
             None if (again := value.get("again")) is None else bool(again),
             bool(value.get("bearable", False)),
-        )  # fmt: skip
+        )
 
 
 @dataclass(frozen=True)
-class Held:
+class HeldState:
     """One worker's own report of what it holds.
 
     Attributes:
@@ -78,28 +79,33 @@ class Held:
     kind: str = "halt"
     text: str = ""
     state: tuple[int, int] | None = None
-    bad: BadStep | None = None
+    bad: RejectedStep | None = None
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
 
     @staticmethod
-    def from_json(value: Mapping[str, Any]) -> Held:
+    def from_json(value: Mapping[str, Any]) -> HeldState:
         """Keys of a newer version are dropped. Raises KeyError, TypeError and ValueError for what
         is none."""
         generation, rank, applied = (int(value[key]) for key in ("generation", "rank", "applied"))
         whole, state = value.get("whole"), value.get("state", (generation, rank))
         torn = bool(value.get("torn", False)) or state is None
-        return Held(
-            generation, rank, applied, None if whole is None else int(whole), torn,
-            str(value.get("kind", "halt")), str(value.get("text", "")),
+        return HeldState(
+            generation,
+            rank,
+            applied,
+            None if whole is None else int(whole),
+            torn,
+            str(value.get("kind", "halt")),
+            str(value.get("text", "")),
             None if torn else (int(state[0]), int(state[1])),
-            None if (bad := value.get("bad")) is None else BadStep.from_json(bad),
-        )  # fmt: skip
+            None if (bad := value.get("bad")) is None else RejectedStep.from_json(bad),
+        )
 
 
 @dataclass(frozen=True)
-class Standpoint:
+class ResumePoint:
     """The survivors continue live.
 
     step: some survivor's state is that after it, and none is after a later one. The remaining ranks
@@ -110,14 +116,16 @@ class Standpoint:
     ranks: frozenset[int]
 
 
-def standpoint(topology: Topology, table: StateTable, held: Mapping[int, Held]) -> Standpoint | str:
+def resume_point(
+    topology: Topology, table: StateTable, held_states: Mapping[int, HeldState]
+) -> ResumePoint | str:
     """Return the standpoint from which the survivors of `topology` can continue, or why they
     cannot.
 
     held: by the rank whose boxes these are. A rank that is behind the newest step and cannot follow
     is not counted. The reason is a phrase.
     """
-    able = {rank: one for rank, one in held.items() if not one.torn}
+    able = {rank: one for rank, one in held_states.items() if not one.torn}
     if not able:
         return "nobody is left who holds a state"
     step = max(one.applied for one in able.values())
@@ -126,13 +134,15 @@ def standpoint(topology: Topology, table: StateTable, held: Mapping[int, Held]) 
         for rank, one in able.items()
         if one.applied == step or (one.applied == step - 1 and one.whole == step)
     )
-    missing = unheld(topology, table, ranks)
+    missing = first_missing_tensor(topology, table, ranks)
     if missing is not None:
         return f"nobody who is left holds the whole of {missing}"
-    return Standpoint(step, ranks)
+    return ResumePoint(step, ranks)
 
 
-def unheld(topology: Topology, table: StateTable, ranks: Collection[int]) -> str | None:
+def first_missing_tensor(
+    topology: Topology, table: StateTable, ranks: Collection[int]
+) -> str | None:
     """Return a tensor that these ranks do not hold completely together; None if they hold all
     state."""
     present = set(ranks)
@@ -141,12 +151,12 @@ def unheld(topology: Topology, table: StateTable, ranks: Collection[int]) -> str
     boxes = [local_boxes(topology, table, rank) for rank in sorted(present)]
     for row, spec in enumerate(table):
         parts = {held[row] for held in boxes if held[row].size}
-        if not _cover(whole(spec.name, spec.shape), parts):
+        if not _covers(whole_box(spec.name, spec.shape), parts):
             return spec.name
     return None
 
 
-def _cover(wanted: Box, parts: Collection[Box]) -> bool:
+def _covers(wanted: Box, parts: Collection[Box]) -> bool:
     """Return True if `parts`, which may overlap, hold every element of `wanted`.
 
     It is cut along all their edges, so that each cell lies inside or outside of each of them.

@@ -10,19 +10,19 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-Reason = Literal["end", "stop", "steps", "seconds"]
+SaveReason = Literal["end", "stop", "steps", "seconds"]
 
 
-def due(
+def why_save_now(
     step: int,
     steps: int,
     *,
     every_steps: int,
     every_seconds: float = 0.0,
     seconds_since_save: float = 0.0,
-    stopping: bool = False,
+    is_stopping: bool = False,
     last_saved: int = 0,
-) -> Reason | None:
+) -> SaveReason | None:
     """Return why the state after `step` (of `steps`) is to be saved now; None: it is not.
 
     `last_saved` is the step of the newest capture: nothing is saved twice. 0 switches a rule off.
@@ -31,7 +31,7 @@ def due(
         return None
     if step >= steps:
         return "end"
-    if stopping:
+    if is_stopping:
         return "stop"
     if every_steps and step % every_steps == 0:
         return "steps"
@@ -41,10 +41,10 @@ def due(
 
 
 @dataclass(frozen=True)
-class Into:
+class SaveDestinations:
     """Destinations of a snapshot beyond its node's memory. copied: to peers; None: as their rule by
     steps says. uploaded: a durable one also goes into the bucket, if there is one."""
 
-    durable: bool
-    copied: bool | None = None
-    uploaded: bool = True
+    is_durable: bool
+    to_peers: bool | None = None
+    to_bucket: bool = True

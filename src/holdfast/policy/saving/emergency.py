@@ -17,72 +17,74 @@ from holdfast.core.sharding.boxes import Box
 from holdfast.core.sharding.ownership import owned_boxes
 from holdfast.core.sharding.state_table import ITEM_BYTES, StateTable
 from holdfast.layout import Topology
-from holdfast.policy.saving.failure_rate import duration
+from holdfast.policy.saving.failure_rate import format_duration
 
-MARGIN = 0.2
+DEADLINE_MARGIN_SHARE = 0.2
 """Share of the deadline that is not planned with. The bandwidth was measured in other minutes, and
 other nodes on the same switch have had the same notice."""
 
 
 @dataclass(frozen=True)
-class Route:
+class SaveRoute:
     """A way into a tier, as measured. seconds: fixed cost of a save there (the copy out of
     training's memory, opening, committing), without that of its bytes."""
 
     tier: int
     bytes_per_second: float
-    seconds: float = 0.0
-    survives: bool = True  # what goes: tier 0, and tier 2 on the same node, go with it
+    overhead_s: float = 0.0
+    survives_loss: bool = True  # what goes: tier 0, and tier 2 on the same node, go with it
     link: str = "network"
 
-    def needs(self, nbytes: int) -> float:
+    def seconds_for(self, nbytes: int) -> float:
         if nbytes <= 0:
-            return self.seconds
+            return self.overhead_s
         if self.bytes_per_second <= 0:
             return float("inf")
-        return self.seconds + nbytes / self.bytes_per_second
+        return self.overhead_s + nbytes / self.bytes_per_second
 
 
 @dataclass(frozen=True)
-class Emergency:
+class EmergencyPlan:
     """The decision: save into `tiers`, in this order. done: seconds from now, one per tier."""
 
     tiers: tuple[int, ...]
-    done: tuple[float, ...]
+    done_after_s: tuple[float, ...]
     reason: str
 
 
-def emergency(deadline: float, nbytes: int, routes: Sequence[Route]) -> Emergency:
+def plan_emergency(deadline_s: float, nbytes: int, routes: Sequence[SaveRoute]) -> EmergencyPlan:
     """Return the tiers that will be complete `deadline` seconds from now, the surest first. If
     there is none, the reason says so."""
-    usable = deadline * (1 - MARGIN)
+    usable = deadline_s * (1 - DEADLINE_MARGIN_SHARE)
     size = f"{nbytes / 1e6:,.0f} MB"
     busy: dict[str, float] = {}
     tiers, done, late = [], [], []
-    surviving = [route for route in routes if route.survives]
-    for route in sorted(surviving, key=lambda r: (r.needs(nbytes), -r.tier)):
-        ready = busy.get(route.link, 0.0) + route.needs(nbytes)
+    surviving = [route for route in routes if route.survives_loss]
+    for route in sorted(surviving, key=lambda r: (r.seconds_for(nbytes), -r.tier)):
+        ready = busy.get(route.link, 0.0) + route.seconds_for(nbytes)
         if ready <= usable:
             busy[route.link] = ready
             tiers.append(route.tier)
             done.append(ready)
         else:
-            late.append(f"tier {route.tier} would need {duration(ready)}")
+            late.append(f"tier {route.tier} would need {format_duration(ready)}")
     if not surviving:
-        return Emergency((), (), "nothing can be saved: no tier survives what is about to go")
-    told = f"of the {duration(deadline)} left, {duration(usable)} are planned with"
+        return EmergencyPlan((), (), "nothing can be saved: no tier survives what is about to go")
+    told = f"of the {format_duration(deadline_s)} left, {format_duration(usable)} are planned with"
     others = ", ".join(late)
     if not tiers:
-        return Emergency(
+        return EmergencyPlan(
             (), (), f"nothing can be complete in time: {told}, and for {size} {others}"
         )
-    saved = ", then ".join(f"tier {t} by {duration(d)}" for t, d in zip(tiers, done, strict=True))
+    saved = ", then ".join(
+        f"tier {t} by {format_duration(d)}" for t, d in zip(tiers, done, strict=True)
+    )
     reason = f"{size} into {saved}: {told}{f'; {others}' if others else ''}"
-    return Emergency(tuple(tiers), tuple(done), reason)
+    return EmergencyPlan(tuple(tiers), tuple(done), reason)
 
 
 @dataclass(frozen=True)
-class AtRisk:
+class BoxesAtRisk:
     """Boxes that nodes about to leave own, by rank: the size that an emergency plans with.
 
     The save itself is of the complete state, each rank's own part of it. For a step counts only if
@@ -94,7 +96,7 @@ class AtRisk:
     bytes: int
 
 
-def at_risk(topology: Topology, table: StateTable, nodes: Collection[str]) -> AtRisk:
+def boxes_at_risk(topology: Topology, table: StateTable, nodes: Collection[str]) -> BoxesAtRisk:
     """The boxes that the ranks on `nodes` own. Raises ValueError for a node that is not there."""
     unknown = sorted(set(nodes) - set(topology.nodes))
     if unknown:
@@ -104,4 +106,6 @@ def at_risk(topology: Topology, table: StateTable, nodes: Collection[str]) -> At
     going = [rank for rank, node in enumerate(topology.nodes) if node in nodes]
     item = {spec.name: ITEM_BYTES[spec.dtype] for spec in table}
     boxes = {rank: owned_boxes(topology, table, rank) for rank in going}
-    return AtRisk(boxes, sum(box.size * item[box.name] for own in boxes.values() for box in own))
+    return BoxesAtRisk(
+        boxes, sum(box.size * item[box.name] for own in boxes.values() for box in own)
+    )

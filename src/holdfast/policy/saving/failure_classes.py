@@ -15,25 +15,25 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-PRIOR = (1.0, 0.8, 0.15, 0.05)
+PRIOR_FAILURE_COUNTS = (1.0, 0.8, 0.15, 0.05)
 """Failures of each class that are assumed in advance: two in all. Every second took a process
 alone, and every tenth more than one node. A share that is wrong by a factor of two costs 6 % of
 what its tier loses. (The loss has a flat minimum: (x + 1/x) / 2 at x = the root of 2.)"""
 
 
 @dataclass(frozen=True)
-class Classes:
+class FailureClassCounts:
     """Failures seen, by class, the prior's included."""
 
-    counts: tuple[float, ...] = PRIOR
+    counts: tuple[float, ...] = PRIOR_FAILURE_COUNTS
 
-    def after(self, level: int) -> Classes:
+    def with_failure(self, level: int) -> FailureClassCounts:
         """One more failure of this class."""
         counts = list(self.counts)
         counts[level] += 1
         return replace(self, counts=tuple(counts))
 
-    def rates(self, rate: float, tiers: Sequence[int]) -> dict[int, float]:
+    def rate_by_tier(self, rate: float, tiers: Sequence[int]) -> dict[int, float]:
         """`rate` failures a second, shared out: by tier, those that it survives and no lower one of
         `tiers`. Failures that none of them survives are counted with the highest. A restart returns
         to what that tier holds, or to the beginning, which no interval changes."""

@@ -18,42 +18,44 @@ from holdfast.events import (
     WorkerLost,
     WorkerReady,
 )
-from holdfast.policy.saving.failure_classes import Classes
-from holdfast.policy.saving.failure_rate import Hazard
+from holdfast.policy.saving.failure_classes import FailureClassCounts
+from holdfast.policy.saving.failure_rate import FailureRate
 
 
-class Seen:
+class FailureHistory:
     """Takes the records of a run, generation by generation; `hazard` is what those before the
     newest say, and `classes` what the failures took with them."""
 
-    def __init__(self, prior: Hazard) -> None:
-        self.hazard, self.classes = prior, Classes()
+    def __init__(self, prior: FailureRate) -> None:
+        self.failure_rate, self.failure_classes = prior, FailureClassCounts()
         self._generation, self._nodes = 0, 1
-        self._ready: float | None = None
-        self._last = 0.0
-        self._lost = self._ended = False
+        self._ready_at: float | None = None
+        self._last_record_at = 0.0
+        self._has_lost_worker = self._has_end_record = False
 
     def observe(self, record: Record) -> None:
         if record.generation != self._generation:
-            self._conclude()
+            self._close_generation()
             self._generation = record.generation
-        event, self._last = record.event, max(self._last, record.time)
+        event, self._last_record_at = record.event, max(self._last_record_at, record.time)
         if isinstance(event, GenerationStarted):
             self._nodes = len(set(event.topology.get("nodes", ()))) or 1
         elif isinstance(event, WorkerReady):
-            self._ready = record.time
+            self._ready_at = record.time
         elif isinstance(event, WorkerLost | WorkerHeld):  # its agent said so: that one lived
-            self._lost = True
+            self._has_lost_worker = True
         elif isinstance(event, RunStopped | RunFinished | RunFailed):
-            self._ended = True
+            self._has_end_record = True
 
-    def _conclude(self) -> None:
+    def _close_generation(self) -> None:
         """The generation is over."""
-        if self._ready is not None:
-            failures = int(self._lost or not self._ended)
-            passed = max(0.0, self._last - self._ready)
-            self.hazard = self.hazard.after(passed, self._nodes, failures)
+        if self._ready_at is not None:
+            failures = int(self._has_lost_worker or not self._has_end_record)
+            passed = max(0.0, self._last_record_at - self._ready_at)
+            self.failure_rate = self.failure_rate.with_observation(passed, self._nodes, failures)
             if failures:  # without a record of the end, the node's memory was lost with the agent
-                self.classes = self.classes.after(0 if self._lost else 1)
-        self._nodes, self._ready, self._last = 1, None, 0.0
-        self._lost = self._ended = False
+                self.failure_classes = self.failure_classes.with_failure(
+                    0 if self._has_lost_worker else 1
+                )
+        self._nodes, self._ready_at, self._last_record_at = 1, None, 0.0
+        self._has_lost_worker = self._has_end_record = False

@@ -27,36 +27,38 @@ from itertools import combinations
 from math import expm1, inf, sqrt
 from statistics import median
 
-from holdfast.policy.saving.failure_rate import duration
+from holdfast.policy.saving.failure_rate import format_duration
 
-KEEP = 0.1
+MIN_INTERVAL_CHANGE_SHARE = 0.1
 """A decision stands until the best interval has moved by this share. An interval that is off by 10
 % costs half a per cent of the lost time, and the journal is not flooded."""
-STAY = 0.02
+MIN_TIER_SET_GAIN_SHARE = 0.02
 """Share of the lost time that another choice of tiers must spare before it is taken."""
 
-_SAVES = 9  # saves over which a cost is taken: the median of so few follows a disk that fills up
-_STEPS = 15  # ordinary steps over which the usual step is taken
-LEAST_COST = 1e-4
+_COST_WINDOW_SAVES = (
+    9  # saves over which a cost is taken: the median of so few follows a disk that fills up
+)
+_USUAL_STEP_WINDOW = 15  # ordinary steps over which the usual step is taken
+MIN_SAVE_COST_S = 1e-4
 """Seconds that a save costs at least: a snapshot of a few tensors and its announcement."""
 
 
-def young(cost: float, rate: float) -> float:
+def young_interval(cost: float, rate: float) -> float:
     """Seconds between saves, to first order."""
     return sqrt(2 * cost / rate) if rate > 0 else inf
 
 
-def daly(cost: float, rate: float) -> float:
+def daly_interval(cost: float, rate: float) -> float:
     """Return the seconds between saves, for any cost; `inf` if nothing ever fails."""
     if rate <= 0:
         return inf
     ratio = cost * rate / 2
     if ratio >= 1:
         return 1 / rate
-    return young(cost, rate) * (1 + sqrt(ratio) / 3 + ratio / 9) - cost
+    return young_interval(cost, rate) * (1 + sqrt(ratio) / 3 + ratio / 9) - cost
 
 
-def lost(seconds: float, cost: float, rate: float) -> float:
+def lost_time_share(seconds: float, cost: float, rate: float) -> float:
     """Return the share of the useful time that is lost, with failures at random. This is Daly's
     complete cost function (2006) without the restart, which no interval changes."""
     if rate <= 0:
@@ -65,15 +67,17 @@ def lost(seconds: float, cost: float, rate: float) -> float:
 
 
 @dataclass(frozen=True)
-class Bounds:
+class IntervalBounds:
     """The bounds of the run file, in seconds."""
 
-    least: float
-    most: float
+    min_seconds: float
+    max_seconds: float
 
     def __post_init__(self) -> None:
-        if not 0 < self.least <= self.most:
-            raise ValueError(f"bounds of an interval: 0 < {self.least:g} <= {self.most:g} is wrong")
+        if not 0 < self.min_seconds <= self.max_seconds:
+            raise ValueError(
+                f"bounds of an interval: 0 < {self.min_seconds:g} <= {self.max_seconds:g} is wrong"
+            )
 
 
 @dataclass(frozen=True)
@@ -81,12 +85,12 @@ class TierCost:
     """The cost of a save into a tier for training, and the time until it is durable."""
 
     tier: int
-    seconds: float
-    durable: float = 0.0
+    cost_s: float
+    durable_after_s: float = 0.0
 
 
 @dataclass(frozen=True)
-class Decision:
+class IntervalDecision:
     """Save into `tier` every `seconds`; `inf`: never on its own account."""
 
     tier: int
@@ -95,56 +99,70 @@ class Decision:
 
 
 def seconds_between(
-    cost: TierCost, rate: float, bounds: Bounds, kept: float | None = None
+    cost: TierCost, rate: float, bounds: IntervalBounds, current: float | None = None
 ) -> tuple[float, str]:
     """Return the interval, and the name of the limit that it came up against, if any. kept: the
     interval in force; it stays as long as it is as good."""
-    seconds, limit = daly(max(cost.seconds, LEAST_COST), rate), ""
-    if cost.durable > seconds:
-        seconds, limit = cost.durable, f"a save is durable after {duration(cost.durable)} only"
-    if seconds < bounds.least:
-        seconds, limit = bounds.least, f"checkpoint.min_seconds={bounds.least:g}"
-    elif seconds > bounds.most:
-        seconds, limit = bounds.most, f"checkpoint.max_seconds={bounds.most:g}"
-    if kept is not None and abs(seconds - kept) <= KEEP * kept:
-        return kept, limit
+    seconds, limit = daly_interval(max(cost.cost_s, MIN_SAVE_COST_S), rate), ""
+    if cost.durable_after_s > seconds:
+        seconds, limit = (
+            cost.durable_after_s,
+            f"a save is durable after {format_duration(cost.durable_after_s)} only",
+        )
+    if seconds < bounds.min_seconds:
+        seconds, limit = bounds.min_seconds, f"checkpoint.min_seconds={bounds.min_seconds:g}"
+    elif seconds > bounds.max_seconds:
+        seconds, limit = bounds.max_seconds, f"checkpoint.max_seconds={bounds.max_seconds:g}"
+    if current is not None and abs(seconds - current) <= MIN_INTERVAL_CHANGE_SHARE * current:
+        return current, limit
     return seconds, limit
 
 
-def decide(
-    cost: TierCost, rate: float, bounds: Bounds, *, evidence: str = "", kept: Decision | None = None
-) -> Decision:
+def decide_tier(
+    cost: TierCost,
+    rate: float,
+    bounds: IntervalBounds,
+    *,
+    evidence: str = "",
+    current: IntervalDecision | None = None,
+) -> IntervalDecision:
     """The interval of one tier. kept: what holds so far; it is returned as long as it is as good.
 
     rate: failures a second that need this tier. evidence: where the rate comes from.
     """
-    seconds, limit = seconds_between(cost, rate, bounds, None if kept is None else kept.seconds)
-    if kept is not None and seconds == kept.seconds:
-        return kept
-    spent = max(cost.seconds, LEAST_COST)
+    seconds, limit = seconds_between(
+        cost, rate, bounds, None if current is None else current.seconds
+    )
+    if current is not None and seconds == current.seconds:
+        return current
+    spent = max(cost.cost_s, MIN_SAVE_COST_S)
     if rate > 0:
-        expected = f"one failure is expected in {duration(1 / rate)}"
-        lose = f"; {lost(seconds, spent, rate):.2%} of the time is then lost"
+        expected = f"one failure is expected in {format_duration(1 / rate)}"
+        lose = f"; {lost_time_share(seconds, spent, rate):.2%} of the time is then lost"
     else:
         expected, lose = "no failure is expected", ""
-    best = f"; the best interval would be {duration(daly(spent, rate))}, but {limit}"
-    return Decision(
-        cost.tier, seconds,
-        f"tier {cost.tier} is saved every {duration(seconds)}: a save costs {duration(spent)} and "
+    best = (
+        f"; the best interval would be {format_duration(daly_interval(spent, rate))}, but {limit}"
+    )
+    return IntervalDecision(
+        cost.tier,
+        seconds,
+        f"tier {cost.tier} is saved every {format_duration(seconds)}: a save costs "
+        f"{format_duration(spent)} and "
         f"{expected}{f' ({evidence})' if evidence else ''}{best if limit else ''}{lose}",
-    )  # fmt: skip
+    )
 
 
 def decide_tiers(
     costs: Sequence[TierCost],
     rates: Mapping[int, float],
-    bounds: Bounds | Mapping[int, Bounds],
+    bounds: IntervalBounds | Mapping[int, IntervalBounds],
     *,
     evidence: str = "",
-    kept: Mapping[int, Decision] | None = None,
-    fixed: Mapping[int, float] | None = None,
-    needed: Collection[int] = (),
-) -> tuple[Decision, ...]:
+    current: Mapping[int, IntervalDecision] | None = None,
+    fixed_intervals: Mapping[int, float] | None = None,
+    required: Collection[int] = (),
+) -> tuple[IntervalDecision, ...]:
     """One decision a tier, lowest tier first; one that is not worth having has `inf`.
 
     rates: by tier, failures a second that this tier survives and no lower one; the highest tier
@@ -154,52 +172,60 @@ def decide_tiers(
     is no decision of these. needed: tiers that a higher one is fed from: never left out.
     """
     ordered = sorted(costs, key=lambda cost: cost.tier)
-    fixed, kept = fixed or {}, kept or {}
+    fixed_intervals, current = fixed_intervals or {}, current or {}
     if not ordered or len({c.tier for c in ordered}) < len(ordered):
         raise ValueError("each tier has one cost, and there is at least one tier")
     if any(tier > ordered[-1].tier and rate > 0 for tier, rate in rates.items()):
         raise ValueError(f"failures are given that tier {ordered[-1].tier} does not survive")
-    chosen = _worth_having(ordered, rates, {*fixed, *needed}, fixed, kept)
-    handed = _handed_up(chosen, rates)
-    used: dict[int, Decision] = {}
+    chosen = _choose_tiers(ordered, rates, {*fixed_intervals, *required}, fixed_intervals, current)
+    handed = _accumulate_rates(chosen, rates)
+    used: dict[int, IntervalDecision] = {}
     below: tuple[int, float] | None = None
     for cost in chosen:
-        if cost.tier in fixed:
-            below = cost.tier, fixed[cost.tier]
+        if cost.tier in fixed_intervals:
+            below = cost.tier, fixed_intervals[cost.tier]
             continue
-        limits = bounds if isinstance(bounds, Bounds) else bounds[cost.tier]
-        made = decide(cost, handed[cost.tier], limits, evidence=evidence)
+        limits = bounds if isinstance(bounds, IntervalBounds) else bounds[cost.tier]
+        made = decide_tier(cost, handed[cost.tier], limits, evidence=evidence)
         if below is not None and 0 < below[1] < inf and made.seconds < inf:
             times = max(1, round(made.seconds / below[1]))
-            reason = f"{made.reason}; that is with every {_nth(times)} save of tier {below[0]}"
+            reason = f"{made.reason}; that is with every {_ordinal(times)} save of tier {below[0]}"
             made = replace(made, seconds=times * below[1], reason=reason)
         used[cost.tier] = made
         below = cost.tier, made.seconds
     out = (
-        used.get(cost.tier) or _left_out(cost, ordered, chosen)
-        for cost in ordered if cost.tier not in fixed
-    )  # fmt: skip
-    return tuple(_unless_as_good(kept.get(made.tier), made) for made in out)
+        used.get(cost.tier) or _unused_tier_decision(cost, ordered, chosen)
+        for cost in ordered
+        if cost.tier not in fixed_intervals
+    )
+    return tuple(_keep_if_as_good(current.get(made.tier), made) for made in out)
 
 
-def _unless_as_good(kept: Decision | None, made: Decision) -> Decision:
+def _keep_if_as_good(current: IntervalDecision | None, made: IntervalDecision) -> IntervalDecision:
     """Return the present interval if it is as good as the new one."""
-    if kept is None or (kept.seconds == inf) != (made.seconds == inf):
+    if current is None or (current.seconds == inf) != (made.seconds == inf):
         return made
-    same = made.seconds == inf or abs(made.seconds - kept.seconds) <= KEEP * kept.seconds
-    return kept if same else made
+    same = (
+        made.seconds == inf
+        or abs(made.seconds - current.seconds) <= MIN_INTERVAL_CHANGE_SHARE * current.seconds
+    )
+    return current if same else made
 
 
-def _left_out(cost: TierCost, ordered: Sequence[TierCost], used: Sequence[TierCost]) -> Decision:
+def _unused_tier_decision(
+    cost: TierCost, ordered: Sequence[TierCost], used: Sequence[TierCost]
+) -> IntervalDecision:
     above = next(c.tier for c in ordered if c.tier > cost.tier and c in used)
-    return Decision(
-        cost.tier, inf,
-        f"tier {cost.tier} is not saved into for itself: its saves ({duration(cost.seconds)}) cost "
+    return IntervalDecision(
+        cost.tier,
+        inf,
+        f"tier {cost.tier} is not saved into for itself: its saves "
+        f"({format_duration(cost.cost_s)}) cost "
         f"more than they spare beside those of tier {above}",
-    )  # fmt: skip
+    )
 
 
-def _handed_up(chosen: Sequence[TierCost], rates: Mapping[int, float]) -> dict[int, float]:
+def _accumulate_rates(chosen: Sequence[TierCost], rates: Mapping[int, float]) -> dict[int, float]:
     """The rate that each chosen tier has to deal with: that of all classes up to its own."""
     handed: dict[int, float] = {}
     floor = -1
@@ -209,35 +235,40 @@ def _handed_up(chosen: Sequence[TierCost], rates: Mapping[int, float]) -> dict[i
     return handed
 
 
-def _worth_having(
-    ordered: Sequence[TierCost], rates: Mapping[int, float], given: Collection[int],
-    fixed: Mapping[int, float], kept: Mapping[int, Decision],
-) -> list[TierCost]:  # fmt: skip
+def _choose_tiers(
+    ordered: Sequence[TierCost],
+    rates: Mapping[int, float],
+    required: Collection[int],
+    fixed: Mapping[int, float],
+    current: Mapping[int, IntervalDecision],
+) -> list[TierCost]:
     """Return the subset that loses least, with the highest tier and those given; of equals the
     smallest. The one in force stays as long as it loses little more, so the choice does not
     alternate."""
     *lower, top = ordered
-    free = [cost for cost in lower if cost.tier not in given]
-    always = [cost for cost in lower if cost.tier in given] + [top]
+    free = [cost for cost in lower if cost.tier not in required]
+    always = [cost for cost in lower if cost.tier in required] + [top]
     subsets = [
         sorted([*picked, *always], key=lambda cost: cost.tier)
-        for size in range(len(free) + 1) for picked in combinations(free, size)
-    ]  # fmt: skip
+        for size in range(len(free) + 1)
+        for picked in combinations(free, size)
+    ]
 
     def loss(subset: list[TierCost]) -> float:
-        handed = _handed_up(subset, rates)
+        handed = _accumulate_rates(subset, rates)
         return sum(
-            sqrt(2 * max(c.seconds, LEAST_COST) * handed[c.tier])
-            for c in subset if c.tier not in fixed
-        )  # fmt: skip
+            sqrt(2 * max(c.cost_s, MIN_SAVE_COST_S) * handed[c.tier])
+            for c in subset
+            if c.tier not in fixed
+        )
 
     best = min(subsets, key=loss)
-    in_force = {tier for tier, decision in kept.items() if decision.seconds < inf}
+    in_force = {tier for tier, decision in current.items() if decision.seconds < inf}
     now = next((s for s in subsets if {c.tier for c in s} - set(fixed) == in_force), best)
-    return now if kept and loss(now) <= (1 + STAY) * loss(best) else best
+    return now if current and loss(now) <= (1 + MIN_TIER_SET_GAIN_SHARE) * loss(best) else best
 
 
-def _nth(number: int) -> str:
+def _ordinal(number: int) -> str:
     if number == 1:
         return "single"
     endings = {1: "st", 2: "nd", 3: "rd"}
@@ -260,40 +291,42 @@ class SaveCost:
     pending: float | None = None
 
     @property
-    def standing(self) -> float:
+    def mean_blocked_s(self) -> float:
         """Seconds that training stalled for a save, in the mean."""
         return sum(self.blocked) / len(self.blocked) if self.blocked else 0.0
 
     @property
-    def seconds(self) -> float:
-        return self.beside(0.0)
+    def cost_s(self) -> float:
+        return self.marginal_cost_s(0.0)
 
-    def beside(self, standing: float) -> float:
+    def marginal_cost_s(self, blocked_s: float) -> float:
         """Return the cost of a save into this tier in addition to one that stalls training for
         `standing` seconds anyway."""
         if not self.blocked:
             return self.prior
         interfered = median(self.excesses) if self.excesses else 0.0
-        return max(self.standing - standing, interfered, LEAST_COST)
+        return max(self.mean_blocked_s - blocked_s, interfered, MIN_SAVE_COST_S)
 
-    def interrupted(self) -> SaveCost:
+    def close_pending(self) -> SaveCost:
         """A save into another tier has begun: what was still open of the last one is closed."""
         if self.pending is None:
             return self
-        return replace(self, excesses=(*self.excesses, self.pending)[-_SAVES:], pending=None)
+        return replace(
+            self, excesses=(*self.excesses, self.pending)[-_COST_WINDOW_SAVES:], pending=None
+        )
 
-    def after(self, step: float, blocked: float | None = None) -> SaveCost:
+    def with_step(self, step: float, blocked: float | None = None) -> SaveCost:
         """Take a step of `step` seconds. blocked: seconds that training stalled in it for a save;
         None: nothing was saved in it."""
         typical = median(self.usual) if self.usual else None
         now = self
         if self.pending is not None and typical is not None:
             follows = step - typical if blocked is None else 0.0
-            found = (*self.excesses, self.pending + follows)[-_SAVES:]
+            found = (*self.excesses, self.pending + follows)[-_COST_WINDOW_SAVES:]
             now = replace(now, excesses=found, pending=None)
         elif blocked is None:
-            now = replace(now, usual=(*self.usual, step)[-_STEPS:], pending=None)
+            now = replace(now, usual=(*self.usual, step)[-_USUAL_STEP_WINDOW:], pending=None)
         if blocked is not None:
             late = None if typical is None else step - typical
-            now = replace(now, blocked=(*self.blocked, blocked)[-_SAVES:], pending=late)
+            now = replace(now, blocked=(*self.blocked, blocked)[-_COST_WINDOW_SAVES:], pending=late)
         return now

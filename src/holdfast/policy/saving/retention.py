@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection
 
 
-def removable(
+def removable_steps(
     steps: Collection[int], keep_last: int, keep_every: int = 0, verified: Collection[int] = ()
 ) -> list[int]:
     """The steps whose checkpoints may be removed, oldest first.

@@ -24,11 +24,11 @@ from holdfast.events import (
     StepDone,
 )
 
-KEPT = 9
+MEASURED_SAVES = 9
 """Saves over which a tier is measured."""
 
 
-class Measured:
+class TierMeasurements:
     """Takes records; belongs to one thread."""
 
     def __init__(self) -> None:
@@ -39,25 +39,25 @@ class Measured:
         event: Event = record.event
         match event:
             case SnapshotKept():
-                self._note(1, event.seconds, event.bytes - event.spared)
+                self._record_save(1, event.seconds, event.bytes - event.spared)
             case CheckpointCommitted():
-                self._note(2, event.seconds, event.bytes)
+                self._record_save(2, event.seconds, event.bytes)
             case CheckpointUploaded():
-                self._note(3, event.seconds, event.bytes)
+                self._record_save(3, event.seconds, event.bytes)
             case StepDone():
-                self._steps = [*self._steps, event.seconds][-KEPT:]
+                self._steps = [*self._steps, event.seconds][-MEASURED_SAVES:]
 
-    def _note(self, tier: int, seconds: float, nbytes: int) -> None:
+    def _record_save(self, tier: int, seconds: float, nbytes: int) -> None:
         found = self._saves.setdefault(tier, [])
         found.append((seconds, nbytes))
-        del found[:-KEPT]
+        del found[:-MEASURED_SAVES]
 
     @property
-    def step_seconds(self) -> float:
+    def usual_step_s(self) -> float:
         """A usual step; 0 as long as none was seen."""
         return median(self._steps) if self._steps else 0.0
 
-    def seconds(self) -> dict[int, float]:
+    def durations_s(self) -> dict[int, float]:
         """Until a save is done, by tier; tiers that nothing was seen of are left out."""
         return {tier: median(s for s, _ in found) for tier, found in self._saves.items()}
 
@@ -68,8 +68,8 @@ class Measured:
 
     def to_json(self) -> dict[str, Any]:
         """Return what a worker receives: `seconds`."""
-        return {str(tier): seconds for tier, seconds in self.seconds().items()}
+        return {str(tier): seconds for tier, seconds in self.durations_s().items()}
 
 
-def seconds_from_json(value: Mapping[str, Any]) -> dict[int, float]:
+def durations_from_json(value: Mapping[str, Any]) -> dict[int, float]:
     return {int(tier): float(seconds) for tier, seconds in value.items()}

@@ -17,46 +17,58 @@ from dataclasses import dataclass, field, replace
 from math import inf
 
 from holdfast.config.checkpoint import CheckpointConfig
-from holdfast.policy.saving.failure_classes import Classes
-from holdfast.policy.saving.failure_rate import Hazard
-from holdfast.policy.saving.interval import Bounds, Decision, SaveCost, TierCost, decide_tiers
+from holdfast.policy.saving.failure_classes import FailureClassCounts
+from holdfast.policy.saving.failure_rate import FailureRate
+from holdfast.policy.saving.interval import (
+    IntervalBounds,
+    IntervalDecision,
+    SaveCost,
+    TierCost,
+    decide_tiers,
+)
 
 MEMORY, PEERS, DISK, BUCKET = range(4)
 
-PRIORS = {MEMORY: 0.02, PEERS: 0.02, DISK: 0.2, BUCKET: 0.2}
+PRIOR_SAVE_COST_S = {MEMORY: 0.02, PEERS: 0.02, DISK: 0.2, BUCKET: 0.2}
 """Seconds that a save is assumed to cost before the first one. Too little would make a short run
 save all the time. Too much would leave it without a save, or exclude the peers for good. The first
 save corrects it."""
-FED_FROM = (MEMORY, DISK)
+REQUIRED_TIERS = (MEMORY, DISK)
 """Tiers that are never left out: peers and disk are fed from memory, and the bucket from the disk.
 If a save passes through a lower tier anyway, saving more often into that one is never worse. The
 root of 2 (C + c) (R + r) is at least the sum of the roots of 2 C R and 2 c r (Cauchy-Schwarz)."""
-NO_LESS = 1e-3
+MIN_SNAPSHOT_INTERVAL_S = 1e-3
 """Seconds between snapshots at least; in fact a step."""
 
 
 @dataclass(frozen=True)
-class Tiers:
+class TierSettings:
     """The run file's settings for each tier of a run. auto: those to be decided."""
 
     present: tuple[int, ...]
-    auto: frozenset[int]
-    bounds: Mapping[int, Bounds] = field(repr=False)
+    automatic: frozenset[int]
+    bounds: Mapping[int, IntervalBounds] = field(repr=False)
 
     @staticmethod
-    def of(rules: CheckpointConfig) -> Tiers:
+    def from_config(rules: CheckpointConfig) -> TierSettings:
         others = [peer for peer in rules.peers if peer.name != rules.machine.name]
         there = {
-            MEMORY: rules.memory_every_steps != 0, PEERS: bool(others), DISK: True,
+            MEMORY: rules.memory_every_steps != 0,
+            PEERS: bool(others),
+            DISK: True,
             BUCKET: bool(rules.bucket),
-        }  # fmt: skip
+        }
         decided = {
-            MEMORY: rules.memory_every_steps == "auto", PEERS: rules.peer_every_steps == "auto",
-            DISK: rules.interval == "adaptive", BUCKET: rules.bucket_every_seconds == "auto",
-        }  # fmt: skip
-        snapshots = Bounds(min(NO_LESS, rules.max_seconds), rules.max_seconds)
-        durable = Bounds(rules.min_seconds, rules.max_seconds)
-        return Tiers(
+            MEMORY: rules.memory_every_steps == "auto",
+            PEERS: rules.peer_every_steps == "auto",
+            DISK: rules.interval == "adaptive",
+            BUCKET: rules.bucket_every_seconds == "auto",
+        }
+        snapshots = IntervalBounds(
+            min(MIN_SNAPSHOT_INTERVAL_S, rules.max_seconds), rules.max_seconds
+        )
+        durable = IntervalBounds(rules.min_seconds, rules.max_seconds)
+        return TierSettings(
             tuple(tier for tier, is_there in there.items() if is_there),
             frozenset(tier for tier, is_auto in decided.items() if is_auto and there[tier]),
             {MEMORY: snapshots, PEERS: snapshots, DISK: durable, BUCKET: durable},
@@ -64,65 +76,83 @@ class Tiers:
 
 
 @dataclass(frozen=True)
-class Costs:
+class SaveCosts:
     """The measured cost of saves, by the highest tier that they went into."""
 
     by_tier: Mapping[int, SaveCost] = field(
-        default_factory=lambda: {tier: SaveCost(prior) for tier, prior in PRIORS.items()}
+        default_factory=lambda: {tier: SaveCost(prior) for tier, prior in PRIOR_SAVE_COST_S.items()}
     )
 
-    def after(self, step: float, saved: tuple[int, float] | None = None) -> Costs:
+    def with_step(self, step: float, saved: tuple[int, float] | None = None) -> SaveCosts:
         """A step took `step` seconds. saved: the highest tier of the save in it, if there was one,
         and the seconds that training paused for it."""
         out = dict(self.by_tier)
         open_one = next((t for t, cost in out.items() if cost.pending is not None), None)
         if saved is None:
             for tier in out if open_one is None else (open_one,):
-                out[tier] = out[tier].after(step)
+                out[tier] = out[tier].with_step(step)
             return replace(self, by_tier=out)
         highest, blocked = saved
         for tier, cost in self.by_tier.items():
             if tier == highest:
-                out[tier] = cost.after(step, blocked)
+                out[tier] = cost.with_step(step, blocked)
             elif cost.pending is not None:
-                out[tier] = cost.interrupted()
+                out[tier] = cost.close_pending()
             elif tier > highest and open_one is None:
                 # If every step is captured, a usual step of the disk is one with a snapshot.
-                out[tier] = cost.after(step)
+                out[tier] = cost.with_step(step)
         return replace(self, by_tier=out)
 
-    def of(self, tier: int, lower: int | None) -> float:
+    def cost_s(self, tier: int, lower: int | None) -> float:
         """Seconds of a save into `tier`. lower: the lowest tier, whose captures are made anyway."""
         cost = self.by_tier[tier]
         if lower is None or lower == tier:
-            return cost.seconds
-        return cost.beside(self.by_tier[lower].standing)
+            return cost.cost_s
+        return cost.marginal_cost_s(self.by_tier[lower].mean_blocked_s)
 
 
-def decide_all(
-    tiers: Tiers, costs: Costs, durations: Mapping[int, float], hazard: Hazard, classes: Classes,
-    nodes: float, fixed: Mapping[int, float], kept: Mapping[int, Decision],
-) -> dict[int, Decision]:  # fmt: skip
+def decide_intervals(
+    tiers: TierSettings,
+    costs: SaveCosts,
+    durations: Mapping[int, float],
+    failure_rate: FailureRate,
+    failure_classes: FailureClassCounts,
+    nodes: float,
+    fixed_intervals: Mapping[int, float],
+    current: Mapping[int, IntervalDecision],
+) -> dict[int, IntervalDecision]:
     """The present decision of every tier that is to be decided.
 
     fixed: seconds between saves into each tier that is present and the run file decides, 0 where
     they are not known. kept: the decisions in force, each of which stands as long as it is as good.
     """
-    seen = f"{hazard.evidence} on {nodes:g} {'node' if nodes == 1 else 'nodes'}"
+    seen = f"{failure_rate.evidence} on {nodes:g} {'node' if nodes == 1 else 'nodes'}"
     lower = tiers.present[0] if tiers.present[0] != DISK else None
     prices = [
-        TierCost(tier, costs.of(tier, lower), durations.get(tier, 0.0)) for tier in tiers.present
+        TierCost(tier, costs.cost_s(tier, lower), durations.get(tier, 0.0))
+        for tier in tiers.present
     ]
     made = decide_tiers(
-        prices, classes.rates(hazard.rate(nodes), tiers.present), tiers.bounds, evidence=seen,
-        kept=kept, needed=FED_FROM,
-        fixed={tier: fixed.get(tier, 0.0) for tier in tiers.present if tier not in tiers.auto},
-    )  # fmt: skip
+        prices,
+        failure_classes.rate_by_tier(failure_rate.failures_per_second(nodes), tiers.present),
+        tiers.bounds,
+        evidence=seen,
+        current=current,
+        required=REQUIRED_TIERS,
+        fixed_intervals={
+            tier: fixed_intervals.get(tier, 0.0)
+            for tier in tiers.present
+            if tier not in tiers.automatic
+        },
+    )
     return {decision.tier: decision for decision in made}
 
 
-def due_now(
-    tiers: Tiers, every: Mapping[int, float], elapsed: Mapping[int, float], made: frozenset[int]
+def due_tiers(
+    tiers: TierSettings,
+    interval_s: Mapping[int, float],
+    elapsed_s: Mapping[int, float],
+    already_due: frozenset[int],
 ) -> frozenset[int]:
     """The tiers to save into at this step.
 
@@ -131,13 +161,18 @@ def due_now(
     joins a save of a lower one if that save is nearer to the tier's time than the next one would
     be. The bucket gets what the disk gets, and nothing is saved for the bucket alone.
     """
-    due = set(made)
+    due = set(already_due)
     for tier in tiers.present:
-        if tier in due or tier not in every or every[tier] == inf or every[tier] <= 0:
+        if (
+            tier in due
+            or tier not in interval_s
+            or interval_s[tier] == inf
+            or interval_s[tier] <= 0
+        ):
             continue
         if tier == BUCKET and DISK not in due:
             continue
-        until_next = min((elapsed[lower] for lower in due if lower < tier), default=0.0)
-        if elapsed[tier] + until_next / 2 >= every[tier]:
+        until_next = min((elapsed_s[lower] for lower in due if lower < tier), default=0.0)
+        if elapsed_s[tier] + until_next / 2 >= interval_s[tier]:
             due.add(tier)
     return frozenset(due)

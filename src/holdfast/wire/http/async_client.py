@@ -14,33 +14,44 @@ from typing import Any
 
 import httptools
 
-from holdfast.core.json_parsing import parsed
-from holdfast.wire.http.auth import MISDIRECTED, Aim, Proof, check_answer, headers_of
-from holdfast.wire.http.client import ANSWER_LIMIT, OUTSIDE, UnreachableError, judged
+from holdfast.core.json_parsing import parse_json
+from holdfast.wire.http.auth import (
+    MISDIRECTED_STATUS,
+    ListenerIdentity,
+    Proof,
+    check_answer,
+    request_headers,
+)
+from holdfast.wire.http.client import (
+    MAX_ANSWER_BYTES,
+    NO_GENERATION,
+    UnreachableError,
+    verify_answer,
+)
 from holdfast.wire.secret import Secret
 
 
-class DeadError(UnreachableError):
+class AgentEndedError(UnreachableError):
     """The machine answers that no process listens at the address: the listener has ended."""
 
 
-class Talker:
+class AsyncClient:
     """Speaks to one address, one request at a time. Lives in one event loop."""
 
-    def __init__(self, address: str, secret: Secret, *, connect_seconds: float = 3.0) -> None:
+    def __init__(self, address: str, secret: Secret, *, connect_timeout_s: float = 3.0) -> None:
         """`address` is "host:port". Raises ValueError for another form."""
         host, _, port = address.rpartition(":")
         self.address = address
         self._host, self._port = host.strip("[]"), int(port)
-        self._secret, self._connect_seconds = secret, connect_seconds
-        self._line: _Line | None = None
-        self._aim = Aim(time.time)
-        self._turn = asyncio.Lock()
+        self._secret, self._connect_seconds = secret, connect_timeout_s
+        self._connection: _AsyncConnection | None = None
+        self._listener = ListenerIdentity(time.time)
+        self._request_lock = asyncio.Lock()
 
     @property
-    def busy(self) -> bool:
+    def is_busy(self) -> bool:
         """True if a request is under way; a second one would wait for it."""
-        return self._turn.locked()
+        return self._request_lock.locked()
 
     async def post(self, path: str, body: dict[str, Any], timeout: float = 10.0) -> dict[str, Any]:
         """The answer to one request, which belongs to no generation. `timeout` bounds all of it.
@@ -49,8 +60,8 @@ class Talker:
         UnreachableError, FencedError, AuthError and RequestError as `Client.post` does.
         """
         content = json.dumps(body, separators=(",", ":")).encode()
-        async with self._turn:
-            kept = self._line is not None
+        async with self._request_lock:
+            kept = self._connection is not None
             try:
                 async with asyncio.timeout(timeout):
                     try:
@@ -60,7 +71,7 @@ class Talker:
                             raise
                         return await self._attempt(path, content)
             except ConnectionRefusedError as error:
-                raise DeadError(f"nobody listens at {self.address}") from error
+                raise AgentEndedError(f"nobody listens at {self.address}") from error
             except TimeoutError as error:
                 self.close()
                 raise UnreachableError(
@@ -74,66 +85,70 @@ class Talker:
 
     def close(self) -> None:
         """Cut the connection; the next request makes another."""
-        line, self._line = self._line, None
+        line, self._connection = self._connection, None
         if line is not None:
             line.close()
 
     async def _attempt(self, path: str, content: bytes) -> dict[str, Any]:
         """A request that is signed for another listener is not done, and sent once more."""
         proof, status, data, digest = await self._exchange(path, content)
-        if status == MISDIRECTED:
+        if status == MISDIRECTED_STATUS:
             check_answer(self._secret, proof.nonce, status, data, digest)
-            self._aim.learn(parsed(data))
+            self._listener.update_from(parse_json(data))
             proof, status, data, digest = await self._exchange(path, content)
-        return judged(self._secret, self.address, proof, status, data, digest)
+        return verify_answer(self._secret, self.address, proof, status, data, digest)
 
     async def _exchange(self, path: str, content: bytes) -> tuple[Proof, int, bytes, str]:
         """The proof that was sent, and of the answer: status, body, digest."""
-        proof = self._aim.sign(self._secret, "POST", path, content, OUTSIDE)
+        proof = self._listener.sign(self._secret, "POST", path, content, NO_GENERATION)
         try:
-            if self._line is None or self._line.over:
-                self._line = await self._connect()
-            line = self._line
-            status, data, digest = await line.ask(self._request(path, content, proof))
+            if self._connection is None or self._connection.is_closed:
+                self._connection = await self._connect()
+            line = self._connection
+            status, data, digest = await line.request(self._request(path, content, proof))
         except BaseException:
             self.close()
             raise
-        if line.over:
+        if line.is_closed:
             self.close()
         return proof, status, data, digest
 
-    async def _connect(self) -> _Line:
+    async def _connect(self) -> _AsyncConnection:
         loop = asyncio.get_running_loop()
         try:
             async with asyncio.timeout(self._connect_seconds):
                 # asyncio turns Nagle's algorithm off by itself here.
-                _, line = await loop.create_connection(_Line, self._host, self._port)
+                _, line = await loop.create_connection(_AsyncConnection, self._host, self._port)
         except TimeoutError as error:
             raise OSError(f"no connection within {self._connect_seconds:g} s") from error
         return line
 
     def _request(self, path: str, content: bytes, proof: Proof) -> bytes:
         lines = [
-            f"POST {path} HTTP/1.1", f"host: {self.address}", "content-type: application/json",
+            f"POST {path} HTTP/1.1",
+            f"host: {self.address}",
+            "content-type: application/json",
             f"content-length: {len(content)}",
-            *(f"{name}: {value}" for name, value in headers_of(proof, content).items()), "", "",
-        ]  # fmt: skip
+            *(f"{name}: {value}" for name, value in request_headers(proof, content).items()),
+            "",
+            "",
+        ]
         return "\r\n".join(lines).encode("latin-1") + content
 
 
-class _Line(asyncio.Protocol):
+class _AsyncConnection(asyncio.Protocol):
     """A connection that asks: `ask` raises OSError for whatever is no answer."""
 
     def __init__(self) -> None:
-        self.over = False
+        self.is_closed = False
         """Whether it can be asked no more."""
         self._parser = httptools.HttpResponseParser(self)
         self._answer: asyncio.Future[tuple[int, bytes, str]] | None = None
         self._digest, self._data, self._size = "", bytearray(), 0
 
-    async def ask(self, request: bytes) -> tuple[int, bytes, str]:
+    async def request(self, request: bytes) -> tuple[int, bytes, str]:
         """Status, body, and what proves them."""
-        if self.over:
+        if self.is_closed:
             raise ConnectionResetError("the connection is closed")
         self._answer = asyncio.get_running_loop().create_future()
         self._transport.write(request)
@@ -143,7 +158,7 @@ class _Line(asyncio.Protocol):
             self._answer = None
 
     def close(self) -> None:
-        self.over = True
+        self.is_closed = True
         self._transport.abort()
 
     # --- of asyncio and of the parser -------------------------------------------------------
@@ -163,7 +178,7 @@ class _Line(asyncio.Protocol):
             self._parser.feed_data(data)
         except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
             self._fail(ConnectionResetError(f"the answer is no HTTP: {error}"))
-        if self._size > ANSWER_LIMIT:
+        if self._size > MAX_ANSWER_BYTES:
             self._fail(ConnectionResetError("the answer is too long"))
 
     def on_message_begin(self) -> None:
@@ -178,13 +193,13 @@ class _Line(asyncio.Protocol):
 
     def on_message_complete(self) -> None:
         self._size = 0
-        self.over = self.over or not self._parser.should_keep_alive()
+        self.is_closed = self.is_closed or not self._parser.should_keep_alive()
         if self._answer is not None and not self._answer.done():
             status = self._parser.get_status_code()
             self._answer.set_result((status, bytes(self._data), self._digest))
 
     def _fail(self, error: OSError) -> None:
-        self.over = True
+        self.is_closed = True
         if self._answer is not None and not self._answer.done():
             self._answer.set_exception(error)
         self._transport.abort()

@@ -28,32 +28,32 @@ from typing import Any, Literal
 from holdfast.errors import HoldfastError
 from holdfast.wire.secret import Secret
 
-WINDOW_SECONDS = 120.0
+PROOF_MAX_AGE_S = 120.0
 """Seconds that a request's time stamp may differ from the server's clock. It bounds the memory of
 nonces and decides nothing else: a client that is farther off receives the time."""
 
-NONCES = 100_000
+MAX_REMEMBERED_NONCES = 100_000
 """Nonces remembered at most."""
 
-PROTOCOL = "2"
+PROTOCOL_VERSION = "2"
 """Version of the requests' form, and a part of what is signed."""
 
-BODY = "holdfast-body"
+BODY_HEADER = "holdfast-body"
 """Header of a request with a body: the body's SHA-256, in hexadecimal digits."""
 
-MISDIRECTED = 421
+MISDIRECTED_STATUS = 421
 """Status of the answer to a request that is signed for another listener, or at another time; its
 body is what `Aim.learn` takes."""
 
-Fault = Literal["no proof", "wrong proof", "replayed", "misdirected", "first contact"]
+AuthFault = Literal["no proof", "wrong proof", "replayed", "misdirected", "first contact"]
 
 
 class AuthError(HoldfastError):
     """A request or an answer without a valid proof. Says nothing that would help to forge one;
     `fault` is for counting."""
 
-    def __init__(self, message: str, fault: Fault = "wrong proof") -> None:
-        self.fault: Fault = fault
+    def __init__(self, message: str, fault: AuthFault = "wrong proof") -> None:
+        self.fault: AuthFault = fault
         super().__init__(message)
 
 
@@ -69,12 +69,12 @@ class Proof:
     nonce: str
     time: float
     digest: str
-    to: str = ""  # the listener's name; "" where it is not known yet
+    listener_name: str = ""  # the listener's name; "" where it is not known yet
 
     def headers(self) -> dict[str, str]:
-        to = {"holdfast-to": self.to} if self.to else {}
+        to = {"holdfast-to": self.listener_name} if self.listener_name else {}
         return to | {
-            "holdfast-protocol": PROTOCOL,
+            "holdfast-protocol": PROTOCOL_VERSION,
             "holdfast-generation": str(self.generation),
             "holdfast-nonce": self.nonce,
             "holdfast-time": repr(self.time),
@@ -85,7 +85,7 @@ class Proof:
     def from_headers(headers: Mapping[str, str]) -> Proof:
         """Raises AuthError when a header is missing or malformed."""
         try:
-            if headers["holdfast-protocol"] != PROTOCOL:
+            if headers["holdfast-protocol"] != PROTOCOL_VERSION:
                 raise AuthError("the request's protocol version is not ours", "no proof")
             return Proof(
                 int(headers["holdfast-generation"]),
@@ -99,27 +99,35 @@ class Proof:
 
 
 def sign(
-    secret: Secret, method: str, path: str, covered: bytes, generation: int, now: float,
-    to: str = "",
-) -> Proof:  # fmt: skip
+    secret: Secret,
+    method: str,
+    path: str,
+    covered: bytes,
+    generation: int,
+    now: float,
+    listener_name: str = "",
+) -> Proof:
     """A fresh proof for one request. covered: its body, or over HTTP what `stated` says of it."""
     nonce = secrets.token_hex(16)
     return Proof(
-        generation, nonce, now,
-        _digest(secret, method, path, covered, generation, nonce, now, to), to,
-    )  # fmt: skip
+        generation,
+        nonce,
+        now,
+        _digest(secret, method, path, covered, generation, nonce, now, listener_name),
+        listener_name,
+    )
 
 
-def stated(length: int, digest: str) -> bytes:
+def body_statement(length: int, digest: str) -> bytes:
     """Return what a proof over HTTP covers in place of a body; without a body, nothing."""
     return f"{length} {digest}".encode() if length else b""
 
 
-def sha256(body: bytes) -> str:
+def sha256_hex(body: bytes) -> str:
     return hashlib.sha256(body).hexdigest()
 
 
-class Aim:
+class ListenerIdentity:
     """What a client knows of the listener that it asks: its name, and how its clock runs. Threads
     may share it: what is lost in a race is one more answer that tells."""
 
@@ -130,20 +138,20 @@ class Aim:
     def sign(self, secret: Secret, method: str, path: str, body: bytes, generation: int) -> Proof:
         """A proof for a request over HTTP; its headers are `headers_of` this and the body."""
         to, ahead = self._known
-        covered = stated(len(body), sha256(body)) if body else b""
+        covered = body_statement(len(body), sha256_hex(body)) if body else b""
         return sign(secret, method, path, covered, generation, self._clock() + ahead, to)
 
-    def learn(self, told: Any) -> None:
+    def update_from(self, answer: Any) -> None:
         """From the body of a signed answer MISDIRECTED. Raises AuthError for another one."""
         try:
-            self._known = (str(told["to"]), float(told["now"]) - self._clock())
+            self._known = (str(answer["to"]), float(answer["now"]) - self._clock())
         except (KeyError, TypeError, ValueError):
             raise AuthError("the answer does not say for whom to sign") from None
 
 
-def headers_of(proof: Proof, body: bytes) -> dict[str, str]:
+def request_headers(proof: Proof, body: bytes) -> dict[str, str]:
     """Return the headers of a request over HTTP."""
-    return proof.headers() | ({BODY: sha256(body)} if body else {})
+    return proof.headers() | ({BODY_HEADER: sha256_hex(body)} if body else {})
 
 
 def sign_answer(secret: Secret, nonce: str, status: int, body: bytes) -> str:
@@ -165,8 +173,8 @@ class Verifier:
         secret: Secret,
         clock: Callable[[], float],
         *,
-        window: float = WINDOW_SECONDS,
-        capacity: int = NONCES,
+        window: float = PROOF_MAX_AGE_S,
+        capacity: int = MAX_REMEMBERED_NONCES,
         name: str | None = None,
     ) -> None:
         """`name`: of the listener, random unless given. "" if only this process's own user can
@@ -176,7 +184,7 @@ class Verifier:
         self._clock = clock
         self._window = window
         self._capacity = capacity
-        self._seen: set[str] = set()
+        self._seen_nonces: set[str] = set()
         self._order: list[tuple[float, str]] = []  # heap of (time stamp, nonce)
         self._floor = 0.0  # stamps up to here are refused: a nonce of that age was forgotten early
         self._lock = threading.Lock()
@@ -188,8 +196,16 @@ class Verifier:
         The digest is looked at first and in constant time, so an outsider learns nothing and
         cannot fill the memory of nonces.
         """
-        right = _digest(self._secret, method, path, covered, proof.generation, proof.nonce,
-                        proof.time, proof.to)  # fmt: skip
+        right = _digest(
+            self._secret,
+            method,
+            path,
+            covered,
+            proof.generation,
+            proof.nonce,
+            proof.time,
+            proof.listener_name,
+        )
         if not hmac.compare_digest(right.encode(), proof.digest.encode("utf-8", "replace")):
             raise AuthError("the request's proof is wrong")
         now = self._clock()
@@ -197,17 +213,18 @@ class Verifier:
             self._forget(now)
             # NaN compares false, so it is refused too.
             if not (abs(now - proof.time) <= self._window and proof.time > self._floor):
-                raise MisdirectedError("the request's time stamp is outside the window",
-                                       "misdirected")  # fmt: skip
-            if proof.nonce in self._seen:
+                raise MisdirectedError(
+                    "the request's time stamp is outside the window", "misdirected"
+                )
+            if proof.nonce in self._seen_nonces:
                 raise AuthError("the request has been seen before", "replayed")
-            self._seen.add(proof.nonce)
+            self._seen_nonces.add(proof.nonce)
             heapq.heappush(self._order, (proof.time, proof.nonce))
-        if proof.to != self.name:
-            fault: Fault = "misdirected" if proof.to else "first contact"
+        if proof.listener_name != self.name:
+            fault: AuthFault = "misdirected" if proof.listener_name else "first contact"
             raise MisdirectedError("the request is for another listener", fault)
 
-    def told(self) -> dict[str, Any]:
+    def misdirected_answer(self) -> dict[str, Any]:
         """Return the content of the answer to a misdirected request."""
         return {"to": self.name, "now": self._clock()}
 
@@ -216,24 +233,30 @@ class Verifier:
         stamps lie in the future. They must neither hide expired ones nor raise the floor above the
         present."""
         while self._order and self._order[0][0] + self._window < now:
-            self._seen.discard(heapq.heappop(self._order)[1])
+            self._seen_nonces.discard(heapq.heappop(self._order)[1])
         while len(self._order) >= self._capacity:
             stamp, nonce = heapq.heappop(self._order)
-            self._seen.discard(nonce)
+            self._seen_nonces.discard(nonce)
             self._floor = max(self._floor, stamp)
 
 
 def _digest(
-    secret: Secret, method: str, path: str, covered: bytes, generation: int, nonce: str,
-    now: float, to: str,
-) -> str:  # fmt: skip
+    secret: Secret,
+    method: str,
+    path: str,
+    covered: bytes,
+    generation: int,
+    nonce: str,
+    now: float,
+    listener_name: str,
+) -> str:
     return _hmac(
         secret,
-        PROTOCOL.encode(),
+        PROTOCOL_VERSION.encode(),
         method.encode(),
         path.encode(),
         str(generation).encode(),
-        to.encode(),
+        listener_name.encode(),
         nonce.encode(),
         repr(now).encode(),
         covered,

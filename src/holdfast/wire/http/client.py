@@ -13,16 +13,23 @@ import time
 from contextlib import suppress
 from typing import Any, cast
 
-from holdfast.core.json_parsing import parsed
+from holdfast.core.json_parsing import parse_json
 from holdfast.errors import FencedError, HoldfastError
-from holdfast.wire.http.auth import MISDIRECTED, Aim, AuthError, Proof, check_answer, headers_of
-from holdfast.wire.http.sync_connection import BrokenError, Link
+from holdfast.wire.http.auth import (
+    MISDIRECTED_STATUS,
+    AuthError,
+    ListenerIdentity,
+    Proof,
+    check_answer,
+    request_headers,
+)
+from holdfast.wire.http.sync_connection import HttpFormatError, SyncConnection
 from holdfast.wire.secret import Secret
 
-OUTSIDE = 0
+NO_GENERATION = 0
 """The generation of a request that belongs to none, such as the check for a trainer."""
 
-ANSWER_LIMIT = 64 << 20
+MAX_ANSWER_BYTES = 64 << 20
 """Bytes of an answer at most, so that a stranger that has the port now cannot fill our memory."""
 
 
@@ -42,7 +49,12 @@ class Client:
     """Speaks to one agent. Threads may share it: each request has a connection to itself."""
 
     def __init__(
-        self, address: str, secret: Secret, generation: int = OUTSIDE, *, patience: float = 2.0
+        self,
+        address: str,
+        secret: Secret,
+        generation: int = NO_GENERATION,
+        *,
+        connect_retry_s: float = 2.0,
     ) -> None:
         """`address` is "host:port"; `patience` is how many seconds a refused connection is tried
         again for (an agent that is about to listen)."""
@@ -51,11 +63,11 @@ class Client:
         self.generation = generation
         self._host, self._port = host.strip("[]"), int(port)
         self._secret = secret
-        self._patience = patience
-        self._aim = Aim(time.time)
-        self._idle: list[Link] = []
-        self._busy: set[Link] = set()
-        self._aborted = False
+        self._connect_retry_s = connect_retry_s
+        self._listener = ListenerIdentity(time.time)
+        self._idle_connections: list[SyncConnection] = []
+        self._busy_connections: set[SyncConnection] = set()
+        self._is_aborted = False
         self._lock = threading.Lock()
         self._pause = threading.Event()  # set by close(): ends a wait between two attempts
 
@@ -68,12 +80,12 @@ class Client:
         agent's, or the agent does not take us for its worker.
         """
         content = json.dumps(body, separators=(",", ":")).encode()
-        deadline = time.monotonic() + self._patience
+        deadline = time.monotonic() + self._connect_retry_s
         pause = 0.01
         while True:
             try:
                 return self._attempt(path, content, timeout)
-            except BrokenError as error:
+            except HttpFormatError as error:
                 raise UnreachableError(f"{self.address} cannot be reached: {error}") from error
             except ConnectionError as error:
                 if time.monotonic() + pause > deadline or self._pause.wait(pause):
@@ -90,7 +102,7 @@ class Client:
         """Close idle connections and end waits for new ones."""
         self._pause.set()
         with self._lock:
-            idle, self._idle = self._idle, []
+            idle, self._idle_connections = self._idle_connections, []
         for connection in idle:
             connection.close()
 
@@ -98,8 +110,8 @@ class Client:
         """End the requests that are under way in other threads, and refuse later ones: they raise
         UnreachableError. What was asked may have been done."""
         with self._lock:
-            self._aborted = True
-            busy = list(self._busy)
+            self._is_aborted = True
+            busy = list(self._busy_connections)
         for connection in busy:
             with suppress(OSError):
                 connection.sock.shutdown(socket.SHUT_RDWR)
@@ -108,58 +120,58 @@ class Client:
     def _attempt(self, path: str, content: bytes, timeout: float) -> dict[str, Any]:
         """A request that is signed for another listener is not done, and sent once more."""
         proof, status, data, digest = self._exchange(path, content, timeout)
-        if status == MISDIRECTED:
+        if status == MISDIRECTED_STATUS:
             check_answer(self._secret, proof.nonce, status, data, digest)
-            self._aim.learn(parsed(data))
+            self._listener.update_from(parse_json(data))
             proof, status, data, digest = self._exchange(path, content, timeout)
-        return judged(self._secret, self.address, proof, status, data, digest)
+        return verify_answer(self._secret, self.address, proof, status, data, digest)
 
     def _exchange(self, path: str, content: bytes, timeout: float) -> tuple[Proof, int, bytes, str]:
         """The proof that was sent, and of the answer: status, body, digest."""
-        proof = self._aim.sign(self._secret, "POST", path, content, self.generation)
-        headers = {"content-type": "application/json", **headers_of(proof, content)}
-        connection = self._take(timeout)
+        proof = self._listener.sign(self._secret, "POST", path, content, self.generation)
+        headers = {"content-type": "application/json", **request_headers(proof, content)}
+        connection = self._take_connection(timeout)
         with self._lock:
-            aborted = self._aborted
-            self._busy.add(connection)
+            aborted = self._is_aborted
+            self._busy_connections.add(connection)
         try:
             if aborted:
                 raise UnreachableError(f"no more requests to {self.address}: they were ended")
-            answer = connection.ask("POST", path, headers, content)
-            data = answer.read(ANSWER_LIMIT)
+            answer = connection.request("POST", path, headers, content)
+            data = answer.read(MAX_ANSWER_BYTES)
         except BaseException:
             connection.close()
             raise
         finally:
             with self._lock:
-                self._busy.discard(connection)
-        if not answer.keep or self._aborted:
+                self._busy_connections.discard(connection)
+        if not answer.keeps_alive or self._is_aborted:
             connection.close()
         else:
             with self._lock:
-                self._idle.append(connection)
+                self._idle_connections.append(connection)
         return proof, answer.status, data, answer.header("holdfast-hmac")
 
-    def _take(self, timeout: float) -> Link:
+    def _take_connection(self, timeout: float) -> SyncConnection:
         with self._lock:
-            connection = self._idle.pop() if self._idle else None
+            connection = self._idle_connections.pop() if self._idle_connections else None
         if connection is None:
-            return Link(self._host, self._port, timeout)
+            return SyncConnection(self._host, self._port, timeout)
         connection.sock.settimeout(timeout)
         return connection
 
 
-def judged(
+def verify_answer(
     secret: Secret, address: str, proof: Proof, status: int, data: bytes, digest: str
 ) -> dict[str, Any]:
     """The answer's value, once it has proven whose it is. Raises as `Client.post` does."""
     if status == 401:  # the agent cannot sign for a stranger
         raise AuthError(f"{address} does not accept this run's secret")
     check_answer(secret, proof.nonce, status, data, digest)
-    value = parsed(data)
+    value = parse_json(data)
     if status == 409:
         raise FencedError(str(value.get("error", "a newer generation exists")))
-    if status == MISDIRECTED:
+    if status == MISDIRECTED_STATUS:
         raise AuthError(f"{address} changes its name at every request")
     if status != 200:
         raise RequestError(status, str(value.get("error", f"HTTP status {status}")))

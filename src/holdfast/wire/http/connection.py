@@ -19,31 +19,31 @@ from typing import NamedTuple, Protocol
 
 import httptools
 
-from holdfast.wire.http.connection_limits import Doors
-from holdfast.wire.http.head_fields import Fields
-from holdfast.wire.http.refusals import Reason
+from holdfast.wire.http.connection_limits import ConnectionLimiter
+from holdfast.wire.http.head_fields import HeadFields
+from holdfast.wire.http.refusals import RefusalReason
 
-HEAD_BYTES = 16 << 10
+MAX_HEAD_BYTES = 16 << 10
 """A request's head at most; ours have less than one KiB."""
-BODY_SECONDS = 60.0
+BODY_TIMEOUT_S = 60.0
 """A body is there by then, or not read any longer."""
-IDLE_SECONDS = 3600.0
+IDLE_TIMEOUT_S = 3600.0
 """Seconds after which an unused connection is closed."""
-QUEUED = 8
+MAX_QUEUED_REQUESTS = 8
 """Requests that were sent before the answers to earlier ones, until no more are read."""
 
 
-class Head(NamedTuple):
+class RequestHead(NamedTuple):
     """What a request's head says. `headers` by their names in small letters; of one that comes
     several times the first, and its name is in `twice`."""
 
     method: bytes
     target: bytes
     headers: dict[str, str]
-    twice: frozenset[str]
+    repeated: frozenset[str]
 
 
-class Answer(NamedTuple):
+class HttpResponse(NamedTuple):
     status: int
     body: bytes = b""
     headers: bytes = b""
@@ -51,81 +51,87 @@ class Answer(NamedTuple):
     close: bool = False
 
 
-Reader = Callable[[bytes], Awaitable[Answer]]
+BodyHandler = Callable[[bytes], Awaitable[HttpResponse]]
 
 
 class Application(Protocol):
-    doors: Doors
+    limiter: ConnectionLimiter
 
-    def admit(self, head: Head) -> Answer | Reader:
+    def admit(self, head: RequestHead) -> HttpResponse | BodyHandler:
         """Return the answer if the head is enough for it. Otherwise return the reader of the body,
         of as many bytes as the head says: its sender has proven that it may stay. Does not
         raise."""
         ...
 
 
-class Connection(asyncio.Protocol):
+class HttpConnection(asyncio.Protocol):
     """Made for each connection; lives in one event loop."""
 
-    def __init__(self, application: Application, among: set[Connection]) -> None:
-        self._application, self._doors, self._among = application, application.doors, among
+    def __init__(self, application: Application, connections: set[HttpConnection]) -> None:
+        self._application, self._limiter, self._connections = (
+            application,
+            application.limiter,
+            connections,
+        )
         self._loop = asyncio.get_running_loop()
         self._parser = httptools.HttpRequestParser(self)
-        self._patience: asyncio.TimerHandle | None = None
-        self._late_body: asyncio.TimerHandle | None = None
-        self._idle: asyncio.TimerHandle | None = None
-        self._used = self._loop.time()
-        self._due: deque[tuple[Answer | Reader, bytes, bool]] = deque()
-        self.working: asyncio.Task[None] | None = None
+        self._proof_timer: asyncio.TimerHandle | None = None
+        self._body_timer: asyncio.TimerHandle | None = None
+        self._idle_timer: asyncio.TimerHandle | None = None
+        self._last_used = self._loop.time()
+        self._queue: deque[tuple[HttpResponse | BodyHandler, bytes, bool]] = deque()
+        self.task: asyncio.Task[None] | None = None
         self._drained: asyncio.Future[None] | None = None
-        self._over = False  # nothing more is taken in
-        self._last = False  # closed after what is due
+        self._is_closing = False  # nothing more is taken in
+        self._closes_after_queue = False  # closed after what is due
         self._in_head, self._unparsed = True, 0
-        self._begin()
+        self._reset_request()
 
-    def _begin(self) -> None:
-        self._fields = Fields()
-        self._reader: Reader | None = None
+    def _reset_request(self) -> None:
+        self._fields = HeadFields()
+        self._reader: BodyHandler | None = None
         self._body = bytearray()
 
     # --- of asyncio -------------------------------------------------------------------------
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
         self._transport = transport
-        self._among.add(self)
-        self._patience = self._loop.call_later(self._doors.patience, self._late)
-        self._idle = self._loop.call_later(IDLE_SECONDS, self._unused)
-        self._doors.enter(self, self._loop.time())
+        self._connections.add(self)
+        self._proof_timer = self._loop.call_later(
+            self._limiter.proof_timeout_s, self._on_proof_timeout
+        )
+        self._idle_timer = self._loop.call_later(IDLE_TIMEOUT_S, self._on_idle_timeout)
+        self._limiter.add(self, self._loop.time())
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._over = True
-        self._settled()
-        for timer in (self._late_body, self._idle):
+        self._is_closing = True
+        self._leave_limiter()
+        for timer in (self._body_timer, self._idle_timer):
             if timer is not None:
                 timer.cancel()
-        self._due.clear()
+        self._queue.clear()
         self.resume_writing()
-        self._among.discard(self)
+        self._connections.discard(self)
 
     def data_received(self, data: bytes) -> None:
-        if self._over:
+        if self._is_closing:
             return
-        self._used = self._loop.time()
+        self._last_used = self._loop.time()
         self._unparsed += len(data) if self._in_head else 0
         try:
             self._parser.feed_data(data)
         except (httptools.HttpParserError, httptools.HttpParserUpgrade):
-            self._nonsense()
+            self._refuse_malformed()
             return
-        if self._in_head and self._unparsed > HEAD_BYTES:
-            self._nonsense()
-        if self._reader is not None and self._late_body is None:
-            self._late_body = self._loop.call_later(BODY_SECONDS, self._slow_body)
+        if self._in_head and self._unparsed > MAX_HEAD_BYTES:
+            self._refuse_malformed()
+        if self._reader is not None and self._body_timer is None:
+            self._body_timer = self._loop.call_later(BODY_TIMEOUT_S, self._on_body_timeout)
 
     def eof_received(self) -> bool:
         """The other end has no more to say, and may still listen."""
-        self._over = self._last = True
-        return self.working is not None
+        self._is_closing = self._closes_after_queue = True
+        return self.task is not None
 
     def pause_writing(self) -> None:
         if self._drained is None:
@@ -138,7 +144,7 @@ class Connection(asyncio.Protocol):
 
     # --- of the parser ----------------------------------------------------------------------
     def on_message_begin(self) -> None:
-        self._begin()
+        self._reset_request()
 
     def on_url(self, url: bytes) -> None:
         self._fields.on_url(url)
@@ -148,19 +154,19 @@ class Connection(asyncio.Protocol):
 
     def on_headers_complete(self) -> None:
         self._in_head, self._unparsed = False, 0
-        if self._over:
+        if self._is_closing:
             return
         found = self._fields
-        if found.size > HEAD_BYTES:
-            self._nonsense()
+        if found.size > MAX_HEAD_BYTES:
+            self._refuse_malformed()
             return
         method = self._parser.get_method()
-        head = Head(method, found.target, found.headers, frozenset(found.twice))
+        head = RequestHead(method, found.target, found.headers, frozenset(found.repeated))
         admitted = self._application.admit(head)
-        if isinstance(admitted, Answer):
-            self._put(admitted, b"")
+        if isinstance(admitted, HttpResponse):
+            self._enqueue(admitted, b"")
         else:
-            self._settled()
+            self._leave_limiter()
             self._reader = admitted
 
     def on_body(self, body: bytes) -> None:
@@ -169,118 +175,120 @@ class Connection(asyncio.Protocol):
 
     def on_message_complete(self) -> None:
         self._in_head = True
-        if self._doors.open and self._patience is not None:  # it may ask again
-            self._patience.cancel()
-            self._patience = self._loop.call_later(self._doors.patience, self._late)
-        if self._late_body is not None:
-            self._late_body.cancel()
-            self._late_body = None
-        if self._reader is not None and not self._over:
+        if self._limiter.needs_no_proof and self._proof_timer is not None:  # it may ask again
+            self._proof_timer.cancel()
+            self._proof_timer = self._loop.call_later(
+                self._limiter.proof_timeout_s, self._on_proof_timeout
+            )
+        if self._body_timer is not None:
+            self._body_timer.cancel()
+            self._body_timer = None
+        if self._reader is not None and not self._is_closing:
             reader, self._reader = self._reader, None
-            self._put(reader, bytes(self._body))
+            self._enqueue(reader, bytes(self._body))
 
     # --- answering --------------------------------------------------------------------------
-    def _put(self, what: Answer | Reader, body: bytes) -> None:
+    def _enqueue(self, item: HttpResponse | BodyHandler, body: bytes) -> None:
         keep = self._parser.should_keep_alive()
-        if isinstance(what, Answer):
-            keep = keep and not what.close
-        self._over = self._over or not keep
-        if self.working is None and isinstance(what, Answer):
-            self._write(what, keep)
+        if isinstance(item, HttpResponse):
+            keep = keep and not item.close
+        self._is_closing = self._is_closing or not keep
+        if self.task is None and isinstance(item, HttpResponse):
+            self._write(item, keep)
             return
-        self._due.append((what, body, keep))
-        if self.working is None:
-            self.working = self._loop.create_task(self._work())
-        elif len(self._due) == QUEUED:
+        self._queue.append((item, body, keep))
+        if self.task is None:
+            self.task = self._loop.create_task(self._answer_queue())
+        elif len(self._queue) == MAX_QUEUED_REQUESTS:
             self._transport.pause_reading()
 
-    async def _work(self) -> None:
+    async def _answer_queue(self) -> None:
         """Answers what is due, in order."""
         try:
-            while self._due:
-                what, body, keep = self._due.popleft()
-                answer = what if isinstance(what, Answer) else await what(body)
+            while self._queue:
+                what, body, keep = self._queue.popleft()
+                answer = what if isinstance(what, HttpResponse) else await what(body)
                 self._write(answer, keep and not answer.close)
                 if self._drained is not None:
                     await self._drained
-            if self._last:
+            if self._closes_after_queue:
                 self._transport.close()
         except BaseException:
             self._transport.abort()
             raise
         finally:
-            self.working = None
+            self.task = None
         if not self._transport.is_closing():
             self._transport.resume_reading()
 
-    def _write(self, answer: Answer, keep: bool) -> None:
+    def _write(self, answer: HttpResponse, keep: bool) -> None:
         if self._transport.is_closing():
             return
         close = b"" if keep else b"connection: close\r\n"
         self._transport.write(
             b"HTTP/1.1 %b\r\n%b%bcontent-length: %d\r\n\r\n%b"
-            % (_LINES[answer.status], answer.headers, close, len(answer.body), answer.body)
+            % (_STATUS_LINES[answer.status], answer.headers, close, len(answer.body), answer.body)
         )
         if not keep:
-            self._over = True
-            self._due.clear()
+            self._is_closing = True
+            self._queue.clear()
             self._transport.close()
 
-    def _refuse(self, reason: Reason) -> None:
-        self._doors.refusals.count(self._doors.listener, reason)
-        self._over, self._reader = True, None
-        if self.working is not None or self._due:  # in the midst of an answer
+    def _refuse(self, reason: RefusalReason) -> None:
+        self._limiter.refusals.count(self._limiter.listener, reason)
+        self._is_closing, self._reader = True, None
+        if self.task is not None or self._queue:  # in the midst of an answer
             self._transport.abort()
         else:
-            self._write(Answer(400), False)
+            self._write(HttpResponse(400), False)
 
-    def _nonsense(self) -> None:
-        if not self._over:
+    def _refuse_malformed(self) -> None:
+        if not self._is_closing:
             self._refuse("not ours")
 
-    def _slow_body(self) -> None:
-        if not self._over:
+    def _on_body_timeout(self) -> None:
+        if not self._is_closing:
             self._refuse("slow")
 
     # --- ends -------------------------------------------------------------------------------
-    def end(self) -> None:
+    def close_gracefully(self) -> None:
         """Take nothing more in; close after what is being answered."""
-        self._over = self._last = True
-        if self.working is None:
+        self._is_closing = self._closes_after_queue = True
+        if self.task is None:
             self._transport.close()
 
     def cut(self) -> None:
-        self._settled()
-        self._over = True
+        self._leave_limiter()
+        self._is_closing = True
         self._transport.abort()
 
-    def drop(self) -> None:
+    def abort_and_cancel(self) -> None:
         """Cut, and what was being answered is given up."""
         self.cut()
-        if self.working is not None:
-            self.working.cancel()
+        if self.task is not None:
+            self.task.cancel()
 
-    def _late(self) -> None:
-        self._doors.refusals.count(self._doors.listener, "slow")
+    def _on_proof_timeout(self) -> None:
+        self._limiter.refusals.count(self._limiter.listener, "slow")
         self.cut()
 
-    def _unused(self) -> None:
-        left = self._used + IDLE_SECONDS - self._loop.time()
-        if left > 0 or self.working is not None:
-            self._idle = self._loop.call_later(max(left, 1.0), self._unused)
+    def _on_idle_timeout(self) -> None:
+        left = self._last_used + IDLE_TIMEOUT_S - self._loop.time()
+        if left > 0 or self.task is not None:
+            self._idle_timer = self._loop.call_later(max(left, 1.0), self._on_idle_timeout)
         else:
-            self.end()
+            self.close_gracefully()
 
-    def _settled(self) -> None:
+    def _leave_limiter(self) -> None:
         """It has proven itself, or is no more."""
-        self._doors.leave(self)
-        if self._patience is not None:
-            self._patience.cancel()
-            self._patience = None
+        self._limiter.remove(self)
+        if self._proof_timer is not None:
+            self._proof_timer.cancel()
+            self._proof_timer = None
 
 
-def _line(status: http.HTTPStatus) -> bytes:
+def _status_line(status: http.HTTPStatus) -> bytes:
     return f"{status.value} {status.phrase}".encode()
 
 
-_LINES = {status.value: _line(status) for status in http.HTTPStatus}
+_STATUS_LINES = {status.value: _status_line(status) for status in http.HTTPStatus}

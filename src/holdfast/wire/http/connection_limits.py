@@ -12,22 +12,22 @@ from typing import Protocol
 
 from holdfast.wire.http.refusals import CONTROL, HEALTH, Refusals
 
-PROOF_SECONDS = 10.0
+PROOF_TIMEOUT_S = 10.0
 """A connection that has proven nothing for so long is cut."""
-STRANGERS = 256
+MAX_UNPROVEN_CONNECTIONS = 256
 """Connections without a proof that may stay. Any beyond these are closed once they are
 GRACE_SECONDS old. A crowd of our own that comes at once needs less to prove itself."""
-GRACE_SECONDS = 1.0
-BATCH = 64
-QUEUE = 2048
+UNPROVEN_GRACE_S = 1.0
+MAX_ACCEPT_BATCH = 64
+LISTEN_BACKLOG = 2048
 """Connections that the kernel keeps until they are accepted."""
 
 
-class Cuttable(Protocol):
+class Abortable(Protocol):
     def cut(self) -> None: ...
 
 
-class Doors:
+class ConnectionLimiter:
     """One listener's connections that have proven nothing, the oldest first."""
 
     def __init__(
@@ -35,29 +35,29 @@ class Doors:
         listener: str = CONTROL,
         refusals: Refusals | None = None,
         *,
-        patience: float = PROOF_SECONDS,
-        strangers: int = STRANGERS,
+        proof_timeout_s: float = PROOF_TIMEOUT_S,
+        max_unproven: int = MAX_UNPROVEN_CONNECTIONS,
     ) -> None:
         self.listener = listener
         self.refusals = refusals or Refusals()
-        self.patience = patience
-        self.open = listener == HEALTH
+        self.proof_timeout_s = proof_timeout_s
+        self.needs_no_proof = listener == HEALTH
         """True if a complete request is enough and no proof is required."""
         soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-        self._most = soft // 4 if soft > 0 else 1 << 20  # an agent has two listeners
-        self.batch = max(1, min(BATCH, self._most // 4))
+        self._max_unproven_hard = soft // 4 if soft > 0 else 1 << 20  # an agent has two listeners
+        self.accept_batch = max(1, min(MAX_ACCEPT_BATCH, self._max_unproven_hard // 4))
         """Connections accepted at a time, so that those too many are closed before the next
         ones."""
-        self._strangers = min(strangers, self._most)
-        self._waiting: dict[Cuttable, float] = {}
+        self._max_unproven = min(max_unproven, self._max_unproven_hard)
+        self._unproven: dict[Abortable, float] = {}
 
-    def enter(self, connection: Cuttable, now: float) -> None:
-        self._waiting[connection] = now
-        if len(self._waiting) > self._strangers:
-            oldest, since = next(iter(self._waiting.items()))
-            if len(self._waiting) > self._most or now - since > GRACE_SECONDS:
+    def add(self, connection: Abortable, now: float) -> None:
+        self._unproven[connection] = now
+        if len(self._unproven) > self._max_unproven:
+            oldest, since = next(iter(self._unproven.items()))
+            if len(self._unproven) > self._max_unproven_hard or now - since > UNPROVEN_GRACE_S:
                 self.refusals.count(self.listener, "crowded")
                 oldest.cut()
 
-    def leave(self, connection: Cuttable) -> None:
-        self._waiting.pop(connection, None)
+    def remove(self, connection: Abortable) -> None:
+        self._unproven.pop(connection, None)

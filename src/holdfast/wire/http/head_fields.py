@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 
-class Fields:
+class HeadFields:
     """`headers` by their names in small letters; of one that comes several times the first, and its
     name is in `twice`. size: bytes of the target and of all headers."""
 
     def __init__(self) -> None:
         self.target = b""
         self.headers: dict[str, str] = {}
-        self.twice: set[str] = set()
+        self.repeated: set[str] = set()
         self.size = 0
 
     def on_url(self, url: bytes) -> None:
@@ -21,6 +21,6 @@ class Fields:
         self.size += len(name) + len(value)
         key = name.decode("latin-1").lower()
         if key in self.headers:
-            self.twice.add(key)
+            self.repeated.add(key)
         else:
             self.headers[key] = value.decode("latin-1")

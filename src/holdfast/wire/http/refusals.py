@@ -14,25 +14,33 @@ from collections.abc import Callable
 from typing import Literal
 
 from holdfast.events import RequestsRefused
-from holdfast.wire.http.auth import Fault
+from holdfast.wire.http.auth import AuthFault
 
 CONTROL, HEALTH, MOVER, PEERS = "control", "health", "mover", "peers"
 """Names of the listeners, as counted."""
 
-Reason = (
-    Fault
+RefusalReason = (
+    AuthFault
     | Literal[
-        "older generation", "unknown generation", "malformed", "too long", "slow", "crowded",
-        "no such path", "not ours", "other user", "other run",
+        "older generation",
+        "unknown generation",
+        "malformed",
+        "too long",
+        "slow",
+        "crowded",
+        "no such path",
+        "not ours",
+        "other user",
+        "other run",
     ]
-)  # fmt: skip
+)
 """not ours: not even the protocol. crowded: closed to make room, having proven nothing."""
 
-ROUTINE = frozenset({"older generation", "unknown generation"})
+ROUTINE_REASONS = frozenset({"older generation", "unknown generation"})
 """Refusals that a late process of the run itself may cause; all other refusals are a stranger's."""
 
-TELL_SECONDS = 60.0
-GATHER_SECONDS = 1.0
+REPORT_INTERVAL_S = 60.0
+REPORT_DELAY_S = 1.0
 """Seconds; refusals that follow the first one so closely are reported with it."""
 
 
@@ -41,29 +49,29 @@ class Refusals:
 
     def __init__(
         self,
-        tell: Callable[[RequestsRefused], None] | None = None,
-        every: float = TELL_SECONDS,
+        report: Callable[[RequestsRefused], None] | None = None,
+        interval_s: float = REPORT_INTERVAL_S,
     ) -> None:
         """`tell` is called on a thread of its own."""
-        self._tell = tell
-        self._every = every
+        self._report = report
+        self._interval_s = interval_s
         self._totals: Counter[tuple[str, str]] = Counter()
-        self._told: Counter[tuple[str, str]] = Counter()
+        self._reported: Counter[tuple[str, str]] = Counter()
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
         self._closing = threading.Event()
 
-    def count(self, listener: str, reason: Reason) -> None:
+    def count(self, listener: str, reason: RefusalReason) -> None:
         with self._lock:
             self._totals[listener, reason] += 1
-            if self._tell is not None and self._thread is None and not self._closing.is_set():
+            if self._report is not None and self._thread is None and not self._closing.is_set():
                 self._thread = threading.Thread(target=self._run, name="refusals", daemon=True)
                 self._thread.start()
 
     def totals(self) -> dict[str, dict[str, int]]:
         """listener -> reason -> how often, since the start."""
         with self._lock:
-            return _nested(self._totals)
+            return _by_listener(self._totals)
 
     def close(self) -> None:
         self._closing.set()
@@ -74,31 +82,31 @@ class Refusals:
 
     def _run(self) -> None:
         """From a refusal until a minute has passed without another one."""
-        self._closing.wait(GATHER_SECONDS)
+        self._closing.wait(REPORT_DELAY_S)
         while True:
             with self._lock:
-                news = self._totals - self._told
+                news = self._totals - self._reported
                 if not news:
                     self._thread = None
                     return
-                self._told = self._totals.copy()
-            if self._tell is not None:
-                self._tell(RequestsRefused(_nested(news)))
-            self._closing.wait(self._every)
+                self._reported = self._totals.copy()
+            if self._report is not None:
+                self._report(RequestsRefused(_by_listener(news)))
+            self._closing.wait(self._interval_s)
 
 
-def sentence(event: RequestsRefused) -> str | None:
+def describe_refusals(event: RequestsRefused) -> str | None:
     """Return one line about strangers; None if no stranger was refused."""
     parts = [
         f"{number} at {listener} ({reason})"
         for listener, reasons in sorted(event.counts.items())
         for reason, number in sorted(reasons.items())
-        if reason not in ROUTINE
+        if reason not in ROUTINE_REASONS
     ]
     return f"refused requests: {', '.join(parts)}" if parts else None
 
 
-def _nested(counts: Counter[tuple[str, str]]) -> dict[str, dict[str, int]]:
+def _by_listener(counts: Counter[tuple[str, str]]) -> dict[str, dict[str, int]]:
     nested: dict[str, dict[str, int]] = {}
     for (listener, reason), number in sorted(counts.items()):
         nested.setdefault(listener, {})[reason] = number

@@ -14,37 +14,43 @@ import socket
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
-from holdfast.core.json_parsing import parsed
+from holdfast.core.json_parsing import parse_json
 from holdfast.errors import FencedError
 from holdfast.wire.http.auth import (
-    BODY,
-    MISDIRECTED,
+    BODY_HEADER,
+    MISDIRECTED_STATUS,
     AuthError,
     MisdirectedError,
     Proof,
     Verifier,
-    sha256,
+    body_statement,
+    sha256_hex,
     sign_answer,
-    stated,
 )
-from holdfast.wire.http.client import OUTSIDE
-from holdfast.wire.http.connection import Answer, Application, Connection, Head, Reader
-from holdfast.wire.http.connection_limits import QUEUE, Doors
-from holdfast.wire.http.refusals import CONTROL, Reason, Refusals
+from holdfast.wire.http.client import NO_GENERATION
+from holdfast.wire.http.connection import (
+    Application,
+    BodyHandler,
+    HttpConnection,
+    HttpResponse,
+    RequestHead,
+)
+from holdfast.wire.http.connection_limits import LISTEN_BACKLOG, ConnectionLimiter
+from holdfast.wire.http.refusals import CONTROL, RefusalReason, Refusals
 from holdfast.wire.secret import Secret
 
 Handler = Callable[[int, dict[str, Any]], Awaitable[dict[str, Any]]]
 """(generation of the request, body) -> answer. Raises ValueError or KeyError for a body that makes
 no sense, FencedError when a newer generation opened meanwhile."""
 
-MAX_BODY = 8 << 20
+MAX_BODY_BYTES = 8 << 20
 """Bytes of a request's body at most: control is small, bulk bytes travel elsewhere."""
 
-END_SECONDS = 1.0
+CLOSE_TIMEOUT_S = 1.0
 """What is being answered when a listener is closed has so long."""
 
 
-class Guard:
+class SignedApplication:
     """The application that serves `handlers` to holders of the secret.
 
     `newest()` names the current generation; requests of older ones are answered 409. The paths in
@@ -56,81 +62,85 @@ class Guard:
         handlers: Mapping[str, Handler],
         secret: Secret,
         verifier: Verifier,
-        newest: Callable[[], int],
+        newest_generation: Callable[[], int],
         *,
-        outside: frozenset[str] = frozenset(),
-        max_body: int = MAX_BODY,
+        generationless_paths: frozenset[str] = frozenset(),
+        max_body_bytes: int = MAX_BODY_BYTES,
         refusals: Refusals | None = None,
     ) -> None:
         self.paths = tuple(handlers)
         """Everything that can be asked here."""
-        self.outside = outside
+        self.generationless_paths = generationless_paths
         self._secret = secret
         self._verifier = verifier
-        self._newest = newest
-        self._max_body = max_body
+        self._newest_generation = newest_generation
+        self._max_body_bytes = max_body_bytes
         self._refusals = refusals or Refusals()
         self._handlers = {path.encode(): (path, handler) for path, handler in handlers.items()}
-        self.doors = Doors(CONTROL, self._refusals)
+        self.limiter = ConnectionLimiter(CONTROL, self._refusals)
 
-    def admit(self, head: Head) -> Answer | Reader:
+    def admit(self, head: RequestHead) -> HttpResponse | BodyHandler:
         found = self._handlers.get(head.target)
         if found is None:  # or another way to write one of ours
-            return self._stranger(404, "no such path")
+            return self._refuse_unsigned(404, "no such path")
         if head.method != b"POST":
-            return self._stranger(405, "no such path")
+            return self._refuse_unsigned(405, "no such path")
         path, handler = found
         try:
-            length, digest = _stated(head)
-            proof = _proof(head)
-            self._verifier.check("POST", path, stated(length, digest), proof)
+            length, digest = _body_claim(head)
+            proof = _read_proof(head)
+            self._verifier.check("POST", path, body_statement(length, digest), proof)
         except MisdirectedError as error:
             if error.fault != "first contact":
                 self._refusals.count(CONTROL, error.fault)
-            return self._signed(proof, MISDIRECTED, self._verifier.told())
+            return self._sign_response(
+                proof, MISDIRECTED_STATUS, self._verifier.misdirected_answer()
+            )
         except AuthError as error:
-            return self._stranger(401, error.fault)
+            return self._refuse_unsigned(401, error.fault)
         except ValueError:
-            return self._stranger(411, "malformed")
-        if length > self._max_body:
+            return self._refuse_unsigned(411, "malformed")
+        if length > self._max_body_bytes:
             self._refusals.count(CONTROL, "too long")
-            words = f"the request is too long: {length} bytes, and {self._max_body} are allowed"
-            return self._signed(proof, 413, {"error": words}, close=True)
+            words = (
+                f"the request is too long: {length} bytes, and {self._max_body_bytes} are allowed"
+            )
+            return self._sign_response(proof, 413, {"error": words}, close=True)
 
-        async def read(body: bytes) -> Answer:
-            if len(body) != length or (body and sha256(body) != digest):
-                return self._stranger(401, "wrong proof")
+        async def read(body: bytes) -> HttpResponse:
+            if len(body) != length or (body and sha256_hex(body) != digest):
+                return self._refuse_unsigned(401, "wrong proof")
             status, value = await self._answer(path, handler, proof.generation, body)
-            return self._signed(proof, status, value)
+            return self._sign_response(proof, status, value)
 
         return read
 
-    def _stranger(self, status: int, reason: Reason) -> Answer:
+    def _refuse_unsigned(self, status: int, reason: RefusalReason) -> HttpResponse:
         """Refused, unsigned, and not spoken with any longer."""
         self._refusals.count(CONTROL, reason)
-        return Answer(status, close=True)
+        return HttpResponse(status, close=True)
 
-    def _signed(
+    def _sign_response(
         self, proof: Proof, status: int, value: dict[str, Any], close: bool = False
-    ) -> Answer:
+    ) -> HttpResponse:
         content = json.dumps(value, separators=(",", ":")).encode()
         digest = sign_answer(self._secret, proof.nonce, status, content)
         lines = f"holdfast-hmac: {digest}\r\ncontent-type: application/json\r\n"
-        return Answer(status, content, lines.encode(), close)
+        return HttpResponse(status, content, lines.encode(), close)
 
     async def _answer(
         self, path: str, handler: Handler, generation: int, body: bytes
     ) -> tuple[int, dict[str, Any]]:
-        newest = self._newest()
-        outside = generation == OUTSIDE and path in self.outside
-        if generation < max(newest, OUTSIDE + 1) and not outside:
+        newest = self._newest_generation()
+        outside = generation == NO_GENERATION and path in self.generationless_paths
+        if generation < max(newest, NO_GENERATION + 1) and not outside:
             self._refusals.count(CONTROL, "older generation")
             return 409, {"error": f"generation {generation} is over: {newest} rules"}
         if generation > newest and not outside:
             self._refusals.count(CONTROL, "unknown generation")
             return 400, {"error": f"generation {generation} has not been opened: {newest} rules"}
         try:
-            value = parsed(body)
+            value = parse_json(body)
             if not isinstance(value, dict):
                 self._refusals.count(CONTROL, "malformed")
                 return 400, {"error": "the body is not a JSON object"}
@@ -145,55 +155,56 @@ class Guard:
             return 500, {"error": f"{type(error).__name__}: {error}"}
 
 
-def _stated(head: Head) -> tuple[int, str]:
+def _body_claim(head: RequestHead) -> tuple[int, str]:
     """What the head says of the body: how many bytes, and their SHA-256.
 
     Raises ValueError for a body whose length is not said beforehand.
     """
     if "transfer-encoding" in head.headers:
         raise ValueError("the request does not say how long it is")
-    return int(head.headers.get("content-length", "0")), head.headers.get(BODY, "")
+    return int(head.headers.get("content-length", "0")), head.headers.get(BODY_HEADER, "")
 
 
-def _proof(head: Head) -> Proof:
+def _read_proof(head: RequestHead) -> Proof:
     """Raises AuthError, also where one of its headers comes twice."""
-    if any(name.startswith("holdfast-") for name in head.twice):
+    if any(name.startswith("holdfast-") for name in head.repeated):
         raise AuthError("a header of the proof comes twice", "no proof")
     return Proof.from_headers(head.headers)
 
 
-class Listener:
+class HttpListener:
     """Serves an application on a socket that is already bound, inside the caller's event loop."""
 
     def __init__(self, application: Application, bound: socket.socket) -> None:
         self._application, self._socket = application, bound
-        self._connections: set[Connection] = set()
+        self._connections: set[HttpConnection] = set()
         self._closing = asyncio.Event()
 
     async def serve(self) -> None:
         """Answer until `close`; cancelled, it leaves nothing behind either."""
         server = await asyncio.get_running_loop().create_server(
-            lambda: Connection(self._application, self._connections),
-            sock=self._socket, backlog=self._application.doors.batch,
-        )  # fmt: skip
+            lambda: HttpConnection(self._application, self._connections),
+            sock=self._socket,
+            backlog=self._application.limiter.accept_batch,
+        )
         # asyncio accepts as many at a time as the queue is long: it is made longer afterwards.
-        self._socket.listen(QUEUE)
+        self._socket.listen(LISTEN_BACKLOG)
         try:
             await self._closing.wait()
             server.close()
-            await self._let_end()
+            await self._finish_connections()
         finally:
             server.close()
             for connection in tuple(self._connections):
-                connection.drop()
+                connection.abort_and_cancel()
 
     def close(self) -> None:
         self._closing.set()
 
-    async def _let_end(self) -> None:
+    async def _finish_connections(self) -> None:
         for connection in tuple(self._connections):
-            connection.end()
-        working = [task for one in self._connections if (task := one.working) is not None]
+            connection.close_gracefully()
+        working = [task for one in self._connections if (task := one.task) is not None]
         if working:
-            await asyncio.wait(working, timeout=END_SECONDS)
+            await asyncio.wait(working, timeout=CLOSE_TIMEOUT_S)
         await asyncio.sleep(0)  # what was written last leaves

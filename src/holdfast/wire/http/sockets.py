@@ -12,7 +12,7 @@ from typing import Any
 from holdfast.errors import RunFolderError
 
 
-def bind(host: str, port: int, key: str) -> socket.socket:
+def bind_listener(host: str, port: int, key: str) -> socket.socket:
     """A listening socket on exactly this interface; port 0 takes any free one.
 
     `key` is the run file's key that named them, for the message. Raises RunFolderError.
@@ -27,7 +27,7 @@ def bind(host: str, port: int, key: str) -> socket.socket:
         # write of an answer waits for an acknowledgement of the first, for 40 ms.
         bound = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     except (OSError, ValueError) as error:
-        raise _no_address(host, port, key, error) from None
+        raise _address_error(host, port, key, error) from None
     try:
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         if family == socket.AF_INET6:  # "::" is every IPv6 address, and not those of IPv4 as well
@@ -37,11 +37,11 @@ def bind(host: str, port: int, key: str) -> socket.socket:
         bound.setblocking(False)
     except OSError as error:
         bound.close()
-        raise _no_address(host, port, key, error) from None
+        raise _address_error(host, port, key, error) from None
     return bound
 
 
-def _no_address(host: str, port: int, key: str, error: Exception) -> AddressError:
+def _address_error(host: str, port: int, key: str, error: Exception) -> AddressError:
     words = str(getattr(error, "strerror", None) or error)
     return AddressError(
         f"cannot listen on {host}:{port} ({words})",

@@ -15,108 +15,108 @@ from typing import NamedTuple
 
 import httptools
 
-from holdfast.wire.http.head_fields import Fields
+from holdfast.wire.http.head_fields import HeadFields
 
-HEAD_BYTES = 16 << 10
+MAX_HEAD_BYTES = 16 << 10
 """A head at most; ours have less than one KiB."""
-PIECE = 4096
+HEAD_READ_BYTES = 4096
 """Bytes that are asked for while a head is incomplete: little of a body is copied twice."""
-READ = 1 << 20
+BODY_READ_BYTES = 1 << 20
 """Bytes of a body that are read at a time, if all of it is read."""
-JOINED = 64 << 10
+MAX_JOINED_BYTES = 64 << 10
 """A body of so many bytes at most leaves in one piece with its head."""
-END = b"\r\n\r\n"
+HEAD_END = b"\r\n\r\n"
 
 
-class BrokenError(ConnectionError):
+class HttpFormatError(ConnectionError):
     """The other end does not speak HTTP, or not to the end."""
 
 
-class Request(NamedTuple):
+class ParsedRequest(NamedTuple):
     """`headers` by their names in small letters; of one that comes several times the first, and its
     name is in `twice`. keep: whether the connection is there for another one."""
 
     method: str
     target: str
     headers: dict[str, str]
-    twice: frozenset[str]
-    keep: bool
+    repeated: frozenset[str]
+    keeps_alive: bool
 
 
-class Incoming:
+class SocketReader:
     """What comes over a socket: heads, and after each the bytes of its body."""
 
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
-        self._here = b""
+        self._buffered = b""
         """Has come, and was not asked for yet."""
 
-    def head(self) -> bytes:
+    def read_head(self) -> bytes:
         """Everything until an empty line, and that; b"" where the other end has no more to say.
 
         Raises BrokenError for a head that is too long or breaks off, TimeoutError, OSError.
         """
-        found = self._here
-        while END not in found:
-            if len(found) > HEAD_BYTES:
-                raise BrokenError("the head is too long")
-            more = self._sock.recv(PIECE)
+        found = self._buffered
+        while HEAD_END not in found:
+            if len(found) > MAX_HEAD_BYTES:
+                raise HttpFormatError("the head is too long")
+            more = self._sock.recv(HEAD_READ_BYTES)
             if not more:
                 if found:
-                    raise BrokenError("the head broke off")
+                    raise HttpFormatError("the head broke off")
                 return b""
             found += more
-        end = found.index(END) + len(END)
-        if end > HEAD_BYTES:
-            raise BrokenError("the head is too long")
-        self._here = found[end:]
+        end = found.index(HEAD_END) + len(HEAD_END)
+        if end > MAX_HEAD_BYTES:
+            raise HttpFormatError("the head is too long")
+        self._buffered = found[end:]
         return found[:end]
 
     def readinto(self, out: memoryview) -> int:
         """Bytes that were put into `out`; 0 where the other end has no more to say."""
-        if not self._here:
+        if not self._buffered:
             return self._sock.recv_into(out)
-        count = min(len(out), len(self._here))
-        out[:count] = self._here[:count]
-        self._here = self._here[count:]
+        count = min(len(out), len(self._buffered))
+        out[:count] = self._buffered[:count]
+        self._buffered = self._buffered[count:]
         return count
 
     def read(self, count: int) -> bytes:
         """Raises BrokenError where fewer come, TimeoutError, OSError."""
-        if count <= len(self._here):
-            found, self._here = self._here[:count], self._here[count:]
+        if count <= len(self._buffered):
+            found, self._buffered = self._buffered[:count], self._buffered[count:]
             return found
-        pieces, self._here = [self._here], b""
+        pieces, self._buffered = [self._buffered], b""
         left = count - len(pieces[0])
         while left:  # what is only promised takes no room
-            piece = self._sock.recv(min(left, READ))
+            piece = self._sock.recv(min(left, BODY_READ_BYTES))
             if not piece:
-                raise BrokenError(f"{count - left} of {count} bytes came")
+                raise HttpFormatError(f"{count - left} of {count} bytes came")
             pieces.append(piece)
             left -= len(piece)
         return b"".join(pieces)
 
 
-class Answer:
+class ClientResponse:
     """The answer to one request: the head has been read, the caller reads the body."""
 
-    def __init__(self, incoming: Incoming, head: bytes) -> None:
+    def __init__(self, incoming: SocketReader, head: bytes) -> None:
         """Raises BrokenError for what is no answer, or does not say how long it is."""
-        said = _Said()
+        said = _HeadParser()
         parser = httptools.HttpResponseParser(said)
         try:
             _feed("answer", parser, said, head)
         except ValueError as error:
-            raise BrokenError(str(error)) from error
+            raise HttpFormatError(str(error)) from error
         length = said.headers.get("content-length", "")
         plain = length.isdecimal() and len(length) < 16  # a row of zeros can be as long as a head
         if not plain or "transfer-encoding" in said.headers:
-            raise BrokenError("an answer that does not say how long it is")
+            raise HttpFormatError("an answer that does not say how long it is")
         self._incoming = incoming
         self._headers = said.headers
         self.status: int = parser.get_status_code()
-        self.length = self.left = int(length)
-        self.keep = _keeps(parser.get_http_version(), said.headers)
+        self.length = self.bytes_left = int(length)
+        self.keeps_alive = _keeps_alive(parser.get_http_version(), said.headers)
 
     def header(self, name: str) -> str:
         """By its name in small letters; "" where it is missing."""
@@ -124,21 +124,21 @@ class Answer:
 
     def readinto(self, out: memoryview) -> int:
         """Bytes of the body that were put into `out`; 0 where the other end broke off."""
-        count = self._incoming.readinto(out[: self.left])
-        self.left -= count
+        count = self._incoming.readinto(out[: self.bytes_left])
+        self.bytes_left -= count
         return count
 
     def read(self, limit: int) -> bytes:
         """The rest of the body. Raises BrokenError for one of more than `limit` bytes, or one that
         breaks off."""
-        if self.left > limit:
-            raise BrokenError("the answer is too long")
-        found = self._incoming.read(self.left)
-        self.left = 0
+        if self.bytes_left > limit:
+            raise HttpFormatError("the answer is too long")
+        found = self._incoming.read(self.bytes_left)
+        self.bytes_left = 0
         return found
 
 
-class Link:
+class SyncConnection:
     """A connection that was opened from here. One request at a time."""
 
     def __init__(self, host: str, port: int, timeout: float) -> None:
@@ -149,9 +149,11 @@ class Link:
         self.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         name = f"[{host}]" if ":" in host else host
         self._host = f"host: {name}:{port}\r\n"
-        self._incoming = Incoming(self.sock)
+        self._incoming = SocketReader(self.sock)
 
-    def ask(self, method: str, path: str, headers: Mapping[str, str], body: bytes = b"") -> Answer:
+    def request(
+        self, method: str, path: str, headers: Mapping[str, str], body: bytes = b""
+    ) -> ClientResponse:
         """Send a request, and wait for the head of the answer, whose body is to be read before the
         next one. Raises ConnectionResetError where the other end closes without an answer,
         BrokenError, TimeoutError, OSError."""
@@ -161,35 +163,40 @@ class Link:
         head = f"{method} {path} HTTP/1.1\r\n{self._host}{lines}\r\n".encode("latin-1")
         # A listener that refuses the head closes before the body has left, and has answered.
         with suppress(BrokenPipeError, ConnectionResetError):
-            if len(body) <= JOINED:
+            if len(body) <= MAX_JOINED_BYTES:
                 self.sock.sendall(head + body)
             else:
                 self.sock.sendall(head)
                 self.sock.sendall(body)
-        found = self._incoming.head()
+        found = self._incoming.read_head()
         if not found:
             raise ConnectionResetError("the connection was closed without an answer")
-        return Answer(self._incoming, found)
+        return ClientResponse(self._incoming, found)
 
     def close(self) -> None:
         self.sock.close()
 
 
-def parse_request(head: bytes) -> Request:
+def parse_request(head: bytes) -> ParsedRequest:
     """Raises ValueError for what is no request of HTTP."""
-    said = _Said()
+    said = _HeadParser()
     parser = httptools.HttpRequestParser(said)
     _feed("request", parser, said, head)
-    return Request(
-        parser.get_method().decode("latin-1"), said.target.decode("latin-1"), said.headers,
-        frozenset(said.twice), _keeps(parser.get_http_version(), said.headers),
-    )  # fmt: skip
+    return ParsedRequest(
+        parser.get_method().decode("latin-1"),
+        said.target.decode("latin-1"),
+        said.headers,
+        frozenset(said.repeated),
+        _keeps_alive(parser.get_http_version(), said.headers),
+    )
 
 
 def _feed(
-    what: str, parser: httptools.HttpRequestParser | httptools.HttpResponseParser,
-    said: _Said, head: bytes,
-) -> None:  # fmt: skip
+    what: str,
+    parser: httptools.HttpRequestParser | httptools.HttpResponseParser,
+    said: _HeadParser,
+    head: bytes,
+) -> None:
     """Raises ValueError for bytes that the parser does not take, or not as a complete head."""
     try:
         parser.feed_data(head)
@@ -199,14 +206,14 @@ def _feed(
         raise ValueError(f"no {what} in HTTP: the head is not complete")
 
 
-def _keeps(version: str, headers: Mapping[str, str]) -> bool:
+def _keeps_alive(version: str, headers: Mapping[str, str]) -> bool:
     """Return True if the connection stays open for another request; the parser has forgotten that
     by now."""
     options = headers.get("connection", "").lower().split(",")
     return version == "1.1" and "close" not in map(str.strip, options)
 
 
-class _Said(Fields):
+class _HeadParser(HeadFields):
     def __init__(self) -> None:
         super().__init__()
         self.complete = False

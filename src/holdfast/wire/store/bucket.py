@@ -38,18 +38,18 @@ from obstore.exceptions import BaseError
 from xxhash import xxh3_128
 
 from holdfast.errors import CorruptError
-from holdfast.wire.store.bucket_errors import bucket_is_missing, spoken
-from holdfast.wire.store.rechunk import in_parts
-from holdfast.wire.store.run_store import PREFIX as SEGMENTS
+from holdfast.wire.store.bucket_errors import is_bucket_missing, translate_error
+from holdfast.wire.store.rechunk import rechunk
+from holdfast.wire.store.run_store import JOURNAL_PREFIX as SEGMENTS
 from holdfast.wire.store.run_store import (
     AlreadyExistsError,
     Buffer,
     MissingKeyError,
-    Reads,
+    ReadPreference,
+    byte_views,
     check_key,
-    chunks,
 )
-from holdfast.wire.store.vectored_io import in_groups
+from holdfast.wire.store.vectored_io import group_buffers
 
 if TYPE_CHECKING:
     from obstore.store import ObjectStore
@@ -58,17 +58,17 @@ PART_BYTES = 8 * 2**20
 """Objects up to this size are one request; larger ones are sent in parts of it."""
 READ_BYTES = 16 * 2**20
 """More is read in several requests at a time, so that one request's time-out holds for each."""
-PARALLEL = 8
-ATTEMPTS = 4
+MAX_PARALLEL_REQUESTS = 8
+MAX_ATTEMPTS = 4
 Entries = list[tuple[str, int]]
 """(path, size) of stored objects."""
 T = TypeVar("T")
 R = TypeVar("R")
-_WRITER = "writer"
+_WRITER_ATTRIBUTE = "writer"
 _PIECE = re.compile(r"(.+)/\.piece-(\d{10})")
 
 
-class _Found(NamedTuple):
+class _ObjectInfo(NamedTuple):
     size: int
     writer: str
 
@@ -77,9 +77,9 @@ class _Found(NamedTuple):
 class _Segment:
     """Number of a journal segment's next piece, and the content that may have arrived unseen."""
 
-    next: int
-    unsure: bytes = b""
-    mark: str = ""
+    next_piece: int
+    unconfirmed: bytes = b""
+    unconfirmed_mark: str = ""
 
 
 class BucketStore:
@@ -88,7 +88,7 @@ class BucketStore:
     How long a request may take is decided where `objects` is made (`wire/store/location.py`).
     """
 
-    reads = Reads(32, 4 * 2**20)
+    reads = ReadPreference(32, 4 * 2**20)
 
     def __init__(
         self,
@@ -96,22 +96,22 @@ class BucketStore:
         where: str,
         *,
         part_bytes: int = PART_BYTES,
-        parallel: int = PARALLEL,
+        parallel: int = MAX_PARALLEL_REQUESTS,
     ) -> None:
         self.where = where
         self._objects = objects
         self._part_bytes = part_bytes
         self._parallel = parallel
         self._segments: dict[str, _Segment] = {}
-        self._appending = threading.Lock()
+        self._append_lock = threading.Lock()
 
     # --- complete objects -------------------------------------------------------------------
     def create(self, key: str, data: Buffer | Iterable[Buffer]) -> None:
         check_key(key)
         if key.startswith(SEGMENTS):
-            self._begin_segment(key, b"".join(chunks(data)))
+            self._begin_segment(key, b"".join(byte_views(data)))
             return
-        parts = in_parts(chunks(data), self._part_bytes)
+        parts = rechunk(byte_views(data), self._part_bytes)
         first = next(parts, bytearray())
         if len(first) < self._part_bytes:
             self._create_small(key, key, first, secrets.token_hex(16))
@@ -121,8 +121,10 @@ class BucketStore:
     def get(self, key: str) -> bytes:
         check_key(key)
         if key.startswith(SEGMENTS):
-            return b"".join(self._each(self._whole, [path for path, _ in self._pieces(key)]))
-        return self._whole(key)
+            return b"".join(
+                self._run_parallel(self._read_whole, [path for path, _ in self._pieces(key)])
+            )
+        return self._read_whole(key)
 
     def read_into(self, key: str, start: int, out: memoryview) -> None:
         check_key(key)
@@ -137,68 +139,72 @@ class BucketStore:
 
     def scatter(self, key: str, start: int, outs: Sequence[memoryview]) -> None:
         ranges, at = [], start
-        for group in in_groups(outs, READ_BYTES):
+        for group in group_buffers(outs, READ_BYTES):
             ranges.append((check_key(key), at, group))
             at += sum(map(len, group))
-        self._each(lambda each: self._read_range(*each), ranges)
+        self._run_parallel(lambda each: self._read_range(*each), ranges)
 
     def list(self, prefix: str) -> list[str]:
-        found = (_key_of(path) for path, _ in self._listing(prefix.rpartition("/")[0]))
+        found = (_key_of(path) for path, _ in self._list_objects(prefix.rpartition("/")[0]))
         return sorted({key for key in found if key is not None and key.startswith(prefix)})
 
     def delete(self, key: str) -> None:
         check_key(key)
         if key.startswith(SEGMENTS):
             self._segments.pop(key, None)
-            for path, _ in self._listing(key):
+            for path, _ in self._list_objects(key):
                 self._remove(path)
             return
-        self._remove(_sum_key(key))  # first: alone it would never be listed again
+        self._remove(_checksum_path(key))  # first: alone it would never be listed again
         self._remove(key)
 
     def size(self, key: str) -> int:
         check_key(key)
         if key.startswith(SEGMENTS):
             return sum(size for _, size in self._pieces(key))
-        found = self._look(key)
+        found = self._head_object(key)
         if found is None:
-            raise self._missing(key)
+            raise self._missing_key_error(key)
         return found.size
 
     def sweep(self, prefix: str, keep: str = "") -> int:
         """Unfinished uploads cannot be listed through obstore (docs/stores.md: a lifecycle rule);
         what goes here are checksums without a blob."""
-        paths = {path for path, _ in self._listing(prefix.rstrip("/"))}
+        paths = {path for path, _ in self._list_objects(prefix.rstrip("/"))}
         orphans = [
             path
             for path in sorted(paths)
-            if (blob := _blob_of_sum(path)) and blob not in paths
+            if (blob := _blob_of_checksum(path)) and blob not in paths
             if not (keep and path.startswith(f"{keep.rstrip('/')}/"))
         ]
         for path in orphans:
             self._remove(path)
         return len(orphans)
 
-    def matches(self, key: str, data: Iterable[Buffer]) -> bool:
+    def has_same_bytes(self, key: str, data: Iterable[Buffer]) -> bool:
         """Return True if a large blob is there and has these bytes; nothing is sent."""
-        found = self._look(check_key(key))
-        return found is not None and self._same(
-            key, found, in_parts(chunks(data), self._part_bytes)
+        found = self._head_object(check_key(key))
+        return found is not None and self._has_same_bytes(
+            key, found, rechunk(byte_views(data), self._part_bytes)
         )
 
     # --- writing ----------------------------------------------------------------------------
     def _create_small(self, key: str, path: str, data: Buffer, mark: str) -> None:
         """One PUT if absent. Raises AlreadyExistsError when another writer's object is there."""
-        for _ in range(ATTEMPTS):
+        for _ in range(MAX_ATTEMPTS):
             try:
-                with self._spoken(key, writing=True):
+                with self._translate_errors(key, writing=True):
                     obstore.put(
-                        self._objects, path, data, mode="create", use_multipart=False,
-                        attributes={_WRITER: mark},
-                    )  # fmt: skip
+                        self._objects,
+                        path,
+                        data,
+                        mode="create",
+                        use_multipart=False,
+                        attributes={_WRITER_ATTRIBUTE: mark},
+                    )
                 return
             except AlreadyExistsError:
-                found = self._look(path)
+                found = self._head_object(path)
                 if found is not None and found.writer == mark:
                     return  # the first answer was lost, and the client had asked again
                 if found is not None:
@@ -207,96 +213,103 @@ class BucketStore:
         raise AlreadyExistsError(f"{key} is taken by another writer again and again")
 
     def _create_large(self, key: str, parts: Iterator[bytearray]) -> None:
-        found = self._look(key)
+        found = self._head_object(key)
         if found is not None:
-            if not self._same(key, found, parts):
+            if not self._has_same_bytes(key, found, parts):
                 raise AlreadyExistsError(f"{key} exists already")
             return
-        digest = _Digest()
+        digest = _UploadDigest()
         mark = secrets.token_hex(16)
-        stream = _Stream(parts, digest, lambda: self._write_sum(key, digest.sealed(mark)))
+        stream = _UploadStream(
+            parts, digest, lambda: self._write_checksum(key, digest.to_bytes(mark))
+        )
         try:
-            with self._spoken(key, writing=True):
+            with self._translate_errors(key, writing=True):
                 obstore.put(
-                    self._objects, key, stream, use_multipart=True, attributes={_WRITER: mark},
-                    chunk_size=self._part_bytes, max_concurrency=self._parallel,
-                )  # fmt: skip
+                    self._objects,
+                    key,
+                    stream,
+                    use_multipart=True,
+                    attributes={_WRITER_ATTRIBUTE: mark},
+                    chunk_size=self._part_bytes,
+                    max_concurrency=self._parallel,
+                )
         except Exception:
             if stream.error is not None:
                 raise stream.error from None  # the source failed, the bucket only had to give up
-            if not (stream.ended and self._arrived(key, mark, digest.size)):
+            if not (stream.ended and self._has_arrived(key, mark, digest.size)):
                 raise
 
-    def _same(self, key: str, found: _Found, parts: Iterable[bytearray]) -> bool:
+    def _has_same_bytes(self, key: str, found: _ObjectInfo, parts: Iterable[bytearray]) -> bool:
         """Return True if a blob has these bytes, by the checksum that its writer left."""
-        digest = _Digest()
+        digest = _UploadDigest()
         for part in parts:
             digest.add(part)
-        return self._sum_of(key) == digest.sealed(found.writer)
+        return self._read_checksum(key) == digest.to_bytes(found.writer)
 
-    def _arrived(self, key: str, mark: str, size: int) -> bool:
+    def _has_arrived(self, key: str, mark: str, size: int) -> bool:
         """Return True if an upload was completed although its answer was lost."""
         with suppress(Exception):
-            return self._look(key) == _Found(size, mark)
+            return self._head_object(key) == _ObjectInfo(size, mark)
         return False
 
-    def _write_sum(self, key: str, content: bytes) -> None:
+    def _write_checksum(self, key: str, content: bytes) -> None:
         # On another thread: this one is inside the upload, where obstore cannot be called.
-        self._threads.submit(self._put, key, _sum_key(key), content).result()
+        self._threads.submit(self._put, key, _checksum_path(key), content).result()
 
     def _put(self, key: str, path: str, content: bytes) -> None:
-        with self._spoken(key, writing=True):
+        with self._translate_errors(key, writing=True):
             obstore.put(self._objects, path, content, use_multipart=False)
 
-    def _sum_of(self, key: str) -> bytes:
+    def _read_checksum(self, key: str) -> bytes:
         try:
-            return self._whole(_sum_key(key))
+            return self._read_whole(_checksum_path(key))
         except MissingKeyError:
             return b""
 
     def _remove(self, path: str) -> None:
-        with suppress(MissingKeyError), self._spoken(path):
+        with suppress(MissingKeyError), self._translate_errors(path):
             obstore.delete(self._objects, path)
 
     # --- reading ----------------------------------------------------------------------------
-    def _whole(self, path: str) -> bytes:
-        with self._spoken(path):
+    def _read_whole(self, path: str) -> bytes:
+        with self._translate_errors(path):
             return bytes(obstore.get(self._objects, path).bytes())
 
-    def _look(self, path: str) -> _Found | None:
+    def _head_object(self, path: str) -> _ObjectInfo | None:
         """Size and mark of an object, None when there is none."""
         try:
-            with self._spoken(path):
+            with self._translate_errors(path):
                 found = obstore.get(self._objects, path, options={"head": True})
         except MissingKeyError:
             return None
-        return _Found(found.meta["size"], str(found.attributes.get(_WRITER, "")))
+        return _ObjectInfo(found.meta["size"], str(found.attributes.get(_WRITER_ATTRIBUTE, "")))
 
     def _read_range(self, path: str, start: int, outs: Sequence[memoryview]) -> None:
         due = sum(map(len, outs))
         try:
-            with self._spoken(path):
+            with self._translate_errors(path):
                 data = obstore.get_range(self._objects, path, start=start, length=due)
             count = len(data)
             if count == due:
-                _deal(memoryview(data), outs)
+                _copy_into(memoryview(data), outs)
                 return
             end = start + count
         except MissingKeyError:
             raise
         except Exception:
             # A range that begins behind the end is an error of its own kind at every store.
-            found = self._look(path)
+            found = self._head_object(path)
             if found is None:
-                raise self._missing(path) from None
+                raise self._missing_key_error(path) from None
             if found.size >= start + due:
                 raise
             end = found.size
         raise CorruptError(f"{path} ends at byte {end}, {start + due} were expected")
 
-    def _listing(self, folder: str) -> Entries:
+    def _list_objects(self, folder: str) -> Entries:
         """(path, size) of everything below the folder, hidden objects too."""
-        with self._spoken(folder, listing=True):
+        with self._translate_errors(folder, listing=True):
             found = obstore.list(self._objects, folder or None, chunk_size=1000).collect()
         return [(entry["path"], entry["size"]) for entry in found]
 
@@ -306,47 +319,47 @@ class BucketStore:
         if not key.startswith(SEGMENTS):
             raise ValueError(f"{key!r} is not a journal segment: nothing else can be appended to")
         content = bytes(data)
-        with self._appending:
+        with self._append_lock:
             segment = self._segments.get(key)
             if segment is None:
-                taken = [_number(path) for path, _ in self._stored_pieces(key)]
+                taken = [_piece_number(path) for path, _ in self._stored_pieces(key)]
                 segment = self._segments[key] = _Segment(max(taken, default=-1) + 1)
-            if segment.unsure:
-                content = self._settle(key, segment, content)
+            if segment.unconfirmed:
+                content = self._resolve_unconfirmed(key, segment, content)
             while content:
                 mark = secrets.token_hex(16)
                 try:
-                    self._create_small(key, _piece(key, segment.next), content, mark)
+                    self._create_small(key, _piece_path(key, segment.next_piece), content, mark)
                     content = b""
                 except AlreadyExistsError:
                     pass  # a restarted writer's, or one that does not know its loss
                 except Exception:
-                    segment.unsure, segment.mark = content, mark
+                    segment.unconfirmed, segment.unconfirmed_mark = content, mark
                     raise
-                segment.next += 1
+                segment.next_piece += 1
 
-    def _settle(self, key: str, segment: _Segment, content: bytes) -> bytes:
+    def _resolve_unconfirmed(self, key: str, segment: _Segment, content: bytes) -> bytes:
         """Return what is left to append after an append that failed but may have arrived. A
         repeated append begins with the same bytes."""
-        found = self._look(_piece(key, segment.next))
-        if found is not None and found.writer == segment.mark:
-            segment.next += 1
-            content = content.removeprefix(segment.unsure)
-        segment.unsure, segment.mark = b"", ""
+        found = self._head_object(_piece_path(key, segment.next_piece))
+        if found is not None and found.writer == segment.unconfirmed_mark:
+            segment.next_piece += 1
+            content = content.removeprefix(segment.unconfirmed)
+        segment.unconfirmed, segment.unconfirmed_mark = b"", ""
         return content
 
     def _begin_segment(self, key: str, content: bytes) -> None:
         if self._stored_pieces(key):
             raise AlreadyExistsError(f"{key} exists already")
-        self._create_small(key, _piece(key, 0), content, secrets.token_hex(16))
+        self._create_small(key, _piece_path(key, 0), content, secrets.token_hex(16))
 
     def _stored_pieces(self, key: str) -> Entries:
-        return sorted(entry for entry in self._listing(key) if _key_of(entry[0]) == key)
+        return sorted(entry for entry in self._list_objects(key) if _key_of(entry[0]) == key)
 
     def _pieces(self, key: str) -> Entries:
         found = self._stored_pieces(key)
         if not found:
-            raise self._missing(key)
+            raise self._missing_key_error(key)
         return found
 
     def _read_segment(self, key: str, start: int, view: memoryview) -> None:
@@ -360,14 +373,14 @@ class BucketStore:
             at += size
         if at < stop:
             raise CorruptError(f"{key} ends at byte {at}, {stop} were expected")
-        self._each(lambda piece: self._read_range(*piece), wanted)
+        self._run_parallel(lambda piece: self._read_range(*piece), wanted)
 
     # --- helpers ----------------------------------------------------------------------------
     @cached_property
     def _threads(self) -> ThreadPoolExecutor:
         return ThreadPoolExecutor(self._parallel, "bucket")
 
-    def _each(self, work: Callable[[T], R], items: Iterable[T]) -> Sequence[R]:
+    def _run_parallel(self, work: Callable[[T], R], items: Iterable[T]) -> Sequence[R]:
         """All of it, several at a time; the first error once all have ended."""
         wanted = list(items)
         if len(wanted) < 2:
@@ -378,11 +391,13 @@ class BucketStore:
             raise errors[0]
         return [task.result() for task in running]
 
-    def _missing(self, key: str) -> MissingKeyError:
+    def _missing_key_error(self, key: str) -> MissingKeyError:
         return MissingKeyError(f"there is no {key} in {self.where}")
 
     @contextmanager
-    def _spoken(self, key: str, *, writing: bool = False, listing: bool = False) -> Iterator[None]:
+    def _translate_errors(
+        self, key: str, *, writing: bool = False, listing: bool = False
+    ) -> Iterator[None]:
         """Turn what obstore says into the run store's own errors, and into one sentence."""
         try:
             yield
@@ -390,14 +405,14 @@ class BucketStore:
             raise AlreadyExistsError(f"{key} exists already") from None
         except FileNotFoundError as error:
             # When a key is made, or a folder listed, only the bucket itself can be missing.
-            if writing or listing or bucket_is_missing(str(error)):
-                raise spoken(error, self.where, missing=True) from None
-            raise self._missing(key) from None
+            if writing or listing or is_bucket_missing(str(error)):
+                raise translate_error(error, self.where, missing=True) from None
+            raise self._missing_key_error(key) from None
         except (BaseError, OSError) as error:
-            raise spoken(error, self.where) from None
+            raise translate_error(error, self.where) from None
 
 
-class _Digest:
+class _UploadDigest:
     """Size and checksum of what an upload sent."""
 
     def __init__(self) -> None:
@@ -408,23 +423,23 @@ class _Digest:
         self._state.update(data)
         self.size += len(data)
 
-    def sealed(self, mark: str) -> bytes:
+    def to_bytes(self, mark: str) -> bytes:
         value = {"size": self.size, "writer": mark, "xxh3": self._state.hexdigest()}
         return json.dumps(value, sort_keys=True).encode() + b"\n"
 
 
-class _Stream:
+class _UploadStream:
     """The parts of an upload as obstore asks for them; before the last answer, the checksum is
     stored. What the source raises is kept: obstore may put an error of its own in its place."""
 
     def __init__(
-        self, parts: Iterator[bytearray], digest: _Digest, at_end: Callable[[], None]
+        self, parts: Iterator[bytearray], digest: _UploadDigest, at_end: Callable[[], None]
     ) -> None:
         self.error: BaseException | None = None
         self.ended = False
         self._parts, self._digest, self._at_end = parts, digest, at_end
 
-    def __iter__(self) -> _Stream:
+    def __iter__(self) -> _UploadStream:
         return self
 
     def __next__(self) -> bytearray:
@@ -444,7 +459,7 @@ class _Stream:
             raise
 
 
-def _deal(data: memoryview, outs: Iterable[memoryview]) -> None:
+def _copy_into(data: memoryview, outs: Iterable[memoryview]) -> None:
     """Copy `data` into buffers that have room for just so much, without the interpreter lock."""
     source, at = np.frombuffer(data, np.uint8), 0
     for out in outs:
@@ -453,11 +468,11 @@ def _deal(data: memoryview, outs: Iterable[memoryview]) -> None:
         at += len(target)
 
 
-def _piece(key: str, number: int) -> str:
+def _piece_path(key: str, number: int) -> str:
     return f"{key}/.piece-{number:010d}"
 
 
-def _number(path: str) -> int:
+def _piece_number(path: str) -> int:
     return int(path.rpartition("-")[2])
 
 
@@ -471,11 +486,11 @@ def _key_of(path: str) -> str | None:
         return None
 
 
-def _sum_key(key: str) -> str:
+def _checksum_path(key: str) -> str:
     folder, slash, name = key.rpartition("/")
     return f"{folder}{slash}.sum-{name}"
 
 
-def _blob_of_sum(path: str) -> str | None:
+def _blob_of_checksum(path: str) -> str | None:
     folder, slash, name = path.rpartition("/")
     return f"{folder}{slash}{name.removeprefix('.sum-')}" if name.startswith(".sum-") else None

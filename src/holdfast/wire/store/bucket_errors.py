@@ -12,16 +12,21 @@ from holdfast.errors import HoldfastError, OutOfSpaceError, StoreError
 
 _STATUS = re.compile(r"\b(?:status(?: code)?:?\s*|HTTP status \w+ error \()(\d{3})", re.IGNORECASE)
 _CODE = re.compile(r"<Code>(\w{1,60})</Code>")
-_FULL = ("QuotaExceeded", "InsufficientStorage", "EntityTooLarge", "XMinioStorageFull")
+_FULL_CODES = ("QuotaExceeded", "InsufficientStorage", "EntityTooLarge", "XMinioStorageFull")
 _REFUSED_CODES = (
-    "AccessDenied", "InvalidAccessKeyId", "SignatureDoesNotMatch", "ExpiredToken", "InvalidToken",
-    "AuthenticationFailed", "AuthorizationFailure",
-)  # fmt: skip
-_CREDENTIALS = (
+    "AccessDenied",
+    "InvalidAccessKeyId",
+    "SignatureDoesNotMatch",
+    "ExpiredToken",
+    "InvalidToken",
+    "AuthenticationFailed",
+    "AuthorizationFailure",
+)
+_CREDENTIALS_REMEDY = (
     "set them in the environment (AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY for S3), or name a "
     "file of them with ?credentials=<path>"
 )
-_AUTHORITY = "name the file of its authority's certificate with ?ca=<path>"
+_AUTHORITY_REMEDY = "name the file of its authority's certificate with ?ca=<path>"
 _KINDS = tuple(
     (re.compile(pattern), said)
     for pattern, said in (
@@ -41,40 +46,40 @@ _KINDS = tuple(
 )  # the first that fits; as obstore's debug text names them
 
 
-def spoken(error: Exception, where: str, *, missing: bool = False) -> HoldfastError:
+def translate_error(error: Exception, where: str, *, missing: bool = False) -> HoldfastError:
     """The error to raise instead. `missing`: the store said that something is not there, where
     that can only be the bucket."""
     text = str(error)
     kind = type(error).__name__
     code = match[1] if (match := _CODE.search(text)) else ""
     status = match[1] if (match := _STATUS.search(text)) else ""
-    if missing or bucket_is_missing(text):
+    if missing or is_bucket_missing(text):
         return StoreError(
             "there is no such bucket", where=where, remedy="create it, or name another"
         )
     if "169.254.169.254" in text or "metadata.google" in text or "169.254.170." in text:
-        return StoreError("no credentials were found", where=where, remedy=_CREDENTIALS)
+        return StoreError("no credentials were found", where=where, remedy=_CREDENTIALS_REMEDY)
     refused = kind in ("PermissionDeniedError", "UnauthenticatedError") or status in ("401", "403")
     if refused or code in _REFUSED_CODES:
         said = f" ({code})" if code else ""
         return StoreError(
-            f"the bucket refuses these credentials{said}", where=where, remedy=_CREDENTIALS
+            f"the bucket refuses these credentials{said}", where=where, remedy=_CREDENTIALS_REMEDY
         )
-    if code in _FULL or status == "507":
+    if code in _FULL_CODES or status == "507":
         return OutOfSpaceError(
             "the bucket is full", where=where, remedy="free some space, or use another bucket"
         )
-    return _unreachable(text, code, status, where)
+    return _unreachable_error(text, code, status, where)
 
 
-def bucket_is_missing(text: str) -> bool:
+def is_bucket_missing(text: str) -> bool:
     """Return True if a store's "not there" is about the bucket (S3, Azure; Google says it in
     words)."""
     code = match[1] if (match := _CODE.search(text)) else ""
     return code in ("NoSuchBucket", "ContainerNotFound") or "specified bucket does not" in text
 
 
-def _unreachable(text: str, code: str, status: str, where: str) -> StoreError:
+def _unreachable_error(text: str, code: str, status: str, where: str) -> StoreError:
     """Return the error of an unreachable, slow or failing store, which may have recovered by a
     later attempt."""
     if status or code:
@@ -82,6 +87,6 @@ def _unreachable(text: str, code: str, status: str, where: str) -> StoreError:
         return StoreError(f"the store answers with an error ({said})", where=where)
     for pattern, said in _KINDS:
         if pattern.search(text):
-            remedy = _AUTHORITY if "certificate" in said else None
+            remedy = _AUTHORITY_REMEDY if "certificate" in said else None
             return StoreError(said, where=where, remedy=remedy)
     return StoreError("the store fails in a way that has no name here", where=where)

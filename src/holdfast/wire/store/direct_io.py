@@ -13,11 +13,11 @@ import errno
 import fcntl
 import os
 
-BLOCK = 4096
-LEAST = 256 * 1024
+BLOCK_BYTES = 4096
+MIN_DIRECT_BYTES = 256 * 1024
 """A shorter piece is not worth a write of its own to the disk."""
 
-_DIRECT: int = getattr(os, "O_DIRECT", 0)  # Linux
+_O_DIRECT: int = getattr(os, "O_DIRECT", 0)  # Linux
 
 
 class DirectWriter:
@@ -26,27 +26,27 @@ class DirectWriter:
     def __init__(self, fd: int) -> None:
         self._fd = fd
         self._offset = 0
-        self._able = bool(_DIRECT)
-        self._on = False
+        self._is_supported = bool(_O_DIRECT)
+        self._is_direct = False
         self.direct_bytes = 0
 
     def write(self, data: memoryview) -> None:
         """Hand all of `data` (flat bytes) to the kernel before this returns. Raises OSError."""
-        whole = len(data) // BLOCK * BLOCK
-        if self._able and whole >= LEAST and self._offset % BLOCK == 0:
-            data = self._direct(data, whole)
+        whole = len(data) // BLOCK_BYTES * BLOCK_BYTES
+        if self._is_supported and whole >= MIN_DIRECT_BYTES and self._offset % BLOCK_BYTES == 0:
+            data = self._write_direct(data, whole)
         if data:
-            self._switch(False)
+            self._set_direct(False)
         while data:
             count = os.write(self._fd, data)
             self._offset += count
             data = data[count:]
 
-    def _direct(self, data: memoryview, whole: int) -> memoryview:
+    def _write_direct(self, data: memoryview, whole: int) -> memoryview:
         """Write up to `whole` bytes past the cache; what is left of `data`."""
         try:
-            self._switch(True)
-            while whole >= BLOCK and self._offset % BLOCK == 0:
+            self._set_direct(True)
+            while whole >= BLOCK_BYTES and self._offset % BLOCK_BYTES == 0:
                 count = os.write(self._fd, data[:whole])
                 self._offset += count
                 self.direct_bytes += count
@@ -54,11 +54,11 @@ class DirectWriter:
         except OSError as error:
             if error.errno != errno.EINVAL:
                 raise
-            self._able = False  # the file system refuses, or this memory is not aligned
+            self._is_supported = False  # the file system refuses, or this memory is not aligned
         return data
 
-    def _switch(self, on: bool) -> None:
-        if on != self._on:
+    def _set_direct(self, on: bool) -> None:
+        if on != self._is_direct:
             flags = fcntl.fcntl(self._fd, fcntl.F_GETFL)
-            fcntl.fcntl(self._fd, fcntl.F_SETFL, flags | _DIRECT if on else flags & ~_DIRECT)
-            self._on = on
+            fcntl.fcntl(self._fd, fcntl.F_SETFL, flags | _O_DIRECT if on else flags & ~_O_DIRECT)
+            self._is_direct = on

@@ -36,57 +36,57 @@ from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
 from holdfast.errors import CorruptError, OtherKeyError
-from holdfast.wire.store.rechunk import in_parts
+from holdfast.wire.store.rechunk import rechunk
 from holdfast.wire.store.run_store import (
-    NEAR,
+    NEARBY_READS,
     AlreadyExistsError,
     Buffer,
-    Matching,
+    ChecksummedStore,
     MissingKeyError,
-    Reads,
+    ReadPreference,
     RunStore,
-    chunks,
+    byte_views,
 )
 
-SEALED = ("data/", "parts/", "commits/")
+ENCRYPTED_PREFIXES = ("data/", "parts/", "commits/")
 EXTENT_BYTES = 256 * 2**10
 KEY_BYTES = 32
 _LARGEST_EXTENT = 1 << 26
 _MAGIC = b"HFSEAL01"
 _FOOTER = struct.Struct("<8sII8s32sI")  # magic, flags, extent bytes, key, salt, index bytes
-_TAG = 16
-_RAW = 1 << 31  # in the index: this extent is not compressed, although the object is
-_COMPRESSED = 1
+_TAG_BYTES = 16
+_UNCOMPRESSED_FLAG = 1 << 31  # in the index: this extent is not compressed, although the object is
+_COMPRESSED_FLAG = 1
 _EXTENT, _INDEX = 0, 1  # kinds of nonce
 _TAIL_BYTES = 64 * 2**10
 _READ_BYTES = 8 * 2**20
-_REMEMBERED = 4096
-_BESIDE = 8
+_MAX_CACHED_INDEXES = 4096
+_MAX_SIBLINGS_CHECKED = 8
 
 
 @dataclass(frozen=True)
-class _Sealer:
+class _ObjectCipher:
     """Key, footer and name of one object."""
 
     aead: AESGCM
-    about: bytes
+    associated_data: bytes
 
-    def seal(self, kind: int, number: int, data: Buffer) -> bytes:
-        return self.aead.encrypt(_nonce(kind, number), bytes(data), self.about)
+    def encrypt(self, kind: int, number: int, data: Buffer) -> bytes:
+        return self.aead.encrypt(_nonce(kind, number), bytes(data), self.associated_data)
 
-    def open(self, kind: int, number: int, data: Buffer, key: str) -> bytes:
+    def decrypt(self, kind: int, number: int, data: Buffer, key: str) -> bytes:
         try:
-            return self.aead.decrypt(_nonce(kind, number), bytes(data), self.about)
+            return self.aead.decrypt(_nonce(kind, number), bytes(data), self.associated_data)
         except InvalidTag:
             what = "index" if kind == _INDEX else f"extent {number}"
             raise CorruptError(f"{key}: the seal of {what} does not hold") from None
 
 
 @dataclass(frozen=True)
-class _Opened:
+class _ObjectIndex:
     """What the end of a sealed object says."""
 
-    sealer: _Sealer
+    cipher: _ObjectCipher
     extent_bytes: int
     compressed: bool
     size: int
@@ -94,7 +94,7 @@ class _Opened:
     offsets: Sequence[int]  # one more than extents
 
 
-class SealedStore:
+class EncryptedStore:
     """A run store whose checkpoints are sealed in another run store."""
 
     def __init__(
@@ -109,55 +109,57 @@ class SealedStore:
             raise ValueError(f"a key has {KEY_BYTES} bytes")
         self.inner = inner
         self.where = str(getattr(inner, "where", getattr(inner, "folder", "")))
-        requests, most = getattr(inner, "reads", NEAR)
-        self.reads = Reads(requests, min(most, NEAR.bytes))  # what is opened is held a second time
+        requests, most = getattr(inner, "reads", NEARBY_READS)
+        self.reads = ReadPreference(
+            requests, min(most, NEARBY_READS.bytes)
+        )  # what is opened is held a second time
         self._key = key
         self._key_id = _derive(key, b"", b"holdfast key id")[:8]
         self._compress = compress
         self._extent_bytes = extent_bytes
-        self._known: OrderedDict[str, _Opened] = OrderedDict()
+        self._indexes: OrderedDict[str, _ObjectIndex] = OrderedDict()
         self._lock = threading.Lock()
 
     def create(self, key: str, data: Buffer | Iterable[Buffer]) -> None:
-        if not key.startswith(SEALED):
+        if not key.startswith(ENCRYPTED_PREFIXES):
             self.inner.create(key, data)
             return
-        if not isinstance(data, bytes | bytearray | memoryview) and self._there(key):
-            if not self.matches(key, data):
+        if not isinstance(data, bytes | bytearray | memoryview) and self._exists(key):
+            if not self.has_same_bytes(key, data):
                 raise AlreadyExistsError(f"{key} exists already")
             return
-        self.inner.create(key, self._seal(key, chunks(data), self._new_footer()))
+        self.inner.create(key, self._encrypt_object(key, byte_views(data), self._new_footer()))
 
-    def matches(self, key: str, data: Iterable[Buffer]) -> bool:
+    def has_same_bytes(self, key: str, data: Iterable[Buffer]) -> bool:
         """Compare a blob with the stored one, without sending it. Sealed again under a new salt, it
         would look different. Under the stored salt, the same bytes come out."""
-        footer = self._footer_of(key) if key.startswith(SEALED) else None
-        if footer is None or not isinstance(self.inner, Matching):
+        footer = self._footer_of(key) if key.startswith(ENCRYPTED_PREFIXES) else None
+        if footer is None or not isinstance(self.inner, ChecksummedStore):
             return False
-        return self.inner.matches(key, self._seal(key, chunks(data), footer))
+        return self.inner.has_same_bytes(key, self._encrypt_object(key, byte_views(data), footer))
 
     def get(self, key: str) -> bytes:
         data = self.inner.get(key)
-        if not key.startswith(SEALED):
+        if not key.startswith(ENCRYPTED_PREFIXES):
             return data
         view = memoryview(data)
-        opened = self._read_end(key, len(view), view)
+        opened = self._read_index(key, len(view), view)
         return b"".join(
-            self._extent(opened, number, view[opened.offsets[number] :], key)
+            self._decrypt_extent(opened, number, view[opened.offsets[number] :], key)
             for number in range(len(opened.lengths))
         )
 
     def read_into(self, key: str, start: int, out: memoryview) -> None:
-        if not key.startswith(SEALED):
+        if not key.startswith(ENCRYPTED_PREFIXES):
             self.inner.read_into(key, start, out)
             return
         view = out.cast("B")
-        remembered = key in self._known
+        remembered = key in self._indexes
         try:
             self._read(key, start, view)
         except (CorruptError, MissingKeyError):
             with self._lock:
-                self._known.pop(key, None)
+                self._indexes.pop(key, None)
             if not remembered:
                 raise
             self._read(key, start, view)  # the object may have been replaced since
@@ -167,15 +169,15 @@ class SealedStore:
 
     def delete(self, key: str) -> None:
         with self._lock:
-            self._known.pop(key, None)
+            self._indexes.pop(key, None)
         self.inner.delete(key)
 
     def size(self, key: str) -> int:
-        if not key.startswith(SEALED):
+        if not key.startswith(ENCRYPTED_PREFIXES):
             return self.inner.size(key)
         with self._lock:
-            self._known.pop(key, None)  # the caller checks that it is there, and intact
-        return self._open(key).size
+            self._indexes.pop(key, None)  # the caller checks that it is there, and intact
+        return self._open_index(key).size
 
     def append(self, key: str, data: Buffer, sync: bool = False) -> None:
         self.inner.append(key, data, sync)
@@ -186,82 +188,89 @@ class SealedStore:
     # --- sealing ----------------------------------------------------------------------------
     def _new_footer(self) -> bytes:
         """Without the index' length, which is known at the end: so it is authenticated as 0."""
-        flags = _COMPRESSED if self._compress else 0
+        flags = _COMPRESSED_FLAG if self._compress else 0
         return _FOOTER.pack(_MAGIC, flags, self._extent_bytes, self._key_id, os.urandom(32), 0)
 
-    def _sealer(self, key: str, footer: bytes) -> _Sealer:
+    def _cipher_for(self, key: str, footer: bytes) -> _ObjectCipher:
         _, _, _, key_id, salt, _ = _FOOTER.unpack(footer)
         if key_id != self._key_id:
-            if self._ours_beside(key):
+            if self._has_sibling_with_our_key(key):
                 raise CorruptError(f"{key}: its end names another key than the objects beside it")
             raise OtherKeyError(
-                f"{key} is sealed with another key", where=self.where,
+                f"{key} is sealed with another key",
+                where=self.where,
                 remedy="name the file of the key that the run was begun with",
-            )  # fmt: skip
+            )
         about = footer + key.encode()
-        return _Sealer(AESGCM(_derive(self._key, salt, b"holdfast object " + key.encode())), about)
+        return _ObjectCipher(
+            AESGCM(_derive(self._key, salt, b"holdfast object " + key.encode())), about
+        )
 
-    def _ours_beside(self, key: str) -> bool:
+    def _has_sibling_with_our_key(self, key: str) -> bool:
         """Return True if objects next to this one are sealed with our key: then the key is
         right."""
         beside = [k for k in self.inner.list(f"{key.rpartition('/')[0]}/") if k != key]
-        return any(self._footer_of(k) is not None for k in beside[:_BESIDE])
+        return any(self._footer_of(k) is not None for k in beside[:_MAX_SIBLINGS_CHECKED])
 
-    def _seal(self, key: str, data: Iterable[memoryview], footer: bytes) -> Iterator[bytes]:
+    def _encrypt_object(
+        self, key: str, data: Iterable[memoryview], footer: bytes
+    ) -> Iterator[bytes]:
         _, flags, extent_bytes, key_id, salt, _ = _FOOTER.unpack(footer)
-        sealer = self._sealer(key, footer)
+        sealer = self._cipher_for(key, footer)
         lengths: list[int] = []
         size = 0
-        for number, part in enumerate(in_parts(data, extent_bytes)):
+        for number, part in enumerate(rechunk(data, extent_bytes)):
             size += len(part)
-            content, mark = _packed(part) if flags & _COMPRESSED else (bytes(part), 0)
-            sealed = sealer.seal(_EXTENT, number, content)
+            content, mark = _compress_part(part) if flags & _COMPRESSED_FLAG else (bytes(part), 0)
+            sealed = sealer.encrypt(_EXTENT, number, content)
             lengths.append(len(sealed) | mark)
             yield sealed
         index = struct.pack(f"<Q{len(lengths)}I", size, *lengths)
-        sealed = sealer.seal(_INDEX, 0, index)
+        sealed = sealer.encrypt(_INDEX, 0, index)
         yield sealed
         yield _FOOTER.pack(_MAGIC, flags, extent_bytes, key_id, salt, len(sealed))
 
     # --- opening ----------------------------------------------------------------------------
-    def _open(self, key: str) -> _Opened:
+    def _open_index(self, key: str) -> _ObjectIndex:
         with self._lock:
-            found = self._known.get(key)
+            found = self._indexes.get(key)
             if found is not None:
-                self._known.move_to_end(key)
+                self._indexes.move_to_end(key)
                 return found
         total = self.inner.size(key)
         tail = memoryview(bytearray(min(total, _TAIL_BYTES)))
         self.inner.read_into(key, total - len(tail), tail)
-        found = self._read_end(key, total, tail)
+        found = self._read_index(key, total, tail)
         with self._lock:
-            self._known[key] = found
-            while len(self._known) > _REMEMBERED:
-                self._known.popitem(last=False)
+            self._indexes[key] = found
+            while len(self._indexes) > _MAX_CACHED_INDEXES:
+                self._indexes.popitem(last=False)
         return found
 
-    def _read_end(self, key: str, total: int, tail: memoryview) -> _Opened:
+    def _read_index(self, key: str, total: int, tail: memoryview) -> _ObjectIndex:
         """`tail`: the last bytes of an object of `total`."""
         footer = bytes(tail[-_FOOTER.size :])
         if len(footer) < _FOOTER.size or not footer.startswith(_MAGIC):
             raise CorruptError(f"{key} is not sealed, or its end is missing")
         magic, flags, extent_bytes, key_id, salt, index_bytes = _FOOTER.unpack(footer)
         need = index_bytes + _FOOTER.size
-        if need > total or index_bytes < 8 + _TAG:
+        if need > total or index_bytes < 8 + _TAG_BYTES:
             raise CorruptError(f"{key}: the end of the object is not what was written")
         if need > len(tail):
             tail = memoryview(bytearray(need))
             self.inner.read_into(key, total - need, tail)
         bare = _FOOTER.pack(magic, flags, extent_bytes, key_id, salt, 0)
-        sealer = self._sealer(key, bare)
-        index = sealer.open(_INDEX, 0, tail[len(tail) - need : len(tail) - _FOOTER.size], key)
+        sealer = self._cipher_for(key, bare)
+        index = sealer.decrypt(_INDEX, 0, tail[len(tail) - need : len(tail) - _FOOTER.size], key)
         size, *lengths = struct.unpack(f"<Q{len(index) // 4 - 2}I", index)
-        offsets = list(accumulate((length & ~_RAW for length in lengths), initial=0))
+        offsets = list(accumulate((length & ~_UNCOMPRESSED_FLAG for length in lengths), initial=0))
         if offsets[-1] + need != total:
             raise CorruptError(f"{key} has {total} bytes, {offsets[-1] + need} were written")
-        return _Opened(sealer, extent_bytes, bool(flags & _COMPRESSED), size, lengths, offsets)
+        return _ObjectIndex(
+            sealer, extent_bytes, bool(flags & _COMPRESSED_FLAG), size, lengths, offsets
+        )
 
-    def _there(self, key: str) -> bool:
+    def _exists(self, key: str) -> bool:
         try:
             self.inner.size(key)
         except MissingKeyError:
@@ -287,7 +296,7 @@ class SealedStore:
         return _FOOTER.pack(*known, 0)
 
     def _read(self, key: str, start: int, view: memoryview) -> None:
-        opened = self._open(key)
+        opened = self._open_index(key)
         stop = start + len(view)
         if stop > opened.size:
             raise CorruptError(f"{key} ends at byte {opened.size}, {stop} were expected")
@@ -303,18 +312,22 @@ class SealedStore:
             sealed = memoryview(bytearray(opened.offsets[until] - base))
             self.inner.read_into(key, base, sealed)
             for n in range(number, until):
-                plain = self._extent(opened, n, sealed[opened.offsets[n] - base :], key)
+                plain = self._decrypt_extent(opened, n, sealed[opened.offsets[n] - base :], key)
                 low, high = max(start, n * step), min(stop, n * step + len(plain))
                 view[low - start : high - start] = plain[low - n * step : high - n * step]
             number = until
 
-    def _extent(self, opened: _Opened, number: int, sealed: memoryview, key: str) -> bytes:
+    def _decrypt_extent(
+        self, opened: _ObjectIndex, number: int, sealed: memoryview, key: str
+    ) -> bytes:
         """`sealed` begins with the extent."""
         length = opened.lengths[number]
-        content = opened.sealer.open(_EXTENT, number, sealed[: length & ~_RAW], key)
+        content = opened.cipher.decrypt(
+            _EXTENT, number, sealed[: length & ~_UNCOMPRESSED_FLAG], key
+        )
         due = min(opened.extent_bytes, opened.size - number * opened.extent_bytes)
-        if opened.compressed and not length & _RAW:
-            content = _unpacked(content, due)
+        if opened.compressed and not length & _UNCOMPRESSED_FLAG:
+            content = _decompress_part(content, due)
         if len(content) != due:
             raise CorruptError(f"{key}: extent {number} has {len(content)} bytes, {due} are due")
         return content
@@ -328,15 +341,15 @@ def _nonce(kind: int, number: int) -> bytes:
     return struct.pack(">IQ", kind, number)
 
 
-def _packed(part: bytearray) -> tuple[bytes, int]:
+def _compress_part(part: bytearray) -> tuple[bytes, int]:
     """(compressed, 0), or (as it is, the mark that says so)."""
     import zstandard  # only where it is wanted
 
     content = zstandard.ZstdCompressor(level=1).compress(part)
-    return (content, 0) if len(content) < len(part) else (bytes(part), _RAW)
+    return (content, 0) if len(content) < len(part) else (bytes(part), _UNCOMPRESSED_FLAG)
 
 
-def _unpacked(content: bytes, size: int) -> bytes:
+def _decompress_part(content: bytes, size: int) -> bytes:
     import zstandard
 
     try:

@@ -29,27 +29,42 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import parse_qsl, unquote, urlsplit
 
 from holdfast.errors import CorruptError, StoreError
-from holdfast.wire.store.run_store import AlreadyExistsError, FolderStore, RunStore, spoken_error
+from holdfast.wire.store.run_store import (
+    AlreadyExistsError,
+    FolderStore,
+    RunStore,
+    translate_os_error,
+)
 
 if TYPE_CHECKING:
     from obstore.store import ObjectStore
 
 SCHEMES = ("s3", "gs", "az")
 OPTIONS = (
-    "endpoint", "region", "account", "virtual_host", "allow_http", "credentials", "profile", "ca",
-    "timeout", "retries", "seal", "compress",
-)  # fmt: skip
+    "endpoint",
+    "region",
+    "account",
+    "virtual_host",
+    "allow_http",
+    "credentials",
+    "profile",
+    "ca",
+    "timeout",
+    "retries",
+    "seal",
+    "compress",
+)
 FILE_OPTIONS = ("seal", "compress")
-SEAL_KEY = "HOLDFAST_SEAL_KEY"
+SEAL_KEY_VARIABLE = "HOLDFAST_SEAL_KEY"
 """The environment's variable that `seal=env` reads."""
-_SECRETS = ("key", "secret", "token", "password", "sas")
+_SECRET_WORDS = ("key", "secret", "token", "password", "sas")
 _AZURE_NAMES = {
     "AZURE_STORAGE_ACCOUNT_NAME": "account_name",
     "AZURE_STORAGE_ACCOUNT_KEY": "account_key",
     "AZURE_STORAGE_SAS_TOKEN": "sas_key",
 }
-PROBE = "probe/"
-RACERS = 16
+PROBE_PREFIX = "probe/"
+PROBE_WRITERS = 16
 
 
 class UnfitStoreError(StoreError):
@@ -57,7 +72,7 @@ class UnfitStoreError(StoreError):
 
 
 @dataclass(frozen=True)
-class Bucket:
+class BucketLocation:
     """A parsed location. `timeout` bounds one request, in seconds. A request that fails or is not
     answered is repeated `retries` times, for at most twice the time-out after the first."""
 
@@ -90,84 +105,92 @@ def open_store(location: str | Path) -> RunStore:
     text = str(location)
     if "://" not in text:
         return FolderStore(text)
-    bucket = parse(text)
+    bucket = parse_location(text)
     if bucket.scheme == "file":
-        return _sealed(bucket, FolderStore(f"/{bucket.prefix}"))
-    _need("obstore", "bucket", bucket.where)
+        return _wrap_encrypted(bucket, FolderStore(f"/{bucket.prefix}"))
+    _require_package("obstore", "bucket", bucket.where)
     from holdfast.wire.store.bucket import BucketStore
 
-    return _sealed(bucket, BucketStore(_objects(bucket), bucket.where))
+    return _wrap_encrypted(bucket, BucketStore(_object_store(bucket), bucket.where))
 
 
-def _need(package: str, extra: str, where: str) -> None:
+def _require_package(package: str, extra: str, where: str) -> None:
     """Raises StoreError, naming the extra, where a package is not installed."""
     if importlib.util.find_spec(package) is None:
         raise StoreError(
-            f"this needs the package {package}", where=where,
+            f"this needs the package {package}",
+            where=where,
             remedy=f"install it with: pip install 'holdfast[{extra}]'",
-        )  # fmt: skip
+        )
 
 
-def _sealed(bucket: Bucket, store: RunStore) -> RunStore:
+def _wrap_encrypted(bucket: BucketLocation, store: RunStore) -> RunStore:
     """The store itself, or where the location asks for it one that seals what goes into it."""
     if bucket.compress and not bucket.seal:
         raise StoreError("compress needs seal", where=bucket.where, remedy="add seal=<path>")
     if not bucket.seal:
         return store
-    _need("cryptography", "seal", bucket.where)
+    _require_package("cryptography", "seal", bucket.where)
     if bucket.compress:
-        _need("zstandard", "seal", bucket.where)
-    from holdfast.wire.store.encrypted_store import KEY_BYTES, SealedStore
+        _require_package("zstandard", "seal", bucket.where)
+    from holdfast.wire.store.encrypted_store import KEY_BYTES, EncryptedStore
 
     by_name = bucket.seal == "env"
-    source = SEAL_KEY if by_name else bucket.seal
-    text = os.environ.get(SEAL_KEY, "") if by_name else _read(Path(bucket.seal))
+    source = SEAL_KEY_VARIABLE if by_name else bucket.seal
+    text = (
+        os.environ.get(SEAL_KEY_VARIABLE, "") if by_name else _read_credentials(Path(bucket.seal))
+    )
     key = b""
     with suppress(ValueError):
         key = bytes.fromhex(text.strip())
     if len(key) != KEY_BYTES:
         raise StoreError(
-            "there is no key here", where=source,
+            "there is no key here",
+            where=source,
             remedy=f"put {2 * KEY_BYTES} hexadecimal digits there, as openssl rand -hex 32 does",
-        )  # fmt: skip
-    return SealedStore(store, key, compress=bool(bucket.compress))
+        )
+    return EncryptedStore(store, key, compress=bool(bucket.compress))
 
 
-def parse(location: str) -> Bucket:
+def parse_location(location: str) -> BucketLocation:
     """Raises StoreError naming what is wrong; never repeats an option's value."""
     parts = urlsplit(location)
     where = f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
     if parts.scheme == "file" and (parts.netloc not in ("", "localhost") or not parts.path):
         raise StoreError(
-            "a file's address has no host and a whole path", where=where,
+            "a file's address has no host and a whole path",
+            where=where,
             remedy="write file:///shared/runs/mine",
-        )  # fmt: skip
+        )
     if parts.scheme not in ("file", *SCHEMES):
         raise StoreError(
-            f"{parts.scheme}:// is no kind of run store", where=where,
+            f"{parts.scheme}:// is no kind of run store",
+            where=where,
             remedy="use a folder, or an address that begins with s3://, gs:// or az://",
-        )  # fmt: skip
+        )
     if "@" in parts.netloc:
-        raise _no_secrets(where)
+        raise _secret_in_location_error(where)
     if not parts.netloc and parts.scheme != "file":
         raise StoreError(
-            "the bucket's name is missing", where=where,
+            "the bucket's name is missing",
+            where=where,
             remedy=f"write {parts.scheme}://bucket/prefix",
-        )  # fmt: skip
+        )
     prefix = unquote(parts.path).strip("/")
     options: dict[str, Any] = {}
     for name, value in parse_qsl(parts.query, keep_blank_values=True):
         if name not in (OPTIONS if parts.scheme != "file" else FILE_OPTIONS):
-            if any(word in name.lower() for word in _SECRETS):
-                raise _no_secrets(where)
+            if any(word in name.lower() for word in _SECRET_WORDS):
+                raise _secret_in_location_error(where)
             raise StoreError(
-                f"there is no option {name!r}", where=where,
+                f"there is no option {name!r}",
+                where=where,
                 remedy="the options are "
                 + ", ".join(OPTIONS if parts.scheme != "file" else FILE_OPTIONS),
-            )  # fmt: skip
+            )
         options[name] = _value(name, value, where)
-    _only_an_address(options.get("endpoint", ""), where)
-    return Bucket(parts.scheme, parts.netloc, prefix, **options)
+    _check_plain_address(options.get("endpoint", ""), where)
+    return BucketLocation(parts.scheme, parts.netloc, prefix, **options)
 
 
 def _value(name: str, value: str, where: str) -> Any:
@@ -189,30 +212,32 @@ def _value(name: str, value: str, where: str) -> Any:
     return value
 
 
-def check(location: str) -> None:
+def check_location(location: str) -> None:
     """Raises StoreError for an address that cannot be right, before it is written down anywhere."""
     if "://" in location:
-        parse(location)
+        parse_location(location)
 
 
-def _only_an_address(endpoint: str, where: str) -> None:
+def _check_plain_address(endpoint: str, where: str) -> None:
     """An endpoint is shown in messages and kept in the run file."""
     if any(sign in endpoint for sign in "@?#"):
         raise StoreError(
-            "the endpoint holds more than an address", where=where,
+            "the endpoint holds more than an address",
+            where=where,
             remedy="leave users, passwords and signatures to the environment or a credentials file",
-        )  # fmt: skip
+        )
 
 
-def _no_secrets(where: str) -> StoreError:
+def _secret_in_location_error(where: str) -> StoreError:
     return StoreError(
-        "a location must hold no secret", where=where,
+        "a location must hold no secret",
+        where=where,
         remedy="leave credentials in the environment, or name their file with ?credentials=<path>",
-    )  # fmt: skip
+    )
 
 
 # --- clients --------------------------------------------------------------------------------
-def _objects(bucket: Bucket) -> ObjectStore:
+def _object_store(bucket: BucketLocation) -> ObjectStore:
     from obstore.exceptions import BaseError
     from obstore.store import AzureStore, GCSStore, S3Store
 
@@ -232,20 +257,21 @@ def _objects(bucket: Bucket) -> ObjectStore:
     }
     try:
         if bucket.scheme == "gs":
-            google = _google(bucket)
+            google = _google_options(bucket)
             return GCSStore(bucket.name, config=google, **common)  # type: ignore[arg-type]
         if bucket.scheme == "az":
-            azure = _azure(bucket, endpoint)
+            azure = _azure_options(bucket, endpoint)
             return AzureStore(bucket.name, config=azure, **common)  # type: ignore[arg-type]
-        return S3Store(bucket.name, config=_s3(bucket, endpoint), **common)  # type: ignore[arg-type]
+        return S3Store(bucket.name, config=_s3_options(bucket, endpoint), **common)  # type: ignore[arg-type]
     except (BaseError, ValueError, OSError) as error:
         raise StoreError(
-            f"the bucket's client cannot be made ({type(error).__name__})", where=bucket.where,
+            f"the bucket's client cannot be made ({type(error).__name__})",
+            where=bucket.where,
             remedy="look at the endpoint, the account and the file of credentials",
-        ) from None  # fmt: skip
+        ) from None
 
 
-def _endpoint(bucket: Bucket) -> str:
+def _endpoint(bucket: BucketLocation) -> str:
     """The endpoint, "" for the cloud's own. Raises StoreError for one without encryption that is
     not allowed."""
     found = bucket.endpoint
@@ -254,13 +280,14 @@ def _endpoint(bucket: Bucket) -> str:
         found = next((os.environ[name] for name in names if os.environ.get(name)), "")
     if bucket.endpoint and bucket.scheme == "gs":
         raise StoreError("gs:// takes no endpoint", where=bucket.where, remedy="use s3:// for it")
-    _only_an_address(found, bucket.where)  # the environment's, too
+    _check_plain_address(found, bucket.where)  # the environment's, too
     if found.startswith("http://"):
         if not bucket.allow_http:
             raise StoreError(
-                "the endpoint is not encrypted", where=bucket.where,
+                "the endpoint is not encrypted",
+                where=bucket.where,
                 remedy="use https://, or add allow_http=true where everybody on the way may read",
-            )  # fmt: skip
+            )
     elif found and not found.startswith("https://"):
         raise StoreError(
             "the endpoint is no address", where=bucket.where, remedy="begin it with https://"
@@ -268,18 +295,18 @@ def _endpoint(bucket: Bucket) -> str:
     return found
 
 
-def _client_options(bucket: Bucket, endpoint: str) -> dict[str, Any]:
+def _client_options(bucket: BucketLocation, endpoint: str) -> dict[str, Any]:
     options: dict[str, Any] = {
         "timeout": timedelta(seconds=bucket.timeout),
         "connect_timeout": timedelta(seconds=min(5.0, bucket.timeout)),
         "allow_http": endpoint.startswith("http://"),  # whatever the environment says
     }
     if bucket.ca:
-        options["root_certificate"] = _read(Path(bucket.ca), private=False)
+        options["root_certificate"] = _read_credentials(Path(bucket.ca), private=False)
     return options
 
 
-def _s3(bucket: Bucket, endpoint: str) -> dict[str, Any]:
+def _s3_options(bucket: BucketLocation, endpoint: str) -> dict[str, Any]:
     config: dict[str, Any] = {
         "conditional_put": "etag",
         "virtual_hosted_style_request": bucket.virtual_host,
@@ -304,7 +331,7 @@ def _aws_file(path: Path, profile: str) -> Mapping[str, str]:
     """Access key and secret of a profile in a file as the AWS tools write it."""
     found = configparser.ConfigParser(interpolation=None)
     try:
-        found.read_string(_read(path))
+        found.read_string(_read_credentials(path))
         section = found[profile]
         keys = {
             "access_key_id": section["aws_access_key_id"],
@@ -312,40 +339,42 @@ def _aws_file(path: Path, profile: str) -> Mapping[str, str]:
         }
     except (configparser.Error, KeyError):
         raise StoreError(
-            f"no credentials of the profile {profile} in this file", where=str(path),
+            f"no credentials of the profile {profile} in this file",
+            where=str(path),
             remedy=f"write [{profile}], aws_access_key_id = ... and aws_secret_access_key = ...",
-        ) from None  # fmt: skip
+        ) from None
     token = section.get("aws_session_token", "")
     return keys | ({"session_token": token} if token else {})
 
 
-def _google(bucket: Bucket) -> dict[str, Any]:
+def _google_options(bucket: BucketLocation) -> dict[str, Any]:
     if not bucket.credentials:
         return {}
-    _read(Path(bucket.credentials))  # exists, and no other user may read it
+    _read_credentials(Path(bucket.credentials))  # exists, and no other user may read it
     return {"application_credentials": bucket.credentials}
 
 
-def _azure(bucket: Bucket, endpoint: str) -> dict[str, Any]:
+def _azure_options(bucket: BucketLocation, endpoint: str) -> dict[str, Any]:
     config: dict[str, Any] = {}
     if bucket.account:
         config["account_name"] = bucket.account
     if endpoint:
         config["endpoint"] = endpoint
     if bucket.credentials:
-        for line in _read(Path(bucket.credentials)).splitlines():
+        for line in _read_credentials(Path(bucket.credentials)).splitlines():
             name, _, value = line.partition("=")
             if known := _AZURE_NAMES.get(name.strip()):
                 config[known] = value.strip()
             elif line.strip() and not line.startswith("#"):
                 raise StoreError(
                     "a line of this file is none of " + ", ".join(_AZURE_NAMES),
-                    where=bucket.credentials, remedy="write NAME=value, one a line",
-                )  # fmt: skip
+                    where=bucket.credentials,
+                    remedy="write NAME=value, one a line",
+                )
     return config
 
 
-def _read(path: Path, *, private: bool = True) -> str:
+def _read_credentials(path: Path, *, private: bool = True) -> str:
     """Read a file of credentials. As with the run's secret, no other user may be able to read
     it."""
     try:
@@ -355,21 +384,22 @@ def _read(path: Path, *, private: bool = True) -> str:
     except UnicodeDecodeError:
         raise StoreError("this is not a text file", where=str(path)) from None
     except OSError as error:
-        raise spoken_error(error, path) from error
+        raise translate_os_error(error, path) from error
     if private and status.st_mode & 0o077:
         raise StoreError(
-            "other users of this machine can read these credentials", where=str(path),
+            "other users of this machine can read these credentials",
+            where=str(path),
             remedy=f"run: chmod 600 {path}",
-        )  # fmt: skip
+        )
     return text
 
 
 # --- probing --------------------------------------------------------------------------------
-def probe(store: RunStore, where: str) -> None:
+def probe_store(store: RunStore, where: str) -> None:
     """Check that the store keeps what a run rests on. Exactly one of several creators wins, a
     created object is listed at once, ranges are the bytes requested. Raises UnfitStoreError if not,
     and StoreError when it cannot be reached."""
-    prefix = f"{PROBE}{secrets.token_hex(8)}/"
+    prefix = f"{PROBE_PREFIX}{secrets.token_hex(8)}/"
     keys = [f"{prefix}{name}" for name in ("twice", "race", "range")]
     try:
         _probe_create(store, keys[0], where)
@@ -389,13 +419,13 @@ def _probe_create(store: RunStore, key: str, where: str) -> None:
     store.create(key, b"first")
     with suppress(AlreadyExistsError):
         store.create(key, b"second")
-        raise _overwrites(where)
+        raise _overwrites_error(where)
     if store.get(key) != b"first":
-        raise _overwrites(where)
+        raise _overwrites_error(where)
 
 
 def _probe_race(store: RunStore, key: str, where: str) -> None:
-    start = threading.Barrier(RACERS)
+    start = threading.Barrier(PROBE_WRITERS)
     won: list[bytes] = []
     failed: list[Exception] = []
 
@@ -411,7 +441,7 @@ def _probe_race(store: RunStore, key: str, where: str) -> None:
             return
         won.append(content)
 
-    threads = [threading.Thread(target=race, args=(n,), daemon=True) for n in range(RACERS)]
+    threads = [threading.Thread(target=race, args=(n,), daemon=True) for n in range(PROBE_WRITERS)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -419,7 +449,7 @@ def _probe_race(store: RunStore, key: str, where: str) -> None:
     if failed:
         raise failed[0]
     if len(won) != 1 or store.get(key) != won[0]:
-        raise _overwrites(where)
+        raise _overwrites_error(where)
 
 
 def _probe_range(store: RunStore, key: str, where: str) -> None:
@@ -433,7 +463,7 @@ def _probe_range(store: RunStore, key: str, where: str) -> None:
             raise UnfitStoreError("a range that was read is not the bytes asked for", where=where)
 
 
-def _overwrites(where: str) -> UnfitStoreError:
+def _overwrites_error(where: str) -> UnfitStoreError:
     return UnfitStoreError(
         "the store overwrites what is there instead of refusing (it ignores If-None-Match), so two "
         "trainers could both win",

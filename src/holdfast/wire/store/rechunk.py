@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 
-def in_parts(data: Iterable[memoryview], size: int) -> Iterator[bytearray]:
+def rechunk(data: Iterable[memoryview], size: int) -> Iterator[bytearray]:
     """The same bytes in pieces of `size`, the last one shorter. Copied: a source may fill the
     buffer that it yields again while a piece of it is still in use."""
     part, filled = bytearray(), 0

@@ -21,7 +21,7 @@ from typing import NamedTuple, Protocol, runtime_checkable
 
 from holdfast.errors import CorruptError, HoldfastError, OutOfSpaceError, RunFolderError
 from holdfast.wire.store.direct_io import DirectWriter
-from holdfast.wire.store.vectored_io import read_at
+from holdfast.wire.store.vectored_io import read_vectored
 
 Buffer = bytes | bytearray | memoryview
 """Types that can be written. (`collections.abc.Buffer` is younger than Python 3.11.)"""
@@ -82,15 +82,15 @@ class RunStore(Protocol):
 
 
 @runtime_checkable
-class Matching(Protocol):
+class ChecksummedStore(Protocol):
     """A store that keeps a checksum of each large blob."""
 
-    def matches(self, key: str, data: Iterable[Buffer]) -> bool:
+    def has_same_bytes(self, key: str, data: Iterable[Buffer]) -> bool:
         """Return True if the blob is there and has these bytes, without sending or reading it.
         False if that is unknown."""
 
 
-class Reads(NamedTuple):
+class ReadPreference(NamedTuple):
     """How a store is best read: requests under way at a time, and bytes of each. A distant one
     wants many, because each waits for its answer."""
 
@@ -98,16 +98,16 @@ class Reads(NamedTuple):
     bytes: int
 
 
-NEAR = Reads(2, 8 * 2**20)
+NEARBY_READS = ReadPreference(2, 8 * 2**20)
 """One request is answered while the answer to another is checked."""
 
-FILES = Reads(2, 64 * 2**20)
+FILE_READS = ReadPreference(2, 64 * 2**20)
 """Requests long enough for the kernel's full read-ahead within each. Each request opens the file
 again; two that take turns in short pieces of one file look random to the kernel."""
 
 
 @runtime_checkable
-class Scattering(Protocol):
+class VectoredStore(Protocol):
     """A store that reads a range into several buffers in one request."""
 
     def scatter(self, key: str, start: int, outs: Sequence[memoryview]) -> None:
@@ -123,7 +123,7 @@ def check_key(key: str) -> str:
     return key
 
 
-def chunks(data: Buffer | Iterable[Buffer]) -> Iterator[memoryview]:
+def byte_views(data: Buffer | Iterable[Buffer]) -> Iterator[memoryview]:
     """The data as flat byte views, without copying."""
     parts: Iterable[Buffer] = [data] if isinstance(data, bytes | bytearray | memoryview) else data
     for part in parts:
@@ -141,16 +141,16 @@ class FolderStore:
     more.
     """
 
-    reads = FILES
+    reads = FILE_READS
 
     def __init__(self, folder: Path | str) -> None:
         self.folder = Path(folder)
         self._root: int | None = None
-        self._hold_folder()
+        self._open_root()
 
     def create(self, key: str, data: Buffer | Iterable[Buffer]) -> None:
         target = self._path(key)
-        with self._spoken(key):
+        with self._translate_errors(key):
             self._make_parents(target)
             if target.exists():  # the link below decides; this spares writing a blob in vain
                 raise AlreadyExistsError(f"{key} exists already")
@@ -165,7 +165,7 @@ class FolderStore:
             _sync_folder(target.parent)
 
     def get(self, key: str) -> bytes:
-        with self._spoken(key):
+        with self._translate_errors(key):
             return self._path(key).read_bytes()
 
     def read_into(self, key: str, start: int, out: memoryview) -> None:
@@ -173,10 +173,10 @@ class FolderStore:
 
     def scatter(self, key: str, start: int, outs: Sequence[memoryview]) -> None:
         due = sum(map(len, outs))
-        with self._spoken(key):
+        with self._translate_errors(key):
             fd = os.open(self._path(key), os.O_RDONLY | os.O_CLOEXEC)
             try:
-                done = read_at(fd, start, outs)
+                done = read_vectored(fd, start, outs)
             finally:
                 os.close(fd)
         if done < due:
@@ -190,7 +190,7 @@ class FolderStore:
         if parent:
             check_key(parent)
         found: list[str] = []
-        with self._spoken(prefix):
+        with self._translate_errors(prefix):
             for folder, _, names in os.walk(root, onerror=_raise_unless_missing):
                 base = Path(folder).relative_to(self.folder).as_posix()
                 start = "" if base == "." else f"{base}/"
@@ -199,15 +199,15 @@ class FolderStore:
 
     def delete(self, key: str) -> None:
         path = self._path(key)
-        with self._spoken(key):
-            self._same_folder()
+        with self._translate_errors(key):
+            self._check_same_folder()
             path.unlink(missing_ok=True)
 
     def sweep(self, prefix: str, keep: str = "") -> int:
         root, kept = self.folder / prefix.rstrip("/"), self.folder / keep.rstrip("/")
         count = 0
-        with self._spoken(prefix):
-            self._same_folder()
+        with self._translate_errors(prefix):
+            self._check_same_folder()
             for folder, _, names in os.walk(root, onerror=_raise_unless_missing):
                 if keep and Path(folder).is_relative_to(kept):
                     continue
@@ -218,12 +218,12 @@ class FolderStore:
         return count
 
     def size(self, key: str) -> int:
-        with self._spoken(key):
+        with self._translate_errors(key):
             return self._path(key).stat().st_size
 
     def append(self, key: str, data: Buffer, sync: bool = False) -> None:
         path = self._path(key)
-        with self._spoken(key):
+        with self._translate_errors(key):
             self._make_parents(path)
             fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
             try:
@@ -246,7 +246,7 @@ class FolderStore:
 
     def _make_parents(self, target: Path) -> None:
         """Make the folders above `target`; each new one is synced into its parent."""
-        self._same_folder()
+        self._check_same_folder()
         missing: list[Path] = []
         folder = target.parent
         while not folder.is_dir():
@@ -255,9 +255,9 @@ class FolderStore:
         for new in reversed(missing):
             new.mkdir(exist_ok=True)
             _sync_folder(new.parent)
-        self._hold_folder()
+        self._open_root()
 
-    def _hold_folder(self) -> None:
+    def _open_root(self) -> None:
         """Keep a descriptor of the folder once it exists. While the descriptor is open, no other
         folder has its inode. (On FUSE and overlays an inode number may change, or be reused.)"""
         if self._root is not None:
@@ -268,10 +268,10 @@ class FolderStore:
         except (FileNotFoundError, NotADirectoryError):
             return
         except OSError as error:
-            raise spoken_error(error, self.folder) from error
+            raise translate_os_error(error, self.folder) from error
         weakref.finalize(self, os.close, self._root)
 
-    def _same_folder(self) -> None:
+    def _check_same_folder(self) -> None:
         """Raises RunFolderError when the path leads to another folder than it did, or to none."""
         if self._root is None:
             return
@@ -287,21 +287,21 @@ class FolderStore:
         fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
         try:
             writer = DirectWriter(fd)
-            for chunk in chunks(data):
+            for chunk in byte_views(data):
                 writer.write(chunk)
             os.fsync(fd)
         finally:
             os.close(fd)
 
     @contextmanager
-    def _spoken(self, key: str) -> Iterator[None]:
+    def _translate_errors(self, key: str) -> Iterator[None]:
         """Turn what the operating system says into what the person at the keyboard can mend."""
         try:
             yield
         except (FileNotFoundError, IsADirectoryError):
             raise MissingKeyError(f"there is no {key} in {self.folder}") from None
         except OSError as error:
-            raise spoken_error(error, self.folder) from error
+            raise translate_os_error(error, self.folder) from error
 
 
 class MemoryStore:
@@ -313,7 +313,7 @@ class MemoryStore:
 
     def create(self, key: str, data: Buffer | Iterable[Buffer]) -> None:
         check_key(key)
-        whole = bytearray().join(chunks(data))
+        whole = bytearray().join(byte_views(data))
         with self._lock:
             if key in self._objects:
                 raise AlreadyExistsError(f"{key} exists already")
@@ -380,7 +380,7 @@ def _sync_folder(folder: Path) -> None:
         os.close(fd)
 
 
-def spoken_error(error: OSError, folder: Path) -> HoldfastError:
+def translate_os_error(error: OSError, folder: Path) -> HoldfastError:
     where = str(folder)
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return OutOfSpaceError(
@@ -403,4 +403,4 @@ def spoken_error(error: OSError, folder: Path) -> HoldfastError:
     return RunFolderError(f"the run folder failed: {error.strerror}", where=where)
 
 
-PREFIX = "journal/"
+JOURNAL_PREFIX = "journal/"

@@ -5,16 +5,16 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Iterator, Sequence
 
-_BUFFERS = 1024  # IOV_MAX: buffers that one call of the system takes
+_MAX_BUFFERS = 1024  # IOV_MAX: buffers that one call of the system takes
 
 
-def read_at(fd: int, start: int, outs: Sequence[memoryview]) -> int:
+def read_vectored(fd: int, start: int, outs: Sequence[memoryview]) -> int:
     """Fill buffers in turn with a file's bytes from `start` on; return how many were read. That is
     less than the room if the file ends before. The buffers are flat, of bytes."""
     left = [out for out in outs if len(out)]
     done = 0
     while left:
-        count = _read_some(fd, left[:_BUFFERS], start + done)
+        count = _read_some(fd, left[:_MAX_BUFFERS], start + done)
         if not count:
             break
         done += count
@@ -36,10 +36,10 @@ def _read_some(fd: int, outs: Sequence[memoryview], start: int) -> int:
     return len(data)
 
 
-def in_groups(outs: Iterable[memoryview], most: int) -> Iterator[list[memoryview]]:
+def group_buffers(outs: Iterable[memoryview], max_bytes: int) -> Iterator[list[memoryview]]:
     """The same room in groups of at most `most` bytes each, cut where need be."""
     group: list[memoryview] = []
-    room = most
+    room = max_bytes
     for out in outs:
         rest = out
         while rest:
@@ -49,6 +49,6 @@ def in_groups(outs: Iterable[memoryview], most: int) -> Iterator[list[memoryview
             rest = rest[len(taken) :]
             if not room:
                 yield group
-                group, room = [], most
+                group, room = [], max_bytes
     if group:
         yield group
