@@ -139,7 +139,7 @@ def _chooses(world: World, g: int) -> Iterator[Step]:
 
 
 def newest(view: View, present: int) -> tuple[int, int]:
-    """As `Chooser.newest` orders them, and passes over what was given up."""
+    """As `RestorePointFinder.find_newest` orders them, and passes over what was given up."""
     for step, generation in sorted(commits(view.objects), reverse=True):
         if not is_superseded(view, present, generation, step):  # type: ignore[arg-type]
             return step, generation

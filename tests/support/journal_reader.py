@@ -1,4 +1,4 @@
-"""A run's journal as it grows: what `holdfast.wire.journal.read` gives, without its price.
+"""A run's journal as it grows: what `holdfast.wire.journal.read_journal` gives, without its price.
 
 A test that waits looks again and again. Reading it all each time takes a core from the run that
 is waited for; here a look costs what was appended since the last.

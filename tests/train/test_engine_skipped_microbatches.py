@@ -11,7 +11,7 @@ SKIPPED = 3
 
 
 def _blank() -> Fed:
-    """What `Batches.blank` feeds: the same token everywhere, and no target."""
+    """What `Batches.blank_microbatch` feeds: the same token everywhere, and no target."""
     tokens = torch.full((2, LENGTH), 5)
     return Fed(tokens, torch.full((2, LENGTH), -100), None, 0)
 

@@ -37,7 +37,8 @@ class NotPossibleNowError(Exception):
 
 @dataclass
 class ChaosEnvironment:
-    """folder: the run folder, which is a link to `real`. away: seconds that something stays bad."""
+    """run_folder: the run folder, which is a link to `real_folder`. outage_s: seconds that
+    something stays bad."""
 
     fleet: Fleet
     run_folder: Path
@@ -55,8 +56,8 @@ class ChaosEnvironment:
 
 @dataclass(frozen=True)
 class FaultAction:
-    """An action that was done. target: its object. heal: undoes it, after `seconds`. gone: nodes
-    that are to come back."""
+    """An action that was done. target: its object. heal: undoes it, after `seconds`.
+    nodes_to_restart: nodes that are to come back."""
 
     target: str
     heal: Callable[[], None] | None = None

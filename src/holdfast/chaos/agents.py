@@ -52,7 +52,7 @@ class Fleet:
         wrap_command: WrapCommand = lambda node, line: line,
         environment: dict[str, str] | None = None,
     ) -> None:
-        """folder: for what they say. own: more settings for one node."""
+        """folder: for what they say. node_settings: more settings for one node."""
         self._folder, self._command, self._settings = folder, list(command), list(settings)
         self._node_settings, self._wrap_command = node_settings, wrap_command
         self._environment = os.environ | (environment or {})

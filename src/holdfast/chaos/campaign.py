@@ -62,8 +62,8 @@ losses without a new step are what a run gives up after; here they are no sign o
 @dataclass(frozen=True)
 class CampaignSettings:
     """command: how `holdfast` is called. run_file and overrides: what is trained. draws: a trace;
-    None: from the seed, out of `names`, or of all where there are none. shard: which part of how
-    many this is."""
+    None: from the seed, out of `fault_names`, or of all where there are none. shard: which part of
+    how many this is."""
 
     command: tuple[str, ...]
     run_file: Path
@@ -109,7 +109,7 @@ def plan_runs(
     shapes: Sequence[ChaosLayout], fault_count: int, fault_names: Sequence[str] = ()
 ) -> list[DisturbedRun]:
     """So many faults over these layouts in turn, at most `MOST` a run, and some for each layout.
-    names: of the faults; none: all of them."""
+    fault_names: of the faults; none: all of them."""
     made: list[DisturbedRun] = []
     rare = sum(FAULTS[name].needs_save_step for name in fault_names) / max(1, len(fault_names))
     each = STEPS_PER_FAULT + round(EXTRA_STEPS_PER_SAVE_FAULT * rare)

@@ -21,10 +21,10 @@ COMMIT_POINTS = ("reduced", "voted", "applying", "applied")
 
 @dataclass(frozen=True)
 class FaultPart:
-    """One thing that happens. deed: of a worker, or with `outside` of `actions.DEEDS`. points:
-    where it may be; a second part that is outside, and at no point of a recovery, is done with the
-    first. other: on another rank than the part before it. later: in a later attempt of the same
-    step."""
+    """One thing that happens. action: of a worker, or with `is_outside` of `actions.FAULT_ACTIONS`.
+    points: where it may be; a second part that is outside, and at no point of a recovery, is done
+    with the first. on_other_rank: on another rank than the part before it. on_later_attempt: in a
+    later attempt of the same step."""
 
     action: str
     points: tuple[str, ...]
@@ -51,10 +51,10 @@ UNAIMED_ACTIONS = (
 @dataclass(frozen=True)
 class Fault:
     """nodes, ranks: how many there must be. needs: "" or "pp", "shared" (some state is held by one
-    rank only), "network". again: a new generation has to follow; if False, steps have to. weight:
-    how often it is drawn, relative to the other faults; 0: only if it is named. saves: it is for a
-    step whose state is to be durable. shows: events of which the journal must have one after it, or
-    it had no effect."""
+    rank only), "network". needs_new_generation: a new generation has to follow; if False, steps
+    have to. weight: how often it is drawn, relative to the other faults; 0: only if it is named.
+    needs_save_step: it is for a step whose state is to be durable. expected_events: events of which
+    the journal must have one after it, or it had no effect."""
 
     name: str
     text: str

@@ -78,9 +78,9 @@ class FaultResult:
 
 @dataclass
 class DisturbedRunReport:
-    """The record of a disturbed run. rejected: draws that did not apply, and why. ends: agents that
-    ended although no fault touched them: node, exit code. cut: why it got fewer faults than
-    planned. notes: other remarks."""
+    """The record of a disturbed run. rejected_draws: draws that did not apply, and why.
+    unexpected_ends: agents that ended although no fault touched them: node, exit code. cut: why it
+    got fewer faults than planned. notes: other remarks."""
 
     faults: list[FaultResult] = field(default_factory=list)
     rejected_draws: list[dict[str, Any]] = field(default_factory=list)
@@ -92,7 +92,8 @@ class DisturbedRunReport:
 
 @dataclass
 class _PendingRepair:
-    """Something that is to be made good. gate: up to which step the run could go when it began."""
+    """Something that is to be made good. gate_step: up to which step the run could go when it
+    began."""
 
     action: FaultAction
     began_at: float
@@ -448,9 +449,9 @@ class Experiment:
     def _wait_until(
         self, condition: Callable[[], bool], what: str, timeout_s: float = RECOVERY_TIMEOUT_S
     ) -> None:
-        """Wait until `due`. Raises StuckError if the run makes no step for so many seconds, or
-        continues for `ENDLESS` times as many without reaching it. A fault in force meanwhile may
-        hide its steps."""
+        """Wait until `condition`. Raises RunStuckError if the run makes no step for so many
+        seconds, or continues for `ENDLESS` times as many without reaching it. A fault in force
+        meanwhile may hide its steps."""
         timeout_s += max((bad.action.seconds for bad in self._pending_repairs), default=0.0)
         begun = since = time.monotonic()
         at = (self.view.generation, self.view.step)

@@ -11,8 +11,8 @@ from holdfast.errors import UserError
 
 @dataclass(frozen=True)
 class ChaosLayout:
-    """layout: settings below `layout.`. nodes, places: how the ranks are spread. exact: only data
-    replicas change when nodes go or come, so the curve stays bit-equal."""
+    """layout: settings below `layout.`. nodes, ranks_per_node: how the ranks are spread. is_exact:
+    only data replicas change when nodes go or come, so the curve stays bit-equal."""
 
     name: str
     layout: tuple[str, ...]

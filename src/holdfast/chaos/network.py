@@ -194,7 +194,7 @@ class Network:
         self._set_neighbours(one, other, "delete")
 
     def set_delay(self, name: str, delay_ms: float) -> None:
-        """Every packet of that node comes `ms` later, in each direction; 0: no longer."""
+        """Every packet of that node comes `delay_ms` later, in each direction; 0: no longer."""
         node = self._node(name)
         self._apply_delay_and_loss(node, delay_ms, node.loss_percent)
 

@@ -21,7 +21,7 @@ from holdfast.wire.store.run_store import RunStore
 @dataclass
 class JournalView:
     """Kept up to date by `look`. generation: the newest that was started; nodes: who takes part in
-    it; world: its ranks. reached: by generation, the newest step that was done in it."""
+    it; world: its ranks. reached_steps: by generation, the newest step that was done in it."""
 
     generation: int = 0
     nodes: tuple[str, ...] = ()

@@ -22,9 +22,9 @@ MAX_STEP = 10**9
 
 @dataclass(frozen=True)
 class Draw:
-    """points: of each part of the fault. pick: chooses rank and node among those present. target:
-    the node, if a user named one. step: at which it is due; 0: `gap` steps later. patient: it waits
-    until all nodes are back. where: file and line that ask for it."""
+    """points: of each part of the fault. pick_number: chooses rank and node among those present.
+    target: the node, if a user named one. step: at which it is due; 0: `gap` steps later.
+    waits_for_nodes: it waits until all nodes are back. where: file and line that ask for it."""
 
     fault: Fault
     points: tuple[str, ...]
@@ -37,8 +37,8 @@ class Draw:
 
 
 def draw_faults(seed: str, fault_names: Sequence[str]) -> Iterator[Draw]:
-    """Without end. names: of which faults, evenly; where none is named, of all by their weights.
-    The same seed gives the same draws."""
+    """Without end. fault_names: of which faults, evenly; where none is named, of all by their
+    weights. The same seed gives the same draws."""
     chance = random.Random(f"chaos {seed}")
     faults = [FAULTS[name] for name in fault_names] or list(FAULTS.values())
     weights = [1 if fault_names else fault.weight for fault in faults]
@@ -62,7 +62,7 @@ def check_faults_possible(
     faults: Sequence[Fault], draws: Sequence[Draw], shape: ChaosLayout, why_no_network: str | None
 ) -> None:
     """Raises UserError if none of the requested faults can happen in a layout, or if one names an
-    unknown node. draws: of a trace, or none. network: see `unfit`."""
+    unknown node. draws: of a trace, or none. why_no_network: see `unfit`."""
     for draw in draws:
         if draw.target and draw.target not in node_names(shape):
             raise UserError(
@@ -82,7 +82,7 @@ def check_faults_possible(
 
 
 def why_unfit(fault: Fault, shape: ChaosLayout, why_no_network: str | None) -> str | None:
-    """Why a fault makes no sense for a layout; None: it does. network: why there is none."""
+    """Why a fault makes no sense for a layout; None: it does. why_no_network: why there is none."""
     if fault.needs == "pp" and not shape.is_pipelined:
         return "the layout has no pipeline"
     if fault.needs == "network" and why_no_network is not None:

@@ -74,8 +74,8 @@ def watch_until_gone(
     quiet_s: float = TRAINER_CHECK_AFTER_S,
     now: Callable[[], float] = time.monotonic,
 ) -> Iterator[list[Record]]:
-    """Yield the batches, until no record came for `patience` seconds and `gone` says that the
-    writer has ended."""
+    """Yield the batches, until no record came for `quiet_s` seconds and `is_trainer_gone` says that
+    the writer has ended."""
     heard = now()
     leaving = False
     for batch in batches:

@@ -6,8 +6,8 @@ Three things are shown for every step up to the last committed one:
 2. the hash in each entry is the one that (dataset version, seed, N) gives. The worker takes it of
    the tokens that it really hands to the model. A microbatch that was dropped, fed twice or
    exchanged has other tokens than its place requires. An entry that a lost worker never
-   delivered is reconstructed from the data (`core.data.data_ledger.Entry.stands_in`). For such
-   entries the proof shows that the state was taken to hold them, and gives their number;
+   delivered is reconstructed from the data (`core.data.data_ledger.LedgerEntry.is_stand_in`). For
+   such entries the proof shows that the state was taken to hold them, and gives their number;
 3. the samples that those positions lead to, counted one by one, occur once in each epoch.
 
 A skipped microbatch is shown with its reason, and nothing of it may have been fed.

@@ -64,7 +64,7 @@ class TaskPool:
                 pass
 
     def run(self, tasks: Sequence[Task], on_done: Callable[[Task], None]) -> None:
-        """Do every task, `done` called after each (one at a time).
+        """Do every task, `on_done` called after each (one at a time).
 
         Raises the first error of any task; tasks already begun elsewhere are finished first, the
         rest is left.

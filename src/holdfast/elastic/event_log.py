@@ -3,7 +3,7 @@
 Workers send their events here. The agent numbers and stamps them with its own clock, so all times
 of a generation come from one clock. Each observer (the live view, metrics) receives every record.
 An observer that fails is dropped, because it must not disturb training. If a step is reported a
-second time, it is neither stored nor shown (`core.data.lineage.Once`).
+second time, it is neither stored nor shown (`core.data.lineage.DuplicateFilter`).
 """
 
 from __future__ import annotations

@@ -28,9 +28,10 @@ class MoverRestarter:
         on_restarted: Callable[[], None] = lambda: None,
         delays_s: tuple[float, float] = (PAUSE_SECONDS, MOST_SECONDS),
     ) -> None:
-        """revive: starts a mover and tells it of the running generation (`MoverLink.revive`).
-        alive: returns True if a mover is alive. back: called when one is alive again.
-        pauses: the first and the longest pause between attempts, in seconds."""
+        """restart: starts a mover and tells it of the running generation
+        (`MoverSupervisor.restart`). is_alive: returns True if a mover is alive. on_restarted:
+        called when one is alive again. delays_s: the first and the longest pause between attempts,
+        in seconds."""
         self._restart, self._is_alive, self._say, self._on_restarted = (
             restart,
             is_alive,

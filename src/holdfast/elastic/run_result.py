@@ -48,8 +48,9 @@ def single_node_run_error(holder: Mapping[str, Any], where: str) -> RunFolderErr
 
 @dataclass(frozen=True)
 class RunResult:
-    """Result of a run. event: None if another trainer owns the journal. said: the line for the
-    user, "" for none. code: the exit code. error: raised instead of an exit with `code`."""
+    """Result of a run. event: None if another trainer owns the journal. message: the line for the
+    user, "" for none. exit_code: the exit code. error: raised instead of an exit with
+    `exit_code`."""
 
     event: Event | None
     message: str
@@ -71,8 +72,9 @@ def run_result(
 ) -> RunResult:
     """Return the result of a run.
 
-    verdict: why the run is over, "" if the workers ended normally. ends: their results, node by
-    node. why: the reason to stop. committed: the newest committed step."""
+    end_message: why the run is over, "" if the workers ended normally. node_outcomes: their
+    results, node by node. stop_reason: the reason to stop. committed_step: the newest committed
+    step."""
     if end_message:
         return _aborted_result(end_message, end_reason, committed_step)
     if not node_outcomes:
@@ -126,7 +128,7 @@ class ResultReporter:
     """Reports the result once: to the user, and to the journal if that is this agent's duty."""
 
     def __init__(self, event_log: EventLog, say: Say, resume_command: str) -> None:
-        """resume: the command that resumes the run."""
+        """resume_command: the command that resumes the run."""
         self._event_log, self._say, self._resume_command = event_log, say, resume_command
         self._written_event: Event | None = None
 

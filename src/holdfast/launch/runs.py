@@ -23,7 +23,7 @@ from holdfast.wire.term import TERM_PATH, newest_term, probe_holder
 
 RESOLVED_FILE = "resolved.json"
 LOCAL_ANSWER_TIMEOUT_S = 10.0
-"""Seconds to wait for a trainer (`wire.term.asks`): a slow one is not lost."""
+"""Seconds to wait for a trainer (`wire.term.holder_probe`): a slow one is not lost."""
 _ONLY_HERE = ("127.", "localhost:", "[::1]:")
 REMOTE_ANSWER_TIMEOUT_S = 3.0
 """Seconds to wait for a trainer on another machine: its address may mean nothing here."""

@@ -181,8 +181,8 @@ class Decoder(nn.Module):
     """Tokens to logits. Build it under `torch.device("meta")`, give it memory with `to_empty`,
     fill it with `init.initialise` or from a checkpoint: nothing here draws random numbers.
 
-    It runs in parts, `embed`, `sight`, `blocks`, `norm` and `unembed`. So a pipeline stage
-    (see `stage.py`) can run the parts that it has; the rest are None there, or dropped.
+    It runs in parts, `embed`, `attention_context`, `blocks`, `norm` and `unembed`. So a pipeline
+    stage (see `stage.py`) can run the parts that it has; the rest are None there, or dropped.
     """
 
     def __init__(self, model: ModelConfig):
@@ -202,7 +202,8 @@ class Decoder(nn.Module):
         caches: Sequence[LayerCache] | None = None,
         mask: Tensor | None = None,
     ) -> Tensor:
-        """tokens: [B, S] -> logits: [B, S, V]. See `hidden` and `sight` for the rest."""
+        """tokens: [B, S] -> logits: [B, S, V]. See `hidden` and `attention_context` for the
+        rest."""
         return self.unembed(self.hidden(tokens, documents, positions, caches, mask))
 
     def hidden(

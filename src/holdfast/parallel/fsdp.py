@@ -79,9 +79,9 @@ def apply_fsdp(
 class FsdpUnit:
     """The unit that FSDP2 reduces: a flat output of `size` elements.
 
-    places: (index of the parameter, its first element) in the output's order. run: (cell, first
-    element) if all of it lies in one cell's buffer just as FSDP2 packs it. None: it is copied box
-    by box, because it is padded, or unaligned, or another replica is cut differently.
+    placements: (index of the parameter, its first element) in the output's order. cell_run: (cell,
+    first element) if all of it lies in one cell's buffer just as FSDP2 packs it. None: it is copied
+    box by box, because it is padded, or unaligned, or another replica is cut differently.
     """
 
     size: int
@@ -94,7 +94,7 @@ class ShardedGradients(GradientFeeder):
 
     named: the parameters by name in forward order: what FSDP2 made of them, or plain ones of no
         elements. boxes: what this rank holds of each. traffic: counts FSDP2's own collectives.
-    See `Feeder` for the rest.
+    See `GradientFeeder` for the rest.
     """
 
     def __init__(
@@ -246,7 +246,7 @@ class CountedGather:
 class OrderedReduceScatter:
     """FSDP2's reduce-scatter of one unit (`fully_shard`'s custom communication interface).
 
-    output_size: elements of the result. slot: where the result may be written, or None.
+    output_size: elements of the result. output_slot: where the result may be written, or None.
     """
 
     def __init__(

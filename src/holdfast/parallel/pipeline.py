@@ -106,10 +106,11 @@ class Message:
 class PlannedAction:
     """One action of this rank, with what it takes and gives.
 
-    taken, given: the value that enters or leaves by a message, None where none does.
-    here, stays: the value that a stage of this same rank has given, or will take.
-    proves: own sends that have arrived once `taken` is here.
-    receipt: the peer that gets a receipt, once `taken` is here, that all it sent has been used.
+    incoming, outgoing: the value that enters or leaves by a message, None where none does.
+    local_input, local_output: the value that a stage of this same rank has given, or will take.
+    proven_values: own sends that have arrived once `incoming` is here.
+    receipt_to: the peer that gets a receipt, once `incoming` is here, that all it sent has been
+    used.
     """
 
     action: Action
@@ -123,7 +124,8 @@ class PlannedAction:
 
 @dataclass(frozen=True)
 class PipelinePlan:
-    """A schedule as one rank sees it. debtors: peers that owe a receipt at the end of the run."""
+    """A schedule as one rank sees it. receipt_senders: peers that owe a receipt at the end of the
+    run."""
 
     schedule: Schedule
     steps: tuple[PlannedAction, ...]
@@ -137,7 +139,7 @@ class PipelinePlan:
 
 
 class PipelineInterpreter:
-    """Runs schedules over `line`: the bare peers of one pipeline, numbered by index on `pp`.
+    """Runs schedules over `peers`: the bare peers of one pipeline, numbered by index on `pp`.
 
     A run that fails closes every connection of the line, so that its peers stop too. The line and
     this interpreter are then of no more use, and nothing of them can reach a line built later.
@@ -163,7 +165,7 @@ class PipelineInterpreter:
     def run(self, schedule: Schedule, work: StageWork) -> None:
         """Execute this rank's row of `schedule`; every rank of the line runs the same table.
 
-        On return all actions have run; what they sent may still be on its way (`settle`).
+        On return all actions have run; what they sent may still be on its way (`wait_until_sent`).
         Raises PeerLostError when a peer is lost, and whatever the work raises. Raises
         LayoutError, before anything starts, for a table that cannot be executed here.
         """

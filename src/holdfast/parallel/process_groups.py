@@ -1,7 +1,7 @@
 """Connections between the ranks of a generation.
 
-Two kinds of groups. Bare ones (`transport.Peers`) carry what must survive the loss of other ranks,
-or must not wait in a collective's order. Those *between* replicas are made again in each
+Two kinds of groups. Bare ones (`transport.PeerGroup`) carry what must survive the loss of other
+ranks, or must not wait in a collective's order. Those *between* replicas are made again in each
 generation: `control` joins all ranks, and each reduction cell (`core/sharding/reduction_cells.py`)
 the ranks that sum a gradient together. Torch's own registry may know the groups *inside* a replica
 (`replica_groups.py`). The loss of another replica does not touch them, so a generation can keep
@@ -38,7 +38,7 @@ class ProcessGroups:
     """Everything that one rank communicates through in one generation.
 
     control: all ranks, numbered by `positions`: replica by replica, in mesh order inside each.
-    inside: what joins the ranks of my replica.
+    replica_groups: what joins the ranks of my replica.
     recorder: notes when what happens, if the run file asks for it.
     """
 
@@ -163,7 +163,7 @@ class ProcessGroups:
         self.replica_groups.abort()
 
     def close_between_replicas(self) -> None:
-        """Leave the groups between replicas; another `Groups` owns the inside now."""
+        """Leave the groups between replicas; another `ProcessGroups` owns the inside now."""
         for peers in self._groups_between_replicas():
             peers.close()
         self._groups_by_ranks.clear()
@@ -222,9 +222,9 @@ def complete(
     recorder: SpanRecorder | None,
     replica_groups: ReplicaGroups | None = None,
 ) -> ProcessGroups:
-    """Make all groups of a rank that has met the other ranks in `control`. inside: kept from an
-    older generation: its replica has the same ranks in the same places. Collective over each
-    replica.
+    """Make all groups of a rank that has met the other ranks in `control`. replica_groups: kept
+    from an older generation: its replica has the same ranks in the same places. Collective over
+    each replica.
 
     Raises PeerLostError when one of its ranks does not come.
     """

@@ -35,10 +35,10 @@ from holdfast.parallel.torch_compat import (
 class ReplicaGroups:
     """The groups inside one replica, as one of its ranks sees them.
 
-    line: the stages of my pipeline, numbered by stage; None without a pipeline. mesh: the cut axes
-    of the replica, registered with torch; None where it is one rank. meeting: all its ranks,
-    numbered by mesh rank; None until there is more than one replica. broken: a rank has given it
-    up, so no rank may communicate in it any more. store: kept for as long as torch may use it.
+    pipeline: the stages of my pipeline, numbered by stage; None without a pipeline. mesh: the cut
+    axes of the replica, registered with torch; None where it is one rank. lockstep: all its ranks,
+    numbered by mesh rank; None until there is more than one replica. is_aborted: a rank has given
+    it up, so no rank may communicate in it any more. store: kept for as long as torch may use it.
     """
 
     generation: int
@@ -77,7 +77,8 @@ class ReplicaGroups:
             forget_meshes()
 
     def bare_groups(self) -> list[PeerGroup]:
-        """Return the bare groups. If a replica is one pipeline, its `line` is its `meeting` too."""
+        """Return the bare groups. If a replica is one pipeline, its `pipeline` is its `lockstep`
+        too."""
         known = [peers for peers in (self.pipeline, self.lockstep) if peers is not None]
         return list({id(peers): peers for peers in known}.values())
 
@@ -118,7 +119,7 @@ def join_replica_groups(
     *,
     is_only_replica: bool,
 ) -> ReplicaGroups:
-    """Make the groups of a replica; collective over it. alone: it is the only one.
+    """Make the groups of a replica; collective over it. is_only_replica: it is the only one.
 
     Raises PeerLostError when one of its ranks does not come.
     """

@@ -28,7 +28,7 @@ class ReplicatedGradients(GradientFeeder):
 
     named: the tensors that the module computes with (bf16 in mixed precision), in forward order;
         one of no elements is legal. boxes: what each is of its global tensor.
-    See `Feeder` for the rest. ZeRO-1 needs of the sum its part of the rows only: `wanted`.
+    See `GradientFeeder` for the rest. ZeRO-1 needs of the sum its part of the rows only: `wanted`.
     """
 
     def __init__(
@@ -67,8 +67,8 @@ class ReplicatedGradients(GradientFeeder):
             )
 
     def begin(self, leaves: int, shares: Shares, computed: Computed = ()) -> None:
-        """Start a step, see `Feeder.begin`. One that was given up between two sibling leaves left
-        the first in `.grad`, where it would be added to this step's."""
+        """Start a step, see `GradientFeeder.begin`. One that was given up between two sibling
+        leaves left the first in `.grad`, where it would be added to this step's."""
         self._is_listening = False
         for parameter in self._parameters:
             parameter.grad = None

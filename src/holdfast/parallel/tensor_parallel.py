@@ -44,8 +44,8 @@ from holdfast.parallel.vocab_parallel import VocabularyEmbedding, VocabularyPart
 class TensorParallel:
     """The way into and out of the tensor parallel regions of one decoder.
 
-    `begin` says which microbatch's forward follows. A backward needs no such word, so several
-    microbatches may be in flight.
+    `begin_forward` says which microbatch's forward follows. A backward needs no such word, so
+    several microbatches may be in flight.
     """
 
     def __init__(self, collectives: Collectives, sequence_parallel: bool, part: VocabularyPart):
@@ -85,7 +85,7 @@ class TensorParallel:
 
 class DecoderObjective(Protocol):
     """A module that computes a loss with a decoder: it calls `begin` before each forward, and
-    enters before the head (`train.objective.NextToken`)."""
+    enters before the head (`train.objective.NextTokenObjective`)."""
 
     decoder: Decoder
     tensor: TensorParallel | None

@@ -1,6 +1,6 @@
 """Spans of time of a rank's work, their summary for a pipeline, and a trace to look at.
 
-A `Recorder` belongs to one rank and may be written by several of its threads. Times come from
+A `SpanRecorder` belongs to one rank and may be written by several of its threads. Times come from
 `time.monotonic`, which all processes of one machine share. So spans of ranks on one machine can be
 compared. Across machines only lengths mean anything. A span costs about a microsecond, and its name
 is what the schedule prints for the action (`1F0`).
@@ -70,7 +70,7 @@ class SpanRecorder:
 class PipelineMeasurement:
     """A run as it was executed, over all ranks of one pipeline.
 
-    makespan: seconds from the first action's begin to the last one's end, over all ranks.
+    makespan_s: seconds from the first action's begin to the last one's end, over all ranks.
     bubble: per rank, the share of the makespan in which it computed nothing.
     """
 

@@ -62,7 +62,8 @@ class OwnedRows:
         rank's part of each in global coordinates, cut along dim 0 by torch.chunk's rule; may be
         empty.
     `whole`: the boxes of `named`. group: the ranks of the dp_shard axis, in its order.
-    state: dtype of what is trained. If the model computes in another, `held` are copies of
+    state: dtype of what is trained. If the model computes in another, `master_tensors` are copies
+    of
         their own (the fp32 masters); otherwise views of the rows in place.
     Raises ValueError if a box is not the part that this rank's place in the group has.
     """
@@ -106,7 +107,8 @@ class OwnedRows:
 
     @torch.no_grad()
     def gather(self) -> None:
-        """Bring every rank's rows to all ranks; call after each change of `held`. Collective.
+        """Bring every rank's rows to all ranks; call after each change of `master_tensors`.
+        Collective.
 
         Raises PeerLostError when a rank of the group is lost: its rows are missing then.
         """

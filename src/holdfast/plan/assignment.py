@@ -17,8 +17,8 @@ from holdfast.plan.replica_shapes import AllowedShapes, ReplicaShape, StateOverl
 class PresentReplicas:
     """The present replicas: which are complete, and which workers are left of the rest.
 
-    `whole`, smaller: complete replicas, of the run file's kinds and of other kinds. broken: the
-    rest, with the ranks that are alive in mesh order.
+    `whole_replicas`, smaller: complete replicas, of the run file's kinds and of other kinds.
+    broken_replicas: the rest, with the ranks that are alive in mesh order.
     """
 
     def __init__(
@@ -73,8 +73,8 @@ class PresentReplicas:
 
 @dataclass
 class PlacedReplica:
-    """A replica of the new topology. seats: in mesh order. order: those that were there come
-    first, by their numbers. stays: nothing of it has changed."""
+    """A replica of the new topology. slots: in mesh order. sort_key: those that were there come
+    first, by their numbers. is_unchanged: nothing of it has changed."""
 
     shape: ReplicaShape
     slots: list[WorkerSlot]

@@ -25,7 +25,8 @@ class NodePlaces:
 
 @dataclass(frozen=True)
 class PresentPlacement:
-    """The present placement. lost: ranks whose process has exited, with the state that it held."""
+    """The present placement. lost_ranks: ranks whose process has exited, with the state that it
+    held."""
 
     topology: Topology
     lost_ranks: frozenset[int] = frozenset()
@@ -34,8 +35,8 @@ class PresentPlacement:
 @dataclass(frozen=True)
 class LayoutPlan:
     """came_from[rank]: which rank of the present topology the process of a new rank was; None for
-    one that holds nothing. untouched: replicas without any change. moved: bytes of state that have
-    to travel, about. idle: places without a worker; why says the reason."""
+    one that holds nothing. untouched_replicas: replicas without any change. moved_bytes: bytes of
+    state that have to travel, about. idle_places: places without a worker; why says the reason."""
 
     topology: Topology
     came_from: tuple[int | None, ...]

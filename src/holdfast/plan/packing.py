@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 
 class WorkerSlot(NamedTuple):
-    """A worker's place. was: its rank in the present topology; None for a newcomer."""
+    """A worker's place. old_rank: its rank in the present topology; None for a newcomer."""
 
     node: int
     old_rank: int | None
@@ -22,7 +22,7 @@ class WorkerSlot(NamedTuple):
 class PlacePool:
     """Free places by node, and the workers without a place that are on each.
 
-    held: ranks that are alive. They count among the free places of their node.
+    workers_by_node: ranks that are alive. They count among the free places of their node.
     """
 
     def __init__(self, free: Sequence[int], speeds: Sequence[float], held: Mapping[int, list[int]]):

@@ -20,8 +20,9 @@ _MAX_REPLICAS_DROPPED = 8  # smaller numbers to try if workers would be idle
 
 @dataclass(frozen=True)
 class ReplicaCounts:
-    """The chosen replicas. `whole`: how many of each of the run file's kinds. kept: indices, in the
-    given list, of the smaller replicas that stay. new: shapes of smaller ones to be made."""
+    """The chosen replicas. `full_replicas`: how many of each of the run file's kinds.
+    kept_replicas: indices, in the given list, of the smaller replicas that stay. new_shapes: shapes
+    of smaller ones to be made."""
 
     full_replicas: Counter[ReplicaShape]
     kept_replicas: tuple[int, ...] = ()
@@ -45,8 +46,8 @@ def choose_replicas(
     present: Counter[ReplicaShape],
     smaller: Sequence[ReplicaShape],
 ) -> ReplicaCounts:
-    """Return the best filling. there: complete replicas of the run file's kinds. smaller: existing
-    smaller replicas that could stay."""
+    """Return the best filling. present: complete replicas of the run file's kinds. smaller:
+    existing smaller replicas that could stay."""
     layout = shapes.config.layout
     if layout.replicas:
         whole = _choose_unlike(shapes, workers, microbatches, present)

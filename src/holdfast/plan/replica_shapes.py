@@ -24,7 +24,7 @@ from holdfast.plan.memory_use import known_parameters, memory_of
 
 @dataclass(frozen=True)
 class ReplicaShape:
-    """A replica before it has ranks. least: microbatches that it needs in every step."""
+    """A replica before it has ranks. min_microbatches: microbatches that it needs in every step."""
 
     mesh_shape: MeshShape
     stages: Stages
@@ -49,7 +49,7 @@ class AllowedShapes:
     """Of one run file. memory: bytes that parameters, gradients and moments may take on one
     worker (`plan.memory_use`); None for no bound.
 
-    wanted: the run file's replicas, one of each kind in its order. Raises LayoutError when none
+    configured: the run file's replicas, one of each kind in its order. Raises LayoutError when none
     of them can be held.
     """
 
@@ -199,8 +199,8 @@ class StateOverlap:
         new_stages: Stages,
         new_rank: int,
     ) -> int:
-        """Bytes of what mesh rank `at` of an old replica holds that mesh rank `to` of a new one
-        is to hold."""
+        """Bytes of what mesh rank `old_rank` of an old replica holds that mesh rank `new_rank` of a
+        new one is to hold."""
         key = (old, old_stages, old_rank, new, new_stages, new_rank)
         if key not in self._known:
             a, b = coordinates_of(old_rank, old), coordinates_of(new_rank, new)

@@ -73,7 +73,7 @@ def place_copies(
 ) -> Placement:
     """Return the holders of each owner's snapshots. `sizes`: owner -> bytes of one copy.
 
-    Owners are machines themselves. `before` is the plan in force; names that are no longer there
+    Owners are machines themselves. `previous` is the plan in force; names that are no longer there
     are skipped. Raises ValueError for an owner or a stable machine that is not among `machines`.
     """
     known = {machine.name: machine for machine in machines}

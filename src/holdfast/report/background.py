@@ -14,7 +14,7 @@ _CLOSE_TIMEOUT_S = 2.0
 
 class BackgroundQueue(Generic[Item]):
     """Calls `work` with what is `put`, in order. A slow terminal or disk holds up only this
-    thread. If more than `most` items wait, the oldest are dropped.
+    thread. If more than `max_items` items wait, the oldest are dropped.
 
     The thread ends for good when `work` cannot continue: its file is closed, its reader left, the
     disk is full. A failed view is no reason to stop training.

@@ -272,7 +272,7 @@ def _events(progress: RunProgress, width: int, most: int) -> list[Text]:
 
 
 def watch_run(batches: Iterable[list[Record]], view: LiveView) -> None:
-    """Show a run that another process trains: `watch(journal.follow(store), view)`.
+    """Show a run that another process trains: `watch(journal.follow_journal(store), view)`.
 
     Returns when the run has ended and everything that is written of it was shown.
     """

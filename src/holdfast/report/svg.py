@@ -99,8 +99,8 @@ def path(points: Iterable[tuple[float, float]], **attributes: Any) -> str:
 
 
 def thin_points(points: Sequence[T], max_points: int, value: Callable[[T], float]) -> list[T]:
-    """At most about `most` of the points, the lowest and the highest of each bin kept, so that a
-    spike is never thinned away."""
+    """At most about `max_points` of the points, the lowest and the highest of each bin kept, so
+    that a spike is never thinned away."""
     if len(points) <= max_points:
         return list(points)
     bins = max(1, max_points // 2)

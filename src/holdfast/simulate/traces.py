@@ -79,7 +79,8 @@ class Trace:
 
 def load_trace(text: str, source: str, *, seed: int = 0) -> Trace:
     """A trace of whichever kind the text is. Raises DataError for a kind that is not known here,
-    and for a row that cannot be. source: the file's name, for messages. seed: see `from_counts`."""
+    and for a row that cannot be. source: the file's name, for messages. seed: see
+    `trace_from_counts`."""
     for sniff, loader in _KINDS:
         if sniff(text):
             return loader(text, source, seed)

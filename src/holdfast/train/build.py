@@ -39,7 +39,7 @@ from holdfast.train.state import Parameters
 @dataclass
 class TrainingSession:
     """One rank of one generation, ready for its state: call `engine.initialise(config.seed)` or
-    `engine.load(read)`, then `loader(start_step)`, then `runner.run`."""
+    `engine.load(read)`, then `loader(start_step)`, then `runner.run_training`."""
 
     config: RunConfig
     engine: StepEngine
@@ -256,8 +256,8 @@ def _sharded(
 ) -> BuiltParameters:
     """A shard of that by FSDP2 (ZeRO-2 or 3), which makes the bf16 copies itself."""
     # Imported only if needed: FSDP2 brings DTensor and sympy, a second of a process's start.
-    # (`elastic.protocol.worker_spec.preloads` has the template import it where the run file
-    # shards).
+    # (`elastic.protocol.worker_spec.modules_to_preload` has the template import it where the run
+    # file shards).
     from holdfast.parallel.fsdp import ShardedGradients, apply_fsdp
 
     compute = precision.compute if precision.mixed else None
@@ -289,7 +289,7 @@ def _gradient_feed(
     make: Callable[[Cells, bool], GradientFeeder],
     by_unit: Callable[[ProcessGroups], bool],
 ) -> GradientFeed:
-    """See `engine.Feed`. by_unit: whether buckets are blocks in a generation."""
+    """See `engine.GradientFeed`. by_unit: whether buckets are blocks in a generation."""
 
     def feed(groups: ProcessGroups, old: GradientReducer | None) -> GradientReducer:
         cells, units = _cells_and_teams(config, groups), by_unit(groups)

@@ -112,10 +112,10 @@ REMEMBERED_STEPS = 32
 class StepProgress:
     """State of a stopped process, from which the next generation decides how to continue.
 
-    applied: its state is that after this step; None: as it was loaded. `whole`: the step after
-    it, if its complete reduced gradient is here. heard: every vote for that step has arrived.
-    torn: an update was interrupted, so that there is no state any more.
-    intact: the groups inside the replica can still be used.
+    applied_step: its state is that after this step; None: as it was loaded. `reduced_step`: the
+    step after it, if its complete reduced gradient is here. has_all_votes: every vote for that step
+    has arrived. is_torn: an update was interrupted, so that there is no state any more.
+    is_replica_intact: the groups inside the replica can still be used.
     """
 
     applied_step: int | None
@@ -131,16 +131,16 @@ class StepEngine:
     objective: module from (inputs, targets, documents) to a scalar loss sum, or a stage of it.
     executor: runs its passes. dealer: who computes which microbatch; every rank must be given
     the same. feed: makes what sums gradients, for these groups and for later ones.
-    applied: the newest step whose update was made by this engine; None before the first.
-    torn: an update has begun and has not ended. since: the first step among the present replicas.
-    verdict, account: of the newest step that has come so far; that of `verdict_step`.
-    cast: called when this rank's vote is on its way.
-    judge: is shown the account of a step before this rank votes; whether it has jumped, on the one
-    rank that knows. jump: what it found of the newest step.
-    voted: the last few steps that this process has applied, each with its verdict; a rebuilt
-    session keeps them. untold: a step that was applied and that no rank has reported yet.
-    validated: the newest step up to which this rank knows that every validation was computed;
-    None until it trains. validation: the newest one that it has computed itself.
+    applied_step: the newest step whose update was made by this engine; None before the first.
+    is_torn: an update has begun and has not ended. first_step: the first step among the present
+    replicas. verdict, account: of the newest step that has come so far; that of `verdict_step`.
+    on_vote_sent: called when this rank's vote is on its way.
+    judge_loss: is shown the account of a step before this rank votes; whether it has jumped, on the
+    one rank that knows. loss_jump: what it found of the newest step.
+    applied_verdicts: the last few steps that this process has applied, each with its verdict; a
+    rebuilt session keeps them. unreported_step: a step that was applied and that no rank has
+    reported yet. validated_step: the newest step up to which this rank knows that every validation
+    was computed; None until it trains. last_validation: the newest one that it has computed itself.
     """
 
     def __init__(
@@ -327,7 +327,7 @@ class StepEngine:
         return rate
 
     def _vote(self, wishes: Wishes) -> StepVerdict:
-        """Raises PeerLostError; `stage` says how far it came."""
+        """Raises PeerLostError; `step_stage` says how far it came."""
         self._gradients.finish()
         if self._accounts is None:
             raise RuntimeError("compute() comes before reduce()")
@@ -399,12 +399,12 @@ class StepEngine:
 
     def keep_computed(self) -> None:
         """Let them be part of the step that is begun next; call before `regroup`, after which
-        nothing is `computed`."""
+        nothing is `computed_leaves`."""
         self._gradients.keep(self._shares[self.groups.coordinate.replica])
 
     def resume(self, step: int, shares: Shares, computed: Computed) -> None:
         """Let `step` continue when it begins. It is dealt as in `shares`; the replicas have
-        `computed` some of it, and those of this one have kept their part."""
+        `computed_leaves` some of it, and those of this one have kept their part."""
         self._resumed_step = ResumedStep(step, shares, computed)
 
     def deal_elsewhere(self, step: int, avoid: Mapping[int, Collection[int]]) -> None:
@@ -424,7 +424,7 @@ class StepEngine:
 
     def interrupt(self, inside_replica: bool) -> None:
         """End the step that another thread is in: wake all waits between replicas, and with
-        `inside` also those inside this one. If this rank computes alone, it stops after its
+        `inside_replica` also those inside this one. If this rank computes alone, it stops after its
         present microbatch. PeerLostError is raised there. Later steps end at once."""
         self._is_stopping = True
         self._gradients.fail(_interrupted_error(self._step))

@@ -38,7 +38,7 @@ class HostMicrobatch(Protocol):
 
 
 class ValidationSamples(Protocol):
-    """`data.batch.Validation` is one."""
+    """`data.batch.ValidationSet` is one."""
 
     @property
     def microbatches(self) -> Sequence[HostMicrobatch]: ...
@@ -87,7 +87,7 @@ class Evaluator:
         self._groups = groups
 
     def run(self, on_progress: Callable[[], None] = lambda: None) -> Evaluation | None:
-        """None when there is no validation text. `alive` is called before each microbatch.
+        """None when there is no validation text. `on_progress` is called before each microbatch.
 
         Raises PeerLostError.
         """

@@ -2,7 +2,7 @@
 
 A rank that applies a step in a recovery has not reported it. Rank 0 may be lost before it reports
 the last few steps and the newest validation. Another rank that computed them reports them once
-more, and readers count each once (`core.data.lineage.Once`).
+more, and readers count each once (`core.data.lineage.DuplicateFilter`).
 
 A lost rank may not have entered into the ledger what it fed. Its entries are made again from the
 data, and marked, so that an audit does not count them twice if its own came after all.
@@ -29,8 +29,8 @@ COVERED_STEPS = 3  # steps back from the newest whose ledger a lost rank may not
 
 @dataclass(frozen=True)
 class FinishedGeneration:
-    """What a survivor remembers of the generation that is over. since: its first step, 0 where none
-    was begun."""
+    """What a survivor remembers of the generation that is over. first_step: its first step, 0 where
+    none was begun."""
 
     topology: Topology
     rank: int
@@ -85,7 +85,8 @@ def _first_reporter(survivors: Sequence[int], agreement: Agreement) -> int:
 
 
 def _step_events(engine: StepEngine, agreement: Agreement, max_steps: int) -> list[Event]:
-    """Return the last `most` steps that this rank knows of. Some may have been reported before."""
+    """Return the last `max_steps` steps that this rank knows of. Some may have been reported
+    before."""
     step = agreement.resolution.step
     voted = dict(engine.applied_verdicts)
     if agreement.verdict is not None:

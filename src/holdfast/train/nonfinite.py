@@ -43,9 +43,9 @@ SUM_OF_GRADIENTS = "the sum of all gradients"
 
 @dataclass(frozen=True)
 class NonFiniteFinding:
-    """The same on every rank. bad: microbatches that were not finite when they were computed once
-    more; rank and parameter: the first finding among them. unsound: ranks whose part of the sum
-    was not finite in the first place."""
+    """The same on every rank. non_finite_leaves: microbatches that were not finite when they were
+    computed once more; rank and parameter: the first finding among them. non_finite_ranks: ranks
+    whose part of the sum was not finite in the first place."""
 
     rank: int
     parameter: str
@@ -62,8 +62,8 @@ def find_non_finite(
     leaves: int,
     is_share_finite: bool,
 ) -> NonFiniteFinding:
-    """What is found over all ranks; collective. leaves: microbatches of the step. sound: all that
-    this rank gave to the sum was finite.
+    """What is found over all ranks; collective. leaves: microbatches of the step. is_share_finite:
+    all that this rank gave to the sum was finite.
 
     If every part is finite and only the sum overflowed, the parameter is called `SUM`.
     Raises PeerLostError.

@@ -192,7 +192,7 @@ def _head_gradient(g: Tensor, hidden: Tensor, rows: int) -> Tensor:
 
 
 def loss_and_gradient(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """A `Slope` without side effects, for the compiler to make one or two passes of."""
+    """A `LossAndGradient` without side effects, for the compiler to make one or two passes of."""
     wide = logits.to(_wide_dtype(logits.dtype))
     carried, index = (targets != IGNORED_TARGET)[:, None], targets.clamp_min(0)[:, None]  # [c, 1]
     log_sum = wide.logsumexp(-1, keepdim=True)  # [c, 1]
@@ -203,7 +203,7 @@ def loss_and_gradient(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _loss_and_gradient_in_place(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """A `Slope` operation by operation, each into the memory of the one before."""
+    """A `LossAndGradient` operation by operation, each into the memory of the one before."""
     log_p = _log_softmax(logits)
     losses = target_losses(log_p, targets)
     index = targets.clamp_min(0)[:, None]

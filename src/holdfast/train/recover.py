@@ -61,8 +61,8 @@ class RecoveryResult:
 
     step: its state is that after this step. events: what the journal would otherwise miss of it.
     resolution: what was decided, by new rank; verdict: of `step`, if any rank still knew it.
-    computed: microbatches of the next step that need not be computed again, by all replicas.
-    kept_inside: the model and all that lies inside the replica were not touched.
+    computed_leaves: microbatches of the next step that need not be computed again, by all replicas.
+    kept_replica: the model and all that lies inside the replica were not touched.
     phases: seconds.
     """
 
@@ -92,10 +92,10 @@ def recover(
     """Continue as `rank` of `topology`, with all that `session` still holds.
 
     Collective over `topology`. Close the loader and end every capture first. came_from: see
-    `core.sharding.reshard_plan.transfers`, in ranks of `before`; that is the session's own topology
-    by default. A session of another generation than `before` counts as without state.
-    step: of the state, where this session's engine has not applied any step itself.
-    met: receives the group of all, once they have come together; aborting it ends all waits.
+    `core.sharding.reshard_plan.plan_reshard`, in ranks of `old_topology`; that is the session's own
+    topology by default. A session of another generation than `old_topology` counts as without
+    state. step: of the state, where this session's engine has not applied any step itself.
+    on_meeting: receives the group of all, once they have come together; aborting it ends all waits.
 
     Raises PeerLostError when a peer is lost meanwhile. Raises LayoutError when part of the state
     is lost or the layout cannot be run. The session is as good as before then, with one exception:

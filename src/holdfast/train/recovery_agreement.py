@@ -53,11 +53,11 @@ _SUMMED, _INTACT, _VERDICT, _COUNTED = 1, 2, 4, 8
 class RankStatement:
     """One process's statement about itself.
 
-    intact: what lies inside its replica can be used. verdict: of step `verdict_step`, the newest
-    that it knows. validated: the newest step up to which it knows that every validation was
-    computed. tokens, loss: of the step whose complete gradient it holds, if they are `counted`
-    and finite; squares: of what it answers for in that gradient. computed: the microbatches that
-    it has computed of a step of which it has not `summed` anything.
+    is_replica_intact: what lies inside its replica can be used. verdict: of step `verdict_step`,
+    the newest that it knows. validated_step: the newest step up to which it knows that every
+    validation was computed. tokens, loss: of the step whose complete gradient it holds, if they are
+    `has_counts` and finite; squared_norm: of what it answers for in that gradient. computed_leaves:
+    the microbatches that it has computed of a step of which it has not `summed` anything.
     """
 
     progress: RankProgress
@@ -104,10 +104,10 @@ class Agreement:
     """The conclusions that all processes reach alike.
 
     verdict: of the step that all are at, if any rank knows it. came_from: as given, without the
-    ranks that turned out to have no state. kept: the replicas of the new topology whose inside
-    stays. computed: what each of them has of the next step, which continues; empty if it restarts.
-    validated: the newest step up to which every validation was computed; validators: the new
-    ranks that know of it.
+    ranks that turned out to have no state. kept_replicas: the replicas of the new topology whose
+    inside stays. computed_leaves: what each of them has of the next step, which continues; empty if
+    it restarts. validated_step: the newest step up to which every validation was computed;
+    validators: the new ranks that know of it.
     """
 
     resolution: StepResolution
@@ -129,9 +129,10 @@ def agree(
 ) -> Agreement:
     """Exchange the statements of all ranks over `control`, and draw the conclusions.
 
-    most: microbatches that any step has. before: the topology that spreads the present state.
-    came_from: see `core.sharding.reshard_plan.transfers`. Raises PeerLostError. Raises
-    LayoutError, on every rank alike, if ranks were given different rebuilds or no rank has a state.
+    max_microbatches: microbatches that any step has. old_topology: the topology that spreads the
+    present state. came_from: see `core.sharding.reshard_plan.plan_reshard`. Raises PeerLostError.
+    Raises LayoutError, on every rank alike, if ranks were given different rebuilds or no rank has a
+    state.
     """
     order = [rank for replica in topology.replicas for rank in replica.ranks]
     plan = _rebuild_digest(topology, old_topology, came_from)

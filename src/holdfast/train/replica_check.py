@@ -55,7 +55,7 @@ class ReplicaMismatch:
 class ReplicaChecker:
     """What is compared in one topology: derived once, used at any step.
 
-    shared: by who holds them, the boxes that are held more than once, in the table's order.
+    shared_boxes: by who holds them, the boxes that are held more than once, in the table's order.
     """
 
     def __init__(self, topology: Topology, table: StateTable):
@@ -80,7 +80,7 @@ class ReplicaChecker:
         return [_hash(held, self.shared_boxes[holders]) for holders in self._holder_sets[rank]]
 
     def find_differing(self, words: Mapping[int, Sequence[int]]) -> dict[Holders, Holders]:
-        """Return the ranks that differ, by holders. words: of every rank."""
+        """Return the ranks that differ, by holders. hashes: of every rank."""
         said: dict[Holders, dict[int, int]] = {}
         for rank, own in words.items():
             for holders, word in zip(self._holder_sets[rank], own, strict=True):

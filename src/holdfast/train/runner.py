@@ -46,7 +46,7 @@ _NO_SLOT_REASON = "a rank has no free slot: every one is still being saved"
 
 @dataclass(frozen=True)
 class TrainingOutcome:
-    """How the loop ended after `step`. `unsaved`: why that state is not durable, or None.
+    """How the loop ended after `step`. `unsaved_reason`: why that state is not durable, or None.
 
     paused: nothing is saved for it; every rank holds the state, and another generation begins.
     """
@@ -94,10 +94,10 @@ def run_training(
 ) -> TrainingOutcome:
     """Train from the state after `start_step` to the last step, or until a wish to stop or pause.
 
-    loader: this rank's shares, beginning with step `start_step` + 1. known: number of failures of
-    the run so far, needed if a cadence is to be decided. durations: asked at each step on rank 0
-    for the seconds that each tier takes until it is done. retry: of a bad step that is repeated.
-    Raises PeerLostError when a rank is lost. Raises on every rank alike JumpError and
+    loader: this rank's shares, beginning with step `start_step` + 1. stats: number of failures of
+    the run so far, needed if a cadence is to be decided. tier_durations_s: asked at each step on
+    rank 0 for the seconds that each tier takes until it is done. retry: of a bad step that is
+    repeated. Raises PeerLostError when a rank is lost. Raises on every rank alike JumpError and
     NonFiniteError, which rank 0 journals. In all cases the step was not applied.
     """
     loop = _TrainingLoop(

@@ -37,7 +37,7 @@ _DECISION_INTERVAL_S = 0.05
 
 @dataclass(frozen=True)
 class FailureStats:
-    """What the agent knows. durations: by tier, seconds until a save is done."""
+    """What the agent knows. tier_durations_s: by tier, seconds until a save is done."""
 
     failure_rate: FailureRate | None = None
     failure_classes: FailureClassCounts = field(default_factory=FailureClassCounts)
@@ -48,7 +48,7 @@ class SaveCadence:
     """The cadence of every tier, as of the last `tick`. Belongs to the training thread."""
 
     def __init__(self, rules: CheckpointConfig, stats: FailureStats, nodes: int, now: float):
-        """known: from before; nodes: at risk in this generation."""
+        """stats: from before; nodes: at risk in this generation."""
         self._rules, self._nodes = rules, nodes
         self.tiers = TierSettings.from_config(rules)
         self._failure_rate = stats.failure_rate or FailureRate.from_prior(
@@ -87,8 +87,8 @@ class SaveCadence:
     ) -> list[IntervalDecision]:
         """A step has come to its vote. The decisions that are new.
 
-        blocked: seconds that training stood still for a save since the vote before, if there was
-        one. usual: nothing else (a validation) fell into that time. durations: see `Known`.
+        blocked_s: seconds that training stood still for a save since the vote before, if there was
+        one. is_usual: nothing else (a validation) fell into that time. durations: see `Known`.
         """
         step = None if self._last_tick is None else now - self._last_tick
         self._last_tick = now
@@ -129,7 +129,8 @@ class SaveCadence:
         return found | {tier: every for tier, every in self._clock_intervals().items() if every}
 
     def due_tiers(self, now: float, already_due: Iterable[int] = ()) -> frozenset[int]:
-        """The tiers to save into now; made: those that are saved into at this step anyway."""
+        """The tiers to save into now; already_due: those that are saved into at this step
+        anyway."""
         every = {tier: self.interval_s(tier) for tier in self.tiers.present}
         elapsed = {tier: now - at for tier, at in self._saved_at.items()}
         return due_tiers(self.tiers, every, elapsed, frozenset(already_due))

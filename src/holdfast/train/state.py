@@ -48,10 +48,12 @@ class Parameters:
     """The parameters that one rank holds a part of, row by row of the parameter table.
 
     table: the rows whose block is on this rank's stage. boxes: what is held of each.
-    held: what is trained and saved.
-    computed: the bf16 copies that an unsharded model computes with, or nothing where the model
-        computes on `held` itself, or where FSDP2 makes the copies.
-    spread: called after `held` has changed, where others compute with what this rank updates
+    master_tensors: what is trained and saved.
+    compute_tensors: the bf16 copies that an unsharded model computes with, or nothing where the
+    model
+        computes on `master_tensors` itself, or where FSDP2 makes the copies.
+    update_compute_tensors: called after `master_tensors` has changed, where others compute with
+    what this rank updates
         (ZeRO-1); collective over a replica's shards.
     """
 
@@ -70,14 +72,15 @@ class Parameters:
 
     @torch.no_grad()
     def initialise(self, seed: int) -> None:
-        """Fill `held` with initial weights: a function of the seed and the names alone."""
+        """Fill `master_tensors` with initial weights: a function of the seed and the names
+        alone."""
         for row, box, tensor in zip(self.table, self.boxes, self.master_tensors, strict=True):
             tensor.copy_(initial_box(row, seed, box.offsets, box.lengths))
         self.refresh()
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """Bring what is computed with up to date; call after every change of `held`."""
+        """Bring what is computed with up to date; call after every change of `master_tensors`."""
         if self.compute_tensors:
             torch._foreach_copy_(self.compute_tensors, self.master_tensors)
         self.update_compute_tensors()

@@ -43,14 +43,14 @@ _WHOLE, _FINITE = 1, 2
 
 @dataclass(frozen=True)
 class Wishes:
-    """A rank's wishes for the end of the step. full: it has no room for a snapshot now, so that
-    none should be made that another rank would lack.
+    """A rank's wishes for the end of the step. has_no_slot: it has no room for a snapshot now, so
+    that none should be made that another rank would lack.
 
-    save: a checkpoint. remember: a snapshot in memory. copy, upload: what is saved is to go to
-    peers, to the bucket. brief: when stopping, a snapshot for peers suffices, as time is short.
-    pause: end here, but keep the state and wait for another generation. parting: a node leaves
-    then with a part of the state that no other node holds, so the remaining nodes need a snapshot.
-    reject: the step is not to be applied, because its loss has jumped.
+    save: a checkpoint. snapshot: a snapshot in memory. copy, upload: what is saved is to go to
+    peers, to the bucket. is_snapshot_enough: when stopping, a snapshot for peers suffices, as time
+    is short. pause: end here, but keep the state and wait for another generation. is_node_leaving:
+    a node leaves then with a part of the state that no other node holds, so the remaining nodes
+    need a snapshot. reject: the step is not to be applied, because its loss has jumped.
     """
 
     stop: bool = False
@@ -124,7 +124,7 @@ class AccountExchange:
     """The account of a step on its way: mine is sent at once, those of other ranks come meanwhile.
 
     tokens, losses: of my share, one loss per leaf in rising order. Only the ranks that speak send
-    them. `hear` raises any failure as PeerLostError.
+    them. `wait_for_all` raises any failure as PeerLostError.
     """
 
     def __init__(self, groups: ProcessGroups, shares: Shares, tokens: int, losses: Sequence[float]):
@@ -170,7 +170,7 @@ def vote(
     ballot: Ballot,
     on_sent: Callable[[], None] = lambda: None,
 ) -> StepVerdict:
-    """Exchange ballots and combine them. said: called when this one's is on its way. Raises
+    """Exchange ballots and combine them. on_sent: called when this one's is on its way. Raises
     PeerLostError when a peer is lost."""
     control = groups.control
     records = exchange(control, _encode(ballot), [2] * control.size, _TAG, on_sent)

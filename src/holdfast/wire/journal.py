@@ -38,8 +38,8 @@ class JournalWriter:
         *,
         is_new_generation: bool = False,
     ) -> None:
-        """`fresh`: the caller has just opened this generation, so nothing of it can be stored yet,
-        and the store need not be asked."""
+        """`is_new_generation`: the caller has just opened this generation, so nothing of it can be
+        stored yet, and the store need not be asked."""
         self.writer = writer
         self.generation = generation
         self._store = store
@@ -87,9 +87,9 @@ class JournalWriter:
 def read_journal(store: RunStore) -> list[Record]:
     """Every record of the run, merged by (generation, step, writer, sequence).
 
-    Repeated reports of a step (`core.data.lineage.Once`), kinds that this version does not know and
-    a torn last line are left out. Raises CorruptError for a line of any other kind, naming segment
-    and line.
+    Repeated reports of a step (`core.data.lineage.DuplicateFilter`), kinds that this version does
+    not know and a torn last line are left out. Raises CorruptError for a line of any other kind,
+    naming segment and line.
     """
     records: list[Record] = []
     for key in store.list(JOURNAL_PREFIX):
@@ -144,7 +144,8 @@ class JournalTail:
 def follow_journal(
     store: RunStore, *, poll_interval_s: float = 0.25, stop: threading.Event | None = None
 ) -> Iterator[list[Record]]:
-    """Batches of new records, one every `poll` seconds, empty ones too (a view wants to tick).
+    """Batches of new records, one every `poll_interval_s` seconds, empty ones too (a view wants to
+    tick).
 
     Ends when `stop` is set; without one, when the consumer leaves.
     """

@@ -33,7 +33,7 @@ def open_lifeline() -> tuple[int, int]:
 def watch_lifeline(fd: int, on_end: Callable[[], None] | None = None) -> None:
     """End this process, and its process group when it leads one, at the end of pipe `fd`.
 
-    `fd` is the inherited read end. `end` replaces how the thread ends the process; the kernel's
+    `fd` is the inherited read end. `on_end` replaces how the thread ends the process; the kernel's
     signal is then left out.
     """
     if on_end is None:

@@ -96,7 +96,7 @@ def create_term(
     store: RunStore, number: int, address: str, node: str, is_single_node: bool = False
 ) -> Term | None:
     """Open term `number` without a request to the last trainer; None if another trainer was faster.
-    alone: of a run that takes in no other node."""
+    is_single_node: of a run that takes in no other node."""
     value = {
         "term": number,
         "node": node,

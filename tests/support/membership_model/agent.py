@@ -127,7 +127,7 @@ class Carried:
         )
 
     def serve(self, agent: Agent, request: Request) -> tuple[Agent, Answer]:
-        """As `Coordinator.join` and `beat` do it."""
+        """As `Coordinator.handle_join` and `beat` do it."""
         reign = agent.reign
         if reign is None:
             return agent, Answer(agent.seat.term, NodeCommand.REFUSE)

@@ -2,8 +2,8 @@
 
 Two worlds that differ by a renaming of the agents alone come to the same, so one of the six is
 looked at. One thing goes by names: of two nodes that do not reach each other, and are both members,
-the later one is left out (`membership._fitting`). So while a coordinator keeps two nodes apart,
-only those are the same that have these two in the same order.
+the later one is left out (`membership._select_nodes`). So while a coordinator keeps two nodes
+apart, only those are the same that have these two in the same order.
 
 This loses the labels from one world to the next, by which a fair cycle is recognised.
 `state_search.py` looks for fair cycles, in worlds with fewer faults.

@@ -60,10 +60,10 @@ def copy_checkpoint(
     say: Callable[[str], None] = lambda text: None,
 ) -> CopyResult:
     """Copy one checkpoint; done again, it copies nothing. Without `read_back`, a large blob in a
-    bucket is compared by the checksum that the bucket keeps next to it, and not read. `progress` is
-    called for each blob that has arrived, `passed` for each extent that is handed over. `fence` is
-    called just before the commit object is made, and raises if it may not be. `say` is called when
-    another copy's claim is watched, for `abandoned` seconds at most.
+    bucket is compared by the checksum that the bucket keeps next to it, and not read. `on_blob` is
+    called for each blob that has arrived, `on_extent` for each extent that is handed over.
+    `check_fence` is called just before the commit object is made, and raises if it may not be.
+    `say` is called when another copy's claim is watched, for `lease_expiry_s` seconds at most.
 
     Raises CheckpointError when the source is broken, the target belongs to another run, or an
     object that had arrived was removed there. Raises what the stores raise. An object in the target
@@ -104,7 +104,7 @@ def copy_checkpoint(
 def _acquire_lease(
     target: RunStore, commit: Commit, raw: bytes, lease_expiry_s: float, say: Callable[[str], None]
 ) -> CopyLease:
-    """Say which checkpoint of the step is brought. Raises ClaimedError where another one is."""
+    """Say which checkpoint of the step is brought. Raises LeaseHeldError where another one is."""
     claim = CopyLease(target, commit, xxh3_128_hexdigest(raw), lease_expiry_s, say)
     claim.acquire()
     try:  # another copy may have ended between the two
@@ -228,7 +228,7 @@ def _create_or_replace(
     lease: CopyLease | _NoLease,
 ) -> bool:
     """Create an object under the claim, in place of a broken one if needed; return True if it was
-    needed. An object that came meanwhile, and is `whole`, is another copy's of this very
+    needed. An object that came meanwhile, and is `is_intact`, is another copy's of this very
     checkpoint. It may be committed, and a process that removes it may die before it writes it
     again."""
     lease.check()

@@ -94,7 +94,7 @@ class CopyLease:
 
     # --- beginning and end ----------------------------------------------------------------------
     def acquire(self) -> None:
-        """Take the claim. Raises ClaimedError when a live process copies another checkpoint."""
+        """Take the claim. Raises LeaseHeldError when a live process copies another checkpoint."""
         watched, begun = -1, 0.0
         while True:
             newest, said = self._read_newest()
@@ -139,8 +139,8 @@ class CopyLease:
 
     # --- while it is held -----------------------------------------------------------------------
     def check(self) -> None:
-        """Raises ClaimedError when another process has taken over, StoreError when the claim is old
-        and cannot be renewed."""
+        """Raises LeaseHeldError when another process has taken over, StoreError when the claim is
+        old and cannot be renewed."""
         with self._change:
             if not self._is_settled():
                 self._is_renewal_requested = True
@@ -155,7 +155,7 @@ class CopyLease:
                 )
 
     def renew(self) -> None:
-        """Make the next claim. Raises ClaimedError when another process has taken over."""
+        """Make the next claim. Raises LeaseHeldError when another process has taken over."""
         with self._renewal_lock:
             while True:
                 mine = self._own_numbers[-1]

@@ -5,7 +5,7 @@ elsewhere. So the first upload of a generation makes its object in the bucket to
 checks before it sends or removes something there: the bucket's newest generation must be one of its
 own. A number alone would not prove that, for two separated folders count alike: the object must be
 the same. A fenced writer writes and removes nothing there until a start takes over the bucket's
-generations (`take_over`).
+generations (`adopt_bucket_generation`).
 
 The notes of starts go along, so that a branch which was given up is known for one there as well.
 """
@@ -28,7 +28,8 @@ _EMPTY_OBJECT = b"{}\n"
 
 def enter_target(source: RunStore, target: RunStore, min_generation: int) -> int:
     """Fence what is older than the source's newest generation in the target; return that
-    generation, or `at_least`. Raises FencedError if the target's newest is none of the source's."""
+    generation, or `min_generation`. Raises FencedError if the target's newest is none of the
+    source's."""
     own = max(newest_generation(source), min_generation)
     newest = newest_generation(target)
     if newest > own or (
@@ -47,7 +48,7 @@ def enter_target(source: RunStore, target: RunStore, min_generation: int) -> int
 
 
 def check_target(target: RunStore, own_generation: int) -> None:
-    """Raises FencedError when the target knows a generation newer than `own`."""
+    """Raises FencedError when the target knows a generation newer than `own_generation`."""
     newest = newest_generation(target)
     if newest > own_generation:
         raise _fenced_error(newest)

@@ -6,15 +6,15 @@ and a failed copy is retried, later each time. A copy is of the same objects in 
 (`copy.py`), so a killed copy is no checkpoint there. The next mover continues with the blobs that
 have not arrived.
 
-A run whose folder is lost begins from the bucket. `bring_back` copies the newest complete
+A run whose folder is lost begins from the bucket. `recover_folder` copies the newest complete
 checkpoint into the folder before anything else is read there. If a blob in the folder is corrupt,
 it is read from the bucket (`fallback_store.py`).
 
 Once a newer generation has sent something, a node that was cut off sends and removes nothing there
 (`fencing.py`). A step that was left behind, or found corrupt, is neither sent nor waited for, nor
 brought back. The remains of a copy that was given up are removed after the next upload
-(`Uploader._tidy`). Those of older generations are removed once after each start. An orderly end
-waits for the last copy (`Uploader.waiting`, `elastic/agent/final_upload.py`).
+(`Uploader._clean_bucket`). Those of older generations are removed once after each start. An orderly
+end waits for the last copy (`Uploader.wait_for_newest`, `elastic/agent/final_upload.py`).
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class Uploader:
         clock: Callable[[], float] = time.monotonic,
         rejected_keys: Callable[[], Collection[str]] = tuple,
     ) -> None:
-        """`rejected`: keys of checkpoints that were found corrupt, or passed over."""
+        """`rejected_keys`: keys of checkpoints that were found corrupt, or passed over."""
         self._rejected_keys = rejected_keys
         self._source, self._open_target, self._retention = source, open_target, retention
         self._emit, self._clock = emit, clock
@@ -125,7 +125,7 @@ class Uploader:
 
     def wait_for_newest(self, wait_s: float) -> dict[str, Any] | None:
         """Return the pending upload of the newest checkpoint; None once it has arrived. Waits up to
-        `wait` seconds for that. "over": it will not get there by waiting on."""
+        `wait_s` seconds for that. "over": it will not get there by waiting on."""
         newest = self._newest_valid()
         with self._change:
             if newest is None or self._change.wait_for(

@@ -86,7 +86,7 @@ class Capturer:
     `tensors` maps every name of the table to what this rank holds of it: a plain tensor, or a
     DTensor whose local part is meant. Their storage must stay the same; the contents may change
     between captures. `begin`, `fence` and `capture` belong to the training thread; `announce`,
-    `drop` and `settle` may be called by another one.
+    `drop_capture` and `wait_until_committed` may be called by another one.
     """
 
     def __init__(
@@ -103,8 +103,8 @@ class Capturer:
     ) -> None:
         """Ask the mover for an arena and lay the views out.
 
-        let_go: every capturer that this process had in older generations is closed, so that their
-        memory may be used again.
+        has_released_old_memory: every capturer that this process had in older generations is
+        closed, so that their memory may be used again.
         Raises CheckpointError when a tensor does not have the shape or dtype that the table and
         the topology give it on this rank.
         """
@@ -151,7 +151,7 @@ class Capturer:
 
     def is_connected(self) -> bool:
         """Return True if the mover still has the arena. A new mover makes another one. Raises as
-        `MoverClient.arena` does. Any thread may call it."""
+        `MoverClient.get_arena` does. Any thread may call it."""
         fd = self._mover.get_arena(self._rank, self._arena.capacity, self._arena.slots)
         try:
             return os.fstat(fd).st_ino == self._inode
@@ -260,8 +260,9 @@ class Capturer:
         to_peers: bool | None = None,
         to_bucket: bool = True,
     ) -> SkippedCapture | None:
-        """Have the mover save what was captured, or with `durable` False keep it in memory; None
-        when it has taken it over. copied, uploaded: as in `policy.saving.destinations.Into`.
+        """Have the mover save what was captured, or with `is_durable` False keep it in memory; None
+        when it has taken it over. to_peers, to_bucket: as in
+        `policy.saving.destinations.SaveDestinations`.
 
         If the mover has exited or refuses, training continues and the slot is free again. If it
         does not answer, it is asked once more, with a new proof, because proofs expire while a
@@ -328,14 +329,14 @@ class Capturer:
         self, step: int, timeout_s: float, keep_alive: Callable[[], None] = lambda: None
     ) -> str | None:
         """Wait until the checkpoint of `step` is committed; return None, or why it is not.
-        Meanwhile `alive` is called every few seconds."""
+        Meanwhile `keep_alive` is called every few seconds."""
         try:
             return self._mover.wait_until_committed(step, timeout_s, keep_alive)
         except MoverGoneError as error:
             return str(error)
 
     def poll_save_end(self, step: int, wait_s: float) -> tuple[bool, str | None]:
-        """As `MoverClient.ended`."""
+        """As `MoverClient.poll_save_end`."""
         return self._mover.poll_save_end(step, wait_s)
 
     def _wait_for_slot(self, timeout_s: float) -> int | None:

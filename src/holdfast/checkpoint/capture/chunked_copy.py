@@ -35,7 +35,7 @@ class HostBuffer(Protocol):
 
 
 class CopySpan(NamedTuple):
-    """`length` bytes from byte `start` of a source, and where they go."""
+    """`length` bytes from byte `source_offset` of a source, and where they go."""
 
     source: HostBuffer
     source_offset: int
@@ -61,7 +61,7 @@ def cut_into_pieces(spans: Iterable[CopySpan]) -> Iterator[list[CopySpan]]:
 
 
 def copy_spans(base_address: int, spans: Sequence[CopySpan]) -> None:
-    """Copy; targets are relative to the address `base`, which the caller keeps mapped.
+    """Copy; targets are relative to the address `base_address`, which the caller keeps mapped.
 
     A source is asked for its address each time: one whose memory was given back says 0.
     """
@@ -74,8 +74,8 @@ def copy_spans(base_address: int, spans: Sequence[CopySpan]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class CopyTiming:
-    """Seconds: training was `blocked` (of which `fence` at the end), the copy took `copy`. `error`:
-    why the copy is incomplete; None if it is complete."""
+    """Seconds: training was `blocked_s` (of which `fence_s` at the end), the copy took `copy_s`.
+    `error`: why the copy is incomplete; None if it is complete."""
 
     blocked_s: float
     copy_s: float
@@ -85,7 +85,7 @@ class CopyTiming:
 
 @dataclass(frozen=True, slots=True)
 class CompletedCapture:
-    """The copy is made; training was blocked for `seconds`."""
+    """The copy is made; training was blocked for `blocked_s`."""
 
     step: int
     blocked_s: float

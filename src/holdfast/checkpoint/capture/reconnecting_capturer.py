@@ -86,7 +86,7 @@ class _Announcement:
 
 class ReconnectingCapturer:
     """As `Capturer`, whose part of the interface belongs to the training thread here, too;
-    `announce`, `flush` and `settle` may be called by another one."""
+    `announce`, `flush` and `wait_until_committed` may be called by another one."""
 
     def __init__(
         self,
@@ -94,8 +94,9 @@ class ReconnectingCapturer:
         make_capturer: Callable[[], CapturerProtocol],
         on_skipped: Callable[[SkippedCapture], None],
     ) -> None:
-        """make: another one, of the same state, for the mover that is there now; called on a thread
-        of ours. skipped: told, on that thread, of each capture that was not handed over."""
+        """make_capturer: another one, of the same state, for the mover that is there now; called on
+        a thread of ours. on_skipped: told, on that thread, of each capture that was not handed
+        over."""
         self._capturer, self._make_capturer, self._on_skipped = capturer, make_capturer, on_skipped
         self._change = threading.Condition()
         self._replacement: CapturerProtocol | None = None
@@ -213,8 +214,8 @@ class ReconnectingCapturer:
     def wait_until_committed(
         self, step: int, timeout_s: float, keep_alive: Callable[[], None] = lambda: None
     ) -> str | None:
-        """Wait as `Capturer.settle` does. If the mover is replaced meanwhile, the new one reports
-        the outcome."""
+        """Wait as `Capturer.wait_until_committed` does. If the mover is replaced meanwhile, the new
+        one reports the outcome."""
         end = time.monotonic() + timeout_s
         while True:
             keep_alive()

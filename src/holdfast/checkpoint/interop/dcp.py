@@ -46,7 +46,7 @@ _NUMPY_DTYPE = {
 @dataclass(frozen=True, slots=True)
 class DcpChunk:
     """One stored box: `nbytes` bytes of storage from byte `start` of `file`. Its first element is
-    number `first` of the storage. Neighbours on each dim lie `strides` elements apart."""
+    number `first_element` of the storage. Neighbours on each dim lie `strides` elements apart."""
 
     box: Box
     file: str

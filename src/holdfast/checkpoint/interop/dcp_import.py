@@ -35,8 +35,8 @@ from holdfast.wire.store.run_store import RunStore
 
 @dataclass(frozen=True)
 class ImportResult:
-    """The imported parts. `scheme` names the parameters. `moments`: the optimizer's state was there
-    too. `left`: unused entries."""
+    """The imported parts. `naming_scheme` names the parameters. `has_moments`: the optimizer's
+    state was there too. `unused_names`: unused entries."""
 
     commit: Commit
     naming_scheme: str

@@ -218,7 +218,7 @@ class FileWindow(io.RawIOBase):
 
 
 def describe_folder(folder: Path) -> dict[str, Any]:
-    """Return the complete answer. Raises RefusedError, and OSError for files that cannot be
+    """Return the complete answer. Raises UnsupportedDcpError, and OSError for files that cannot be
     read."""
     found = AllowlistUnpickler(
         (folder / METADATA).read_bytes(), METADATA_ALLOWLIST, METADATA

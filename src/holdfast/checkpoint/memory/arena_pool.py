@@ -44,7 +44,8 @@ class RankArena:
 
 
 class ArenaPool:
-    """Those of one mover. `change` guards everything here; who calls `begin` holds it."""
+    """Those of one mover. `change` guards everything here; who calls `begin_generation` holds
+    it."""
 
     def __init__(
         self,
@@ -54,9 +55,9 @@ class ArenaPool:
         is_hashing: Callable[[], bool],
         on_dropped: Callable[[int, str], None],
     ) -> None:
-        """current: the plan of a generation, or FencedError where that is over. hashing: whether
-        captures, or what is left of them, are being read just now. dropped: told of each step that
-        made room, and why."""
+        """current_context: the plan of a generation, or FencedError where that is over. is_hashing:
+        whether captures, or what is left of them, are being read just now. on_dropped: told of each
+        step that made room, and why."""
         self.ranks: dict[int, RankArena] = {}
         self._snapshot_store, self._change, self._current_context = (
             snapshot_store,
@@ -86,9 +87,9 @@ class ArenaPool:
     ) -> int:
         """The descriptor of a rank's arena, made at the first request; the caller closes it.
 
-        A worker that asks again gets the same memory, so a slot being saved stays safe. `process`
-        is the one that asks, and will write there. let_go: it writes no more into what it was given
-        in older generations, so that it may be given that again.
+        A worker that asks again gets the same memory, so a slot being saved stays safe. `pid`
+        is the one that asks, and will write there. has_released_old_memory: it writes no more into
+        what it was given in older generations, so that it may be given that again.
         """
         with self._change:
             plan = self._current_context(generation)
@@ -154,9 +155,9 @@ class ArenaPool:
     def _find_reusable(
         self, rank: int, capacity: int, slots: int, except_pid: int | None
     ) -> MemoryFile | None:
-        """Return the memory of an older generation whose writers have all ended, `but` one that has
-        let go of it. Its pages exist already, and the slot of the newest complete snapshot stays
-        held."""
+        """Return the memory of an older generation whose writers have all ended, `except_pid` one
+        that has let go of it. Its pages exist already, and the slot of the newest complete snapshot
+        stays held."""
         for memory in self._snapshot_store.own_memory_files(rank):
             fits = memory.arena.capacity == capacity and memory.arena.slots == slots
             if fits and memory.has_no_writers_but(except_pid) and not self._is_hashing():

@@ -134,7 +134,7 @@ class SnapshotStore:
     """Snapshots by (generation, step, rank). Safe to use from any thread."""
 
     def __init__(self, on_slots_freed: Callable[[], None] = lambda: None) -> None:
-        """`given_back` is called, without any lock held, after slots have become free."""
+        """`on_slots_freed` is called, without any lock held, after slots have become free."""
         self._lock = threading.Lock()
         self._on_slots_freed = on_slots_freed
         self._generations: dict[int, tuple[Topology, StateTable]] = {}
@@ -155,8 +155,8 @@ class SnapshotStore:
         table: StateTable,
         own_ranks: Collection[int] | None = None,
     ) -> None:
-        """Set the writers of a generation; without them none of its steps is complete. ranks: those
-        of this node, if there are several nodes."""
+        """Set the writers of a generation; without them none of its steps is complete. own_ranks:
+        those of this node, if there are several nodes."""
         with self._lock:
             used = {name[0] for name in self._snapshots}
             for older in [g for g in self._generations if g < generation and g not in used]:
@@ -179,7 +179,8 @@ class SnapshotStore:
 
     def put(self, snapshot: Snapshot, pin_slot: bool = False) -> bool:
         """Shelve a snapshot, whose slot must be held; return True if this node's part of its step
-        is complete now. With `pinned` the slot is kept until `unpin`, whatever becomes of the step.
+        is complete now. With `pin_slot` the slot is kept until `unpin`, whatever becomes of the
+        step.
 
         Raises MissingKeyError when the slot holds something else already.
         """
@@ -266,8 +267,8 @@ class SnapshotStore:
         ]
 
     def complete_steps(self, own_ranks_only: bool = False) -> list[tuple[int, int]]:
-        """Return (generation, step) of what is complete here, newest step first. With `ours`, only
-        this node's part must be complete."""
+        """Return (generation, step) of what is complete here, newest step first. With
+        `own_ranks_only`, only this node's part must be complete."""
         with self._lock:
             steps = {name[:2] for name in self._snapshots}
             whole = [
@@ -375,8 +376,8 @@ class SnapshotStore:
         step: int,
         required_ranks: Mapping[int, Collection[int]] = MappingProxyType({}),
     ) -> bool:
-        """Return True if every writer's snapshot is on the shelf. If `of` names ranks of the
-        generation, only those count."""
+        """Return True if every writer's snapshot is on the shelf. If `required_ranks` names ranks
+        of the generation, only those count."""
         plan = self._generations.get(generation)
         if plan is None:
             return False
@@ -393,7 +394,7 @@ class SnapshotStore:
         )
 
     def _take_unneeded_slots(self) -> list[tuple[MemoryFile, int]]:
-        """Slots that nothing keeps any more: forgotten here, to be released by `_tell`."""
+        """Slots that nothing keeps any more: forgotten here, to be released by `_print_kept`."""
         newest = self._newest_own_step()
         wanted = set(self._pins)
         foreign: dict[int, _SnapshotName] = {}

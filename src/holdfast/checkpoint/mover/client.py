@@ -96,7 +96,7 @@ class MoverClient:
         clock: Callable[[], float] = time.time,
         arena_wait_s: float = 0.0,
     ) -> None:
-        """patience: seconds that an arena request waits for the mover to learn of the
+        """arena_wait_s: seconds that an arena request waits for the mover to learn of the
         generation."""
         self._arena_wait_s = arena_wait_s
         self.socket_path = socket_path
@@ -122,13 +122,13 @@ class MoverClient:
     ) -> None:
         """Begin this client's generation: its writers, its tensors, and the step it starts from.
         Unfinished saves of older generations are refused. Their snapshots of the newest complete
-        step stay until this generation has one. A step later than `start` does not stay.
+        step stay until this generation has one. A step later than `start_step` does not stay.
 
         machines: of a run on several nodes, those that take part. Each is named as its node is in
         the topology; the mover's own may be included. sources: other machines that may hold the
-        starting state. placement: of copies, as the choosing mover has it. begun: the chosen state,
-        if another mover chose it. stored: the chosen state is a checkpoint in the run store. If the
-        call is repeated for one generation, the newest list counts.
+        starting state. placement: of copies, as the choosing mover has it. restore_point: the
+        chosen state, if another mover chose it. is_from_store: the chosen state is a checkpoint in
+        the run store. If the call is repeated for one generation, the newest list counts.
         """
         body: dict[str, Any] = {
             "topology": topology.to_json(),
@@ -145,9 +145,9 @@ class MoverClient:
         self._call("expect", body)
 
     def drain(self, wait_s: float = 30.0, until_durable: bool = True) -> bool:
-        """Wait up to `wait` seconds for all saves under way; return True if they ended. Without
-        `durable`, skip saves whose step is complete in memory: nothing of those is lost with the
-        workers.
+        """Wait up to `wait_s` seconds for all saves under way; return True if they ended. Without
+        `until_durable`, skip saves whose step is complete in memory: nothing of those is lost with
+        the workers.
 
         Call this before the next generation is opened, which fences the saves. Otherwise saves that
         workers of a lost generation handed over in time would be lost.
@@ -163,12 +163,13 @@ class MoverClient:
         machines: Iterable[Peer] | None = None,
     ) -> RestorePoint:
         """The newest state that this generation can begin from, in memory or durable. The readers
-        check its bytes; `tried` names the checkpoints that they found corrupt: key -> reason.
+        check its bytes; `corrupt_keys` names the checkpoints that they found corrupt: key ->
+        reason.
 
-        Waits up to `drain` seconds for what is under way. Call this after this client's generation
-        was opened: that fences all older ones, so nothing older can appear afterwards. machines:
-        those of the previous generation that still run. Their memory is searched too, in addition
-        to the mover's own and the machines that the run file names.
+        Waits up to `drain_s` seconds for what is under way. Call this after this client's
+        generation was opened: that fences all older ones, so nothing older can appear afterwards.
+        machines: those of the previous generation that still run. Their memory is searched too, in
+        addition to the mover's own and the machines that the run file names.
 
         Raises CheckpointError when there are candidates but none can be trusted.
         """
@@ -190,7 +191,7 @@ class MoverClient:
     def events(self, since: int, wait_s: float = 0.0) -> tuple[list[Event], int]:
         """Return the events since mark `since` (0 at first), and the next mark.
 
-        Waits up to `wait` seconds for something to happen. Events: CheckpointCommitted,
+        Waits up to `wait_s` seconds for something to happen. Events: CheckpointCommitted,
         CheckpointFailed, CheckpointRejected, CheckpointRemoved.
         """
         body = self._call(
@@ -202,7 +203,7 @@ class MoverClient:
     def upload_progress(self, wait_s: float) -> dict[str, Any] | None:
         """Return the pending upload of the newest checkpoint; None once it has arrived, or without
         a bucket. Its entries: key, bytes "sent" of "total", "still" (seconds without progress),
-        "reason" of the last failure, "over". Waits up to `wait` seconds."""
+        "reason" of the last failure, "over". Waits up to `wait_s` seconds."""
         left = self._call("upload", {"wait": wait_s}, wait_s + MOVER_ANSWER_TIMEOUT_S)["left"]
         return None if left is None else dict(left)
 
@@ -214,8 +215,9 @@ class MoverClient:
     def get_arena(
         self, rank: int, blob_bytes: int, slots: int, has_released_old_memory: bool = False
     ) -> int:
-        """The descriptor of an arena made for this rank; the caller closes it. let_go: this process
-        writes no more into those that it had of the rank in older generations."""
+        """The descriptor of an arena made for this rank; the caller closes it.
+        has_released_old_memory: this process writes no more into those that it had of the rank in
+        older generations."""
         body: dict[str, Any] = {
             "rank": rank,
             "blob_bytes": blob_bytes,
@@ -273,9 +275,9 @@ class MoverClient:
         to_peers: bool | None = None,
         to_bucket: bool = True,
     ) -> None:
-        """Slot `slot` holds the state after `step`: keep it in memory and, with `durable`, save
-        it. copied, uploaded: as in `policy.saving.destinations.Into`. Returns before that is
-        done."""
+        """Slot `slot` holds the state after `step`: keep it in memory and, with `is_durable`, save
+        it. to_peers, to_bucket: as in `policy.saving.destinations.SaveDestinations`. Returns before
+        that is done."""
         body = {
             "rank": rank,
             "step": step,
@@ -299,7 +301,7 @@ class MoverClient:
         self._call("unheard", {"rank": rank, "steps": list(steps)}, TRAINING_ANSWER_TIMEOUT_S)
 
     def wait_for_free_slot(self, rank: int, timeout_s: float) -> bool:
-        """Wait up to `timeout` seconds for a slot of the rank's arena; return True if one became
+        """Wait up to `timeout_s` seconds for a slot of the rank's arena; return True if one became
         free."""
         body = {"rank": rank, "wait": timeout_s}
         return bool(self._call("wait_free", body, timeout_s + TRAINING_ANSWER_TIMEOUT_S)["free"])
@@ -309,7 +311,7 @@ class MoverClient:
     ) -> str | None:
         """Wait until the checkpoint of `step` is committed; return None, or why it is not.
 
-        `alive` is called every few seconds meanwhile: a large checkpoint takes long.
+        `keep_alive` is called every few seconds meanwhile: a large checkpoint takes long.
         """
         end = time.monotonic() + timeout_s
         while True:
@@ -322,8 +324,8 @@ class MoverClient:
                 return f"not committed after {timeout_s:g} s"
 
     def poll_save_end(self, step: int, wait_s: float) -> tuple[bool, str | None]:
-        """Wait up to `wait` seconds for the save of `step`. Return True if it has ended, and why it
-        is not committed, or None if it is."""
+        """Wait up to `wait_s` seconds for the save of `step`. Return True if it has ended, and why
+        it is not committed, or None if it is."""
         body = self._call(
             "settle", {"step": step, "wait": wait_s}, wait_s + TRAINING_ANSWER_TIMEOUT_S
         )

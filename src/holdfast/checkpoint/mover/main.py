@@ -1,6 +1,6 @@
 """The mover's process: `python -m holdfast.checkpoint.mover.main`.
 
-The agent starts it with one JSON line on stdin (`MoverBoot`): the secret travels there and nowhere
+The agent starts it with one JSON line on stdin (`MoverSpec`): the secret travels there and nowhere
 else. It answers `{"ready": true}` on stdout when its socket listens. It ends with its agent: when
 the lifeline pipe ends, or at SIGTERM, after finishing the writes it is in.
 """
@@ -91,7 +91,7 @@ class MoverServer:
         peer_wiring: PeerWiring | None = None,
         upload_progress: Callable[[float], dict[str, Any] | None] = lambda wait: None,
     ) -> None:
-        """`upload` says what keeps the newest checkpoint from being in the bucket."""
+        """`upload_progress` says what keeps the newest checkpoint from being in the bucket."""
         self._service, self._upload_progress = service, upload_progress
         self._peer_wiring = peer_wiring
         self._secret = secret
@@ -107,7 +107,7 @@ class MoverServer:
         self._listener.setblocking(False)
 
     def serve(self, stop_fd: int) -> None:
-        """Accept until the descriptor `leave` can be read; or the lifeline ends the process."""
+        """Accept until the descriptor `stop_fd` can be read; or the lifeline ends the process."""
         while True:
             ready, _, _ = select.select([self._listener.fileno(), stop_fd], [], [])
             if stop_fd in ready:
@@ -126,7 +126,7 @@ class MoverServer:
 
     def _wait_for_descriptor(self, stop_fd: int) -> bool:
         """Wait without a free descriptor, with the client in the queue: saves under way give some
-        back. Return True if `leave` can be read meanwhile."""
+        back. Return True if `stop_fd` can be read meanwhile."""
         if not self._has_warned_full:
             self._has_warned_full = True
             logger.warning(
@@ -304,7 +304,7 @@ def _make_uploader(spec: MoverSpec, service: MoverService) -> Uploader | None:
 
 
 def _forward_sigterm(stop_fd: int) -> None:
-    """Write into `leave` when our parent sends SIGTERM. A scheduler that warns every process of a
+    """Write into `stop_fd` when our parent sends SIGTERM. A scheduler that warns every process of a
     job sends it too: that one the agent answers, which needs its mover then."""
     while signal.sigwaitinfo({signal.SIGTERM}).si_pid != os.getppid():
         pass

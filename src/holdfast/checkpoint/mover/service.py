@@ -119,7 +119,7 @@ class MoverService:
         """Called with each snapshot of this node's ranks that peers may have, on a thread that may
         block. The flag is True if peers must have it whatever their rule says."""
         self.locate_on_peers: Callable[[Collection[str]], list[dict[str, Any]]] = lambda keys: []
-        """Return which blobs peers have in memory, as JSON (`PeerMemories.holders`)."""
+        """Return which blobs peers have in memory, as JSON (`PeerMemories.locate_blobs`)."""
         self._store = store
         self._settings = settings
         self._fallback_store = (
@@ -171,11 +171,11 @@ class MoverService:
         restore_key: str | None = None,
         is_from_store: bool = True,
     ) -> None:
-        """Begin a generation, from the state after `start` where that is said: then snapshots of
-        later steps are given up. cohort: the movers that take part, where there are several; asked
-        again of the same generation, the newest list counts. begun: what only memory holds of what
-        another mover chose. stored: as in `note_start`. Raises FencedError for a generation that
-        is not newer than the present."""
+        """Begin a generation, from the state after `start_step` where that is said: then snapshots
+        of later steps are given up. cohort: the movers that take part, where there are several;
+        asked again of the same generation, the newest list counts. restore_key: what only memory
+        holds of what another mover chose. is_from_store: as in `record_start`. Raises FencedError
+        for a generation that is not newer than the present."""
         if start_step is not None:
             record_start(self._store, generation, start_step, is_from_store)
         with self._change:
@@ -218,7 +218,8 @@ class MoverService:
     def _make_durable(
         self, generation: int, start_step: int | None, restore_key: str | None
     ) -> None:
-        """Return a generation's starting state if only memory holds it: chosen here, or `begun`."""
+        """Return a generation's starting state if only memory holds it: chosen here, or
+        `restore_key`."""
         choice = self._restore_point if self._restore_point_generation == generation else None
         if choice is not None and not choice.is_durable and choice.commit.step == start_step:
             restore_key = choice.key
@@ -266,7 +267,7 @@ class MoverService:
         let_go: bool = False,
         patience: float = 0.0,
     ) -> int:
-        """As `Arenas.get`. patience: seconds that the agent may still need to announce
+        """As `ArenaPool.get`. patience: seconds that the agent may still need to announce
         `generation`; its workers learn of it at the same time."""
         with self._change:
             self._change.wait_for(lambda: self._has_begun(generation), patience)
@@ -305,7 +306,7 @@ class MoverService:
     ) -> None:
         """Take over a snapshot: hash and shelve it in the background, and save it if it is to be
         durable; asked again, do nothing more. copied, uploaded: as in
-        `policy.saving.destinations.Into`.
+        `policy.saving.destinations.SaveDestinations`.
 
         Raises CorruptError when the slot does not hold what the request says. Nothing is done to
         the slot then: a request that was held up must not give back what has come after it.

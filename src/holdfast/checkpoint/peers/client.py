@@ -81,8 +81,9 @@ class PeerClient:
         clock: Callable[[], float] = time.time,
         listener_identity: ListenerIdentity | None = None,
     ) -> None:
-        """`address` is "host:port"; `timeout` bounds every silence, in seconds. `aim`: what an
-        earlier client of the same address has learned; it spares a question.
+        """`address` is "host:port"; `silence_timeout_s` bounds every silence, in seconds.
+        `listener_identity`: what an earlier client of the same address has learned; it spares a
+        question.
 
         Raises ValueError for an address of another form.
         """
@@ -116,7 +117,7 @@ class PeerClient:
         return self.post(OFFER, body, timeout)
 
     def post(self, path: str, body: dict[str, Any], timeout: float | None = None) -> dict[str, Any]:
-        """Any question with a body, by its path; as `offer`."""
+        """Any question with a body, by its path; as `send_offer`."""
         content = json.dumps(body, separators=(",", ":")).encode()
         return self._request_json("POST", self._with_query(path), content, timeout)
 
@@ -332,7 +333,7 @@ def run_identity(config_hash: str, dataset_version: str) -> str:
 
 
 def split_address(address: str, min_port: int = 1) -> tuple[str, int]:
-    """(host, port) of "host:port", the host in brackets for IPv6; `least` is the smallest port.
+    """(host, port) of "host:port", the host in brackets for IPv6; `min_port` is the smallest port.
 
     Raises ValueError.
     """

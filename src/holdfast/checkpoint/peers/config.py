@@ -36,9 +36,9 @@ class Peer:
 @dataclass(frozen=True)
 class Cohort:
     """The movers of one generation, as this one sees them. `peers`: the other movers that take
-    part. `sources`: more that may hold what the generation begins from. `leader`: the mover that
-    commits (`commit_protocol.py`), None for this one. `before`: the placement of copies that was in
-    force, so that later members plan the same."""
+    part. `sources`: more that may hold what the generation begins from. `leader_peer`: the mover
+    that commits (`commit_protocol.py`), None for this one. `previous_placement`: the placement of
+    copies that was in force, so that later members plan the same."""
 
     own_node: str
     peers: tuple[Peer, ...] = ()
@@ -99,7 +99,8 @@ class PeerSettings:
         return PeerSettings(**{**value, "machine": Machine(**value["machine"]), "peers": peers})
 
     def advertised_address(self, bound_address: str) -> str:
-        """Return the address that other machines use: `bound` is "host:port" of the socket."""
+        """Return the address that other machines use: `bound_address` is "host:port" of the
+        socket."""
         host, _, port = bound_address.rpartition(":")
         named = self.advertise or host
         has_port = named.rpartition(":")[2].isdecimal() and not named.endswith("]")

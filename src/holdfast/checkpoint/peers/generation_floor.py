@@ -44,8 +44,8 @@ def generation_floor(
     """Return the newest generation of the run that a peer, or a note or checkpoint in the folder,
     names. Return 0 if the folder has opened a generation, or if none is named.
 
-    `run`: what is computed (`peers.client.identity`); `fresh`: this is to be a beginning. Raises
-    RunFolderError if a peer does not accept the run's secret, unless `fresh`.
+    `run_id`: what is computed (`peers.client.run_identity`); `is_fresh`: this is to be a beginning.
+    Raises RunFolderError if a peer does not accept the run's secret, unless `is_fresh`.
     """
     if newest_generation(store) > 0:
         return 0

@@ -36,9 +36,10 @@ class PeerTier:
         wait_until_hashed: Callable[[], object] = lambda: None,
         refusals: Refusals | None = None,
     ) -> None:
-        """`run`: what is computed (`identity`), None for a machine that only keeps. `bound`: a
-        socket to listen on instead of the one that the settings name. `settled`: as in PeerServer.
-        `refusals`: where requests that are refused are counted; told by `add` unless given.
+        """`run_id`: what is computed (`identity`), None for a machine that only keeps.
+        `bound_socket`: a socket to listen on instead of the one that the settings name.
+        `wait_until_hashed`: as in PeerServer. `refusals`: where requests that are refused are
+        counted; told by `emit` unless given.
 
         Raises AddressError when that cannot be listened on.
         """
@@ -78,8 +79,8 @@ class PeerTier:
         self.sender.begin_generation(topology, table)
 
     def on_snapshot_stored(self, snapshot: Snapshot, ignore_step_rule: bool = False) -> None:
-        """A rank of this node has one more snapshot on the shelf. surely: whatever the rule by
-        steps says."""
+        """A rank of this node has one more snapshot on the shelf. ignore_step_rule: whatever the
+        rule by steps says."""
         part = snapshot.part
         self.sender.on_snapshot_stored(part.generation, part.step, part.rank, ignore_step_rule)
 

@@ -92,7 +92,7 @@ class SnapshotReceiver:
         max_bytes: int,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`room`: bytes that all memory files of other machines may take together."""
+        """`max_bytes`: bytes that all memory files of other machines may take together."""
         self._snapshot_store, self._max_bytes, self._clock = snapshot_store, max_bytes, clock
         self._lock = threading.Lock()
         self._memory: dict[tuple[int, int], MemoryFile] = {}  # (rank, capacity)
@@ -234,7 +234,7 @@ class SnapshotReceiver:
         self, part: PartManifest, view: memoryview, source: SenderConnection, is_resumed: bool
     ) -> int:
         """Every extent of the blob, from what lies here or over the network, and checked; bytes
-        that lay here. `again`: the slot may hold some of them, from a pull that broke off."""
+        that lay here. `is_resumed`: the slot may hold some of them, from a pull that broke off."""
         here = self._extents_here(part)
         missing: list[Extent] = []
         spared = 0
@@ -419,7 +419,7 @@ class SnapshotReceiver:
 
 
 def _adjacent_extents(extents: Sequence[Extent], first: int, max_bytes: int) -> Sequence[Extent]:
-    """Extent number `at`, and those behind it without a gap, up to `room` bytes in all."""
+    """Extent number `first`, and those behind it without a gap, up to `max_bytes` bytes in all."""
     stop = first + 1
     end = extents[first].offset + extents[first].length
     while stop < len(extents) and extents[stop].offset == end:

@@ -89,8 +89,8 @@ class _Destination:
 
 
 class SnapshotSender:
-    """Sends snapshots of a mover to other machines. `shelved` never blocks. Every method may be
-    called from any thread."""
+    """Sends snapshots of a mover to other machines. `on_snapshot_stored` never blocks. Every method
+    may be called from any thread."""
 
     def __init__(
         self,
@@ -102,8 +102,8 @@ class SnapshotSender:
         emit: Callable[[Event], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`source` is the address at which other machines reach this mover's listener, `run` what
-        is computed (`identity`); `add` takes events."""
+        """`own_address` is the address at which other machines reach this mover's listener,
+        `run_id` what is computed (`identity`); `emit` takes events."""
         self._settings, self._snapshot_store, self._secret = settings, snapshot_store, secret
         self._own_address, self._run_id, self._emit, self._clock = own_address, run_id, emit, clock
         self._change = threading.Condition()
@@ -119,8 +119,8 @@ class SnapshotSender:
         self, peers: Iterable[Peer], previous_placement: Mapping[str, tuple[str, ...]] | None = None
     ) -> None:
         """Send to these peers from now on, in addition to those that the run file names. A machine
-        that is lost, or listens at another address now, is not waited for. `before`: the placement
-        in force, if this mover has none of its own."""
+        that is lost, or listens at another address now, is not waited for. `previous_placement`:
+        the placement in force, if this mover has none of its own."""
         named = {peer.name: peer for peer in (*self._settings.peers, *peers)}
         named.pop(self._settings.machine.name, None)
         clients: list[PeerClient] = []
@@ -166,7 +166,7 @@ class SnapshotSender:
         self, generation: int, step: int, rank: int, ignore_step_rule: bool = False
     ) -> None:
         """A rank of this node has a snapshot on the shelf; offers the step if it was the last.
-        surely: also a step that the rule by steps leaves out."""
+        ignore_step_rule: also a step that the rule by steps leaves out."""
         if step % self._settings.every_steps and not ignore_step_rule:
             return
         with self._change:

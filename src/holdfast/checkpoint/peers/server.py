@@ -83,7 +83,7 @@ SEND_PIECE_BYTES = 1 << 20
 
 
 class OfferReceiver(Protocol):
-    """The object that answers offers: `receiver.Keeper`."""
+    """The object that answers offers: `receiver.SnapshotReceiver`."""
 
     @property
     def is_idle(self) -> bool:
@@ -114,9 +114,9 @@ class PeerServer(socketserver.ThreadingMixIn, socketserver.TCPServer):
         wait_until_hashed: Callable[[], object] = lambda: None,
         refusals: Refusals | None = None,
     ) -> None:
-        """`run`: whose snapshots lie here (`identity`); None: of whichever run speaks first, until
-        nothing of it is kept any more. `settled` waits, for a moment, for what is being hashed: it
-        belongs into the inventory."""
+        """`run_id`: whose snapshots lie here (`identity`); None: of whichever run speaks first,
+        until nothing of it is kept any more. `wait_until_hashed` waits, for a moment, for what is
+        being hashed: it belongs into the inventory."""
         super().__init__(bound_socket.getsockname()[:2], _PeerHandler, bind_and_activate=False)
         self.socket.close()  # the one that the base class made
         bound_socket.setblocking(True)
@@ -321,7 +321,7 @@ class _PeerHandler(socketserver.BaseRequestHandler):
         return proof
 
     def _answer_misdirected(self, proof: Proof, close_connection: bool) -> None:
-        """`close`: a body follows, which is not read."""
+        """`close_connection`: a body follows, which is not read."""
         self._closes_connection = self._closes_connection or close_connection
         self._send_signed(proof, MISDIRECTED_STATUS, self.server.verifier.misdirected_answer())
 

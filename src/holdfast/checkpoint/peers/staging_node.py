@@ -28,8 +28,8 @@ class StagingNode:
         max_bytes: int,
         on_refused: Callable[[RequestsRefused], None] = lambda event: None,
     ) -> None:
-        """`room`: bytes of memory that copies may take, two slots a rank. `refused` is called with
-        requests that were refused, at most once a minute, on a thread of its own."""
+        """`max_bytes`: bytes of memory that copies may take, two slots a rank. `on_refused` is
+        called with requests that were refused, at most once a minute, on a thread of its own."""
         self.snapshot_store = SnapshotStore()
         self._peer_tier = PeerTier(
             PeerSettings(room=max_bytes),

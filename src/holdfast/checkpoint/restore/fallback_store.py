@@ -3,7 +3,7 @@
 It is opened and read only if the folder falls short. A restart that finds all it needs in memory
 and in the folder costs no request, and a bucket that is away cannot delay it. A checkpoint is
 intact if the folder has some blobs intact and the bucket has the rest. Readers mix them by extent
-(`sources.Mixed`), and `opened` checks sizes and headers accordingly.
+(`sources.FallbackReader`), and `opened` checks sizes and headers accordingly.
 """
 
 from __future__ import annotations

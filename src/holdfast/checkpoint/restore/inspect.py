@@ -119,10 +119,10 @@ def layout_of(topology: Topology) -> list[dict[str, Any]]:
 # --- diff -----------------------------------------------------------------------------------
 @dataclass
 class TensorDifference:
-    """How one tensor differs. `what`: only in the first, only in the second, shape, dtype, bytes.
+    """How one tensor differs. `kind`: only in the first, only in the second, shape, dtype, bytes.
 
     For `bytes`: how many elements have other bits, and the largest absolute difference among
-    those where it is a finite number (`not_finite` counts the rest).
+    those where it is a finite number (`nonfinite_elements` counts the rest).
     """
 
     name: str
@@ -137,7 +137,7 @@ class TensorDifference:
 
 @dataclass
 class CheckpointComparison:
-    """Differences by tensor; `same` counts the tensors that have none."""
+    """Differences by tensor; `same_count` counts the tensors that have none."""
 
     same_count: int = 0
     differences: dict[str, TensorDifference] = field(default_factory=dict)

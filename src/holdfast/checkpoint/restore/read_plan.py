@@ -5,7 +5,7 @@ that moves touch are joined with their neighbours into stretches, each of which 
 an extent that no wanted box touches is never read, and none is read twice, however many boxes lie
 in it. The cost is one of moves and stretches, not of extents.
 
-A stretch whose bytes go to few places is read straight into them (`Stretch.places`), without a
+A stretch whose bytes go to few places is read straight into them (`ReadRange.places`), without a
 copy. The unwanted bytes of its first and last extent go to a buffer, because checksums cover them.
 """
 
@@ -33,7 +33,7 @@ ByteArray: TypeAlias = "npt.NDArray[np.uint8]"
 
 
 class ByteMove(NamedTuple):
-    """`length` bytes from byte `start` of a blob to byte `at` of a target."""
+    """`length` bytes from byte `start` of a blob to byte `target_offset` of a target."""
 
     start: int
     length: int
@@ -118,8 +118,8 @@ def moves_into(
 def plan_ranges(
     moves: Sequence[tuple[Blob, ByteMove]], max_bytes: Callable[[Blob], int]
 ) -> list[ReadRange]:
-    """All moves in stretches of at most `limit` bytes (or one extent), in the order of the bytes
-    of each blob."""
+    """All moves in stretches of at most `max_bytes` bytes (or one extent), in the order of the
+    bytes of each blob."""
     blobs: dict[str, Blob] = {}
     by_blob: defaultdict[str, list[ByteMove]] = defaultdict(list)
     for blob, move in moves:
@@ -133,7 +133,8 @@ def plan_ranges(
 
 
 def split_buffered(ranges: Sequence[ReadRange], max_bytes: int) -> list[ReadRange]:
-    """The same, but those that go through a buffer have at most `most` bytes (or one extent)."""
+    """The same, but those that go through a buffer have at most `max_bytes` bytes (or one
+    extent)."""
     out: list[ReadRange] = []
     for stretch in ranges:
         size = stretch.blob.extent_bytes
@@ -145,7 +146,7 @@ def split_buffered(ranges: Sequence[ReadRange], max_bytes: int) -> list[ReadRang
 
 
 def _ranges_of_blob(blob: Blob, moves: Sequence[ByteMove], max_extents: int) -> list[ReadRange]:
-    """`moves` in the order of their starts; at most `most` extents in a stretch."""
+    """`moves` in the order of their starts; at most `max_extents` extents in a stretch."""
     size = blob.extent_bytes
     spans: list[tuple[int, int]] = []
     for start, length, _, _ in moves:
@@ -190,7 +191,7 @@ def copy_to_targets(offset: int, view: memoryview, moves: Sequence[ByteMove]) ->
 
 
 def copy_into_places(places: Sequence[memoryview], offset: int, view: memoryview) -> None:
-    """Write `view` over the places, from byte `at` of them all on."""
+    """Write `view` over the places, from byte `offset` of them all on."""
     done = 0
     for place in places:
         low = offset + done

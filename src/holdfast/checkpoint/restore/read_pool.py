@@ -17,7 +17,7 @@ KEEP_ALIVE_INTERVAL_S = 1.0
 
 
 class ReadPool:
-    """Works stretches off, on `threads` threads with one buffer each."""
+    """Works stretches off, on `thread_count` threads with one buffer each."""
 
     def __init__(self, reader: FallbackReader, thread_count: int) -> None:
         self._reader = reader
@@ -25,9 +25,10 @@ class ReadPool:
         self._is_stopped = False
 
     def read(self, ranges: Sequence[ReadRange], keep_alive: Callable[[], None]) -> None:
-        """Returns when every byte is checked and in place; calls `alive` again and again meanwhile.
+        """Returns when every byte is checked and in place; calls `keep_alive` again and again
+        meanwhile.
 
-        Raises as `Mixed.fill` does; the targets are then worthless.
+        Raises as `FallbackReader.fill_range` does; the targets are then worthless.
         """
         room = max((stretch.length for stretch in ranges), default=0)
         threads = min(self._thread_count, len(ranges)) or 1

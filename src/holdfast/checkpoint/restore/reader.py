@@ -116,7 +116,7 @@ class Checkpoint:
         """Fill every `out` with its box's elements. Each extent that holds some of them is read
         once, and checked before this returns. Memory apart from the targets is a few megabytes a
         thread. The default number of threads is that of the source that wants most requests under
-        way. `alive` is called every second or so. Raises as `read` does."""
+        way. `keep_alive` is called every second or so. Raises as `read` does."""
         begun = time.perf_counter()
         moves = [move for box, out in wanted for move in self._plan_moves(box, out)]
         best = {key: self._reader.best_reads(key) for key in {blob.key for blob, _ in moves}}

@@ -122,8 +122,9 @@ class RestorePointFinder:
         fallback_store: LazyStore | None = None,
         on_fallback_used: OnRejected = lambda key, reason: None,
     ) -> None:
-        """`rejected(key, reason)` is called for each candidate that is passed over. `second` is
-        asked where the run store falls short; `noted(key, reason)` says that it gave something."""
+        """`rejected(key, reason)` is called for each candidate that is passed over.
+        `fallback_store` is asked where the run store falls short; `noted(key, reason)` says that it
+        gave something."""
         self._store, self._memories, self._current_generation = store, memories, current_generation
         self._run_identity = (config_hash, dataset_version)
         self._on_rejected, self._fallback_store, self._on_fallback_used = (
@@ -136,8 +137,8 @@ class RestorePointFinder:
     def find_newest(self, skip_keys: Collection[str]) -> ChosenRestorePoint | None:
         """The newest state that can be begun from; None when there has never been one.
 
-        skip: keys that were tried already. Raises CheckpointError when there are candidates and
-        none can be trusted, and the store's own error when it is out of reach.
+        skip_keys: keys that were tried already. Raises CheckpointError when there are candidates
+        and none can be trusted, and the store's own error when it is out of reach.
         """
         close_unstarted(self._store, self._current_generation)
         held = self._complete_in_memory()
@@ -288,7 +289,7 @@ def resolve_commit(
 def _gather_parts(
     memories: Sequence[MemorySource], only_position: _Position | None = None
 ) -> dict[_Position, _StepParts]:
-    """The parts that all memories hold, by step; of one step where `only` is given."""
+    """The parts that all memories hold, by step; of one step where `only_position` is given."""
     found: dict[_Position, _StepParts] = {}
     for memory in memories:
         try:

@@ -1,8 +1,8 @@
 """The sources of a checkpoint's bytes: every tier is ranged reads over named blobs.
 
-`Mixed` asks the sources in order, cheapest first, and hands out no byte whose extent does not have
-its checksum. If a source lacks an extent or has it corrupt, the next one is read. Only if no source
-has an extent intact is the checkpoint broken.
+`FallbackReader` asks the sources in order, cheapest first, and hands out no byte whose extent does
+not have its checksum. If a source lacks an extent or has it corrupt, the next one is read. Only if
+no source has an extent intact is the checkpoint broken.
 
 Long runs of bytes are read straight into their tensors (`Source.scatter`) and checked there. Other
 bytes are read into a buffer, or seen where they are mapped, then checked and copied.
@@ -138,7 +138,7 @@ class MappedSource:
 
     A memory file is mapped when its first byte is requested. `scatter` reads from the file, which
     spares the page faults. The mover keeps the slots until the generation has a snapshot of its
-    own. `confirm` checks that this held.
+    own. `confirm_unchanged` checks that this held.
     """
 
     name = "memory"
@@ -253,7 +253,7 @@ class FallbackReader:
         """Every byte that is wanted of a stretch, to its place, and each extent checked. `buffer`
         has room for the stretch.
 
-        Raises as `extents` does; the targets are then worthless.
+        Raises as `read_extents` does; the targets are then worthless.
         """
         blob, start = stretch.blob, stretch.start
         places = stretch.places(buffer)

@@ -43,7 +43,8 @@ LEADER_RETRY_DELAYS_S = (0.05, 0.1, 0.2, 0.5, 1.0, 2.0)
 
 
 class CommitCallbacks(Protocol):
-    """The leader's saves, as the protocol calls them (`save_manager.Saves`). Returns at once."""
+    """The leader's saves, as the protocol calls them (`save_manager.SaveManager`). Returns at
+    once."""
 
     def all_parts_stored(self, save: SaveId) -> None:
         """Every node has stored its parts."""
@@ -91,8 +92,8 @@ class CommitProtocol:
     def set_leader_access(
         self, secret: Secret, run_id: str, steps_being_written: Callable[[int], Iterable[int]]
     ) -> None:
-        """Set how to reach the leader. pending: the steps of a generation that are being written
-        here."""
+        """Set how to reach the leader. steps_being_written: the steps of a generation that are
+        being written here."""
         self._connect = lambda address, generation: PeerClient(
             address, secret, generation, run_id, silence_timeout_s=LEADER_ANSWER_TIMEOUT_S
         )

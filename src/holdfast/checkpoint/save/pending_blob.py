@@ -56,7 +56,7 @@ class PendingBlob:
 
     # --- the side that saves ----------------------------------------------------------------
     def write(self, store: RunStore, why_useless: Callable[[], str | None]) -> None:
-        """Write the blob under the authority of its own generation. useless: called again and
+        """Write the blob under the authority of its own generation. why_useless: called again and
         again; returns why the blob is no longer needed, or None.
 
         Raises that reason, the one given to `give_up`, CorruptError when the slot changes

@@ -41,7 +41,7 @@ def apply_retention(
 ) -> list[str]:
     """Remove what need not be kept; the keys of the commit objects that went.
 
-    spared: keys that a reader uses just now; they are removed the next time.
+    in_use_keys: keys that a reader uses just now; they are removed the next time.
     """
     gone = [
         key
@@ -110,7 +110,7 @@ def sweep_older_generations(
     store: RunStore, generation: int, except_positions: Collection[tuple[int, int]] = ()
 ) -> int:
     """Remove what older generations began and never committed, objects and halves of objects, but
-    for `spare` (step, generation); the number removed.
+    for `except_positions` (step, generation); the number removed.
 
     They are fenced, so no process can complete it any more. But a mover that checked the fence just
     before the present generation was opened may make a commit object meanwhile. It is removed with

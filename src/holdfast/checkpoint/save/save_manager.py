@@ -65,8 +65,8 @@ class SaveManager:
         retention: retention.RetentionRules,
         memories: Sequence[MemorySource] = (),
     ) -> None:
-        """`change` guards `pending` and is notified when a save has ended; `memories` are asked for
-        what a promotion does not find on the shelf."""
+        """`change` guards `pending_parts` and is notified when a save has ended; `memories` are
+        asked for what a promotion does not find on the shelf."""
         self.pending_parts: Counter[SaveId] = Counter()  # handed over by ranks, and not ended
         self.verified_steps: set[int] = set()  # steps of checkpoints that were read back in full
         self.in_use_keys: Callable[[], Collection[str]] = tuple  # keys that a reader uses just now
@@ -120,7 +120,7 @@ class SaveManager:
 
     def promote(self, generation: int, save: SaveId, get_commit: Callable[[], Commit]) -> None:
         """Make durable what `generation` began from and only memory holds. Its slots are kept
-        until that is done. commit: its commit object, asked for behind the answer."""
+        until that is done. get_commit: its commit object, asked for behind the answer."""
         pins = ExitStack()
         snapshots: list[Snapshot] = []
         for rank in self._snapshot_store.ranks_with_part(*save):
@@ -355,7 +355,7 @@ class SaveManager:
 
     def _abandon_older(self, plan: SaveContext, committed_step: int) -> None:
         """Give up older steps that lack a rank. Each rank hands its steps over in order: a rank
-        that handed over `committed` and not an older step has skipped that step."""
+        that handed over `committed_step` and not an older step has skipped that step."""
         for step in self._save_tracker.open_steps(plan.generation):
             with self._change:
                 busy = self.pending_parts[

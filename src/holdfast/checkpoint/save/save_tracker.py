@@ -77,8 +77,8 @@ class SaveTracker:
             self._change.notify_all()
 
     def record_failure(self, save: SaveId, reason: str, emit_event: bool = True) -> None:
-        """The first reason counts; one event per save. Without `tell`, where another mover has
-        told it, there is none."""
+        """The first reason counts; one event per save. Without `emit_event`, where another mover
+        has told it, there is none."""
         with self._change:
             known = {save} & (
                 self._failure_reasons.keys() | self._committed_keys.keys() | self._restarted
@@ -95,20 +95,20 @@ class SaveTracker:
 
     def restart(self, save: SaveId) -> None:
         """Note that a save is repeated by other means. Whatever the first attempt's result, its
-        waiters now wait for the end of this one (`succeed` or `gave_up`)."""
+        waiters now wait for the end of this one (`record_commit` or `abort`)."""
         with self._change:
             self._restarted.add(save)
             self._failure_reasons.pop(save, None)
             self._started_at.setdefault(save, self._clock())
 
     def is_restarted(self, save: SaveId) -> bool:
-        """Return True if `again` was called and that save has not ended: it uses what the first
+        """Return True if `restart` was called and that save has not ended: it uses what the first
         attempt left."""
         with self._change:
             return save in self._restarted
 
     def abort(self, save: SaveId, reason: str, emit_event: bool = True) -> None:
-        """The end of `again` that is none."""
+        """The end of `restart` that is none."""
         with self._change:
             self._restarted.discard(save)
         self.record_failure(save, reason, emit_event)
@@ -137,7 +137,7 @@ class SaveTracker:
             self._append_event(event)
 
     def wait_until_ended(self, save: SaveId, wait_s: float) -> tuple[bool, str | None]:
-        """(whether the save has ended within `wait` seconds, why it is not committed)."""
+        """(whether the save has ended within `wait_s` seconds, why it is not committed)."""
         with self._change:
             done = self._change.wait_for(
                 lambda: (

@@ -81,8 +81,8 @@ def write_sealed_part(
     sealed_manifest: bytes,
     content: Iterable[Bytes],
 ) -> None:
-    """Write the blob that a sealed part describes, then the part. `authority` is the generation
-    that writes: the part's own, or a newer one that began from it.
+    """Write the blob that a sealed part describes, then the part. `writing_generation` is the
+    generation that writes: the part's own, or a newer one that began from it.
 
     Raises as `write_part` does.
     """
@@ -123,7 +123,7 @@ def check_snapshot(snapshot: Snapshot) -> None:
 
 
 def commit_sealed(store: RunStore, writing_generation: int, commit: Commit) -> None:
-    """Commit what `write_sealed` wrote under the same authority. Raises FencedError."""
+    """Commit what `write_sealed_part` wrote under the same authority. Raises FencedError."""
     check_fence(store, writing_generation)
     with suppress(AlreadyExistsError):
         store.create(commit.key, commit.to_bytes())

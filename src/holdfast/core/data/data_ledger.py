@@ -21,7 +21,7 @@ STAND_IN_KEY = "stands_in"  # key of an entry that another rank made from the da
 class LedgerEntry:
     """One range that one rank fed (or skipped, with a reason) in one step.
 
-    stands_in: made from the data by another rank, for one that was lost after its gradient had
+    is_stand_in: made from the data by another rank, for one that was lost after its gradient had
     come. It counts only where the lost one's own entry did not come after all.
     """
 

@@ -30,8 +30,8 @@ class Piece:
     """One of our tensors inside one of theirs.
 
     `offsets` and `lengths` are its place in their tensor's shape. If their tensor has a dim that
-    ours lacks (stack), `lengths` is 1 there and `new_dim` names it. `beyond` rows of ours, the last
-    of dim 0, are zero and have no place in theirs (cut).
+    ours lacks (stack), `lengths` is 1 there and `new_dim` names it. `dropped_rows` rows of ours,
+    the last of dim 0, are zero and have no place in theirs (cut).
     """
 
     ours: str
@@ -91,7 +91,7 @@ def pad(ours: str, theirs: str, shape: Shape, padded: Shape) -> TensorMapping:
 
 
 def trim_rows(ours: str, theirs: str, shape: Shape, dropped_rows: int) -> TensorMapping:
-    """One of theirs is one of ours, of `shape`, without its last `beyond` rows of zeros."""
+    """One of theirs is one of ours, of `shape`, without its last `dropped_rows` rows of zeros."""
     lengths = (shape[0] - dropped_rows, *shape[1:])
     return TensorMapping(
         theirs, lengths, (Piece(ours, (0,) * len(shape), lengths, dropped_rows=dropped_rows),)

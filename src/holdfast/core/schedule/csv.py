@@ -40,7 +40,7 @@ def from_csv(text: str, name: str, rank_of: Sequence[int] | None = None) -> Sche
     """Read a table; a stage is on the rank in whose row it stands, unless `rank_of` says so.
 
     The number of microbatches is one more than the highest. The table is read, not verified:
-    call `check.check` on it. Raises ScheduleError with the place of a cell that is
+    call `check.check_schedule` on it. Raises ScheduleError with the place of a cell that is
     no action.
     """
     try:

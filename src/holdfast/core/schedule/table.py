@@ -84,7 +84,7 @@ class Schedule:
 
     `rank_of[stage]` is the index on `pp` of the rank that holds the stage. A table without any
     backward (validation, generation) is a schedule too. Nothing is verified here: see
-    `check.check`.
+    `check.check_schedule`.
     """
 
     name: str

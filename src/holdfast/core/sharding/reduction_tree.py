@@ -120,11 +120,11 @@ def _has_leaf_inside(ordered: list[int], node: TreeNode) -> bool:
 class LeafAction:
     """The handling of one leaf of a share.
 
-    With `hold` the value stays where it was computed, and the next leaf, its sibling, is added to
-    it there. Otherwise the value goes to the partial sum at `depth` of piece number `piece`. With
-    `accumulate` it is added to that sum, and replaces it otherwise. Then, `carries` times, the sum
-    at the present depth is added to the one below. `finished`: the piece is now complete at depth
-    0.
+    With `stays_in_place` the value stays where it was computed, and the next leaf, its sibling, is
+    added to it there. Otherwise the value goes to the partial sum at `depth` of piece number
+    `piece`. With `accumulates` it is added to that sum, and replaces it otherwise. Then, `carries`
+    times, the sum at the present depth is added to the one below. `completes_piece`: the piece is
+    now complete at depth 0.
     """
 
     leaf: int

@@ -77,7 +77,7 @@ def plan_reshard(
     limit: int = MAX_TRANSFER_BYTES,
     window: int = MAX_ROUND_BYTES,
 ) -> ReshardPlan:
-    """Return what rank `me` of the new topology sends, receives and keeps.
+    """Return what rank `rank` of the new topology sends, receives and keeps.
 
     came_from[rank] is the old rank of the same process; None for one that holds nothing yet. Old
     ranks that no process came from are lost, with the state that they held. limit: bytes of one
@@ -151,7 +151,7 @@ def _assign_senders(
     sources: _SenderChooser,
     out: _RoundPlanner,
 ) -> None:
-    """Give `piece` to each of `targets` from one of the ranks that are `able` to send it."""
+    """Give `piece` to each of `targets` from one of the ranks that are `able_ranks` to send it."""
     holders = tuple(able_ranks)
     own = set(able_ranks)
     nbytes = piece.size * item

@@ -106,8 +106,8 @@ class NodeAgent:
         render_metrics: Callable[[], bytes] = lambda: b"",
         say: Say = print,
     ) -> None:
-        """control: the bound socket whose address other agents find in the run store. planner: lays
-        a generation out over the nodes. say: prints one line for the user."""
+        """control_socket: the bound socket whose address other agents find in the run store.
+        planner: lays a generation out over the nodes. say: prints one line for the user."""
         self._context, self._control_socket, self._planner = context, control_socket, planner
         self._render_metrics, self._say = render_metrics, (say := logged(say))
         config, alone = context.config, context.single_node_term is not None
@@ -378,7 +378,7 @@ class NodeAgent:
         return await self._finish_run()
 
     async def _run_role_loop(self) -> None:
-        """Take part in the run until this node has left it. Raises EndedError, also if the node
+        """Take part in the run until this node has left it. Raises RunEndedError, also if the node
         cannot wait for its run folder any longer."""
         following = asyncio.create_task(self._role_loop.run())
         losing = asyncio.create_task(self._run_folder_monitor.wait_for_end())
@@ -661,7 +661,8 @@ class NodeAgent:
                 self._loop.add_signal_handler(number, self._shutdown_controller.on_signal, number)
 
     def _exit_at_once(self, missing_upload: str) -> None:
-        """Exit without waiting for anything. missing: what is not saved then, "" for nothing."""
+        """Exit without waiting for anything. missing_upload: what is not saved then, "" for
+        nothing."""
         if self._cleanup_timer is not None:  # the clean-up needs a disk that may not answer
             os._exit(IMMEDIATE_EXIT_CODE)
         self._is_exiting_at_once = True

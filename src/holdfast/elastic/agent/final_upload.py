@@ -23,7 +23,8 @@ UPLOAD_POLL_INTERVAL_S = 1.0
 
 
 class FinalUpload:
-    """The final upload of a run. missing: a sentence on what the bucket lacks, during a wait."""
+    """The final upload of a run. missing_upload: a sentence on what the bucket lacks, during a
+    wait."""
 
     def __init__(self, mover: MoverSupervisor, stall_timeout_s: float, say: Say) -> None:
         self._mover, self._stall_timeout_s, self._say = mover, stall_timeout_s, say
@@ -38,8 +39,8 @@ class FinalUpload:
         """Wait until the newest checkpoint is in the bucket, or until the wait is hopeless.
 
         Args:
-            before: Called once, before the first wait.
-            seconds_left: Returns the seconds until the machine is lost; None if not known.
+            before_waiting: Called once, before the first wait.
+            time_left_s: Returns the seconds until the machine is lost; None if not known.
 
         Returns:
             None if the bucket has all of it, otherwise what it lacks and why.

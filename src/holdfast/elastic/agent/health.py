@@ -36,8 +36,8 @@ def describe_state(stage: NodeStage, is_stopping: bool) -> str:
 
 
 class HealthApplication:
-    """The application of the listener; `health` and `render_metrics` answer from memory, within
-    milliseconds."""
+    """The application of the listener; `health_fields` and `render_metrics` answer from memory,
+    within milliseconds."""
 
     def __init__(
         self,

@@ -17,7 +17,8 @@ async def check_progress_forever(
     worker_group: Callable[[], WorkerGroup | None],
     flush: Callable[[], Awaitable[object]],
 ) -> None:
-    """Check the workers' progress every `beat` seconds, and store pending records; never ends."""
+    """Check the workers' progress every `interval_s` seconds, and store pending records; never
+    ends."""
     clock = asyncio.get_running_loop().time
     flushing: asyncio.Future[object] | None = None
     try:

@@ -5,12 +5,12 @@
     gone   It was moved, removed or emptied, or another folder is at its path.
 
 If the folder is `away`, the agent waits without limit and training continues. If the folder is
-`gone`, a user may put it back within `GONE_SECONDS`. After that, this node leaves, because it could
-save nothing any more. Each agent judges by its own view. If one machine alone has lost the folder,
-the other nodes continue without it. A run of one node leaves at once.
+`gone`, a user may put it back within `FOLDER_RETURN_TIMEOUT_S`. After that, this node leaves,
+because it could save nothing any more. Each agent judges by its own view. If one machine alone has
+lost the folder, the other nodes continue without it. A run of one node leaves at once.
 
 While the folder is missing, ignore whatever is at its path. In particular, do not conclude that the
-term has ended (`Kept`).
+term has ended (`GuardedTerm`).
 
 A node that is asked to leave waits for the folder no longer than its own time allows.
 """
@@ -157,10 +157,10 @@ class RunFolderMonitor:
         """Make the monitor.
 
         Args:
-            told: Returns why this node must leave, "" if it stays.
-            time_left: Returns the seconds until then, 0 if not known.
-            part: Makes the run continue without this node, after the given seconds at the latest.
-            alone: The run has no other node.
+            leave_reason: Returns why this node must leave, "" if it stays.
+            time_left_s: Returns the seconds until then, 0 if not known.
+            leave_run: Makes the run continue without this node, after the given seconds at the
+            latest. is_single_node: The run has no other node.
         """
         self.is_leaving = False
         """True if this node leaves because its folder is lost."""

@@ -50,8 +50,8 @@ class ShutdownController:
         final_upload: FinalUpload,
         exit_at_once: Callable[[str], None],
     ) -> None:
-        """alone: the run has no other node. at_once: makes the agent exit without waiting; it
-        receives what is not saved then, "" for nothing."""
+        """is_single_node: the run has no other node. exit_at_once: makes the agent exit without
+        waiting; it receives what is not saved then, "" for nothing."""
         self.reason: str | None = None
         self._is_whole_run_leaving = False  # all of the run must stop, though other nodes take part
         self._config, self._node, self._is_single_node = config, node, is_single_node
@@ -103,7 +103,7 @@ class ShutdownController:
             self.begin_shutdown(name, grace if number is signal.SIGTERM else 0.0)
 
     def begin_shutdown(self, reason: str, leave_within_s: float = 0.0) -> None:
-        """Leave the run; if the run continues without this node, within `seconds`."""
+        """Leave the run; if the run continues without this node, within `leave_within_s`."""
         if self.reason is not None:
             return
         self.reason = reason

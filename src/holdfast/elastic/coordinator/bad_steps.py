@@ -69,8 +69,8 @@ class BadStepTracker:
     ) -> None:
         """Take the reports of the stopped processes; called each time a generation is planned.
 
-        `held`: the state of each process, by key. keys: node and process of each key.
-        Raises EndedError if the run cannot continue."""
+        `held_states`: the state of each process, by key. worker_ids: node and process of each key.
+        Raises RunEndedError if the run cannot continue."""
         self._policy.step_passed(
             max((one.applied for one in held_states.values() if not one.torn), default=0)
         )

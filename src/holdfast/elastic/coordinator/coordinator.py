@@ -8,8 +8,8 @@ commands. A lost command is repeated in the next answer.
 Reports that arrive in the same turn of the event loop are processed together. Only agents that a
 change concerns are woken, so its cost grows linearly with the number of agents.
 
-This module uses neither run store nor planner: `Make` makes the next generation's object and
-returns what its nodes begin from.
+This module uses neither run store nor planner: `CreateGeneration` makes the next generation's
+object and returns what its nodes begin from.
 """
 
 from __future__ import annotations
@@ -92,8 +92,8 @@ class CreateGeneration(Protocol):
         """Make the object of a generation of these nodes.
 
         Raises:
-            TakenError: Another agent has made the object, or a newer term exists.
-            EndedError: The run is to have no further generation.
+            CreationRejectedError: Another agent has made the object, or a newer term exists.
+            RunEndedError: The run is to have no further generation.
             HoldfastError: The run store is unreachable; the coordinator tries again.
         """
         ...
@@ -112,11 +112,11 @@ class Coordinator:
         ),
         complain: Callable[[str], None] = lambda sentence: None,
     ) -> None:
-        """changed: receives the old and the new state at every change of phase, generation or
-        membership. complain: receives one line each time the run store becomes unreachable."""
+        """on_state_change: receives the old and the new state at every change of phase, generation
+        or membership. complain: receives one line each time the run store becomes unreachable."""
         self.state = state
         self.node_reports: dict[str, NodeReport] = {}
-        self.end_reason = ""  # why the run ended, one of `run_result.Over`
+        self.end_reason = ""  # why the run ended, one of `run_result.EndReason`
         self.nodes_to_leave: set[str] = set()  # nodes to leave once the rest works without them
         self._rules, self._create_generation, self._on_state_change, self._complain = (
             rules,
@@ -486,7 +486,7 @@ class Coordinator:
         self._set_state(transitions.tick(self.state, now, self._rules))
 
     async def wait_until_all_dismissed(self, except_node: str) -> None:
-        """Wait until every node except `but` knows that the run is over."""
+        """Wait until every node except `except_node` knows that the run is over."""
         while {node.name for node in self.state.nodes} - self._dismissed_nodes - {except_node}:
             self._wakeup.clear()
             await self._wakeup.wait()

@@ -38,11 +38,12 @@ from holdfast.policy.recovery.survivors import HeldState
 class PlannerContext:
     """Context of a generation planner.
 
-    meet: the rendezvous address of a generation's workers. opened: receives the number of each
-    generation whose object was made, before any node learns of it. durable: returns the newest step
-    that has a checkpoint in the run store. alone: the run has one node, whose mover knows its peers
-    itself. rest: leaves a node out if the remaining nodes suffice, and returns True if they do.
-    late: emits an event of a generation that this agent may have had no part in."""
+    rendezvous_address: the rendezvous address of a generation's workers. on_generation_created:
+    receives the number of each generation whose object was made, before any node learns of it.
+    newest_durable_step: returns the newest step that has a checkpoint in the run store.
+    is_single_node: the run has one node, whose mover knows its peers itself. exclude_slow: leaves a
+    node out if the remaining nodes suffice, and returns True if they do. emit_in_generation: emits
+    an event of a generation that this agent may have had no part in."""
 
     config: RunConfig
     planner: Planner
@@ -81,8 +82,8 @@ class GenerationPlanner:
         """Keys of checkpoints that proved corrupt, and why."""
 
     def load_record(self, record: GenerationRecord, is_single_node: bool = False) -> None:
-        """Take over the newest generation's record, at the beginning of a term. alone: the run has
-        one node, and no process of that generation is left."""
+        """Take over the newest generation's record, at the beginning of a term. is_single_node: the
+        run has one node, and no process of that generation is left."""
         self.bad_steps.load_record(record)
         if record.topology is not None and not is_single_node:
             if record.previous is not None:  # states may still have the previous layout
@@ -193,7 +194,7 @@ class GenerationPlanner:
         """Leave out the nodes of workers that compute wrongly again and again.
 
         If such a node is needed, distrust its workers' state, provided that other workers have it.
-        Raises ChangedError once a node is left out."""
+        Raises PlanOutdatedError once a node is left out."""
         sick = self.bad_steps.faulty_workers
         if any(node in node_names and self._context.exclude_slow(node) for node, _ in sorted(sick)):
             raise PlanOutdatedError("a node that computes wrongly is left out")

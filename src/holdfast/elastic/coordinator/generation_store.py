@@ -65,9 +65,10 @@ async def start_term(
 ) -> Coordinator:
     """Return the coordinator of a term that was just opened. Raises what the run store raises.
 
-    above: the next generation must also exceed this number. expects: wait for the nodes of the
-    newest generation until each reports or is lost. refused: receives the run store's error if the
-    object cannot be made; an error that it raises replaces that one."""
+    generation_floor: the next generation must also exceed this number. wait_for_members: wait for
+    the nodes of the newest generation until each reports or is lost. on_creation_refused: receives
+    the run store's error if the object cannot be made; an error that it raises replaces that
+    one."""
     generation = await asyncio.to_thread(newest_generation, store)
     reason = "resume" if generation else "start"
     record = GenerationRecord()
@@ -91,7 +92,7 @@ async def start_term(
 
 
 class GenerationCreator:
-    """Creates generations' objects under one term; see `coordinator.Make`."""
+    """Creates generations' objects under one term; see `coordinator.CreateGeneration`."""
 
     def __init__(
         self,

@@ -4,8 +4,8 @@ When survivors continue from their own state, all steps up to that state count. 
 its ledger from a background thread, so the entries of its last steps may be missing. Only the agent
 knows which entries arrived. Once every worker of the next generation is ready, the survivors have
 sent all their entries. The agent then rebuilds missing entries up to that generation's start step
-from the data, and marks them (`core.data.data_ledger.STANDS_IN`). Known entries are kept as ranges
-of positions: a handful of numbers, however long the run.
+from the data, and marks them (`core.data.data_ledger.STAND_IN_KEY`). Known entries are kept as
+ranges of positions: a handful of numbers, however long the run.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ class LedgerRepair:
     def __init__(
         self, ledger_coverage: LedgerCoverage, event_log: EventLog, say: Say, retry_delay_s: float
     ) -> None:
-        """pause: seconds before a journal that cannot be written is tried again."""
+        """retry_delay_s: seconds before a journal that cannot be written is tried again."""
         self.is_pending = False
         """True if entries may be missing: no snapshot is announced before its ledger."""
         self._ledger_coverage, self._event_log, self._say, self._retry_delay_s = (

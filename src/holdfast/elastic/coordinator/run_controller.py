@@ -71,10 +71,11 @@ BAD_STEP_REASONS = ("non_finite", "loss_jump")
 class AgentHooks:
     """Functions of the agent that the run controller uses.
 
-    meet: the rendezvous address of a generation's workers. prepare: makes sure that a mover runs,
-    which chooses the restore point. made: receives the number of each generation whose object was
-    made. opened: returns the newest generation known here. why: returns why all of the run must
-    stop, "" while it continues. committed: returns the newest committed step."""
+    rendezvous_address: the rendezvous address of a generation's workers. ensure_mover: makes sure
+    that a mover runs, which chooses the restore point. on_generation_created: receives the number
+    of each generation whose object was made. newest_generation: returns the newest generation known
+    here. stop_reason: returns why all of the run must stop, "" while it continues. committed_step:
+    returns the newest committed step."""
 
     rendezvous_address: str
     ensure_mover: Callable[[], Awaitable[None]]
@@ -97,7 +98,7 @@ class RunController:
         say: Say,
         ledger_coverage: LedgerCoverage,
     ) -> None:
-        """told: observes all events of the event log if the run has one node only."""
+        """ledger_coverage: observes all events of the event log if the run has one node only."""
         self.coordinator: Coordinator | None = None
         self.term: Term | None = None
         self.restored_step = 0
@@ -188,7 +189,7 @@ class RunController:
         return self.coordinator
 
     async def _generation_floor(self) -> int:
-        """Return the generation that the next one must exceed. Raises EndedError.
+        """Return the generation that the next one must exceed. Raises RunEndedError.
 
         It is looked up once in a session: an agent that took part knows the run's generations."""
         if self._hooks.newest_generation():
@@ -237,7 +238,7 @@ class RunController:
         node_names: frozenset[str],
         node_reports: Mapping[str, NodeReport],
     ) -> GenerationRecord:
-        """Return the record of the next generation. Raises EndedError if there must be none."""
+        """Return the record of the next generation. Raises RunEndedError if there must be none."""
         assert self._generation_planner is not None
         raise_if_failed(node_reports.values())
         ended = [outcome.lost for outcome in self._generation_planner.last_outcomes(node_reports)]
@@ -409,7 +410,7 @@ class RunController:
         return self._generation_planner.select_nodes(nodes) if len(nodes) >= least else ()
 
     async def _wait_for_nodes(self, notice_delay_s: float = 0.0) -> None:
-        """Report after `seconds` what is lacking; then wait for it, or stop the run."""
+        """Report after `notice_delay_s` what is lacking; then wait for it, or stop the run."""
         await asyncio.sleep(notice_delay_s)
         coordinator, cluster = self.coordinator, self._context.config.cluster
         assert coordinator is not None, "nodes gather only once a coordinator exists"
@@ -453,7 +454,7 @@ class RunController:
 
 
 def raise_if_failed(known: Iterable[NodeReport]) -> None:
-    """Raises EndedError if a node's workers failed in a way that a restart would not fix."""
+    """Raises RunEndedError if a node's workers failed in a way that a restart would not fix."""
     for one in known:
         ending = None if one.node_outcome is None else one.node_outcome.ending
         if isinstance(ending, FailedOutcome) and ending.sentence:

@@ -30,8 +30,9 @@ _MAX_TOPOLOGIES = 16  # topologies of older generations: no process holds a stat
 
 @dataclass(frozen=True)
 class RecoveryPlan:
-    """How the next generation begins. live: the resume point of its processes' own state, None if
-    they cannot resume. why: the reason then. before: the topology that lays out this state."""
+    """How the next generation begins. resume_point: the resume point of its processes' own state,
+    None if they cannot resume. restore_reason: the reason then. previous_topology: the topology
+    that lays out this state."""
 
     rank_assignment: RankAssignment
     resume_point: ResumePoint | None
@@ -74,9 +75,10 @@ class RecoveryPlanner:
     ) -> RecoveryPlan:
         """Return how the next generation begins.
 
-        `held`: the state of each surviving process. where: the node of each, if there are several.
-        durable: the newest step that has a checkpoint. Processes with an older state were cut off
-        while the run continued elsewhere, so their state does not count."""
+        `held_states`: the state of each surviving process. node_by_process: the node of each, if
+        there are several. durable_step: the newest step that has a checkpoint. Processes with an
+        older state were cut off while the run continued elsewhere, so their state does not
+        count."""
         stood = self._find_complete_state(held_states)
         if isinstance(stood, str):
             why = stood
@@ -107,7 +109,7 @@ class RecoveryPlanner:
         """Return the intact replicas, which can continue by themselves, or None.
 
         The result is None unless some replicas have lost a rank and some have not. Arguments as in
-        `plan`."""
+        `plan_recovery`."""
         stood = self._find_complete_state(held_states)
         if isinstance(stood, str):
             return None
@@ -145,8 +147,8 @@ class RecoveryPlanner:
 
 @dataclass(frozen=True)
 class IntactReplicas:
-    """The replicas of `before` that lost no rank. lost: the lost ranks. places: the number of these
-    replicas' processes by node."""
+    """The replicas of `topology` that lost no rank. lost_ranks: the lost ranks. places_by_node: the
+    number of these replicas' processes by node."""
 
     topology: Topology
     lost_ranks: frozenset[int]

@@ -47,9 +47,10 @@ class PreVote:
         self._unresponsive: set[str] = set()
 
     def observe_journals(self, store: RunStore, own_name: str, leader_name: str) -> int:
-        """Read the sizes of the journals in the run store, except those of `own`.
+        """Read the sizes of the journals in the run store, except those of `own_name`.
 
-        Return the newest generation there. leads: the node that coordinated. Call it in a thread.
+        Return the newest generation there. leader_name: the node that coordinated. Call it in a
+        thread.
         """
         newest = newest_generation(store)
         keys = store.list(segment_key(newest, "").removesuffix(".jsonl"))
@@ -65,7 +66,7 @@ class PreVote:
         return newest
 
     def has_leader_progress(self, within_s: float) -> bool:
-        """Return True if the leader's journal has grown in the last `seconds`: rounds may follow
+        """Return True if the leader's journal has grown in the last `within_s`: rounds may follow
         each other faster than the leader writes."""
         return time.monotonic() - self._leader_progress_at <= within_s
 
@@ -80,8 +81,9 @@ class PreVote:
         """Return what the other agents say of the coordinator of `term`; None if this agent was
         late. Raises what `rejoin` raises.
 
-        `others`: name -> address. rejoin: asks that coordinator to admit this agent. silent:
-        returns True while the coordinator is silent; the round ends with its silence."""
+        `agent_addresses`: name -> address. rejoin: asks that coordinator to admit this agent.
+        is_leader_silent: returns True while the coordinator is silent; the round ends with its
+        silence."""
         loop = asyncio.get_running_loop()
         due = loop.time() + duration_s
         for name, address in agent_addresses.items():
@@ -136,8 +138,8 @@ class PreVote:
         return hears, int(answer.get("term", 0))
 
     async def finish(self, has_leader_answered: bool) -> None:
-        """End the pre-vote. answered: the coordinator itself answered, so its commands are applied
-        first. Raises what `rejoin` raises."""
+        """End the pre-vote. has_leader_answered: the coordinator itself answered, so its commands
+        are applied first. Raises what `rejoin` raises."""
         back = self._rejoin_task if has_leader_answered else None
         if back is not None:
             await back

@@ -43,14 +43,14 @@ class ReachabilityProbe:
 
     @property
     def is_probing(self) -> bool:
-        """Return True while `look` is under way."""
+        """Return True while `probe_all` is under way."""
         return self._is_full_probe and self._probe_task is not None and not self._probe_task.done()
 
     def probe_all(
         self, own_name: str, agent_addresses: Mapping[str, str], on_done: Callable[[], None]
     ) -> None:
-        """Probe the other agents in the background. agents: name -> "host:port", with `own`.
-        ended: called at the end."""
+        """Probe the other agents in the background. agent_addresses: name -> "host:port", with
+        `own_name`. on_done: called at the end."""
         names = sorted(agent_addresses)
         after = [name for name in names if name > own_name] + [
             name for name in names if name < own_name
@@ -63,7 +63,8 @@ class ReachabilityProbe:
         self._probe_task.add_done_callback(lambda _: on_done())
 
     def retry(self, agent_addresses: Mapping[str, str]) -> None:
-        """Probe the unreachable agents again. agents: as in `look`; an address may have changed."""
+        """Probe the unreachable agents again. agent_addresses: as in `probe_all`; an address may
+        have changed."""
         if self._unreachable and (self._probe_task is None or self._probe_task.done()):
             self._start_probe(
                 {n: agent_addresses.get(n, old) for n, old in self._unreachable.items()},

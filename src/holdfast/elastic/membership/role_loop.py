@@ -111,14 +111,15 @@ class RoleLoop:
 
         Args:
             address: Where this agent's control listens.
-            work: This node's workers.
-            reign: Makes the coordinator of a term that this agent has opened.
-            told: Facts about this node for the coordinator.
-            beat: Seconds between two heartbeats if nothing changes.
-            read: Reads a generation's object, instead of `read_record`.
-            own: The term of a run of this node alone. The agent then follows no other coordinator,
+            workload: This node's workers.
+            start_coordinator: Makes the coordinator of a term that this agent has opened.
+            join_info: Facts about this node for the coordinator.
+            heartbeat_interval_s: Seconds between two heartbeats if nothing changes.
+            read_generation: Reads a generation's object, instead of `read_record`.
+            own_term: The term of a run of this node alone. The agent then follows no other
+            coordinator,
                 and leaves when that term is over.
-            check: Raises HoldfastError if the run store no longer belongs to this run.
+            check_run_folder: Raises HoldfastError if the run store no longer belongs to this run.
         """
         self.state = AgentState(name)
         self.incarnation = secrets.token_hex(8)
@@ -169,7 +170,7 @@ class RoleLoop:
     async def run(self) -> str:
         """Follow or lead until the run is over or this node leaves it; return the run's verdict.
 
-        Raises EndedError if the run cannot begin, or does not admit this agent."""
+        Raises RunEndedError if the run cannot begin, or does not admit this agent."""
         parts = {
             Role.DISCOVERING: self._run_discovering,
             Role.FOLLOWER: self._run_follower,
@@ -247,7 +248,7 @@ class RoleLoop:
                 await self._sleep_until_change(ROLE_RETRY_PAUSE_S)
 
     async def _reject_single_node_run(self, holder: Mapping[str, Any], leader_address: str) -> None:
-        """Raises EndedError if a run of one node is at work: it would never admit this agent."""
+        """Raises RunEndedError if a run of one node is at work: it would never admit this agent."""
         if await asyncio.to_thread(holder_probe(self._secret), leader_address):
             raise RunEndedError(
                 str(single_node_run_error(holder, "cluster.node")), EndReason.USER_ERROR
@@ -351,7 +352,7 @@ class RoleLoop:
         await self._apply_reply(answer)
 
     def _reply_timeout(self, max_wait_s: float) -> float:
-        """Return the timeout of a request whose answer is due within `wait` seconds.
+        """Return the timeout of a request whose answer is due within `max_wait_s` seconds.
 
         A follower's timeout leaves time for one more request on a new connection before the
         coordinator counts as silent."""

@@ -14,8 +14,8 @@ from holdfast.policy.membership.transitions import NodeStage
 
 
 class Workload(Protocol):
-    """This node's part in a generation. Every heartbeat reports `at`, `stage` and `held`;
-    `changed` is set whenever one of them has changed."""
+    """This node's part in a generation. Every heartbeat reports `generation`, `stage` and
+    `node_outcome`; `state_changed` is set whenever one of them has changed."""
 
     state_changed: asyncio.Event
 
@@ -40,8 +40,8 @@ class Workload(Protocol):
     def start_generation(
         self, generation: int, record: GenerationRecord, start_state: StartState
     ) -> None:
-        """Take part in a newer generation, which begins from `begin`. Returns at once, as `halt`
-        and `leave` do."""
+        """Take part in a newer generation, which begins from `start_state`. Returns at once, as
+        `halt_generation` and `on_run_ended` do."""
         ...
 
     def halt_generation(self, generation: int, reason: str, *, at_step_end: bool) -> None: ...
@@ -55,8 +55,8 @@ class Workload(Protocol):
 
     @property
     def worker_paces(self) -> list[list[Any]]:
-        """Seconds that the workers here took for their microbatches (`Generation.paces`); [] if
-        there is nothing to report now."""
+        """Seconds that the workers here took for their microbatches (`Generation.take_paces`); []
+        if there is nothing to report now."""
         ...
 
     def handle_hung_workers(self, generation: int, hung_workers: Sequence[HungWorker]) -> None:

@@ -1,7 +1,7 @@
 """The last resort against a wait that nothing else ends: shut down this process's connections.
 
 gloo cannot end a wait in a group that is still being made, nor a wait that a suspended peer keeps
-open. `transport.Peers.abort` needs the group. But a shutdown of a connection, from any thread,
+open. `transport.PeerGroup.abort` needs the group. But a shutdown of a connection, from any thread,
 wakes the threads that wait on it. (Seen with torch 2.13: within a few milliseconds.)
 """
 

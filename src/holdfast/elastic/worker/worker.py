@@ -167,8 +167,9 @@ class Worker:
         self.begin()
 
     def train(self) -> TrainingOutcome:
-        """Train on from the state after `step`. Raises what `train.runner.run` raises; `step` is
-        right then, too. The state is then intact, unless a replica was sharded over a lost process.
+        """Train on from the state after `step`. Raises what `train.runner.run_training` raises;
+        `step` is right then, too. The state is then intact, unless a replica was sharded over a
+        lost process.
         """
         session, saver = self._present, self._saver
         assert saver is not None, "the capturer is made with the session"

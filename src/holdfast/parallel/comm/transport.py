@@ -150,7 +150,7 @@ class PeerGroup:
         wait.start()
 
     def join_wait(self, wait: AbortableWait) -> None:
-        """Return when it is over. Raises what `Errand.join` raises."""
+        """Return when it is over. Raises what `AbortableWait.join` raises."""
         try:
             wait.join()
         finally:
@@ -201,7 +201,7 @@ def exchange(
 ) -> list[Tensor]:
     """Return the records of all ranks, in rank order. A small all-gather by direct messages.
 
-    record: [lengths[rank]] int64. said: called when no rank waits for this one any more. Raises
+    record: [lengths[rank]] int64. on_sent: called when no rank waits for this one any more. Raises
     PeerLostError when a peer is lost.
     """
     out = [

@@ -9,9 +9,9 @@ when all of its slices have come. If a cell takes all of a parameter, nothing is
 What all members of a cell must agree on is a function of the cell's boxes alone: the order of
 slices, their places, the buckets. So replicas of unlike shapes sum the same buckets.
 
-`Feeder` is what both producers share: `parallel/replicated.py` (hooks of plain parameters) and
-`parallel/fsdp.py` (FSDP2's units). The engine drives either by the same calls: `begin`, `finish`
-and `squares` once per step, `start_leaf`, `end_leaf` and `check` once per microbatch.
+`GradientFeeder` is what both producers share: `parallel/replicated.py` (hooks of plain parameters)
+and `parallel/fsdp.py` (FSDP2's units). The engine drives either by the same calls: `begin`,
+`finish` and `squares` once per step, `start_leaf`, `end_leaf` and `check` once per microbatch.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def single_cell(boxes: Mapping[str, Box], peers: PeerGroup) -> Cells:
 class GradientPatch:
     """The part of a tensor that lies in one slice of one cell's buffer.
 
-    number: of the slice. region: which part of the tensor; None is all of it.
+    slice_index: of the slice. region: which part of the tensor; None is all of it.
     """
 
     cell: int
@@ -125,7 +125,7 @@ class GradientFeeder:
     # --- a step ---------------------------------------------------------------------------
     def begin(self, leaves: int, shares: Shares, computed: Computed = ()) -> None:
         """Start a step of `leaves` microbatches, dealt to the replicas as in `shares`. A step that
-        was `keep`-ed continues with what the replicas have `computed` of it.
+        was `keep`-ed continues with what the replicas have `computed_leaves` of it.
 
         The step before must have been voted on: its sends are forgotten here, once for all
         cells. Raises PeerLostError when a peer is known to be lost, unless it is patient.
@@ -163,7 +163,8 @@ class GradientFeeder:
         return all(reducer.is_finite for reducer in self.reducers)
 
     def keep(self, share: Sequence[int]) -> None:
-        """Let what was `computed` of the share that was begun be part of the step begun next."""
+        """Let what was `computed_leaves` of the share that was begun be part of the step begun
+        next."""
         for reducer in self.reducers:
             reducer.join()
         held = (
@@ -214,7 +215,7 @@ class GradientFeeder:
     def regroup(self, cells: Cells, by_unit: bool) -> bool:
         """Continue with other members of the same cells, in the same buffers. If the cells are
         cut differently than before, return False and change nothing. Nothing of an open step is
-        `computed` any more: it was dealt to other members."""
+        `computed_leaves` any more: it was dealt to other members."""
         for reducer in self.reducers:
             reducer.join()
         if by_unit != self._by_unit or len(cells) != len(self._cells):
@@ -257,7 +258,7 @@ class GradientFeeder:
 
     def squared_norm(self) -> float:
         """The sum of squares of what this rank answers for; all ranks of a replica together
-        answer for each element once (`Cell.counts`)."""
+        answer for each element once (`Cell.answers_for_norm`)."""
         return sum(float(sum_of_squares(self.reducers[cell].gradient)) for cell in self._norm_cells)
 
     # --- a leaf ---------------------------------------------------------------------------
@@ -375,7 +376,7 @@ def _norm_cells(cells: Cells) -> list[int]:
 
 
 def _region(box: Box, held_box: Box) -> tuple[slice, ...] | None:
-    """`box` inside a tensor that holds `held`."""
+    """`box` inside a tensor that holds `held_box`."""
     if box.lengths == held_box.lengths:
         return None
     return tuple(

@@ -73,8 +73,8 @@ Slot = tuple[int, int]
 class CellTeam:
     """The members that sum one cell, and how they reach each other.
 
-    me: index of this rank in `members`. positions: each member's number in `peers`, which may
-    connect more ranks than these. first_tag: reducers that share peers need `TAGS` tags each.
+    own_index: index of this rank in `members`. positions: each member's number in `peers`, which
+    may connect more ranks than these. first_tag: reducers that share peers need `TAGS` tags each.
     recorder: notes when each bucket is summed.
     Raises ValueError if two members contribute the same part of one replica, or none receives.
     """
@@ -123,13 +123,14 @@ class Reducer:
 
     A producer of gradients (hooks of replicated parameters, FSDP2's buckets) asks for
     the slot of the current leaf, writes one bucket, and calls `done(bucket)`. With `pairs` it is
-    asked to `hold` every left one of two sibling leaves and to add the right one to it.
+    asked to `stays_in_place` every left one of two sibling leaves and to add the right one to it.
     fast: use the backend's own all-reduce instead of the tree, if the team is all of its peers
         and each of them contributes and receives. Any other team keeps the tree.
-    failed: called with the first error of a step, so that other reducers of this rank stop too.
-    summed: something of this step was summed here, or received; what was computed is lost.
-    moved: slots do not lie where they do in other steps, because a step was resumed.
-    patient: `begin` raises nothing either. Other ranks compute in lockstep with this one, and must
+    on_error: called with the first error of a step, so that other reducers of this rank stop too.
+    is_summed: something of this step was summed here, or received; what was computed is lost.
+    are_slots_moved: slots do not lie where they do in other steps, because a step was resumed.
+    defers_errors: `begin` raises nothing either. Other ranks compute in lockstep with this one, and
+    must
         not wait for it until all of them come to `finish`.
     A bare `Peers` is a team with one member per replica.
     """
@@ -166,7 +167,7 @@ class Reducer:
         replicas have `computed` some of it, continue with what `keep` has kept.
 
         The step before must have been voted on and its sends forgotten.
-        Raises PeerLostError when a peer is known to be lost, unless it is `patient`.
+        Raises PeerLostError when a peer is known to be lost, unless it is `defers_errors`.
         """
         self._error, self.is_summed, self._looks = None, False, []
         if self._step_dealing != (leaves, shares, computed):
@@ -207,8 +208,9 @@ class Reducer:
         self._step_dealing, self.is_summed = None, False
 
     def keep(self, share: Sequence[int], done_leaves: Sequence[int]) -> None:
-        """Keep the partial sums of the leaves in `done`, which are computed leaves of the `share`
-        that was begun. They are the next step's first pieces. Nothing may be `summed`."""
+        """Keep the partial sums of the leaves in `done_leaves`, which are computed leaves of the
+        `share` that was begun. They are the next step's first pieces. Nothing may be
+        `is_summed`."""
         self.join()
         held = partial_sums(self.plan.tree.leaves, share, done_leaves)
         buffers = [self.slot(slot) for _, slot in held]

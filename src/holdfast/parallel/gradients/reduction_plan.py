@@ -30,8 +30,8 @@ class ReductionPlan:
     """The effect of a dealing on one member. The same for all buckets.
 
     pieces: of every member, in their order; all of them, one after another, are the sources of
-    a sum. additions: (i, j) adds source j to source i; the last one completes the sum. `whole`:
-    the source that is the sum if there is nothing to add; None without any source.
+    a sum. additions: (i, j) adds source j to source i; the last one completes the sum.
+    `whole_source`: the source that is the sum if there is nothing to add; None without any source.
     stride: tags per bucket; the last one is the result's.
     """
 
@@ -55,8 +55,9 @@ def make_reduction_plan(
     pairs: bool,
     computed: Computed = (),
 ) -> ReductionPlan:
-    """The plan of member number `me`. fast: no tree, each replica sums its share in sequence.
-    computed: what each replica has of its share when the step begins; those pieces come first.
+    """The plan of member number `own_index`. fast: no tree, each replica sums its share in
+    sequence. computed: what each replica has of its share when the step begins; those pieces come
+    first.
 
     Raises ValueError when the dealing does not give out every leaf once.
     """

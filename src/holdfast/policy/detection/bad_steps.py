@@ -60,11 +60,11 @@ class BadStepLimits:
     """Limits of the repetitions.
 
     Attributes:
-        unclear: Repetitions of a step of unknown cause.
-        times: Repetitions of any step.
-        skips: Microbatches that a run leaves out at most.
-        row: Steps in a row of which it does.
-        errors: A device that was to blame this often is left out.
+        max_unclear_failures: Repetitions of a step of unknown cause.
+        max_failures: Repetitions of any step.
+        max_skips: Microbatches that a run leaves out at most.
+        max_consecutive_skip_steps: Steps in a row of which it does.
+        max_device_errors: A device that was to blame this often is left out.
     """
 
     max_unclear_failures: int = 1
@@ -79,13 +79,14 @@ class BadStep:
     """A step that was not applied.
 
     Attributes:
-        what: A phrase ("is not finite").
-        where: The device that computed each of its microbatches.
+        description: A phrase ("is not finite").
+        device_of: The device that computed each of its microbatches.
         suspects: Microbatches that may have caused it.
-        again: The same devices computed these once more at once, and they were bad again; None:
+        is_reproduced: The same devices computed these once more at once, and they were bad again;
+        None:
             they
             did not.
-        bearable: It may be applied anyway.
+        can_be_accepted: It may be applied anyway.
     """
 
     step: int
@@ -116,9 +117,9 @@ class Finding:
 
 @dataclass(frozen=True)
 class BadStepDecision:
-    """avoid: the device that is not to compute a microbatch. found: what has become clear;
-    if_passed: what will have, when the step is good this time. leave_out: devices that are not to
-    be used any more."""
+    """avoided_devices: the device that is not to compute a microbatch. finding: what has become
+    clear; finding_if_passed: what will have, when the step is good this time. excluded_devices:
+    devices that are not to be used any more."""
 
     action: BadStepAction
     step: int

@@ -35,7 +35,7 @@ class Trial:
 
 @dataclass(frozen=True)
 class BlameVerdict:
-    """device: the one it was seen on first. why: a sentence."""
+    """device: the one it was seen on first. reason: a sentence."""
 
     blame: Culprit
     device: Hashable
@@ -43,7 +43,7 @@ class BlameVerdict:
 
 
 def assign_blame(trials: Sequence[Trial], *, only_device: bool = False) -> BlameVerdict:
-    """From all trials of one piece of data, in order. only: there is no other device. Raises
+    """From all trials of one piece of data, in order. only_device: there is no other device. Raises
     ValueError where none was bad."""
     bad = list(dict.fromkeys(trial.device for trial in trials if trial.is_bad))
     if not bad:

@@ -59,12 +59,13 @@ class ProgressMark:
     Attributes:
         point: Progress of the worker. A higher point is further; equal points wait for the same
             thing.
-        at: When it came there, by the clock of the caller that compares.
-        computed: Seconds of CPU used since then; None if not known.
-        waits: It reports that it waits for other ranks, so it is not the one that they wait for.
-        quiet: Seconds since its last message of any kind.
-        times: Factor on the limit for its current work.
-        asleep: It reports that it sleeps where ranks wait for each other. The partner of a hung
+        reached_at: When it came there, by the clock of the caller that compares.
+        cpu_seconds: Seconds of CPU used since then; None if not known.
+        is_waiting: It reports that it waits for other ranks, so it is not the one that they wait
+        for. silent_for_s: Seconds since its last message of any kind.
+        limit_factor: Factor on the limit for its current work.
+        is_blocked_in_collective: It reports that it sleeps where ranks wait for each other. The
+        partner of a hung
             rank
             does.
     """
@@ -80,7 +81,7 @@ class ProgressMark:
 
 @dataclass(frozen=True)
 class Suspect:
-    """A worker that is named. seconds: length of its hang. sign: silent or behind."""
+    """A worker that is named. stalled_for_s: length of its hang. sign: silent or behind."""
 
     stalled_for_s: float
     sign: str
@@ -175,7 +176,7 @@ def find_stopped(
         marks: Each worker's last sign of progress.
         steps: Seconds of past steps, the newest last.
         now: Time by the caller's clock.
-        lag: How late the caller was woken up. If the caller is late, every worker may be.
+        wakeup_lag_s: How late the caller was woken up. If the caller is late, every worker may be.
 
     No worker is named before the first step has passed, because that one compiles, connects and
     warms up. None is named if no worker waits: then all are slow, or all wait for something

@@ -14,8 +14,8 @@ from statistics import median
 @dataclass(frozen=True)
 class LossJumpLimits:
     """Limits of a normal loss. A loss has jumped if it is above the line through earlier steps by
-    two amounts: `times` scatters (1.48 median absolute deviations) and `rise` nats. At least
-    `least` earlier steps are needed."""
+    two amounts: `min_scatters` scatters (1.48 median absolute deviations) and `min_rise_nats` nats.
+    At least `min_steps` earlier steps are needed."""
 
     min_steps: int = 20
     min_scatters: float = 8.0
@@ -24,8 +24,8 @@ class LossJumpLimits:
 
 @dataclass(frozen=True)
 class LossJump:
-    """loss: of the step, mean per token. limit: above which it has jumped. microbatches: those that
-    lie above it by half as much as the highest one, as each varies more than their mean."""
+    """loss: of the step, mean per token. threshold: above which it has jumped. microbatches: those
+    that lie above it by half as much as the highest one, as each varies more than their mean."""
 
     loss: float
     threshold: float
@@ -38,8 +38,8 @@ def find_loss_jump(
     tokens: int,
     limits: LossJumpLimits | None = None,
 ) -> LossJump | None:
-    """before: the losses of the steps before, means per token. losses: of each microbatch, sums,
-    over `tokens` tokens in all; each microbatch is taken to have as many as any other."""
+    """previous_losses: the losses of the steps before, means per token. losses: of each microbatch,
+    sums, over `tokens` tokens in all; each microbatch is taken to have as many as any other."""
     limit = _jump_threshold(previous_losses, limits or LossJumpLimits())
     mean = sum(losses) / max(tokens, 1)
     if limit is None or mean <= limit:

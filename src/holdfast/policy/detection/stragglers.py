@@ -59,8 +59,8 @@ def advance(pace: Pace, to: Pace) -> Pace:
 
 @dataclass(frozen=True, slots=True)
 class StragglerRule:
-    """Slow beyond doubt: by `times` in the median of so many blocks, of which `agree` are above
-    `each`."""
+    """Slow beyond doubt: by `min_slowdown` in the median of so many blocks, of which
+    `min_agreeing_blocks` are above `min_block_slowdown`."""
 
     min_slowdown: float
     blocks: int
@@ -73,12 +73,12 @@ class StragglerLimits:
     """Limits of the comparison.
 
     Attributes:
-        block: Steps that one comparison takes.
-        sure: The least slow last.
-        same: Factor of slowness that still counts as quick.
-        demote: Factor at which a slow worker gets no work, after `patience` blocks.
-        recover: Blocks as quick as the rest until a worker is well again.
-        rest: Blocks on standby before a trial.
+        block_steps: Steps that one comparison takes.
+        rules: The least slow last.
+        normal_slowdown: Factor of slowness that still counts as quick.
+        standby_slowdown: Factor at which a slow worker gets no work, after `standby_after_blocks`
+        blocks. recover_after_blocks: Blocks as quick as the rest until a worker is well again.
+        standby_blocks: Blocks on standby before a trial.
     """
 
     block_steps: int = 8

@@ -72,9 +72,9 @@ class ElectionTimeouts:
     """Waits before a claim, in seconds.
 
     Attributes:
-        silence: Time for which a coordinator may not answer.
-        turn: Extra wait of each further name before it claims.
-        alone: Wait of less than a majority.
+        leader_timeout_s: Time for which a coordinator may not answer.
+        delay_per_place_s: Extra wait of each further name before it claims.
+        minority_wait_s: Wait of less than a majority.
     """
 
     leader_timeout_s: float = 6.0
@@ -88,15 +88,15 @@ class AgentState:
 
     Attributes:
         term: The newest that it knows of; orders of older ones are refused.
-        holder: Where its coordinator listens; "" if that is not known, or this agent is it.
-        at: The generation that it holds.
-        seen: The newest generation that it found in the run store while silent.
+        leader_address: Where its coordinator listens; "" if that is not known, or this agent is it.
+        generation: The generation that it holds.
+        newest_seen_generation: The newest generation that it found in the run store while silent.
         members: The agents of the newest generation that it took part in.
-        since: When its coordinator last answered, or the present state began.
-        led: The newest term whose coordinator has answered it.
-        dead: The coordinator of the newest term is known to be dead.
-        sign: The last sign of other agents' progress in the run store.
-        tries: Claims with less than a majority since another agent last led it.
+        role_since: When its coordinator last answered, or the present state began.
+        last_answered_term: The newest term whose coordinator has answered it.
+        is_leader_dead: The coordinator of the newest term is known to be dead.
+        journal_sizes: The last sign of other agents' progress in the run store.
+        minority_candidacies: Claims with less than a majority since another agent last led it.
     """
 
     name: str
@@ -164,8 +164,8 @@ def leader_refused(state: AgentState, now: float) -> AgentState:
 def leader_unanswered(
     state: AgentState, is_leader_dead: bool, now: float, timeouts: ElectionTimeouts
 ) -> AgentState:
-    """Take a coordinator's failure to answer. dead: its machine replied that no process listens
-    there."""
+    """Take a coordinator's failure to answer. is_leader_dead: its machine replied that no process
+    listens there."""
     if state.role in (Role.DISCOVERING, Role.FOLLOWER, Role.PRE_CANDIDATE):
         state = replace(state, is_leader_dead=is_leader_dead)
     if state.role is Role.DISCOVERING:
@@ -189,9 +189,10 @@ def pre_vote_ended(
     """Take the peers' answers, while silent, and the newest generation in the run store.
 
     Args:
-        sign: Any other sign in the run store that agents continue, such as the end of their
+        journal_sizes: Any other sign in the run store that agents continue, such as the end of
+        their
             journal.
-        alive: True if the journal of the coordinator's own node has grown meanwhile.
+        has_leader_progress: True if the journal of the coordinator's own node has grown meanwhile.
     """
     if state.role is not Role.PRE_CANDIDATE:
         return state

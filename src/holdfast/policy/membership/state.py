@@ -96,11 +96,11 @@ class NodeRecord:
     """A node as its coordinator knows it. Times are of the coordinator's clock.
 
     Attributes:
-        mark: Its agent's process; a restarted agent has another one.
-        at: The generation that it holds, with its workers' stage there.
-        ready: Number of its places with a process that works or could at once; None if unknown.
-        grew: When `ready` changed.
-        taken: Number of places that the generation uses.
+        incarnation: Its agent's process; a restarted agent has another one.
+        generation: The generation that it holds, with its workers' stage there.
+        ready_workers: Number of its places with a process that works or could at once; None if
+        unknown. ready_changed_at: When `ready_workers` changed.
+        used_places: Number of places that the generation uses.
     """
 
     name: str
@@ -120,7 +120,7 @@ class NodeRecord:
 
 @dataclass(frozen=True)
 class UnreachablePair:
-    """Two nodes that reach the coordinator, and not each other. until: when it is tried again;
+    """Two nodes that reach the coordinator, and not each other. retry_at: when it is tried again;
     wait: for how long it was not."""
 
     one: str
@@ -138,12 +138,14 @@ class MembershipRules:
     """Limits, in seconds.
 
     Attributes:
-        lost_after: Silence after which a node is lost.
-        gather: Wait of the first generation for more nodes, if more than the present ones would be
+        node_timeout_s: Silence after which a node is lost.
+        gather_wait_s: Wait of the first generation for more nodes, if more than the present ones
+        would be
             used.
-        settle: Time that a newcomer has been there before a generation is ended for it.
-        patience: Wait of too few nodes for more.
-        apart: Time that two nodes that do not reach each other are kept apart; it doubles each
+        settle_time_s: Time that a newcomer has been there before a generation is ended for it.
+        gather_timeout_s: Wait of too few nodes for more.
+        retry_pair_after_s: Time that two nodes that do not reach each other are kept apart; it
+        doubles each
             time.
     """
 
@@ -163,10 +165,10 @@ class MembershipRules:
 class CoordinatorState:
     """The knowledge of the coordinator of `term`; see the module.
 
-    members: names of the generation's nodes. nodes: in the order of their names, which `names`
-    repeats, to be looked up by. since: when the phase began. wanted: the nodes of the
-    generation that is being made. lost: which members were lost, and why, since it began.
-    misgrown: how often in turn a generation that was made to grow broke before it worked.
+    members: names of the generation's nodes. nodes: in the order of their names, which `node_names`
+    repeats, to be looked up by. phase_since: when the phase began. pending_nodes: the nodes of the
+    generation that is being made. lost_members: which members were lost, and why, since it began.
+    failed_growths: how often in turn a generation that was made to grow broke before it worked.
     """
 
     term: int

@@ -1,10 +1,10 @@
 """Membership: the coordinator's part, as a state machine without clock, network or store.
 
-A `Reign` is what the coordinator of one term knows. Its inputs are messages (`came`, `heard`,
-`gone`, `warned`), the run store's answers (`opened`, `taken`) and the time (`tick`). Each call
-returns the next value. The value alone decides what is to be done: `directive` says what a node is
-to do, `opening` which generation is to be made. Both may be asked again and again, so a lost
-message costs a repetition and nothing else.
+A `CoordinatorState` is what the coordinator of one term knows. Its inputs are messages (`came`,
+`heard`, `gone`, `warned`), the run store's answers (`opened`, `taken`) and the time (`tick`). Each
+call returns the next value. The value alone decides what is to be done: `directive` says what a
+node is to do, `opening` which generation is to be made. Both may be asked again and again, so a
+lost message costs a repetition and nothing else.
 
     gathering --enough nodes--> opening --object made--> starting --all work--> training
         ^                          ^                        |                      |
@@ -227,8 +227,8 @@ def node_lost(
 def node_leaving(
     state: CoordinatorState, name: str, leaving_at: float, now: float, rules: MembershipRules
 ) -> CoordinatorState:
-    """Take a node's notice that it leaves by `until`: the next generation excludes it. If all nodes
-    leave, that generation is their last one (`leaving_all`)."""
+    """Take a node's notice that it leaves by `leaving_at`: the next generation excludes it. If all
+    nodes leave, that generation is their last one (`are_all_leaving`)."""
     node = state.node(name)
     if node is None:
         return state
@@ -302,7 +302,7 @@ def link_failed(
 def halt(
     state: CoordinatorState, reason: str, now: float, *, at_step_end: bool = False
 ) -> CoordinatorState:
-    """End the generation. gentle: at the end of the current step; a fault meanwhile ends it at
+    """End the generation. at_step_end: at the end of the current step; a fault meanwhile ends it at
     once."""
     if state.phase is Phase.HALTING:
         return replace(state, at_step_end=state.at_step_end and at_step_end)
@@ -332,7 +332,7 @@ def generation_created(
     used_places: Mapping[str, int] | None = None,
 ) -> CoordinatorState:
     """The run store has made the object of `generation`, of these nodes. A node lost meanwhile ends
-    it at once. taken: places that it uses of each; None: as many as are ready."""
+    it at once. used_places: places that it uses of each; None: as many as are ready."""
     if state.pending_generation is None or generation != state.generation + 1:
         return state
     nodes = tuple(
@@ -381,7 +381,7 @@ def term_superseded(state: CoordinatorState, now: float) -> CoordinatorState:
 
 
 def finish(state: CoordinatorState, end_reason: str, now: float) -> CoordinatorState:
-    """End the run: training is complete (`verdict` ""), or cannot continue."""
+    """End the run: training is complete (`end_reason` ""), or cannot continue."""
     if state.phase in TERMINAL_PHASES:
         return state
     return replace(_enter_phase(state, Phase.ENDED, now), end_reason=end_reason)

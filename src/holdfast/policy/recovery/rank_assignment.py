@@ -30,8 +30,8 @@ class RankAssignment:
 def assign_ranks(
     old: Topology, new: Topology, process_of: Mapping[int, int], state_holders: Collection[int]
 ) -> RankAssignment:
-    """living: old rank -> process, of all that are left; holding: those old ranks whose process has
-    the state."""
+    """process_of: old rank -> process, of all that are left; state_holders: those old ranks whose
+    process has the state."""
     plan = _RankAssigner(old, new, dict(process_of), set(state_holders) & process_of.keys())
     plan.assign_whole_replicas()
     plan.assign_where(

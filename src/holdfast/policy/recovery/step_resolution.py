@@ -53,9 +53,10 @@ class RankProgress:
     """State and progress of one process that has stopped.
 
     Attributes:
-        applied: Its state is that after this step; None: it has no state, as a newcomer.
+        applied_step: Its state is that after this step; None: it has no state, as a newcomer.
         stage: Stage of the step after it; APPLIED counts as COMPUTING, of which nothing was done.
-        summed: Some of that step was summed into what this process computed, so that its own part
+        is_summed: Some of that step was summed into what this process computed, so that its own
+        part
             of
             the sum is lost.
     """
@@ -77,8 +78,9 @@ class StepResolution:
     Attributes:
         step: The state of all is that after this step, once `appliers` have applied it.
         appliers: Apply `step` with the gradient that they hold.
-        behind: Have no state of `step` and cannot make it; they receive it, as newcomers do.
-        goes_on: Nothing of the step after it was summed anywhere: what was computed may stay.
+        receivers: Have no state of `step` and cannot make it; they receive it, as newcomers do.
+        can_continue_step: Nothing of the step after it was summed anywhere: what was computed may
+        stay.
     """
 
     step: int
@@ -90,7 +92,7 @@ class StepResolution:
 def resolve_step(progress: Sequence[RankProgress], *, has_counts: bool = True) -> StepResolution:
     """Return the step from which all present processes resume.
 
-    counted: every number of the verdict (tokens, losses, norm) is available even if no rank has
+    has_counts: every number of the verdict (tokens, losses, norm) is available even if no rank has
     heard every vote. Without these numbers, a complete gradient cannot be applied as it would have
     been.
 

@@ -122,8 +122,8 @@ def resume_point(
     """Return the standpoint from which the survivors of `topology` can continue, or why they
     cannot.
 
-    held: by the rank whose boxes these are. A rank that is behind the newest step and cannot follow
-    is not counted. The reason is a phrase.
+    held_states: by the rank whose boxes these are. A rank that is behind the newest step and cannot
+    follow is not counted. The reason is a phrase.
     """
     able = {rank: one for rank, one in held_states.items() if not one.torn}
     if not able:

@@ -42,8 +42,8 @@ def why_save_now(
 
 @dataclass(frozen=True)
 class SaveDestinations:
-    """Destinations of a snapshot beyond its node's memory. copied: to peers; None: as their rule by
-    steps says. uploaded: a durable one also goes into the bucket, if there is one."""
+    """Destinations of a snapshot beyond its node's memory. to_peers: to peers; None: as their rule
+    by steps says. to_bucket: a durable one also goes into the bucket, if there is one."""
 
     is_durable: bool
     to_peers: bool | None = None

@@ -26,7 +26,7 @@ other nodes on the same switch have had the same notice."""
 
 @dataclass(frozen=True)
 class SaveRoute:
-    """A way into a tier, as measured. seconds: fixed cost of a save there (the copy out of
+    """A way into a tier, as measured. overhead_s: fixed cost of a save there (the copy out of
     training's memory, opening, committing), without that of its bytes."""
 
     tier: int
@@ -45,7 +45,8 @@ class SaveRoute:
 
 @dataclass(frozen=True)
 class EmergencyPlan:
-    """The decision: save into `tiers`, in this order. done: seconds from now, one per tier."""
+    """The decision: save into `tiers`, in this order. done_after_s: seconds from now, one per
+    tier."""
 
     tiers: tuple[int, ...]
     done_after_s: tuple[float, ...]
@@ -53,7 +54,7 @@ class EmergencyPlan:
 
 
 def plan_emergency(deadline_s: float, nbytes: int, routes: Sequence[SaveRoute]) -> EmergencyPlan:
-    """Return the tiers that will be complete `deadline` seconds from now, the surest first. If
+    """Return the tiers that will be complete `deadline_s` seconds from now, the surest first. If
     there is none, the reason says so."""
     usable = deadline_s * (1 - DEADLINE_MARGIN_SHARE)
     size = f"{nbytes / 1e6:,.0f} MB"

@@ -23,8 +23,8 @@ from holdfast.policy.saving.failure_rate import FailureRate
 
 
 class FailureHistory:
-    """Takes the records of a run, generation by generation; `hazard` is what those before the
-    newest say, and `classes` what the failures took with them."""
+    """Takes the records of a run, generation by generation; `failure_rate` is what those before the
+    newest say, and `failure_classes` what the failures took with them."""
 
     def __init__(self, prior: FailureRate) -> None:
         self.failure_rate, self.failure_classes = prior, FailureClassCounts()

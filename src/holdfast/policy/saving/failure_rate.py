@@ -67,7 +67,7 @@ _MAX_FAILURES_PER_UPDATE = 0.25  # failures expected within a piece of time that
 
 @dataclass(frozen=True)
 class FailureRate:
-    """The knowledge about the rate of failures. Begin with `Hazard.prior`.
+    """The knowledge about the rate of failures. Begin with `FailureRate.from_prior`.
 
     weights: of RATES, adding up to one. failures, seconds: seen so far, for people.
     """

@@ -101,7 +101,7 @@ class IntervalDecision:
 def seconds_between(
     cost: TierCost, rate: float, bounds: IntervalBounds, current: float | None = None
 ) -> tuple[float, str]:
-    """Return the interval, and the name of the limit that it came up against, if any. kept: the
+    """Return the interval, and the name of the limit that it came up against, if any. current: the
     interval in force; it stays as long as it is as good."""
     seconds, limit = daly_interval(max(cost.cost_s, MIN_SAVE_COST_S), rate), ""
     if cost.durable_after_s > seconds:
@@ -126,7 +126,8 @@ def decide_tier(
     evidence: str = "",
     current: IntervalDecision | None = None,
 ) -> IntervalDecision:
-    """The interval of one tier. kept: what holds so far; it is returned as long as it is as good.
+    """The interval of one tier. current: what holds so far; it is returned as long as it is as
+    good.
 
     rate: failures a second that need this tier. evidence: where the rate comes from.
     """
@@ -167,9 +168,10 @@ def decide_tiers(
 
     rates: by tier, failures a second that this tier survives and no lower one; the highest tier
     has to survive all. A higher tier's interval is a multiple of the next lower one's. evidence:
-    where the rates come from. kept: what holds so far; each stands as long as it is as good.
-    fixed: seconds of the tiers that the run file decides (0 where they are not known yet): there
-    is no decision of these. needed: tiers that a higher one is fed from: never left out.
+    where the rates come from. current: what holds so far; each stands as long as it is as good.
+    fixed_intervals: seconds of the tiers that the run file decides (0 where they are not known
+    yet): there is no decision of these. required: tiers that a higher one is fed from: never left
+    out.
     """
     ordered = sorted(costs, key=lambda cost: cost.tier)
     fixed_intervals, current = fixed_intervals or {}, current or {}
@@ -301,7 +303,7 @@ class SaveCost:
 
     def marginal_cost_s(self, blocked_s: float) -> float:
         """Return the cost of a save into this tier in addition to one that stalls training for
-        `standing` seconds anyway."""
+        `blocked_s` seconds anyway."""
         if not self.blocked:
             return self.prior
         interfered = median(self.excesses) if self.excesses else 0.0

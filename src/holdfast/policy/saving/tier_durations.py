@@ -67,7 +67,7 @@ class TierMeasurements:
         return median(found) if found else None
 
     def to_json(self) -> dict[str, Any]:
-        """Return what a worker receives: `seconds`."""
+        """Return what a worker receives: `durations_s`."""
         return {str(tier): seconds for tier, seconds in self.durations_s().items()}
 
 

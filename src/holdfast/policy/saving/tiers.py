@@ -43,7 +43,7 @@ MIN_SNAPSHOT_INTERVAL_S = 1e-3
 
 @dataclass(frozen=True)
 class TierSettings:
-    """The run file's settings for each tier of a run. auto: those to be decided."""
+    """The run file's settings for each tier of a run. automatic: those to be decided."""
 
     present: tuple[int, ...]
     automatic: frozenset[int]
@@ -123,8 +123,9 @@ def decide_intervals(
 ) -> dict[int, IntervalDecision]:
     """The present decision of every tier that is to be decided.
 
-    fixed: seconds between saves into each tier that is present and the run file decides, 0 where
-    they are not known. kept: the decisions in force, each of which stands as long as it is as good.
+    fixed_intervals: seconds between saves into each tier that is present and the run file decides,
+    0 where they are not known. current: the decisions in force, each of which stands as long as it
+    is as good.
     """
     seen = f"{failure_rate.evidence} on {nodes:g} {'node' if nodes == 1 else 'nodes'}"
     lower = tiers.present[0] if tiers.present[0] != DISK else None
@@ -156,10 +157,11 @@ def due_tiers(
 ) -> frozenset[int]:
     """The tiers to save into at this step.
 
-    every: seconds between saves by tier, for those that go by the clock. elapsed: since the last
-    one. made: tiers that are saved into at this step anyway, by a rule that counts steps. A tier
-    joins a save of a lower one if that save is nearer to the tier's time than the next one would
-    be. The bucket gets what the disk gets, and nothing is saved for the bucket alone.
+    interval_s: seconds between saves by tier, for those that go by the clock. elapsed_s: since the
+    last one. already_due: tiers that are saved into at this step anyway, by a rule that counts
+    steps. A tier joins a save of a lower one if that save is nearer to the tier's time than the
+    next one would be. The bucket gets what the disk gets, and nothing is saved for the bucket
+    alone.
     """
     due = set(already_due)
     for tier in tiers.present:

@@ -56,7 +56,7 @@ class AsyncClient:
     async def post(self, path: str, body: dict[str, Any], timeout: float = 10.0) -> dict[str, Any]:
         """The answer to one request, which belongs to no generation. `timeout` bounds all of it.
 
-        A request may arrive twice when an idle connection was cut under it. Raises DeadError,
+        A request may arrive twice when an idle connection was cut under it. Raises AgentEndedError,
         UnreachableError, FencedError, AuthError and RequestError as `Client.post` does.
         """
         content = json.dumps(body, separators=(",", ":")).encode()
@@ -137,7 +137,7 @@ class AsyncClient:
 
 
 class _AsyncConnection(asyncio.Protocol):
-    """A connection that asks: `ask` raises OSError for whatever is no answer."""
+    """A connection that asks: `request` raises OSError for whatever is no answer."""
 
     def __init__(self) -> None:
         self.is_closed = False

@@ -8,7 +8,7 @@ that its own agent answered, not another process that has the port now.
 A listener has a name, drawn at random when its process starts. So a request recorded on its way to
 another listener, or to the port's previous process, is useless here. A client that does not know
 the name yet signs for none, and receives name and clock in a signed answer. It signs again by both
-(`Aim`), so clocks need not agree either.
+(`ListenerIdentity`), so clocks need not agree either.
 
 Over HTTP the proof covers a body by its length and its SHA-256, which the head states. So the head
 alone proves the sender, and no stranger's body is read.
@@ -43,7 +43,7 @@ BODY_HEADER = "holdfast-body"
 
 MISDIRECTED_STATUS = 421
 """Status of the answer to a request that is signed for another listener, or at another time; its
-body is what `Aim.learn` takes."""
+body is what `ListenerIdentity.update_from` takes."""
 
 AuthFault = Literal["no proof", "wrong proof", "replayed", "misdirected", "first contact"]
 
@@ -136,7 +136,7 @@ class ListenerIdentity:
         self._known = ("", 0.0)
 
     def sign(self, secret: Secret, method: str, path: str, body: bytes, generation: int) -> Proof:
-        """A proof for a request over HTTP; its headers are `headers_of` this and the body."""
+        """A proof for a request over HTTP; its headers are `request_headers` this and the body."""
         to, ahead = self._known
         covered = body_statement(len(body), sha256_hex(body)) if body else b""
         return sign(secret, method, path, covered, generation, self._clock() + ahead, to)

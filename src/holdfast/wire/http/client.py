@@ -56,8 +56,8 @@ class Client:
         *,
         connect_retry_s: float = 2.0,
     ) -> None:
-        """`address` is "host:port"; `patience` is how many seconds a refused connection is tried
-        again for (an agent that is about to listen)."""
+        """`address` is "host:port"; `connect_retry_s` is how many seconds a refused connection is
+        tried again for (an agent that is about to listen)."""
         host, _, port = address.rpartition(":")
         self.address = address
         self.generation = generation

@@ -35,7 +35,7 @@ MAX_QUEUED_REQUESTS = 8
 
 class RequestHead(NamedTuple):
     """What a request's head says. `headers` by their names in small letters; of one that comes
-    several times the first, and its name is in `twice`."""
+    several times the first, and its name is in `repeated`."""
 
     method: bytes
     target: bytes

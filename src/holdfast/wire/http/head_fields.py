@@ -5,7 +5,7 @@ from __future__ import annotations
 
 class HeadFields:
     """`headers` by their names in small letters; of one that comes several times the first, and its
-    name is in `twice`. size: bytes of the target and of all headers."""
+    name is in `repeated`. size: bytes of the target and of all headers."""
 
     def __init__(self) -> None:
         self.target = b""

@@ -52,7 +52,7 @@ class Refusals:
         report: Callable[[RequestsRefused], None] | None = None,
         interval_s: float = REPORT_INTERVAL_S,
     ) -> None:
-        """`tell` is called on a thread of its own."""
+        """`report` is called on a thread of its own."""
         self._report = report
         self._interval_s = interval_s
         self._totals: Counter[tuple[str, str]] = Counter()

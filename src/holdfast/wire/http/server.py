@@ -54,7 +54,7 @@ class SignedApplication:
     """The application that serves `handlers` to holders of the secret.
 
     `newest()` names the current generation; requests of older ones are answered 409. The paths in
-    `outside` may also be asked from outside any generation.
+    `generationless_paths` may also be asked from outside any generation.
     """
 
     def __init__(

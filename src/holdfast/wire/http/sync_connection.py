@@ -34,7 +34,7 @@ class HttpFormatError(ConnectionError):
 
 class ParsedRequest(NamedTuple):
     """`headers` by their names in small letters; of one that comes several times the first, and its
-    name is in `twice`. keep: whether the connection is there for another one."""
+    name is in `repeated`. keeps_alive: whether the connection is there for another one."""
 
     method: str
     target: str
@@ -54,7 +54,7 @@ class SocketReader:
     def read_head(self) -> bytes:
         """Everything until an empty line, and that; b"" where the other end has no more to say.
 
-        Raises BrokenError for a head that is too long or breaks off, TimeoutError, OSError.
+        Raises HttpFormatError for a head that is too long or breaks off, TimeoutError, OSError.
         """
         found = self._buffered
         while HEAD_END not in found:
@@ -82,7 +82,7 @@ class SocketReader:
         return count
 
     def read(self, count: int) -> bytes:
-        """Raises BrokenError where fewer come, TimeoutError, OSError."""
+        """Raises HttpFormatError where fewer come, TimeoutError, OSError."""
         if count <= len(self._buffered):
             found, self._buffered = self._buffered[:count], self._buffered[count:]
             return found
@@ -101,7 +101,7 @@ class ClientResponse:
     """The answer to one request: the head has been read, the caller reads the body."""
 
     def __init__(self, incoming: SocketReader, head: bytes) -> None:
-        """Raises BrokenError for what is no answer, or does not say how long it is."""
+        """Raises HttpFormatError for what is no answer, or does not say how long it is."""
         said = _HeadParser()
         parser = httptools.HttpResponseParser(said)
         try:
@@ -129,8 +129,8 @@ class ClientResponse:
         return count
 
     def read(self, limit: int) -> bytes:
-        """The rest of the body. Raises BrokenError for one of more than `limit` bytes, or one that
-        breaks off."""
+        """The rest of the body. Raises HttpFormatError for one of more than `limit` bytes, or one
+        that breaks off."""
         if self.bytes_left > limit:
             raise HttpFormatError("the answer is too long")
         found = self._incoming.read(self.bytes_left)
@@ -156,7 +156,7 @@ class SyncConnection:
     ) -> ClientResponse:
         """Send a request, and wait for the head of the answer, whose body is to be read before the
         next one. Raises ConnectionResetError where the other end closes without an answer,
-        BrokenError, TimeoutError, OSError."""
+        HttpFormatError, TimeoutError, OSError."""
         lines = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
         if body or method == "POST":
             lines += f"content-length: {len(body)}\r\n"

@@ -37,7 +37,7 @@ def _read_some(fd: int, outs: Sequence[memoryview], start: int) -> int:
 
 
 def group_buffers(outs: Iterable[memoryview], max_bytes: int) -> Iterator[list[memoryview]]:
-    """The same room in groups of at most `most` bytes each, cut where need be."""
+    """The same room in groups of at most `max_bytes` bytes each, cut where need be."""
     group: list[memoryview] = []
     room = max_bytes
     for out in outs:
