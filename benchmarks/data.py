@@ -54,13 +54,13 @@ VOCAB = 1024
 PEER = """
 import json, os, sys, time
 from pathlib import Path
-from holdfast.data.vocabulary import load
+from holdfast.data.vocabulary import load_tokenizer
 from xxhash import xxh3_128
 from holdfast.config.data import SourceConfig
 from holdfast.data.sources import plan_source, read_unit
 units = plan_source(SourceConfig(), 0, 0).units
 texts = [t for u in units for t in read_unit(u, 1 << 24, xxh3_128()) if t.strip()]
-tokenizer = load(Path(sys.argv[1]))
+tokenizer = load_tokenizer(Path(sys.argv[1]))
 wall, cpu = time.perf_counter(), time.process_time()
 encodings = tokenizer.encode_batch_fast(texts, add_special_tokens=False)
 print(json.dumps([time.perf_counter() - wall, time.process_time() - cpu]))

@@ -45,16 +45,16 @@ import json, sys
 from pathlib import Path
 import torch
 from holdfast.launch.runs import open_run
-from holdfast.export.weights import choose, write_folder
+from holdfast.export.weights import write_folder
 from holdfast.model import dcp_export, huggingface
 def peak():
     status = Path("/proc/self/status").read_text()
     return int(status.split("VmHWM:")[1].split()[0]) * 1024
 form, folder, to, shard = sys.argv[1:5]
 run = open_run(Path(folder))
-from holdfast.checkpoint.restore.catalog import listing
+from holdfast.checkpoint.restore.catalog import list_commits
 from holdfast.checkpoint.restore.reader import Checkpoint
-checkpoint = Checkpoint.open(run.store, listing(run.store)[0])
+checkpoint = Checkpoint.open(run.store, list_commits(run.store)[0])
 before = peak()
 if form == "hf":
     write_folder(Path(to), run, checkpoint, None, None, int(shard))

@@ -142,7 +142,7 @@ def test_the_same_campaign_is_not_done_again(settings: CampaignSettings) -> None
 @pytest.mark.parametrize(
     "change",
     [
-        {"names": ("agent",)},
+        {"fault_names": ("agent",)},
         {"overrides": (*SAMPLE_OVERRIDES, "train.optimizer.learning_rate=0.5")},
         {"draws": tuple(read_trace('{"step": 3, "fault": "kill"}', "f", "1"))},
     ],

@@ -39,7 +39,7 @@ class _Said:
         armoury = FaultOrders(root / "faults")
         armoury.prepare()
         fleet = SimpleNamespace(alive=["a", "b", "c", "d"], ended=list)
-        scene: Any = SimpleNamespace(fleet=fleet, real=root, notices=root, network=None)
+        scene: Any = SimpleNamespace(fleet=fleet, real_folder=root, notices=root, network=None)
         self.it = Experiment(
             scene, armoury, CHAOS_LAYOUTS["replicated"], list("abcd"), 100, self.lines.append
         )
@@ -124,14 +124,14 @@ def test_a_nan_is_named_where_the_journal_has_its_rank_and_step(
         WorkerLost(1, 45, "did not stop", "halt", step=9),
     ]
     seen = SimpleNamespace(records=[SimpleNamespace(event=event) for event in events])
-    monkeypatch.setattr(said.it._watcher, "look", lambda: seen)
+    monkeypatch.setattr(said.it._watcher, "read_new", lambda: seen)
     hits = {
         10: FaultHit(10, 1, 7, 2, 5, "a"),
         20: FaultHit(20, 1, 8, 2, 5, "a"),
         30: FaultHit(30, 1, 9, 0, 44, "a"),
         40: FaultHit(40, 1, 9, 1, 45, "a"),
     }
-    monkeypatch.setattr(said.it._fault_orders, "hit", hits.get)
+    monkeypatch.setattr(said.it._fault_orders, "read_hit", hits.get)
     names = ("gradient", "gradient", "kill", "hang", "agent")
     story = said.it.report
     story.faults += [FaultResult(n, name, "backward", 7, "", 1) for n, name in enumerate(names, 1)]
@@ -147,8 +147,8 @@ def test_the_fault_that_a_run_does_not_survive_is_told(
 
     done = FaultResult(1, "kill", "forward", 3, "rank 1", 1)
     said.it.view.start_step = 3
-    monkeypatch.setattr(said.it, "_bring_about", lambda *_: done)
-    monkeypatch.setattr(said.it, "_settle", settle)
+    monkeypatch.setattr(said.it, "_inject_fault", lambda *_: done)
+    monkeypatch.setattr(said.it, "_wait_for_recovery", settle)
     with pytest.raises(RunStuckError):
         said.it._try_draw(1, KILL)
     assert [fault.outcome for fault in said.it.report.faults] == [NOT_RECOVERED]
@@ -172,7 +172,7 @@ def test_only_the_first_of_two_is_aimed(said: _Said, monkeypatch: pytest.MonkeyP
         hit.append(node)
         return FaultAction(f"the agent of {node}", nodes_to_restart=(node,))
 
-    monkeypatch.setattr(experiment, "DEEDS", {"agent": deed})
+    monkeypatch.setattr(experiment, "FAULT_ACTIONS", {"agent": deed})
     draw = Draw(FAULTS["two-agents"], ("begin", "begin"), 1, target="b")
     done = FaultResult(1, "two-agents", "begin", 3, "", 1)
     for index, part in enumerate(draw.fault.parts):

@@ -156,7 +156,7 @@ def test_the_number_of_processes_changes_no_byte(tmp_path: Path) -> None:
 CHILD = """
 import sys
 from holdfast.config.data import DataConfig
-from holdfast.data.prepare import prepare
+from holdfast.data.prepare import prepare_dataset as prepare
 stop, at = sys.argv[2], int(sys.argv[3])
 def halt(what, done):
     if what == stop and done >= at:

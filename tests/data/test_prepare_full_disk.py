@@ -17,8 +17,8 @@ import json, os, subprocess, sys
 from pathlib import Path
 from holdfast.config.data import DataConfig
 from holdfast.data.dataset import exists
-from holdfast.data.prepare import prepare
-from holdfast.data.verify import verify
+from holdfast.data.prepare import prepare_dataset as prepare
+from holdfast.data.verify import find_problems
 from holdfast.errors import UserError
 
 config = DataConfig.model_validate_json(sys.argv[1])
@@ -42,7 +42,7 @@ out["exists"] = exists(config.folder)
 attempt()  # still full: the same sentence again
 remount("size=64m")
 out["said"] = attempt()
-out["problems"] = verify(config.folder)
+out["problems"] = find_problems(config.folder)
 print(json.dumps(out))
 """
 

@@ -155,8 +155,8 @@ def test_the_whole_room_is_free_of_torch(tmp_path: Path) -> None:
         "import sys, pkgutil, importlib, pathlib, holdfast.report as room\n"
         "for m in pkgutil.iter_modules(room.__path__):"
         " importlib.import_module(f'holdfast.report.{m.name}')\n"
-        "from holdfast.report.tensorboard import Writer\n"
-        f"Writer(pathlib.Path({str(tmp_path)!r})).close()\n"
+        "from holdfast.report.tensorboard import TensorBoardWriter\n"
+        f"TensorBoardWriter(pathlib.Path({str(tmp_path)!r})).close()\n"
         "print('torch' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

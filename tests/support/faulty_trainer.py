@@ -54,7 +54,7 @@ def run(boot: WorkerSpec, secret: Secret) -> int:
         generation, rank = boot.generation, boot.rank
 
     worker_of = _At()
-    speak = worker.Worker._speak
+    speak = worker.Worker._connect_reporter
 
     def speaking(self: Any, topology: Any, rank: int, *rest: Any) -> None:
         worker_of.generation, worker_of.rank = topology.generation, rank
@@ -62,7 +62,7 @@ def run(boot: WorkerSpec, secret: Secret) -> int:
 
     StepEngine.compute = computing  # type: ignore[method-assign]
     recovering.agree = agreeing  # type: ignore[attr-defined]
-    worker.Worker._speak = speaking  # type: ignore[method-assign]
+    worker.Worker._connect_reporter = speaking  # type: ignore[method-assign]
     return worker.run(boot, secret)
 
 

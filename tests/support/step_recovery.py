@@ -229,7 +229,7 @@ class Deadly:
         self.doomed = topology.replica_of(victim).ranks
         rank = survivor.rank
         if rank.rank != victim:
-            self._replace("meet", self._marked)
+            self._replace("share_verdict", self._marked)
             return
         getattr(self, f"_{self.when}")()
 

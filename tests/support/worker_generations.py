@@ -75,7 +75,7 @@ def _prepare_deeds(rank: RankContext, deeds: dict[str, Any]) -> None:
 
     def wishing(self: Any, step: int) -> Any:
         if due("wait for a pause", self._generation, step):
-            wait_until(lambda: self._reporter.wishes.pause, SECONDS, "a pause")
+            wait_until(lambda: self._reporter.requests.pause_generation, SECONDS, "a pause")
         return wishes(self, step)
 
     def asking(self: HttpStore, *args: Any, **more: Any) -> Any:

@@ -33,7 +33,7 @@ import pytest
 from holdfast.checkpoint.mover.client import MoverClient
 from holdfast.checkpoint.mover.protocol import encode_request
 from holdfast.checkpoint.peers import client as peer_wire
-from holdfast.checkpoint.peers.client import RANGE, PeerClient
+from holdfast.checkpoint.peers.client import RANGE_PATH, PeerClient
 from holdfast.errors import FencedError, HoldfastError, RunFolderError
 from holdfast.events import RequestsRefused, StepDone
 from holdfast.policy.membership.election import ElectionTimeouts
@@ -260,7 +260,7 @@ def peers_at(
     body = json.dumps({"part": MARK}).encode()
     get = [
         ("GET", path, b"")
-        for path in [f"{RANGE}?run={identity}&key=data/1&start=0&stop=9&use=copy", *paths]
+        for path in [f"{RANGE_PATH}?run={identity}&key=data/1&start=0&stop=9&use=copy", *paths]
     ]
     for requests in (get, [("POST", path, body) for path in paths]):
         # Of generation 9: a request that was believed would change the newest generation.

@@ -75,7 +75,7 @@ def with_context_axis(degree: int) -> None:
 
     connecting._check = lambda *_: None  # which refuses cp
     building._cut_model = with_context
-    stepping.speaks = deciding.reports_losses = lambda replica, at: (
+    stepping.reports_losses = deciding.reports_losses = lambda replica, at: (
         at.cp == 0 and speaks(replica, at)
     )
     pipelined.boundary = of_my_tokens

@@ -31,14 +31,14 @@ def list_(run: RunArgument, json: Json = False) -> None:
     Example:
       holdfast checkpoint list runs/quickstart
     """
-    from holdfast.checkpoint.restore.catalog import describe, list_commits
+    from holdfast.checkpoint.restore.catalog import describe_checkpoint, list_commits
     from holdfast.errors import HoldfastError
 
     found = open_run(run)
     rows, described = [], []
     for key in list_commits(found.store):
         try:
-            row = describe(found.store, key)
+            row = describe_checkpoint(found.store, key)
         except HoldfastError as error:
             if key not in list_commits(found.store):
                 continue  # a run at work removed it

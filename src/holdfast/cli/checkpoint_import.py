@@ -50,7 +50,7 @@ def import_(
       holdfast checkpoint import run.yaml --from Llama-3.2-1B \\
           data.tokenizer.path=Llama-3.2-1B/tokenizer.json model.preset=llama3.2-1b
     """
-    from holdfast.checkpoint.restore.catalog import describe as numbers_of
+    from holdfast.checkpoint.restore.catalog import describe_checkpoint as numbers_of
     from holdfast.cli.train import plan_for_machine, prepare_and_check_dataset, with_vocabulary
     from holdfast.config.identity import config_hash
     from holdfast.config.load import load_config

@@ -220,11 +220,11 @@ def prune(
 
 
 def _row(store: RunStore, key: str) -> tuple[str, ...]:
-    from holdfast.checkpoint.restore.catalog import describe
+    from holdfast.checkpoint.restore.catalog import describe_checkpoint
     from holdfast.errors import HoldfastError
 
     try:
-        found = describe(store, key)
+        found = describe_checkpoint(store, key)
     except HoldfastError:
         return "?", "?", "?", key
     return str(found["step"]), str(found["generation"]), format_bytes(found["bytes"]), key

@@ -13,7 +13,7 @@ from contextlib import suppress
 
 from holdfast.errors import FencedError, HoldfastError
 
-PAUSE_SECONDS, MOST_SECONDS = 1.0, 15.0
+FIRST_MOVER_RESTART_DELAY_S, MAX_MOVER_RESTART_DELAY_S = 1.0, 15.0
 """Pause before the next attempt, in seconds: the first pause, and the longest."""
 
 
@@ -26,7 +26,7 @@ class MoverRestarter:
         is_alive: Callable[[], bool],
         say: Callable[[str], None],
         on_restarted: Callable[[], None] = lambda: None,
-        delays_s: tuple[float, float] = (PAUSE_SECONDS, MOST_SECONDS),
+        delays_s: tuple[float, float] = (FIRST_MOVER_RESTART_DELAY_S, MAX_MOVER_RESTART_DELAY_S),
     ) -> None:
         """restart: starts a mover and tells it of the running generation
         (`MoverSupervisor.restart`). is_alive: returns True if a mover is alive. on_restarted:

@@ -63,8 +63,7 @@ class OwnedRows:
         empty.
     `whole`: the boxes of `named`. group: the ranks of the dp_shard axis, in its order.
     state: dtype of what is trained. If the model computes in another, `master_tensors` are copies
-    of
-        their own (the fp32 masters); otherwise views of the rows in place.
+        of their own (the fp32 masters); otherwise views of the rows in place.
     Raises ValueError if a box is not the part that this rank's place in the group has.
     """
 

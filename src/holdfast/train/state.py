@@ -50,8 +50,7 @@ class Parameters:
     table: the rows whose block is on this rank's stage. boxes: what is held of each.
     master_tensors: what is trained and saved.
     compute_tensors: the bf16 copies that an unsharded model computes with, or nothing where the
-    model
-        computes on `master_tensors` itself, or where FSDP2 makes the copies.
+        model computes on `master_tensors` itself, or where FSDP2 makes the copies.
     update_compute_tensors: called after `master_tensors` has changed, where others compute with
     what this rank updates
         (ZeRO-1); collective over a replica's shards.

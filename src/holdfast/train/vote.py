@@ -37,8 +37,8 @@ from holdfast.parallel.gradients.grad_norm import combine_norms
 from holdfast.parallel.process_groups import ProcessGroups
 from holdfast.parallel.torch_compat import Work
 
-_TAG, _TAG_LOSSES, _TAG_ACCOUNT, _TAG_MEETING, _TAG_PARTING = 1, 3, 4, 5, 6
-_WHOLE, _FINITE = 1, 2
+_BALLOT_TAG, _TAG_LOSSES, _TAG_ACCOUNT, _TAG_SHARED_VERDICT, _TAG_PARTING = 1, 3, 4, 5, 6
+_WHOLE_BIT, _FINITE_BIT = 1, 2
 
 
 @dataclass(frozen=True)
@@ -173,13 +173,13 @@ def vote(
     """Exchange ballots and combine them. on_sent: called when this one's is on its way. Raises
     PeerLostError when a peer is lost."""
     control = groups.control
-    records = exchange(control, _encode(ballot), [2] * control.size, _TAG, on_sent)
+    records = exchange(control, _encode(ballot), [2] * control.size, _BALLOT_TAG, on_sent)
     ballots = [_decode(record) for record in records]
     # Replicas of unlike shapes add their squares up in unlike orders: one of them speaks for all.
     norm = combine_norms(
         [b.squared_norm for b, _ in ballots[: len(groups.topology.replicas[0].ranks)]]
     )
-    finite = account.is_finite and all(flags & _FINITE for _, flags in ballots)
+    finite = account.is_finite and all(flags & _FINITE_BIT for _, flags in ballots)
     return StepVerdict(
         tokens=account.tokens,
         loss=account.loss,
@@ -198,7 +198,7 @@ def share_verdict(groups: ProcessGroups, verdict: StepVerdict | None) -> StepVer
         return verdict
     words = [0] * VERDICT_WORDS if verdict is None else verdict_words(verdict)
     record = torch.tensor([int(verdict is not None), *words], dtype=torch.int64)
-    said = exchange(meeting, record, [1 + VERDICT_WORDS] * meeting.size, _TAG_MEETING)
+    said = exchange(meeting, record, [1 + VERDICT_WORDS] * meeting.size, _TAG_SHARED_VERDICT)
     known = [words for found, *words in (other.tolist() for other in said) if found]
     return verdict_from_words(known[0]) if known else None
 
@@ -216,7 +216,9 @@ VERDICT_WORDS = 4
 
 def verdict_words(verdict: StepVerdict) -> list[int]:
     """A verdict as int64 words; floats as their bits."""
-    flags = _WHOLE * verdict.is_whole | _FINITE * verdict.is_finite | _flags(verdict.requests)
+    flags = (
+        _WHOLE_BIT * verdict.is_whole | _FINITE_BIT * verdict.is_finite | _flags(verdict.requests)
+    )
     return [verdict.tokens, flags, *_float_words((verdict.loss, verdict.norm))]
 
 
@@ -225,7 +227,12 @@ def verdict_from_words(words: Sequence[int]) -> StepVerdict:
     tokens, flags, *rest = words
     loss, norm = _floats(rest)
     return StepVerdict(
-        tokens, loss, norm, bool(flags & _WHOLE), bool(flags & _FINITE), _wishes_from_flags(flags)
+        tokens,
+        loss,
+        norm,
+        bool(flags & _WHOLE_BIT),
+        bool(flags & _FINITE_BIT),
+        _wishes_from_flags(flags),
     )
 
 
@@ -251,7 +258,7 @@ def _do_all_have(groups: ProcessGroups, have: bool) -> bool:
     if meeting is None or not groups.is_lockstep:
         return have
     record = torch.tensor([int(have)], dtype=torch.int64)
-    return all(int(r) for r in exchange(meeting, record, [1] * meeting.size, _TAG_MEETING))
+    return all(int(r) for r in exchange(meeting, record, [1] * meeting.size, _TAG_SHARED_VERDICT))
 
 
 def reports_losses(replica: Replica, coordinate: Coordinate) -> bool:
@@ -284,8 +291,8 @@ def _by_leaf(losses: Sequence[Sequence[float]], reported: Sequence[Sequence[int]
 def _encode(ballot: Ballot) -> torch.Tensor:
     """[2] int64; floats as their bits."""
     flags = (
-        _WHOLE * ballot.has_whole_gradient
-        | _FINITE * isfinite(ballot.squared_norm)
+        _WHOLE_BIT * ballot.has_whole_gradient
+        | _FINITE_BIT * isfinite(ballot.squared_norm)
         | _flags(ballot.requests)
     )
     return torch.tensor([flags, *_float_words((ballot.squared_norm,))], dtype=torch.int64)
@@ -293,7 +300,7 @@ def _encode(ballot: Ballot) -> torch.Tensor:
 
 def _decode(record: torch.Tensor) -> tuple[Ballot, int]:
     flags, squares = record.tolist()
-    return Ballot(_floats([squares])[0], _wishes_from_flags(flags), bool(flags & _WHOLE)), flags
+    return Ballot(_floats([squares])[0], _wishes_from_flags(flags), bool(flags & _WHOLE_BIT)), flags
 
 
 def _flags(wishes: Wishes) -> int:

@@ -276,7 +276,7 @@ def test_who_waits_for_a_save_can_say_that_he_lives(
     mover = start()
     client = mover.begin(topology())
     workers = Workers(client, topology())
-    monkeypatch.setattr("holdfast.checkpoint.mover.client.SETTLE_SLICE", 0.02)
+    monkeypatch.setattr("holdfast.checkpoint.mover.client.COMMIT_POLL_S", 0.02)
     said: list[int] = []
     reason = workers.capturers[0].wait_until_committed(1, 1.5, lambda: said.append(1))
     assert reason == "not committed after 1.5 s"

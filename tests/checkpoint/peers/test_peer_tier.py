@@ -11,7 +11,7 @@ from typing import Any
 import psutil
 import pytest
 
-from holdfast.checkpoint.peers.client import COPY, PeerClient, PeerError
+from holdfast.checkpoint.peers.client import USE_COPY, PeerClient, PeerError
 from holdfast.checkpoint.peers.config import Peer
 from holdfast.checkpoint.peers.source import PeerSource, open_peers
 from holdfast.checkpoint.restore.reader import Checkpoint
@@ -425,7 +425,7 @@ def test_threads_share_a_client(start: Start) -> None:
     def read(start: int) -> None:
         for at in range(start, line.nbytes - 999, 7777):
             out = bytearray(999)
-            client.read_into(key, at, memoryview(out), COPY)
+            client.read_into(key, at, memoryview(out), USE_COPY)
             if out != whole[at : at + 999]:
                 wrong.append(at)
 

@@ -17,7 +17,7 @@ from xxhash import xxh3_128_hexdigest
 from holdfast.checkpoint.memory.snapshot_store import SnapshotStore
 from holdfast.checkpoint.peers.client import PeerClient
 from holdfast.checkpoint.peers.config import PeerSettings
-from holdfast.checkpoint.peers.receiver import HELD, SnapshotReceiver, _adjacent_extents
+from holdfast.checkpoint.peers.receiver import OFFER_HELD, SnapshotReceiver, _adjacent_extents
 from holdfast.core.format.manifest import Extent, PartManifest
 from holdfast.errors import CorruptError, HoldfastError
 from tests.support.peer_nodes import SECRET, TABLE, topology
@@ -85,7 +85,7 @@ class Play:
             state = self.keeper.answer_offer(generation, body)["state"]
         except HoldfastError:
             return
-        assert state == HELD
+        assert state == OFFER_HELD
         self.held.setdefault((generation, step), set()).add(rank)
         if len(self.held[generation, step]) == world:
             self.complete.append((generation, step))
@@ -186,7 +186,7 @@ def test_a_manifest_that_lists_other_tensors_than_its_blob_is_refused_at_any_ste
                 with pytest.raises(CorruptError, match="does not list what its part does"):
                     play.keeper.answer_offer(1, body)
             else:
-                assert play.keeper.answer_offer(1, body)["state"] == HELD
+                assert play.keeper.answer_offer(1, body)["state"] == OFFER_HELD
         assert {line.step for line in play.shelf.inventory()} == {2, 4}
     finally:
         play.close()

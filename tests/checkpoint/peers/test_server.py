@@ -15,8 +15,8 @@ import pytest
 from holdfast.checkpoint.memory.snapshot_store import SnapshotStore
 from holdfast.checkpoint.peers import client as peer_wire
 from holdfast.checkpoint.peers.client import (
-    INVENTORY,
-    OFFER,
+    INVENTORY_PATH,
+    OFFER_PATH,
     PeerClient,
     PeerError,
 )
@@ -133,7 +133,7 @@ def test_an_answer_that_is_not_signed_by_us_is_refused(nodes: tuple[Node, Node])
     """Another run's mover has the port, with another secret."""
     other = Node(secret=STRANGER)
     try:
-        raw = answer(other, request(nodes[0], "GET", INVENTORY, b"", 1, STRANGER))
+        raw = answer(other, request(nodes[0], "GET", INVENTORY_PATH, b"", 1, STRANGER))
         with closing(socket.create_server(("127.0.0.1", 0))) as fake:
             address = f"127.0.0.1:{fake.getsockname()[1]}"
             client = PeerClient(address, SECRET, 1, silence_timeout_s=5)
@@ -176,7 +176,7 @@ def test_a_strangers_long_answer_is_not_read(status: int) -> None:
 
 
 def test_a_request_is_taken_once(nodes: tuple[Node, Node]) -> None:
-    raw = request(nodes[0], "GET", INVENTORY, b"", 2)
+    raw = request(nodes[0], "GET", INVENTORY_PATH, b"", 2)
     assert b" 200 " in answer(nodes[0], raw).splitlines()[0]
     assert b" 401 " in answer(nodes[0], raw).splitlines()[0]
 
@@ -185,20 +185,22 @@ def test_a_replayed_offer_is_refused(nodes: tuple[Node, Node], offer: dict[str, 
     """Also with another path or another body under the same proof."""
     keeper = nodes[1]
     body = json.dumps({**offer, "ranks": [7]}).encode()  # refused, for it lacks the part's rank
-    raw = request(keeper, "POST", OFFER, body, 2)
+    raw = request(keeper, "POST", OFFER_PATH, body, 2)
     assert b" 400 " in answer(keeper, raw).splitlines()[0]
     assert b" 401 " in answer(keeper, raw).splitlines()[0]
     right = json.dumps(offer).encode()
-    signed = request(keeper, "POST", OFFER, body, 2)
+    signed = request(keeper, "POST", OFFER_PATH, body, 2)
     swapped = signed.replace(body, right).replace(
         f"content-length: {len(body)}".encode(), f"content-length: {len(right)}".encode()
     )
     assert b" 401 " in answer(keeper, swapped).splitlines()[0]
     # Of the same length, with the digest that was signed: found out when the body is there.
     other = body.replace(b"[7]", b"[6]")
-    assert b" 401 " in answer(keeper, request(keeper, "POST", OFFER, body, 2)[: -len(body)] + other)
+    assert b" 401 " in answer(
+        keeper, request(keeper, "POST", OFFER_PATH, body, 2)[: -len(body)] + other
+    )
     # With the digest of the other body, in the head.
-    forged = request(keeper, "POST", OFFER, body, 2).replace(body, other)
+    forged = request(keeper, "POST", OFFER_PATH, body, 2).replace(body, other)
     forged = forged.replace(sha256_hex(body).encode(), sha256_hex(other).encode())
     assert b" 401 " in answer(keeper, forged).splitlines()[0]
     assert keeper.has() == []
@@ -209,7 +211,7 @@ def test_a_strangers_body_is_not_read(nodes: tuple[Node, Node]) -> None:
     before a byte of a body of 60 MB has come."""
     body = bytes(60 << 20)
     for secret, words in ((STRANGER, b" 401 "), (SECRET, b"")):
-        raw = request(nodes[1], "POST", OFFER, body, 2, secret)
+        raw = request(nodes[1], "POST", OFFER_PATH, body, 2, secret)
         head = raw[: -len(body)]
         with closing(connect(nodes[1])) as connection:
             connection.sendall(head)
@@ -237,7 +239,7 @@ def test_a_head_has_a_bound(nodes: tuple[Node, Node]) -> None:
 
 def test_whoever_proves_nothing_is_cut_in_time(nodes: tuple[Node, Node]) -> None:
     """Also one that sends a byte now and then; a connection that has proven itself stays."""
-    with listening(patience=1.0) as (server, address):
+    with listening(proof_timeout_s=1.0) as (server, address):
         client = PeerClient(address, SECRET, 1)
         assert client.inventory()["snapshots"] == []
         with closing(socket.create_connection(server.server_address, 10)) as dripping:
@@ -275,7 +277,7 @@ def test_a_connection_that_was_idle_for_long_is_not_used_again(
 def test_a_newcomer_takes_the_place_of_one_that_asks_nothing() -> None:
     """Connections stay open from step to step. If they take all places, the one that was idle for
     longest is cut, and its client reconnects by itself."""
-    with listening(connections=3) as (server, address):
+    with listening(max_connections=3) as (server, address):
         clients = [PeerClient(address, SECRET, 1) for _ in range(3)]
         for client in clients:
             assert client.newest_generation() == 0
@@ -296,11 +298,12 @@ def test_a_newcomer_takes_the_place_of_one_that_asks_nothing() -> None:
 
 
 def test_too_long_a_body_is_refused_unread(nodes: tuple[Node, Node]) -> None:
-    head = (
-        f"POST {OFFER} HTTP/1.1\r\nhost: x\r\ncontent-length: {MAX_BODY_BYTES + 1}\r\n\r\n".encode()
-    )
+    length = f"content-length: {MAX_BODY_BYTES + 1}"
+    head = f"POST {OFFER_PATH} HTTP/1.1\r\nhost: x\r\n{length}\r\n\r\n".encode()
     assert b" 413 " in answer(nodes[1], head).splitlines()[0]
-    chunked = f"POST {OFFER} HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n".encode()
+    chunked = (
+        f"POST {OFFER_PATH} HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n".encode()
+    )
     assert b" 413 " in answer(nodes[1], chunked).splitlines()[0]
 
 

@@ -11,7 +11,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from holdfast.checkpoint.restore.catalog import describe, list_commits
+from holdfast.checkpoint.restore.catalog import describe_checkpoint, list_commits
 from holdfast.checkpoint.restore.reader import Checkpoint
 from holdfast.checkpoint.restore.verify import find_newest_verified, verify
 from holdfast.core.format.manifest import commit_key
@@ -131,7 +131,7 @@ def test_a_wrong_box_is_refused_in_one_sentence(saved: FolderStore) -> None:
 
 
 def test_listing_is_newest_first(saved: FolderStore) -> None:
-    assert [describe(saved, key)["step"] for key in list_commits(saved)] == [3, 2, 1]
+    assert [describe_checkpoint(saved, key)["step"] for key in list_commits(saved)] == [3, 2, 1]
     assert all(verify(saved, key) == [] for key in list_commits(saved))
 
 

@@ -29,15 +29,15 @@ class Direct:
     def __init__(self, service: MoverService, generation: int) -> None:
         self.service, self.generation = service, generation
 
-    def arena(self, rank: int, blob_bytes: int, slots: int) -> int:
+    def get_arena(self, rank: int, blob_bytes: int, slots: int) -> int:
         return self.service.get_arena(self.generation, rank, blob_bytes, slots)
 
-    def captured(
+    def announce_capture(
         self, rank: int, step: int, slot: int, sequence: int, meta: Mapping[str, Any]
     ) -> None:
         self.service.accept_capture(self.generation, rank, step, slot, sequence, meta)
 
-    def settle(self, step: int, wait: float) -> str | None:
+    def wait_until_committed(self, step: int, wait: float) -> str | None:
         ended, reason = self.service.save_tracker.wait_until_ended((self.generation, step), wait)
         assert ended
         return reason

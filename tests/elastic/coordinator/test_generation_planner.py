@@ -21,5 +21,5 @@ def test_only_a_replica_that_is_whole_goes_on(
     """One that is put together from two broken ones is another layout of what is left."""
     before = place_layout(Layout(dp_replicate=2, tp=2), 1, tuple("abcd"))
     now = place_layout(Layout(tp=2), 2, tuple("ab"))
-    after: Any = SimpleNamespace(before=before, came_from=came_from)
+    after: Any = SimpleNamespace(previous_topology=before, came_from=came_from)
     assert _recovery_rung(before, now, after, None) == rung

@@ -118,11 +118,11 @@ def test_a_head_that_is_away_costs_no_more_than_the_child(
     head.says("die")
     with pytest.raises(NoticeSourceError, match="has ended"):
         ray.poll()
-    monkeypatch.setattr("holdfast.elastic.notices.ray.START_SECONDS", 0.2)
+    monkeypatch.setattr("holdfast.elastic.notices.ray.RAY_START_TIMEOUT_S", 0.2)
     head.says("hang")
     with pytest.raises(NoticeSourceError, match="does not answer"):
         ray.poll()
-    monkeypatch.setattr("holdfast.elastic.notices.ray.START_SECONDS", 60.0)
+    monkeypatch.setattr("holdfast.elastic.notices.ray.RAY_START_TIMEOUT_S", 60.0)
     for wrong, match in (
         ("noise", "not JSON"),
         ([], "AttributeError"),
@@ -138,9 +138,9 @@ def test_a_head_that_is_away_costs_no_more_than_the_child(
 def test_the_child_ends_with_its_agent(head: Head) -> None:
     starts = (
         "import os, sys\n"
-        "from holdfast.elastic.notices.ray import Ray\n"
-        "source = Ray('here:6379', '', 0.01, os.environ, lambda: 1000.0)\n"
-        "source.ask()\n"
+        "from holdfast.elastic.notices.ray import RaySource\n"
+        "source = RaySource('here:6379', '', 0.01, os.environ, lambda: 1000.0)\n"
+        "source.poll()\n"
         "print(source._child.pid, flush=True)\n"
         "sys.stdin.read()\n"
     )

@@ -28,21 +28,21 @@ AGENT = """
 import asyncio, json, signal, sys
 import holdfast.elastic.notices.slurm
 from holdfast.config.cluster import ClusterConfig
-from holdfast.elastic.notices.clouds import source_of
-from holdfast.elastic.notices.poller import NoticeWatch
+from holdfast.elastic.notices.clouds import make_notice_source
+from holdfast.elastic.notices.poller import NoticePoller
 
-holdfast.elastic.notices.slurm.ANSWER_SECONDS = 60.0  # a machine may be busy
+holdfast.elastic.notices.slurm.SLURM_COMMAND_TIMEOUT_S = 60.0  # a machine may be busy
 
 async def main():
     over = asyncio.Event()
     def heard(warned):
         print(json.dumps(warned), flush=True)
-    source = source_of(ClusterConfig(notices="slurm", grace_seconds=25))
-    watch = NoticeWatch(source, 0.01, heard, print)
+    source = make_notice_source(ClusterConfig(notices="slurm", grace_seconds=25))
+    watch = NoticePoller(source, 0.01, heard, print)
     loop = asyncio.get_running_loop()
-    loop.add_signal_handler(signal.SIGTERM, lambda: watch.signalled(signal.SIGTERM))
+    loop.add_signal_handler(signal.SIGTERM, lambda: watch.pass_on_signal(signal.SIGTERM))
     loop.add_signal_handler(signal.SIGINT, over.set)
-    assert not watch.signalled(signal.SIGINT)
+    assert not watch.pass_on_signal(signal.SIGINT)
     print("ready", flush=True)
     await over.wait()
     watch.close()
@@ -53,8 +53,8 @@ asyncio.run(main())
 
 @pytest.fixture(autouse=True)
 def _patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("holdfast.elastic.notices.slurm.ANSWER_SECONDS", 60.0)
-    monkeypatch.setattr("holdfast.elastic.notices.slurm.AGAIN", (0.0,))
+    monkeypatch.setattr("holdfast.elastic.notices.slurm.SLURM_COMMAND_TIMEOUT_S", 60.0)
+    monkeypatch.setattr("holdfast.elastic.notices.slurm.END_TIME_RETRY_DELAYS_S", (0.0,))
 
 
 def _squeue(folder: Path, says: str) -> dict[str, str]:
@@ -155,7 +155,7 @@ def test_the_time_from_term_to_kill_is_slurms_own_setting(tmp_path: Path) -> Non
 def test_a_queue_that_does_not_answer_is_not_waited_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("holdfast.elastic.notices.slurm.ANSWER_SECONDS", 0.2)
+    monkeypatch.setattr("holdfast.elastic.notices.slurm.SLURM_COMMAND_TIMEOUT_S", 0.2)
     environment = _squeue(tmp_path, "exec sleep 1000")
     for path, left in ((environment["PATH"], 50.0), ("", 50.0)):
         environment |= {"PATH": path, "SLURM_JOB_END_TIME": f"{NOW + 50:.0f}"}

@@ -63,7 +63,7 @@ def _life(rank: RankContext, boot: dict[str, Any], secret: str, after: Any) -> l
     """A worker from its first step to its last, by way of `after` if that is given."""
     boot |= {"rank": rank.rank, "forked": time.monotonic()}
     worker = Worker(WorkerSpec.from_json(boot), Secret.from_hex(secret))
-    worker.begin()
+    worker.begin_generation()
     outcome = worker.train()
     steps = [outcome.step]
     if after is not None:
@@ -73,7 +73,9 @@ def _life(rank: RankContext, boot: dict[str, Any], secret: str, after: Any) -> l
         wait_until((rank.folder / "opened").exists, 30, "the next generation")
         topology = Topology.from_json(after)
         me = rank.world_size - 1 - rank.rank
-        worker.adopt(topology, me, [rank.world_size - 1 - r for r in range(rank.world_size)])
+        worker.adopt_generation(
+            topology, me, [rank.world_size - 1 - r for r in range(rank.world_size)]
+        )
         outcome = worker.train()
         steps.append(outcome.step)
     assert (outcome.kind, outcome.unsaved_reason) == ("finished", None)

@@ -8,9 +8,9 @@ from pathlib import Path
 
 CODE = """
 import sys
-from holdfast.elastic.worker.output import redirect
+from holdfast.elastic.worker.output import redirect_output
 for log in sys.argv[1:]:
-    redirect(log)
+    redirect_output(log)
     print("after", log)
 """
 

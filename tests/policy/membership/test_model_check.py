@@ -140,48 +140,75 @@ WORKS = r"is of generation \d+ and works in \d+"
 OVER = "over and over"
 MUTANTS = {
     # a node that has not spoken is counted on
-    "unheard": (WORKS, transitions, "_free", "and not node.expected", ""),
+    "unheard": (WORKS, transitions, "_is_stopped", "and not node.must_report", ""),
     # the next generation while one still works
-    "working": (WORKS, transitions, "_free", "node.stage in LET_GO and", ""),
-    "halted at once": (OVER, transitions, "_halted", "return all(", "return True or all("),
-    "lost node stays": (OVER, transitions, "_lose", "if other.name != node.name", "if True"),
-    "apart": (OVER, transitions, "_fitting", "if now < pair.until", "if False"),
+    "working": (WORKS, transitions, "_is_stopped", "node.stage in STOPPED_STAGES and", ""),
+    "halted at once": (OVER, transitions, "_is_halted", "return all(", "return True or all("),
+    "lost node stays": (OVER, transitions, "_remove_node", "if other.name != node.name", "if True"),
+    "apart": (OVER, transitions, "_select_nodes", "if now < pair.retry_at", "if False"),
     # who is coordinator
-    "cut off": (OVER, election, "_place", "not seat.dead and seat.led < seat.term", "False"),
+    "cut off": (
+        OVER,
+        election,
+        "_candidate_place",
+        "not state.is_leader_dead and state.last_answered_term < state.term",
+        "False",
+    ),
     "signs": (
         OVER,
         election,
-        "asked",
+        "pre_vote_ended",
         "if newer or (moved and not most):",
-        "alive = False\n    if newer:",
+        "has_leader_progress = False\n    if newer:",
     ),
     "claims what is made": (
         "reigns in a term that it has not opened",
         election,
-        "claimed",
-        "if made:",
+        "candidacy_ended",
+        "if is_won:",
         "if True:",
     ),
-    "never claims": ("never train again", election, "may_claim", "now - seat.since >=", "-1.0 >="),
-    "stays coordinator": ("cycles", election, "fenced", "if seat.standing is", "if None is"),
+    "never claims": (
+        "never train again",
+        election,
+        "can_be_candidate",
+        "now - state.role_since >=",
+        "-1.0 >=",
+    ),
+    "stays coordinator": ("cycles", election, "newer_term_found", "if state.role is", "if None is"),
 }
 """What is wrong with the worlds that it comes to, and the line that is changed."""
 ENDING = {
     # a cut that heals
     "overtaken": (
         transitions,
-        "_heard",
-        'replace(halt(reign, "overtaken", now), generation=at)',
-        "_become(reign, Phase.FENCED, now)",
+        "_apply_report",
+        'replace(halt(state, "overtaken", now), generation=at)',
+        "_enter_phase(state, Phase.FENCED, now)",
     ),
-    "never fenced": (transitions, "fenced", "_become(reign, Phase.FENCED, now)", "reign"),
+    "never fenced": (
+        transitions,
+        "term_superseded",
+        "_enter_phase(state, Phase.FENCED, now)",
+        "state",
+    ),
 }
 HARMLESS = {
     # whom it disturbs, and when: never whether it is safe
-    "everybody is a majority": (election, "_place", "2 * len(misses) > len(alive)", "True"),
-    "nobody is a majority": (election, "_place", "2 * len(misses) > len(alive)", "False"),
-    "who is slow is gone": (election, "asked", "if alive and", "if False and"),
-    "no turns": (election, "_place", "misses.index(seat.name) if", "0 if True or"),
+    "everybody is a majority": (
+        election,
+        "_candidate_place",
+        "2 * len(misses) > len(alive)",
+        "True",
+    ),
+    "nobody is a majority": (election, "_candidate_place", "2 * len(misses) > len(alive)", "False"),
+    "who is slow is gone": (
+        election,
+        "pre_vote_ended",
+        "if has_leader_progress and",
+        "if False and",
+    ),
+    "no turns": (election, "_candidate_place", "misses.index(state.name) if", "0 if True or"),
 }
 
 
@@ -209,7 +236,7 @@ def test_a_broken_machine_is_found_out_when_a_cut_heals(name: str) -> None:
 
 def test_a_broken_machine_is_found_out_by_who_trains_without_a_coordinator() -> None:
     """It waits for itself."""
-    broken = _with(election, "asked", "(moved and not most)", "moved")
+    broken = _with(election, "pre_vote_ended", "(moved and not most)", "moved")
     model = Model(broken, eager=True, ends=False)
     assert Folded(model, [_unled(model, "ab")]).stuck()
 

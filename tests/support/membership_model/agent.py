@@ -100,7 +100,7 @@ class Carried:
                 unreachable_pairs=apart,
             )
             if reign.phase is Phase.FENCED:
-                seat, reign = self.succeed.fenced(seat, 0.0), None
+                seat, reign = self.succeed.newer_term_found(seat, 0.0), None
             else:
                 return self._talks_to_itself(old, new._replace(seat=seat, reign=reign))
         return new._replace(seat=seat, reign=reign)
@@ -133,20 +133,20 @@ class Carried:
             return agent, Answer(agent.seat.term, NodeCommand.REFUSE)
         name, mark = request.name, str(request.mark)
         if request.term > reign.term:
-            reign = self.member.fenced(reign, 0.0)
+            reign = self.member.term_superseded(reign, 0.0)
         elif request.join:
             new = NodeRecord(name, mark, 1, 0.0, 0.0, request.at, request.stage)
-            reign = self.member.came(reign, new, 0.5, self.rules)
+            reign = self.member.node_joined(reign, new, 0.5, self.rules)
         else:
             report = StageReport(name, mark, request.at, request.stage)
-            reign = self.member.heard(reign, [report], 0.0, self.rules)
+            reign = self.member.reports_received(reign, [report], 0.0, self.rules)
         if request.parted and request.at == reign.generation:
-            reign = self.member.parted(reign, name, request.parted, 0.0, self.rules)
+            reign = self.member.link_failed(reign, name, request.parted, 0.0, self.rules)
         agent = agent._replace(reign=reign)
         node = reign.node(name)
         if reign.phase is not Phase.FENCED and (node is None or node.mark != mark):
             return agent, Answer(reign.term, "join" if node is None else "replaced")
-        due = self.member.directive(reign, name)
+        due = self.member.directive_for(reign, name)
         members = tuple(sorted(reign.members)) if due.order is NodeCommand.START else ()
         return agent, Answer(reign.term, due.order, due.generation, members)
 
@@ -170,13 +170,15 @@ class Carried:
         """As `Follower.obey` does it."""
         seat = agent.seat
         if answer.term < seat.term or answer.order == NodeCommand.REFUSE:
-            return agent._replace(seat=self.succeed.refused(seat, 0.0))
-        seat = self.succeed.answered(seat, answer.term, 0.0)
+            return agent._replace(seat=self.succeed.leader_refused(seat, 0.0))
+        seat = self.succeed.leader_answered(seat, answer.term, 0.0)
         agent = agent._replace(seat=seat, known=answer.order not in ("join", "replaced"))
         if answer.order == NodeCommand.START and answer.generation > seat.at:
             if agent.stage not in STOPPED_STAGES:
                 raise ViolationError(f"{seat.name} was started while it works: {agent.stage}")
-            seat = self.succeed.took(seat, answer.term, answer.generation, answer.members)
+            seat = self.succeed.generation_joined(
+                seat, answer.term, answer.generation, answer.members
+            )
             agent = agent._replace(seat=seat, stage=NodeStage.BUILDING, parted="")
         halts = (
             answer.order in (NodeCommand.HALT, NodeCommand.PAUSE) and answer.generation == seat.at
@@ -188,7 +190,7 @@ class Carried:
     # --- one agent alone --------------------------------------------------------------------
     def unanswered(self, agent: Agent, dead: bool) -> Agent:
         seat = replace(agent.seat, role_since=LONG)
-        return agent._replace(seat=self.succeed.unanswered(seat, dead, 0.0, PATIENCE))
+        return agent._replace(seat=self.succeed.leader_unanswered(seat, dead, 0.0, PATIENCE))
 
     def lost(self, agent: Agent, name: str) -> Agent:
         """Time a node out, or all other nodes after a clock jump."""
@@ -222,7 +224,7 @@ class Carried:
     def look(self, agent: Agent, store: Store) -> tuple[Agent, Store]:
         if agent.seat.role is Role.PRE_CANDIDATE and store.term <= agent.seat.term:
             return agent, store
-        seat = self.succeed.found(agent.seat, store.term, store.holder, 0.0)
+        seat = self.succeed.newest_term_read(agent.seat, store.term, store.holder, 0.0)
         known = agent.known and seat.term == agent.seat.term
         return agent._replace(seat=seat, known=known), store
 
@@ -239,7 +241,7 @@ class Carried:
             return agent, store  # `look` comes first
         seat = replace(agent.seat, role_since=since)
         newest = len(store.generations)
-        seat = self.succeed.asked(
+        seat = self.succeed.pre_vote_ended(
             seat, dict(said), newest, 0.0, PATIENCE, "x" if moving else "", alive
         )
         return agent._replace(seat=replace(seat, sign="")), store
@@ -249,7 +251,7 @@ class Carried:
         made = number > store.term
         if made and number != store.term + 1:
             raise ViolationError(f"term {number} after {store.term}")
-        seat = self.succeed.claimed(agent.seat, number, made, 0.0)
+        seat = self.succeed.candidacy_ended(agent.seat, number, made, 0.0)
         if not made:
             if seat.standing is Role.LEADER:
                 raise ViolationError(f"{seat.name} reigns in a term that it has not opened")
@@ -263,12 +265,14 @@ class Carried:
         newest = len(store.generations)
         members = store.generations[-1] if newest else frozenset()
         nodes = [NodeRecord(address[0], address[1:], 1, 0.0, 0.0) for address in sorted(members)]
-        return agent._replace(reign=self.member.begin(agent.seat.term, 0.0, newest, nodes)), store
+        return agent._replace(
+            reign=self.member.begin_term(agent.seat.term, 0.0, newest, nodes)
+        ), store
 
     def watch(self, agent: Agent, store: Store) -> tuple[Agent, Store]:
         """A coordinator looks now and then whether there is a newer term."""
         if store.term > agent.seat.term:
-            agent = agent._replace(reign=self.member.fenced(agent.reign, 0.0))
+            agent = agent._replace(reign=self.member.term_superseded(agent.reign, 0.0))
         return agent, store
 
     def check(self, agent: Agent, store: Store) -> tuple[Agent, Store]:
@@ -277,7 +281,9 @@ class Carried:
         assert reign.pending_generation is not None
         number, names = reign.pending_generation
         if store.term > reign.term or newest >= number:
-            return agent._replace(reign=self.member.taken(reign, store.term, newest, 0.0)), store
+            return agent._replace(
+                reign=self.member.creation_rejected(reign, store.term, newest, 0.0)
+            ), store
         marks = {node.name: node.incarnation for node in reign.nodes}
         members = frozenset(f"{name}{marks[name]}" for name in names)
         return agent._replace(pending=(number, members)), store
@@ -290,7 +296,7 @@ class Carried:
             store = store._replace(generations=(*store.generations, members))
             if reign is not None:
                 names = frozenset(address[0] for address in members)
-                reign = self.member.opened(reign, number, names, 0.0, self.rules)
+                reign = self.member.generation_created(reign, number, names, 0.0, self.rules)
         elif reign is not None:
-            reign = self.member.taken(reign, store.term, newest, 0.0)
+            reign = self.member.creation_rejected(reign, store.term, newest, 0.0)
         return agent._replace(reign=reign), store

@@ -196,19 +196,19 @@ resource.setrlimit(resource.RLIMIT_NOFILE, (128, 128))
 from holdfast.elastic.agent import health
 from holdfast.wire.http.auth import Verifier
 from holdfast.wire.secret import Secret
-from holdfast.wire.http.sockets import address_of, bind
-from holdfast.wire.http.server import Guard, Listener
+from holdfast.wire.http.sockets import address_of, bind_listener
+from holdfast.wire.http.server import HttpListener, SignedApplication
 
 async def echo(generation, body):
     return body
 
 async def main():
     secret = Secret(b"c" * 32)
-    guard = Guard({"/echo": echo}, secret, Verifier(secret, time.time), lambda: 1)
-    bound = [bind("127.0.0.1", 0, "x"), bind("127.0.0.1", 0, "x")]
+    guard = SignedApplication({"/echo": echo}, secret, Verifier(secret, time.time), lambda: 1)
+    bound = [bind_listener("127.0.0.1", 0, "x"), bind_listener("127.0.0.1", 0, "x")]
     print(json.dumps([address_of(b) for b in bound]), flush=True)
-    everybody = health.Health(lambda: {}, lambda: b"")
-    await asyncio.gather(*(Listener(a, b).serve() for a, b in
+    everybody = health.HealthApplication(lambda: {}, lambda: b"")
+    await asyncio.gather(*(HttpListener(a, b).serve() for a, b in
                            zip((guard, everybody), bound)))
 
 asyncio.run(main())

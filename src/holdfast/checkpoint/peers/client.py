@@ -40,8 +40,8 @@ from holdfast.wire.http.sync_connection import ClientResponse, SyncConnection
 from holdfast.wire.secret import Secret
 from holdfast.wire.store.run_store import MissingKeyError
 
-INVENTORY, RANGE, OFFER, NEWEST = "/inventory", "/range", "/offer", "/newest"
-COPY, RESTORE = "copy", "restore"
+INVENTORY_PATH, RANGE_PATH, OFFER_PATH, NEWEST = "/inventory", "/range", "/offer", "/newest"
+USE_COPY, USE_RESTORE = "copy", "restore"
 PROOF_HEADER = "holdfast-hmac"
 MAX_INVENTORY_BYTES = 1 << 30
 """Bytes of an inventory at most: that of a large run."""
@@ -103,7 +103,7 @@ class PeerClient:
         """Return the contents of the other snapshot store. Raises PeerError, AuthError,
         FencedError."""
         return self._request_json(
-            "GET", self._with_query(INVENTORY), b"", max_bytes=MAX_INVENTORY_BYTES
+            "GET", self._with_query(INVENTORY_PATH), b"", max_bytes=MAX_INVENTORY_BYTES
         )
 
     def newest_generation(self) -> int:
@@ -114,14 +114,14 @@ class PeerClient:
     def send_offer(self, body: dict[str, Any], timeout: float | None = None) -> dict[str, Any]:
         """Tell of a snapshot; the answer's `state` says what became of it. `timeout` bounds the
         silence of this one request. Raises as `inventory` does."""
-        return self.post(OFFER, body, timeout)
+        return self.post(OFFER_PATH, body, timeout)
 
     def post(self, path: str, body: dict[str, Any], timeout: float | None = None) -> dict[str, Any]:
         """Any question with a body, by its path; as `send_offer`."""
         content = json.dumps(body, separators=(",", ":")).encode()
         return self._request_json("POST", self._with_query(path), content, timeout)
 
-    def read_into(self, key: str, start: int, out: memoryview, use: str = RESTORE) -> None:
+    def read_into(self, key: str, start: int, out: memoryview, use: str = USE_RESTORE) -> None:
         """Fill `out` with bytes [start, start + len(out)) of a blob, straight from the socket.
 
         Raises MissingKeyError when the peer does not hold it (any more), and as `inventory` does.
@@ -129,10 +129,12 @@ class PeerClient:
         """
         self.scatter(key, start, [out.cast("B")], use)
 
-    def scatter(self, key: str, start: int, outs: Sequence[memoryview], use: str = RESTORE) -> None:
+    def scatter(
+        self, key: str, start: int, outs: Sequence[memoryview], use: str = USE_RESTORE
+    ) -> None:
         """Read as `read_into` does, into several buffers of bytes, one after the other."""
         due = sum(map(len, outs))
-        path = self._with_query(RANGE, key=key, start=start, stop=start + due, use=use)
+        path = self._with_query(RANGE_PATH, key=key, start=start, stop=start + due, use=use)
 
         def take(answer: ClientResponse, nonce: str, proof: str) -> None:
             check_answer(self._secret, nonce, OK, path.encode(), proof)

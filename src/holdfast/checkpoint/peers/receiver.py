@@ -30,7 +30,7 @@ from xxhash import xxh3_128_hexdigest
 from holdfast.checkpoint.format.blob import parse_header
 from holdfast.checkpoint.memory.arena import Arena, identity_digest, slot_capacity
 from holdfast.checkpoint.memory.snapshot_store import MemoryFile, Snapshot, SnapshotStore
-from holdfast.checkpoint.peers.client import COPY
+from holdfast.checkpoint.peers.client import USE_COPY
 from holdfast.checkpoint.peers.connections import SenderConnection, SenderConnections
 from holdfast.core.format.manifest import Extent, PartManifest, PlacedBox, blob_key
 from holdfast.core.sharding.state_table import TensorSpec
@@ -46,7 +46,7 @@ OFFER_ANSWER_TIMEOUT_S = 10.0
 EXTENT_READ_ATTEMPTS = 2
 """Reads of an extent whose bytes are not what the manifest says."""
 
-HELD, PULLING, PLAN = "held", "pulling", "plan"
+OFFER_HELD, OFFER_PULLING, OFFER_NEEDS_PLAN = "held", "pulling", "plan"
 
 _SnapshotName = tuple[int, int, int]  # generation, step, rank
 
@@ -126,7 +126,7 @@ class SnapshotReceiver:
         """
         offered = _Offer.from_json(generation, body)
         if not self._ensure_plan_known(generation, body.get("plan")):
-            return {"state": PLAN}
+            return {"state": OFFER_NEEDS_PLAN}
         with self._lock:
             self._announced_ranks[generation] = (
                 self._announced_ranks.get(generation, frozenset()) | offered.announced_ranks
@@ -138,14 +138,16 @@ class SnapshotReceiver:
             future.result(OFFER_ANSWER_TIMEOUT_S)
         except Exception as error:
             if name != offered.name or (isinstance(error, NotYetError) and not future.done()):
-                return {"state": PULLING}  # or the pull of another step
+                return {"state": OFFER_PULLING}  # or the pull of another step
             raise
         return (
-            self._held_answer(offered.name) if self._is_stored(offered.name) else {"state": PULLING}
+            self._held_answer(offered.name)
+            if self._is_stored(offered.name)
+            else {"state": OFFER_PULLING}
         )
 
     def _held_answer(self, name: _SnapshotName) -> dict[str, Any]:
-        return {"state": HELD, "reused": self._reused_bytes.get(name, 0)}
+        return {"state": OFFER_HELD, "reused": self._reused_bytes.get(name, 0)}
 
     @property
     def is_idle(self) -> bool:
@@ -274,7 +276,7 @@ class SnapshotReceiver:
         client = source.client
         for attempt in range(EXTENT_READ_ATTEMPTS):
             start, stop = extents[0].offset, extents[-1].offset + extents[-1].length
-            client.read_into(part.blob.key, start, view[start:stop], COPY)
+            client.read_into(part.blob.key, start, view[start:stop], USE_COPY)
             self.pulled_bytes += stop - start
             wrong = [
                 e

@@ -26,7 +26,7 @@ from typing import Any
 from holdfast.checkpoint.memory.snapshot_store import Snapshot, SnapshotStore
 from holdfast.checkpoint.peers.client import PeerClient, PeerError
 from holdfast.checkpoint.peers.config import Peer, PeerSettings
-from holdfast.checkpoint.peers.receiver import HELD, PLAN
+from holdfast.checkpoint.peers.receiver import OFFER_HELD, OFFER_NEEDS_PLAN
 from holdfast.core.sharding.state_table import StateTable
 from holdfast.errors import FencedError, HoldfastError
 from holdfast.events import Event, PeerFailed, SettingIgnored, SnapshotKept
@@ -392,9 +392,9 @@ class SnapshotSender:
             answer = client.send_offer(body)
             state = answer["state"]
             destination.generations_with_plan.add(offered.generation)
-            if state == HELD:
+            if state == OFFER_HELD:
                 return int(answer.get("reused", 0))
-            if state == PLAN:  # it has restarted since it got the plan
+            if state == OFFER_NEEDS_PLAN:  # it has restarted since it got the plan
                 body["plan"] = self._plan_to_json(offered.generation)
             if self._closed or destination.is_removed or self._clock() > deadline:
                 raise PeerError(f"{client.address} has not taken step {offered.step} in time")

@@ -30,19 +30,19 @@ from urllib.parse import parse_qs, urlsplit
 
 from holdfast.checkpoint.memory.snapshot_store import Snapshot, SnapshotStore
 from holdfast.checkpoint.peers.client import (
-    COPY,
     FAILED,
     FENCED,
-    INVENTORY,
+    INVENTORY_PATH,
     MISSING,
     NEWEST,
-    OFFER,
+    OFFER_PATH,
     OK,
     PROOF_HEADER,
-    RANGE,
+    RANGE_PATH,
     REFUSED,
     TOO_LONG,
     UNKNOWN,
+    USE_COPY,
 )
 from holdfast.checkpoint.peers.rate_limiter import TokenBucket
 from holdfast.core.format.manifest import blob_key, parse_save_key, writer_name
@@ -337,7 +337,7 @@ class _PeerHandler(socketserver.BaseRequestHandler):
             asked = {key: found[-1] for key, found in parse_qs(parts.query).items()}
             if parts.path != NEWEST:
                 self.server.admit_request(asked.get("run", ""), proof.generation)
-            if (self._asked_request.method, parts.path) == ("GET", RANGE):
+            if (self._asked_request.method, parts.path) == ("GET", RANGE_PATH):
                 self._send_range(proof.nonce, asked)
                 return
             if (self._asked_request.method, parts.path) == ("GET", NEWEST):
@@ -366,12 +366,12 @@ class _PeerHandler(socketserver.BaseRequestHandler):
         self.request.sendall(self._response_head(status, len(content), digest) + content)
 
     def _answer_value(self, path: str, generation: int, body: bytes) -> dict[str, Any]:
-        if (self._asked_request.method, path) == ("GET", INVENTORY):
+        if (self._asked_request.method, path) == ("GET", INVENTORY_PATH):
             self.server.wait_until_hashed()
             return inventory_to_json(self.server.snapshot_store)
         verb = (
             self.server.receiver.answer_offer
-            if path == OFFER
+            if path == OFFER_PATH
             else self.server.post_handlers.get(path)
         )
         if self._asked_request.method == "POST" and verb is not None:
@@ -392,7 +392,7 @@ class _PeerHandler(socketserver.BaseRequestHandler):
         self.request.sendall(
             self._response_head(OK, stop - start, proof, "application/octet-stream")
         )
-        if not self._send_slot(found, start, stop, is_rate_limited=asked.get("use") == COPY):
+        if not self._send_slot(found, start, stop, is_rate_limited=asked.get("use") == USE_COPY):
             self._closes_connection = True
             self.request.shutdown(socket.SHUT_RDWR)
 

@@ -14,7 +14,7 @@ from contextlib import suppress
 from typing import Any
 
 from holdfast.checkpoint.memory.snapshot_store import InventoryEntry
-from holdfast.checkpoint.peers.client import RESTORE, PeerClient
+from holdfast.checkpoint.peers.client import USE_RESTORE, PeerClient
 from holdfast.checkpoint.peers.config import Peer
 from holdfast.checkpoint.restore.sources import Scatter
 from holdfast.core.format.manifest import PartManifest
@@ -88,16 +88,16 @@ class PeerSource:
     def data(self, key: str, start: int, length: int, buffer: memoryview) -> memoryview:
         """Raises MissingKeyError, PeerError, AuthError, FencedError."""
         view = buffer[:length]
-        self._client.read_into(key, start, view, RESTORE)
+        self._client.read_into(key, start, view, USE_RESTORE)
         return view
 
     def scatter(self, key: str, start: int, outs: Sequence[memoryview]) -> None:
         """Raises as `data` does."""
-        self._client.scatter(key, start, outs, RESTORE)
+        self._client.scatter(key, start, outs, USE_RESTORE)
 
     def read_into(self, key: str, start: int, out: memoryview) -> None:
         """Fill `out`; raises as `data` does."""
-        self._client.read_into(key, start, out, RESTORE)
+        self._client.read_into(key, start, out, USE_RESTORE)
 
     def close(self) -> None:
         self._client.close()
@@ -156,12 +156,12 @@ class PeerBlobs:
     def data(self, key: str, start: int, length: int, buffer: memoryview) -> memoryview:
         """Raises MissingKeyError, PeerError, AuthError, FencedError."""
         view = buffer[:length]
-        self._client.read_into(key, start, view, RESTORE)
+        self._client.read_into(key, start, view, USE_RESTORE)
         return view
 
     def scatter(self, key: str, start: int, outs: Sequence[memoryview]) -> None:
         """Raises as `data` does."""
-        self._client.scatter(key, start, outs, RESTORE)
+        self._client.scatter(key, start, outs, USE_RESTORE)
 
     def close(self) -> None:
         self._client.close()

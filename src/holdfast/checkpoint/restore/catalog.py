@@ -25,7 +25,7 @@ def step_of(key: str) -> int:
     return position[0] if position else 0
 
 
-def describe(store: RunStore, key: str) -> dict[str, Any]:
+def describe_checkpoint(store: RunStore, key: str) -> dict[str, Any]:
     """Return what `holdfast checkpoint list` prints of one checkpoint. Raises as `open` does."""
     commit = Checkpoint.open(store, key).commit
     return {

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
-FEW, PLACE_BYTES = 8, 32 * 2**10
+FEW, MIN_PLACE_BYTES = 8, 32 * 2**10
 """A stretch is read straight into its places when they are few, or hold so many bytes on average.
 Every place adds to a request's cost; every byte that is read elsewhere first costs a copy."""
 
@@ -77,7 +77,7 @@ class ReadRange:
     @property
     def is_direct(self) -> bool:
         """True if its places are few, or long, enough to be read into."""
-        return len(self.moves) <= max(FEW, self.length // PLACE_BYTES)
+        return len(self.moves) <= max(FEW, self.length // MIN_PLACE_BYTES)
 
     def places(self, buffer: memoryview) -> list[memoryview] | None:
         """Return the places that the bytes go to, in order; unwanted bytes have one in `buffer`.

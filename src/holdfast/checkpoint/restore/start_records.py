@@ -45,8 +45,8 @@ def close_unstarted(store: RunStore, current_generation: int) -> None:
     A coordinator may sleep between its check of the fence and its note. Its late note would give up
     what a newer generation stands on. So call this before the newer generation chooses.
     """
-    noted = set(_numbers(store, STARTS_PREFIX))
-    for generation in _numbers(store, GENERATIONS_PREFIX):
+    noted = set(_generation_numbers(store, STARTS_PREFIX))
+    for generation in _generation_numbers(store, GENERATIONS_PREFIX):
         if generation < current_generation and generation not in noted:
             with suppress(AlreadyExistsError):
                 store.create(_start_key(generation), _CLOSED)
@@ -54,7 +54,7 @@ def close_unstarted(store: RunStore, current_generation: int) -> None:
 
 def newest_started_generation(store: RunStore) -> int:
     """The newest generation that noted from which step it began; 0 for none."""
-    for generation in sorted(_numbers(store, STARTS_PREFIX), reverse=True):
+    for generation in sorted(_generation_numbers(store, STARTS_PREFIX), reverse=True):
         with suppress(MissingKeyError):
             with suppress(CorruptError):
                 _read_start(store, generation)
@@ -62,7 +62,7 @@ def newest_started_generation(store: RunStore) -> int:
     return 0
 
 
-def _numbers(store: RunStore, prefix: str) -> list[int]:
+def _generation_numbers(store: RunStore, prefix: str) -> list[int]:
     return [n for key in store.list(prefix) if (n := newest_number([key], prefix))]
 
 

@@ -25,8 +25,8 @@ from holdfast.elastic.coordinator.liveness_probe import ended_agents
 from holdfast.elastic.coordinator.stragglers import StragglerTracker
 from holdfast.elastic.protocol.coordinator_messages import (
     HANG_REASON,
-    JOIN_FIRST,
-    REPLACED,
+    JOIN_FIRST_COMMAND,
+    REPLACED_COMMAND,
     Heartbeat,
     JoinRequest,
     NodeReport,
@@ -248,7 +248,7 @@ class Coordinator:
         if not over and (
             node is None or (incarnation is not None and node.incarnation != incarnation)
         ):
-            return {"term": term, "order": JOIN_FIRST if node is None else REPLACED}
+            return {"term": term, "order": JOIN_FIRST_COMMAND if node is None else REPLACED_COMMAND}
         due = directive_for(self.state, name)
         answer: dict[str, Any] = {
             "term": term,

@@ -9,8 +9,8 @@ from typing import Any
 
 from holdfast.elastic.protocol.hung_worker import _PROGRESS_COUNT_BITS, HungWorker
 from holdfast.policy.detection.hangs import (
-    SECONDS,
-    STEPS,
+    HANG_LIMIT_EXTRA_S,
+    HANG_LIMIT_STEPS,
     ProgressMark,
     find_deadlock,
     find_furthest_behind,
@@ -101,7 +101,7 @@ class HangDetector:
     def stall_limit_s(self) -> float | None:
         """Seconds that one worker may keep other workers waiting; None until known."""
         normal = self.normal_step_s
-        return None if normal is None else STEPS * normal + SECONDS
+        return None if normal is None else HANG_LIMIT_STEPS * normal + HANG_LIMIT_EXTRA_S
 
     def waiting_since(self, since: float) -> float | None:
         """Return when the last of the waiting workers began to wait; None if none waits. Only

@@ -27,11 +27,11 @@ from holdfast.elastic.membership.prevote import PreVote
 from holdfast.elastic.membership.reachability import ReachabilityProbe
 from holdfast.elastic.membership.workload import Workload
 from holdfast.elastic.protocol.coordinator_messages import (
-    BEAT,
     HANG_REASON,
-    JOIN,
-    JOIN_FIRST,
-    REPLACED,
+    HEARTBEAT_PATH,
+    JOIN_FIRST_COMMAND,
+    JOIN_PATH,
+    REPLACED_COMMAND,
     Heartbeat,
     JoinRequest,
 )
@@ -117,8 +117,7 @@ class RoleLoop:
             heartbeat_interval_s: Seconds between two heartbeats if nothing changes.
             read_generation: Reads a generation's object, instead of `read_record`.
             own_term: The term of a run of this node alone. The agent then follows no other
-            coordinator,
-                and leaves when that term is over.
+                coordinator, and leaves when that term is over.
             check_run_folder: Raises HoldfastError if the run store no longer belongs to this run.
         """
         self.state = AgentState(name)
@@ -162,8 +161,8 @@ class RoleLoop:
     def handlers(self) -> dict[str, Handler]:
         """Handlers of other agents' requests, which belong to no generation."""
         return {
-            JOIN: self._handle_join,
-            BEAT: self._handle_heartbeat,
+            JOIN_PATH: self._handle_join,
+            HEARTBEAT_PATH: self._handle_heartbeat,
             TERM_PATH: self.handle_term_query,
         }
 
@@ -219,16 +218,16 @@ class RoleLoop:
         }
 
     async def _handle_join(self, generation: int, body: dict[str, Any]) -> dict[str, Any]:
-        return await self._ask_local_coordinator(JOIN, body)
+        return await self._ask_local_coordinator(JOIN_PATH, body)
 
     async def _handle_heartbeat(self, generation: int, body: dict[str, Any]) -> dict[str, Any]:
-        return await self._ask_local_coordinator(BEAT, body)
+        return await self._ask_local_coordinator(HEARTBEAT_PATH, body)
 
     async def _ask_local_coordinator(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
         coordinator = self.coordinator
         if coordinator is None:
             return {"term": self.state.term, "order": NodeCommand.REFUSE.value}
-        handler = coordinator.handle_join if path == JOIN else coordinator.handle_heartbeat
+        handler = coordinator.handle_join if path == JOIN_PATH else coordinator.handle_heartbeat
         return await handler(0, body)
 
     # --- seeking --------------------------------------------------------------------------------
@@ -243,7 +242,7 @@ class RoleLoop:
             await self._reject_single_node_run(holder, address)
         self._set_state(election.newest_term_read(self.state, term, address, self._now))
         if self.state.role is Role.DISCOVERING:
-            await self._ask_coordinator(JOIN, self._make_join_request())
+            await self._ask_coordinator(JOIN_PATH, self._make_join_request())
             if self.state.role is Role.DISCOVERING:  # it refused: a newer term is to come
                 await self._sleep_until_change(ROLE_RETRY_PAUSE_S)
 
@@ -293,7 +292,7 @@ class RoleLoop:
             )
             wait = 0.0 if late else self._heartbeat_interval_s
             self._open_request = asyncio.create_task(
-                self._ask_coordinator(BEAT, self._make_heartbeat(wait))
+                self._ask_coordinator(HEARTBEAT_PATH, self._make_heartbeat(wait))
             )
         question = self._open_request
         change = asyncio.create_task(self._workload.state_changed.wait())
@@ -397,11 +396,11 @@ class RoleLoop:
         if order == NodeCommand.REFUSE.value:
             self._set_state(election.leader_refused(self.state, self._now))
             return
-        if order == REPLACED:
+        if order == REPLACED_COMMAND:
             raise ReplacedError(self.state.name)
         self._set_state(election.leader_answered(self.state, term, self._now))
-        if order == JOIN_FIRST:
-            await self._ask_coordinator(JOIN, self._make_join_request())
+        if order == JOIN_FIRST_COMMAND:
+            await self._ask_coordinator(JOIN_PATH, self._make_join_request())
             return
         outside = answer.get("outside", False)
         if (self.leave_within_s or answer.get("go")) and (outside or answer.get("free")):
@@ -483,7 +482,7 @@ class RoleLoop:
         peers = await search.ask_round(
             others,
             term,
-            lambda: self._ask_coordinator(JOIN, self._make_join_request()),
+            lambda: self._ask_coordinator(JOIN_PATH, self._make_join_request()),
             lambda: self._is_pre_candidate,
             max(MIN_PREVOTE_ROUND_S, self._heartbeat_interval_s),
         )
@@ -545,7 +544,7 @@ class RoleLoop:
         self._coordinator_task.add_done_callback(
             lambda task: self._on_coordinator_ended(task, coordinator)
         )
-        await self._ask_coordinator(JOIN, self._make_join_request())
+        await self._ask_coordinator(JOIN_PATH, self._make_join_request())
 
     def _on_coordinator_ended(self, task: asyncio.Task[Any], coordinator: Coordinator) -> None:
         if task.cancelled() or self.coordinator is not coordinator:

@@ -27,7 +27,7 @@ from holdfast.elastic.protocol.hung_worker import (
     ALL_RANKS,
     HungWorker,
 )
-from holdfast.elastic.protocol.worker_messages import AT_WORK
+from holdfast.elastic.protocol.worker_messages import STEP_PHASES
 from holdfast.policy.detection.hangs import (
     FIRST_STEP_LIMIT_FACTOR,
     SLOW_PHASE_LIMIT_FACTOR,
@@ -48,7 +48,10 @@ REPORTER_BUSY_ALLOWANCE_S = 10.0
 
 
 _FIRST_REPORT_EXTRA_S = 0.3  # beside a normal step: standing still for so long is told
-_AGAIN, _WAITS_AGAIN = 1.2, 2.0  # times as old as when it was told last: it is told again
+_NEXT_REPORT_AGE_FACTOR, _NEXT_WAITER_REPORT_AGE_FACTOR = (
+    1.2,
+    2.0,
+)  # times as old as when it was told last: it is told again
 _AGENT_STOPPED_LATENESS_S = (
     1.0  # seconds late: this agent was stopped itself, and nobody could report
 )
@@ -298,7 +301,9 @@ class HangMonitor:
 
     def _limit_factor(self, worker: WorkerStatus) -> float:
         """Return the factor by which this worker's phase may exceed the usual time."""
-        if worker.phase not in AT_WORK or (self._is_first_step_compiled and not self._passed_steps):
+        if worker.phase not in STEP_PHASES or (
+            self._is_first_step_compiled and not self._passed_steps
+        ):
             return SLOW_PHASE_LIMIT_FACTOR
         return 1.0 if self._passed_steps else FIRST_STEP_LIMIT_FACTOR
 
@@ -310,7 +315,9 @@ class HangMonitor:
         for rank, mark in self._stalled_marks(now).items():
             seen, age = self._observations[rank], now - mark.reached_at
             if age >= seen.reported_age_s * (
-                _WAITS_AGAIN if mark.is_waiting and not mark.silent_for_s else _AGAIN
+                _NEXT_WAITER_REPORT_AGE_FACTOR
+                if mark.is_waiting and not mark.silent_for_s
+                else _NEXT_REPORT_AGE_FACTOR
             ):
                 return True
         return False

@@ -41,7 +41,11 @@ from holdfast.elastic.notices.source import (
 )
 from holdfast.errors import ConfigError
 
-NODE, POD, NAMESPACE = "HOLDFAST_NODE_NAME", "HOLDFAST_POD_NAME", "HOLDFAST_POD_NAMESPACE"
+NODE, POD_NAME_VARIABLE, POD_NAMESPACE_VARIABLE = (
+    "HOLDFAST_NODE_NAME",
+    "HOLDFAST_POD_NAME",
+    "HOLDFAST_POD_NAMESPACE",
+)
 """Environment variables that the downward API must set: spec.nodeName, metadata.name and
 metadata.namespace."""
 WATCH_TIMEOUT_S = 30
@@ -112,21 +116,20 @@ def make_kubernetes_source(
         )
     base = cluster.notices_at or f"https://{f'[{host}]' if ':' in str(host) else host}:{port}"
     api = KubernetesApi(base, Path(cluster.notices_account))
-    pod = environment.get(POD) or (environment.get("HOSTNAME", "") if host else "")
+    pod = environment.get(POD_NAME_VARIABLE) or (environment.get("HOSTNAME", "") if host else "")
     node = environment.get(NODE, "")
     if not pod and not node:
         raise ConfigError(
             "neither the pod nor the node of this process is known",
             where="cluster.notices",
-            remedy=f"set {NODE} and {POD} by the downward API: see docs/notices.md",
+            remedy=f"set {NODE} and {POD_NAME_VARIABLE} by the downward API: see docs/notices.md",
         )
     taints = (*_parse_taints(cluster.notices_taints), *KNOWN_TAINTS)
     sources: list[NoticeSource] = []
 
     def pods() -> str:
-        return (
-            f"/api/v1/namespaces/{quote(environment.get(NAMESPACE) or api.read_namespace())}/pods"
-        )
+        namespace = environment.get(POD_NAMESPACE_VARIABLE) or api.read_namespace()
+        return f"/api/v1/namespaces/{quote(namespace)}/pods"
 
     def own_node() -> str:
         return node or api.fetch_node_name(f"{pods()}/{quote(pod)}")

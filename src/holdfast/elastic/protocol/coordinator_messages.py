@@ -9,10 +9,10 @@ from typing import Any
 from holdfast.elastic.protocol.generation_outcome import NodeOutcome
 from holdfast.policy.membership.transitions import Directive, NodeCommand, NodeStage
 
-JOIN, BEAT = "/join", "/beat"
+JOIN_PATH, HEARTBEAT_PATH = "/join", "/beat"
 
 
-JOIN_FIRST, REPLACED = "join", "replaced"
+JOIN_FIRST_COMMAND, REPLACED_COMMAND = "join", "replaced"
 """Orders to an agent that the coordinator does not know, or knows as another process by now."""
 
 
@@ -82,7 +82,7 @@ class JoinRequest:
             int(value["at"]),
             NodeStage(value["stage"]),
             _held(value),
-            _ready(value),
+            _ready_workers(value),
             float(value.get("wait", 0.0)),
         )
 
@@ -145,7 +145,7 @@ class Heartbeat:
             NodeStage(value["stage"]),
             float(value.get("leaving", 0.0)),
             _held(value),
-            _ready(value),
+            _ready_workers(value),
             tuple(map(str, value.get("misses", ()))),
             dict(value.get("still", {})),
             value.get("paces", ()),
@@ -161,6 +161,6 @@ def _held(value: Mapping[str, Any]) -> NodeOutcome | None:
     return NodeOutcome.from_json(value["held"]) if value.get("held") else None
 
 
-def _ready(value: Mapping[str, Any]) -> int | None:
+def _ready_workers(value: Mapping[str, Any]) -> int | None:
     """Return the ready places; None from an older agent, which does not send them."""
     return None if value.get("ready") is None else int(value["ready"])

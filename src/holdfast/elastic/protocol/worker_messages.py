@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-AT_WORK = ("compute", "reduce", "vote")
+STEP_PHASES = ("compute", "reduce", "vote")
 """Phases of a step; the time between two steps may be long."""
 
 

@@ -103,7 +103,7 @@ class FaultInjector:
             case "not finite":
                 gradient.view(-1)[0] = float("nan")
             case "corrupt state":
-                first = self._worker._present.engine.state()[0].tensor.detach()
+                first = self._worker._current_session.engine.state()[0].tensor.detach()
                 first.view(torch.uint8).view(-1)[0] ^= 1
             case "clock":
                 self._clock_offset_s += 3600.0
@@ -114,7 +114,7 @@ class FaultInjector:
 
     def _hang_in_collective(self) -> None:
         """Hang inside a collective that no other rank enters."""
-        groups = self._worker._present.engine.groups
+        groups = self._worker._current_session.engine.groups
         others = list(groups.control.others)
         if not others:
             threading.Event().wait()
@@ -130,10 +130,10 @@ class FaultInjector:
         worker = self._worker
         said = time.monotonic()
         while (gate := self._fault_orders.gate) is not None and step > gate:
-            if worker._orders is not None and worker._orders.halted(worker.generation):
+            if worker._commands is not None and worker._commands.is_halted(worker.generation):
                 return
-            wishes = worker.reporter.wishes
-            if wishes.stop or wishes.pause == worker.generation:
+            wishes = worker.reporter.requests
+            if wishes.should_stop or wishes.pause_generation == worker.generation:
                 return  # who is to leave, or to take others in, does so at the end of a step
             if time.monotonic() - said > 0.1:
                 said = time.monotonic()
@@ -146,7 +146,7 @@ class FaultInjector:
             self._fault_orders.corrupt_loss_rules,
             self._worker._topology.nodes[self._worker._rank],
         )
-        share = engine.dealt[engine.groups.coordinate.replica]
+        share = engine.dealt_shares[engine.groups.coordinate.replica]
         self._corrupt_targets = [
             (batch.targets, nan if one.times is None else one.times)
             for leaf, batch in zip(share, batches, strict=True)
@@ -157,7 +157,7 @@ class FaultInjector:
     def slow_down(self, engine: Any) -> None:
         """Sleep as a slow device would: the larger its share of the step, the longer it takes."""
         if seconds := self._fault_orders.slowdown_s(self._worker._rank):
-            time.sleep(seconds * len(engine.dealt[engine.groups.coordinate.replica]))
+            time.sleep(seconds * len(engine.dealt_shares[engine.groups.coordinate.replica]))
 
     def corrupt_loss(self, targets: Any, out: Any) -> Any:
         """Return a forward pass's output for these targets, multiplied if they are marked."""
@@ -205,7 +205,9 @@ def install_faults(worker: Any, folder: Path) -> None:
     _call_before(steps, "update", lambda made, *_: under.reached("voted", step_of(made)))
     _call_after(steps, "update", lambda made, *_: under.reached("applied", step_of(made)))
     _call_before(AdamW, "apply", lambda _, step, *__: under.reached("applying", step))
-    _call_before(engine, "vote", lambda *_: under.reached("reduced", worker._present.engine.step))
+    _call_before(
+        engine, "vote", lambda *_: under.reached("reduced", worker._current_session.engine.step)
+    )
     _call_before(
         GradientFeeder, "_take", lambda feeder, _, gradient: under.on_gradient(feeder, gradient)
     )
@@ -236,8 +238,8 @@ def install_faults(worker: Any, folder: Path) -> None:
 
 
 def _on_stage_hand_over(injector: FaultInjector, worker: Any, step: Any) -> None:
-    if step.given is not None:
-        injector.reached("sending", worker._present.engine.step)
+    if step.outgoing is not None:
+        injector.reached("sending", worker._current_session.engine.step)
 
 
 def _call_before(holder: Any, name: str, call: Callable[..., object]) -> None:

@@ -42,7 +42,7 @@ def run_generations(worker: Worker, spec: WorkerSpec, commands: CommandClient) -
         commands.start()  # its first question says that it is ready
     else:
         commands.start()
-        held = _run_generation(worker, commands, worker.begin, is_fresh=True)
+        held = _run_generation(worker, commands, worker.begin_generation, is_fresh=True)
         if held is None:
             return _close_worker(worker)
     while True:
@@ -50,7 +50,9 @@ def run_generations(worker: Worker, spec: WorkerSpec, commands: CommandClient) -
         if isinstance(order, End):
             return _close_worker(worker)
         fresh = order.came_from is None
-        held = _run_generation(worker, commands, partial(worker.take, order), is_fresh=fresh)
+        held = _run_generation(
+            worker, commands, partial(worker.apply_command, order), is_fresh=fresh
+        )
         if held is None:
             return _close_worker(worker)
 
@@ -75,14 +77,14 @@ def _run_generation(
             return _stop_and_hold(
                 worker, "paused", f"paused after step {outcome.step}", is_orderly=True
             )
-        if worker.tell(outcome):
+        if worker.report_outcome(outcome):
             return None
         return _stop_and_hold(worker, "halt", "a newer generation began at the end of this one")
     except (HaltedError, FencedError) as error:
         return _stop_and_hold(worker, "halt", str(error))
     except PeerLostError as error:
         kind = "halt" if commands.is_halted(worker.generation) else "peer"
-        return _stop_and_hold(worker, kind, str(error), is_orderly=worker.training)
+        return _stop_and_hold(worker, kind, str(error), is_orderly=worker.is_training)
     except NonFiniteError as error:
         logger.error("%s: %s", type(error).__name__, error)
         return _stop_and_hold(
@@ -117,8 +119,8 @@ def _stop_and_hold(
 
     is_orderly: all ranks stop alike, or the engine has released the ranks that wait for this one.
     """
-    worker.stop(is_orderly)
-    held = worker.held(kind, text, None if bad_step is None else bad_step.to_json())
+    worker.stop_generation(is_orderly)
+    held = worker.held_state(kind, text, None if bad_step is None else bad_step.to_json())
     state = "no state" if held.torn else f"the state after step {held.applied}"
     logger.info("holds %s (%s): %s", state, kind, text)
     return held

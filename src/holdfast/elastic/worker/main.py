@@ -60,7 +60,7 @@ def _run_one_generation(worker: Worker) -> int:
     """Take part in one generation."""
     try:
         try:
-            worker.begin()
+            worker.begin_generation()
             outcome = worker.train()
         finally:
             worker.close()
@@ -72,7 +72,7 @@ def _run_one_generation(worker: Worker) -> int:
         return _exit_with_error(worker.reporter, exit_codes.NON_FINITE, error)
     except CorruptCheckpointError as error:
         return _exit_with_error(worker.reporter, exit_codes.CORRUPT_CHECKPOINT, error)
-    return worker.leave(outcome)
+    return worker.report_and_leave(outcome)
 
 
 def _exit_with_error(reporter: AgentReporter, code: int, error: BaseException) -> int:

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any
 
-from holdfast.elastic.protocol.worker_messages import AT_WORK
+from holdfast.elastic.protocol.worker_messages import STEP_PHASES
 from holdfast.errors import FencedError, HoldfastError
 from holdfast.events import Event
 from holdfast.policy.saving.tier_durations import durations_from_json
@@ -196,9 +196,9 @@ class AgentReporter:
             )
             self._computing_since = None
         before, last, marks = self._progress
-        if phase in AT_WORK and last not in AT_WORK:
+        if phase in STEP_PHASES and last not in STEP_PHASES:
             self._step_began_at = now
-        elif phase not in AT_WORK and last in AT_WORK:
+        elif phase not in STEP_PHASES and last in STEP_PHASES:
             seconds, steps = self._step_time
             self._step_time = (seconds + now - self._step_began_at, steps + 1)
         self._progress = (step, phase, marks + 1 if step == before else 1)

@@ -76,7 +76,10 @@ _MOVER_EXPECT_TIMEOUT_S = 20.0
 
 
 _GROUP_WAIT_TIMEOUT_S = 1800.0  # seconds that bound every wait in a group; a halt ends them before
-_LAST_SLOT, _SETTLING = 60.0, 600.0  # seconds for the last save, as in `train.runner`
+_LAST_SLOT_TIMEOUT_S, _LAST_COMMIT_TIMEOUT_S = (
+    60.0,
+    600.0,
+)  # seconds for the last save, as in `train.runner`
 
 
 class Worker:
@@ -94,51 +97,53 @@ class Worker:
     """
 
     def __init__(
-        self, boot: WorkerSpec, secret: Secret, orders: CommandClient | None = None
+        self, spec: WorkerSpec, secret: Secret, commands: CommandClient | None = None
     ) -> None:
-        self.step = boot.start_step
-        self._boot, self._secret, self._orders = boot, secret, orders
-        self._config = RunConfig.model_validate(boot.config)
+        self.step = spec.start_step
+        self._spec, self._secret, self._commands = spec, secret, commands
+        self._config = RunConfig.model_validate(spec.config)
         self._batches: Batches | None = None
         self._session: TrainingSession | None = None
-        self._whole = False  # whether the session's state has its values
-        self.training = False  # as opposed to being on the way into a generation
-        self._live = False  # the state came from the generation before, not from a checkpoint
+        self._has_state = False  # whether the session's state has its values
+        self.is_training = False  # as opposed to being on the way into a generation
+        self._is_live = False  # the state came from the generation before, not from a checkpoint
         self._verdict: StepVerdict | None = None  # of the step that this generation went on from
-        self._saver: SnapshotSaver | LateSaver | None = None
-        self._equipped = False  # whether there has been one
-        self._voice: AgentReporter | None = None
-        self._meeting: Client | None = None  # for the store through which groups meet
-        self._control: PeerGroup | None = None  # of a generation into which state is moved
+        self._snapshot_saver: SnapshotSaver | LateSaver | None = None
+        self._had_capturer = False  # whether there has been one
+        self._reporter: AgentReporter | None = None
+        self._rendezvous_client: Client | None = None  # for the store through which groups meet
+        self._joining_peers: PeerGroup | None = None  # of a generation into which state is moved
 
     @property
     def reporter(self) -> AgentReporter:
-        if self._voice is None:
+        if self._reporter is None:
             raise RuntimeError("a process without a rank has no reporter")
-        return self._voice
+        return self._reporter
 
     @property
     def generation(self) -> int:
-        return self._topology.generation if self._voice is not None else self._boot.generation
+        return self._topology.generation if self._reporter is not None else self._spec.generation
 
     def prepare(self) -> None:
         """Do the work that needs no place in a generation."""
-        self._read()
+        self._open_batches()
         warm_up()
 
     # --- into a generation --------------------------------------------------------------------
-    def begin(self) -> None:
+    def begin_generation(self) -> None:
         """Get ready to compute the first step of the spec's generation."""
-        boot, self.training = self._boot, False
-        if self._voice is None:
-            self._speak(boot.parse_topology(), boot.rank)
-        with self._interruptible(self._wake_joining):
-            self._session = self._build()
-            restore(boot, self._session, self.reporter, self._secret, self._check)
-            self._whole = True
-            self._equip(boot.forked)
+        boot, self.is_training = self._spec, False
+        if self._reporter is None:
+            self._connect_reporter(boot.parse_topology(), boot.rank)
+        with self._interruptible(self._interrupt_joining):
+            self._session = self._build_session()
+            restore(boot, self._session, self.reporter, self._secret, self._check_halted)
+            self._has_state = True
+            self._attach_capturer(boot.forked)
 
-    def adopt(self, topology: Topology, rank: int, came_from: Sequence[int | None]) -> None:
+    def adopt_generation(
+        self, topology: Topology, rank: int, came_from: Sequence[int | None]
+    ) -> None:
         """Become `rank` of `topology`, which is that of a newer generation, and keep the state.
 
         Collective over `topology`. The agent and the mover must have begun the generation.
@@ -146,46 +151,48 @@ class Worker:
         FencedError and HaltedError; `held_state` then reports whether this process has lost the
         state.
         """
-        before = PreviousGeneration(self._present.groups.topology, self.step)
+        before = PreviousGeneration(self._current_session.groups.topology, self.step)
         boot = replace(
-            self._boot, topology=topology.to_json(), generation=topology.generation, rank=rank
+            self._spec, topology=topology.to_json(), generation=topology.generation, rank=rank
         )
-        self.take(Begin(boot, tuple(came_from), before))
+        self.apply_command(Begin(boot, tuple(came_from), before))
 
-    def take(self, order: Begin) -> None:
+    def apply_command(self, command: Begin) -> None:
         """Get ready to compute in the ordered generation. Raises what `begin_generation` and
         `adopt_generation` raise."""
         begun = time.monotonic()
-        self._follow(replace(order.spec, forked=begun))
-        if order.came_from is not None:
-            self._go_on(order, begun)
+        self._apply_spec(replace(command.spec, forked=begun))
+        if command.came_from is not None:
+            self._recover_live(command, begun)
             return
-        boot = self._boot
-        self._drop()
+        boot = self._spec
+        self._discard_state()
         self.step = boot.start_step
-        self._speak(boot.parse_topology(), boot.rank, boot.start_step)
-        self.begin()
+        self._connect_reporter(boot.parse_topology(), boot.rank, boot.start_step)
+        self.begin_generation()
 
     def train(self) -> TrainingOutcome:
         """Train on from the state after `step`. Raises what `train.runner.run_training` raises;
         `step` is right then, too. The state is then intact, unless a replica was sharded over a
         lost process.
         """
-        session, saver = self._present, self._saver
+        session, saver = self._current_session, self._snapshot_saver
         assert saver is not None, "the capturer is made with the session"
-        if self._live and self.step >= self._config.train.steps:
+        if self._is_live and self.step >= self._config.train.steps:
             return self._save_last()
-        membership = AgentMembership(self.reporter, self.generation, self._outdated, self._spread)
-        self._read()  # of what is left out a newer boot may know more
-        retry = None if self._boot.again is None else StepRetry.from_json(self._boot.again)
+        membership = AgentMembership(
+            self.reporter, self.generation, self._on_outdated, self._spans_nodes
+        )
+        self._open_batches()  # of what is left out a newer boot may know more
+        retry = None if self._spec.again is None else StepRetry.from_json(self._spec.again)
         if retry is not None and retry.step > self.step:
             session.engine.deal_elsewhere(retry.step, retry.avoid)
         engine, replica = session.engine, session.engine.groups.coordinate.replica
         self.reporter.microbatch_count = lambda: len(engine.dealt_shares[replica])
-        self.training = True
+        self.is_training = True
         try:
             inside = len(session.groups.replica.ranks) > 1  # where nothing else ends a wait
-            waking = self._interruptible(self._wake_training, mortal=inside)
+            waking = self._interruptible(self._interrupt_training, exits_if_stuck=inside)
             with waking, session.loader(self.step) as loader:
                 return train(
                     session.engine,
@@ -197,7 +204,7 @@ class Worker:
                     self._config,
                     rank=self._rank,
                     start_step=self.step,
-                    stats=_failure_stats(self._boot),
+                    stats=_failure_stats(self._spec),
                     tier_durations_s=lambda: self.reporter.requests.tier_durations_s,
                     retry=retry,
                 )
@@ -206,19 +213,19 @@ class Worker:
             saver.fence()  # the snapshot of a step that is complete is worth having in any case
 
     # --- out of one ---------------------------------------------------------------------------
-    def stop(self, orderly: bool) -> None:
+    def stop_generation(self, is_orderly: bool) -> None:
         """Stop the generation. Unless that is done already (`is_orderly`), release all ranks that
         wait for this one, inside its replica or outside."""
         engine = getattr(self._session, "engine", None)
-        if engine is not None and not orderly:
+        if engine is not None and not is_orderly:
             engine.interrupt(True)
-        if self._voice is None or not self._voice.has_pending_callbacks:
+        if self._reporter is None or not self._reporter.has_pending_callbacks:
             return
-        if len(self._topology.replicas) == 1 or self._spread:
-            self._voice.flush(_ANNOUNCE_FLUSH_TIMEOUT_S)
+        if len(self._topology.replicas) == 1 or self._spans_nodes:
+            self._reporter.flush(_ANNOUNCE_FLUSH_TIMEOUT_S)
 
     @property
-    def _spread(self) -> bool:
+    def _spans_nodes(self) -> bool:
         """Return True if a replica lies on several nodes: one that leaves may take the only copy of
         a part of the state."""
         nodes = self._topology.nodes
@@ -226,29 +233,33 @@ class Worker:
             len({nodes[rank] for rank in each.ranks}) > 1 for each in self._topology.replicas
         )
 
-    def held(self, kind: str, text: str, bad: dict[str, Any] | None = None) -> WorkerHeldState:
+    def held_state(
+        self, kind: str, text: str, bad_step: dict[str, Any] | None = None
+    ) -> WorkerHeldState:
         """Return the state that this process could continue from. bad_step: the step for which it
         stopped."""
-        rank = self._rank if self._voice is not None else -1
-        if not self._able:
+        rank = self._rank if self._reporter is not None else -1
+        if not self._has_usable_state:
             return WorkerHeldState(
-                self.generation, rank, self.step, None, True, kind, text, bad=bad
+                self.generation, rank, self.step, None, True, kind, text, bad=bad_step
             )
-        engine = self._present.engine
+        engine = self._current_session.engine
         groups, whole = engine.groups, engine.progress.reduced_step
         place = (groups.topology.generation, groups.rank)
         applied = (
             engine.applied_step or self.step
         )  # perhaps in a recovery that did not come to its end
-        return WorkerHeldState(self.generation, rank, applied, whole, False, kind, text, place, bad)
+        return WorkerHeldState(
+            self.generation, rank, applied, whole, False, kind, text, place, bad_step
+        )
 
-    def leave(self, outcome: TrainingOutcome) -> int:
+    def report_and_leave(self, outcome: TrainingOutcome) -> int:
         """Report how the run ended for this process; return the exit code."""
-        self.tell(outcome)
+        self.report_outcome(outcome)
         self.reporter.close()
         return exit_codes.FENCED if self.reporter.is_fenced else exit_codes.DONE
 
-    def tell(self, outcome: TrainingOutcome) -> bool:
+    def report_outcome(self, outcome: TrainingOutcome) -> bool:
         """Report the outcome; return False if a newer generation has replaced this one."""
         if outcome.unsaved_reason is not None:
             logger.warning(
@@ -260,79 +271,79 @@ class Worker:
 
     def close(self) -> None:
         """Leave the present generation in an orderly way. The reporter stays connected."""
-        self._let_go()
+        self._detach_capturer()
         if self._session is not None:
             self._session.close()
             self._session = None
 
     # --- the state ----------------------------------------------------------------------------
     @property
-    def _able(self) -> bool:
+    def _has_usable_state(self) -> bool:
         """Return True if there is a state to continue from. A failed recovery may have taken the
         engine out of its session."""
         engine = getattr(self._session, "engine", None)
-        return self._whole and engine is not None and not engine.torn
+        return self._has_state and engine is not None and not engine.torn
 
-    def _go_on(self, order: Begin, begun: float) -> None:
+    def _recover_live(self, command: Begin, begun_at: float) -> None:
         """Enter the generation with the state that the survivors hold between them."""
-        assert order.came_from is not None
-        if order.previous is None:
+        assert command.came_from is not None
+        if command.previous is None:
             raise HoldfastError("the command to recover live names no previous topology")
         topology, rank, before = (
-            order.spec.parse_topology(),
-            order.spec.rank,
-            order.previous.topology,
+            command.spec.parse_topology(),
+            command.spec.rank,
+            command.previous.topology,
         )
-        self.training = False
-        self._let_go()
-        if order.came_from[rank] is None or not self._able:
-            self._drop()
-            self.step = order.previous.step
-        self._speak(topology, rank, self.step)
+        self.is_training = False
+        self._detach_capturer()
+        if command.came_from[rank] is None or not self._has_usable_state:
+            self._discard_state()
+            self.step = command.previous.step
+        self._connect_reporter(topology, rank, self.step)
         self.reporter.progress(self.step, "recover")
-        with self._interruptible(self._wake_joining):
+        with self._interruptible(self._interrupt_joining):
             if self._session is not None:
                 found = recover(
                     self._session,
                     topology,
                     rank,
-                    self._store,
-                    order.came_from,
+                    self._rendezvous_store,
+                    command.came_from,
                     step=self.step,
                     old_topology=before,
-                    dealer=self._dealer(topology),
-                    on_meeting=self._met,
+                    dealer=self._make_dealer(topology),
+                    on_meeting=self._on_peers_met,
                 )
             else:
                 found = join_generation(
                     self._config,
-                    self._read(),
+                    self._open_batches(),
                     topology,
                     rank,
-                    self._store,
+                    self._rendezvous_store,
                     self._device,
                     before,
-                    order.came_from,
-                    dealer=self._dealer(topology),
-                    on_meeting=self._met,
+                    command.came_from,
+                    dealer=self._make_dealer(topology),
+                    on_meeting=self._on_peers_met,
                 )
-            self._found(found)
-            self._equip(begun, behind=True)
+            self._enter_recovered(found)
+            self._attach_capturer(begun_at, in_background=True)
 
-    def _found(self, found: RecoveryResult) -> None:
+    def _enter_recovered(self, recovered: RecoveryResult) -> None:
         """Take over the new generation's session, and emit events of the old one that the journal
         may lack."""
-        self._session, self.step, self._whole = found.session, found.step, True
-        self._verdict, self._live = found.verdict, True
-        for event in found.events:
+        self._session, self.step, self._has_state = recovered.session, recovered.step, True
+        self._verdict, self._is_live = recovered.verdict, True
+        for event in recovered.events:
             self.reporter.emit(event)
-        parts = ", ".join(f"{name} {1000 * s:.1f} ms" for name, s in found.phases.items())
-        logger.info("goes on from step %d as rank %d: %s", found.step, self._rank, parts)
+        parts = ", ".join(f"{name} {1000 * s:.1f} ms" for name, s in recovered.phases.items())
+        logger.info("goes on from step %d as rank %d: %s", recovered.step, self._rank, parts)
 
-    def _drop(self) -> None:
+    def _discard_state(self) -> None:
         """Leave the old generation without the state."""
-        self._let_go()
-        session, self._session, self._whole, self._live = self._session, None, False, False
+        self._detach_capturer()
+        session, self._session, self._has_state, self._is_live = self._session, None, False, False
         if session is not None and hasattr(session, "engine"):
             session.groups.abort()
             session.close()
@@ -341,11 +352,16 @@ class Worker:
 
     def _save_last(self) -> TrainingOutcome:
         """Save the last step: it was applied, but its save was interrupted."""
-        saver, step, verdict, session = self._saver, self.step, self._verdict, self._present
+        saver, step, verdict, session = (
+            self._snapshot_saver,
+            self.step,
+            self._verdict,
+            self._current_session,
+        )
         assert saver is not None
-        captured = saver.capture(step, session.engine.state(), _LAST_SLOT, True)
+        captured = saver.capture(step, session.engine.state(), _LAST_SLOT_TIMEOUT_S, True)
         begun = time.monotonic()
-        with self._interruptible(self._wake_training):
+        with self._interruptible(self._interrupt_training):
             found = session.evaluator.run(lambda: self.reporter.progress(step, "evaluate"))
         if found is not None and self._rank == 0:
             seconds = time.monotonic() - begun
@@ -355,16 +371,23 @@ class Worker:
             return TrainingOutcome("finished", step, "no snapshot could be made of it")
         known = {} if verdict is None else {"loss": verdict.mean_loss, "tokens": verdict.tokens}
         saver.announce(step, known, SaveDestinations(True, None, True))
-        return TrainingOutcome("finished", step, saver.wait_until_committed(step, _SETTLING))
+        return TrainingOutcome(
+            "finished", step, saver.wait_until_committed(step, _LAST_COMMIT_TIMEOUT_S)
+        )
 
     # --- parts --------------------------------------------------------------------------------
-    def _build(self) -> TrainingSession:
-        config, batches = self._config, self._read()
+    def _build_session(self) -> TrainingSession:
+        config, batches = self._config, self._open_batches()
         groups = connect_groups(
-            config, self._topology, self._rank, self._store, self._device, _GROUP_WAIT_TIMEOUT_S
+            config,
+            self._topology,
+            self._rank,
+            self._rendezvous_store,
+            self._device,
+            _GROUP_WAIT_TIMEOUT_S,
         )
         try:
-            dealer = self._dealer(self._topology)
+            dealer = self._make_dealer(self._topology)
             engine = build_engine(config, groups, self._device, dealer=dealer)
         except BaseException:
             groups.abort()
@@ -372,60 +395,60 @@ class Worker:
             raise
         return make_session(config, engine, batches, self._device)
 
-    def _dealer(self, topology: Topology) -> Dealer:
+    def _make_dealer(self, topology: Topology) -> Dealer:
         """Return the dealer by the weights of the replicas, which may differ."""
         return dealer_of(topology, self._config.layout.schedule)
 
-    def _read(self) -> Batches:
+    def _open_batches(self) -> Batches:
         """Return the data, opened once."""
         if self._batches is None:
             config = self._config
-            dataset = Dataset.open(self._boot.dataset)
+            dataset = Dataset.open(self._spec.dataset)
             self._batches = Batches(dataset, config.data, config.train, config.seed)
-        self._batches.skips = Skips.from_json(self._boot.skips)
+        self._batches.skips = Skips.from_json(self._spec.skips)
         return self._batches
 
-    def _follow(self, boot: WorkerSpec) -> None:
+    def _apply_spec(self, spec: WorkerSpec) -> None:
         """Apply a newer spec to this process."""
-        if boot.config != self._boot.config or boot.dataset != self._boot.dataset:
-            self._config, self._batches = RunConfig.model_validate(boot.config), None
-        if boot.threads != self._boot.threads:
-            torch.set_num_threads(boot.threads)
-        if boot.log and boot.log != self._boot.log:
-            redirect_output(boot.log)
-        process_log.enter(boot.generation, boot.rank)
-        self._boot = boot
+        if spec.config != self._spec.config or spec.dataset != self._spec.dataset:
+            self._config, self._batches = RunConfig.model_validate(spec.config), None
+        if spec.threads != self._spec.threads:
+            torch.set_num_threads(spec.threads)
+        if spec.log and spec.log != self._spec.log:
+            redirect_output(spec.log)
+        process_log.enter(spec.generation, spec.rank)
+        self._spec = spec
 
     @property
     def _device(self) -> torch.device:
-        return torch.device(self._boot.device)
+        return torch.device(self._spec.device)
 
-    def _let_go(self) -> None:
+    def _detach_capturer(self) -> None:
         """Close the saver, which refers to the state."""
-        if self._saver is not None:
-            self._saver.close()
-            self._saver = None
+        if self._snapshot_saver is not None:
+            self._snapshot_saver.close()
+            self._snapshot_saver = None
 
     @property
-    def _present(self) -> TrainingSession:
+    def _current_session(self) -> TrainingSession:
         if self._session is None:
             raise RuntimeError("begin() comes first, and nothing after close() or a failed adopt()")
         return self._session
 
-    def _speak(self, topology: Topology, rank: int, start: int = 0) -> None:
+    def _connect_reporter(self, topology: Topology, rank: int, start_step: int = 0) -> None:
         """Connect to the agent as `rank` of a generation that continues from the state after
         `start_step`. Unsent events of the previous generation are sent now."""
-        boot, untold = self._boot, None
-        if self._voice is not None:
-            untold = self._voice.close_and_take_unsent().up_to_step(start)
+        boot, untold = self._spec, None
+        if self._reporter is not None:
+            untold = self._reporter.close_and_take_unsent().up_to_step(start_step)
             if topology.generation > self.generation + 1:  # others went on without it
                 untold = untold.without_kind(BatchFed)
-        if self._meeting is not None:
-            self._meeting.close()  # the groups that needed it are closed
+        if self._rendezvous_client is not None:
+            self._rendezvous_client.close()  # the groups that needed it are closed
         self._topology, self._rank = topology, rank
-        self._meeting = Client(boot.meet or boot.agent, self._secret, topology.generation)
-        self._store, self._control = HttpStore(self._meeting), None
-        self._voice = AgentReporter(
+        self._rendezvous_client = Client(boot.meet or boot.agent, self._secret, topology.generation)
+        self._rendezvous_store, self._joining_peers = HttpStore(self._rendezvous_client), None
+        self._reporter = AgentReporter(
             Client(boot.agent, self._secret, topology.generation),
             rank,
             heartbeat_s=boot.heartbeat_seconds,
@@ -433,20 +456,25 @@ class Worker:
             unsent=untold,
             is_asleep=ThreadWatcher(ThreadId.current()).is_asleep,
         )
-        self._voice.start()
+        self._reporter.start()
 
-    def _equip(self, begun: float, *, behind: bool = False) -> None:
+    def _attach_capturer(self, begun_at: float, *, in_background: bool = False) -> None:
         """Make an arena for the session's state, and report the worker as ready then.
         in_background: make it while the first step computes, if the agent sends commands."""
-        boot, config, rank = self._boot, self._config, self._rank
-        topology, reporter, let_go, step = self._topology, self.reporter, self._equipped, self.step
-        state = self._present.engine.state()
+        boot, config, rank = self._spec, self._config, self._rank
+        topology, reporter, let_go, step = (
+            self._topology,
+            self.reporter,
+            self._had_capturer,
+            self.step,
+        )
+        state = self._current_session.engine.state()
         tensors = {local.name: local_part(local.tensor) for local in state}
         mover = MoverClient(
             boot.mover_socket,
             self._secret,
             topology.generation,
-            arena_wait_s=_MOVER_EXPECT_TIMEOUT_S * behind,
+            arena_wait_s=_MOVER_EXPECT_TIMEOUT_S * in_background,
         )
         table = state_table(config.model, config.train.precision)
 
@@ -463,74 +491,80 @@ class Worker:
             )
 
         def made() -> Capturer:
-            return make_with_fewer_slots(make, config.checkpoint, self._ignored)
+            return make_with_fewer_slots(make, config.checkpoint, self._on_setting_ignored)
 
         def equipped() -> SnapshotSaver:
             first = (
-                retry_until_mover_is_up(made, self._pause) if self._orders is not None else made()
+                retry_until_mover_is_up(made, self._wait_unless_halted)
+                if self._commands is not None
+                else made()
             )
-            capturer = ReconnectingCapturer(first, made, self._not_handed_over)
-            saver = SnapshotSaver(capturer, reporter, rank, config, self._check)
-            reporter.emit(WorkerReady(rank, time.monotonic() - begun, step=step))
+            capturer = ReconnectingCapturer(first, made, self._on_capture_skipped)
+            saver = SnapshotSaver(capturer, reporter, rank, config, self._check_halted)
+            reporter.emit(WorkerReady(rank, time.monotonic() - begun_at, step=step))
             return saver
 
-        self._equipped = True
-        if behind and self._orders is not None:
-            self._saver = LateSaver(equipped, self._not_handed_over, reporter, self._check)
+        self._had_capturer = True
+        if in_background and self._commands is not None:
+            self._snapshot_saver = LateSaver(
+                equipped, self._on_capture_skipped, reporter, self._check_halted
+            )
         else:
-            self._saver = equipped()
+            self._snapshot_saver = equipped()
 
-    def _not_handed_over(self, skipped: SkippedCapture) -> None:
+    def _on_capture_skipped(self, skipped: SkippedCapture) -> None:
         event = CheckpointSkipped(self._rank, skipped.reason, step=skipped.step)
         self.reporter.emit(event)
 
-    def _ignored(self, key: str, reason: str) -> None:
+    def _on_setting_ignored(self, key: str, reason: str) -> None:
         self.reporter.emit(SettingIgnored(key, reason, step=self.step))
 
     # --- being interrupted --------------------------------------------------------------------
-    def _check(self) -> None:
+    def _check_halted(self) -> None:
         """Raise HaltedError if the agent has ended the generation."""
-        if self._orders is not None:
-            self._orders.check_halted(self.generation)
+        if self._commands is not None:
+            self._commands.check_halted(self.generation)
 
-    def _pause(self, seconds: float) -> None:
-        assert self._orders is not None
-        self._orders.wait(self.generation, seconds)
+    def _wait_unless_halted(self, seconds: float) -> None:
+        assert self._commands is not None
+        self._commands.wait(self.generation, seconds)
 
     def _interruptible(
-        self, interrupt: Interrupt, *, mortal: bool = False
+        self, interrupt: Interrupt, *, exits_if_stuck: bool = False
     ) -> AbstractContextManager[None]:
-        if self._orders is None:
+        if self._commands is None:
             return nullcontext()
-        return self._orders.interruptible(self.generation, interrupt, exits_if_stuck=mortal)
+        return self._commands.interruptible(
+            self.generation, interrupt, exits_if_stuck=exits_if_stuck
+        )
 
-    def _met(self, control: PeerGroup) -> None:
-        self._control = control
-        if self._orders is not None and self._orders.is_halted(self.generation):
+    def _on_peers_met(self, control: PeerGroup) -> None:
+        self._joining_peers = control
+        if self._commands is not None and self._commands.is_halted(self.generation):
             control.abort()  # it was not there yet when the others were woken
 
-    def _wake_joining(self, inside: bool) -> None:
+    def _interrupt_joining(self, inside: bool) -> None:
         """Wake the training thread on its way into a generation. The first call ends waits for
         ranks to come, and for state. The second ends waits for ranks that came and got stuck."""
-        if self._control is not None:
-            self._control.abort()
-        if not self._store.is_aborted:
-            self._store.abort()
+        if self._joining_peers is not None:
+            self._joining_peers.abort()
+        if not self._rendezvous_store.is_aborted:
+            self._rendezvous_store.abort()
             return
         groups = getattr(self._session, "groups", None)
         if groups is not None:  # its inside may have been kept: not any more
             groups.inside.broken = True
-        shut_down_connections(self._boot.agent)
+        shut_down_connections(self._spec.agent)
 
-    def _wake_training(self, inside: bool) -> None:
-        self._present.engine.interrupt(inside)
+    def _interrupt_training(self, inside: bool) -> None:
+        self._current_session.engine.interrupt(inside)
 
-    def _outdated(self, step: int) -> None:
+    def _on_outdated(self, step: int) -> None:
         """Handle a newer generation before `step` is voted on: the vote must not happen. If the
         agent sends commands, the ranks of a replica reach the end of the step together."""
-        if self._orders is None:
+        if self._commands is None:
             raise FencedError(f"a newer generation began before step {step} was voted on")
-        self._present.engine.interrupt(False)
+        self._current_session.engine.interrupt(False)
 
 
 def _failure_stats(spec: WorkerSpec) -> FailureStats:

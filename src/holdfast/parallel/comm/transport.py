@@ -41,7 +41,7 @@ from holdfast.parallel.comm.gloo_sockets import (
 from holdfast.parallel.torch_compat import GlooGroup, Store, Work, gloo_device, gloo_group
 
 _UNUSED_TAG = 0x7FFFFFF0  # a tag on which no rank sends
-SECONDS, SHUT_SECONDS = 0.001, 0.05
+CLOSE_TIMEOUT_S, CLOSE_AFTER_CUT_TIMEOUT_S = 0.001, 0.05
 """Seconds to wait on an open connection before it is closed, and on one that was shut down."""
 
 
@@ -165,7 +165,9 @@ class PeerGroup:
         if self._addresses is not None:
             cut_connections(*self._addresses)
         close_connections(
-            self._group, self.others, SHUT_SECONDS if self._addresses is not None else SECONDS
+            self._group,
+            self.others,
+            CLOSE_AFTER_CUT_TIMEOUT_S if self._addresses is not None else CLOSE_TIMEOUT_S,
         )
         with self._lock:
             self._is_aborted = True
@@ -180,7 +182,9 @@ class PeerGroup:
         self._group = None
 
 
-def close_connections(group: CanReceive, others: Iterable[int], seconds: float = SECONDS) -> None:
+def close_connections(
+    group: CanReceive, others: Iterable[int], seconds: float = CLOSE_TIMEOUT_S
+) -> None:
     """Close every connection of a gloo group to other ranks that is still open after `seconds`.
 
     A wait that times out closes all of them. On a connection that has failed there is no such

@@ -130,8 +130,7 @@ class Reducer:
     is_summed: something of this step was summed here, or received; what was computed is lost.
     are_slots_moved: slots do not lie where they do in other steps, because a step was resumed.
     defers_errors: `begin` raises nothing either. Other ranks compute in lockstep with this one, and
-    must
-        not wait for it until all of them come to `finish`.
+        must not wait for it until all of them come to `finish`.
     A bare `Peers` is a team with one member per replica.
     """
 

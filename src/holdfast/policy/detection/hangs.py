@@ -30,9 +30,9 @@ from statistics import median
 WorkerRank = int
 """A worker: its rank in the generation."""
 
-STEPS, SECONDS = 3.0, 1.0
+HANG_LIMIT_STEPS, HANG_LIMIT_EXTRA_S = 3.0, 1.0
 """A hung worker is named after this many normal steps and seconds."""
-FROZEN_STEPS, FROZEN_SECONDS = 1.5, 0.4
+STOPPED_LIMIT_STEPS, STOPPED_LIMIT_EXTRA_S = 1.5, 0.4
 """A worker that the operating system has stopped is named sooner: that sign leaves no doubt."""
 SLOW_PHASE_LIMIT_FACTOR = 10.0
 """Factor on the limit during work of unknown length (validation, a save, the data)."""
@@ -65,8 +65,7 @@ class ProgressMark:
         for. silent_for_s: Seconds since its last message of any kind.
         limit_factor: Factor on the limit for its current work.
         is_blocked_in_collective: It reports that it sleeps where ranks wait for each other. The
-        partner of a hung
-            rank
+            partner of a hung rank
             does.
     """
 
@@ -100,15 +99,15 @@ def normal_step_s(steps: Sequence[float]) -> float | None:
 def stopped_process_limit(normal: float | None, wakeup_lag_s: float = 0.0) -> float:
     """Return the seconds after which a process stopped by the operating system is given up."""
     return (
-        FROZEN_STEPS * (DEFAULT_STEP_S if normal is None else normal)
-        + FROZEN_SECONDS
+        STOPPED_LIMIT_STEPS * (DEFAULT_STEP_S if normal is None else normal)
+        + STOPPED_LIMIT_EXTRA_S
         + wakeup_lag_s
     )
 
 
 def hang_limit(normal: float, mark: ProgressMark, wakeup_lag_s: float = 0.0) -> float:
     """Return the seconds that a worker may hang while other workers wait for it."""
-    return mark.limit_factor * (STEPS * normal + SECONDS) + wakeup_lag_s
+    return mark.limit_factor * (HANG_LIMIT_STEPS * normal + HANG_LIMIT_EXTRA_S) + wakeup_lag_s
 
 
 def find_hung(

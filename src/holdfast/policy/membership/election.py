@@ -190,8 +190,7 @@ def pre_vote_ended(
 
     Args:
         journal_sizes: Any other sign in the run store that agents continue, such as the end of
-        their
-            journal.
+            their journal.
         has_leader_progress: True if the journal of the coordinator's own node has grown meanwhile.
     """
     if state.role is not Role.PRE_CANDIDATE:

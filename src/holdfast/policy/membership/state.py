@@ -140,13 +140,11 @@ class MembershipRules:
     Attributes:
         node_timeout_s: Silence after which a node is lost.
         gather_wait_s: Wait of the first generation for more nodes, if more than the present ones
-        would be
-            used.
+            would be used.
         settle_time_s: Time that a newcomer has been there before a generation is ended for it.
         gather_timeout_s: Wait of too few nodes for more.
         retry_pair_after_s: Time that two nodes that do not reach each other are kept apart; it
-        doubles each
-            time.
+            doubles each time.
     """
 
     select_nodes: SelectNodes
@@ -188,7 +186,7 @@ class CoordinatorState:
 
     def __post_init__(self) -> None:
         if len(self.node_names) != len(self.nodes):
-            object.__setattr__(self, "names", tuple(node.name for node in self.nodes))
+            object.__setattr__(self, "node_names", tuple(node.name for node in self.nodes))
 
     def node(self, name: str) -> NodeRecord | None:
         place = bisect_left(self.node_names, name)

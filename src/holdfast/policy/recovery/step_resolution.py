@@ -56,8 +56,7 @@ class RankProgress:
         applied_step: Its state is that after this step; None: it has no state, as a newcomer.
         stage: Stage of the step after it; APPLIED counts as COMPUTING, of which nothing was done.
         is_summed: Some of that step was summed into what this process computed, so that its own
-        part
-            of
+            part of
             the sum is lost.
     """
 

@@ -57,7 +57,7 @@ _FOOTER = struct.Struct("<8sII8s32sI")  # magic, flags, extent bytes, key, salt,
 _TAG_BYTES = 16
 _UNCOMPRESSED_FLAG = 1 << 31  # in the index: this extent is not compressed, although the object is
 _COMPRESSED_FLAG = 1
-_EXTENT, _INDEX = 0, 1  # kinds of nonce
+_EXTENT_NONCE, _INDEX_NONCE = 0, 1  # kinds of nonce
 _TAIL_BYTES = 64 * 2**10
 _READ_BYTES = 8 * 2**20
 _MAX_CACHED_INDEXES = 4096
@@ -78,7 +78,7 @@ class _ObjectCipher:
         try:
             return self.aead.decrypt(_nonce(kind, number), bytes(data), self.associated_data)
         except InvalidTag:
-            what = "index" if kind == _INDEX else f"extent {number}"
+            what = "index" if kind == _INDEX_NONCE else f"extent {number}"
             raise CorruptError(f"{key}: the seal of {what} does not hold") from None
 
 
@@ -222,11 +222,11 @@ class EncryptedStore:
         for number, part in enumerate(rechunk(data, extent_bytes)):
             size += len(part)
             content, mark = _compress_part(part) if flags & _COMPRESSED_FLAG else (bytes(part), 0)
-            sealed = sealer.encrypt(_EXTENT, number, content)
+            sealed = sealer.encrypt(_EXTENT_NONCE, number, content)
             lengths.append(len(sealed) | mark)
             yield sealed
         index = struct.pack(f"<Q{len(lengths)}I", size, *lengths)
-        sealed = sealer.encrypt(_INDEX, 0, index)
+        sealed = sealer.encrypt(_INDEX_NONCE, 0, index)
         yield sealed
         yield _FOOTER.pack(_MAGIC, flags, extent_bytes, key_id, salt, len(sealed))
 
@@ -261,7 +261,9 @@ class EncryptedStore:
             self.inner.read_into(key, total - need, tail)
         bare = _FOOTER.pack(magic, flags, extent_bytes, key_id, salt, 0)
         sealer = self._cipher_for(key, bare)
-        index = sealer.decrypt(_INDEX, 0, tail[len(tail) - need : len(tail) - _FOOTER.size], key)
+        index = sealer.decrypt(
+            _INDEX_NONCE, 0, tail[len(tail) - need : len(tail) - _FOOTER.size], key
+        )
         size, *lengths = struct.unpack(f"<Q{len(index) // 4 - 2}I", index)
         offsets = list(accumulate((length & ~_UNCOMPRESSED_FLAG for length in lengths), initial=0))
         if offsets[-1] + need != total:
@@ -323,7 +325,7 @@ class EncryptedStore:
         """`sealed` begins with the extent."""
         length = opened.lengths[number]
         content = opened.cipher.decrypt(
-            _EXTENT, number, sealed[: length & ~_UNCOMPRESSED_FLAG], key
+            _EXTENT_NONCE, number, sealed[: length & ~_UNCOMPRESSED_FLAG], key
         )
         due = min(opened.extent_bytes, opened.size - number * opened.extent_bytes)
         if opened.compressed and not length & _UNCOMPRESSED_FLAG:
