@@ -188,7 +188,7 @@ class Worker:
         if retry is not None and retry.step > self.step:
             session.engine.deal_elsewhere(retry.step, retry.avoid)
         engine, replica = session.engine, session.engine.groups.coordinate.replica
-        self.reporter.microbatch_count = lambda: len(engine.dealt_shares[replica])
+        self.reporter.progress_meter.microbatch_count = lambda: len(engine.dealt_shares[replica])
         self.is_training = True
         try:
             inside = len(session.groups.replica.ranks) > 1  # where nothing else ends a wait
