@@ -26,7 +26,7 @@ def test_a_template_that_fails_by_a_bug_is_said_and_is_a_failed_start(
 
     async def scene() -> None:
         said: list[str] = []
-        mover = cast(Any, SimpleNamespace(ensure_started=nothing, suffix="", stop=nothing))
+        mover = cast(Any, SimpleNamespace(ensure_running=nothing, node_suffix="", stop=nothing))
         host = ProcessManager(
             mover,
             tmp_path,
