@@ -262,7 +262,7 @@ class Worker:
         """Return True if there is a state to continue from. A failed recovery may have taken the
         engine out of its session."""
         engine = getattr(self._session, "engine", None)
-        return self._has_state and engine is not None and not engine.torn
+        return self._has_state and engine is not None and not engine.is_torn
 
     def _recover_live(self, command: Begin, begun_at: float) -> None:
         """Enter the generation with the state that the survivors hold between them."""
@@ -426,7 +426,7 @@ class Worker:
             return
         groups = getattr(self._session, "groups", None)
         if groups is not None:  # its inside may have been kept: not any more
-            groups.inside.broken = True
+            groups.replica_groups.is_aborted = True
         shut_down_connections(self._spec.agent)
 
     def _interrupt_training(self, inside: bool) -> None:
