@@ -78,12 +78,12 @@ def test_a_ledger_that_cannot_be_stored_is_named(heard: Heard, seconds: float) -
 
 
 class QuickCapturer(SlowCapturer):
-    bytes = 1
+    nbytes = 1
 
     def __init__(self) -> None:
         self.closed = False
 
-    def ready(self) -> bool:
+    def has_free_slot(self) -> bool:
         return True
 
     def begin(self, step: int, wait: float) -> SkippedCapture:
