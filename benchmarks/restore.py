@@ -38,11 +38,11 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 from xxhash import xxh3_128_digest
 
+from benchmarks.restore_report import CHECKED, Cost, Killed, Row, show, verdicts
 from holdfast.checkpoint.format.blob import blob_header, blob_size
 from holdfast.checkpoint.memory.arena import Arena, identity_digest, slot_capacity
 from holdfast.checkpoint.mover.client import MoverClient
@@ -69,23 +69,9 @@ STEP = 1
 REQUEST_SECONDS = 0.02
 READERS = (8, 3)
 RANGE_BYTES = 8 * 2**20
-MEMORY_WALL, MEMORY_CPU, DISK_WALL, SLOW_WALL, READ, BACK = 1.3, 1.6, 1.2, 1.2, 1.05, 1.0
 NOTHING = memoryview(b"")
-CHECKED = ", checked"
 
 Plan = list[tuple[Box, memoryview]]
-
-
-class Cost(NamedTuple):
-    wall: float
-    cpu: float
-
-
-class Row(NamedTuple):
-    name: str
-    cost: Cost
-    floor: str
-    read: float | None
 
 
 class SlowStore:
@@ -380,14 +366,6 @@ def killed_worker(mover: Mover, bench: Bench, generation: int) -> Cost:
     return timed(lambda: restored(mover.client(generation), generation, bench.table, plan))
 
 
-class Killed(NamedTuple):
-    """Seconds from a kill until the next process runs, has memory, and has its bytes."""
-
-    start: float
-    memory: float
-    back: float
-
-
 def killed_process(mover: Mover, megabytes: int, generation: int) -> Killed:
     """Kill a process that holds all of the state, and replace it by another one."""
     first, _ = _worker(mover, megabytes, generation)
@@ -462,51 +440,6 @@ def measure(folder: Path, megabytes: int, rounds: int) -> tuple[list[Row], Kille
 
 def _median(costs: Sequence[Cost]) -> Cost:
     return Cost(statistics.median(c.wall for c in costs), statistics.median(c.cpu for c in costs))
-
-
-def show(rows: Sequence[Row], megabytes: int) -> None:
-    floors = {row.name: row.cost for row in rows if not row.floor}
-    print(f"{megabytes} MiB of state; seconds, and multiples of the floor")
-    print(f"{'':34}{'wall':>9}{'CPU':>9}{'x wall':>9}{'x CPU':>9}{'read':>8}  floor")
-    for row in rows:
-        line = f"{row.name:34}{row.cost.wall:9.3f}{row.cost.cpu:9.3f}"
-        if row.floor:
-            floor = floors[row.floor]
-            line += f"{row.cost.wall / floor.wall:9.2f}"
-            line += f"{row.cost.cpu / max(floor.cpu, 1e-9):9.2f}"
-            line += f"{row.read:8.3f}" if row.read is not None else f"{'':8}"
-            line += f"  {row.floor}"
-        print(line)
-
-
-def verdicts(rows: Sequence[Row], killed: Killed) -> list[str]:
-    """The bars, and whether they hold."""
-    floors = {row.name: row.cost for row in rows if not row.floor}
-    out = []
-    for name, cost, floor, read in rows:
-        if not floor or read is None:
-            continue
-        due = {"memory": MEMORY_WALL, "disk": DISK_WALL, "slow store": SLOW_WALL}
-        wall = due[name.partition(",")[0]]
-        out.append(_bar(f"{name}, wall", cost.wall / floors[floor].wall, wall, floor))
-        if (alike := floor + CHECKED) in floors:
-            out.append(
-                f"  {cost.wall / floors[alike].wall:.3f} x {alike}, which is itself "
-                f"{floors[alike].wall / floors[floor].wall:.3f} x {floor}"
-            )
-        if name.startswith("memory"):
-            out.append(_bar(f"{name}, CPU", cost.cpu / floors[floor].cpu, MEMORY_CPU, floor))
-        out.append(_bar(f"{name}, read", read, READ, "bytes needed"))
-    out.append(
-        f"killed process: {killed.start:.3f} s until the next one runs, {killed.memory:.3f} s for "
-        f"its memory; " + _bar("its bytes", killed.back, BACK, "second")
-    )
-    return out
-
-
-def _bar(what: str, value: float, bound: float, unit: str) -> str:
-    held = "yes" if value <= bound else "NO"
-    return f"{what}: {value:.3f} of at most {bound:g} x {unit}: {held}"
 
 
 def main() -> None:

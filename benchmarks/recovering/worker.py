@@ -54,7 +54,7 @@ def run(boot: WorkerSpec, secret: Secret) -> int:
     def beginning(self: StepEngine, step: int) -> Any:
         nonlocal open_step, computed
         engines[:] = [self]
-        kept = self._computed_by_replica(
+        kept = self.plan.computed_by_replica(
             step
         )  # by replica; of all of them alike, nothing or something
         if computed and not (step == open_step and kept):

@@ -15,8 +15,8 @@ import pytest
 
 from holdfast.chaos import campaign
 from holdfast.chaos.campaign import Campaign, CampaignSettings, DisturbedRun, plan_runs
-from holdfast.chaos.experiment import DisturbedRunReport
 from holdfast.chaos.layouts import CHAOS_LAYOUTS
+from holdfast.chaos.run_report import DisturbedRunReport
 from holdfast.chaos.sample_run import SAMPLE_OVERRIDES, write_run_file
 from holdfast.chaos.schedule import read_trace
 from holdfast.errors import ConfigError, RunFolderError, UserError
@@ -56,9 +56,9 @@ def _made(settings: CampaignSettings) -> tuple[list[dict[str, Any]], list[str]]:
 
 def _undisturbed(quick: Campaign) -> Any:
     def made(steps: int) -> Path:
-        whole = quick._undisturbed_marker(steps)
+        whole = quick._folder.undisturbed_marker(steps)
         whole.parent.mkdir(exist_ok=True)
-        whole.write_text(quick._training_digest(steps))
+        whole.write_text(quick._folder.training_digest(steps))
         return whole.parent
 
     return made
@@ -195,7 +195,7 @@ def test_a_result_from_before_there_were_digests_is_refused(settings: CampaignSe
 
 def test_shards_share_no_undisturbed_run(settings: CampaignSettings) -> None:
     first, second = (Campaign(replace(settings, shard=(n, 2)), print) for n in (1, 2))
-    assert first._undisturbed_marker(40) != second._undisturbed_marker(40)
+    assert first._folder.undisturbed_marker(40) != second._folder.undisturbed_marker(40)
     results, said = _made(replace(settings, shard=(1, 2)))
     assert any("done before" in line for line in said)
     assert len(results) == 1

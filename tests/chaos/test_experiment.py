@@ -11,17 +11,16 @@ from typing import Any
 
 import pytest
 
-from holdfast.chaos import experiment
+from holdfast.chaos import experiment, injection
 from holdfast.chaos.actions import FaultAction
 from holdfast.chaos.catalog import FAULTS
 from holdfast.chaos.experiment import (
     MAX_REJECTED_IN_A_ROW,
-    NOT_RECOVERED,
     Experiment,
-    FaultResult,
-    RunStuckError,
 )
 from holdfast.chaos.layouts import CHAOS_LAYOUTS
+from holdfast.chaos.run_driver import RunStuckError
+from holdfast.chaos.run_report import NOT_RECOVERED, FaultResult
 from holdfast.chaos.schedule import Draw
 from holdfast.elastic.protocol.fault_orders import FaultHit, FaultOrders
 from holdfast.events import CheckpointFailed, FaultInjected, NonFinite, Record, WorkerLost
@@ -39,7 +38,9 @@ class _Said:
         armoury = FaultOrders(root / "faults")
         armoury.prepare()
         fleet = SimpleNamespace(alive_nodes=["a", "b", "c", "d"], take_ended=list)
-        scene: Any = SimpleNamespace(fleet=fleet, real_folder=root, notices=root, network=None)
+        scene: Any = SimpleNamespace(
+            fleet=fleet, real_folder=root, notices_folder=root, network=None
+        )
         self.it = Experiment(
             scene, armoury, CHAOS_LAYOUTS["replicated"], list("abcd"), 100, self.lines.append
         )
@@ -124,7 +125,7 @@ def test_a_nan_is_named_where_the_journal_has_its_rank_and_step(
         WorkerLost(1, 45, "did not stop", "halt", step=9),
     ]
     seen = SimpleNamespace(records=[SimpleNamespace(event=event) for event in events])
-    monkeypatch.setattr(said.it._watcher, "read_new", lambda: seen)
+    monkeypatch.setattr(said.it._driver.watcher, "read_new", lambda: seen)
     hits = {
         10: FaultHit(10, 1, 7, 2, 5, "a"),
         20: FaultHit(20, 1, 8, 2, 5, "a"),
@@ -147,7 +148,7 @@ def test_the_fault_that_a_run_does_not_survive_is_told(
 
     done = FaultResult(1, "kill", "forward", 3, "rank 1", 1)
     said.it.view.start_step = 3
-    monkeypatch.setattr(said.it, "_inject_fault", lambda *_: done)
+    monkeypatch.setattr(said.it._trigger, "inject", lambda *_: done)
     monkeypatch.setattr(said.it, "_wait_for_recovery", settle)
     with pytest.raises(RunStuckError):
         said.it._try_draw(1, KILL)
@@ -172,11 +173,11 @@ def test_only_the_first_of_two_is_aimed(said: _Said, monkeypatch: pytest.MonkeyP
         hit.append(node)
         return FaultAction(f"the agent of {node}", nodes_to_restart=(node,))
 
-    monkeypatch.setattr(experiment, "FAULT_ACTIONS", {"agent": deed})
+    monkeypatch.setattr(injection, "FAULT_ACTIONS", {"agent": deed})
     draw = Draw(FAULTS["two-agents"], ("begin", "begin"), 1, target="b")
     done = FaultResult(1, "two-agents", "begin", 3, "", 1)
     for index, part in enumerate(draw.fault.parts):
-        said.it._act_outside(part, draw, 10, index, done)
+        said.it._trigger.act_outside(part, draw, 10, index, done)
     assert hit[0] == "b"
     assert hit[1] in {"a", "c", "d"}
 
@@ -185,5 +186,5 @@ def test_a_deed_where_no_node_is_left_is_not_done(said: _Said) -> None:
     said.it.view.nodes = ()
     draw = Draw(FAULTS["agent"], ("begin",), 1)
     done = FaultResult(1, "agent", "begin", 3, "", 1)
-    said.it._act_outside(draw.fault.parts[0], draw, 10, 0, done)
+    said.it._trigger.act_outside(draw.fault.parts[0], draw, 10, 0, done)
     assert done.outcome == "not done: no node is there"

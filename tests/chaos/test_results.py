@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from holdfast.chaos.experiment import NOT_RECOVERED
 from holdfast.chaos.results import (
     count_tracebacks,
     describe_result,
@@ -13,6 +12,7 @@ from holdfast.chaos.results import (
     is_recovered,
     summarize,
 )
+from holdfast.chaos.run_report import NOT_RECOVERED
 
 EQUAL = {"curve": "", "ledger": "", "tensors": "", "worst": 0.0}
 

@@ -40,6 +40,7 @@ from holdfast.parallel.trace import (
     measure_pipeline,
 )
 from tests.support.ranks import RankContext, rank_values, ranks
+from tests.support.schedules import random_executable_table
 
 CPU = torch.device("cpu")
 WIDTH, ROWS = 5, 3
@@ -224,36 +225,6 @@ class Stamped:
             self.taken += 1
 
 
-def random_table(seed: int, ranks_: int = 3) -> Schedule:
-    """Any table that can be executed: actions in a random order that respects what each needs."""
-    chance = random.Random(seed)
-    stages, microbatches = chance.randint(ranks_, 7), chance.randint(1, 6)
-    rank_of = [*range(ranks_), *(chance.randrange(ranks_) for _ in range(stages - ranks_))]
-    chance.shuffle(rank_of)
-    rows: list[list[Action]] = [[] for _ in range(ranks_)]
-    backward = chance.random() < 0.8
-    ready = [Action(0, ActionKind.FORWARD, m) for m in range(microbatches)]
-    while ready:
-        action = ready.pop(chance.randrange(len(ready)))
-        rows[rank_of[action.stage]].append(action)
-        stage, m = action.stage, action.microbatch
-        if action.kind is ActionKind.FORWARD and stage + 1 < stages:
-            ready.append(Action(stage + 1, ActionKind.FORWARD, m))
-        elif action.kind is ActionKind.FORWARD:
-            ready += [
-                Action(stage, chance.choice([ActionKind.BACKWARD, ActionKind.BACKWARD_INPUT]), m)
-            ]
-            if not backward:
-                ready.pop()
-        elif action.kind is not ActionKind.BACKWARD_WEIGHT:
-            if stage > 0:
-                kind = chance.choice([ActionKind.BACKWARD, ActionKind.BACKWARD_INPUT])
-                ready.append(Action(stage - 1, kind, m))
-            if action.kind is ActionKind.BACKWARD_INPUT:
-                ready.append(Action(stage, ActionKind.BACKWARD_WEIGHT, m))
-    return Schedule(f"random{seed}", microbatches, tuple(rank_of), tuple(map(tuple, rows)))
-
-
 @ranks(3)
 def test_many_tables_one_after_another_on_one_line(rank: RankContext) -> None:
     """Training, validation and any other table, without anything between the runs.
@@ -274,7 +245,7 @@ def test_many_tables_one_after_another_on_one_line(rank: RankContext) -> None:
         interpreter.run(tables[which], work)
         assert work.taken or rank.rank == 0
     for seed in range(40):
-        table = random_table(seed)
+        table = random_executable_table(seed)
         interpreter.run(table, Stamped(table.stages, seed))
     interpreter.wait_until_sent()
     rank.barrier("settled")
@@ -284,7 +255,7 @@ def test_many_tables_one_after_another_on_one_line(rank: RankContext) -> None:
 def test_nothing_is_dropped_before_it_has_arrived(seed: int) -> None:
     """Play the plans of all ranks in a random order of events: what a rank takes as proof comes
     only after the message it proves has been taken, and what nothing proves gets a receipt."""
-    table = random_table(seed)
+    table = random_executable_table(seed)
     plans = [make_pipeline_plan(table, rank) for rank in range(3)]
     sent, taken, kept, receipts = play(table, plans, random.Random(seed))
     assert sent == taken

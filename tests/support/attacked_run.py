@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
 import socket
 import subprocess
 import sys
-from contextlib import suppress
+import threading
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from holdfast.checkpoint.peers.client import run_identity
 from holdfast.events import RequestsRefused, RunStarted
+from holdfast.policy.membership.election import ElectionTimeouts
+from holdfast.policy.membership.transitions import Phase
 from holdfast.wire.secret import Secret, open_secret
 from holdfast.wire.store.run_store import FolderStore
 from holdfast.wire.term import newest_term
+from tests.support.agents import FleetAgent, scene_of, until, working
 from tests.support.attacker import DEADLINE, MARK, place
 from tests.support.ranks import ROOT, wait_until
 from tests.support.trainer_process import Trainer, gone
@@ -175,3 +182,32 @@ def listening(pids: set[int]) -> dict[str, int]:
         if int(columns[3], 16) & 1 << 16 and pid:  # __SO_ACCEPTCON
             found[columns[7] if len(columns) > 7 else "(no name)"] = pid
     return found
+
+
+@contextmanager
+def fleet(folder: Path) -> Iterator[tuple[list[FleetAgent], FolderStore]]:
+    """Two agents at work in a thread. They are patient: on a busy machine neither is declared lost,
+    so that every change of the state comes from a request."""
+    ready, done = Future[tuple[list[FleetAgent], FolderStore]](), threading.Event()
+
+    async def scene(store: FolderStore) -> None:
+        slow = ElectionTimeouts(
+            leader_timeout_s=600.0, delay_per_place_s=1.0, minority_wait_s=600.0
+        )
+        pair = [FleetAgent(name, store, 2, 2, patience=slow, lost_after=600.0) for name in "ab"]
+
+        def trains() -> bool:
+            leading = [a.follower.coordinator for a in pair if a.follower.coordinator]
+            return [one.state.phase for one in leading] == [Phase.TRAINING]
+
+        await until(lambda: working(pair) and trains(), "both at work", 120.0)
+        ready.set_result((pair, store))
+        await asyncio.to_thread(done.wait)
+
+    with ThreadPoolExecutor(1) as pool:
+        running = pool.submit(scene_of, scene, folder)
+        try:
+            yield ready.result(240)
+        finally:
+            done.set()
+            running.result(DEADLINE)

@@ -113,6 +113,36 @@ def random_table(
     return Schedule("random", microbatches, tuple(rank_of), tuple(map(tuple, rows)))
 
 
+def random_executable_table(seed: int, ranks_: int = 3) -> Schedule:
+    """Any table that can be executed: actions in a random order that respects what each needs."""
+    chance = Random(seed)
+    stages, microbatches = chance.randint(ranks_, 7), chance.randint(1, 6)
+    rank_of = [*range(ranks_), *(chance.randrange(ranks_) for _ in range(stages - ranks_))]
+    chance.shuffle(rank_of)
+    rows: list[list[Action]] = [[] for _ in range(ranks_)]
+    backward = chance.random() < 0.8
+    ready = [Action(0, ActionKind.FORWARD, m) for m in range(microbatches)]
+    while ready:
+        action = ready.pop(chance.randrange(len(ready)))
+        rows[rank_of[action.stage]].append(action)
+        stage, m = action.stage, action.microbatch
+        if action.kind is ActionKind.FORWARD and stage + 1 < stages:
+            ready.append(Action(stage + 1, ActionKind.FORWARD, m))
+        elif action.kind is ActionKind.FORWARD:
+            ready += [
+                Action(stage, chance.choice([ActionKind.BACKWARD, ActionKind.BACKWARD_INPUT]), m)
+            ]
+            if not backward:
+                ready.pop()
+        elif action.kind is not ActionKind.BACKWARD_WEIGHT:
+            if stage > 0:
+                kind = chance.choice([ActionKind.BACKWARD, ActionKind.BACKWARD_INPUT])
+                ready.append(Action(stage - 1, kind, m))
+            if action.kind is ActionKind.BACKWARD_INPUT:
+                ready.append(Action(stage, ActionKind.BACKWARD_WEIGHT, m))
+    return Schedule(f"random{seed}", microbatches, tuple(rank_of), tuple(map(tuple, rows)))
+
+
 def with_row(schedule: Schedule, rank: int, row: list[ScheduleCell]) -> Schedule:
     rows = list(schedule.actions)
     rows[rank] = tuple(row)

@@ -27,9 +27,10 @@ from holdfast.layout import Topology
 from holdfast.parallel.process_groups import connect
 from holdfast.train import engine as engine_module
 from holdfast.train.build import TrainingSession, build_engine, make_session
-from holdfast.train.engine import Dealer, StepEngine
+from holdfast.train.engine import StepEngine
 from holdfast.train.objective import NextTokenObjective
 from holdfast.train.recover import RecoveryResult, join_generation, recover
+from holdfast.train.step_plan import Dealer
 from holdfast.train.vote import StepVerdict
 from tests.support.layouts import VOCABULARY, case, config_of, topology_of
 from tests.support.ranks import RankContext, rank_values
@@ -130,7 +131,7 @@ class Survivor:
         assert step == self.step + 1
         self.step = step
         self.curve[step] = [verdict.mean_loss, verdict.mean_norm]
-        self.engine.unreported_step = 0  # as `train.runner` does once it has told of it
+        self.engine.history.unreported_step = 0  # as `train.runner` does once it has told of it
 
     def lose(self, last: int) -> None:
         """Train until a peer is lost, as it must be before `last` is over."""
@@ -191,7 +192,7 @@ class Survivor:
         if found.step > self.step:
             assert found.verdict is not None
             self._applied(found.step, found.verdict)
-        assert found.step == self.step == self.engine.applied_step
+        assert found.step == self.step == self.engine.status.applied_step
         self.events += [_plain(event) for event in found.events]
 
     def result(self) -> dict[str, Any]:
@@ -266,7 +267,7 @@ class Deadly:
         self.survivor.engine.objective.register_forward_pre_hook(self._count(2))
 
     def _late(self) -> None:
-        share = self.survivor.engine.share(self.step)
+        share = self.survivor.engine.plan.share(self.step)
         rank, die = self.survivor.rank, self._count(min(2, len(share)))
 
         def wait(*_: Any) -> None:
@@ -281,7 +282,7 @@ class Deadly:
     def _backward(self) -> None:
         decoder = cast(NextTokenObjective, self.survivor.engine.objective).decoder
         block = next(iter(decoder.layers))
-        share = self.survivor.engine.share(self.step)
+        share = self.survivor.engine.plan.share(self.step)
         block.register_full_backward_pre_hook(self._count(len(share)))
 
     def _whole(self) -> None:

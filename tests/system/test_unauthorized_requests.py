@@ -7,20 +7,15 @@ draws other requests.
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 import re
-import select
-import socket
 import subprocess
 import sys
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
@@ -34,16 +29,13 @@ from holdfast.checkpoint.mover.client import MoverClient
 from holdfast.checkpoint.mover.protocol import encode_request
 from holdfast.checkpoint.peers import client as peer_wire
 from holdfast.checkpoint.peers.client import RANGE_PATH, PeerClient
-from holdfast.errors import FencedError, HoldfastError, RunFolderError
+from holdfast.errors import FencedError, HoldfastError
 from holdfast.events import RequestsRefused, StepDone
-from holdfast.policy.membership.election import ElectionTimeouts
-from holdfast.policy.membership.transitions import Phase
 from holdfast.wire.http.auth import ListenerIdentity
 from holdfast.wire.http.client import Client, RequestError
-from holdfast.wire.secret import Secret, read_secret
-from holdfast.wire.store.run_store import FolderStore
-from tests.support.agents import SECRET, FleetAgent, scene_of, until, working
-from tests.support.attacked_run import AttackedRun, listening
+from holdfast.wire.secret import Secret
+from tests.support.agents import SECRET
+from tests.support.attacked_run import AttackedRun, fleet, listening
 from tests.support.attacker import (
     DEADLINE,
     GUESSED,
@@ -187,35 +179,6 @@ def agents(run: AttackedRun) -> Iterator[Row]:
         attacker = control_attacker(honest, leader.address, SECRET, 0, paths, "/term", {})
         yield Row(leader.address, None, [attacker], lambda: honest.post("/term", {}), state)
         honest.close()
-
-
-@contextmanager
-def fleet(folder: Path) -> Iterator[tuple[list[FleetAgent], FolderStore]]:
-    """Two agents at work in a thread. They are patient: on a busy machine neither is declared lost,
-    so that every change of the state comes from a request."""
-    ready, done = Future[tuple[list[FleetAgent], FolderStore]](), threading.Event()
-
-    async def scene(store: FolderStore) -> None:
-        slow = ElectionTimeouts(
-            leader_timeout_s=600.0, delay_per_place_s=1.0, minority_wait_s=600.0
-        )
-        pair = [FleetAgent(name, store, 2, 2, patience=slow, lost_after=600.0) for name in "ab"]
-
-        def trains() -> bool:
-            leading = [a.follower.coordinator for a in pair if a.follower.coordinator]
-            return [one.state.phase for one in leading] == [Phase.TRAINING]
-
-        await until(lambda: working(pair) and trains(), "both at work", 120.0)
-        ready.set_result((pair, store))
-        await asyncio.to_thread(done.wait)
-
-    with ThreadPoolExecutor(1) as pool:
-        running = pool.submit(scene_of, scene, folder)
-        try:
-            yield ready.result(240)
-        finally:
-            done.set()
-            running.result(DEADLINE)
 
 
 @contextmanager
@@ -510,38 +473,3 @@ def test_an_answer_that_was_changed(run: AttackedRun) -> None:
             peer.close()
             client.close()
     assert taken < 120
-
-
-def test_a_secret_that_another_user_wrote_is_refused(tmp_path: Path) -> None:
-    if os.getuid() != 0:
-        pytest.skip("only root can give a file away")
-    path = tmp_path / "secret"
-    path.write_text("00" * 32)
-    path.chmod(0o600)
-    os.chown(path, 65534, 65534)
-    with pytest.raises(RunFolderError, match="belongs to another user"):
-        read_secret(path)
-
-
-@pytest.mark.parametrize(
-    ("length", "said"),
-    [(b"", "how long it is"), (b"content-length: 1000000000000\r\n", "too long")],
-)
-def test_an_endless_answer_does_not_fill_the_memory(length: bytes, said: str) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-
-        def flood() -> None:
-            with suppress(OSError):
-                connection, _ = server.accept()
-                with connection:
-                    connection.recv(65536)
-                    connection.sendall(b"HTTP/1.1 200 OK\r\n%b\r\n" % length)
-                    while select.select([], [connection], [], DEADLINE)[1]:
-                        connection.sendall(bytes(1 << 20))
-
-        thread = threading.Thread(target=flood, daemon=True)
-        thread.start()
-        client = Client(f"127.0.0.1:{server.getsockname()[1]}", Secret(b"c" * 32), 1)
-        with pytest.raises(HoldfastError, match=said):
-            client.post("/term", {})
-        thread.join(DEADLINE)

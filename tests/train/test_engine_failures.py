@@ -134,8 +134,8 @@ def _errs_once(rank: RankContext, name: str, at_rank: int) -> list[Any]:
         layout_step(made, 2)
     error, unharmed = caught.value, digest(made) == before
     avoid = {leaf: [made.groups.topology.replica_of(error.rank).index] for leaf in error.suspects}
-    made.deal_elsewhere(2, avoid)
-    dealt = made.shares(2)
+    made.plan.deal_elsewhere(2, avoid)
+    dealt = made.plan.shares(2)
     again = layout_step(made, 2)
     moved = [list(dealt[replica]) for replica in range(len(dealt))]
     return [

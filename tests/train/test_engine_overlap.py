@@ -26,19 +26,19 @@ def _traced(rank: RankContext, name: str) -> list[list[Any]]:
     )
     made = build_engine(config, groups, CPU)
     made.initialise(config.seed)
-    last = made.share(1)[-1]
+    last = made.plan.share(1)[-1]
     begun: list[int] = []
 
     def wait(*_: Any) -> None:
         begun.append(1)
-        if len(begun) == len(made.share(1)):
+        if len(begun) == len(made.plan.share(1)):
             wait_until(lambda: any(s.track == REDUCE for s in recorder.spans), 20, "a sum")
 
     block: torch.nn.Module = made.objective.get_submodule("decoder.layers.0")
     block.register_full_backward_pre_hook(wait)
     one_step(made, 1)
     assert begun
-    assert made.share(1)[-1] == last
+    assert made.plan.share(1)[-1] == last
     made.close()
     return [[s.track, s.name, s.start, s.stop] for s in recorder.spans]
 

@@ -123,7 +123,7 @@ def _interrupted(rank: RankContext) -> dict[str, Any]:
     with pytest.raises(PeerLostError, match="told to halt"):
         made.recover(topology_for("dp3", 2), everybody)
     module.complete = plain
-    assert made.engine.applied_step == DIES
+    assert made.engine.status.applied_step == DIES
     made.engine.interrupt(True)
     made.recover(topology_for("dp3", 3), everybody)
     made.train(LAST)
@@ -175,7 +175,7 @@ def _broken_off(rank: RankContext, fails: list[str], summed: bool) -> list[Any]:
     _stopped(made, int(rank.rank == 2))
     rank.mark("stopped")
     if rank.rank == 0 and summed:
-        made.engine._gradients.reducers[0].summed = True  # type: ignore[attr-defined]
+        made.engine._gradients.reducers[0].is_summed = True  # type: ignore[attr-defined]
     for generation, point in enumerate(fails, 2):
         _turned(made, point, generation)
     if rank.rank == 0:
@@ -230,7 +230,7 @@ def _whole_among_others(rank: RankContext) -> list[Any]:
         return []
     assert made.engine.progress.reduced_step == DIES
     if rank.rank == 1:
-        made.engine.step_stage = StepStage.COMPUTING  # it is interrupted a moment before
+        made.engine.status.stage = StepStage.COMPUTING  # it is interrupted a moment before
     plain = recover_module._GenerationEntry.fill
     module: Any = recover_module
 
@@ -293,7 +293,7 @@ def _torn(rank: RankContext) -> dict[str, Any]:
     Deadly(made, 0, DIES, "forward")
     made.lose(LAST)
     if rank.rank == 2:
-        made.engine.is_torn = True
+        made.engine.status.is_torn = True
         for held in made.engine.state():
             held.tensor.zero_()
     kept = made.recover(topology_for("dp2", 2), [1, 2]).kept_replica

@@ -50,7 +50,7 @@ def feeder(engine: StepEngine, lost_at: int = 0) -> Iterator[Batch]:
     for step in range(1, STEPS + 1):
         if step == lost_at:
             raise PeerLostError("a peer was lost while the batch was made")
-        mine = [feed(step, leaf, 4, shard, shards, VOCABULARY) for leaf in engine.share(step)]
+        mine = [feed(step, leaf, 4, shard, shards, VOCABULARY) for leaf in engine.plan.share(step)]
         yield Batch(step, mine, [])
 
 

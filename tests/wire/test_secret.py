@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 import stat
 import threading
 from pathlib import Path
@@ -7,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from holdfast.errors import RunFolderError
-from holdfast.wire.secret import SECRET_FILE_VARIABLE, Secret, open_secret
+from holdfast.wire.secret import SECRET_FILE_VARIABLE, Secret, open_secret, read_secret
 
 
 def test_made_once_and_only_for_its_owner(tmp_path: Path) -> None:
@@ -67,3 +68,14 @@ def test_the_launcher_names_a_file(tmp_path: Path) -> None:
 def test_it_does_not_show_itself() -> None:
     secret = Secret(b"\xab" * 32)
     assert "ab" * 4 not in f"{secret!r} {secret} {[secret]}"
+
+
+def test_a_secret_that_another_user_wrote_is_refused(tmp_path: Path) -> None:
+    if os.getuid() != 0:
+        pytest.skip("only root can give a file away")
+    path = tmp_path / "secret"
+    path.write_text("00" * 32)
+    path.chmod(0o600)
+    os.chown(path, 65534, 65534)
+    with pytest.raises(RunFolderError, match="belongs to another user"):
+        read_secret(path)

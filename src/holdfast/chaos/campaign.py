@@ -30,10 +30,12 @@ from holdfast.chaos.actions import ChaosEnvironment
 from holdfast.chaos.agents import Fleet, die_with_parent
 from holdfast.chaos.catalog import FAULTS
 from holdfast.chaos.compare import compare_runs
-from holdfast.chaos.experiment import STEPS_AFTER_LAST_FAULT, DisturbedRunReport, Experiment
+from holdfast.chaos.experiment import Experiment
 from holdfast.chaos.layouts import ChaosLayout
 from holdfast.chaos.network import Network, why_unavailable
 from holdfast.chaos.results import count_tracebacks, describe_result, is_recovered
+from holdfast.chaos.run_driver import STEPS_AFTER_LAST_FAULT
+from holdfast.chaos.run_report import DisturbedRunReport
 from holdfast.chaos.schedule import Draw, check_faults_possible, draw_faults, node_names
 from holdfast.config.load import load_config
 from holdfast.elastic.protocol.fault_orders import FaultOrders
@@ -82,6 +84,10 @@ class CampaignSettings:
         index, parts = self.shard
         return "" if parts == 1 else f"-{index}of{parts}"
 
+    def run_settings(self, steps: int) -> list[str]:
+        """The overrides of a run of so many steps."""
+        return [f"train.steps={steps}", *self.overrides]
+
 
 @dataclass(frozen=True)
 class DisturbedRun:
@@ -121,6 +127,72 @@ def plan_runs(
     return made
 
 
+class CampaignFolder:
+    """Where the results of a campaign lie, and whether what lies there is of the same inputs.
+
+    with_networks: the nodes have their own networks.
+    """
+
+    def __init__(self, settings: CampaignSettings, with_networks: bool) -> None:
+        self._settings, self._with_networks = settings, with_networks
+        self._training_digests: dict[int, str] = {}
+        self._source_digest = source_digest()
+
+    def result_file(self, task: DisturbedRun) -> Path:
+        """Return the file that exists once a run has been made."""
+        return self._settings.out / "runs" / task.name(self._settings.seed) / RESULT_FILE
+
+    def check(self, task: DisturbedRun) -> None:
+        """Raises RunFolderError where what lies there was made of something else."""
+        stored = self.result_file(task)
+        whole = self.undisturbed_marker(task.steps)
+        try:
+            found = json.loads(stored.read_text()).get("made_from") if stored.exists() else None
+            other = stored.exists() and found != self.run_digest(task)
+        except (ValueError, AttributeError):
+            other = True
+        if other or (whole.exists() and whole.read_text() != self.training_digest(task.steps)):
+            folder = stored.parent if other else whole.parent
+            raise RunFolderError(
+                "this holds what another campaign made, of other faults or settings, or by other "
+                "code",
+                where=str(folder),
+                remedy="name another --out, or remove it",
+            )
+
+    def training_digest(self, steps: int) -> str:
+        """A digest of what is trained, by which code. Raises ConfigError."""
+        if steps not in self._training_digests:
+            loaded = load_config(self._settings.run_file, self._settings.run_settings(steps))
+            self._training_digests[steps] = _digest(
+                [self._source_digest, loaded.config.model_dump(mode="json")]
+            )
+        return self._training_digests[steps]
+
+    def run_digest(self, task: DisturbedRun) -> str:
+        """A digest of all that a run comes from; the same for every shard."""
+        draws = self._settings.draws
+        asked = (
+            self._settings.fault_names
+            if draws is None
+            else [asdict(d) | {"where": ""} for d in draws]
+        )
+        return _digest(
+            [
+                self.training_digest(task.steps),
+                asdict(task),
+                self._settings.seed,
+                asked,
+                self._with_networks,
+            ]
+        )
+
+    def undisturbed_marker(self, steps: int) -> Path:
+        """Return the file that exists once the undisturbed run is complete."""
+        folder = self._settings.out / f"undisturbed-{steps}{self._settings.shard_suffix}"
+        return folder.absolute() / "undisturbed"
+
+
 class Campaign:
     """Runs tasks. say: gets a line for each fault and each run."""
 
@@ -129,8 +201,7 @@ class Campaign:
         self._why_no_network = why_unavailable()
         if not settings.use_networks:
             self._why_no_network = "networks of the nodes are switched off"
-        self._training_digests: dict[int, str] = {}
-        self._source_digest = source_digest()
+        self._folder = CampaignFolder(settings, self._why_no_network is None)
 
     def check(self, shapes: Sequence[ChaosLayout]) -> None:
         """Raises UserError for faults that can never happen in one of these layouts."""
@@ -145,15 +216,15 @@ class Campaign:
 
         Raises UserError, before anything is started, where something else lies there."""
         for task in runs:
-            self._check_existing(task)
+            self._folder.check(task)
         with self._hold_locks():
             return self._run_each(runs)
 
     def _run_each(self, runs: Sequence[DisturbedRun]) -> list[dict[str, Any]]:
         results = []
         for task in runs:
-            folder = self._campaign_settings.out / "runs" / task.name(self._campaign_settings.seed)
-            stored = folder / RESULT_FILE
+            stored = self._folder.result_file(task)
+            folder = stored.parent
             if stored.exists():
                 self._say(f"{folder.name}: done before")
                 results.append(json.loads(stored.read_text()))
@@ -190,64 +261,6 @@ class Campaign:
                     ) from None
             yield
 
-    # --- whether what lies there is ours ----------------------------------------------------------
-    def _check_existing(self, task: DisturbedRun) -> None:
-        stored = (
-            self._campaign_settings.out
-            / "runs"
-            / task.name(self._campaign_settings.seed)
-            / RESULT_FILE
-        )
-        whole = self._undisturbed_marker(task.steps)
-        try:
-            found = json.loads(stored.read_text()).get("made_from") if stored.exists() else None
-            other = stored.exists() and found != self._run_digest(task)
-        except (ValueError, AttributeError):
-            other = True
-        if other or (whole.exists() and whole.read_text() != self._training_digest(task.steps)):
-            folder = stored.parent if other else whole.parent
-            raise RunFolderError(
-                "this holds what another campaign made, of other faults or settings, or by other "
-                "code",
-                where=str(folder),
-                remedy="name another --out, or remove it",
-            )
-
-    def _training_digest(self, steps: int) -> str:
-        """A digest of what is trained, by which code. Raises ConfigError."""
-        if steps not in self._training_digests:
-            loaded = load_config(self._campaign_settings.run_file, self._run_settings(steps))
-            self._training_digests[steps] = _digest(
-                [self._source_digest, loaded.config.model_dump(mode="json")]
-            )
-        return self._training_digests[steps]
-
-    def _run_digest(self, task: DisturbedRun) -> str:
-        """A digest of all that a run comes from; the same for every shard."""
-        draws = self._campaign_settings.draws
-        asked = (
-            self._campaign_settings.fault_names
-            if draws is None
-            else [asdict(d) | {"where": ""} for d in draws]
-        )
-        return _digest(
-            [
-                self._training_digest(task.steps),
-                asdict(task),
-                self._campaign_settings.seed,
-                asked,
-                self._why_no_network is None,
-            ]
-        )
-
-    def _undisturbed_marker(self, steps: int) -> Path:
-        """Return the file that exists once the undisturbed run is complete."""
-        folder = (
-            self._campaign_settings.out
-            / f"undisturbed-{steps}{self._campaign_settings.shard_suffix}"
-        )
-        return folder.absolute() / "undisturbed"
-
     # --- one run ----------------------------------------------------------------------------------
     def _run_one(self, task: DisturbedRun, folder: Path) -> dict[str, Any]:
         undisturbed = self._ensure_undisturbed(task.steps)
@@ -273,7 +286,7 @@ class Campaign:
             "asked": task.faults,
             "cut": story.cut,
             "notes": story.notes,
-            "made_from": self._run_digest(task),
+            "made_from": self._folder.run_digest(task),
             "tracebacks": count_tracebacks(folder / "agents", folder / "run.d"),
         }
         if not story.problem:
@@ -296,7 +309,7 @@ class Campaign:
         armoury = FaultOrders(folder / "faults")
         armoury.prepare()
         settings = [
-            *self._run_settings(task.steps),
+            *self._campaign_settings.run_settings(task.steps),
             *task.shape.settings,
             *FAST_SETTINGS,
             f"folder={folder / 'run'}",
@@ -353,7 +366,7 @@ class Campaign:
     @property
     def _save_interval_steps(self) -> int:
         return load_config(
-            self._campaign_settings.run_file, self._run_settings(1)
+            self._campaign_settings.run_file, self._campaign_settings.run_settings(1)
         ).config.checkpoint.by_steps
 
     def _draws_of(self, task: DisturbedRun) -> Iterator[Draw]:
@@ -364,12 +377,9 @@ class Campaign:
             self._campaign_settings.fault_names,
         )
 
-    def _run_settings(self, steps: int) -> list[str]:
-        return [f"train.steps={steps}", *self._campaign_settings.overrides]
-
     def _ensure_undisturbed(self, steps: int) -> Path:
         """The run that is compared with: one worker, made once."""
-        done = self._undisturbed_marker(steps)
+        done = self._folder.undisturbed_marker(steps)
         folder = done.parent
         if done.exists():
             return folder
@@ -378,7 +388,7 @@ class Campaign:
             *self._campaign_settings.command,
             "train",
             str(self._campaign_settings.run_file),
-            *self._run_settings(steps),
+            *self._campaign_settings.run_settings(steps),
             f"folder={folder}",
             "layout.workers=1",
             "cluster.threads_per_worker=1",
@@ -401,7 +411,7 @@ class Campaign:
                 remedy="see that it trains: holdfast train",
             )
         new = done.with_name(".undisturbed")
-        new.write_text(self._training_digest(steps))
+        new.write_text(self._folder.training_digest(steps))
         new.replace(done)
         return folder
 

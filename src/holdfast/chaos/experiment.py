@@ -15,89 +15,31 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
-from typing import Any
 
-from holdfast.chaos.actions import FAULT_ACTIONS, ChaosEnvironment, FaultAction, NotPossibleNowError
-from holdfast.chaos.catalog import FAULTS, FaultPart
+from holdfast.chaos.actions import ChaosEnvironment
+from holdfast.chaos.catalog import FAULTS
+from holdfast.chaos.injection import HIT_TIMEOUT_S, ORDERS_PER_FAULT, FaultTrigger
 from holdfast.chaos.layouts import ChaosLayout
-from holdfast.chaos.progress import JournalView, JournalWatcher
+from holdfast.chaos.progress import JournalView
+from holdfast.chaos.run_driver import (
+    RECOVERY_TIMEOUT_S,
+    STEPS_AFTER_LAST_FAULT,
+    RunDriver,
+    RunStuckError,
+)
+from holdfast.chaos.run_report import NOT_RECOVERED, DisturbedRunReport, FaultResult
 from holdfast.chaos.schedule import Draw, why_unfit
 from holdfast.checkpoint.restore.catalog import list_commits
-from holdfast.elastic.protocol.fault_orders import RECOVERY_POINTS, FaultOrder, FaultOrders
-from holdfast.errors import HoldfastError
-from holdfast.events import FaultInjected, NonFinite, WorkerLost
-from holdfast.wire.journal import JournalWriter
+from holdfast.elastic.protocol.fault_orders import RECOVERY_POINTS, FaultOrders
+from holdfast.events import NonFinite, WorkerLost
 from holdfast.wire.store.run_store import FolderStore
 
-POLL_S = 0.02
-HIT_TIMEOUT_S = 20.0
-"""Seconds within which the chosen worker has to reach its point."""
-RECOVERY_TIMEOUT_S = 90.0
-"""Without a step or a generation: the run is stuck."""
-MAX_TIMEOUT_FACTOR = 6
-"""Times as long that the run may continue without reaching what is waited for."""
 NODE_RETURN_TIMEOUT_S = 60.0
 JOURNAL_EVIDENCE_TIMEOUT_S = 5.0
 """Seconds within which the journal shows a fault's result, once the run continues."""
-OUTAGE_SECONDS_PER_STEP = 5.0
-"""Seconds after which the run may do one more step, while something stays bad for long."""
-STEPS_AFTER_LAST_FAULT = 4
-"""Steps after the last fault."""
-NOT_RECOVERED = "not recovered from"
-"""The outcome of a fault that a run did not survive."""
 MAX_REJECTED_IN_A_ROW = 1000
 """Draws rejected in a row, after which no more are made."""
-_USER_ERROR_EXIT_CODE = 2  # the exit code of what a person has to mend
-_RUN_END_GRACE_S = 5.0  # seconds that an agent may end before the run's end is in the journal
-_MAX_UNEXPECTED_ENDS = 20  # agents that ended although no fault touched them
 _LETHAL_ACTIONS = ("kill", "exit", "stop", "hang", "hang inside", "hold the GIL")
-_ORDERS_PER_FAULT = 10  # numbers of a fault's orders
-
-
-class RunStuckError(HoldfastError):
-    """The run does not get further."""
-
-
-@dataclass
-class FaultResult:
-    """One fault that hit, and its result. seconds: until a step was done after it. named: True if
-    the journal names the very process as lost, or the very rank as a NaN's source. None: neither is
-    expected."""
-
-    number: int
-    fault: str
-    point: str
-    step: int
-    target: str
-    generation: int
-    outcome: str = ""
-    seconds: float = 0.0
-    named: bool | None = None
-
-
-@dataclass
-class DisturbedRunReport:
-    """The record of a disturbed run. rejected_draws: draws that did not apply, and why.
-    unexpected_ends: agents that ended although no fault touched them: node, exit code. cut: why it
-    got fewer faults than planned. notes: other remarks."""
-
-    faults: list[FaultResult] = field(default_factory=list)
-    rejected_draws: list[dict[str, Any]] = field(default_factory=list)
-    unexpected_ends: list[list[Any]] = field(default_factory=list)
-    problem: str = ""
-    cut: str = ""
-    notes: list[str] = field(default_factory=list)
-
-
-@dataclass
-class _PendingRepair:
-    """Something that is to be made good. gate_step: up to which step the run could go when it
-    began."""
-
-    action: FaultAction
-    began_at: float
-    gate_step: int
 
 
 class Experiment:
@@ -117,29 +59,27 @@ class Experiment:
         self._environment, self._fault_orders, self._layout = environment, fault_orders, layout
         self._nodes, self._steps, self._say = nodes, steps, say
         self._save_interval_steps = max(1, save_interval_steps)
-        self._watcher = JournalWatcher(FolderStore(environment.real_folder))
-        self._nodes_expected_back: set[str] = set()  # nodes that are to come back
-        self._pending_repairs: list[_PendingRepair] = []
-        self._gate_step = 0
-        self._finished_agents: list[tuple[str, float]] = []  # who has ended well, and when
-        self._writers: dict[int, JournalWriter] = {}
-        self.report = DisturbedRunReport()
+        self.report = report = DisturbedRunReport()
+        self._driver = RunDriver(environment, fault_orders, steps, report.unexpected_ends)
+        self._trigger = FaultTrigger(environment, fault_orders, self._driver, report)
 
     @property
     def view(self) -> JournalView:
-        return self._watcher.view
+        return self._driver.view
 
     # --- one run ----------------------------------------------------------------------------------
     def run(self, draws: Iterator[Draw], wanted_faults: int, deadline: float) -> DisturbedRunReport:
         """Disturb the run until it is over. Problems are noted in the story."""
         try:
-            self._open_gate(1)
+            self._driver.open_gate(1)
             self._environment.fleet.start(*self._nodes)
-            self._wait_until(lambda: self.view.step >= 1, "the first step")
+            self._driver.wait_until(lambda: self.view.step >= 1, "the first step")
             self._inject_faults(draws, wanted_faults, deadline)
             self._await_nodes()
-            self._open_gate(self._steps)
-            self._wait_until(self._is_over, "the end of the run", 2 * RECOVERY_TIMEOUT_S)
+            self._driver.open_gate(self._steps)
+            self._driver.wait_until(
+                lambda: self._driver.is_over, "the end of the run", 2 * RECOVERY_TIMEOUT_S
+            )
         except RunStuckError as error:
             self.report.problem = str(error)
         self._check_attribution()
@@ -167,7 +107,7 @@ class Experiment:
 
     def _check_attribution(self) -> None:
         """At the end: who lost a worker tells of it when it comes to that."""
-        records = self._watcher.read_new().records
+        records = self._driver.watcher.read_new().records
         lost = {  # workers killed because they did not halt on request were not named
             r.event.pid
             for r in records
@@ -175,31 +115,28 @@ class Experiment:
         }
         bad = {(r.event.step, r.event.rank) for r in records if isinstance(r.event, NonFinite)}
         for done in self.report.faults:
-            hit = self._fault_orders.read_hit(done.number * _ORDERS_PER_FAULT)
+            hit = self._fault_orders.read_hit(done.number * ORDERS_PER_FAULT)
             deed = FAULTS[done.fault].parts[0].action
             if hit is not None and deed in _LETHAL_ACTIONS:
                 done.named = hit.pid in lost
             elif hit is not None and deed == "not finite":
                 done.named = (hit.step, hit.rank) in bad
 
-    def _is_over(self) -> bool:
-        return self.view.is_finished and not self._environment.fleet.alive_nodes
-
     def _try_draw(self, number: int, draw: Draw) -> bool:
         """Whether there is room for another fault."""
         network = None if self._environment.network is not None else "the nodes have no network"
         if why := why_unfit(draw.fault, self._layout, network) or self._wait_until_possible(draw):
-            self._reject(number, draw, why)
+            self.report.reject(number, draw, why)
             return True
         step = self._step_for(draw)
         if step > self._steps - STEPS_AFTER_LAST_FAULT:
             return False
-        if step <= max(self.view.step, self._gate_step):
-            self._reject(number, draw, "its step had begun")
+        if step <= max(self.view.step, self._driver.gate_step):
+            self.report.reject(number, draw, "its step had begun")
             return True
-        self._open_gate(step - 1)
-        self._wait_until(lambda: self.view.step >= step - 1, f"step {step - 1}")
-        done = self._inject_fault(number, draw, step)
+        self._driver.open_gate(step - 1)
+        self._driver.wait_until(lambda: self.view.step >= step - 1, f"step {step - 1}")
+        done = self._trigger.inject(number, draw, step)
         if done is None:
             return True
         self.report.faults.append(done)
@@ -217,7 +154,7 @@ class Experiment:
     def _step_for(self, draw: Draw) -> int:
         if draw.step:
             return draw.step
-        step = max(self.view.step + draw.gap, self._gate_step + 1)
+        step = max(self.view.step + draw.gap, self._driver.gate_step + 1)
         every = self._save_interval_steps if draw.fault.needs_save_step else 1
         return -(-step // every) * every
 
@@ -232,7 +169,7 @@ class Experiment:
         """Wait for returning nodes until the fault applies; return why it does not, or None."""
         end = time.monotonic() + HIT_TIMEOUT_S
         while (why := self._why_not_now(draw)) and time.monotonic() < end:
-            self._tick()
+            self._driver.tick()
         return why
 
     def _why_not_now(self, draw: Draw) -> str | None:
@@ -247,136 +184,13 @@ class Experiment:
             return "whoever holds a part may go with all of it, and there is no checkpoint yet"
         return None
 
-    def _reject(self, number: int, draw: Draw, reason: str) -> None:
-        self.report.rejected_draws.append(
-            {"number": number, "fault": draw.fault.name, "points": list(draw.points), "why": reason}
-        )
-
-    # --- a fault ----------------------------------------------------------------------------------
-    def _inject_fault(self, number: int, draw: Draw, step: int) -> FaultResult | None:
-        """None: its moment never came."""
-        view, first = self.view, number * _ORDERS_PER_FAULT
-        generation = view.generation
-        for index, (part, point) in enumerate(zip(draw.fault.parts, draw.points, strict=True)):
-            late = point in RECOVERY_POINTS
-            if index and part.is_outside and not late:
-                continue  # done with the first
-            self._fault_orders.arm(
-                FaultOrder(
-                    first + index,
-                    draw.fault.name,
-                    "wait" if part.is_outside else part.action,
-                    point,
-                    0 if late else step,
-                    draw.pick_number + index,
-                    generation if late or part.on_later_attempt else 0,
-                )
-            )
-        self._open_gate(step)
-        hit = self._wait_for_hit(first, step)
-        if hit is None:
-            for index in range(len(draw.points)):
-                self._fault_orders.disarm(first + index)
-            self._reject(number, draw, f"no rank came to {draw.points[0]} in step {step}")
-            return None
-        done = FaultResult(number, draw.fault.name, draw.points[0], step, hit, generation)
-        for index, (part, point) in enumerate(zip(draw.fault.parts, draw.points, strict=True)):
-            later = first + index if point in RECOVERY_POINTS else first
-            if part.is_outside and (later == first or self._is_hit_in_time(later)):
-                self._act_outside(part, draw, later, index, done)
-        return done
-
-    def _is_hit_in_time(self, number: int) -> bool:
-        """Whether the moment of a second part comes."""
-        with suppress(RunStuckError):
-            self._wait_until(
-                lambda: self._fault_orders.read_hit(number) is not None, "it", HIT_TIMEOUT_S
-            )
-            return True
-        return False
-
-    def _wait_for_hit(self, number: int, step: int) -> str | None:
-        """Return the process that was about to break, as the journal names it; None if there was
-        none."""
-        begun = time.monotonic()
-
-        def due() -> bool:
-            return self._fault_orders.read_hit(number) is not None or self.view.step > step
-
-        with suppress(RunStuckError):
-            self._wait_until(due, "the fault", HIT_TIMEOUT_S)
-        hit = self._fault_orders.read_hit(number)
-        if hit is None:
-            return None
-        if self._is_journaled(number, begun + 1.0):
-            record = self.view.injected[number]
-            assert isinstance(record.event, FaultInjected)
-            return record.event.target
-        self._journal_fault(number, "", f"rank {hit.rank}", "", hit.step, hit.generation)
-        return f"rank {hit.rank}"
-
-    def _is_journaled(self, number: int, until: float) -> bool:
-        """Return True if the worker's own record comes into the journal in time. Otherwise the copy
-        written next to its order is put there."""
-        while time.monotonic() < until:
-            if number in self._watcher.read_new().injected:
-                return True
-            time.sleep(POLL_S)
-        return False
-
-    def _act_outside(
-        self, part: FaultPart, draw: Draw, number: int, index: int, result: FaultResult
-    ) -> None:
-        hit = self._fault_orders.read_hit(number)
-        alive = sorted(
-            set(self._environment.fleet.alive_nodes)
-            & set(self.view.nodes) - self._nodes_expected_back
-        )
-        aimed = "" if index else draw.target
-        try:
-            if not (aimed or alive):
-                raise NotPossibleNowError("no node is there")
-            node = aimed or alive[draw.pick_number % len(alive)]
-            deed = FAULT_ACTIONS[part.action](self._environment, node)
-        except (NotPossibleNowError, KeyError, OSError) as error:
-            result.outcome = f"not done: {error}"
-        else:
-            self._nodes_expected_back |= set(deed.nodes_to_restart)
-            if deed.heal is not None:
-                self._pending_repairs.append(
-                    _PendingRepair(deed, time.monotonic(), self._gate_step)
-                )
-            result.target = f"{result.target}, {deed.target}" if index else deed.target
-            if hit is not None and not part.action.startswith("run-store"):
-                point = (
-                    result.point
-                    if number == result.number * _ORDERS_PER_FAULT
-                    else draw.points[index]
-                )
-                self._journal_fault(
-                    number, draw.fault.name, deed.target, point, hit.step, hit.generation
-                )
-        finally:
-            self._fault_orders.mark_done(number)
-
-    def _journal_fault(
-        self, number: int, fault: str, target: str, point: str, step: int, generation: int
-    ) -> None:
-        """Into the journal, as a writer of our own."""
-        writer = self._writers.get(generation)
-        if writer is None:
-            writer = JournalWriter(FolderStore(self._environment.real_folder), "chaos", generation)
-            self._writers[generation] = writer
-        writer.emit(FaultInjected(number, fault, target, point, step=step))
-        writer.flush()
-
     # --- what comes of it -------------------------------------------------------------------------
     def _wait_for_recovery(self, number: int, draw: Draw, result: FaultResult) -> None:
         """Wait until the run continues after the fault."""
         if result.outcome:
             return
         view = self.view
-        when = self._fault_orders.hit_time(number * _ORDERS_PER_FAULT)
+        when = self._fault_orders.hit_time(number * ORDERS_PER_FAULT)
 
         def recovered() -> bool:
             reached = max(
@@ -389,8 +203,8 @@ class Experiment:
             return view.step >= result.step
 
         if not draw.fault.needs_new_generation:  # something is to be done while it lasts
-            self._open_gate(min(result.step + 2, self._steps - STEPS_AFTER_LAST_FAULT))
-        self._wait_until(
+            self._driver.open_gate(min(result.step + 2, self._steps - STEPS_AFTER_LAST_FAULT))
+        self._driver.wait_until(
             recovered,
             f"recovery from fault {number}, {result.fault} at {result.point} of "
             f"step {result.step} ({result.target})",
@@ -400,8 +214,8 @@ class Experiment:
         second = len(draw.points) > 1 and (
             not draw.fault.parts[1].is_outside or last in RECOVERY_POINTS
         )
-        if second and self._fault_orders.read_hit(number * _ORDERS_PER_FAULT + 1) is None:
-            self._fault_orders.disarm(number * _ORDERS_PER_FAULT + 1)
+        if second and self._fault_orders.read_hit(number * ORDERS_PER_FAULT + 1) is None:
+            self._fault_orders.disarm(number * ORDERS_PER_FAULT + 1)
             result.outcome = f"second part missed ({last})"
         elif draw.fault.expected_events and not self._has_evidence(
             number, draw.fault.expected_events
@@ -409,15 +223,14 @@ class Experiment:
             result.outcome = f"came to nothing (no {' or '.join(draw.fault.expected_events)})"
         else:
             result.outcome = "recovered"
-        while self._pending_repairs:
-            self._tick()
+        self._driver.finish_repairs()
 
     def _has_evidence(self, number: int, kinds: Sequence[str]) -> bool:
         """Whether the journal comes to say what such a fault makes it say."""
         with suppress(RunStuckError):
-            self._wait_until(
+            self._driver.wait_until(
                 lambda: self.view.has_since(
-                    number * _ORDERS_PER_FAULT, lambda event: event.kind in kinds
+                    number * ORDERS_PER_FAULT, lambda event: event.kind in kinds
                 ),
                 "it",
                 JOURNAL_EVIDENCE_TIMEOUT_S,
@@ -438,87 +251,4 @@ class Experiment:
                 self.report.notes.append(note)
                 self._say(f"     {note}")
                 return
-            self._tick()
-
-    def _open_gate(self, step: int) -> None:
-        if step > self._gate_step:
-            self._gate_step = step
-            self._fault_orders.open_gate(step)
-
-    # --- time passes ------------------------------------------------------------------------------
-    def _wait_until(
-        self, condition: Callable[[], bool], what: str, timeout_s: float = RECOVERY_TIMEOUT_S
-    ) -> None:
-        """Wait until `condition`. Raises RunStuckError if the run makes no step for so many
-        seconds, or continues for `ENDLESS` times as many without reaching it. A fault in force
-        meanwhile may hide its steps."""
-        timeout_s += max((bad.action.seconds for bad in self._pending_repairs), default=0.0)
-        begun = since = time.monotonic()
-        at = (self.view.generation, self.view.step)
-        while not condition():
-            self._tick()
-            now = time.monotonic()
-            if at != (self.view.generation, self.view.step):
-                at, since = (self.view.generation, self.view.step), now
-            if now - since > timeout_s or now - begun > MAX_TIMEOUT_FACTOR * timeout_s:
-                raise RunStuckError(
-                    f"no sign of {what} within {now - begun:.0f} s, in generation "
-                    f"{at[0]} after step {at[1]}"
-                )
-
-    def _tick(self) -> None:
-        time.sleep(POLL_S)
-        self._watcher.read_new()
-        if self.view.failure_reason is not None and not self.view.is_finished:
-            raise RunStuckError(f"the run has failed: {self.view.failure_reason}")
-        self._run_repairs()
-        self._restart_ended()
-
-    def _run_repairs(self) -> None:
-        for bad in list(self._pending_repairs):
-            since = time.monotonic() - bad.began_at
-            if since >= bad.action.seconds:
-                self._pending_repairs.remove(bad)
-                assert bad.action.heal is not None
-                bad.action.heal()
-                continue
-            if bad.action.on_tick is not None:
-                bad.action.on_tick(since)
-            self._open_gate(
-                min(
-                    bad.gate_step + int(since / OUTAGE_SECONDS_PER_STEP),
-                    self._steps - STEPS_AFTER_LAST_FAULT,
-                )
-            )
-
-    def _restart_ended(self) -> None:
-        """While the run is not over, start ended nodes again by the same command."""
-        for node, code, expected in self._environment.fleet.take_ended():
-            if self.view.is_finished:
-                continue
-            if code == 0 and not expected and self._gate_step >= self._steps:
-                self._finished_agents.append(
-                    (node, time.monotonic())
-                )  # its end may be known before the run's
-                continue
-            if not expected:
-                self.report.unexpected_ends.append([node, code])
-                if (
-                    code == _USER_ERROR_EXIT_CODE
-                    or len(self.report.unexpected_ends) > _MAX_UNEXPECTED_ENDS
-                ):
-                    raise RunStuckError(
-                        f"{node} ended with {code}: "
-                        f"{self._environment.fleet.last_output_line(node)}"
-                    )
-            self._restart_agent(node)
-        for node, when in list(self._finished_agents):
-            if time.monotonic() - when > _RUN_END_GRACE_S and not self.view.is_finished:
-                self._finished_agents.remove((node, when))
-                self.report.unexpected_ends.append([node, 0])
-                self._restart_agent(node)
-
-    def _restart_agent(self, node: str) -> None:
-        (self._environment.notices_folder / node).unlink(missing_ok=True)
-        self._nodes_expected_back.discard(node)
-        self._environment.fleet.start(node)
+            self._driver.tick()

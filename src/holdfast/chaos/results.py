@@ -8,7 +8,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from holdfast.chaos.experiment import NOT_RECOVERED, STEPS_AFTER_LAST_FAULT
+from holdfast.chaos.run_driver import STEPS_AFTER_LAST_FAULT
+from holdfast.chaos.run_report import NOT_RECOVERED
 
 _HIT_OUTCOMES = ("", "recovered", NOT_RECOVERED)
 _TRACEBACK = b"Traceback (most recent call last)"

@@ -87,12 +87,25 @@ def chaos(
     asked = CampaignSettings(
         COMMAND, file, changed, out, seed, tuple(names), draws, network, shard=part
     )
-    campaign = Campaign(asked, say)
+    runs = _plan_runs(shapes, number, names, draws)
+    return _run_campaign(asked, shapes, runs, own=run_file is None)
+
+
+def _run_campaign(
+    settings: CampaignSettings,
+    shapes: Sequence[ChaosLayout],
+    runs: list[DisturbedRun],
+    *,
+    own: bool,
+) -> int:
+    """Check all that can be known before, run this shard's part, write its results; the exit code.
+    own: the run file is one of this command's own, which may have to be written."""
+    campaign, out = Campaign(settings, say), settings.out
     campaign.check(shapes)
-    work = _part_of(_plan_runs(shapes, number, names, draws), *part)
-    _check_layouts(work, asked, run_file_text(out) if run_file is None else None)
-    _prepare(out, run_file is None)
-    return _write_results(campaign.run(work), out / f"result{asked.shard_suffix}.json")
+    work = _part_of(runs, *settings.shard)
+    _check_layouts(work, settings, run_file_text(out) if own else None)
+    _prepare(out, own)
+    return _write_results(campaign.run(work), out / f"result{settings.shard_suffix}.json")
 
 
 def _check_exists(run_file: Path | None) -> None:

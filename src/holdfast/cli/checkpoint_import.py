@@ -12,9 +12,11 @@ from holdfast.errors import DataError, OutOfSpaceError, UserError
 from holdfast.report.formatting import format_bytes
 
 if TYPE_CHECKING:
+    from holdfast.config.load import LoadedConfig
     from holdfast.config.run import RunConfig
     from holdfast.core.format.manifest import Commit
     from holdfast.data.dataset import Dataset
+    from holdfast.plan.hardware import HardwareInfo
     from holdfast.wire.store.run_store import RunStore
 
 Json = Annotated[bool, typer.Option("--json", help="print JSON")]
@@ -50,19 +52,10 @@ def import_(
       holdfast checkpoint import run.yaml --from Llama-3.2-1B \\
           data.tokenizer.path=Llama-3.2-1B/tokenizer.json model.preset=llama3.2-1b
     """
-    from holdfast.checkpoint.restore.catalog import describe_checkpoint as numbers_of
     from holdfast.cli.train import plan_for_machine, prepare_and_check_dataset, with_vocabulary
-    from holdfast.config.identity import config_hash
     from holdfast.config.load import load_config
-    from holdfast.launch.run_folder import (
-        refuse_in_use,
-        refuse_other,
-        remove_description,
-        write_description,
-    )
-    from holdfast.launch.runs import read_resolved
+    from holdfast.launch.run_folder import refuse_in_use, refuse_other
     from holdfast.plan.hardware import detect_hardware
-    from holdfast.wire.store.run_store import FolderStore
 
     machine = detect_hardware()
     loaded = plan_for_machine(load_config(run_file, overrides or []), machine)
@@ -72,9 +65,25 @@ def import_(
     refuse_other_tokenizer(source, dataset)
     loaded = with_vocabulary(loaded, dataset.vocab_size)
     refuse_other(folder, loaded, dataset.version)
+    row = _begin_run(loaded, machine, dataset, source, weights_only)
+    _report(row | {"folder": str(folder)}, run_file, json)
+
+
+def _begin_run(
+    loaded: LoadedConfig, machine: HardwareInfo, dataset: Dataset, source: Path, weights_only: bool
+) -> dict[str, Any]:
+    """Make the run folder, with what was imported as its first checkpoint, which is described. If
+    that fails, a description of the run that was not there before does not stay."""
+    from holdfast.checkpoint.restore.catalog import describe_checkpoint
+    from holdfast.config.identity import config_hash
+    from holdfast.launch.run_folder import remove_description, write_description
+    from holdfast.launch.runs import read_resolved
+    from holdfast.wire.store.run_store import FolderStore
+
+    config = loaded.config
+    folder = Path(config.run_folder)
     new = read_resolved(folder) is None
     write_description(folder, loaded, machine, dataset.folder, dataset.version)
-    config = loaded.config
     store = FolderStore(folder)
     identity = {"config_hash": config_hash(config), "dataset_version": dataset.version}
     try:
@@ -83,7 +92,7 @@ def import_(
         if new and not isinstance(error, OutOfSpaceError):
             remove_description(folder)  # so that the remedy may change the configuration
         raise
-    _report(numbers_of(store, commit.key) | {"folder": str(folder)}, run_file, json)
+    return describe_checkpoint(store, commit.key)
 
 
 def _report(row: dict[str, Any], run_file: Path, json: bool) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import platform
 import shlex
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -46,8 +46,6 @@ def join(
       holdfast train run.yaml cluster.node=first cluster.places=1     on one machine
       holdfast join runs/my-run --node second cluster.places=1        on another one
     """
-    import yaml
-
     from holdfast.data.dataset import Dataset
     from holdfast.launch import local
     from holdfast.plan.hardware import detect_hardware
@@ -61,12 +59,7 @@ def join(
         )
     refuse_alone(folder)
     name = node or platform.node() or "localhost"
-    given = [f"cluster.node={name}", f"folder={folder}", *_own(overrides or [])]
-    if dataset := stored.get("dataset", {}).get("folder"):
-        given.append(f"data.folder={dataset}")
-    loaded: LoadedConfig = resolve_config(
-        yaml.safe_dump(stored["config"]), str(folder / RESOLVED_FILE), given
-    )
+    loaded = _config_for_node(stored, folder, name, overrides or [])
     if (last := finished_step(folder, loaded.config.train.steps)) is not None:
         say(f"this run is finished: all {last} steps are done; see: holdfast report {folder}")
         return 0
@@ -85,6 +78,18 @@ def join(
                 ["holdfast", "join", str(folder), "--node", name, *(overrides or ())]
             ),
         )
+
+
+def _config_for_node(
+    stored: dict[str, Any], folder: Path, name: str, overrides: list[str]
+) -> LoadedConfig:
+    """The run's configuration, with what is this node's alone. stored: what the run folder has."""
+    import yaml
+
+    given = [f"cluster.node={name}", f"folder={folder}", *_own(overrides)]
+    if dataset := stored.get("dataset", {}).get("folder"):
+        given.append(f"data.folder={dataset}")
+    return resolve_config(yaml.safe_dump(stored["config"]), str(folder / RESOLVED_FILE), given)
 
 
 def _own(overrides: list[str]) -> list[str]:

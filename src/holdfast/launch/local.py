@@ -90,15 +90,21 @@ def train_locally(
     if config.cluster.node:
         with bind_listener(config.cluster.interface, 0, "cluster.interface") as control:
             return NodeAgent(joining, control, plan_layout, **views).run()
-    start.restore_folder()
+    return _train_alone(joining, start, views)
+
+
+def _train_alone(context: RunContext, origin: _RunOrigin, views: dict[str, Any]) -> int:
+    """Train as the run's only node, with a term of its own; the exit code."""
+    origin.restore_folder()
+    interface = context.config.cluster.interface
     # The agent listens before the term names its address: a reader of the term can ask.
-    with bind_listener(config.cluster.interface, 0, "cluster.interface") as control:
-        term = open_term(store, address_of(control), secret)
+    with bind_listener(interface, 0, "cluster.interface") as control:
+        term = open_term(context.store, address_of(control), context.secret)
         try:
-            joining = replace(
-                joining, single_node_term=term, generation_floor=start.generation_floor
+            context = replace(
+                context, single_node_term=term, generation_floor=origin.generation_floor
             )
-            return NodeAgent(joining, control, plan_single_node, **views).run()
+            return NodeAgent(context, control, plan_single_node, **views).run()
         finally:
             with suppress(HoldfastError):  # a full disk: the next trainer asks, and gets no answer
                 term.close()

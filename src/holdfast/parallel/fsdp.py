@@ -159,7 +159,7 @@ class ShardedGradients(GradientFeeder):
     def _unit_start(self, index: int, at: int, flat_size: int) -> tuple[int, int] | None:
         """Return (cell, place) at which a unit begins, if this member of it, `at` elements further
         on, lies in that cell's buffer complete and unpadded."""
-        patches = self.patches[index]
+        patches = self.placement.patches[index]
         if len(patches) != 1 or patches[0].region is not None:
             return None
         piece = self.reducers[patches[0].cell].layout.slices[patches[0].slice_index]

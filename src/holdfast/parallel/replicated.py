@@ -91,7 +91,7 @@ class ReplicatedGradients(GradientFeeder):
     def _flush_held_leaf(self, target: list[list[Tensor]]) -> None:
         for index, parameter in enumerate(self._parameters):
             gradient, parameter.grad = parameter.grad, None
-            for patch, place in zip(self.patches[index], target[index], strict=True):
+            for patch, place in zip(self.placement.patches[index], target[index], strict=True):
                 if gradient is None:
                     place.zero_()
                 else:

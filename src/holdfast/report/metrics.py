@@ -70,7 +70,9 @@ class RunMetrics:
         self._book = IncidentBook()
         self._highest = 0  # newest step ever done
         self._at_risk: list[tuple[int, float]] = []  # steps since the last commit, their seconds
-        self._create_metrics(info or {})
+        self._create_gauges(info or {})
+        self._create_counters()
+        self._create_histograms()
 
     def observe(self, record: Record) -> None:
         with self._lock:
@@ -178,8 +180,8 @@ class RunMetrics:
             self._count(self._checkpoints, 1, _BUCKET, "failed")
 
     # --- the registry -----------------------------------------------------------------------
-    def _create_metrics(self, info: dict[str, str]) -> None:
-        gauge, counter, histogram = self._gauge, self._counter, self._buckets
+    def _create_gauges(self, info: dict[str, str]) -> None:
+        gauge = self._gauge
         described = gauge("run_info", "Always 1; its labels describe the run", *info)
         self._set(described, 1, *info.values())
         self._step_gauge = gauge("step", "Newest step that is applied everywhere")
@@ -210,6 +212,9 @@ class RunMetrics:
         self._last_commit = gauge(
             "checkpoint_last_success_timestamp_seconds", "When the newest checkpoint was committed"
         )
+
+    def _create_counters(self) -> None:
+        counter = self._counter
         self._tokens = counter(
             "tokens", "Tokens trained on; replayed is the visible cost of failures", "kind"
         )
@@ -222,6 +227,9 @@ class RunMetrics:
         )
         self._membership = counter("membership_changes", "Generations begun", "reason")
         self._checkpoints = counter("checkpoints", "Checkpoints by fate", "tier", "result")
+
+    def _create_histograms(self) -> None:
+        histogram = self._buckets
         self._duration = histogram(
             "step_duration_seconds",
             "Seconds of each step by phase; the phases add up to the step",

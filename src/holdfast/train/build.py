@@ -28,12 +28,13 @@ from holdfast.parallel.tensor_parallel import apply_tensor_parallel, localise_pa
 from holdfast.parallel.torch_compat import Store, give_memory, give_shards_memory, local_tensor
 from holdfast.parallel.trace import SpanRecorder
 from holdfast.parallel.zero1 import OwnedRows
-from holdfast.train.engine import Dealer, GradientFeed, GradientReducer, StepEngine
+from holdfast.train.engine import GradientFeed, GradientReducer, StepEngine
 from holdfast.train.evaluate import Evaluator
 from holdfast.train.executors import make_executor
 from holdfast.train.objective import NextTokenObjective
 from holdfast.train.precision import Precision
 from holdfast.train.state import Parameters
+from holdfast.train.step_plan import Dealer
 
 
 @dataclass
@@ -53,7 +54,7 @@ class TrainingSession:
         place = self.groups.coordinate
         return Loader(
             self.batches,
-            self.engine.share,
+            self.engine.plan.share,
             part=place.dp_shard,
             parts=self.groups.degree("dp_shard"),
             first_step=start_step + 1,

@@ -21,8 +21,9 @@ from holdfast.core.sharding.reduction_tree import Shares
 from holdfast.data.batch import Batches
 from holdfast.events import BatchFed, Event, StepDone
 from holdfast.layout import Topology
-from holdfast.train.engine import REMEMBERED_STEPS, StepEngine
+from holdfast.train.engine import StepEngine
 from holdfast.train.recovery_agreement import Agreement
+from holdfast.train.step_status import REMEMBERED_STEPS
 
 COVERED_STEPS = 3  # steps back from the newest whose ledger a lost rank may not have handed over
 
@@ -48,7 +49,7 @@ class FinishedGeneration:
             groups.topology,
             groups.rank,
             groups.feeds_ledger,
-            engine.share_function(),
+            engine.plan.share_function(),
             engine.first_step,
             engine.step,
             entries,
@@ -70,10 +71,10 @@ def missing_events(
         events += _stand_in_events(past, agreement, rank, batches)
     lived = 0 in agreement.came_from
     teller = agreement.came_from.index(0) if lived else _first_reporter(survivors, agreement)
-    quiet = rank in agreement.resolution.appliers or engine.unreported_step == step
+    quiet = rank in agreement.resolution.appliers or engine.history.unreported_step == step
     if rank == teller and (quiet or not lived):
         events += _step_events(engine, agreement, 1 if lived else REMEMBERED_STEPS)
-    newest, told = engine.last_validation, lived and teller in agreement.validators
+    newest, told = engine.history.last_validation, lived and teller in agreement.validators
     if newest is not None and newest.step > step - REMEMBERED_STEPS and not told:
         events += [newest] * (rank in agreement.validators[:1])
     return events
@@ -88,7 +89,7 @@ def _step_events(engine: StepEngine, agreement: Agreement, max_steps: int) -> li
     """Return the last `max_steps` steps that this rank knows of. Some may have been reported
     before."""
     step = agreement.resolution.step
-    voted = dict(engine.applied_verdicts)
+    voted = dict(engine.history.applied_verdicts)
     if agreement.verdict is not None:
         voted[step] = agreement.verdict
     return [
@@ -98,7 +99,7 @@ def _step_events(engine: StepEngine, agreement: Agreement, max_steps: int) -> li
             grad_norm=verdict.mean_norm,
             learning_rate=learning_rate(engine.train, number),
             seconds=0.0,
-            samples=engine.samples(number),
+            samples=engine.plan.samples(number),
             phases={},
             step=number,
         )

@@ -22,6 +22,7 @@ import sys
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from math import isfinite
 from operator import or_
 from typing import Any
 
@@ -29,11 +30,15 @@ import torch
 from torch import Tensor, nn
 
 from holdfast.core.sharding.parameters import Parameter
+from holdfast.core.sharding.reduction_tree import Shares
+from holdfast.errors import NonFiniteError
+from holdfast.layout import Topology
 from holdfast.parallel.comm.transport import exchange
 from holdfast.parallel.process_groups import ProcessGroups
 from holdfast.parallel.torch_compat import local_tensor
 from holdfast.train.executors import Executor, Inputs
 from holdfast.train.state import Parameters
+from holdfast.train.vote import StepAccount
 
 _TAG = 2
 _NO_FINDING = 2**62
@@ -102,6 +107,26 @@ def find_non_finite(
             unsound[0] if unsound else 0, "a gradient" if unsound else SUM_OF_GRADIENTS, (), unsound
         )
     return NonFiniteFinding(groups.positions[position], text, bad, unsound)
+
+
+def describe_non_finite(
+    step: int, found: NonFiniteFinding, account: StepAccount, shares: Shares, topology: Topology
+) -> NonFiniteError:
+    """The error that every rank raises, with the microbatches that may have caused it.
+
+    These are the ones that were found, or else those whose loss was not finite, or else all that
+    the replicas computed whose part of the sum was not finite.
+    """
+    suspects = found.non_finite_leaves
+    if not suspects:
+        losses = enumerate(account.losses)
+        suspects = tuple(leaf for leaf, loss in losses if not isfinite(loss))
+    if not suspects:
+        replicas = {topology.replica_of(rank).index for rank in found.non_finite_ranks}
+        suspects = tuple(sorted(leaf for r in replicas for leaf in shares[r]))
+    return NonFiniteError(
+        step, found.rank, found.parameter, shares, suspects, bool(found.non_finite_leaves)
+    )
 
 
 _NAME_BYTES = 128  # bytes of a parameter's name on the wire: another stage does not know mine

@@ -41,7 +41,7 @@ from holdfast.parallel.torch_compat import Store
 from holdfast.parallel.trace import SpanRecorder
 from holdfast.policy.recovery.step_resolution import StepResolution
 from holdfast.train.build import TrainingSession, build_engine, make_session
-from holdfast.train.engine import Dealer, StepEngine
+from holdfast.train.engine import StepEngine
 from holdfast.train.journal_repair import FinishedGeneration, missing_events
 from holdfast.train.recovery_agreement import (
     NO_STATE,
@@ -50,6 +50,7 @@ from holdfast.train.recovery_agreement import (
     agree,
     statement_of,
 )
+from holdfast.train.step_plan import Dealer
 from holdfast.train.vote import StepVerdict
 
 OnMeeting = Callable[[PeerGroup], None]
@@ -101,8 +102,7 @@ def recover(
     is lost or the layout cannot be run. The session is as good as before then, with one exception:
     if the rebuild of the replica had begun, `session.engine` and the state are lost.
     """
-    engine = session.engine
-    old = engine.groups
+    engine, old = session.engine, session.engine.groups
     old_topology = old_topology or old.topology
     joining = _connect_settings(session.config, store, seconds, old.traffic)
     entry = _GenerationEntry(
@@ -111,17 +111,11 @@ def recover(
     old.abort_between_replicas()  # a thread that still waits there would wait in vain
     entry.lap("abort")
     here = old_topology.generation == old.topology.generation
-    control, found = entry.meet_and_agree(
-        statement_of(engine, step) if here else NO_STATE, came_from
-    )
-    past = (
-        FinishedGeneration.from_engine(engine) if rank not in found.resolution.receivers else None
-    )
-    voted, untold, validation = (
-        engine.applied_verdicts,
-        engine.unreported_step,
-        engine.last_validation,
-    )
+    statement = statement_of(engine, step) if here else NO_STATE
+    control, found = entry.meet_and_agree(statement, came_from)
+    nothing = rank in found.resolution.receivers
+    past = None if nothing else FinishedGeneration.from_engine(engine)
+    history = engine.history
     kept = topology.coordinate(rank).replica in found.kept_replicas
     built: StepEngine | None = None
     try:
@@ -129,25 +123,12 @@ def recover(
             _catch_up(engine, found, kept)
             entry.lap("apply")
         if kept:
-            if found.computed_leaves and found.computed_leaves[topology.coordinate(rank).replica]:
-                engine.keep_computed()
-            groups = complete(
-                joining, topology, rank, session.device, control, old.recorder, old.replica_groups
-            )
-            engine.regroup(groups, dealer)
-            old.close_between_replicas()
-            session.groups = groups
-            session.evaluator.regroup(groups)
-            tensors: dict[str, LocalShard] = {held.name: held for held in engine.state()}
+            tensors = entry.regroup(session, found, control)
         else:
-            tensors = _take_state(session, nothing=rank in found.resolution.receivers)
+            tensors = _take_state(session, nothing=nothing)
             del engine, old
             engine = built = entry.build(session.config, control)
-            engine.applied_verdicts, engine.unreported_step, engine.last_validation = (
-                voted,
-                untold,
-                validation,
-            )
+            engine.history = history
             session = make_session(session.config, engine, session.batches, session.device)
         entry.lap("groups" if kept else "build")
         entry.fill(engine, tensors, found, control, kept)
@@ -264,6 +245,23 @@ class _GenerationEntry:
             self.lap("plan")
         return control, found
 
+    def regroup(
+        self, session: TrainingSession, found: Agreement, control: PeerGroup
+    ) -> dict[str, LocalShard]:
+        """Put a session whose replica is as it was among the new replicas; returns its state."""
+        engine, old = session.engine, session.engine.groups
+        topology, rank = self.topology, self.rank
+        if found.computed_leaves and found.computed_leaves[topology.coordinate(rank).replica]:
+            engine.keep_computed()
+        groups = complete(
+            self.settings, topology, rank, self.device, control, old.recorder, old.replica_groups
+        )
+        engine.regroup(groups, self.dealer)
+        old.close_between_replicas()
+        session.groups = groups
+        session.evaluator.regroup(groups)
+        return {held.name: held for held in engine.state()}
+
     def build(self, config: RunConfig, control: PeerGroup) -> StepEngine:
         """Build a new engine and its groups, on top of `control`."""
         gc.collect()  # modules and their hooks refer to each other; the new ones need their room
@@ -292,12 +290,12 @@ class _GenerationEntry:
                 engine.parameters.refresh()
             self.lap("move")
         engine.set_applied_step(step)
-        engine.validated_step = found.validated_step
+        engine.history.validated_step = found.validated_step
         if found.computed_leaves:
-            leaves = engine.leaves(step + 1)
+            leaves = engine.plan.leaves(step + 1)
             base = self.dealer(leaves, len(self.topology.replicas))
             shares = deal_rest(leaves, found.computed_leaves, base)
-            engine.resume(step + 1, shares, found.computed_leaves)
+            engine.plan.resume(step + 1, shares, found.computed_leaves)
 
     def to_result(
         self,
@@ -307,7 +305,7 @@ class _GenerationEntry:
         kept: bool,
     ) -> RecoveryResult:
         events = missing_events(past, found, session.engine, session.batches)
-        session.engine.unreported_step = 0
+        session.engine.history.unreported_step = 0
         self.lap("events")
         return RecoveryResult(
             session,

@@ -78,19 +78,19 @@ NO_STATE = RankStatement(RankProgress(None))
 def statement_of(engine: StepEngine, step: int) -> RankStatement:
     """What a process with a state can say. step: of that state, where the engine has not applied
     any itself."""
-    if engine.is_torn:
+    if engine.status.is_torn:
         return NO_STATE
-    held, account = engine.progress, engine.account
-    stage = StepStage.COMPUTING if engine.step_stage is StepStage.APPLIED else engine.step_stage
-    applied = step if engine.applied_step is None else engine.applied_step
+    held, account = engine.progress, engine.status.account
+    stage = StepStage.COMPUTING if engine.status.stage is StepStage.APPLIED else engine.status.stage
+    applied = step if engine.status.applied_step is None else engine.status.applied_step
     whole = held.reduced_step is not None and account is not None
-    counts = account is not None and account.is_finite and not engine.is_rejected
+    counts = account is not None and account.is_finite and not engine.status.is_rejected
     return RankStatement(
         RankProgress(applied, stage, engine.is_summed),
         held.is_replica_intact,
-        engine.verdict,
-        engine.verdict_step,
-        engine.validated_step or 0,
+        engine.status.verdict,
+        engine.status.verdict_step,
+        engine.history.validated_step or 0,
         has_counts=whole and counts,
         tokens=account.tokens if whole and account is not None else 0,
         loss=account.loss if whole and account is not None else 0.0,

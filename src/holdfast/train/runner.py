@@ -121,9 +121,10 @@ def run_training(
         stopping = loop.step(batch)
         if batch.step >= config.train.steps or stopping:
             # A save that never began has no end to wait for; the last reports are stored anyway.
-            waits = not (loop.ends_with_snapshot or loop.is_last_step_uncaptured)
+            saves = loop.saves
+            waits = not (saves.ends_with_snapshot or saves.is_last_step_uncaptured)
             unsaved = saver.wait_until_committed(batch.step, settle_seconds, durable=waits)
-            if loop.is_last_step_uncaptured and unsaved is None:
+            if saves.is_last_step_uncaptured and unsaved is None:
                 unsaved = "no snapshot could be made of it"
             finished = batch.step >= config.train.steps
             return TrainingOutcome("finished" if finished else "left", batch.step, unsaved)
@@ -132,8 +133,141 @@ def run_training(
     raise RuntimeError(f"batches ended before step {config.train.steps}")
 
 
+class _SaveScheduler:
+    """When one rank copies its state, where the copy goes, and which saves are owed.
+
+    durations: asked for the seconds that each tier takes until it is done. ends_with_snapshot: the
+    run was left with a snapshot that is not to be durable. is_last_step_uncaptured: the last step
+    was to be saved, and there was no room or no mover.
+    """
+
+    def __init__(
+        self,
+        cadence: SaveCadence,
+        saver: Saver,
+        reporter: EventReporter,
+        config: RunConfig,
+        rank: int,
+        start_step: int,
+        timer: _StepTimer,
+        durations: Callable[[], Mapping[int, float]],
+    ):
+        self._cadence, self._saver, self._reporter = cadence, saver, reporter
+        self._config, self._rank, self._timer = config, rank, timer
+        self._tier_durations_s = durations
+        self._saved_step = start_step
+        self._is_save_owed = False  # a durable save found no slot: made as soon as there is one
+        self._is_copy_owed = False  # the same of a snapshot that peers were to get
+        self.ends_with_snapshot = False
+        self.is_last_step_uncaptured = False
+
+    def add_due(self, step: int, wishes: Wishes) -> Wishes:
+        """Add rank 0's wishes: it alone judges seconds, and its answer travels with the vote."""
+        now, every = self._timer.clock(), self._config.train.evaluate.every
+        # Length of the stall: from the capture's begin in the step before to this step's fence.
+        stood = self._timer.previous_phases.get("capture", 0.0) + self._timer.phases.get(
+            "capture", 0.0
+        )
+        usual = not (every and (step - 1) % every == 0)
+        for decided in self._cadence.tick(now, stood, usual, self._tier_durations_s()):
+            seconds = 0.0 if decided.seconds == inf else decided.seconds
+            self._reporter.emit(SaveInterval(decided.tier, seconds, decided.reason, step=step))
+        by_steps = self._tiers_due_by_steps(step)
+        due_tiers = self._cadence.due_tiers(now, by_steps) - by_steps
+        return replace(
+            wishes,
+            save=wishes.save or DISK in due_tiers,
+            snapshot=wishes.snapshot or bool({MEMORY, PEERS} & due_tiers),
+            copy=wishes.copy or PEERS in due_tiers,
+            upload=wishes.upload or BUCKET in due_tiers,
+        )
+
+    def _tiers_due_by_steps(self, step: int) -> frozenset[int]:
+        """The tiers that are saved into at this step by a rule that every rank knows."""
+        rules = self._config.checkpoint
+        every = rules.memory_every_steps
+        durable = self._is_save_owed or bool(rules.by_steps and step % rules.by_steps == 0)
+        remembered = (
+            durable or self._is_copy_owed or bool(every and every != "auto" and step % every == 0)
+        )
+        return frozenset([DISK] * durable + [MEMORY] * remembered)
+
+    def capture(self, step: int, wishes: Wishes, engine: StepEngine) -> SaveDestinations | None:
+        """Begin to copy the state if the policy or a rank's wish says so, unless some rank has no
+        room: the same on all ranks. Returns the destinations; None: nothing was captured."""
+        rules, by_steps = self._config.checkpoint, self._tiers_due_by_steps(step)
+        reason = why_save_now(
+            step,
+            self._config.train.steps,
+            every_steps=rules.by_steps,
+            is_stopping=wishes.stop,
+            last_saved=self._saved_step,
+        )
+        self.ends_with_snapshot = wishes.is_snapshot_enough and reason == "stop"
+        durable = not self.ends_with_snapshot and (
+            reason is not None or wishes.save or DISK in by_steps
+        )
+        remembered = wishes.snapshot or wishes.is_node_leaving or MEMORY in by_steps
+        if not (durable or self.ends_with_snapshot or remembered):
+            return None
+        last = reason in ("end", "stop")
+        waits = (
+            _FINAL_SLOT_TIMEOUT_S
+            if last
+            else _LEAVING_SLOT_TIMEOUT_S
+            if wishes.is_node_leaving
+            else 0.0
+        )
+        self._reporter.progress(step, "capture")
+        captured = (bool(waits) or not wishes.has_no_slot) and self._saver.capture(
+            step, engine.state(), waits, durable
+        )
+        into = self._destinations(durable, last, wishes)
+        if captured:
+            self._on_captured(step, into)
+        else:
+            self.is_last_step_uncaptured = last
+            self._is_copy_owed = self._is_copy_owed or (wishes.copy and wishes.has_no_slot)
+            if durable:
+                self._record_owed_save(step, reason, wishes.has_no_slot and not last)
+        self._timer.lap("capture")
+        return into if captured else None
+
+    def _destinations(self, durable: bool, last: bool, wishes: Wishes) -> SaveDestinations:
+        """Return the destinations of a capture. The state left behind at the end goes to all."""
+        decided = PEERS in self._cadence.tiers.automatic
+        wanted = wishes.copy or self._is_copy_owed
+        copied = True if wanted or (last and (decided or wishes.is_snapshot_enough)) else None
+        if decided and copied is None:
+            copied = False
+        every = self._config.checkpoint.bucket_every_seconds == 0
+        return SaveDestinations(durable, copied, every or wishes.upload or last)
+
+    def _on_captured(self, step: int, into: SaveDestinations) -> None:
+        self._is_copy_owed = False
+        if into.is_durable:
+            self._saved_step, self._is_save_owed = step, False
+        reached = {
+            MEMORY: True,
+            PEERS: into.to_peers is not False,
+            DISK: into.is_durable,
+            BUCKET: into.is_durable and into.to_bucket,
+        }
+        present = self._cadence.tiers.present
+        self._cadence.record_save(self._timer.clock(), [t for t in present if reached[t]])
+
+    def _record_owed_save(self, step: int, reason: str | None, full: bool) -> None:
+        """A durable save found no slot. What is owed is said once: it is tried at every step."""
+        said = self._is_save_owed and (
+            reason is None or bool(self._config.checkpoint.memory_every_steps)
+        )
+        if self._rank == 0 and full and not said:
+            self._reporter.emit(CheckpointSkipped(0, _NO_SLOT_REASON, step=step))
+        self._is_save_owed = full
+
+
 class _TrainingLoop:
-    """One rank's loop; its only memory beyond the engine is when it saved last."""
+    """One rank's loop; its only memory beyond the engine is in `saves`."""
 
     def __init__(
         self,
@@ -158,19 +292,12 @@ class _TrainingLoop:
         self.timer = _StepTimer(clock)
         self.timer.start()
         self.recorder = engine.groups.recorder
-        self.saved_step = start_step
-        self.is_save_owed = (
-            False  # a durable save found no slot: it is made as soon as there is one
-        )
-        self.is_copy_owed = False  # the same of a snapshot that peers were to get
-        self.ends_with_snapshot = False  # left with a snapshot that is not to be durable
-        self.is_last_step_uncaptured = (
-            False  # the last step was to be saved, and there was no room or no mover
-        )
         self.is_pausing = False  # the newest step was the last of this generation
         nodes = len(set(engine.groups.topology.nodes))
-        self.cadence = SaveCadence(config.checkpoint, stats, nodes, clock())
-        self.tier_durations_s = durations
+        cadence = SaveCadence(config.checkpoint, stats, nodes, clock())
+        self.saves = _SaveScheduler(
+            cadence, saver, reporter, config, rank, start_step, self.timer, durations
+        )
         self.retry = retry
         self.fallbacks = Fallbacks(config, engine.groups.topology, reporter.emit)
         judges = rank == 0 and config.cluster.loss_jumps == "roll_back"
@@ -196,9 +323,9 @@ class _TrainingLoop:
         watch.lap("apply")
         self._check_replicas(step)
         self._report_trace(step)
-        into = self._capture(step, verdict)
+        into = self.saves.capture(step, verdict.requests, self.engine)
         self._report(batch, verdict, rate)
-        self.engine.unreported_step = 0
+        self.engine.history.unreported_step = 0
         self._evaluate(step)
         if into is not None:
             meta = {"loss": verdict.mean_loss, "tokens": verdict.tokens}
@@ -227,7 +354,7 @@ class _TrainingLoop:
         if self.rank == min(others, default=0):
             self.reporter.emit(StateDiffers(list(odd), tensors, bool(others), step=step))
         if self.rank in odd:
-            self.engine.is_torn = True
+            self.engine.status.is_torn = True
             raise HoldfastError(f"the state after step {step} is not that of the other ranks")
 
     def _report_trace(self, step: int) -> None:
@@ -242,7 +369,7 @@ class _TrainingLoop:
             self.timer.lap("capture")
         wishes = replace(self.membership.requests(step), has_no_slot=not self.saver.has_free_slot())
         if self.rank == 0:
-            wishes = self._add_due_saves(step, wishes)
+            wishes = self.saves.add_due(step, wishes)
         try:
             return self.engine.reduce(wishes)
         except NonFiniteError as error:
@@ -265,116 +392,8 @@ class _TrainingLoop:
         retry = self.retry
         if retry is not None and retry.accept and retry.step == step:
             return None
-        before = [verdict.mean_loss for _, verdict in self.engine.applied_verdicts]
+        before = [verdict.mean_loss for _, verdict in self.engine.history.applied_verdicts]
         return find_loss_jump(before, account.losses, account.tokens)
-
-    def _add_due_saves(self, step: int, wishes: Wishes) -> Wishes:
-        """Add rank 0's wishes: it alone judges seconds, and its answer travels with the vote."""
-        now, every = self.clock(), self.config.train.evaluate.every
-        # Length of the stall: from the capture's begin in the step before to this step's fence.
-        stood = self.timer.previous_phases.get("capture", 0.0) + self.timer.phases.get(
-            "capture", 0.0
-        )
-        usual = not (every and (step - 1) % every == 0)
-        for decided in self.cadence.tick(now, stood, usual, self.tier_durations_s()):
-            seconds = 0.0 if decided.seconds == inf else decided.seconds
-            self.reporter.emit(SaveInterval(decided.tier, seconds, decided.reason, step=step))
-        by_steps = self._tiers_due_by_steps(step)
-        due_tiers = self.cadence.due_tiers(now, by_steps) - by_steps
-        return replace(
-            wishes,
-            save=wishes.save or DISK in due_tiers,
-            snapshot=wishes.snapshot or bool({MEMORY, PEERS} & due_tiers),
-            copy=wishes.copy or PEERS in due_tiers,
-            upload=wishes.upload or BUCKET in due_tiers,
-        )
-
-    def _tiers_due_by_steps(self, step: int) -> frozenset[int]:
-        """The tiers that are saved into at this step by a rule that every rank knows."""
-        rules = self.config.checkpoint
-        every = rules.memory_every_steps
-        durable = self.is_save_owed or bool(rules.by_steps and step % rules.by_steps == 0)
-        remembered = (
-            durable or self.is_copy_owed or bool(every and every != "auto" and step % every == 0)
-        )
-        return frozenset([DISK] * durable + [MEMORY] * remembered)
-
-    def _capture(self, step: int, verdict: StepVerdict) -> SaveDestinations | None:
-        """Begin to copy the state if the policy or a rank's wish says so, unless some rank has no
-        room: the same on all ranks. Returns the destinations; None: nothing was captured."""
-        rules, wishes, by_steps = (
-            self.config.checkpoint,
-            verdict.requests,
-            self._tiers_due_by_steps(step),
-        )
-        reason = why_save_now(
-            step,
-            self.config.train.steps,
-            every_steps=rules.by_steps,
-            is_stopping=wishes.stop,
-            last_saved=self.saved_step,
-        )
-        self.ends_with_snapshot = wishes.is_snapshot_enough and reason == "stop"
-        durable = not self.ends_with_snapshot and (
-            reason is not None or wishes.save or DISK in by_steps
-        )
-        remembered = wishes.snapshot or wishes.is_node_leaving or MEMORY in by_steps
-        if not (durable or self.ends_with_snapshot or remembered):
-            return None
-        last = reason in ("end", "stop")
-        waits = (
-            _FINAL_SLOT_TIMEOUT_S
-            if last
-            else _LEAVING_SLOT_TIMEOUT_S
-            if wishes.is_node_leaving
-            else 0.0
-        )
-        self.reporter.progress(step, "capture")
-        captured = (bool(waits) or not wishes.has_no_slot) and self.saver.capture(
-            step, self.engine.state(), waits, durable
-        )
-        into = self._destinations(durable, last, wishes)
-        if captured:
-            self._on_captured(step, into)
-        else:
-            self.is_last_step_uncaptured = last
-            self.is_copy_owed = self.is_copy_owed or (wishes.copy and wishes.has_no_slot)
-            if durable:
-                self._record_owed_save(step, reason, wishes.has_no_slot and not last)
-        self.timer.lap("capture")
-        return into if captured else None
-
-    def _destinations(self, durable: bool, last: bool, wishes: Wishes) -> SaveDestinations:
-        """Return the destinations of a capture. The state left behind at the end goes to all."""
-        decided = PEERS in self.cadence.tiers.automatic
-        wanted = wishes.copy or self.is_copy_owed
-        copied = True if wanted or (last and (decided or wishes.is_snapshot_enough)) else None
-        if decided and copied is None:
-            copied = False
-        every = self.config.checkpoint.bucket_every_seconds == 0
-        return SaveDestinations(durable, copied, every or wishes.upload or last)
-
-    def _on_captured(self, step: int, into: SaveDestinations) -> None:
-        self.is_copy_owed = False
-        if into.is_durable:
-            self.saved_step, self.is_save_owed = step, False
-        reached = {
-            MEMORY: True,
-            PEERS: into.to_peers is not False,
-            DISK: into.is_durable,
-            BUCKET: into.is_durable and into.to_bucket,
-        }
-        present = self.cadence.tiers.present
-        self.cadence.record_save(self.clock(), [t for t in present if reached[t]])
-
-    def _record_owed_save(self, step: int, reason: str | None, full: bool) -> None:
-        """A durable save found no slot. What is owed is said once: it is tried at every step."""
-        said = self.is_save_owed and (
-            reason is None or bool(self.config.checkpoint.memory_every_steps)
-        )
-        if self.rank == 0 and full and not said:
-            self.reporter.emit(CheckpointSkipped(0, _NO_SLOT_REASON, step=step))
-        self.is_save_owed = full
 
     def _report(self, batch: StepShare, verdict: StepVerdict, rate: float) -> None:
         if self.engine.groups.feeds_ledger:
@@ -389,7 +408,7 @@ class _TrainingLoop:
                 grad_norm=verdict.mean_norm,
                 learning_rate=rate,
                 seconds=sum(phases.values()),
-                samples=self.engine.samples(batch.step),
+                samples=self.engine.plan.samples(batch.step),
                 phases=phases,
                 step=batch.step,
             )
@@ -409,9 +428,9 @@ class _TrainingLoop:
     def resume_validation(self, start_step: int) -> None:
         """Compute the validation after the step that survivors resume from, unless one has it.
         A checkpoint is announced after its step's validation, so a start from one owes none."""
-        if self.engine.validated_step is None:
-            self.engine.validated_step = start_step
-        if start_step > self.engine.validated_step:
+        if self.engine.history.validated_step is None:
+            self.engine.history.validated_step = start_step
+        if start_step > self.engine.history.validated_step:
             self._evaluate(start_step)
             self.timer.start()
 
@@ -421,11 +440,11 @@ class _TrainingLoop:
             return
         begun = self.clock()
         found = self.evaluator.run(lambda: self.reporter.progress(step, "evaluate"))
-        self.engine.validated_step = step
+        self.engine.history.validated_step = step
         if found is None:
             return
         seconds = self.clock() - begun
         event = Evaluated(found.loss, found.bits_per_byte, found.tokens, seconds, step=step)
-        self.engine.last_validation = event
+        self.engine.history.last_validation = event
         if self.rank == 0:
             self.reporter.emit(event)

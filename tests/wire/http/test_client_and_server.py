@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import json
+import select
 import socket
 import threading
 import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import pytest
 
-from holdfast.errors import FencedError
+from holdfast.errors import FencedError, HoldfastError
 from holdfast.wire.http.auth import (
     AuthError,
     Verifier,
@@ -27,6 +28,7 @@ from holdfast.wire.http.client import Client, RequestError, UnreachableError
 from holdfast.wire.http.server import Handler, HttpListener, SignedApplication
 from holdfast.wire.http.sockets import AddressError, address_of, bind_listener
 from holdfast.wire.secret import Secret
+from tests.support.attacker import DEADLINE
 
 SECRET = Secret(b"s" * 32)
 NAME = "the listener"
@@ -304,3 +306,27 @@ def test_an_address_that_is_not_ours() -> None:
     assert caught.value.exit_code == 2
     with bind_listener("127.0.0.1", 0, "k") as taken, pytest.raises(AddressError):
         bind_listener("127.0.0.1", taken.getsockname()[1], "k")
+
+
+@pytest.mark.parametrize(
+    ("length", "said"),
+    [(b"", "how long it is"), (b"content-length: 1000000000000\r\n", "too long")],
+)
+def test_an_endless_answer_does_not_fill_the_memory(length: bytes, said: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def flood() -> None:
+            with suppress(OSError):
+                connection, _ = server.accept()
+                with connection:
+                    connection.recv(65536)
+                    connection.sendall(b"HTTP/1.1 200 OK\r\n%b\r\n" % length)
+                    while select.select([], [connection], [], DEADLINE)[1]:
+                        connection.sendall(bytes(1 << 20))
+
+        thread = threading.Thread(target=flood, daemon=True)
+        thread.start()
+        client = Client(f"127.0.0.1:{server.getsockname()[1]}", Secret(b"c" * 32), 1)
+        with pytest.raises(HoldfastError, match=said):
+            client.post("/term", {})
+        thread.join(DEADLINE)

@@ -47,6 +47,7 @@ from holdfast.train.recover import RecoveryResult, join_generation, recover
 from holdfast.train.runner import TrainingOutcome
 from holdfast.train.runner import run_training as train
 from holdfast.train.save_cadence import FailureStats
+from holdfast.train.step_plan import Dealer
 from holdfast.train.vote import StepVerdict
 from holdfast.wire import process_log
 from holdfast.wire.http.client import Client
@@ -175,7 +176,7 @@ class Worker:
         self._open_batches()  # of what is left out a newer boot may know more
         retry = None if self._spec.again is None else StepRetry.from_json(self._spec.again)
         if retry is not None and retry.step > self.step:
-            session.engine.deal_elsewhere(retry.step, retry.avoid)
+            session.engine.plan.deal_elsewhere(retry.step, retry.avoid)
         engine, replica = session.engine, session.engine.groups.coordinate.replica
         self.reporter.progress_meter.microbatch_count = lambda: len(engine.dealt_shares[replica])
         self.is_training = True
@@ -198,7 +199,7 @@ class Worker:
                     retry=retry,
                 )
         finally:
-            self.step = session.engine.applied_step or self.step
+            self.step = session.engine.status.applied_step or self.step
             saver.fence()  # the snapshot of a step that is complete is worth having in any case
 
     # --- out of one ---------------------------------------------------------------------------
@@ -227,7 +228,7 @@ class Worker:
         groups, whole = engine.groups, engine.progress.reduced_step
         place = (groups.topology.generation, groups.rank)
         applied = (
-            engine.applied_step or self.step
+            engine.status.applied_step or self.step
         )  # perhaps in a recovery that did not come to its end
         return WorkerHeldState(
             self.generation, rank, applied, whole, False, kind, text, place, bad_step

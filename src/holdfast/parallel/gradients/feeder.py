@@ -17,7 +17,6 @@ and `parallel/fsdp.py` (FSDP2's units). The engine drives either by the same cal
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -29,6 +28,7 @@ from holdfast.core.sharding.step_resume import Computed, partial_sums
 from holdfast.parallel.comm.transport import PeerGroup
 from holdfast.parallel.gradients.buckets import arrange_boxes
 from holdfast.parallel.gradients.grad_norm import sum_of_squares
+from holdfast.parallel.gradients.placement import GradientPlacement
 from holdfast.parallel.gradients.reducer import CellTeam, Reducer, Slot
 
 Cells = Sequence[tuple[Cell, CellTeam]]
@@ -38,23 +38,6 @@ def single_cell(boxes: Mapping[str, Box], peers: PeerGroup) -> Cells:
     """One cell of all that is held: replicas of one shape, one member of `peers` each."""
     team = CellTeam.of_replicas(peers)
     return [(Cell(team.members, tuple(box for box in boxes.values() if box.size)), team)]
-
-
-@dataclass(frozen=True)
-class GradientPatch:
-    """The part of a tensor that lies in one slice of one cell's buffer.
-
-    slice_index: of the slice. region: which part of the tensor; None is all of it.
-    """
-
-    cell: int
-    slice_index: int
-    bucket: int
-    region: tuple[slice, ...] | None
-
-    def of(self, tensor: Tensor) -> Tensor:
-        """This part of a tensor, as a view."""
-        return tensor if self.region is None else tensor[self.region]
 
 
 class GradientFeeder:
@@ -87,10 +70,10 @@ class GradientFeeder:
         self._cells, self._by_unit, self._fast = [cell for cell, _ in cells], by_unit, fast
         self._error: Exception | None = None
         self.reducers: list[Reducer] = []
-        self._arranged: list[list[Box]] = []
+        arranged: list[list[Box]] = []
         for cell, team in cells:
             order, layout = arrange_boxes(cell.boxes, bucket_bytes, dtype.itemsize, by_unit)
-            self._arranged.append([cell.boxes[i] for i in order])
+            arranged.append([cell.boxes[i] for i in order])
             self.reducers.append(
                 Reducer(
                     layout,
@@ -102,21 +85,14 @@ class GradientFeeder:
                     on_error=self.fail,
                 )
             )
-        self._contributed_cells = [
-            i for i, r in enumerate(self.reducers) if r.team.own_member.contributes
-        ]
-        self._received_cells = [
-            i for i, r in enumerate(self.reducers) if r.team.own_member.receives
-        ]
         self._norm_cells = _norm_cells(cells)
-        self.patches = self._cut_into_patches(boxes, self._contributed_cells)
-        self._copies: list[tuple[Tensor, Tensor]] = []  # (part of a gradient, its slice)
-        self._results = self._result_views(boxes if wanted is None else wanted, dtype)
-        self._views: dict[Slot, list[list[Tensor]]] = {}
+        self.placement = GradientPlacement(
+            self.reducers, arranged, boxes, boxes if wanted is None else wanted, dtype, device
+        )
+        self._contributed_cells = self.placement.contributed_cells
         self._target: list[list[Tensor]] = []
-        self._missing_slices: list[
-            list[int]
-        ] = []  # slices that a bucket waits for, by cell and bucket
+        # How many slices a bucket waits for, by cell and bucket.
+        self._missing_slices: list[list[int]] = []
         self._peers = list({id(r.peers): r.peers for r in self.reducers}.values())
         self._defers_errors = False
         self._done_leaves: list[int] = []  # leaves of the step that is open
@@ -133,7 +109,7 @@ class GradientFeeder:
         self._error = None
         self._done_leaves, self._open_leaf = [], None
         if self._are_slots_moved:
-            self._views.clear()
+            self.placement.forget_slots()
         for peers in self._peers:
             peers.forget_sends()
         for reducer in self.reducers:
@@ -175,7 +151,7 @@ class GradientFeeder:
         if held:
             leaves = self.reducers[self._contributed_cells[0]].plan.tree.leaves
             _, slot = partial_sums(leaves, share, self._done_leaves)[-1]
-            self._flush_held_leaf(self._slot_views(slot))
+            self._flush_held_leaf(self.placement.slot_views(slot))
         for cell in self._contributed_cells:
             self.reducers[cell].keep(share, self._done_leaves)
 
@@ -192,8 +168,7 @@ class GradientFeeder:
         for reducer in self.reducers:
             reducer.join()
         self._raise_stored()
-        for part, found in self._copies:
-            part.copy_(found)
+        self.placement.fill_results()
 
     def check(self) -> None:
         """Between leaves: raise the first stored error, unless this feeder is patient."""
@@ -218,13 +193,8 @@ class GradientFeeder:
         `computed_leaves` any more: it was dealt to other members."""
         for reducer in self.reducers:
             reducer.join()
-        if by_unit != self._by_unit or len(cells) != len(self._cells):
+        if by_unit != self._by_unit or not _are_cut_alike(cells, self._cells, self.reducers):
             return False
-        for (cell, team), old, reducer in zip(cells, self._cells, self.reducers, strict=True):
-            own, was = team.own_member, reducer.team.own_member
-            same = (own.contributes, own.receives) == (was.contributes, was.receives)
-            if not same or cell.boxes != old.boxes:
-                return False
         for (_, team), reducer in zip(cells, self.reducers, strict=True):
             reducer.regroup(team, self._fast and len(cells) == 1)
         self._done_leaves, self._open_leaf = [], None
@@ -254,7 +224,7 @@ class GradientFeeder:
         The same tensors in every step: a view of a buffer where the box is one slice, otherwise
         memory that `finish` fills. The optimizer may overwrite them.
         """
-        return self._results
+        return self.placement.results
 
     def squared_norm(self) -> float:
         """The sum of squares of what this rank answers for; all ranks of a replica together
@@ -279,18 +249,9 @@ class GradientFeeder:
             slot = self.reducers[cell].start_leaf(leaf)
         if self._contributed_cells and self.reducers[self._contributed_cells[0]].stays_in_place:
             return None
-        self._target = self._slot_views(slot)
+        self._target = self.placement.slot_views(slot)
         self._missing_slices = [[b.last - b.first for b in r.layout.buckets] for r in self.reducers]
         return slot
-
-    def _slot_views(self, slot: Slot) -> list[list[Tensor]]:
-        """Every parameter's slices of a slot."""
-        if slot not in self._views:
-            self._views[slot] = [
-                [self._slice_of(patch, self.reducers[patch.cell].slot(slot)) for patch in patches]
-                for patches in self.patches
-            ]
-        return self._views[slot]
 
     def _close_leaf(self) -> None:
         """All gradients of the leaf have come."""
@@ -309,7 +270,7 @@ class GradientFeeder:
     def _take(self, index: int, gradient: Tensor | None) -> None:
         """Add a parameter's gradient (None: zero) to the current slot, and send what is ready."""
         accumulate = self.accumulates
-        for patch, target in zip(self.patches[index], self._target[index], strict=True):
+        for patch, target in zip(self.placement.patches[index], self._target[index], strict=True):
             if gradient is None:
                 if not accumulate:
                     target.zero_()
@@ -321,7 +282,7 @@ class GradientFeeder:
 
     def _on_slices_filled(self, index: int) -> None:
         """A parameter's slices are in place."""
-        for patch in self.patches[index]:
+        for patch in self.placement.patches[index]:
             due = self._missing_slices[patch.cell]
             due[patch.bucket] -= 1
             if due[patch.bucket] == 0:
@@ -330,42 +291,17 @@ class GradientFeeder:
                 except Exception as error:  # raised by check(), not inside the backward
                     self.fail(error)
 
-    # --- where everything lies --------------------------------------------------------------
-    def _slice_of(self, patch: GradientPatch, flat: Tensor) -> Tensor:
-        """A patch's slice of a flat buffer of its cell.  flat: [layout.size] -> [*box]"""
-        return self.reducers[patch.cell].layout.slices[patch.slice_index].view(flat)
 
-    def _cut_into_patches(
-        self, boxes: Mapping[str, Box], cells: Sequence[int]
-    ) -> list[list[GradientPatch]]:
-        """The patches of each parameter in some cells."""
-        patches: dict[str, list[GradientPatch]] = {name: [] for name in boxes}
-        for cell in cells:
-            bucket, buckets = 0, self.reducers[cell].layout.buckets
-            for number, box in enumerate(self._arranged[cell]):
-                if number >= buckets[bucket].last:
-                    bucket += 1
-                held = boxes.get(box.name)
-                if held is None or not held.contains(box):
-                    raise ValueError(f"a cell has {box}, this rank holds {held}")
-                patches[box.name].append(GradientPatch(cell, number, bucket, _region(box, held)))
-        return list(patches.values())
-
-    def _result_views(self, wanted: Mapping[str, Box], dtype: torch.dtype) -> list[Tensor]:
-        """Return the sum of each wanted box, in place if possible."""
-        results: list[Tensor] = []
-        cut = self._cut_into_patches(wanted, self._received_cells)
-        for (name, box), patches in zip(wanted.items(), cut, strict=True):
-            found = [self._slice_of(patch, self.reducers[patch.cell].gradient) for patch in patches]
-            if sum(part.numel() for part in found) != box.size:
-                raise ValueError(f"the cells do not give all of {box} of {name}")
-            if len(patches) == 1 and patches[0].region is None:
-                results.append(found[0])
-                continue
-            whole = torch.zeros(box.lengths, dtype=dtype, device=self.device)
-            results.append(whole)
-            self._copies += [(p.of(whole), part) for p, part in zip(patches, found, strict=True)]
-        return results
+def _are_cut_alike(cells: Cells, old_cells: Sequence[Cell], reducers: Sequence[Reducer]) -> bool:
+    """Whether cells are those of these reducers, and this rank does the same in them."""
+    if len(cells) != len(old_cells):
+        return False
+    for (cell, team), old, reducer in zip(cells, old_cells, reducers, strict=True):
+        own, was = team.own_member, reducer.team.own_member
+        same = (own.contributes, own.receives) == (was.contributes, was.receives)
+        if not same or cell.boxes != old.boxes:
+            return False
+    return True
 
 
 def _norm_cells(cells: Cells) -> list[int]:
@@ -373,13 +309,3 @@ def _norm_cells(cells: Cells) -> list[int]:
     return [
         i for i, (cell, team) in enumerate(cells) if cell.answers_for_norm(team.own_member.rank)
     ]
-
-
-def _region(box: Box, held_box: Box) -> tuple[slice, ...] | None:
-    """`box` inside a tensor that holds `held_box`."""
-    if box.lengths == held_box.lengths:
-        return None
-    return tuple(
-        slice(offset - start, offset - start + length)
-        for offset, start, length in zip(box.offsets, held_box.offsets, box.lengths, strict=True)
-    )
