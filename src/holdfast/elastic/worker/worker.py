@@ -263,7 +263,7 @@ class Worker:
         """Return True if there is a state to continue from. A failed recovery may have taken the
         engine out of its session."""
         engine = getattr(self._session, "engine", None)
-        return self._has_state and engine is not None and not engine.is_torn
+        return self._has_state and engine is not None and not engine.status.is_torn
 
     def _recover_live(self, command: Begin, begun_at: float) -> None:
         """Enter the generation with the state that the survivors hold between them."""
