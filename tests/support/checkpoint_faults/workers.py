@@ -11,8 +11,9 @@ from pathlib import Path
 import torch
 
 from holdfast.checkpoint.capture import capturer
-from holdfast.checkpoint.capture.capturer import Capturer, CompletedCapture, view_of
+from holdfast.checkpoint.capture.capturer import Capturer, CompletedCapture
 from holdfast.checkpoint.capture.chunked_copy import CopySpan, copy_spans
+from holdfast.checkpoint.capture.copy_plan import view_of
 from holdfast.checkpoint.mover.client import MoverClient
 from holdfast.checkpoint.restore.reader import Checkpoint
 from holdfast.core.sharding.boxes import whole_box

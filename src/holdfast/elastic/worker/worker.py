@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 
-from holdfast.checkpoint.capture.capturer import Capturer, SkippedCapture, local_part
+from holdfast.checkpoint.capture.capturer import Capturer, SkippedCapture
+from holdfast.checkpoint.capture.copy_plan import local_part
 from holdfast.checkpoint.capture.reconnecting_capturer import ReconnectingCapturer
 from holdfast.checkpoint.mover.client import MoverClient
 from holdfast.config.run import RunConfig
