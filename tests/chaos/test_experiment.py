@@ -38,7 +38,7 @@ class _Said:
         self.lines: list[str] = []
         armoury = FaultOrders(root / "faults")
         armoury.prepare()
-        fleet = SimpleNamespace(alive=["a", "b", "c", "d"], ended=list)
+        fleet = SimpleNamespace(alive_nodes=["a", "b", "c", "d"], take_ended=list)
         scene: Any = SimpleNamespace(fleet=fleet, real_folder=root, notices=root, network=None)
         self.it = Experiment(
             scene, armoury, CHAOS_LAYOUTS["replicated"], list("abcd"), 100, self.lines.append

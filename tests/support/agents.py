@@ -67,7 +67,7 @@ class Switch:
         if (self.generation, self.stage) == (generation, NodeStage.BUILDING):
             self._become(NodeStage.WORKING)
 
-    def halt_generation(self, generation: int, reason: str, *, gentle: bool) -> None:
+    def halt_generation(self, generation: int, reason: str, *, at_step_end: bool) -> None:
         assert generation == self.generation
         if self.stage in (NodeStage.BUILDING, NodeStage.WORKING, NodeStage.BROKEN):
             self._become(NodeStage.HELD)

@@ -25,7 +25,7 @@ def _child(way: str, read_end: int) -> subprocess.Popen[bytes]:
     script = f"""
         import os, signal, subprocess, sys, threading
         from holdfast.wire import lifeline
-        lifeline.watch(int(sys.argv[1]))
+        lifeline.watch_lifeline(int(sys.argv[1]))
         # A process of the child's own, that knows nothing of lifelines.
         subprocess.Popen(["sleep", "1000"], stdout=1)
         print("up", flush=True)

@@ -87,7 +87,7 @@ class Full(FolderStore):
 class KeptBack(Direct):
     """Every checkpoint is to stay out of the bucket."""
 
-    def captured(
+    def announce_capture(
         self, rank: int, step: int, slot: int, sequence: int, meta: Mapping[str, Any]
     ) -> None:
         self.service.accept_capture(

@@ -345,7 +345,7 @@ def test_a_slow_worker_has_a_speed_and_then_its_node_rests() -> None:
             seconds = 0.6 if node == "c" else 0.2
             changes += pacing.observe(node, 1, [[7, "same", seconds, 2]])
     assert [c.after for c in changes][:2] == [Pace.SLOW, Pace.STANDBY]
-    assert {c.who for c in changes} == {("c", 7)}
+    assert {c.worker for c in changes} == {("c", 7)}
     assert pacing.relative_speeds == {("c", 7): 0.33}
     assert pacing.is_node_excluded("c")
     assert not pacing.is_node_excluded("a")

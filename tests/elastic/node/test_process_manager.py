@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import pytest
 
-from holdfast.elastic.node import process_manager
+from holdfast.elastic.node import fork_server_supervisor
 from holdfast.elastic.node.children import ChildFailedError
 from holdfast.elastic.node.process_manager import ProcessManager
 from holdfast.wire.secret import Secret
@@ -26,7 +26,7 @@ def test_a_template_that_fails_by_a_bug_is_said_and_is_a_failed_start(
 
     async def scene() -> None:
         said: list[str] = []
-        mover = cast(Any, SimpleNamespace(ensure_started=nothing, suffix="", stop=nothing))
+        mover = cast(Any, SimpleNamespace(ensure_running=nothing, node_suffix="", stop=nothing))
         host = ProcessManager(
             mover,
             tmp_path,
@@ -49,5 +49,5 @@ def test_a_template_that_fails_by_a_bug_is_said_and_is_a_failed_start(
             await host.ensure_processes(1)
         await host.shut_down()
 
-    monkeypatch.setattr(process_manager, "ForkServer", SimpleNamespace(start=start))
+    monkeypatch.setattr(fork_server_supervisor, "ForkServer", SimpleNamespace(start=start))
     asyncio.run(scene())

@@ -54,7 +54,7 @@ def test_what_is_found_is_said_in_one_line_and_asked(tmp_path: Path) -> None:
     environment = {"SLURM_JOB_ID": "7", "RAY_ADDRESS": "auto"}
     found = make_notice_source(ClusterConfig(notices="auto"), environment=environment, root=root)
     assert found is not None
-    assert [type(part).__name__ for part in found.leaf_sources] == ["Slurm", "Aws"]
+    assert [type(part).__name__ for part in found.leaf_sources] == ["SlurmSource", "AwsSource"]
     assert found.startup_message == (
         "notices: auto asks slurm (SLURM_JOB_ID), ray (RAY_ADDRESS), aws (made by Amazon EC2); "
         "ray is left out: the address of Ray's head is not known"

@@ -369,7 +369,7 @@ def test_training_waits_for_a_ledger_that_lies_behind_but_not_again_and_again() 
         reporter.wait_until_sent(5)
         assert not reporter._may_wait  # it was waited for in vain, and is not any more
         answering.set()
-        wait_until(lambda: reporter._is_sent_up_to(5), 60, "the ledger")
+        wait_until(lambda: reporter._events.is_sent_up_to(5), 60, "the ledger")
         reporter.wait_until_sent(5)
         assert reporter._may_wait
 

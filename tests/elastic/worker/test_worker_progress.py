@@ -30,7 +30,7 @@ class Heard:
     """A reporter whose first `deaf` flushes are in vain."""
 
     def __init__(self, deaf: int = 0, fenced: bool = False) -> None:
-        self.deaf, self.fenced = deaf, fenced
+        self.deaf, self.is_fenced = deaf, fenced
         self.said: list[tuple[int, str]] = []
         self.events: list[Event] = []
 
@@ -49,7 +49,9 @@ class SlowCapturer:
     def fence(self) -> float:
         return 0.0
 
-    def settle(self, step: int, timeout: float, alive: Callable[[], None]) -> str | None:
+    def wait_until_committed(
+        self, step: int, timeout: float, alive: Callable[[], None]
+    ) -> str | None:
         assert 0 < timeout <= 100
         for _ in range(3):
             alive()
@@ -108,7 +110,7 @@ def test_a_saver_in_the_making_has_no_room_and_is_waited_for_at_the_end() -> Non
     saver.announce(3, {}, SaveDestinations(True))
     assert saver.wait_until_committed(3, 60.0) == "the mover has made no arena"
     assert saver.wait_until_committed(3, 60.0, durable=False) is None
-    heard.deaf, heard.fenced = 2, True
+    heard.deaf, heard.is_fenced = 2, True
     assert (
         saver.wait_until_committed(3, 60.0, durable=False)
         == "the agent could not store the last reports"

@@ -144,11 +144,11 @@ class Carried:
             reign = self.member.link_failed(reign, name, request.parted, 0.0, self.rules)
         agent = agent._replace(reign=reign)
         node = reign.node(name)
-        if reign.phase is not Phase.FENCED and (node is None or node.mark != mark):
+        if reign.phase is not Phase.FENCED and (node is None or node.incarnation != mark):
             return agent, Answer(reign.term, "join" if node is None else "replaced")
         due = self.member.directive_for(reign, name)
-        members = tuple(sorted(reign.members)) if due.order is NodeCommand.START else ()
-        return agent, Answer(reign.term, due.order, due.generation, members)
+        members = tuple(sorted(reign.members)) if due.command is NodeCommand.START else ()
+        return agent, Answer(reign.term, due.command, due.generation, members)
 
     def ask(self, one: Agent, other: Agent) -> tuple[Agent, Agent]:
         """The answer is under way; one that would change nothing need not come."""
@@ -173,7 +173,7 @@ class Carried:
             return agent._replace(seat=self.succeed.leader_refused(seat, 0.0))
         seat = self.succeed.leader_answered(seat, answer.term, 0.0)
         agent = agent._replace(seat=seat, known=answer.order not in ("join", "replaced"))
-        if answer.order == NodeCommand.START and answer.generation > seat.at:
+        if answer.order == NodeCommand.START and answer.generation > seat.generation:
             if agent.stage not in STOPPED_STAGES:
                 raise ViolationError(f"{seat.name} was started while it works: {agent.stage}")
             seat = self.succeed.generation_joined(
@@ -181,7 +181,8 @@ class Carried:
             )
             agent = agent._replace(seat=seat, stage=NodeStage.BUILDING, parted="")
         halts = (
-            answer.order in (NodeCommand.HALT, NodeCommand.PAUSE) and answer.generation == seat.at
+            answer.order in (NodeCommand.HALT, NodeCommand.PAUSE)
+            and answer.generation == seat.generation
         )
         if halts and agent.stage not in STOPPED_STAGES:
             agent = agent._replace(stage=NodeStage.HELD)
@@ -244,7 +245,7 @@ class Carried:
         seat = self.succeed.pre_vote_ended(
             seat, dict(said), newest, 0.0, PATIENCE, "x" if moving else "", alive
         )
-        return agent._replace(seat=replace(seat, sign="")), store
+        return agent._replace(seat=replace(seat, journal_sizes="")), store
 
     def claim(self, agent: Agent, store: Store) -> tuple[Agent, Store]:
         number = agent.seat.term + 1
@@ -253,11 +254,11 @@ class Carried:
             raise ViolationError(f"term {number} after {store.term}")
         seat = self.succeed.candidacy_ended(agent.seat, number, made, 0.0)
         if not made:
-            if seat.standing is Role.LEADER:
+            if seat.role is Role.LEADER:
                 raise ViolationError(f"{seat.name} reigns in a term that it has not opened")
             return agent._replace(seat=seat), store
         return (
-            agent._replace(seat=replace(seat, holder=agent.address), known=False),
+            agent._replace(seat=replace(seat, leader_address=agent.address), known=False),
             store._replace(term=number, holder=agent.address),
         )
 

@@ -128,7 +128,7 @@ class Model:
                 yield self._one("tick", self.runs.tick, world, i)
                 for node in agent.reign.nodes:
                     k = NAMES.index(node.name)
-                    if k != i and not self._beats(world, k, i, node.mark):
+                    if k != i and not self._beats(world, k, i, node.incarnation):
                         yield self._one("lost", self.runs.lost, world, i, node.name)
         if world.late is not None:
             yield self._arrives(world, world.late)

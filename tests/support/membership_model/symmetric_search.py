@@ -46,7 +46,7 @@ class Names:
         pairs = set()
         for number in world.agents:
             reign = self._model.agents.values[number].reign
-            for pair in () if reign is None else reign.apart:
+            for pair in () if reign is None else reign.unreachable_pairs:
                 pairs.add((NAMES.index(pair.one), NAMES.index(pair.other)))
         if world.late is not None:
             return [0]

@@ -54,7 +54,7 @@ def test_a_request_is_accepted_once() -> None:
         {"proof": {"digest": "0" * 64}},
         {"proof": {"digest": "é"}},
         {"proof": {"digest": ""}},
-        {"proof": {"to": "another"}},
+        {"proof": {"listener_name": "another"}},
     ],
 )
 def test_whatever_is_changed_the_proof_no_longer_holds(change: dict[str, object]) -> None:

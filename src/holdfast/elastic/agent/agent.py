@@ -50,9 +50,9 @@ from holdfast.elastic.coordinator.run_controller import (
 )
 from holdfast.elastic.event_log import EventLog, Observer, Say, logged
 from holdfast.elastic.membership.role_loop import RoleLoop
-from holdfast.elastic.node.launch_specs import make_mover_settings
+from holdfast.elastic.node.launch_specs import NodeContext, make_mover_settings
 from holdfast.elastic.node.mover_supervisor import MoverSupervisor
-from holdfast.elastic.node.node_runner import NodeContext, NodeRunner
+from holdfast.elastic.node.node_runner import NodeRunner
 from holdfast.elastic.node.process_manager import ProcessManager
 from holdfast.elastic.node.worker_group import WorkerGroup
 from holdfast.elastic.notices.clouds import make_notice_source

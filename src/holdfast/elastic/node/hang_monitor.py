@@ -108,6 +108,44 @@ class _ProcessObservation:
     is_waiting: bool = False
 
 
+class StepTimer:
+    """Collects the times of one generation's steps from the workers' reports."""
+
+    def __init__(self, step_times: deque[float]) -> None:
+        """step_times: seconds of past steps, of this generation and older ones."""
+        self._step_times = step_times
+        self._newest_step: int | None = None  # the newest step that was begun
+        self._counted_step_time: dict[int, tuple[float, int]] = {}  # of each rank, what is counted
+        self.passed_steps = 0
+        """Number of steps that have passed in this generation."""
+
+    @property
+    def normal_step_s(self) -> float | None:
+        return normal_step_s(tuple(self._step_times))
+
+    def on_report(self, worker: WorkerStatus) -> None:
+        """Record the step time of a worker's report.
+
+        Only the step itself counts, as the worker has timed it: between two steps a loader may
+        wait, or a validation may run. A worker's first report may be of its third step.
+        """
+        seconds, steps = worker.step_time
+        if self._newest_step is None and not steps:
+            if worker.phase == "compute":
+                self._newest_step = worker.step
+            return
+        if self._newest_step is not None and worker.step <= self._newest_step:
+            return
+        self._newest_step = worker.step
+        self.passed_steps += 1
+        before, counted = self._counted_step_time.get(worker.rank, (0.0, 0))
+        self._counted_step_time[worker.rank] = worker.step_time
+        if steps > counted:
+            self._step_times.append((seconds - before) / (steps - counted))
+            while len(self._step_times) > MAX_STEP_SAMPLES:
+                self._step_times.popleft()
+
+
 class HangMonitor:
     """Checks the workers of one generation on this node. Lives in one event loop."""
 
@@ -129,42 +167,22 @@ class HangMonitor:
             can_compare: if False, only `progress_timeout_s` counts.
             is_first_step_compiled: as in `HangHooks`.
         """
-        self._workers, self._step_times, self._read_stat = workers, step_times, read_stat
+        self._workers, self._read_stat = workers, read_stat
+        self._step_timer = StepTimer(step_times)
         self._has_all_ranks = workers.world_size == world_size  # nobody sits elsewhere
         self._progress_timeout_s, self._can_compare = progress_timeout_s, can_compare
         self._is_first_step_compiled = is_first_step_compiled
         self._observations: dict[int, _ProcessObservation] = {}
-        self._newest_step: int | None = None  # the newest step that was begun
-        self._counted_step_time: dict[int, tuple[float, int]] = {}  # of each rank, what is counted
-        self._passed_steps = 0  # steps that have passed in this generation
         self._last_tick_at: float | None = None
         self._recent_lateness: deque[float] = deque([0.0], maxlen=5)
 
     @property
     def normal_step_s(self) -> float | None:
-        return normal_step_s(tuple(self._step_times))
+        return self._step_timer.normal_step_s
 
     def on_report(self, worker: WorkerStatus) -> None:
-        """Record the step time of a worker's report.
-
-        Only the step itself counts, as the worker has timed it: between two steps a loader may
-        wait, or a validation may run. A worker's first report may be of its third step.
-        """
-        seconds, steps = worker.step_time
-        if self._newest_step is None and not steps:
-            if worker.phase == "compute":
-                self._newest_step = worker.step
-            return
-        if self._newest_step is not None and worker.step <= self._newest_step:
-            return
-        self._newest_step = worker.step
-        self._passed_steps += 1
-        before, counted = self._counted_step_time.get(worker.rank, (0.0, 0))
-        self._counted_step_time[worker.rank] = worker.step_time
-        if steps > counted:
-            self._step_times.append((seconds - before) / (steps - counted))
-            while len(self._step_times) > MAX_STEP_SAMPLES:
-                self._step_times.popleft()
+        """Record the step time of a worker's report."""
+        self._step_timer.on_report(worker)
 
     def tick(self, now: float, tick_interval_s: float, is_over: bool = False) -> list[HungWorker]:
         """Check all workers; return those that this node alone can declare hung.
@@ -302,10 +320,10 @@ class HangMonitor:
     def _limit_factor(self, worker: WorkerStatus) -> float:
         """Return the factor by which this worker's phase may exceed the usual time."""
         if worker.phase not in STEP_PHASES or (
-            self._is_first_step_compiled and not self._passed_steps
+            self._is_first_step_compiled and not self._step_timer.passed_steps
         ):
             return SLOW_PHASE_LIMIT_FACTOR
-        return 1.0 if self._passed_steps else FIRST_STEP_LIMIT_FACTOR
+        return 1.0 if self._step_timer.passed_steps else FIRST_STEP_LIMIT_FACTOR
 
     # --- reports to the coordinator -------------------------------------------------------------
     def is_report_due(self, now: float) -> bool:

@@ -1,8 +1,9 @@
-"""The inputs of a generation: its topology, and the specs of its mover and its workers."""
+"""The inputs of a generation: the node's context, the topology, the specs of mover and workers."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from holdfast.checkpoint.mover.service import MoverSettings
@@ -14,7 +15,22 @@ from holdfast.plan.interface import LayoutPlan, NodePlaces, PresentPlacement
 from holdfast.plan.layouts import layouts_of
 from holdfast.plan.planner import plan_layout
 from holdfast.policy.saving.failure_history import FailureHistory
+from holdfast.wire.secret import Secret
 from holdfast.wire.store.run_store import translate_os_error
+
+
+@dataclass(frozen=True)
+class NodeContext:
+    """The fixed context of a node runner. control_address: address at which this node's agent
+    listens."""
+
+    config: RunConfig
+    node: str
+    folder: Path
+    secret: Secret
+    control_address: str
+    failure_history: FailureHistory
+    places: int
 
 
 def plan_topology(config: RunConfig, generation: int, node: str) -> Topology:

@@ -15,26 +15,18 @@ one to the other:
 from __future__ import annotations
 
 import asyncio
-import math
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
-from functools import partial
-from pathlib import Path
 from typing import Any
 
 from holdfast.checkpoint.mover.client import RestorePoint
-from holdfast.config.run import RunConfig
 from holdfast.elastic.event_log import EventLog, Say
+from holdfast.elastic.node.generation_launcher import GenerationLauncher
 from holdfast.elastic.node.hang_monitor import HangHooks
-from holdfast.elastic.node.launch_specs import (
-    make_standby_spec,
-    make_worker_specs,
-    max_worker_count,
-    standby_count,
-)
+from holdfast.elastic.node.launch_specs import NodeContext
 from holdfast.elastic.node.mover_supervisor import MoverSupervisor
-from holdfast.elastic.node.process_manager import NodeAssignment, ProcessManager
+from holdfast.elastic.node.process_manager import ProcessManager
+from holdfast.elastic.node.standby_keeper import StandbyKeeper
 from holdfast.elastic.node.worker_group import WorkerGroup
 from holdfast.elastic.protocol import exit_codes
 from holdfast.elastic.protocol.generation_outcome import (
@@ -49,33 +41,11 @@ from holdfast.elastic.protocol.generation_record import GenerationRecord
 from holdfast.elastic.protocol.hung_worker import HungWorker
 from holdfast.elastic.protocol.start_state import StartState
 from holdfast.errors import FencedError, HoldfastError, UserError
-from holdfast.layout import Topology
-from holdfast.plan.hardware import usable_cores
 from holdfast.policy.membership.transitions import STOPPED_STAGES, NodeStage
 from holdfast.policy.recovery.survivors import HeldState
-from holdfast.policy.saving.failure_history import FailureHistory
-from holdfast.wire.secret import Secret
 
-STANDBY_REFILL_INTERVAL_S = 10.0
-"""Least seconds between two checks for missing standbys."""
-MOVER_UPDATE_RETRY_S = 1.0
-"""Seconds before a mover that did not answer gets its announcement again."""
 WORKER_HALT_TIMEOUT_S = 10.0
 """Seconds that a worker may take to stop, in addition to three of its steps."""
-
-
-@dataclass(frozen=True)
-class NodeContext:
-    """The fixed context of a node runner. control_address: address at which this node's agent
-    listens."""
-
-    config: RunConfig
-    node: str
-    folder: Path
-    secret: Secret
-    control_address: str
-    failure_history: FailureHistory
-    places: int
 
 
 class NodeRunner:
@@ -127,14 +97,9 @@ class NodeRunner:
         )
         self._outcome: GenerationOutcome | None = None
         self._task: asyncio.Task[None] | None = None
-        self._mover_update: asyncio.Task[None] | None = None
-        self._rendezvous_address = ""
         self._is_group_ready = False
-        self._standby_task: asyncio.Task[None] | None = None
-        self._reported_ready_workers: int | None = None
-        self._standbys_checked_at = -math.inf  # when standbys were last seen to
-        self._is_ready_known = False  # whether it is known here which processes are ready
-        process_manager.on_ready_change = self._on_ready_change
+        self._launcher = GenerationLauncher(context, process_manager, mover, say)
+        self._standby_keeper = StandbyKeeper(context, process_manager, say, self.state_changed)
         self._halt_generation = 0  # the newest generation that was to halt
         self._is_only_node = False  # whether no other node takes part
 
@@ -146,26 +111,8 @@ class NodeRunner:
 
     @property
     def ready_workers(self) -> int | None:
-        """Return the number of places with a process that works or could start at once.
-
-        Return None if each generation starts new processes, or before any generation runs, here or
-        elsewhere.
-        """
-        live = self._context.config.cluster.recovery == "live"
-        return (
-            min(self._process_manager.ready_workers, self._max_workers)
-            if live and self._is_ready_known
-            else None
-        )
-
-    @property
-    def _max_workers(self) -> int:
-        return self._context.places
-
-    def _on_ready_change(self) -> None:
-        if self.ready_workers is not None and self.ready_workers != self._reported_ready_workers:
-            self._reported_ready_workers = self.ready_workers
-            self.state_changed.set()
+        """Return the number of places that are ready, as `StandbyKeeper.ready_workers` does."""
+        return self._standby_keeper.ready_workers
 
     def _set_stage(self, stage: NodeStage, outcome: GenerationOutcome | None = None) -> None:
         self.stage = stage
@@ -176,8 +123,9 @@ class NodeRunner:
     def start_generation(
         self, generation: int, record: GenerationRecord, start_state: StartState
     ) -> None:
-        self.generation, self._is_group_ready, self._is_ready_known = generation, False, True
-        self._standbys_checked_at = -math.inf
+        self.generation, self._is_group_ready = generation, False
+        self._standby_keeper.on_generation_started()
+        self._launcher.on_newer_generation()
         self._set_stage(NodeStage.BUILDING)
         self._replace_task(self._run_generation(generation, record, start_state))
 
@@ -250,34 +198,19 @@ class NodeRunner:
             return
         self._set_stage(NodeStage.BROKEN, LostOutcome("", str(error)))
 
-    def _on_mover_update_done(self, task: asyncio.Task[None]) -> None:
-        """Log the failure only: workers that have their state keep training without the mover."""
-        if not task.cancelled() and (error := task.exception()) is not None:
-            self._say(f"a fault of this node's agent, while updating its mover: {error!r}")
-
     # --- one generation -------------------------------------------------------------------------
     async def _run_generation(
         self, generation: int, record: GenerationRecord, start_state: StartState
     ) -> None:
         topology = record.topology
         assert topology is not None, "nobody trains without one"
-        if self._mover_update is not None:
-            self._mover_update.cancel()
         self._on_generation_started(generation)
-        self._rendezvous_address = start_state.rendezvous
         self.closing_reason = record.stopping
-        ranks = [rank for rank, node in enumerate(topology.nodes) if node == self._context.node]
-        self._is_only_node = len(ranks) == topology.world_size
-        await self._process_manager.ensure_processes(len(ranks))
-        newest, step = start_state.restore_point, start_state.step
-        came_from = record.came_from
-        stored = came_from is None and newest is not None and newest.durable
-        tell_mover = partial(self._update_mover, topology, step, newest, start_state, stored)
-        if came_from is None:  # the workers ask the mover for their state first
-            await tell_mover()
+        self._is_only_node = all(node == self._context.node for node in topology.nodes)
+        await self._launcher.prepare(topology, record, start_state)
         self.worker_group = current = WorkerGroup(
             topology,
-            step,
+            start_state.step,
             self._context.config.cluster,
             self._event_log,
             self._say,
@@ -287,122 +220,25 @@ class NodeRunner:
             self._hang_hooks,
         )
         self._on_group_started(current)
-        if self._is_already_finished(record, newest, step):
+        if self._is_already_finished(record, start_state):
+            newest = start_state.restore_point
             assert newest is not None, "nobody holds a state"
-            await self._report_outcome(await self._verify_final_state(generation, newest))
+            await self._report_outcome(await _verify_final_state(self._mover, generation, newest))
             return
         if not (self._is_live_recovery or self._mover.is_alive):
             current.decide(LostOutcome("mover_lost", "the mover ended"))
-        processes = self._match_processes(record, ranks)
-        current.expect_workers(
-            {rank: pid for rank, pid in zip(ranks, processes, strict=True) if pid}
-        )
-        told = make_worker_specs(
-            self._context.config,
-            topology,
-            folder=self._context.folder,
-            agent_address=self._context.control_address,
-            mover_socket=self._mover.socket_path,
-            cores=usable_cores(),
-            restore_key=None if newest is None else newest.key,
-            start_step=step,
-            failure_history=self._context.failure_history,
-            node=self._context.node,
-            rendezvous_address=self._rendezvous_address,
-            record=record,
-        )
-        beginning = self._process_manager.begin_generation(
-            NodeAssignment(
-                generation,
-                tuple(told),
-                tuple(processes),
-                came_from,
-                None if record.previous is None else record.previous.to_json(),
-            )
-        )
-        if came_from is not None:
-            self._mover_update = asyncio.create_task(
-                self._update_mover_in_background(generation, tell_mover)
-            )
-            self._mover_update.add_done_callback(self._on_mover_update_done)
-        await beginning
-        if not ranks:
+        await self._launcher.begin_workers(current, record, start_state)
+        if not current.ranks:
             self._set_stage(NodeStage.WORKING)
             return
         await self._report_outcome(await current.outcome)
 
-    async def _update_mover(
-        self,
-        topology: Topology,
-        step: int,
-        restore_point: RestorePoint | None,
-        start_state: StartState,
-        is_stored: bool,
-    ) -> None:
-        if start_state.peers is None:  # this node is the run's only one
-            await self._mover.expect_generation(topology, step, is_stored=is_stored)
-            return
-        await self._mover.expect_generation(
-            topology, step, restore_point, start_state.peers, start_state.extra_sources, is_stored
-        )
-
-    async def _update_mover_in_background(
-        self, generation: int, update_mover: Callable[[], Awaitable[None]]
-    ) -> None:
-        """Repeat the announcement until the mover takes it; the workers train meanwhile.
-
-        The code that restarts a mover announces the generation to the new mover itself.
-        """
-        while self.generation == generation and self._mover.is_alive:
-            try:
-                await update_mover()
-                return
-            except FencedError:
-                return
-            except HoldfastError as error:
-                self._say(f"the mover of {self._context.node} does not answer: {error}")
-                await asyncio.sleep(MOVER_UPDATE_RETRY_S)
-
-    def _is_already_finished(
-        self, record: GenerationRecord, restore_point: RestorePoint | None, step: int
-    ) -> bool:
+    def _is_already_finished(self, record: GenerationRecord, start_state: StartState) -> bool:
         """Return True if all steps are done and this node must verify the final state."""
-        restored = record.came_from is None and restore_point is not None
-        chosen = self._rendezvous_address == self._context.control_address  # by this node's mover
-        return (
-            restored and step >= self._context.config.train.steps and self._is_only_node and chosen
-        )
-
-    async def _verify_final_state(
-        self, generation: int, restore_point: RestorePoint
-    ) -> GenerationOutcome:
-        """Verify the final state of a run whose steps are all done.
-
-        No worker will read its checkpoint, so the mover does. A run must not finish with a state
-        that cannot be restored.
-        """
-        unsaved = (
-            None if restore_point.durable else await self._mover.wait_until_durable(restore_point)
-        )
-        problem = None
-        if unsaved is None and restore_point.key is not None:
-            problem = await self._mover.find_damage(generation, restore_point.key)
-        return (
-            FinishedOutcome(restore_point.step, unsaved)
-            if problem is None
-            else LostOutcome("rot", problem, problem)
-        )
-
-    def _match_processes(self, record: GenerationRecord, ranks: list[int]) -> list[int | None]:
-        """Return the process of each of this node's ranks; None: a newcomer.
-
-        A newcomer also replaces a process that has died since. The other workers do not expect it,
-        and they notice.
-        """
-        living = {process.pid for process in self._process_manager.workers}
-        if not record.processes:
-            return [None] * len(ranks)
-        return [pid if (pid := record.processes[rank]) in living else None for rank in ranks]
+        restored = record.came_from is None and start_state.restore_point is not None
+        chosen = start_state.rendezvous == self._context.control_address  # by this node's mover
+        is_done = start_state.step >= self._context.config.train.steps
+        return restored and is_done and self._is_only_node and chosen
 
     def _on_all_ready(self) -> None:
         self._is_group_ready = True
@@ -419,52 +255,14 @@ class NodeRunner:
         current = self.worker_group
         if self.stage is NodeStage.WORKING and current is not None and current.has_stepped:
             world = current.topology.world_size
-            self._replenish_standbys(
+            self._standby_keeper.replenish(
                 len(current.ranks), world
             )  # behind the training: it costs time
 
-    # --- standbys -------------------------------------------------------------------------------
     def on_outside_generation(self) -> None:
         """Prepare standbys while other nodes work, so that this node can offer its places."""
         if self.stage in STOPPED_STAGES:
-            self._is_ready_known = True
-            self._replenish_standbys(0, 0)
-
-    def _replenish_standbys(self, workers_here: int, world_size: int) -> None:
-        """Start missing standbys: as many as the run file asks for, and one for each lost worker's
-        place."""
-        now = asyncio.get_running_loop().time()
-        busy = self._standby_task is not None and not self._standby_task.done()
-        if self._context.config.cluster.recovery != "live" or busy:
-            return
-        if now - self._standbys_checked_at < STANDBY_REFILL_INTERVAL_S:
-            return
-        self._standbys_checked_at = now
-        wanted, room = max_worker_count(self._context.config), self._max_workers - workers_here
-        missing = min(room, wanted - world_size) if wanted else room
-        count = standby_count(self._context.config) * bool(workers_here) + max(0, missing)
-        if count:
-            self._standby_task = asyncio.create_task(self._start_standbys(count))
-            self._standby_task.add_done_callback(self._spared_or_not)
-
-    async def _start_standbys(self, count: int) -> None:
-        around = self._context
-        await self._process_manager.ensure_processes(0)
-        boot = make_standby_spec(
-            around.config,
-            around.folder,
-            around.control_address,
-            self._mover.socket_path,
-            usable_cores(),
-        )
-        await self._process_manager.keep_standbys(count, boot)
-
-    def _spared_or_not(self, task: asyncio.Task[None]) -> None:
-        """Ignore a failed start of standbys: the next check tries again."""
-        if task.cancelled() or (error := task.exception()) is None:
-            return
-        if not isinstance(error, HoldfastError):
-            self._say(f"a fault of this node's agent, while starting standbys: {error!r}")
+            self._standby_keeper.on_outside_generation()
 
     async def _report_outcome(self, outcome: GenerationOutcome) -> None:
         outcome = await self._on_group_ended(outcome)
@@ -488,17 +286,7 @@ class NodeRunner:
         inside: list[int] = []
         if current is not None and current.generation == generation:
             seconds += 3 * current.longest_step_s
-            lost = {member.rank for member in current.workers if not member.is_alive}
-            verdict = current.decided_outcome
-            lost |= verdict.lost_ranks if isinstance(verdict, LostOutcome) else frozenset()
-            # If a replica spans nodes, a rank elsewhere may be lost: then all of its ranks are
-            # woken.
-            inside = [
-                rank
-                for replica in current.topology.replicas
-                if lost & set(replica.ranks) or self._spans_nodes(current.topology, replica.ranks)
-                for rank in replica.ranks
-            ]
+            inside = _bereft_ranks(current)
         if self._is_live_recovery and not isinstance(self._outcome, FailedOutcome):
             with suppress(FencedError):
                 await self._process_manager.halt_workers(generation, inside, seconds)
@@ -509,5 +297,36 @@ class NodeRunner:
                 await self._mover.drain_saves(generation)
         self._set_stage(NodeStage.HELD, self._outcome)
 
-    def _spans_nodes(self, topology: Topology, ranks: tuple[int, ...]) -> bool:
-        return len({topology.nodes[rank] for rank in ranks}) > 1
+
+async def _verify_final_state(
+    mover: MoverSupervisor, generation: int, restore_point: RestorePoint
+) -> GenerationOutcome:
+    """Verify the final state of a run whose steps are all done.
+
+    No worker will read its checkpoint, so the mover does. A run must not finish with a state
+    that cannot be restored.
+    """
+    unsaved = None if restore_point.durable else await mover.wait_until_durable(restore_point)
+    problem = None
+    if unsaved is None and restore_point.key is not None:
+        problem = await mover.find_damage(generation, restore_point.key)
+    return (
+        FinishedOutcome(restore_point.step, unsaved)
+        if problem is None
+        else LostOutcome("rot", problem, problem)
+    )
+
+
+def _bereft_ranks(worker_group: WorkerGroup) -> list[int]:
+    """Return the ranks that lost a member of their own replica."""
+    topology = worker_group.topology
+    lost = {member.rank for member in worker_group.workers if not member.is_alive}
+    verdict = worker_group.decided_outcome
+    lost |= verdict.lost_ranks if isinstance(verdict, LostOutcome) else frozenset()
+    # If a replica spans nodes, a rank elsewhere may be lost: then all of its ranks are woken.
+    return [
+        rank
+        for replica in topology.replicas
+        if lost & set(replica.ranks) or len({topology.nodes[rank] for rank in replica.ranks}) > 1
+        for rank in replica.ranks
+    ]

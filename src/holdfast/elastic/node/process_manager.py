@@ -10,30 +10,27 @@ A rank's process comes from one of three sources, cheapest first:
     - a standby, forked before, with its imports done
     - a new fork of the fork server
 
-The fork server may die. Its children live on, and their pidfds report their exits. A new fork
-server starts while training continues.
+`ForkServerSupervisor` has the fork server, and `MoverSupervisor` the mover.
 """
 
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import logging
-import os
 import signal
-import sys
-from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from holdfast.elastic.node.children import ChildFailedError, ForkServer
+from holdfast.elastic.node.fork_server_supervisor import (
+    ForkServerSettings,
+    ForkServerSupervisor,
+)
 from holdfast.elastic.node.mover_supervisor import MoverSupervisor
 from holdfast.elastic.node.worker_process import STANDBY_RANK, CommandServer, WorkerProcess
 from holdfast.elastic.protocol.worker_spec import WorkerSpec
-from holdfast.errors import HoldfastError
 from holdfast.policy.recovery.survivors import HeldState
 from holdfast.wire.secret import Secret
 from holdfast.wire.waiting import wait_event
@@ -44,7 +41,6 @@ KILLED_EXIT_TIMEOUT_S = 20.0
 """Seconds that killed processes get to exit."""
 COMMAND_ACK_TIMEOUT_S = 5.0
 """Seconds within which a worker acknowledges a command: the thread that polls does nothing else."""
-_PR_SET_CHILD_SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER
 
 
 class ProcessListener(Protocol):
@@ -114,32 +110,36 @@ class ProcessManager:
             say: gets a sentence for the log.
         """
         self.mover = mover
-        self._folder, self._secret, self._lifeline = folder, secret, lifeline
-        self._entry, self._preloads = entry, preloads
+        self._folder, self._lifeline = folder, lifeline
         self._listener, self._on_mover_exit, self._on_fork_server_exit = (
             listener,
             on_mover_exit,
             on_fork_server_exit,
         )
-        self._say = say
-        self._fork_server: ForkServer | None = None
-        self._fork_server_start: asyncio.Task[None] | None = None
         self.on_ready_change: Callable[[], None] = lambda: None
         """Called when the number of ready processes may have changed."""
         self._command_server = CommandServer(self._on_held, lambda: self.on_ready_change())
         self.handle_command_poll = self._command_server.handle_poll
-        self._pending_forks: deque[WorkerProcess] = deque()  # whose fork has been asked for
+        log = folder / "logs" / f"template{mover.node_suffix}.log"
+        self._fork_server = ForkServerSupervisor(
+            ForkServerSettings(entry, preloads, lifeline, log, secret),
+            self._command_server,
+            self,
+            say,
+        )
         self._wanted_standbys: tuple[int, WorkerSpec] | None = None  # standbys
         self._forked_standbys = 0  # ever forked: the number of the next one's log
-        if sys.platform == "linux":  # orphans of a template that died become ours, to be reaped
-            ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
     # --- what it has ----------------------------------------------------------------------------
     @property
+    def _processes(self) -> tuple[WorkerProcess, ...]:
+        """Every process, including those whose fork is pending."""
+        return (*self._command_server, *self._fork_server.pending_forks)
+
+    @property
     def workers(self) -> list[WorkerProcess]:
         """Every living process that has a rank."""
-        everybody = (*self._command_server, *self._pending_forks)
-        return [p for p in everybody if p.is_alive and p.rank != STANDBY_RANK]
+        return [p for p in self._processes if p.is_alive and p.rank != STANDBY_RANK]
 
     def held_states(self) -> dict[int, HeldState]:
         """Return the states of workers that wait for commands, by process."""
@@ -151,25 +151,13 @@ class ProcessManager:
 
     @property
     def _idle_processes(self) -> list[WorkerProcess]:
-        return [
-            p
-            for p in (*self._command_server, *self._pending_forks)
-            if p.is_standby and not p.kill_pending
-        ]
+        return [p for p in self._processes if p.is_standby and not p.kill_pending]
 
     @property
     def ready_workers(self) -> int:
         """Return the number of processes that have a rank or are prepared for one."""
-        there = [
-            p
-            for p in (*self._command_server, *self._pending_forks)
-            if p.is_alive and not p.kill_pending
-        ]
+        there = [p for p in self._processes if p.is_alive and not p.kill_pending]
         return sum(p.rank != STANDBY_RANK or p.acked_command >= 0 for p in there)
-
-    @property
-    def can_fork(self) -> bool:
-        return self._fork_server is not None and self._fork_server.is_alive
 
     # --- beginning ------------------------------------------------------------------------------
     async def ensure_processes(self, workers: int) -> None:
@@ -180,9 +168,9 @@ class ProcessManager:
         """
         starting: list[Any] = [self.mover.ensure_running(self._lifeline, self._on_mover_exit)]
         if len(self.held_states()) + len(self._idle_processes) < workers:
-            starting.append(asyncio.shield(self._ensure_fork_server()))
-        elif not self.can_fork:
-            self._ensure_fork_server()
+            starting.append(asyncio.shield(self._fork_server.ensure_running()))
+        elif not self._fork_server.is_alive:
+            self._fork_server.ensure_running()
         await asyncio.gather(*starting)
 
     async def begin_generation(self, assignment: NodeAssignment) -> None:
@@ -218,9 +206,9 @@ class ProcessManager:
             self._send_begin(process, assignment, spec)
             self._listener.on_joined(assignment.generation, spec.rank, process.pid)
         elif assignment.came_from is None:
-            await self._fork(spec, spec.rank, assignment.generation)
+            await self._fork_server.fork(spec, spec.rank, assignment.generation)
         else:  # the others send it the state: it is told how, as a standby is
-            process = await self._fork(
+            process = await self._fork_server.fork(
                 replace(spec, rank=STANDBY_RANK), spec.rank, assignment.generation
             )
             self._send_begin(process, assignment, spec)
@@ -234,28 +222,16 @@ class ProcessManager:
     async def keep_standbys(self, count: int, spec: WorkerSpec) -> None:
         """Keep `count` standbys from now on; `spec` gives all but rank and log."""
         self._wanted_standbys = count, spec
-        for _ in range(count - len(self._idle_processes) if self.can_fork else 0):
+        for _ in range(count - len(self._idle_processes) if self._fork_server.is_alive else 0):
             self._forked_standbys += 1
             log = (
                 self._folder
                 / "logs"
                 / f"standby{self._forked_standbys}{self.mover.node_suffix}.log"
             )
-            await self._fork(replace(spec, rank=STANDBY_RANK, log=str(log)), STANDBY_RANK, 0)
-
-    async def _fork(self, spec: WorkerSpec, rank: int, generation: int) -> WorkerProcess:
-        process = WorkerProcess(Path(spec.log), spec.orders, rank, generation)
-        self._pending_forks.append(process)
-        if self._fork_server is None or not self._fork_server.is_alive:
-            asyncio.get_running_loop().call_soon(self._fail_pending_forks)
-        else:
-            try:
-                await self._fork_server.fork(spec, self._secret)
-            except Exception:  # the next one that is forked is another
-                with suppress(ValueError):
-                    self._pending_forks.remove(process)
-                raise
-        return process
+            await self._fork_server.fork(
+                replace(spec, rank=STANDBY_RANK, log=str(log)), STANDBY_RANK, 0
+            )
 
     # --- ending ---------------------------------------------------------------------------------
     async def halt_workers(
@@ -272,26 +248,12 @@ class ProcessManager:
         for process in workers:
             if process.held_state is None and process.accepts_commands:
                 process.halt_rank(generation, process.rank in bereft_ranks)
-        await asyncio.gather(*(self._wait_until_held(process, timeout_s) for process in workers))
+        await asyncio.gather(*(_wait_until_held(process, timeout_s) for process in workers))
         late = [p for p in workers if p.is_alive and p.held_state is None]
         for process in late:
             process.kill()
         await _wait_for_exits(late)
         return self.held_states()
-
-    async def _wait_until_held(self, process: WorkerProcess, timeout_s: float) -> None:
-        """Wait until the worker holds, has exited, or its time is over."""
-        begun = asyncio.get_running_loop().time()
-        if not process.accepts_commands or process.kill_pending:
-            return
-        while process.is_alive and process.held_state is None:
-            limit = timeout_s if process.has_acked else min(timeout_s, COMMAND_ACK_TIMEOUT_S)
-            left = begun + limit - asyncio.get_running_loop().time()
-            if left <= 0:
-                heard = "stop" if process.has_acked else "answer"
-                process.kill_reason = f"did not {heard} within {limit:g} s of the command"
-                return
-            await wait_event(process.state_changed, left)
 
     def kill_worker(self, pid: int, reason: str = "") -> None:
         """Kill one worker that makes no progress."""
@@ -302,120 +264,36 @@ class ProcessManager:
 
     async def kill_and_wait(self) -> None:
         """Kill all workers and standbys and wait until they have exited."""
-        everybody = [p for p in (*self._command_server, *self._pending_forks) if p.is_alive]
+        everybody = [p for p in self._processes if p.is_alive]
         for process in everybody:
             process.kill_pending = True
-        if self._fork_server is not None and self._fork_server.is_alive:
+        if self._fork_server.is_alive:
             await self._fork_server.kill_workers()
             await _wait_for_exits(everybody)
         self.kill_all()  # what a dead template could not kill
 
     def kill_all(self) -> None:
         """Kill all workers and standbys without the fork server."""
-        for process in (*self._command_server, *self._pending_forks):
+        for process in self._processes:
             process.kill()
 
     async def shut_down(self) -> None:
         """Kill every process and stop the fork server and the mover."""
         self._wanted_standbys = None
         self.kill_all()
-        if self._fork_server_start is not None:
-            self._fork_server_start.cancel()
-        if self._fork_server is not None:
-            await self._fork_server.stop()
+        await self._fork_server.stop()
         await self.mover.stop()
         for process in self._command_server:
             process.close()
 
-    # --- the template ---------------------------------------------------------------------------
-    def _ensure_fork_server(self) -> asyncio.Task[None]:
-        """Return the task of a fork server's start; start one if none is alive."""
-        if self._fork_server_start is None or (
-            self._fork_server_start.done() and not self.can_fork
-        ):
-            self._fork_server_start = asyncio.create_task(self._try_template())
-            self._fork_server_start.add_done_callback(_looked_at)
-        return self._fork_server_start
-
-    async def _try_template(self) -> None:
-        """Start the fork server; turn every fault into ChildFailedError for the waiters."""
-        try:
-            await self._start_fork_server()
-        except HoldfastError:
-            raise
-        except Exception as error:
-            self._say(f"a fault of this node's agent, while starting its fork server: {error!r}")
-            raise ChildFailedError(f"the template did not start: {error!r}") from error
-
-    async def _start_fork_server(self) -> None:
-        if self._fork_server is not None:
-            await self._fork_server.stop()
-            self._fork_server = None
-        log = self._folder / "logs" / f"template{self.mover.node_suffix}.log"
-        template = self._fork_server = await ForkServer.start(
-            self._lifeline,
-            self._entry,
-            self._preloads,
-            log,
-            self._on_fork_server_message,
-            self._adopt_orphans,
-        )
-        await template.wait_until_ready()
-        if self._wanted_standbys is not None:
-            await self.keep_standbys(*self._wanted_standbys)
-
-    def _adopt_orphans(self) -> None:
-        """Watch the children through their pidfds, now that the fork server has exited."""
-        if self._fork_server is not None:
-            self._fork_server.drain_messages()
-        for process in self._command_server:
-            if process.is_alive:
-                self._watch_orphan(process)
-        self._fail_pending_forks()
-        self._on_fork_server_exit()
-
-    def _watch_orphan(self, process: WorkerProcess) -> None:
-        if process.pidfd < 0:  # nobody would notice its end
-            process.kill()
-            self._on_exited(process, -signal.SIGKILL)
-            return
-        loop = asyncio.get_running_loop()
-        fd = process.pidfd
-
-        def ended() -> None:
-            loop.remove_reader(fd)
-            code = -signal.SIGKILL  # where it is not told: its template may have reaped it
-            with suppress(ChildProcessError):
-                found = os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG)
-                if found is not None:
-                    killed = found.si_code != os.CLD_EXITED
-                    code = -found.si_status if killed else found.si_status
-            self._on_exited(process, code)
-
-        loop.add_reader(fd, ended)
-
-    def _fail_pending_forks(self) -> None:
-        """Report every pending fork as exited: the fork server will not make it."""
-        while self._pending_forks:
-            self._on_exited(self._pending_forks.popleft(), -signal.SIGKILL)
-
-    def _on_fork_server_message(self, message: dict[str, Any]) -> None:
-        """Handle a message of the fork server: it forked a process, or one has exited."""
-        pid = int(message["pid"])
-        if message["event"] == "forked":
-            process = self._pending_forks.popleft()  # they are forked in the order of asking
-            process.on_forked(pid)
-            logger.info("worker %d forked for rank %d", pid, process.rank)
-            self._command_server.add(process)
-            if process.rank != STANDBY_RANK:
-                self._listener.on_joined(process.generation, process.rank, pid)
-            return
-        found = self._command_server.find(pid)
-        if found is not None and found.is_alive:
-            self._on_exited(found, int(message["code"]))
-
     # --- news -----------------------------------------------------------------------------------
-    def _on_exited(self, process: WorkerProcess, exit_code: int) -> None:
+    def on_forked(self, process: WorkerProcess) -> None:
+        """Note that a process has been forked, and has its process id."""
+        if process.rank != STANDBY_RANK:
+            self._listener.on_joined(process.generation, process.rank, process.pid)
+
+    def on_exited(self, process: WorkerProcess, exit_code: int) -> None:
+        """Note that a process has exited, or that its fork failed."""
         process.on_exited(exit_code)
         logger.info("worker %d of rank %d exited with %d", process.pid, process.rank, exit_code)
         if process.rank == STANDBY_RANK:
@@ -423,6 +301,15 @@ class ProcessManager:
         else:
             self._report_exit(process)
         self.on_ready_change()
+
+    async def on_fork_server_started(self) -> None:
+        """Fork the standbys that are missing."""
+        if self._wanted_standbys is not None:
+            await self.keep_standbys(*self._wanted_standbys)
+
+    def on_fork_server_exited(self) -> None:
+        """Tell the agent. Pending forks have been reported as exited."""
+        self._on_fork_server_exit()
 
     def _report_exit(self, process: WorkerProcess) -> None:
         code = -signal.SIGKILL if process.exit_code is None else process.exit_code
@@ -440,6 +327,21 @@ class ProcessManager:
         self._listener.on_held(process.generation, process.rank, process.held_state)
 
 
+async def _wait_until_held(process: WorkerProcess, timeout_s: float) -> None:
+    """Wait until the worker holds, has exited, or its time is over."""
+    begun = asyncio.get_running_loop().time()
+    if not process.accepts_commands or process.kill_pending:
+        return
+    while process.is_alive and process.held_state is None:
+        limit = timeout_s if process.has_acked else min(timeout_s, COMMAND_ACK_TIMEOUT_S)
+        left = begun + limit - asyncio.get_running_loop().time()
+        if left <= 0:
+            heard = "stop" if process.has_acked else "answer"
+            process.kill_reason = f"did not {heard} within {limit:g} s of the command"
+            return
+        await wait_event(process.state_changed, left)
+
+
 async def _wait_for_exits(processes: Iterable[WorkerProcess]) -> None:
     """Wait until the processes have exited, for KILLED_EXIT_TIMEOUT_S at most."""
 
@@ -450,9 +352,3 @@ async def _wait_for_exits(processes: Iterable[WorkerProcess]) -> None:
     with suppress(TimeoutError):
         async with asyncio.timeout(KILLED_EXIT_TIMEOUT_S):
             await asyncio.gather(*map(one, processes))
-
-
-def _looked_at(task: asyncio.Task[None]) -> None:
-    """Retrieve the error of a failed start: a caller that waits gets it, but there may be none."""
-    if not task.cancelled():
-        task.exception()

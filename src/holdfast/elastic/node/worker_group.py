@@ -160,29 +160,21 @@ class WorkerGroup:
 
     def _decide_after_hold(self, worker: WorkerStatus, held_state: HeldState) -> None:
         """Derive the outcome from a worker that has stopped by itself."""
-        cause = f"worker {worker.rank}: {held_state.text or held_state.kind}"
-        beat = self._cluster.heartbeat_seconds
-        match held_state.kind:
-            case "non_finite" | "loss_jump":
-                self.decide(LostOutcome(held_state.kind, held_state.text))
-            case "rotten":
-                said = held_state.text or "it could not be read"
-                self.decide(LostOutcome("rot", f"worker {worker.rank}: {said}", said))
-            case "error":
-                self.decide(LostOutcome("error", cause, lost_ranks=frozenset({worker.rank})))
-            case "paused":
-                return  # it was asked to, with all the others
-            case _:
-                # The worker that really died is reported at the same moment. Only if none is, this
-                # worker's report counts.
-                verdict = LostOutcome("peer_lost", cause, lost_ranks=frozenset({worker.rank}))
-                self._loop.call_later(beat, self.decide, verdict)
+        if held_state.kind == "paused":
+            return  # it was asked to, with all the others
+        outcome = _outcome_of_hold(worker.rank, held_state)
+        if outcome.reason != "peer_lost":
+            self.decide(outcome)
+            return
+        # The worker that really died is reported at the same moment. Only if none is, this worker's
+        # report counts.
+        self._loop.call_later(self._cluster.heartbeat_seconds, self.decide, outcome)
 
     def _decide_after_exit(self, worker: WorkerStatus, log_path: Path) -> None:
         """Derive the outcome from a worker that exited while its generation ran."""
         if worker.outcome is not None:
             if not self.workers.live_workers:
-                self.decide(self._common_outcome())
+                self.decide(_common_outcome(self.workers))
             return
         match worker.exit_code:
             case exit_codes.USER_ERROR:
@@ -193,7 +185,7 @@ class WorkerGroup:
                     )
                 )
             case exit_codes.NON_FINITE:
-                self.decide(FailedOutcome(self._describe_non_finite(worker)))
+                self.decide(FailedOutcome(_describe_non_finite(self._non_finite, worker.rank)))
             case exit_codes.CORRUPT_CHECKPOINT:
                 said = read_last_lines(log_path, 1).partition(": ")[2] or "it could not be read"
                 self.decide(LostOutcome("rot", f"worker {worker.rank}: {said}", said))
@@ -231,25 +223,6 @@ class WorkerGroup:
             LostOutcome(
                 reason, f"worker {worker.rank}: {cause}", lost_ranks=frozenset({worker.rank})
             )
-        )
-
-    def _common_outcome(self) -> GenerationOutcome:
-        outcomes = {member.outcome for member in self.workers}
-        if len(outcomes) > 1:
-            return LostOutcome("worker_lost", f"the workers ended differently: {outcomes}")
-        ((kind, step),) = (outcome for outcome in outcomes if outcome is not None)
-        unsaved = next(
-            (m.unsaved_reason for m in self.workers if m.unsaved_reason is not None), None
-        )
-        return FinishedOutcome(step, unsaved) if kind == "finished" else LeftOutcome(step, unsaved)
-
-    def _describe_non_finite(self, worker: WorkerStatus) -> str:
-        found = self._non_finite
-        if found is None:
-            return f"a loss or gradient is not finite on rank {worker.rank}"
-        return (
-            f"step {found.step}: {found.parameter} is not finite on rank {found.rank}; the state "
-            f"before that step is unharmed: try a lower train.optimizer.learning_rate"
         )
 
     # --- news from the workers ------------------------------------------------------------
@@ -294,22 +267,13 @@ class WorkerGroup:
         )
 
     def take_paces(self) -> list[list[Any]]:
-        """Return what each worker here has computed since the last call.
+        """Return what each worker here has computed since the last call, as `_pace_rows` does.
 
-        Each row has the process, its position, seconds and microbatches. Workers with equal
-        positions do the same work. The first steps do not count.
+        The first steps do not count.
         """
         if not self._cluster.compare or not self.has_stepped or self.outcome.done():
             return []
-        rows = []
-        for member in self.workers.live_workers:
-            (seconds, done), (before, passed) = member.compute_time, member.reported_compute_time
-            member.reported_compute_time = member.compute_time
-            if done > passed > 0:
-                replica = self.topology.replica_of(member.rank)
-                place = f"{replica.kind} {replica.ranks.index(member.rank)}"
-                rows.append([member.pid, place, round(seconds - before, 6), done - passed])
-        return rows
+        return _pace_rows(self.topology, self.workers.live_workers)
 
     def handle_hung_workers(self, hung_workers: Iterable[HungWorker]) -> None:
         """Give up workers that the coordinator declares hung, if they still are."""
@@ -330,3 +294,55 @@ class WorkerGroup:
         if not self.outcome.done() and not member.is_loss_reported:
             self._report_loss(member, cause, hung_worker.symptom, "hang")
         self._hang_hooks.kill_process(member.pid, cause)
+
+
+def _outcome_of_hold(rank: int, held_state: HeldState) -> LostOutcome:
+    """Return the generation's outcome, by the reason for which a worker stopped by itself."""
+    cause = f"worker {rank}: {held_state.text or held_state.kind}"
+    match held_state.kind:
+        case "non_finite" | "loss_jump":
+            return LostOutcome(held_state.kind, held_state.text)
+        case "rotten":
+            said = held_state.text or "it could not be read"
+            return LostOutcome("rot", f"worker {rank}: {said}", said)
+        case "error":
+            return LostOutcome("error", cause, lost_ranks=frozenset({rank}))
+        case _:
+            return LostOutcome("peer_lost", cause, lost_ranks=frozenset({rank}))
+
+
+def _common_outcome(workers: WorkerTable) -> GenerationOutcome:
+    """Return the outcome of workers that have all reported one, and exited."""
+    outcomes = {member.outcome for member in workers}
+    if len(outcomes) > 1:
+        return LostOutcome("worker_lost", f"the workers ended differently: {outcomes}")
+    ((kind, step),) = (outcome for outcome in outcomes if outcome is not None)
+    unsaved = next((m.unsaved_reason for m in workers if m.unsaved_reason is not None), None)
+    return FinishedOutcome(step, unsaved) if kind == "finished" else LeftOutcome(step, unsaved)
+
+
+def _describe_non_finite(found: NonFinite | None, rank: int) -> str:
+    """Return why a worker stopped at a value that is not finite; `found`, if it was reported."""
+    if found is None:
+        return f"a loss or gradient is not finite on rank {rank}"
+    return (
+        f"step {found.step}: {found.parameter} is not finite on rank {found.rank}; the state "
+        f"before that step is unharmed: try a lower train.optimizer.learning_rate"
+    )
+
+
+def _pace_rows(topology: Topology, workers: Iterable[WorkerStatus]) -> list[list[Any]]:
+    """Return what each worker has computed since its last row.
+
+    Each row has the process, its position, seconds and microbatches. Workers with equal positions
+    do the same work.
+    """
+    rows = []
+    for member in workers:
+        (seconds, done), (before, passed) = member.compute_time, member.reported_compute_time
+        member.reported_compute_time = member.compute_time
+        if done > passed > 0:
+            replica = topology.replica_of(member.rank)
+            place = f"{replica.kind} {replica.ranks.index(member.rank)}"
+            rows.append([member.pid, place, round(seconds - before, 6), done - passed])
+    return rows

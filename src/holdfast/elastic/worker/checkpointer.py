@@ -11,6 +11,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, TypeVar
 
@@ -23,9 +24,12 @@ from holdfast.config.run import RunConfig
 from holdfast.core.data.sample_order import BatchSchedule
 from holdfast.elastic.worker.reporter import AgentReporter
 from holdfast.errors import FencedError, HoldfastError, UserError
-from holdfast.events import CheckpointCaptured, CheckpointSkipped
+from holdfast.events import CheckpointCaptured, CheckpointSkipped, Evaluated
 from holdfast.policy.saving.destinations import SaveDestinations
+from holdfast.train.build import TrainingSession
+from holdfast.train.runner import TrainingOutcome
 from holdfast.train.state import LocalTensor
+from holdfast.train.vote import StepVerdict
 
 Made = TypeVar("Made")
 
@@ -33,6 +37,11 @@ _MOVER_RETURN_TIMEOUT_S = 30.0  # that a mover which is gone is given to come ba
 _MOVER_RETRY_DELAY_S = 0.1
 _LATE_SECONDS = 2.0
 """Seconds that a finished step waits for a saver in the making. After that it captures nothing."""
+
+_LAST_SLOT_TIMEOUT_S, _LAST_COMMIT_TIMEOUT_S = (
+    60.0,
+    600.0,
+)  # seconds for the last save, as in `train.runner`
 
 
 def make_with_fewer_slots(
@@ -253,3 +262,33 @@ class LateSaver:
         self._done.wait()
         if self._saver is not None:
             self._saver.close()
+
+
+def save_last_step(
+    session: TrainingSession,
+    saver: SnapshotSaver | LateSaver,
+    reporter: AgentReporter,
+    rank: int,
+    step: int,
+    verdict: StepVerdict | None,
+    waking: AbstractContextManager[None],
+) -> TrainingOutcome:
+    """Save the last step: it was applied, but its save was interrupted.
+
+    verdict: of that step, if it is known. waking: within it, a halt wakes the evaluation.
+    """
+    captured = saver.capture(step, session.engine.state(), _LAST_SLOT_TIMEOUT_S, True)
+    begun = time.monotonic()
+    with waking:
+        found = session.evaluator.run(lambda: reporter.progress(step, "evaluate"))
+    if found is not None and rank == 0:
+        seconds = time.monotonic() - begun
+        event = Evaluated(found.loss, found.bits_per_byte, found.tokens, seconds, step=step)
+        reporter.emit(event)
+    if not captured:
+        return TrainingOutcome("finished", step, "no snapshot could be made of it")
+    known = {} if verdict is None else {"loss": verdict.mean_loss, "tokens": verdict.tokens}
+    saver.announce(step, known, SaveDestinations(True, None, True))
+    return TrainingOutcome(
+        "finished", step, saver.wait_until_committed(step, _LAST_COMMIT_TIMEOUT_S)
+    )

@@ -18,6 +18,8 @@ from typing import Any
 from torch.distributed import DistStoreError, Store  # type: ignore[attr-defined]
 
 from holdfast.elastic.protocol.worker_messages import MAX_POLL_WAIT_S
+from holdfast.elastic.worker.commands import GenerationHalts
+from holdfast.parallel.comm.transport import PeerGroup
 from holdfast.wire.http.client import Client
 
 
@@ -146,3 +148,30 @@ def _encode(value: bytes | str) -> str:
 
 def _decode(text: str) -> bytes:
     return base64.b64decode(text, validate=True)
+
+
+class Rendezvous:
+    """The meeting of one generation's groups: their store, and the peers of a live recovery."""
+
+    def __init__(self, client: Client, halts: GenerationHalts) -> None:
+        self._client, self._halts = client, halts
+        self.store = HttpStore(client)
+        self._joining_peers: PeerGroup | None = None  # of a generation into which state is moved
+
+    def on_peers_met(self, control: PeerGroup) -> None:
+        """Note that the peers have met, so that `abort` ends waits for them, too."""
+        self._joining_peers = control
+        if self._halts.is_halted:
+            control.abort()  # it was not there yet when the others were woken
+
+    def abort(self) -> bool:
+        """End waits for peers, and for ranks to come; return False if they were ended before."""
+        if self._joining_peers is not None:
+            self._joining_peers.abort()
+        if self.store.is_aborted:
+            return False
+        self.store.abort()
+        return True
+
+    def close(self) -> None:
+        self._client.close()

@@ -18,17 +18,16 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
-from itertools import islice
+from dataclasses import dataclass, field
 from typing import Any
 
 from holdfast.elastic.protocol.worker_messages import STEP_PHASES
+from holdfast.elastic.worker.event_queue import EventQueue, UnsentEvents
 from holdfast.errors import FencedError, HoldfastError
 from holdfast.events import Event
 from holdfast.policy.saving.tier_durations import durations_from_json
 from holdfast.wire.http.client import Client, RequestError
 
-_MAX_BATCH_EVENTS = 500  # events in one request
 _LEDGER_WAIT_S = 1.0  # seconds that training waits for an agent that does not take its ledger
 _CALLBACK_WAIT_S = 1.0  # that a callable which is under way may delay the next generation
 
@@ -50,32 +49,146 @@ class AgentRequests:
     )
     is_node_leaving: bool = False  # pausing: a node leaves then, and what its workers hold with it
 
+    @staticmethod
+    def from_json(answer: Mapping[str, Any]) -> AgentRequests:
+        """Parse the agent's answer to a report."""
+        return AgentRequests(
+            bool(answer["stop"]),
+            int(answer["generation"]),
+            bool(answer.get("brief")),
+            int(answer.get("request", 0)),
+            frozenset(answer.get("into", ())),
+            durations_from_json(answer.get("durations", {})),
+            int(answer.get("pause", 0)),
+            bool(answer.get("parting")),
+        )
 
-@dataclass(frozen=True)
-class UnsentEvents:
-    """The events of a reporter that were not acknowledged, with their numbers, for the next
-    reporter.
 
-    The agent may have taken some of them: the numbers tell.
+class ProgressMeter:
+    """Records how far training is, and how long its steps take. Training's thread writes it; the
+    reporter's thread reads whole values."""
 
-    stream_id: names the numbering, which is this process's own.
-    next_number: the number of the next event.
-    """
+    def __init__(self) -> None:
+        self.progress: tuple[int, str, int] = (0, "start", 0)
+        """Step, phase, number of calls within the step."""
+        self.compute_time = (0.0, 0)
+        """Seconds of computing, microbatches."""
+        self.step_time = (0.0, 0)
+        """Seconds from a step's arithmetic to the end of its vote, steps."""
+        self.microbatch_count: Callable[[], int] | None = None
+        """Returns this rank's number of microbatches in the open step."""
+        self._computing_since: float | None = None  # since when
+        self._step_began_at = 0.0  # with the step that is under way
 
-    stream_id: str
-    next_number: int = 0
-    events: tuple[tuple[int, Event], ...] = ()
+    def record(self, step: int, phase: str) -> None:
+        """Record that training is inside `phase` of `step`.
 
-    def up_to_step(self, step: int) -> UnsentEvents:
-        """Drop the events of steps that a generation from the state after `step` will repeat."""
-        return replace(self, events=tuple(e for e in self.events if e[1].step <= step))
-
-    def without_kind(self, kind: type[Event]) -> UnsentEvents:
-        """Drop events of this kind. Used by a process that skipped a generation.
-
-        Its steps may have been repeated there, and the coordinator repairs the ledger.
+        The calls within a step are counted. If all ranks stall, the rank that got least far blocks
+        the rest.
         """
-        return replace(self, events=tuple(e for e in self.events if not isinstance(e[1], kind)))
+        now = time.monotonic()
+        if phase == "compute":
+            self._computing_since = now
+        elif (
+            phase == "reduce"
+            and self._computing_since is not None
+            and self.microbatch_count is not None
+        ):
+            seconds, microbatches = self.compute_time
+            self.compute_time = (
+                seconds + now - self._computing_since,
+                microbatches + self.microbatch_count(),
+            )
+            self._computing_since = None
+        before, last, marks = self.progress
+        if phase in STEP_PHASES and last not in STEP_PHASES:
+            self._step_began_at = now
+        elif phase not in STEP_PHASES and last in STEP_PHASES:
+            seconds, steps = self.step_time
+            self.step_time = (seconds + now - self._step_began_at, steps + 1)
+        self.progress = (step, phase, marks + 1 if step == before else 1)
+
+
+class ReportWriter:
+    """Writes the bodies of one rank's reports. Belongs to the reporter's thread."""
+
+    def __init__(
+        self, rank: int, stream_id: str, meter: ProgressMeter, is_asleep: Callable[[], bool]
+    ) -> None:
+        self._rank, self._stream_id, self._meter = rank, stream_id, meter
+        self._is_asleep = is_asleep
+        self._reported_progress = meter.progress  # with the last report
+
+    def write(
+        self,
+        batch: list[tuple[int, Event]],
+        first_number: int,
+        *,
+        sync: bool,
+        has_callbacks: bool,
+        outcome: dict[str, Any] | None,
+    ) -> dict[str, Any]:
+        """Write the report of a batch whose first event has this number."""
+        meter = self._meter
+        still, self._reported_progress = self._reported_progress, meter.progress
+        step, phase, marks = self._reported_progress
+        body: dict[str, Any] = {
+            "rank": self._rank,
+            "voice": self._stream_id,
+            "step": step,
+            "phase": phase,
+            "marks": marks,
+            "asleep": still == self._reported_progress and self._is_asleep(),
+            "pace": list(meter.compute_time),
+            "worked": list(meter.step_time),
+            "own": round(time.thread_time(), 4),  # beside which the process computes
+            # The agent drops what it has seen: a batch whose answer was lost is sent again.
+            "first": first_number,
+            "events": [{"kind": event.kind, "event": event.body} for _, event in batch],
+            "sync": sync,
+            "calls": has_callbacks,
+        }
+        if outcome is not None:
+            body["outcome"] = outcome
+        return body
+
+
+class CallbackQueue:
+    """Callbacks, each of which waits until the events before it are durable. Its owner's lock
+    guards it."""
+
+    def __init__(self) -> None:
+        self._callbacks: deque[tuple[int, Callable[[], None]]] = (
+            deque()
+        )  # events before it, the call
+        self._expected = 0  # calls that will come, and those that are there
+        self.is_announced = False
+        """Whether the agent knows that one may be under way."""
+
+    def __bool__(self) -> bool:
+        return bool(self._callbacks)
+
+    @property
+    def is_expecting(self) -> bool:
+        """Return True if a callback is announced, and has not run."""
+        return self._expected > 0
+
+    def expect(self) -> None:
+        self._expected += 1
+
+    def append(self, number: int, call: Callable[[], None]) -> None:
+        """Add a callback that waits for all events below a number."""
+        self._callbacks.append((number, call))
+
+    def next_within(self, number: int | None) -> Callable[[], None] | None:
+        """Return the next callback, if it waits for events below `number` only (None: any)."""
+        due = bool(self._callbacks) and (number is None or self._callbacks[0][0] <= number)
+        return self._callbacks[0][1] if due else None
+
+    def drop_next(self) -> None:
+        """Remove the next callback, which has run."""
+        self._callbacks.popleft()
+        self._expected = max(0, self._expected - 1)
 
 
 class AgentReporter:
@@ -103,36 +216,17 @@ class AgentReporter:
             is_asleep: returns True if training sleeps where ranks wait for each other. It is called
                 while training makes no progress.
         """
-        unsent = unsent or UnsentEvents(secrets.token_hex(8))
         self._client = client
-        self._rank = rank
         self._heartbeat_s = heartbeat_s
         self._on_error = on_error
-        self._is_asleep = is_asleep
-        self._stream_id = unsent.stream_id
-        self._events: deque[tuple[int, Event]] = deque(unsent.events)  # number, event
-        self._next_number = unsent.next_number  # number of the next event
-        self._batch_first_number = self._next_number  # of the batch that is being sent
-        self._callbacks: deque[tuple[int, Callable[[], None]]] = (
-            deque()
-        )  # events before it, the call
-        self._urgent_below = (
-            self._next_number
-        )  # the number behind the last event that is sent at once
+        self._events = EventQueue(unsent or UnsentEvents(secrets.token_hex(8)))
+        self._batch_first_number = self._events.next_number  # of the batch that is being sent
+        self._callbacks = CallbackQueue()
         self._durable_below = -1  # every event with a lower number is
-        self._expected_callbacks = 0  # calls that will come, and those that are there
-        self._is_callback_announced = False  # whether the agent knows that one may be under way
         self._changed = threading.Condition()
-        self._progress: tuple[int, str, int] = (0, "start", 0)
-        self._reported_progress = self._progress  # with the last report
-        self._computing_since: float | None = None  # since when
-        self._compute_time = (0.0, 0)  # seconds of computing, microbatches
-        self._step_time = (0.0, 0)  # seconds from a step's arithmetic to the end of its vote, steps
-        self._step_began_at = 0.0  # with the step that is under way
-        self.microbatch_count: Callable[[], int] | None = None
-        """Returns this rank's number of microbatches in the open step."""
+        self.progress_meter = ProgressMeter()
+        self._writer = ReportWriter(rank, self._events.stream_id, self.progress_meter, is_asleep)
         self._outcome: dict[str, Any] | None = None
-        self._single_events_left = 0  # events of a refused batch that are still to be sent alone
         self._is_busy = False
         self._may_wait = True
         self._is_closing = False
@@ -149,8 +243,7 @@ class AgentReporter:
     def emit(self, event: Event) -> None:
         """Queue an event for the journal."""
         with self._changed:
-            self._events.append((self._next_number, event))
-            self._next_number += 1
+            self._events.append(event)
             self._send_now()
 
     def emit_lazily(self, event: Event) -> None:
@@ -159,54 +252,29 @@ class AgentReporter:
         At most one event waits so; no callback waits for it.
         """
         with self._changed:
-            if self._events and self._events[-1][0] >= self._urgent_below:
+            if self._events.has_lazy:
                 self._send_now()
-            self._events.append((self._next_number, event))
-            self._next_number += 1
+            self._events.append(event)
 
     def _send_now(self) -> None:
-        self._urgent_below = self._next_number
+        self._events.mark_urgent()
         self._changed.notify_all()
 
     def expect_callback(self) -> None:
         """Announce one more call of `call_when_durable`: events emitted until it has run are made
         durable at once."""
         with self._changed:
-            self._expected_callbacks += 1
+            self._callbacks.expect()
 
     def progress(self, step: int, phase: str) -> None:
         """Report that this rank is alive, inside `phase` of `step`. Costs one assignment: it is
-        sent with the next heartbeat, and a newer one replaces it.
-
-        The calls within a step are counted. If all ranks stall, the rank that got least far blocks
-        the rest.
-        """
-        now = time.monotonic()
-        if phase == "compute":
-            self._computing_since = now
-        elif (
-            phase == "reduce"
-            and self._computing_since is not None
-            and self.microbatch_count is not None
-        ):
-            seconds, microbatches = self._compute_time
-            self._compute_time = (
-                seconds + now - self._computing_since,
-                microbatches + self.microbatch_count(),
-            )
-            self._computing_since = None
-        before, last, marks = self._progress
-        if phase in STEP_PHASES and last not in STEP_PHASES:
-            self._step_began_at = now
-        elif phase not in STEP_PHASES and last in STEP_PHASES:
-            seconds, steps = self._step_time
-            self._step_time = (seconds + now - self._step_began_at, steps + 1)
-        self._progress = (step, phase, marks + 1 if step == before else 1)
+        sent with the next heartbeat, and a newer one replaces it."""
+        self.progress_meter.record(step, phase)
 
     def call_when_durable(self, call: Callable[[], None]) -> None:
         """Run `call` on the reporter's thread after all events emitted so far are durable."""
         with self._changed:
-            self._callbacks.append((self._urgent_below, call))
+            self._callbacks.append(self._events.urgent_below, call)
             self._changed.notify_all()
 
     def report_outcome(self, kind: str, step: int, unsaved: str | None = None) -> None:
@@ -233,7 +301,7 @@ class AgentReporter:
         end = time.monotonic() + timeout_s
         with self._changed:
             self._send_now()
-            while self._has_pending or self._is_busy:
+            while self._events or self._callbacks or self._outcome or self._is_busy:
                 left = end - time.monotonic()
                 if left <= 0 or self.is_fenced or self._is_closing:
                     return False
@@ -255,7 +323,7 @@ class AgentReporter:
         self._client.abort()  # an answer that is still waited for is not needed: numbers tell
         self._thread.join(_CALLBACK_WAIT_S)
         with self._changed:
-            return UnsentEvents(self._stream_id, self._next_number, tuple(self._events))
+            return self._events.unsent()
 
     def wait_until_sent(self, step: int) -> None:
         """Wait until the agent has the events of steps up to `step`.
@@ -263,20 +331,14 @@ class AgentReporter:
         If a process is killed, other processes can replace its unsent events for the last few steps
         only. After one wait in vain, do not wait again until the agent has caught up.
         """
-        if self._is_sent_up_to(step):
+        if self._events.is_sent_up_to(step):
             self._may_wait = True
         elif self._may_wait:
             with self._changed:
                 self._send_now()
                 self._may_wait = self._changed.wait_for(
-                    lambda: self._is_sent_up_to(step) or self.is_fenced, _LEDGER_WAIT_S
+                    lambda: self._events.is_sent_up_to(step) or self.is_fenced, _LEDGER_WAIT_S
                 )
-
-    def _is_sent_up_to(self, step: int) -> bool:
-        try:
-            return not self._events or self._events[0][1].step > step
-        except IndexError:  # the other thread has just taken the last one
-            return True
 
     @property
     def has_pending_callbacks(self) -> bool:
@@ -285,13 +347,8 @@ class AgentReporter:
 
     # --- the thread -----------------------------------------------------------------------
     @property
-    def _has_pending(self) -> bool:
-        return bool(self._events or self._callbacks or self._outcome)
-
-    @property
     def _has_urgent(self) -> bool:
-        urgent = bool(self._events) and self._events[0][0] < self._urgent_below
-        return bool(urgent or self._callbacks or self._outcome)
+        return bool(self._events.has_urgent or self._callbacks or self._outcome)
 
     def _post_until_closed(self) -> None:
         while True:
@@ -303,39 +360,26 @@ class AgentReporter:
                 if self._is_closing or self.is_fenced:
                     return
                 self._is_busy = True
-                at_once = self._ready_callback()
+                # It may run without a request, if the agent expects one.
+                announced = self._callbacks.is_announced
+                at_once = self._callbacks.next_within(self._durable_below) if announced else None
             if at_once is not None:
                 self._run_callback(at_once)
                 continue
             with self._changed:
-                batch = self._next_batch()
-                self._batch_first_number = batch[0][0] if batch else self._next_number
-                behind = self._events[len(batch)][0] if len(self._events) > len(batch) else None
-                due = bool(self._callbacks) and (behind is None or self._callbacks[0][0] <= behind)
-                call = self._callbacks[0][1] if due else None
+                batch = self._events.next_batch()
+                self._batch_first_number = batch[0][0] if batch else self._events.next_number
+                call = self._callbacks.next_within(self._events.number_behind(batch))
                 outcome = self._outcome
             self._post_and_drop(batch, call, outcome)
 
-    def _ready_callback(self) -> Callable[[], None] | None:
-        """Return the next callback, if it may run now and the agent expects one."""
-        if (
-            self._is_callback_announced
-            and self._callbacks
-            and self._callbacks[0][0] <= self._durable_below
-        ):
-            return self._callbacks[0][1]
-        return None
-
     def _run_callback(self, call: Callable[[], None]) -> None:
-        self._call_guarded(call)
+        try:
+            call()
+        except Exception as error:
+            self._report_error(error)
         with self._changed:
-            self._callbacks.popleft()
-            self._expected_callbacks = max(0, self._expected_callbacks - 1)
-
-    def _next_batch(self) -> list[tuple[int, Event]]:
-        """Return the next events whose numbers are consecutive."""
-        most = islice(self._events, 1 if self._single_events_left else _MAX_BATCH_EVENTS)
-        return [each for at, each in enumerate(most) if each[0] == self._events[0][0] + at]
+            self._callbacks.drop_next()
 
     def _post_and_drop(
         self,
@@ -345,7 +389,7 @@ class AgentReporter:
     ) -> None:
         """Post one batch and drop it; once it is durable, run the callback that waits for it."""
         some_new = self._batch_first_number + len(batch) > self._durable_below
-        sync = some_new and (call is not None or self._expected_callbacks > 0)
+        sync = some_new and (call is not None or self._callbacks.is_expecting)
         taken, stored = self._post(batch, sync=sync, outcome=outcome)
         if sync and stored:
             self._durable_below = self._batch_first_number + len(batch)
@@ -353,21 +397,13 @@ class AgentReporter:
             self._run_callback(call)
         with self._changed:
             if taken:
-                for _ in batch:
-                    self._events.popleft()
-            self._single_events_left = max(0, self._single_events_left - len(batch) * taken)
+                self._events.drop(batch)
             if taken and outcome is not None and self._outcome == outcome:
                 self._outcome = None
             waiting = not taken or (call is not None and not stored)
             if waiting and not (self._is_closing or self.is_fenced):
                 # The agent is busy, or its disk is full: the queue waits for the next beat.
                 self._changed.wait(self._heartbeat_s)
-
-    def _call_guarded(self, call: Callable[[], None]) -> None:
-        try:
-            call()
-        except Exception as error:
-            self._report_error(error)
 
     def _report_error(self, error: BaseException) -> None:
         if self._on_error is not None:
@@ -378,26 +414,10 @@ class AgentReporter:
     ) -> tuple[bool, bool]:
         """Post a batch; return (the agent has taken it, it is stored). With `sync`, stored means
         durable."""
-        still, self._reported_progress = self._reported_progress, self._progress
-        step, phase, marks = self._reported_progress
-        body: dict[str, Any] = {
-            "rank": self._rank,
-            "voice": self._stream_id,
-            "step": step,
-            "phase": phase,
-            "marks": marks,
-            "asleep": still == self._reported_progress and self._is_asleep(),
-            "pace": list(self._compute_time),
-            "worked": list(self._step_time),
-            "own": round(time.thread_time(), 4),  # beside which the process computes
-            # The agent drops what it has seen: a batch whose answer was lost is sent again.
-            "first": self._batch_first_number,
-            "events": [{"kind": event.kind, "event": event.body} for _, event in batch],
-            "sync": sync,
-            "calls": self._expected_callbacks > 0 or bool(self._callbacks),
-        }
-        if outcome is not None:
-            body["outcome"] = outcome
+        has_callbacks = self._callbacks.is_expecting or bool(self._callbacks)
+        body = self._writer.write(
+            batch, self._batch_first_number, sync=sync, has_callbacks=has_callbacks, outcome=outcome
+        )
         try:
             answer = self._client.post("/report", body, 10.0)
         except FencedError:
@@ -409,21 +429,12 @@ class AgentReporter:
             # An event that cannot be sent or read is our own bug. To find it, its batch is sent one
             # by one. It is dropped, so that it does not hold up the rest.
             if len(batch) > 1:
-                self._single_events_left = len(batch)
+                self._events.send_singly(batch)
                 return False, False
             self._report_error(error)
             return True, False
         except HoldfastError:
             return False, False
-        self._requests = AgentRequests(
-            bool(answer["stop"]),
-            int(answer["generation"]),
-            bool(answer.get("brief")),
-            int(answer.get("request", 0)),
-            frozenset(answer.get("into", ())),
-            durations_from_json(answer.get("durations", {})),
-            int(answer.get("pause", 0)),
-            bool(answer.get("parting")),
-        )
-        self._is_callback_announced = bool(body["calls"])
+        self._requests = AgentRequests.from_json(answer)
+        self._callbacks.is_announced = has_callbacks
         return True, bool(answer["stored"])

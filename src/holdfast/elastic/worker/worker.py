@@ -6,55 +6,43 @@ import gc
 import logging
 import time
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 
 import torch
 
-from holdfast.checkpoint.capture.capturer import Capturer, SkippedCapture
-from holdfast.checkpoint.capture.copy_plan import local_part
-from holdfast.checkpoint.capture.reconnecting_capturer import ReconnectingCapturer
-from holdfast.checkpoint.mover.client import MoverClient
+from holdfast.checkpoint.capture.capturer import SkippedCapture
 from holdfast.config.run import RunConfig
 from holdfast.core.data.skips import Skips
-from holdfast.core.sharding.state_table import state_table
 from holdfast.data.batch import Batches
 from holdfast.data.dataset import Dataset
 from holdfast.elastic.protocol import exit_codes
 from holdfast.elastic.protocol.worker_spec import WorkerSpec
-from holdfast.elastic.worker.checkpointer import (
-    LateSaver,
-    SnapshotSaver,
-    make_with_fewer_slots,
-    retry_until_mover_is_up,
-)
+from holdfast.elastic.worker.checkpointer import LateSaver, SnapshotSaver, save_last_step
 from holdfast.elastic.worker.commands import (
     Begin,
     CommandClient,
-    Interrupt,
+    GenerationHalts,
     PreviousGeneration,
     WorkerHeldState,
 )
-from holdfast.elastic.worker.http_store import HttpStore
+from holdfast.elastic.worker.http_store import HttpStore, Rendezvous
 from holdfast.elastic.worker.output import redirect_output
 from holdfast.elastic.worker.reporter import AgentReporter
 from holdfast.elastic.worker.restore import restore
+from holdfast.elastic.worker.saver_factory import SaverFactory
 from holdfast.elastic.worker.sockets import shut_down_connections
 from holdfast.elastic.worker.step_requests import AgentMembership
 from holdfast.elastic.worker.stuck_threads import ThreadId, ThreadWatcher
 from holdfast.elastic.worker.warmth import warm_up
 from holdfast.errors import FencedError, HoldfastError
-from holdfast.events import BatchFed, CheckpointSkipped, Evaluated, SettingIgnored, WorkerReady
+from holdfast.events import BatchFed, CheckpointSkipped, SettingIgnored
 from holdfast.layout import Topology
-from holdfast.parallel.comm.transport import PeerGroup
 from holdfast.plan.planner import dealer_of
 from holdfast.policy.detection.bad_steps import StepRetry
-from holdfast.policy.saving.destinations import SaveDestinations
 from holdfast.policy.saving.failure_classes import FailureClassCounts
 from holdfast.policy.saving.failure_rate import FailureRate
 from holdfast.train.build import TrainingSession, build_engine, connect_groups, make_session
-from holdfast.train.engine import Dealer
 from holdfast.train.recover import RecoveryResult, join_generation, recover
 from holdfast.train.runner import TrainingOutcome
 from holdfast.train.runner import run_training as train
@@ -72,15 +60,7 @@ its state. The next generation begins when all have stopped, and the mover refus
 announcements."""
 
 
-_MOVER_EXPECT_TIMEOUT_S = 20.0
-"""Seconds that the mover gets to learn of a generation that its agent announces to all at once."""
-
-
 _GROUP_WAIT_TIMEOUT_S = 1800.0  # seconds that bound every wait in a group; a halt ends them before
-_LAST_SLOT_TIMEOUT_S, _LAST_COMMIT_TIMEOUT_S = (
-    60.0,
-    600.0,
-)  # seconds for the last save, as in `train.runner`
 
 
 class Worker:
@@ -112,8 +92,6 @@ class Worker:
         self._snapshot_saver: SnapshotSaver | LateSaver | None = None
         self._had_capturer = False  # whether there has been one
         self._reporter: AgentReporter | None = None
-        self._rendezvous_client: Client | None = None  # for the store through which groups meet
-        self._joining_peers: PeerGroup | None = None  # of a generation into which state is moved
 
     @property
     def reporter(self) -> AgentReporter:
@@ -136,9 +114,16 @@ class Worker:
         boot, self.is_training = self._spec, False
         if self._reporter is None:
             self._connect_reporter(boot.parse_topology(), boot.rank)
-        with self._interruptible(self._interrupt_joining):
-            self._session = self._build_session()
-            restore(boot, self._session, self.reporter, self._secret, self._check_halted)
+        with self._halts.interruptible(self._interrupt_joining):
+            self._session = _build_session(
+                self._config,
+                self._open_batches(),
+                self._topology,
+                self._rank,
+                self._rendezvous.store,
+                self._device,
+            )
+            restore(boot, self._session, self.reporter, self._secret, self._halts.check)
             self._has_state = True
             self._attach_capturer(boot.forked)
 
@@ -180,20 +165,23 @@ class Worker:
         session, saver = self._current_session, self._snapshot_saver
         assert saver is not None, "the capturer is made with the session"
         if self._is_live and self.step >= self._config.train.steps:
-            return self._save_last()
+            waking = self._halts.interruptible(self._interrupt_training)
+            return save_last_step(
+                session, saver, self.reporter, self._rank, self.step, self._verdict, waking
+            )
         membership = AgentMembership(
-            self.reporter, self.generation, self._on_outdated, self._spans_nodes
+            self.reporter, self.generation, self._on_outdated, _spans_nodes(self._topology)
         )
         self._open_batches()  # of what is left out a newer boot may know more
         retry = None if self._spec.again is None else StepRetry.from_json(self._spec.again)
         if retry is not None and retry.step > self.step:
             session.engine.deal_elsewhere(retry.step, retry.avoid)
         engine, replica = session.engine, session.engine.groups.coordinate.replica
-        self.reporter.microbatch_count = lambda: len(engine.dealt_shares[replica])
+        self.reporter.progress_meter.microbatch_count = lambda: len(engine.dealt_shares[replica])
         self.is_training = True
         try:
             inside = len(session.groups.replica.ranks) > 1  # where nothing else ends a wait
-            waking = self._interruptible(self._interrupt_training, exits_if_stuck=inside)
+            waking = self._halts.interruptible(self._interrupt_training, exits_if_stuck=inside)
             with waking, session.loader(self.step) as loader:
                 return train(
                     session.engine,
@@ -222,17 +210,8 @@ class Worker:
             engine.interrupt(True)
         if self._reporter is None or not self._reporter.has_pending_callbacks:
             return
-        if len(self._topology.replicas) == 1 or self._spans_nodes:
+        if len(self._topology.replicas) == 1 or _spans_nodes(self._topology):
             self._reporter.flush(_ANNOUNCE_FLUSH_TIMEOUT_S)
-
-    @property
-    def _spans_nodes(self) -> bool:
-        """Return True if a replica lies on several nodes: one that leaves may take the only copy of
-        a part of the state."""
-        nodes = self._topology.nodes
-        return any(
-            len({nodes[rank] for rank in each.ranks}) > 1 for each in self._topology.replicas
-        )
 
     def held_state(
         self, kind: str, text: str, bad_step: dict[str, Any] | None = None
@@ -283,7 +262,7 @@ class Worker:
         """Return True if there is a state to continue from. A failed recovery may have taken the
         engine out of its session."""
         engine = getattr(self._session, "engine", None)
-        return self._has_state and engine is not None and not engine.torn
+        return self._has_state and engine is not None and not engine.is_torn
 
     def _recover_live(self, command: Begin, begun_at: float) -> None:
         """Enter the generation with the state that the survivors hold between them."""
@@ -302,18 +281,18 @@ class Worker:
             self.step = command.previous.step
         self._connect_reporter(topology, rank, self.step)
         self.reporter.progress(self.step, "recover")
-        with self._interruptible(self._interrupt_joining):
+        with self._halts.interruptible(self._interrupt_joining):
             if self._session is not None:
                 found = recover(
                     self._session,
                     topology,
                     rank,
-                    self._rendezvous_store,
+                    self._rendezvous.store,
                     command.came_from,
                     step=self.step,
                     old_topology=before,
-                    dealer=self._make_dealer(topology),
-                    on_meeting=self._on_peers_met,
+                    dealer=dealer_of(topology, self._config.layout.schedule),
+                    on_meeting=self._rendezvous.on_peers_met,
                 )
             else:
                 found = join_generation(
@@ -321,12 +300,12 @@ class Worker:
                     self._open_batches(),
                     topology,
                     rank,
-                    self._rendezvous_store,
+                    self._rendezvous.store,
                     self._device,
                     before,
                     command.came_from,
-                    dealer=self._make_dealer(topology),
-                    on_meeting=self._on_peers_met,
+                    dealer=dealer_of(topology, self._config.layout.schedule),
+                    on_meeting=self._rendezvous.on_peers_met,
                 )
             self._enter_recovered(found)
             self._attach_capturer(begun_at, in_background=True)
@@ -351,55 +330,7 @@ class Worker:
             del session.engine, session.evaluator, session.groups, session
             gc.collect()  # the new model needs its room
 
-    def _save_last(self) -> TrainingOutcome:
-        """Save the last step: it was applied, but its save was interrupted."""
-        saver, step, verdict, session = (
-            self._snapshot_saver,
-            self.step,
-            self._verdict,
-            self._current_session,
-        )
-        assert saver is not None
-        captured = saver.capture(step, session.engine.state(), _LAST_SLOT_TIMEOUT_S, True)
-        begun = time.monotonic()
-        with self._interruptible(self._interrupt_training):
-            found = session.evaluator.run(lambda: self.reporter.progress(step, "evaluate"))
-        if found is not None and self._rank == 0:
-            seconds = time.monotonic() - begun
-            event = Evaluated(found.loss, found.bits_per_byte, found.tokens, seconds, step=step)
-            self.reporter.emit(event)
-        if not captured:
-            return TrainingOutcome("finished", step, "no snapshot could be made of it")
-        known = {} if verdict is None else {"loss": verdict.mean_loss, "tokens": verdict.tokens}
-        saver.announce(step, known, SaveDestinations(True, None, True))
-        return TrainingOutcome(
-            "finished", step, saver.wait_until_committed(step, _LAST_COMMIT_TIMEOUT_S)
-        )
-
     # --- parts --------------------------------------------------------------------------------
-    def _build_session(self) -> TrainingSession:
-        config, batches = self._config, self._open_batches()
-        groups = connect_groups(
-            config,
-            self._topology,
-            self._rank,
-            self._rendezvous_store,
-            self._device,
-            _GROUP_WAIT_TIMEOUT_S,
-        )
-        try:
-            dealer = self._make_dealer(self._topology)
-            engine = build_engine(config, groups, self._device, dealer=dealer)
-        except BaseException:
-            groups.abort()
-            groups.close()
-            raise
-        return make_session(config, engine, batches, self._device)
-
-    def _make_dealer(self, topology: Topology) -> Dealer:
-        """Return the dealer by the weights of the replicas, which may differ."""
-        return dealer_of(topology, self._config.layout.schedule)
-
     def _open_batches(self) -> Batches:
         """Return the data, opened once."""
         if self._batches is None:
@@ -444,11 +375,11 @@ class Worker:
             untold = self._reporter.close_and_take_unsent().up_to_step(start_step)
             if topology.generation > self.generation + 1:  # others went on without it
                 untold = untold.without_kind(BatchFed)
-        if self._rendezvous_client is not None:
-            self._rendezvous_client.close()  # the groups that needed it are closed
+            self._rendezvous.close()  # the groups that needed it are closed
         self._topology, self._rank = topology, rank
-        self._rendezvous_client = Client(boot.meet or boot.agent, self._secret, topology.generation)
-        self._rendezvous_store, self._joining_peers = HttpStore(self._rendezvous_client), None
+        self._halts = GenerationHalts(self._commands, topology.generation)
+        meet = Client(boot.meet or boot.agent, self._secret, topology.generation)
+        self._rendezvous: Rendezvous = Rendezvous(meet, self._halts)
         self._reporter = AgentReporter(
             Client(boot.agent, self._secret, topology.generation),
             rank,
@@ -462,99 +393,40 @@ class Worker:
     def _attach_capturer(self, begun_at: float, *, in_background: bool = False) -> None:
         """Make an arena for the session's state, and report the worker as ready then.
         in_background: make it while the first step computes, if the agent sends commands."""
-        boot, config, rank = self._spec, self._config, self._rank
-        topology, reporter, let_go, step = (
+        factory = SaverFactory(
+            self._config,
+            self._spec.mover_socket,
+            self._secret,
             self._topology,
-            self.reporter,
-            self._had_capturer,
+            self._rank,
             self.step,
+            self.reporter,
+            self._halts,
+            self,
+            has_released_old_memory=self._had_capturer,
         )
         state = self._current_session.engine.state()
-        tensors = {local.name: local_part(local.tensor) for local in state}
-        mover = MoverClient(
-            boot.mover_socket,
-            self._secret,
-            topology.generation,
-            arena_wait_s=_MOVER_EXPECT_TIMEOUT_S * in_background,
-        )
-        table = state_table(config.model, config.train.precision)
-
-        def make(slots: int) -> Capturer:
-            return Capturer(
-                mover,
-                topology,
-                table,
-                rank,
-                tensors,
-                run=config.name,
-                slots=slots,
-                has_released_old_memory=let_go,
-            )
-
-        def made() -> Capturer:
-            return make_with_fewer_slots(make, config.checkpoint, self._on_setting_ignored)
-
-        def equipped() -> SnapshotSaver:
-            first = (
-                retry_until_mover_is_up(made, self._wait_unless_halted)
-                if self._commands is not None
-                else made()
-            )
-            capturer = ReconnectingCapturer(first, made, self._on_capture_skipped)
-            saver = SnapshotSaver(capturer, reporter, rank, config, self._check_halted)
-            reporter.emit(WorkerReady(rank, time.monotonic() - begun_at, step=step))
-            return saver
-
         self._had_capturer = True
-        if in_background and self._commands is not None:
-            self._snapshot_saver = LateSaver(
-                equipped, self._on_capture_skipped, reporter, self._check_halted
-            )
-        else:
-            self._snapshot_saver = equipped()
+        self._snapshot_saver = factory.make(state, begun_at, in_background=in_background)
 
-    def _on_capture_skipped(self, skipped: SkippedCapture) -> None:
+    def on_capture_skipped(self, skipped: SkippedCapture) -> None:
+        """Note that a snapshot was not captured."""
         event = CheckpointSkipped(self._rank, skipped.reason, step=skipped.step)
         self.reporter.emit(event)
 
-    def _on_setting_ignored(self, key: str, reason: str) -> None:
+    def on_setting_ignored(self, key: str, reason: str) -> None:
+        """Note that a setting could not be followed."""
         self.reporter.emit(SettingIgnored(key, reason, step=self.step))
 
     # --- being interrupted --------------------------------------------------------------------
-    def _check_halted(self) -> None:
-        """Raise HaltedError if the agent has ended the generation."""
-        if self._commands is not None:
-            self._commands.check_halted(self.generation)
-
-    def _wait_unless_halted(self, seconds: float) -> None:
-        assert self._commands is not None
-        self._commands.wait(self.generation, seconds)
-
-    def _interruptible(
-        self, interrupt: Interrupt, *, exits_if_stuck: bool = False
-    ) -> AbstractContextManager[None]:
-        if self._commands is None:
-            return nullcontext()
-        return self._commands.interruptible(
-            self.generation, interrupt, exits_if_stuck=exits_if_stuck
-        )
-
-    def _on_peers_met(self, control: PeerGroup) -> None:
-        self._joining_peers = control
-        if self._commands is not None and self._commands.is_halted(self.generation):
-            control.abort()  # it was not there yet when the others were woken
-
     def _interrupt_joining(self, inside: bool) -> None:
         """Wake the training thread on its way into a generation. The first call ends waits for
         ranks to come, and for state. The second ends waits for ranks that came and got stuck."""
-        if self._joining_peers is not None:
-            self._joining_peers.abort()
-        if not self._rendezvous_store.is_aborted:
-            self._rendezvous_store.abort()
+        if self._rendezvous.abort():
             return
         groups = getattr(self._session, "groups", None)
         if groups is not None:  # its inside may have been kept: not any more
-            groups.inside.broken = True
+            groups.replica_groups.is_aborted = True
         shut_down_connections(self._spec.agent)
 
     def _interrupt_training(self, inside: bool) -> None:
@@ -566,6 +438,34 @@ class Worker:
         if self._commands is None:
             raise FencedError(f"a newer generation began before step {step} was voted on")
         self._current_session.engine.interrupt(False)
+
+
+def _build_session(
+    config: RunConfig,
+    batches: Batches,
+    topology: Topology,
+    rank: int,
+    store: HttpStore,
+    device: torch.device,
+) -> TrainingSession:
+    """Connect the groups of `topology`, and build this rank's engine, without values."""
+    groups = connect_groups(config, topology, rank, store, device, _GROUP_WAIT_TIMEOUT_S)
+    try:
+        # The weights of the replicas may differ.
+        dealer = dealer_of(topology, config.layout.schedule)
+        engine = build_engine(config, groups, device, dealer=dealer)
+    except BaseException:
+        groups.abort()
+        groups.close()
+        raise
+    return make_session(config, engine, batches, device)
+
+
+def _spans_nodes(topology: Topology) -> bool:
+    """Return True if a replica lies on several nodes: one that leaves may take the only copy of a
+    part of the state."""
+    nodes = topology.nodes
+    return any(len({nodes[rank] for rank in each.ranks}) > 1 for each in topology.replicas)
 
 
 def _failure_stats(spec: WorkerSpec) -> FailureStats:

@@ -1,0 +1,211 @@
+"""The fork server of a node: its start, the forks asked of it, and the exits of its children.
+
+The fork server may die. Its children live on, and their pidfds report their exits. A new fork
+server starts while training continues.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import logging
+import os
+import signal
+import sys
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from holdfast.elastic.node.children import ChildFailedError, ForkServer
+from holdfast.elastic.node.worker_process import CommandServer, WorkerProcess
+from holdfast.elastic.protocol.worker_spec import WorkerSpec
+from holdfast.errors import HoldfastError
+from holdfast.wire.secret import Secret
+
+logger = logging.getLogger(__name__)
+
+_PR_SET_CHILD_SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER
+
+
+@dataclass(frozen=True)
+class ForkServerSettings:
+    """What a fork server is started with.
+
+    entry: a worker's main function.
+    preloads: further modules that it needs.
+    lifeline: descriptor that ends every child when the agent exits.
+    log: gets the fork server's output.
+    """
+
+    entry: str
+    preloads: Sequence[str]
+    lifeline: int
+    log: Path
+    secret: Secret
+
+
+class ForkListener(Protocol):
+    """Receives the forks and exits of processes, and the start and exit of the fork server."""
+
+    def on_forked(self, process: WorkerProcess) -> None:
+        """Note that a process has been forked, and has its process id."""
+
+    def on_exited(self, process: WorkerProcess, exit_code: int) -> None:
+        """Note that a process has exited, or that its fork failed."""
+
+    async def on_fork_server_started(self) -> None:
+        """Note that a new fork server can fork."""
+
+    def on_fork_server_exited(self) -> None:
+        """Note that the fork server has exited. Its children live on."""
+
+
+class ForkServerSupervisor:
+    """Runs one fork server at a time. Lives in one event loop."""
+
+    def __init__(
+        self,
+        settings: ForkServerSettings,
+        command_server: CommandServer,
+        listener: ForkListener,
+        say: Callable[[str], None],
+    ) -> None:
+        """Set up without starting a fork server.
+
+        Args:
+            command_server: has the processes that were forked; a new one is added to it.
+            say: gets a sentence for the log.
+        """
+        self.pending_forks: deque[WorkerProcess] = deque()
+        """Processes whose fork has been asked for."""
+        self._settings, self._command_server = settings, command_server
+        self._listener, self._say = listener, say
+        self._fork_server: ForkServer | None = None
+        self._start: asyncio.Task[None] | None = None
+        if sys.platform == "linux":  # orphans of a template that died become ours, to be reaped
+            ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+    @property
+    def is_alive(self) -> bool:
+        return self._fork_server is not None and self._fork_server.is_alive
+
+    # --- its start and end ----------------------------------------------------------------------
+    def ensure_running(self) -> asyncio.Task[None]:
+        """Return the task of a fork server's start; start one if none is alive."""
+        if self._start is None or (self._start.done() and not self.is_alive):
+            self._start = asyncio.create_task(self._try_start())
+            self._start.add_done_callback(_retrieve_error)
+        return self._start
+
+    async def _try_start(self) -> None:
+        """Start the fork server; turn every fault into ChildFailedError for the waiters."""
+        try:
+            await self._start_fork_server()
+        except HoldfastError:
+            raise
+        except Exception as error:
+            self._say(f"a fault of this node's agent, while starting its fork server: {error!r}")
+            raise ChildFailedError(f"the template did not start: {error!r}") from error
+
+    async def _start_fork_server(self) -> None:
+        if self._fork_server is not None:
+            await self._fork_server.stop()
+            self._fork_server = None
+        template = self._fork_server = await ForkServer.start(
+            self._settings.lifeline,
+            self._settings.entry,
+            self._settings.preloads,
+            self._settings.log,
+            self._on_message,
+            self._adopt_orphans,
+        )
+        await template.wait_until_ready()
+        await self._listener.on_fork_server_started()
+
+    async def stop(self) -> None:
+        """Stop the fork server, or its start."""
+        if self._start is not None:
+            self._start.cancel()
+        if self._fork_server is not None:
+            await self._fork_server.stop()
+
+    # --- forks ----------------------------------------------------------------------------------
+    async def fork(self, spec: WorkerSpec, rank: int, generation: int) -> WorkerProcess:
+        """Ask for a fork; return the process, which gets its process id later. Without a fork
+        server it is soon reported as exited."""
+        process = WorkerProcess(Path(spec.log), spec.orders, rank, generation)
+        self.pending_forks.append(process)
+        if self._fork_server is None or not self._fork_server.is_alive:
+            asyncio.get_running_loop().call_soon(self._fail_pending_forks)
+        else:
+            try:
+                await self._fork_server.fork(spec, self._settings.secret)
+            except Exception:  # the next one that is forked is another
+                with suppress(ValueError):
+                    self.pending_forks.remove(process)
+                raise
+        return process
+
+    async def kill_workers(self) -> None:
+        """Kill every worker, including workers whose fork is pending. Needs a live fork server."""
+        assert self._fork_server is not None, "the caller has asked whether it is alive"
+        await self._fork_server.kill_workers()
+
+    def _on_message(self, message: dict[str, Any]) -> None:
+        """Handle a message of the fork server: it forked a process, or one has exited."""
+        pid = int(message["pid"])
+        if message["event"] == "forked":
+            process = self.pending_forks.popleft()  # they are forked in the order of asking
+            process.on_forked(pid)
+            logger.info("worker %d forked for rank %d", pid, process.rank)
+            self._command_server.add(process)
+            self._listener.on_forked(process)
+            return
+        found = self._command_server.find(pid)
+        if found is not None and found.is_alive:
+            self._listener.on_exited(found, int(message["code"]))
+
+    def _fail_pending_forks(self) -> None:
+        """Report every pending fork as exited: the fork server will not make it."""
+        while self.pending_forks:
+            self._listener.on_exited(self.pending_forks.popleft(), -signal.SIGKILL)
+
+    # --- children of a fork server that has exited ----------------------------------------------
+    def _adopt_orphans(self) -> None:
+        """Watch the children through their pidfds, now that the fork server has exited."""
+        if self._fork_server is not None:
+            self._fork_server.drain_messages()
+        for process in self._command_server:
+            if process.is_alive:
+                self._watch_orphan(process)
+        self._fail_pending_forks()
+        self._listener.on_fork_server_exited()
+
+    def _watch_orphan(self, process: WorkerProcess) -> None:
+        if process.pidfd < 0:  # nobody would notice its end
+            process.kill()
+            self._listener.on_exited(process, -signal.SIGKILL)
+            return
+        loop = asyncio.get_running_loop()
+        fd = process.pidfd
+
+        def ended() -> None:
+            loop.remove_reader(fd)
+            code = -signal.SIGKILL  # where it is not told: its template may have reaped it
+            with suppress(ChildProcessError):
+                found = os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG)
+                if found is not None:
+                    killed = found.si_code != os.CLD_EXITED
+                    code = -found.si_status if killed else found.si_status
+            self._listener.on_exited(process, code)
+
+        loop.add_reader(fd, ended)
+
+
+def _retrieve_error(task: asyncio.Task[None]) -> None:
+    """Retrieve the error of a failed start: a caller that waits gets it, but there may be none."""
+    if not task.cancelled():
+        task.exception()
