@@ -50,8 +50,8 @@ def main(socket: str, secret: str, generation: int, point: int) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         count += 1
 
-    behind = capturer._background_pieces
-    capturer._background_pieces = lambda slot: [partial(counted, p) for p in behind(slot)]  # type: ignore
+    behind = capturer._copy_plan.background_pieces
+    capturer._copy_plan.background_pieces = lambda slot: [partial(counted, p) for p in behind(slot)]  # type: ignore
     copy = capturer.begin(2)
     assert isinstance(copy, ChunkedCopy)
     while not copy.is_done:  # to the thread this is the next step

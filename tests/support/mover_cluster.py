@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-from holdfast.checkpoint.capture.capturer import Capturer, CompletedCapture, view_of
+from holdfast.checkpoint.capture.capturer import Capturer, CompletedCapture
+from holdfast.checkpoint.capture.copy_plan import view_of
 from holdfast.checkpoint.mover.client import MoverClient, RestorePoint
 from holdfast.checkpoint.peers.config import Peer, PeerSettings
 from holdfast.checkpoint.peers.source import PeerBlobs

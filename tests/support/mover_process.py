@@ -16,7 +16,8 @@ from typing import Any
 
 import torch
 
-from holdfast.checkpoint.capture.capturer import Capturer, CompletedCapture, view_of
+from holdfast.checkpoint.capture.capturer import Capturer, CompletedCapture
+from holdfast.checkpoint.capture.copy_plan import view_of
 from holdfast.checkpoint.mover.client import MoverClient
 from holdfast.checkpoint.mover.main import MoverSpec
 from holdfast.checkpoint.mover.service import MoverSettings

@@ -158,14 +158,16 @@ def test_a_copy_that_fails_is_one_skipped_save(start: Start) -> None:
         def data_ptr(self) -> int:
             return 0
 
-    whole = capturer._spans
-    capturer._spans = [[span._replace(source=Broken()) for span in piece] for piece in whole]
+    whole = capturer._copy_plan.spans
+    capturer._copy_plan.spans = [
+        [span._replace(source=Broken()) for span in piece] for piece in whole
+    ]
     assert isinstance(capturer.begin(1), ChunkedCopy)
     capturer.fence()
     answer = capturer.announce(1, {})
     assert isinstance(answer, SkippedCapture)
     assert answer.reason == "the copy failed: a tensor has no memory any more"
-    capturer._spans = whole
+    capturer._copy_plan.spans = whole
     for step in (2, 3):  # both slots are free
         assert isinstance(capturer.capture(step), CompletedCapture)
 
@@ -240,7 +242,7 @@ def test_sigkill_in_the_middle_of_a_hidden_copy_leaves_the_other_slot_whole(star
         one = next(slot for slot, header in enumerate(headers) if header and header.step == 1)
         due = dict(again)
         killed_capture.fill(due, 1)
-        for piece in capturer._spans:
+        for piece in capturer._copy_plan.spans:
             for span in piece:
                 at = arena.data_offset(one) + span.target_offset
                 held = arena.memory[at : at + span.length]

@@ -10,7 +10,8 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
-from holdfast.checkpoint.capture.capturer import Capturer, CompletedCapture, SkippedCapture, view_of
+from holdfast.checkpoint.capture.capturer import Capturer, CompletedCapture, SkippedCapture
+from holdfast.checkpoint.capture.copy_plan import view_of
 from holdfast.checkpoint.capture.reconnecting_capturer import ReconnectingCapturer
 from holdfast.checkpoint.mover.client import MoverClient
 from holdfast.checkpoint.restore.reader import Checkpoint

@@ -237,7 +237,7 @@ def test_a_proof_that_expired_on_the_way_costs_no_slot(start: Start) -> None:
         stale -= 1
         return time.time() - (1000 if stale >= 0 else 0)
 
-    client._clock = clock
+    client._connections._clock = clock
     for step in (1, 2, 3):
         stale = 1
         workers.commit(step)
@@ -321,10 +321,10 @@ def test_a_connection_that_was_cut_costs_nothing(start: Start) -> None:
     mover = start()
     client = mover.begin(topology())
     client.status()
-    (connection,) = client._idle_connections
+    (connection,) = client._connections._idle_connections
     connection.shutdown(socket.SHUT_RDWR)
     assert client.status()["generation"] == 1
-    assert len(client._idle_connections) == 1
+    assert len(client._connections._idle_connections) == 1
 
 
 def test_a_process_without_descriptors_is_told_that_nobody_answers(
@@ -333,7 +333,7 @@ def test_a_process_without_descriptors_is_told_that_nobody_answers(
     """As with any unreachable mover: a client that asks again later continues."""
     mover = start()
     client = mover.begin(topology())
-    client._idle_connections.pop().close()
+    client._connections._idle_connections.pop().close()
 
     def none(*given: object) -> None:
         raise OSError(errno.EMFILE, "Too many open files")

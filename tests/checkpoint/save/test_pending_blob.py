@@ -8,7 +8,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from holdfast.checkpoint.mover.service import HASH_THREADS, MoverService, MoverSettings
+from holdfast.checkpoint.mover.capture_intake import HASH_THREADS
+from holdfast.checkpoint.mover.service import MoverService, MoverSettings
 from holdfast.checkpoint.restore.catalog import list_commits
 from holdfast.checkpoint.restore.verify import find_newest_verified
 from holdfast.core.format.manifest import commit_key
@@ -79,7 +80,7 @@ def hashing_held(service: MoverService) -> Iterator[None]:
     """No capture is hashed within."""
     go = threading.Event()
     for _ in range(HASH_THREADS):
-        service._hash_threads.submit(go.wait, DEADLINE)
+        service._capture_intake._hash_threads.submit(go.wait, DEADLINE)
     try:
         yield
     finally:
@@ -174,7 +175,8 @@ def test_a_disk_that_hangs_holds_no_thread_that_hashes(tmp_path: Path) -> None:
         create_generation(store, 2, {})
         service.expect(2, states.topology(0, 2), states.TABLE)
     meet = threading.Barrier(HASH_THREADS)  # every thread comes there
-    for free in [service._hash_threads.submit(meet.wait, DEADLINE) for _ in range(HASH_THREADS)]:
+    threads = service._capture_intake._hash_threads
+    for free in [threads.submit(meet.wait, DEADLINE) for _ in range(HASH_THREADS)]:
         free.result(2 * DEADLINE)
     assert any(arena.is_held(slot) for arena in ranks.arenas)  # the disk still reads
     own = Ranks(Direct(service, 2), states.topology(0, 2))  # type: ignore[arg-type]

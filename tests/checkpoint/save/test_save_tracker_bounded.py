@@ -104,7 +104,13 @@ def test_a_service_whose_saves_fail_for_thousands_of_steps_keeps_few(tmp_path: P
         assert service.drain(DEADLINE)
     for step in range(failing, STEPS):
         service.accept_skip(1, 0, step, "no slot is free")
-    for thing in (service, service.save_tracker, service._save_manager):
+    saves = service._save_manager
+    for thing in (
+        service._capture_intake,
+        service.save_tracker,
+        saves.pending_parts,
+        saves.cleaner,
+    ):
         assert max(sizes(thing).values()) <= BOUND, sizes(thing)
     assert not service.should_upload(commit_key(1, failing - 1))
     assert service.should_upload(commit_key(1, failing - 1)), "it is asked once"

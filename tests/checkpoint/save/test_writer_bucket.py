@@ -9,7 +9,7 @@ import pytest
 import torch
 from obstore.store import MemoryStore
 
-from holdfast.checkpoint.capture.capturer import view_of
+from holdfast.checkpoint.capture.copy_plan import view_of
 from holdfast.checkpoint.format.blob import blob_header
 from holdfast.checkpoint.format.save_context import SaveContext
 from holdfast.checkpoint.restore.catalog import list_commits

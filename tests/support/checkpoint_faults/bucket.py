@@ -80,7 +80,7 @@ class BucketVictim(rest.Victim):
 
     def put(self, key: str, data: bytes | bytearray) -> None:
         # Past the driver, which never overwrites.
-        objects = cast(BucketStore, self.bucket.store)._objects
+        objects = cast(BucketStore, self.bucket.store)._objects._objects
         obstore.put(objects, key, bytes(data), use_multipart=False)
 
     def remove(self, key: str) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 from holdfast.checkpoint.format.blob import ExtentHasher
 from holdfast.checkpoint.memory.arena import Arena, identity_digest, slot_capacity
 from holdfast.checkpoint.memory.snapshot_store import MemoryFile, Snapshot, SnapshotStore
-from holdfast.checkpoint.peers import sender
+from holdfast.checkpoint.peers import offer_transport
 from holdfast.checkpoint.peers.client import run_identity
 from holdfast.checkpoint.peers.config import Peer, PeerSettings
 from holdfast.checkpoint.peers.peer_tier import PeerTier
@@ -97,7 +97,8 @@ class Owner:
     where it fails."""
 
     def __init__(self, secret: Secret, peer: str) -> None:
-        sender.OFFER_RETRY_DELAYS_S, sender.FAILED_DESTINATION_PAUSES_S = (0.01, 0.02), (0.0,)
+        offer_transport.OFFER_RETRY_DELAYS_S = (0.01, 0.02)
+        offer_transport.FAILED_DESTINATION_PAUSES_S = (0.0,)
         self.shelf = SnapshotStore()
         settings = PeerSettings(Machine("node"), (Peer(Machine("stage"), peer),), room=ROOM)
         self.peers = PeerTier(settings, self.shelf, secret, RUN, lambda event: None)

@@ -10,9 +10,10 @@ from pathlib import Path
 
 import torch
 
-from holdfast.checkpoint.capture import capturer
-from holdfast.checkpoint.capture.capturer import Capturer, CompletedCapture, view_of
+from holdfast.checkpoint.capture import copy_plan
+from holdfast.checkpoint.capture.capturer import Capturer, CompletedCapture
 from holdfast.checkpoint.capture.chunked_copy import CopySpan, copy_spans
+from holdfast.checkpoint.capture.copy_plan import view_of
 from holdfast.checkpoint.mover.client import MoverClient
 from holdfast.checkpoint.restore.reader import Checkpoint
 from holdfast.core.sharding.boxes import whole_box
@@ -60,7 +61,7 @@ def dying(ctx: RankContext, folder: Path, at: int) -> None:
             copy_spans(base, spans[:at])
             os.kill(os.getpid(), signal.SIGKILL)
 
-        vars(capturer)["move"] = some
+        vars(copy_plan)["copy_spans"] = some
     assert capture(3)
     assert mine.announce(3, {"position": 48}) is None
     ctx.mark("announced")

@@ -23,10 +23,9 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -35,49 +34,22 @@ import torch
 from holdfast.checkpoint.capture.chunked_copy import (
     ChunkedCopy,
     CopyListener,
-    CopySpan,
     CopyTiming,
-    Piece,
-    copy_spans,
-    cut_into_pieces,
 )
 from holdfast.checkpoint.capture.chunked_copy import CompletedCapture as CompletedCapture
 from holdfast.checkpoint.capture.chunked_copy import SkippedCapture as SkippedCapture
+from holdfast.checkpoint.capture.copy_plan import CopyPlan
 from holdfast.checkpoint.format.blob import blob_header, blob_size
 from holdfast.checkpoint.memory.arena import Arena, SlotHeader, identity_digest, slot_capacity
 from holdfast.checkpoint.mover.client import MoverClient, MoverGoneError
-from holdfast.core.format.manifest import PlacedBox, place_boxes
-from holdfast.core.sharding.boxes import Box
+from holdfast.core.format.manifest import place_boxes
 from holdfast.core.sharding.ownership import owned_boxes
 from holdfast.core.sharding.state_table import StateTable, local_boxes
-from holdfast.errors import CheckpointError, FencedError, HoldfastError
+from holdfast.errors import FencedError, HoldfastError
 from holdfast.layout import Topology
-from holdfast.policy.saving.destinations import SaveDestinations
 
 FREE_SLOT_POLL_S = 2.0
 """Seconds of one question for a free slot: a mover that is stopped answers none."""
-
-TORCH_DTYPE = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "BF16": torch.bfloat16,
-    "F16": torch.float16,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-}
-
-
-@dataclass(frozen=True, slots=True)
-class _ForeachGroup:
-    """Tensors that one call to torch copies: on an accelerator, or not contiguous."""
-
-    device: torch.device
-    sources: list[torch.Tensor]
-    targets: list[list[torch.Tensor]]  # by slot
 
 
 class Capturer:
@@ -113,24 +85,16 @@ class Capturer:
         self._rank = rank
         self._run = identity_digest(run)
         boxes = owned_boxes(topology, table, self._rank)
-        self._placed = place_boxes(boxes, table)
-        self._local = {b.name: b for b in local_boxes(topology, table, rank)}
-        self._header = blob_header(self._placed)
+        placed = place_boxes(boxes, table)
+        held = {b.name: b for b in local_boxes(topology, table, rank)}
+        self._header = blob_header(placed)
         self._layout = identity_digest(self._header)
-        self._length = blob_size(self._header, self._placed)
+        self._length = blob_size(self._header, placed)
         fd = mover.get_arena(
             self._rank, slot_capacity(self._length), slots, has_released_old_memory
         )
-        try:
-            self._arena = Arena(fd)
-            self._inode = os.fstat(fd).st_ino
-        finally:
-            os.close(fd)
-        self._memory = torch.frombuffer(self._arena.memory, dtype=torch.uint8)
-        self._spans, self._strided = self._lay_out(tensors, slots)
-        devices = sorted({g.device for g in self._strided if g.device.type != "cpu"}, key=str)
-        _pin_pages(self._arena, devices)
-        self._streams = {device: torch.Stream(device) for device in devices}
+        self._arena, self._inode = _map_arena(fd)
+        self._copy_plan = CopyPlan(self._arena, placed, len(self._header), rank, held, tensors)
         self._copy_threads = ThreadPoolExecutor(1, "capture")
         self._copy: ChunkedCopy | None = None  # the newest; not more than one is under way
         self._copied_step = 0  # its step
@@ -175,7 +139,7 @@ class Capturer:
         if slot is None:
             return self._skip_no_slot(step)
         self._copy = copy = ChunkedCopy(
-            self._background_pieces(slot), partial(self._write_slot_header, step, slot)
+            self._copy_plan.background_pieces(slot), partial(self._write_slot_header, step, slot)
         )
         self._track_copy(step, copy)
         self._copy_threads.submit(copy.copy_pieces)
@@ -193,7 +157,7 @@ class Capturer:
         if slot is None:
             return self._skip_no_slot(step)
         self._copy = copy = ChunkedCopy(
-            self._inline_pieces(slot), partial(self._write_slot_header, step, slot)
+            self._copy_plan.inline_pieces(slot), partial(self._write_slot_header, step, slot)
         )
         self._track_copy(step, copy)
         copy.blocked_s = time.perf_counter() - start
@@ -214,7 +178,7 @@ class Capturer:
         self.fence()
         self._copy_threads.shutdown()
         self._copy = None
-        self._spans, self._strided = [], []
+        self._copy_plan.close()
 
     def _acquire_slot(self, wait: float) -> int | None:
         """A slot, marked dirty and with the blob's header in it."""
@@ -274,10 +238,22 @@ class Capturer:
         if held is None:
             return self._report_skip(step, failed)
         slot, made = held
+        hand_over = partial(
+            self._mover.announce_capture,
+            self._rank,
+            step,
+            slot,
+            made.sequence,
+            meta,
+            is_durable=is_durable,
+            to_peers=to_peers,
+            to_bucket=to_bucket,
+        )
         try:
-            self._hand_over(
-                step, slot, made, meta, SaveDestinations(is_durable, to_peers, to_bucket)
-            )
+            try:
+                hand_over()
+            except MoverGoneError:
+                hand_over()
         except FencedError:
             raise
         except HoldfastError as error:
@@ -293,30 +269,6 @@ class Capturer:
         with suppress(HoldfastError):
             self._mover.announce_skip(self._rank, step, reason)
         return SkippedCapture(step, reason)
-
-    def _hand_over(
-        self,
-        step: int,
-        slot: int,
-        made: SlotHeader,
-        meta: Mapping[str, Any],
-        destinations: SaveDestinations,
-    ) -> None:
-        tell = partial(
-            self._mover.announce_capture,
-            self._rank,
-            step,
-            slot,
-            made.sequence,
-            meta,
-            is_durable=destinations.is_durable,
-            to_peers=destinations.to_peers,
-            to_bucket=destinations.to_bucket,
-        )
-        try:
-            tell()
-        except MoverGoneError:
-            tell()
 
     def drop_capture(self, step: int) -> None:
         """Give up a capture that is not to be announced."""
@@ -350,108 +302,10 @@ class Capturer:
             return None
         return self._arena.free_slot()
 
-    # --- layout -----------------------------------------------------------------------------
-    def _lay_out(
-        self, tensors: Mapping[str, torch.Tensor], slots: int
-    ) -> tuple[list[list[CopySpan]], list[_ForeachGroup]]:
-        """Return contiguous tensors in pieces, the rest by dtype and device."""
-        spans: list[CopySpan] = []
-        groups: dict[tuple[torch.dtype, torch.device], _ForeachGroup] = {}
-        for p in self._placed:
-            source = self._owned_view(p, tensors)
-            if source.device.type == "cpu" and source.is_contiguous():
-                spans.append(CopySpan(source, 0, len(self._header) + p.start, p.nbytes))
-                continue
-            key = (source.dtype, source.device)
-            group = groups.setdefault(
-                key, _ForeachGroup(source.device, [], [[] for _ in range(slots)])
-            )
-            group.sources.append(source)
-            for slot in range(slots):
-                group.targets[slot].append(self._slot_view(p, slot))
-        return list(cut_into_pieces(spans)), list(groups.values())
 
-    def _inline_pieces(self, slot: int) -> list[Piece]:
-        """Return pieces that copy everything into a slot, for one thread that waits for it."""
-        pieces: list[Piece] = [partial(_copy, group, slot) for group in self._strided]
-        pieces += [partial(torch.accelerator.synchronize, device) for device in self._streams]
-        return [*pieces, *self._memmove_pieces(slot)]
-
-    def _background_pieces(self, slot: int) -> list[Piece]:
-        """Return the same for a background thread. Accelerators get their part now, on a stream
-        that waits for the work given to the device so far."""
-        pieces: list[Piece] = []
-        for device, stream in self._streams.items():
-            stream.wait_stream(torch.accelerator.current_stream(device))
-            with stream:
-                for group in self._strided:
-                    if group.device == device:
-                        _copy(group, slot)
-            ended = torch.Event(device, blocking=True)  # the thread sleeps, it does not spin
-            stream.record_event(ended)
-            pieces.append(ended.synchronize)
-        pieces += [partial(_copy, g, slot) for g in self._strided if g.device.type == "cpu"]
-        return [*pieces, *self._memmove_pieces(slot)]
-
-    def _memmove_pieces(self, slot: int) -> Iterator[Piece]:
-        base = self._memory.data_ptr() + self._arena.data_offset(slot)
-        return (partial(copy_spans, base, piece) for piece in self._spans)
-
-    def _owned_view(self, p: PlacedBox, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """The owned part of what this rank holds: a view."""
-        if p.box.name not in tensors:
-            raise CheckpointError(f"the state has no tensor {p.box.name}")
-        local = local_part(tensors[p.box.name])
-        held = self._local[p.box.name]
-        if tuple(local.shape) != held.lengths or local.dtype != TORCH_DTYPE[p.dtype]:
-            raise CheckpointError(
-                f"{p.box.name} is {local.dtype} {tuple(local.shape)} on rank {self._rank}, "
-                f"{p.dtype} {held.lengths} is due"
-            )
-        return view_of(local, held, p.box)
-
-    def _slot_view(self, p: PlacedBox, slot: int) -> torch.Tensor:
-        """The same part in a slot, as a tensor over the mapped memory."""
-        flat = torch.frombuffer(
-            self._arena.memory,
-            dtype=TORCH_DTYPE[p.dtype],
-            count=p.box.size,
-            offset=self._arena.data_offset(slot) + len(self._header) + p.start,
-        )
-        return flat.view(p.box.lengths)
-
-
-def local_part(tensor: torch.Tensor) -> torch.Tensor:
-    """Return what this rank holds: the local part of a DTensor, or a plain tensor unchanged."""
-    to_local = getattr(tensor, "to_local", None)
-    found = tensor if to_local is None else to_local()
-    assert isinstance(found, torch.Tensor)
-    return found.detach()
-
-
-def view_of(local: torch.Tensor, held: Box, part: Box) -> torch.Tensor:
-    """The view of `part` in a tensor that holds the box `held`."""
-    for dim, (start, length) in enumerate(zip(part.offsets, part.lengths, strict=True)):
-        local = local.narrow(dim, start - held.offsets[dim], length)
-    return local
-
-
-def _copy(group: _ForeachGroup, slot: int) -> None:
-    with torch.no_grad():
-        torch._foreach_copy_(group.targets[slot], group.sources, non_blocking=True)
-
-
-def _pin_pages(arena: Arena, devices: list[torch.device]) -> None:
-    """Lock the arena's pages for direct copies from a CUDA or ROCm device.
-
-    Without it every copy goes through a bounce buffer at a fraction of the link's speed. A refusal
-    costs only speed, so it is not an error.
-    """
-    if any(device.type == "cuda" for device in devices):
-        memory = torch.frombuffer(arena.memory, dtype=torch.uint8)
-        runtime: Any = torch.cuda  # cudart has no annotations
-        code = runtime.cudart().cudaHostRegister(memory.data_ptr(), memory.numel(), 0)
-        if int(code) != 0:
-            # The runtime remembers the refusal, and torch's next launch would raise it.
-            with suppress(RuntimeError):
-                torch.zeros(1, device=devices[0])
+def _map_arena(fd: int) -> tuple[Arena, int]:
+    """Map the arena behind a descriptor, and close that; the inode tells its file from others."""
+    try:
+        return Arena(fd), os.fstat(fd).st_ino
+    finally:
+        os.close(fd)

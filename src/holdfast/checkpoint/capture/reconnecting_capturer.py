@@ -22,6 +22,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 from holdfast.checkpoint.capture.chunked_copy import (
@@ -82,6 +83,17 @@ class _Announcement:
     is_durable: bool
     to_peers: bool | None
     to_bucket: bool
+
+    def hand_over(self) -> SkippedCapture | None:
+        """Make it; return why the mover has not taken it over, or None. Raises FencedError."""
+        try:
+            return self.capturer.announce(
+                self.step, self.meta, self.is_durable, self.to_peers, self.to_bucket
+            )
+        except FencedError:
+            raise
+        except Exception as error:  # our own bug costs a save, and no more
+            return SkippedCapture(self.step, f"{type(error).__name__}: {error}")
 
 
 class ReconnectingCapturer:
@@ -216,15 +228,7 @@ class ReconnectingCapturer:
     ) -> str | None:
         """Wait as `Capturer.wait_until_committed` does. If the mover is replaced meanwhile, the new
         one reports the outcome."""
-        end = time.monotonic() + timeout_s
-        while True:
-            keep_alive()
-            left = max(0.0, end - time.monotonic())
-            ended, reason = self._poll_save_end(step, min(left, COMMIT_POLL_S))
-            if ended:
-                return reason
-            if not left:
-                return f"not committed after {timeout_s:g} s"
+        return _poll_until_ended(partial(self._poll_save_end, step), timeout_s, keep_alive)
 
     def _poll_save_end(self, step: int, wait_s: float) -> tuple[bool, str | None]:
         """Ask the mover once, or wait if there is no connection to a mover."""
@@ -293,19 +297,11 @@ class ReconnectingCapturer:
             announcement.capturer.drop_capture(step)
         else:
             try:
-                gone = announcement.capturer.announce(
-                    step,
-                    announcement.meta,
-                    announcement.is_durable,
-                    announcement.to_peers,
-                    announcement.to_bucket,
-                )
+                gone = announcement.hand_over()
             except FencedError:
                 with self._change:
                     self._is_fenced = True
                 return  # the generation is over, and with it its snapshots
-            except Exception as error:  # our own bug costs a save, and no more
-                gone = SkippedCapture(step, f"{type(error).__name__}: {error}")
         with self._change:
             if gone is not None:
                 self._skip_reasons[step] = gone.reason
@@ -348,3 +344,21 @@ class ReconnectingCapturer:
         if fresh is not None:
             fresh.close()
         return True
+
+
+def _poll_until_ended(
+    poll: Callable[[float], tuple[bool, str | None]],
+    timeout_s: float,
+    keep_alive: Callable[[], None],
+) -> str | None:
+    """Ask until a save has ended; return None, or why it is not committed. `poll` waits so many
+    seconds at most; `keep_alive` is called before each question."""
+    end = time.monotonic() + timeout_s
+    while True:
+        keep_alive()
+        left = max(0.0, end - time.monotonic())
+        ended, reason = poll(min(left, COMMIT_POLL_S))
+        if ended:
+            return reason
+        if not left:
+            return f"not committed after {timeout_s:g} s"

@@ -13,6 +13,7 @@ import os
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 from holdfast.checkpoint.format.blob import blob_header, blob_size
 from holdfast.checkpoint.format.save_context import SaveContext
@@ -75,6 +76,26 @@ class ArenaPool:
         """A generation begins; arenas that are being made for older ones go once they are made."""
         self.ranks, self._restored_ranks = {}, set()
         self._allocation_lock = threading.Lock()
+
+    def status(self) -> dict[str, Any]:
+        """The state of every arena, by rank; who calls this holds `change`."""
+        return {
+            str(rank): {
+                "slots": r.arena.slots,
+                "bytes": r.memory.nbytes,
+                "held": [s for s in range(r.arena.slots) if r.arena.is_held(s)],
+            }
+            for rank, r in sorted(self.ranks.items())
+        }
+
+    def wait_for_free_slot(self, rank: int, timeout_s: float) -> bool:
+        """Return True if a slot of the rank became free in time."""
+        with self._change:
+            found = self.ranks.get(rank)
+            if found is None:
+                return False
+            arena = found.arena
+            return self._change.wait_for(lambda: arena.free_slot() is not None, timeout_s)
 
     def get(
         self,

@@ -31,6 +31,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from holdfast.checkpoint.memory.arena import Arena, SlotHeader
+from holdfast.checkpoint.memory.generation_ranks import GenerationRanks
 from holdfast.core.format.manifest import Commit, PartManifest, merge_parts
 from holdfast.core.sharding.state_table import StateTable
 from holdfast.errors import CorruptError
@@ -111,6 +112,21 @@ class Snapshot:
         """True if the slot still holds it."""
         return self.memory.arena.header(self.slot) == self.header
 
+    def read_into(self, start: int, out: memoryview) -> None:
+        """As `SnapshotStore.read_into`."""
+        import numpy as np  # a mover starts in a third less without it
+
+        target = out.cast("B")
+        data = self.memory.arena.data(self.slot, self.header.length)
+        if start + len(target) > len(data):
+            raise CorruptError(
+                f"{self.part.blob.key} has {len(data)} bytes, {start + len(target)} were expected"
+            )
+        source = np.frombuffer(data[start : start + len(target)], np.uint8)
+        np.copyto(np.frombuffer(target, np.uint8), source)  # other threads run meanwhile
+        if not self.is_intact:
+            raise MissingKeyError(f"{self.part.blob.key} was overwritten while it was read")
+
 
 SealedManifest = bytes
 """A part manifest as it is written, byte for byte."""
@@ -137,12 +153,7 @@ class SnapshotStore:
         """`on_slots_freed` is called, without any lock held, after slots have become free."""
         self._lock = threading.Lock()
         self._on_slots_freed = on_slots_freed
-        self._generations: dict[int, tuple[Topology, StateTable]] = {}
-        self._seen_ranks: dict[int, set[int]] = {}  # generation -> its ranks that have asked here
-        self._declared_ranks: dict[int, frozenset[int]] = {}  # the same of all, where that was said
-        self._locally_complete_steps: dict[
-            int, set[int]
-        ] = {}  # generation -> steps of which they all were here
+        self._ranks = GenerationRanks()
         self._snapshots: dict[_SnapshotName, Snapshot] = {}
         self._kept_slots: dict[_SlotId, MemoryFile] = {}  # slots that are not given back yet
         self._pins: Counter[_SlotId] = Counter()
@@ -158,24 +169,19 @@ class SnapshotStore:
         """Set the writers of a generation; without them none of its steps is complete. own_ranks:
         those of this node, if there are several nodes."""
         with self._lock:
-            used = {name[0] for name in self._snapshots}
-            for older in [g for g in self._generations if g < generation and g not in used]:
-                del self._generations[older]
-                self._declared_ranks.pop(older, None)
-            self._generations[generation] = (topology, table)
-            if own_ranks is not None:
-                self._declared_ranks[generation] = frozenset(own_ranks)
+            self._ranks.forget_unused(generation, {name[0] for name in self._snapshots})
+            self._ranks.open(generation, topology, table, own_ranks)
 
     def register_rank(self, generation: int, rank: int) -> None:
         """Note that a rank of this node takes part in a generation. A step of which all of these
         are here is kept, although other nodes may hold the rest."""
         with self._lock:
-            self._seen_ranks.setdefault(generation, set()).add(rank)
+            self._ranks.seen.setdefault(generation, set()).add(rank)
 
     def topology_and_table(self, generation: int) -> tuple[Topology, StateTable]:
         """Raises KeyError for a generation that was never opened here."""
         with self._lock:
-            return self._generations[generation]
+            return self._ranks.generations[generation]
 
     def put(self, snapshot: Snapshot, pin_slot: bool = False) -> bool:
         """Shelve a snapshot, whose slot must be held; return True if this node's part of its step
@@ -197,9 +203,10 @@ class SnapshotStore:
             if pin_slot:
                 self._pins[place] += 1
             complete = self._is_complete(
-                part.generation, part.step, required_ranks=self._declared_ranks
+                part.generation, part.step, required_ranks=self._ranks.declared
             )
-            if complete and snapshot.is_own and self._complete_on_all_nodes(snapshot):
+            slots = snapshot.memory.arena.slots
+            if complete and snapshot.is_own and self._ranks.complete_on_all_nodes(part, slots):
                 self._forget_own_before(part.generation)
             freed = self._take_unneeded_slots()
         self._release_slots(freed)
@@ -234,26 +241,12 @@ class SnapshotStore:
         self._release_slots(freed)
         return steps
 
-    def _complete_on_all_nodes(self, snapshot: Snapshot) -> bool:
-        """Return True once every node must hold a complete step of this generation. A capture
-        begins when every rank has voted that it has a free slot. A node gives a slot back only for
-        a later step that is complete there. So once more steps are captured than an arena has
-        slots, each node has completed one of them."""
-        part = snapshot.part
-        if part.generation not in self._declared_ranks:
-            return True
-        reached = self._locally_complete_steps.setdefault(part.generation, set())
-        reached.add(part.step)
-        return len(reached) > snapshot.memory.arena.slots
-
     def _forget_own_before(self, generation: int) -> None:
         """This node's snapshots of older generations have served: their memory goes."""
         for name, snapshot in list(self._snapshots.items()):
             if snapshot.is_own and name[0] < generation:
                 del self._snapshots[name]
-        for known in (self._seen_ranks, self._locally_complete_steps):
-            for older in [g for g in known if g < generation]:
-                del known[older]
+        self._ranks.forget_before(generation)
 
     # --- questions --------------------------------------------------------------------------
     def inventory(self) -> list[InventoryEntry]:
@@ -275,7 +268,7 @@ class SnapshotStore:
                 s
                 for s in steps
                 if self._is_complete(
-                    *s, required_ranks=self._declared_ranks if own_ranks_only else {}
+                    *s, required_ranks=self._ranks.declared if own_ranks_only else {}
                 )
             ]
         return sorted(whole, key=lambda s: (s[1], s[0]), reverse=True)
@@ -289,7 +282,7 @@ class SnapshotStore:
         complete checkpoint.
         """
         with self._lock:
-            topology, table = self._generations[generation]
+            topology, table = self._ranks.generations[generation]
             parts = {
                 name[2]: (s.part, s.sealed_manifest)
                 for name, s in self._snapshots.items()
@@ -318,19 +311,7 @@ class SnapshotStore:
         Raises MissingKeyError when the snapshot is not here or was overwritten meanwhile, and
         CorruptError when the blob ends before. Checksums are the caller's to check.
         """
-        import numpy as np  # a mover starts in a third less without it
-
-        found = self.get(generation, step, rank)
-        target = out.cast("B")
-        data = found.memory.arena.data(found.slot, found.header.length)
-        if start + len(target) > len(data):
-            raise CorruptError(
-                f"{found.part.blob.key} has {len(data)} bytes, {start + len(target)} were expected"
-            )
-        source = np.frombuffer(data[start : start + len(target)], np.uint8)
-        np.copyto(np.frombuffer(target, np.uint8), source)  # other threads run meanwhile
-        if not found.is_intact:
-            raise MissingKeyError(f"{found.part.blob.key} was overwritten while it was read")
+        self.get(generation, step, rank).read_into(start, out)
 
     @contextmanager
     def pin(self, generation: int, step: int, rank: int) -> Iterator[Snapshot]:
@@ -378,7 +359,7 @@ class SnapshotStore:
     ) -> bool:
         """Return True if every writer's snapshot is on the shelf. If `required_ranks` names ranks
         of the generation, only those count."""
-        plan = self._generations.get(generation)
+        plan = self._ranks.generations.get(generation)
         if plan is None:
             return False
         due = required_ranks.get(generation, range(plan[0].world_size))
@@ -388,7 +369,7 @@ class SnapshotStore:
     def _newest_own_step(self) -> tuple[int, int]:
         """The newest step of which every rank of this node is here."""
         steps = sorted({name[:2] for name, s in self._snapshots.items() if s.is_own}, reverse=True)
-        known = {**self._seen_ranks, **self._declared_ranks}
+        known = {**self._ranks.seen, **self._ranks.declared}
         return next(
             (step for step in steps if self._is_complete(*step, required_ranks=known)), (0, -1)
         )

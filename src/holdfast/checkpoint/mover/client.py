@@ -81,6 +81,64 @@ class Holdings:
     peers: tuple[Mapping[str, Any], ...] = ()  # name, address, keys of blobs that lie there
 
 
+class MoverConnections:
+    """Connections of one process to its mover: each request has one for itself, which stays open
+    for a later one. Any thread may use them."""
+
+    def __init__(
+        self, socket_path: str, secret: Secret, generation: int, clock: Callable[[], float]
+    ) -> None:
+        self._socket_path, self._secret = socket_path, secret
+        self._generation, self._clock = generation, clock
+        self._idle_connections: list[
+            socket.socket
+        ] = []  # append and pop are one step each, for any thread
+        weakref.finalize(self, _close_all, self._idle_connections)
+
+    def exchange(
+        self, verb: str, body: dict[str, Any], timeout: float
+    ) -> tuple[dict[str, Any], list[int]]:
+        """Send one request; return the answer and the descriptors that came with it. If an open
+        connection turns out to be cut (long idle, or another mover), use a new one."""
+        line, nonce = encode_request(self._secret, verb, body, self._generation, self._clock())
+        received: tuple[bytes, list[int]] | None = None
+        with suppress(IndexError):
+            open_one = self._idle_connections.pop()
+            with suppress(ConnectionError):
+                received = self._exchange_over(open_one, line, timeout)
+        if received is None:
+            received = self._exchange_over(None, line, timeout)
+        if received is None:
+            raise MoverGoneError("the mover ended before it answered")
+        return parse_answer(self._secret, nonce, received[0]), received[1]
+
+    def _exchange_over(
+        self, connection: socket.socket | None, line: bytes, timeout: float
+    ) -> tuple[bytes, list[int]] | None:
+        """Return the answer over a connection, or over a new one for None. Return None if the
+        connection ended before an answer. Raises ConnectionError if an open connection was cut,
+        MoverGoneError otherwise."""
+        was_open = connection is not None
+        received = None
+        try:
+            connection = connection or socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            connection.settimeout(timeout)
+            if not was_open:
+                connection.connect(self._socket_path)
+            send_line(connection, line)
+            received = LineReader(connection).read_line()
+        except (OSError, ValueError) as error:
+            if was_open and isinstance(error, ConnectionError):
+                raise
+            raise MoverGoneError(f"the mover does not answer: {error}") from error
+        finally:
+            if received is not None and connection is not None:
+                self._idle_connections.append(connection)
+            elif connection is not None:
+                connection.close()
+        return received
+
+
 class MoverClient:
     """Requests of one process in one generation.
 
@@ -99,14 +157,8 @@ class MoverClient:
         """arena_wait_s: seconds that an arena request waits for the mover to learn of the
         generation."""
         self._arena_wait_s = arena_wait_s
-        self.socket_path = socket_path
         self.generation = generation
-        self._secret = secret
-        self._clock = clock
-        self._idle_connections: list[
-            socket.socket
-        ] = []  # append and pop are one step each, for any thread
-        weakref.finalize(self, _close_all, self._idle_connections)
+        self._connections = MoverConnections(socket_path, secret, generation, clock)
 
     # --- the agent's calls ------------------------------------------------------------------
     def expect(
@@ -226,7 +278,7 @@ class MoverClient:
         }
         if self._arena_wait_s:
             body["patience"] = self._arena_wait_s
-        _, fds = self._exchange("arena", body, 4 * MOVER_ANSWER_TIMEOUT_S)
+        _, fds = self._connections.exchange("arena", body, 4 * MOVER_ANSWER_TIMEOUT_S)
         if len(fds) != 1:
             raise MoverGoneError("the mover sent no arena")
         return fds[0]
@@ -240,7 +292,7 @@ class MoverClient:
     def holdings(self, key: str) -> Holdings:
         """The parts of a checkpoint that this node's mover has in memory. Raises MissingKeyError as
         text (HoldfastError) and CorruptError for a commit object that is missing or damaged."""
-        body, fds = self._exchange("holdings", {"key": key}, 4 * MOVER_ANSWER_TIMEOUT_S)
+        body, fds = self._connections.exchange("holdings", {"key": key}, 4 * MOVER_ANSWER_TIMEOUT_S)
         try:
             slots = {
                 str(held["key"]): (
@@ -335,50 +387,7 @@ class MoverClient:
     def _call(
         self, verb: str, body: dict[str, Any], timeout: float = MOVER_ANSWER_TIMEOUT_S
     ) -> dict[str, Any]:
-        return self._exchange(verb, body, timeout)[0]
-
-    def _exchange(
-        self, verb: str, body: dict[str, Any], timeout: float
-    ) -> tuple[dict[str, Any], list[int]]:
-        """Send one request. If an open connection turns out to be cut (long idle, or another
-        mover), use a new one."""
-        line, nonce = encode_request(self._secret, verb, body, self.generation, self._clock())
-        received: tuple[bytes, list[int]] | None = None
-        with suppress(IndexError):
-            open_one = self._idle_connections.pop()
-            with suppress(ConnectionError):
-                received = self._exchange_over(open_one, line, timeout)
-        if received is None:
-            received = self._exchange_over(None, line, timeout)
-        if received is None:
-            raise MoverGoneError("the mover ended before it answered")
-        return parse_answer(self._secret, nonce, received[0]), received[1]
-
-    def _exchange_over(
-        self, connection: socket.socket | None, line: bytes, timeout: float
-    ) -> tuple[bytes, list[int]] | None:
-        """Return the answer over a connection, or over a new one for None. Return None if the
-        connection ended before an answer. Raises ConnectionError if an open connection was cut,
-        MoverGoneError otherwise."""
-        was_open = connection is not None
-        received = None
-        try:
-            connection = connection or socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-            connection.settimeout(timeout)
-            if not was_open:
-                connection.connect(self.socket_path)
-            send_line(connection, line)
-            received = LineReader(connection).read_line()
-        except (OSError, ValueError) as error:
-            if was_open and isinstance(error, ConnectionError):
-                raise
-            raise MoverGoneError(f"the mover does not answer: {error}") from error
-        finally:
-            if received is not None and connection is not None:
-                self._idle_connections.append(connection)
-            elif connection is not None:
-                connection.close()
-        return received
+        return self._connections.exchange(verb, body, timeout)[0]
 
 
 def _close_all(connections: list[socket.socket]) -> None:

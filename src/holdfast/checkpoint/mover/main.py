@@ -181,25 +181,7 @@ class MoverServer:
         service, body, generation = self._service, request.body, request.proof.generation
         match request.verb:
             case "expect":
-                table = tuple(TensorSpec.from_json(row) for row in body["table"])
-                topology = Topology.from_json(body["topology"])
-                process_log.enter(generation)
-                about = None
-                if self._peer_wiring is not None:
-                    about = self._peer_wiring.parse_cohort(topology, body)
-                    self._peer_wiring.search_cohort(about)
-                key = body.get("key")
-                service.expect(
-                    generation,
-                    topology,
-                    table,
-                    body["start"],
-                    about,
-                    key,
-                    bool(body.get("stored", True)),
-                )
-                if self._peer_wiring is not None:
-                    self._peer_wiring.expect(topology, table, about)
+                self._expect(generation, body)
             case "arena":
                 fds.append(service.get_arena(generation, **body, process=pid))
             case "captured":
@@ -250,6 +232,29 @@ class MoverServer:
             case verb:
                 raise HoldfastError(f"the mover has no verb {verb!r}")
         return {}
+
+    def _expect(self, generation: int, body: dict[str, Any]) -> None:
+        """Begin a generation: the peers are named before the service asks them, and told of their
+        plan once it serves the generation."""
+        table = tuple(TensorSpec.from_json(row) for row in body["table"])
+        topology = Topology.from_json(body["topology"])
+        process_log.enter(generation)
+        about = None
+        if self._peer_wiring is not None:
+            about = self._peer_wiring.parse_cohort(topology, body)
+            self._peer_wiring.search_cohort(about)
+        key = body.get("key")
+        self._service.expect(
+            generation,
+            topology,
+            table,
+            body["start"],
+            about,
+            key,
+            bool(body.get("stored", True)),
+        )
+        if self._peer_wiring is not None:
+            self._peer_wiring.expect(topology, table, about)
 
 
 def _secure_folder(folder: Path) -> None:

@@ -20,60 +20,29 @@ generation has one. If a restart began from a step in memory alone, it is made d
 
 from __future__ import annotations
 
-import os
-import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
-from holdfast.checkpoint.format.blob import blob_size
 from holdfast.checkpoint.format.save_context import SaveContext, choose_extent_bytes
-from holdfast.checkpoint.memory.arena import SlotHeader, identity_digest
-from holdfast.checkpoint.memory.arena_pool import ArenaPool, RankArena
-from holdfast.checkpoint.memory.snapshot_store import Snapshot, SnapshotStore, header_to_json
+from holdfast.checkpoint.memory.snapshot_store import SnapshotStore
+from holdfast.checkpoint.mover.capture_intake import CaptureIntake
+from holdfast.checkpoint.mover.restore_search import RestoreSearch, collect_held_blobs
+from holdfast.checkpoint.mover.served_generation import ServedGeneration
 from holdfast.checkpoint.peers.config import Cohort
-from holdfast.checkpoint.restore import catalog, verify
 from holdfast.checkpoint.restore.fallback_store import LazyStore
-from holdfast.checkpoint.restore.restore_point import (
-    ChosenRestorePoint,
-    RestorePointFinder,
-    resolve_commit,
-)
 from holdfast.checkpoint.restore.sources import MemorySource, SnapshotStoreSource
 from holdfast.checkpoint.restore.start_records import record_start
 from holdfast.checkpoint.save import retention
 from holdfast.checkpoint.save.commit_protocol import CommitProtocol
-from holdfast.checkpoint.save.pending_blob import PendingBlob
 from holdfast.checkpoint.save.save_manager import SaveManager
-from holdfast.checkpoint.save.save_tracker import MAX_SAVES_KEPT, SaveId, SaveTracker
-from holdfast.checkpoint.save.writer import seal_part
-from holdfast.core.format.manifest import Commit, parse_commit_key
+from holdfast.checkpoint.save.save_tracker import SaveTracker
 from holdfast.core.sharding.state_table import StateTable
-from holdfast.errors import CorruptError, FencedError, HoldfastError
-from holdfast.events import CheckpointRejected, SnapshotComplete, SnapshotDropped, SourceRejected
 from holdfast.layout import Topology
 from holdfast.policy.saving.destinations import SaveDestinations
 from holdfast.wire.store.location import open_store
-from holdfast.wire.store.run_store import MissingKeyError, RunStore
-
-HASH_THREADS = 2
-MAX_ANSWER_DESCRIPTORS = 200
-"""Descriptors that one answer may carry; the kernel allows 253."""
-
-
-_Ordered = TypeVar("_Ordered", int, SaveId)
-
-
-def _add_bounded(known: set[_Ordered], new: _Ordered) -> None:
-    """Add one; if there are too many, drop the oldest: it ended long ago and was never
-    requested."""
-    known.add(new)
-    if len(known) > MAX_SAVES_KEPT:
-        known.remove(min(known))
+from holdfast.wire.store.run_store import RunStore
 
 
 @dataclass(frozen=True)
@@ -90,20 +59,6 @@ class MoverSettings:
     bucket_keep_last: int = 3
 
 
-@dataclass(frozen=True)
-class _Capture:
-    """A capture that a rank handed over."""
-
-    context: SaveContext
-    rank_arena: RankArena
-    rank: int
-    slot: int
-    expected_header: SlotHeader
-    meta: dict[str, Any]
-    destinations: SaveDestinations
-    pending_blob: PendingBlob | None  # its blob; None: it stays in memory
-
-
 class MoverService:
     """The mover's state machine. Every public method is one verb and is safe to call from any
     thread; `generation` is the caller's."""
@@ -112,45 +67,15 @@ class MoverService:
         self, store: RunStore, settings: MoverSettings, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self.save_tracker = SaveTracker(clock)
-        self.snapshot_store = SnapshotStore(self._notify_slots_free)
+        self._served = ServedGeneration()
+        self.snapshot_store = SnapshotStore(self._served.notify)
         self.memories: list[MemorySource] = [SnapshotStoreSource(self.snapshot_store)]
         """Memories that a restart searches for snapshots; peers are appended."""
-        self.snapshot_listeners: list[Callable[[Snapshot, bool], None]] = []
-        """Called with each snapshot of this node's ranks that peers may have, on a thread that may
-        block. The flag is True if peers must have it whatever their rule says."""
         self.locate_on_peers: Callable[[Collection[str]], list[dict[str, Any]]] = lambda keys: []
         """Return which blobs peers have in memory, as JSON (`PeerMemories.locate_blobs`)."""
         self._store = store
         self._settings = settings
-        self._fallback_store = (
-            LazyStore(lambda: open_store(settings.bucket)) if settings.bucket else None
-        )
-        self._clock = clock
-        self._change = threading.Condition()
-        self._context: SaveContext | None = None
-        self._arena_pool = ArenaPool(
-            self.snapshot_store,
-            self._change,
-            self._current_context,
-            lambda: self._hashing_count + self._failed_reading_count > 0,
-            lambda step, why: self.save_tracker.emit(SnapshotDropped(why, step=step)),
-        )
-        self._handed_over_at: dict[
-            int, dict[int, float]
-        ] = {}  # step -> rank -> when it was handed over
-        self._incomplete_steps: set[int] = (
-            set()
-        )  # steps of this generation that lack a rank for good
-        self._not_to_upload: set[SaveId] = set()  # what does not go into the bucket
-        self._restore_point: ChosenRestorePoint | None = None
-        self._restore_point_generation = 0  # the generation that it was made for
-        self._resolved_commit: Commit | None = None  # what another mover chose
-        self._resolve_lock = threading.Lock()
-        self._hashing_count = 0
-        self._failed_reading_count = (
-            0  # slots of captures that failed, while a disk may still read them
-        )
-        self._hash_threads = ThreadPoolExecutor(HASH_THREADS, "hash")
+        self._change = self._served.change
         self._save_manager = SaveManager(
             store,
             self.snapshot_store,
@@ -159,6 +84,30 @@ class MoverService:
             retention.RetentionRules(settings.keep_last, settings.keep_every),
             self.memories,
         )
+        self._restore_search = RestoreSearch(
+            store,
+            LazyStore(lambda: open_store(settings.bucket)) if settings.bucket else None,
+            self.memories,
+            self.snapshot_store,
+            self.save_tracker,
+            self._save_manager,
+            settings.config_hash,
+            settings.dataset_version,
+            clock,
+        )
+        self._capture_intake = CaptureIntake(
+            settings.run,
+            self._served,
+            self.snapshot_store,
+            self._save_manager,
+            self.save_tracker,
+            self._restore_search,
+            clock,
+        )
+        self._arena_pool = self._capture_intake.arena_pool
+        self.snapshot_listeners = self._capture_intake.listeners
+        """Called with each snapshot of this node's ranks that peers may have, on a thread that may
+        block. The flag is True if peers must have it whatever their rule says."""
 
     # --- generations ------------------------------------------------------------------------
     def expect(
@@ -178,60 +127,23 @@ class MoverService:
         for a generation that is not newer than the present."""
         if start_step is not None:
             record_start(self._store, generation, start_step, is_from_store)
+        extent = choose_extent_bytes(
+            self._settings.extent_bytes, sum(spec.nbytes for spec in table)
+        )
+        about = self._settings.config_hash, self._settings.dataset_version
+        context = SaveContext(generation, topology, table, *about, extent)
         with self._change:
-            if self._context is not None and generation <= self._context.generation:
-                if self._context.generation == generation and self._context.topology == topology:
-                    self._save_manager.commit_protocol.begin_generation(self._context, cohort)
-                    return  # asked again: the first answer was lost, or a mover was replaced
-                raise FencedError(f"generation {self._context.generation} has begun already")
-            extent = choose_extent_bytes(
-                self._settings.extent_bytes, sum(spec.nbytes for spec in table)
-            )
-            self._context = SaveContext(
-                generation,
-                topology,
-                table,
-                self._settings.config_hash,
-                self._settings.dataset_version,
-                extent,
-            )
-            self._arena_pool.begin_generation()
-            self._handed_over_at, self._incomplete_steps = {}, set()
-            self._change.notify_all()
+            present = self._served.begin(context)
+            if present is not context:
+                self._save_manager.commit_protocol.begin_generation(present, cohort)
+                return  # asked again: the first answer was lost, or a mover was replaced
+            self._capture_intake.begin_generation()
         self.save_tracker.wake_event_waiters()
-        complete = set(self.snapshot_store.complete_steps(own_ranks_only=True))
-
-        def gone(older: int, step: int) -> bool:
-            """Return True for an incomplete step, unless other nodes hold the rest of the starting
-            state."""
-            late = start_step is not None and step > start_step
-            return older < generation and (
-                late or ((older, step) not in complete and step != start_step)
-            )
-
-        self.snapshot_store.drop_where(gone)
+        _drop_left_behind(self.snapshot_store, generation, start_step)
         ours = None if cohort is None else cohort.own_ranks(topology.nodes)
         self.snapshot_store.open_generation(generation, topology, table, ours)
-        self._save_manager.begin_generation(self._current_context(generation), start_step, cohort)
-        self._make_durable(generation, start_step, restore_key)
-
-    def _make_durable(
-        self, generation: int, start_step: int | None, restore_key: str | None
-    ) -> None:
-        """Return a generation's starting state if only memory holds it: chosen here, or
-        `restore_key`."""
-        choice = self._restore_point if self._restore_point_generation == generation else None
-        if choice is not None and not choice.is_durable and choice.commit.step == start_step:
-            restore_key = choice.key
-        at = parse_commit_key(restore_key or "")
-        if restore_key is None or at is None or at[0] != start_step:
-            return
-        if self._save_manager.commit_protocol.is_leader:
-            self._save_manager.promote(
-                generation, (at[1], at[0]), partial(self._resolve_commit, restore_key)
-            )
-        elif choice is not None:  # the leader promotes it; wait for its result
-            self._save_manager.await_promotion((at[1], at[0]))
+        self._save_manager.begin_generation(self._served.require(generation), start_step, cohort)
+        self._restore_search.make_durable(generation, start_step, restore_key)
 
     @property
     def is_leader(self) -> bool:
@@ -241,20 +153,6 @@ class MoverService:
     @property
     def commit_protocol(self) -> CommitProtocol:
         return self._save_manager.commit_protocol
-
-    def _has_begun(self, generation: int) -> bool:
-        """Return True if the generation, or a newer one, is served."""
-        return self._context is not None and self._context.generation >= generation
-
-    def _current_context(self, generation: int) -> SaveContext:
-        plan = self._context
-        if plan is None:
-            raise HoldfastError("no generation has begun: the agent sends `expect` first")
-        if generation != plan.generation:
-            raise FencedError(
-                f"generation {plan.generation} is served, the request is of {generation}"
-            )
-        return plan
 
     # --- arenas -----------------------------------------------------------------------------
     def get_arena(
@@ -270,26 +168,17 @@ class MoverService:
         """As `ArenaPool.get`. patience: seconds that the agent may still need to announce
         `generation`; its workers learn of it at the same time."""
         with self._change:
-            self._change.wait_for(lambda: self._has_begun(generation), patience)
+            self._change.wait_for(lambda: self._served.has_begun(generation), patience)
         return self._arena_pool.get(generation, rank, blob_bytes, slots, process, let_go)
 
     def set_in_use_keys(self, keys: Callable[[], Collection[str]]) -> None:
         """Checkpoints that retention leaves alone for now, asked each time."""
-        self._save_manager.in_use_keys = keys
+        self._save_manager.cleaner.in_use_keys = keys
 
     def wait_for_free_slot(self, generation: int, rank: int, wait: float) -> bool:
         """Return True if a slot of the rank became free in time."""
-        self._current_context(generation)
-        with self._change:
-            found = self._arena_pool.ranks.get(rank)
-            if found is None:
-                return False
-            arena = found.arena
-            return self._change.wait_for(lambda: arena.free_slot() is not None, wait)
-
-    def _notify_slots_free(self) -> None:
-        with self._change:
-            self._change.notify_all()
+        self._served.require(generation)
+        return self._arena_pool.wait_for_free_slot(rank, wait)
 
     # --- snapshots --------------------------------------------------------------------------
     def accept_capture(
@@ -311,186 +200,45 @@ class MoverService:
         Raises CorruptError when the slot does not hold what the request says. Nothing is done to
         the slot then: a request that was held up must not give back what has come after it.
         """
-        with self._change:
-            plan = self._current_context(generation)
-            found = self._arena_pool.ranks.get(rank)
-            if found is None:
-                raise HoldfastError(f"rank {rank} has no arena")
-            due = SlotHeader(
-                identity_digest(self._settings.run),
-                generation,
-                step,
-                sequence,
-                blob_size(found.blob_header, found.tensors),
-                identity_digest(found.blob_header),
-            )
-            if found.arena.header(slot) != due:
-                raise CorruptError(f"slot {slot} of rank {rank} does not hold step {step}")
-            if found.taken_sequences.get(slot) == sequence or not found.arena.is_held(slot):
-                return  # its first answer was lost on the way
-            found.taken_sequences[slot] = sequence
-            skipped = self._record_hand_over(rank, step)
-            self._hashing_count += 1
-            if durable:
-                self._save_manager.add_pending((generation, step))
-                if not uploaded:
-                    _add_bounded(self._not_to_upload, (generation, step))
-        for older in skipped:
-            self.snapshot_store.drop(generation, older)
-            self._save_manager.on_rank_skipped((generation, older))
-        into = SaveDestinations(durable, copied, uploaded)
-        writing = PendingBlob(found.memory, slot, due, rank) if durable else None
-        capture = _Capture(plan, found, rank, slot, due, dict(meta), into, writing)
-        self._hash_threads.submit(self._hash_and_store, capture)
-        if writing is not None:
-            self._save_manager.submit(plan, writing)
+        self._capture_intake.accept(
+            generation,
+            rank,
+            step,
+            slot,
+            sequence,
+            meta,
+            SaveDestinations(durable, copied, uploaded),
+        )
 
     def steps_being_written(self, generation: int) -> list[int]:
         """The steps of a generation that are being made durable here."""
         with self._change:
-            return [step for g, step in self._save_manager.pending_parts if g == generation]
+            return [step for g, step in self._save_manager.pending_parts.saves() if g == generation]
 
     def should_upload(self, key: str) -> bool:
         """Return True if a committed checkpoint goes into the bucket too. Called once for each."""
-        step, generation = parse_commit_key(key) or (0, 0)
-        with self._change:
-            kept_back = (generation, step) in self._not_to_upload
-            self._not_to_upload.discard((generation, step))
-        return not kept_back
+        return self._capture_intake.should_upload(key)
 
     def accept_skip(self, generation: int, rank: int, step: int, reason: str) -> None:
         """Fail a step that a rank did not capture, so that no other rank's slot waits for it."""
         with self._change:
-            self._current_context(generation)
+            self._served.require(generation)
         self.save_tracker.record_failure((generation, step), f"rank {rank}: {reason}")
-        self._give_up_step(generation, step)
+        self._capture_intake.give_up_step(generation, step)
 
     def report_orphaned_saves(self, generation: int, rank: int, steps: Sequence[int]) -> None:
         """Resolve saves that the previous mover had accepted from a rank before it died, and wake
         their waiters."""
         with self._change:
-            self._current_context(generation)
+            self._served.require(generation)
         for step in steps:
             self._save_manager.resolve_orphaned_save((generation, step), rank)
-
-    def _give_up_step(self, generation: int, step: int) -> None:
-        with self._change:
-            _add_bounded(self._incomplete_steps, step)
-        self.snapshot_store.drop(generation, step)
-
-    def _record_hand_over(self, rank: int, step: int) -> list[int]:
-        """Note that a rank handed over a step; return the older steps that can no longer be
-        complete in memory. Each rank hands its steps over in order, so it has skipped those."""
-        self._handed_over_at.setdefault(step, {})[rank] = self._clock()
-        skipped = [s for s, ranks in self._handed_over_at.items() if s < step and rank not in ranks]
-        for older in skipped:
-            self._handed_over_at[older] = {}  # whatever is still being hashed of it comes too late
-        for old in sorted(self._handed_over_at)[:-8]:
-            del self._handed_over_at[old]
-        return skipped
-
-    def _hash_and_store(self, capture: _Capture) -> None:
-        """One rank's snapshot, on a thread of its own; every failure becomes an outcome."""
-        plan, owner, slot, due = (
-            capture.context,
-            capture.rank_arena,
-            capture.slot,
-            capture.expected_header,
-        )
-        try:
-            with owner.arena.reading(slot, due) as data:
-                part = seal_part(
-                    plan,
-                    due.step,
-                    capture.rank,
-                    data,
-                    len(owner.blob_header),
-                    owner.tensors,
-                    capture.meta,
-                )
-            snapshot = Snapshot(part, part.to_bytes(), owner.memory, slot, due)
-            complete = self._store_snapshot(snapshot, capture.pending_blob is not None)
-        except Exception as error:  # a failed save never stops training
-            with self._change:
-                self._failed_reading_count += 1
-            if capture.pending_blob is not None:
-                capture.pending_blob.give_up(error, partial(self._release_capture, capture))
-            else:
-                self._release_capture(capture)
-            if capture.pending_blob is None and not isinstance(error, FencedError):
-                self.save_tracker.warn(f"step {due.step} of rank {capture.rank}: {error}")
-            self._give_up_step(plan.generation, due.step)
-        else:
-            if complete:
-                self._on_step_complete(plan, due.step)
-            if capture.pending_blob is not None:
-                capture.pending_blob.set_sealed(snapshot)
-            for listener in (
-                self.snapshot_listeners if capture.destinations.to_peers is not False else ()
-            ):
-                listener(snapshot, bool(capture.destinations.to_peers))
-        finally:
-            with self._change:
-                self._hashing_count -= 1
-                self._change.notify_all()
-
-    def _release_capture(self, capture: _Capture) -> None:
-        """Give back the slot of a capture that was not shelved."""
-        if capture.rank_arena.arena.header(capture.slot) in (
-            capture.expected_header,
-            None,
-        ):  # else a newer one's
-            capture.rank_arena.arena.release(capture.slot)
-        with self._change:
-            self._failed_reading_count -= 1
-            self._change.notify_all()
-
-    def _store_snapshot(self, snapshot: Snapshot, is_durable: bool) -> bool:
-        """Shelve; whether the step is complete. Raises FencedError when its generation is over:
-        what the next one begins from has been chosen."""
-        part = snapshot.part
-        with self._change:
-            self._current_context(part.generation)
-            late = part.step in self._incomplete_steps
-            late = late or part.rank not in self._handed_over_at.get(part.step, {})
-            complete = self.snapshot_store.put(snapshot, pin_slot=is_durable)
-        if late:  # another rank skipped the step: it is of no use in memory
-            self.snapshot_store.drop(part.generation, part.step)
-        return complete and not late
-
-    def _on_step_complete(self, context: SaveContext, step: int) -> None:
-        """Every rank's snapshot of a step is in memory."""
-        with self._change:
-            handed = self._handed_over_at.get(step, {}).values()
-            seconds = self._clock() - min(handed, default=self._clock())
-        nbytes = sum(
-            h.nbytes for h in self.snapshot_store.inventory() if h[:2] == (context.generation, step)
-        )
-        self.save_tracker.emit(SnapshotComplete(nbytes, seconds, step=step))
-        choice = self._restore_point
-        if choice is not None and choice.is_durable and not choice.is_in_memory:
-            self._save_manager.verified_steps.add(
-                choice.commit.step
-            )  # all ranks have read and checked it
 
     # --- questions --------------------------------------------------------------------------
     def drain(self, wait: float, durable: bool = True) -> bool:
         """Wait for the end of what is under way; whether all has ended. Without `durable`, a save
         whose step is complete in memory is not waited for: nothing is lost with it."""
-
-        def ended() -> bool:
-            newest = dict(
-                reversed(self.snapshot_store.complete_steps(own_ranks_only=True))
-            )  # generation -> step
-            waiting = [
-                save
-                for save in self._save_manager.pending_parts
-                if durable or save[1] > newest.get(save[0], -1)
-            ]
-            return not self._hashing_count and not waiting
-
-        with self._change:
-            return self._change.wait_for(ended, wait)
+        return self._capture_intake.drain(wait, durable)
 
     def find_restore_point(
         self, generation: int, drain: float, tried: Mapping[str, str] | None = None
@@ -501,85 +249,23 @@ class MoverService:
         corrupt, and why. Raises CheckpointError when there are candidates but none can be trusted.
         """
         self.drain(drain, durable=False)
-        rejected: list[tuple[str, str]] = []
-
-        def reject(key: str, reason: str) -> None:
-            rejected.append((key, reason))
-            if key not in self._save_manager.rejected_keys:
-                self._save_manager.rejected_keys[key] = reason
-                event = CheckpointRejected(key, reason, step=catalog.step_of(key))
-                self.save_tracker.emit(event)
-
-        tried = tried or {}
-        self._save_manager.rejected_keys |= tried  # the reader that found it has reported it
-        for key, reason in tried.items():
-            rejected.append((key, reason))
-            if position := parse_commit_key(key):
-                self.snapshot_store.drop(position[1], position[0])
-        begun = self._clock()
-        chooser = RestorePointFinder(
-            self._store,
-            self.memories,
-            generation,
-            self._settings.config_hash,
-            self._settings.dataset_version,
-            reject,
-            self._fallback_store,
-            lambda key, reason: self.save_tracker.emit(
-                SourceRejected(-1, "run store", key, reason, step=catalog.step_of(key))
-            ),
-        )
-        self._restore_point = choice = chooser.find_newest(tried)
-        self._restore_point_generation = generation
-        answer: dict[str, Any] = {"key": None, "step": 0, "generation": 0, "meta": {}}
-        if choice is not None:
-            commit = choice.commit
-            answer = {
-                "key": commit.key,
-                "step": commit.step,
-                "generation": commit.generation,
-                "meta": dict(commit.meta),
-                "durable": choice.is_durable,
-            }
-        return answer | {"rejected": rejected, "seconds": self._clock() - begun}
+        return self._restore_search.find(generation, tried or {})
 
     def rejected_keys(self) -> tuple[str, ...]:
         """Keys of the checkpoints that were passed over."""
-        return tuple(self._save_manager.rejected_keys)
+        return tuple(self._save_manager.cleaner.rejected_keys)
 
     def find_damage(self, generation: int, key: str) -> str | None:
         """Return why the checkpoint cannot be restored, or None; every byte of it is read."""
-        self._current_context(generation)
-        problem = verify.find_damage(self._store, key)
-        if problem is not None and self._fallback_store is not None:
-            with suppress(HoldfastError):  # the folder's problem is what is said
-                return verify.find_damage(self._fallback_store.store, key) and problem
-        return problem
+        self._served.require(generation)
+        return self._restore_search.find_damage(key)
 
     def holdings(self, generation: int, key: str) -> tuple[dict[str, Any], list[int]]:
         """Return the commit object `key`, its blobs in this mover's memory, and the descriptors of
         their memory files. The caller closes these. Raises as the store does."""
-        self._current_context(generation)
-        commit = self._resolve_commit(key)
-        files: dict[int, int] = {}  # id of the memory file -> its place among the descriptors
-        fds: list[int] = []
-        held: list[dict[str, Any]] = []
-        for writer in commit.writers:
-            with suppress(MissingKeyError):
-                found = self.snapshot_store.get(commit.generation, commit.step, writer.rank)
-                if found.part.blob == writer.blob:
-                    if id(found.memory) not in files and len(fds) < MAX_ANSWER_DESCRIPTORS:
-                        files[id(found.memory)] = len(fds)
-                        fds.append(os.dup(found.memory.fd))
-                    if id(found.memory) in files:
-                        held.append(
-                            {
-                                "key": writer.blob.key,
-                                "file": files[id(found.memory)],
-                                "slot": found.slot,
-                                "header": header_to_json(found.header),
-                            }
-                        )
+        self._served.require(generation)
+        commit = self._restore_search.resolve_commit(key)
+        held, fds = collect_held_blobs(self.snapshot_store, commit)
         missing = {writer.blob.key for writer in commit.writers} - {h["key"] for h in held}
         peers = self.locate_on_peers(missing) if missing else []
         return {"commit": commit.to_bytes().decode(), "held": held, "peers": peers}, fds
@@ -587,31 +273,13 @@ class MoverService:
     def holders(self, generation: int, keys: Sequence[str]) -> list[dict[str, Any]]:
         """Return the peers whose memory has these blobs, as `peers` of `holdings` does. It includes
         blobs held here, for a caller that found those corrupt."""
-        self._current_context(generation)
+        self._served.require(generation)
         return self.locate_on_peers(frozenset(keys))
-
-    def _resolve_commit(self, key: str) -> Commit:
-        """Return the starting state by its key: chosen here, or by another node's mover."""
-        choice = self._restore_point
-        if choice is not None and choice.key == key:
-            return choice.commit
-        with self._resolve_lock:  # every worker of the node asks
-            if self._resolved_commit is None or self._resolved_commit.key != key:
-                about = self._settings.config_hash, self._settings.dataset_version
-                self._resolved_commit = resolve_commit(self._store, self.memories, key, *about)
-            return self._resolved_commit
 
     def status(self) -> dict[str, Any]:
         with self._change:
-            arenas = {
-                str(rank): {
-                    "slots": r.arena.slots,
-                    "bytes": r.memory.nbytes,
-                    "held": [s for s in range(r.arena.slots) if r.arena.is_held(s)],
-                }
-                for rank, r in sorted(self._arena_pool.ranks.items())
-            }
-            generation = self._context.generation if self._context else 0
+            arenas = self._arena_pool.status()
+            generation = self._served.context.generation if self._served.context else 0
         return {
             "generation": generation,
             "arenas": arenas,
@@ -621,5 +289,23 @@ class MoverService:
 
     def close(self) -> None:
         """Finish what is being saved and stop."""
-        self._hash_threads.shutdown(wait=True)
+        self._capture_intake.close()
         self._save_manager.close()
+
+
+def _drop_left_behind(
+    snapshot_store: SnapshotStore, generation: int, start_step: int | None
+) -> None:
+    """Drop what older generations hold of steps that are later than the start of a new one, or
+    incomplete."""
+    complete = set(snapshot_store.complete_steps(own_ranks_only=True))
+
+    def gone(older: int, step: int) -> bool:
+        """Return True for an incomplete step, unless other nodes hold the rest of the starting
+        state."""
+        late = start_step is not None and step > start_step
+        return older < generation and (
+            late or ((older, step) not in complete and step != start_step)
+        )
+
+    snapshot_store.drop_where(gone)

@@ -20,72 +20,21 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, field
 from typing import Any
 
-from holdfast.checkpoint.memory.snapshot_store import Snapshot, SnapshotStore
-from holdfast.checkpoint.peers.client import PeerClient, PeerError
+from holdfast.checkpoint.memory.snapshot_store import SnapshotStore
+from holdfast.checkpoint.peers.client import PeerClient
 from holdfast.checkpoint.peers.config import Peer, PeerSettings
-from holdfast.checkpoint.peers.receiver import OFFER_HELD, OFFER_NEEDS_PLAN
+from holdfast.checkpoint.peers.offer_transport import Destination, OfferedStep, OfferTransport
 from holdfast.core.sharding.state_table import StateTable
-from holdfast.errors import FencedError, HoldfastError
 from holdfast.events import Event, PeerFailed, SettingIgnored, SnapshotKept
 from holdfast.layout import Topology
 from holdfast.policy.placement import place_copies
 from holdfast.wire.secret import Secret
 from holdfast.wire.store.run_store import MissingKeyError
 
-OFFER_ATTEMPTS = 3
-"""Offers of one step that may fail before it is given up."""
-OFFER_RETRY_DELAYS_S = (0.5, 2.0)
-"""Seconds between them."""
 MIN_SLOTS_TO_PIN = 3
 """Slots of an arena from which on one is kept for what is being sent."""
-STEP_TRANSFER_TIMEOUT_S = 600.0
-"""A holder that has not taken a step within this time has failed."""
-OFFER_REQUEST_TIMEOUT_S = 30.0
-"""Timeout of an offer. The receiver answers within ten seconds, with "pulling" at least."""
-FAILED_DESTINATION_PAUSES_S = (5.0, 10.0, 20.0, 40.0, 60.0)
-"""Seconds for which a failed holder is skipped, by its number of failures in a row."""
-
-
-@dataclass
-class _OfferedStep:
-    """One step on its way; the pins end with its last user."""
-
-    generation: int
-    step: int
-    snapshots: list[Snapshot]
-    pins: ExitStack
-    users: int = 0
-
-    @property
-    def name(self) -> tuple[int, int]:
-        return self.generation, self.step
-
-
-@dataclass
-class _Destination:
-    """One holder: what waits for it, and how it has done."""
-
-    peer: Peer
-    has_thread: bool = False  # its thread
-    is_removed: bool = False  # nothing is sent there any more
-    client: PeerClient | None = None  # of the newest generation that something was sent in
-    waiting_step: _OfferedStep | None = None
-    is_busy: bool = False
-    generations_with_plan: set[int] = field(
-        default_factory=set
-    )  # generations whose plan it has been sent
-    newest_kept: tuple[int, int] = (0, -1)
-    skipped_since_kept: int = 0  # steps that gave way to newer ones since the last that was kept
-    reused_bytes: int = 0  # bytes of the step under way that need not travel
-    failures_in_a_row: int = 0  # in a row
-    retry_at: float = 0.0  # passed over until then
-    counts: dict[str, int] = field(
-        default_factory=lambda: {"kept": 0, "superseded": 0, "failed": 0}
-    )
-    reason: str = ""
 
 
 class SnapshotSender:
@@ -104,13 +53,13 @@ class SnapshotSender:
     ) -> None:
         """`own_address` is the address at which other machines reach this mover's listener,
         `run_id` what is computed (`identity`); `emit` takes events."""
-        self._settings, self._snapshot_store, self._secret = settings, snapshot_store, secret
-        self._own_address, self._run_id, self._emit, self._clock = own_address, run_id, emit, clock
-        self._change = threading.Condition()
-        self._closed = False
+        self._settings, self._snapshot_store = settings, snapshot_store
+        self._emit, self._clock = emit, clock
+        self._transport = OfferTransport(snapshot_store, secret, own_address, run_id, clock)
+        self._change = self._transport.change
         self._topology_and_table: tuple[Topology, StateTable] | None = None
         self._stored_ranks: dict[tuple[int, int], set[int]] = {}  # own ranks shelved, by step
-        self._destinations = {peer.name: _Destination(peer) for peer in settings.peers}
+        self._destinations = {peer.name: Destination(peer) for peer in settings.peers}
         self._placement: dict[str, tuple[str, ...]] = {}  # the placement in force
         self._warned: set[str] = set()
         self._finished_pins: list[ExitStack] = []  # unneeded pins: ended without our lock held
@@ -135,7 +84,7 @@ class SnapshotSender:
                     if line.client is not None:
                         clients.append(line.client)
             for name, peer in named.items():
-                self._destinations.setdefault(name, _Destination(peer))
+                self._destinations.setdefault(name, Destination(peer))
             if not self._placement:
                 self._placement = dict(previous_placement or {})
             self._change.notify_all()
@@ -173,7 +122,7 @@ class SnapshotSender:
             if (
                 self._topology_and_table is None
                 or self._topology_and_table[0].generation != generation
-                or self._closed
+                or self._transport.is_closed
             ):
                 return
             ranks = self._own_ranks(rank)
@@ -184,7 +133,7 @@ class SnapshotSender:
             self._stored_ranks = {
                 key: some for key, some in self._stored_ranks.items() if key[1] > step
             }
-            offered = self._pin_step(generation, step, sorted(ranks))
+            offered = _pin_step(self._snapshot_store, generation, step, sorted(ranks))
             if offered is not None:
                 self._enqueue(offered)
         self._close_finished_pins()
@@ -203,7 +152,7 @@ class SnapshotSender:
 
     def close(self) -> None:
         with self._change:
-            self._closed = True
+            self._transport.is_closed = True
             clients = [
                 line.client for line in self._destinations.values() if line.client is not None
             ]
@@ -221,26 +170,7 @@ class SnapshotSender:
         mine = name if name in nodes else nodes[rank]
         return {other for other, node in enumerate(nodes) if node == mine}
 
-    def _pin_step(self, generation: int, step: int, ranks: Iterable[int]) -> _OfferedStep | None:
-        """A step with its slots kept; None when one has been given back already.
-
-        Of two slots none is kept: a holder that is slow would keep the next capture waiting. A copy
-        that is overtaken then breaks off, and a newer step is sent.
-        """
-        pins = ExitStack()
-        try:
-            found = [self._snapshot_store.get(generation, step, rank) for rank in ranks]
-            for snapshot in found:
-                if snapshot.memory.arena.slots >= MIN_SLOTS_TO_PIN:
-                    pins.enter_context(
-                        self._snapshot_store.pin(generation, step, snapshot.part.rank)
-                    )
-        except MissingKeyError:
-            pins.close()
-            return None
-        return _OfferedStep(generation, step, found, pins)
-
-    def _enqueue(self, step: _OfferedStep) -> None:
+    def _enqueue(self, step: OfferedStep) -> None:
         step.users = 1  # this method
         for name in self._choose_destinations(sum(s.part.blob.size for s in step.snapshots)):
             line = self._destinations[name]
@@ -284,7 +214,7 @@ class SnapshotSender:
                 self._emit(SettingIgnored("checkpoint.peers", text))
         return plan.holders[own.name]
 
-    def _release_step(self, step: _OfferedStep) -> None:
+    def _release_step(self, step: OfferedStep) -> None:
         step.users -= 1
         if not step.users:
             self._finished_pins.append(step.pins)
@@ -298,17 +228,17 @@ class SnapshotSender:
             pins.close()
 
     # --- one holder's thread ----------------------------------------------------------------
-    def _run_destination(self, destination: _Destination) -> None:
+    def _run_destination(self, destination: Destination) -> None:
         while True:
             with self._change:
                 self._change.wait_for(
                     lambda: (
-                        self._closed
+                        self._transport.is_closed
                         or destination.is_removed
                         or destination.waiting_step is not None
                     )
                 )
-                if self._closed or destination.waiting_step is None:
+                if self._transport.is_closed or destination.waiting_step is None:
                     return
                 offered, destination.waiting_step, destination.is_busy = (
                     destination.waiting_step,
@@ -317,112 +247,24 @@ class SnapshotSender:
                 )
             start, reason = self._clock(), ""
             try:
-                reason = self._send_step(destination, offered)
+                reason = self._transport.send_step(destination, offered)
             except Exception as error:  # our own bug: it costs a copy, never the save
                 reason = f"{type(error).__name__}: {error}"
             self._finish_step(destination, offered, self._clock() - start, reason)
 
-    def _send_step(self, destination: _Destination, offered: _OfferedStep) -> str:
-        """Offer every rank's part until all are held; why that failed, or ""."""
-        spared: dict[int, int] = {}
-        deadline = self._clock() + STEP_TRANSFER_TIMEOUT_S
-        client = self._client_of(destination, offered.generation)
-        if client is None:
-            return "it does not take part any more"
-        for attempt in range(OFFER_ATTEMPTS):
-            try:
-                for snapshot in offered.snapshots:
-                    spared[snapshot.part.rank] = self._offer_part(
-                        destination, client, offered, snapshot, deadline
-                    )
-                destination.reused_bytes = sum(spared.values())
-                return ""
-            except FencedError as error:
-                return str(error)
-            except HoldfastError as error:
-                reason = str(error)
-            if not all(snapshot.is_intact for snapshot in offered.snapshots):
-                return reason  # overtaken: there is nothing left to send
-            if attempt < OFFER_ATTEMPTS - 1 and not self._pause(
-                destination, OFFER_RETRY_DELAYS_S[attempt]
-            ):
-                break
-        return reason
-
-    def _client_of(self, destination: _Destination, generation: int) -> PeerClient | None:
-        """What stays open to a holder from one step to the next; None: nothing is sent there any
-        more."""
-        with self._change:
-            if destination.is_removed or self._closed:
-                return None
-            before = destination.client
-            if before is not None and before.generation == generation:
-                return before
-            destination.client = PeerClient(
-                destination.peer.address,
-                self._secret,
-                generation,
-                self._run_id,
-                silence_timeout_s=OFFER_REQUEST_TIMEOUT_S,
-                listener_identity=None if before is None else before.listener_identity,
-            )
-        if before is not None:
-            before.close()
-        return destination.client
-
-    def _offer_part(
-        self,
-        destination: _Destination,
-        client: PeerClient,
-        offered: _OfferedStep,
-        snapshot: Snapshot,
-        deadline: float,
-    ) -> int:
-        """Until the holder has one rank's part; bytes of it that did not travel. Raises
-        HoldfastError."""
-        body: dict[str, Any] = {
-            "part": snapshot.sealed_manifest.decode(),
-            "run": self._run_id,
-            "source": self._own_address,
-            "ranks": [s.part.rank for s in offered.snapshots],
-        }
-        if offered.generation not in destination.generations_with_plan:
-            body["plan"] = self._plan_to_json(offered.generation)
-        while True:
-            answer = client.send_offer(body)
-            state = answer["state"]
-            destination.generations_with_plan.add(offered.generation)
-            if state == OFFER_HELD:
-                return int(answer.get("reused", 0))
-            if state == OFFER_NEEDS_PLAN:  # it has restarted since it got the plan
-                body["plan"] = self._plan_to_json(offered.generation)
-            if self._closed or destination.is_removed or self._clock() > deadline:
-                raise PeerError(f"{client.address} has not taken step {offered.step} in time")
-
-    def _plan_to_json(self, generation: int) -> dict[str, Any]:
-        try:
-            topology, table = self._snapshot_store.topology_and_table(generation)
-        except KeyError:
-            raise FencedError(f"generation {generation} is over") from None
-        return {"topology": topology.to_json(), "table": [spec.to_json() for spec in table]}
-
-    def _pause(self, destination: _Destination, seconds: float) -> bool:
-        """Wait; return False if copying there has ended meanwhile."""
-        with self._change:
-            return not self._change.wait_for(
-                lambda: self._closed or destination.is_removed, seconds
-            )
-
     def _finish_step(
-        self, destination: _Destination, offered: _OfferedStep, seconds: float, reason: str
+        self, destination: Destination, offered: OfferedStep, seconds: float, reason: str
     ) -> None:
         with self._change:
             self._release_step(offered)
             destination.is_busy = False
-            fate, skipped = (
-                self._record_result(destination, offered, reason),
-                destination.skipped_since_kept,
+            is_over = (
+                self._topology_and_table is None
+                or self._topology_and_table[0].generation > offered.generation
+                or destination.is_removed
             )
+            fate = destination.record_result(offered, reason, is_over, self._clock())
+            skipped = destination.skipped_since_kept
             if fate == "kept":
                 destination.skipped_since_kept = 0
         self._close_finished_pins()
@@ -443,27 +285,22 @@ class SnapshotSender:
         ):  # later failures are only counted
             self._emit(PeerFailed(destination.peer.name, reason, step=offered.step))
 
-    def _record_result(self, destination: _Destination, offered: _OfferedStep, reason: str) -> str:
-        fate = "failed" if reason else "kept"
-        over = (
-            self._topology_and_table is None
-            or self._topology_and_table[0].generation > offered.generation
-            or destination.is_removed
-        )
-        if reason and (over or not all(s.is_intact for s in offered.snapshots)):
-            fate = "superseded"  # by a generation or by later captures: no fault
-            destination.skipped_since_kept += 1
-        destination.counts[fate] += 1
-        if fate == "kept":
-            destination.failures_in_a_row, destination.newest_kept, destination.reason = (
-                0,
-                offered.name,
-                "",
-            )
-        elif fate == "failed":
-            away = FAILED_DESTINATION_PAUSES_S[
-                min(destination.failures_in_a_row, len(FAILED_DESTINATION_PAUSES_S) - 1)
-            ]
-            destination.failures_in_a_row += 1
-            destination.retry_at, destination.reason = self._clock() + away, reason
-        return fate
+
+def _pin_step(
+    snapshot_store: SnapshotStore, generation: int, step: int, ranks: Iterable[int]
+) -> OfferedStep | None:
+    """A step with its slots kept; None when one has been given back already.
+
+    Of two slots none is kept: a holder that is slow would keep the next capture waiting. A copy
+    that is overtaken then breaks off, and a newer step is sent.
+    """
+    pins = ExitStack()
+    try:
+        found = [snapshot_store.get(generation, step, rank) for rank in ranks]
+        for snapshot in found:
+            if snapshot.memory.arena.slots >= MIN_SLOTS_TO_PIN:
+                pins.enter_context(snapshot_store.pin(generation, step, snapshot.part.rank))
+    except MissingKeyError:
+        pins.close()
+        return None
+    return OfferedStep(generation, step, found, pins)

@@ -11,29 +11,28 @@ own generation is fenced. Of several movers, each does this for its own ranks, a
 from __future__ import annotations
 
 import threading
-from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, suppress
 from functools import partial
 
 from holdfast.checkpoint.format.save_context import SaveContext
-from holdfast.checkpoint.memory.snapshot_store import Snapshot, SnapshotStore
+from holdfast.checkpoint.memory.snapshot_store import SnapshotStore
 from holdfast.checkpoint.peers.config import Cohort
 from holdfast.checkpoint.restore import catalog, reader
 from holdfast.checkpoint.restore.sources import MemorySource
 from holdfast.checkpoint.save import retention
 from holdfast.checkpoint.save.commit_protocol import CommitProtocol
 from holdfast.checkpoint.save.pending_blob import PendingBlob
-from holdfast.checkpoint.save.promotion import find_parts, read_checked
+from holdfast.checkpoint.save.promotion import Promoter
 from holdfast.checkpoint.save.save_tracker import SaveId, SaveTracker
+from holdfast.checkpoint.save.store_cleaner import (
+    PendingParts,
+    PresentGeneration,
+    StoreCleaner,
+)
 from holdfast.checkpoint.save.writer import (
-    check_snapshot,
-    commit_sealed,
-    split_into_chunks,
     store_part,
     try_commit,
-    write_sealed_part,
 )
 from holdfast.core.format.manifest import (
     Commit,
@@ -41,16 +40,12 @@ from holdfast.core.format.manifest import (
     parse_commit_key,
     parse_save_key,
     part_key,
-    part_prefix,
     writer_name,
 )
 from holdfast.errors import HoldfastError
-from holdfast.events import CheckpointRemoved
-from holdfast.wire.store.run_store import MissingKeyError, RunStore
+from holdfast.wire.store.run_store import RunStore
 
 SAVE_THREADS = 2
-FENCED_SAVE_TIMEOUT_S = 600.0
-"""Seconds that a promotion waits for the fenced save of the same step to end."""
 
 
 class SaveManager:
@@ -67,21 +62,24 @@ class SaveManager:
     ) -> None:
         """`change` guards `pending_parts` and is notified when a save has ended; `memories` are
         asked for what a promotion does not find on the shelf."""
-        self.pending_parts: Counter[SaveId] = Counter()  # handed over by ranks, and not ended
-        self.verified_steps: set[int] = set()  # steps of checkpoints that were read back in full
-        self.in_use_keys: Callable[[], Collection[str]] = tuple  # keys that a reader uses just now
-        self.rejected_keys: dict[str, str] = {}  # keys of those that were passed over, and why
+        self.pending_parts = PendingParts(change)
         self._store, self._snapshot_store, self._save_tracker = store, snapshot_store, save_tracker
-        self._change, self._retention, self._memories = change, retention, memories
-        save_tracker.is_under_way = lambda save: self.pending_parts[save] > 0
+        self._change = change
+        save_tracker.is_under_way = self.pending_parts.__contains__
         self.commit_protocol = CommitProtocol(save_tracker, store, self)
         self._commit_lock = threading.Lock()
         self._newest_committed: SaveId | None = None  # that was committed, under `_committing`
-        self._context: SaveContext | None = None  # of the present generation
-        self._started_from: tuple[int, int | None] = (
-            0,
-            None,
-        )  # generation, and the step it began from
+        self._present = present = PresentGeneration()
+        self.cleaner = StoreCleaner(store, retention, save_tracker, self.commit_protocol, present)
+        self._promoter = Promoter(
+            store,
+            snapshot_store,
+            memories,
+            save_tracker,
+            self.pending_parts,
+            self.cleaner,
+            self._commit_lock,
+        )
         self._sweep_done = threading.Event()  # what older generations left was removed
         self._sweep_done.set()
         self._threads = ThreadPoolExecutor(SAVE_THREADS, "save")
@@ -92,26 +90,25 @@ class SaveManager:
         """Remove what older generations left unfinished, after the answer: a sweep may take long.
         The generation's own writes wait for it. Of several movers, the leader sweeps. The other
         movers do not wait: they write under a newer generation."""
-        generation, before = context.generation, self._started_from[0]
+        generation, before = context.generation, self._present.started_from[0]
         if (
             self.commit_protocol.is_leader and not self.commit_protocol.is_alone
         ):  # otherwise no rank asks for their end
             for step in self._save_tracker.open_steps(before):
-                if not self.pending_parts[before, step]:
+                if (before, step) not in self.pending_parts:
                     reason = f"generation {generation} began before every part was there"
                     self._save_tracker.record_failure((before, step), reason)
         swept = threading.Event()
         # From here on, reports about older saves remove nothing: their leader may be committing.
-        self._started_from, self._sweep_done = (generation, start_step), swept
+        self._present.started_from, self._sweep_done = (generation, start_step), swept
         self.commit_protocol.begin_generation(context, cohort)
         with self._change:
-            self._context = context
+            self._present.context = context
         self._threads.submit(self._sweep_and_adopt, context, swept)
 
     def add_pending(self, save: SaveId) -> None:
         """A rank has handed over its part of a save."""
-        with self._change:
-            self.pending_parts[save] += 1
+        self.pending_parts.add(save)
         self._save_tracker.begin_save(save)
 
     def submit(self, context: SaveContext, blob: PendingBlob) -> None:
@@ -121,14 +118,10 @@ class SaveManager:
     def promote(self, generation: int, save: SaveId, get_commit: Callable[[], Commit]) -> None:
         """Make durable what `generation` began from and only memory holds. Its slots are kept
         until that is done. get_commit: its commit object, asked for behind the answer."""
-        pins = ExitStack()
-        snapshots: list[Snapshot] = []
-        for rank in self._snapshot_store.ranks_with_part(*save):
-            with suppress(MissingKeyError):  # it is being overwritten
-                snapshots.append(pins.enter_context(self._snapshot_store.pin(*save, rank)))
+        snapshots, pins = self._promoter.pin(save)
         self._save_tracker.restart(save)
         self._threads.submit(
-            self._promote, generation, save, get_commit, snapshots, pins, self._sweep_done
+            self._promoter.run, generation, save, get_commit, snapshots, pins, self._sweep_done
         )
 
     def await_promotion(self, save: SaveId) -> None:
@@ -203,18 +196,8 @@ class SaveManager:
         except Exception as error:
             self.fail_save(save, error)
         finally:
-            self.remove_pending(save)
+            self.pending_parts.remove(save)
             self._abandon_overtaken(plan)
-
-    def _write_snapshot(self, writing_generation: int, snapshot: Snapshot) -> None:
-        with snapshot.memory.arena.reading(snapshot.slot, snapshot.header) as data:
-            write_sealed_part(
-                self._store,
-                writing_generation,
-                snapshot.part,
-                snapshot.sealed_manifest,
-                split_into_chunks(data),
-            )
 
     def fail_save(self, save: SaveId, error: Exception) -> None:
         known = isinstance(error, HoldfastError)
@@ -223,12 +206,12 @@ class SaveManager:
         )
         with self._commit_lock:
             if not (self._save_tracker.is_committed(save) or self._save_tracker.is_restarted(save)):
-                self._discard(save)
+                self.cleaner.discard(save)
 
     # --- with other movers --------------------------------------------------------------------
     def all_parts_stored(self, save: SaveId) -> None:
         with self._change:
-            plan = self._context
+            plan = self._present.context
         if plan is not None and plan.generation == save[0]:
             self._threads.submit(self._commit_or_fail, plan, save)
 
@@ -244,8 +227,8 @@ class SaveManager:
             self._release_older_snapshots(save)
             return
         self._save_tracker.abort(save, reason, emit_event=False)
-        if save[0] == self._started_from[0]:  # otherwise the present leader sweeps it
-            self._discard(save)
+        if save[0] == self._present.started_from[0]:  # otherwise the present leader sweeps it
+            self.cleaner.discard(save)
 
     def on_rank_skipped(self, save: SaveId) -> None:
         """Fail a step that a rank of this node has skipped."""
@@ -264,8 +247,8 @@ class SaveManager:
         stored = self._store.list(part_key(*save, writer_name(rank)))
         if stored and not self.commit_protocol.is_alone:
             return  # the leader may be committing it: it is taken up
-        if stored and self._context is not None:
-            self._commit_or_fail(self._context, save)
+        if stored and self._present.context is not None:
+            self._commit_or_fail(self._present.context, save)
         if not self._save_tracker.is_committed(save):
             self.fail_save(save, HoldfastError("the mover that was saving it ended"))
 
@@ -277,20 +260,14 @@ class SaveManager:
 
     def _release_older_snapshots(self, save: SaveId) -> None:
         """A state of its generation is durable: what memory holds of older ones may go."""
-        if save[0] == self._started_from[0]:
+        if save[0] == self._present.started_from[0]:
             self._snapshot_store.drop_older_than(save[0])
-
-    def remove_pending(self, save: SaveId) -> None:
-        with self._change:
-            self.pending_parts[save] -= 1
-            self.pending_parts += Counter()  # drops what has come to zero
-            self._change.notify_all()
 
     def _commit(self, plan: SaveContext, step: int) -> None:
         save = (plan.generation, step)
         with self._commit_lock:
             if self._save_tracker.failure_reason(save) is not None:
-                self._discard(save)
+                self.cleaner.discard(save)
                 return
             if self._save_tracker.is_committed(save):
                 return
@@ -301,8 +278,8 @@ class SaveManager:
             self.commit_protocol.forget(save)
             self._release_older_snapshots(save)
             self._newest_committed = max(save, self._newest_committed or save)
-            self._abandon_older(plan, step)
-            self._apply_retention()
+            self.cleaner.abandon_older(plan, step, self.pending_parts)
+            self.cleaner.apply_retention()
 
     def _abandon_overtaken(self, plan: SaveContext) -> None:
         """The save that ended now may be of a step that was busy when a later one was committed."""
@@ -310,96 +287,11 @@ class SaveManager:
             if self._newest_committed is None or self._newest_committed[0] != plan.generation:
                 return
             try:
-                self._abandon_older(plan, self._newest_committed[1])
+                self.cleaner.abandon_older(plan, self._newest_committed[1], self.pending_parts)
             except HoldfastError as error:
                 self._save_tracker.warn(
                     f"what is left of older saves could not be removed: {error}"
                 )
-
-    def _promote(
-        self,
-        generation: int,
-        save: SaveId,
-        get_commit: Callable[[], Commit],
-        snapshots: list[Snapshot],
-        pins: ExitStack,
-        sweep_done: threading.Event,
-    ) -> None:
-        with self._change:
-            self._change.wait_for(lambda: not self.pending_parts[save], FENCED_SAVE_TIMEOUT_S)
-        sweep_done.wait()  # the keys are those of an older generation, which are being swept
-        try:
-            with pins:
-                commit = get_commit()
-                for snapshot in snapshots:
-                    check_snapshot(snapshot)  # it has lain there: no rot may become durable
-                    self._write_snapshot(generation, snapshot)
-            self._write_peer_parts(generation, commit, snapshots)
-            with self._commit_lock:
-                commit_sealed(self._store, generation, commit)
-                self._save_tracker.record_commit(save, commit.key, commit.nbytes)
-                self._apply_retention()
-        except Exception as error:
-            self._save_tracker.abort(save, f"step {save[1]} stays in memory only: {error}")
-            with self._commit_lock:
-                self._discard(save)
-
-    def _write_peer_parts(
-        self, generation: int, commit: Commit, snapshots: Sequence[Snapshot]
-    ) -> None:
-        """Write the parts that are not on the shelf, from a mover that has them in memory."""
-        ranks = {w.rank for w in commit.writers} - {s.part.rank for s in snapshots}
-        for part, stored in find_parts(self._memories, commit, ranks):
-            content = read_checked(self._memories, part.blob)
-            write_sealed_part(self._store, generation, part, stored, content)
-
-    def _abandon_older(self, plan: SaveContext, committed_step: int) -> None:
-        """Give up older steps that lack a rank. Each rank hands its steps over in order: a rank
-        that handed over `committed_step` and not an older step has skipped that step."""
-        for step in self._save_tracker.open_steps(plan.generation):
-            with self._change:
-                busy = self.pending_parts[
-                    plan.generation, step
-                ] > 0 or self.commit_protocol.is_busy_elsewhere(step)
-            if step < committed_step and not busy:
-                found = self._store.list(part_prefix(plan.generation, step))
-                parts = [key for key in found if key.endswith(".json")]
-                if len(parts) < plan.topology.world_size:  # otherwise another node is committing it
-                    retention.discard_uncommitted(
-                        self._store, plan.generation, step
-                    )  # before ranks learn it
-                    self._save_tracker.record_failure(
-                        (plan.generation, step), "not every rank captured it"
-                    )
-
-    def _apply_retention(self) -> None:
-        try:
-            # A step that this generation has left behind counts for nothing, whenever it came.
-            left = retention.superseded_commits(self._store, *self._started_from)
-            for key in retention.apply_retention(
-                self._store,
-                self._retention,
-                self.verified_steps,
-                {*self.rejected_keys, *left},
-                self.in_use_keys(),
-            ):
-                self._save_tracker.emit(CheckpointRemoved(key, step=catalog.step_of(key)))
-        except HoldfastError as error:
-            self._save_tracker.warn(f"old checkpoints could not be removed: {error}")
-
-    def _discard(self, save: SaveId) -> None:
-        """Remove half a checkpoint, which takes room and is of no use. The leader may remove all of
-        it, another mover only its own objects."""
-        try:
-            if self.commit_protocol.is_leader:
-                self.commit_protocol.forget(save)
-                retention.discard_uncommitted(self._store, *save)
-            elif self._context is not None:
-                retention.discard_rank_parts(
-                    self._store, *save, self.commit_protocol.own_ranks(self._context)
-                )
-        except HoldfastError as error:
-            self._save_tracker.warn(f"an unfinished checkpoint could not be removed: {error}")
 
 
 def _rank_of(key: str) -> int | None:

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from holdfast.checkpoint.capture.capturer import Capturer, SkippedCapture, local_part
+from holdfast.checkpoint.capture.capturer import Capturer, SkippedCapture
+from holdfast.checkpoint.capture.copy_plan import local_part
 from holdfast.checkpoint.capture.reconnecting_capturer import ReconnectingCapturer
 from holdfast.checkpoint.mover.client import MoverClient
 from holdfast.config.run import RunConfig

@@ -25,20 +25,16 @@ import secrets
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
-import numpy as np
-import obstore
-from obstore.exceptions import AlreadyExistsError as TakenError
-from obstore.exceptions import BaseError
 from xxhash import xxh3_128
 
 from holdfast.errors import CorruptError
-from holdfast.wire.store.bucket_errors import is_bucket_missing, translate_error
+from holdfast.wire.store.bucket_objects import BucketObjects, Entries, ObjectInfo
 from holdfast.wire.store.rechunk import rechunk
 from holdfast.wire.store.run_store import JOURNAL_PREFIX as SEGMENTS
 from holdfast.wire.store.run_store import (
@@ -59,18 +55,9 @@ PART_BYTES = 8 * 2**20
 READ_BYTES = 16 * 2**20
 """More is read in several requests at a time, so that one request's time-out holds for each."""
 MAX_PARALLEL_REQUESTS = 8
-MAX_ATTEMPTS = 4
-Entries = list[tuple[str, int]]
-"""(path, size) of stored objects."""
 T = TypeVar("T")
 R = TypeVar("R")
-_WRITER_ATTRIBUTE = "writer"
 _PIECE = re.compile(r"(.+)/\.piece-(\d{10})")
-
-
-class _ObjectInfo(NamedTuple):
-    size: int
-    writer: str
 
 
 @dataclass
@@ -99,7 +86,7 @@ class BucketStore:
         parallel: int = MAX_PARALLEL_REQUESTS,
     ) -> None:
         self.where = where
-        self._objects = objects
+        self._objects = BucketObjects(objects, where)
         self._part_bytes = part_bytes
         self._parallel = parallel
         self._segments: dict[str, _Segment] = {}
@@ -114,7 +101,7 @@ class BucketStore:
         parts = rechunk(byte_views(data), self._part_bytes)
         first = next(parts, bytearray())
         if len(first) < self._part_bytes:
-            self._create_small(key, key, first, secrets.token_hex(16))
+            self._objects.create(key, key, first, secrets.token_hex(16))
         else:
             self._create_large(key, chain([first], parts))
 
@@ -122,9 +109,9 @@ class BucketStore:
         check_key(key)
         if key.startswith(SEGMENTS):
             return b"".join(
-                self._run_parallel(self._read_whole, [path for path, _ in self._pieces(key)])
+                self._run_parallel(self._objects.read, [path for path, _ in self._pieces(key)])
             )
-        return self._read_whole(key)
+        return self._objects.read(key)
 
     def read_into(self, key: str, start: int, out: memoryview) -> None:
         check_key(key)
@@ -142,35 +129,35 @@ class BucketStore:
         for group in group_buffers(outs, READ_BYTES):
             ranges.append((check_key(key), at, group))
             at += sum(map(len, group))
-        self._run_parallel(lambda each: self._read_range(*each), ranges)
+        self._run_parallel(lambda each: self._objects.read_range(*each), ranges)
 
     def list(self, prefix: str) -> list[str]:
-        found = (_key_of(path) for path, _ in self._list_objects(prefix.rpartition("/")[0]))
+        found = (_key_of(path) for path, _ in self._objects.list(prefix.rpartition("/")[0]))
         return sorted({key for key in found if key is not None and key.startswith(prefix)})
 
     def delete(self, key: str) -> None:
         check_key(key)
         if key.startswith(SEGMENTS):
             self._segments.pop(key, None)
-            for path, _ in self._list_objects(key):
-                self._remove(path)
+            for path, _ in self._objects.list(key):
+                self._objects.remove(path)
             return
-        self._remove(_checksum_path(key))  # first: alone it would never be listed again
-        self._remove(key)
+        self._objects.remove(_checksum_path(key))  # first: alone it would never be listed again
+        self._objects.remove(key)
 
     def size(self, key: str) -> int:
         check_key(key)
         if key.startswith(SEGMENTS):
             return sum(size for _, size in self._pieces(key))
-        found = self._head_object(key)
+        found = self._objects.head(key)
         if found is None:
-            raise self._missing_key_error(key)
+            raise self._objects.missing_key_error(key)
         return found.size
 
     def sweep(self, prefix: str, keep: str = "") -> int:
         """Unfinished uploads cannot be listed through obstore (docs/stores.md: a lifecycle rule);
         what goes here are checksums without a blob."""
-        paths = {path for path, _ in self._list_objects(prefix.rstrip("/"))}
+        paths = {path for path, _ in self._objects.list(prefix.rstrip("/"))}
         orphans = [
             path
             for path in sorted(paths)
@@ -178,42 +165,19 @@ class BucketStore:
             if not (keep and path.startswith(f"{keep.rstrip('/')}/"))
         ]
         for path in orphans:
-            self._remove(path)
+            self._objects.remove(path)
         return len(orphans)
 
     def has_same_bytes(self, key: str, data: Iterable[Buffer]) -> bool:
         """Return True if a large blob is there and has these bytes; nothing is sent."""
-        found = self._head_object(check_key(key))
+        found = self._objects.head(check_key(key))
         return found is not None and self._has_same_bytes(
             key, found, rechunk(byte_views(data), self._part_bytes)
         )
 
     # --- writing ----------------------------------------------------------------------------
-    def _create_small(self, key: str, path: str, data: Buffer, mark: str) -> None:
-        """One PUT if absent. Raises AlreadyExistsError when another writer's object is there."""
-        for _ in range(MAX_ATTEMPTS):
-            try:
-                with self._translate_errors(key, writing=True):
-                    obstore.put(
-                        self._objects,
-                        path,
-                        data,
-                        mode="create",
-                        use_multipart=False,
-                        attributes={_WRITER_ATTRIBUTE: mark},
-                    )
-                return
-            except AlreadyExistsError:
-                found = self._head_object(path)
-                if found is not None and found.writer == mark:
-                    return  # the first answer was lost, and the client had asked again
-                if found is not None:
-                    raise
-            # Two creators collided and neither won, or the winner was deleted: once more.
-        raise AlreadyExistsError(f"{key} is taken by another writer again and again")
-
     def _create_large(self, key: str, parts: Iterator[bytearray]) -> None:
-        found = self._head_object(key)
+        found = self._objects.head(key)
         if found is not None:
             if not self._has_same_bytes(key, found, parts):
                 raise AlreadyExistsError(f"{key} exists already")
@@ -224,23 +188,14 @@ class BucketStore:
             parts, digest, lambda: self._write_checksum(key, digest.to_bytes(mark))
         )
         try:
-            with self._translate_errors(key, writing=True):
-                obstore.put(
-                    self._objects,
-                    key,
-                    stream,
-                    use_multipart=True,
-                    attributes={_WRITER_ATTRIBUTE: mark},
-                    chunk_size=self._part_bytes,
-                    max_concurrency=self._parallel,
-                )
+            self._objects.upload(key, stream, mark, self._part_bytes, self._parallel)
         except Exception:
             if stream.error is not None:
                 raise stream.error from None  # the source failed, the bucket only had to give up
             if not (stream.ended and self._has_arrived(key, mark, digest.size)):
                 raise
 
-    def _has_same_bytes(self, key: str, found: _ObjectInfo, parts: Iterable[bytearray]) -> bool:
+    def _has_same_bytes(self, key: str, found: ObjectInfo, parts: Iterable[bytearray]) -> bool:
         """Return True if a blob has these bytes, by the checksum that its writer left."""
         digest = _UploadDigest()
         for part in parts:
@@ -250,68 +205,18 @@ class BucketStore:
     def _has_arrived(self, key: str, mark: str, size: int) -> bool:
         """Return True if an upload was completed although its answer was lost."""
         with suppress(Exception):
-            return self._head_object(key) == _ObjectInfo(size, mark)
+            return self._objects.head(key) == ObjectInfo(size, mark)
         return False
 
     def _write_checksum(self, key: str, content: bytes) -> None:
         # On another thread: this one is inside the upload, where obstore cannot be called.
-        self._threads.submit(self._put, key, _checksum_path(key), content).result()
-
-    def _put(self, key: str, path: str, content: bytes) -> None:
-        with self._translate_errors(key, writing=True):
-            obstore.put(self._objects, path, content, use_multipart=False)
+        self._threads.submit(self._objects.put, key, _checksum_path(key), content).result()
 
     def _read_checksum(self, key: str) -> bytes:
         try:
-            return self._read_whole(_checksum_path(key))
+            return self._objects.read(_checksum_path(key))
         except MissingKeyError:
             return b""
-
-    def _remove(self, path: str) -> None:
-        with suppress(MissingKeyError), self._translate_errors(path):
-            obstore.delete(self._objects, path)
-
-    # --- reading ----------------------------------------------------------------------------
-    def _read_whole(self, path: str) -> bytes:
-        with self._translate_errors(path):
-            return bytes(obstore.get(self._objects, path).bytes())
-
-    def _head_object(self, path: str) -> _ObjectInfo | None:
-        """Size and mark of an object, None when there is none."""
-        try:
-            with self._translate_errors(path):
-                found = obstore.get(self._objects, path, options={"head": True})
-        except MissingKeyError:
-            return None
-        return _ObjectInfo(found.meta["size"], str(found.attributes.get(_WRITER_ATTRIBUTE, "")))
-
-    def _read_range(self, path: str, start: int, outs: Sequence[memoryview]) -> None:
-        due = sum(map(len, outs))
-        try:
-            with self._translate_errors(path):
-                data = obstore.get_range(self._objects, path, start=start, length=due)
-            count = len(data)
-            if count == due:
-                _copy_into(memoryview(data), outs)
-                return
-            end = start + count
-        except MissingKeyError:
-            raise
-        except Exception:
-            # A range that begins behind the end is an error of its own kind at every store.
-            found = self._head_object(path)
-            if found is None:
-                raise self._missing_key_error(path) from None
-            if found.size >= start + due:
-                raise
-            end = found.size
-        raise CorruptError(f"{path} ends at byte {end}, {start + due} were expected")
-
-    def _list_objects(self, folder: str) -> Entries:
-        """(path, size) of everything below the folder, hidden objects too."""
-        with self._translate_errors(folder, listing=True):
-            found = obstore.list(self._objects, folder or None, chunk_size=1000).collect()
-        return [(entry["path"], entry["size"]) for entry in found]
 
     # --- journal segments -------------------------------------------------------------------
     def append(self, key: str, data: Buffer, sync: bool = False) -> None:
@@ -329,7 +234,7 @@ class BucketStore:
             while content:
                 mark = secrets.token_hex(16)
                 try:
-                    self._create_small(key, _piece_path(key, segment.next_piece), content, mark)
+                    self._objects.create(key, _piece_path(key, segment.next_piece), content, mark)
                     content = b""
                 except AlreadyExistsError:
                     pass  # a restarted writer's, or one that does not know its loss
@@ -341,7 +246,7 @@ class BucketStore:
     def _resolve_unconfirmed(self, key: str, segment: _Segment, content: bytes) -> bytes:
         """Return what is left to append after an append that failed but may have arrived. A
         repeated append begins with the same bytes."""
-        found = self._head_object(_piece_path(key, segment.next_piece))
+        found = self._objects.head(_piece_path(key, segment.next_piece))
         if found is not None and found.writer == segment.unconfirmed_mark:
             segment.next_piece += 1
             content = content.removeprefix(segment.unconfirmed)
@@ -351,15 +256,15 @@ class BucketStore:
     def _begin_segment(self, key: str, content: bytes) -> None:
         if self._stored_pieces(key):
             raise AlreadyExistsError(f"{key} exists already")
-        self._create_small(key, _piece_path(key, 0), content, secrets.token_hex(16))
+        self._objects.create(key, _piece_path(key, 0), content, secrets.token_hex(16))
 
     def _stored_pieces(self, key: str) -> Entries:
-        return sorted(entry for entry in self._list_objects(key) if _key_of(entry[0]) == key)
+        return sorted(entry for entry in self._objects.list(key) if _key_of(entry[0]) == key)
 
     def _pieces(self, key: str) -> Entries:
         found = self._stored_pieces(key)
         if not found:
-            raise self._missing_key_error(key)
+            raise self._objects.missing_key_error(key)
         return found
 
     def _read_segment(self, key: str, start: int, view: memoryview) -> None:
@@ -373,7 +278,7 @@ class BucketStore:
             at += size
         if at < stop:
             raise CorruptError(f"{key} ends at byte {at}, {stop} were expected")
-        self._run_parallel(lambda piece: self._read_range(*piece), wanted)
+        self._run_parallel(lambda piece: self._objects.read_range(*piece), wanted)
 
     # --- helpers ----------------------------------------------------------------------------
     @cached_property
@@ -390,26 +295,6 @@ class BucketStore:
         if errors:
             raise errors[0]
         return [task.result() for task in running]
-
-    def _missing_key_error(self, key: str) -> MissingKeyError:
-        return MissingKeyError(f"there is no {key} in {self.where}")
-
-    @contextmanager
-    def _translate_errors(
-        self, key: str, *, writing: bool = False, listing: bool = False
-    ) -> Iterator[None]:
-        """Turn what obstore says into the run store's own errors, and into one sentence."""
-        try:
-            yield
-        except TakenError:
-            raise AlreadyExistsError(f"{key} exists already") from None
-        except FileNotFoundError as error:
-            # When a key is made, or a folder listed, only the bucket itself can be missing.
-            if writing or listing or is_bucket_missing(str(error)):
-                raise translate_error(error, self.where, missing=True) from None
-            raise self._missing_key_error(key) from None
-        except (BaseError, OSError) as error:
-            raise translate_error(error, self.where) from None
 
 
 class _UploadDigest:
@@ -457,15 +342,6 @@ class _UploadStream:
         except BaseException as error:
             self.error = error
             raise
-
-
-def _copy_into(data: memoryview, outs: Iterable[memoryview]) -> None:
-    """Copy `data` into buffers that have room for just so much, without the interpreter lock."""
-    source, at = np.frombuffer(data, np.uint8), 0
-    for out in outs:
-        target = np.frombuffer(out, np.uint8)
-        np.copyto(target, source[at : at + len(target)])
-        at += len(target)
 
 
 def _piece_path(key: str, number: int) -> str:
