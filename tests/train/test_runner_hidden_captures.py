@@ -57,7 +57,7 @@ def feeder(engine: StepEngine, lost_at: int = 0) -> Iterator[Batch]:
 class World:
     """Membership, reporter (each call at once) and evaluator of a rank."""
 
-    fenced = False
+    is_fenced = False
 
     def __init__(self) -> None:
         self.events: list[Event] = []
@@ -70,12 +70,12 @@ class World:
 
     def progress(self, step: int, phase: str) -> None: ...
 
-    def mention(self, event: Event) -> None:
+    def emit_lazily(self, event: Event) -> None:
         self.emit(event)
 
-    def foretell(self) -> None: ...
+    def expect_callback(self) -> None: ...
 
-    def then(self, call: Callable[[], None]) -> None:
+    def call_when_durable(self, call: Callable[[], None]) -> None:
         call()
 
     def flush(self, deadline: float) -> bool:

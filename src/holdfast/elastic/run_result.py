@@ -6,13 +6,15 @@ report of how its workers ended. Only the coordinator's agent writes the event i
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
 from holdfast.elastic.event_log import EventLog, Say
-from holdfast.elastic.protocol.generation_outcome import FinishedOutcome, LeftOutcome
+from holdfast.elastic.protocol import exit_codes
+from holdfast.elastic.protocol.coordinator_messages import NodeReport
+from holdfast.elastic.protocol.generation_outcome import FailedOutcome, FinishedOutcome, LeftOutcome
 from holdfast.errors import CannotGoOnError, HoldfastError, RunFolderError, UserError
 from holdfast.events import Event, RunFailed, RunFinished, RunStopped
 
@@ -35,6 +37,29 @@ class RunEndedError(HoldfastError):
     def __init__(self, sentence: str, reason: EndReason = EndReason.FAILED) -> None:
         self.reason = reason
         super().__init__(sentence)
+
+
+class ReplacedError(RunEndedError):
+    """Another agent has this agent's name, perhaps because this node was restarted."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(
+            f"another agent has joined as {name}, and the run continues with that one. If both "
+            "are to take part, give each its own name (cluster.node=NAME)",
+            EndReason.REPLACED,
+        )
+
+
+def raise_if_failed(known: Iterable[NodeReport]) -> None:
+    """Raises RunEndedError if a node's workers failed in a way that a restart would not fix."""
+    for one in known:
+        ending = None if one.node_outcome is None else one.node_outcome.ending
+        if isinstance(ending, FailedOutcome) and ending.sentence:
+            kinds = {
+                exit_codes.USER_ERROR: EndReason.USER_ERROR,
+                exit_codes.FENCED: EndReason.FENCED,
+            }
+            raise RunEndedError(ending.sentence, kinds.get(ending.exit_code, EndReason.FAILED))
 
 
 def single_node_run_error(holder: Mapping[str, Any], where: str) -> RunFolderError:

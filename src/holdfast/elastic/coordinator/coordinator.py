@@ -17,21 +17,18 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from math import inf
 from typing import Any, Protocol
 
-from holdfast.elastic.coordinator.hang_detector import HangDetector
-from holdfast.elastic.coordinator.liveness_probe import ended_agents
+from holdfast.elastic.coordinator.hang_watch import HangWatch
+from holdfast.elastic.coordinator.liveness_probe import EndedAgentsProbe
+from holdfast.elastic.coordinator.open_heartbeats import OpenHeartbeats
+from holdfast.elastic.coordinator.replies import ReplyWriter
 from holdfast.elastic.coordinator.stragglers import StragglerTracker
 from holdfast.elastic.protocol.coordinator_messages import (
-    HANG_REASON,
-    JOIN_FIRST_COMMAND,
-    REPLACED_COMMAND,
     Heartbeat,
     JoinRequest,
     NodeReport,
 )
-from holdfast.elastic.protocol.hung_worker import HungWorker
 from holdfast.elastic.protocol.start_state import StartState
 from holdfast.elastic.run_result import RunEndedError
 from holdfast.errors import FencedError, HoldfastError
@@ -40,22 +37,15 @@ from holdfast.policy.membership import transitions
 from holdfast.policy.membership.transitions import (
     TERMINAL_PHASES,
     CoordinatorState,
-    Directive,
     MembershipRules,
     NodeCommand,
     NodeRecord,
     Phase,
     StageReport,
-    directive_for,
 )
 from holdfast.wire.waiting import wait_event
 
 MAX_HEARTBEAT_WAIT_S = 20.0
-NODE_REPLY_WINDOW_S = 0.3
-"""Seconds within which agents react to an event and report it."""
-UNSETTLED_PHASES = (Phase.STARTING, Phase.HALTING)
-AGENT_PROBE_INTERVAL_S = 0.2
-"""Seconds between two probes for ended agents; a live machine answers a probe at once."""
 CREATION_RETRY_INTERVAL_S = 1.0
 """Seconds until an unreachable run store is tried again."""
 
@@ -99,6 +89,46 @@ class CreateGeneration(Protocol):
         ...
 
 
+def _ignore_change(old: CoordinatorState, new: CoordinatorState) -> None:
+    """Do nothing: nobody wants to know."""
+
+
+class CreationComplaints:
+    """Complaints that no generation can be made, each of which is made once in a row."""
+
+    def __init__(self, complain: Callable[[str], None]) -> None:
+        self._complain, self._last = complain, ""
+
+    def add(self, generation: int, error: HoldfastError) -> None:
+        if self._last != (complaint := str(error)):  # it fails again each second
+            self._last = complaint
+            self._complain(f"generation {generation} cannot be made yet: {error}")
+
+    def clear(self) -> None:
+        """Note that a generation was made."""
+        self._last = ""
+
+
+class UnreachableNodes:
+    """The nodes' reports of which nodes each of them does not reach.
+
+    If the coordinator then hears an unreachable node, that node is alive, so the pair is kept in
+    separate generations. A dead node is not heard again."""
+
+    def __init__(self) -> None:
+        self._by_node: dict[str, frozenset[str]] = {}
+
+    def forget(self, name: str) -> None:
+        """Forget what a node reported, and what was reported about it."""
+        for one, missed in self._by_node.items():
+            self._by_node[one] = missed - {name} if one != name else frozenset()
+
+    def record(self, name: str, unreachable: Iterable[str]) -> list[str]:
+        """Note a node's report; return the nodes that do not reach this one."""
+        self._by_node[name] = frozenset(unreachable)
+        return [one for one, missed in self._by_node.items() if name in missed]
+
+
 class Coordinator:
     """The coordinator of one term. Lives in one event loop; `run` ends with the term."""
 
@@ -107,9 +137,7 @@ class Coordinator:
         state: CoordinatorState,
         rules: MembershipRules,
         create_generation: CreateGeneration,
-        on_state_change: Callable[[CoordinatorState, CoordinatorState], None] = lambda old, new: (
-            None
-        ),
+        on_state_change: Callable[[CoordinatorState, CoordinatorState], None] = _ignore_change,
         complain: Callable[[str], None] = lambda sentence: None,
     ) -> None:
         """on_state_change: receives the old and the new state at every change of phase, generation
@@ -117,28 +145,18 @@ class Coordinator:
         self.state = state
         self.node_reports: dict[str, NodeReport] = {}
         self.end_reason = ""  # why the run ended, one of `run_result.EndReason`
-        self.nodes_to_leave: set[str] = set()  # nodes to leave once the rest works without them
-        self._rules, self._create_generation, self._on_state_change, self._complain = (
-            rules,
-            create_generation,
-            on_state_change,
-            complain,
-        )
+        self._replies = ReplyWriter()
+        self.nodes_to_leave = self._replies.nodes_to_leave
+        self._rules, self._create_generation = rules, create_generation
+        self._on_state_change, self._complaints = on_state_change, CreationComplaints(complain)
         self._loop = asyncio.get_running_loop()
         self._last_tick_at = self._loop.time()
-        self._start_state: StartState | None = None  # the nodes' start state; see `_answer`
-        self._last_complaint = ""  # the last complaint why no generation can be made
         self._inbox: list[StageReport] = []
-        self._open_heartbeats: dict[str, tuple[asyncio.Future[None], Directive, bool]] = {}
+        self._open_heartbeats = OpenHeartbeats()
         self._wakeup = asyncio.Event()
-        self._ended_agents_task: asyncio.Task[None] | None = None  # for agents that may have ended
-        self._dismissed_nodes: set[str] = set()  # nodes that know that the run is over
-        self._hang_detector = HangDetector()
-        self._hung_workers: dict[str, list[HungWorker]] = {}
-        self._unreachable_by_node: dict[
-            str, frozenset[str]
-        ] = {}  # by node: nodes that it does not reach
-        self._silent_nodes_task: asyncio.Task[None] | None = None
+        self._ended_agents_probe = EndedAgentsProbe(self)
+        self._hang_watch = HangWatch(self, self._open_heartbeats)
+        self._unreachable = UnreachableNodes()
         self.stragglers = StragglerTracker()
         self.on_pace_change: Callable[[Sequence[PaceChange]], None] = lambda changes: None
         """Called when the verdict on a worker's pace changes: slow, well, to be left out."""
@@ -153,6 +171,10 @@ class Coordinator:
         self._set_state(
             transitions.node_leaving(self.state, name, now + leave_within_s, now, self._rules)
         )
+
+    def declare_lost(self, name: str, cause: str) -> None:
+        """Count a node as lost."""
+        self._set_state(transitions.node_lost(self.state, name, cause, self._now, self._rules))
 
     def suspect(self, address: str) -> None:
         """Suspect the node of the previous coordinator, which listened there and fell silent."""
@@ -184,22 +206,9 @@ class Coordinator:
         name, now = asked.name, self._now
         if not name:
             raise ValueError("a node without a name")
-        new = NodeRecord(
-            name,
-            asked.mark,
-            asked.places,
-            now,
-            now,
-            asked.at,
-            asked.stage,
-            ready_workers=asked.ready,
-        )
+        new = _joining_node(asked, now)
         self.node_reports[name] = NodeReport(asked.told, asked.held, new.generation)
-        for (
-            one,
-            missed,
-        ) in self._unreachable_by_node.items():  # reports may concern an earlier process
-            self._unreachable_by_node[one] = missed - {name} if one != name else frozenset()
+        self._unreachable.forget(name)  # reports may concern an earlier process
         self._set_state(transitions.node_joined(self.state, new, now, self._rules))
         self._wakeup.set()  # the new node has its own settling time
         return self._make_reply(name)
@@ -219,57 +228,25 @@ class Coordinator:
         if said.leaving:
             self.mark_leaving(name, said.leaving)
         self._record_unreachable(name, mark, said.misses)
-        self._close_open_heartbeat(name)
+        self._open_heartbeats.close(name)
         if self._check_for_hangs(said):
             wait = 0.0
-        woken = self._loop.create_future()
-        self._open_heartbeats[name] = woken, said.doing, bool(said.leaving)
+        woken = self._open_heartbeats.add(name, said.doing, bool(said.leaving))
         self._queue_report(report)
-        timer = self._loop.call_later(wait, _wake, woken)
-        try:
-            await woken
-        finally:
-            timer.cancel()
-            if self._open_heartbeats.get(name, (None,))[0] is woken:
-                del self._open_heartbeats[name]
+        await self._open_heartbeats.wait(name, woken, wait)
         answer = self._make_reply(name, mark)
-        if blamed := self._hung_workers.pop(name, None):
+        if blamed := self._hang_watch.take_hung_workers(name):
             answer["blamed"] = [report.generation, [one.to_json() for one in blamed]]
         return answer
 
-    @property
-    def _is_idle(self) -> bool:
-        """True if no node works, and several nodes are present that may continue."""
-        return self.state.phase is Phase.GATHERING and len(self.state.nodes) > 1
-
     def _make_reply(self, name: str, incarnation: str | None = None) -> dict[str, Any]:
-        node, term = self.state.node(name), self.state.term
-        over = self.state.phase in TERMINAL_PHASES
-        if not over and (
-            node is None or (incarnation is not None and node.incarnation != incarnation)
-        ):
-            return {"term": term, "order": JOIN_FIRST_COMMAND if node is None else REPLACED_COMMAND}
-        due = directive_for(self.state, name)
-        answer: dict[str, Any] = {
-            "term": term,
-            "order": due.command.value,
-            "generation": due.generation,
-            "outside": name not in self.state.members and self.state.phase is Phase.TRAINING,
-            "go": name in self.nodes_to_leave,
-            "free": self._is_idle,
-        }
-        if due.command is NodeCommand.START and self._start_state is None:
+        answer = self._replies.write(self.state, name, incarnation, self.end_reason)
+        if answer is None:
             # The coordinator that made the generation was lost before all nodes had begun. The
             # start state was lost with it.
             self.halt("coordinator_lost")
-            return {"term": term, "order": NodeCommand.WAIT.value, "generation": 0}
-        if due.command is NodeCommand.START and self._start_state is not None:
-            answer["begin"] = self._start_state.to_json()
-        elif due.command in (NodeCommand.HALT, NodeCommand.PAUSE):
-            answer["reason"] = self.state.reason
-        elif due.command is NodeCommand.LEAVE:
-            answer |= {"verdict": self.state.end_reason, "kind": self.end_reason}
-            self._dismissed_nodes.add(name)
+            return {"term": self.state.term, "order": NodeCommand.WAIT.value, "generation": 0}
+        if answer["order"] == NodeCommand.LEAVE.value:
             self._wakeup.set()
         return answer
 
@@ -285,15 +262,10 @@ class Coordinator:
 
     def _process_reports(self) -> None:
         reports, self._inbox = self._inbox, []
-        nodes = [(self.state.node(report.name), report) for report in reports]
-        if any(
-            node is not None and node.ready_workers != report.ready_workers
-            for node, report in nodes
-        ):
+        if _has_changed_workers(self.state, reports):
             self._wakeup.set()  # deadlines may have changed
         self._set_state(transitions.reports_received(self.state, reports, self._now, self._rules))
-        for report in reports:
-            self._wake_if_changed(report.name)
+        self._open_heartbeats.answer_changed(self.state, [report.name for report in reports])
 
     def _set_state(self, state: CoordinatorState) -> None:
         old, self.state = self.state, state
@@ -301,46 +273,7 @@ class Coordinator:
             return
         self._on_state_change(old, state)
         self._wakeup.set()
-        for name in list(self._open_heartbeats):
-            self._wake_if_changed(name)
-
-    def _wake_if_changed(self, name: str) -> None:
-        """Answer a waiting node if it has something else to do."""
-        waiting = self._open_heartbeats.get(name)
-        if waiting is None:
-            return
-        woken, doing, leaving = waiting
-        node = self.state.node(name)
-        if node is None and self.state.phase not in TERMINAL_PHASES:
-            _wake(woken)
-            return
-        due = directive_for(self.state, name)
-        # Do not wake a node just to repeat WAIT or WORK, unless it is leaving. A leaving node must
-        # learn that the remaining nodes work without it.
-        if due != doing and (leaving or due.command not in (NodeCommand.WAIT, NodeCommand.WORK)):
-            _wake(woken)
-
-    async def _remove_ended_agents(self) -> None:
-        """Probe silent nodes while a generation stops or begins: their agents may have ended."""
-        while self.state.phase in UNSETTLED_PHASES:
-            await asyncio.sleep(AGENT_PROBE_INTERVAL_S)
-            silent = {
-                name: str(self.node_reports[name].join_info.get("address", ""))
-                for name in transitions.awaited_members(self.state)
-                if name in self.node_reports
-            }
-            for name in await ended_agents(silent):
-                if name in transitions.awaited_members(self.state):
-                    cause = "its agent has ended"
-                    now = self._now
-                    self._set_state(
-                        transitions.node_lost(self.state, name, cause, now, self._rules)
-                    )
-
-    def _close_open_heartbeat(self, name: str) -> None:
-        """Answer a node's older request: its agent sends a new one and reads only that answer."""
-        if name in self._open_heartbeats:
-            _wake(self._open_heartbeats.pop(name)[0])
+        self._open_heartbeats.answer_changed(self.state)
 
     # --- slow nodes -----------------------------------------------------------------------------
     def exclude_slow(self, name: str) -> bool:
@@ -362,22 +295,18 @@ class Coordinator:
 
     # --- unreachable pairs ----------------------------------------------------------------------
     def _record_unreachable(self, name: str, incarnation: str, unreachable: Iterable[str]) -> None:
-        """Take a node's report of the nodes that it does not reach.
-
-        If the coordinator then hears an unreachable node, that node is alive, so the pair is kept
-        in separate generations. A dead node is not heard again."""
+        """Take a node's report of the nodes that it does not reach; keep those apart from it."""
         node = self.state.node(name)
         if node is None or node.incarnation != incarnation:
             return
-        self._unreachable_by_node[name] = frozenset(unreachable)
-        for other in [one for one, missed in self._unreachable_by_node.items() if name in missed]:
+        for other in self._unreachable.record(name, unreachable):
             now = self._now
             self._set_state(transitions.link_failed(self.state, name, other, now, self._rules))
 
     # --- hung workers ---------------------------------------------------------------------------
     def _check_for_hangs(self, said: Heartbeat) -> bool:
         """Take a node's report on workers without progress; return True if it must kill one."""
-        name, at, still = said.name, said.at, said.still
+        name, at = said.name, said.at
         if (
             not self.state.are_workers_computing
             or at != self.state.generation
@@ -387,76 +316,7 @@ class Coordinator:
         going = self.state.phase is not Phase.HALTING  # if so, wait for the next generation
         if going and said.paces and (changes := self.stragglers.observe(name, at, said.paces)):
             self.on_pace_change(changes)
-        nodes = [node for one in self.state.members - {name} if (node := self.state.node(one))]
-        heard = min((-inf if node.must_report else node.last_heard for node in nodes), default=inf)
-        if blamed := self._hang_detector.observe(name, at, still, self._now, heard):
-            self._hung_workers[name] = blamed
-        if still and (self._silent_nodes_task is None or self._silent_nodes_task.done()):
-            self._silent_nodes_task = asyncio.create_task(self._remove_silent_nodes())
-        if still and self._hang_detector.find_deadlock(self._now, self.state.members):
-            self.halt(HANG_REASON)
-        elif still and (
-            found := self._hang_detector.find_hung_worker(self._now, self.state.members)
-        ):
-            self._hung_workers[found[0]] = [found[1]]
-            self._request_heartbeats([found[0]])
-        return name in self._hung_workers
-
-    async def _remove_silent_nodes(self) -> None:
-        """While workers wait, probe every node that reported nothing.
-
-        Declare such a node lost if it stays silent for longer than a worker may stall: all of the
-        node may be suspended."""
-        if not await self._sleep_on_time(NODE_REPLY_WINDOW_S):
-            return
-        since, limit = self._hang_detector.waiting_since(0.0), self._hang_detector.stall_limit_s
-        if since is None or limit is None:
-            return
-        generation = self.state.generation
-        silent = self._silent_nodes(since)
-        asked = self._now
-        self._request_heartbeats(silent)
-        if not silent or not await self._sleep_on_time(
-            max(NODE_REPLY_WINDOW_S, since + limit - asked)
-        ):
-            return
-        silent, checked = self._silent_nodes(asked), self._now
-        self._request_heartbeats(self.state.members)
-        if not await self._sleep_on_time(NODE_REPLY_WINDOW_S):
-            return
-        self._request_heartbeats(
-            self._hang_detector.node_names
-        )  # compare again now that all nodes have reported
-        if not silent:
-            return
-        now, waiting = self._now, self._hang_detector.waiting_since(checked)
-        going = self.state.are_workers_computing and self.state.phase is not Phase.STARTING
-        same = going and self.state.generation == generation
-        if not same or waiting is None or now - waiting <= limit:
-            return
-        for name in silent & self._silent_nodes(asked):
-            cause = f"not heard while other nodes waited for it for {now - waiting:.1f} s"
-            self._set_state(transitions.node_lost(self.state, name, cause, now, self._rules))
-
-    def _silent_nodes(self, since: float) -> frozenset[str]:
-        nodes = (self.state.node(name) for name in self.state.members)
-        return frozenset(
-            node.name for node in nodes if node is not None and node.last_heard < since
-        )
-
-    def _request_heartbeats(self, names: Iterable[str]) -> None:
-        """Answer the nodes' open requests, so that they send new ones with their present state."""
-        for name in names:
-            if name in self._open_heartbeats:
-                _wake(self._open_heartbeats[name][0])
-
-    async def _sleep_on_time(self, seconds: float) -> bool:
-        """Sleep; return False if this process woke late.
-
-        Other nodes may be late too then, and must not be judged."""
-        due = self._now + seconds
-        await asyncio.sleep(seconds)
-        return self._now - due < NODE_REPLY_WINDOW_S
+        return self._hang_watch.observe(said)
 
     # --- time -----------------------------------------------------------------------------------
     async def run(self) -> CoordinatorState:
@@ -464,9 +324,7 @@ class Coordinator:
         while self.state.phase not in TERMINAL_PHASES:
             self._wakeup.clear()
             self._tick()
-            idle = self._ended_agents_task is None or self._ended_agents_task.done()
-            if self.state.phase in UNSETTLED_PHASES and idle:
-                self._ended_agents_task = asyncio.create_task(self._remove_ended_agents())
+            self._ended_agents_probe.start()
             if self.state.pending_generation is not None:
                 await self._open_generation(*self.state.pending_generation)
                 self._last_tick_at = self._now
@@ -487,7 +345,8 @@ class Coordinator:
 
     async def wait_until_all_dismissed(self, except_node: str) -> None:
         """Wait until every node except `except_node` knows that the run is over."""
-        while {node.name for node in self.state.nodes} - self._dismissed_nodes - {except_node}:
+        known = self._replies.dismissed_nodes
+        while {node.name for node in self.state.nodes} - known - {except_node}:
             self._wakeup.clear()
             await self._wakeup.wait()
 
@@ -507,13 +366,11 @@ class Coordinator:
         except RunEndedError as error:
             self.finish(str(error), error.reason)
         except HoldfastError as error:
-            if self._last_complaint != (complaint := str(error)):  # it fails again each second
-                self._last_complaint = complaint
-                self._complain(f"generation {generation} cannot be made yet: {error}")
+            self._complaints.add(generation, error)
             await wait_event(self._wakeup, CREATION_RETRY_INTERVAL_S)
         else:
-            self._last_complaint = ""
-            taken, self._start_state = made.taken, made.start
+            self._complaints.clear()
+            taken, self._replies.start_state = made.taken, made.start
             for one in self.node_reports.values():
                 one.node_outcome = None  # it described the generation before
             used = node_names if taken is None else frozenset(taken)
@@ -524,10 +381,26 @@ class Coordinator:
             )
 
 
-def _wake(future: asyncio.Future[None]) -> None:
-    if not future.done():
-        future.set_result(None)
-
-
 def _summarize(state: CoordinatorState) -> tuple[Phase, int, frozenset[str], bool, frozenset[str]]:
     return state.phase, state.generation, state.members, state.at_step_end, state.pending_nodes
+
+
+def _has_changed_workers(state: CoordinatorState, reports: Sequence[StageReport]) -> bool:
+    """Return True if a report tells of a process that came or went."""
+    nodes = [(state.node(report.name), report) for report in reports]
+    return any(
+        node is not None and node.ready_workers != report.ready_workers for node, report in nodes
+    )
+
+
+def _joining_node(asked: JoinRequest, now: float) -> NodeRecord:
+    return NodeRecord(
+        asked.name,
+        asked.mark,
+        asked.places,
+        now,
+        now,
+        asked.at,
+        asked.stage,
+        ready_workers=asked.ready,
+    )

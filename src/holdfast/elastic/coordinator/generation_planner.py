@@ -97,7 +97,10 @@ class GenerationPlanner:
             return ()
         try:
             plan = self._context.planner(
-                self._context.config, self._node_places(nodes), 1, self._present_placement(())
+                self._context.config,
+                _node_places(nodes),
+                1,
+                _present_placement(self._previous_topology, ()),
             )
         except LayoutError:
             return ()
@@ -111,7 +114,7 @@ class GenerationPlanner:
             return False
         try:
             planned = self._context.planner(
-                self._context.config, ready, 1, self._present_placement(())
+                self._context.config, ready, 1, _present_placement(self._previous_topology, ())
             )
         except LayoutError:
             planned = None
@@ -156,11 +159,7 @@ class GenerationPlanner:
         if no plan is possible."""
         nodes = [node for name in sorted(node_names) if (node := state.node(name)) is not None]
         self.is_session_start = self._previous_topology is None or not _is_run_continuing(state)
-        self._peers = {
-            name: Peer.from_json(row)
-            for name, one in node_reports.items()
-            if state.node(name) is not None and (row := one.join_info.get("peer"))
-        }
+        self._peers = _present_peers(state, node_reports)
         keys, held = _collect_held_states(node_reports, {node.name for node in state.nodes})
         self.reached_step = max([self.reached_step, *(one.applied for one in held.values())])
         self.bad_steps.observe(self._previous_topology, held, keys)
@@ -168,14 +167,14 @@ class GenerationPlanner:
         where = {key: node for key, (node, _) in keys.items()}
         durable = await asyncio.to_thread(self._context.newest_durable_step)
         topology, after = self._choose_topology(nodes, generation, held, where, durable)
-        if speeds := self._speeds_by_rank(after, keys):
+        processes = enumerate(after.rank_assignment.processes)
+        seated = {rank: keys[key] for rank, key in processes if key is not None}
+        if speeds := _speeds_by_rank(self.relative_speeds, seated):
             topology = reweight(topology, speeds)
         self._planned = {generation: (topology, after)}
         seats = tuple(
             None if key is None else keys[key][1] for key in after.rank_assignment.processes
         )
-        processes = enumerate(after.rank_assignment.processes)
-        seated = {rank: keys[key] for rank, key in processes if key is not None}
         return GenerationRecord(
             topology,
             seats,
@@ -201,10 +200,7 @@ class GenerationPlanner:
         well = {key: one for key, one in held_states.items() if worker_ids[key] not in sick}
         if len(well) == len(held_states) or not self._recovery_planner.has_complete_state(well):
             return held_states
-        return {
-            key: one if key in well else replace(one, torn=True, state=None)
-            for key, one in held_states.items()
-        }
+        return _distrust_states(held_states, trusted=well)
 
     def _choose_topology(
         self,
@@ -218,7 +214,9 @@ class GenerationPlanner:
 
         First choice: the replicas that lost no rank continue alone and at once (rung 0). If all or
         no replicas lost a rank, take all ready processes. If neither works, wait for processes."""
-        present = self._present_placement(self._lost_ranks(held_states))
+        present = _present_placement(
+            self._previous_topology, _lost_ranks(self._previous_topology, held_states)
+        )
         config, here = self._context.config, {node.name for node in nodes}
         whole = self._recovery_planner.find_intact_replicas(held_states, node_by_worker)
         some = _ready_places(nodes)
@@ -238,7 +236,7 @@ class GenerationPlanner:
                 )
                 if kept and after.resume_point is not None:
                     return planned.topology, after
-        planned = self._context.planner(config, self._node_places(nodes), generation, present)
+        planned = self._context.planner(config, _node_places(nodes), generation, present)
         return planned.topology, self._recovery_planner.plan_recovery(
             planned.topology, held_states, node_by_worker, durable_step
         )
@@ -276,12 +274,8 @@ class GenerationPlanner:
         step: int,
         rung: int,
     ) -> None:
-        if restore_point is not None and restore_point.key is not None:
-            self._context.emit(
-                RestorePointFound(
-                    restore_point.key, restore_point.durable, restore_point.seconds, step=step
-                )
-            )
+        if (found := _restore_point_event(restore_point, step)) is not None:
+            self._context.emit(found)
         for event in self.bad_steps.take_events():
             self._context.emit(event)
         first = topology.generation == 1 or self._previous_topology is None
@@ -298,18 +292,6 @@ class GenerationPlanner:
             )
         )
 
-    def _speeds_by_rank(
-        self, recovery_plan: RecoveryPlan, worker_ids: Mapping[int, tuple[str, int]]
-    ) -> dict[int, float]:
-        """Return the speeds of the ranks whose processes are slow."""
-        processes = enumerate(recovery_plan.rank_assignment.processes)
-        seated = {rank: worker_ids[key] for rank, key in processes if key is not None}
-        return {
-            rank: self.relative_speeds[who]
-            for rank, who in seated.items()
-            if who in self.relative_speeds
-        }
-
     def report_lost_ranks(self, state: CoordinatorState) -> None:
         """Emit once which ranks the running generation has lost with their nodes, and why.
 
@@ -325,28 +307,64 @@ class GenerationPlanner:
                 lost = WorkerLost(rank, 0, cause, "heartbeat", name, step=self.reached_step)
                 self._context.emit_in_generation(before.generation, lost)
 
-    # --- input of the planner -------------------------------------------------------------------
-    def _node_places(self, nodes: Sequence[NodeRecord]) -> list[NodePlaces]:
-        return [NodePlaces(node.name, node.places) for node in nodes]
 
-    def _present_placement(self, lost_ranks: Sequence[int]) -> PresentPlacement | None:
-        return (
-            None
-            if self._previous_topology is None
-            else PresentPlacement(self._previous_topology, frozenset(lost_ranks))
-        )
+def _node_places(nodes: Sequence[NodeRecord]) -> list[NodePlaces]:
+    return [NodePlaces(node.name, node.places) for node in nodes]
 
-    def _lost_ranks(self, held_states: Mapping[int, HeldState]) -> list[int]:
-        """Return the ranks of the generation before whose state is lost."""
-        before = self._previous_topology
-        if before is None:
-            return []
-        there = {
-            one.state[1]
-            for one in held_states.values()
-            if one.state is not None and one.state[0] == before.generation
-        }
-        return [rank for rank in range(before.world_size) if rank not in there]
+
+def _present_placement(
+    previous: Topology | None, lost_ranks: Sequence[int]
+) -> PresentPlacement | None:
+    return None if previous is None else PresentPlacement(previous, frozenset(lost_ranks))
+
+
+def _lost_ranks(previous: Topology | None, held_states: Mapping[int, HeldState]) -> list[int]:
+    """Return the ranks of the generation before whose state is lost."""
+    if previous is None:
+        return []
+    there = {
+        one.state[1]
+        for one in held_states.values()
+        if one.state is not None and one.state[0] == previous.generation
+    }
+    return [rank for rank in range(previous.world_size) if rank not in there]
+
+
+def _speeds_by_rank(
+    relative_speeds: Mapping[tuple[str, int], float], seated: Mapping[int, tuple[str, int]]
+) -> dict[int, float]:
+    """Return the speeds of the ranks whose processes are slow. seated: (node, process) by rank."""
+    return {rank: relative_speeds[who] for rank, who in seated.items() if who in relative_speeds}
+
+
+def _present_peers(
+    state: CoordinatorState, node_reports: Mapping[str, NodeReport]
+) -> dict[str, Peer]:
+    """Return the movers' addresses on the nodes that are present."""
+    return {
+        name: Peer.from_json(row)
+        for name, one in node_reports.items()
+        if state.node(name) is not None and (row := one.join_info.get("peer"))
+    }
+
+
+def _distrust_states(
+    held_states: Mapping[int, HeldState], trusted: Mapping[int, HeldState]
+) -> dict[int, HeldState]:
+    """Return the states, without those of untrusted workers, which keep their processes."""
+    return {
+        key: one if key in trusted else replace(one, torn=True, state=None)
+        for key, one in held_states.items()
+    }
+
+
+def _restore_point_event(restore_point: RestorePoint | None, step: int) -> RestorePointFound | None:
+    """Return the event of a restore point that has a key."""
+    if restore_point is None or restore_point.key is None:
+        return None
+    return RestorePointFound(
+        restore_point.key, restore_point.durable, restore_point.seconds, step=step
+    )
 
 
 def _is_run_continuing(state: CoordinatorState) -> bool:

@@ -23,6 +23,7 @@ from holdfast.core.data.skips import Skips
 from holdfast.elastic.event_log import EventLog, Say
 from holdfast.errors import HoldfastError
 from holdfast.events import BatchFed, Event, GenerationStarted
+from holdfast.wire.journal import JournalTail
 
 if TYPE_CHECKING:
     from holdfast.data.batch import Batches
@@ -140,6 +141,25 @@ class LedgerRepair:
         while not await self._event_log.flush("agent", sync=True):
             await asyncio.sleep(self._retry_delay_s)
         self.is_pending = False
+
+    async def repair_from_journal(self, journal_tail: JournalTail) -> None:
+        """Rebuild missing entries of a run of several nodes, whose entries the journal has.
+
+        Entries that are still missing up to the start step belonged to lost workers."""
+        await self._event_log.flush()
+        try:
+            for record in await asyncio.to_thread(journal_tail.read_new):
+                self._ledger_coverage.observe(record.event)
+            missing = self._ledger_coverage.find_missing()
+            for event in (
+                await asyncio.to_thread(self._ledger_coverage.make_entries, missing)
+                if missing
+                else ()
+            ):
+                self._event_log.emit("agent", event)
+        except HoldfastError as error:
+            self._say(f"the ledger entries of a lost node cannot be rebuilt: {error}")
+        self._ledger_coverage.mark_complete()
 
 
 def _microbatch_entries(

@@ -12,11 +12,58 @@ import asyncio
 import errno
 from collections.abc import Iterable, Mapping
 from enum import Enum
+from typing import Protocol
+
+from holdfast.elastic.protocol.coordinator_messages import NodeReport
+from holdfast.policy.membership.transitions import CoordinatorState, Phase, awaited_members
 
 LIVENESS_PROBE_TIMEOUT_S = 2.0
 UNREACHABLE_ERRNOS = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH)
 MAX_LIVENESS_PROBES = 64
 """Most agents that are probed at a time: if more are silent, they are only slow."""
+
+
+UNSETTLED_PHASES = (Phase.STARTING, Phase.HALTING)
+AGENT_PROBE_INTERVAL_S = 0.2
+"""Seconds between two probes for ended agents; a live machine answers a probe at once."""
+
+
+class ProbedTerm(Protocol):
+    """The coordinator as the probe sees it."""
+
+    state: CoordinatorState
+    node_reports: dict[str, NodeReport]
+
+    def declare_lost(self, name: str, cause: str) -> None:
+        """Count a node as lost."""
+        ...
+
+
+class EndedAgentsProbe:
+    """Probes silent nodes while a generation stops or begins: their agents may have ended."""
+
+    def __init__(self, term: ProbedTerm) -> None:
+        self._term = term
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        """Begin to probe if a generation stops or begins."""
+        idle = self._task is None or self._task.done()
+        if self._term.state.phase in UNSETTLED_PHASES and idle:
+            self._task = asyncio.create_task(self._remove_ended_agents())
+
+    async def _remove_ended_agents(self) -> None:
+        term = self._term
+        while term.state.phase in UNSETTLED_PHASES:
+            await asyncio.sleep(AGENT_PROBE_INTERVAL_S)
+            silent = {
+                name: str(term.node_reports[name].join_info.get("address", ""))
+                for name in awaited_members(term.state)
+                if name in term.node_reports
+            }
+            for name in await ended_agents(silent):
+                if name in awaited_members(term.state):
+                    term.declare_lost(name, "its agent has ended")
 
 
 async def ended_agents(addresses: Mapping[str, str]) -> Iterable[str]:

@@ -10,23 +10,24 @@ end           Write the run's result into the journal (`elastic/run_result.py`).
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from holdfast.checkpoint.restore.catalog import list_commits, step_of
+from holdfast.config.cluster import ClusterConfig
+from holdfast.elastic.coordinator.agent_hooks import AgentHooks
 from holdfast.elastic.coordinator.coordinator import Coordinator
 from holdfast.elastic.coordinator.generation_planner import GenerationPlanner, PlannerContext
 from holdfast.elastic.coordinator.generation_store import start_term
 from holdfast.elastic.coordinator.ledger_repair import LedgerCoverage, LedgerRepair
+from holdfast.elastic.coordinator.node_shortage import NodeShortage
 from holdfast.elastic.coordinator.stragglers import worker_of
 from holdfast.elastic.event_log import EventLog, Say
 from holdfast.elastic.node.mover_supervisor import MoverSupervisor
-from holdfast.elastic.protocol import exit_codes
 from holdfast.elastic.protocol.coordinator_messages import NodeReport
-from holdfast.elastic.protocol.generation_outcome import FailedOutcome
 from holdfast.elastic.protocol.generation_record import GenerationRecord, read_record
 from holdfast.elastic.protocol.start_state import StartState
 from holdfast.elastic.run_context import RunContext
@@ -35,6 +36,7 @@ from holdfast.elastic.run_result import (
     ResultReporter,
     RunEndedError,
     RunResult,
+    raise_if_failed,
     run_result,
 )
 from holdfast.errors import (
@@ -54,9 +56,10 @@ from holdfast.policy.membership.transitions import (
     MembershipRules,
     NodeRecord,
     Phase,
+    SelectNodes,
 )
 from holdfast.wire.journal import JournalTail as JournalFollower
-from holdfast.wire.store.run_store import MissingKeyError
+from holdfast.wire.store.run_store import MissingKeyError, RunStore
 from holdfast.wire.term import Term, newest_generation
 
 MISSED_HEARTBEATS_UNTIL_LOST = 3
@@ -67,22 +70,65 @@ BAD_STEP_REASONS = ("non_finite", "loss_jump")
 """Reasons that `policy.detection.bad_steps` limits, not the restart budget."""
 
 
-@dataclass(frozen=True)
-class AgentHooks:
-    """Functions of the agent that the run controller uses.
+class LossCounter:
+    """Counts losses of workers and movers, one for each generation, against the restart budget."""
 
-    rendezvous_address: the rendezvous address of a generation's workers. ensure_mover: makes sure
-    that a mover runs, which chooses the restore point. on_generation_created: receives the number
-    of each generation whose object was made. newest_generation: returns the newest generation known
-    here. stop_reason: returns why all of the run must stop, "" while it continues. committed_step:
-    returns the newest committed step."""
+    def __init__(self, limit: int) -> None:
+        """limit: how many restarts in a row may pass without progress."""
+        self._restarts, self._last_counted, self._limit = RestartHistory(), 0, limit
 
-    rendezvous_address: str
-    ensure_mover: Callable[[], Awaitable[None]]
-    on_generation_created: Callable[[int], None]
-    newest_generation: Callable[[], int]
-    stop_reason: Callable[[], str]
-    committed_step: Callable[[], int]
+    def count_next_again(self) -> None:
+        """Count the next loss even if it is of a generation that was counted."""
+        self._last_counted = 0
+
+    def count(self, generation: int, reached_step: int, cause: str) -> str | None:
+        """Count one more loss of a worker; return a sentence if the run must give up."""
+        if generation > self._last_counted:  # retries of an unreachable run store count once
+            self._last_counted = generation
+            self._restarts = self._restarts.with_loss(reached_step)
+        return why_give_up(self._restarts, self._limit, cause or "not known")
+
+
+class SessionStart:
+    """The event that a session of the run begins, which is in the journal once."""
+
+    def __init__(self, context: RunContext, event_log: EventLog) -> None:
+        self.is_resumed = False
+        """True if the run has had a generation before."""
+        self.is_logged = False
+        """True if this agent has made a generation in this session."""
+        self._context, self._event_log = context, event_log
+
+    def on_generation_created(self, begins: bool) -> None:
+        """Note that this agent made a generation. begins: a session begins with it."""
+        if not self.is_logged and begins:
+            it = self._context
+            self._event_log.emit(
+                "agent",
+                RunStarted(it.config.name, it.config_hash, it.dataset_version, self.is_resumed),
+            )
+        self.is_logged = self.is_resumed = True
+
+
+class GenerationFloor:
+    """The generation that the run's next one must exceed, which is looked up once in a session."""
+
+    def __init__(self, context: RunContext, hooks: AgentHooks) -> None:
+        self._context, self._hooks = context, hooks
+        self._known: int | None = None
+
+    async def find(self) -> int:
+        """Return the floor; 0 for an agent that took part, which knows the run's generations.
+
+        Raises RunEndedError."""
+        if self._hooks.newest_generation():
+            return 0
+        if self._known is None:
+            try:
+                self._known = await asyncio.to_thread(self._context.generation_floor)
+            except UserError as error:
+                raise RunEndedError(str(error), EndReason.USER_ERROR) from error
+        return self._known
 
 
 class RunController:
@@ -101,8 +147,6 @@ class RunController:
         """ledger_coverage: observes all events of the event log if the run has one node only."""
         self.coordinator: Coordinator | None = None
         self.term: Term | None = None
-        self.restored_step = 0
-        """The step of the newest checkpoint that a generation has begun from."""
         self.result_reporter = ResultReporter(event_log, say, context.resume_command)
         self._context, self._hooks, self._layout_planner, self._mover = (
             context,
@@ -116,11 +160,12 @@ class RunController:
         )
         self._journal_tail = JournalFollower(context.store)
         self._generation_planner: GenerationPlanner | None = None
-        self._restarts, self._last_counted_loss = RestartHistory(), 0
-        self._is_resumed = False
-        self._known_generation_floor: int | None = None
-        self._has_logged_start = False  # this session's start is in the journal
-        self._closing_reason = ""  # why the next generation is the last
+        self._loss_counter = LossCounter(context.config.cluster.max_restarts_without_progress)
+        self._session_start = SessionStart(context, event_log)
+        self._generation_floor = GenerationFloor(context, hooks)
+        self._node_shortage = NodeShortage(
+            context.config.cluster, hooks, say, context.single_node_term is not None
+        )
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._is_closed = False
 
@@ -140,7 +185,7 @@ class RunController:
         it, cluster = self._context, self._context.config.cluster
         self.term, alone = term, self._context.single_node_term is not None
         newest = await asyncio.to_thread(newest_generation, it.store)
-        above = await self._generation_floor()
+        above = await self._generation_floor.find()
         lead = self._generation_planner = GenerationPlanner(
             PlannerContext(
                 it.config,
@@ -149,32 +194,23 @@ class RunController:
                 self._hooks.rendezvous_address,
                 lambda event: self._event_log.emit("agent", event),
                 self._on_generation_created,
-                self._newest_durable_step,
+                partial(_newest_durable_step, it.store),
                 alone,
                 self._exclude_slow,
                 partial(self._event_log.emit_in_generation, f"term{term.number}"),
             )
         )
-        self._is_resumed = newest > 0
+        self._session_start.is_resumed = newest > 0
         if newest:
             with suppress(MissingKeyError, CorruptError):  # a store that is away is asked again
                 lead.load_record(await read_record(it.store, newest), alone)
         self._ledger_coverage.skips = lead.bad_steps.skips
         if newest and not alone:
             self._say(f"{it.node} coordinates the run (term {term.number})")
-        rules = MembershipRules(
-            self.select_nodes,
-            MISSED_HEARTBEATS_UNTIL_LOST * cluster.beat_seconds,
-            cluster.gather_seconds,
-            cluster.settle_seconds,
-            retry_pair_after_s=UNREACHABLE_PAIR_RETRY_HEARTBEATS * cluster.beat_seconds,
-            is_full=lead.is_full,
-            can_add_workers=lead.can_add_workers,
-        )
         self.coordinator = await start_term(
             term,
             it.store,
-            rules,
+            _membership_rules(cluster, self.select_nodes, lead),
             self._plan_generation,
             self._make_start_state,
             on_state_change=self._on_state_change,
@@ -183,34 +219,18 @@ class RunController:
             wait_for_members=not alone,
             on_creation_refused=self._on_creation_refused,
         )
-        self.coordinator.on_pace_change = self._on_pace_change
+        self._node_shortage.coordinator = self.coordinator
+        self.coordinator.on_pace_change = partial(
+            apply_pace_changes, self.coordinator, lead, self._event_log
+        )
         if self.coordinator.state.phase is Phase.GATHERING and not alone:
-            self._start_task("wait", self._wait_for_nodes(cluster.gather_seconds))
+            self._start_task("wait", self._node_shortage.wait_for_nodes(cluster.gather_seconds))
         return self.coordinator
-
-    async def _generation_floor(self) -> int:
-        """Return the generation that the next one must exceed. Raises RunEndedError.
-
-        It is looked up once in a session: an agent that took part knows the run's generations."""
-        if self._hooks.newest_generation():
-            return 0
-        if self._known_generation_floor is None:
-            try:
-                self._known_generation_floor = await asyncio.to_thread(
-                    self._context.generation_floor
-                )
-            except UserError as error:
-                raise RunEndedError(str(error), EndReason.USER_ERROR) from error
-        return self._known_generation_floor
 
     def _on_creation_refused(self, error: UserError) -> None:
         """End a run of one node that cannot begin; one that has begun waits for its store."""
-        if self._context.single_node_term is not None and not self._has_logged_start:
+        if self._context.single_node_term is not None and not self._session_start.is_logged:
             raise RunEndedError(str(error), EndReason.USER_ERROR) from error
-
-    def _newest_durable_step(self) -> int:
-        keys = list_commits(self._context.store)
-        return step_of(keys[0]) if keys else 0
 
     def _on_generation_created(self, generation: int) -> None:
         """Note a generation whose object this agent made, and emit the start of a session.
@@ -222,13 +242,7 @@ class RunController:
             and self._hooks.newest_generation() == 0
         )
         self._hooks.on_generation_created(generation)
-        if not self._has_logged_start and begins:
-            it = self._context
-            self._event_log.emit(
-                "agent",
-                RunStarted(it.config.name, it.config_hash, it.dataset_version, self._is_resumed),
-            )
-        self._has_logged_start = self._is_resumed = True
+        self._session_start.on_generation_created(begins)
 
     # --- a generation ---------------------------------------------------------------------------
     async def _plan_generation(
@@ -245,9 +259,10 @@ class RunController:
         losses = [loss for loss in ended if loss is not None]
         cause = next((loss.cause for loss in losses if loss.cause), "")
         why = self._hooks.stop_reason()
-        if not self._closing_reason and transitions.are_all_leaving(state, node_names):
-            self._closing_reason = ALL_NODES_LEAVING_REASON
-        if cause and why and not self._closing_reason:
+        shortage = self._node_shortage
+        if not shortage.closing_reason and transitions.are_all_leaving(state, node_names):
+            shortage.closing_reason = ALL_NODES_LEAVING_REASON
+        if cause and why and not shortage.closing_reason:
             raise RunEndedError(f"{why}; lost while saving: {cause}", EndReason.STOPPED)
         await self._ensure_mover(generation)
         tried = set(self._generation_planner.rejected_checkpoints)
@@ -258,21 +273,28 @@ class RunController:
             state, generation, node_names, node_reports
         )
         if rotten is not None:  # each corrupt state is dropped once, so this ends
-            for key in (
-                self._generation_planner.rejected_checkpoints.keys() - tried
-            ):  # an earlier attempt reported the rest
-                why = self._generation_planner.rejected_checkpoints[key]
-                self._event_log.emit("agent", CheckpointRejected(key, why, step=step_of(key)))
+            rejected = self._generation_planner.rejected_checkpoints
+            for key in rejected.keys() - tried:  # an earlier attempt reported the rest
+                event = CheckpointRejected(key, rejected[key], step=step_of(key))
+                self._event_log.emit("agent", event)
                 self._say(f"{rotten}; the run falls back to another state")
         elif (
             lost
             and reason not in BAD_STEP_REASONS
-            and (sentence := self._count_loss(generation, cause))
+            and (sentence := self._loss_counter.count(generation, self._reached_step, cause))
         ):
             raise RunEndedError(sentence)
         return replace(
-            record, reason=reason if lost else state.reason, stopping=self._closing_reason
+            record,
+            reason=reason if lost else state.reason,
+            stopping=shortage.closing_reason,
         )
+
+    @property
+    def _reached_step(self) -> int:
+        """The newest step that counts as progress of the run."""
+        assert self._generation_planner is not None
+        return max(self._generation_planner.reached_step, self._hooks.committed_step())
 
     async def _ensure_mover(self, generation: int) -> None:
         """Start the mover if needed; a failed start is retried as often as any other loss."""
@@ -282,20 +304,10 @@ class RunController:
             self._on_creation_refused(error)
             raise
         except HoldfastError as error:
-            self._last_counted_loss = 0
-            if sentence := self._count_loss(generation, str(error)):
+            self._loss_counter.count_next_again()
+            if sentence := self._loss_counter.count(generation, self._reached_step, str(error)):
                 raise RunEndedError(sentence) from error
             raise
-
-    def _count_loss(self, generation: int, cause: str) -> str | None:
-        """Count one more loss of a worker; return a sentence if the run must give up."""
-        assert self._generation_planner is not None
-        if generation > self._last_counted_loss:  # retries of an unreachable run store count once
-            self._last_counted_loss = generation
-            reached = max(self._generation_planner.reached_step, self._hooks.committed_step())
-            self._restarts = self._restarts.with_loss(reached)
-        limit = self._context.config.cluster.max_restarts_without_progress
-        return why_give_up(self._restarts, limit, cause or "not known")
 
     async def _make_start_state(self, generation: int, record: GenerationRecord) -> StartState:
         assert self._generation_planner is not None
@@ -311,40 +323,13 @@ class RunController:
             raise RunEndedError(str(error), EndReason.USER_ERROR) from error
         newest = begun.restore_point
         if newest is not None and newest.durable:
-            self.restored_step = begun.step
+            self._hooks.on_restored(begun.step)
         await self._event_log.flush()
         return begun
 
     def _exclude_slow(self, node_name: str) -> bool:
         """Leave a node out if the remaining nodes suffice; return True if they do."""
         return self.coordinator is not None and self.coordinator.exclude_slow(node_name)
-
-    # --- slow workers ---------------------------------------------------------------------------
-    def _on_pace_change(self, changes: Sequence[PaceChange]) -> None:
-        """Give a slow worker fewer microbatches from the next generation on, or none at all."""
-        coordinator, lead = self.coordinator, self._generation_planner
-        assert coordinator is not None
-        assert lead is not None
-        for change in changes:
-            node, pid = worker_of(change)
-            self._event_log.emit(
-                "agent",
-                WorkerPaced(
-                    node,
-                    pid,
-                    change.after,
-                    round(change.slowdown, 2),
-                    change.reason,
-                    step=lead.reached_step,
-                ),
-            )
-            if change.after is Pace.TRIAL:
-                coordinator.readmit(node)
-            elif coordinator.stragglers.is_node_excluded(node):
-                coordinator.exclude_slow(node)
-        before, lead.relative_speeds = lead.relative_speeds, coordinator.stragglers.relative_speeds
-        if before != lead.relative_speeds:
-            coordinator.halt("slow_worker", at_step_end=True)
 
     # --- changes of the coordinator's state -----------------------------------------------------
     def _on_state_change(self, old: CoordinatorState, new: CoordinatorState) -> None:
@@ -357,7 +342,7 @@ class RunController:
         if new.phase is Phase.TRAINING and old.phase is not Phase.TRAINING:
             self._start_task("told", self._repair_ledger())
         if new.phase is Phase.GATHERING and old.phase is not Phase.GATHERING:
-            self._start_task("wait", self._wait_for_nodes())
+            self._start_task("wait", self._node_shortage.wait_for_nodes())
         elif new.phase is not Phase.GATHERING and "wait" in self._tasks:
             self._tasks.pop("wait").cancel()
 
@@ -367,26 +352,11 @@ class RunController:
         self._tasks[name] = asyncio.create_task(coroutine)
 
     async def _repair_ledger(self) -> None:
-        """Repair the ledger once every worker of the generation has sent its entries.
-
-        Entries that are still missing up to the start step belonged to lost workers."""
+        """Repair the ledger once every worker of the generation has sent its entries."""
         if self._context.single_node_term is not None:
             await self._ledger_repair.repair()
-            return
-        await self._event_log.flush()
-        try:
-            for record in await asyncio.to_thread(self._journal_tail.read_new):
-                self._ledger_coverage.observe(record.event)
-            missing = self._ledger_coverage.find_missing()
-            for event in (
-                await asyncio.to_thread(self._ledger_coverage.make_entries, missing)
-                if missing
-                else ()
-            ):
-                self._event_log.emit("agent", event)
-        except HoldfastError as error:
-            self._say(f"the ledger entries of a lost node cannot be rebuilt: {error}")
-        self._ledger_coverage.mark_complete()
+        else:
+            await self._ledger_repair.repair_from_journal(self._journal_tail)
 
     def build_result(self, end_message: str) -> RunResult:
         """Return the run's result from all nodes' reports; this node may have had no part."""
@@ -395,71 +365,68 @@ class RunController:
         told = [one.node_outcome.done for one in known if one.node_outcome is not None]
         ends = [done for done in told if done is not None]
         kind = "" if coordinator is None else coordinator.end_reason
-        why = self._closing_reason or self._hooks.stop_reason() or "the workers left"
+        why = self._node_shortage.closing_reason or self._hooks.stop_reason() or "the workers left"
         return run_result(end_message, kind, ends, why, self._hooks.committed_step())
 
     # --- too few nodes --------------------------------------------------------------------------
     def select_nodes(self, nodes: Sequence[NodeRecord]) -> tuple[str, ...]:
         """Return the nodes that a generation would use; () if none is possible."""
         assert self._generation_planner is not None
-        least = (
-            1
-            if self._closing_reason or self._context.single_node_term
-            else self._context.config.cluster.min_nodes
-        )
-        return self._generation_planner.select_nodes(nodes) if len(nodes) >= least else ()
-
-    async def _wait_for_nodes(self, notice_delay_s: float = 0.0) -> None:
-        """Report after `notice_delay_s` what is lacking; then wait for it, or stop the run."""
-        await asyncio.sleep(notice_delay_s)
-        coordinator, cluster = self.coordinator, self._context.config.cluster
-        assert coordinator is not None, "nodes gather only once a coordinator exists"
-        try:
-            raise_if_failed(coordinator.node_reports.values())
-        except RunEndedError as error:
-            coordinator.finish(str(error), error.reason)
-            return
-        if (why := self._hooks.stop_reason()) or cluster.below_minimum == "leave":
-            patience = 0.0 if why else cluster.below_minimum_seconds
-            if not why:
-                self._say(
-                    f"{self._describe_shortage()}; leaving in {patience:g} s if no node joins"
-                )
-            await asyncio.sleep(patience)
-            self.stop_waiting(why or f"{self._describe_shortage()}, for {patience:g} s")
-        else:
-            self._say(f"{self._describe_shortage()}; waiting for more")
-
-    def _describe_shortage(self) -> str:
-        assert self.coordinator is not None
-        nodes, least = self.coordinator.state.nodes, self._context.config.cluster.min_nodes
-        if len(nodes) < least:
-            return f"{len(nodes)} of at least {least} nodes (cluster.min_nodes) are here"
-        return f"no layout fits the {sum(n.places for n in nodes)} places that are here"
+        if len(nodes) < self._node_shortage.least_nodes:
+            return ()
+        return self._generation_planner.select_nodes(nodes)
 
     def stop_waiting(self, reason: str) -> None:
-        """Stop the run if no node works: wait for no further node.
-
-        One last generation of the present nodes saves their state. If none is possible, the run is
-        over."""
-        coordinator = self.coordinator
-        if coordinator is None or coordinator.state.phase is not Phase.GATHERING:
-            return
-        self._closing_reason = reason
-        if self._hooks.newest_generation():  # before that, no node holds any state
-            coordinator.reevaluate()
-        if coordinator.state.phase is Phase.GATHERING:
-            kind = EndReason.STOPPED if self._hooks.stop_reason() else EndReason.TOO_FEW
-            coordinator.finish(reason, kind)
+        """Stop the run if no node works; see `NodeShortage.stop_waiting`."""
+        self._node_shortage.stop_waiting(reason)
 
 
-def raise_if_failed(known: Iterable[NodeReport]) -> None:
-    """Raises RunEndedError if a node's workers failed in a way that a restart would not fix."""
-    for one in known:
-        ending = None if one.node_outcome is None else one.node_outcome.ending
-        if isinstance(ending, FailedOutcome) and ending.sentence:
-            kinds = {
-                exit_codes.USER_ERROR: EndReason.USER_ERROR,
-                exit_codes.FENCED: EndReason.FENCED,
-            }
-            raise RunEndedError(ending.sentence, kinds.get(ending.exit_code, EndReason.FAILED))
+def apply_pace_changes(
+    coordinator: Coordinator,
+    planner: GenerationPlanner,
+    event_log: EventLog,
+    changes: Sequence[PaceChange],
+) -> None:
+    """Give a slow worker fewer microbatches from the next generation on, or none at all."""
+    for change in changes:
+        node, pid = worker_of(change)
+        event_log.emit(
+            "agent",
+            WorkerPaced(
+                node,
+                pid,
+                change.after,
+                round(change.slowdown, 2),
+                change.reason,
+                step=planner.reached_step,
+            ),
+        )
+        if change.after is Pace.TRIAL:
+            coordinator.readmit(node)
+        elif coordinator.stragglers.is_node_excluded(node):
+            coordinator.exclude_slow(node)
+    before, planner.relative_speeds = (
+        planner.relative_speeds,
+        coordinator.stragglers.relative_speeds,
+    )
+    if before != planner.relative_speeds:
+        coordinator.halt("slow_worker", at_step_end=True)
+
+
+def _membership_rules(
+    cluster: ClusterConfig, select_nodes: SelectNodes, planner: GenerationPlanner
+) -> MembershipRules:
+    return MembershipRules(
+        select_nodes,
+        MISSED_HEARTBEATS_UNTIL_LOST * cluster.beat_seconds,
+        cluster.gather_seconds,
+        cluster.settle_seconds,
+        retry_pair_after_s=UNREACHABLE_PAIR_RETRY_HEARTBEATS * cluster.beat_seconds,
+        is_full=planner.is_full,
+        can_add_workers=planner.can_add_workers,
+    )
+
+
+def _newest_durable_step(store: RunStore) -> int:
+    keys = list_commits(store)
+    return step_of(keys[0]) if keys else 0

@@ -23,6 +23,12 @@ from functools import partial
 from typing import Any
 
 from holdfast.elastic.coordinator.coordinator import Coordinator
+from holdfast.elastic.membership.coordinator_clients import (
+    CoordinatorClients,
+    OpenRequests,
+    reply_timeout,
+)
+from holdfast.elastic.membership.node_status import NodeStatus
 from holdfast.elastic.membership.prevote import PreVote
 from holdfast.elastic.membership.reachability import ReachabilityProbe
 from holdfast.elastic.membership.workload import Workload
@@ -35,16 +41,20 @@ from holdfast.elastic.protocol.coordinator_messages import (
     Heartbeat,
     JoinRequest,
 )
-from holdfast.elastic.protocol.generation_outcome import NodeOutcome
 from holdfast.elastic.protocol.generation_record import GenerationRecord, read_record
 from holdfast.elastic.protocol.hung_worker import HungWorker
 from holdfast.elastic.protocol.start_state import StartState
-from holdfast.elastic.run_result import EndReason, RunEndedError, single_node_run_error
+from holdfast.elastic.run_result import (
+    EndReason,
+    ReplacedError,
+    RunEndedError,
+    single_node_run_error,
+)
 from holdfast.errors import HoldfastError
 from holdfast.policy.membership import election
 from holdfast.policy.membership.election import AgentState, ElectionTimeouts, Role
-from holdfast.policy.membership.transitions import Directive, NodeCommand, NodeStage, Phase
-from holdfast.wire.http.async_client import AgentEndedError, AsyncClient
+from holdfast.policy.membership.transitions import Directive, NodeCommand, Phase
+from holdfast.wire.http.async_client import AgentEndedError
 from holdfast.wire.http.server import Handler
 from holdfast.wire.secret import Secret
 from holdfast.wire.store.run_store import RunStore
@@ -66,17 +76,6 @@ ROLE_RETRY_PAUSE_S = 0.5
 """Seconds between two reads of the run store, and between two rounds."""
 MAX_ELECTION_BACKOFF_S = 60.0
 """Most seconds before an agent whose terms ended by its own fault claims another one."""
-
-
-class ReplacedError(RunEndedError):
-    """Another agent has this agent's name, perhaps because this node was restarted."""
-
-    def __init__(self, name: str) -> None:
-        super().__init__(
-            f"another agent has joined as {name}, and the run continues with that one. If both "
-            "are to take part, give each its own name (cluster.node=NAME)",
-            EndReason.REPLACED,
-        )
 
 
 async def _no_check() -> None:
@@ -134,26 +133,19 @@ class RoleLoop:
         """Our own bug that ended the coordinator of a run of one node."""
         self._fault_count = 0  # terms that ended by such a bug
         self._address, self._store, self._secret, self._workload = address, store, secret, workload
-        self._start_coordinator, self._places, self._own_term, self._check_run_folder = (
-            start_coordinator,
-            places,
-            own_term,
-            check_run_folder,
-        )
-        self._timeouts, self._heartbeat_interval_s, self._complain = (
-            timeouts or ElectionTimeouts(),
-            heartbeat_interval_s,
-            complain,
-        )
+        self._start_coordinator, self._own_term = start_coordinator, own_term
+        self._check_run_folder, self._timeouts = check_run_folder, timeouts or ElectionTimeouts()
+        self._heartbeat_interval_s, self._complain = heartbeat_interval_s, complain
         self._read_generation = read_generation or partial(read_record, store)
-        self._loop = asyncio.get_running_loop()
         self._current_command = Directive(NodeCommand.WAIT, 0)
-        self._coordinator_clients: dict[str, tuple[AsyncClient, AsyncClient]] = {}
-        self._open_request: asyncio.Task[None] | None = None
-        self._superseded_requests: set[asyncio.Task[None]] = set()
+        self._coordinator_clients = CoordinatorClients(secret)
+        self._requests = OpenRequests()
         self._coordinator_task: asyncio.Task[Any] | None = None
         self._pre_vote: PreVote | None = None  # while its coordinator is silent
         self._reachability_probe = ReachabilityProbe()
+        self._node_status = NodeStatus(
+            name, self.incarnation, places, self.join_info, workload, self._reachability_probe
+        )
         self._probed_generation = 0  # the generation after which the reachability probe ran last
         self._last_complaint = ""
 
@@ -193,14 +185,12 @@ class RoleLoop:
                     await self._sleep_until_change(ROLE_RETRY_PAUSE_S)
             return "" if self.run_end is None else self.run_end[0]
         finally:
-            self._cancel_requests()
+            self._requests.cancel()
             self._close_pre_vote()
             self._reachability_probe.close()
             if self._coordinator_task is not None:
                 self._coordinator_task.cancel()
-            for pair in self._coordinator_clients.values():
-                for talker in pair:
-                    talker.close()
+            self._coordinator_clients.close()
 
     def leave_run(self) -> None:
         """Leave the run: follow no coordinator any more."""
@@ -242,7 +232,7 @@ class RoleLoop:
             await self._reject_single_node_run(holder, address)
         self._set_state(election.newest_term_read(self.state, term, address, self._now))
         if self.state.role is Role.DISCOVERING:
-            await self._ask_coordinator(JOIN_PATH, self._make_join_request())
+            await self._ask_coordinator(JOIN_PATH, self._node_status.make_join_request())
             if self.state.role is Role.DISCOVERING:  # it refused: a newer term is to come
                 await self._sleep_until_change(ROLE_RETRY_PAUSE_S)
 
@@ -253,28 +243,6 @@ class RoleLoop:
                 str(single_node_run_error(holder, "cluster.node")), EndReason.USER_ERROR
             )
 
-    def _make_join_request(self) -> JoinRequest:
-        stage, held = self._make_node_status()
-        return JoinRequest(
-            self.state.name,
-            self.incarnation,
-            self._places,
-            self.join_info,
-            self._workload.generation,
-            stage,
-            held,
-            self._workload.ready_workers,
-        )
-
-    def _make_node_status(self) -> tuple[NodeStage, NodeOutcome | None]:
-        stage = self._workload.stage
-        if stage is NodeStage.HELD and self._reachability_probe.is_probing:
-            stage = NodeStage.WORKING  # the next generation has only nodes that reach each other
-        return stage, self._workload.node_outcome if stage in (
-            NodeStage.HELD,
-            NodeStage.DONE,
-        ) else None
-
     # --- following ------------------------------------------------------------------------------
     async def _run_follower(self) -> None:
         """Wait for the heartbeat's answer or for a local change.
@@ -284,48 +252,33 @@ class RoleLoop:
         self._close_pre_vote()
         self._workload.state_changed.clear()
         self._reachability_probe.retry(self.agent_addresses)
-        if self._open_request is None:
+        if self._requests.newest is None:
             # If the last answer is older than a beat, the coordinator is to answer at once.
             late = (
                 self.coordinator is None
                 and self._now - self.state.role_since > self._heartbeat_interval_s
             )
             wait = 0.0 if late else self._heartbeat_interval_s
-            self._open_request = asyncio.create_task(
-                self._ask_coordinator(HEARTBEAT_PATH, self._make_heartbeat(wait))
+            self._requests.newest = asyncio.create_task(
+                self._ask_coordinator(
+                    HEARTBEAT_PATH,
+                    self._node_status.make_heartbeat(
+                        self.state.term, self._current_command, self.leave_within_s, wait
+                    ),
+                )
             )
-        question = self._open_request
+        question = self._requests.newest
         change = asyncio.create_task(self._workload.state_changed.wait())
         try:
             await asyncio.wait({question, change}, return_when=asyncio.FIRST_COMPLETED)
         finally:
             change.cancel()
-        self._open_request = None
+        self._requests.newest = None
         if question.done():
             question.result()
             return
-        self._superseded_requests.add(question)
-        question.add_done_callback(self._superseded_requests.discard)
+        self._requests.add_superseded(question)
         await asyncio.sleep(0)  # one heartbeat reports all changes of this turn
-
-    def _make_heartbeat(self, wait: float) -> Heartbeat:
-        stage, held = self._make_node_status()
-        work = self._workload
-        return Heartbeat(
-            self.state.name,
-            self.incarnation,
-            self.state.term,
-            self._current_command,
-            work.generation,
-            stage,
-            self.leave_within_s,
-            held,
-            work.ready_workers,
-            tuple(self._reachability_probe.unreachable),
-            work.stalled_workers,
-            work.worker_paces,
-            wait,
-        )
 
     async def _ask_coordinator(self, path: str, request: JoinRequest | Heartbeat) -> None:
         """Send a request to the coordinator; apply its answer, or note that none came."""
@@ -334,11 +287,11 @@ class RoleLoop:
             if self.coordinator is not None:
                 answer = await self._ask_local_coordinator(path, body)
             else:
-                pair = self._connect_coordinator()
-                if pair is None:
+                if not self.state.leader_address:
                     raise AgentEndedError("no agent holds the term")
-                free = next((talker for talker in pair if not talker.is_busy), pair[0])
-                answer = await free.post(path, body, self._reply_timeout(max_wait_s))
+                client = self._coordinator_clients.find_free(self.state.leader_address)
+                timeout_s = reply_timeout(self.state, self._timeouts, max_wait_s, self._now)
+                answer = await client.post(path, body, timeout_s)
         except HoldfastError as error:
             dead = isinstance(error, AgentEndedError)
             self._set_state(election.leader_unanswered(self.state, dead, self._now, self._timeouts))
@@ -350,57 +303,16 @@ class RoleLoop:
             return
         await self._apply_reply(answer)
 
-    def _reply_timeout(self, max_wait_s: float) -> float:
-        """Return the timeout of a request whose answer is due within `max_wait_s` seconds.
-
-        A follower's timeout leaves time for one more request on a new connection before the
-        coordinator counts as silent."""
-        silence = self._timeouts.leader_timeout_s
-        if self.state.role is not Role.FOLLOWER:
-            return max_wait_s + silence / 2
-        left = self.state.role_since + silence - self._now
-        return max(silence / 6, min(max_wait_s + silence / 3, left))
-
-    def _cancel_requests(self) -> None:
-        """Cancel the requests that are open."""
-        for task in (self._open_request, *self._superseded_requests):
-            if task is not None:
-                task.cancel()
-        self._open_request = None
-
-    @property
-    def _leader_address(self) -> str:
-        return self.state.leader_address
-
-    def _connect_coordinator(self) -> tuple[AsyncClient, AsyncClient] | None:
-        """Return two connections to the coordinator."""
-        if not self._leader_address or self.coordinator is not None:
-            return None
-        if self._leader_address not in self._coordinator_clients:
-            for pair in self._coordinator_clients.values():
-                for talker in pair:
-                    talker.close()
-            self._coordinator_clients = {
-                self._leader_address: (
-                    AsyncClient(self._leader_address, self._secret),
-                    AsyncClient(self._leader_address, self._secret),
-                )
-            }
-        return self._coordinator_clients[self._leader_address]
-
     async def _apply_reply(self, answer: Mapping[str, Any]) -> None:
         term, order = int(answer["term"]), str(answer["order"])
-        if term < self.state.term and order != NodeCommand.REFUSE.value:
-            self._set_state(election.leader_refused(self.state, self._now))
-            return
-        if order == NodeCommand.REFUSE.value:
+        if term < self.state.term or order == NodeCommand.REFUSE.value:
             self._set_state(election.leader_refused(self.state, self._now))
             return
         if order == REPLACED_COMMAND:
             raise ReplacedError(self.state.name)
         self._set_state(election.leader_answered(self.state, term, self._now))
         if order == JOIN_FIRST_COMMAND:
-            await self._ask_coordinator(JOIN_PATH, self._make_join_request())
+            await self._ask_coordinator(JOIN_PATH, self._node_status.make_join_request())
             return
         outside = answer.get("outside", False)
         if (self.leave_within_s or answer.get("go")) and (outside or answer.get("free")):
@@ -413,7 +325,12 @@ class RoleLoop:
             self._workload.handle_hung_workers(int(at), [HungWorker.from_json(row) for row in rows])
         generation = int(answer["generation"])
         self._current_command = Directive(NodeCommand(order), generation)
-        match self._current_command.command:
+        await self._carry_out(self._current_command, term, answer)
+
+    async def _carry_out(self, directive: Directive, term: int, answer: Mapping[str, Any]) -> None:
+        """Carry out a directive of the coordinator of `term`; `answer` has what it needs."""
+        generation = directive.generation
+        match directive.command:
             case NodeCommand.START if generation > self._workload.generation:
                 record = await self._read_generation(generation)
                 if generation <= self._workload.generation or term < self.state.term:
@@ -463,7 +380,7 @@ class RoleLoop:
         self._workload.state_changed.clear()  # this round's requests report what has changed here
         begun = self._now
         if self._pre_vote is None:
-            self._cancel_requests()  # to free a connection for the round
+            self._requests.cancel()  # to free a connection for the round
             self._pre_vote = PreVote(self._secret)
         search = self._pre_vote
         term, holder = await asyncio.to_thread(newest_term, self._store)
@@ -482,7 +399,7 @@ class RoleLoop:
         peers = await search.ask_round(
             others,
             term,
-            lambda: self._ask_coordinator(JOIN_PATH, self._make_join_request()),
+            lambda: self._ask_coordinator(JOIN_PATH, self._node_status.make_join_request()),
             lambda: self._is_pre_candidate,
             max(MIN_PREVOTE_ROUND_S, self._heartbeat_interval_s),
         )
@@ -503,12 +420,8 @@ class RoleLoop:
                 )
             )
         if self._is_pre_candidate:
-            await self._sleep_until_change(
-                max(
-                    0.0,
-                    min(ROLE_RETRY_PAUSE_S, self._heartbeat_interval_s / 2) - (self._now - begun),
-                )
-            )
+            pause = min(ROLE_RETRY_PAUSE_S, self._heartbeat_interval_s / 2)
+            await self._sleep_until_change(max(0.0, pause - (self._now - begun)))
         if not self._is_pre_candidate:
             await search.finish(self.state.role is Role.FOLLOWER)
             self._close_pre_vote()
@@ -544,7 +457,7 @@ class RoleLoop:
         self._coordinator_task.add_done_callback(
             lambda task: self._on_coordinator_ended(task, coordinator)
         )
-        await self._ask_coordinator(JOIN_PATH, self._make_join_request())
+        await self._ask_coordinator(JOIN_PATH, self._node_status.make_join_request())
 
     def _on_coordinator_ended(self, task: asyncio.Task[Any], coordinator: Coordinator) -> None:
         if task.cancelled() or self.coordinator is not coordinator:
@@ -564,7 +477,7 @@ class RoleLoop:
     # --- the rest -------------------------------------------------------------------------------
     @property
     def _now(self) -> float:
-        return self._loop.time()
+        return asyncio.get_running_loop().time()
 
     def _set_state(self, state: AgentState) -> None:
         if self.state.role is not Role.SHUTDOWN:

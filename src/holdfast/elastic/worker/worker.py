@@ -47,7 +47,6 @@ from holdfast.train.recover import RecoveryResult, join_generation, recover
 from holdfast.train.runner import TrainingOutcome
 from holdfast.train.runner import run_training as train
 from holdfast.train.save_cadence import FailureStats
-from holdfast.train.step_plan import Dealer
 from holdfast.train.vote import StepVerdict
 from holdfast.wire import process_log
 from holdfast.wire.http.client import Client

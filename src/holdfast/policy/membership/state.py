@@ -219,3 +219,34 @@ class CoordinatorState:
     def pending_generation(self) -> tuple[int, frozenset[str]] | None:
         """The generation that is to be made in the run store, and its nodes."""
         return (self.generation + 1, self.pending_nodes) if self.phase is Phase.OPENING else None
+
+
+def begin_term(
+    term: int,
+    now: float,
+    generation: int = 0,
+    members: Sequence[NodeRecord] = (),
+    reason: str = "start",
+) -> CoordinatorState:
+    """Begin a term. `generation` is the newest in the run store, with its nodes as stored there;
+    these have the usual time to be heard."""
+    expected = tuple(
+        replace(
+            node,
+            joined_at=now,
+            last_heard=now,
+            generation=0,
+            stage=NodeStage.IDLE,
+            must_report=True,
+        )
+        for node in members
+    )
+    return CoordinatorState(
+        term,
+        Phase.STARTING if expected else Phase.GATHERING,
+        generation,
+        frozenset(node.name for node in expected),
+        tuple(sorted(expected, key=lambda node: node.name)),
+        phase_since=now,
+        reason=reason,
+    )

@@ -26,6 +26,18 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from math import inf
 
+from holdfast.policy.membership.queries import (
+    are_all_in_stage,
+    are_all_leaving,
+    awaited_members,
+    directive_for,
+    has_spare_workers,
+    has_unreachable_pair,
+    is_staying,
+    is_unchanged,
+    next_deadline,
+    settled_at,
+)
 from holdfast.policy.membership.state import (
     PHASE_TRANSITIONS,
     STAGE_TRANSITIONS,
@@ -42,6 +54,7 @@ from holdfast.policy.membership.state import (
     SelectNodes,
     StageReport,
     UnreachablePair,
+    begin_term,
 )
 
 __all__ = [
@@ -60,78 +73,13 @@ __all__ = [
     "SelectNodes",
     "StageReport",
     "UnreachablePair",
+    "are_all_leaving",
+    "awaited_members",
+    "begin_term",
+    "directive_for",
+    "next_deadline",
 ]
-"""Of `state`, for modules that import both."""
-
-
-def begin_term(
-    term: int,
-    now: float,
-    generation: int = 0,
-    members: Sequence[NodeRecord] = (),
-    reason: str = "start",
-) -> CoordinatorState:
-    """Begin a term. `generation` is the newest in the run store, with its nodes as stored there;
-    these have the usual time to be heard."""
-    expected = tuple(
-        replace(
-            node,
-            joined_at=now,
-            last_heard=now,
-            generation=0,
-            stage=NodeStage.IDLE,
-            must_report=True,
-        )
-        for node in members
-    )
-    return CoordinatorState(
-        term,
-        Phase.STARTING if expected else Phase.GATHERING,
-        generation,
-        frozenset(node.name for node in expected),
-        tuple(sorted(expected, key=lambda node: node.name)),
-        phase_since=now,
-        reason=reason,
-    )
-
-
-def directive_for(state: CoordinatorState, node_name: str) -> Directive:
-    """Return what a node is to do now."""
-    node = state.node(node_name)
-    if state.phase is Phase.FENCED:
-        return Directive(NodeCommand.REFUSE)
-    if state.phase is Phase.ENDED:
-        return Directive(NodeCommand.LEAVE, state.generation)
-    if node is None:
-        return Directive(NodeCommand.WAIT)
-    inside = node_name in state.members
-    if node.generation and (
-        node.generation < state.generation or not inside
-    ):  # left over from an older one
-        if node.stage not in STOPPED_STAGES:
-            return Directive(NodeCommand.HALT, node.generation)
-        starts = inside and state.phase in (Phase.STARTING, Phase.TRAINING)
-        return (
-            Directive(NodeCommand.START, state.generation)
-            if starts
-            else Directive(NodeCommand.WAIT)
-        )
-    if not inside:
-        return Directive(NodeCommand.WAIT)
-    match state.phase:
-        case Phase.STARTING | Phase.TRAINING:
-            began = node.generation == state.generation
-            return Directive(NodeCommand.WORK if began else NodeCommand.START, state.generation)
-        case Phase.HALTING:
-            if node.generation != state.generation:
-                return Directive(NodeCommand.WAIT)  # it never began it
-            return Directive(
-                NodeCommand.PAUSE if state.at_step_end else NodeCommand.HALT, state.generation
-            )
-        case Phase.GATHERING if node.generation and node.stage not in STOPPED_STAGES:
-            # All had been given up, as after a sleep of the coordinator's own, and speak again.
-            return Directive(NodeCommand.HALT, state.generation)
-    return Directive(NodeCommand.WAIT, state.generation)
+"""Of `state` and `queries`, for modules that import them too."""
 
 
 # --- what happens ---------------------------------------------------------------------------
@@ -162,7 +110,7 @@ def reports_received(
     news = []
     for report in reports:
         node = state.node(report.name)
-        if node is not None and _is_unchanged(node, report):
+        if node is not None and is_unchanged(node, report):
             beating[node.name] = replace(node, last_heard=now)
         else:
             news.append(report)
@@ -171,17 +119,6 @@ def reports_received(
     for report in news:
         state = _apply_report(state, report, now)
     return _advance(state, now, rules) if news else state
-
-
-def _is_unchanged(node: NodeRecord, report: StageReport) -> bool:
-    """Return True if nothing has changed at the node since its last report."""
-    return (
-        node.incarnation == report.incarnation
-        and (node.generation, node.stage, node.ready_workers)
-        == (report.generation, report.stage, report.ready_workers)
-        and not node.must_report
-        and node.stage in (NodeStage.IDLE, NodeStage.BUILDING, NodeStage.WORKING)
-    )
 
 
 def _apply_report(state: CoordinatorState, report: StageReport, now: float) -> CoordinatorState:
@@ -233,7 +170,7 @@ def node_leaving(
     if node is None:
         return state
     state = state.with_node(replace(node, leaving_at=min(node.leaving_at, leaving_at)))
-    last = node.leaving_at == inf and not any(_is_staying(other) for other in state.nodes)
+    last = node.leaving_at == inf and not any(is_staying(other) for other in state.nodes)
     if name in state.members and (last or _can_continue_without_leavers(state, now, rules)):
         state = halt(state, "notice", now, at_step_end=True)
     return _advance(state, now, rules)
@@ -356,7 +293,7 @@ def generation_created(
     there = {node.name for node in state.nodes if node.joined_at <= state.phase_since}
     if not names <= there:  # lost, or another process of that name by now
         started = replace(_enter_phase(started, Phase.HALTING, now), reason="node_lost")
-    elif _has_unreachable_pair(started, names, now):
+    elif has_unreachable_pair(started, names, now):
         started = replace(_enter_phase(started, Phase.HALTING, now), reason="link_cut")
     return _advance(started, now, rules)
 
@@ -399,42 +336,11 @@ def tick(state: CoordinatorState, now: float, rules: MembershipRules) -> Coordin
     return _advance(state, now, rules)
 
 
-def next_deadline(state: CoordinatorState, rules: MembershipRules, now: float) -> float:
-    """Return when, after `now`, `tick` may change something if no message comes before."""
-    times = [min(node.last_heard + rules.node_timeout_s, node.leaving_at) for node in state.nodes]
-    if state.phase is Phase.GATHERING:
-        times += [
-            state.phase_since + rules.gather_wait_s,
-            state.phase_since + rules.gather_timeout_s,
-        ]
-    if state.phase is Phase.TRAINING:
-        times += [_settled_at(state, n, rules) for n in state.nodes if _has_spare_workers(state, n)]
-        times += [pair.retry_at for pair in state.unreachable_pairs]
-    return min((time for time in times if time > now), default=inf)
-
-
 # --- the rest --------------------------------------------------------------------------------
 def usable_nodes(state: CoordinatorState) -> tuple[NodeRecord, ...]:
     """Return the nodes for a next generation. A node that still holds an older generation's work
     must let go of it first."""
-    return tuple(node for node in state.nodes if _is_staying(node) and _is_stopped(node))
-
-
-def are_all_leaving(state: CoordinatorState, names: frozenset[str]) -> bool:
-    """Return True if all nodes will be lost, with these: what they hold is to be saved."""
-    there = {node.name for node in state.nodes}
-    return bool(names & there) and all(node.leaving_at < inf for node in state.nodes)
-
-
-def awaited_members(state: CoordinatorState) -> tuple[str, ...]:
-    """Return the members whose report is needed before the generation continues."""
-    due = (NodeStage.WORKING, NodeStage.DONE) if state.phase is Phase.STARTING else STOPPED_STAGES
-    return tuple(
-        node.name
-        for node in state.nodes
-        if node.name in state.members
-        and (node.must_report or node.stage not in due or node.generation != state.generation)
-    )
+    return tuple(node for node in state.nodes if is_staying(node) and _is_stopped(node))
 
 
 def _is_stopped(node: NodeRecord) -> bool:
@@ -442,16 +348,12 @@ def _is_stopped(node: NodeRecord) -> bool:
     return node.stage in STOPPED_STAGES and not node.must_report
 
 
-def _is_staying(node: NodeRecord) -> bool:
-    return node.leaving_at == inf and not node.is_banned
-
-
 def _can_continue_without_leavers(
     state: CoordinatorState, now: float, rules: MembershipRules
 ) -> bool:
     """Return True if the nodes that stay are enough. A node that leaves is better than too few."""
     return bool(
-        _select_nodes(state, [node for node in state.nodes if _is_staying(node)], now, rules)
+        _select_nodes(state, [node for node in state.nodes if is_staying(node)], now, rules)
     )
 
 
@@ -471,11 +373,11 @@ def _select_nodes(
 def _advance(state: CoordinatorState, now: float, rules: MembershipRules) -> CoordinatorState:
     """Take every transition that follows from what is known."""
     match state.phase:
-        case Phase.STARTING if _are_all_in_stage(state, NodeStage.WORKING):
+        case Phase.STARTING if are_all_in_stage(state, NodeStage.WORKING):
             misgrown = 0 if state.reason == WORKER_JOINED_REASON else state.failed_growths
             training = replace(_enter_phase(state, Phase.TRAINING, now), failed_growths=misgrown)
             return _advance(training, now, rules)
-        case Phase.STARTING | Phase.TRAINING if _are_all_in_stage(state, NodeStage.DONE):
+        case Phase.STARTING | Phase.TRAINING if are_all_in_stage(state, NodeStage.DONE):
             return finish(state, "", now)
         case Phase.TRAINING:
             return _halt_for_newcomers(state, now, rules)
@@ -483,18 +385,11 @@ def _advance(state: CoordinatorState, now: float, rules: MembershipRules) -> Coo
             return _open_next_generation(state, now, rules)
         case Phase.GATHERING:
             return _try_gather(state, now, rules)
-        case Phase.OPENING if not _can_still_create(state) or _has_unreachable_pair(
+        case Phase.OPENING if not _can_still_create(state) or has_unreachable_pair(
             state, state.pending_nodes, now
         ):
             return _open_next_generation(state, now, rules)
     return state
-
-
-def _has_unreachable_pair(state: CoordinatorState, names: frozenset[str], now: float) -> bool:
-    """Return True if two of these nodes do not reach each other."""
-    return any(
-        {pair.one, pair.other} <= names for pair in state.unreachable_pairs if now < pair.retry_at
-    )
 
 
 def _can_still_create(state: CoordinatorState) -> bool:
@@ -505,13 +400,6 @@ def _can_still_create(state: CoordinatorState) -> bool:
             for name in state.pending_nodes
         )
     return state.pending_nodes <= {node.name for node in usable_nodes(state)}
-
-
-def _are_all_in_stage(state: CoordinatorState, stage: NodeStage) -> bool:
-    nodes = [state.node(name) for name in state.members]
-    return all(
-        n is not None and n.generation == state.generation and n.stage is stage for n in nodes
-    )
 
 
 def _is_halted(state: CoordinatorState) -> bool:
@@ -526,33 +414,15 @@ def _halt_for_newcomers(
     take part already, processes."""
     inside = [n for n in state.nodes if n.name in state.members]
     came = [
-        n
-        for n in state.nodes
-        if _has_spare_workers(state, n) and now >= _settled_at(state, n, rules)
+        n for n in state.nodes if has_spare_workers(state, n) and now >= settled_at(state, n, rules)
     ]
-    outside = [n for n in came if n.name not in state.members and _is_staying(n) and _is_stopped(n)]
+    outside = [n for n in came if n.name not in state.members and is_staying(n) and _is_stopped(n)]
     if outside and not _select_nodes(state, [*inside, *outside], now, rules) <= state.members:
         return halt(state, "node_joined", now, at_step_end=True)
-    staying = [n for n in inside if _is_staying(n)]
+    staying = [n for n in inside if is_staying(n)]
     if len(outside) < len(came) and len(staying) == len(inside) and rules.can_add_workers(staying):
         return halt(state, WORKER_JOINED_REASON, now, at_step_end=True)
     return state
-
-
-def _has_spare_workers(state: CoordinatorState, node: NodeRecord) -> bool:
-    """Return True if the node has processes, or room for them, that the generation does not use."""
-    if node.name in state.members:
-        return node.ready_workers is not None and node.ready_workers > node.used_places
-    return node.ready_workers is None or node.ready_workers > 0
-
-
-def _settled_at(state: CoordinatorState, node: NodeRecord, rules: MembershipRules) -> float:
-    """Return the time from which the node is reason enough to end a generation."""
-    if node.name not in state.members:
-        return max(node.joined_at, node.ready_changed_at) + rules.settle_time_s
-    return max(node.ready_changed_at, state.phase_since) + rules.settle_time_s * 2.0 ** min(
-        state.failed_growths, 10
-    )
 
 
 def _open_next_generation(

@@ -1,0 +1,66 @@
+"""The coordinator's answers to nodes: what each of them is to do, and what it needs for that."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from holdfast.elastic.protocol.coordinator_messages import JOIN_FIRST_COMMAND, REPLACED_COMMAND
+from holdfast.elastic.protocol.start_state import StartState
+from holdfast.policy.membership.transitions import (
+    TERMINAL_PHASES,
+    CoordinatorState,
+    Directive,
+    NodeCommand,
+    Phase,
+    directive_for,
+)
+
+
+class ReplyWriter:
+    """Writes the answers of one term's coordinator."""
+
+    def __init__(self) -> None:
+        self.start_state: StartState | None = None
+        """What the nodes of the newest generation begin from; None if another coordinator made it.
+        """
+        self.nodes_to_leave: set[str] = set()
+        """Nodes to leave once the rest works without them."""
+        self.dismissed_nodes: set[str] = set()
+        """Nodes that know that the run is over."""
+
+    def write(
+        self, state: CoordinatorState, name: str, incarnation: str | None, end_reason: str
+    ) -> dict[str, Any] | None:
+        """Return the answer to a node; None if it is to begin, and the start state is not here.
+
+        incarnation: the agent's process; None if it joins. end_reason: why the run ended."""
+        node, term = state.node(name), state.term
+        over = state.phase in TERMINAL_PHASES
+        if not over and (
+            node is None or (incarnation is not None and node.incarnation != incarnation)
+        ):
+            return {"term": term, "order": JOIN_FIRST_COMMAND if node is None else REPLACED_COMMAND}
+        due = directive_for(state, name)
+        answer = self._common_fields(state, name, due)
+        if due.command is NodeCommand.START:
+            if self.start_state is None:
+                return None
+            answer["begin"] = self.start_state.to_json()
+        elif due.command in (NodeCommand.HALT, NodeCommand.PAUSE):
+            answer["reason"] = state.reason
+        elif due.command is NodeCommand.LEAVE:
+            answer |= {"verdict": state.end_reason, "kind": end_reason}
+            self.dismissed_nodes.add(name)
+        return answer
+
+    def _common_fields(self, state: CoordinatorState, name: str, due: Directive) -> dict[str, Any]:
+        # no node works, and several nodes are present that may continue
+        is_idle = state.phase is Phase.GATHERING and len(state.nodes) > 1
+        return {
+            "term": state.term,
+            "order": due.command.value,
+            "generation": due.generation,
+            "outside": name not in state.members and state.phase is Phase.TRAINING,
+            "go": name in self.nodes_to_leave,
+            "free": is_idle,
+        }
