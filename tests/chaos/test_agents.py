@@ -30,7 +30,7 @@ def test_workers_are_found_also_when_their_template_has_just_ended(tmp_path: Pat
         assert template is not None
         assert template not in workers
         os.kill(template, signal.SIGKILL)
-        wait_until(lambda: fleet.child_pid("a", "template") is None, what="the template's end")
+        wait_until(lambda: fleet.child_pid("a", "template") is None, what="the fork server's end")
         assert Path(f"/proc/{template}").exists(), "as a zombie"
         assert sorted(fleet.worker_pids("a")) == sorted(workers)
         for pid in workers:

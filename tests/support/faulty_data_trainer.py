@@ -1,7 +1,7 @@
 """`holdfast train` with workers whose data is wrong: `python -m tests.support.faulty_data_trainer
 RUN.yaml ...`.
 
-Agent, template, worker, loader, engine and journal are the real ones; only the source that a
+Agent, fork server, worker, loader, engine and journal are the real ones; only the source that a
 worker reads its microbatches from is exchanged.
 """
 

@@ -1,10 +1,10 @@
-"""Two steps, and one with a NaN, in forks of a process that has imported what a template does, for
-`test_fork_server_preloads.py`.
+"""Two steps, and one with a NaN, in forks of a process that has imported what a fork server does,
+for `test_fork_server_preloads.py`.
 
     python -m tests.support.preloaded_steps FOLDER LAYOUT...
 
-Prints as JSON, by layout, which torch modules the template has apart from torch itself, and what a
-rank imported in addition. The templates are forks of this process, which has what they have in
+Prints as JSON, by layout, which torch modules the fork server has apart from torch itself, and what
+a rank imported in addition. The fork servers are forks of this process, which has what they have in
 common.
 """
 
@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-import holdfast.elastic.worker.main  # noqa: F401  (as the template does)
+import holdfast.elastic.worker.main  # noqa: F401  (as the fork server does)
 from holdfast.config.run import RunConfig
 from holdfast.elastic.protocol.worker_spec import modules_to_preload
 from holdfast.errors import NonFiniteError

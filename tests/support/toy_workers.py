@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 def train(boot: WorkerSpec, secret: Secret) -> int:
     """All-reduce a counter every step until the plan's last step, or until asked to stop."""
-    imported = "torch" in sys.modules  # by the template: a fork must find it there
+    imported = "torch" in sys.modules  # by the fork server: a fork must find it there
     import torch
     import torch.distributed as dist
 

@@ -219,7 +219,7 @@ def _same_bits(folder: Path, alone: Path) -> None:
 
 @pytest.mark.slow
 def test_of_four_replicas_whoever_is_not_hit_stays(run_file: Path, alone: Path) -> None:
-    """Rank 0 is lost; then two at once; then the template, and the mover. (No worker joins them:
+    """Rank 0 is lost; then two at once; then the fork server, and the mover. (No worker joins them:
     test_rung0 covers that.)"""
     with _train(run_file, "replicas", "layout.workers=4", ALONE) as run:
         run.until_step(3, 1)

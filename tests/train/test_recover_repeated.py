@@ -142,8 +142,8 @@ TOUCHED = "fill", "begun"  # where a recovery breaks off when the groups are new
 
 def _turned(made: Survivor, fails: str, generation: int) -> None:
     """Three replicas enter a generation in which the first and the last have changed places. It
-    fails on all of them at `fails`, or for "begun" is over before anybody has begun its step.
-    A rank leaves only when all are there: its connections are what others may still be making."""
+    fails on all of them at `fails`, or for "begun" is over before any rank has begun its step.
+    A rank leaves only when all ranks are there, because peers may still connect to it."""
     module: Any = recover_module
     where, name = (module._GenerationEntry, "fill") if fails == "fill" else (module, fails)
     plain = getattr(where, name, None)

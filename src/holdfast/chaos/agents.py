@@ -69,7 +69,7 @@ class Fleet:
         return self._agents[node].process.pid
 
     def child_pid(self, node: str, what: str) -> int | None:
-        """The process id of an agent's mover or template."""
+        """The process id of an agent's mover or fork server."""
         with suppress(psutil.Error, KeyError):
             for child in psutil.Process(self.agent_pid(node)).children():
                 if _runs_module(child, MODULES[what]) and (
@@ -79,7 +79,7 @@ class Fleet:
         return None
 
     def worker_pids(self, node: str) -> list[int]:
-        """Return the processes forked from the node's template, standbys too."""
+        """Return the processes forked from the node's fork server, standbys too."""
         with suppress(psutil.Error, KeyError):
             return [
                 child.pid
@@ -173,15 +173,16 @@ def _die_with_parent() -> None:
 
 
 def _runs_module(process: psutil.Process, module: str) -> bool:
-    """One that has just ended (a template that was killed a moment ago) runs nothing."""
+    """One that has just ended (a fork server that was killed a moment ago) runs nothing."""
     with suppress(psutil.Error):
         return module in process.cmdline()
     return False
 
 
 def _is_forked(process: psutil.Process) -> bool:
-    """Return True if a process that runs the template's module is a worker or a standby. When their
-    template has exited, they are the agent's own children; the template leads a session."""
+    """Return True if a process that runs the fork server's module is a worker or a standby. When
+    their fork server has exited, they are the agent's own children; the fork server leads a
+    session."""
     with suppress(OSError):
         return os.getsid(process.pid) != process.pid
     return True

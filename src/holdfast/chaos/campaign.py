@@ -128,7 +128,7 @@ def plan_runs(
 
 
 class CampaignFolder:
-    """Where the results of a campaign lie, and whether what lies there is of the same inputs.
+    """The folder of a campaign's results, which checks that older results have the same inputs.
 
     with_networks: the nodes have their own networks.
     """

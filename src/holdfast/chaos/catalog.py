@@ -179,7 +179,7 @@ _ALL_FAULTS = (
     _outside_fault(
         "mover-stop", "the mover of a node stands still for a while", needs_new_generation=False
     ),
-    _outside_fault("template", "the template of a node is killed", needs_new_generation=False),
+    _outside_fault("template", "the fork server of a node is killed", needs_new_generation=False),
     _outside_fault("leave", "a node is told to go (SIGTERM), and comes back", nodes=2, weight=3),
     _outside_fault("notice", "a node's cloud says that it goes; it comes back", nodes=2, weight=3),
     _outside_fault(

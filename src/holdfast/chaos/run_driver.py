@@ -42,7 +42,7 @@ class _PendingRepair:
 
 
 class RunDriver:
-    """Lets a run go on step by step, and looks after it while somebody waits for something.
+    """Lets a run continue step by step, and repairs what a fault left during each wait.
 
     unexpected_ends: receives agents that ended although no fault touched them: node, exit code.
     gate_step: up to which step the run may go. nodes_expected_back: those that are to come back.

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from numpy.random import SFC64, Generator  # with this module: a template's, not each worker's
+from numpy.random import SFC64, Generator  # with this module: a fork server's, not each worker's
 from torch import Tensor
 
 from holdfast.core.seeds import key_seed

@@ -257,7 +257,7 @@ def _sharded(
 ) -> BuiltParameters:
     """A shard of that by FSDP2 (ZeRO-2 or 3), which makes the bf16 copies itself."""
     # Imported only if needed: FSDP2 brings DTensor and sympy, a second of a process's start.
-    # (`elastic.protocol.worker_spec.modules_to_preload` has the template import it where the run
+    # (`elastic.protocol.worker_spec.modules_to_preload` has the fork server import it where the run
     # file shards).
     from holdfast.parallel.fsdp import ShardedGradients, apply_fsdp
 

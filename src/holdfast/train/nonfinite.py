@@ -112,10 +112,11 @@ def find_non_finite(
 def describe_non_finite(
     step: int, found: NonFiniteFinding, account: StepAccount, shares: Shares, topology: Topology
 ) -> NonFiniteError:
-    """The error that every rank raises, with the microbatches that may have caused it.
+    """Return the error that every rank raises, with the microbatches that may have caused it.
 
-    These are the ones that were found, or else those whose loss was not finite, or else all that
-    the replicas computed whose part of the sum was not finite.
+    These are the microbatches that were found. If there are none, they are the microbatches with a
+    loss that is not finite. If there are none either, they are all microbatches of the replicas
+    whose part of the sum is not finite.
     """
     suspects = found.non_finite_leaves
     if not suspects:

@@ -1,4 +1,4 @@
-"""Who computes which microbatches of a step, among the replicas of the present generation."""
+"""The microbatches of a step that each replica of the present generation computes."""
 
 from __future__ import annotations
 

@@ -5,7 +5,7 @@ When the agent has exited (returned, crashed, killed), the kernel closes its end
 end the child. One is a thread that was blocked in a read. On Linux, the kernel itself also sends
 SIGKILL to the child's process group. So neither a held interpreter lock nor a stopped process
 (SIGSTOP) outlives its agent. A parent-death signal is not enough: it follows the thread that
-forked, and a worker's parent is the template, not the agent.
+forked, and a worker's parent is the fork server, not the agent.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Real agents, movers, templates and workers; real gloo groups; real signals."""
+"""Real agents, movers, fork servers and workers; real gloo groups; real signals."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def test_old_generations_are_refused_and_secrets_do_not_leak(tmp_path: Path) -> 
         assert "Traceback" not in second.said
 
         family = trainer.family()
-        assert len(family) == 5  # agent, mover, template, two workers
+        assert len(family) == 5  # agent, mover, fork server, two workers
         for pid in family:
             for name in ("cmdline", "environ"):
                 assert secret.hex().encode() not in Path(f"/proc/{pid}/{name}").read_bytes()
@@ -280,7 +280,7 @@ def test_a_snapshot_handed_over_is_not_lost_with_its_worker(tmp_path: Path) -> N
 
 @pytest.mark.slow
 def test_restarts_leave_nothing_behind(tmp_path: Path) -> None:
-    """Neither descriptors in agent, template and mover, nor arenas of older generations."""
+    """Neither descriptors in agent, fork server and mover, nor arenas of older generations."""
     plan = ENDLESS | {"map": {"generation": 0, "rank": 1, "step": 1}}
     overrides = (
         "layout.workers=2",

@@ -145,7 +145,7 @@ def test_what_lies_at_the_path_of_a_lost_folder_is_not_asked(tmp_path: Path) -> 
 
 
 def test_logs_that_children_write_meanwhile_make_no_other_folder(tmp_path: Path) -> None:
-    """A template that is started anew logs where the file system was mounted."""
+    """A fork server that is started anew logs where the file system was mounted."""
     with _bound(tmp_path) as (_, point), _held(point) as found:
         subprocess.run(["umount", "--lazy", point], check=True)
         (point / "logs").mkdir()

@@ -1,4 +1,5 @@
-"""What a template imports is what its workers need: no more, and none imports it in its steps."""
+"""What a fork server imports is what its workers need: no more, and none imports it in its
+steps."""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ LAYOUTS: dict[str, list[str]] = {
     "shard2": [SYMBOLS, COMPILER, FSDP],
     "pp2-shard2": [SYMBOLS, COMPILER, FSDP],
 }
-"""And what of the heavy ones a template has for them."""
+"""And what of the heavy ones a fork server has for them."""
 
 
 @pytest.mark.slow

@@ -1,5 +1,6 @@
-"""What a mover knows of the state that a generation begins from: it looks for the newest one, and
-answers what workers ask about its commit object.
+"""A mover's search for the state that a generation begins from.
+
+It finds the newest state and answers the workers' questions about its commit object.
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ MAX_ANSWER_DESCRIPTORS = 200
 
 
 class RestoreSearch:
-    """The state that a restart begins from, as one mover chooses it or is told it. Safe to use from
-    any thread."""
+    """The state that a restart begins from: this mover chooses it, or the agent names it. Safe to use
+    from any thread."""
 
     def __init__(
         self,

@@ -17,7 +17,7 @@ class ServedGeneration:
         self.context: SaveContext | None = None
 
     def notify(self) -> None:
-        """Wake those who wait for a change."""
+        """Wake the threads that wait for a change."""
         with self.change:
             self.change.notify_all()
 

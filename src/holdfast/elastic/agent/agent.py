@@ -358,7 +358,7 @@ class NodeAgent:
             await self._process_manager.ensure_processes(self._context.places)
         except UserError:
             raise
-        except HoldfastError as error:  # of the mover or the template
+        except HoldfastError as error:  # of the mover or the fork server
             self._say(str(error))
             return 1
         self._processes.publish_mover_address()

@@ -102,11 +102,11 @@ class NodeProcesses:
         if self._is_killed:
             return
         if self._is_live_recovery:
-            self._say("the template has exited; a new one is started while training continues")
+            self._say("the fork server has exited; a new one is started while training continues")
             return
-        self._say("the template has exited; its workers are killed and a new one is started")
+        self._say("the fork server has exited; its workers are killed and a new one is started")
         if (current := self._worker_group) is not None:
-            current.decide(LostOutcome("template_lost", "the template ended"))
+            current.decide(LostOutcome("template_lost", "the fork server ended"))
 
     def _on_mover_exit(self) -> None:
         if self._is_killed:

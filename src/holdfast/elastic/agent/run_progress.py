@@ -1,4 +1,4 @@
-"""How far the run has come, as far as this agent knows."""
+"""The run's progress that this agent has learnt of."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """Finds hung workers and silent nodes in the heartbeats of a running generation.
 
 `HangDetector` compares what the nodes report of their workers. The watch gets it the reports that
-it needs, and acts on what it finds: the node kills a hung worker, and a node that stays silent is
-lost.
+it needs, and acts on its findings. The node kills a hung worker; a node that stays silent is lost.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ class CoordinatorClients:
         self._pairs: dict[str, tuple[AsyncClient, AsyncClient]] = {}
 
     def find_free(self, address: str) -> AsyncClient:
-        """Return a connection to this address that no request uses, else any of the two."""
+        """Return a connection to this address that no request uses, or the first one."""
         pair = self._connect(address)
         return next((talker for talker in pair if not talker.is_busy), pair[0])
 

@@ -84,7 +84,7 @@ class ForkServer(Child):
         control: socket.socket,
         on_message: Callable[[dict[str, Any]], None],
     ) -> None:
-        super().__init__("template", process, log, on_exit)
+        super().__init__("fork server", process, log, on_exit)
         self._control = control
         self._line_decoder = LineDecoder()
         self._on_message = on_message

@@ -85,7 +85,7 @@ class ForkServerSupervisor:
         self._listener, self._say = listener, say
         self._fork_server: ForkServer | None = None
         self._start: asyncio.Task[None] | None = None
-        if sys.platform == "linux":  # orphans of a template that died become ours, to be reaped
+        if sys.platform == "linux":  # orphans of a fork server that died become ours, to be reaped
             ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
     @property
@@ -108,13 +108,13 @@ class ForkServerSupervisor:
             raise
         except Exception as error:
             self._say(f"a fault of this node's agent, while starting its fork server: {error!r}")
-            raise ChildFailedError(f"the template did not start: {error!r}") from error
+            raise ChildFailedError(f"the fork server did not start: {error!r}") from error
 
     async def _start_fork_server(self) -> None:
         if self._fork_server is not None:
             await self._fork_server.stop()
             self._fork_server = None
-        template = self._fork_server = await ForkServer.start(
+        server = self._fork_server = await ForkServer.start(
             self._settings.lifeline,
             self._settings.entry,
             self._settings.preloads,
@@ -122,7 +122,7 @@ class ForkServerSupervisor:
             self._on_message,
             self._adopt_orphans,
         )
-        await template.wait_until_ready()
+        await server.wait_until_ready()
         await self._listener.on_fork_server_started()
 
     async def stop(self) -> None:
@@ -185,7 +185,7 @@ class ForkServerSupervisor:
         self._listener.on_fork_server_exited()
 
     def _watch_orphan(self, process: WorkerProcess) -> None:
-        if process.pidfd < 0:  # nobody would notice its end
+        if process.pidfd < 0:  # no event would show its end
             process.kill()
             self._listener.on_exited(process, -signal.SIGKILL)
             return
@@ -194,7 +194,7 @@ class ForkServerSupervisor:
 
         def ended() -> None:
             loop.remove_reader(fd)
-            code = -signal.SIGKILL  # where it is not told: its template may have reaped it
+            code = -signal.SIGKILL  # if unknown: its fork server may have reaped it
             with suppress(ChildProcessError):
                 found = os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG)
                 if found is not None:

@@ -120,7 +120,7 @@ class ProcessManager:
         """Called when the number of ready processes may have changed."""
         self._command_server = CommandServer(self._on_held, lambda: self.on_ready_change())
         self.handle_command_poll = self._command_server.handle_poll
-        log = folder / "logs" / f"template{mover.node_suffix}.log"
+        log = folder / "logs" / f"fork_server{mover.node_suffix}.log"
         self._fork_server = ForkServerSupervisor(
             ForkServerSettings(entry, preloads, lifeline, log, secret),
             self._command_server,
@@ -270,7 +270,7 @@ class ProcessManager:
         if self._fork_server.is_alive:
             await self._fork_server.kill_workers()
             await _wait_for_exits(everybody)
-        self.kill_all()  # what a dead template could not kill
+        self.kill_all()  # what a dead fork server could not kill
 
     def kill_all(self) -> None:
         """Kill all workers and standbys without the fork server."""

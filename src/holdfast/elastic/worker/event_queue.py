@@ -58,7 +58,7 @@ class EventQueue:
         self.next_number += 1
 
     def mark_urgent(self) -> None:
-        """Mark all events so far as to be sent at once."""
+        """Mark all present events as urgent: they are sent at once."""
         self.urgent_below = self.next_number
 
     @property

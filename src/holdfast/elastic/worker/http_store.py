@@ -162,7 +162,7 @@ class Rendezvous:
         """Note that the peers have met, so that `abort` ends waits for them, too."""
         self._joining_peers = control
         if self._halts.is_halted:
-            control.abort()  # it was not there yet when the others were woken
+            control.abort()  # it did not exist yet when the other peers were woken
 
     def abort(self) -> bool:
         """End waits for peers, and for ranks to come; return False if they were ended before."""

@@ -1,4 +1,4 @@
-"""Where each parameter's gradient lies: as slices of the flat buffers of a rank's cells."""
+"""The place of each parameter's gradient: slices of the flat buffers of a rank's cells."""
 
 from __future__ import annotations
 

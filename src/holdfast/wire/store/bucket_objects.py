@@ -34,7 +34,7 @@ class ObjectInfo(NamedTuple):
 
 
 class BucketObjects:
-    """The objects of one bucket, or of one prefix in it. Safe to use from any thread. Where a
+    """The objects of one bucket, or of one prefix in it. Safe to use from any thread. If a
     request has both, `path` is the object's and `key` is what errors name."""
 
     def __init__(self, objects: ObjectStore, where: str) -> None:
