@@ -33,8 +33,8 @@ MAX_ANSWER_DESCRIPTORS = 200
 
 
 class RestoreSearch:
-    """The state that a restart begins from: this mover chooses it, or the agent names it. Safe to use
-    from any thread."""
+    """The state that a restart begins from. This mover chooses it, or the agent names it. Safe to
+    use from any thread."""
 
     def __init__(
         self,
