@@ -133,7 +133,7 @@ def test_a_run_that_has_ended_is_disturbed_no_more_and_nothing_is_started(
     folder = finished(tmp_path / "run", ALL)
     run = disturbed.Disturbed(Path("run.yaml"), folder, STEPS, tmp_path / "desk")
     assert run.run()
-    assert run.fleet.alive == []
+    assert run.fleet.alive_nodes == []
 
 
 def finished(folder: Path, nodes: list[str]) -> Path:

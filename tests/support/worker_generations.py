@@ -61,7 +61,7 @@ def _prepare_deeds(rank: RankContext, deeds: dict[str, Any]) -> None:
         return when == [generation, rank.rank, step]
 
     def computing(self: StepEngine, batches: Any) -> None:
-        at = self.groups.topology.generation, self._step
+        at = self.groups.topology.generation, self.step
         if due("die", *at):
             os.kill(os.getpid(), signal.SIGKILL)
         if due("stand still", *at):
@@ -70,7 +70,7 @@ def _prepare_deeds(rank: RankContext, deeds: dict[str, Any]) -> None:
         if due("raise", *at):
             raise MemoryError("the test took all of it")
         if due("not finite", *at):
-            raise NonFiniteError(self._step, rank.rank, "norm.weight")
+            raise NonFiniteError(self.step, rank.rank, "norm.weight")
         compute(self, batches)
 
     def wishing(self: Any, step: int) -> Any:
@@ -84,9 +84,9 @@ def _prepare_deeds(rank: RankContext, deeds: dict[str, Any]) -> None:
         return ask(self, *args, **more)
 
     def updating(self: StepEngine, verdict: Any) -> float:
-        if due("die in the update", self.groups.topology.generation, self._step):
+        if due("die in the update", self.groups.topology.generation, self.step):
             os.kill(os.getpid(), signal.SIGKILL)
-        if due("tear", self.groups.topology.generation, self._step):
+        if due("tear", self.groups.topology.generation, self.step):
             self.optimizer.apply = tearing  # type: ignore[method-assign]
         return update(self, verdict)
 

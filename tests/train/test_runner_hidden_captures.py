@@ -126,8 +126,8 @@ class Cloning(SnapshotSaver):
         headers = [self._arena.header(slot) for slot in range(self._arena.slots)]
         slot = next(n for n, header in enumerate(headers) if header and header.step == step)
         start = self._arena.data_offset(slot) + len(self._made._header)
-        for p in self._made._placed:
-            held = self._made._local[p.box.name]
+        for p in self._made._copy_plan._placed:
+            held = self._made._copy_plan._held[p.box.name]
             rows = p.box.offsets[0] - held.offsets[0] if p.box.offsets else 0
             part = clones[p.box.name]
             part = part[rows : rows + p.box.lengths[0]] if p.box.lengths else part

@@ -36,6 +36,7 @@ from tests.support.trainer_process import Trainer, gone, parent_of, training
 
 RESTARTS = 6
 ENDLESS = {"steps": 1_000_000, "pace": 0.02}
+LOGGED = "agent", "mover"  # processes with a log of their own
 
 
 def _agent(trainer: Trainer) -> tuple[str, Secret]:
@@ -102,6 +103,10 @@ def test_lost_worker_mover_and_template_are_replaced(tmp_path: Path) -> None:
     assert reasons == ["start", "worker_lost", "mover_lost", "template_lost"]
     (lost,) = trainer.events(WorkerLost)
     assert (lost.rank, lost.pid, lost.cause, lost.noticed_by) == (1, first[1], "SIGKILL", "exit")
+    logs = {name: (trainer.folder / "logs" / f"{name}.log").read_text() for name in LOGGED}
+    exit_line = f"INFO agent generation=1: worker {first[1]} of rank 1 exited with -9\n"
+    assert exit_line in logs["agent"]
+    assert "INFO mover generation=0: ready\n" in logs["mover"]
     assert [e.reason for e in trainer.events(StopRequested)] == ["SIGTERM"]
     (stopped,) = trainer.events(RunStopped)
     assert stopped.step == max(e.step for e in trainer.events(StepDone, 4))

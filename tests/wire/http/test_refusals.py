@@ -115,7 +115,7 @@ def _cut(connection: socket.socket) -> bool:
 
 def test_whoever_proves_nothing_is_cut_in_time_and_others_stay() -> None:
     """One that is silent, and one that sends a byte of a head now and then."""
-    with serving(patience=0.5) as (address, refusals), ExitStack() as stack:
+    with serving(proof_timeout_s=0.5) as (address, refusals), ExitStack() as stack:
         client = Client(address, SECRET, 1)
         stack.callback(client.close)
         assert client.post("/echo", {"x": 1}) == {"x": 1}
@@ -142,7 +142,10 @@ def test_whoever_proves_nothing_is_cut_in_time_and_others_stay() -> None:
 
 
 def test_the_oldest_stranger_makes_way() -> None:
-    with serving(patience=3600.0, strangers=5) as (address, refusals), ExitStack() as stack:
+    with (
+        serving(proof_timeout_s=3600.0, max_unproven=5) as (address, refusals),
+        ExitStack() as stack,
+    ):
         client = Client(address, SECRET, 1)
         stack.callback(client.close)
         client.post("/echo", {})

@@ -239,6 +239,7 @@ class MoverServer:
         table = tuple(TensorSpec.from_json(row) for row in body["table"])
         topology = Topology.from_json(body["topology"])
         process_log.enter(generation)
+        logger.info("the generation has %d ranks", topology.world_size)
         about = None
         if self._peer_wiring is not None:
             about = self._peer_wiring.parse_cohort(topology, body)
@@ -352,6 +353,7 @@ def main() -> None:
         signal.set_wakeup_fd(signalled)
         signal.signal(signal.SIGTERM, lambda *_: None)
     address = "" if peers is None else peers.peer_tier.address
+    logger.info("ready")
     print(json.dumps({"ready": True, "pid": os.getpid(), "peers": address}), flush=True)
     try:
         server.serve(leave)
