@@ -46,7 +46,7 @@ from holdfast.wire.http.refusals import MOVER, Refusals
 from holdfast.wire.secret import Secret
 from holdfast.wire.store.location import open_store
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("holdfast.checkpoint.mover.main")  # it runs as __main__
 
 THREAD_SWITCH_INTERVAL_S = 0.0005
 """Seconds between thread switches. Hashing small extents never releases the interpreter by itself.

@@ -36,7 +36,7 @@ from holdfast.errors import UserError
 from holdfast.wire import lifeline, process_log
 from holdfast.wire.secret import Secret
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("holdfast.elastic.worker.fork_server")  # it runs as __main__
 
 Entry = Callable[[WorkerSpec, Secret], int]
 """A worker's main function: returns its exit code (`elastic.protocol.exit_codes`)."""
