@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from holdfast.elastic.agent.final_upload import FinalUpload
-from holdfast.elastic.agent.run_progress import RunProgress
+from holdfast.elastic.agent.node_processes import NodeProcesses
+from holdfast.elastic.agent.run_records import RunRecords
 from holdfast.elastic.agent.shutdown import ShutdownController
 from holdfast.elastic.coordinator.run_controller import RunController
-from holdfast.elastic.event_log import EventLog
 from holdfast.elastic.membership.role_loop import RoleLoop
-from holdfast.elastic.node.mover_supervisor import MoverSupervisor
 from holdfast.elastic.node.node_runner import NodeRunner
-from holdfast.elastic.notices.handler import NoticeHandler
 from holdfast.elastic.protocol.generation_outcome import (
     FinishedOutcome,
     GenerationOutcome,
@@ -25,29 +22,27 @@ from holdfast.events import RunStopped
 class GroupEnd:
     """The end of this node's worker groups."""
 
-    progress: RunProgress
-    event_log: EventLog
-    mover: MoverSupervisor
-    final_upload: FinalUpload
+    records: RunRecords
+    processes: NodeProcesses
     node_runner: NodeRunner
     role_loop: RoleLoop
     run_controller: RunController
     shutdown_controller: ShutdownController
-    notice_handler: NoticeHandler
 
     async def on_group_ended(self, outcome: GenerationOutcome) -> GenerationOutcome:
         """Finish saves and uploads after this node's workers have ended, before it is reported."""
         if not isinstance(outcome, FinishedOutcome | LeftOutcome):
             return outcome
-        generation = self.progress.newest_generation
+        generation = self.records.progress.newest_generation
         if isinstance(outcome, LeftOutcome) and outcome.unsaved_reason is None:
             outcome = replace(
-                outcome, unsaved_reason=await self.notice_handler.wait_for_peer_copy(outcome.step)
+                outcome,
+                unsaved_reason=await self.records.notice_handler.wait_for_peer_copy(outcome.step),
             )
         if outcome.unsaved_reason is None:
             missing = await self._wait_for_bucket(outcome, generation)
             outcome = replace(outcome, missing_upload=missing)
-        await self.mover.drain_events(generation)
+        await self.processes.mover.drain_events(generation)
         return outcome
 
     async def _wait_for_bucket(
@@ -63,8 +58,10 @@ class GroupEnd:
                 or "the workers left"
             )
             self.run_controller.result_reporter.write_event(RunStopped(why, step=outcome.step))
-            await self.event_log.flush(sync=True)
+            await self.records.event_log.flush(sync=True)
 
         leads = self.role_loop.coordinator is not None
         before = written if leads and isinstance(outcome, LeftOutcome) else None
-        return await self.final_upload.wait(generation, before, self.notice_handler.time_left_s)
+        return await self.processes.final_upload.wait(
+            generation, before, self.records.notice_handler.time_left_s
+        )

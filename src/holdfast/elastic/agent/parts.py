@@ -1,0 +1,200 @@
+"""The parts of an agent: makes them and connects them with each other.
+
+Some parts need another one that is made after them. They get a function that looks it up later.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+from holdfast.elastic.agent.group_end import GroupEnd
+from holdfast.elastic.agent.monitors import make_refusal_counter
+from holdfast.elastic.agent.node_processes import NodeProcesses
+from holdfast.elastic.agent.run_folder_monitor import (
+    FOLDER_GONE_MESSAGE,
+    FOLDER_WAIT_MESSAGE,
+    RunFolder,
+    RunFolderMonitor,
+)
+from holdfast.elastic.agent.run_records import RunRecords
+from holdfast.elastic.agent.shutdown import ShutdownController
+from holdfast.elastic.coordinator.agent_hooks import AgentHooks
+from holdfast.elastic.coordinator.coordinator import Coordinator
+from holdfast.elastic.coordinator.rendezvous import RendezvousStore
+from holdfast.elastic.coordinator.run_controller import (
+    MISSED_HEARTBEATS_UNTIL_LOST,
+    RunController,
+)
+from holdfast.elastic.event_log import Say
+from holdfast.elastic.membership.role_loop import RoleLoop
+from holdfast.elastic.node.launch_specs import NodeContext
+from holdfast.elastic.node.node_runner import NodeRunner
+from holdfast.elastic.run_context import RunContext
+from holdfast.plan.interface import Planner
+from holdfast.policy.membership.election import ElectionTimeouts
+from holdfast.wire.term import Term
+
+
+class AgentParts:
+    """The parts of one agent; `elastic/agent/agent.py` lists them. They live in one event loop."""
+
+    def __init__(
+        self,
+        context: RunContext,
+        address: str,
+        planner: Planner,
+        records: RunRecords,
+        say: Say,
+        exit_at_once: Callable[[str], None],
+    ) -> None:
+        """Make the parts; `close` ends them. Raises RunFolderError if the folder cannot be opened.
+
+        Args:
+            address: Where the agent's control listens.
+            planner: Lays a generation out over the nodes.
+            exit_at_once: Makes the agent exit without waiting; it receives what is not saved then,
+                "" for nothing.
+        """
+        self.context, self.records, self.say = context, records, say
+        self._last_complaint = ""
+        self.rendezvous = RendezvousStore()
+        self.refusals = make_refusal_counter(
+            records.event_log, lambda: records.progress.newest_generation > 0, say
+        )
+        self.processes = NodeProcesses(
+            context, records.progress, say, lambda: self.run_folder_monitor.require_present()
+        )
+        self._run_folder = RunFolder(context.folder, context.store)
+        self.run_folder_monitor = RunFolderMonitor(
+            self._run_folder,
+            lambda: self.shutdown_controller.reason or "",
+            self._time_left_s,
+            self._leave_lost_folder,
+            say,
+            is_single_node=context.single_node_term is not None,
+        )
+        self.node_runner = self._make_node_runner(address)
+        self.run_controller = self._make_run_controller(address, planner)
+        self.role_loop = self._make_role_loop(address)
+        self.processes.attach(self.node_runner, self.role_loop.join_info)
+        self.shutdown_controller = self._make_shutdown_controller(exit_at_once)
+        self._group_end = GroupEnd(
+            records,
+            self.processes,
+            self.node_runner,
+            self.role_loop,
+            self.run_controller,
+            self.shutdown_controller,
+        )
+
+    async def close(self) -> None:
+        """End the processes, and store the records that are left."""
+        self._run_folder.close()
+        await self.processes.stop()
+        await asyncio.to_thread(self.refusals.close)
+        await self.records.event_log.flush(sync=True)
+        self.processes.close()
+
+    # --- making one part each -------------------------------------------------------------------
+    def _make_node_runner(self, address: str) -> NodeRunner:
+        it = self.context
+        around = NodeContext(
+            it.config,
+            it.node,
+            it.folder,
+            it.secret,
+            address,
+            self.records.failure_history,
+            it.places,
+        )
+        return NodeRunner(
+            around,
+            self.processes.process_manager,
+            self.processes.mover,
+            self.records.event_log,
+            self.say,
+            self.records.progress.begin_generation,
+            lambda worker_group: self.shutdown_controller.on_group_started(worker_group),
+            lambda outcome: self._group_end.on_group_ended(outcome),
+        )
+
+    def _make_run_controller(self, address: str, planner: Planner) -> RunController:
+        progress = self.records.progress
+        hooks = AgentHooks(
+            address,
+            lambda: self.processes.process_manager.ensure_processes(0),
+            self._on_generation_created,
+            newest_generation=lambda: progress.newest_generation,
+            stop_reason=lambda: self.shutdown_controller.stop_reason,
+            committed_step=lambda: progress.committed_step,
+            on_restored=progress.on_restored,
+        )
+        return RunController(
+            self.context,
+            hooks,
+            planner,
+            self.processes.mover,
+            self.records.event_log,
+            self.say,
+            self.records.ledger_coverage,
+        )
+
+    def _make_role_loop(self, address: str) -> RoleLoop:
+        it, cluster = self.context, self.context.config.cluster
+        silence = MISSED_HEARTBEATS_UNTIL_LOST * cluster.beat_seconds
+        return RoleLoop(
+            it.node,
+            address,
+            it.store,
+            it.secret,
+            self.node_runner,
+            self._lead_term,
+            places=it.places,
+            join_info={"address": address},
+            timeouts=ElectionTimeouts(silence, cluster.beat_seconds / 2, cluster.alone_seconds),
+            heartbeat_interval_s=cluster.beat_seconds,
+            complain=self._complain_once,
+            own_term=it.single_node_term,
+            check_run_folder=self.run_folder_monitor.require_not_gone,
+        )
+
+    def _make_shutdown_controller(self, exit_at_once: Callable[[str], None]) -> ShutdownController:
+        it = self.context
+        return ShutdownController(
+            it.config,
+            it.node,
+            it.single_node_term is not None,
+            event_log=self.records.event_log,
+            say=self.say,
+            node_runner=self.node_runner,
+            role_loop=self.role_loop,
+            run_controller=self.run_controller,
+            notice_handler=self.records.notice_handler,
+            final_upload=self.processes.final_upload,
+            exit_at_once=exit_at_once,
+        )
+
+    # --- requests of one part to several --------------------------------------------------------
+    async def _lead_term(self, term: Term) -> Coordinator:
+        return await self.run_controller.lead_term(self.run_folder_monitor.guard_term(term))
+
+    def _on_generation_created(self, generation: int) -> None:
+        """Open a generation whose object this agent has created."""
+        self.records.progress.begin_generation(generation)
+        self.rendezvous.begin_generation(generation)
+
+    def _complain_once(self, sentence: str) -> None:
+        if sentence not in (FOLDER_WAIT_MESSAGE, self._last_complaint):  # do not repeat it
+            self._last_complaint = sentence
+            self.say(sentence)
+
+    def _time_left_s(self) -> float:
+        """Return the seconds until this node must have left; 0 if not known."""
+        return self.records.notice_handler.time_left_s() or self.role_loop.leave_within_s
+
+    def _leave_lost_folder(self, leave_within_s: float) -> None:
+        """Leave the run; each other node checks its own run folder and may continue."""
+        self.say(f"{FOLDER_GONE_MESSAGE}: {self.context.node} leaves")
+        self.role_loop.leave_within_s = self.role_loop.leave_within_s or leave_within_s
+        self.node_runner.state_changed.set()
