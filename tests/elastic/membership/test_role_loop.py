@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from holdfast.elastic.membership.role_loop import MIN_PREVOTE_ROUND_S
+from holdfast.elastic.membership.pre_candidate import MIN_PREVOTE_ROUND_S
 from holdfast.wire.store.run_store import FolderStore
 from holdfast.wire.term import newest_generation, newest_term
 from tests.support import agents as fleet

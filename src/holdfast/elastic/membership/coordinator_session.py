@@ -1,0 +1,207 @@
+"""An agent's requests to its coordinator, and the directives that it carries out.
+
+A request joins the coordinator's run or is a heartbeat. Each answer has a directive for this node.
+A coordinator in this process gets the same requests, without a connection.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from contextlib import suppress
+from typing import Any
+
+from holdfast.elastic.coordinator.coordinator import Coordinator
+from holdfast.elastic.membership.coordinator_clients import (
+    CoordinatorClients,
+    OpenRequests,
+    reply_timeout,
+)
+from holdfast.elastic.membership.node_status import NodeStatus
+from holdfast.elastic.membership.reachability import ReachabilityProbe
+from holdfast.elastic.membership.run_membership import RunMembership
+from holdfast.elastic.protocol.coordinator_messages import (
+    HANG_REASON,
+    HEARTBEAT_PATH,
+    JOIN_FIRST_COMMAND,
+    JOIN_PATH,
+    REPLACED_COMMAND,
+    Heartbeat,
+    JoinRequest,
+)
+from holdfast.elastic.protocol.generation_record import GenerationRecord
+from holdfast.elastic.protocol.hung_worker import HungWorker
+from holdfast.elastic.protocol.start_state import StartState
+from holdfast.elastic.run_result import ReplacedError
+from holdfast.errors import HoldfastError
+from holdfast.policy.membership import election
+from holdfast.policy.membership.election import Role
+from holdfast.policy.membership.transitions import Directive, NodeCommand
+from holdfast.wire.http.async_client import AgentEndedError
+from holdfast.wire.secret import Secret
+
+REQUEST_RETRY_PAUSE_S = 0.1
+"""Seconds between a follower's request that got no answer and its next one."""
+
+
+class CoordinatorSession:
+    """One agent's session with the coordinator of its term: requests out, directives in.
+
+    Lives in one event loop.
+    """
+
+    def __init__(
+        self,
+        membership: RunMembership,
+        places: int,
+        join_info: dict[str, Any],
+        secret: Secret,
+        read_generation: Callable[[int], Awaitable[GenerationRecord]],
+    ) -> None:
+        """join_info: facts about this node for the coordinator, which may change."""
+        self.requests = OpenRequests()
+        """The open heartbeats; the sender of one registers it."""
+        self._membership, self._workload = membership, membership.workload
+        self._read_generation = read_generation
+        self._clients = CoordinatorClients(secret)
+        self._reachability_probe = ReachabilityProbe()
+        self._probed_generation = 0  # the generation after which the reachability probe ran last
+        self._current_command = Directive(NodeCommand.WAIT, 0)
+        self._node_status = NodeStatus(
+            membership.state.name,
+            secrets.token_hex(8),
+            places,
+            join_info,
+            self._workload,
+            self._reachability_probe,
+        )
+
+    def join(self) -> Coroutine[Any, Any, None]:
+        """Ask the coordinator to admit this agent. The request says what the node does now, not
+        when the coroutine begins."""
+        return self._ask_coordinator(JOIN_PATH, self._node_status.make_join_request())
+
+    def send_heartbeat(self, max_wait_s: float) -> Coroutine[Any, Any, None]:
+        """Send a heartbeat whose answer is due within `max_wait_s` seconds. It says what the node
+        does now, as `join` does."""
+        membership = self._membership
+        heartbeat = self._node_status.make_heartbeat(
+            membership.state.term, self._current_command, membership.leave_within_s, max_wait_s
+        )
+        return self._ask_coordinator(HEARTBEAT_PATH, heartbeat)
+
+    def retry_unreachable(self) -> None:
+        """Probe the agents again that this node does not reach."""
+        self._reachability_probe.retry(self._membership.agent_addresses)
+
+    def close(self) -> None:
+        self._reachability_probe.close()
+        self._clients.close()
+
+    async def _ask_coordinator(self, path: str, request: JoinRequest | Heartbeat) -> None:
+        """Send a request to the coordinator; apply its answer, or note that none came."""
+        membership = self._membership
+        state, timeouts = membership.state, membership.timeouts
+        body, max_wait_s = request.to_json(), request.wait
+        try:
+            if membership.coordinator is not None:
+                answer = await membership.ask_local_coordinator(path, body)
+            else:
+                if not state.leader_address:
+                    raise AgentEndedError("no agent holds the term")
+                client = self._clients.find_free(state.leader_address)
+                timeout_s = reply_timeout(state, timeouts, max_wait_s, membership.now)
+                answer = await client.post(path, body, timeout_s)
+        except HoldfastError as error:
+            dead = isinstance(error, AgentEndedError)
+            membership.set_state(
+                election.leader_unanswered(membership.state, dead, membership.now, timeouts)
+            )
+            if membership.state.role is Role.FOLLOWER:
+                await membership.sleep_until_change(REQUEST_RETRY_PAUSE_S)
+            else:
+                # another request may be open that gets no answer now
+                self._workload.state_changed.set()
+            return
+        await self._apply_reply(answer)
+
+    async def _apply_reply(self, answer: Mapping[str, Any]) -> None:
+        membership = self._membership
+        state, now = membership.state, membership.now
+        term, order = int(answer["term"]), str(answer["order"])
+        if term < state.term or order == NodeCommand.REFUSE.value:
+            membership.set_state(election.leader_refused(state, now))
+            return
+        if order == REPLACED_COMMAND:
+            raise ReplacedError(state.name)
+        membership.set_state(election.leader_answered(state, term, now))
+        if order == JOIN_FIRST_COMMAND:
+            await self.join()
+            return
+        outside = answer.get("outside", False)
+        if (membership.leave_within_s or answer.get("go")) and (outside or answer.get("free")):
+            membership.leave_run()  # the other nodes work without this one, or no node works
+            return
+        if outside:
+            self._workload.on_outside_generation()
+        if "blamed" in answer:
+            at, rows = answer["blamed"]
+            self._workload.handle_hung_workers(int(at), [HungWorker.from_json(row) for row in rows])
+        generation = int(answer["generation"])
+        self._current_command = Directive(NodeCommand(order), generation)
+        await self._carry_out(self._current_command, term, answer)
+
+    async def _carry_out(self, directive: Directive, term: int, answer: Mapping[str, Any]) -> None:
+        """Carry out a directive of the coordinator of `term`; `answer` has what it needs."""
+        generation = directive.generation
+        match directive.command:
+            case NodeCommand.START if generation > self._workload.generation:
+                await self._start_generation(generation, term, answer)
+            case NodeCommand.HALT | NodeCommand.PAUSE as halt if (
+                generation == self._workload.generation
+            ):
+                reason = str(answer.get("reason", ""))
+                self._workload.halt_generation(
+                    generation, reason, at_step_end=halt is NodeCommand.PAUSE
+                )
+                if reason == HANG_REASON and self._probed_generation < generation:
+                    self._probed_generation = generation
+                    self._reachability_probe.probe_all(
+                        self._membership.state.name,
+                        self._membership.agent_addresses,
+                        self._workload.state_changed.set,
+                    )
+            case NodeCommand.LEAVE:
+                verdict = str(answer.get("verdict", ""))
+                self._membership.run_end = verdict, str(answer.get("kind", ""))
+                self._workload.on_run_ended(verdict)
+                if self._membership.coordinator is None:
+                    self._membership.leave_run()
+                else:
+                    await self._wait_until_all_dismissed(self._membership.coordinator)
+
+    async def _start_generation(
+        self, generation: int, term: int, answer: Mapping[str, Any]
+    ) -> None:
+        membership = self._membership
+        record = await self._read_generation(generation)
+        if generation <= self._workload.generation or term < membership.state.term:
+            return  # overtaken by a newer order meanwhile
+        membership.agent_addresses = record.addresses
+        membership.set_state(
+            election.generation_joined(
+                membership.state, term, generation, tuple(membership.agent_addresses)
+            )
+        )
+        start_state = StartState.from_json(answer["begin"])
+        self._workload.start_generation(generation, record, start_state)
+        # the order after a start
+        self._current_command = Directive(NodeCommand.WORK, generation)
+
+    async def _wait_until_all_dismissed(self, coordinator: Coordinator) -> None:
+        """Leave once the other nodes know that the run is over, or after the silence limit."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(self._membership.timeouts.leader_timeout_s):
+                await coordinator.wait_until_all_dismissed(self._membership.state.name)
+        self._membership.leave_run()

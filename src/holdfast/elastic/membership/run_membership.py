@@ -1,0 +1,61 @@
+"""One agent's membership of the run: what the parts of its role loop share and change."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from typing import Any
+
+from holdfast.elastic.coordinator.coordinator import Coordinator
+from holdfast.elastic.membership.workload import Workload
+from holdfast.elastic.protocol.coordinator_messages import JOIN_PATH
+from holdfast.policy.membership import election
+from holdfast.policy.membership.election import AgentState, ElectionTimeouts, Role
+from holdfast.policy.membership.transitions import NodeCommand
+from holdfast.wire.waiting import wait_event
+
+
+class RunMembership:
+    """One agent's membership of the run: its place in the election, its coordinator and its peers.
+
+    Lives in one event loop.
+    """
+
+    def __init__(self, name: str, workload: Workload, timeouts: ElectionTimeouts) -> None:
+        self.state = AgentState(name)
+        self.workload, self.timeouts = workload, timeouts
+        self.coordinator: Coordinator | None = None
+        """The coordinator in this process, if this agent leads."""
+        self.leave_within_s = 0.0
+        """Seconds until this node leaves the run; 0: it stays."""
+        self.agent_addresses: Mapping[str, str] = {}
+        """Of the newest generation: name -> address."""
+        self.run_end: tuple[str, str] | None = None
+        """Verdict and kind, once the coordinator has said that the run is over."""
+
+    @property
+    def now(self) -> float:
+        return asyncio.get_running_loop().time()
+
+    def set_state(self, state: AgentState) -> None:
+        """Enter a state of the election, unless this agent has left the run."""
+        if self.state.role is not Role.SHUTDOWN:
+            self.state = state
+
+    def leave_run(self) -> None:
+        """Leave the run: follow no coordinator any more."""
+        self.state = election.shut_down(self.state)
+        self.workload.state_changed.set()
+
+    async def sleep_until_change(self, seconds: float) -> None:
+        """Sleep until something changes on this node, for `seconds` at most."""
+        await wait_event(self.workload.state_changed, seconds)
+
+    async def ask_local_coordinator(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
+        """Return the answer of the coordinator in this process to a request to join or a heartbeat;
+        a refusal if there is none."""
+        coordinator = self.coordinator
+        if coordinator is None:
+            return {"term": self.state.term, "order": NodeCommand.REFUSE.value}
+        handler = coordinator.handle_join if path == JOIN_PATH else coordinator.handle_heartbeat
+        return await handler(0, body)
