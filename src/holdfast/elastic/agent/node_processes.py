@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from holdfast.elastic.agent.final_upload import FinalUpload
-from holdfast.elastic.agent.run_progress import RunProgress
+from holdfast.elastic.agent.run_progress import LearntProgress
 from holdfast.elastic.event_log import Say
 from holdfast.elastic.node.launch_specs import make_mover_settings
 from holdfast.elastic.node.mover_supervisor import MoverSupervisor
@@ -29,7 +29,7 @@ class NodeProcesses:
     def __init__(
         self,
         context: RunContext,
-        progress: RunProgress,
+        progress: LearntProgress,
         say: Say,
         require_folder: Callable[[], Awaitable[None]],
     ) -> None:

@@ -6,7 +6,7 @@ from holdfast.elastic.event_log import EventLog
 from holdfast.events import CheckpointCommitted, Event
 
 
-class RunProgress:
+class LearntProgress:
     """The newest generation and the newest committed step that are known on this node."""
 
     def __init__(self, event_log: EventLog) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
-from holdfast.elastic.agent.run_progress import RunProgress
+from holdfast.elastic.agent.run_progress import LearntProgress
 from holdfast.elastic.coordinator.ledger_repair import LedgerCoverage
 from holdfast.elastic.event_log import EventLog, Observer, Say
 from holdfast.elastic.notices.handler import NoticeHandler
@@ -34,7 +34,7 @@ class RunRecords:
         if alone:
             learn.append(lambda record: self.ledger_coverage.observe(record.event))
         self.event_log = EventLog(context.store, [*learn, *observers], say, context.node_suffix)
-        self.progress = RunProgress(self.event_log)
+        self.progress = LearntProgress(self.event_log)
 
     async def load_earlier_sessions(self) -> None:
         """Learn the failures and save times of earlier sessions from the journal, if readable."""
