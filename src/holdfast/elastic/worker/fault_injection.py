@@ -57,7 +57,7 @@ class FaultInjector:
     # --- a point is reached -----------------------------------------------------------------------
     def reached(self, point: str, step: int | None = None, gradient: Any = None) -> None:
         worker = self._worker
-        topology, rank = worker._topology, worker._rank
+        topology, rank = worker.connection.topology, worker.connection.rank
         here = worker.step if step is None else step
         order = self._fault_orders.find_due(
             point,
@@ -103,7 +103,7 @@ class FaultInjector:
             case "not finite":
                 gradient.view(-1)[0] = float("nan")
             case "corrupt state":
-                first = self._worker._current_session.engine.state()[0].tensor.detach()
+                first = self._worker.held_session.current.engine.state()[0].tensor.detach()
                 first.view(torch.uint8).view(-1)[0] ^= 1
             case "clock":
                 self._clock_offset_s += 3600.0
@@ -114,7 +114,7 @@ class FaultInjector:
 
     def _hang_in_collective(self) -> None:
         """Hang inside a collective that no other rank enters."""
-        groups = self._worker._current_session.engine.groups
+        groups = self._worker.held_session.current.engine.groups
         others = list(groups.control.others)
         if not others:
             threading.Event().wait()
@@ -142,9 +142,10 @@ class FaultInjector:
 
     def find_corrupt_batches(self, engine: Any, batches: Any) -> None:
         """Find the batches of the coming share whose loss is to be wrong."""
+        connection = self._worker.connection
         wrong, node = (
             self._fault_orders.corrupt_loss_rules,
-            self._worker._topology.nodes[self._worker._rank],
+            connection.topology.nodes[connection.rank],
         )
         share = engine.dealt_shares[engine.groups.coordinate.replica]
         self._corrupt_targets = [
@@ -156,7 +157,7 @@ class FaultInjector:
 
     def slow_down(self, engine: Any) -> None:
         """Sleep as a slow device would: the larger its share of the step, the longer it takes."""
-        if seconds := self._fault_orders.slowdown_s(self._worker._rank):
+        if seconds := self._fault_orders.slowdown_s(self._worker.connection.rank):
             time.sleep(seconds * len(engine.dealt_shares[engine.groups.coordinate.replica]))
 
     def corrupt_loss(self, targets: Any, out: Any) -> Any:
@@ -169,7 +170,7 @@ class FaultInjector:
 
     def on_gradient(self, feeder: Any, gradient: Any) -> None:
         """Count a gradient of a backward pass."""
-        engine = getattr(self._worker._session, "engine", None)
+        engine = self._worker.held_session.engine
         if engine is None or gradient is None:
             return
         step, came = self._gradients_seen
@@ -206,7 +207,7 @@ def install_faults(worker: Any, folder: Path) -> None:
     _call_after(steps, "update", lambda made, *_: under.reached("applied", step_of(made)))
     _call_before(AdamW, "apply", lambda _, step, *__: under.reached("applying", step))
     _call_before(
-        engine, "vote", lambda *_: under.reached("reduced", worker._current_session.engine.step)
+        engine, "vote", lambda *_: under.reached("reduced", worker.held_session.current.engine.step)
     )
     _call_before(
         GradientFeeder, "_take", lambda feeder, _, gradient: under.on_gradient(feeder, gradient)
@@ -239,7 +240,7 @@ def install_faults(worker: Any, folder: Path) -> None:
 
 def _on_stage_hand_over(injector: FaultInjector, worker: Any, step: Any) -> None:
     if step.outgoing is not None:
-        injector.reached("sending", worker._current_session.engine.step)
+        injector.reached("sending", worker.held_session.current.engine.step)
 
 
 def _call_before(holder: Any, name: str, call: Callable[..., object]) -> None:

@@ -57,7 +57,7 @@ def run(spec: WorkerSpec, secret: Secret) -> int:
 
 
 def _run_one_generation(worker: Worker) -> int:
-    """Take part in one generation."""
+    """Take part in one generation; return the exit code that tells how it ended."""
     try:
         try:
             worker.begin_generation()
@@ -72,7 +72,9 @@ def _run_one_generation(worker: Worker) -> int:
         return _exit_with_error(worker.reporter, exit_codes.NON_FINITE, error)
     except CorruptCheckpointError as error:
         return _exit_with_error(worker.reporter, exit_codes.CORRUPT_CHECKPOINT, error)
-    return worker.report_and_leave(outcome)
+    worker.report_outcome(outcome)
+    worker.reporter.close()
+    return exit_codes.FENCED if worker.reporter.is_fenced else exit_codes.DONE
 
 
 def _exit_with_error(reporter: AgentReporter, code: int, error: BaseException) -> int:

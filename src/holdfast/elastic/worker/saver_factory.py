@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from holdfast.checkpoint.capture.capturer import Capturer, SkippedCapture
 from holdfast.checkpoint.capture.copy_plan import local_part
@@ -19,58 +17,43 @@ from holdfast.elastic.worker.checkpointer import (
     make_with_fewer_slots,
     retry_until_mover_is_up,
 )
-from holdfast.elastic.worker.commands import GenerationHalts
-from holdfast.elastic.worker.reporter import AgentReporter
-from holdfast.events import WorkerReady
-from holdfast.layout import Topology
-from holdfast.train.state import LocalTensor
+from holdfast.elastic.worker.generation_connection import GenerationConnection
+from holdfast.elastic.worker.held_session import HeldSession
+from holdfast.events import CheckpointSkipped, SettingIgnored, WorkerReady
 from holdfast.wire.secret import Secret
 
 _MOVER_EXPECT_TIMEOUT_S = 20.0
 """Seconds that the mover gets to learn of a generation that its agent announces to all at once."""
 
 
-class SaverListener(Protocol):
-    """Learns of what a saver could not do."""
-
-    def on_capture_skipped(self, skipped: SkippedCapture) -> None:
-        """Note that a snapshot was not captured."""
-
-    def on_setting_ignored(self, key: str, reason: str) -> None:
-        """Note that a setting could not be followed."""
-
-
 @dataclass(frozen=True)
 class SaverFactory:
     """Makes the saver of one generation, which refers to the state.
 
-    step: the state is that after this step.
+    held_session: the session whose state is saved. connection: of the saver's generation.
     has_released_old_memory: an older generation's capturer of this process has been closed.
     """
 
     config: RunConfig
     mover_socket: str
     secret: Secret
-    topology: Topology
-    rank: int
-    step: int
-    reporter: AgentReporter
-    halts: GenerationHalts
-    listener: SaverListener
+    connection: GenerationConnection
+    held_session: HeldSession
     has_released_old_memory: bool
 
-    def make(
-        self, state: Sequence[LocalTensor], begun_at: float, *, in_background: bool
-    ) -> SnapshotSaver | LateSaver:
+    def make(self, begun_at: float, *, in_background: bool) -> SnapshotSaver | LateSaver:
         """Make an arena for the state, and report the worker as ready then.
 
         in_background: make it while the first step computes, if the agent sends commands.
         """
+        topology, rank = self.connection.topology, self.connection.rank
+        reporter, halts = self.connection.reporter, self.connection.halts
+        step, state = self.held_session.step, self.held_session.current.engine.state()
         tensors = {local.name: local_part(local.tensor) for local in state}
         mover = MoverClient(
             self.mover_socket,
             self.secret,
-            self.topology.generation,
+            topology.generation,
             arena_wait_s=_MOVER_EXPECT_TIMEOUT_S * in_background,
         )
         table = state_table(self.config.model, self.config.train.precision)
@@ -78,9 +61,9 @@ class SaverFactory:
         def make_capturer(slots: int) -> Capturer:
             return Capturer(
                 mover,
-                self.topology,
+                topology,
                 table,
-                self.rank,
+                rank,
                 tensors,
                 run=self.config.name,
                 slots=slots,
@@ -89,23 +72,28 @@ class SaverFactory:
 
         def connect() -> Capturer:
             return make_with_fewer_slots(
-                make_capturer, self.config.checkpoint, self.listener.on_setting_ignored
+                make_capturer, self.config.checkpoint, self._on_setting_ignored
             )
 
         def equip() -> SnapshotSaver:
             first = (
-                retry_until_mover_is_up(connect, self.halts.wait)
-                if self.halts.takes_commands
-                else connect()
+                retry_until_mover_is_up(connect, halts.wait) if halts.takes_commands else connect()
             )
-            capturer = ReconnectingCapturer(first, connect, self.listener.on_capture_skipped)
-            saver = SnapshotSaver(capturer, self.reporter, self.rank, self.config, self.halts.check)
-            ready = WorkerReady(self.rank, time.monotonic() - begun_at, step=self.step)
-            self.reporter.emit(ready)
+            capturer = ReconnectingCapturer(first, connect, self._on_capture_skipped)
+            saver = SnapshotSaver(capturer, reporter, rank, self.config, halts.check)
+            ready = WorkerReady(rank, time.monotonic() - begun_at, step=step)
+            reporter.emit(ready)
             return saver
 
-        if in_background and self.halts.takes_commands:
-            return LateSaver(
-                equip, self.listener.on_capture_skipped, self.reporter, self.halts.check
-            )
+        if in_background and halts.takes_commands:
+            return LateSaver(equip, self._on_capture_skipped, reporter, halts.check)
         return equip()
+
+    def _on_capture_skipped(self, skipped: SkippedCapture) -> None:
+        """Note that a snapshot was not captured."""
+        event = CheckpointSkipped(self.connection.rank, skipped.reason, step=skipped.step)
+        self.connection.reporter.emit(event)
+
+    def _on_setting_ignored(self, key: str, reason: str) -> None:
+        """Note that a setting could not be followed."""
+        self.connection.reporter.emit(SettingIgnored(key, reason, step=self.held_session.step))

@@ -1,0 +1,181 @@
+"""The session that a worker holds, and the state in it, over all its generations."""
+
+from __future__ import annotations
+
+import gc
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from holdfast.config.run import RunConfig
+from holdfast.data.batch import Batches
+from holdfast.elastic.worker.commands import WorkerHeldState
+from holdfast.elastic.worker.generation_connection import GenerationConnection
+from holdfast.elastic.worker.http_store import HttpStore
+from holdfast.elastic.worker.worker_setup import WorkerSetup
+from holdfast.layout import Topology
+from holdfast.plan.planner import dealer_of
+from holdfast.train.build import TrainingSession, build_engine, connect_groups, make_session
+from holdfast.train.engine import StepEngine
+from holdfast.train.recover import RecoveryResult, join_generation, recover
+from holdfast.train.vote import StepVerdict
+
+logger = logging.getLogger(__name__)
+
+_GROUP_WAIT_TIMEOUT_S = 1800.0  # seconds that bound every wait in a group; a halt ends them before
+
+
+class HeldSession:
+    """A process's training session, which may lack its state, or be absent altogether.
+
+    build      a session of the present generation, without values
+    recover    go into the next generation with the state that the survivors hold between them
+    discard    leave the old generation without the state
+    report     tell what this process could continue from
+
+    step: the state is that after this step. has_state: the session's state has its values.
+    is_live: the state came from the generation before, not from a checkpoint. verdict: of the step
+    that this generation continued from.
+    """
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+        self.session: TrainingSession | None = None
+        self.has_state = False
+        self.is_live = False
+        self.verdict: StepVerdict | None = None
+
+    @property
+    def current(self) -> TrainingSession:
+        if self.session is None:
+            raise RuntimeError("begin() comes first, and nothing after close() or a failed adopt()")
+        return self.session
+
+    @property
+    def engine(self) -> StepEngine | None:
+        """The session's engine. A failed recovery may have taken it out of its session."""
+        return getattr(self.session, "engine", None)
+
+    @property
+    def is_usable(self) -> bool:
+        """Return True if there is a state to continue from."""
+        engine = self.engine
+        return self.has_state and engine is not None and not engine.status.is_torn
+
+    def build(self, setup: WorkerSetup, connection: GenerationConnection) -> None:
+        """Connect the generation's groups, and build this rank's engine, without values."""
+        self.session = _build_session(
+            setup.config,
+            setup.open_batches(),
+            connection.topology,
+            connection.rank,
+            connection.rendezvous.store,
+            setup.device,
+        )
+
+    def recover(
+        self,
+        setup: WorkerSetup,
+        connection: GenerationConnection,
+        came_from: Sequence[int | None],
+        before: Topology,
+    ) -> None:
+        """Enter the generation with the state that the survivors hold between them.
+
+        Collective over the topology of `connection`. came_from: in ranks of `before`.
+        """
+        topology, rank, rendezvous = connection.topology, connection.rank, connection.rendezvous
+        if self.session is not None:
+            found = recover(
+                self.session,
+                topology,
+                rank,
+                rendezvous.store,
+                came_from,
+                step=self.step,
+                old_topology=before,
+                dealer=dealer_of(topology, setup.config.layout.schedule),
+                on_meeting=rendezvous.on_peers_met,
+            )
+        else:
+            found = join_generation(
+                setup.config,
+                setup.open_batches(),
+                topology,
+                rank,
+                rendezvous.store,
+                setup.device,
+                before,
+                came_from,
+                dealer=dealer_of(topology, setup.config.layout.schedule),
+                on_meeting=rendezvous.on_peers_met,
+            )
+        self._enter_recovered(found, connection)
+
+    def _enter_recovered(self, recovered: RecoveryResult, connection: GenerationConnection) -> None:
+        """Take over the new generation's session, and emit events of the old one that the journal
+        may lack."""
+        self.session, self.step, self.has_state = recovered.session, recovered.step, True
+        self.verdict, self.is_live = recovered.verdict, True
+        for event in recovered.events:
+            connection.reporter.emit(event)
+        parts = ", ".join(f"{name} {1000 * s:.1f} ms" for name, s in recovered.phases.items())
+        logger.info("goes on from step %d as rank %d: %s", recovered.step, connection.rank, parts)
+
+    def discard(self, step: int) -> None:
+        """Leave the old generation without the state. The next one continues from `step`."""
+        session, self.session, self.has_state, self.is_live = self.session, None, False, False
+        if session is not None and hasattr(session, "engine"):
+            session.groups.abort()
+            session.close()
+            del session.engine, session.evaluator, session.groups, session
+            gc.collect()  # the new model needs its room
+        self.step = step
+
+    def close(self) -> None:
+        """Leave the present generation in an orderly way."""
+        if self.session is not None:
+            self.session.close()
+            self.session = None
+
+    def report(
+        self, generation: int, rank: int, kind: str, text: str, bad_step: dict[str, Any] | None
+    ) -> WorkerHeldState:
+        """Return the state that this process, which is `rank` of `generation`, could continue from.
+
+        kind, text: why it stopped. bad_step: the step for which it stopped.
+        """
+        if not self.is_usable:
+            return WorkerHeldState(
+                generation, rank, self.step, None, True, kind, text, bad=bad_step
+            )
+        engine = self.current.engine
+        groups, whole = engine.groups, engine.progress.reduced_step
+        place = (groups.topology.generation, groups.rank)
+        applied = (
+            engine.status.applied_step or self.step
+        )  # perhaps in a recovery that did not come to its end
+        return WorkerHeldState(generation, rank, applied, whole, False, kind, text, place, bad_step)
+
+
+def _build_session(
+    config: RunConfig,
+    batches: Batches,
+    topology: Topology,
+    rank: int,
+    store: HttpStore,
+    device: torch.device,
+) -> TrainingSession:
+    """Connect the groups of `topology`, and build this rank's engine, without values."""
+    groups = connect_groups(config, topology, rank, store, device, _GROUP_WAIT_TIMEOUT_S)
+    try:
+        # The weights of the replicas may differ.
+        dealer = dealer_of(topology, config.layout.schedule)
+        engine = build_engine(config, groups, device, dealer=dealer)
+    except BaseException:
+        groups.abort()
+        groups.close()
+        raise
+    return make_session(config, engine, batches, device)

@@ -1,0 +1,46 @@
+"""What a worker's spec sets up in its process: configuration, data, threads and log."""
+
+from __future__ import annotations
+
+import torch
+
+from holdfast.config.run import RunConfig
+from holdfast.core.data.skips import Skips
+from holdfast.data.batch import Batches
+from holdfast.data.dataset import Dataset
+from holdfast.elastic.protocol.worker_spec import WorkerSpec
+from holdfast.elastic.worker.output import redirect_output
+from holdfast.wire import process_log
+
+
+class WorkerSetup:
+    """The newest spec of a worker, and what its process derives from it."""
+
+    def __init__(self, spec: WorkerSpec) -> None:
+        self.spec = spec
+        self.config = RunConfig.model_validate(spec.config)
+        self._batches: Batches | None = None
+
+    @property
+    def device(self) -> torch.device:
+        return torch.device(self.spec.device)
+
+    def apply(self, spec: WorkerSpec) -> None:
+        """Apply a newer spec to this process."""
+        if spec.config != self.spec.config or spec.dataset != self.spec.dataset:
+            self.config, self._batches = RunConfig.model_validate(spec.config), None
+        if spec.threads != self.spec.threads:
+            torch.set_num_threads(spec.threads)
+        if spec.log and spec.log != self.spec.log:
+            redirect_output(spec.log)
+        process_log.enter(spec.generation, spec.rank)
+        self.spec = spec
+
+    def open_batches(self) -> Batches:
+        """Return the data, opened once, with the skips of the newest spec."""
+        if self._batches is None:
+            config = self.config
+            dataset = Dataset.open(self.spec.dataset)
+            self._batches = Batches(dataset, config.data, config.train, config.seed)
+        self._batches.skips = Skips.from_json(self.spec.skips)
+        return self._batches
