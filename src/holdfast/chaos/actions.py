@@ -22,9 +22,8 @@ from holdfast.checkpoint.restore.catalog import list_commits, step_of
 from holdfast.wire.store.run_store import FolderStore
 from holdfast.wire.term import newest_term
 
-_FLIP_STRIDE_BYTES = (
-    10007  # bytes from one turned bit to the next: so that some lie in every snapshot
-)
+# bytes from one turned bit to the next: so that some lie in every snapshot
+_FLIP_STRIDE_BYTES = 10007
 _FULL_DISK_FILE_BYTES = 4096  # bytes: no blob fits
 _LONG_OUTAGE_S = 120.0  # seconds
 _IDLE_TIMEOUT_S = 1.0

@@ -61,9 +61,8 @@ class SaveCadence:
         self._last_tick: float | None = None
         self._decided_at = now
         self._saved_at = dict.fromkeys((MEMORY, PEERS, DISK, BUCKET), now)
-        self._highest_saved_tier: int | None = (
-            None  # the highest tier of the save since the last tick
-        )
+        # the highest tier of the save since the last tick
+        self._highest_saved_tier: int | None = None
 
     def interval_s(self, tier: int) -> float:
         """Seconds between saves into a tier; 0: nothing is saved into it by the clock."""

@@ -100,9 +100,8 @@ def _ignore(*_: Any) -> None:
 
 _DCP = "torch.distributed.checkpoint.metadata"
 _FILESYSTEM = "torch.distributed.checkpoint.filesystem"
-_OLD_METADATA = (
-    "torch.distributed._shard.sharded_tensor.metadata"  # where torch 2.2 had two of them
-)
+# where torch 2.2 had two of them
+_OLD_METADATA = "torch.distributed._shard.sharded_tensor.metadata"
 METADATA_ALLOWLIST: dict[tuple[str, str], Any] = {
     (_DCP, "Metadata"): Metadata,
     (_DCP, "TensorStorageMetadata"): TensorStorageMetadata,

@@ -87,9 +87,8 @@ class CaptureIntake:
         )  # steps of this generation that lack a rank for good
         self._not_to_upload: set[SaveId] = set()  # what does not go into the bucket
         self._hashing_count = 0
-        self._failed_reading_count = (
-            0  # slots of captures that failed, while a disk may still read them
-        )
+        # slots of captures that failed, while a disk may still read them
+        self._failed_reading_count = 0
         self._hash_threads = ThreadPoolExecutor(HASH_THREADS, "hash")
 
     def begin_generation(self) -> None:

@@ -188,9 +188,8 @@ class PeerServer(socketserver.ThreadingMixIn, socketserver.TCPServer):
             strangers = [one for one in self._unproven_connections() if one is not request]
             crowd = [*strangers, *self._idle_connections, request, *self._open_connections]
             while len(self._open_connections) > self._max_connections:
-                if (
-                    crowd[0] not in self._idle_connections
-                ):  # of ours, who comes again when it is needed
+                # of ours, who comes again when it is needed
+                if crowd[0] not in self._idle_connections:
                     self.refusals.count(PEERS, "crowded")
                 self._cut_connection(crowd.pop(0))
         super().process_request(request, client_address)

@@ -91,9 +91,8 @@ class SaveManager:
         The generation's own writes wait for it. Of several movers, the leader sweeps. The other
         movers do not wait: they write under a newer generation."""
         generation, before = context.generation, self._present.started_from[0]
-        if (
-            self.commit_protocol.is_leader and not self.commit_protocol.is_alone
-        ):  # otherwise no rank asks for their end
+        # otherwise no rank asks for their end
+        if self.commit_protocol.is_leader and not self.commit_protocol.is_alone:
             for step in self._save_tracker.open_steps(before):
                 if (before, step) not in self.pending_parts:
                     reason = f"generation {generation} began before every part was there"

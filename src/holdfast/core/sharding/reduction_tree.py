@@ -240,9 +240,8 @@ def _least_shares(
 
 
 _Chosen = tuple["_Chosen", int] | None  # those before, and whether this one is larger
-_BEAM_WIDTH = (
-    64  # partial dealings that are followed; for fewer than so many larger shares, all are
-)
+# partial dealings that are followed; for fewer than so many larger shares, all are
+_BEAM_WIDTH = 64
 
 
 def _fewest_pieces(

@@ -59,9 +59,8 @@ class RunFolder:
     def __init__(self, folder: Path, store: RunStore) -> None:
         """Raises RunFolderError if the folder cannot be opened."""
         self._folder, self._store = folder, store
-        self._newest_term_object: tuple[str, bytes] | None = (
-            None  # key and object of the newest term seen
-        )
+        # key and object of the newest term seen
+        self._newest_term_object: tuple[str, bytes] | None = None
         flags = getattr(os, "O_PATH", os.O_RDONLY) | os.O_DIRECTORY | os.O_CLOEXEC
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -178,9 +177,8 @@ class RunFolderMonitor:
             self._clock()
         )  # when it was last here, or this node was asked to leave
         self._gone_since: float | None = None  # since when
-        self._leave_timeout_s: float | None = (
-            None  # seconds that a node has after it is asked to leave
-        )
+        # seconds that a node has after it is asked to leave
+        self._leave_timeout_s: float | None = None
 
     @property
     def is_folder_responsive(self) -> bool:

@@ -66,9 +66,8 @@ class GenerationPlanner:
         self._previous_topology: Topology | None = None  # of the generation that is over
         self._planned: dict[int, tuple[Topology, RecoveryPlan]] = {}
         self._peers: dict[str, Peer] = {}
-        self._restored_key: str | None = (
-            None  # of the checkpoint that the last generation began from
-        )
+        # of the checkpoint that the last generation began from
+        self._restored_key: str | None = None
         self._declined_growth: tuple[int, tuple[NodePlaces, ...]] | None = None
         self.bad_steps = BadStepTracker()
         self.relative_speeds: dict[tuple[str, int], float] = {}

@@ -52,9 +52,8 @@ _NEXT_REPORT_AGE_FACTOR, _NEXT_WAITER_REPORT_AGE_FACTOR = (
     1.2,
     2.0,
 )  # times as old as when it was told last: it is told again
-_AGENT_STOPPED_LATENESS_S = (
-    1.0  # seconds late: this agent was stopped itself, and nobody could report
-)
+# seconds late: this agent was stopped itself, and nobody could report
+_AGENT_STOPPED_LATENESS_S = 1.0
 
 
 @dataclass(frozen=True)

@@ -73,9 +73,8 @@ class NodeRunner:
         """
         self.state_changed = asyncio.Event()
         self.generation, self.stage = 0, NodeStage.IDLE
-        self.pause_generation = (
-            0  # the generation whose workers are asked to end their step and hold
-        )
+        # the generation whose workers are asked to end their step and hold
+        self.pause_generation = 0
         self.is_node_leaving = False  # and one of its nodes leaves then
         self.worker_group: WorkerGroup | None = None
         self.closing_reason = ""  # why the run stops after this generation's first step

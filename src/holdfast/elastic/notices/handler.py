@@ -123,9 +123,8 @@ class NoticeHandler:
         self._deadline: float | None = None
         self._is_peer_copy_enough = False
         self._peer_copy_step = -1  # the newest step of this generation that a peer has
-        self._owed_save_step: int | None = (
-            None  # the step of a durable save that a new generation cut off
-        )
+        # the step of a durable save that a new generation cut off
+        self._owed_save_step: int | None = None
         self._snapshot_kept = asyncio.Event()
 
     # --- what is done about it ------------------------------------------------------------------

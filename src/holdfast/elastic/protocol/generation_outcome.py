@@ -41,9 +41,8 @@ class LostOutcome:
     # template_lost, rot; "": unknown.
     reason: str
     cause: str  # a phrase for people
-    corruption: str | None = (
-        None  # what is wrong with the checkpoint that the generation began from
-    )
+    # what is wrong with the checkpoint that the generation began from
+    corruption: str | None = None
     lost_ranks: frozenset[int] = frozenset()  # who were lost, or cannot go on with their peers
 
 

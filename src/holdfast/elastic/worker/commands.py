@@ -119,9 +119,8 @@ class CommandClient:
         self._pending_command: Begin | End | None = None
         self._interrupt_lock = threading.Lock()  # held while an interrupt runs
         self._waking_thread: ThreadId | None = None  # the thread that runs one
-        self._has_returned = (
-            False  # who was to be woken waits for nothing but the end of an interrupt
-        )
+        # who was to be woken waits for nothing but the end of an interrupt
+        self._has_returned = False
         self._interrupt: Interrupt | None = None
         self._interrupt_generation = 0  # that the interrupt is of
         self._exits_if_stuck = False

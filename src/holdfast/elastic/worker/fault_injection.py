@@ -37,9 +37,8 @@ logger = logging.getLogger(__name__)
 _POLL_S = 0.01
 _LAST_REPORT_TIMEOUT_S = 2.0  # seconds that a worker tries to have its last words written down
 _OUTSIDE_ACTION_TIMEOUT_S = 20.0  # seconds that an order may take which is carried out elsewhere
-_GRADIENTS_BEFORE_BACKWARD = (
-    3  # gradients of a step that come before the one that counts as `backward`
-)
+# gradients of a step that come before the one that counts as `backward`
+_GRADIENTS_BEFORE_BACKWARD = 3
 
 
 class FaultInjector:

@@ -44,9 +44,8 @@ class AgentRequests:
     tier_durations_s: Mapping[int, float] = field(
         default_factory=dict
     )  # by tier, until a save is done
-    pause_generation: int = (
-        0  # the generation whose workers are to end their step and wait; 0: none
-    )
+    # the generation whose workers are to end their step and wait; 0: none
+    pause_generation: int = 0
     is_node_leaving: bool = False  # pausing: a node leaves then, and what its workers hold with it
 
     @staticmethod

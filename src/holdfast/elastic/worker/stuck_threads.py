@@ -32,9 +32,8 @@ return."""
 _SAMPLES = 10
 _DUMP_MARGIN_S = 0.5
 """Seconds around the time of a stack dump in which it may be being written."""
-_LATE_SAMPLE_S = (
-    0.2  # seconds: who looks so late was kept from running, and so was whom he looks at
-)
+# seconds: who looks so late was kept from running, and so was whom he looks at
+_LATE_SAMPLE_S = 0.2
 _COMMUNICATING_FOLDERS = tuple(
     f"{Path(str(module.__file__)).parent}/" for module in (torch, holdfast.parallel, holdfast.train)
 )

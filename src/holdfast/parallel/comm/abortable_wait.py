@@ -52,9 +52,8 @@ class AbortableWait:
         finally:
             with self._changed:
                 self._is_waiting = False
-                if (
-                    self._is_abandoned
-                ):  # however it ended: when gloo's own time is over it is an error
+                # however it ended: when gloo's own time is over it is an error
+                if self._is_abandoned:
                     raise AbandonedError
 
     def abort(self) -> None:

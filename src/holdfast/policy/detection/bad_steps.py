@@ -139,9 +139,8 @@ class BadStepPolicy:
         self.phase = BadStepPhase.NORMAL
         self._limits = limits or BadStepLimits()
         self._trials: dict[int, list[Trial]] = {}  # by microbatch of the step
-        self._decision: BadStepDecision | None = (
-            None  # the newest, as long as its step has not passed
-        )
+        # the newest, as long as its step has not passed
+        self._decision: BadStepDecision | None = None
         self._failures = self._unclear_failures = 0
         self._errors: Counter[DeviceName] = Counter()
 

@@ -46,9 +46,8 @@ DEFAULT_STEP_S = 1.0
 """Seconds assumed for a step before the first one has been measured."""
 
 _RECENT_STEPS = 4  # newest steps; if these were slow, the normal step is as slow now
-_RUNNING_CPU_SHARE = (
-    0.05  # of a core: a worker that uses this much runs, and is short of cores at worst
-)
+# of a core: a worker that uses this much runs, and is short of cores at worst
+_RUNNING_CPU_SHARE = 0.05
 _UNHEARD_RUNNING_CPU_SHARE = 0.1  # of a core: this much, if the worker is not heard; see `silent`
 
 

@@ -466,9 +466,8 @@ def _remove_node(
     state = replace(state, nodes=rest, node_names=(), unreachable_pairs=apart)
     if node.name not in state.members:
         return state
-    if (
-        node.stage is NodeStage.DONE and node.generation == state.generation
-    ):  # it had nothing left to do
+    # it had nothing left to do
+    if node.stage is NodeStage.DONE and node.generation == state.generation:
         return replace(state, members=state.members - {node.name})
     state = replace(state, lost_members=(*state.lost_members, (node.name, cause)))
     return halt(state, "notice" if node.leaving_at < inf else "node_lost", now)

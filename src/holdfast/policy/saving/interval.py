@@ -35,9 +35,8 @@ MIN_INTERVAL_CHANGE_SHARE = 0.1
 MIN_TIER_SET_GAIN_SHARE = 0.02
 """Share of the lost time that another choice of tiers must spare before it is taken."""
 
-_COST_WINDOW_SAVES = (
-    9  # saves over which a cost is taken: the median of so few follows a disk that fills up
-)
+# saves over which a cost is taken: the median of so few follows a disk that fills up
+_COST_WINDOW_SAVES = 9
 _USUAL_STEP_WINDOW = 15  # ordinary steps over which the usual step is taken
 MIN_SAVE_COST_S = 1e-4
 """Seconds that a save costs at least: a snapshot of a few tensors and its announcement."""
