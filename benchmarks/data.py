@@ -95,10 +95,11 @@ def time_ours(folder: Path, tokenizer: Path, cores: int) -> tuple[float, float]:
     spent: dict[str, tuple[float, float]] = {}
 
     def now() -> tuple[float, float]:
+        # of ended children; the living are added
         cpu = sum(
             usage.ru_utime + usage.ru_stime
             for usage in map(resource.getrusage, (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
-        )  # of ended children; the living are added
+        )
         living = [child.cpu_times() for child in psutil.Process().children()]
         return time.perf_counter(), cpu + sum(times.user + times.system for times in living)
 

@@ -54,9 +54,8 @@ def run(boot: WorkerSpec, secret: Secret) -> int:
     def beginning(self: StepEngine, step: int) -> Any:
         nonlocal open_step, computed
         engines[:] = [self]
-        kept = self.plan.computed_by_replica(
-            step
-        )  # by replica; of all of them alike, nothing or something
+        # by replica; of all of them alike, nothing or something
+        kept = self.plan.computed_by_replica(step)
         if computed and not (step == open_step and kept):
             tell(self, -open_step)
         open_step = step

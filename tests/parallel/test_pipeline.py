@@ -83,13 +83,14 @@ class SplitStages(ModuleStages):
 def batch(microbatches: int) -> tuple[list[Tensor], list[Tensor]]:
     """Inputs and targets of every microbatch."""
     generator = torch.Generator().manual_seed(3)
+    # type: ignore[return-value]
     return tuple(
         [
             torch.randn(ROWS, WIDTH, generator=generator, dtype=torch.float64)
             for _ in range(microbatches)
         ]
         for _ in range(2)
-    )  # type: ignore[return-value]
+    )
 
 
 def alone(stages: int, microbatches: int) -> tuple[list[float], list[list[float]]]:

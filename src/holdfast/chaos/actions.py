@@ -187,9 +187,8 @@ def _give_notice_then_kill(at: ChaosEnvironment, node: str) -> FaultAction:
 
 def _freeze_node(at: ChaosEnvironment, node: str) -> FaultAction:
     at.fleet.send_signal(node, signal.SIGSTOP)
-    seconds = (
-        10 * at.heartbeat_s + at.outage_s
-    )  # also where it leads: another leader is chosen first
+    # also where it leads: another leader is chosen first
+    seconds = 10 * at.heartbeat_s + at.outage_s
     return FaultAction(
         f"all processes of {node}", lambda: at.fleet.send_signal(node, signal.SIGCONT), seconds
     )

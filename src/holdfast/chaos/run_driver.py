@@ -137,9 +137,8 @@ class RunDriver:
             if self.view.is_finished:
                 continue
             if code == 0 and not expected and self.gate_step >= self._steps:
-                self._finished_agents.append(
-                    (node, time.monotonic())
-                )  # its end may be known before the run's
+                # its end may be known before the run's
+                self._finished_agents.append((node, time.monotonic()))
                 continue
             if not expected:
                 self._unexpected_ends.append([node, code])

@@ -18,9 +18,8 @@ from holdfast.errors import DataError
 
 PARTITION_DOCUMENTS = 1 << 22
 
-DocumentRows = NDArray[
-    np.uint64
-]  # [documents, 3]: hash high, hash low, bytes (0: an empty document)
+# [documents, 3]: hash high, hash low, bytes (0: an empty document)
+DocumentRows = NDArray[np.uint64]
 
 
 @dataclass(frozen=True)

@@ -91,9 +91,8 @@ def prepare_dataset(
                     f"{folder} stays as it was prepared, though its sources have changed "
                     f"({'; '.join(changed)}): name another data.folder to read them anew"
                 )
-            shutil.rmtree(
-                folder / WORK_FOLDER, ignore_errors=True
-            )  # left by a kill after the manifest
+            # left by a kill after the manifest
+            shutil.rmtree(folder / WORK_FOLDER, ignore_errors=True)
             return dataset
         _make_folder(folder / WORK_FOLDER)
         with _locked_folder(folder, say if wait else None):

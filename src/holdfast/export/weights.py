@@ -28,10 +28,11 @@ if TYPE_CHECKING:
 Used = TypeVar("Used")
 MAX_READ_ATTEMPTS = 5  # to read a checkpoint before the continuing run removes it
 
+# what parameters are stored as (core/sharding/state_table.py)
 _NUMPY = {
     "F32": "<f4",
     "F64": "<f8",
-}  # what parameters are stored as (core/sharding/state_table.py)
+}
 
 
 def with_checkpoint(

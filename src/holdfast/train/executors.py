@@ -186,9 +186,8 @@ class _ShareWork:
     ):
         self._stage, self._leaves, self._batches = stage, leaves, batches
         self._listener, self._alive = listener, on_progress
-        self._activations: dict[
-            int, tuple[Tensor | None, Tensor]
-        ] = {}  # what came in, what went out
+        # what came in, what went out
+        self._activations: dict[int, tuple[Tensor | None, Tensor]] = {}
         self.losses: list[Tensor] = []
 
     def boundary(self, stage: int, microbatch: int) -> tuple[tuple[int, ...], torch.dtype]:

@@ -135,9 +135,8 @@ def test_memory_of_a_worker_that_has_ended_is_used_again(
     slot = arena.free_slot()
     assert slot is not None
     arena.begin_write(slot)
-    arena.finish_write(
-        slot, identity_digest("test"), 1, 4, size, identity_digest(head)
-    )  # killed before it said so
+    # killed before it said so
+    arena.finish_write(slot, identity_digest("test"), 1, 4, size, identity_digest(head))
     worker.kill()
     worker.wait()
     if worker.stdin is not None:

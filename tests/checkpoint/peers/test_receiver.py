@@ -148,9 +148,8 @@ def test_a_copy_over_a_quick_link_takes_few_requests(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(PeerClient, "read_into", counted)
     play = Play(1, room=1 << 28)
-    play.keeper = SnapshotReceiver(
-        play.shelf, SECRET, 1 << 28, clock=lambda: 0.0
-    )  # no request takes long
+    # no request takes long
+    play.keeper = SnapshotReceiver(play.shelf, SECRET, 1 << 28, clock=lambda: 0.0)
     try:
         topo = topology(1)
         play.owner.begin(topo.to_json(), [spec.to_json() for spec in TABLE])

@@ -72,9 +72,8 @@ def test_a_mover_killed_at_seeded_moments_never_breaks_the_newest(
         workers = Workers(client, topo, table)
         step = newest + 1
         workers.save(step)
-        threading.Event().wait(
-            moments.uniform(0, 0.03) if newest else 0
-        )  # where in the save it is killed
+        # where in the save it is killed
+        threading.Event().wait(moments.uniform(0, 0.03) if newest else 0)
         mover.kill()
         found = find_newest_verified(mover.store)
         after = found.step if found else 0

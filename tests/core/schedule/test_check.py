@@ -33,9 +33,10 @@ from tests.support.schedules import (
 )
 
 randoms = st.randoms(use_true_random=False)
+# stages, ranks, microbatches
 shapes = st.tuples(st.integers(1, 4), st.integers(1, 3), st.integers(1, 3)).map(
     lambda s: (max(s[0], s[1]), s[1], s[2])
-)  # stages, ranks, microbatches
+)
 
 
 def passes(schedule: Schedule) -> bool:

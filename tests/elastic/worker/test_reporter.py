@@ -258,9 +258,8 @@ def test_events_that_cannot_travel_or_be_read_take_no_others_with_them() -> None
     object.__setattr__(unheard := Unheard(step=2), "kind", "unheard_of")
     with controlling(desk.report) as control, reporting(control.address) as reporter:
         desk.stored = False
-        reporter.call_when_durable(
-            lambda: None
-        )  # keeps what follows in the queue, to make one batch of it
+        # keeps what follows in the queue, to make one batch of it
+        reporter.call_when_durable(lambda: None)
         reporter.emit(_step(1))
         reporter.emit(unheard)
         reporter.emit(_step(3))

@@ -226,9 +226,8 @@ def test_a_request_for_another_listener_is_told_whom_to_sign_for() -> None:
             assert json.loads(answer.partition(b"\r\n\r\n")[2])["to"] == NAME
         assert service.calls == []
         client = Client(service.address, SECRET, 2)
-        client._listener._clock = lambda: (
-            time.time() - 7200.0
-        )  # a machine whose clock is hours behind
+        # a machine whose clock is hours behind
+        client._listener._clock = lambda: time.time() - 7200.0
         assert [client.post("/echo", {"x": n})["got"] for n in (3, 4)] == [3, 4]
         assert service.calls == [{"x": 3}, {"x": 4}]
         client.close()

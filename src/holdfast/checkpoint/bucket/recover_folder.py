@@ -115,9 +115,8 @@ def _recover_checkpoint(
         fencing.copy_start_records(bucket, folder)
     except (CheckpointError, CorruptError, MissingKeyError) as error:
         say(f"a checkpoint in the bucket cannot be trusted: {error}")
-        retention.discard_uncommitted(
-            folder, commit.generation, commit.step
-        )  # it will never be complete
+        # it will never be complete
+        retention.discard_uncommitted(folder, commit.generation, commit.step)
         return False
     say(f"step {copied.step} was brought back from the bucket")
     return True

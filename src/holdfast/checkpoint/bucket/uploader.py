@@ -100,9 +100,8 @@ class Uploader:
         self._progress = UploadProgress(self._clock)
         self._newest_uploaded: str | None = None  # the newest that the bucket has
         self._unfinished_copies: set[str] = set()  # copies that were begun and have not arrived
-        self._removal_attempts_left: dict[
-            tuple[int, int], int
-        ] = {}  # (step, generation) -> attempts to remove it
+        # (step, generation) -> attempts to remove it
+        self._removal_attempts_left: dict[tuple[int, int], int] = {}
         self._sweep_attempts_left = REMOVAL_ATTEMPTS
         self._is_busy = True  # until the first look at what lies in the source
         self._is_closing = False

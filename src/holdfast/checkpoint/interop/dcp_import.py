@@ -78,9 +78,8 @@ def import_dcp(
     rows = {row.ours: row for row in SCHEMES[scheme](model)}
     optimizer = None if weights_only else _find_optimizer_prefix(found, rows)
     step = 0 if optimizer is None else _read_step(folder, found, rows, optimizer)
-    names = {
-        spec.name: _find_source(spec, rows, prefix, optimizer) for spec in table
-    }  # ours -> (row, their name or none)
+    # ours -> (row, their name or none)
+    names = {spec.name: _find_source(spec, rows, prefix, optimizer) for spec in table}
     for spec in table:
         _check_source(folder, found, spec, *names[spec.name])
     sources = (

@@ -35,9 +35,8 @@ class RankArena:
     memory: MemoryFile
     blob_header: bytes
     tensors: tuple[PlacedBox, ...]
-    taken_sequences: dict[int, int] = field(
-        default_factory=dict
-    )  # slot -> the newest sequence taken over
+    # slot -> the newest sequence taken over
+    taken_sequences: dict[int, int] = field(default_factory=dict)
 
     @property
     def arena(self) -> Arena:
@@ -66,9 +65,8 @@ class ArenaPool:
             current_context,
         )
         self._is_hashing, self._on_dropped = is_hashing, on_dropped
-        self._in_progress: set[tuple[int, int]] = (
-            set()
-        )  # (generation, rank) of arenas in the making
+        # (generation, rank) of arenas in the making
+        self._in_progress: set[tuple[int, int]] = set()
         self._allocation_lock = threading.Lock()  # of the present generation
         self._restored_ranks: set[int] = set()  # ranks that have restored: they asked for an arena
 

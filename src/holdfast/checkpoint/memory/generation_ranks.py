@@ -17,9 +17,8 @@ class GenerationRanks:
         self.generations: dict[int, tuple[Topology, StateTable]] = {}
         self.seen: dict[int, set[int]] = {}  # generation -> its ranks that have asked here
         self.declared: dict[int, frozenset[int]] = {}  # the same of all, where that was said
-        self._locally_complete_steps: dict[
-            int, set[int]
-        ] = {}  # generation -> steps of which they all were here
+        # generation -> steps of which they all were here
+        self._locally_complete_steps: dict[int, set[int]] = {}
 
     def open(
         self,

@@ -79,12 +79,10 @@ class CaptureIntake:
         self._run, self._served, self._change = run, served, served.change
         self._snapshot_store, self._save_manager = snapshot_store, save_manager
         self._save_tracker, self._restore_search, self._clock = save_tracker, restore_search, clock
-        self._handed_over_at: dict[
-            int, dict[int, float]
-        ] = {}  # step -> rank -> when it was handed over
-        self._incomplete_steps: set[int] = (
-            set()
-        )  # steps of this generation that lack a rank for good
+        # step -> rank -> when it was handed over
+        self._handed_over_at: dict[int, dict[int, float]] = {}
+        # steps of this generation that lack a rank for good
+        self._incomplete_steps: set[int] = set()
         self._not_to_upload: set[SaveId] = set()  # what does not go into the bucket
         self._hashing_count = 0
         # slots of captures that failed, while a disk may still read them
@@ -152,9 +150,8 @@ class CaptureIntake:
         """As `MoverService.drain`."""
 
         def ended() -> bool:
-            newest = dict(
-                reversed(self._snapshot_store.complete_steps(own_ranks_only=True))
-            )  # generation -> step
+            # generation -> step
+            newest = dict(reversed(self._snapshot_store.complete_steps(own_ranks_only=True)))
             waiting = [
                 save
                 for save in self._save_manager.pending_parts.saves()
@@ -230,10 +227,11 @@ class CaptureIntake:
 
     def _release_capture(self, capture: _Capture) -> None:
         """Give back the slot of a capture that was not shelved."""
+        # else a newer one's
         if capture.rank_arena.arena.header(capture.slot) in (
             capture.expected_header,
             None,
-        ):  # else a newer one's
+        ):
             capture.rank_arena.arena.release(capture.slot)
         with self._change:
             self._failed_reading_count -= 1

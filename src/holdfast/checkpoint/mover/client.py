@@ -90,9 +90,8 @@ class MoverConnections:
     ) -> None:
         self._socket_path, self._secret = socket_path, secret
         self._generation, self._clock = generation, clock
-        self._idle_connections: list[
-            socket.socket
-        ] = []  # append and pop are one step each, for any thread
+        # append and pop are one step each, for any thread
+        self._idle_connections: list[socket.socket] = []
         weakref.finalize(self, _close_all, self._idle_connections)
 
     def exchange(

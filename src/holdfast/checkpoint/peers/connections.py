@@ -51,12 +51,10 @@ class SenderConnections:
     def __init__(self, secret: Secret) -> None:
         self._secret = secret
         self._lock = threading.Lock()
-        self._connections: OrderedDict[str, SenderConnection] = (
-            OrderedDict()
-        )  # by address, the latest last
-        self._all_clients: weakref.WeakSet[PeerClient] = (
-            weakref.WeakSet()
-        )  # also replaced ones, while in use
+        # by address, the latest last
+        self._connections: OrderedDict[str, SenderConnection] = OrderedDict()
+        # also replaced ones, while in use
+        self._all_clients: weakref.WeakSet[PeerClient] = weakref.WeakSet()
         self._closed = False
 
     def connect(self, address: str, generation: int, run_id: str) -> SenderConnection:

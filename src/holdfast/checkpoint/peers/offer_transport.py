@@ -52,9 +52,8 @@ class Destination:
     client: PeerClient | None = None  # of the newest generation that something was sent in
     waiting_step: OfferedStep | None = None
     is_busy: bool = False
-    generations_with_plan: set[int] = field(
-        default_factory=set
-    )  # generations whose plan it has been sent
+    # generations whose plan it has been sent
+    generations_with_plan: set[int] = field(default_factory=set)
     newest_kept: tuple[int, int] = (0, -1)
     skipped_since_kept: int = 0  # steps that gave way to newer ones since the last that was kept
     reused_bytes: int = 0  # bytes of the step under way that need not travel

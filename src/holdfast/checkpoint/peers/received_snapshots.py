@@ -26,17 +26,14 @@ class ReceivedSnapshots:
         self.max_bytes = max_bytes
         self._snapshot_store = snapshot_store
         self._memory: dict[tuple[int, int], MemoryFile] = {}  # (rank, capacity)
-        self.kept_slots: dict[
-            SnapshotName, tuple[MemoryFile, int]
-        ] = {}  # ours on the shelf, and where
-        self._announced_ranks: dict[
-            int, frozenset[int]
-        ] = {}  # generation -> announced to be sent here
+        # ours on the shelf, and where
+        self.kept_slots: dict[SnapshotName, tuple[MemoryFile, int]] = {}
+        # generation -> announced to be sent here
+        self._announced_ranks: dict[int, frozenset[int]] = {}
         self._files_being_written: set[int] = set()  # ids of the memory files that are pulled into
         self.reused_bytes: dict[SnapshotName, int] = {}  # bytes of ours that did not travel
-        self._known_headers: dict[
-            int, tuple[bytes, tuple[PlacedBox, ...]]
-        ] = {}  # by rank, the last one
+        # by rank, the last one
+        self._known_headers: dict[int, tuple[bytes, tuple[PlacedBox, ...]]] = {}
 
     def announce(self, generation: int, ranks: frozenset[int]) -> None:
         """A sender has named the ranks that it sends here; who calls this holds `lock`."""

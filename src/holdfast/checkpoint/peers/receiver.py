@@ -93,9 +93,8 @@ class SnapshotReceiver:
         self._received = ReceivedSnapshots(snapshot_store, max_bytes)
         self._lock = self._received.lock
         self._pulls: dict[int, tuple[SnapshotName, Future[None]]] = {}  # rank -> what is under way
-        self._interrupted_pulls: dict[
-            int, SnapshotName
-        ] = {}  # rank -> the pull that broke off last
+        # rank -> the pull that broke off last
+        self._interrupted_pulls: dict[int, SnapshotName] = {}
         self._senders = SenderConnections(secret)
         self._closed = False
         self._pull_threads = ThreadPoolExecutor(MAX_CONCURRENT_PULLS, "pull")

@@ -134,13 +134,11 @@ class PeerServer(socketserver.ThreadingMixIn, socketserver.TCPServer):
         """More that is answered, by path: given the generation of who asks, and a JSON object."""
         self.sent_bytes = 0  # bytes of ranges, for the status
         self._max_connections, self._proof_timeout_s = max_connections, proof_timeout_s
-        self._open_connections: dict[
-            socket.socket, bool
-        ] = {}  # oldest first; whether it has proven itself
+        # oldest first; whether it has proven itself
+        self._open_connections: dict[socket.socket, bool] = {}
         self._opened_at: dict[socket.socket, float] = {}  # when it came
-        self._idle_connections: dict[
-            socket.socket, None
-        ] = {}  # proven, and nothing asked; the longest first
+        # proven, and nothing asked; the longest first
+        self._idle_connections: dict[socket.socket, None] = {}
         self._lock = threading.Lock()
         self._newest_generation = 0
         self._run_id, self._is_bound_to_run = run_id, run_id is not None

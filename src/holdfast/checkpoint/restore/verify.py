@@ -46,9 +46,8 @@ def find_newest_verified(
             problems = [str(error)]
         if not problems:
             return Checkpoint.open(store, key)
-        list_commits(
-            store
-        )  # raises where the store is out of reach: that says nothing of any of them
+        # raises where the store is out of reach: that says nothing of any of them
+        list_commits(store)
         on_rejected(key, problems[0])
     if candidates:
         raise CheckpointError(
@@ -103,9 +102,8 @@ def find_damage(store: RunStore, key: str) -> str | None:
     except (HoldfastError, MissingKeyError) as error:
         problem = str(error)
     if problem is not None:
-        list_commits(
-            store
-        )  # raises where the store is out of reach: that says nothing of a checkpoint
+        # raises where the store is out of reach: that says nothing of a checkpoint
+        list_commits(store)
     return problem
 
 

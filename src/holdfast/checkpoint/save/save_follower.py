@@ -49,13 +49,11 @@ class GenerationSaves:
     own_ranks: frozenset[int]  # of this node
     ranks_stored: dict[int, set[int]] = field(default_factory=dict)  # step -> own ranks that stored
     nodes_stored: dict[int, set[str]] = field(default_factory=dict)  # step -> nodes that stored
-    busy_steps: dict[str, frozenset[int]] = field(
-        default_factory=dict
-    )  # node -> steps it is writing
+    # node -> steps it is writing
+    busy_steps: dict[str, frozenset[int]] = field(default_factory=dict)
     awaited_saves: set[SaveId] = field(default_factory=set)  # ends that the leader is to say
-    unreported_failures: dict[SaveId, str] = field(
-        default_factory=dict
-    )  # that the leader is to hear
+    # that the leader is to hear
+    unreported_failures: dict[SaveId, str] = field(default_factory=dict)
 
 
 class SaveFollower:

@@ -215,9 +215,8 @@ class SaveManager:
             self._threads.submit(self._commit_or_fail, plan, save)
 
     def part_failed(self, save: SaveId, reason: str) -> None:
-        self._save_tracker.record_failure(
-            save, reason, emit_event=False
-        )  # the node that lost it has reported it
+        # the node that lost it has reported it
+        self._save_tracker.record_failure(save, reason, emit_event=False)
         self._threads.submit(self.fail_save, save, HoldfastError(reason))
 
     def on_save_ended(self, save: SaveId, key: str | None, reason: str) -> None:

@@ -65,9 +65,8 @@ def write_single(
     layout = place_boxes((whole_box(spec.name, spec.shape) for spec in table), table)
     head = blob_header(layout)
     check_fence(store, generation)
-    retention.discard_uncommitted(
-        store, generation, step
-    )  # left by an import that was killed before it ended
+    # left by an import that was killed before it ended
+    retention.discard_uncommitted(store, generation, step)
     write_part(store, plan, step, 0, _blob_content(head, layout, sources), len(head), layout, meta)
     try:
         commit = try_commit(store, plan, step)

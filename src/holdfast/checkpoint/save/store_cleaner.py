@@ -104,9 +104,8 @@ class StoreCleaner:
                 found = self._store.list(part_prefix(plan.generation, step))
                 parts = [key for key in found if key.endswith(".json")]
                 if len(parts) < plan.topology.world_size:  # otherwise another node is committing it
-                    retention.discard_uncommitted(
-                        self._store, plan.generation, step
-                    )  # before ranks learn it
+                    # before ranks learn it
+                    retention.discard_uncommitted(self._store, plan.generation, step)
                     self._save_tracker.record_failure(
                         (plan.generation, step), "not every rank captured it"
                     )

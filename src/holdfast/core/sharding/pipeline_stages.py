@@ -90,9 +90,8 @@ def split_stages(costs: BlockCosts, stages: int) -> Stages:
     def time(stage: int, start: int, stop: int) -> float:
         return cost(0, stage, start, stop)
 
-    slowest = _least_bottlenecks(blocks, stages, time)[0][0] * (
-        1 + 1e-12
-    )  # sums may differ in the end
+    # sums may differ in the end
+    slowest = _least_bottlenecks(blocks, stages, time)[0][0] * (1 + 1e-12)
 
     def parameters(stage: int, start: int, stop: int) -> float:
         fits = time(stage, start, stop) <= slowest

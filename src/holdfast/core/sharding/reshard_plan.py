@@ -28,9 +28,8 @@ from holdfast.core.sharding.state_table import ITEM_BYTES, StateTable, TensorSpe
 from holdfast.errors import LayoutError
 from holdfast.layout import Topology
 
-MAX_TRANSFER_BYTES = (
-    16 << 20
-)  # bytes of one transfer: small enough to share a large tensor out over holders
+# bytes of one transfer: small enough to share a large tensor out over holders
+MAX_TRANSFER_BYTES = 16 << 20
 MAX_ROUND_BYTES = 256 << 20  # bytes that one rank sends and receives in one round
 
 

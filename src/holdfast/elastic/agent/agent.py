@@ -239,9 +239,8 @@ class NodeAgent:
             except FencedError as error:
                 current = self._parts.node_runner.worker_group
                 if self._context.single_node_term is not None and current is not None:
-                    current.decide(
-                        FailedOutcome(str(error), exit_codes.FENCED)
-                    )  # no other part learns of it
+                    # no other part learns of it
+                    current.decide(FailedOutcome(str(error), exit_codes.FENCED))
                 coordinator.fence()
             except HoldfastError:
                 continue  # an unreachable run store does not stop the training

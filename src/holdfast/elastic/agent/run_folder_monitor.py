@@ -173,9 +173,8 @@ class RunFolderMonitor:
         self._check_task: asyncio.Task[FolderState] | None = None
         self._check_began_at = 0.0  # when the check under way began
         self._folder_state = FolderState.PRESENT
-        self._last_present_at = (
-            self._clock()
-        )  # when it was last here, or this node was asked to leave
+        # when it was last here, or this node was asked to leave
+        self._last_present_at = self._clock()
         self._gone_since: float | None = None  # since when
         # seconds that a node has after it is asked to leave
         self._leave_timeout_s: float | None = None

@@ -62,6 +62,7 @@ class HangDetector:
         self._furthest_point = max(
             self._furthest_point, *(mark.point for mark in told.marks.values())
         )
+        # most reported workers wait for another rank: return early for them
         if limit is None or not any(
             now - mark.reached_at > limit
             and (
@@ -70,7 +71,7 @@ class HangDetector:
                 or not (mark.is_waiting or mark.is_blocked_in_collective)
             )
             for mark in told.marks.values()
-        ):  # most reported workers wait for another rank: return early for them
+        ):
             return []
         named = find_hung(self._marks, self.normal_step_s, now, wakeup_lag_s=told.lateness_s)
         return [

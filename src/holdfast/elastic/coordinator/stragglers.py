@@ -38,9 +38,8 @@ class StragglerTracker:
     def __init__(self, limits: StragglerLimits | None = None) -> None:
         self._detector = StragglerDetector(limits)
         self._generation = 0
-        self._reporting_workers: set[WorkerId] = (
-            set()
-        )  # workers that were reported in this generation
+        # workers that were reported in this generation
+        self._reporting_workers: set[WorkerId] = set()
         self._pending_timings: dict[WorkerId, StepTiming] = {}
         self._slowdowns: dict[WorkerId, float] = {}  # of slow workers: time relative to normal
 

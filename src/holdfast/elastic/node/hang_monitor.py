@@ -48,10 +48,11 @@ REPORTER_BUSY_ALLOWANCE_S = 10.0
 
 
 _FIRST_REPORT_EXTRA_S = 0.3  # beside a normal step: standing still for so long is told
+# times as old as when it was told last: it is told again
 _NEXT_REPORT_AGE_FACTOR, _NEXT_WAITER_REPORT_AGE_FACTOR = (
     1.2,
     2.0,
-)  # times as old as when it was told last: it is told again
+)
 # seconds late: this agent was stopped itself, and nobody could report
 _AGENT_STOPPED_LATENESS_S = 1.0
 

@@ -193,9 +193,8 @@ class MoverSupervisor:
             self._last_reply_at = time.monotonic()  # nobody has listened for a while
         try:
             await self._send_expect(self._last_expect)
-            await self.drain_events(
-                topology.generation
-            )  # rejected checkpoints, before the workers start
+            # rejected checkpoints, before the workers start
+            await self.drain_events(topology.generation)
         finally:  # one that does not answer is listened to all the same: so it is replaced
             if self._listen_task is None or self._listen_task.done():
                 client = MoverClient(self.socket_path, self._secret, topology.generation)

@@ -254,9 +254,8 @@ class NodeRunner:
         current = self.worker_group
         if self.stage is NodeStage.WORKING and current is not None and current.has_stepped:
             world = current.topology.world_size
-            self._standby_keeper.replenish(
-                len(current.ranks), world
-            )  # behind the training: it costs time
+            # behind the training: it costs time
+            self._standby_keeper.replenish(len(current.ranks), world)
 
     def on_outside_generation(self) -> None:
         """Prepare standbys while other nodes work, so that this node can offer its places."""

@@ -23,9 +23,8 @@ import psutil
 def main(address: str, node_id: str, interval_s: float) -> None:
     threading.Thread(target=_end_with_agent, daemon=True).start()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
-        signal.signal(
-            number, signal.SIG_IGN
-        )  # sent to every process of a job, they are the agent's
+        # sent to every process of a job, they are the agent's
+        signal.signal(number, signal.SIG_IGN)
     try:
         state = _connect(address)
         own = node_id or _find_own_node_id(state.node_table())

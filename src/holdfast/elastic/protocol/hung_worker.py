@@ -13,9 +13,8 @@ ALL_RANKS = -1
 _PROGRESS_COUNT_BITS = 32
 
 
-_MAX_PROGRESS_COUNT = (
-    1 << _PROGRESS_COUNT_BITS
-) - 1  # whoever holds has passed all points of its step
+# whoever holds has passed all points of its step
+_MAX_PROGRESS_COUNT = (1 << _PROGRESS_COUNT_BITS) - 1
 
 
 @dataclass(frozen=True)

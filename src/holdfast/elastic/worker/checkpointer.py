@@ -38,10 +38,11 @@ _MOVER_RETRY_DELAY_S = 0.1
 _LATE_SECONDS = 2.0
 """Seconds that a finished step waits for a saver in the making. After that it captures nothing."""
 
+# seconds for the last save, as in `train.runner`
 _LAST_SLOT_TIMEOUT_S, _LAST_COMMIT_TIMEOUT_S = (
     60.0,
     600.0,
-)  # seconds for the last save, as in `train.runner`
+)
 
 
 def make_with_fewer_slots(

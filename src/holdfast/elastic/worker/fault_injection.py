@@ -48,9 +48,8 @@ class FaultInjector:
         self._worker, self._fault_orders = worker, FaultOrders(folder)
         self._clock, self._clock_offset_s = time.time, 0.0
         self._gradients_seen = (0, 0)  # step, how many came in it
-        self._corrupt_targets: list[
-            tuple[Any, float]
-        ] = []  # targets of the open step, and by what their
+        # targets of the open step, and by what their
+        self._corrupt_targets: list[tuple[Any, float]] = []
         # loss is multiplied
 
     # --- a point is reached -----------------------------------------------------------------------

@@ -138,9 +138,8 @@ class ForkServerLoop:
                 ended = None
             if ended is None:
                 continue
-            self._kill_group(
-                pid
-            )  # before the number is free: processes that the worker left behind
+            # before the number is free: processes that the worker left behind
+            self._kill_group(pid)
             _, status = os.waitpid(pid, 0)
             rank = self._ranks_by_pid.pop(pid)
             code = os.waitstatus_to_exitcode(status)
@@ -210,9 +209,8 @@ def main() -> None:
     for number in lifeline.AGENT_SIGNALS:  # from here on it ends when its control socket does
         signal.signal(number, signal.SIG_IGN)
     ForkServerLoop(socket.socket(fileno=arguments.control), arguments.lifeline, entry).run()
-    _exit_now(
-        exit_codes.DONE
-    )  # taking apart all that imports made lasts half a second: the agent waits
+    # taking apart all that imports made lasts half a second: the agent waits
+    _exit_now(exit_codes.DONE)
 
 
 if __name__ == "__main__":

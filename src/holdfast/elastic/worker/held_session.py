@@ -154,9 +154,8 @@ class HeldSession:
         engine = self.current.engine
         groups, whole = engine.groups, engine.progress.reduced_step
         place = (groups.topology.generation, groups.rank)
-        applied = (
-            engine.status.applied_step or self.step
-        )  # perhaps in a recovery that did not come to its end
+        # perhaps in a recovery that did not come to its end
+        applied = engine.status.applied_step or self.step
         return WorkerHeldState(generation, rank, applied, whole, False, kind, text, place, bad_step)
 
 

@@ -41,9 +41,8 @@ class AgentRequests:
     is_brief: bool = False  # stopping: a snapshot that peers get is to do
     save_request: int = 0  # number of the newest request for a save; 0: none
     save_tiers: frozenset[int] = frozenset()  # the tiers that it asks for
-    tier_durations_s: Mapping[int, float] = field(
-        default_factory=dict
-    )  # by tier, until a save is done
+    # by tier, until a save is done
+    tier_durations_s: Mapping[int, float] = field(default_factory=dict)
     # the generation whose workers are to end their step and wait; 0: none
     pause_generation: int = 0
     is_node_leaving: bool = False  # pausing: a node leaves then, and what its workers hold with it
@@ -157,9 +156,8 @@ class CallbackQueue:
     guards it."""
 
     def __init__(self) -> None:
-        self._callbacks: deque[tuple[int, Callable[[], None]]] = (
-            deque()
-        )  # events before it, the call
+        # events before it, the call
+        self._callbacks: deque[tuple[int, Callable[[], None]]] = deque()
         self._expected = 0  # calls that will come, and those that are there
         self.is_announced = False
         """Whether the agent knows that one may be under way."""

@@ -124,9 +124,8 @@ class PaceChange:
 @dataclass
 class _WorkerPace:
     pace: Pace = Pace.WELL
-    step_slowdowns: list[float] = field(
-        default_factory=list
-    )  # times slower, of the steps of this block
+    # times slower, of the steps of this block
+    step_slowdowns: list[float] = field(default_factory=list)
     block_slowdowns: deque[float] = field(default_factory=deque)  # the newest last
     blocks_in_pace: int = 0  # blocks in this pace
     speed: float = 1.0

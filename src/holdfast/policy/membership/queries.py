@@ -30,9 +30,8 @@ def directive_for(state: CoordinatorState, node_name: str) -> Directive:
     if node is None:
         return Directive(NodeCommand.WAIT)
     inside = node_name in state.members
-    if node.generation and (
-        node.generation < state.generation or not inside
-    ):  # left over from an older one
+    # left over from an older one
+    if node.generation and (node.generation < state.generation or not inside):
         if node.stage not in STOPPED_STAGES:
             return Directive(NodeCommand.HALT, node.generation)
         starts = inside and state.phase in (Phase.STARTING, Phase.TRAINING)

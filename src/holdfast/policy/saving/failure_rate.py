@@ -146,9 +146,8 @@ def _update_without_failure(weights: Sequence[float], passed: float) -> list[flo
     stayed, moved = [], []
     for weight, rate in zip(weights, FAILURE_RATES, strict=True):
         left = weight * exp(-rate * passed * (1 + 1 / FAILURES_PER_REGIME))
-        moved.append(
-            (weight - left) / (1 + FAILURES_PER_REGIME)
-        )  # out of the regime, quiet until then
+        # out of the regime, quiet until then
+        moved.append((weight - left) / (1 + FAILURES_PER_REGIME))
         stayed.append(left)
     for index, (share, rate) in enumerate(
         zip(_spread_regime_change(moved), FAILURE_RATES, strict=True)

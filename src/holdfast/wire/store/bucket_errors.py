@@ -27,6 +27,7 @@ _CREDENTIALS_REMEDY = (
     "file of them with ?credentials=<path>"
 )
 _AUTHORITY_REMEDY = "name the file of its authority's certificate with ?ca=<path>"
+# the first that fits; as obstore's debug text names them
 _KINDS = tuple(
     (re.compile(pattern), said)
     for pattern, said in (
@@ -43,7 +44,7 @@ _KINDS = tuple(
             "the endpoint broke off in the middle of an answer",
         ),
     )
-)  # the first that fits; as obstore's debug text names them
+)
 
 
 def translate_error(error: Exception, where: str, *, missing: bool = False) -> HoldfastError:

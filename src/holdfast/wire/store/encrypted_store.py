@@ -110,9 +110,8 @@ class EncryptedStore:
         self.inner = inner
         self.where = str(getattr(inner, "where", getattr(inner, "folder", "")))
         requests, most = getattr(inner, "reads", NEARBY_READS)
-        self.reads = ReadPreference(
-            requests, min(most, NEARBY_READS.bytes)
-        )  # what is opened is held a second time
+        # what is opened is held a second time
+        self.reads = ReadPreference(requests, min(most, NEARBY_READS.bytes))
         self._key = key
         self._key_id = _derive(key, b"", b"holdfast key id")[:8]
         self._compress = compress
