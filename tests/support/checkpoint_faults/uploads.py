@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from holdfast.checkpoint.bucket.copy import copy_checkpoint
-from holdfast.checkpoint.bucket.recover_folder import opened, recover_folder
+from holdfast.checkpoint.bucket.recover_folder import open_bucket, recover_folder
 from holdfast.checkpoint.bucket.uploader import Uploader
 from holdfast.checkpoint.restore.catalog import list_commits, step_of
 from holdfast.checkpoint.save.retention import RetentionRules
@@ -97,7 +97,7 @@ def child(folder: str, place: str, second: str, third: str, order: str, work: st
         if isinstance(event, CheckpointUploaded):
             print(event.step, flush=True)
 
-    uploader = Uploader(store, lambda: opened(place), RetentionRules(2, 0), tell)
+    uploader = Uploader(store, lambda: open_bucket(place), RetentionRules(2, 0), tell)
     if work:
         protocol = Protocol(store, (int(second), int(third)), int(order), keep=3)
         generations = {12: 2, 14: 2, 16: 3}

@@ -20,7 +20,7 @@ from holdfast.wire.store.location import UnfitStoreError, open_store, probe_stor
 from holdfast.wire.store.run_store import MissingKeyError, RunStore
 
 
-def opened(location: str) -> RunStore:
+def open_bucket(location: str) -> RunStore:
     """The bucket of a location, probed. Raises StoreError."""
     store = open_store(location)
     probe_store(store, location.partition("?")[0])

@@ -24,7 +24,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from holdfast.checkpoint.bucket.recover_folder import opened
+from holdfast.checkpoint.bucket.recover_folder import open_bucket
 from holdfast.checkpoint.bucket.uploader import Uploader
 from holdfast.checkpoint.mover import protocol
 from holdfast.checkpoint.mover.peer_wiring import PeerWiring
@@ -294,7 +294,7 @@ def _make_uploader(spec: MoverSpec, service: MoverService) -> Uploader | None:
     keep = RetentionRules(spec.settings.bucket_keep_last, spec.settings.keep_every)
     uploader = Uploader(
         open_store(spec.store),
-        lambda: opened(location),
+        lambda: open_bucket(location),
         keep,
         service.save_tracker.emit,
         rejected_keys=service.rejected_keys,

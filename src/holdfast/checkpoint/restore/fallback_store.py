@@ -56,7 +56,7 @@ def open_commit_with_fallback(
     cannot be reached: the checkpoint may be intact there.
     """
     try:
-        return verify.opened(first, key)
+        return verify.open_commit(first, key)
     except HoldfastError as error:
         if fallback is None:
             raise

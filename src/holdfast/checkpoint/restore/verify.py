@@ -58,7 +58,7 @@ def find_newest_verified(
     return None
 
 
-def opened(store: RunStore, key: str) -> Commit:
+def open_commit(store: RunStore, key: str) -> Commit:
     """The commit object of a checkpoint whose blobs are there and begin as they must. Their extents
     are not checked here: the reader does that.
 
