@@ -35,6 +35,8 @@ def test_a_worker_s_lines_follow_it_into_the_next_generation() -> None:
     stamp = r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z"
     assert re.fullmatch(stamp + " INFO worker generation=3 rank=1: step 7", first)
     assert re.fullmatch(stamp + " ERROR worker generation=4 rank=0: it failed", second)
+    assert [process_log.message_of(line) for line in (first, second)] == ["step 7", "it failed"]
+    assert process_log.message_of("a line: of no log") == "a line: of no log"
 
 
 def test_an_agent_s_lines_are_appended_to_its_file(tmp_path: Path) -> None:

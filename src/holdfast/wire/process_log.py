@@ -14,12 +14,14 @@ from __future__ import annotations
 
 import logging
 import queue
+import re
 import threading
 import time
 from pathlib import Path
 from typing import TextIO
 
 ROOT = "holdfast"
+_HEAD = re.compile(r"^\S+Z [A-Z]+ \w+ generation=\d+(?: rank=-?\d+)?: ")
 CLOSE_TIMEOUT_S = 2.0
 """Seconds that the end of a process waits for its last lines; a disk may hang."""
 
@@ -110,6 +112,11 @@ def stop() -> None:
     for handler in list(logger.handlers):
         logger.removeHandler(handler)
         handler.close()
+
+
+def message_of(line: str) -> str:
+    """Return a line of a log without time, level and place, as a user reads it."""
+    return _HEAD.sub("", line)
 
 
 def enter(generation: int, rank: int | None = None) -> None:

@@ -20,6 +20,7 @@ from holdfast.core.json_parsing import parse_json
 from holdfast.elastic.protocol.fork_channel import LineDecoder, encode_message
 from holdfast.elastic.protocol.worker_spec import WorkerSpec
 from holdfast.errors import HoldfastError
+from holdfast.wire.process_log import message_of
 from holdfast.wire.secret import Secret
 from holdfast.wire.store.run_store import translate_os_error
 
@@ -257,7 +258,7 @@ def _tell_fault(task: asyncio.Task[None]) -> None:
 
 
 def read_last_lines(path: Path, count: int, limit: int = 8192) -> str:
-    """Return the last non-empty lines of a log, out of its last `limit` bytes."""
+    """Return the last messages of a log, out of its last `limit` bytes, as a user reads them."""
     try:
         with path.open("rb") as file:
             file.seek(0, os.SEEK_END)
@@ -265,5 +266,5 @@ def read_last_lines(path: Path, count: int, limit: int = 8192) -> str:
             text = file.read().decode("utf-8", "replace")
     except OSError:
         return ""
-    lines = [line.rstrip() for line in text.splitlines() if line.strip()]
+    lines = [message_of(line.rstrip()) for line in text.splitlines() if line.strip()]
     return "\n".join(lines[-count:])
