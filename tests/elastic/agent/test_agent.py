@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
 import urllib.request
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -107,6 +109,9 @@ def test_lost_worker_mover_and_template_are_replaced(tmp_path: Path) -> None:
     exit_line = f"INFO agent generation=1: worker {first[1]} of rank 1 exited with -9\n"
     assert exit_line in logs["agent"]
     assert "INFO mover generation=0: ready\n" in logs["mover"]
+    roles = re.findall(r": role (\w+) in term", logs["agent"])
+    assert roles, "the agent's roles are logged"
+    assert all(before != after for before, after in pairwise(roles)), "only a change is logged"
     assert [e.reason for e in trainer.events(StopRequested)] == ["SIGTERM"]
     (stopped,) = trainer.events(RunStopped)
     assert stopped.step == max(e.step for e in trainer.events(StepDone, 4))

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Collection
 from typing import Any
 
-from holdfast.events import CheckpointCommitted, CheckpointFailed, Event
+from holdfast.events import CheckpointCommitted, CheckpointFailed, Event, SnapshotComplete
 
 logger = logging.getLogger(__name__)
 
@@ -132,7 +132,8 @@ class SaveTracker:
             self._warnings.append(text)
 
     def emit(self, event: Event) -> None:
-        logger.info("%s", event)
+        if not isinstance(event, SnapshotComplete):  # of every step, if so configured
+            logger.info("%s", event)
         with self._change:
             self._append_event(event)
 

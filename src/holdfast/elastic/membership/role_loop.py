@@ -15,7 +15,6 @@ it asks the other agents and opens the next term. `workload` is the interface to
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 from typing import Any
@@ -36,8 +35,6 @@ from holdfast.wire.http.server import Handler
 from holdfast.wire.secret import Secret
 from holdfast.wire.store.run_store import RunStore
 from holdfast.wire.term import TERM_PATH, Term, holder_probe, newest_term
-
-logger = logging.getLogger(__name__)
 
 ROLE_RETRY_PAUSE_S = 0.5
 """Seconds between two reads of the run store."""
@@ -171,7 +168,6 @@ class RoleLoop:
             )
         try:
             while self.state.role is not Role.SHUTDOWN:
-                logger.info("role %s", self.state.role.value)
                 try:
                     await parts[self.state.role]()
                 except RunEndedError:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Mapping
 from typing import Any
 
@@ -13,6 +14,8 @@ from holdfast.policy.membership import election
 from holdfast.policy.membership.election import AgentState, ElectionTimeouts, Role
 from holdfast.policy.membership.transitions import NodeCommand
 from holdfast.wire.waiting import wait_event
+
+logger = logging.getLogger(__name__)
 
 
 class RunMembership:
@@ -39,8 +42,11 @@ class RunMembership:
 
     def set_state(self, state: AgentState) -> None:
         """Enter a state of the election, unless this agent has left the run."""
-        if self.state.role is not Role.SHUTDOWN:
-            self.state = state
+        if self.state.role is Role.SHUTDOWN:
+            return
+        if state.role is not self.state.role:
+            logger.info("role %s in term %d", state.role.value, state.term)
+        self.state = state
 
     def leave_run(self) -> None:
         """Leave the run: follow no coordinator any more."""
