@@ -73,7 +73,7 @@ def _kill_agent(at: ChaosEnvironment, node: str) -> FaultAction:
 def _kill_leader(at: ChaosEnvironment, node: str) -> FaultAction:
     leader = at.leader_node
     if leader not in at.fleet.alive_nodes:
-        raise NotPossibleNowError("nobody leads")
+        raise NotPossibleNowError("no node leads")
     return _kill_agent(at, leader)
 
 

@@ -99,7 +99,7 @@ _ALL_FAULTS = (
     # --- in a worker --------------------------------------------------------------------------
     _worker_fault("kill", "a worker is killed (SIGKILL)", "kill", weight=10),
     _worker_fault(
-        "stop", "a worker stands still (SIGSTOP)", "stop", ("forward", "computed"), weight=4
+        "stop", "a worker is suspended (SIGSTOP)", "stop", ("forward", "computed"), weight=4
     ),
     _worker_fault("raise", "a worker raises inside the step", "raise", weight=8),
     _worker_fault(
@@ -118,14 +118,14 @@ _ALL_FAULTS = (
     ),
     _worker_fault(
         "hang-inside",
-        "a worker waits inside a collective for what nobody sends",
+        "a worker waits inside a collective for data that no rank sends",
         "hang inside",
         ("computed",),
         weight=3,
     ),
     _worker_fault(
         "hold-gil",
-        "a worker stands still and holds the interpreter's lock",
+        "a worker hangs and holds the interpreter's lock",
         "hold the GIL",
         ("forward", "computed"),
         weight=3,
@@ -177,10 +177,12 @@ _ALL_FAULTS = (
     ),
     _outside_fault("mover", "the mover of a node is killed", needs_new_generation=False),
     _outside_fault(
-        "mover-stop", "the mover of a node stands still for a while", needs_new_generation=False
+        "mover-stop", "the mover of a node is suspended for a while", needs_new_generation=False
     ),
     _outside_fault("template", "the fork server of a node is killed", needs_new_generation=False),
-    _outside_fault("leave", "a node is told to go (SIGTERM), and comes back", nodes=2, weight=3),
+    _outside_fault(
+        "leave", "a node is asked to leave (SIGTERM), and comes back", nodes=2, weight=3
+    ),
     _outside_fault("notice", "a node's cloud says that it goes; it comes back", nodes=2, weight=3),
     _outside_fault(
         "notice-kill",
@@ -190,7 +192,7 @@ _ALL_FAULTS = (
     ),
     _outside_fault(
         "zombie",
-        "a whole node stands still until it is given up, and wakes with its old sockets",
+        "all of a node is suspended until it is given up, and wakes with its old sockets",
         nodes=2,
         weight=2,
     ),

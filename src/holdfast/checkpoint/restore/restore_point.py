@@ -186,7 +186,7 @@ class RestorePointFinder:
 
     def _fallback_positions(self) -> set[_Position]:
         """What the second place has. One that is away may have what is needed."""
-        assert self._fallback_store is not None, "whoever asks has looked"
+        assert self._fallback_store is not None, "the caller has checked this"
         try:
             return _committed_positions(self._fallback_store.store)
         except StoreError as error:

@@ -90,7 +90,7 @@ class CreateGeneration(Protocol):
 
 
 def _ignore_change(old: CoordinatorState, new: CoordinatorState) -> None:
-    """Do nothing: nobody wants to know."""
+    """Do nothing: the default listener."""
 
 
 class CreationComplaints:

@@ -47,13 +47,13 @@ REPORTER_BUSY_ALLOWANCE_S = 10.0
 """Seconds that a worker's reporter may be busy with something else after its events were stored."""
 
 
-_FIRST_REPORT_EXTRA_S = 0.3  # beside a normal step: standing still for so long is told
-# times as old as when it was told last: it is told again
+_FIRST_REPORT_EXTRA_S = 0.3  # more than a normal step: a hang of that length is reported
+# times as old as at the last report: it is reported again
 _NEXT_REPORT_AGE_FACTOR, _NEXT_WAITER_REPORT_AGE_FACTOR = (
     1.2,
     2.0,
 )
-# seconds late: this agent was stopped itself, and nobody could report
+# seconds late: this agent was suspended itself, so no worker could report
 _AGENT_STOPPED_LATENESS_S = 1.0
 
 
@@ -169,7 +169,7 @@ class HangMonitor:
         """
         self._workers, self._read_stat = workers, read_stat
         self._step_timer = StepTimer(step_times)
-        self._has_all_ranks = workers.world_size == world_size  # nobody sits elsewhere
+        self._has_all_ranks = workers.world_size == world_size  # no rank is on another node
         self._progress_timeout_s, self._can_compare = progress_timeout_s, can_compare
         self._is_first_step_compiled = is_first_step_compiled
         self._observations: dict[int, _ProcessObservation] = {}
@@ -365,7 +365,7 @@ class HangMonitor:
                     mark.is_blocked_in_collective,
                 ]
             )
-        normal = self.normal_step_s if self._can_compare else None  # without it nobody is compared
+        normal = self.normal_step_s if self._can_compare else None  # None: workers are not compared
         return {
             "normal": normal,
             "late": max(self._recent_lateness),

@@ -190,7 +190,7 @@ class MoverSupervisor:
             topology, start_step, restore_point, machines, tuple(sources), is_stored
         )
         if self._listen_task is None or self._listen_task.done():
-            self._last_reply_at = time.monotonic()  # nobody has listened for a while
+            self._last_reply_at = time.monotonic()  # the agent has not listened for a while
         try:
             await self._send_expect(self._last_expect)
             # rejected checkpoints, before the workers start

@@ -144,7 +144,7 @@ class WorkerGroup:
     @property
     def _can_survivors_continue(self) -> bool:
         """Return True if the survivors continue, so that only lost workers may exit."""
-        elsewhere = self.outcome.cancelled()  # nobody waits for it any more: others ended it
+        elsewhere = self.outcome.cancelled()  # the agent has cancelled it: other nodes ended it
         lost = elsewhere or isinstance(self.decided_outcome, LostOutcome)
         return lost and self._cluster.recovery == "live"
 

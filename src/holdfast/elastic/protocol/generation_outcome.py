@@ -43,7 +43,9 @@ class LostOutcome:
     cause: str  # a phrase for people
     # what is wrong with the checkpoint that the generation began from
     corruption: str | None = None
-    lost_ranks: frozenset[int] = frozenset()  # who were lost, or cannot go on with their peers
+    lost_ranks: frozenset[int] = (
+        frozenset()
+    )  # ranks that were lost, or cannot continue with their peers
 
 
 @dataclass(frozen=True)

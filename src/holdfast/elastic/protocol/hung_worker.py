@@ -13,7 +13,7 @@ ALL_RANKS = -1
 _PROGRESS_COUNT_BITS = 32
 
 
-# whoever holds has passed all points of its step
+# a worker that holds has passed all points of its step
 _MAX_PROGRESS_COUNT = (1 << _PROGRESS_COUNT_BITS) - 1
 
 

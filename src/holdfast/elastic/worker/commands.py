@@ -262,7 +262,7 @@ class CommandClient:
             while self._still_blocked(ended_up_to) and not first_wakeup_done.wait(_RETRY_DELAY_S):
                 self._exit_if_stuck(ended_up_to, first_wakeup_done)
             threading.Event().wait(_STUCK_AFTER_S)  # to come back in
-        # not by this thread: it may get stuck, and nobody would see it
+        # not by this thread: if it got stuck, no thread would notice
         if self._still_blocked(ended_up_to):
             again = threading.Thread(
                 target=self._run_interrupt, args=(ended_up_to, True), name="wake", daemon=True

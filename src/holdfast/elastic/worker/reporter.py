@@ -139,7 +139,7 @@ class ReportWriter:
             "asleep": still == self._reported_progress and self._is_asleep(),
             "pace": list(meter.compute_time),
             "worked": list(meter.step_time),
-            "own": round(time.thread_time(), 4),  # beside which the process computes
+            "own": round(time.thread_time(), 4),  # the process computes at the same time
             # The agent drops what it has seen: a batch whose answer was lost is sent again.
             "first": first_number,
             "events": [{"kind": event.kind, "event": event.body} for _, event in batch],
