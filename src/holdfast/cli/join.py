@@ -19,6 +19,8 @@ from holdfast.errors import RunFolderError
 from holdfast.launch.run_folder import refuse_alone
 from holdfast.launch.runs import RESOLVED_FILE, read_resolved
 
+ADDRESS_KEYS = ("cluster.interface", "cluster.gloo_interface", "checkpoint.peer_interface")
+
 app = make_app("Take part in a run on several machines.")
 
 
@@ -86,7 +88,9 @@ def _config_for_node(
     """The run's configuration, with what is this node's alone. stored: what the run folder has."""
     import yaml
 
-    given = [f"cluster.node={name}", f"folder={folder}", *_own(overrides)]
+    given = [f"cluster.node={name}", f"folder={folder}"]
+    given += [f"{key}=auto" for key in ADDRESS_KEYS]  # the stored ones are the first node's
+    given += _own(overrides)
     if dataset := stored.get("dataset", {}).get("folder"):
         given.append(f"data.folder={dataset}")
     return resolve_config(yaml.safe_dump(stored["config"]), str(folder / RESOLVED_FILE), given)
@@ -98,8 +102,8 @@ def _own(overrides: list[str]) -> list[str]:
         key = override.partition("=")[0]
         if not key.startswith("cluster.") and key not in (
             "device",
-            "checkpoint.peer_interface",
             "checkpoint.peer_advertise",
+            *ADDRESS_KEYS,
         ):
             raise RunFolderError(
                 f"{key} belongs to the run, and cannot differ for one node",

@@ -80,7 +80,11 @@ class CheckpointConfig(Section):
         0, ge=0, description="megabits a second that copies may use; 0: no limit"
     )
     peer_memory_gb: float = Field(0, ge=0, description="memory for snapshots of other machines")
-    peer_interface: str = Field("127.0.0.1", description="address to listen on for peers")
+    peer_interface: str = Field(
+        "auto",
+        description="address to listen on for peers; auto: that of cluster.interface, or this "
+        "machine's address on the route to the first peer",
+    )
     peer_port: int = Field(0, ge=0, le=65535, description="0: any free port")
     peer_advertise: str = Field(
         "", description="host or host:port that peers connect to; empty: the listening address"
@@ -90,6 +94,11 @@ class CheckpointConfig(Section):
     def most_slots(self) -> int:
         """The number of slots that `auto` stands for if memory suffices."""
         return self.slots if self.slots != "auto" else 3 if self.memory_every_steps else 2
+
+    @property
+    def peer_host(self) -> str:
+        """The address to listen on for peers; loopback if no address was planned for this node."""
+        return "127.0.0.1" if self.peer_interface == "auto" else self.peer_interface
 
     @property
     def by_steps(self) -> int:

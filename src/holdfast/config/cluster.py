@@ -7,14 +7,25 @@ from typing import Annotated, Literal
 from pydantic import Field, field_validator
 
 from holdfast.config.base import Section
+from holdfast.config.peers import WILDCARD_HOSTS
 
+AUTO = "auto"
+"""Value of an address that the machine fills in when the node starts (`launch/addresses.py`)."""
+LOOPBACK_DEVICE = "lo"
 MAX_NAME_LENGTH = 63
 """Characters of a node's name, which becomes a part of file names."""
 
 
 class ClusterConfig(Section):
-    interface: str = Field("127.0.0.1", description="address that agents listen on")
-    gloo_interface: str = Field("lo", description="network interface that gloo uses")
+    interface: str = Field(
+        AUTO,
+        description="address that this node's agent listens on and tells other nodes; auto: "
+        "127.0.0.1 for a run of one node, otherwise this machine's address on the route to the "
+        "other nodes (docs/nodes.md)",
+    )
+    gloo_interface: str = Field(
+        AUTO, description="network device that gloo uses; auto: the device of cluster.interface"
+    )
     metrics_port: int = Field(
         0, ge=0, le=65535, description="port of /healthz and /metrics; 0: any free port"
     )
@@ -120,6 +131,26 @@ class ClusterConfig(Section):
         description="folder of faults that workers inject into themselves (holdfast chaos); "
         "empty: none",
     )
+
+    @property
+    def host(self) -> str:
+        """The address to listen on; loopback if no address was planned for this node."""
+        return "127.0.0.1" if self.interface == AUTO else self.interface
+
+    @property
+    def gloo_device(self) -> str:
+        """The network device of gloo; loopback if no address was planned for this node."""
+        return LOOPBACK_DEVICE if self.gloo_interface == AUTO else self.gloo_interface
+
+    @field_validator("interface")
+    @classmethod
+    def _is_one_address(cls, host: str) -> str:
+        if host in WILDCARD_HOSTS:
+            raise ValueError(
+                f"{host} is every address of this machine, and other nodes cannot connect to it: "
+                "use auto, or one address of this machine"
+            )
+        return host
 
     @field_validator("node")
     @classmethod

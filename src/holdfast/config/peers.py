@@ -57,8 +57,8 @@ def why_unreachable(peers: Sequence[PeerConfig], interface: str, advertise: str)
             f"peers cannot be told to read from {told}: name an address of this machine in "
             "peer_advertise, such as 10.0.0.5"
         )
-    away = [peer for peer in peers if not _loopback(peer.address.rpartition(":")[0])]
-    if away and _loopback(told.rpartition(":")[0] if told.count(":") == 1 else told):
+    away = [peer for peer in peers if not is_loopback(peer.address.rpartition(":")[0])]
+    if away and is_loopback(told.rpartition(":")[0] if told.count(":") == 1 else told):
         return (
             f"{away[0].name} at {away[0].address} cannot read from {told}: name an address of this "
             "machine in peer_interface, such as 10.0.0.5"
@@ -66,5 +66,6 @@ def why_unreachable(peers: Sequence[PeerConfig], interface: str, advertise: str)
     return None
 
 
-def _loopback(host: str) -> bool:
+def is_loopback(host: str) -> bool:
+    """Return True for an address that only processes of the same machine reach."""
     return host.strip("[]") in ("localhost", "::1") or host.startswith("127.")

@@ -30,6 +30,7 @@ from holdfast.elastic.node.peer_config import make_peer_settings
 from holdfast.elastic.protocol.worker_spec import DEFAULT_ENTRY
 from holdfast.elastic.run_context import RunContext
 from holdfast.errors import HoldfastError, RunFolderError
+from holdfast.launch.addresses import NodeAddress, plan_addresses
 from holdfast.plan.planner import plan_layout
 from holdfast.wire.http.sockets import address_of, bind_listener
 from holdfast.wire.secret import Secret, open_secret
@@ -57,8 +58,9 @@ def train_locally(
     Raises UserError: the folder is in use, not writable, holds no trustworthy checkpoint, ...; and
     CannotGoOnError.
     """
-    config = loaded.config
-    folder = Path(config.run_folder)
+    folder = Path(loaded.config.run_folder)
+    store: RunStore = FolderStore(folder)
+    config, address = plan_addresses(loaded.config, store)
     if not config.layout.workers or config.device == "auto":
         raise RunFolderError(
             "the number of workers and the device have not been planned", where="layout.workers"
@@ -69,7 +71,6 @@ def train_locally(
     version = (
         Dataset.open(config.data.folder).version if dataset_version is None else dataset_version
     )
-    store: RunStore = FolderStore(folder)
     secret = open_secret(folder)
     start = _RunOrigin(
         config, store, secret, run_identity(config_hash(config), version), fresh, say
@@ -88,15 +89,23 @@ def train_locally(
     )
     views: dict[str, Any] = {"observers": observers, "render_metrics": render_metrics, "say": say}
     if config.cluster.node:
-        with bind_listener(config.cluster.interface, 0, "cluster.interface") as control:
+        say(_listening_line(node, address))
+        with bind_listener(config.cluster.host, 0, "cluster.interface") as control:
             return NodeAgent(joining, control, plan_layout, **views).run()
     return _train_alone(joining, start, views)
+
+
+def _listening_line(node: str, address: NodeAddress) -> str:
+    return (
+        f"node {node} listens on {address.host} (device {address.device}): {address.reason}; "
+        f"cluster.interface=ADDRESS sets another"
+    )
 
 
 def _train_alone(context: RunContext, origin: _RunOrigin, views: dict[str, Any]) -> int:
     """Train as the run's only node, with a term of its own; the exit code."""
     origin.restore_folder()
-    interface = context.config.cluster.interface
+    interface = context.config.cluster.host
     # The agent listens before the term names its address: a reader of the term can ask.
     with bind_listener(interface, 0, "cluster.interface") as control:
         term = open_term(context.store, address_of(control), context.secret)

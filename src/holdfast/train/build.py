@@ -104,7 +104,7 @@ def connect_groups(
         rank,
         store,
         device,
-        interface=config.cluster.gloo_interface,
+        interface=config.cluster.gloo_device,
         seconds=seconds,
         recorder=SpanRecorder() if config.layout.trace_step else None,
     )

@@ -174,7 +174,7 @@ def join_generation(
 def _connect_settings(
     config: RunConfig, store: Store, seconds: float, traffic: TrafficCounter | None
 ) -> ConnectSettings:
-    return ConnectSettings(store, config.cluster.gloo_interface, seconds, traffic)
+    return ConnectSettings(store, config.cluster.gloo_device, seconds, traffic)
 
 
 def _catch_up(engine: StepEngine, found: Agreement, kept: bool) -> None:

@@ -106,7 +106,7 @@ class NodeAgent:
     # --- the outer frame ------------------------------------------------------------------------
     async def _main(self) -> int:
         self._loop, cluster = asyncio.get_running_loop(), self._context.config.cluster
-        metrics = bind_listener(cluster.interface, cluster.metrics_port, "cluster.metrics_port")
+        metrics = bind_listener(cluster.host, cluster.metrics_port, "cluster.metrics_port")
         self._parts = AgentParts(
             self._context,
             address_of(self._control_socket),

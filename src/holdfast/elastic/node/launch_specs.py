@@ -106,7 +106,7 @@ def make_standby_spec(
         start_step=0,
         device=config.device,
         log="",
-        gloo_interface=config.cluster.gloo_interface,
+        gloo_interface=config.cluster.gloo_device,
         heartbeat_seconds=config.cluster.heartbeat_seconds,
         orders=True,
     )
@@ -160,7 +160,7 @@ def make_worker_specs(
             start_step=start_step,
             device="cpu" if config.device == "cpu" else f"{config.device}:{rank}",
             log=str(worker_log_path(folder, topology.generation, rank)),
-            gloo_interface=config.cluster.gloo_interface,
+            gloo_interface=config.cluster.gloo_device,
             heartbeat_seconds=config.cluster.heartbeat_seconds,
             orders=config.cluster.recovery == "live",
             hazard=None if failure_history is None else failure_history.failure_rate.to_json(),

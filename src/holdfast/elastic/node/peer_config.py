@@ -35,7 +35,7 @@ def make_peer_settings(
     return PeerSettings(
         machine=replace(own, name=node, node=own.node or node) if node else own,
         peers=tuple(Peer(_to_machine(p, int(p.memory_gb * GB) or None), p.address) for p in others),
-        interface=config.peer_interface,
+        interface=config.peer_host,
         port=config.peer_port or port,
         advertise=config.peer_advertise,
         every_steps=1 if config.peer_every_steps == "auto" else config.peer_every_steps,
