@@ -48,6 +48,7 @@ def best(schedule: Schedule, durations: Durations) -> PipelineMeasurement:
 
 
 @pytest.mark.parametrize("name", ["1f1b", "gpipe"])
+@pytest.mark.slow
 def test_bubble_pp4(name: str) -> None:
     ranks, microbatches = 4, 8
     schedule, durations = (

@@ -159,6 +159,7 @@ def test_a_worker_that_gets_sigkill_in_the_middle_of_a_capture(tmp_path: Path, a
     rank_values(workers.dying, workers.RANKS, {"folder": tmp_path, "at": at}, dies={1: "SIGKILL"})
 
 
+@pytest.mark.slow
 def test_a_case_is_the_same_when_it_is_repeated() -> None:
     every = campaign("--seed", 7, "--cases", 6, "--only", "flip-data", "kill")
     for case in (every[1], every[-1]):

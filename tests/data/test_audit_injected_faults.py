@@ -8,9 +8,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.support.commands import within, write_run_file
 
 
+@pytest.mark.slow
 def test_the_audit_finds_what_real_workers_fed_wrongly(tmp_path: Path) -> None:
     run_file = write_run_file(tmp_path)
     trained = subprocess.run(

@@ -31,6 +31,7 @@ from holdfast.parallel.tensor_parallel import (
 )
 from holdfast.parallel.torch_compat import is_peer_loss
 from holdfast.train.objective import NextTokenObjective
+from tests.support.marks import in_campaign
 from tests.support.ranks import RankContext, rank_values, ranks
 
 SMALL = {
@@ -184,7 +185,7 @@ def check_parity(rank: RankContext, shapes: list[str]) -> None:
     dist.barrier()
 
 
-@pytest.mark.parametrize("tp", [2, 4])
+@pytest.mark.parametrize("tp", [2, in_campaign(4)])
 def test_parity(tp: int) -> None:
     rank_values(check_parity, tp, {"shapes": list(SHAPES)}, deadline=120)
 

@@ -36,6 +36,7 @@ from holdfast.parallel.torch_compat import PrefixStore
 from holdfast.parallel.zero1 import OwnedRows
 from holdfast.train.objective import NextTokenObjective
 from holdfast.train.optimizer import AdamW
+from tests.support.marks import in_campaign
 from tests.support.ranks import RankContext, rank_values
 
 SMALL: dict[str, Any] = {
@@ -231,9 +232,9 @@ def _check_parity(shape: str, zero: int, shards: list[int]) -> None:
 @pytest.mark.parametrize(
     ("zero", "shards"),
     [
-        (1, [2]),
+        in_campaign(1, [2]),
         (1, [3]),
-        (1, [2, 2]),
+        in_campaign(1, [2, 2]),
         (2, [3]),
         (3, [3, 3]),
     ],
@@ -247,9 +248,9 @@ def test_parity_with_one_process(zero: int, shards: list[int]) -> None:
 @pytest.mark.parametrize(
     ("zero", "shards"),
     [
-        (1, [2, 1]),
+        in_campaign(1, [2, 1]),
         (1, [2, 3]),
-        (2, [1, 2]),
+        in_campaign(2, [1, 2]),
         (3, [2, 3]),
     ],
     ids=_spelled,

@@ -45,6 +45,7 @@ def test_too_few_nodes_save_what_they_hold_and_leave(run_file: Path, tmp_path: P
         assert "Traceback" not in nodes.said
 
 
+@pytest.mark.slow
 def test_nodes_that_never_were_enough_leave_with_a_sentence(run_file: Path, tmp_path: Path) -> None:
     settings = (*SETTINGS, *LEAVE, "cluster.gather_seconds=0")
     with nodes_of(run_file, tmp_path / "run", *settings) as nodes:

@@ -45,6 +45,7 @@ def test_a_loss_begins_all_anew_and_a_refusal_ends_all_with_its_sentence(tmp_pat
     assert "Traceback" not in one.said + other.said
 
 
+@pytest.mark.slow
 def test_whoever_waits_alone_for_others_can_be_stopped(tmp_path: Path) -> None:
     plan = {"steps": 1_000_000, "pace": 0.01}
     with training(tmp_path / "run", plan, *NODES, "cluster.node=a") as one:

@@ -12,6 +12,7 @@ from holdfast.errors import NonFiniteError, PeerLostError
 from holdfast.train.engine import StepEngine
 from tests.support.layouts import case, config_of, engine_of, topology_of
 from tests.support.layouts import one_step as layout_step
+from tests.support.marks import in_campaign
 from tests.support.nan_gradient import spoil_once
 from tests.support.ranks import RankContext, rank_values, ranks
 from tests.support.tiny_training import Fed, digest, engine, feed, one_step, tiny, train
@@ -106,8 +107,8 @@ def _poisoned_in(rank: RankContext, name: str, parameter: str, at_rank: int) -> 
     ("name", "at_rank", "parameter"),
     [
         ("tp2", 1, "layers.0.attention.q.weight"),
-        ("tp2", 1, "layers.3.ffn.down.weight"),
-        ("plain.tp2", 1, "layers.0.ffn.gate.weight"),
+        in_campaign("tp2", 1, "layers.3.ffn.down.weight"),
+        in_campaign("plain.tp2", 1, "layers.0.ffn.gate.weight"),
         ("pp2-tp2", 3, "layers.3.attention.v.weight"),
         ("pp2", 0, "layers.1.ffn.up.weight"),
     ],
@@ -152,7 +153,12 @@ def _errs_once(rank: RankContext, name: str, at_rank: int) -> list[Any]:
 
 @pytest.mark.parametrize(
     ("name", "at_rank", "seen"),
-    [("dp2", 1, 1), ("dp2-tp2", 3, 3), ("dp2-shard2", 2, 2), ("dp2-pp2", 1, 1)],
+    [
+        ("dp2", 1, 1),
+        ("dp2-tp2", 3, 3),
+        in_campaign("dp2-shard2", 2, 2),
+        in_campaign("dp2-pp2", 1, 1),
+    ],
 )
 def test_what_one_rank_gave_once_is_its_replica_s_and_is_computed_by_another_one(
     name: str, at_rank: int, seen: int

@@ -34,6 +34,7 @@ from tests.support.layouts import (
     save_pieces,
     topology_of,
 )
+from tests.support.marks import in_campaign
 from tests.support.ranks import RankContext, rank_values
 from tests.support.tiny_training import digest
 
@@ -146,7 +147,7 @@ def test_same_curve_in_lower_precision(
 
 
 @pytest.mark.parametrize(
-    "name", ["tp2", pytest.param("plain.tp2", marks=pytest.mark.slow), "pp2", "zero1.2"]
+    "name", ["tp2", in_campaign("plain.tp2"), in_campaign("pp2"), in_campaign("zero1.2")]
 )
 def test_replicas_of_one_layout_are_bit_equal(name: str) -> None:
     """1, 2 and 3 of them: every rank ends with the bits of its mesh rank in the others."""

@@ -36,6 +36,7 @@ from tests.support.layouts import (
     save_pieces,
     topology_of,
 )
+from tests.support.marks import in_campaign
 from tests.support.ranks import RankContext, rank_values, run_ranks
 from tests.support.step_recovery import Survivor, config_for
 from tests.support.tiny_training import digest
@@ -92,7 +93,6 @@ EACH_AXIS = (
     "pp2",
     "pp2-dp2-tp2",
     "tp2+one",
-    "zero1.2-dp2",
 )
 """Each axis, one product, unlike replicas and each kind of model; the campaign takes all."""
 
@@ -237,7 +237,15 @@ def _rebuilt_lower(rank: RankContext, name: str) -> list[dict[int, list[float]]]
     return [undisturbed, made.result()["curve"]]
 
 
-@pytest.mark.parametrize("name", ["bf16.tp2", "bf16.zero1.2", "bf16.pp2-shard2", "fp32.tp2"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        in_campaign("bf16.tp2"),
+        in_campaign("bf16.zero1.2"),
+        "bf16.pp2-shard2",
+        in_campaign("fp32.tp2"),
+    ],
+)
 def test_rebuild_in_lower_precision(name: str) -> None:
     """The copies that are computed with follow the state that was moved."""
     (name,) = of_one_model(name)
@@ -292,11 +300,11 @@ def _killed(rank: RankContext, name: str, dead: int, after: str) -> dict[int, li
     ("name", "dead", "after"),
     [
         ("dp3", 0, "shard2"),
-        ("dp2-shard2", 3, "dp3"),
-        ("dp2-tp2", 0, "pp3"),
+        in_campaign("dp2-shard2", 3, "dp3"),
+        in_campaign("dp2-tp2", 0, "pp3"),
         ("pp2-dp2", 3, "tp2+one"),
         ("shard4+one", 1, "dp4"),
-        ("tp4+one", 2, "pp4"),
+        in_campaign("tp4+one", 2, "pp4"),
     ],
 )
 def test_survivors_of_a_loss_go_on_from_what_they_hold(name: str, dead: int, after: str) -> None:

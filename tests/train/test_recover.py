@@ -14,6 +14,7 @@ import pytest
 
 from holdfast.core.sharding.reduction_tree import deal
 from tests.support.layouts import case
+from tests.support.marks import in_campaign
 from tests.support.ranks import RankContext, rank_values, run_ranks
 from tests.support.step_recovery import DIES, LAST, Deadly, Survivor, topology_for, undisturbed
 
@@ -81,7 +82,13 @@ def check_reports(found: Sequence[dict[str, Any]], curve: dict[str, Any], when: 
     assert len(steps) == len(set(steps))
 
 
-@pytest.mark.parametrize(("when", "victim"), list(zip(POINTS, (0, 2) * 3, strict=True)))
+CASES_OF_THREE = [
+    (when, victim) if place % 2 else in_campaign(when, victim)
+    for place, (when, victim) in enumerate(zip(POINTS, (0, 2) * 3, strict=True))
+]
+
+
+@pytest.mark.parametrize(("when", "victim"), CASES_OF_THREE)
 def test_one_of_three_replicas_is_lost(when: str, victim: int) -> None:
     left = [rank for rank in range(3) if rank != victim]
     found = survivors("dp3", victim, when, "dp2", left)
@@ -93,7 +100,7 @@ def test_one_of_three_replicas_is_lost(when: str, victim: int) -> None:
     check_reports(found, alone["curve"], when)
 
 
-@pytest.mark.parametrize("microbatches", [5, 8, 12])
+@pytest.mark.parametrize("microbatches", [5, in_campaign(8), in_campaign(12)])
 def test_any_number_of_microbatches(microbatches: int) -> None:
     """And the fourth of four replicas, so that the others' numbers stay."""
     found = survivors("dp4", 3, "backward", "dp3", [0, 1, 2], microbatches)
@@ -118,9 +125,9 @@ def _whole_replicas(found: Sequence[dict[str, Any]], replica: str, when: str) ->
     ("name", "replica", "when"),
     [
         ("dp2-shard2", "shard2", "backward"),
-        ("dp2-shard2", "shard2", "told 1"),
+        in_campaign("dp2-shard2", "shard2", "told 1"),
         ("dp2-tp2", "tp2", "told 2"),
-        ("pp2-dp2", "pp2", "told 1"),
+        in_campaign("pp2-dp2", "pp2", "told 1"),
         ("pp2-dp2", "pp2", "backward"),
     ],
 )
@@ -132,7 +139,7 @@ def test_a_replica_of_several_ranks_goes_on_as_it_is(name: str, replica: str, wh
     _whole_replicas(found, replica, when)
 
 
-@pytest.mark.parametrize("name", ["dp2-shard2", "pp2-dp2", "zero1.2-dp2"])
+@pytest.mark.parametrize("name", [in_campaign("dp2-shard2"), "pp2-dp2", in_campaign("zero1.2-dp2")])
 def test_a_newcomer_fills_the_gap_in_a_replica(name: str) -> None:
     """It is sent its part by the other replica, which keeps all that lies inside it."""
     replica = {"dp2-shard2": "shard2", "pp2-dp2": "pp2", "zero1.2-dp2": "zero1.2"}[name]
@@ -141,7 +148,7 @@ def test_a_newcomer_fills_the_gap_in_a_replica(name: str) -> None:
     _whole_replicas(found, replica, "told 1")
 
 
-@pytest.mark.parametrize("when", ["backward", "told 1"])
+@pytest.mark.parametrize("when", ["backward", in_campaign("told 1")])
 def test_what_is_left_of_a_replica_becomes_one_of_another_shape(when: str) -> None:
     found = survivors("dp2-tp2", 0, when, "tp2+one", [2, 3, 1])
     (alone,) = undisturbed("one")
@@ -163,8 +170,8 @@ def test_unlike_replicas() -> None:
 # --- what was computed stays ------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("microbatches", [5, 8, 12])
-@pytest.mark.parametrize("victim", [1, 3])
+@pytest.mark.parametrize("microbatches", [5, in_campaign(8), in_campaign(12)])
+@pytest.mark.parametrize("victim", [1, in_campaign(3)])
 def test_only_the_lost_ones_microbatches_are_computed_again(victim: int, microbatches: int) -> None:
     """All others had computed theirs, which lie in every kind of partial sums."""
     left = [rank for rank in range(4) if rank != victim]
@@ -181,8 +188,8 @@ def test_only_the_lost_ones_microbatches_are_computed_again(victim: int, microba
 @pytest.mark.parametrize(
     ("name", "replica", "after"),
     [
-        ("dp3-shard2", "shard2", "dp2-shard2"),
-        ("pp2-dp3", "pp2", "pp2-dp2"),
+        in_campaign("dp3-shard2", "shard2", "dp2-shard2"),
+        in_campaign("pp2-dp3", "pp2", "pp2-dp2"),
         ("dp2-tp2", "tp2", "tp2"),
         ("zero1.2-dp2", "zero1.2", "zero1.2"),
     ],
@@ -233,7 +240,7 @@ def _between_two_microbatches(rank: RankContext, stop: int) -> list[Any]:
     return [stayed, made.result()]
 
 
-@pytest.mark.parametrize("stop", [1, 2, 3, 4, 5])
+@pytest.mark.parametrize("stop", [1, in_campaign(2), 3, in_campaign(4), in_campaign(5)])
 def test_who_computes_alone_stops_between_two_microbatches(stop: int) -> None:
     """The first of two siblings lies outside of every buffer meanwhile."""
     stayed, value = rank_values(_between_two_microbatches, 2, {"stop": stop})[0]
@@ -264,7 +271,7 @@ def _grown(rank: RankContext, name: str, after: str, came_from: list[int | None]
 
 @pytest.mark.parametrize(
     ("name", "after", "came_from"),
-    [("dp2", "dp3", [0, 1, None]), ("shard2", "dp2-shard2", [1, 0, None, None])],
+    [in_campaign("dp2", "dp3", [0, 1, None]), ("shard2", "dp2-shard2", [1, 0, None, None])],
 )
 def test_replicas_join_between_two_steps(
     name: str, after: str, came_from: list[int | None]
@@ -307,7 +314,7 @@ def _halted(rank: RankContext, name: str, after: str, left: list[int]) -> dict[s
 
 
 @pytest.mark.parametrize(
-    ("name", "after", "left"), [("dp3", "dp2", [0, 1]), ("dp2-shard2", "shard2", [0, 1])]
+    ("name", "after", "left"), [in_campaign("dp3", "dp2", [0, 1]), ("dp2-shard2", "shard2", [0, 1])]
 )
 def test_orders_wake_who_waits_for_a_rank_that_hangs(
     name: str, after: str, left: list[int]

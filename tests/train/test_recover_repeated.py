@@ -10,6 +10,7 @@ import pytest
 from holdfast.errors import NonFiniteError, PeerLostError
 from holdfast.policy.recovery.step_resolution import StepStage
 from holdfast.train import recover as recover_module
+from tests.support.marks import in_campaign
 from tests.support.nan_gradient import spoil_once
 from tests.support.ranks import RankContext, rank_values, run_ranks
 from tests.support.step_recovery import DIES, LAST, Deadly, Survivor, topology_for, undisturbed
@@ -192,15 +193,15 @@ def _broken_off(rank: RankContext, fails: list[str], summed: bool) -> list[Any]:
 @pytest.mark.parametrize(
     "fails",
     [
-        ["agree"],
-        ["complete"],
-        ["fill"],
-        ["begun"],
-        ["fill", "fill"],
+        in_campaign(["agree"]),
+        in_campaign(["complete"]),
+        in_campaign(["fill"]),
+        in_campaign(["begun"]),
+        in_campaign(["fill", "fill"]),
         ["complete", "fill"],
-        ["fill", "complete"],
+        in_campaign(["fill", "complete"]),
         ["fill", "begun"],
-        ["begun", "fill"],
+        in_campaign(["begun", "fill"]),
     ],
     ids="-".join,
 )

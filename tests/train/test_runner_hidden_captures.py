@@ -30,6 +30,7 @@ from holdfast.train.state import LocalTensor
 from holdfast.train.vote import Wishes
 from holdfast.wire.secret import Secret
 from tests.support.layouts import VOCABULARY, case, config_of, engine_of, topology_of
+from tests.support.marks import in_campaign
 from tests.support.mover_process import Mover
 from tests.support.ranks import RankContext, rank_values
 from tests.support.tiny_training import Fed, feed
@@ -218,7 +219,13 @@ Settings = Callable[[str], dict[str, Any]]
 
 @pytest.mark.parametrize(
     ("name", "held"),
-    [("fp32.zero1.2", True), ("bf16.shard2", True), ("tp2", True), ("pp2", False), ("dp2", False)],
+    [
+        ("fp32.zero1.2", True),
+        in_campaign("bf16.shard2", True),
+        in_campaign("tp2", True),
+        ("pp2", False),
+        in_campaign("dp2", False),
+    ],
 )
 def test_what_is_captured_is_the_state_right_after_the_update(
     settings: Settings, name: str, held: bool

@@ -109,6 +109,7 @@ def _sharded(rank: RankContext, dp_shard: int, dealing: Any, **changes: Any) -> 
     return curve
 
 
+@pytest.mark.slow
 def test_replicas_of_one_sharding_are_bit_equal_dpshard2() -> None:
     by_shard: dict[int, set[tuple[str, ...]]] = {0: set(), 1: set()}
     for replicas, dealing in ((1, None), (2, ODD[2]), (3, ODD[3])):

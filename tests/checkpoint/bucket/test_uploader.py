@@ -60,6 +60,7 @@ def test_what_is_committed_gets_into_the_bucket_and_old_ones_go(start: Start) ->
     assert 1 not in map(step_of, list_commits(bucket))  # 2 goes just after 4 has come
 
 
+@pytest.mark.slow
 def test_a_bucket_that_fails_delays_no_commit_and_gets_the_newest_later(
     start: Start, proxy: Proxy
 ) -> None:
@@ -79,6 +80,7 @@ def test_a_bucket_that_fails_delays_no_commit_and_gets_the_newest_later(
     assert len([e for e in events if isinstance(e, UploadFailed)]) == 1  # said once
 
 
+@pytest.mark.slow
 def test_a_bucket_slower_than_retention_gets_whole_checkpoints(start: Start, proxy: Proxy) -> None:
     """What is being sent stays until it has arrived, although newer ones have taken its place."""
     reached, gate = threading.Event(), threading.Event()

@@ -78,6 +78,7 @@ def test_a_lost_node_s_part_comes_from_its_copy_and_a_newcomer_chooses(start: St
     until(lambda: all(step > 1 for name in "acd" for step, _ in nodes.held(name)))
 
 
+@pytest.mark.slow
 def test_copies_stay_where_they_are_when_a_node_is_lost(start: Start) -> None:
     """Of four nodes one goes: only the copies that it held, and that it owned, move."""
     nodes = Nodes(start, *"abcd")
@@ -104,6 +105,7 @@ def test_copies_stay_where_they_are_when_a_node_is_lost(start: Start) -> None:
     assert len(set(after.values())) == 3
 
 
+@pytest.mark.slow
 def test_a_mover_that_listens_elsewhere_now_is_found_there(start: Start) -> None:
     """The same generation is said again with the new list; what was being sent to the old address
     is not waited for."""

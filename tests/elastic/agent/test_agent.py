@@ -183,6 +183,7 @@ def test_workers_end_within_a_second_of_their_agent_and_the_run_resumes(tmp_path
     assert newest_term(FolderStore(again.folder)) == (2, None)
 
 
+@pytest.mark.slow
 def test_the_worker_that_hangs_is_named_and_the_run_goes_on(tmp_path: Path) -> None:
     plan = {"steps": 4, "hang": {"generation": 1, "rank": 1, "step": 3}}
     overrides = ("layout.workers=3", "cluster.progress_seconds=2", "cluster.compare=false")
@@ -242,6 +243,7 @@ def test_what_the_person_can_mend_is_one_sentence(tmp_path: Path) -> None:
     assert [e.reason for e in trainer.events(RunFailed)] == [trainer.said.strip()]
 
 
+@pytest.mark.slow
 def test_what_is_not_finite_stops_the_run_and_is_named(tmp_path: Path) -> None:
     plan = {"steps": 4, "non_finite": {"generation": 0, "rank": 1, "step": 2}}
     with training(tmp_path / "run", plan, "layout.workers=2") as trainer:

@@ -75,6 +75,7 @@ def test_a_halt_wakes_who_blocks_and_one_of_the_past_does_not() -> None:
     orders.check_halted(3)
 
 
+@pytest.mark.slow
 def test_who_is_woken_slowly_is_woken_once_more_all_the_same() -> None:
     """The first attempt lasts until after the second one is due, and was not enough."""
     woken: list[bool] = []
@@ -212,6 +213,7 @@ def test_who_cannot_even_be_woken_ends(rank: RankContext) -> None:
 
 
 @ranks(2, dies={0: exit_codes.PEER_LOST})
+@pytest.mark.slow
 def test_who_gets_stuck_as_it_wakes_once_more_is_seen(rank: RankContext) -> None:
     """The first attempt is over at once and in vain; the second one waits in gloo itself."""
     peers = PeerGroup(rank.store(), "inside", rank.rank, 2, seconds=600)
@@ -234,6 +236,7 @@ def test_who_gets_stuck_as_it_wakes_once_more_is_seen(rank: RankContext) -> None
 
 
 @ranks(2)
+@pytest.mark.slow
 def test_who_is_still_to_be_woken_is_not_taken_for_stuck(rank: RankContext) -> None:
     """It sleeps in gloo with good reason, as long as the first attempt is under way."""
     peers = PeerGroup(rank.store(), "inside", rank.rank, 2, seconds=600)

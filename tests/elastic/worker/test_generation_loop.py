@@ -178,6 +178,7 @@ def test_a_loss_while_the_next_generation_is_made(
     assert journal.fed() == whole.fed
 
 
+@pytest.mark.slow
 def test_one_that_stands_still_while_the_next_generation_is_made(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, whole: Undisturbed
 ) -> None:
@@ -270,6 +271,7 @@ def test_what_was_lost_with_a_shard_is_read_from_memory(
     assert journal.fed() == whole.fed
 
 
+@pytest.mark.slow
 def test_what_lies_inside_a_whole_replica_outlives_the_loss_of_another(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, whole: Undisturbed
 ) -> None:

@@ -54,6 +54,7 @@ def _goes_on_alone(reducer: Reducer, rank: RankContext) -> None:
 
 
 @ranks(1 + VICTIMS, dies=dict.fromkeys(range(1, 1 + VICTIMS), "SIGALRM"))
+@pytest.mark.slow
 def test_a_sum_is_given_up_in_the_midst_of_a_piece_and_the_next_one_is_right(
     rank: RankContext,
 ) -> None:

@@ -23,6 +23,7 @@ from holdfast.parallel.comm.transport import PeerGroup, exchange
 from holdfast.parallel.gradients.feeder import Cells
 from holdfast.parallel.gradients.reducer import FIRST_TAG, TAGS_PER_REDUCER, CellTeam
 from holdfast.parallel.replicated import ReplicatedGradients
+from tests.support.marks import in_campaign
 from tests.support.ranks import RankContext, rank_values
 
 MODEL = {
@@ -211,8 +212,8 @@ def _sums(rank: RankContext, names: list[str], zero: int, sequence: bool, tied: 
 @pytest.mark.parametrize(
     ("zero", "sequence", "tied"),
     [
-        (3, True, True),
-        (3, False, False),
+        in_campaign(3, True, True),
+        in_campaign(3, False, False),
         (1, True, True),
     ],
 )
@@ -246,8 +247,8 @@ def _bits(rank: RankContext, name: str, zero: int, shares: list[list[int]]) -> l
 @pytest.mark.parametrize(
     ("shape", "zero"),
     [
-        ("tp2", 3),
-        ("pp2", 3),
+        in_campaign("tp2", 3),
+        in_campaign("pp2", 3),
         ("dpshard2", 1),
         ("pp2tp2", 3),
     ],

@@ -12,6 +12,7 @@ import pytest
 from holdfast.policy.membership import election, transitions
 from holdfast.policy.membership.election import AgentState, Role
 from holdfast.policy.membership.transitions import NodeStage
+from tests.support.marks import in_campaign
 from tests.support.membership_model.agent import Carried
 from tests.support.membership_model.model import Model
 from tests.support.membership_model.state_search import Found, fair_cycles, search, stuck
@@ -241,7 +242,7 @@ def test_a_broken_machine_is_found_out_by_who_trains_without_a_coordinator() -> 
     assert Folded(model, [_unled(model, "ab")]).stuck()
 
 
-@pytest.mark.parametrize("name", HARMLESS)
+@pytest.mark.parametrize("name", [in_campaign(name) for name in HARMLESS])
 def test_when_to_claim_is_never_about_safety(name: str) -> None:
     model = Model(_with(*HARMLESS[name]), eager=True, ends=False)
     _check(search(model, [model.cold(faults=0), model.training(faults=1)]))
