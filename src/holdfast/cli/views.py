@@ -10,6 +10,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
 
+from holdfast.cli.journal_follower import JournalFollower
 from holdfast.cli.output import say
 from holdfast.config.run import RunConfig
 from holdfast.core.flops import CONVENTIONS, flops_per_token
@@ -38,25 +39,40 @@ class RunViews:
     ) -> None:
         self.say: Callable[[str], None] = say
         self._stack = ExitStack()  # what has to be closed, newest first
-        before = journal.read_journal(FolderStore(folder))  # older sessions of the same run
+        self.observers: list[Callable[[Record], None]] = []
+        """What the agent calls with each record of this node."""
+        shown: list[Callable[[Record], None]] = []
         metrics = metrics_of(config, dataset_version, machine)
-        metrics.replay(before)
+        replays: list[Callable[[list[Record]], None]] = [metrics.replay]
         self.render_metrics = metrics.render
-        self.observers: list[Callable[[Record], None]] = [metrics.observe]
+        shown.append(metrics.observe)
         if config.tensorboard:
             writer = TensorBoardWriter(folder / "tensorboard")
             self._stack.callback(writer.close)
-            self.observers.append(writer.observe)
+            self.observers.append(writer.observe)  # a step is one point, whoever follows it
         if json:
             lines = JsonLinePrinter()
             self._stack.callback(lines.close)
-            self.observers.append(lines.observe)
+            shown.append(lines.observe)
         else:
             view = LiveView(config.train.steps)
-            view.replay(before)
+            replays.append(view.replay)
             self._stack.enter_context(view)
-            self.observers.append(view.observe)
+            shown.append(view.observe)
             self.say = view.say
+        if not config.cluster.node:
+            self.observers += shown
+            self._replay(journal.read_journal(FolderStore(folder)), replays)
+            return
+        follower = JournalFollower(FolderStore(folder), shown)
+        self._replay(follower.read_all(), replays)
+        follower.start()
+        self._stack.callback(follower.close)
+
+    def _replay(self, before: list[Record], replays: list[Callable[[list[Record]], None]]) -> None:
+        """Complete the views with the records of older sessions of the same run."""
+        for replay in replays:
+            replay(before)
 
     def __enter__(self) -> RunViews:
         return self

@@ -1,0 +1,104 @@
+"""The views of one node of several follow the journal of the whole run.
+
+Each agent writes what happens on its node. So a node that does not lead would show the steps of its
+own workers only, and no change of membership. Here a thread reads the journal that all nodes write
+into the run store, and the views get its records in one order.
+
+Records of several nodes arrive late and interleaved. A record waits `HOLD_S` before the views get
+it, so that an earlier one of another node can still come. While the run store does not answer, the
+views keep what they have.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+from holdfast.errors import HoldfastError
+from holdfast.events import Record
+from holdfast.report.ordering import order_records
+from holdfast.wire.journal import JournalTail
+from holdfast.wire.store.run_store import RunStore
+
+logger = logging.getLogger(__name__)
+
+POLL_INTERVAL_S = 0.5
+HOLD_S = 1.0
+CLOSE_TIMEOUT_S = 5.0
+
+
+class HeldRecords:
+    """Puts records into one order, as long as none comes more than `hold_s` late."""
+
+    def __init__(self, hold_s: float = HOLD_S) -> None:
+        self._hold_s = hold_s
+        self._held: dict[tuple[int, str, int], tuple[float, Record]] = {}
+
+    def add(self, records: Sequence[Record], now: float) -> None:
+        """now: seconds on any clock that does not jump."""
+        for record in records:
+            self._held[_key_of(record)] = now, record
+
+    def take(self, now: float) -> list[Record]:
+        """Return what has waited long enough, with all that precedes it."""
+        order = order_records(record for _, record in self._held.values())
+        due = [
+            place
+            for place, record in enumerate(order, 1)
+            if self._held[_key_of(record)][0] + self._hold_s <= now
+        ]
+        taken = order[: due[-1]] if due else []
+        for record in taken:
+            del self._held[_key_of(record)]
+        return taken
+
+
+class JournalFollower:
+    """Feeds observers from a run's journal, on a thread of its own."""
+
+    def __init__(self, store: RunStore, observers: Sequence[Callable[[Record], None]]) -> None:
+        self._tail, self._observers = JournalTail(store), observers
+        self._held = HeldRecords()
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._follow, name="journal", daemon=True)
+        self._is_unreadable = False
+
+    def read_all(self) -> list[Record]:
+        """Return the records that the journal has already. Raises what the run store raises."""
+        return self._tail.read_new()
+
+    def start(self) -> None:
+        """Begin to feed the observers with what follows."""
+        self._thread.start()
+
+    def close(self) -> None:
+        """Show what is in the journal by now, unless the run store does not answer."""
+        self._closing.set()
+        self._thread.join(CLOSE_TIMEOUT_S)
+
+    def _follow(self) -> None:
+        while not self._closing.wait(POLL_INTERVAL_S):
+            self._read(time.monotonic())
+        self._read(time.monotonic())
+        self._show(self._held.take(float("inf")))
+
+    def _read(self, now: float) -> None:
+        try:
+            self._held.add(self._tail.read_new(), now)
+            self._is_unreadable = False
+        except HoldfastError as error:
+            if not self._is_unreadable:
+                logger.warning("the views show nothing new: the journal cannot be read: %s", error)
+            self._is_unreadable = True
+        self._show(self._held.take(now))
+
+    def _show(self, records: Sequence[Record]) -> None:
+        for record in records:
+            for observer in self._observers:
+                observer(record)
+
+
+def _key_of(record: Record) -> tuple[int, str, int]:
+    return record.generation, record.writer, record.sequence
