@@ -55,6 +55,9 @@ from holdfast.wire.http.sockets import address_of, bind_listener
 from holdfast.wire.term import newest_generation
 
 TERM_CHECK_INTERVAL_S = 2.0
+STALLED_AFTER_TIMEOUTS = 2.0
+"""Multiples of `cluster.progress_seconds` without a step after which `/healthz` answers 503. The
+agent itself replaces a worker without progress after one."""
 """Seconds between two reads of the newest term in the run store."""
 CLEANUP_TIMEOUT_S = 60.0
 """Seconds for the clean-up of an agent whose run folder was unavailable at the end. A disk that
@@ -131,7 +134,13 @@ class NodeAgent:
         listeners = [
             HttpListener(handlers.make_application(), self._control_socket),
             HttpListener(
-                HealthApplication(handlers.health_fields, self._render_metrics, refusals), metrics
+                HealthApplication(
+                    handlers.health_fields,
+                    self._render_metrics,
+                    refusals,
+                    STALLED_AFTER_TIMEOUTS * self._context.config.cluster.progress_seconds,
+                ),
+                metrics,
             ),
         ]
         served = [asyncio.create_task(listener.serve()) for listener in listeners]

@@ -1,12 +1,17 @@
-"""`/healthz` and `/metrics`: read-only, without a proof, on a listener of their own.
+"""`/healthz`, `/readyz` and `/metrics`: read-only, without a proof, on a listener of their own.
 
-Every client that can reach it may read these two paths. Other paths and methods are refused and
+Every client that can reach it may read these three paths. Other paths and methods are refused and
 counted. The metrics are rendered at most twice a second, however often they are requested.
+
+`/healthz` answers 503 if the node trains and no step was done for a long time; an orchestrator may
+then restart it. `/readyz` answers 200 only while the node trains. Both have the fields of
+docs/cli.md.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections.abc import Callable
 from typing import Any
@@ -44,24 +49,49 @@ class HealthApplication:
         health_fields: Callable[[], dict[str, Any]],
         render_metrics: Callable[[], bytes],
         refusals: Refusals | None = None,
+        stalled_after_s: float = math.inf,
+        now: Callable[[], float] = time.monotonic,
     ) -> None:
+        """stalled_after_s: seconds without a step after which a node that trains is not healthy,
+        counted from the first request that saw the same step."""
         self.limiter = ConnectionLimiter(HEALTH, refusals)
         self._health_fields, self._render_metrics = health_fields, render_metrics
         self._rendered_metrics: tuple[float, bytes] | None = None
+        self._stalled_after_s, self._now = stalled_after_s, now
+        self._seen: tuple[Any, float] = (None, now())
+        """State, generation and step of the last request, and when they were first seen."""
 
     def admit(self, head: RequestHead) -> HttpResponse:
         path = head.target.partition(b"?")[0]
-        if path not in (b"/healthz", b"/metrics") or head.method != b"GET":
+        if path not in (b"/healthz", b"/readyz", b"/metrics") or head.method != b"GET":
             self.limiter.refusals.count(HEALTH, "no such path")
             return HttpResponse(405 if head.method != b"GET" else 404, close=True)
         if path == b"/metrics":
             kind = b"content-type: text/plain; version=0.0.4; charset=utf-8\r\n"
             return HttpResponse(200, self._metrics(), kind)
-        value = json.dumps(self._health_fields(), separators=(",", ":")).encode()
-        return HttpResponse(200, value, b"content-type: application/json\r\n")
+        fields = self._health_fields()
+        fields["seconds_at_step"] = round(self._seconds_at_step(fields), 3)
+        status = self._health_status(fields) if path == b"/healthz" else _ready_status(fields)
+        value = json.dumps(fields, separators=(",", ":")).encode()
+        return HttpResponse(status, value, b"content-type: application/json\r\n")
+
+    def _seconds_at_step(self, fields: dict[str, Any]) -> float:
+        """Return how long requests have seen the same state, generation and step."""
+        now, place = self._now(), (fields["state"], fields["generation"], fields["step"])
+        if place != self._seen[0]:
+            self._seen = place, now
+        return now - self._seen[1]
+
+    def _health_status(self, fields: dict[str, Any]) -> int:
+        is_training = fields["state"] == _STAGE_NAMES[NodeStage.WORKING]
+        return 503 if is_training and fields["seconds_at_step"] > self._stalled_after_s else 200
 
     def _metrics(self) -> bytes:
         now = time.monotonic()
         if self._rendered_metrics is None or now - self._rendered_metrics[0] > METRICS_MAX_AGE_S:
             self._rendered_metrics = now, self._render_metrics()
         return self._rendered_metrics[1]
+
+
+def _ready_status(fields: dict[str, Any]) -> int:
+    return 200 if fields["state"] == _STAGE_NAMES[NodeStage.WORKING] else 503

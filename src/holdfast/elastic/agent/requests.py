@@ -90,4 +90,6 @@ class RequestHandlers:
             else current.newest_step,
             "committed": self.parts.records.progress.committed_step,
             "workers": 0 if current is None else len(current.workers.live_workers),
+            "world_size": 0 if current is None else current.topology.world_size,
+            "nodes": 0 if current is None else len(set(current.topology.nodes)),
         }

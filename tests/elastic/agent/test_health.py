@@ -1,0 +1,46 @@
+"""What an orchestrator gets from `/healthz` and `/readyz`."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from holdfast.elastic.agent.health import HealthApplication
+from holdfast.wire.http.connection import RequestHead
+
+
+class Node:
+    """A node whose fields and clock the test sets."""
+
+    def __init__(self) -> None:
+        self.fields: dict[str, Any] = {"state": "training", "generation": 1, "step": 5}
+        self.at = 0.0
+        self.application = HealthApplication(
+            lambda: dict(self.fields), lambda: b"", stalled_after_s=100.0, now=lambda: self.at
+        )
+
+    def get(self, path: str) -> tuple[int, dict[str, Any]]:
+        answer = self.application.admit(RequestHead(b"GET", path.encode(), {}, frozenset()))
+        return answer.status, json.loads(answer.body)
+
+
+@pytest.mark.parametrize("state", ["opening", "recovering", "leaving", "over"])
+def test_a_node_that_does_not_train_is_healthy_and_not_ready(state: str) -> None:
+    node = Node()
+    node.fields["state"] = state
+    node.get("/healthz")
+    node.at = 1000.0
+    assert node.get("/healthz")[0] == 200
+    assert node.get("/readyz")[0] == 503
+
+
+def test_a_node_that_trains_without_a_step_is_not_healthy() -> None:
+    node = Node()
+    assert (node.get("/healthz")[0], node.get("/readyz")[0]) == (200, 200)
+    node.at = 101.0
+    status, fields = node.get("/healthz")
+    assert (status, fields["seconds_at_step"]) == (503, 101.0)
+    node.fields["step"] = 6
+    assert node.get("/healthz") == (200, node.fields | {"seconds_at_step": 0.0})
