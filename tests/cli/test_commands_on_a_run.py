@@ -241,6 +241,34 @@ def test_an_audit_against_changed_tokens_proves_nothing(
     assert f"{shard}: its bytes are not what was written" in found.out
 
 
+def test_a_journal_with_an_unreadable_line_is_read_and_the_line_is_named(
+    copy: Trained, capsys: Capture
+) -> None:
+    """The line was a step's; the next start of the run, report and audit all go on without it."""
+    segment = next(copy.folder.glob("journal/*/rank0.jsonl"))
+    lines = segment.read_bytes().splitlines(keepends=True)
+    place = next(n for n, line in enumerate(lines) if b'"batch_fed"' in line)
+    lines[place] = b"\x00" * (len(lines[place]) - 1) + b"\n"
+    segment.write_bytes(b"".join(lines))
+    named = f"{segment.relative_to(copy.folder)}, line {place + 1}"
+    report = json.loads(here(capsys, "report", copy.folder, "--json").out)
+    assert any(named in hole for hole in report["holes"])
+    audit = here(capsys, "data", "audit", copy.folder)
+    assert (audit.code, named in audit.out, "never fed" in audit.out) == (1, True, True)
+    again = here(capsys, "train", copy.run_file)
+    assert again.code == 0
+    assert "all 6 steps are done" in again.err + again.out
+
+
+def test_a_journal_that_is_gone_is_not_an_empty_run(copy: Trained, capsys: Capture) -> None:
+    shutil.rmtree(copy.folder / "journal")
+    audit = here(capsys, "data", "audit", copy.folder)
+    assert audit.code == 1
+    assert "though there is a checkpoint of step 6" in audit.out
+    (hole,) = json.loads(here(capsys, "report", copy.folder, "--json").out)["holes"]
+    assert "though there is a checkpoint of step 6" in hole
+
+
 def test_text_ends_where_the_model_ends_it(trained: Trained) -> None:
     run = open_run(trained.folder)
     checkpoint = choose_checkpoint(run, None, print)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import random
+import re
 
 import pytest
 
-from holdfast.errors import CorruptError
 from holdfast.events import (
     CheckpointCaptured,
     CheckpointFailed,
@@ -297,8 +297,8 @@ def test_a_torn_last_line_and_unknown_kinds_are_no_obstacle() -> None:
 
 def test_a_damaged_line_is_named() -> None:
     store = stored(lossy_run().records, tail=b"rubbish\n")
-    with pytest.raises(CorruptError, match=r"agent\.jsonl, line \d+"):
-        read_history(store)
+    (hole,) = read_history(store).holes
+    assert re.search(r"6 lines of the journal cannot be read.*agent\.jsonl, line \d+", hole)
 
 
 def test_a_clock_that_was_set_back_does_not_mix_up_a_writer_s_records() -> None:

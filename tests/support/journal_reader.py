@@ -50,6 +50,7 @@ class Journal:
             store.read_into(key, start, memoryview(data))
         except (MissingKeyError, CorruptError):
             return False  # cut after a failed append: it is looked at again
-        more, whole = parse_segment(key, bytes(data))
-        self._parsed[key] = (start + whole, found + more)
-        return bool(whole) or not start
+        segment = parse_segment(key, bytes(data))
+        assert not segment.unreadable, segment.unreadable
+        self._parsed[key] = (start + segment.complete_bytes, found + segment.records)
+        return bool(segment.complete_bytes) or not start

@@ -6,13 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.errors import CorruptError, OutOfSpaceError, RunFolderError
+from holdfast.errors import OutOfSpaceError, RunFolderError
 from holdfast.events import RunStarted, RunStopped, StepDone, WorkerReady
 from holdfast.wire.journal import (
     JournalTail,
     JournalWriter,
     follow_journal,
     parse_segment,
+    read_contents,
     read_journal,
     segment_key,
 )
@@ -97,14 +98,18 @@ def test_kinds_and_keys_of_a_newer_version_are_left_out() -> None:
     [b"nonsense\n", b'{"kind": "run_stopped"}\n', b"[1]\n", b'{"v":1}}\n', b"[" * 100_000 + b"\n"],
     ids=["text", "no_fields", "list", "too_much", "too_deep"],
 )
-def test_a_broken_line_is_named(bad: bytes) -> None:
+def test_a_broken_line_is_named_and_hides_no_other(bad: bytes) -> None:
     store = MemoryStore()
     writer = JournalWriter(store, "agent", 1)
     writer.emit(_step(1))
     writer.flush()
     store.append(segment_key(1, "agent"), bad)
-    with pytest.raises(CorruptError, match=r"agent\.jsonl, line 2"):
-        read_journal(store)
+    writer.emit(_step(2))
+    writer.flush()
+    found = read_contents(store)
+    assert found.unreadable == (f"{segment_key(1, 'agent')}, line 2",)
+    assert [record.event.step for record in found.records] == [1, 2]
+    assert [record.event.step for record in JournalTail(store).read_new()] == [1, 2]
 
 
 class FullStore(MemoryStore):
@@ -165,7 +170,7 @@ def test_a_slow_or_sick_disk_holds_up_no_event() -> None:
     assert writer.has_pending
     writer.flush()
     key = segment_key(1, "agent")
-    found, _ = parse_segment(key, MemoryStore.get(store, key))
+    found = parse_segment(key, MemoryStore.get(store, key)).records
     assert [(r.sequence, r.event.step) for r in found] == [(0, 1), (1, 2)]
 
 

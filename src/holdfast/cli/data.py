@@ -133,17 +133,30 @@ def audit(
     """
     from dataclasses import asdict
 
+    from holdfast.checkpoint.restore.catalog import list_commits, step_of
     from holdfast.data.audit import AuditProblem
     from holdfast.data.audit import audit_records as audit_journal
     from holdfast.data.batch import Batches
     from holdfast.data.dataset import Dataset
     from holdfast.data.verify import find_problems as problems_of
-    from holdfast.wire.journal import read_journal
+    from holdfast.wire.journal import read_contents
 
     found = open_run(run)
-    config = found.config
+    config, journal = found.config, read_contents(found.store)
     batches = Batches(Dataset.open(found.dataset_folder), config.data, config.train, config.seed)
-    result = audit_journal(read_journal(found.store), batches)
+    result = audit_journal(journal.records, batches)
+    result.unreadable = len(journal.unreadable)
+    commits = list_commits(found.store)
+    if commits and not result.last_step:
+        result.problems.append(
+            AuditProblem(
+                "missing",
+                0,
+                0,
+                f"the journal tells of no committed step, though there is a checkpoint of step "
+                f"{step_of(commits[0])}: what was fed cannot be known",
+            )
+        )
     # Tokens that were fed from a changed shard would agree with that shard.
     result.problems += [
         AuditProblem("dataset", 0, 0, text) for text in problems_of(batches.dataset.folder)
@@ -154,6 +167,8 @@ def audit(
         print(result.describe())
         for problem in result.problems:
             print(f"  {problem.message}")
+        if journal.unreadable:
+            print(f"  ({journal.unreadable_sentence()})")
         if result.superseded:
             print(f"  ({result.superseded} ledger records are of work that was lost and redone)")
     return 0 if result.ok else 1

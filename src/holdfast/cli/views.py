@@ -62,7 +62,10 @@ class RunViews:
             self.say = view.say
         if not config.cluster.node:
             self.observers += shown
-            self._replay(journal.read_journal(FolderStore(folder)), replays)
+            contents = journal.read_contents(FolderStore(folder))
+            self._replay(contents.records, replays)
+            if unreadable := contents.unreadable_sentence():
+                self.say(unreadable)
             return
         follower = JournalFollower(FolderStore(folder), shown)
         self._replay(follower.read_all(), replays)

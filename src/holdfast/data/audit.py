@@ -64,6 +64,7 @@ class AuditResult:
     skipped: dict[str, int] = field(default_factory=dict)  # reason -> samples
     retold: int = 0  # samples whose entry stands in for that of a worker that was lost
     superseded: int = 0  # ledger records of work that was lost and done again
+    unreadable: int = 0  # lines of the journal that cannot be read
     problems: list[AuditProblem] = field(default_factory=list)
     epochs: list[EpochUse] = field(default_factory=list)
 
@@ -77,10 +78,10 @@ class AuditResult:
         return min(self.problems, key=lambda p: (p.step, p.microbatch), default=None)
 
     def describe(self) -> str:
-        if not self.last_step:
-            return "nothing is committed yet, so there is nothing to audit"
         if self.first_problem is not None:
             return f"{len(self.problems)} problems; the first: {self.first_problem.message}"
+        if not self.last_step:
+            return "nothing is committed yet, so there is nothing to audit"
         left_out = "".join(f", {n:,} skipped ({why})" for why, n in sorted(self.skipped.items()))
         return (
             f"{self.samples:,} samples in {self.last_step:,} steps: none missing, none twice"

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
+from holdfast.checkpoint.restore.catalog import list_commits, step_of
 from holdfast.core.data.lineage import split_effective
 from holdfast.events import (
     Blamed,
@@ -143,6 +144,7 @@ class History:
     time: dict[str, float]  # seconds by class of timeledger.CLASSES
     wall: float
     cadence: tuple[SaveInterval, ...] = ()  # the newest decision of each tier
+    holes: tuple[str, ...] = ()  # sentences: what the journal should have and does not tell
 
     @property
     def last_step(self) -> int:
@@ -187,8 +189,17 @@ class History:
 
 
 def read_history(store: RunStore) -> History:
-    """The history of the run in `store`. Raises CorruptError for a journal that was damaged."""
-    return build_history(journal.read_journal(store))
+    """The history of the run in `store`, as far as its journal can be read."""
+    contents = journal.read_contents(store)
+    history = build_history(contents.records)
+    holes = [contents.unreadable_sentence()]
+    commits = list_commits(store)
+    if commits and not history.last_step:
+        holes.append(
+            f"the journal tells of no step, though there is a checkpoint of step "
+            f"{step_of(commits[0])}: the journal was removed, or is another run's"
+        )
+    return replace(history, holes=tuple(hole for hole in holes if hole))
 
 
 def build_history(records: Iterable[Record]) -> History:

@@ -148,7 +148,9 @@ def _header(history: History) -> str:
     ]
     return (
         f'<header><h1>{escape(history.run or "run")}<span class="state {history.state}">{state}'
-        f'</span></h1><p class="lead">{" · ".join(w for w in words if w)}</p></header>'
+        f'</span></h1><p class="lead">{" · ".join(w for w in words if w)}</p>'
+        + "".join(f'<p class="note">{escape(hole)}</p>' for hole in history.holes)
+        + "</header>"
     )
 
 

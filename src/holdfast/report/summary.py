@@ -58,6 +58,8 @@ def summary(
         "cadence": [asdict(decision) for decision in history.cadence],
         "notices": [asdict(n) for n in history.notices],
     }
+    if history.holes:
+        out["holes"] = list(history.holes)
     if curve:
         out["steps"] = [asdict(p) for p in history.steps]
         out["steps_done_again"] = [[asdict(p) for p in piece] for piece in history.rework]

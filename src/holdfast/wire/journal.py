@@ -1,7 +1,8 @@
 """The one journal: typed events, a segment per writer and generation, merged in order.
 
 A segment is `journal/<generation>/<writer>.jsonl`, one record a line. One process appends to it. A
-line is complete or (after a power loss, at the very end) torn; a torn last line never happened.
+line is complete or (after a power loss, at the very end) torn; a torn last line never happened. Any
+other line that is not a record is left out, and named to whoever reads the journal.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import json
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 from holdfast.core.data.lineage import DuplicateFilter
 from holdfast.core.json_parsing import parse_json
@@ -84,34 +86,71 @@ class JournalWriter:
             self._unsynced = not sync
 
 
-def read_journal(store: RunStore) -> list[Record]:
-    """Every record of the run, merged by (generation, step, writer, sequence).
+@dataclass(frozen=True)
+class JournalContents:
+    """What a journal holds.
 
-    Repeated reports of a step (`core.data.lineage.DuplicateFilter`), kinds that this version does
-    not know and a torn last line are left out. Raises CorruptError for a line of any other kind,
-    naming segment and line.
+    records: merged by (generation, step, writer, sequence), without repeated reports of a step
+        (`core.data.lineage.DuplicateFilter`) and kinds that this version does not know.
+    unreadable: the places of lines that are not records, as "SEGMENT, line N".
     """
+
+    records: list[Record]
+    unreadable: tuple[str, ...] = ()
+
+    def unreadable_sentence(self) -> str:
+        """Return what cannot be read of the journal; "" if all of it can."""
+        if not self.unreadable:
+            return ""
+        lines = "one line" if len(self.unreadable) == 1 else f"{len(self.unreadable)} lines"
+        return (
+            f"{lines} of the journal cannot be read, so what they held is not known; the first: "
+            f"{self.unreadable[0]}"
+        )
+
+
+@dataclass(frozen=True)
+class ParsedSegment:
+    """The records of the complete lines of a segment, the bytes of those lines, and the places of
+    lines that are not records."""
+
+    records: list[Record]
+    complete_bytes: int
+    unreadable: tuple[str, ...]
+
+
+def read_contents(store: RunStore) -> JournalContents:
+    """Read every record of the run, and note the lines that are none."""
     records: list[Record] = []
+    unreadable: list[str] = []
     for key in store.list(JOURNAL_PREFIX):
-        records += parse_segment(key, store.get(key))[0]
-    return DuplicateFilter()(sorted(records, key=lambda record: record.order))
+        segment = parse_segment(key, store.get(key))
+        records += segment.records
+        unreadable += segment.unreadable
+    merged = DuplicateFilter()(sorted(records, key=lambda record: record.order))
+    return JournalContents(merged, tuple(unreadable))
 
 
-def parse_segment(key: str, data: bytes, first_line: int = 1) -> tuple[list[Record], int]:
-    """Return (the records of the complete lines in `data`, bytes of those lines)."""
+def read_journal(store: RunStore) -> list[Record]:
+    """Return the records of `read_contents`."""
+    return read_contents(store).records
+
+
+def parse_segment(key: str, data: bytes) -> ParsedSegment:
+    """Parse the complete lines of a segment."""
     end = data.rfind(b"\n") + 1
     records: list[Record] = []
-    lines = data[:end].splitlines()
-    for number, line in enumerate(lines, first_line):
+    unreadable: list[str] = []
+    for number, line in enumerate(data[:end].split(b"\n"), 1):
         try:
             record = from_json(parse_json(line)) if line else None
         except (ValueError, KeyError, TypeError) as error:
-            if isinstance(error, json.JSONDecodeError) and _is_torn(line):
-                continue
-            raise CorruptError(f"{key}, line {number}: not a record of the journal") from error
+            if not (isinstance(error, json.JSONDecodeError) and _is_torn(line)):
+                unreadable.append(f"{key}, line {number}")
+            continue
         if record is not None:
             records.append(record)
-    return records, end
+    return ParsedSegment(records, end, tuple(unreadable))
 
 
 class JournalTail:
@@ -135,9 +174,9 @@ class JournalTail:
                 self._store.read_into(key, start, memoryview(data))
             except (MissingKeyError, CorruptError):
                 continue  # removed, or cut after a failed append: looked at again next time
-            found, whole = parse_segment(key, bytes(data))
-            records += found
-            self._read_bytes[key] = start + whole
+            segment = parse_segment(key, bytes(data))
+            records += segment.records
+            self._read_bytes[key] = start + segment.complete_bytes
         return self._duplicates(sorted(records, key=lambda record: record.order))
 
 
@@ -163,8 +202,7 @@ def _segment_end(store: RunStore, key: str) -> tuple[int, bool]:
         data = store.get(key)
     except MissingKeyError:
         return 0, False
-    records, _ = parse_segment(key, data)
-    last = max((record.sequence for record in records), default=-1)
+    last = max((record.sequence for record in parse_segment(key, data).records), default=-1)
     # A segment may hold kinds we do not know: count lines too, so that no number repeats.
     return max(last + 1, data.count(b"\n")), not data.endswith(b"\n") and bool(data)
 

@@ -41,7 +41,6 @@ from holdfast.core.format.manifest import (
 from holdfast.core.sharding.state_table import StateTable
 from holdfast.errors import (
     CheckpointError,
-    CorruptError,
     HoldfastError,
     RunFolderError,
     StoreError,
@@ -82,12 +81,10 @@ def newest_recorded_step(store: RunStore) -> int | None:
     for key in store.list(JOURNAL):
         generation = key.removeprefix(JOURNAL).partition("/")[0]
         if not generation.isdecimal() or int(generation) >= nothing:
-            try:
-                records, _ = parse_segment(key, store.get(key))
-            except CorruptError:
-                whole = False
-                continue
-            committed = [r.event for r in records if isinstance(r.event, CheckpointCommitted)]
+            segment = parse_segment(key, store.get(key))
+            whole = whole and not segment.unreadable
+            events = (record.event for record in segment.records)
+            committed = [event for event in events if isinstance(event, CheckpointCommitted)]
             past = max([past, *(event.step for event in committed)])
     for number, step in noted.items():
         # If a journal cannot be read, a generation that continued live may have had one too.
