@@ -131,7 +131,7 @@ class NodeAgent:
         listeners = [
             HttpListener(handlers.make_application(), self._control_socket),
             HttpListener(
-                HealthApplication(handlers.health_fields, self._render_metrics, refusals), metrics
+                HealthApplication(handlers.health_status, self._render_metrics, refusals), metrics
             ),
         ]
         served = [asyncio.create_task(listener.serve()) for listener in listeners]

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
+from holdfast.core.json_parsing import JsonObject
 from holdfast.policy.membership.transitions import NodeStage
 from holdfast.wire.http.connection import HttpResponse, RequestHead
 from holdfast.wire.http.connection_limits import ConnectionLimiter
@@ -35,18 +37,59 @@ def describe_state(stage: NodeStage, is_stopping: bool) -> str:
     return "leaving" if is_stopping and stage is not NodeStage.DONE else _STAGE_NAMES[stage]
 
 
+@dataclass(frozen=True)
+class HealthStatus:
+    """The state of the run on this node, as `/healthz` answers it.
+
+    role: of this agent in the term. committed_step: of the newest checkpoint. live_workers: on this
+    node.
+    """
+
+    state: str
+    term: int
+    role: str
+    generation: int
+    step: int
+    committed_step: int
+    live_workers: int
+
+    def to_json(self) -> JsonObject:
+        return {
+            "state": self.state,
+            "term": self.term,
+            "standing": self.role,
+            "generation": self.generation,
+            "step": self.step,
+            "committed": self.committed_step,
+            "workers": self.live_workers,
+        }
+
+    @staticmethod
+    def from_json(value: Mapping[str, Any]) -> HealthStatus:
+        """Parse the answer. Raises KeyError, TypeError and ValueError if it is malformed."""
+        return HealthStatus(
+            str(value["state"]),
+            int(value["term"]),
+            str(value["standing"]),
+            int(value["generation"]),
+            int(value["step"]),
+            int(value["committed"]),
+            int(value["workers"]),
+        )
+
+
 class HealthApplication:
-    """The application of the listener; `health_fields` and `render_metrics` answer from memory,
+    """The application of the listener; `health_status` and `render_metrics` answer from memory,
     within milliseconds."""
 
     def __init__(
         self,
-        health_fields: Callable[[], dict[str, Any]],
+        health_status: Callable[[], HealthStatus],
         render_metrics: Callable[[], bytes],
         refusals: Refusals | None = None,
     ) -> None:
         self.limiter = ConnectionLimiter(HEALTH, refusals)
-        self._health_fields, self._render_metrics = health_fields, render_metrics
+        self._health_status, self._render_metrics = health_status, render_metrics
         self._rendered_metrics: tuple[float, bytes] | None = None
 
     def admit(self, head: RequestHead) -> HttpResponse:
@@ -57,7 +100,7 @@ class HealthApplication:
         if path == b"/metrics":
             kind = b"content-type: text/plain; version=0.0.4; charset=utf-8\r\n"
             return HttpResponse(200, self._metrics(), kind)
-        value = json.dumps(self._health_fields(), separators=(",", ":")).encode()
+        value = json.dumps(self._health_status().to_json(), separators=(",", ":")).encode()
         return HttpResponse(200, value, b"content-type: application/json\r\n")
 
     def _metrics(self) -> bytes:

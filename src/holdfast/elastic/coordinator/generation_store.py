@@ -122,7 +122,7 @@ class GenerationCreator:
         nodes = [node for name in sorted(used) if (node := state.node(name)) is not None]
         agents = {
             node.name: AgentEntry(
-                str(node_reports[node.name].join_info.get("address", "")),
+                node_reports[node.name].facts.address,
                 node.incarnation,
                 node.places,
             )
