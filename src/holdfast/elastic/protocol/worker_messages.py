@@ -53,7 +53,7 @@ class WorkerReport:
     has_callbacks    the worker may do something else before it reports again
     is_asleep        training sleeps where ranks wait for each other
     compute_time     seconds of computing, and microbatches, in all; None: not reported
-    step_time        seconds of whole steps, and steps; None: not reported
+    step_time        seconds of steps from their arithmetic to their vote, and steps; None likewise
     cpu_s            CPU seconds that the worker's reports took
     outcome          None: it does not end yet
     """
