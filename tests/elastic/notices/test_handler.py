@@ -54,7 +54,7 @@ class World:
         return self.notices.handle_notice(notice, self.topology, 7).tiers
 
     def reply(self, rank: int) -> WorkerReply:
-        """What a worker is told, apart from what others tell it."""
+        """The requests in the answer to a worker of this rank."""
         return self.notices.add_requests(WorkerReply(), rank)
 
     @property
@@ -76,7 +76,7 @@ def test_a_run_that_goes_on_is_asked_once_and_by_one_rank() -> None:
     assert isinstance(both.events[1], EmergencyPlanned)
     assert 0 < plan.bytes < both.events[1].bytes, "a owns some of it, both own all"
     told = world.reply(0)
-    assert (told.save, told.is_peer_copy_enough) == (SaveRequest(1, plan.tiers), False)
+    assert (told.save, told.is_peer_copy_enough) == (SaveRequest(1, tuple(plan.tiers)), False)
     assert world.reply(1).save is None
     world.hear("b")
     assert world.save_request.number == 2

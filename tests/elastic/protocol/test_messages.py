@@ -58,7 +58,7 @@ STORE_REPLIES: dict[str, Callable[[Any], Message]] = {
     "num_keys": CountReply.from_json,
     "list": KeysReply.from_json,
 }
-"""Readers of the rendezvous' answers, by operation; of all others: a value."""
+"""Readers of the answers of the rendezvous, by operation. The remaining answers are a value."""
 
 
 def _fork_message(value: Mapping[str, Any]) -> Message:
