@@ -39,6 +39,7 @@ from tests.support.agents import SECRET, FleetAgent, Switch, until
 
 from holdfast.elastic.coordinator.coordinator import Coordinator
 from holdfast.elastic.membership.role_loop import RoleLoop
+from holdfast.elastic.protocol.coordinator_messages import Heartbeat, HeartbeatReply
 from holdfast.elastic.protocol.generation_record import GenerationRecord, read_record
 from holdfast.policy.membership.election import ElectionTimeouts
 from holdfast.policy.membership.transitions import CoordinatorState, Phase
@@ -83,7 +84,6 @@ class Client:
             self._never,
             heartbeat_interval_s=beat,
             timeouts=ElectionTimeouts(leader_timeout_s=3 * beat, minority_wait_s=1e9),
-            join_info={"address": "127.0.0.1:1"},
             read_generation=read,
         )
 
@@ -297,9 +297,9 @@ def _counted(coordinator: Coordinator) -> list[int]:
     found: list[int] = []
     beat = coordinator.handle_heartbeat
 
-    async def counted(generation: int, body: dict[str, Any]) -> dict[str, Any]:
+    async def counted(generation: int, said: Heartbeat) -> HeartbeatReply:
         found.append(1)
-        return await beat(generation, body)
+        return await beat(generation, said)
 
     coordinator.handle_heartbeat = counted  # type: ignore[method-assign]
     return found

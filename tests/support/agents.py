@@ -18,8 +18,9 @@ from holdfast.elastic.membership.role_loop import RoleLoop
 from holdfast.elastic.protocol.coordinator_messages import NodeReport
 from holdfast.elastic.protocol.generation_outcome import NodeOutcome
 from holdfast.elastic.protocol.generation_record import GenerationRecord
-from holdfast.elastic.protocol.hung_worker import HungWorker
+from holdfast.elastic.protocol.hung_worker import HungWorker, StallReport
 from holdfast.elastic.protocol.start_state import StartState
+from holdfast.elastic.protocol.worker_pace import WorkerPace
 from holdfast.policy.membership.election import ElectionTimeouts
 from holdfast.policy.membership.transitions import CoordinatorState, MembershipRules, NodeStage
 from holdfast.wire.http.auth import Verifier
@@ -43,8 +44,8 @@ class Switch:
         self.node_outcome = NodeOutcome()
         self.history: list[tuple[str, int]] = []
         self.slow = False  # stays in `building`
-        self.stalled_workers: dict[str, Any] = {}
-        self.worker_paces: list[list[Any]] = []
+        self.stalled_workers: StallReport | None = None
+        self.worker_paces: tuple[WorkerPace, ...] = ()
         self.blamed: list[tuple[int, int]] = []
         self.ready_workers: int | None = None
 
@@ -122,7 +123,6 @@ class FleetAgent:
             self._reign,
             timeouts=patience,
             heartbeat_interval_s=beat,
-            join_info={"address": self.address},
             complain=self.said.append,
         )
         self._frozen = False

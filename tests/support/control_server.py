@@ -10,6 +10,8 @@ from contextlib import contextmanager
 from typing import Any
 
 from holdfast.elastic.coordinator.rendezvous import RendezvousStore
+from holdfast.elastic.protocol.messages import handler_of
+from holdfast.elastic.protocol.rendezvous_messages import StoreRequest
 from holdfast.wire.http.auth import Verifier
 from holdfast.wire.http.server import MAX_BODY_BYTES, Handler, HttpListener, SignedApplication
 from holdfast.wire.http.sockets import address_of, bind_listener
@@ -86,7 +88,8 @@ class Control:
         self._loop = asyncio.get_running_loop()
         self._rendezvous = RendezvousStore()
         self._rendezvous.begin_generation(1)
-        handlers: dict[str, Handler] = {"/store": self._rendezvous.handle_operation}
+        rendezvous = handler_of(StoreRequest.from_json, self._rendezvous.handle_operation)
+        handlers: dict[str, Handler] = {"/store": rendezvous}
         if self._report is not None:
             handlers["/report"] = self._report
         if self._desk is not None:

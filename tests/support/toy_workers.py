@@ -126,7 +126,7 @@ def _capturer(boot: WorkerSpec, secret: Secret) -> Capturer:
     from holdfast.checkpoint.capture.capturer import Capturer
 
     config = RunConfig.model_validate(boot.config)
-    topology, table = boot.parse_topology(), state_table(config.model, config.train.precision)
+    topology, table = boot.placed_topology, state_table(config.model, config.train.precision)
     held = local_boxes(topology, table, boot.rank)
     return Capturer(
         MoverClient(boot.mover_socket, secret, boot.generation),

@@ -205,7 +205,7 @@ class Run:
         for rank, number in enumerate(numbers):
             boot = replace(
                 self.boot,
-                topology=topology.to_json(),
+                topology=topology,
                 generation=topology.generation,
                 rank=rank,
                 restore_key=restore,
@@ -286,7 +286,7 @@ def run(
         with controlling(journal.report, desk=desk) as control:
             boot = WorkerSpec(
                 config.model_dump(mode="json"),
-                topology.to_json(),
+                topology,
                 1,
                 0,
                 1,

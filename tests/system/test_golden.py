@@ -1,6 +1,5 @@
-"""Run folders, journal lines and messages that an older version wrote. This version reads them,
-resumes from them, and writes them the same. tests/golden/README.md describes them and how they were
-made."""
+"""Run folders and journal lines that an older version wrote. This version reads them, resumes from
+them, and writes them the same. tests/golden/README.md describes them and how they were made."""
 
 from __future__ import annotations
 
@@ -9,7 +8,6 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,12 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from holdfast.elastic.protocol.coordinator_messages import Heartbeat, JoinRequest
-from holdfast.elastic.protocol.generation_outcome import NodeOutcome
-from holdfast.elastic.protocol.generation_record import GenerationRecord
-from holdfast.elastic.protocol.start_state import StartState
 from holdfast.events import from_json, to_json
-from holdfast.policy.recovery.survivors import HeldState
 
 GOLDEN = Path(__file__).parent.parent / "golden"
 STEPS = 12
@@ -184,60 +177,3 @@ def test_the_journals_of_the_runs_are_read_and_written_the_same() -> None:
             record = from_json(json.loads(line))
             assert record is not None
             assert json.dumps(to_json(record), separators=(",", ":"), allow_nan=True) == line
-
-
-# --- messages -----------------------------------------------------------------------------------
-Again = Callable[[Any], Any]
-"""JSON in, JSON out: `lambda value: Type.from_json(value).to_json()`."""
-
-MESSAGES: dict[str, Again] = {
-    "generation_record": lambda value: GenerationRecord.from_json(value).to_json(),
-    "start_state": lambda value: StartState.from_json(value).to_json(),
-    "node_outcome": lambda value: NodeOutcome.from_json(value).to_json(),
-    "join_request": lambda value: JoinRequest.from_json(value).to_json(),
-    "heartbeat": lambda value: Heartbeat.from_json(value).to_json(),
-    "held_state": lambda value: HeldState.from_json(value).to_json(),
-}
-"""Readers of messages with a type, by name of the file. If a file holds pairs ({"asked": ...,
-"answer": ...}), the function takes the pair."""
-
-
-def holds(new: Any, old: Any, at: str = "") -> None:
-    """Whatever was said is still said, with the same words. Keys that an older writer left out may
-    have come to it."""
-    if isinstance(old, dict):
-        assert isinstance(new, dict), at
-        for key, value in old.items():
-            assert key in new, f"{at}.{key} is gone"
-            holds(new[key], value, f"{at}.{key}")
-    elif isinstance(old, list):
-        assert isinstance(new, list), at
-        assert len(new) == len(old), at
-        for number, (one, other) in enumerate(zip(new, old, strict=True)):
-            holds(one, other, f"{at}[{number}]")
-    else:
-        assert (type(new), new) == (type(old), old), at
-
-
-def as_read(value: Any) -> Any:
-    """A worker without a state is read as one whose state is torn. Nodes send what they have
-    read."""
-    if isinstance(value, list):
-        return [as_read(one) for one in value]
-    if not isinstance(value, dict):
-        return value
-    read = {key: as_read(one) for key, one in value.items()}
-    return read | {"torn": True} if "torn" in read and read["state"] is None else read
-
-
-@pytest.mark.parametrize("name", sorted(MESSAGES))
-def test_a_message_is_read_and_written_the_same(name: str) -> None:
-    entries = json.loads((GOLDEN / "messages" / f"{name}.json").read_text())
-    assert entries
-    for entry in entries:
-        assert set(entry) == {"what", "written_by", "read_by", "source", "json"}
-    again = MESSAGES[name]
-    for entry in entries:
-        value = json.loads(json.dumps(again(entry["json"])))
-        holds(value, as_read(entry["json"]))
-        assert json.loads(json.dumps(again(value))) == value

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -11,6 +11,13 @@ from holdfast.cli.dispatch import app as make_app
 from holdfast.cli.output import print_json, say
 from holdfast.errors import HoldfastError, RunFolderError, UserError
 from holdfast.launch.runs import Run, open_run, probe_run
+
+if TYPE_CHECKING:
+    from holdfast.elastic.protocol.notice_messages import (
+        EmergencyReply,
+        Notice,
+        UnknownNodeReply,
+    )
 
 app = make_app("Tell a run that machines are about to go.")
 
@@ -35,6 +42,7 @@ def notice(
     Example:
       holdfast notice runs/quickstart --seconds 30 --leave
     """
+    from holdfast.elastic.protocol.notice_messages import Notice, UnknownNodeReply
     from holdfast.wire.secret import SECRET_FILE_VARIABLE
 
     if not 0 < seconds < 1e6:
@@ -59,26 +67,24 @@ def notice(
                 f"{SECRET_FILE_VARIABLE} as there"
             ),
         )
-    plan = _post(found, {"seconds": seconds, "nodes": names, "leave": leave})
-    if "refused" in plan:
-        raise UserError(
-            str(plan["refused"]), where="--node", remedy=f"there are {', '.join(plan['nodes'])}"
-        )
+    plan = _post(found, Notice(seconds, tuple(names), leave))
+    if isinstance(plan, UnknownNodeReply):
+        raise UserError(plan.reason, where="--node", remedy=f"there are {', '.join(plan.nodes)}")
     if json:
-        print_json(plan)
+        print_json(plan.to_json())
     else:
-        say(str(plan["reason"]))
-    return 0 if plan["tiers"] or plan.get("moves") else 1
+        say(plan.reason)
+    return 0 if plan.tiers or plan.moves else 1
 
 
-def _post(found: Run, notice: dict[str, Any]) -> dict[str, Any]:
+def _post(found: Run, notice: Notice) -> EmergencyReply | UnknownNodeReply:
     """Send the notice to the agent that leads the run; return the plan that it answers.
 
     Raises:
         UserError: the agent refuses the notice.
         RunFolderError: the agent cannot be reached.
     """
-    from holdfast.elastic.notices.handler import NOTICE_PATH
+    from holdfast.elastic.protocol.notice_messages import NOTICE_PATH, notice_reply_from_json
     from holdfast.wire.http.client import Client, RequestError
     from holdfast.wire.secret import open_secret
     from holdfast.wire.term import newest_term
@@ -86,7 +92,7 @@ def _post(found: Run, notice: dict[str, Any]) -> dict[str, Any]:
     _, holder = newest_term(found.store)
     client = Client(str((holder or {}).get("address", "")), open_secret(found.folder))
     try:
-        return client.post(NOTICE_PATH, notice)
+        return notice_reply_from_json(client.post(NOTICE_PATH, notice.to_json()))
     except RequestError as error:
         raise UserError(str(error), where="notice", remedy="see holdfast notice --help") from error
     except HoldfastError as error:

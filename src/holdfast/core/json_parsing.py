@@ -8,7 +8,13 @@ state. Here it is a ValueError, as for any other text that is not JSON.
 from __future__ import annotations
 
 import json
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeAlias
+
+Json: TypeAlias = "bool | int | float | str | Sequence[Json] | Mapping[str, Json] | None"
+"""The value of a JSON text."""
+JsonObject: TypeAlias = dict[str, Json]
+"""What the `to_json` of a message returns."""
 
 
 def parse_json(text: str | bytes | bytearray) -> Any:

@@ -28,6 +28,7 @@ from holdfast.events import (
     WorkerLost,
     WorkerReady,
 )
+from holdfast.layout import Layout, place_layout
 from holdfast.wire.http.client import Client
 from holdfast.wire.secret import Secret, open_secret
 from holdfast.wire.store.run_store import FolderStore
@@ -353,8 +354,7 @@ def test_a_stopped_trainer_does_not_write_into_the_run_that_replaced_its_own(
 
 
 def test_a_boot_travels_as_json() -> None:
-    boot = WorkerSpec(
-        {"a": 1}, {"nodes": ["x"]}, 1, 0, 2, "h:1", "", "/r", "/d", None, 0, "cpu", "l"
-    )
+    topology = place_layout(Layout(), 1, ("x",))
+    boot = WorkerSpec({"a": 1}, topology, 1, 0, 2, "h:1", "", "/r", "/d", None, 0, "cpu", "l")
     value = json.loads(json.dumps(boot.to_json())) | {"of a newer version": True}
     assert WorkerSpec.from_json(value) == boot

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from holdfast.elastic.agent.health import HealthApplication
+from holdfast.elastic.agent.health import HealthApplication, HealthStatus
 from holdfast.wire.http.connection import RequestHead
 
 
@@ -15,10 +16,10 @@ class Node:
     """A node whose fields and clock the test sets."""
 
     def __init__(self) -> None:
-        self.fields: dict[str, Any] = {"state": "training", "generation": 1, "step": 5}
+        self.status = HealthStatus("training", 1, "leader", 1, 5, 0, 1)
         self.at = 0.0
         self.application = HealthApplication(
-            lambda: dict(self.fields), lambda: b"", stalled_after_s=100.0, now=lambda: self.at
+            lambda: self.status, lambda: b"", stalled_after_s=100.0, now=lambda: self.at
         )
 
     def get(self, path: str) -> tuple[int, dict[str, Any]]:
@@ -29,7 +30,7 @@ class Node:
 @pytest.mark.parametrize("state", ["opening", "recovering", "leaving", "over"])
 def test_a_node_that_does_not_train_is_healthy_and_not_ready(state: str) -> None:
     node = Node()
-    node.fields["state"] = state
+    node.status = replace(node.status, state=state)
     node.get("/healthz")
     node.at = 1000.0
     assert node.get("/healthz")[0] == 200
@@ -42,5 +43,5 @@ def test_a_node_that_trains_without_a_step_is_not_healthy() -> None:
     node.at = 101.0
     status, fields = node.get("/healthz")
     assert (status, fields["seconds_at_step"]) == (503, 101.0)
-    node.fields["step"] = 6
-    assert node.get("/healthz") == (200, node.fields | {"seconds_at_step": 0.0})
+    node.status = replace(node.status, step=6)
+    assert node.get("/healthz") == (200, node.status.to_json())

@@ -10,7 +10,7 @@ import pytest
 from holdfast.config.run import RunConfig
 from holdfast.elastic.coordinator.generation_planner import GenerationPlanner, PlannerContext
 from holdfast.elastic.coordinator.survivors import RecoveryPlanner
-from holdfast.elastic.protocol.coordinator_messages import NodeReport
+from holdfast.elastic.protocol.coordinator_messages import AgentFacts, NodeReport
 from holdfast.elastic.protocol.generation_outcome import LostOutcome, NodeOutcome
 from holdfast.elastic.protocol.generation_record import GenerationRecord, PreviousState
 from holdfast.errors import LayoutError
@@ -168,7 +168,9 @@ def test_how_an_older_generation_ended_is_not_said_of_the_last_one() -> None:
     lead.load_record(GenerationRecord(place_layout(Layout(dp_replicate=2), 5, ("a", "b"))))
     of = {
         name: NodeReport(
-            {}, NodeOutcome({}, LostOutcome("rot", "it is not whole", f"as {name} says")), at
+            AgentFacts(),
+            NodeOutcome({}, LostOutcome("rot", "it is not whole", f"as {name} says")),
+            at,
         )
         for name, at in {"a": 4, "b": 5}.items()
     }
@@ -202,5 +204,5 @@ def test_a_session_begins_where_nobody_took_part_before(others: bool) -> None:
             reign, [StageReport("b", "old", 5, NodeStage.HELD)], 1.0, rules
         )
     with pytest.raises(LayoutError):
-        asyncio.run(lead.plan_generation(reign, 8, frozenset("a"), {"a": NodeReport({})}))
+        asyncio.run(lead.plan_generation(reign, 8, frozenset("a"), {"a": NodeReport(AgentFacts())}))
     assert lead.is_session_start is not others

@@ -14,8 +14,16 @@ from holdfast.elastic.coordinator.coordinator import Coordinator
 from holdfast.elastic.coordinator.liveness_probe import ProbeResult, probe
 from holdfast.elastic.membership import reachability
 from holdfast.elastic.membership.reachability import ReachabilityProbe
+from holdfast.elastic.protocol.coordinator_messages import Heartbeat
 from holdfast.policy.membership import transitions
-from holdfast.policy.membership.transitions import MembershipRules, NodeRecord, NodeStage, Phase
+from holdfast.policy.membership.transitions import (
+    Directive,
+    MembershipRules,
+    NodeCommand,
+    NodeRecord,
+    NodeStage,
+    Phase,
+)
 
 NAMES = "abc"
 
@@ -76,19 +84,12 @@ async def _no_generation(reign: Any, generation: int, names: Any, known: Any) ->
     raise AssertionError("none is to be made")
 
 
+WORKING = Directive(NodeCommand.WORK, 1)
+
+
 async def _beat(coordinator: Coordinator, name: str, *misses: str) -> None:
     await coordinator.handle_heartbeat(
-        0,
-        {
-            "name": name,
-            "mark": name,
-            "term": 1,
-            "at": 1,
-            "stage": NodeStage.WORKING.value,
-            "doing": ["work", 1],
-            "wait": 0.0,
-            "misses": list(misses),
-        },
+        0, Heartbeat(name, name, 1, WORKING, 1, NodeStage.WORKING, misses=misses)
     )
     await asyncio.sleep(0)  # what was heard is taken in
 

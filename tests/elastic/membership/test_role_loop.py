@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from holdfast.elastic.membership.pre_candidate import MIN_PREVOTE_ROUND_S
+from holdfast.elastic.protocol.coordinator_messages import Heartbeat, HeartbeatReply
 from holdfast.wire.store.run_store import FolderStore
 from holdfast.wire.term import newest_generation, newest_term
 from tests.support import agents as fleet
@@ -83,9 +84,9 @@ def test_who_leads_asks_itself_no_more_often_than_others_do(tmp_path: Path) -> N
         asked = {agent.name: 0 for agent in agents}
         beat = coordinator.handle_heartbeat
 
-        async def counted(generation: int, body: dict[str, Any]) -> dict[str, Any]:
-            asked[body["name"]] += 1
-            return await beat(generation, body)
+        async def counted(generation: int, said: Heartbeat) -> HeartbeatReply:
+            asked[said.name] += 1
+            return await beat(generation, said)
 
         coordinator.handle_heartbeat = counted  # type: ignore[method-assign]
         await asyncio.sleep(2.0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from dataclasses import replace
 from math import inf
 from typing import Any
 
@@ -12,7 +13,9 @@ from holdfast.elastic.coordinator.hang_detector import HangDetector
 from holdfast.elastic.coordinator.stragglers import StragglerTracker
 from holdfast.elastic.node.hang_monitor import HangMonitor, ProcessStat
 from holdfast.elastic.node.worker_status import WorkerTable
-from holdfast.elastic.protocol.hung_worker import ALL_RANKS
+from holdfast.elastic.protocol.hung_worker import ALL_RANKS, StallReport
+from holdfast.elastic.protocol.worker_messages import WorkerReport
+from holdfast.elastic.protocol.worker_pace import WorkerPace
 from holdfast.policy.detection.stragglers import Pace, StragglerLimits, StragglerRule
 from holdfast.policy.recovery.survivors import HeldState
 
@@ -53,17 +56,9 @@ class World:
             self.now += STEP
 
     def says(self, rank: int, step: int, phase: str, marks: int, **more: Any) -> None:
-        body = {
-            "rank": rank,
-            "step": step,
-            "phase": phase,
-            "marks": marks,
-            "first": 0,
-            "events": [],
-            "asleep": rank in self.asleep,
-            **more,
-        }
-        self.members.process_report(body, self.now)
+        is_asleep = rank in self.asleep
+        report = WorkerReport(rank, step, phase, marks, is_asleep=is_asleep, **more)
+        self.members.process_report(report, self.now)
         self.members.on_report_answered(rank, self.now)
         self.lookout.on_report(self.members[rank])
 
@@ -78,6 +73,13 @@ class World:
             if found := self.lookout.tick(self.now, BEAT):
                 return [(blame.rank, blame.symptom) for blame in found]
         return []
+
+
+def of_rank(rank: int, world: World) -> StallReport:
+    """The report of a node whose one worker has this rank in the generation."""
+    told = world.lookout.take_stall_report(world.now)
+    assert told is not None
+    return replace(told, workers=tuple(replace(one, rank=rank) for one in told.workers))
 
 
 def test_a_process_in_the_state_of_being_stopped_is_named_by_its_own_agent() -> None:
@@ -127,9 +129,7 @@ def test_of_a_replica_on_two_nodes_the_one_that_hangs_is_named_whoever_asks_firs
 
     def asks(name: str) -> list[int]:
         rank, world = {"further": (0, further), "partner": (1, partner), "hangs": (2, hangs)}[name]
-        told = world.lookout.take_stall_report(world.now)
-        for row in told["ranks"]:
-            row[0] = rank
+        told = of_rank(rank, world)
         return [blame.rank for blame in comparing.observe(name, 1, told, world.now)]
 
     for world in (partner, hangs, further):
@@ -145,7 +145,7 @@ def test_what_lies_between_two_steps_does_not_count_for_a_normal_one() -> None:
     world = World(1, 1)
     for step in range(3, 40):
         world.now += 10.0  # the loader waits
-        world.says(0, step, "compute", 1, worked=[STEP * (step - 1), step - 1])
+        world.says(0, step, "compute", 1, step_time=(STEP * (step - 1), step - 1))
     assert world.lookout.normal_step_s == pytest.approx(STEP)
 
 
@@ -162,12 +162,13 @@ def test_a_worker_whose_first_report_is_of_its_third_step_has_told_what_a_step_t
     members, now = WorkerTable(1, 1), 100.0
     lookout = HangMonitor(members, 2, deque(), 300.0, read_stat={}.get)
     members.expect_worker(0, now)
-    body = {"rank": 0, "step": 3, "phase": "compute", "marks": 1, "first": 0, "events": []}
-    members.process_report(body | {"worked": [0.3, 2]}, now)
+    members.process_report(WorkerReport(0, 3, "compute", 1, step_time=(0.3, 2)), now)
     lookout.on_report(members[0])
     assert lookout.normal_step_s == pytest.approx(0.15)
     now += 2.0
-    assert lookout.take_stall_report(now)["normal"] == pytest.approx(0.15)
+    told = lookout.take_stall_report(now)
+    assert told is not None
+    assert told.normal_step_s == pytest.approx(0.15)
 
 
 def test_a_first_step_that_compiles_may_take_longer_still() -> None:
@@ -223,19 +224,17 @@ def test_what_two_nodes_tell_of_themselves_names_the_one_that_is_behind() -> Non
     waits, hangs, comparing = World(1, 2), World(1, 2), HangDetector()
     waits.says(0, 2, "reduce", 2)
     assert not waits.lookout.is_report_due(waits.now)
-    assert waits.lookout.take_stall_report(waits.now) == {}, "while all is well nothing travels"
+    assert waits.lookout.take_stall_report(waits.now) is None, "while all is well nothing travels"
     for world in (waits, hangs):
         world.passes(0.6, 0)
         assert world.lookout.is_report_due(world.now)
     assert comparing.observe("a", 1, waits.lookout.take_stall_report(waits.now), waits.now) == []
-    told = hangs.lookout.take_stall_report(hangs.now)
-    told["ranks"][0][0] = 1  # its rank in the generation
+    told = of_rank(1, hangs)
     assert comparing.observe("b", 1, told, hangs.now) == []
     assert not waits.lookout.is_report_due(waits.now), "it has just been told"
     waits.passes(1.6, 0)
     hangs.passes(1.6, 0)
-    told = hangs.lookout.take_stall_report(hangs.now)
-    told["ranks"][0][0] = 1
+    told = of_rank(1, hangs)
     (blame,) = comparing.observe("b", 1, told, hangs.now)
     assert (blame.rank, blame.step, blame.symptom) == (1, 2, "behind")
     assert comparing.observe("b", 2, told, hangs.now) == [], "a generation that is over counts not"
@@ -253,8 +252,7 @@ def test_who_waits_for_a_node_that_is_not_heard_is_not_behind() -> None:
         comparing.observe("a", 1, further.lookout.take_stall_report(further.now), further.now, cut)
         == []
     )
-    told = waits.lookout.take_stall_report(waits.now)
-    told["ranks"][0][0] = 1  # its rank in the generation
+    told = of_rank(1, waits)
     assert comparing.observe("b", 1, told, waits.now, cut) == []
     assert comparing.observe("b", 1, told, waits.now, -inf) == [], "not in this term at all"
     assert comparing.observe("b", 1, told, waits.now, cut + 0.5) == [], "cut off a little later"
@@ -278,8 +276,7 @@ def test_who_has_ended_its_step_for_a_pause_waits_for_those_who_have_not() -> No
     for one in (holds, hangs):
         one.passes(2.0, 0)
     assert comparing.observe("a", 1, holds.lookout.take_stall_report(holds.now), holds.now) == []
-    told = hangs.lookout.take_stall_report(hangs.now)
-    told["ranks"][0][0] = 1  # its rank in the generation
+    told = of_rank(1, hangs)
     (blame,) = comparing.observe("b", 1, told, hangs.now)
     assert (blame.rank, blame.step, blame.symptom) == (1, 2, "behind")
 
@@ -290,15 +287,14 @@ def test_without_comparing_only_long_silence_of_all_counts_on_several_nodes_too(
     for world in (a, b):
         world.passes(100.0, 0)
         assert not world.lookout.is_report_due(world.now)
-        assert world.lookout.take_stall_report(world.now) == {}
+        assert world.lookout.take_stall_report(world.now) is None
     members = frozenset("ab")
     for world in (a, b):
         world.passes(201.0, 0)
         assert world.lookout.is_report_due(world.now)
     assert comparing.observe("a", 1, a.lookout.take_stall_report(a.now), a.now) == []
     assert comparing.find_hung_worker(a.now, members) is None, "the other has not said so"
-    told = b.lookout.take_stall_report(b.now)
-    told["ranks"][0][0] = 1  # its rank in the generation
+    told = of_rank(1, b)
     assert comparing.observe("b", 1, told, b.now) == []
     node, blame = comparing.find_hung_worker(b.now, members) or ("", None)
     assert blame is not None
@@ -308,8 +304,8 @@ def test_without_comparing_only_long_silence_of_all_counts_on_several_nodes_too(
 def test_a_name_counts_only_while_the_worker_stands_where_it_stood() -> None:
     world, comparing = World(1, 2), HangDetector()
     world.passes(2.0, 0)
-    (row,) = world.lookout.take_stall_report(world.now)["ranks"]
-    assert row[1:3] == [2, 1]
+    (worker,) = of_rank(0, world).workers
+    assert (worker.step, worker.progress_count) == (2, 1)
     blame = world.lookout._to_hung_worker(0, next(iter(_found())))
     assert world.lookout.is_still_hung(blame)
     world.says(0, 2, "reduce", 2)
@@ -325,9 +321,9 @@ def _found() -> list[Any]:
 
 def test_what_makes_no_sense_is_refused() -> None:
     with pytest.raises((KeyError, TypeError, ValueError)):
-        HangDetector().observe("a", 1, {"normal": 1.0}, 0.0)
+        StallReport.from_json({"normal": 1.0})
     with pytest.raises((TypeError, ValueError)):
-        StragglerTracker().observe("a", 1, [[1, "x"]])
+        WorkerPace.from_json([1, "x"])
 
 
 def test_a_slow_worker_has_a_speed_and_then_its_node_rests() -> None:
@@ -343,7 +339,7 @@ def test_a_slow_worker_has_a_speed_and_then_its_node_rests() -> None:
     for _ in range(9):
         for node in "abcd":
             seconds = 0.6 if node == "c" else 0.2
-            changes += pacing.observe(node, 1, [[7, "same", seconds, 2]])
+            changes += pacing.observe(node, 1, [WorkerPace(7, "same", seconds, 2)])
     assert [c.after for c in changes][:2] == [Pace.SLOW, Pace.STANDBY]
     assert {c.worker for c in changes} == {("c", 7)}
     assert pacing.relative_speeds == {("c", 7): 0.33}

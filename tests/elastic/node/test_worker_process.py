@@ -12,11 +12,14 @@ from typing import Any
 import pytest
 
 from holdfast.elastic.node.worker_process import CommandServer, WorkerProcess, is_running
+from holdfast.elastic.protocol.worker_commands import Begin, CommandPoll, CommandReply, Halt
+from holdfast.elastic.protocol.worker_spec import WorkerSpec
 from holdfast.policy.recovery.survivors import HeldState
 
 
-def _question(pid: int, seen: int, held: HeldState | None = None) -> dict[str, Any]:
-    return {"process": pid, "seen": seen, "held": None if held is None else held.to_json()}
+def _begin(rank: int, generation: int) -> Begin:
+    spec = WorkerSpec({}, None, generation, rank, 1, "h:1", "", "", "", None, 0, "cpu", "log")
+    return Begin(spec)
 
 
 def _process(pid: int = 7) -> WorkerProcess:
@@ -47,43 +50,40 @@ def test_orders_are_answered_at_once_when_there_are_any_and_when_they_come() -> 
     async def main() -> None:
         told: list[int] = []
         desk = CommandServer(lambda process: told.append(process.pid))
-        early = asyncio.create_task(desk.handle_poll(0, _question(7, 0)))
+        early = asyncio.create_task(desk.handle_poll(0, CommandPoll(7, 0)))
         await asyncio.sleep(0)
         process = _process()
         desk.add(process)  # it asked before its fork was told
         await asyncio.sleep(0)
         assert not early.done()
-        process.begin_rank(0, 3, Path("log"), {"kind": "begin"})
-        assert await early == {"number": 1, "orders": {"kind": "begin"}}
-        assert await desk.handle_poll(0, _question(7, 0)) == {
-            "number": 1,
-            "orders": {"kind": "begin"},
-        }
-        waiting = asyncio.create_task(desk.handle_poll(0, _question(7, 1)))
+        process.begin_rank(_begin(0, 3))
+        assert (process.rank, process.generation, process.log_path) == (0, 3, Path("log"))
+        assert await early == CommandReply(1, _begin(0, 3))
+        assert await desk.handle_poll(0, CommandPoll(7, 0)) == CommandReply(1, _begin(0, 3))
+        waiting = asyncio.create_task(desk.handle_poll(0, CommandPoll(7, 1)))
         await asyncio.sleep(0)
         assert process.has_acked
         process.halt_rank(3, has_lost_replica_peer=True)
         answer = await waiting
-        assert answer["number"] == 2
-        assert answer["orders"] == {"kind": "halt", "inside": True, "generation": 3}
+        assert answer == CommandReply(2, Halt(3, is_inside_replica=True))
         assert not process.has_acked
-        last = asyncio.create_task(desk.handle_poll(0, _question(7, 2, HeldState(3, 0, 5))))
+        last = asyncio.create_task(desk.handle_poll(0, CommandPoll(7, 2, HeldState(3, 0, 5))))
         await asyncio.sleep(0)
         assert told == [7]
         assert process.held_state is not None
         process.on_exited(0)
-        assert await last == {"number": 2, "orders": None}
+        assert await last == CommandReply(2)
 
     asyncio.run(main())
 
 
 def test_what_is_held_counts_for_the_generation_that_was_begun() -> None:
     process = _process()
-    process.begin_rank(0, 3, Path("log"), {"kind": "begin"})
+    process.begin_rank(_begin(0, 3))
     assert not process.record_poll(1, HeldState(2, 0, 5))  # older than the orders
     assert process.record_poll(1, HeldState(3, 0, 6))
     assert not process.record_poll(1, HeldState(3, 0, 6))  # said again
-    process.begin_rank(1, 4, Path("log"), {"kind": "begin"})
+    process.begin_rank(_begin(1, 4))
     assert process.held_state is None
     assert not process.record_poll(1, HeldState(3, 0, 6))
     process.halt_rank(4, has_lost_replica_peer=False)
@@ -97,4 +97,4 @@ def test_what_is_held_counts_for_the_generation_that_was_begun() -> None:
 )
 def test_nonsense_is_refused(body: dict[str, Any]) -> None:
     with pytest.raises((KeyError, ValueError, TypeError)):
-        asyncio.run(CommandServer(lambda process: None).handle_poll(0, body))
+        CommandPoll.from_json(body)

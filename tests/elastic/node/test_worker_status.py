@@ -1,31 +1,21 @@
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import replace
 
 import pytest
 
 from holdfast.elastic.node.worker_status import WorkerTable
 from holdfast.elastic.protocol import exit_codes
+from holdfast.elastic.protocol.worker_messages import WorkerReport
 from holdfast.events import RunStopped
 from holdfast.policy.recovery.survivors import HeldState
-
-
-def _body(rank: int, step: int, phase: str, marks: int, first: int = 0) -> dict[str, Any]:
-    return {
-        "rank": rank,
-        "step": step,
-        "phase": phase,
-        "marks": marks,
-        "first": first,
-        "events": [],
-    }
 
 
 def _members(*positions: tuple[int, str, int, float]) -> WorkerTable:
     members = WorkerTable(1, len(positions))
     for rank, (step, phase, marks, now) in enumerate(positions):
         members.expect_worker(rank, 0.0)
-        members.process_report(_body(rank, step, phase, marks), now)
+        members.process_report(WorkerReport(rank, step, phase, marks), now)
     return members
 
 
@@ -64,35 +54,36 @@ def test_an_agent_that_slept_forgives() -> None:
 
 def test_the_same_progress_again_is_none() -> None:
     members = _members((5, "reduce", 2, 10.0))
-    members.process_report(_body(0, 5, "reduce", 2), 100.0)
+    members.process_report(WorkerReport(0, 5, "reduce", 2), 100.0)
     assert members.find_hung(101.0, 30.0) is not None
 
 
 def test_events_are_taken_once_and_a_stranger_is_refused() -> None:
     members = WorkerTable(1, 1)
     members.expect_worker(0, 0.0)
-    event = {"kind": "run_stopped", "event": {"step": 3, "reason": "x"}}
-    body = _body(0, 1, "a", 1) | {"events": [event, event]}
-    assert members.process_report(body, 0.0) == [RunStopped("x", step=3)] * 2
-    assert members.process_report(body, 0.0) == []
-    assert len(members.process_report(body | {"first": 1}, 0.0)) == 1
+    event = RunStopped("x", step=3)
+    report = WorkerReport(0, 1, "a", 1, events=(event, event))
+    assert members.process_report(report, 0.0) == (event, event)
+    assert members.process_report(report, 0.0) == ()
+    assert len(members.process_report(replace(report, first_number=1), 0.0)) == 1
     with pytest.raises(KeyError):
-        members.process_report(_body(1, 1, "a", 1), 0.0)
-    unknown = body | {"first": 3, "events": [{"kind": "nonsense", "event": {}}]}
+        members.process_report(WorkerReport(1, 1, "a", 1), 0.0)
+    unknown = report.to_json() | {"events": [{"kind": "nonsense", "event": {}}]}
     with pytest.raises(KeyError):
-        members.process_report(unknown, 0.0)
+        WorkerReport.from_json(unknown)
 
 
 def test_what_one_generation_could_not_tell_is_taken_once_in_the_next() -> None:
     voices: dict[str, int] = {}
-    event = {"kind": "run_stopped", "event": {"step": 3, "reason": "x"}}
+    event = RunStopped("x", step=3)
     first, second = (WorkerTable(number, 1, voices) for number in (1, 2))
     for members in (first, second):
         members.expect_worker(0, 0.0)
-    body = _body(0, 1, "a", 1) | {"voice": "me", "events": [event, event]}
-    assert len(first.process_report(body, 0.0)) == 2
-    assert len(second.process_report(body | {"first": 1, "events": [event] * 3}, 0.0)) == 2
-    assert len(second.process_report(body | {"voice": "another"}, 0.0)) == 2
+    report = WorkerReport(0, 1, "a", 1, 0, (event, event), "me")
+    assert len(first.process_report(report, 0.0)) == 2
+    more = replace(report, first_number=1, events=(event,) * 3)
+    assert len(second.process_report(more, 0.0)) == 2
+    assert len(second.process_report(replace(report, stream_id="another"), 0.0)) == 2
 
 
 def test_who_has_stopped_does_not_hang() -> None:

@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 
 from holdfast.config.run import RunConfig
-from holdfast.elastic.notices.handler import DeferredNotices, Notice, NoticeHandler
+from holdfast.elastic.notices.handler import DeferredNotices, NoticeHandler
+from holdfast.elastic.protocol.notice_messages import Notice
+from holdfast.elastic.protocol.worker_messages import SaveRequest, WorkerReply
 from holdfast.events import (
     CheckpointCommitted,
     CheckpointFailed,
@@ -51,6 +53,16 @@ class World:
         notice = Notice(seconds, nodes, leave)
         return self.notices.handle_notice(notice, self.topology, 7).tiers
 
+    def reply(self, rank: int) -> WorkerReply:
+        """The requests in the answer to a worker of this rank."""
+        return self.notices.add_requests(WorkerReply(), rank)
+
+    @property
+    def save_request(self) -> SaveRequest:
+        save = self.reply(0).save
+        assert save is not None
+        return save
+
 
 def test_a_run_that_goes_on_is_asked_once_and_by_one_rank() -> None:
     world = World(peers=[PEER], bucket="s3://bucket/run")
@@ -63,11 +75,11 @@ def test_a_run_that_goes_on_is_asked_once_and_by_one_rank() -> None:
     both.hear()
     assert isinstance(both.events[1], EmergencyPlanned)
     assert 0 < plan.bytes < both.events[1].bytes, "a owns some of it, both own all"
-    told = world.notices.worker_reply_fields(0)
-    assert (told["request"], told["into"], told["brief"]) == (1, list(plan.tiers), False)
-    assert "request" not in world.notices.worker_reply_fields(1)
+    told = world.reply(0)
+    assert (told.save, told.is_peer_copy_enough) == (SaveRequest(1, tuple(plan.tiers)), False)
+    assert world.reply(1).save is None
     world.hear("b")
-    assert world.notices.worker_reply_fields(0)["request"] == 2
+    assert world.save_request.number == 2
     assert world.said[0].startswith("a will be gone in 30 s: ")
 
 
@@ -76,7 +88,7 @@ def test_bandwidths_are_those_that_were_measured() -> None:
     for _ in range(9):
         world.saw(CheckpointCommitted("k", 10**6, 1e5))
     assert world.hear() == (1,)
-    assert world.notices.worker_reply_fields(0)["durations"] == {"2": 1e5}
+    assert world.reply(0).tier_durations_s == {2: 1e5}
 
 
 def test_what_cannot_be_done_in_time_is_tried_all_the_same() -> None:
@@ -85,7 +97,7 @@ def test_what_cannot_be_done_in_time_is_tried_all_the_same() -> None:
         world.saw(CheckpointCommitted("k", 10**6, 1e5))
     assert world.hear(leave=True) == ()
     assert "nothing can be complete in time" in world.said[0]
-    assert world.notices.worker_reply_fields(0)["brief"] is False  # durably, as there is no peer
+    assert not world.reply(0).is_peer_copy_enough  # durably, as there is no peer
     assert asyncio.run(world.notices.wait_for_peer_copy(7)) is None
 
 
@@ -93,16 +105,13 @@ def test_a_save_that_a_new_generation_cut_off_is_asked_for_until_there_is_one() 
     world = World(peers=[PEER])
     world.saw(CheckpointFailed("the disk is full", 4, step=8), generation=4)
     world.saw(CheckpointFailed("an older agent does not say which", step=8), generation=4)
-    assert world.notices.worker_reply_fields(0)["request"] == 0, "that is no better in another step"
+    assert world.save_request.number == 0, "that is no better in another step"
     world.saw(CheckpointFailed("generation 5 has begun", 4, step=10), generation=5)
-    told = world.notices.worker_reply_fields(0)
-    assert (told["request"], told["into"]) == (1, [DISK])
+    assert world.save_request == SaveRequest(1, (DISK,))
     world.saw(CheckpointCommitted("k", 1, 0.1, step=8), generation=5)
-    assert world.notices.worker_reply_fields(0)["into"] == [DISK], (
-        "an older one does not make it good"
-    )
+    assert world.save_request.tiers == (DISK,), "an older one does not make it good"
     world.saw(CheckpointCommitted("k", 1, 0.1, step=11), generation=5)
-    assert world.notices.worker_reply_fields(0)["into"] == []
+    assert world.save_request.tiers == ()
 
 
 def test_a_run_that_leaves_with_a_snapshot_waits_until_a_peer_has_it() -> None:
@@ -113,7 +122,7 @@ def test_a_run_that_leaves_with_a_snapshot_waits_until_a_peer_has_it() -> None:
         world.saw(SnapshotKept("stage", 10**6, 1.0, step=99))
         world.saw(GenerationStarted({}, "resume", None, step=5))  # 99 was of another branch
         world.hear(leave=True, seconds=seconds)
-        assert world.notices.worker_reply_fields(1) == {"brief": True}
+        assert world.reply(1) == WorkerReply(is_peer_copy_enough=True)
         waiting = asyncio.create_task(world.notices.wait_for_peer_copy(8))
         await asyncio.sleep(0)
         world.saw(SnapshotKept("stage", 10**6, 1.0, step=kept))
@@ -136,20 +145,20 @@ def test_a_run_folder_on_a_nodes_own_disk_is_not_counted_on() -> None:
     """Peers, or a bucket fed by a durable save; where there is neither, the disk all the same."""
     peers = World(peers=[PEER], folder_survives=False)
     assert peers.hear(leave=True) == (1,)
-    assert peers.notices.worker_reply_fields(0)["brief"]
+    assert peers.reply(0).is_peer_copy_enough
     bucket = World(peers=[PEER], bucket="s3://bucket/run", folder_survives=False)
     assert set(bucket.hear(leave=True)) == {1, 3}
-    assert not bucket.notices.worker_reply_fields(0)["brief"]
+    assert not bucket.reply(0).is_peer_copy_enough
     stays = World(bucket="s3://bucket/run", folder_survives=False)
     assert stays.hear("a") == (3,)
-    assert stays.notices.worker_reply_fields(0)["into"] == [3, 2]
+    assert stays.save_request.tiers == (3, 2)
     late = World(peers=[PEER], folder_survives=False)
     assert late.hear(seconds=1e-6) == ()
-    assert late.notices.worker_reply_fields(0)["into"] == [1]
+    assert late.save_request.tiers == (1,)
     alone = World(folder_survives=False)
     assert alone.hear(leave=True) == ()
     assert "no tier survives" in alone.said[-1]
-    assert not alone.notices.worker_reply_fields(0)["brief"]
+    assert not alone.reply(0).is_peer_copy_enough
     assert World().hear(leave=True) == (2,)
 
 

@@ -14,14 +14,16 @@ import torch
 import torch.distributed as dist
 
 from holdfast.elastic.protocol import exit_codes
+from holdfast.elastic.protocol.worker_commands import Begin, End
 from holdfast.elastic.protocol.worker_spec import WorkerSpec
 from holdfast.elastic.worker import commands as orders_module
-from holdfast.elastic.worker.commands import Begin, CommandClient, End, HaltedError, WorkerHeldState
+from holdfast.elastic.worker.commands import CommandClient, HaltedError
 from holdfast.elastic.worker.stuck_threads import ThreadId, ThreadWatcher, is_any_stuck
 from holdfast.errors import PeerLostError
 from holdfast.layout import Layout, place_layout
 from holdfast.parallel.comm.transport import PeerGroup, exchange
 from holdfast.parallel.torch_compat import Work
+from holdfast.policy.recovery.survivors import HeldState
 from holdfast.wire.http.client import Client, UnreachableError
 from tests.support.control_server import SECRET, Desk, controlling
 from tests.support.ranks import RankContext, ranks, wait_until
@@ -42,7 +44,7 @@ def asking() -> Iterator[tuple[CommandClient, Desk]]:
 
 def _begin(generation: int, **more: Any) -> dict[str, Any]:
     topology = place_layout(Layout(), generation, ("node0",))
-    boot = WorkerSpec({}, topology.to_json(), generation, 0, 1, "h:1", "", "", "", None, 0, "", "")
+    boot = WorkerSpec({}, topology, generation, 0, 1, "h:1", "", "", "", None, 0, "", "")
     told = {"topology": topology.to_json(), "step": 3}
     return {"kind": "begin", "boot": boot.to_json(), "came_from": [None], "before": told, **more}
 
@@ -117,7 +119,7 @@ def test_what_is_held_is_told_at_once_and_orders_count_once() -> None:
         assert first.previous is not None
         assert first.previous.step == 3
         answer: list[Begin | End] = []
-        held = WorkerHeldState(2, 0, 5, None, False, "peer", "somebody is gone", (2, 0))
+        held = HeldState(2, 0, 5, None, False, "peer", "somebody is gone", (2, 0))
         waiting = threading.Thread(target=lambda: answer.append(orders.wait_for_command(held)))
         waiting.start()
         wait_until(lambda: 7 in desk.held, SECONDS, "what is held")

@@ -113,7 +113,7 @@ def _run(
         with controlling(journal.report) as control:
             boot = WorkerSpec(
                 config.model_dump(mode="json"),
-                topology.to_json(),
+                topology,
                 1,
                 0,
                 1,

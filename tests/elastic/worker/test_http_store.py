@@ -65,9 +65,9 @@ def bare_groups(rank: RankContext, address: str) -> list[Any]:
     asked: list[str] = []
     plain = store._ask
 
-    def ask(op: str, *arguments: Any, **more: Any) -> Any:
-        asked.append(op)
-        return plain(op, *arguments, **more)
+    def ask(request: Any, *arguments: Any) -> Any:
+        asked.append(request.op)
+        return plain(request, *arguments)
 
     store._ask = ask
     size = rank.world_size

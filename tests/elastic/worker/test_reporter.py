@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import Any, BinaryIO
 
 from holdfast.elastic.node.worker_status import WorkerTable
+from holdfast.elastic.protocol.worker_messages import WorkerReport
 from holdfast.elastic.worker.reporter import AgentReporter, UnsentEvents
 from holdfast.events import BatchFed, Event, StepDone
 from holdfast.wire.http.client import Client, RequestError
@@ -32,7 +33,7 @@ class Desk:
 
     async def report(self, generation: int, body: dict[str, Any]) -> dict[str, Any]:
         self.bodies.append(body)
-        self.events += self.members.process_report(body, 0.0)
+        self.events += self.members.process_report(WorkerReport.from_json(body), 0.0)
         stored = self.stored or not body["sync"]
         return {"stop": self.stop, "generation": generation, "stored": stored}
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import pytest
 import torch
@@ -138,10 +138,7 @@ def test_who_restores_reports_progress_tensor_by_tensor(tmp_path: Path) -> None:
     names = ("model.a", "model.b", "model.c")
     sources = [TensorSource(name, "F32", (2,), [b"\0" * 8]) for name in names]
     commit = write_single(FolderStore(tmp_path), 1, 5, sources, {})
-    meta: Mapping[str, Any] = {"nodes": ["n"]}
-    boot = WorkerSpec(
-        {}, dict(meta), 2, 0, 1, "h:1", "", str(tmp_path), "", commit.key, 5, "cpu", ""
-    )
+    boot = WorkerSpec({}, None, 2, 0, 1, "h:1", "", str(tmp_path), "", commit.key, 5, "cpu", "")
 
     class Engine:
         def load(self, read: Callable[[Box, Tensor], None]) -> None:

@@ -135,7 +135,7 @@ class NodeAgent:
             HttpListener(handlers.make_application(), self._control_socket),
             HttpListener(
                 HealthApplication(
-                    handlers.health_fields,
+                    handlers.health_status,
                     self._render_metrics,
                     refusals,
                     STALLED_AFTER_TIMEOUTS * self._context.config.cluster.progress_seconds,

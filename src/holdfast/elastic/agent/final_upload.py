@@ -11,11 +11,11 @@ allows.
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from typing import Any
 
 from holdfast.checkpoint.restore.catalog import step_of
 from holdfast.elastic.event_log import Say
 from holdfast.elastic.node.mover_supervisor import MoverSupervisor
+from holdfast.elastic.protocol.pending_upload import PendingUpload
 from holdfast.errors import HoldfastError
 
 UPLOAD_MESSAGE_INTERVAL_S = 5.0
@@ -58,7 +58,7 @@ class FinalUpload:
                     await before_waiting()
                     before_waiting = None
                 self.missing_upload = _describe_missing(left)
-                if left["over"] or left["still"] > self._stall_timeout_s:
+                if left.is_over or left.stalled_for_s > self._stall_timeout_s:
                     return self.missing_upload
                 if told <= 0.0:
                     self._say(
@@ -73,8 +73,8 @@ class FinalUpload:
             self.missing_upload = ""
 
 
-def _describe_missing(left: dict[str, Any]) -> str:
-    sent, total = left["sent"] / 1e6, left["total"] / 1e6
+def _describe_missing(left: PendingUpload) -> str:
+    sent, total = left.sent_bytes / 1e6, left.total_bytes / 1e6
     done = f"{sent:.1f} of {total:.1f} MB were sent" if total else "nothing was sent"
-    reason = f", {left['reason']}" if left["reason"] else ""
-    return f"the bucket does not have step {step_of(left['key'])} yet: {done}{reason}"
+    reason = f", {left.failure}" if left.failure else ""
+    return f"the bucket does not have step {step_of(left.key)} yet: {done}{reason}"

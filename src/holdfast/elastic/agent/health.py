@@ -13,9 +13,11 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
+from holdfast.core.json_parsing import JsonObject
 from holdfast.policy.membership.transitions import NodeStage
 from holdfast.wire.http.connection import HttpResponse, RequestHead
 from holdfast.wire.http.connection_limits import ConnectionLimiter
@@ -40,13 +42,64 @@ def describe_state(stage: NodeStage, is_stopping: bool) -> str:
     return "leaving" if is_stopping and stage is not NodeStage.DONE else _STAGE_NAMES[stage]
 
 
+@dataclass(frozen=True)
+class HealthStatus:
+    """The state of the run on this node, as `/healthz` answers it.
+
+    role: of this agent in the term. committed_step: of the newest checkpoint. live_workers: on this
+    node. world_size, nodes: workers and nodes of the generation that this node takes part in, 0
+    outside one. seconds_at_step: since a request first saw this state, generation and step.
+    """
+
+    state: str
+    term: int
+    role: str
+    generation: int
+    step: int
+    committed_step: int
+    live_workers: int
+    world_size: int = 0
+    nodes: int = 0
+    seconds_at_step: float = 0.0
+
+    def to_json(self) -> JsonObject:
+        return {
+            "state": self.state,
+            "term": self.term,
+            "standing": self.role,
+            "generation": self.generation,
+            "step": self.step,
+            "committed": self.committed_step,
+            "workers": self.live_workers,
+            "world_size": self.world_size,
+            "nodes": self.nodes,
+            "seconds_at_step": self.seconds_at_step,
+        }
+
+    @staticmethod
+    def from_json(value: Mapping[str, Any]) -> HealthStatus:
+        """Parse the answer. Raises KeyError, TypeError and ValueError if it is malformed."""
+        return HealthStatus(
+            str(value["state"]),
+            int(value["term"]),
+            str(value["standing"]),
+            int(value["generation"]),
+            int(value["step"]),
+            int(value["committed"]),
+            int(value["workers"]),
+            int(value.get("world_size", 0)),
+            int(value.get("nodes", 0)),
+            float(value.get("seconds_at_step", 0.0)),
+        )
+
+
 class HealthApplication:
-    """The application of the listener; `health_fields` and `render_metrics` answer from memory,
+    """The application of the listener; `health_status` and `render_metrics` answer from memory,
     within milliseconds."""
 
     def __init__(
         self,
-        health_fields: Callable[[], dict[str, Any]],
+        health_status: Callable[[], HealthStatus],
         render_metrics: Callable[[], bytes],
         refusals: Refusals | None = None,
         stalled_after_s: float = math.inf,
@@ -55,7 +108,7 @@ class HealthApplication:
         """stalled_after_s: seconds without a step after which a node that trains is not healthy,
         counted from the first request that saw the same step."""
         self.limiter = ConnectionLimiter(HEALTH, refusals)
-        self._health_fields, self._render_metrics = health_fields, render_metrics
+        self._health_status, self._render_metrics = health_status, render_metrics
         self._rendered_metrics: tuple[float, bytes] | None = None
         self._stalled_after_s, self._now = stalled_after_s, now
         self._seen: tuple[Any, float] = (None, now())
@@ -69,22 +122,22 @@ class HealthApplication:
         if path == b"/metrics":
             kind = b"content-type: text/plain; version=0.0.4; charset=utf-8\r\n"
             return HttpResponse(200, self._metrics(), kind)
-        fields = self._health_fields()
-        fields["seconds_at_step"] = round(self._seconds_at_step(fields), 3)
-        status = self._health_status(fields) if path == b"/healthz" else _ready_status(fields)
-        value = json.dumps(fields, separators=(",", ":")).encode()
-        return HttpResponse(status, value, b"content-type: application/json\r\n")
+        status = self._with_seconds_at_step(self._health_status())
+        code = self._health_code(status) if path == b"/healthz" else _ready_code(status)
+        value = json.dumps(status.to_json(), separators=(",", ":")).encode()
+        return HttpResponse(code, value, b"content-type: application/json\r\n")
 
-    def _seconds_at_step(self, fields: dict[str, Any]) -> float:
-        """Return how long requests have seen the same state, generation and step."""
-        now, place = self._now(), (fields["state"], fields["generation"], fields["step"])
+    def _with_seconds_at_step(self, status: HealthStatus) -> HealthStatus:
+        """Add how long requests have seen the same state, generation and step."""
+        now, place = self._now(), (status.state, status.generation, status.step)
         if place != self._seen[0]:
             self._seen = place, now
-        return now - self._seen[1]
+        return replace(status, seconds_at_step=round(now - self._seen[1], 3))
 
-    def _health_status(self, fields: dict[str, Any]) -> int:
-        is_training = fields["state"] == _STAGE_NAMES[NodeStage.WORKING]
-        return 503 if is_training and fields["seconds_at_step"] > self._stalled_after_s else 200
+    def _health_code(self, status: HealthStatus) -> int:
+        is_training = status.state == _STAGE_NAMES[NodeStage.WORKING]
+        return 503 if is_training and status.seconds_at_step > self._stalled_after_s else 200
+
 
     def _metrics(self) -> bytes:
         now = time.monotonic()
@@ -93,5 +146,5 @@ class HealthApplication:
         return self._rendered_metrics[1]
 
 
-def _ready_status(fields: dict[str, Any]) -> int:
-    return 200 if fields["state"] == _STAGE_NAMES[NodeStage.WORKING] else 503
+def _ready_code(status: HealthStatus) -> int:
+    return 200 if status.state == _STAGE_NAMES[NodeStage.WORKING] else 503

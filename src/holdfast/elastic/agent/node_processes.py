@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Any
 
+from holdfast.checkpoint.peers.config import Peer
 from holdfast.elastic.agent.final_upload import FinalUpload
 from holdfast.elastic.agent.run_progress import LearntProgress
 from holdfast.elastic.event_log import Say
@@ -38,7 +38,7 @@ class NodeProcesses:
         self._is_live_recovery = it.config.cluster.recovery == "live"
         self._is_killed = False
         self._node_runner: NodeRunner | None = None
-        self._join_info: dict[str, Any] = {}
+        self._publish_mover: Callable[[Peer | None], None] = lambda peer: None
         self._lifeline_fd, self._line_end = lifeline.open_lifeline()
         settings = make_mover_settings(it.config, it.config_hash, it.dataset_version)
         self.mover = MoverSupervisor(
@@ -72,10 +72,10 @@ class NodeProcesses:
             self.mover, it.config.checkpoint.bucket_wait_seconds, self._say
         )
 
-    def attach(self, node_runner: NodeRunner, join_info: dict[str, Any]) -> None:
-        """Connect the processes to the node's part in the run. join_info: facts about this node for
-        the coordinator, where the mover's address belongs."""
-        self._node_runner, self._join_info = node_runner, join_info
+    def attach(self, node_runner: NodeRunner, publish_mover: Callable[[Peer | None], None]) -> None:
+        """Connect the processes to the node's part in the run. publish_mover: lets the coordinator
+        know where this node's mover listens."""
+        self._node_runner, self._publish_mover = node_runner, publish_mover
 
     @property
     def _worker_group(self) -> WorkerGroup | None:
@@ -120,8 +120,7 @@ class NodeProcesses:
 
     def publish_mover_address(self) -> None:
         """Let the next request to the coordinator carry the mover's address."""
-        peer = self.mover.peer  # the coordinator passes its address on
-        self._join_info["peer"] = None if peer is None else peer.to_json()
+        self._publish_mover(self.mover.peer)  # the coordinator passes its address on
 
     # --- events of processes (`process_manager`) ------------------------------------------------
     def on_joined(self, generation: int, rank: int, pid: int) -> None:

@@ -77,7 +77,7 @@ class AgentParts:
         self.node_runner = self._make_node_runner(address)
         self.run_controller = self._make_run_controller(address, planner)
         self.role_loop = self._make_role_loop(address)
-        self.processes.attach(self.node_runner, self.role_loop.join_info)
+        self.processes.attach(self.node_runner, self.role_loop.publish_mover)
         self.shutdown_controller = self._make_shutdown_controller(exit_at_once)
         self._group_end = GroupEnd(
             records,
@@ -151,7 +151,6 @@ class AgentParts:
             self.node_runner,
             self._lead_term,
             places=it.places,
-            join_info={"address": address},
             timeouts=ElectionTimeouts(silence, cluster.beat_seconds / 2, cluster.alone_seconds),
             heartbeat_interval_s=cluster.beat_seconds,
             complain=self._complain_once,

@@ -4,11 +4,20 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
-from typing import Any
 
 from holdfast.elastic.agent import health
+from holdfast.elastic.agent.health import HealthStatus
 from holdfast.elastic.agent.parts import AgentParts
-from holdfast.elastic.notices.handler import NOTICE_PATH
+from holdfast.elastic.protocol.messages import handler_of
+from holdfast.elastic.protocol.notice_messages import (
+    NOTICE_PATH,
+    EmergencyReply,
+    Notice,
+    UnknownNodeReply,
+)
+from holdfast.elastic.protocol.rendezvous_messages import RENDEZVOUS_PATH, StoreRequest
+from holdfast.elastic.protocol.worker_commands import COMMANDS_PATH, CommandPoll
+from holdfast.elastic.protocol.worker_messages import REPORT_PATH, WorkerReply, WorkerReport
 from holdfast.errors import FencedError
 from holdfast.wire.http.auth import Verifier
 from holdfast.wire.http.server import SignedApplication
@@ -23,14 +32,18 @@ class RequestHandlers:
     def make_application(self) -> SignedApplication:
         """Return the application of the control listener."""
         outside = {
-            "/orders": self.parts.processes.process_manager.handle_command_poll,
-            NOTICE_PATH: self.handle_notice,
+            COMMANDS_PATH: handler_of(
+                CommandPoll.from_json, self.parts.processes.process_manager.handle_command_poll
+            ),
+            NOTICE_PATH: handler_of(Notice.from_json, self.handle_notice),
             **self.parts.role_loop.handlers,
         }
         return SignedApplication(
             {
-                "/report": self.handle_report,
-                "/store": self.parts.rendezvous.handle_operation,
+                REPORT_PATH: handler_of(WorkerReport.from_json, self.handle_report),
+                RENDEZVOUS_PATH: handler_of(
+                    StoreRequest.from_json, self.parts.rendezvous.handle_operation
+                ),
                 **outside,
             },
             self.parts.context.secret,
@@ -40,13 +53,13 @@ class RequestHandlers:
             refusals=self.parts.refusals,
         )
 
-    async def handle_report(self, generation: int, body: dict[str, Any]) -> dict[str, Any]:
+    async def handle_report(self, generation: int, report: WorkerReport) -> WorkerReply:
         """Handle a worker's report. Raises FencedError if its generation is over."""
         current = self.parts.node_runner.worker_group
         if current is None or current.generation != generation:
             raise FencedError(f"generation {generation} is over")
-        rank = int(body["rank"])
-        events, sync = current.process_report(body), bool(body["sync"])
+        rank, sync = report.rank, report.is_sync
+        events = current.process_report(report)
         stored = True
         if events or sync:
             stored = await self.parts.records.event_log.flush(f"rank{rank}", sync)
@@ -56,40 +69,40 @@ class RequestHandlers:
         stop = bool(
             self.parts.shutdown_controller.stop_reason or self.parts.node_runner.closing_reason
         )
-        told = self.parts.records.notice_handler.worker_reply_fields(rank, current.ranks[0])
-        return {
-            "stop": stop,
-            "generation": generation,
-            "stored": stored,
-            "pause": self.parts.node_runner.pause_generation,
-            "parting": self.parts.node_runner.is_node_leaving,
-        } | told
+        reply = WorkerReply(
+            stop,
+            generation,
+            stored,
+            self.parts.node_runner.pause_generation,
+            self.parts.node_runner.is_node_leaving,
+        )
+        return self.parts.records.notice_handler.add_requests(reply, rank, current.ranks[0])
 
-    async def handle_notice(self, generation: int, body: dict[str, Any]) -> dict[str, Any]:
+    async def handle_notice(
+        self, generation: int, notice: Notice
+    ) -> EmergencyReply | UnknownNodeReply:
         """Handle `holdfast notice`; an unknown node name gets an answer, no protocol error."""
-        coordinator, nodes = self.parts.role_loop.coordinator, body.get("nodes")
-        if coordinator is not None and isinstance(nodes, list):
+        coordinator = self.parts.role_loop.coordinator
+        if coordinator is not None:
             known = sorted(node.name for node in coordinator.state.nodes)
-            for name in nodes:
+            for name in notice.nodes:
                 if known and name not in known:
-                    return {"refused": f"there is no node {name} in this run", "nodes": known}
-        return await self.parts.shutdown_controller.handle_notice_request(generation, body)
+                    return UnknownNodeReply(f"there is no node {name} in this run", tuple(known))
+        return await self.parts.shutdown_controller.handle_notice_request(generation, notice)
 
-    def health_fields(self) -> dict[str, Any]:
-        """Return the fields of `/healthz`."""
-        current = self.parts.node_runner.worker_group
-        return {
-            "state": health.describe_state(
+    def health_status(self) -> HealthStatus:
+        """Return the answer to `/healthz`."""
+        current, progress = self.parts.node_runner.worker_group, self.parts.records.progress
+        return HealthStatus(
+            health.describe_state(
                 self.parts.node_runner.stage, bool(self.parts.shutdown_controller.stop_reason)
             ),
-            "term": self.parts.role_loop.state.term,
-            "standing": str(self.parts.role_loop.state.role),
-            "generation": self.parts.records.progress.newest_generation,
-            "step": self.parts.records.progress.committed_step
-            if current is None
-            else current.newest_step,
-            "committed": self.parts.records.progress.committed_step,
-            "workers": 0 if current is None else len(current.workers.live_workers),
-            "world_size": 0 if current is None else current.topology.world_size,
-            "nodes": 0 if current is None else len(set(current.topology.nodes)),
-        }
+            self.parts.role_loop.state.term,
+            str(self.parts.role_loop.state.role),
+            progress.newest_generation,
+            progress.committed_step if current is None else current.newest_step,
+            progress.committed_step,
+            0 if current is None else len(current.workers.live_workers),
+            0 if current is None else current.topology.world_size,
+            0 if current is None else len(set(current.topology.nodes)),
+        )

@@ -12,7 +12,6 @@ from __future__ import annotations
 import asyncio
 import signal
 from collections.abc import Callable
-from typing import Any
 
 from holdfast.config.run import RunConfig
 from holdfast.elastic.agent.final_upload import FinalUpload
@@ -23,7 +22,8 @@ from holdfast.elastic.membership.role_loop import RoleLoop
 from holdfast.elastic.node.node_runner import NodeRunner
 from holdfast.elastic.node.worker_group import WorkerGroup
 from holdfast.elastic.notices.clouds import TerminationWarning
-from holdfast.elastic.notices.handler import DeferredNotices, Notice, NoticeHandler
+from holdfast.elastic.notices.handler import DeferredNotices, NoticeHandler
+from holdfast.elastic.protocol.notice_messages import EmergencyReply, Notice
 from holdfast.events import NoticeReceived, StopRequested
 from holdfast.policy.membership.election import Role
 from holdfast.policy.membership.transitions import Phase
@@ -176,11 +176,10 @@ class ShutdownController:
                     notice, worker_group.topology, worker_group.newest_step
                 )
 
-    async def handle_notice_request(self, generation: int, body: dict[str, Any]) -> dict[str, Any]:
+    async def handle_notice_request(self, generation: int, notice: Notice) -> EmergencyReply:
         """Handle `holdfast notice` about nodes that will be lost.
 
         Raises ValueError for an unknown node, or if another agent coordinates by now."""
-        notice = Notice.from_json(body)
         coordinator, current = self._role_loop.coordinator, self._node_runner.worker_group
         if coordinator is None and self._role_loop.state.role is not Role.LEADER:
             raise ValueError("another agent coordinates the run by now: ask again")
@@ -192,15 +191,15 @@ class ShutdownController:
             names = ", ".join(notice.nodes)
             reason = f"the others go on without {names} after the step that is under way"
             self._say(f"{names} will be gone in {notice.seconds:g} s: {reason}")
-            return {"tiers": [], "moves": list(notice.nodes), "reason": reason}
+            return EmergencyReply((), reason, moves=notice.nodes)
         if current is None:
             self._deferred_notices.add(notice, self._clock())
-            return {"tiers": [], "reason": "kept for the generation that begins next"}
+            return EmergencyReply((), "kept for the generation that begins next")
         plan = self._notice_handler.handle_notice(notice, current.topology, self._newest_step)
         if notice.must_leave:
             self._is_whole_run_leaving = True
             self.begin_shutdown(notice.source)
-        return {"tiers": list(plan.tiers), "reason": plan.reason}
+        return EmergencyReply(tuple(plan.tiers), plan.reason)
 
     def _try_continue_without(self, notice: Notice, coordinator: Coordinator) -> bool:
         """Make the run continue without the notice's nodes, if the remaining nodes suffice.

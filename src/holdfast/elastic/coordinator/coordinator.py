@@ -17,7 +17,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Protocol
 
 from holdfast.elastic.coordinator.hang_watch import HangWatch
 from holdfast.elastic.coordinator.liveness_probe import EndedAgentsProbe
@@ -26,9 +26,11 @@ from holdfast.elastic.coordinator.replies import ReplyWriter
 from holdfast.elastic.coordinator.stragglers import StragglerTracker
 from holdfast.elastic.protocol.coordinator_messages import (
     Heartbeat,
+    HeartbeatReply,
     JoinRequest,
     NodeReport,
 )
+from holdfast.elastic.protocol.hung_worker import HungWorkers
 from holdfast.elastic.protocol.start_state import StartState
 from holdfast.elastic.run_result import RunEndedError
 from holdfast.errors import FencedError, HoldfastError
@@ -179,7 +181,7 @@ class Coordinator:
     def suspect(self, address: str) -> None:
         """Suspect the node of the previous coordinator, which listened there and fell silent."""
         for name, known in self.node_reports.items():
-            if address and known.join_info.get("address") == address:
+            if address and known.facts.address == address:
                 self._set_state(
                     transitions.node_suspected(self.state, name, self._now, self._rules)
                 )
@@ -198,25 +200,23 @@ class Coordinator:
         self._set_state(transitions.term_superseded(self.state, self._now))
 
     # --- requests -------------------------------------------------------------------------------
-    async def handle_join(self, _: int, body: dict[str, Any]) -> dict[str, Any]:
-        """Handle a JoinRequest. Of two agents with one name, the later one counts.
+    async def handle_join(self, _: int, asked: JoinRequest) -> HeartbeatReply:
+        """Admit an agent. Of two agents with one name, the later one counts.
 
-        Raises ValueError or KeyError for a malformed request."""
-        asked = JoinRequest.from_json(body)
+        Raises ValueError for an agent without a name."""
         name, now = asked.name, self._now
         if not name:
             raise ValueError("a node without a name")
         new = _joining_node(asked, now)
-        self.node_reports[name] = NodeReport(asked.told, asked.held, new.generation)
+        self.node_reports[name] = NodeReport(asked.facts, asked.held, new.generation)
         self._unreachable.forget(name)  # reports may concern an earlier process
         self._set_state(transitions.node_joined(self.state, new, now, self._rules))
         self._wakeup.set()  # the new node has its own settling time
         return self._make_reply(name)
 
-    async def handle_heartbeat(self, _: int, body: dict[str, Any]) -> dict[str, Any]:
-        """Handle a Heartbeat. The answer comes when the agent has something else to do, or after
-        the wait that the heartbeat names."""
-        said = Heartbeat.from_json(body)
+    async def handle_heartbeat(self, _: int, said: Heartbeat) -> HeartbeatReply:
+        """Take a heartbeat. The answer comes when the agent has something else to do, or after the
+        wait that the heartbeat names."""
         name, mark = said.name, said.mark
         if said.term > self.state.term:
             self.fence()
@@ -236,17 +236,17 @@ class Coordinator:
         await self._open_heartbeats.wait(name, woken, wait)
         answer = self._make_reply(name, mark)
         if blamed := self._hang_watch.take_hung_workers(name):
-            answer["blamed"] = [report.generation, [one.to_json() for one in blamed]]
+            return replace(answer, hung=HungWorkers(report.generation, tuple(blamed)))
         return answer
 
-    def _make_reply(self, name: str, incarnation: str | None = None) -> dict[str, Any]:
+    def _make_reply(self, name: str, incarnation: str | None = None) -> HeartbeatReply:
         answer = self._replies.write(self.state, name, incarnation, self.end_reason)
         if answer is None:
             # The coordinator that made the generation was lost before all nodes had begun. The
             # start state was lost with it.
             self.halt("coordinator_lost")
-            return {"term": self.state.term, "order": NodeCommand.WAIT.value, "generation": 0}
-        if answer["order"] == NodeCommand.LEAVE.value:
+            return HeartbeatReply(self.state.term, NodeCommand.WAIT.value, 0)
+        if answer.order == NodeCommand.LEAVE.value:
             self._wakeup.set()
         return answer
 

@@ -341,9 +341,9 @@ def _present_peers(
 ) -> dict[str, Peer]:
     """Return the movers' addresses on the nodes that are present."""
     return {
-        name: Peer.from_json(row)
+        name: peer
         for name, one in node_reports.items()
-        if state.node(name) is not None and (row := one.join_info.get("peer"))
+        if state.node(name) is not None and (peer := one.facts.peer) is not None
     }
 
 

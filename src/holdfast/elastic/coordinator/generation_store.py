@@ -15,7 +15,7 @@ from contextlib import suppress
 from dataclasses import replace
 
 from holdfast.elastic.coordinator.coordinator import Coordinator, CreationRejectedError, Made
-from holdfast.elastic.protocol.coordinator_messages import NodeReport
+from holdfast.elastic.protocol.coordinator_messages import AgentFacts, NodeReport
 from holdfast.elastic.protocol.generation_record import (
     AgentEntry,
     GenerationRecord,
@@ -87,7 +87,7 @@ async def start_term(
     )
     coordinator = Coordinator(reign, rules, make, on_state_change, complain)
     for name, agent in record.agents.items():  # their last known addresses
-        coordinator.node_reports[name] = NodeReport({"address": agent.address})
+        coordinator.node_reports[name] = NodeReport(AgentFacts(agent.address))
     return coordinator
 
 
@@ -122,7 +122,7 @@ class GenerationCreator:
         nodes = [node for name in sorted(used) if (node := state.node(name)) is not None]
         agents = {
             node.name: AgentEntry(
-                str(node_reports[node.name].join_info.get("address", "")),
+                node_reports[node.name].facts.address,
                 node.incarnation,
                 node.places,
             )

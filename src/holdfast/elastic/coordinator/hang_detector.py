@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import inf
-from typing import Any
 
-from holdfast.elastic.protocol.hung_worker import _PROGRESS_COUNT_BITS, HungWorker
+from holdfast.elastic.protocol.hung_worker import (
+    _PROGRESS_COUNT_BITS,
+    HungWorker,
+    StallReport,
+)
 from holdfast.policy.detection.hangs import (
     HANG_LIMIT_EXTRA_S,
     HANG_LIMIT_STEPS,
@@ -31,6 +33,29 @@ class _NodeStallReport:
     marks: dict[int, ProgressMark] = field(default_factory=dict)
     positions: dict[int, tuple[int, int]] = field(default_factory=dict)  # rank -> step, marks
 
+    @staticmethod
+    def receive(report: StallReport, now: float) -> _NodeStallReport:
+        """Return a report that arrives now: its ages become times of the coordinator's clock."""
+        told = _NodeStallReport(
+            now,
+            report.normal_step_s,
+            report.lateness_s,
+            report.worker_count,
+            report.progress_timeout_s,
+        )
+        for one in report.workers:
+            told.positions[one.rank] = one.step, one.progress_count
+            told.marks[one.rank] = ProgressMark(
+                (one.step << _PROGRESS_COUNT_BITS) + one.progress_count,
+                now - one.stalled_for_s,
+                one.cpu_seconds,
+                one.is_waiting,
+                one.silent_for_s,
+                one.limit_factor,
+                one.is_blocked_in_collective,
+            )
+        return told
+
 
 class HangDetector:
     """The nodes' reports of one generation on workers without progress."""
@@ -43,21 +68,21 @@ class HangDetector:
         self,
         node_name: str,
         generation: int,
-        stall_report: Mapping[str, Any],
+        stall_report: StallReport | None,
         now: float,
         oldest_heartbeat_at: float = inf,
     ) -> list[HungWorker]:
         """Take a node's report; return those of its workers that the node must kill.
 
-        heard: the oldest of the members' last heartbeats. No worker counts as behind before all
-        members were heard again, because it may wait for one that is cut off.
-        Raises KeyError, TypeError and ValueError for a malformed report."""
+        stall_report: None if all its workers make progress. oldest_heartbeat_at: of the members'
+        last heartbeats. No worker counts as behind before all members were heard again, because it
+        may wait for one that is cut off."""
         if generation != self._generation:
             self._generation, self._reports, self._furthest_point = generation, {}, 0
-        if not stall_report:
+        if stall_report is None:
             self._reports.pop(node_name, None)
             return []
-        self._reports[node_name] = told = _parse_stall_report(stall_report, now)
+        self._reports[node_name] = told = _NodeStallReport.receive(stall_report, now)
         limit = self.stall_limit_s
         self._furthest_point = max(
             self._furthest_point, *(mark.point for mark in told.marks.values())
@@ -144,26 +169,3 @@ class HangDetector:
             if found is not None and found in one.positions:
                 return name, HungWorker(found, *one.positions[found], "progress", seconds)
         return None
-
-
-def _parse_stall_report(stall_report: Mapping[str, Any], now: float) -> _NodeStallReport:
-    normal = stall_report["normal"]
-    told = _NodeStallReport(
-        now,
-        None if normal is None else float(normal),
-        float(stall_report["late"]),
-        int(stall_report["of"]),
-        float(stall_report["progress"]),
-    )
-    for rank, step, marks, age, computed, waits, quiet, times, asleep in stall_report["ranks"]:
-        told.positions[int(rank)] = int(step), int(marks)
-        told.marks[int(rank)] = ProgressMark(
-            (int(step) << _PROGRESS_COUNT_BITS) + int(marks),
-            now - float(age),
-            None if computed is None else float(computed),
-            bool(waits),
-            float(quiet),
-            float(times),
-            bool(asleep),
-        )
-    return told

@@ -44,7 +44,7 @@ class HangWatch:
 
     def observe(self, said: Heartbeat) -> bool:
         """Take a member's report on workers without progress; return True if it must kill one."""
-        name, at, still, state = said.name, said.at, said.still, self._term.state
+        name, at, still, state = said.name, said.at, said.stalled, self._term.state
         nodes = [node for one in state.members - {name} if (node := state.node(one))]
         heard = min((-inf if node.must_report else node.last_heard for node in nodes), default=inf)
         if blamed := self._hang_detector.observe(name, at, still, self._now, heard):

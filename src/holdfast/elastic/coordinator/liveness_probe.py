@@ -57,7 +57,7 @@ class EndedAgentsProbe:
         while term.state.phase in UNSETTLED_PHASES:
             await asyncio.sleep(AGENT_PROBE_INTERVAL_S)
             silent = {
-                name: str(term.node_reports[name].join_info.get("address", ""))
+                name: term.node_reports[name].facts.address
                 for name in awaited_members(term.state)
                 if name in term.node_reports
             }

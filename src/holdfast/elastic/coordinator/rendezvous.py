@@ -8,10 +8,19 @@ again. A new generation empties the store and ends every wait with FencedError.
 from __future__ import annotations
 
 import asyncio
-import base64
 from collections import OrderedDict
-from typing import Any
+from dataclasses import replace
 
+from holdfast.elastic.protocol.rendezvous_messages import (
+    CheckReply,
+    CountReply,
+    DeleteReply,
+    KeysReply,
+    StoreReply,
+    StoreRequest,
+    ValueReply,
+    WaitReply,
+)
 from holdfast.elastic.protocol.worker_messages import MAX_POLL_WAIT_S
 from holdfast.errors import FencedError
 from holdfast.wire.waiting import wait_event
@@ -26,7 +35,7 @@ class RendezvousStore:
         self._generation = 0
         self._values: dict[str, bytes] = {}
         self._values_changed = asyncio.Event()
-        self._remembered_replies: OrderedDict[str, dict[str, Any]] = OrderedDict()
+        self._remembered_replies: OrderedDict[str, StoreReply] = OrderedDict()
 
     def begin_generation(self, generation: int) -> None:
         """Forget older generations, and end their waits."""
@@ -35,100 +44,93 @@ class RendezvousStore:
         self._remembered_replies.clear()
         self._notify()
 
-    async def handle_operation(self, generation: int, body: dict[str, Any]) -> dict[str, Any]:
-        """Carry out one operation. Raises ValueError or KeyError for a malformed one."""
-        op = str(body["op"])
-        if op == "wait":
-            return await self._wait(generation, body)
-        if op == "gather":  # sets the same value when it arrives twice
-            self._set(self._key(body["key"]), _decode(body["value"]))
-            answer = await self._wait(generation, body)
-            if answer["ready"]:
-                found = (self._values[self._key(key)] for key in body["keys"])
-                answer["values"] = [_encode(value) for value in found]
+    async def handle_operation(self, generation: int, asked: StoreRequest) -> StoreReply:
+        """Carry out one operation. Raises ValueError for an operation that is not known."""
+        if asked.op == "wait":
+            return await self._wait(generation, asked)
+        if asked.op == "gather":  # sets the same value when it arrives twice
+            self._set(self._key(asked.key), asked.value)
+            answer = await self._wait(generation, asked)
+            if answer.is_ready:
+                found = tuple(self._values[self._key(key)] for key in asked.keys)
+                answer = replace(answer, values=found)
             return answer
-        request = str(body.get("id", ""))
+        request = asked.request_id
         if request and request in self._remembered_replies:  # its first answer was lost on the way
             return self._remembered_replies[request]
-        answer = self._apply(op, body)
+        reply = self._apply(asked)
         if request:
-            self._remembered_replies[request] = answer
+            self._remembered_replies[request] = reply
             while len(self._remembered_replies) > _MAX_REMEMBERED_REPLIES:
                 self._remembered_replies.popitem(last=False)
-        return answer
+        return reply
 
-    async def _wait(self, generation: int, body: dict[str, Any]) -> dict[str, Any]:
-        """Return {"ready": bool, "value": ...}; the first key's value saves a round trip."""
-        keys = [self._key(key) for key in body["keys"]]
+    async def _wait(self, generation: int, asked: StoreRequest) -> WaitReply:
+        """Wait for the keys of a request; the answer has the first key's value."""
+        keys = [self._key(key) for key in asked.keys]
         loop = asyncio.get_running_loop()
-        deadline = loop.time() + min(float(body["timeout"]), MAX_POLL_WAIT_S)
+        deadline = loop.time() + min(asked.timeout_s, MAX_POLL_WAIT_S)
         while not all(key in self._values for key in keys):
             left = deadline - loop.time()
             if left <= 0:
-                return {"ready": False}
+                return WaitReply(False)
             changed = self._values_changed
             if not await wait_event(changed, left):
-                return {"ready": False}
+                return WaitReply(False)
             if generation != self._generation:
                 raise FencedError(f"generation {generation} is over: {self._generation} rules")
-        return {"ready": True, "value": _encode(self._values[keys[0]]) if keys else None}
+        return WaitReply(True, self._values[keys[0]] if keys else None)
 
-    def _apply(self, op: str, body: dict[str, Any]) -> dict[str, Any]:
-        if op == "num_keys":
-            return {"number": len(self._values)}
-        if op == "check":
-            return {"all": all(self._key(key) in self._values for key in body["keys"])}
-        if op == "list":
-            prefix = self._key("")
-            return {"keys": sorted(key.removeprefix(prefix) for key in self._values)}
-        key = self._key(body["key"])
-        if op == "delete":
-            return {"deleted": self._values.pop(key, None) is not None}
-        if op == "compare_set":
-            return {"value": _encode(self._compare_set(key, body))}
-        value = self._compute_value(op, key, body)
+    def _apply(self, asked: StoreRequest) -> StoreReply:
+        key = self._key(asked.key)
+        match asked.op:
+            case "num_keys":
+                return CountReply(len(self._values))
+            case "check":
+                return CheckReply(all(self._key(one) in self._values for one in asked.keys))
+            case "list":
+                prefix = self._key("")
+                return KeysReply(tuple(sorted(one.removeprefix(prefix) for one in self._values)))
+            case "delete":
+                return DeleteReply(self._values.pop(key, None) is not None)
+            case "compare_set":
+                return ValueReply(self._compare_set(key, asked))
+        value = self._compute_value(key, asked)
         self._set(key, value)
-        return {"value": _encode(value)}
+        return ValueReply(value)
 
-    def _compare_set(self, key: str, body: dict[str, Any]) -> bytes:
+    def _compare_set(self, key: str, asked: StoreRequest) -> bytes:
         """Return the value afterwards.
 
         If an expected key is absent, store nothing and return the expected value, as torch's own
         stores do."""
-        expected, desired = _decode(body["expected"]), _decode(body["desired"])
         old = self._values.get(key)
-        if (old or b"") != expected:
-            return expected if old is None else old
-        self._set(key, desired)
-        return desired
+        if (old or b"") != asked.expected:
+            return asked.expected if old is None else old
+        self._set(key, asked.desired)
+        return asked.desired
 
-    def _compute_value(self, op: str, key: str, body: dict[str, Any]) -> bytes:
+    def _compute_value(self, key: str, asked: StoreRequest) -> bytes:
         old = self._values.get(key)
-        if op == "set":
-            return _decode(body["value"])
-        if op == "append":
-            return (old or b"") + _decode(body["value"])
-        if op == "add":
-            # A counter is kept as decimal text: torch reads it back with `get`, too.
-            return str(int(old or b"0") + int(body["amount"])).encode()
-        raise ValueError(f"the rendezvous does not know the operation {op!r}")
+        match asked.op:
+            case "set":
+                return asked.value
+            case "append":
+                return (old or b"") + asked.value
+            case "add":
+                # A counter is kept as decimal text: torch reads it back with `get`, too.
+                return str(int(old or b"0") + asked.amount).encode()
+            case op:
+                raise ValueError(f"the rendezvous does not know the operation {op!r}")
 
     def _set(self, key: str, value: bytes) -> None:
         self._values[key] = value
         self._notify()
 
-    def _key(self, key: Any) -> str:
+    def _key(self, key: str) -> str:
         return f"{self._generation}/{key}"
 
     def _notify(self) -> None:
         """Wake every wait. Each event is set once and replaced, so none is missed."""
         changed, self._values_changed = self._values_changed, asyncio.Event()
         changed.set()
-
-
-def _encode(value: bytes) -> str:
-    return base64.b64encode(value).decode("ascii")
-
-
-def _decode(text: str) -> bytes:
-    return base64.b64decode(text, validate=True)

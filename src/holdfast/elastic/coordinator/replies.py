@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import replace
 
-from holdfast.elastic.protocol.coordinator_messages import JOIN_FIRST_COMMAND, REPLACED_COMMAND
+from holdfast.elastic.protocol.coordinator_messages import (
+    JOIN_FIRST_COMMAND,
+    REPLACED_COMMAND,
+    HeartbeatReply,
+    NodeSituation,
+)
 from holdfast.elastic.protocol.start_state import StartState
 from holdfast.policy.membership.transitions import (
     TERMINAL_PHASES,
     CoordinatorState,
-    Directive,
     NodeCommand,
     Phase,
     directive_for,
@@ -30,7 +34,7 @@ class ReplyWriter:
 
     def write(
         self, state: CoordinatorState, name: str, incarnation: str | None, end_reason: str
-    ) -> dict[str, Any] | None:
+    ) -> HeartbeatReply | None:
         """Return the answer to a node; None if it is to begin, and the start state is not here.
 
         incarnation: the agent's process; None if it joins. end_reason: why the run ended."""
@@ -39,28 +43,23 @@ class ReplyWriter:
         if not over and (
             node is None or (incarnation is not None and node.incarnation != incarnation)
         ):
-            return {"term": term, "order": JOIN_FIRST_COMMAND if node is None else REPLACED_COMMAND}
+            return HeartbeatReply(term, JOIN_FIRST_COMMAND if node is None else REPLACED_COMMAND)
         due = directive_for(state, name)
-        answer = self._common_fields(state, name, due)
+        situation = self._situation(state, name)
+        reply = HeartbeatReply(term, due.command.value, due.generation, situation)
         if due.command is NodeCommand.START:
-            if self.start_state is None:
-                return None
-            answer["begin"] = self.start_state.to_json()
-        elif due.command in (NodeCommand.HALT, NodeCommand.PAUSE):
-            answer["reason"] = state.reason
-        elif due.command is NodeCommand.LEAVE:
-            answer |= {"verdict": state.end_reason, "kind": end_reason}
+            return None if self.start_state is None else replace(reply, start=self.start_state)
+        if due.command in (NodeCommand.HALT, NodeCommand.PAUSE):
+            return replace(reply, reason=state.reason)
+        if due.command is NodeCommand.LEAVE:
             self.dismissed_nodes.add(name)
-        return answer
+            return replace(reply, run_end=(state.end_reason, end_reason))
+        return reply
 
-    def _common_fields(self, state: CoordinatorState, name: str, due: Directive) -> dict[str, Any]:
-        # no node works, and several nodes are present that may continue
-        is_idle = state.phase is Phase.GATHERING and len(state.nodes) > 1
-        return {
-            "term": state.term,
-            "order": due.command.value,
-            "generation": due.generation,
-            "outside": name not in state.members and state.phase is Phase.TRAINING,
-            "go": name in self.nodes_to_leave,
-            "free": is_idle,
-        }
+    def _situation(self, state: CoordinatorState, name: str) -> NodeSituation:
+        return NodeSituation(
+            is_outside=name not in state.members and state.phase is Phase.TRAINING,
+            may_leave=name in self.nodes_to_leave,
+            # no node works, and several nodes are present that may continue
+            is_idle=state.phase is Phase.GATHERING and len(state.nodes) > 1,
+        )

@@ -9,9 +9,9 @@ replica). If that is not enough, its node becomes a standby, provided that the r
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Iterable
 
+from holdfast.elastic.protocol.worker_pace import WorkerPace
 from holdfast.policy.detection.stragglers import (
     Pace,
     PaceChange,
@@ -44,17 +44,15 @@ class StragglerTracker:
         self._slowdowns: dict[WorkerId, float] = {}  # of slow workers: time relative to normal
 
     def observe(
-        self, node_name: str, generation: int, rows: Iterable[Sequence[Any]]
+        self, node_name: str, generation: int, paces: Iterable[WorkerPace]
     ) -> tuple[PaceChange, ...]:
-        """Take a node's report on its workers; return the changed verdicts.
-
-        Raises ValueError or TypeError for a malformed report."""
+        """Take a node's report on its workers; return the changed verdicts."""
         if generation != self._generation:
             self._generation, self._reporting_workers, self._pending_timings = generation, set(), {}
-        for pid, position, seconds, microbatches in rows:
-            who = (node_name, int(pid))
+        for pace in paces:
+            who = (node_name, pace.pid)
             before = self._pending_timings.get(who)
-            told = StepTiming(who, str(position), float(seconds), int(microbatches))
+            told = StepTiming(who, pace.position, pace.seconds, pace.microbatches)
             if before is not None:
                 told = StepTiming(
                     who,

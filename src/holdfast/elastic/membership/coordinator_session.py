@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
+from holdfast.checkpoint.peers.config import Peer
 from holdfast.elastic.coordinator.coordinator import Coordinator
 from holdfast.elastic.membership.coordinator_clients import (
     CoordinatorClients,
@@ -27,11 +29,13 @@ from holdfast.elastic.protocol.coordinator_messages import (
     JOIN_FIRST_COMMAND,
     JOIN_PATH,
     REPLACED_COMMAND,
+    AgentFacts,
     Heartbeat,
+    HeartbeatReply,
     JoinRequest,
+    NodeSituation,
 )
 from holdfast.elastic.protocol.generation_record import GenerationRecord
-from holdfast.elastic.protocol.hung_worker import HungWorker
 from holdfast.elastic.protocol.start_state import StartState
 from holdfast.elastic.run_result import ReplacedError
 from holdfast.errors import HoldfastError
@@ -55,11 +59,10 @@ class CoordinatorSession:
         self,
         membership: RunMembership,
         places: int,
-        join_info: dict[str, Any],
+        facts: AgentFacts,
         secret: Secret,
         read_generation: Callable[[int], Awaitable[GenerationRecord]],
     ) -> None:
-        """join_info: facts about this node for the coordinator, which may change."""
         self.requests = OpenRequests()
         """The open heartbeats; the sender of one registers it."""
         self._membership, self._workload = membership, membership.workload
@@ -72,7 +75,7 @@ class CoordinatorSession:
             membership.state.name,
             secrets.token_hex(8),
             places,
-            join_info,
+            facts,
             self._workload,
             self._reachability_probe,
         )
@@ -91,6 +94,10 @@ class CoordinatorSession:
         )
         return self._ask_coordinator(HEARTBEAT_PATH, heartbeat)
 
+    def publish_mover(self, peer: Peer | None) -> None:
+        """Let the next request to join carry the mover's address."""
+        self._node_status.facts = replace(self._node_status.facts, peer=peer)
+
     def retry_unreachable(self) -> None:
         """Probe the agents again that this node does not reach."""
         self._reachability_probe.retry(self._membership.agent_addresses)
@@ -103,16 +110,16 @@ class CoordinatorSession:
         """Send a request to the coordinator; apply its answer, or note that none came."""
         membership = self._membership
         state, timeouts = membership.state, membership.timeouts
-        body, max_wait_s = request.to_json(), request.wait
         try:
             if membership.coordinator is not None:
-                answer = await membership.ask_local_coordinator(path, body)
+                reply = await membership.ask_local_coordinator(request)
             else:
                 if not state.leader_address:
                     raise AgentEndedError("no agent holds the term")
                 client = self._clients.find_free(state.leader_address)
-                timeout_s = reply_timeout(state, timeouts, max_wait_s, membership.now)
-                answer = await client.post(path, body, timeout_s)
+                timeout_s = reply_timeout(state, timeouts, request.wait, membership.now)
+                answer = await client.post(path, request.to_json(), timeout_s)
+                reply = HeartbeatReply.from_json(answer)
         except HoldfastError as error:
             dead = isinstance(error, AgentEndedError)
             membership.set_state(
@@ -124,12 +131,12 @@ class CoordinatorSession:
                 # another request may be open that gets no answer now
                 self._workload.state_changed.set()
             return
-        await self._apply_reply(answer)
+        await self._apply_reply(reply)
 
-    async def _apply_reply(self, answer: Mapping[str, Any]) -> None:
+    async def _apply_reply(self, reply: HeartbeatReply) -> None:
         membership = self._membership
         state, now = membership.state, membership.now
-        term, order = int(answer["term"]), str(answer["order"])
+        term, order = reply.term, reply.order
         if term < state.term or order == NodeCommand.REFUSE.value:
             membership.set_state(election.leader_refused(state, now))
             return
@@ -139,29 +146,32 @@ class CoordinatorSession:
         if order == JOIN_FIRST_COMMAND:
             await self.join()
             return
-        outside = answer.get("outside", False)
-        if (membership.leave_within_s or answer.get("go")) and (outside or answer.get("free")):
+        node = reply.situation or NodeSituation()
+        leaves = membership.leave_within_s or node.may_leave
+        if leaves and (node.is_outside or node.is_idle):
             membership.leave_run()  # the other nodes work without this one, or no node works
             return
-        if outside:
+        if node.is_outside:
             self._workload.on_outside_generation()
-        if "blamed" in answer:
-            at, rows = answer["blamed"]
-            self._workload.handle_hung_workers(int(at), [HungWorker.from_json(row) for row in rows])
-        generation = int(answer["generation"])
-        self._current_command = Directive(NodeCommand(order), generation)
-        await self._carry_out(self._current_command, term, answer)
+        if reply.hung is not None:
+            self._workload.handle_hung_workers(reply.hung.generation, reply.hung.workers)
+        if reply.generation is None:
+            raise ValueError(f"the order {order} names no generation")
+        self._current_command = Directive(NodeCommand(order), reply.generation)
+        await self._carry_out(self._current_command, term, reply)
 
-    async def _carry_out(self, directive: Directive, term: int, answer: Mapping[str, Any]) -> None:
-        """Carry out a directive of the coordinator of `term`; `answer` has what it needs."""
+    async def _carry_out(self, directive: Directive, term: int, reply: HeartbeatReply) -> None:
+        """Carry out a directive of the coordinator of `term`; `reply` has what it needs."""
         generation = directive.generation
         match directive.command:
             case NodeCommand.START if generation > self._workload.generation:
-                await self._start_generation(generation, term, answer)
+                if reply.start is None:
+                    raise ValueError(f"the order to start generation {generation} has no state")
+                await self._start_generation(generation, term, reply.start)
             case NodeCommand.HALT | NodeCommand.PAUSE as halt if (
                 generation == self._workload.generation
             ):
-                reason = str(answer.get("reason", ""))
+                reason = reply.reason or ""
                 self._workload.halt_generation(
                     generation, reason, at_step_end=halt is NodeCommand.PAUSE
                 )
@@ -173,17 +183,15 @@ class CoordinatorSession:
                         self._workload.state_changed.set,
                     )
             case NodeCommand.LEAVE:
-                verdict = str(answer.get("verdict", ""))
-                self._membership.run_end = verdict, str(answer.get("kind", ""))
+                verdict, kind = reply.run_end or ("", "")
+                self._membership.run_end = verdict, kind
                 self._workload.on_run_ended(verdict)
                 if self._membership.coordinator is None:
                     self._membership.leave_run()
                 else:
                     await self._wait_until_all_dismissed(self._membership.coordinator)
 
-    async def _start_generation(
-        self, generation: int, term: int, answer: Mapping[str, Any]
-    ) -> None:
+    async def _start_generation(self, generation: int, term: int, start_state: StartState) -> None:
         membership = self._membership
         record = await self._read_generation(generation)
         if generation <= self._workload.generation or term < membership.state.term:
@@ -194,7 +202,6 @@ class CoordinatorSession:
                 membership.state, term, generation, tuple(membership.agent_addresses)
             )
         )
-        start_state = StartState.from_json(answer["begin"])
         self._workload.start_generation(generation, record, start_state)
         # the order after a start
         self._current_command = Directive(NodeCommand.WORK, generation)

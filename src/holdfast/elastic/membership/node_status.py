@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from holdfast.elastic.membership.reachability import ReachabilityProbe
 from holdfast.elastic.membership.workload import Workload
-from holdfast.elastic.protocol.coordinator_messages import Heartbeat, JoinRequest
+from holdfast.elastic.protocol.coordinator_messages import AgentFacts, Heartbeat, JoinRequest
 from holdfast.elastic.protocol.generation_outcome import NodeOutcome
 from holdfast.policy.membership.transitions import Directive, NodeStage
 
@@ -19,13 +17,15 @@ class NodeStatus:
         name: str,
         incarnation: str,
         places: int,
-        join_info: dict[str, Any],
+        facts: AgentFacts,
         workload: Workload,
         reachability_probe: ReachabilityProbe,
     ) -> None:
-        """incarnation: this agent's process. join_info: facts about this node, which may change."""
+        """incarnation: this agent's process."""
         self._name, self._incarnation, self._places = name, incarnation, places
-        self._join_info, self._workload = join_info, workload
+        self._workload = workload
+        self.facts = facts
+        """About this agent. A change counts from the next request to join."""
         self._reachability_probe = reachability_probe
 
     def make_join_request(self) -> JoinRequest:
@@ -34,7 +34,7 @@ class NodeStatus:
             self._name,
             self._incarnation,
             self._places,
-            self._join_info,
+            self.facts,
             self._workload.generation,
             stage,
             held,

@@ -16,6 +16,7 @@ from collections.abc import Callable, Coroutine, Mapping
 from math import inf
 from typing import Any
 
+from holdfast.elastic.protocol.coordinator_messages import TermReply
 from holdfast.errors import HoldfastError
 from holdfast.policy.membership.election import PreVoteReply
 from holdfast.wire.http.async_client import AgentEndedError, AsyncClient
@@ -134,8 +135,9 @@ class PreVote:
             return PreVoteReply.UNKNOWN, 0
         finally:
             talker.close()
-        hears = PreVoteReply.HEARS_LEADER if answer.get("hears") else PreVoteReply.MISSES_LEADER
-        return hears, int(answer.get("term", 0))
+        reply = TermReply.from_json(answer)
+        heard, missed = PreVoteReply.HEARS_LEADER, PreVoteReply.MISSES_LEADER
+        return heard if reply.hears_leader else missed, reply.term
 
     async def finish(self, has_leader_answered: bool) -> None:
         """End the pre-vote. has_leader_answered: the coordinator itself answered, so its commands

@@ -19,14 +19,24 @@ from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 from typing import Any
 
+from holdfast.checkpoint.peers.config import Peer
 from holdfast.elastic.coordinator.coordinator import Coordinator
 from holdfast.elastic.membership.candidate import Candidate
 from holdfast.elastic.membership.coordinator_session import CoordinatorSession
 from holdfast.elastic.membership.pre_candidate import PreCandidate
 from holdfast.elastic.membership.run_membership import RunMembership
 from holdfast.elastic.membership.workload import Workload
-from holdfast.elastic.protocol.coordinator_messages import HEARTBEAT_PATH, JOIN_PATH
+from holdfast.elastic.protocol.coordinator_messages import (
+    HEARTBEAT_PATH,
+    JOIN_PATH,
+    AgentFacts,
+    Heartbeat,
+    HeartbeatReply,
+    JoinRequest,
+    TermReply,
+)
 from holdfast.elastic.protocol.generation_record import GenerationRecord, read_record
+from holdfast.elastic.protocol.messages import handler_of
 from holdfast.elastic.run_result import EndReason, RunEndedError, single_node_run_error
 from holdfast.errors import HoldfastError
 from holdfast.policy.membership import election
@@ -60,7 +70,6 @@ class RoleLoop:
         start_coordinator: Callable[[Term], Awaitable[Coordinator]],
         *,
         places: int = 1,
-        join_info: Mapping[str, Any] | None = None,
         timeouts: ElectionTimeouts | None = None,
         heartbeat_interval_s: float = 2.0,
         complain: Callable[[str], None] = lambda sentence: None,
@@ -74,19 +83,17 @@ class RoleLoop:
             address: Where this agent's control listens.
             workload: This node's workers.
             start_coordinator: Makes the coordinator of a term that this agent has opened.
-            join_info: Facts about this node for the coordinator.
             heartbeat_interval_s: Seconds between two heartbeats if nothing changes.
             read_generation: Reads a generation's object, instead of `read_record`.
             own_term: The term of a run of this node alone. The agent then follows no other
                 coordinator, and leaves when that term is over.
             check_run_folder: Raises HoldfastError if the run store no longer belongs to this run.
         """
-        self.join_info: dict[str, Any] = dict(join_info or {})
         self._membership = RunMembership(name, workload, timeouts or ElectionTimeouts())
         self._session = CoordinatorSession(
             self._membership,
             places,
-            self.join_info,
+            AgentFacts(address),
             secret,
             read_generation or partial(read_record, store),
         )
@@ -144,9 +151,9 @@ class RoleLoop:
     def handlers(self) -> dict[str, Handler]:
         """Handlers of other agents' requests, which belong to no generation."""
         return {
-            JOIN_PATH: self._handle_join,
-            HEARTBEAT_PATH: self._handle_heartbeat,
-            TERM_PATH: self.handle_term_query,
+            JOIN_PATH: handler_of(JoinRequest.from_json, self._handle_request),
+            HEARTBEAT_PATH: handler_of(Heartbeat.from_json, self._handle_request),
+            TERM_PATH: handler_of(lambda body: None, self.handle_term_query),
         }
 
     async def run(self) -> str:
@@ -186,23 +193,19 @@ class RoleLoop:
         """Leave the run: follow no coordinator any more."""
         self._membership.leave_run()
 
+    def publish_mover(self, peer: Peer | None) -> None:
+        """Let the coordinator know this node's mover, from the next request to join on."""
+        self._session.publish_mover(peer)
+
     # --- requests of other agents ---------------------------------------------------------------
-    async def handle_term_query(self, _: int, body: dict[str, Any]) -> dict[str, Any]:
+    async def handle_term_query(self, _: int, asked: None) -> TermReply:
         """Return this agent's name, role and term, and whether it hears its coordinator."""
-        return {
-            "node": self.state.name,
-            "term": self.state.term,
-            "hears": election.hears_leader(
-                self.state, self._membership.now, self._membership.timeouts
-            ),
-            "standing": self.state.role.value,
-        }
+        state, membership = self.state, self._membership
+        hears = election.hears_leader(state, membership.now, membership.timeouts)
+        return TermReply(state.name, state.term, hears, state.role.value)
 
-    async def _handle_join(self, generation: int, body: dict[str, Any]) -> dict[str, Any]:
-        return await self._membership.ask_local_coordinator(JOIN_PATH, body)
-
-    async def _handle_heartbeat(self, generation: int, body: dict[str, Any]) -> dict[str, Any]:
-        return await self._membership.ask_local_coordinator(HEARTBEAT_PATH, body)
+    async def _handle_request(self, _: int, request: JoinRequest | Heartbeat) -> HeartbeatReply:
+        return await self._membership.ask_local_coordinator(request)
 
     # --- seeking --------------------------------------------------------------------------------
     async def _run_discovering(self) -> None:

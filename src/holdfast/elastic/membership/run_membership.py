@@ -5,11 +5,10 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Mapping
-from typing import Any
 
 from holdfast.elastic.coordinator.coordinator import Coordinator
 from holdfast.elastic.membership.workload import Workload
-from holdfast.elastic.protocol.coordinator_messages import JOIN_PATH
+from holdfast.elastic.protocol.coordinator_messages import Heartbeat, HeartbeatReply, JoinRequest
 from holdfast.policy.membership import election
 from holdfast.policy.membership.election import AgentState, ElectionTimeouts, Role
 from holdfast.policy.membership.transitions import NodeCommand
@@ -57,11 +56,12 @@ class RunMembership:
         """Sleep until something changes on this node, for `seconds` at most."""
         await wait_event(self.workload.state_changed, seconds)
 
-    async def ask_local_coordinator(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
+    async def ask_local_coordinator(self, request: JoinRequest | Heartbeat) -> HeartbeatReply:
         """Return the answer of the coordinator in this process to a request to join or a heartbeat;
         a refusal if there is none."""
         coordinator = self.coordinator
         if coordinator is None:
-            return {"term": self.state.term, "order": NodeCommand.REFUSE.value}
-        handler = coordinator.handle_join if path == JOIN_PATH else coordinator.handle_heartbeat
-        return await handler(0, body)
+            return HeartbeatReply(self.state.term, NodeCommand.REFUSE.value)
+        if isinstance(request, JoinRequest):
+            return await coordinator.handle_join(0, request)
+        return await coordinator.handle_heartbeat(0, request)

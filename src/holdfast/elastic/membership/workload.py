@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 from holdfast.elastic.protocol.generation_outcome import NodeOutcome
 from holdfast.elastic.protocol.generation_record import GenerationRecord
-from holdfast.elastic.protocol.hung_worker import HungWorker
+from holdfast.elastic.protocol.hung_worker import HungWorker, StallReport
 from holdfast.elastic.protocol.start_state import StartState
+from holdfast.elastic.protocol.worker_pace import WorkerPace
 from holdfast.policy.membership.transitions import NodeStage
 
 
@@ -49,13 +50,14 @@ class Workload(Protocol):
     def on_run_ended(self, end_message: str) -> None: ...
 
     @property
-    def stalled_workers(self) -> dict[str, Any]:
-        """The hang monitor's report on the workers here without progress; {} if there are none."""
+    def stalled_workers(self) -> StallReport | None:
+        """The hang monitor's report on the workers here without progress; None if there are
+        none."""
         ...
 
     @property
-    def worker_paces(self) -> list[list[Any]]:
-        """Seconds that the workers here took for their microbatches (`Generation.take_paces`); []
+    def worker_paces(self) -> tuple[WorkerPace, ...]:
+        """Seconds that the workers here took for their microbatches (`WorkerGroup.take_paces`); ()
         if there is nothing to report now."""
         ...
 

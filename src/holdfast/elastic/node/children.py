@@ -17,7 +17,17 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from holdfast.core.json_parsing import parse_json
-from holdfast.elastic.protocol.fork_channel import LineDecoder, encode_message
+from holdfast.elastic.protocol.fork_channel import (
+    ForkOrder,
+    ForkServerReady,
+    ForkWorker,
+    KillWorkers,
+    LineDecoder,
+    WorkerExited,
+    WorkerForked,
+    encode_message,
+    fork_event_from_json,
+)
 from holdfast.elastic.protocol.worker_spec import WorkerSpec
 from holdfast.errors import HoldfastError
 from holdfast.wire.process_log import message_of
@@ -83,11 +93,11 @@ class ForkServer(Child):
         log: Path,
         on_exit: Callable[[], None],
         control: socket.socket,
-        on_message: Callable[[dict[str, Any]], None],
+        on_message: Callable[[WorkerForked | WorkerExited], None],
     ) -> None:
         super().__init__("fork server", process, log, on_exit)
         self._control = control
-        self._line_decoder = LineDecoder()
+        self._line_decoder = LineDecoder(fork_event_from_json)
         self._on_message = on_message
         self._is_control_open = True  # its end of the control socket is open
         self._ready = asyncio.Event()
@@ -99,13 +109,13 @@ class ForkServer(Child):
         entry: str,
         preloads: Sequence[str],
         log: Path,
-        on_message: Callable[[dict[str, Any]], None],
+        on_message: Callable[[WorkerForked | WorkerExited], None],
         on_exit: Callable[[], None],
     ) -> ForkServer:
         """Start a fork server that imports `preloads` too.
 
         Args:
-            on_message: gets its "forked" and "exited" messages.
+            on_message: gets its messages about workers.
             on_exit: called when the fork server has exited.
         """
         ours, theirs = socket.socketpair()
@@ -132,11 +142,11 @@ class ForkServer(Child):
         await _wait_unless_ended(self._ready.wait(), self.process, self)
 
     async def fork(self, spec: WorkerSpec, secret: Secret) -> None:
-        await self._send({"op": "fork", "boot": spec.to_json(), "secret": secret.hex()})
+        await self._send(ForkWorker(spec, secret))
 
     async def kill_workers(self) -> None:
         """Kill every worker, including workers whose fork was requested and is not yet reported."""
-        await self._send({"op": "kill"})
+        await self._send(KillWorkers())
 
     async def stop(self, timeout_s: float = 5.0) -> None:
         if self._is_control_open:
@@ -145,7 +155,7 @@ class ForkServer(Child):
         self._control.close()
         await super().stop(timeout_s)
 
-    async def _send(self, message: dict[str, Any]) -> None:
+    async def _send(self, message: ForkOrder) -> None:
         with suppress(BrokenPipeError, ConnectionResetError):  # its end is told by `gone`
             await asyncio.get_running_loop().sock_sendall(self._control, encode_message(message))
 
@@ -167,7 +177,7 @@ class ForkServer(Child):
             asyncio.get_running_loop().remove_reader(self._control.fileno())
             return False
         for message in self._line_decoder.feed(data):
-            if message["event"] == "ready":
+            if isinstance(message, ForkServerReady):
                 self._ready.set()
             else:
                 self._on_message(message)

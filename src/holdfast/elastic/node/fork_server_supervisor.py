@@ -17,10 +17,11 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 from holdfast.elastic.node.children import ChildFailedError, ForkServer
 from holdfast.elastic.node.worker_process import CommandServer, WorkerProcess
+from holdfast.elastic.protocol.fork_channel import WorkerExited, WorkerForked
 from holdfast.elastic.protocol.worker_spec import WorkerSpec
 from holdfast.errors import HoldfastError
 from holdfast.wire.secret import Secret
@@ -154,19 +155,18 @@ class ForkServerSupervisor:
         assert self._fork_server is not None, "the caller has asked whether it is alive"
         await self._fork_server.kill_workers()
 
-    def _on_message(self, message: dict[str, Any]) -> None:
+    def _on_message(self, message: WorkerForked | WorkerExited) -> None:
         """Handle a message of the fork server: it forked a process, or one has exited."""
-        pid = int(message["pid"])
-        if message["event"] == "forked":
+        if isinstance(message, WorkerForked):
             process = self.pending_forks.popleft()  # they are forked in the order of asking
-            process.on_forked(pid)
-            logger.info("worker %d forked for rank %d", pid, process.rank)
+            process.on_forked(message.pid)
+            logger.info("worker %d forked for rank %d", message.pid, process.rank)
             self._command_server.add(process)
             self._listener.on_forked(process)
             return
-        found = self._command_server.find(pid)
+        found = self._command_server.find(message.pid)
         if found is not None and found.is_alive:
-            self._listener.on_exited(found, int(message["code"]))
+            self._listener.on_exited(found, message.exit_code)
 
     def _fail_pending_forks(self) -> None:
         """Report every pending fork as exited: the fork server will not make it."""

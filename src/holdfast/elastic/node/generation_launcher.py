@@ -77,7 +77,7 @@ class GenerationLauncher:
                 tuple(told),
                 tuple(processes),
                 record.came_from,
-                None if record.previous is None else record.previous.to_json(),
+                record.previous,
             )
         )
         if record.came_from is not None:

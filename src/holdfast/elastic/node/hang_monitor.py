@@ -18,7 +18,6 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from holdfast.elastic.node.worker_status import WorkerStatus, WorkerTable
 from holdfast.elastic.protocol.hung_worker import (
@@ -26,6 +25,8 @@ from holdfast.elastic.protocol.hung_worker import (
     _PROGRESS_COUNT_BITS,
     ALL_RANKS,
     HungWorker,
+    StalledWorker,
+    StallReport,
 )
 from holdfast.elastic.protocol.worker_messages import STEP_PHASES
 from holdfast.policy.detection.hangs import (
@@ -340,20 +341,20 @@ class HangMonitor:
                 return True
         return False
 
-    def take_stall_report(self, now: float) -> dict[str, Any]:
-        """Return the stall report for the next heartbeat; {} while no worker is stalled."""
+    def take_stall_report(self, now: float) -> StallReport | None:
+        """Return the stall report for the next heartbeat; None while no worker is stalled."""
         if self._has_all_ranks:
-            return {}
+            return None
         still = self._stalled_marks(now)
         if not still:
-            return {}
-        rows = []
+            return None
+        stalled = []
         for rank, mark in still.items():
             age = now - mark.reached_at
             self._observations[rank].reported_age_s = age
             member = self._workers[rank]
-            rows.append(
-                [
+            stalled.append(
+                StalledWorker(
                     rank,
                     member.step,
                     mark.point & _MAX_PROGRESS_COUNT,
@@ -363,16 +364,16 @@ class HangMonitor:
                     round(mark.silent_for_s, 3),
                     mark.limit_factor,
                     mark.is_blocked_in_collective,
-                ]
+                )
             )
         normal = self.normal_step_s if self._can_compare else None  # None: workers are not compared
-        return {
-            "normal": normal,
-            "late": max(self._recent_lateness),
-            "of": len(self.progress_marks(now)),
-            "progress": self._progress_timeout_s,
-            "ranks": rows,
-        }
+        return StallReport(
+            normal,
+            max(self._recent_lateness),
+            len(self.progress_marks(now)),
+            self._progress_timeout_s,
+            tuple(stalled),
+        )
 
     def _stalled_marks(self, now: float) -> dict[int, ProgressMark]:
         first = (

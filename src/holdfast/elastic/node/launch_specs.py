@@ -94,7 +94,7 @@ def make_standby_spec(
     """Return the spec of a standby, which has no rank; the process manager sets its log."""
     return WorkerSpec(
         config=config.model_dump(mode="json"),
-        topology={},
+        topology=None,
         generation=0,
         rank=-1,
         threads=threads_per_worker(config, cores),
@@ -148,7 +148,7 @@ def make_worker_specs(
     return [
         WorkerSpec(
             config=dumped,
-            topology=topology.to_json(),
+            topology=topology,
             generation=topology.generation,
             rank=rank,
             threads=threads_per_worker(config, cores),
@@ -163,12 +163,10 @@ def make_worker_specs(
             gloo_interface=config.cluster.gloo_device,
             heartbeat_seconds=config.cluster.heartbeat_seconds,
             orders=config.cluster.recovery == "live",
-            hazard=None if failure_history is None else failure_history.failure_rate.to_json(),
-            classes=None
-            if failure_history is None
-            else list(failure_history.failure_classes.counts),
-            skips=None if record is None or not len(record.skips) else record.skips.to_json(),
-            again=None if record is None or record.retry is None else record.retry.to_json(),
+            failure_rate=None if failure_history is None else failure_history.failure_rate,
+            failure_classes=None if failure_history is None else failure_history.failure_classes,
+            skips=None if record is None or not len(record.skips) else record.skips,
+            retry=None if record is None else record.retry,
             meet=rendezvous_address,
         )
         for rank in range(topology.world_size)

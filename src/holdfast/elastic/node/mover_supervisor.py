@@ -20,7 +20,6 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from holdfast.checkpoint.mover.client import MoverClient, MoverGoneError, RestorePoint
 from holdfast.checkpoint.mover.main import MoverSpec
@@ -31,6 +30,7 @@ from holdfast.config.run import RunConfig
 from holdfast.core.sharding.state_table import state_table
 from holdfast.elastic.node.children import Child, start_mover
 from holdfast.elastic.node.peer_config import make_peer_settings
+from holdfast.elastic.protocol.pending_upload import PendingUpload
 from holdfast.errors import FencedError, HoldfastError
 from holdfast.events import (
     CheckpointCommitted,
@@ -245,12 +245,13 @@ class MoverSupervisor:
         client = MoverClient(self.socket_path, self._secret, generation)
         return await asyncio.to_thread(client.find_damage, key)
 
-    async def wait_for_upload(self, generation: int, max_wait_s: float) -> dict[str, Any] | None:
+    async def wait_for_upload(self, generation: int, max_wait_s: float) -> PendingUpload | None:
         """Wait for an upload as `MoverClient.upload_progress` does; None without a bucket."""
         if not self._settings.bucket:
             return None
         client = MoverClient(self.socket_path, self._secret, generation)
-        return await asyncio.to_thread(client.upload_progress, max_wait_s)
+        left = await asyncio.to_thread(client.upload_progress, max_wait_s)
+        return None if left is None else PendingUpload.from_json(left)
 
     async def drain_events(self, generation: int) -> None:
         """Process every event so far."""

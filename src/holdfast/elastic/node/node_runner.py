@@ -38,8 +38,9 @@ from holdfast.elastic.protocol.generation_outcome import (
     NodeOutcome,
 )
 from holdfast.elastic.protocol.generation_record import GenerationRecord
-from holdfast.elastic.protocol.hung_worker import HungWorker
+from holdfast.elastic.protocol.hung_worker import HungWorker, StallReport
 from holdfast.elastic.protocol.start_state import StartState
+from holdfast.elastic.protocol.worker_pace import WorkerPace
 from holdfast.errors import FencedError, HoldfastError, UserError
 from holdfast.policy.membership.transitions import STOPPED_STAGES, NodeStage
 from holdfast.policy.recovery.survivors import HeldState
@@ -146,22 +147,22 @@ class NodeRunner:
 
     # --- hung workers ---------------------------------------------------------------------------
     @property
-    def stalled_workers(self) -> dict[str, Any]:
-        """Return the stall report of this node's workers; {} if none is stalled.
+    def stalled_workers(self) -> StallReport | None:
+        """Return the stall report of this node's workers; None if none is stalled.
 
         Workers that hold for a pause count, since they wait for other workers.
         """
         current = self.worker_group
         if current is None:
-            return {}
+            return None
         paused = self.stage is NodeStage.HELD and any(
             member.is_paused for member in current.workers
         )
         at_work = paused or self.stage in (NodeStage.BUILDING, NodeStage.WORKING)
-        return current.stalled_workers() if at_work else {}
+        return current.stalled_workers() if at_work else None
 
     @property
-    def worker_paces(self) -> list[list[Any]]:
+    def worker_paces(self) -> tuple[WorkerPace, ...]:
         """Return the recent speed of this node's workers, once per heartbeat."""
         now = asyncio.get_running_loop().time()
         current, every = self.worker_group, self._context.config.cluster.beat_seconds / 2
@@ -170,7 +171,7 @@ class NodeRunner:
             or self.stage is not NodeStage.WORKING
             or now - self._paces_taken_at < every
         ):
-            return []
+            return ()
         self._paces_taken_at = now
         return current.take_paces()
 

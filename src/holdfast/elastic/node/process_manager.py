@@ -30,6 +30,8 @@ from holdfast.elastic.node.fork_server_supervisor import (
 )
 from holdfast.elastic.node.mover_supervisor import MoverSupervisor
 from holdfast.elastic.node.worker_process import STANDBY_RANK, CommandServer, WorkerProcess
+from holdfast.elastic.protocol.generation_record import PreviousState
+from holdfast.elastic.protocol.worker_commands import Begin
 from holdfast.elastic.protocol.worker_spec import WorkerSpec
 from holdfast.policy.recovery.survivors import HeldState
 from holdfast.wire.secret import Secret
@@ -70,16 +72,7 @@ class NodeAssignment:
     worker_specs: tuple[WorkerSpec, ...]
     pids: tuple[int | None, ...]
     came_from: tuple[int | None, ...] | None = None
-    previous_state: dict[str, Any] | None = None
-
-    def make_begin_command(self, boot: WorkerSpec) -> dict[str, Any]:
-        came_from = None if self.came_from is None else list(self.came_from)
-        return {
-            "kind": "begin",
-            "boot": boot.to_json(),
-            "came_from": came_from,
-            "before": self.previous_state,
-        }
+    previous_state: PreviousState | None = None
 
 
 class ProcessManager:
@@ -215,9 +208,7 @@ class ProcessManager:
 
     @staticmethod
     def _send_begin(process: WorkerProcess, assignment: NodeAssignment, spec: WorkerSpec) -> None:
-        process.begin_rank(
-            spec.rank, assignment.generation, Path(spec.log), assignment.make_begin_command(spec)
-        )
+        process.begin_rank(Begin(spec, assignment.came_from, assignment.previous_state))
 
     async def keep_standbys(self, count: int, spec: WorkerSpec) -> None:
         """Keep `count` standbys from now on; `spec` gives all but rank and log."""

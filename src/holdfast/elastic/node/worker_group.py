@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import signal
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from holdfast.config.cluster import ClusterConfig
 from holdfast.elastic.event_log import EventLog, Say
@@ -26,7 +25,9 @@ from holdfast.elastic.protocol.generation_outcome import (
     LeftOutcome,
     LostOutcome,
 )
-from holdfast.elastic.protocol.hung_worker import ALL_RANKS, HungWorker
+from holdfast.elastic.protocol.hung_worker import ALL_RANKS, HungWorker, StallReport
+from holdfast.elastic.protocol.worker_messages import WorkerReport
+from holdfast.elastic.protocol.worker_pace import WorkerPace
 from holdfast.events import (
     Event,
     NonFinite,
@@ -226,11 +227,10 @@ class WorkerGroup:
         )
 
     # --- news from the workers ------------------------------------------------------------
-    def process_report(self, body: dict[str, Any]) -> list[Event]:
-        """Process a worker's report; return its new events. Raises KeyError, ValueError."""
-        rank = int(body["rank"])
-        now = self._loop.time()
-        events = self.workers.process_report(body, now)
+    def process_report(self, report: WorkerReport) -> Sequence[Event]:
+        """Process a worker's report; return its new events. Raises KeyError for another's rank."""
+        rank = report.rank
+        events = self.workers.process_report(report, self._loop.time())
         self.hang_monitor.on_report(self.workers[rank])
         for event in events:
             match event:
@@ -258,22 +258,20 @@ class WorkerGroup:
         if self.decided_outcome is None and self.hang_monitor.is_report_due(now):
             self._hang_hooks.report_to_coordinator()
 
-    def stalled_workers(self) -> dict[str, Any]:
-        """Return the stall report for the coordinator; {} if no worker is stalled."""
-        return (
-            {}
-            if self.decided_outcome is not None
-            else self.hang_monitor.take_stall_report(self._loop.time())
-        )
+    def stalled_workers(self) -> StallReport | None:
+        """Return the stall report for the coordinator; None if no worker is stalled."""
+        if self.decided_outcome is not None:
+            return None
+        return self.hang_monitor.take_stall_report(self._loop.time())
 
-    def take_paces(self) -> list[list[Any]]:
-        """Return what each worker here has computed since the last call, as `_pace_rows` does.
+    def take_paces(self) -> tuple[WorkerPace, ...]:
+        """Return what each worker here has computed since the last call, as `_worker_paces` does.
 
         The first steps do not count.
         """
         if not self._cluster.compare or not self.has_stepped or self.outcome.done():
-            return []
-        return _pace_rows(self.topology, self.workers.live_workers)
+            return ()
+        return _worker_paces(self.topology, self.workers.live_workers)
 
     def handle_hung_workers(self, hung_workers: Iterable[HungWorker]) -> None:
         """Give up workers that the coordinator declares hung, if they still are."""
@@ -331,18 +329,17 @@ def _describe_non_finite(found: NonFinite | None, rank: int) -> str:
     )
 
 
-def _pace_rows(topology: Topology, workers: Iterable[WorkerStatus]) -> list[list[Any]]:
-    """Return what each worker has computed since its last row.
+def _worker_paces(topology: Topology, workers: Iterable[WorkerStatus]) -> tuple[WorkerPace, ...]:
+    """Return what each worker has computed since it was last reported.
 
-    Each row has the process, its position, seconds and microbatches. Workers with equal positions
-    do the same work.
+    Workers with equal positions do the same work.
     """
-    rows = []
+    paces = []
     for member in workers:
         (seconds, done), (before, passed) = member.compute_time, member.reported_compute_time
         member.reported_compute_time = member.compute_time
         if done > passed > 0:
             replica = topology.replica_of(member.rank)
             place = f"{replica.kind} {replica.ranks.index(member.rank)}"
-            rows.append([member.pid, place, round(seconds - before, 6), done - passed])
-    return rows
+            paces.append(WorkerPace(member.pid, place, round(seconds - before, 6), done - passed))
+    return tuple(paces)

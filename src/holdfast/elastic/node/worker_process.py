@@ -17,8 +17,15 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
+from holdfast.elastic.protocol.worker_commands import (
+    Begin,
+    Command,
+    CommandPoll,
+    CommandReply,
+    End,
+    Halt,
+)
 from holdfast.elastic.protocol.worker_messages import MAX_POLL_WAIT_S
 from holdfast.policy.recovery.survivors import HeldState
 from holdfast.wire.waiting import wait_event
@@ -43,7 +50,7 @@ class WorkerProcess:
     pidfd: int = -1  # -1 where the system has none
     exit_code: int | None = None  # as os.waitstatus_to_exitcode gives it
     command_number: int = 0  # of the newest orders
-    command: dict[str, Any] | None = None
+    command: Command | None = None
     begin_number: int = 0  # number of the newest orders to begin
     halt_number: int = 0  # and to halt
     acked_command: int = -1
@@ -67,29 +74,22 @@ class WorkerProcess:
         return self.acked_command >= self.command_number or self.held_state is not None
 
     # --- orders -------------------------------------------------------------------------------
-    def begin_rank(
-        self, rank: int, generation: int, log_path: Path, command: dict[str, Any]
-    ) -> None:
-        """Order it to become a rank of a generation; from then on it writes into that log."""
-        self.rank, self.generation, self.log_path, self.held_state = (
-            rank,
-            generation,
-            log_path,
-            None,
-        )
+    def begin_rank(self, command: Begin) -> None:
+        """Order it to become a rank of a generation; from then on it writes into the spec's log."""
+        spec = command.spec
+        self.rank, self.generation, self.log_path = spec.rank, spec.generation, Path(spec.log)
+        self.held_state = None
         self._set_command(command)
         self.begin_number = self.command_number
 
     def halt_rank(self, generation: int, has_lost_replica_peer: bool) -> None:
-        self._set_command(
-            {"kind": "halt", "inside": has_lost_replica_peer, "generation": generation}
-        )
+        self._set_command(Halt(generation, has_lost_replica_peer))
         self.halt_number = self.command_number
 
     def end_process(self) -> None:
-        self._set_command({"kind": "end"})
+        self._set_command(End())
 
-    def _set_command(self, command: dict[str, Any]) -> None:
+    def _set_command(self, command: Command) -> None:
         self.command_number, self.command = self.command_number + 1, command
         self.notify()
 
@@ -175,22 +175,20 @@ class CommandServer:
     def forget(self, pid: int) -> None:
         self._processes.pop(pid, None)
 
-    async def handle_poll(self, generation: int, body: dict[str, Any]) -> dict[str, Any]:
-        """Answer a process's poll for commands newer than those that it has taken.
-
-        Raises KeyError, ValueError and TypeError if the request makes no sense.
-        """
-        pid, seen = int(body["process"]), int(body["seen"])
-        held = None if body.get("held") is None else HeldState.from_json(body["held"])
+    async def handle_poll(self, generation: int, poll: CommandPoll) -> CommandReply:
+        """Answer a process's poll for commands newer than those that it has taken."""
+        seen = poll.seen
         loop = asyncio.get_running_loop()
         deadline = loop.time() + MAX_POLL_WAIT_S
-        while (process := self._processes.get(pid)) is None:  # it may ask before its fork is told
+        while (
+            process := self._processes.get(poll.pid)
+        ) is None:  # it may ask before its fork is told
             if not await wait_event(self._process_added, deadline - loop.time()):
                 # Its fork server died before it could report the fork, so no generation counts on
                 # the process.
-                return {"number": seen + 1, "orders": {"kind": "end"}}
+                return CommandReply(seen + 1, End())
         first = process.acked_command < 0
-        if process.record_poll(seen, held):
+        if process.record_poll(seen, poll.held):
             self._on_held(process)
         if first:
             self._on_first_poll()
@@ -198,7 +196,7 @@ class CommandServer:
             if not await wait_event(process.state_changed, deadline - loop.time()):
                 break
         fresh = process.command_number > seen
-        return {"number": process.command_number, "orders": process.command if fresh else None}
+        return CommandReply(process.command_number, process.command if fresh else None)
 
 
 def open_pidfd(pid: int) -> int:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
-from holdfast.events import Event, event_from_json
+from holdfast.elastic.protocol.worker_messages import WorkerReport
+from holdfast.events import Event
 from holdfast.policy.recovery.survivors import HeldState
 
 
@@ -111,42 +111,31 @@ class WorkerTable:
         member.exit_code = exit_code
         return member
 
-    def process_report(self, body: dict[str, Any], now: float) -> list[Event]:
+    def process_report(self, report: WorkerReport, now: float) -> Sequence[Event]:
         """Process one report; return its new events.
 
-        `first` numbers the first of its events. Events that were seen before are skipped; a gap is
-        what the worker had to drop. Raises KeyError for a rank without a worker or an event of an
-        unknown kind.
+        Events that were seen before are skipped; a gap is what the worker had to drop. Raises
+        KeyError for a rank without a worker.
         """
-        rank = int(body["rank"])
-        member = self._workers[rank]
-        member.last_heard_at, member.reply_pending, member.may_be_busy = (
-            now,
-            True,
-            bool(body.get("calls")),
-        )
-        if "pace" in body:
-            seconds, microbatches = body["pace"]
-            member.compute_time = (float(seconds), int(microbatches))
-        if "worked" in body:
-            seconds, steps = body["worked"]
-            member.step_time = (float(seconds), int(steps))
-        member.report_cpu_s = max(member.report_cpu_s, float(body.get("own", 0.0)))
-        progress = (int(body["step"]), str(body["phase"]), int(body["marks"]))
+        member = self._workers[report.rank]
+        member.last_heard_at, member.reply_pending = now, True
+        member.may_be_busy = report.has_callbacks
+        member.compute_time = report.compute_time or member.compute_time
+        member.step_time = report.step_time or member.step_time
+        member.report_cpu_s = max(member.report_cpu_s, report.cpu_s)
+        progress = report.step, report.phase, report.progress_count
         if progress != (member.step, member.phase, member.progress_count):
             member.step, member.phase, member.progress_count = progress
             member.progress_at = now
-        member.blocked_in_collective = bool(body.get("asleep"))
-        voice = str(body.get("voice", f"{self.generation}.{rank}"))
-        following = self._event_cursors.get(voice, 0)
-        first, events = int(body["first"]), list(body["events"])
-        seen = max(0, following - first)
-        fresh = [event_from_json(str(item["kind"]), item["event"]) for item in events[seen:]]
-        self._event_cursors[voice] = max(following, first + len(events))
-        if "outcome" in body:
-            told = body["outcome"]
-            member.outcome = (str(told["kind"]), int(told["step"]))
-            member.unsaved_reason = told["unsaved"]
+        member.blocked_in_collective = report.is_asleep
+        stream = report.stream_id or f"{self.generation}.{report.rank}"
+        following = self._event_cursors.get(stream, 0)
+        first, events = report.first_number, report.events
+        fresh = events[max(0, following - first) :]
+        self._event_cursors[stream] = max(following, first + len(events))
+        if report.outcome is not None:
+            member.outcome = report.outcome.kind, report.outcome.step
+            member.unsaved_reason = report.outcome.unsaved_reason
         return fresh
 
     def on_report_answered(self, rank: int, now: float) -> None:

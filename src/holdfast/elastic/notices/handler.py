@@ -25,11 +25,12 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
 
 from holdfast.config.run import RunConfig
 from holdfast.core.sharding.state_table import state_table
+from holdfast.elastic.protocol.notice_messages import Notice
+from holdfast.elastic.protocol.worker_messages import SaveRequest, WorkerReply
 from holdfast.events import (
     CheckpointCommitted,
     CheckpointFailed,
@@ -52,28 +53,8 @@ from holdfast.policy.saving.tier_durations import TierMeasurements
 from holdfast.policy.saving.tiers import BUCKET, DISK, PEERS, TierSettings
 from holdfast.wire.waiting import wait_event
 
-NOTICE_PATH = "/notice"
-"""HTTP path of a notice on the agent's control port."""
 ASSUMED_BYTES_PER_SECOND = {PEERS: 100e6, DISK: 200e6, BUCKET: 50e6}
 """Bytes per second of a tier before the first measurement: a link of 1 Gbit/s, a slow disk."""
-
-
-@dataclass(frozen=True)
-class Notice:
-    """A notice. seconds: time until the nodes end. must_leave: the run must end by then."""
-
-    seconds: float
-    nodes: tuple[str, ...] = ()
-    must_leave: bool = False
-    source: str = "notice"
-
-    @staticmethod
-    def from_json(value: dict[str, Any]) -> Notice:
-        """Parse a notice. Raises ValueError, KeyError and TypeError if it is malformed."""
-        seconds, nodes = float(value["seconds"]), tuple(map(str, value.get("nodes", ())))
-        if not 0 < seconds < 1e6:
-            raise ValueError(f"a notice of {seconds:g} seconds makes no sense")
-        return Notice(seconds, nodes, bool(value.get("leave", False)))
 
 
 class DeferredNotices:
@@ -181,17 +162,18 @@ class NoticeHandler:
         return (min(surviving, key=lambda route: route.seconds_for(nbytes)).tier,)
 
     # --- replies to the workers -----------------------------------------------------------------
-    def worker_reply_fields(self, rank: int, first_rank: int = 0) -> dict[str, Any]:
-        """Return this handler's fields of the reply to a worker's report.
+    def add_requests(self, reply: WorkerReply, rank: int, first_rank: int = 0) -> WorkerReply:
+        """Return a reply to a worker's report with this handler's requests.
 
         first_rank: the rank of this node that passes the requests on for all, with its vote.
         """
-        told: dict[str, Any] = {"brief": self._is_peer_copy_enough}
-        if rank == first_rank:
-            told |= {"request": self._request_number, "into": list(self._requested_tiers)}
-        if rank == 0:
-            told["durations"] = self.measurements.to_json()
-        return told
+        save = SaveRequest(self._request_number, self._requested_tiers)
+        return replace(
+            reply,
+            is_peer_copy_enough=self._is_peer_copy_enough,
+            save=save if rank == first_rank else None,
+            tier_durations_s=self.measurements.durations_s() if rank == 0 else None,
+        )
 
     def begin_generation(self) -> None:
         """Begin a generation: peers' copies of older generations are not its state."""

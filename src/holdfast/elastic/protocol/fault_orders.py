@@ -20,6 +20,9 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
+
+from holdfast.core.json_parsing import JsonObject
 
 FAULT_POINTS: dict[str, str] = {
     "begin": "a step is opened",
@@ -59,6 +62,22 @@ class FaultOrder:
     rank: int
     generation: int = 0
 
+    def to_json(self) -> JsonObject:
+        return asdict(self)
+
+    @staticmethod
+    def from_json(value: Mapping[str, Any]) -> FaultOrder:
+        """Parse a file. Raises KeyError, TypeError and ValueError if it is malformed."""
+        return FaultOrder(
+            int(value["number"]),
+            str(value["fault"]),
+            str(value["deed"]),
+            str(value["point"]),
+            int(value["step"]),
+            int(value["rank"]),
+            int(value.get("generation", 0)),
+        )
+
 
 @dataclass(frozen=True)
 class CorruptLossRule:
@@ -75,6 +94,21 @@ class CorruptLossRule:
     node: str = ""
     times: float | None = None
 
+    def to_json(self) -> JsonObject:
+        return asdict(self)
+
+    @staticmethod
+    def from_json(value: Mapping[str, Any]) -> CorruptLossRule:
+        """Parse a rule. Raises KeyError, TypeError and ValueError if it is malformed."""
+        microbatch, times = value.get("microbatch"), value.get("times")
+        return CorruptLossRule(
+            int(value["first"]),
+            int(value["last"]),
+            None if microbatch is None else int(microbatch),
+            str(value.get("node", "")),
+            None if times is None else float(times),
+        )
+
     def applies_to(self, step: int, microbatch: int, node: str) -> bool:
         here = self.microbatch in (None, microbatch) and self.node in ("", node)
         return here and self.first <= step <= self.last
@@ -90,6 +124,17 @@ class FaultHit:
     rank: int
     pid: int
     node: str
+
+    def to_json(self) -> JsonObject:
+        return asdict(self)
+
+    @staticmethod
+    def from_json(value: Mapping[str, Any]) -> FaultHit:
+        """Parse a file. Raises KeyError, TypeError and ValueError if it is malformed."""
+        number, generation, step, rank, pid = (
+            int(value[key]) for key in ("number", "generation", "step", "rank", "pid")
+        )
+        return FaultHit(number, generation, step, rank, pid, str(value["node"]))
 
 
 class FaultOrders:
@@ -109,7 +154,7 @@ class FaultOrders:
         self._write("gate", str(step))
 
     def arm(self, order: FaultOrder) -> None:
-        self._write(f"{order.number}.order", json.dumps(asdict(order)))
+        self._write(f"{order.number}.order", json.dumps(order.to_json()))
 
     def disarm(self, number: int) -> None:
         (self.folder / f"{number}.order").unlink(missing_ok=True)
@@ -117,7 +162,7 @@ class FaultOrders:
     def read_hit(self, number: int) -> FaultHit | None:
         """Return the worker that carries the order out; None: none so far."""
         try:
-            return FaultHit(**json.loads((self.folder / f"{number}.hit").read_bytes()))
+            return FaultHit.from_json(json.loads((self.folder / f"{number}.hit").read_bytes()))
         except (FileNotFoundError, ValueError):  # not there, or not whole yet
             return None
 
@@ -129,7 +174,7 @@ class FaultOrders:
         self._write(f"{number}.done", "")
 
     def set_corrupt_losses(self, *wrong: CorruptLossRule) -> None:
-        self._write("wrong", json.dumps([asdict(one) for one in wrong]))
+        self._write("wrong", json.dumps([one.to_json() for one in wrong]))
 
     def set_slow_ranks(self, seconds: Mapping[int, float]) -> None:
         """Set the seconds by rank, for each microbatch. Ranks that are not named are not slowed any
@@ -154,9 +199,8 @@ class FaultOrders:
     @property
     def corrupt_loss_rules(self) -> list[CorruptLossRule]:
         try:
-            return [
-                CorruptLossRule(**one) for one in json.loads((self.folder / "wrong").read_bytes())
-            ]
+            rules = json.loads((self.folder / "wrong").read_bytes())
+            return [CorruptLossRule.from_json(one) for one in rules]
         except FileNotFoundError:
             return []
 
@@ -187,7 +231,7 @@ class FaultOrders:
         except FileExistsError:
             return False
         try:
-            os.write(file, json.dumps(asdict(hit)).encode())
+            os.write(file, json.dumps(hit.to_json()).encode())
             os.fsync(file)
         finally:
             os.close(file)
@@ -204,8 +248,8 @@ class FaultOrders:
         for name in names:
             if name not in self._order_cache:
                 with suppress(FileNotFoundError):
-                    self._order_cache[name] = FaultOrder(
-                        **json.loads((self.folder / name).read_bytes())
+                    self._order_cache[name] = FaultOrder.from_json(
+                        json.loads((self.folder / name).read_bytes())
                     )
             if name in self._order_cache:
                 yield self._order_cache[name]

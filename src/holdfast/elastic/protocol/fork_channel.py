@@ -7,30 +7,125 @@ from __future__ import annotations
 
 import json
 import socket
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
 
-from holdfast.core.json_parsing import parse_json
+from holdfast.core.json_parsing import JsonObject, parse_json
+from holdfast.elastic.protocol.messages import Message
+from holdfast.elastic.protocol.worker_spec import WorkerSpec
+from holdfast.wire.secret import Secret
+
+Received = TypeVar("Received")
 
 
-def encode_message(message: dict[str, Any]) -> bytes:
-    return json.dumps(message, separators=(",", ":")).encode() + b"\n"
+# --- to the fork server -------------------------------------------------------------------------
+@dataclass(frozen=True)
+class ForkWorker:
+    """The order to fork a worker, which gets its spec and the run's secret."""
+
+    spec: WorkerSpec
+    secret: Secret
+
+    def to_json(self) -> JsonObject:
+        return {"op": "fork", "boot": self.spec.to_json(), "secret": self.secret.hex()}
 
 
-class LineDecoder:
-    """Cuts received bytes into messages."""
+@dataclass(frozen=True)
+class KillWorkers:
+    """The order to kill all workers."""
 
-    def __init__(self) -> None:
-        self._buffer = b""
+    def to_json(self) -> JsonObject:
+        return {"op": "kill"}
 
-    def feed(self, data: bytes) -> Iterator[dict[str, Any]]:
+
+ForkOrder = ForkWorker | KillWorkers
+
+
+def fork_order_from_json(value: Mapping[str, Any]) -> ForkOrder:
+    """Parse an order. Raises KeyError, TypeError and ValueError if it is malformed."""
+    match value["op"]:
+        case "fork":
+            spec = WorkerSpec.from_json(value["boot"])
+            return ForkWorker(spec, Secret.from_hex(value["secret"]))
+        case "kill":
+            return KillWorkers()
+        case op:
+            raise ValueError(f"the fork server does not know the operation {op!r}")
+
+
+# --- from the fork server -----------------------------------------------------------------------
+@dataclass(frozen=True)
+class ForkServerReady:
+    """The fork server has imported all that workers need."""
+
+    pid: int
+
+    def to_json(self) -> JsonObject:
+        return {"event": "ready", "pid": self.pid}
+
+
+@dataclass(frozen=True)
+class WorkerForked:
+    """A worker runs. Workers are forked in the order of the orders."""
+
+    rank: int
+    pid: int
+
+    def to_json(self) -> JsonObject:
+        return {"event": "forked", "rank": self.rank, "pid": self.pid}
+
+
+@dataclass(frozen=True)
+class WorkerExited:
+    """A worker has exited. exit_code: as `os.waitstatus_to_exitcode` gives it."""
+
+    rank: int
+    pid: int
+    exit_code: int
+
+    def to_json(self) -> JsonObject:
+        return {"event": "exited", "rank": self.rank, "pid": self.pid, "code": self.exit_code}
+
+
+ForkEvent = ForkServerReady | WorkerForked | WorkerExited
+
+
+def fork_event_from_json(value: Mapping[str, Any]) -> ForkEvent:
+    """Parse an event. Raises KeyError, TypeError and ValueError if it is malformed."""
+    pid = int(value["pid"])
+    match value["event"]:
+        case "ready":
+            return ForkServerReady(pid)
+        case "forked":
+            return WorkerForked(int(value["rank"]), pid)
+        case "exited":
+            return WorkerExited(int(value["rank"]), pid, int(value["code"]))
+        case event:
+            raise ValueError(f"the agent does not know the event {event!r} of a fork server")
+
+
+# --- the channel --------------------------------------------------------------------------------
+def encode_message(message: Message) -> bytes:
+    return json.dumps(message.to_json(), separators=(",", ":")).encode() + b"\n"
+
+
+class LineDecoder(Generic[Received]):
+    """Cuts received bytes into messages. parse: makes a message of each line's JSON object."""
+
+    def __init__(self, parse: Callable[[Mapping[str, Any]], Received]) -> None:
+        self._parse, self._buffer = parse, b""
+
+    def feed(self, data: bytes) -> Iterator[Received]:
         """Yield the messages that `data` completes."""
         *whole, self._buffer = (self._buffer + data).split(b"\n")
         for line in whole:
-            yield parse_json(line)
+            yield self._parse(parse_json(line))
 
 
-def receive_messages(control: socket.socket, decoder: LineDecoder) -> list[dict[str, Any]] | None:
+def receive_messages(
+    control: socket.socket, decoder: LineDecoder[Received]
+) -> list[Received] | None:
     """Return the messages on a readable socket; None when the other end is closed."""
     data = control.recv(1 << 16)
     return list(decoder.feed(data)) if data else None

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from holdfast.core.json_parsing import JsonObject
 from holdfast.policy.recovery.survivors import HeldState
 
 
@@ -78,7 +79,7 @@ class NodeOutcome:
     def done(self) -> FinishedOutcome | LeftOutcome | None:
         return self.ending if isinstance(self.ending, FinishedOutcome | LeftOutcome) else None
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> JsonObject:
         processes = {str(pid): held.to_json() for pid, held in self.processes.items()}
         return {"processes": processes, **_ending_json(self.ending)}
 
@@ -90,7 +91,7 @@ class NodeOutcome:
         return NodeOutcome(held, _ending(value))
 
 
-def _ending_json(ending: GenerationOutcome | None) -> dict[str, Any]:
+def _ending_json(ending: GenerationOutcome | None) -> JsonObject:
     match ending:
         case FinishedOutcome(step, unsaved, missing) | LeftOutcome(step, unsaved, missing):
             kind = "finished" if isinstance(ending, FinishedOutcome) else "left"

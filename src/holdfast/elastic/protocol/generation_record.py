@@ -13,6 +13,7 @@ from functools import cached_property
 from typing import Any
 
 from holdfast.core.data.skips import Skips
+from holdfast.core.json_parsing import JsonObject
 from holdfast.errors import CorruptError
 from holdfast.layout import Topology
 from holdfast.policy.detection.bad_steps import StepRetry
@@ -28,7 +29,7 @@ class PreviousState:
     topology: Topology
     step: int
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> JsonObject:
         return {"topology": self.topology.to_json(), "step": self.step}
 
     @staticmethod
@@ -45,7 +46,7 @@ class AgentEntry:
     mark: str = ""
     places: int = 1
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> JsonObject:
         return {"address": self.address, "mark": self.mark, "places": self.places}
 
     @staticmethod
@@ -90,7 +91,7 @@ class GenerationRecord:
         """Return the agents' addresses by name, in the order of their names."""
         return {name: self.agents[name].address for name in sorted(self.agents)}
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> JsonObject:
         return {
             "topology": {} if self.topology is None else self.topology.to_json(),
             "seats": list(self.processes),

@@ -1,10 +1,12 @@
-"""The report of a hung worker, between a node and the coordinator."""
+"""Reports of stalled and hung workers, between a node and the coordinator."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
+
+from holdfast.core.json_parsing import Json, JsonObject
 
 ALL_RANKS = -1
 """In place of a rank: all ranks are stalled, and no report names the rank that they wait for."""
@@ -30,7 +32,7 @@ class HungWorker:
     symptom: str
     stalled_for_s: float
 
-    def to_json(self) -> list[Any]:
+    def to_json(self) -> list[Json]:
         return [
             self.rank,
             self.step,
@@ -56,3 +58,110 @@ class HungWorker:
                     f"no progress for {self.stalled_for_s:.1f} s {where}, while others wait for it"
                 )
         return f"no progress for {self.stalled_for_s:.3g} s {where}"
+
+
+@dataclass(frozen=True)
+class HungWorkers:
+    """The workers of a generation that their node must kill."""
+
+    generation: int
+    workers: tuple[HungWorker, ...]
+
+    def to_json(self) -> list[Json]:
+        return [self.generation, [worker.to_json() for worker in self.workers]]
+
+    @staticmethod
+    def from_json(row: Iterable[Any]) -> HungWorkers:
+        """Parse the message. Raises TypeError and ValueError if it is malformed."""
+        generation, workers = row
+        return HungWorkers(int(generation), tuple(HungWorker.from_json(one) for one in workers))
+
+
+@dataclass(frozen=True)
+class StalledWorker:
+    """A worker without progress for longer than a step.
+
+    stalled_for_s            seconds since its last progress
+    cpu_seconds              CPU time that it has used since; None: not known
+    is_waiting               it only waits for other ranks, as a phase or a pause demands
+    silent_for_s             seconds since it reported anything
+    limit_factor             its phase may take so many times as long as usual
+    is_blocked_in_collective by its own report, it sleeps where ranks wait for each other
+    """
+
+    rank: int
+    step: int
+    progress_count: int
+    stalled_for_s: float
+    cpu_seconds: float | None
+    is_waiting: bool
+    silent_for_s: float
+    limit_factor: float
+    is_blocked_in_collective: bool
+
+    def to_json(self) -> list[Json]:
+        return [
+            self.rank,
+            self.step,
+            self.progress_count,
+            self.stalled_for_s,
+            self.cpu_seconds,
+            self.is_waiting,
+            self.silent_for_s,
+            self.limit_factor,
+            self.is_blocked_in_collective,
+        ]
+
+    @staticmethod
+    def from_json(row: Iterable[Any]) -> StalledWorker:
+        """Parse a row. Raises TypeError and ValueError if it is malformed."""
+        rank, step, count, age, cpu, waits, silent, factor, asleep = row
+        return StalledWorker(
+            int(rank),
+            int(step),
+            int(count),
+            float(age),
+            None if cpu is None else float(cpu),
+            bool(waits),
+            float(silent),
+            float(factor),
+            bool(asleep),
+        )
+
+
+@dataclass(frozen=True)
+class StallReport:
+    """A node's report on its workers without progress.
+
+    normal_step_s        seconds that a step normally takes; None: not known, or not compared
+    lateness_s           seconds by which the agent itself was late
+    worker_count         its workers at work
+    progress_timeout_s   seconds that it tolerates without progress of any worker
+    """
+
+    normal_step_s: float | None
+    lateness_s: float
+    worker_count: int
+    progress_timeout_s: float
+    workers: tuple[StalledWorker, ...]
+
+    def to_json(self) -> JsonObject:
+        return {
+            "normal": self.normal_step_s,
+            "late": self.lateness_s,
+            "of": self.worker_count,
+            "progress": self.progress_timeout_s,
+            "ranks": [worker.to_json() for worker in self.workers],
+        }
+
+    @staticmethod
+    def from_json(value: Mapping[str, Any]) -> StallReport:
+        """Parse the message. Raises KeyError, TypeError and ValueError if it is malformed."""
+        normal = value["normal"]
+        return StallReport(
+            None if normal is None else float(normal),
+            float(value["late"]),
+            int(value["of"]),
+            float(value["progress"]),
+            tuple(StalledWorker.from_json(row) for row in value["ranks"]),
+        )

@@ -9,6 +9,7 @@ from typing import Any
 
 from holdfast.checkpoint.mover.client import RestorePoint
 from holdfast.checkpoint.peers.config import Peer
+from holdfast.core.json_parsing import JsonObject
 
 
 @dataclass(frozen=True)
@@ -28,11 +29,11 @@ class StartState:
     extra_sources: tuple[Peer, ...] = ()
     rendezvous: str = ""
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> JsonObject:
         return self._json
 
     @cached_property
-    def _json(self) -> dict[str, Any]:
+    def _json(self) -> JsonObject:
         """Return the JSON value. Made once: it is sent to every node, and names every node."""
         peers, newest = self.peers, self.restore_point
         return {

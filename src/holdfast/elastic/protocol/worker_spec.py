@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
+from holdfast.core.data.skips import Skips
+from holdfast.core.json_parsing import JsonObject
 from holdfast.layout import Topology
+from holdfast.policy.detection.bad_steps import StepRetry
+from holdfast.policy.saving.failure_classes import FailureClassCounts
+from holdfast.policy.saving.failure_rate import FailureRate
 
 if TYPE_CHECKING:
     from holdfast.config.run import RunConfig
@@ -39,22 +45,21 @@ _COMPILER = "torch._dynamo"
 class WorkerSpec:
     """All that a worker needs to begin, except the run's secret, which travels separately.
 
-    `config` is the RunConfig as JSON (`RunConfig.model_validate` takes it back) and `topology` the
-    Topology's. `restore_key` is the commit to begin from; None means initial weights, and
-    `start_step` is then 0. `forked` is the node's monotonic clock just before the fork, in seconds,
-    for `WorkerReady.seconds`.
+    `config` is the RunConfig as JSON: `RunConfig.model_validate` takes it back in the worker, which
+    the fork server does not do. `topology` is None for a standby. `restore_key` is the commit to
+    begin from; None means initial weights, and `start_step` is then 0. `forked` is the node's
+    monotonic clock just before the fork, in seconds, for `WorkerReady.seconds`.
 
-    `hazard` is the failure rate that the agent has seen so far, as Hazard's JSON. `classes` is what
-    the failures took with them, as the counts of `FailureClassCounts`. Both are None if they are
-    not needed. `skips` is the data that the run leaves out, as Skips' JSON. `again` is the step
-    that this generation retries, as Retry's JSON.
+    `failure_rate` is the failure rate that the agent has seen so far. `failure_classes` is what the
+    failures took with them. Both are None if they are not needed. `skips` is the data that the run
+    leaves out, None for nothing. `retry` is the step that this generation repeats.
 
-    `orders`: the agent answers /orders, so the process stays when its generation ends, and waits
-    for commands. `rank` is then -1 for a standby, whose topology is any of the run's.
+    `orders`: the agent answers /orders, so the process stays when its generation ends,
+    and waits for commands. `rank` is then -1 for a standby.
     """
 
     config: dict[str, Any]
-    topology: dict[str, Any]
+    topology: Topology | None
     generation: int
     rank: int
     threads: int  # cores this worker may compute on
@@ -69,25 +74,62 @@ class WorkerSpec:
     gloo_interface: str = "lo"
     heartbeat_seconds: float = 0.2
     forked: float = 0.0
-    hazard: dict[str, Any] | None = None
-    classes: list[float] | None = None
-    skips: list[dict[str, Any]] | None = None
-    again: dict[str, Any] | None = None
+    failure_rate: FailureRate | None = None
+    failure_classes: FailureClassCounts | None = None
+    skips: Skips | None = None
+    retry: StepRetry | None = None
     orders: bool = False
     meet: str = ""  # "host:port" where the generation's workers find each other; "": the agent's
 
     @property
     def world_size(self) -> int:
-        return len(self.topology["nodes"])
+        return self.placed_topology.world_size
 
-    def parse_topology(self) -> Topology:
-        return Topology.from_json(self.topology)
+    @property
+    def placed_topology(self) -> Topology:
+        """Return the topology of a worker that has a place in it."""
+        if self.topology is None:
+            raise ValueError("a standby has no topology")
+        return self.topology
 
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
+    def to_json(self) -> JsonObject:
+        """Return the JSON value."""
+        topology, rate, classes = self.topology, self.failure_rate, self.failure_classes
+        return {
+            "config": self.config,
+            "topology": {} if topology is None else topology.to_json(),
+            "generation": self.generation,
+            "rank": self.rank,
+            "threads": self.threads,
+            "agent": self.agent,
+            "mover_socket": self.mover_socket,
+            "run_folder": self.run_folder,
+            "dataset": self.dataset,
+            "restore_key": self.restore_key,
+            "start_step": self.start_step,
+            "device": self.device,
+            "log": self.log,
+            "gloo_interface": self.gloo_interface,
+            "heartbeat_seconds": self.heartbeat_seconds,
+            "forked": self.forked,
+            "hazard": None if rate is None else rate.to_json(),
+            "classes": None if classes is None else list(classes.counts),
+            "skips": None if self.skips is None else self.skips.to_json(),
+            "again": None if self.retry is None else self.retry.to_json(),
+            "orders": self.orders,
+            "meet": self.meet,
+        }
 
     @staticmethod
-    def from_json(value: dict[str, Any]) -> WorkerSpec:
-        """Parse a spec; drop keys of a newer version. Raises TypeError if one is missing."""
-        known = {f.name for f in fields(WorkerSpec)}
-        return WorkerSpec(**{key: item for key, item in value.items() if key in known})
+    def from_json(value: Mapping[str, Any]) -> WorkerSpec:
+        """Parse a spec. Raises KeyError, TypeError and ValueError if it is malformed."""
+        plain = {f.name for f in fields(WorkerSpec)} - {"topology", "skips"}
+        known = {key: item for key, item in value.items() if key in plain}
+        topology, rate, counts = value["topology"], value.get("hazard"), value.get("classes")
+        skips, retry = value.get("skips"), value.get("again")
+        known["topology"] = Topology.from_json(topology) if topology else None
+        known["failure_rate"] = None if rate is None else FailureRate.from_json(rate)
+        known["failure_classes"] = FailureClassCounts(tuple(counts)) if counts else None
+        known["skips"] = None if skips is None else Skips.from_json(skips)
+        known["retry"] = None if retry is None else StepRetry.from_json(retry)
+        return WorkerSpec(**known)

@@ -16,25 +16,28 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import asdict, dataclass
-from math import inf
-from typing import Any
 
 from holdfast.elastic.protocol import exit_codes
+from holdfast.elastic.protocol.worker_commands import (
+    COMMANDS_PATH,
+    Begin,
+    CommandPoll,
+    CommandReply,
+    End,
+    Halt,
+)
 from holdfast.elastic.protocol.worker_messages import MAX_POLL_WAIT_S
-from holdfast.elastic.protocol.worker_spec import WorkerSpec
 from holdfast.elastic.worker.stuck_threads import StackDumpTimer, ThreadId, is_any_stuck
 from holdfast.errors import HoldfastError
-from holdfast.layout import Topology
+from holdfast.policy.recovery.survivors import HeldState
 from holdfast.wire import process_log
 from holdfast.wire.http.client import Client
 from holdfast.wire.secret import Secret
 
 logger = logging.getLogger(__name__)
 
-COMMANDS_PATH = "/orders"
 _SECOND_WAKEUP_AFTER_S = 2.0
 """Seconds after the first wake-up before a training thread that still blocks is woken by all means.
 """
@@ -57,51 +60,6 @@ class HaltedError(HoldfastError):
     """Raised in the training thread between two operations: its generation was halted."""
 
 
-@dataclass(frozen=True)
-class WorkerHeldState:
-    """The state of a stopped worker, by its own report: see docs/elastic.md.
-
-    state: generation and rank whose boxes it holds; None if it holds none.
-    bad: `policy.recovery.survivors.RejectedStep` as JSON.
-    """
-
-    generation: int
-    rank: int
-    applied: int
-    whole: int | None
-    torn: bool
-    kind: str
-    text: str
-    state: tuple[int, int] | None = None
-    bad: dict[str, Any] | None = None
-
-
-@dataclass(frozen=True)
-class PreviousGeneration:
-    """The generation whose state a newcomer receives."""
-
-    topology: Topology
-    step: int
-
-
-@dataclass(frozen=True)
-class Begin:
-    """The command to take part in the spec's generation.
-
-    came_from: by rank, the rank of `previous` that it was. If all of it is None, every worker reads
-    `spec.restore_key`.
-    """
-
-    spec: WorkerSpec
-    came_from: tuple[int | None, ...] | None = None
-    previous: PreviousGeneration | None = None
-
-
-@dataclass(frozen=True)
-class End:
-    """The command to exit: nothing is left to do."""
-
-
 class CommandClient:
     """Polls from `start` on. Only the training thread may call `wait_for_command` and
     `interruptible`."""
@@ -111,7 +69,7 @@ class CommandClient:
         self._pid = os.getpid() if pid is None else pid
         self._changed = threading.Condition()
         self._client = Client(agent, secret)
-        self._held_state: WorkerHeldState | None = None
+        self._held_state: HeldState | None = None
         self._last_number = 0
         self._is_idle = False  # the training thread waits for orders
         self._is_closed = False
@@ -178,7 +136,7 @@ class CommandClient:
             with self._interrupt_lock:
                 self._interrupt = None
 
-    def wait_for_command(self, held_state: WorkerHeldState | None) -> Begin | End:
+    def wait_for_command(self, held_state: HeldState | None) -> Begin | End:
         """Report the state that this process holds, and wait for a command."""
         if held_state is not None:
             with self._changed:
@@ -200,9 +158,10 @@ class CommandClient:
         while not self._is_closed:
             with self._changed:
                 client, held, seen = self._client, self._held_state, self._last_number
-            body = {"process": self._pid, "seen": seen, "held": held and asdict(held)}
+            poll = CommandPoll(self._pid, seen, held)
             try:
-                self._apply_answer(client.post(COMMANDS_PATH, body, MAX_POLL_WAIT_S + 10.0))
+                answer = client.post(COMMANDS_PATH, poll.to_json(), MAX_POLL_WAIT_S + 10.0)
+                self._apply_reply(CommandReply.from_json(answer))
             except HoldfastError:
                 self._pause_unless_changed(client)
             except Exception as error:  # our own bug, or an answer of another version
@@ -216,28 +175,28 @@ class CommandClient:
                 lambda: self._is_closed or self._client is not asked_client, _RETRY_DELAY_S
             )
 
-    def _apply_answer(self, answer: dict[str, Any]) -> None:
-        number, told = int(answer["number"]), answer["orders"]
+    def _apply_reply(self, reply: CommandReply) -> None:
+        command = reply.command
+        over = 0 if command is None else command.ended_generation
         with self._changed:
-            if number <= self._last_number:
+            if reply.number <= self._last_number:
                 return
-            orders = None if told is None else _parse_command(told)
-            self._last_number = number
-            over = _ended_generation(told) if told is not None else 0
+            self._last_number = reply.number
             self._ended_up_to = max(self._ended_up_to, over)
-            if orders is not None:
-                self._pending_command = orders
-            elif told is not None:
+            if isinstance(command, Halt):
                 self._pending_command = None  # a halt takes back what was ordered before
+            elif command is not None:
+                self._pending_command = command
             busy = not self._is_idle
             self._changed.notify_all()
-        if told is None:
+        if command is None:
             return
-        if orders is None and busy:
+        if isinstance(command, Halt) and busy:
             self._stack_dump.arm()
             if self._is_idle:  # it came back meanwhile
                 self._stack_dump.cancel()
-        inside, woken = bool(told.get("inside", True)), threading.Event()
+        inside = not isinstance(command, Halt) or command.is_inside_replica
+        woken = threading.Event()
         threading.Thread(
             target=self._escalate_wakeup, args=(over, inside, woken), name="halt", daemon=True
         ).start()
@@ -318,37 +277,6 @@ class CommandClient:
                 logger.warning("commands: %s: %s", type(error).__name__, error)
             finally:
                 self._waking_thread = None
-
-
-def _ended_generation(command: dict[str, Any]) -> float:
-    """Return the newest generation that has ended when this command is given."""
-    match command["kind"]:
-        case "halt":
-            return int(command["generation"])
-        case "begin":
-            return int(command["boot"]["generation"]) - 1
-        case _:
-            return inf
-
-
-def _parse_command(command: dict[str, Any]) -> Begin | End | None:
-    """Parse a command; return None for a halt."""
-    match command["kind"]:
-        case "halt":
-            return None
-        case "end":
-            return End()
-        case "begin":
-            before = command.get("before")
-            came_from: Sequence[int | None] | None = command.get("came_from")
-            return Begin(
-                WorkerSpec.from_json(command["boot"]),
-                None if came_from is None else tuple(came_from),
-                before
-                and PreviousGeneration(Topology.from_json(before["topology"]), int(before["step"])),
-            )
-        case kind:
-            raise ValueError(f"orders of an unknown kind: {kind!r}")
 
 
 class GenerationHalts:

@@ -7,8 +7,8 @@ Imports are most of a worker's start, so they happen once, here; a worker is a f
 milliseconds). The fork server itself has one thread. A fork copies only the calling thread, and a
 lock that another thread held would stay locked for ever in the child.
 
-On the control socket it takes `{"op": "fork", "boot": ..., "secret": hex}` and `{"op": "kill"}`
-(all its workers). It sends `{"event": "ready"}`, "forked" (rank, pid) and "exited" (pid, code).
+`elastic/protocol/fork_channel.py` has the orders that it takes on the control socket, and what it
+reports there.
 """
 
 from __future__ import annotations
@@ -26,10 +26,22 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from holdfast.elastic.protocol import exit_codes
-from holdfast.elastic.protocol.fork_channel import LineDecoder, encode_message, receive_messages
+from holdfast.elastic.protocol.fork_channel import (
+    ForkEvent,
+    ForkOrder,
+    ForkServerReady,
+    ForkWorker,
+    KillWorkers,
+    LineDecoder,
+    WorkerExited,
+    WorkerForked,
+    encode_message,
+    fork_order_from_json,
+    receive_messages,
+)
 from holdfast.elastic.protocol.worker_spec import DEFAULT_ENTRY, WorkerSpec
 from holdfast.elastic.worker.output import redirect_output
 from holdfast.errors import UserError
@@ -53,7 +65,7 @@ class ForkServerLoop:
         self._control = control
         self._lifeline = lifeline_fd
         self._entry = entry
-        self._lines = LineDecoder()
+        self._lines = LineDecoder(fork_order_from_json)
         self._ranks_by_pid: dict[int, int] = {}  # pid -> rank
         self._wake_read_fd, self._wake_write_fd = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
 
@@ -65,7 +77,7 @@ class ForkServerLoop:
         with selectors.PollSelector() as selector:  # no descriptor of its own to leak into forks
             for source in (self._control, self._wake_read_fd, self._lifeline):
                 selector.register(source, selectors.EVENT_READ)
-            self._send({"event": "ready", "pid": os.getpid()})
+            self._send(ForkServerReady(os.getpid()))
             while True:
                 ready = {key.fileobj for key, _ in selector.select()}
                 if self._lifeline in ready:
@@ -74,19 +86,19 @@ class ForkServerLoop:
                     os.read(self._wake_read_fd, 4096)
                     self._reap()
                 if self._control in ready:
-                    messages = receive_messages(self._control, self._lines)
-                    if messages is None:
+                    orders = receive_messages(self._control, self._lines)
+                    if orders is None:
                         return
-                    for message in messages:
-                        self._handle_message(message)
+                    for order in orders:
+                        self._handle_order(order)
 
-    def _handle_message(self, message: dict[str, Any]) -> None:
-        if message["op"] == "fork":
-            boot = WorkerSpec.from_json(message["boot"])
-            self._fork(boot, Secret.from_hex(message["secret"]))
-        elif message["op"] == "kill":
-            for pid in self._ranks_by_pid:
-                self._kill_group(pid)
+    def _handle_order(self, order: ForkOrder) -> None:
+        match order:
+            case ForkWorker(spec, secret):
+                self._fork(spec, secret)
+            case KillWorkers():
+                for pid in self._ranks_by_pid:
+                    self._kill_group(pid)
 
     def _fork(self, spec: WorkerSpec, secret: Secret) -> None:
         spec = replace(spec, forked=time.monotonic())
@@ -96,7 +108,7 @@ class ForkServerLoop:
         with suppress(ProcessLookupError, PermissionError):
             os.setpgid(pid, pid)  # whichever of the two comes first, the group exists from here on
         self._ranks_by_pid[pid] = spec.rank
-        self._send({"event": "forked", "rank": spec.rank, "pid": pid})
+        self._send(WorkerForked(spec.rank, pid))
 
     def _become_worker(self, spec: WorkerSpec, secret: Secret) -> None:
         """Run the worker, in the child; never return."""
@@ -143,9 +155,9 @@ class ForkServerLoop:
             _, status = os.waitpid(pid, 0)
             rank = self._ranks_by_pid.pop(pid)
             code = os.waitstatus_to_exitcode(status)
-            self._send({"event": "exited", "rank": rank, "pid": pid, "code": code})
+            self._send(WorkerExited(rank, pid, code))
 
-    def _send(self, message: dict[str, Any]) -> None:
+    def _send(self, message: ForkEvent) -> None:
         with suppress(BrokenPipeError, ConnectionResetError):  # the lifeline ends us next
             self._control.sendall(encode_message(message))
 

@@ -18,11 +18,12 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from holdfast.elastic.protocol import exit_codes
+from holdfast.elastic.protocol.worker_commands import End
 from holdfast.elastic.protocol.worker_spec import WorkerSpec
-from holdfast.elastic.worker.commands import CommandClient, End, HaltedError, WorkerHeldState
+from holdfast.elastic.worker.commands import CommandClient, HaltedError
 from holdfast.elastic.worker.restore import CorruptCheckpointError
 from holdfast.errors import FencedError, JumpError, NonFiniteError, PeerLostError, UserError
-from holdfast.policy.recovery.survivors import RejectedStep
+from holdfast.policy.recovery.survivors import HeldState, RejectedStep
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +37,7 @@ def run_generations(worker: Worker, spec: WorkerSpec, commands: CommandClient) -
     A standby first waits for a place. Raises UserError, and any BaseException that is no
     `Exception`.
     """
-    held: WorkerHeldState | None = None
+    held: HeldState | None = None
     if spec.rank < 0:
         worker.prepare()
         commands.start()  # its first question says that it is ready
@@ -64,7 +65,7 @@ def _close_worker(worker: Worker) -> int:
 
 def _run_generation(
     worker: Worker, commands: CommandClient, enter: Callable[[], None], *, is_fresh: bool
-) -> WorkerHeldState | None:
+) -> HeldState | None:
     """Run one generation; return the state held after it, or None at the end of the run.
 
     is_fresh: it begins from a checkpoint or initial weights, so the user must correct an error
@@ -114,13 +115,13 @@ def _stop_and_hold(
     *,
     is_orderly: bool = False,
     bad_step: RejectedStep | None = None,
-) -> WorkerHeldState:
+) -> HeldState:
     """Stop and report the held state.
 
     is_orderly: all ranks stop alike, or the engine has released the ranks that wait for this one.
     """
     worker.stop_generation(is_orderly)
-    held = worker.held_state(kind, text, None if bad_step is None else bad_step.to_json())
+    held = worker.held_state(kind, text, bad_step)
     state = "no state" if held.torn else f"the state after step {held.applied}"
     logger.info("holds %s (%s): %s", state, kind, text)
     return held

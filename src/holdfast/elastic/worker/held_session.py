@@ -5,18 +5,17 @@ from __future__ import annotations
 import gc
 import logging
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
 from holdfast.config.run import RunConfig
 from holdfast.data.batch import Batches
-from holdfast.elastic.worker.commands import WorkerHeldState
 from holdfast.elastic.worker.generation_connection import GenerationConnection
 from holdfast.elastic.worker.http_store import HttpStore
 from holdfast.elastic.worker.worker_setup import WorkerSetup
 from holdfast.layout import Topology
 from holdfast.plan.planner import dealer_of
+from holdfast.policy.recovery.survivors import HeldState, RejectedStep
 from holdfast.train.build import TrainingSession, build_engine, connect_groups, make_session
 from holdfast.train.engine import StepEngine
 from holdfast.train.recover import RecoveryResult, join_generation, recover
@@ -141,22 +140,20 @@ class HeldSession:
             self.session = None
 
     def report(
-        self, generation: int, rank: int, kind: str, text: str, bad_step: dict[str, Any] | None
-    ) -> WorkerHeldState:
+        self, generation: int, rank: int, kind: str, text: str, bad_step: RejectedStep | None
+    ) -> HeldState:
         """Return the state that this process, which is `rank` of `generation`, could continue from.
 
         kind, text: why it stopped. bad_step: the step for which it stopped.
         """
         if not self.is_usable:
-            return WorkerHeldState(
-                generation, rank, self.step, None, True, kind, text, bad=bad_step
-            )
+            return HeldState(generation, rank, self.step, None, True, kind, text, bad=bad_step)
         engine = self.current.engine
         groups, whole = engine.groups, engine.progress.reduced_step
         place = (groups.topology.generation, groups.rank)
         # perhaps in a recovery that did not come to its end
         applied = engine.status.applied_step or self.step
-        return WorkerHeldState(generation, rank, applied, whole, False, kind, text, place, bad_step)
+        return HeldState(generation, rank, applied, whole, False, kind, text, place, bad_step)
 
 
 def _build_session(

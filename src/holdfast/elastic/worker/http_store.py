@@ -7,20 +7,32 @@ Gloo asks about twenty times a rank to build a group, so a Python store is no bo
 
 from __future__ import annotations
 
-import base64
 import itertools
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 from torch.distributed import DistStoreError, Store  # type: ignore[attr-defined]
 
+from holdfast.elastic.protocol.rendezvous_messages import (
+    RENDEZVOUS_PATH,
+    CheckReply,
+    CountReply,
+    DeleteReply,
+    KeysReply,
+    StoreRequest,
+    ValueReply,
+    WaitReply,
+)
 from holdfast.elastic.protocol.worker_messages import MAX_POLL_WAIT_S
 from holdfast.elastic.worker.commands import GenerationHalts
 from holdfast.parallel.comm.transport import PeerGroup
 from holdfast.wire.http.client import Client
+
+Reply = TypeVar("Reply")
 
 
 class HttpStore(Store):
@@ -44,7 +56,7 @@ class HttpStore(Store):
 
     # --- what torch calls -----------------------------------------------------------------
     def set(self, key: str, value: bytes | str) -> None:
-        self._ask_once("set", key=key, value=_encode(value))
+        self._change_once(StoreRequest("set", key, _to_bytes(value)))
 
     def get(self, key: str) -> bytes:
         """Wait for a key and return its value."""
@@ -52,31 +64,29 @@ class HttpStore(Store):
         return b"" if value is None else value
 
     def add(self, key: str, amount: int) -> int:
-        return int(_decode(self._ask_once("add", key=key, amount=int(amount))["value"]))
+        return int(self._change_once(StoreRequest("add", key, amount=int(amount))))
 
     def append(self, key: str, value: bytes | str) -> None:
-        self._ask_once("append", key=key, value=_encode(value))
+        self._change_once(StoreRequest("append", key, _to_bytes(value)))
 
     def compare_set(self, key: str, expected: bytes | str, desired: bytes | str) -> bytes:
-        answer = self._ask_once(
-            "compare_set", key=key, expected=_encode(expected), desired=_encode(desired)
-        )
-        return _decode(answer["value"])
+        was, wanted = _to_bytes(expected), _to_bytes(desired)
+        return self._change_once(StoreRequest("compare_set", key, expected=was, desired=wanted))
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
         self._poll(list(keys), self._timeout if timeout is None else timeout)
 
     def check(self, keys: Sequence[str]) -> bool:
-        return bool(self._ask("check", keys=list(keys))["all"])
+        return self._ask(StoreRequest("check", keys=tuple(keys)), CheckReply.from_json).has_all
 
     def delete_key(self, key: str) -> bool:
-        return bool(self._ask_once("delete", key=key)["deleted"])
+        return self._ask_once(StoreRequest("delete", key), DeleteReply.from_json).was_there
 
     def num_keys(self) -> int:
-        return int(self._ask("num_keys")["number"])
+        return self._ask(StoreRequest("num_keys"), CountReply.from_json).key_count
 
     def list_keys(self) -> list[str]:
-        return [str(key) for key in self._ask("list")["keys"]]
+        return list(self._ask(StoreRequest("list"), KeysReply.from_json).keys)
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
         return [self.get(key) for key in keys]
@@ -89,9 +99,10 @@ class HttpStore(Store):
         self, key: str, value: bytes, keys: Sequence[str], timeout: timedelta | None = None
     ) -> list[bytes]:
         """Set a key and wait for all of `keys`, in one request: their values."""
-        arguments = {"key": key, "value": _encode(value)}
-        answer = self._until_ready("gather", list(keys), timeout or self._timeout, arguments)
-        return [_decode(found) for found in answer["values"]]
+        asked = StoreRequest("gather", key, value, keys=tuple(keys))
+        values = self._until_ready(asked, timeout or self._timeout).values
+        assert values is not None, "what gathers is answered with all values"
+        return list(values)
 
     def has_extended_api(self) -> bool:
         return True
@@ -114,40 +125,44 @@ class HttpStore(Store):
     # --- requests -------------------------------------------------------------------------
     def _poll(self, keys: list[str], timeout: timedelta) -> bytes | None:
         """Wait for all keys; return the first one's value."""
-        value = self._until_ready("wait", keys, timeout, {})["value"]
-        return None if value is None else _decode(value)
+        return self._until_ready(StoreRequest("wait", keys=tuple(keys)), timeout).value
 
-    def _until_ready(
-        self, op: str, keys: list[str], timeout: timedelta, arguments: dict[str, Any]
-    ) -> dict[str, Any]:
+    def _until_ready(self, asked: StoreRequest, timeout: timedelta) -> WaitReply:
         """Wait for all keys and return the answer. Each request waits at most MAX_POLL_WAIT_S."""
         deadline = time.monotonic() + timeout.total_seconds()
         while True:
             left = max(0.0, deadline - time.monotonic())
             poll = min(left, MAX_POLL_WAIT_S)
-            answer = self._ask(op, poll + 10.0, keys=keys, timeout=poll, **arguments)
-            if answer["ready"]:
+            answer = self._ask(replace(asked, timeout_s=poll), WaitReply.from_json, poll + 10.0)
+            if answer.is_ready:
                 return answer
             if left <= MAX_POLL_WAIT_S and time.monotonic() >= deadline:
+                keys = ", ".join(asked.keys)
                 raise DistStoreError(
-                    f"wait timeout after {timeout.total_seconds():g} s, keys: {', '.join(keys)}"
+                    f"wait timeout after {timeout.total_seconds():g} s, keys: {keys}"
                 )
 
-    def _ask_once(self, op: str, **arguments: Any) -> dict[str, Any]:
+    def _change_once(self, asked: StoreRequest) -> bytes:
+        """Change a key's value; return the value afterwards."""
+        return self._ask_once(asked, ValueReply.from_json).value
+
+    def _ask_once(self, asked: StoreRequest, parse: Callable[[Mapping[str, Any]], Reply]) -> Reply:
         """Send an operation that must not happen twice: it carries a number of its own."""
-        return self._ask(op, id=f"{self._prefix}.{next(self._request_numbers)}", **arguments)
+        number = f"{self._prefix}.{next(self._request_numbers)}"
+        return self._ask(replace(asked, request_id=number), parse)
 
-    def _ask(self, op: str, seconds: float = 30.0, /, **arguments: Any) -> dict[str, Any]:
-        return self._client.post("/store", {"op": op, **arguments}, seconds)
+    def _ask(
+        self,
+        asked: StoreRequest,
+        parse: Callable[[Mapping[str, Any]], Reply],
+        timeout_s: float = 30.0,
+    ) -> Reply:
+        """Send an operation; return its answer. parse: makes the answer of its JSON."""
+        return parse(self._client.post(RENDEZVOUS_PATH, asked.to_json(), timeout_s))
 
 
-def _encode(value: bytes | str) -> str:
-    data = value.encode() if isinstance(value, str) else bytes(value)
-    return base64.b64encode(data).decode("ascii")
-
-
-def _decode(text: str) -> bytes:
-    return base64.b64decode(text, validate=True)
+def _to_bytes(value: bytes | str) -> bytes:
+    return value.encode() if isinstance(value, str) else bytes(value)
 
 
 class Rendezvous:

@@ -17,49 +17,22 @@ import secrets
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Callable
 
-from holdfast.elastic.protocol.worker_messages import STEP_PHASES
+from holdfast.elastic.protocol.worker_messages import (
+    REPORT_PATH,
+    STEP_PHASES,
+    WorkerOutcome,
+    WorkerReply,
+    WorkerReport,
+)
 from holdfast.elastic.worker.event_queue import EventQueue, UnsentEvents
 from holdfast.errors import FencedError, HoldfastError
 from holdfast.events import Event
-from holdfast.policy.saving.tier_durations import durations_from_json
 from holdfast.wire.http.client import Client, RequestError
 
 _LEDGER_WAIT_S = 1.0  # seconds that training waits for an agent that does not take its ledger
 _CALLBACK_WAIT_S = 1.0  # that a callable which is under way may delay the next generation
-
-
-@dataclass(frozen=True)
-class AgentRequests:
-    """The agent's requests, as of its last answer."""
-
-    should_stop: bool = False
-    newest_generation: int = 0
-    is_brief: bool = False  # stopping: a snapshot that peers get is to do
-    save_request: int = 0  # number of the newest request for a save; 0: none
-    save_tiers: frozenset[int] = frozenset()  # the tiers that it asks for
-    # by tier, until a save is done
-    tier_durations_s: Mapping[int, float] = field(default_factory=dict)
-    # the generation whose workers are to end their step and wait; 0: none
-    pause_generation: int = 0
-    is_node_leaving: bool = False  # pausing: a node leaves then, and what its workers hold with it
-
-    @staticmethod
-    def from_json(answer: Mapping[str, Any]) -> AgentRequests:
-        """Parse the agent's answer to a report."""
-        return AgentRequests(
-            bool(answer["stop"]),
-            int(answer["generation"]),
-            bool(answer.get("brief")),
-            int(answer.get("request", 0)),
-            frozenset(answer.get("into", ())),
-            durations_from_json(answer.get("durations", {})),
-            int(answer.get("pause", 0)),
-            bool(answer.get("parting")),
-        )
 
 
 class ProgressMeter:
@@ -108,7 +81,7 @@ class ProgressMeter:
 
 
 class ReportWriter:
-    """Writes the bodies of one rank's reports. Belongs to the reporter's thread."""
+    """Writes one rank's reports. Belongs to the reporter's thread."""
 
     def __init__(
         self, rank: int, stream_id: str, meter: ProgressMeter, is_asleep: Callable[[], bool]
@@ -124,31 +97,29 @@ class ReportWriter:
         *,
         sync: bool,
         has_callbacks: bool,
-        outcome: dict[str, Any] | None,
-    ) -> dict[str, Any]:
+        outcome: WorkerOutcome | None,
+    ) -> WorkerReport:
         """Write the report of a batch whose first event has this number."""
         meter = self._meter
         still, self._reported_progress = self._reported_progress, meter.progress
         step, phase, marks = self._reported_progress
-        body: dict[str, Any] = {
-            "rank": self._rank,
-            "voice": self._stream_id,
-            "step": step,
-            "phase": phase,
-            "marks": marks,
-            "asleep": still == self._reported_progress and self._is_asleep(),
-            "pace": list(meter.compute_time),
-            "worked": list(meter.step_time),
-            "own": round(time.thread_time(), 4),  # the process computes at the same time
+        return WorkerReport(
+            self._rank,
+            step,
+            phase,
+            marks,
             # The agent drops what it has seen: a batch whose answer was lost is sent again.
-            "first": first_number,
-            "events": [{"kind": event.kind, "event": event.body} for _, event in batch],
-            "sync": sync,
-            "calls": has_callbacks,
-        }
-        if outcome is not None:
-            body["outcome"] = outcome
-        return body
+            first_number,
+            tuple(event for _, event in batch),
+            self._stream_id,
+            sync,
+            has_callbacks,
+            still == self._reported_progress and self._is_asleep(),
+            meter.compute_time,
+            meter.step_time,
+            round(time.thread_time(), 4),  # the process computes at the same time
+            outcome,
+        )
 
 
 class CallbackQueue:
@@ -223,11 +194,11 @@ class AgentReporter:
         self._changed = threading.Condition()
         self.progress_meter = ProgressMeter()
         self._writer = ReportWriter(rank, self._events.stream_id, self.progress_meter, is_asleep)
-        self._outcome: dict[str, Any] | None = None
+        self._outcome: WorkerOutcome | None = None
         self._is_busy = False
         self._may_wait = True
         self._is_closing = False
-        self._requests = AgentRequests()
+        self._requests = WorkerReply()
         self._fenced = threading.Event()
         self._thread = threading.Thread(
             target=self._post_until_closed, name="reporter", daemon=True
@@ -280,11 +251,12 @@ class AgentReporter:
         unsaved: why the state after that step is not durable; None if it is.
         """
         with self._changed:
-            self._outcome = {"kind": kind, "step": step, "unsaved": unsaved}
+            self._outcome = WorkerOutcome(kind, step, unsaved)
             self._changed.notify_all()
 
     @property
-    def requests(self) -> AgentRequests:
+    def requests(self) -> WorkerReply:
+        """The agent's newest answer, which has its requests."""
         return self._requests
 
     @property
@@ -382,7 +354,7 @@ class AgentReporter:
         self,
         batch: list[tuple[int, Event]],
         call: Callable[[], None] | None,
-        outcome: dict[str, Any] | None,
+        outcome: WorkerOutcome | None,
     ) -> None:
         """Post one batch and drop it; once it is durable, run the callback that waits for it."""
         some_new = self._batch_first_number + len(batch) > self._durable_below
@@ -407,16 +379,16 @@ class AgentReporter:
             self._on_error(error)
 
     def _post(
-        self, batch: list[tuple[int, Event]], sync: bool, outcome: dict[str, Any] | None
+        self, batch: list[tuple[int, Event]], sync: bool, outcome: WorkerOutcome | None
     ) -> tuple[bool, bool]:
         """Post a batch; return (the agent has taken it, it is stored). With `sync`, stored means
         durable."""
         has_callbacks = self._callbacks.is_expecting or bool(self._callbacks)
-        body = self._writer.write(
+        report = self._writer.write(
             batch, self._batch_first_number, sync=sync, has_callbacks=has_callbacks, outcome=outcome
         )
         try:
-            answer = self._client.post("/report", body, 10.0)
+            answer = self._client.post(REPORT_PATH, report.to_json(), 10.0)
         except FencedError:
             self._fenced.set()
             with self._changed:
@@ -432,6 +404,6 @@ class AgentReporter:
             return True, False
         except HoldfastError:
             return False, False
-        self._requests = AgentRequests.from_json(answer)
+        self._requests = WorkerReply.from_json(answer)
         self._callbacks.is_announced = has_callbacks
-        return True, bool(answer["stored"])
+        return True, self._requests.is_stored

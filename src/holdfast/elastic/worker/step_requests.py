@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from holdfast.elastic.protocol.worker_messages import SaveRequest
 from holdfast.elastic.worker.reporter import AgentReporter
 from holdfast.policy.saving.tiers import BUCKET, DISK, PEERS
 from holdfast.train.journal_repair import COVERED_STEPS
@@ -37,15 +38,14 @@ class AgentMembership:
         if self._reporter.is_fenced:
             self._on_outdated(step)
         told = self._reporter.requests
-        into, self._last_save_request = (
-            (told.save_tiers if told.save_request > self._last_save_request else ()),
-            told.save_request,
-        )
+        save = told.save or SaveRequest()
+        into = save.tiers if save.number > self._last_save_request else ()
+        self._last_save_request = save.number
         pause = told.pause_generation == self._generation
         parting = pause and told.is_node_leaving and self._spans_nodes
         return Wishes(
             stop=told.should_stop,
-            is_snapshot_enough=told.is_brief,
+            is_snapshot_enough=told.is_peer_copy_enough,
             save=DISK in into,
             snapshot=PEERS in into,
             copy=PEERS in into,

@@ -6,16 +6,12 @@ import logging
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
+from holdfast.elastic.protocol.generation_record import PreviousState
+from holdfast.elastic.protocol.worker_commands import Begin
 from holdfast.elastic.protocol.worker_spec import WorkerSpec
 from holdfast.elastic.worker.checkpointer import LateSaver, SnapshotSaver, save_last_step
-from holdfast.elastic.worker.commands import (
-    Begin,
-    CommandClient,
-    PreviousGeneration,
-    WorkerHeldState,
-)
+from holdfast.elastic.worker.commands import CommandClient
 from holdfast.elastic.worker.generation_connection import GenerationConnection
 from holdfast.elastic.worker.held_session import HeldSession
 from holdfast.elastic.worker.reporter import AgentReporter
@@ -27,9 +23,8 @@ from holdfast.elastic.worker.warmth import warm_up
 from holdfast.elastic.worker.worker_setup import WorkerSetup
 from holdfast.errors import FencedError, HoldfastError
 from holdfast.layout import Topology
-from holdfast.policy.detection.bad_steps import StepRetry
+from holdfast.policy.recovery.survivors import HeldState, RejectedStep
 from holdfast.policy.saving.failure_classes import FailureClassCounts
-from holdfast.policy.saving.failure_rate import FailureRate
 from holdfast.train.runner import TrainingOutcome
 from holdfast.train.runner import run_training as train
 from holdfast.train.save_cadence import FailureStats
@@ -96,7 +91,7 @@ class Worker:
         """Get ready to compute the first step of the spec's generation."""
         spec, self.is_training = self._setup.spec, False
         if self._connection is None:
-            self._connect_reporter(spec.parse_topology(), spec.rank)
+            self._connect_reporter(spec.placed_topology, spec.rank)
         halts = self.connection.halts
         with halts.interruptible(self._interrupt_joining):
             self.held_session.build(self._setup, self.connection)
@@ -114,9 +109,9 @@ class Worker:
         FencedError and HaltedError; `held_state` then reports whether this process has lost the
         state.
         """
-        before = PreviousGeneration(self.held_session.current.groups.topology, self.step)
+        before = PreviousState(self.held_session.current.groups.topology, self.step)
         spec = replace(
-            self._setup.spec, topology=topology.to_json(), generation=topology.generation, rank=rank
+            self._setup.spec, topology=topology, generation=topology.generation, rank=rank
         )
         self.apply_command(Begin(spec, tuple(came_from), before))
 
@@ -131,7 +126,7 @@ class Worker:
         spec = self._setup.spec
         self._detach_capturer()
         self.held_session.discard(spec.start_step)
-        self._connect_reporter(spec.parse_topology(), spec.rank, spec.start_step)
+        self._connect_reporter(spec.placed_topology, spec.rank, spec.start_step)
         self.begin_generation()
 
     def train(self) -> TrainingOutcome:
@@ -154,8 +149,7 @@ class Worker:
             connection.has_replicas_across_nodes,
         )
         self._setup.open_batches()  # of what is left out a newer boot may know more
-        again = self._setup.spec.again
-        retry = None if again is None else StepRetry.from_json(again)
+        retry = self._setup.spec.retry
         if retry is not None and retry.step > self.step:
             session.engine.plan.deal_elsewhere(retry.step, retry.avoid)
         engine, replica = session.engine, session.engine.groups.coordinate.replica
@@ -176,7 +170,7 @@ class Worker:
                     rank=connection.rank,
                     start_step=self.step,
                     stats=_failure_stats(self._setup.spec),
-                    tier_durations_s=lambda: self.reporter.requests.tier_durations_s,
+                    tier_durations_s=lambda: self.reporter.requests.tier_durations_s or {},
                     retry=retry,
                 )
         finally:
@@ -195,9 +189,7 @@ class Worker:
         if len(connection.topology.replicas) == 1 or connection.has_replicas_across_nodes:
             connection.reporter.flush(_ANNOUNCE_FLUSH_TIMEOUT_S)
 
-    def held_state(
-        self, kind: str, text: str, bad_step: dict[str, Any] | None = None
-    ) -> WorkerHeldState:
+    def held_state(self, kind: str, text: str, bad_step: RejectedStep | None = None) -> HeldState:
         """Return the state that this process could continue from. bad_step: the step for which it
         stopped."""
         rank = -1 if self._connection is None else self._connection.rank
@@ -224,7 +216,7 @@ class Worker:
         assert command.came_from is not None
         if command.previous is None:
             raise HoldfastError("the command to recover live names no previous topology")
-        topology, rank = command.spec.parse_topology(), command.spec.rank
+        topology, rank = command.spec.placed_topology, command.spec.rank
         self.is_training = False
         self._detach_capturer()
         if command.came_from[rank] is None or not self.held_session.is_usable:
@@ -289,7 +281,4 @@ class Worker:
 
 def _failure_stats(spec: WorkerSpec) -> FailureStats:
     """Return the failure statistics that the agent has sent."""
-    hazard = None if spec.hazard is None else FailureRate.from_json(spec.hazard)
-    return FailureStats(
-        hazard, FailureClassCounts(tuple(spec.classes)) if spec.classes else FailureClassCounts()
-    )
+    return FailureStats(spec.failure_rate, spec.failure_classes or FailureClassCounts())

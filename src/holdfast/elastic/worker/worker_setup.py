@@ -42,5 +42,5 @@ class WorkerSetup:
             config = self.config
             dataset = Dataset.open(self.spec.dataset)
             self._batches = Batches(dataset, config.data, config.train, config.seed)
-        self._batches.skips = Skips.from_json(self.spec.skips)
+        self._batches.skips = self.spec.skips or Skips()
         return self._batches
