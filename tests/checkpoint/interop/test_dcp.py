@@ -35,7 +35,7 @@ from holdfast.core.format.flat_names import SCHEMES, FlatName
 from holdfast.core.sharding.boxes import Box, whole_box
 from holdfast.errors import CheckpointError, CorruptError
 from holdfast.model.dcp_export import ExportedTensor, write_dcp
-from holdfast.wire.store.run_store import MemoryStore
+from tests.support.memory_store import MemoryStore
 from tests.support.mover_process import read_box
 from tests.support.ranks import RankContext, rank_values
 
