@@ -9,6 +9,11 @@ stand-in of this module for each, and refuses any other name. Nothing of torch i
 tensor is made. The answer on stdout is JSON: for each tensor its dtype, shape and chunks, for each
 chunk its file and byte range. So the caller reads plain byte ranges. Objects that are not tensors
 (data loaders, schedules) are named, never read.
+
+DCP's own `FileSystemReader` is no replacement. It gives `.metadata` to plain `pickle`, whatever
+`torch.serialization.safe_globals` says, so a folder can run code. torch's `weights_only` unpickler
+refuses every `.metadata`, because it does not know pickle's protocol 4. That reader also follows
+`../` out of the folder, leaves missing elements uninitialised, and needs twenty times the memory.
 """
 
 from __future__ import annotations
