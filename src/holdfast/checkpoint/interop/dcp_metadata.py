@@ -22,6 +22,7 @@ import io
 import json
 import pickle
 import re
+import resource
 import sys
 import zipfile
 from collections import OrderedDict
@@ -29,6 +30,10 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 METADATA = ".metadata"
+
+LEAST_MEMORY_BYTES = 2**30
+MEMORY_PER_METADATA_BYTE = 256
+"""Memory for each byte of `.metadata`; DCP's own need less than 50."""
 
 TORCH_DTYPE_NAMES = {
     "float64": "F64",
@@ -346,8 +351,18 @@ def _read_archive(archive: zipfile.ZipFile, where: str) -> tuple[ArchivedTensor,
     return tensor, record
 
 
+def _limit_memory(folder: Path) -> None:
+    """Bound what this process may allocate: a pickle of ten bytes can ask for 32 GB."""
+    size = (folder / METADATA).stat().st_size
+    _, hard = resource.getrlimit(resource.RLIMIT_AS)
+    limit = LEAST_MEMORY_BYTES + MEMORY_PER_METADATA_BYTE * size
+    if hard == resource.RLIM_INFINITY or limit < hard:
+        resource.setrlimit(resource.RLIMIT_AS, (limit, hard))
+
+
 def main() -> None:
     try:
+        _limit_memory(Path(sys.argv[1]))
         answer = describe_folder(Path(sys.argv[1]))
     except UnsupportedDcpError as error:
         answer = {"refused": str(error)}
