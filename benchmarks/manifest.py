@@ -1,4 +1,4 @@
-"""Cost of a checkpoint's commit object at scale: `python benchmarks/manifest.py`.
+"""Cost of a checkpoint's commit object at scale: `python -m benchmarks.manifest`.
 
 Nothing is saved. The real code derives the boxes of every rank, places them, and merges the parts
 of all writers. Then it encodes the commit object, opens it, and finds what one rank reads. The
@@ -21,6 +21,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from hashlib import blake2b
 
+from tests.support.memory_store import MemoryStore
+
 from holdfast.checkpoint.format.blob import blob_header
 from holdfast.checkpoint.format.box_index import BoxIndex
 from holdfast.checkpoint.restore.reader import Checkpoint
@@ -38,7 +40,6 @@ from holdfast.core.sharding.ownership import Ownership
 from holdfast.core.sharding.parameters import count_parameters
 from holdfast.core.sharding.state_table import StateTable, local_boxes, state_table
 from holdfast.layout import Layout, Topology, place_layout
-from holdfast.wire.store.run_store import MemoryStore
 
 EXTENT = 16 * 2**20
 MODEL = {

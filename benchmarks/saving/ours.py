@@ -13,6 +13,7 @@ from holdfast.checkpoint.capture.chunked_copy import ChunkedCopy
 from holdfast.checkpoint.mover.client import MoverClient
 from holdfast.core.sharding.state_table import TensorSpec
 from holdfast.layout import Layout, place_layout
+from holdfast.policy.saving.destinations import SaveDestinations
 from holdfast.wire.secret import Secret
 
 SLOTS = 3
@@ -67,7 +68,9 @@ class Ours:
     def _announce(self, step: int, told: Future[None]) -> None:
         def tell() -> None:
             try:
-                skipped = self._capturer.announce(step, {"position": 0}, self._durable)
+                skipped = self._capturer.announce(
+                    step, {"position": 0}, SaveDestinations(self._durable)
+                )
                 assert skipped is None, skipped
                 told.set_result(None)
             except BaseException as error:

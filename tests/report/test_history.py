@@ -28,8 +28,8 @@ from holdfast.report.history import build_history, read_history
 from holdfast.report.ordering import order_records
 from holdfast.report.page import render_page
 from holdfast.report.summary import summary
-from holdfast.wire.store.run_store import MemoryStore
 from tests.support.journal_builder import Scribe, lossy_run, step_done
+from tests.support.memory_store import MemoryStore
 
 
 def stored(records: list[Record], tail: bytes = b"") -> MemoryStore:

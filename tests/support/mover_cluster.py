@@ -26,6 +26,7 @@ from holdfast.core.sharding.state_table import local_boxes
 from holdfast.events import Event
 from holdfast.layout import Layout, Topology, place_layout
 from holdfast.policy.placement import Machine
+from holdfast.policy.saving.destinations import SaveDestinations
 from holdfast.wire.store.run_store import FolderStore
 from holdfast.wire.term import create_generation
 from tests.support.mover_process import DTYPE, TABLE, Mover, assert_holds, state
@@ -187,7 +188,9 @@ class Rank:
     def take(self, step: int, durable: bool) -> None:
         self.compute(step)
         assert isinstance(self.capturer.capture(step, wait=60), CompletedCapture)
-        assert self.capturer.announce(step, {"position": 16 * step}, is_durable=durable) is None
+        assert (
+            self.capturer.announce(step, {"position": 16 * step}, SaveDestinations(durable)) is None
+        )
 
     def settle(self, step: int) -> str | None:
         return self.capturer.wait_until_committed(step, 60)

@@ -19,9 +19,17 @@ from holdfast.config.run import RunConfig
 from holdfast.core.data.data_ledger import LedgerEntry, drop_redundant_stand_ins
 from holdfast.core.data.lineage import split_effective
 from holdfast.core.sharding.state_table import state_table
+from holdfast.elastic.coordinator.ledger_repair import LedgerCoverage
 from holdfast.elastic.protocol.worker_spec import WorkerSpec
 from holdfast.errors import NonFiniteError
-from holdfast.events import BatchFed, GenerationStarted, Record, StepDone, event_from_json
+from holdfast.events import (
+    BatchFed,
+    GenerationStarted,
+    Record,
+    StepDone,
+    WorkerReady,
+    event_from_json,
+)
 from holdfast.layout import Topology
 from holdfast.wire.secret import Secret
 from tests.support import control_server
@@ -108,8 +116,11 @@ def _prepare_deeds(rank: RankContext, deeds: dict[str, Any]) -> None:
 # --- the other side ---------------------------------------------------------------------------
 @dataclass
 class Journal:
-    """What an agent would have written down."""
+    """What an agent would have written down; it repairs the ledger as an agent does."""
 
+    ledger: LedgerCoverage
+    ranks: dict[int, int] = field(default_factory=dict)  # not ready yet, of the newest generation
+    lock: threading.Lock = field(default_factory=threading.Lock)
     records: list[Record] = field(default_factory=list)
     voices: dict[str, int] = field(default_factory=dict)
     pause: int = 0
@@ -120,13 +131,33 @@ class Journal:
         for number, each in enumerate(body["events"], int(body["first"])):
             if number >= self.voices.get(body["voice"], 0):
                 event = event_from_json(each["kind"], each["event"])
-                self.records.append(Record(generation, f"rank{body['rank']}", number, 0.0, event))
+                self._add(Record(generation, f"rank{body['rank']}", number, 0.0, event))
                 self.voices[body["voice"]] = number + 1
         return {"stop": False, "generation": generation, "stored": True, "pause": self.pause}
 
-    def begin(self, generation: int, step: int) -> None:
-        event = GenerationStarted("", {}, step=step)
-        self.records.append(Record(generation, "agent", 0, 0.0, event))
+    def begin(
+        self, topology: Topology, step: int, came_from: Sequence[int | None] | None = None
+    ) -> None:
+        came = None if came_from is None else list(came_from)
+        event = GenerationStarted({}, "", came_from=came, step=step)
+        self.ranks = {topology.generation: topology.world_size}
+        self._add(Record(topology.generation, "agent", 0, 0.0, event))
+
+    def _add(self, record: Record) -> None:
+        with self.lock:
+            self.records.append(record)
+            self.ledger.observe(record.event)
+            if isinstance(record.event, WorkerReady) and record.generation in self.ranks:
+                self.ranks[record.generation] -= 1
+                if not self.ranks[record.generation]:
+                    self._repair_ledger(record.generation)
+
+    def _repair_ledger(self, generation: int) -> None:
+        """As `LedgerRepair.repair`, when every worker has sent its entries."""
+        missing = self.ledger.find_missing()
+        for number, event in enumerate(self.ledger.make_entries(missing) if missing else ()):
+            self.records.append(Record(generation, "agent", number + 1, 0.0, event))
+        self.ledger.mark_complete()
 
     def losses(self) -> dict[int, float]:
         """By step, of what counts; a step is there once."""
@@ -201,7 +232,7 @@ class Run:
         if not opened:
             self.mover.begin(topology, table)
         self.control.begin(topology.generation)
-        self.journal.begin(topology.generation, step)
+        self.journal.begin(topology, step, came_from)
         for rank, number in enumerate(numbers):
             boot = replace(
                 self.boot,
@@ -278,8 +309,10 @@ def run(
     (folder / "ranks").mkdir()
     mover = Mover(folder / "run", run=config.name)
     monkeypatch.setattr(control_server, "SECRET", mover.secret)
-    journal, desk = Journal(), Desk()
-    journal.begin(1, 0)
+    folder_of_data = {"data": {**config.data.model_dump(), "folder": str(make(config.data).folder)}}
+    prepared = RunConfig.model_validate({**config.model_dump(), **folder_of_data})
+    journal, desk = Journal(LedgerCoverage(prepared)), Desk()
+    journal.begin(topology, 0)
     processes = topology.world_size + standbys
     try:
         mover.begin(topology, state_table(config.model, config.train.precision))

@@ -17,7 +17,8 @@ from holdfast.wire.journal import (
     read_journal,
     segment_key,
 )
-from holdfast.wire.store.run_store import Buffer, FolderStore, MemoryStore
+from holdfast.wire.store.run_store import Buffer, FolderStore
+from tests.support.memory_store import MemoryStore
 
 
 def _step(step: int, loss: float = 1.0) -> StepDone:

@@ -10,7 +10,6 @@ import pytest
 
 from holdfast.errors import FencedError, RunFolderError
 from holdfast.wire.secret import Secret
-from holdfast.wire.store.run_store import MemoryStore
 from holdfast.wire.term import (
     TERM_PATH,
     create_generation,
@@ -20,6 +19,7 @@ from holdfast.wire.term import (
     newest_term,
     open_term,
 )
+from tests.support.memory_store import MemoryStore
 from tests.wire.http.test_client_and_server import serving
 
 SECRET = Secret(b"s" * 32)

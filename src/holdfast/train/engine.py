@@ -95,9 +95,8 @@ class StepEngine:
 
     objective: module from (inputs, targets, documents) to a scalar loss sum, or a stage of it.
     executor: runs its passes. feed: makes what sums gradients, for these groups and for later ones.
-    plan: who computes which microbatch. status: how far it has come. first_step: the first step
-    among the present replicas. history: of earlier steps; a rebuilt session keeps it.
-    on_vote_sent: called when this rank's vote is on its way.
+    plan: who computes which microbatch. status: how far it has come. history: of earlier steps; a
+    rebuilt session keeps it. on_vote_sent: called when this rank's vote is on its way.
     judge_loss: is shown the account of a step before this rank votes; whether it has jumped, on the
     one rank that knows. loss_jump: what it found of the newest step.
     """
@@ -125,7 +124,6 @@ class StepEngine:
         decays = [row.decay for row in parameters.table]
         gradients = self._gradients.gradients()
         self.optimizer = AdamW(parameters.master_tensors, gradients, decays, train.optimizer)
-        self.first_step = 0
         self._shares: Shares = ()
         self.batches: list[DeviceMicrobatch] = []  # of the step that is open, or was last
         self._accounts: AccountExchange | None = None
@@ -144,7 +142,6 @@ class StepEngine:
         """Open step `step` and return my share. Raises PeerLostError."""
         self.status.begin(step)
         self._shares = self.plan.shares(step)
-        self.first_step = self.first_step or step
         self.batches, self._accounts = [], None
         computed = self.plan.computed_by_replica(step)
         if not computed:
@@ -311,7 +308,7 @@ class StepEngine:
         self.optimizer.set_gradients(self._gradients.gradients())
         self.groups = groups
         self.plan.regroup(groups, dealer)
-        self.first_step, self._shares = 0, ()
+        self._shares = ()
         self.status.reopen()
         self._is_stopping = self._is_leaving = False
         self._on_groups_changed()

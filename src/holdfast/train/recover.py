@@ -21,6 +21,7 @@ import gc
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -42,7 +43,7 @@ from holdfast.parallel.trace import SpanRecorder
 from holdfast.policy.recovery.step_resolution import StepResolution
 from holdfast.train.build import TrainingSession, build_engine, make_session
 from holdfast.train.engine import StepEngine
-from holdfast.train.journal_repair import FinishedGeneration, missing_events
+from holdfast.train.journal_repair import entries_of_open_step, missing_events
 from holdfast.train.recovery_agreement import (
     NO_STATE,
     Agreement,
@@ -114,7 +115,7 @@ def recover(
     statement = statement_of(engine, step) if here else NO_STATE
     control, found = entry.meet_and_agree(statement, came_from)
     nothing = rank in found.resolution.receivers
-    past = None if nothing else FinishedGeneration.from_engine(engine)
+    entries = [] if nothing else entries_of_open_step(engine)
     history = engine.history
     kept = topology.coordinate(rank).replica in found.kept_replicas
     built: StepEngine | None = None
@@ -136,7 +137,7 @@ def recover(
         control.abort()  # no rank is to wait for this process
         _discard_engine(built)
         raise
-    return entry.to_result(session, past, found, kept)
+    return entry.to_result(session, entries, found, kept)
 
 
 def join_generation(
@@ -168,7 +169,7 @@ def join_generation(
         control.abort()
         _discard_engine(engine)
         raise
-    return entry.to_result(make_session(config, engine, batches, device), None, found, False)
+    return entry.to_result(make_session(config, engine, batches, device), [], found, False)
 
 
 def _connect_settings(
@@ -300,11 +301,11 @@ class _GenerationEntry:
     def to_result(
         self,
         session: TrainingSession,
-        past: FinishedGeneration | None,
+        entries: list[dict[str, Any]],
         found: Agreement,
         kept: bool,
     ) -> RecoveryResult:
-        events = missing_events(past, found, session.engine, session.batches)
+        events = missing_events(entries, found, session.engine)
         session.engine.history.unreported_step = 0
         self.lap("events")
         return RecoveryResult(

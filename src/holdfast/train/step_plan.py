@@ -49,19 +49,10 @@ class StepPlan:
 
     def shares(self, step: int) -> Shares:
         """Return the microbatches that each replica computes in a step, each in rising order."""
-        return self.share_function()(step)
-
-    def share_function(self) -> Callable[[int], Shares]:
-        """`shares`, as they are among the present replicas."""
-        dealer, leaves, resumed = self._dealer, self.leaves, self._resumed_step
-        replicas = self._groups.replica_count
-
-        def shares(step: int) -> Shares:
-            if resumed is not None and resumed.step == step:
-                return resumed.shares
-            return tuple(tuple(sorted(share)) for share in dealer(leaves(step), replicas))
-
-        return shares
+        if self._resumed_step is not None and self._resumed_step.step == step:
+            return self._resumed_step.shares
+        dealt = self._dealer(self.leaves(step), self._groups.replica_count)
+        return tuple(tuple(sorted(share)) for share in dealt)
 
     def share(self, step: int) -> tuple[int, ...]:
         """The microbatches of a step that this rank's replica computes."""

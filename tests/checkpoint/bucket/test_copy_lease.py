@@ -24,8 +24,9 @@ from holdfast.core.sharding.ownership import owned_boxes
 from holdfast.core.sharding.state_table import TensorSpec
 from holdfast.errors import CheckpointError, HoldfastError
 from holdfast.layout import Layout, place_layout
-from holdfast.wire.store.run_store import Buffer, FolderStore, MemoryStore, RunStore
+from holdfast.wire.store.run_store import Buffer, FolderStore, RunStore
 from holdfast.wire.term import create_generation
+from tests.support.memory_store import MemoryStore
 
 TABLE = (TensorSpec("model.embed.weight", "F32", (37, 8), 0),)
 KEY = commit_key(1, 5)

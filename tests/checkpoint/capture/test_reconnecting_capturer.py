@@ -20,6 +20,7 @@ from holdfast.core.sharding.boxes import whole_box
 from holdfast.core.sharding.state_table import local_boxes
 from holdfast.events import CheckpointFailed
 from holdfast.layout import Topology
+from holdfast.policy.saving.destinations import SaveDestinations
 from tests.support.mover_process import (
     DTYPE,
     TABLE,
@@ -47,7 +48,7 @@ class Trainer:
         def make() -> Capturer:
             return Capturer(client, topo, TABLE, rank, self.tensors, run="test", slots=2)
 
-        self.saver = ReconnectingCapturer(make(), make, self.skipped.append)
+        self.saver = ReconnectingCapturer(make, make, self.skipped.append)
 
     def take(self, step: int, durable: bool = False) -> bool:
         """A step, and its snapshot if there is room for it."""
@@ -60,7 +61,7 @@ class Trainer:
             self.saver.capture(step), CompletedCapture
         ):
             return False
-        assert self.saver.announce(step, {"position": step}, durable) is None
+        assert self.saver.announce(step, {"position": step}, SaveDestinations(durable)) is None
         return True
 
     @property

@@ -35,7 +35,7 @@ from holdfast.core.format.flat_names import SCHEMES, FlatName
 from holdfast.core.sharding.boxes import Box, whole_box
 from holdfast.errors import CheckpointError, CorruptError
 from holdfast.model.dcp_export import ExportedTensor, write_dcp
-from holdfast.wire.store.run_store import MemoryStore
+from tests.support.memory_store import MemoryStore
 from tests.support.mover_process import read_box
 from tests.support.ranks import RankContext, rank_values
 
@@ -351,5 +351,7 @@ def test_folders_that_are_not_whole_are_refused(tmp_path: Path) -> None:
     assert "No such file" in refused(tmp_path / "gone")
     (fresh("torn") / METADATA).write_bytes(b"\x80\x04torn")
     assert "not a pickle that DCP wrote" in refused(tmp_path / "torn")
+    (fresh("huge") / METADATA).write_bytes(b"\x80\x04Nr\xff\xff\xff\x7f.")  # memo of 2^31 entries
+    assert "MemoryError" in refused(tmp_path / "huge")
     (fresh("other") / METADATA).write_bytes(pickle.dumps({"a": 1}))
     assert "no description" in refused(tmp_path / "other")

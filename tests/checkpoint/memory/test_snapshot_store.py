@@ -23,6 +23,7 @@ from holdfast.core.sharding.state_table import local_boxes
 from holdfast.errors import CorruptError, HoldfastError
 from holdfast.events import CheckpointCommitted, SnapshotComplete
 from holdfast.layout import Topology
+from holdfast.policy.saving.destinations import SaveDestinations
 from holdfast.wire.store.run_store import MissingKeyError
 from holdfast.wire.term import create_generation
 from tests.support.mover_process import (
@@ -43,7 +44,7 @@ def remember(workers: Workers, client: MoverClient, step: int) -> None:
     workers.compute(step)
     for capturer in workers.capturers:
         assert isinstance(capturer.capture(step, wait=60), CompletedCapture)
-        assert capturer.announce(step, {"position": step}, is_durable=False) is None
+        assert capturer.announce(step, {"position": step}, SaveDestinations(False)) is None
     events_until(client, lambda e: isinstance(e, SnapshotComplete) and e.step == step)
 
 
@@ -129,7 +130,7 @@ def test_an_incomplete_step_is_passed_over(start: Start) -> None:
     remember(workers, client, 1)
     workers.compute(2)
     assert isinstance(workers.capturers[0].capture(2), CompletedCapture)
-    assert workers.capturers[0].announce(2, {}, is_durable=False) is None
+    assert workers.capturers[0].announce(2, {}, SaveDestinations(False)) is None
     client, newest = next_generation(mover, topology(2, generation=2))
     assert newest.step == 1
     with opened(mover, client, newest.key) as checkpoint:
@@ -146,7 +147,7 @@ def test_the_newest_complete_step_is_never_overwritten(start: Start) -> None:
     for step in (2, 3, 4):
         workers.compute(step)
         if isinstance(workers.capturers[0].capture(step), CompletedCapture):
-            workers.capturers[0].announce(step, {}, is_durable=False)
+            workers.capturers[0].announce(step, {}, SaveDestinations(False))
     assert client.drain()
     client, newest = next_generation(mover, topology(1, generation=2))
     assert newest.step == 1
@@ -162,13 +163,13 @@ def test_a_step_that_one_rank_skipped_holds_no_slot(start: Start) -> None:
     remember(workers, client, 1)
     workers.compute(2)
     assert isinstance(workers.capturers[0].capture(2), CompletedCapture)  # rank 1 skips this one
-    assert workers.capturers[0].announce(2, {}, is_durable=False) is None
+    assert workers.capturers[0].announce(2, {}, SaveDestinations(False)) is None
     assert isinstance(workers.capturers[0].capture(3), SkippedCapture)
     workers.compute(4)
     assert isinstance(workers.capturers[1].capture(4), CompletedCapture)
-    assert workers.capturers[1].announce(4, {}, is_durable=False) is None
+    assert workers.capturers[1].announce(4, {}, SaveDestinations(False)) is None
     assert isinstance(workers.capturers[0].capture(4, wait=60), CompletedCapture)
-    assert workers.capturers[0].announce(4, {}, is_durable=False) is None
+    assert workers.capturers[0].announce(4, {}, SaveDestinations(False)) is None
     events_until(client, lambda e: isinstance(e, SnapshotComplete) and e.step == 4)
 
 
@@ -190,7 +191,7 @@ def test_a_rank_without_a_snapshot_says_so_and_holds_up_nobody(start: Start) -> 
     workers.compute(3)
     for capturer in workers.capturers:  # as the loop does: no rank has seen a later step
         assert isinstance(capturer.capture(3, wait=60), CompletedCapture)
-        assert capturer.announce(3, {}, is_durable=False) is None
+        assert capturer.announce(3, {}, SaveDestinations(False)) is None
     events_until(client, lambda e: isinstance(e, SnapshotComplete) and e.step == 3)
 
 
@@ -303,7 +304,7 @@ def test_a_worker_that_stays_gets_its_memory_again_once_it_has_let_go(start: Sta
     assert isinstance(new.capturers[0].capture(3), SkippedCapture), "the other slot is still needed"
     with opened(mover, client, newest.key) as checkpoint:
         read_everything(checkpoint, 1, topology())
-    assert new.capturers[0].announce(2, {}, is_durable=False) is None
+    assert new.capturers[0].announce(2, {}, SaveDestinations(False)) is None
     events_until(client, lambda e: isinstance(e, SnapshotComplete) and e.step == 2)
     new.compute(3)
     assert isinstance(new.capturers[0].capture(3, wait=60), CompletedCapture)

@@ -19,6 +19,7 @@ from holdfast.checkpoint.restore.reader import Checkpoint
 from holdfast.checkpoint.restore.sources import FallbackReader
 from holdfast.checkpoint.restore.verify import verify
 from holdfast.policy.placement import Machine
+from holdfast.policy.saving.destinations import SaveDestinations
 from holdfast.wire.term import create_generation
 from tests.support.mover_process import Mover, Workers, assert_holds, topology
 from tests.support.peer_nodes import SECRET, until
@@ -79,7 +80,7 @@ def capture(workers: Workers, step: int) -> None:
     for capturer in workers.capturers:
         capturer.capture(step, wait=60)
     for capturer in workers.capturers:
-        assert capturer.announce(step, {"position": step}, is_durable=False) is None
+        assert capturer.announce(step, {"position": step}, SaveDestinations(False)) is None
 
 
 def kept(client: MoverClient) -> tuple[int, int]:

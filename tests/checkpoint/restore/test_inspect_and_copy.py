@@ -16,7 +16,8 @@ from holdfast.checkpoint.restore.verify import verify
 from holdfast.core.sharding.boxes import Box
 from holdfast.core.sharding.state_table import TensorSpec
 from holdfast.errors import CheckpointError
-from holdfast.wire.store.run_store import Buffer, FolderStore, MemoryStore
+from holdfast.wire.store.run_store import Buffer, FolderStore
+from tests.support.memory_store import MemoryStore
 from tests.support.mover_process import TABLE, Mover, Workers, assert_holds, state, topology
 
 Start = Callable[..., Mover]

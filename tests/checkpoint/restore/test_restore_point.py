@@ -14,6 +14,7 @@ from holdfast.checkpoint.restore.start_records import newest_started_generation,
 from holdfast.core.format.manifest import commit_key
 from holdfast.errors import FencedError
 from holdfast.events import CheckpointCommitted
+from holdfast.policy.saving.destinations import SaveDestinations
 from holdfast.wire.term import create_generation
 from tests.support.mover_process import TABLE, Mover, Workers, events_until, topology
 
@@ -85,7 +86,7 @@ def test_a_step_that_was_begun_from_is_not_passed_over(start: Start) -> None:
     workers, _ = _begin(mover, 1)
     workers.compute(4)
     workers.capturers[0].capture(4)
-    assert workers.capturers[0].announce(4, {"position": 64}, is_durable=False) is None
+    assert workers.capturers[0].announce(4, {"position": 64}, SaveDestinations(False)) is None
     assert mover.client(1).drain()
     client, newest = _open(mover, 2)
     assert (newest.step, newest.durable) == (4, False)

@@ -21,8 +21,9 @@ from holdfast.core.sharding.parameters import decoder_parameters
 from holdfast.core.sharding.state_table import state_table
 from holdfast.errors import CheckpointError, FencedError
 from holdfast.model.huggingface import export_folder
-from holdfast.wire.store.run_store import FolderStore, MemoryStore
+from holdfast.wire.store.run_store import FolderStore
 from holdfast.wire.term import create_generation
+from tests.support.memory_store import MemoryStore
 from tests.support.mover_process import read_box
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "checkpoints"

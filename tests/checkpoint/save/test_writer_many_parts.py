@@ -15,7 +15,8 @@ from holdfast.core.format.manifest import place_boxes
 from holdfast.core.sharding.ownership import owned_boxes
 from holdfast.core.sharding.state_table import TensorSpec
 from holdfast.errors import CorruptError
-from holdfast.wire.store.run_store import MemoryStore, ReadPreference
+from holdfast.wire.store.run_store import ReadPreference
+from tests.support.memory_store import MemoryStore
 from tests.support.mover_process import topology
 
 TABLE = (TensorSpec("model.embed.weight", "F32", (64, 8), 0),)

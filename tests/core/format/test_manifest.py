@@ -14,6 +14,7 @@ from holdfast.core.format.manifest import (
     blob_key,
     commit_key,
     merge_parts,
+    parse_blob_key,
     parse_commit_key,
     parse_save_key,
     part_key,
@@ -63,6 +64,9 @@ def test_other_keys_are_not_commits() -> None:
     assert parse_save_key(part_key(4, 7, "rank00001")) == (7, 4)
     assert parse_save_key("journal/0000000004/agent.jsonl") is None
     assert parse_save_key(commit_key(4, 7)) is None
+    assert parse_blob_key(blob_key(4, 7, writer_name(5))) == (4, 7, 5)
+    for key in (part_key(4, 7, writer_name(5)), commit_key(4, 7), "data/4/7-rank5-0.safetensors"):
+        assert parse_blob_key(key) is None
 
 
 def test_tensors_are_aligned_to_their_elements_without_gaps() -> None:

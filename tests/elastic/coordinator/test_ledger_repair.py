@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 
 import pytest
@@ -10,9 +11,12 @@ from holdfast.config.run import RunConfig
 from holdfast.data.audit import audit_records
 from holdfast.data.batch import Batches
 from holdfast.data.dataset import Dataset
-from holdfast.elastic.coordinator.ledger_repair import LedgerCoverage
+from holdfast.elastic.coordinator.ledger_repair import LedgerCoverage, LedgerRepair
+from holdfast.elastic.event_log import EventLog
 from holdfast.events import BatchFed, Event, GenerationStarted, Record, RunStarted
+from holdfast.wire.journal import JournalTail, read_journal
 from tests.support.corpus import data_config, make, text_folder, text_source
+from tests.support.memory_store import MemoryStore
 
 STEPS = 12
 
@@ -101,3 +105,53 @@ def test_what_nobody_told_before_a_restore_is_made_again_where_snapshots_do_not_
     assert told.find_missing() == []
     told.observe(GenerationStarted({"nodes": ["a"]}, "node_lost", "key", step=8))
     assert told.find_missing() == [(48, 64)]
+
+
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_a_hole_in_the_journal_is_repaired_when_the_next_generation_is_ready(
+    config: RunConfig, nodes: int
+) -> None:
+    """Rank 1 was killed before its agent had what it fed in the last steps. With several nodes, the
+    agent that leads now knows the entries from the journal only."""
+    batches, store, said = _batches(config), MemoryStore(), list[str]()
+    told = LedgerCoverage(config, snapshots_follow_ledger=nodes == 1)
+    log = EventLog(
+        store, [lambda record: told.observe(record.event)] if nodes == 1 else [], said.append
+    )
+    log.begin_generation(1)
+    log.emit("agent", RunStarted("toy", "", batches.dataset.version))
+    log.emit("agent", GenerationStarted({"nodes": ["a"]}, "start"))
+    for step in range(1, 7):
+        for rank, event in enumerate(_fed(batches, step, 1)):
+            if rank == 0 or step < 4:
+                log.emit(f"rank{rank}", event)
+    log.begin_generation(2)
+    log.emit("agent", GenerationStarted({"nodes": ["a"]}, "worker_lost", None, 2, [0], step=6))
+    for step in range(7, STEPS + 1):
+        for event in _fed(batches, step, 1):
+            log.emit("rank0", event)
+
+    async def ready() -> None:
+        assert await log.flush()
+        assert not audit_records(read_journal(store), batches, STEPS).ok
+        repair = LedgerRepair(told, log, said.append, 0.01)
+        repair.is_pending = True
+        if nodes == 1:
+            await repair.repair()
+            assert not repair.is_pending
+        else:
+            await repair.repair_from_journal(JournalTail(store))
+        assert await log.flush()
+
+    asyncio.run(ready())
+    found = audit_records(read_journal(store), batches, STEPS)
+    assert found.ok, found.describe()
+    assert said == []
+    rebuilt = [
+        (event.step, entry["microbatch"])
+        for event in (record.event for record in read_journal(store))
+        if isinstance(event, BatchFed)
+        for entry in event.entries
+        if entry.get("stands_in")
+    ]
+    assert rebuilt == [(4, 1), (5, 1), (6, 1)]

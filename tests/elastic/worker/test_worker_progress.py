@@ -12,16 +12,19 @@ import torch
 from torch import Tensor
 
 from holdfast.checkpoint.capture.capturer import Capturer, SkippedCapture
+from holdfast.checkpoint.capture.reconnecting_capturer import (
+    CapturerProtocol,
+    ReconnectingCapturer,
+)
 from holdfast.checkpoint.save.single_writer import TensorSource, write_single
 from holdfast.config.load import load_config
 from holdfast.core.sharding.boxes import Box
 from holdfast.elastic.protocol.worker_spec import WorkerSpec
-from holdfast.elastic.worker.checkpointer import LateSaver, SnapshotSaver
+from holdfast.elastic.worker.checkpointer import SnapshotSaver
 from holdfast.elastic.worker.reporter import AgentReporter
 from holdfast.elastic.worker.restore import restore
 from holdfast.errors import FencedError
-from holdfast.events import CheckpointRestored, Event
-from holdfast.policy.saving.destinations import SaveDestinations
+from holdfast.events import CheckpointRestored, CheckpointSkipped, Event
 from holdfast.train.build import TrainingSession
 from holdfast.wire.store.run_store import FolderStore
 
@@ -58,9 +61,12 @@ class SlowCapturer:
         return None
 
 
-def _saver(heard: Heard) -> SnapshotSaver:
+def _saver(
+    heard: Heard, capturer: SlowCapturer | ReconnectingCapturer | None = None
+) -> SnapshotSaver:
     config = load_config(None, []).config
-    return SnapshotSaver(cast(Capturer, SlowCapturer()), cast(AgentReporter, heard), 0, config)
+    made = cast(Capturer, capturer or SlowCapturer())
+    return SnapshotSaver(made, cast(AgentReporter, heard), 0, config)
 
 
 def test_who_waits_for_the_last_save_reports_progress() -> None:
@@ -93,21 +99,25 @@ class QuickCapturer(SlowCapturer):
         self.closed = True
 
 
-def test_a_saver_in_the_making_has_no_room_and_is_waited_for_at_the_end() -> None:
-    go, capturer, skipped = threading.Event(), QuickCapturer(), list[SkippedCapture]()
+def _in_the_making(make: Callable[[], QuickCapturer]) -> ReconnectingCapturer:
+    made = cast(Callable[[], CapturerProtocol], make)
+    return ReconnectingCapturer(made, made, lambda skipped: None, in_background=True)
 
-    def make() -> SnapshotSaver:
+
+def test_an_arena_in_the_making_has_no_room_and_is_waited_for_at_the_end() -> None:
+    go, capturer, heard = threading.Event(), QuickCapturer(), Heard()
+
+    def make() -> QuickCapturer:
         go.wait(60)
-        return SnapshotSaver(
-            cast(Capturer, capturer), cast(AgentReporter, Heard()), 0, load_config(None, []).config
-        )
+        return capturer
 
-    heard = Heard()
-    saver = LateSaver(make, skipped.append, cast(AgentReporter, heard))
+    def skipped() -> list[tuple[int, str]]:
+        return [(e.step, e.reason) for e in heard.events if isinstance(e, CheckpointSkipped)]
+
+    saver = _saver(heard, _in_the_making(make))
     assert saver.fence() == 0.0
     assert not saver.capture(3, [], 0.0, True)
-    assert [each.step for each in skipped] == [3]
-    saver.announce(3, {}, SaveDestinations(True))
+    assert skipped() == [(3, "the mover has made no arena yet")]
     assert saver.wait_until_committed(3, 60.0) == "the mover has made no arena"
     assert saver.wait_until_committed(3, 60.0, durable=False) is None
     heard.deaf, heard.is_fenced = 2, True
@@ -116,20 +126,35 @@ def test_a_saver_in_the_making_has_no_room_and_is_waited_for_at_the_end() -> Non
         == "the agent could not store the last reports"
     )
     go.set()
+    assert not saver.capture(4, [], 60.0, True)
+    assert skipped()[1:] == [(4, "this one never can")]
     assert saver.has_free_slot()
-    assert not saver.capture(4, [], 0.0, True)
-    assert len(skipped) == 1  # the saver itself has told of that one
     saver.close()
     assert capturer.closed
 
 
-def test_what_a_saver_in_the_making_fails_with_is_raised_where_room_is_asked_for() -> None:
-    def fails() -> SnapshotSaver:
+def test_an_arena_that_comes_while_the_saver_closes_is_given_back() -> None:
+    go, capturer = threading.Event(), QuickCapturer()
+
+    def make() -> QuickCapturer:
+        go.wait(60)
+        return capturer
+
+    saver = _saver(Heard(), _in_the_making(make))
+    threading.Timer(0.05, go.set).start()
+    saver.close()
+    assert capturer.closed
+
+
+def test_what_an_arena_in_the_making_fails_with_is_raised_where_room_is_asked_for() -> None:
+    def fails() -> QuickCapturer:
         raise FencedError("over")
 
-    saver = LateSaver(fails, lambda skipped: None, cast(AgentReporter, Heard()))
+    saver = _saver(Heard(), _in_the_making(fails))
     with pytest.raises(FencedError):
         saver.has_free_slot()
+    with pytest.raises(FencedError):
+        saver.capture(1, [], 60.0, True)
     assert saver.fence() == 0.0
     saver.close()
 

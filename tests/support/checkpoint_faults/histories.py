@@ -21,9 +21,10 @@ from holdfast.checkpoint.save import retention
 from holdfast.checkpoint.save.writer import try_commit, write_part
 from holdfast.core.format.manifest import Commit, PartManifest
 from holdfast.layout import Topology
-from holdfast.wire.store.run_store import FolderStore, MemoryStore, RunStore
+from holdfast.wire.store.run_store import FolderStore, RunStore
 from holdfast.wire.term import create_generation, newest_generation
 from tests.support.checkpoint_faults import states
+from tests.support.memory_store import MemoryStore
 
 EXTENT_BYTES = 512
 NEWEST = (8, 2)

@@ -21,6 +21,7 @@ from holdfast.checkpoint.restore.sources import FallbackReader, MappedSource, St
 from holdfast.checkpoint.restore.start_records import record_start
 from holdfast.errors import CorruptError, HoldfastError
 from holdfast.layout import Topology
+from holdfast.policy.saving.destinations import SaveDestinations
 from holdfast.wire.store.run_store import FolderStore, MissingKeyError
 from holdfast.wire.term import create_generation
 from tests.support.checkpoint_faults import states
@@ -54,7 +55,7 @@ class Scene:
         slot, made = self.ranks.capture(rank, step)
         meta = {"position": 16 * step}
         self.ranks.client.announce_capture(
-            rank, step, slot, made.sequence, meta, is_durable=durable
+            rank, step, slot, made.sequence, meta, SaveDestinations(durable)
         )
 
     def wait_complete(self, step: int) -> None:

@@ -13,13 +13,9 @@ from holdfast.errors import CorruptError, HoldfastError, StoreError
 from holdfast.wire.store.bucket import PART_BYTES, BucketStore
 from holdfast.wire.store.encrypted_store import EncryptedStore
 from holdfast.wire.store.location import SEAL_KEY_VARIABLE, open_store, probe_store
-from holdfast.wire.store.run_store import (
-    AlreadyExistsError,
-    FolderStore,
-    MemoryStore,
-    MissingKeyError,
-)
+from holdfast.wire.store.run_store import AlreadyExistsError, FolderStore, MissingKeyError
 from tests.support import s3
+from tests.support.memory_store import MemoryStore
 
 KEY = bytes(range(32))
 NAME = "data/0000000001/blob"

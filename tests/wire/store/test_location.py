@@ -9,7 +9,8 @@ import pytest
 
 from holdfast.errors import StoreError
 from holdfast.wire.store.location import BucketLocation, open_store, parse_location, probe_store
-from holdfast.wire.store.run_store import FolderStore, MemoryStore
+from holdfast.wire.store.run_store import FolderStore
+from tests.support.memory_store import MemoryStore
 
 
 def test_folders(tmp_path: Path) -> None:

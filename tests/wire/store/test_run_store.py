@@ -16,14 +16,9 @@ import pytest
 
 from holdfast.errors import CorruptError, OutOfSpaceError, RunFolderError
 from holdfast.wire.store.location import open_store
-from holdfast.wire.store.run_store import (
-    AlreadyExistsError,
-    FolderStore,
-    MemoryStore,
-    MissingKeyError,
-    RunStore,
-)
+from holdfast.wire.store.run_store import AlreadyExistsError, FolderStore, MissingKeyError, RunStore
 from tests.support import s3
+from tests.support.memory_store import MemoryStore
 
 Make = Callable[[], RunStore]
 

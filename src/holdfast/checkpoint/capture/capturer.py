@@ -47,6 +47,7 @@ from holdfast.core.sharding.ownership import owned_boxes
 from holdfast.core.sharding.state_table import StateTable, local_boxes
 from holdfast.errors import FencedError, HoldfastError
 from holdfast.layout import Topology
+from holdfast.policy.saving.destinations import DURABLE, SaveDestinations
 
 FREE_SLOT_POLL_S = 2.0
 """Seconds of one question for a free slot: a mover that is stopped answers none."""
@@ -220,13 +221,10 @@ class Capturer:
         self,
         step: int,
         meta: Mapping[str, Any],
-        is_durable: bool = True,
-        to_peers: bool | None = None,
-        to_bucket: bool = True,
+        destinations: SaveDestinations = DURABLE,
     ) -> SkippedCapture | None:
-        """Have the mover save what was captured, or with `is_durable` False keep it in memory; None
-        when it has taken it over. to_peers, to_bucket: as in
-        `policy.saving.destinations.SaveDestinations`.
+        """Have the mover save what was captured, or keep it in memory; None when it has taken it
+        over.
 
         If the mover has exited or refuses, training continues and the slot is free again. If it
         does not answer, it is asked once more, with a new proof, because proofs expire while a
@@ -245,9 +243,7 @@ class Capturer:
             slot,
             made.sequence,
             meta,
-            is_durable=is_durable,
-            to_peers=to_peers,
-            to_bucket=to_bucket,
+            destinations,
         )
         try:
             try:

@@ -1,18 +1,20 @@
-"""A capturer that outlives its mover. A mover that dies or hangs costs saves, but neither a step of
-training nor the run.
+"""A capturer that may come before its arena, and outlives its mover. A mover that dies or hangs
+costs saves, but neither a step of training nor the run.
 
+    connecting --the mover has made the first arena--> connected
     connected --a request fails, or no slot comes free--> away --the mover answers--> connected
                                                            '--another one took its place, and has
                                                               made an arena--> connected (to that)
 
 A thread of its own talks to the mover, so neither training nor reporting waits for a mover that
-hangs. While the mover is away, nothing is captured. The vote of each step says that this rank has
-no free slot (`ready`), so the other ranks capture nothing either. A save that was under way fails.
+hangs. While there is no mover, nothing is captured. The vote of each step says that this rank has
+no free slot, so the other ranks capture nothing either. A save that was under way fails.
 If it was not handed over, it is reported as skipped. If it was, the new mover is notified of it and
-reports its outcome (`unheard`).
+reports its outcome (`report_orphaned_saves`).
 
-The training thread takes the new arena over, in `ready`. So the arena never changes between the
-vote and the capture.
+If training continues with its own state, no capture is due before its first step ends. So the
+thread can also make the first arena, while that step computes. The training thread takes a new
+arena over, in `has_free_slot`. So the arena never changes between the vote and the capture.
 """
 
 from __future__ import annotations
@@ -32,6 +34,7 @@ from holdfast.checkpoint.capture.chunked_copy import (
     SkippedCapture,
 )
 from holdfast.errors import FencedError, HoldfastError
+from holdfast.policy.saving.destinations import DURABLE, SaveDestinations
 
 MOVER_RETRY_DELAYS_S = (0.05, 0.1, 0.2, 0.5, 1.0)
 """Between two attempts to find a mover."""
@@ -41,11 +44,15 @@ CLOSE_FLUSH_TIMEOUT_S = 2.0
 """Seconds to wait at the end for queued hand-overs."""
 MOVER_REPLACEMENT_TIMEOUT_S = 20.0
 """A capture that must not be skipped waits so long for a mover that is away."""
+FIRST_ARENA_TIMEOUT_S = 2.0
+"""Seconds that the first vote waits for the first arena. Later votes do not wait for it."""
 COMMIT_POLL_S = 2.0
 MAX_REMEMBERED_SAVES = 4
 """Durable saves remembered that were handed over: as many as a rank can have under way."""
 
 _MOVER_GONE = "its mover had exited before it was handed over"
+_NO_ARENA = "the mover has made no arena"
+_NO_ARENA_YET = f"{_NO_ARENA} yet"
 
 
 class CapturerProtocol(Protocol):
@@ -64,9 +71,7 @@ class CapturerProtocol(Protocol):
         self,
         step: int,
         meta: Mapping[str, Any],
-        is_durable: bool = True,
-        to_peers: bool | None = None,
-        to_bucket: bool = True,
+        destinations: SaveDestinations = DURABLE,
     ) -> SkippedCapture | None: ...
     def drop_capture(self, step: int) -> None: ...
     def poll_save_end(self, step: int, wait_s: float) -> tuple[bool, str | None]: ...
@@ -80,16 +85,12 @@ class _Announcement:
     capturer: CapturerProtocol
     step: int
     meta: Mapping[str, Any]
-    is_durable: bool
-    to_peers: bool | None
-    to_bucket: bool
+    destinations: SaveDestinations
 
     def hand_over(self) -> SkippedCapture | None:
         """Make it; return why the mover has not taken it over, or None. Raises FencedError."""
         try:
-            return self.capturer.announce(
-                self.step, self.meta, self.is_durable, self.to_peers, self.to_bucket
-            )
+            return self.capturer.announce(self.step, self.meta, self.destinations)
         except FencedError:
             raise
         except Exception as error:  # our own bug costs a save, and no more
@@ -102,245 +103,321 @@ class ReconnectingCapturer:
 
     def __init__(
         self,
-        capturer: CapturerProtocol,
+        make_first: Callable[[], CapturerProtocol],
         make_capturer: Callable[[], CapturerProtocol],
         on_skipped: Callable[[SkippedCapture], None],
+        *,
+        in_background: bool = False,
     ) -> None:
-        """make_capturer: another one, of the same state, for the mover that is there now; called on
-        a thread of ours. on_skipped: told, on that thread, of each capture that was not handed
-        over."""
-        self._capturer, self._make_capturer, self._on_skipped = capturer, make_capturer, on_skipped
-        self._change = threading.Condition()
-        self._replacement: CapturerProtocol | None = None
-        self._queue: deque[_Announcement] = deque()
-        self._is_handing_over = False  # on one that has left the queue
-        self._is_away = self._is_suspected = self._is_closed = self._is_fenced = False
-        self._checked_at = time.monotonic()
-        self._durable_steps: deque[int] = deque(maxlen=MAX_REMEMBERED_SAVES)
-        self._skip_reasons: dict[int, str] = {}  # steps that were not handed over, and why
-        threading.Thread(target=self._talk_to_mover, name="to the mover", daemon=True).start()
+        """make_first: makes the first capturer. in_background: it is called on a thread of ours,
+        and its error is raised where a slot is asked for. make_capturer: another one, of the same
+        state, for the mover that is there now; called on that thread. on_skipped: told, on that
+        thread, of each capture that was not handed over."""
+        self._link = _MoverLink(make_first, make_capturer, on_skipped, in_background)
+        self._first_wait_s = FIRST_ARENA_TIMEOUT_S
 
     @property
     def nbytes(self) -> int:
-        return self._capturer.nbytes
+        return self._link.current.nbytes
 
     @property
     def is_away(self) -> bool:
         """Return True if there is no mover to capture for."""
-        with self._change:
-            return self._is_away or self._is_fenced
+        with self._link.change:
+            return self._link.is_away
 
     # --- the training thread --------------------------------------------------------------------
     def has_free_slot(self) -> bool:
-        with self._change:
-            fresh, self._replacement = self._replacement, None
-            old = self._capturer
-            if fresh is not None:
-                self._capturer, self._is_away = fresh, False
-                self._change.notify_all()
-        if fresh is not None:
-            old.close()
-        with self._change:
-            if self._is_away or self._is_fenced:
+        """Return True as `Capturer.has_free_slot` does. Raises what the first capturer's maker
+        raised."""
+        self._link.take_over(self._first_wait_s if self._link.capturer is None else 0.0)
+        self._first_wait_s = 0.0
+        with self._link.change:
+            if self._link.is_away:
                 return False
-            if self._capturer.has_free_slot():
+            if self._link.current.has_free_slot():
                 return True
-            self._suspect_if_due()
+            self._link.suspect_if_due()
             return False
 
     def begin(self, step: int, wait: float = 0.0) -> ChunkedCopy | SkippedCapture:
-        if (skipped := self._skip_if_away(step, wait)) is not None:
-            return skipped
-        return self._capturer.begin(step, wait)
+        skipped = self._skip_if_away(step, wait)
+        return self._link.current.begin(step, wait) if skipped is None else skipped
 
     def capture(self, step: int, wait: float = 0.0) -> CompletedCapture | SkippedCapture:
-        if (skipped := self._skip_if_away(step, wait)) is not None:
-            return skipped
-        return self._capturer.capture(step, wait)
+        skipped = self._skip_if_away(step, wait)
+        return self._link.current.capture(step, wait) if skipped is None else skipped
 
     def fence(self) -> float:
-        return self._capturer.fence()
+        return 0.0 if self._link.capturer is None else self._link.capturer.fence()
 
     def call_when_copied(self, step: int, listener: CopyListener) -> None:
-        self._capturer.call_when_copied(step, listener)
+        self._link.current.call_when_copied(step, listener)
 
     def drop_capture(self, step: int) -> None:
-        self._capturer.drop_capture(step)
+        self._link.current.drop_capture(step)
 
     def close(self) -> None:
         """Close as `Capturer.close` does. Announced saves are handed over before, if that is
-        quick."""
+        quick. Wait until the first capturer is made, since it refers to the state."""
         self.flush(CLOSE_FLUSH_TIMEOUT_S)
-        with self._change:
-            self._is_closed = True
-            fresh, self._replacement = self._replacement, None
-            self._change.notify_all()
-        if fresh is not None:
-            fresh.close()
-        self._capturer.close()
+        self._link.close()
 
     def _skip_if_away(self, step: int, wait: float) -> SkippedCapture | None:
         """Return why nothing can be captured. If asked, wait for a mover that is away. The mover
         may have been replaced since the last capture, long ago. A capture that must not be skipped
         checks that."""
-        end = time.monotonic() + min(wait, MOVER_REPLACEMENT_TIMEOUT_S)
-        if wait > 0:
-            with self._change:
-                self._is_suspected = True
-                self._change.notify_all()
-                self._change.wait_for(
-                    lambda: not self._is_suspected or self._is_away, MOVER_REPLACEMENT_TIMEOUT_S
-                )
-        while self.is_away and not self._is_fenced and (left := end - time.monotonic()) > 0:
-            with self._change:
-                self._change.wait_for(
-                    lambda: self._replacement is not None or not self._is_away, left
-                )
-            self.has_free_slot()
-        return SkippedCapture(step, "the mover is away") if self.is_away else None
+        if self._link.capturer is None:
+            self._link.take_over(wait)
+        elif wait > 0:
+            end = time.monotonic() + min(wait, MOVER_REPLACEMENT_TIMEOUT_S)
+            self._link.check_mover()
+            while self._link.can_return and (left := end - time.monotonic()) > 0:
+                self._link.take_over(left)
+        reason = _NO_ARENA_YET if self._link.capturer is None else "the mover is away"
+        return SkippedCapture(step, reason) if self.is_away else None
 
     # --- handing over ---------------------------------------------------------------------------
     def announce(
-        self,
-        step: int,
-        meta: Mapping[str, Any],
-        is_durable: bool = True,
-        to_peers: bool | None = None,
-        to_bucket: bool = True,
+        self, step: int, meta: Mapping[str, Any], destinations: SaveDestinations = DURABLE
     ) -> SkippedCapture | None:
         """Queue the call of `Capturer.announce`. Return None: a skipped save is reported later."""
-        with self._change:
-            self._queue.append(
-                _Announcement(self._capturer, step, meta, is_durable, to_peers, to_bucket)
-            )
-            self._change.notify_all()
+        self._link.announce(_Announcement(self._link.current, step, meta, destinations))
         return None
 
     def flush(self, timeout_s: float) -> bool:
         """Wait until what was announced has been handed over, or is lost; whether it has."""
-        with self._change:
-            return self._change.wait_for(
-                lambda: not self._queue and not self._is_handing_over, timeout_s
-            )
+        with self._link.change:
+            return self._link.wait_until_handed_over(timeout_s)
 
     def wait_until_committed(
         self, step: int, timeout_s: float, keep_alive: Callable[[], None] = lambda: None
     ) -> str | None:
         """Wait as `Capturer.wait_until_committed` does. If the mover is replaced meanwhile, the new
         one reports the outcome."""
-        return _poll_until_ended(partial(self._poll_save_end, step), timeout_s, keep_alive)
+        return _poll_until_ended(partial(self._link.poll_save_end, step), timeout_s, keep_alive)
 
-    def _poll_save_end(self, step: int, wait_s: float) -> tuple[bool, str | None]:
+
+class _MoverLink:
+    """A capturer's link to whichever mover serves its node, and the thread that speaks to it.
+
+    change: guards the link, and tells of each change. capturer: the training thread's, None until
+    it has taken the first one over.
+    """
+
+    def __init__(
+        self,
+        make_first: Callable[[], CapturerProtocol],
+        make_capturer: Callable[[], CapturerProtocol],
+        on_skipped: Callable[[SkippedCapture], None],
+        in_background: bool,
+    ) -> None:
+        """As `ReconnectingCapturer`."""
+        self._make_first, self._make_capturer = make_first, make_capturer
+        self._on_skipped = on_skipped
+        self.capturer = None if in_background else make_first()
+        self.change = threading.Condition()
+        self._replacement: CapturerProtocol | None = None  # for the training thread to take over
+        self._is_connecting = in_background  # for the first time
+        self._first_error: BaseException | None = None
+        self._queue: deque[_Announcement] = deque()
+        self._is_handing_over = False  # on one that has left the queue
+        self._lacks_mover = in_background
+        self._is_suspected = self._is_closed = self._is_fenced = False
+        self._checked_at = time.monotonic()
+        self._durable_steps: deque[int] = deque(maxlen=MAX_REMEMBERED_SAVES)
+        self._skip_reasons: dict[int, str] = {}  # steps that were not handed over, and why
+        threading.Thread(target=self._talk_to_mover, name="to the mover", daemon=True).start()
+
+    @property
+    def current(self) -> CapturerProtocol:
+        if self.capturer is None:
+            raise RuntimeError("nothing has been captured")
+        return self.capturer
+
+    @property
+    def is_away(self) -> bool:
+        return self._lacks_mover or self._is_fenced
+
+    @property
+    def can_return(self) -> bool:
+        """Return True if there is no mover now, and there may be one later."""
+        return self._lacks_mover and not self._is_fenced
+
+    # --- the training thread --------------------------------------------------------------------
+    def take_over(self, wait_s: float) -> None:
+        """Take the new capturer over, if there is one. If there is no mover, wait for that. Raises
+        what the first capturer's maker raised."""
+        with self.change:
+            self.change.wait_for(
+                lambda: self._replacement or self._first_error or not self.can_return, wait_s
+            )
+            if self._first_error is not None:
+                raise self._first_error
+            fresh, self._replacement = self._replacement, None
+            if fresh is None:
+                return
+            old, self.capturer, self._lacks_mover = self.capturer, fresh, False
+            self.change.notify_all()
+        if old is not None:
+            old.close()
+
+    def check_mover(self) -> None:
+        """Have it checked whether the mover is still the same, and wait until that is known."""
+        with self.change:
+            self._is_suspected = True
+            self.change.notify_all()
+            self.change.wait_for(
+                lambda: not self._is_suspected or self._lacks_mover, MOVER_REPLACEMENT_TIMEOUT_S
+            )
+
+    def suspect_if_due(self) -> None:
+        if time.monotonic() - self._checked_at >= MOVER_CHECK_INTERVAL_S:
+            self._is_suspected = True
+            self.change.notify_all()
+
+    def close(self) -> None:
+        with self.change:
+            self._is_closed = True
+            self.change.notify_all()
+            self.change.wait_for(lambda: not self._is_connecting)
+            left, self._replacement = (self._replacement, self.capturer), None
+        for capturer in left:
+            if capturer is not None:
+                capturer.close()
+
+    # --- handing over ---------------------------------------------------------------------------
+    def announce(self, announcement: _Announcement) -> None:
+        with self.change:
+            self._queue.append(announcement)
+            self.change.notify_all()
+
+    def wait_until_handed_over(self, timeout_s: float) -> bool:
+        return self.change.wait_for(
+            lambda: not self._queue and not self._is_handing_over, timeout_s
+        )
+
+    def poll_save_end(self, step: int, wait_s: float) -> tuple[bool, str | None]:
         """Ask the mover once, or wait if there is no connection to a mover."""
-        with self._change:
-            self._change.wait_for(lambda: not self._queue and not self._is_handing_over, wait_s)
+        with self.change:
+            if self.capturer is None and self._replacement is None:
+                return True, _NO_ARENA
+            is_handed_over = self.wait_until_handed_over(wait_s)
             if step in self._skip_reasons:
                 return True, self._skip_reasons[step]
-            if self._queue or self._is_handing_over:
+            if not is_handed_over:
                 return False, None
-            asked = self._replacement or (None if self._is_away else self._capturer)
+            asked = self._replacement or (None if self._lacks_mover else self.capturer)
             if asked is None:
-                self._change.wait_for(
-                    lambda: self._replacement is not None or not self._is_away, wait_s
-                )
+                self.change.wait_for(lambda: self._replacement or not self._lacks_mover, wait_s)
                 return False, None
         try:
             ended, reason = asked.poll_save_end(step, wait_s)
         except FencedError:
             raise
         except HoldfastError:
-            with self._change:
+            with self.change:
                 self._mark_away()
             return False, None
         if not ended:
-            with self._change:
-                self._suspect_if_due()  # one that took its place does not know what it is asked for
+            with self.change:
+                self.suspect_if_due()  # one that took its place does not know what it is asked for
         return ended, reason
 
     # --- the thread that speaks to the mover ----------------------------------------------------
-    def _suspect_if_due(self) -> None:
-        if time.monotonic() - self._checked_at >= MOVER_CHECK_INTERVAL_S:
-            self._is_suspected = True
-            self._change.notify_all()
-
     def _mark_away(self) -> None:
-        self._is_away = self._is_suspected = True
-        self._change.notify_all()
+        self._lacks_mover = self._is_suspected = True
+        self.change.notify_all()
 
     def _talk_to_mover(self) -> None:
+        if self._is_connecting and not self._connect():
+            return
         failed = 0  # attempts to find a mover, in a row
         while True:
-            with self._change:
-                self._change.wait_for(lambda: self._is_closed or self._queue or self._is_suspected)
+            with self.change:
+                self.change.wait_for(lambda: self._is_closed or self._queue or self._is_suspected)
                 if self._is_closed:
                     return
-                handing = self._queue.popleft() if self._queue else None
-                self._is_handing_over = handing is not None
-            if handing is not None:
-                self._hand_over(handing)
-                with self._change:
+                announcement = self._queue.popleft() if self._queue else None
+                self._is_handing_over = announcement is not None
+            if announcement is not None:
+                self._hand_over(announcement)
+                with self.change:
                     self._is_handing_over = False
-                    self._change.notify_all()
+                    self.change.notify_all()
                 continue
             failed = 0 if self._find_mover() else failed + 1
             if failed:
-                with self._change:
+                with self.change:
                     pause = MOVER_RETRY_DELAYS_S[min(failed, len(MOVER_RETRY_DELAYS_S)) - 1]
-                    self._change.wait_for(lambda: self._is_closed or self._queue, pause)
+                    self.change.wait_for(lambda: self._is_closed or self._queue, pause)
+
+    def _connect(self) -> bool:
+        """Make the first capturer; whether that worked. An error is the training thread's."""
+        first, error = None, None
+        try:
+            first = self._make_first()
+        except BaseException as raised:
+            error = raised
+        with self.change:
+            self._replacement, self._first_error = first, error
+            self._is_connecting = False
+            self.change.notify_all()
+        return error is None
 
     def _hand_over(self, announcement: _Announcement) -> None:
-        step, gone = announcement.step, None
-        with self._change:
-            if self._is_away or self._is_fenced or announcement.capturer is not self._capturer:
-                gone = SkippedCapture(step, _MOVER_GONE)
-        if gone is not None:
+        step, skipped = announcement.step, None
+        with self.change:
+            if self.is_away or announcement.capturer is not self.capturer:
+                skipped = SkippedCapture(step, _MOVER_GONE)
+        if skipped is not None:
             announcement.capturer.drop_capture(step)
         else:
             try:
-                gone = announcement.hand_over()
+                skipped = announcement.hand_over()
             except FencedError:
-                with self._change:
+                with self.change:
                     self._is_fenced = True
                 return  # the generation is over, and with it its snapshots
-        with self._change:
-            if gone is not None:
-                self._skip_reasons[step] = gone.reason
+        with self.change:
+            if skipped is not None:
+                self._skip_reasons[step] = skipped.reason
                 while len(self._skip_reasons) > MAX_REMEMBERED_SAVES:
                     del self._skip_reasons[min(self._skip_reasons)]
                 self._mark_away()
-            elif announcement.is_durable:
+            elif announcement.destinations.is_durable:
                 self._durable_steps.append(step)
-        if gone is not None:
-            self._on_skipped(gone)
+        if skipped is not None:
+            self._on_skipped(skipped)
 
     def _find_mover(self) -> bool:
         """Look for the mover; whether there is one, the same or another."""
-        with self._change:
-            now = self._replacement or self._capturer
+        with self.change:
+            now = self._replacement or self.current
         fresh: CapturerProtocol | None = None
         try:
             if not now.is_connected():
                 fresh = self._make_capturer()
                 fresh.report_orphaned_saves(list(self._durable_steps))
         except FencedError:
-            with self._change:
+            with self.change:
                 self._is_fenced, self._is_suspected = True, False
-                self._change.notify_all()
+                self.change.notify_all()
             return True
         except Exception:  # it is not up yet, or does not know the generation
-            with self._change:
-                self._is_away = True
+            with self.change:
+                self._lacks_mover = True
             if fresh is not None:
                 fresh.close()
             return False
-        with self._change:
+        with self.change:
             self._checked_at, self._is_suspected = time.monotonic(), False
             if fresh is None:
-                self._is_away = self._replacement is not None
+                self._lacks_mover = self._replacement is not None
             elif not self._is_closed:
-                self._is_away, self._replacement, fresh = True, fresh, self._replacement
+                self._lacks_mover, self._replacement, fresh = True, fresh, self._replacement
                 self._durable_steps.clear()
-            self._change.notify_all()
+            self.change.notify_all()
         if fresh is not None:
             fresh.close()
         return True

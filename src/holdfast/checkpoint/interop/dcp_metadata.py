@@ -9,6 +9,11 @@ stand-in of this module for each, and refuses any other name. Nothing of torch i
 tensor is made. The answer on stdout is JSON: for each tensor its dtype, shape and chunks, for each
 chunk its file and byte range. So the caller reads plain byte ranges. Objects that are not tensors
 (data loaders, schedules) are named, never read.
+
+DCP's own `FileSystemReader` is no replacement. It gives `.metadata` to plain `pickle`, whatever
+`torch.serialization.safe_globals` says, so a folder can run code. torch's `weights_only` unpickler
+refuses every `.metadata`, because it does not know pickle's protocol 4. That reader also follows
+`../` out of the folder, leaves missing elements uninitialised, and needs twenty times the memory.
 """
 
 from __future__ import annotations
@@ -17,6 +22,7 @@ import io
 import json
 import pickle
 import re
+import resource
 import sys
 import zipfile
 from collections import OrderedDict
@@ -24,6 +30,10 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 METADATA = ".metadata"
+
+LEAST_MEMORY_BYTES = 2**30
+MEMORY_PER_METADATA_BYTE = 256
+"""Memory for each byte of `.metadata`; DCP's own need less than 50."""
 
 TORCH_DTYPE_NAMES = {
     "float64": "F64",
@@ -341,8 +351,18 @@ def _read_archive(archive: zipfile.ZipFile, where: str) -> tuple[ArchivedTensor,
     return tensor, record
 
 
+def _limit_memory(folder: Path) -> None:
+    """Bound what this process may allocate: a pickle of ten bytes can ask for 32 GB."""
+    size = (folder / METADATA).stat().st_size
+    _, hard = resource.getrlimit(resource.RLIMIT_AS)
+    limit = LEAST_MEMORY_BYTES + MEMORY_PER_METADATA_BYTE * size
+    if hard == resource.RLIM_INFINITY or limit < hard:
+        resource.setrlimit(resource.RLIMIT_AS, (limit, hard))
+
+
 def main() -> None:
     try:
+        _limit_memory(Path(sys.argv[1]))
         answer = describe_folder(Path(sys.argv[1]))
     except UnsupportedDcpError as error:
         answer = {"refused": str(error)}

@@ -25,6 +25,7 @@ from holdfast.core.sharding.state_table import StateTable
 from holdfast.errors import HoldfastError
 from holdfast.events import Event, event_from_json
 from holdfast.layout import Topology
+from holdfast.policy.saving.destinations import DURABLE, SaveDestinations
 from holdfast.wire.secret import Secret
 
 MOVER_ANSWER_TIMEOUT_S = 30.0
@@ -322,22 +323,19 @@ class MoverClient:
         slot: int,
         sequence: int,
         meta: Mapping[str, Any],
-        is_durable: bool = True,
-        to_peers: bool | None = None,
-        to_bucket: bool = True,
+        destinations: SaveDestinations = DURABLE,
     ) -> None:
-        """Slot `slot` holds the state after `step`: keep it in memory and, with `is_durable`, save
-        it. to_peers, to_bucket: as in `policy.saving.destinations.SaveDestinations`. Returns before
-        that is done."""
+        """Slot `slot` holds the state after `step`: keep it in memory, and save it if its
+        destinations say so. Returns before that is done."""
         body = {
             "rank": rank,
             "step": step,
             "slot": slot,
             "sequence": sequence,
             "meta": dict(meta),
-            "durable": is_durable,
-            "copied": to_peers,
-            "uploaded": to_bucket,
+            "durable": destinations.is_durable,
+            "copied": destinations.to_peers,
+            "uploaded": destinations.to_bucket,
         }
         self._call("captured", body, TRAINING_ANSWER_TIMEOUT_S)
 

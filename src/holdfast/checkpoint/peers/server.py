@@ -45,7 +45,7 @@ from holdfast.checkpoint.peers.client import (
     USE_COPY,
 )
 from holdfast.checkpoint.peers.rate_limiter import TokenBucket
-from holdfast.core.format.manifest import blob_key, parse_save_key, writer_name
+from holdfast.core.format.manifest import parse_blob_key
 from holdfast.core.json_parsing import parse_json
 from holdfast.errors import FencedError, HoldfastError
 from holdfast.wire.http.auth import (
@@ -382,7 +382,10 @@ class _PeerHandler(socketserver.BaseRequestHandler):
     def _send_range(self, nonce: str, asked: dict[str, str]) -> None:
         """Answer with bytes of a slot; what goes wrong before the first of them is raised."""
         start, stop = int(asked["start"]), int(asked["stop"])
-        found = self.server.snapshot_store.get(*parse_blob_key(asked["key"]))
+        place = parse_blob_key(asked["key"])
+        if place is None:
+            raise ValueError(f"{asked['key']!r} is not the key of a blob")
+        found = self.server.snapshot_store.get(*place)
         if not 0 <= start < stop <= found.header.length:
             raise ValueError(f"bytes [{start}, {stop}) of {found.header.length}")
         proof = sign_answer(self.server.secret, nonce, OK, self._asked_request.target.encode())
@@ -437,18 +440,6 @@ def inventory_to_json(snapshot_store: SnapshotStore) -> dict[str, Any]:
             "table": [spec.to_json() for spec in table],
         }
     return {"snapshots": [line.sealed_manifest.decode() for line in held], "plans": plans}
-
-
-def parse_blob_key(key: str) -> tuple[int, int, int]:
-    """(generation, step, rank) of a blob's key. Raises ValueError for any other."""
-    position = parse_save_key(key)
-    rank = key.rpartition("-rank")[2].partition("-")[0]
-    if position is None or not rank.isdecimal():
-        raise ValueError(f"{key!r} is not the key of a blob")
-    step, generation = position
-    if blob_key(generation, step, writer_name(int(rank))) != key:
-        raise ValueError(f"{key!r} is not the key of a blob")
-    return generation, step, int(rank)
 
 
 def _send_file(connection: socket.socket, fd: int, offset: int, count: int) -> None:

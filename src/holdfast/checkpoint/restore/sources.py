@@ -24,7 +24,7 @@ from xxhash import xxh3_128, xxh3_128_hexdigest
 from holdfast.checkpoint.memory.arena import Arena, SlotHeader
 from holdfast.checkpoint.memory.snapshot_store import InventoryEntry, SnapshotStore
 from holdfast.checkpoint.restore.read_plan import ReadRange, copy_into_places, copy_to_targets
-from holdfast.core.format.manifest import Blob, Extent, parse_save_key
+from holdfast.core.format.manifest import Blob, Extent, parse_blob_key
 from holdfast.core.sharding.state_table import StateTable
 from holdfast.errors import CorruptError, HoldfastError
 from holdfast.layout import Topology
@@ -125,11 +125,13 @@ class SnapshotStoreSource:
         return self._snapshot_store.topology_and_table(generation)
 
     def has(self, key: str) -> bool:
-        return parse_save_key(key) is not None
+        return parse_blob_key(key) is not None
 
     def data(self, key: str, start: int, length: int, buffer: memoryview) -> memoryview:
-        view = buffer[:length]
-        self._snapshot_store.read_into(*_parse_blob_key(key), start, view)
+        place, view = parse_blob_key(key), buffer[:length]
+        if place is None:
+            raise MissingKeyError(f"{key} is not a blob's key")
+        self._snapshot_store.read_into(*place, start, view)
         return view
 
 
@@ -433,12 +435,3 @@ def _read_failure(blob: Blob, extent: Extent, errors: Sequence[HoldfastError]) -
     if unread or len(errors) == 1:
         return (unread or list(errors))[-1]
     return CorruptError("; ".join(dict.fromkeys(map(str, errors))))
-
-
-def _parse_blob_key(key: str) -> tuple[int, int, int]:
-    """(generation, step, rank) of a blob's key. Raises MissingKeyError for another key."""
-    position = parse_save_key(key)
-    number = key.rpartition("-rank")[2].partition("-")[0]
-    if position is None or not number.isdecimal():
-        raise MissingKeyError(f"{key} is not a blob's key")
-    return position[1], position[0], int(number)

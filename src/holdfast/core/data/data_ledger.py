@@ -14,14 +14,14 @@ from typing import Any
 
 Range = tuple[int, int]  # [start, stop)
 
-STAND_IN_KEY = "stands_in"  # key of an entry that another rank made from the data; see `Entry`
+STAND_IN_KEY = "stands_in"  # key of an entry that the agent made from the data; see `LedgerEntry`
 
 
 @dataclass(frozen=True)
 class LedgerEntry:
     """One range that one rank fed (or skipped, with a reason) in one step.
 
-    is_stand_in: made from the data by another rank, for one that was lost after its gradient had
+    is_stand_in: made from the data by the agent, for a rank that was lost after its gradient had
     come. It counts only where the lost one's own entry did not come after all.
     """
 

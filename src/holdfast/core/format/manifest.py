@@ -97,6 +97,17 @@ def parse_save_key(key: str) -> tuple[int, int] | None:
     return int(step), int(generation)
 
 
+def parse_blob_key(key: str) -> tuple[int, int, int] | None:
+    """(generation, step, rank) of a rank's blob, None for any other key."""
+    position = parse_save_key(key)
+    rank = key.rpartition("-rank")[2].partition("-")[0]
+    if position is None or not rank.isdecimal():
+        return None
+    step, generation = position
+    is_blob = blob_key(generation, step, writer_name(int(rank))) == key
+    return (generation, step, int(rank)) if is_blob else None
+
+
 # --- blobs ----------------------------------------------------------------------------------
 class Extent(NamedTuple):
     """A checksummed range of a blob."""

@@ -19,6 +19,7 @@ class NodeResult:
 
     async def finish_run(self) -> int:
         """Return the exit code; the coordinator's agent has written the result to the journal."""
+        await self.parts.run_controller.wait_for_ledger_repair()
         end = await self._find_result()
         if end is None and self.parts.run_folder_monitor.is_leaving:
             end = run_result(

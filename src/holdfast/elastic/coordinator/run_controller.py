@@ -65,6 +65,8 @@ from holdfast.wire.term import Term, newest_generation
 MISSED_HEARTBEATS_UNTIL_LOST = 3
 UNREACHABLE_PAIR_RETRY_HEARTBEATS = 30
 """Heartbeats until two nodes that did not reach each other are tried together again."""
+LAST_LEDGER_REPAIR_TIMEOUT_S = 30.0
+"""Seconds that an agent whose run is over waits for a repair of the ledger."""
 ALL_NODES_LEAVING_REASON = "all nodes were told to go"
 BAD_STEP_REASONS = ("non_finite", "loss_jump")
 """Reasons that `policy.detection.bad_steps` limits, not the restart budget."""
@@ -179,6 +181,11 @@ class RunController:
         self._is_closed = True
         for task in self._tasks.values():
             task.cancel()
+
+    async def wait_for_ledger_repair(self) -> None:
+        """Wait a while for a repair that is under way: the run is over, and no other follows."""
+        if (task := self._tasks.get("told")) is not None:
+            await asyncio.wait({task}, timeout=LAST_LEDGER_REPAIR_TIMEOUT_S)
 
     # --- a term begins --------------------------------------------------------------------------
     async def lead_term(self, term: Term) -> Coordinator:
@@ -339,7 +346,7 @@ class RunController:
             self._generation_planner.report_lost_ranks(new)
         if new.phase is Phase.ENDED and self._hooks.newest_generation():
             self.result_reporter.write_event(self.build_result(new.end_reason).event)
-        if new.phase is Phase.TRAINING and old.phase is not Phase.TRAINING:
+        if old.phase is Phase.STARTING and new.phase in (Phase.TRAINING, Phase.ENDED):
             self._start_task("told", self._repair_ledger())
         if new.phase is Phase.GATHERING and old.phase is not Phase.GATHERING:
             self._start_task("wait", self._node_shortage.wait_for_nodes())

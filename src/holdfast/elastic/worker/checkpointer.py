@@ -1,14 +1,11 @@
 """Snapshots of a worker's state: the arena that the mover makes for them, and their announcements.
 
 A saver serves one generation: it refers to the state, and the mover rejects older generations. If
-the mover is being replaced, the saver waits for it. If training continues with its own state, no
-capture is due before its first step ends. So the arena is made while that step computes
-(`LateSaver`).
+the mover is being replaced, the saver waits for it.
 """
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -25,7 +22,7 @@ from holdfast.core.data.sample_order import BatchSchedule
 from holdfast.elastic.worker.reporter import AgentReporter
 from holdfast.errors import FencedError, HoldfastError, UserError
 from holdfast.events import CheckpointCaptured, CheckpointSkipped, Evaluated
-from holdfast.policy.saving.destinations import SaveDestinations
+from holdfast.policy.saving.destinations import DURABLE, SaveDestinations
 from holdfast.train.build import TrainingSession
 from holdfast.train.runner import TrainingOutcome
 from holdfast.train.state import LocalTensor
@@ -35,8 +32,6 @@ Made = TypeVar("Made")
 
 _MOVER_RETURN_TIMEOUT_S = 30.0  # that a mover which is gone is given to come back
 _MOVER_RETRY_DELAY_S = 0.1
-_LATE_SECONDS = 2.0
-"""Seconds that a finished step waits for a saver in the making. After that it captures nothing."""
 
 # seconds for the last save, as in `train.runner`
 _LAST_SLOT_TIMEOUT_S, _LAST_COMMIT_TIMEOUT_S = (
@@ -143,9 +138,7 @@ class SnapshotSaver:
         position = self._schedule.position(step + 1)
 
         def tell() -> None:
-            skipped = self._capturer.announce(
-                step, {**meta, "position": position}, into.is_durable, into.to_peers, into.to_bucket
-            )
+            skipped = self._capturer.announce(step, {**meta, "position": position}, into)
             if skipped is not None:
                 self._reporter.emit(CheckpointSkipped(self._rank, skipped.reason, step=step))
 
@@ -187,87 +180,9 @@ def _report_alive(reporter: AgentReporter, step: int, check: Callable[[], None])
     reporter.progress(step, "save")
 
 
-class LateSaver:
-    """A `SnapshotSaver` that is made on a thread of its own.
-
-    Until it exists, this rank reports no room, as with an absent mover. So no rank captures
-    anything.
-    """
-
-    def __init__(
-        self,
-        make: Callable[[], SnapshotSaver],
-        skipped: Callable[[SkippedCapture], None],
-        reporter: AgentReporter,
-        check: Callable[[], None] = lambda: None,
-    ) -> None:
-        """Start to make the saver.
-
-        Args:
-            make: makes the saver. The next call of `ready` or `capture` raises its error.
-            skipped: called for a capture that was requested before the saver existed.
-            check: raises if a wait must end.
-        """
-        self._make, self._skipped = make, skipped
-        self._reporter, self._check = reporter, check
-        self._saver: SnapshotSaver | None = None
-        self._error: BaseException | None = None
-        self._done = threading.Event()
-        self._waits = _LATE_SECONDS
-        threading.Thread(target=self._run, name="equipping", daemon=True).start()
-
-    def _run(self) -> None:
-        try:
-            self._saver = self._make()
-        except BaseException as error:  # the training thread's to answer for
-            self._error = error
-        finally:
-            self._done.set()
-
-    def _within(self, seconds: float) -> SnapshotSaver | None:
-        self._done.wait(seconds)
-        if self._error is not None:
-            raise self._error
-        return self._saver
-
-    def has_free_slot(self) -> bool:
-        waits, self._waits = self._waits, 0.0  # once
-        saver = self._within(waits)
-        return saver is not None and saver.has_free_slot()
-
-    def capture(self, step: int, state: Sequence[LocalTensor], wait: float, durable: bool) -> bool:
-        begun = time.monotonic()
-        saver = self._within(wait)
-        if saver is None:
-            self._skipped(SkippedCapture(step, "the mover has made no arena yet"))
-            return False
-        return saver.capture(step, state, max(0.0, wait - (time.monotonic() - begun)), durable)
-
-    def fence(self) -> float:
-        return 0.0 if self._saver is None else self._saver.fence()
-
-    def announce(self, step: int, meta: Mapping[str, Any], into: SaveDestinations) -> None:
-        if self._saver is not None:  # else nothing was captured
-            self._saver.announce(step, meta, into)
-
-    def wait_until_committed(self, step: int, seconds: float, durable: bool = True) -> str | None:
-        if self._saver is None:
-            unsaved = wait_until_stored(
-                self._reporter, step, time.monotonic() + seconds, self._check
-            )
-            return unsaved or ("the mover has made no arena" if durable else None)
-        return self._saver.wait_until_committed(step, seconds, durable)
-
-    def close(self) -> None:
-        """Wait until the saver is made, since it refers to the state, and close it."""
-        self._done.wait()
-        if self._saver is not None:
-            self._saver.close()
-
-
 def save_last_step(
     session: TrainingSession,
-    saver: SnapshotSaver | LateSaver,
+    saver: SnapshotSaver,
     reporter: AgentReporter,
     rank: int,
     step: int,
@@ -289,7 +204,7 @@ def save_last_step(
     if not captured:
         return TrainingOutcome("finished", step, "no snapshot could be made of it")
     known = {} if verdict is None else {"loss": verdict.mean_loss, "tokens": verdict.tokens}
-    saver.announce(step, known, SaveDestinations(True, None, True))
+    saver.announce(step, known, DURABLE)
     return TrainingOutcome(
         "finished", step, saver.wait_until_committed(step, _LAST_COMMIT_TIMEOUT_S)
     )

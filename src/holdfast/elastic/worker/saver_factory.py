@@ -12,7 +12,6 @@ from holdfast.checkpoint.mover.client import MoverClient
 from holdfast.config.run import RunConfig
 from holdfast.core.sharding.state_table import state_table
 from holdfast.elastic.worker.checkpointer import (
-    LateSaver,
     SnapshotSaver,
     make_with_fewer_slots,
     retry_until_mover_is_up,
@@ -41,7 +40,7 @@ class SaverFactory:
     held_session: HeldSession
     has_released_old_memory: bool
 
-    def make(self, begun_at: float, *, in_background: bool) -> SnapshotSaver | LateSaver:
+    def make(self, begun_at: float, *, in_background: bool) -> SnapshotSaver:
         """Make an arena for the state, and report the worker as ready then.
 
         in_background: make it while the first step computes, if the agent sends commands.
@@ -75,19 +74,20 @@ class SaverFactory:
                 make_capturer, self.config.checkpoint, self._on_setting_ignored
             )
 
-        def equip() -> SnapshotSaver:
+        def connect_first() -> Capturer:
             first = (
                 retry_until_mover_is_up(connect, halts.wait) if halts.takes_commands else connect()
             )
-            capturer = ReconnectingCapturer(first, connect, self._on_capture_skipped)
-            saver = SnapshotSaver(capturer, reporter, rank, self.config, halts.check)
-            ready = WorkerReady(rank, time.monotonic() - begun_at, step=step)
-            reporter.emit(ready)
-            return saver
+            reporter.emit(WorkerReady(rank, time.monotonic() - begun_at, step=step))
+            return first
 
-        if in_background and halts.takes_commands:
-            return LateSaver(equip, self._on_capture_skipped, reporter, halts.check)
-        return equip()
+        capturer = ReconnectingCapturer(
+            connect_first,
+            connect,
+            self._on_capture_skipped,
+            in_background=in_background and halts.takes_commands,
+        )
+        return SnapshotSaver(capturer, reporter, rank, self.config, halts.check)
 
     def _on_capture_skipped(self, skipped: SkippedCapture) -> None:
         """Note that a snapshot was not captured."""

@@ -7,8 +7,12 @@ from collections.abc import Callable
 from holdfast.elastic.protocol.worker_messages import SaveRequest
 from holdfast.elastic.worker.reporter import AgentReporter
 from holdfast.policy.saving.tiers import BUCKET, DISK, PEERS
-from holdfast.train.journal_repair import COVERED_STEPS
 from holdfast.train.vote import Wishes
+
+MAX_UNSENT_STEPS = 3
+"""Steps whose events a process may still have to itself when it votes on the next one. If it is
+killed, other processes report these steps (`train/journal_repair.py`), and the agent completes the
+ledger (`elastic/coordinator/ledger_repair.py`)."""
 
 
 class AgentMembership:
@@ -34,7 +38,7 @@ class AgentMembership:
         self._last_save_request = 0  # the newest request that has been passed on
 
     def requests(self, step: int) -> Wishes:
-        self._reporter.wait_until_sent(step - COVERED_STEPS)
+        self._reporter.wait_until_sent(step - MAX_UNSENT_STEPS)
         if self._reporter.is_fenced:
             self._on_outdated(step)
         told = self._reporter.requests

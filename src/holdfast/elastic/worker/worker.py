@@ -10,7 +10,7 @@ from dataclasses import replace
 from holdfast.elastic.protocol.generation_record import PreviousState
 from holdfast.elastic.protocol.worker_commands import Begin
 from holdfast.elastic.protocol.worker_spec import WorkerSpec
-from holdfast.elastic.worker.checkpointer import LateSaver, SnapshotSaver, save_last_step
+from holdfast.elastic.worker.checkpointer import SnapshotSaver, save_last_step
 from holdfast.elastic.worker.commands import CommandClient
 from holdfast.elastic.worker.generation_connection import GenerationConnection
 from holdfast.elastic.worker.held_session import HeldSession
@@ -58,7 +58,7 @@ class Worker:
         self._setup = WorkerSetup(spec)
         self.held_session = HeldSession(spec.start_step)
         self.is_training = False  # as opposed to being on the way into a generation
-        self._snapshot_saver: SnapshotSaver | LateSaver | None = None
+        self._snapshot_saver: SnapshotSaver | None = None
         self._had_capturer = False  # whether there has been one
         self._connection: GenerationConnection | None = None
 

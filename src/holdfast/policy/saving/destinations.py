@@ -48,3 +48,7 @@ class SaveDestinations:
     is_durable: bool
     to_peers: bool | None = None
     to_bucket: bool = True
+
+
+DURABLE = SaveDestinations(is_durable=True)
+"""A durable save: to peers as their rule by steps says, and into the bucket."""
