@@ -128,7 +128,7 @@ def test_requests_from_many_threads_on_few_connections() -> None:
         with ThreadPoolExecutor(8) as pool:
             answers = list(pool.map(lambda n: client.post("/echo", {"x": n}), range(200)))
         assert [a["got"] for a in answers] == list(range(200))
-        assert len(client._idle_connections) <= 8
+        assert len(client._connections._idle_since) <= 8
         client.close()
 
 

@@ -24,8 +24,7 @@ def make_peer_settings(
     Args:
         node: this node's name in the topology, if the run may have several nodes. Its mover then
             always listens and keeps copies for the other nodes. If the run file sets no size for
-            them, the copies get half of the free memory: the arenas of the own ranks need some,
-            too.
+            them, they get half of the free memory. The own ranks' arenas need some, too.
         port: the port that it had before, if the run file sets none.
     """
     others = [peer for peer in config.peers if peer.name not in (node, config.machine.name)]

@@ -45,9 +45,9 @@ def shut_down_connections(except_address: str) -> None:
     """Shut down every TCP connection of this process, but those to `except_address` ("host:port"),
     which is its agent.
 
-    It is the last resort: gloo cannot end a wait in a group that is still being made, nor one that
-    a suspended peer keeps open, and `cut_connections` needs the group. But any thread may shut a
-    connection down, which wakes the threads that wait on it (torch 2.13: within milliseconds).
+    It is the last resort. `cut_connections` needs a group, and some waits have none yet. Nor can
+    gloo end a wait that a suspended peer keeps open. But if any thread shuts a connection down, the
+    threads that wait on it wake (torch 2.13: within a few milliseconds).
     """
     port = int(except_address.rpartition(":")[2])
     for each in _sockets():
