@@ -40,7 +40,7 @@ class FakeMachine:
 
     def __init__(self, root: Path) -> None:
         self.root = root
-        self.put("proc/meminfo", "".join(f"{k}: {v // 1024} kB\n" for k, v in MEMINFO.items()))
+        self.put("proc/meminfo", "\n".join(f"{k}: {v // 1024} kB" for k, v in MEMINFO.items()))
 
     def put(self, name: str, text: object) -> None:
         path = self.root / name
