@@ -34,7 +34,7 @@ HIGHEST = ("cli", "export", "launch", "chaos", "simulate", "report", "elastic")
 SERVER = """
 import importlib, json, os, sys, traceback
 for name in ("numpy", "pydantic", "yaml", "xxhash", "typer", "rich.console",
-             "httptools"):
+             "httptools", "psutil"):
     importlib.import_module(name)
 assert "torch" not in sys.modules and "holdfast" not in sys.modules
 found, proven = {}, set()

@@ -203,7 +203,7 @@ def _corrupt_memory(at: ChaosEnvironment, node: str) -> FaultAction:
         raise NotPossibleNowError("there is no worker")
     for pid in workers:
         _send_signal(pid, signal.SIGSTOP)
-    with suppress(OSError):  # the mover has ended meanwhile
+    with suppress(OSError, psutil.Error):  # the mover has ended meanwhile
         _wait_until_idle(mover)
         changed = flip_memory_bits(mover)
     if not changed:
@@ -219,11 +219,9 @@ def _wait_until_idle(pid: int) -> None:
     end, looks = time.monotonic() + _IDLE_TIMEOUT_S, 0
     while looks < _IDLE_LOOKS and time.monotonic() < end:
         time.sleep(_IDLE_TIMEOUT_S / 100)
-        states = {
-            stat.read_bytes().rpartition(b") ")[2][:1]
-            for stat in Path(f"/proc/{pid}/task").glob("*/stat")
-        }
-        looks = looks + 1 if states == {b"S"} else 0
+        threads = psutil.Process(pid).threads()
+        states = {psutil.Process(thread.id).status() for thread in threads}
+        looks = looks + 1 if states == {psutil.STATUS_SLEEPING} else 0
 
 
 def flip_memory_bits(pid: int, stride: int = _FLIP_STRIDE_BYTES) -> int:

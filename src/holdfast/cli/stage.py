@@ -41,9 +41,9 @@ def stage(
     Example:
       holdfast stage --listen 10.0.0.7:7600 --secret run.secret --memory 64
     """
-    from holdfast.checkpoint.memory.limits import available_bytes
     from holdfast.checkpoint.peers.client import split_address
     from holdfast.checkpoint.peers.staging_node import StagingNode
+    from holdfast.plan.limits import available_memory
     from holdfast.wire.http.sockets import bind_listener
     from holdfast.wire.secret import read_secret
 
@@ -61,8 +61,8 @@ def stage(
             where="--memory",
             remedy="use the size of two snapshots of every rank, or more",
         )
-    free = available_bytes()
-    if free is not None and memory * GB > free:
+    free = available_memory()
+    if memory * GB > free:
         raise UserError(
             f"{memory:g} GB are more than this machine has free",
             where="--memory",

@@ -57,7 +57,7 @@ from holdfast.data.sources import (
 from holdfast.data.task_pool import Task, TaskPool
 from holdfast.data.unit_tasks import SPLITS, read_result, read_scan
 from holdfast.errors import CorruptError, DataError
-from holdfast.plan.hardware import usable_cores
+from holdfast.plan.limits import usable_cores
 
 WORK_FOLDER = ".prepare"
 

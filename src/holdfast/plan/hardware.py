@@ -1,24 +1,17 @@
-"""This machine's hardware, found without torch, and the peak speed of its accelerators.
-
-Cores are those that this process may use: the smaller of the affinity mask and the cgroup's CPU
-quota. In a container on a large host, all other sources give the host's count.
-"""
+"""This machine's hardware, found without torch, and the peak speed of its accelerators."""
 
 from __future__ import annotations
 
-import math
 import os
 import platform
 import shutil
 import subprocess
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 from holdfast.core.flops import dense_peak
-
-_CGROUP = Path("/sys/fs/cgroup")
+from holdfast.plan.limits import usable_cores, usable_memory
 
 
 @dataclass(frozen=True)
@@ -56,35 +49,6 @@ def detect_hardware(environment: Mapping[str, str] | None = None) -> HardwareInf
         shared_memory_bytes=_free_shared_memory(),
         accelerators=detect_accelerators(os.environ if environment is None else environment),
     )
-
-
-def usable_cores() -> int:
-    """At least 1; a quota of 1.5 cores counts as 2, since threads beyond it only wait."""
-    try:
-        allowed = len(os.sched_getaffinity(0))
-    except AttributeError:  # not on macOS
-        allowed = os.cpu_count() or 1
-    quota = _cgroup_words("cpu.max")
-    if len(quota) == 2 and quota[0] != "max":
-        allowed = min(allowed, math.ceil(int(quota[0]) / int(quota[1])))
-    return max(1, allowed)
-
-
-def usable_memory() -> int:
-    """Bytes of memory, the cgroup's limit if that is lower."""
-    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    limit = _cgroup_words("memory.max")
-    if len(limit) == 1 and limit[0] != "max":
-        total = min(total, int(limit[0]))
-    return total
-
-
-def _cgroup_words(name: str) -> list[str]:
-    """The first line of a cgroup v2 file, split; empty where there is none."""
-    try:
-        return (_CGROUP / name).read_text().split("\n")[0].split()
-    except OSError:
-        return []
 
 
 def _free_shared_memory() -> int:

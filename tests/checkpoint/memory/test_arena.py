@@ -5,11 +5,9 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
-from holdfast.checkpoint.memory import limits
 from holdfast.checkpoint.memory.arena import PAGE, Arena, SlotHeader, identity_digest
 from holdfast.errors import CorruptError, HoldfastError
 
@@ -113,23 +111,3 @@ def test_no_memory_is_one_sentence_and_is_known_before_it_is_taken() -> None:
     """Allocating until it fails would wake the kernel's killer."""
     with pytest.raises(HoldfastError, match=r"no memory for an arena .* are available"):
         Arena.create("huge", 2, 2**60)
-
-
-def test_the_tightest_limit_counts(tmp_path: Path) -> None:
-    def put(name: str, text: str) -> None:
-        path = tmp_path / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
-
-    assert limits.available_bytes(tmp_path) is None
-    put("proc/meminfo", "MemTotal: 9 kB\nMemAvailable:  8000 kB\n")
-    assert limits.available_bytes(tmp_path) == 8000 * 1024
-    put("proc/self/cgroup", "4:memory:/a/b\n3:cpu:/\n0::/c\n")
-    put("sys/fs/cgroup/c/memory.max", "max\n")
-    put("sys/fs/cgroup/c/memory.current", "5\n")
-    assert limits.available_bytes(tmp_path) == 8000 * 1024
-    put("sys/fs/cgroup/memory/a/memory.limit_in_bytes", "5000\n")
-    put("sys/fs/cgroup/memory/a/memory.usage_in_bytes", "1000\n")
-    assert limits.available_bytes(tmp_path) == 4000
-    put("sys/fs/cgroup/c/memory.max", "7\n")
-    assert limits.available_bytes(tmp_path) == 2

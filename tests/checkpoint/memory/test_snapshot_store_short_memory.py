@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 
 from holdfast.checkpoint.format.blob import blob_header, blob_size
-from holdfast.checkpoint.memory import limits
 from holdfast.checkpoint.memory.arena import Arena, identity_digest, slot_capacity
 from holdfast.checkpoint.memory.snapshot_store import MemoryFile
 from holdfast.checkpoint.mover.service import MoverService, MoverSettings
@@ -22,6 +21,7 @@ from holdfast.core.sharding.ownership import owned_boxes
 from holdfast.errors import FencedError
 from holdfast.events import SnapshotDropped
 from holdfast.layout import Topology
+from holdfast.plan import limits
 from holdfast.wire.store.run_store import FolderStore
 from holdfast.wire.term import create_generation
 from tests.support.mover_process import TABLE, topology
@@ -78,7 +78,7 @@ def test_without_room_for_both_the_older_snapshot_goes_when_all_have_restored(
     assert begin(service, tmp_path, second) == 3
     # As if one of the two fitted: there is room once nothing is on the shelf any more.
     monkeypatch.setattr(
-        limits, "available_bytes", lambda: 0 if service.snapshot_store.complete_steps() else 2**30
+        limits, "available_memory", lambda: 0 if service.snapshot_store.complete_steps() else 2**30
     )
     new = ask(service, second, 0, os.getpid())
     assert service.snapshot_store.complete_steps() == []

@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 
 from holdfast.checkpoint.memory.snapshot_store import SnapshotStore
-from holdfast.checkpoint.peers import client as peer_wire
 from holdfast.checkpoint.peers.client import (
     INVENTORY_PATH,
     OFFER_PATH,
@@ -77,6 +76,12 @@ def listening(**settings: Any) -> Iterator[tuple[PeerServer, str]]:
         yield server, f"127.0.0.1:{server.server_address[1]}"
     finally:
         server.close()
+
+
+def idle_socket(client: PeerClient) -> socket.socket:
+    """Of the client's only connection."""
+    (connection,) = client._connections._idle_since
+    return connection.sock
 
 
 def connect(node: Node) -> socket.socket:
@@ -255,22 +260,19 @@ def test_whoever_proves_nothing_is_cut_in_time(nodes: tuple[Node, Node]) -> None
                     return True
 
             until(cut)
-        held = client._idle_connections[0][1].sock
+        held = idle_socket(client)
         assert client.inventory()["snapshots"] == []
-        assert client._idle_connections[0][1].sock is held
+        assert idle_socket(client) is held
 
 
-def test_a_connection_that_was_idle_for_long_is_not_used_again(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_connection_that_was_idle_for_long_is_not_used_again() -> None:
     with listening() as (_, address):
         client = PeerClient(address, SECRET, 1)
         ends = []
         for kept in (50.0, 50.0, 0.0):
-            monkeypatch.setattr(peer_wire, "IDLE_REUSE_LIMIT_S", kept)
+            client._connections._idle_limit_s = kept
             client.newest_generation()
-            ((_, connection),) = client._idle_connections
-            ends.append(connection.sock.getsockname())
+            ends.append(idle_socket(client).getsockname())
     assert ends[0] == ends[1] != ends[2]
 
 
@@ -282,17 +284,13 @@ def test_a_newcomer_takes_the_place_of_one_that_asks_nothing() -> None:
         for client in clients:
             assert client.newest_generation() == 0
         until(lambda: len(server._idle_connections) == 3)
-        ends = {client._idle_connections[0][1].sock.getsockname() for client in clients[1:]}
+        ends = {idle_socket(client).getsockname() for client in clients[1:]}
         clients.append(PeerClient(address, SECRET, 1))
         assert clients[3].newest_generation() == 0
-        assert {
-            client._idle_connections[0][1].sock.getsockname() for client in clients[1:3]
-        } == ends
+        assert {idle_socket(client).getsockname() for client in clients[1:3]} == ends
         for client in clients[1:3]:
             assert client.newest_generation() == 0
-        assert {
-            client._idle_connections[0][1].sock.getsockname() for client in clients[1:3]
-        } == ends
+        assert {idle_socket(client).getsockname() for client in clients[1:3]} == ends
         assert clients[0].newest_generation() == 0
         assert server.refusals.totals() == {}, "these are no strangers"
 

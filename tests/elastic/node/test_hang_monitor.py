@@ -38,7 +38,7 @@ class World:
         self.now = 100.0
         self.members = WorkerTable(1, here)
         self.asleep: set[int] = set()  # who says so of itself
-        self.processes = {1000 + rank: ProcessStat("S", 1.0) for rank in range(here)}
+        self.processes = {1000 + rank: ProcessStat(False, 1.0) for rank in range(here)}
         self.lookout = HangMonitor(
             self.members,
             world_size,
@@ -85,7 +85,7 @@ def of_rank(rank: int, world: World) -> StallReport:
 def test_a_process_in_the_state_of_being_stopped_is_named_by_its_own_agent() -> None:
     world = World(1, 4)
     assert world.passes(1.0, 0) == []
-    world.processes[1000] = ProcessStat("T", 1.0)
+    world.processes[1000] = ProcessStat(True, 1.0)
     begun = world.now
     assert world.passes(9.0) == [(0, "stopped")]
     assert world.now - begun < 3 * STEP + 1.0
@@ -94,7 +94,7 @@ def test_a_process_in_the_state_of_being_stopped_is_named_by_its_own_agent() -> 
 def test_one_that_is_stopped_again_and_again_but_runs_between_is_not_named() -> None:
     world = World(1, 4)
     for turn in range(50):
-        world.processes[1000] = ProcessStat("T", 1.0 + 0.01 * turn)
+        world.processes[1000] = ProcessStat(True, 1.0 + 0.01 * turn)
         assert world.passes(BEAT) == []
 
 
@@ -216,7 +216,7 @@ def test_one_that_works_alone_is_told_to_stop_when_it_does_nothing_for_long() ->
     world = World(1, 1)
     world.says(0, 2, "compute", 3)
     for turn in range(40):
-        world.processes[1000] = ProcessStat("R", 1.0 + turn)
+        world.processes[1000] = ProcessStat(False, 1.0 + turn)
         assert world.passes(1.0, 0) == []
 
 

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from holdfast.errors import FencedError, HoldfastError
+from holdfast.wire.http.async_client import AsyncClient
 from holdfast.wire.http.auth import (
     AuthError,
     Verifier,
@@ -128,7 +129,7 @@ def test_requests_from_many_threads_on_few_connections() -> None:
         with ThreadPoolExecutor(8) as pool:
             answers = list(pool.map(lambda n: client.post("/echo", {"x": n}), range(200)))
         assert [a["got"] for a in answers] == list(range(200))
-        assert len(client._idle_connections) <= 8
+        assert len(client._connections._idle_since) <= 8
         client.close()
 
 
@@ -329,3 +330,30 @@ def test_an_endless_answer_does_not_fill_the_memory(length: bytes, said: str) ->
         with pytest.raises(HoldfastError, match=said):
             client.post("/term", {})
         thread.join(DEADLINE)
+
+
+def test_requests_of_an_event_loop_wait_for_no_other_and_reuse_their_connections() -> None:
+    arrived = []
+
+    async def wait_for_two(generation: int, body: dict[str, Any]) -> dict[str, Any]:
+        arrived.append(body["x"])
+        while len(arrived) < 2:
+            await asyncio.sleep(0.001)
+        return {"got": body["x"]}
+
+    async def ask(address: str) -> None:
+        client = AsyncClient(address, SECRET)
+        answers = await asyncio.gather(*(client.post("/wait", {"x": n}) for n in range(2)))
+        assert [answer["got"] for answer in answers] == [0, 1]
+        kept = set(client._idle_connections)
+        assert len(kept) == 2
+        assert (await client.post("/wait", {"x": 3}))["got"] == 3
+        assert set(client._idle_connections) == kept
+        for connection in kept:  # as a listener does after an hour
+            connection._transport.abort()
+        assert (await client.post("/wait", {"x": 4}))["got"] == 4
+        assert not kept & set(client._idle_connections)
+        client.close()
+
+    with serving({"/wait": wait_for_two}) as service:
+        asyncio.run(ask(service.address))

@@ -119,7 +119,7 @@ def test_whoever_proves_nothing_is_cut_in_time_and_others_stay() -> None:
         client = Client(address, SECRET, 1)
         stack.callback(client.close)
         assert client.post("/echo", {"x": 1}) == {"x": 1}
-        held = client._idle_connections[0].sock
+        (held,) = client._connections._idle_since
         silent = stack.enter_context(_connect(address))
         dripping = stack.enter_context(_connect(address))
         dripping.settimeout(0.05)
@@ -138,7 +138,7 @@ def test_whoever_proves_nothing_is_cut_in_time_and_others_stay() -> None:
         assert _cut(silent)
         assert refusals.totals() == {"control": {"slow": 2}}
         assert client.post("/echo", {"x": 2}) == {"x": 2}
-        assert client._idle_connections[0].sock is held
+        assert list(client._connections._idle_since) == [held]
 
 
 def test_the_oldest_stranger_makes_way() -> None:

@@ -27,8 +27,8 @@ from dataclasses import dataclass
 
 from xxhash import xxh3_64_intdigest, xxh3_128_digest
 
-from holdfast.checkpoint.memory import limits
 from holdfast.errors import CorruptError, HoldfastError
+from holdfast.plan import limits
 
 PAGE = 4096
 ARENA_FORMAT = 1
@@ -95,8 +95,8 @@ class Arena:
         Raises HoldfastError when the machine has not that much memory.
         """
         size = PAGE + slots * (PAGE + capacity)
-        room = limits.available_bytes()
-        if room is not None and size > room:
+        room = limits.available_memory()
+        if size > room:
             raise HoldfastError(
                 f"no memory for an arena of {size} bytes ({slots} snapshots): {room} are available"
             )

@@ -18,12 +18,11 @@ rank is not training.
 from __future__ import annotations
 
 import json
-import math
 import socket
-import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any
 from urllib.parse import urlencode
 
@@ -36,6 +35,7 @@ from holdfast.wire.http.auth import (
     check_answer,
     request_headers,
 )
+from holdfast.wire.http.connection_pool import ConnectionPool
 from holdfast.wire.http.sync_connection import ClientResponse, SyncConnection
 from holdfast.wire.secret import Secret
 from holdfast.wire.store.run_store import MissingKeyError
@@ -61,14 +61,8 @@ class PeerError(HoldfastError):
     """A mover on another machine does not answer, breaks off, or refuses; names its address."""
 
 
-class _WrongListenerError(PeerError):
-    """The request was signed for another listener and not carried out; now the right one is
-    known."""
-
-
 class PeerClient:
-    """Requests of one generation to one mover. Threads may share it: each request has a
-    connection to itself, which stays open for the next one."""
+    """Requests of one generation to one mover. Threads may share it."""
 
     def __init__(
         self,
@@ -91,13 +85,11 @@ class PeerClient:
         self.generation = generation
         self.run_id = run_id
         self.listener_identity = listener_identity or ListenerIdentity(clock)
-        self._host, self._port = split_address(address)
         self._secret = secret
         self._silence_timeout_s = silence_timeout_s
-        self._idle_connections: list[tuple[float, SyncConnection]] = []  # since when
-        self._busy_connections: set[SyncConnection] = set()
-        self._is_closed = self._is_aborted = False
-        self._lock = threading.Lock()
+        self._connections = ConnectionPool(
+            partial(_connect, address, *split_address(address)), IDLE_REUSE_LIMIT_S
+        )
 
     def inventory(self) -> dict[str, Any]:
         """Return the contents of the other snapshot store. Raises PeerError, AuthError,
@@ -154,19 +146,11 @@ class PeerClient:
 
     def close(self) -> None:
         """Keep no connection open any more: what is under way ends, and its connection with it."""
-        with self._lock:
-            self._is_closed = True
-        self._close_idle()
+        self._connections.close()
 
     def abort(self) -> None:
         """End what is under way, in other threads, and refuse anything more."""
-        with self._lock:
-            self._is_aborted = True
-            busy = [connection.sock for connection in self._busy_connections]
-        for sock in busy:
-            with suppress(OSError):
-                sock.shutdown(socket.SHUT_RDWR)  # wakes the thread that reads from it
-        self.close()
+        self._connections.abort()
 
     def _with_query(self, path: str, **query: object) -> str:
         return f"{path}?{urlencode({'run': self.run_id, **query})}"
@@ -203,10 +187,8 @@ class PeerClient:
         timeout: float | None = None,
     ) -> None:
         """One request; once more where it was signed for another listener, and so not done."""
-        try:
-            self._request_once(method, path, body, read_answer, timeout)
-        except _WrongListenerError:
-            self._request_once(method, path, body, read_answer, timeout)
+        if not any(self._request_once(method, path, body, read_answer, timeout) for _ in range(2)):
+            raise PeerError(f"{self.address} changes its name at every request")
 
     def _request_once(
         self,
@@ -215,106 +197,60 @@ class PeerClient:
         body: bytes,
         read_answer: Callable[[ClientResponse, str, str], None],
         timeout: float | None = None,
-    ) -> None:
+    ) -> bool:
         """One request; where the connection is cut before an answer (it was idle for long, or had
         to make way), once more. Every request may arrive twice: an offer that is known already is
-        answered, not done again."""
+        answered, not done again. Return False if it was signed for another listener; now the right
+        one is known."""
         bound = self._silence_timeout_s if timeout is None else timeout
-        for fresh in (False, True):
-            connection = self._get_connection(fresh, bound)
+        is_retry, answer = False, None
+        while True:
             try:
-                self._mark_busy(connection)
-                proof = self.listener_identity.sign(
-                    self._secret, method, path, body, self.generation
-                )
-                answer = connection.request(method, path, request_headers(proof, body), body)
+                with self._connections.lend(bound, is_retry) as connection:
+                    proof = self.listener_identity.sign(
+                        self._secret, method, path, body, self.generation
+                    )
+                    answer = connection.request(method, path, request_headers(proof, body), body)
+                    is_ours = self._check_status(answer, proof.nonce)
+                    if is_ours:
+                        read_answer(answer, proof.nonce, answer.header(PROOF_HEADER))
+                    return is_ours
             except OSError as error:
-                self._close_connection(connection)
-                self._close_idle()  # they are likely to be as dead
-                if not fresh and not isinstance(error, TimeoutError):
-                    continue
-                raise PeerError(f"{self.address} does not answer: {_error_text(error)}") from error
-            try:
-                self._raise_refusal(answer, proof.nonce)
-                read_answer(answer, proof.nonce, answer.header(PROOF_HEADER))
-            except OSError as error:
-                self._close_connection(connection)
-                raise PeerError(f"{self.address} broke off: {_error_text(error)}") from error
-            except _WrongListenerError:
-                self._keep_or_close(connection, answer)
-                raise
-            except BaseException:
-                self._close_connection(connection)
-                raise
-            self._keep_or_close(connection, answer)
-            return
+                if answer is not None:
+                    raise PeerError(f"{self.address} broke off: {_error_text(error)}") from error
+                self._connections.close_idle()  # they are likely to be as dead
+                if is_retry or isinstance(error, TimeoutError):
+                    raise PeerError(
+                        f"{self.address} does not answer: {_error_text(error)}"
+                    ) from error
+                is_retry = True
 
-    def _raise_refusal(self, answer: ClientResponse, nonce: str) -> None:
-        """Raises what a refusal says, if it is the peer that says it."""
+    def _check_status(self, answer: ClientResponse, nonce: str) -> bool:
+        """Return False if the request was signed for another listener. Raises what a refusal says,
+        if it is the peer that says it."""
         if answer.status == OK:
-            return
+            return True
         if answer.status == UNKNOWN:
             raise AuthError(f"{self.address} does not accept this run's secret")
         data = answer.read(MAX_ANSWER_BYTES)
         check_answer(self._secret, nonce, answer.status, data, answer.header(PROOF_HEADER))
         if answer.status == MISDIRECTED_STATUS:
             self.listener_identity.update_from(parse_json(data))
-            raise _WrongListenerError(f"{self.address} changes its name at every request")
+            return False
         text = str(parse_json(data).get("error", f"status {answer.status}"))
         kinds = {FENCED: FencedError, MISSING: MissingKeyError}
         kind = kinds.get(answer.status)
         raise kind(text) if kind else PeerError(f"{self.address} refuses: {text}")
 
-    def _get_connection(self, must_be_new: bool, timeout: float) -> SyncConnection:
-        """Return an idle connection, or a new one. Raises PeerError."""
-        self._close_idle(time.monotonic() - IDLE_REUSE_LIMIT_S)
-        with self._lock:
-            _, found = (
-                self._idle_connections.pop()
-                if self._idle_connections and not must_be_new
-                else (0.0, None)
-            )
-        if found is not None:
-            found.sock.settimeout(timeout)
-            return found
-        try:
-            connection = SyncConnection(self._host, self._port, min(timeout, CONNECT_TIMEOUT_S))
-        except OSError as error:
-            raise PeerError(f"{self.address} cannot be reached: {_error_text(error)}") from error
-        connection.sock.settimeout(timeout)
-        _detect_dead_peer(connection.sock)
-        return connection
 
-    def _keep_or_close(self, connection: SyncConnection, answer: ClientResponse) -> None:
-        with self._lock:
-            kept = not self._is_closed and answer.keeps_alive and not answer.bytes_left
-            if kept:
-                self._busy_connections.discard(connection)
-                self._idle_connections.append((time.monotonic(), connection))
-        if not kept:
-            self._close_connection(connection)
-
-    def _close_idle(self, opened_before: float = math.inf) -> None:
-        with self._lock:
-            gone = [
-                connection for since, connection in self._idle_connections if since < opened_before
-            ]
-            self._idle_connections = [
-                one for one in self._idle_connections if one[0] >= opened_before
-            ]
-        for connection in gone:
-            connection.close()
-
-    def _mark_busy(self, connection: SyncConnection) -> None:
-        with self._lock:
-            if self._is_aborted:
-                raise ConnectionAbortedError("this end was closed")
-            self._busy_connections.add(connection)
-
-    def _close_connection(self, connection: SyncConnection) -> None:
-        with self._lock:
-            self._busy_connections.discard(connection)
-        connection.close()
+def _connect(address: str, host: str, port: int, timeout: float) -> SyncConnection:
+    """Raises PeerError."""
+    try:
+        connection = SyncConnection(host, port, min(timeout, CONNECT_TIMEOUT_S))
+    except OSError as error:
+        raise PeerError(f"{address} cannot be reached: {_error_text(error)}") from error
+    _detect_dead_peer(connection.sock)
+    return connection
 
 
 def _detect_dead_peer(sock: socket.socket) -> None:

@@ -302,9 +302,7 @@ class _PeerHandler(socketserver.BaseRequestHandler):
         None."""
         asked = self._asked_request
         try:
-            if any(name.startswith("holdfast-") for name in asked.repeated):
-                raise AuthError("a header of the proof comes twice", "no proof")
-            proof = Proof.from_headers(asked.headers)
+            proof = Proof.from_headers(asked.headers, asked.repeated)
             self.server.verifier.check(asked.method, asked.target, covered_bytes, proof)
         except MisdirectedError as error:
             if error.fault != "first contact":

@@ -138,7 +138,6 @@ class HealthApplication:
         is_training = status.state == _STAGE_NAMES[NodeStage.WORKING]
         return 503 if is_training and status.seconds_at_step > self._stalled_after_s else 200
 
-
     def _metrics(self) -> bytes:
         now = time.monotonic()
         if self._rendered_metrics is None or now - self._rendered_metrics[0] > METRICS_MAX_AGE_S:

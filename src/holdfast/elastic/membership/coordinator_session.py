@@ -15,12 +15,8 @@ from typing import Any
 
 from holdfast.checkpoint.peers.config import Peer
 from holdfast.elastic.coordinator.coordinator import Coordinator
-from holdfast.elastic.membership.coordinator_clients import (
-    CoordinatorClients,
-    OpenRequests,
-    reply_timeout,
-)
 from holdfast.elastic.membership.node_status import NodeStatus
+from holdfast.elastic.membership.open_requests import OpenRequests, reply_timeout
 from holdfast.elastic.membership.reachability import ReachabilityProbe
 from holdfast.elastic.membership.run_membership import RunMembership
 from holdfast.elastic.protocol.coordinator_messages import (
@@ -42,7 +38,7 @@ from holdfast.errors import HoldfastError
 from holdfast.policy.membership import election
 from holdfast.policy.membership.election import Role
 from holdfast.policy.membership.transitions import Directive, NodeCommand
-from holdfast.wire.http.async_client import AgentEndedError
+from holdfast.wire.http.async_client import AgentEndedError, AsyncClient
 from holdfast.wire.secret import Secret
 
 REQUEST_RETRY_PAUSE_S = 0.1
@@ -67,7 +63,8 @@ class CoordinatorSession:
         """The open heartbeats; the sender of one registers it."""
         self._membership, self._workload = membership, membership.workload
         self._read_generation = read_generation
-        self._clients = CoordinatorClients(secret)
+        self._secret = secret
+        self._client: AsyncClient | None = None
         self._reachability_probe = ReachabilityProbe()
         self._probed_generation = 0  # the generation after which the reachability probe ran last
         self._current_command = Directive(NodeCommand.WAIT, 0)
@@ -104,7 +101,8 @@ class CoordinatorSession:
 
     def close(self) -> None:
         self._reachability_probe.close()
-        self._clients.close()
+        if self._client is not None:
+            self._client.close()
 
     async def _ask_coordinator(self, path: str, request: JoinRequest | Heartbeat) -> None:
         """Send a request to the coordinator; apply its answer, or note that none came."""
@@ -116,7 +114,7 @@ class CoordinatorSession:
             else:
                 if not state.leader_address:
                     raise AgentEndedError("no agent holds the term")
-                client = self._clients.find_free(state.leader_address)
+                client = self._client_of(state.leader_address)
                 timeout_s = reply_timeout(state, timeouts, request.wait, membership.now)
                 answer = await client.post(path, request.to_json(), timeout_s)
                 reply = HeartbeatReply.from_json(answer)
@@ -132,6 +130,14 @@ class CoordinatorSession:
                 self._workload.state_changed.set()
             return
         await self._apply_reply(reply)
+
+    def _client_of(self, address: str) -> AsyncClient:
+        """Return the client of the coordinator at `address`; what is open elsewhere is cut."""
+        if self._client is None or self._client.address != address:
+            if self._client is not None:
+                self._client.close()
+            self._client = AsyncClient(address, self._secret)
+        return self._client
 
     async def _apply_reply(self, reply: HeartbeatReply) -> None:
         membership = self._membership

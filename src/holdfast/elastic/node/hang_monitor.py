@@ -13,11 +13,11 @@ The coordinator reports the hung worker to its node. The node checks again befor
 
 from __future__ import annotations
 
-import os
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
+
+import psutil
 
 from holdfast.elastic.node.worker_status import WorkerStatus, WorkerTable
 from holdfast.elastic.protocol.hung_worker import (
@@ -62,21 +62,22 @@ _AGENT_STOPPED_LATENESS_S = 1.0
 class ProcessStat:
     """The operating system's view of a process.
 
-    state: the letter of its state.
+    is_stopped: it was sent SIGSTOP.
     cpu_seconds: CPU time of all its threads.
     """
 
-    state: str
+    is_stopped: bool
     cpu_seconds: float
 
 
 def read_process_stat(pid: int) -> ProcessStat | None:
     """Return the operating system's view of a process, or None if it is unknown."""
     try:
-        fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b") ")[2].split()
-        ticks = int(fields[11]) + int(fields[12])
-        return ProcessStat(fields[0].decode(), ticks / os.sysconf("SC_CLK_TCK"))
-    except (OSError, ValueError, IndexError):
+        process = psutil.Process(pid)
+        with process.oneshot():
+            spent = process.cpu_times()
+            return ProcessStat(process.status() == psutil.STATUS_STOPPED, spent.user + spent.system)
+    except psutil.Error:
         return None
 
 
@@ -268,7 +269,7 @@ class HangMonitor:
                 seen.cpu_seconds,
                 0.0,
             )
-        if process.state != "T" or worker.reply_pending:
+        if not process.is_stopped or worker.reply_pending:
             seen.stopped_since = None
             return None
         if (

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from holdfast.checkpoint.memory.limits import available_bytes
 from holdfast.checkpoint.peers.config import Peer, PeerSettings
 from holdfast.config.checkpoint import CheckpointConfig
 from holdfast.config.peers import MachineConfig
+from holdfast.plan.limits import available_memory
 from holdfast.policy.placement import FAILURE_DOMAINS, Machine
 
 GB = 1_000_000_000
 BITS_PER_BYTE = 8
-UNBOUNDED_BYTES = 1 << 60
 
 
 def make_peer_settings(
@@ -25,7 +24,7 @@ def make_peer_settings(
     Args:
         node: this node's name in the topology, if the run may have several nodes. Its mover then
             always listens and keeps copies for the other nodes. If the run file sets no size for
-            them, the copies get half of the free memory.
+            them, they get half of the free memory. The own ranks' arenas need some, too.
         port: the port that it had before, if the run file sets none.
     """
     others = [peer for peer in config.peers if peer.name not in (node, config.machine.name)]
@@ -42,14 +41,8 @@ def make_peer_settings(
         copies=config.peer_copies,
         stable=next((p.name for p in others if p.stable), None),
         bytes_per_second=config.peer_mbps * 1e6 / BITS_PER_BYTE,
-        room=int(config.peer_memory_gb * GB) or (_half_of_free_memory() if node else 0),
+        room=int(config.peer_memory_gb * GB) or (available_memory() // 2 if node else 0),
     )
-
-
-def _half_of_free_memory() -> int:
-    """Return half of the free memory. The arenas of the own ranks need some, too."""
-    left = available_bytes()
-    return UNBOUNDED_BYTES if left is None else left // 2
 
 
 def _to_machine(section: MachineConfig, room: int | None = None) -> Machine:

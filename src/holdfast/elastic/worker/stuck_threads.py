@@ -21,6 +21,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
 import torch
 
 import holdfast.parallel
@@ -154,7 +155,6 @@ def _frame_position(thread: int) -> tuple[int, int] | None:
 def _is_sleeping(native: int) -> bool:
     """Return True if the operating system reports the thread as sleeping."""
     try:
-        line = Path(f"/proc/self/task/{native}/stat").read_bytes()
-    except OSError:
+        return psutil.Process(native).status() == psutil.STATUS_SLEEPING
+    except psutil.Error:
         return False
-    return line.rpartition(b") ")[2].startswith(b"S")

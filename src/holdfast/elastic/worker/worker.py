@@ -17,12 +17,12 @@ from holdfast.elastic.worker.held_session import HeldSession
 from holdfast.elastic.worker.reporter import AgentReporter
 from holdfast.elastic.worker.restore import restore
 from holdfast.elastic.worker.saver_factory import SaverFactory
-from holdfast.elastic.worker.sockets import shut_down_connections
 from holdfast.elastic.worker.step_requests import AgentMembership
 from holdfast.elastic.worker.warmth import warm_up
 from holdfast.elastic.worker.worker_setup import WorkerSetup
 from holdfast.errors import FencedError, HoldfastError
 from holdfast.layout import Topology
+from holdfast.parallel.comm.gloo_sockets import shut_down_connections
 from holdfast.policy.recovery.survivors import HeldState, RejectedStep
 from holdfast.policy.saving.failure_classes import FailureClassCounts
 from holdfast.train.runner import TrainingOutcome

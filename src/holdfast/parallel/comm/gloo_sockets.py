@@ -1,4 +1,4 @@
-"""The connections of one gloo group, found again and cut.
+"""The connections of this process to other ranks, found again and cut.
 
 gloo has no call that ends the waits of a group. A wait that times out closes its connections. But
 for each of them gloo then waits until its own event loop turns: 10 ms a peer (torch 2.13). If a
@@ -38,6 +38,21 @@ def cut_connections(own: Address, others: Collection[Address]) -> None:
         with suppress(OSError):  # it listens, or is no connection any more
             peer = each.getpeername()[:2]
             if each.getsockname()[:2] == own or peer in others:
+                each.shutdown(socket.SHUT_RDWR)
+
+
+def shut_down_connections(except_address: str) -> None:
+    """Shut down every TCP connection of this process, but those to `except_address` ("host:port"),
+    which is its agent.
+
+    It is the last resort. `cut_connections` needs a group, and some waits have none yet. Nor can
+    gloo end a wait that a suspended peer keeps open. But if any thread shuts a connection down, the
+    threads that wait on it wake (torch 2.13: within a few milliseconds).
+    """
+    port = int(except_address.rpartition(":")[2])
+    for each in _sockets():
+        with suppress(OSError):  # it listens, or is no connection any more
+            if each.getpeername()[1] != port:
                 each.shutdown(socket.SHUT_RDWR)
 
 

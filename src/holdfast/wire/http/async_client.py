@@ -1,6 +1,6 @@
-"""`client`, for an event loop: signed JSON requests on one connection that stays open.
+"""`client`, for an event loop: signed JSON requests on connections that stay open.
 
-An agent holds one request open at its coordinator while it lives. A benchmark holds thousands in
+An agent holds a request open at its coordinator while it lives. A benchmark holds thousands in
 one process. Neither wants a thread for each. What is signed, and what an answer proves, is the same
 as there.
 """
@@ -36,7 +36,7 @@ class AgentEndedError(UnreachableError):
 
 
 class AsyncClient:
-    """Speaks to one address, one request at a time. Lives in one event loop."""
+    """Speaks to one address: each request has a connection to itself. Lives in one event loop."""
 
     def __init__(self, address: str, secret: Secret, *, connect_timeout_s: float = 3.0) -> None:
         """`address` is "host:port". Raises ValueError for another form."""
@@ -44,14 +44,9 @@ class AsyncClient:
         self.address = address
         self._host, self._port = host.strip("[]"), int(port)
         self._secret, self._connect_seconds = secret, connect_timeout_s
-        self._connection: _AsyncConnection | None = None
+        self._idle_connections: list[_AsyncConnection] = []
+        self._busy_connections: set[_AsyncConnection] = set()
         self._listener = ListenerIdentity(time.time)
-        self._request_lock = asyncio.Lock()
-
-    @property
-    def is_busy(self) -> bool:
-        """True if a request is under way; a second one would wait for it."""
-        return self._request_lock.locked()
 
     async def post(self, path: str, body: dict[str, Any], timeout: float = 10.0) -> dict[str, Any]:
         """The answer to one request, which belongs to no generation. `timeout` bounds all of it.
@@ -60,34 +55,34 @@ class AsyncClient:
         UnreachableError, FencedError, AuthError and RequestError as `Client.post` does.
         """
         content = json.dumps(body, separators=(",", ":")).encode()
-        async with self._request_lock:
-            kept = self._connection is not None
-            try:
-                async with asyncio.timeout(timeout):
-                    try:
-                        return await self._attempt(path, content)
-                    except OSError:
-                        if not kept:
-                            raise
-                        return await self._attempt(path, content)
-            except ConnectionRefusedError as error:
-                raise AgentEndedError(f"nobody listens at {self.address}") from error
-            except TimeoutError as error:
-                self.close()
-                raise UnreachableError(
-                    f"no answer from {self.address} to {path} within {timeout:g} s"
-                ) from error
-            except OSError as error:
-                raise UnreachableError(f"{self.address} cannot be reached: {error}") from error
-            except asyncio.CancelledError:
-                self.close()  # its answer would be taken for the next one's
-                raise
+        is_kept = bool(self._idle_connections)
+        try:
+            async with asyncio.timeout(timeout):
+                try:
+                    return await self._attempt(path, content)
+                except OSError:
+                    if not is_kept:
+                        raise
+                    self._close_idle()  # they are likely to be as dead
+                    return await self._attempt(path, content)
+        except ConnectionRefusedError as error:
+            raise AgentEndedError(f"nobody listens at {self.address}") from error
+        except TimeoutError as error:
+            raise UnreachableError(
+                f"no answer from {self.address} to {path} within {timeout:g} s"
+            ) from error
+        except OSError as error:
+            raise UnreachableError(f"{self.address} cannot be reached: {error}") from error
 
     def close(self) -> None:
-        """Cut the connection; the next request makes another."""
-        line, self._connection = self._connection, None
-        if line is not None:
+        """Cut all connections; the next request makes another."""
+        for line in tuple(self._busy_connections):
             line.close()
+        self._close_idle()
+
+    def _close_idle(self) -> None:
+        while self._idle_connections:
+            self._idle_connections.pop().close()
 
     async def _attempt(self, path: str, content: bytes) -> dict[str, Any]:
         """A request that is signed for another listener is not done, and sent once more."""
@@ -101,16 +96,21 @@ class AsyncClient:
     async def _exchange(self, path: str, content: bytes) -> tuple[Proof, int, bytes, str]:
         """The proof that was sent, and of the answer: status, body, digest."""
         proof = self._listener.sign(self._secret, "POST", path, content, NO_GENERATION)
+        while self._idle_connections and self._idle_connections[-1].is_closed:
+            self._idle_connections.pop()
+        line = self._idle_connections.pop() if self._idle_connections else await self._connect()
+        self._busy_connections.add(line)
         try:
-            if self._connection is None or self._connection.is_closed:
-                self._connection = await self._connect()
-            line = self._connection
             status, data, digest = await line.request(self._request(path, content, proof))
         except BaseException:
-            self.close()
+            line.close()  # its answer would be taken for the next one's
             raise
+        finally:
+            self._busy_connections.discard(line)
         if line.is_closed:
-            self.close()
+            line.close()
+        else:
+            self._idle_connections.append(line)
         return proof, status, data, digest
 
     async def _connect(self) -> _AsyncConnection:

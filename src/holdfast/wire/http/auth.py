@@ -21,7 +21,7 @@ import heapq
 import hmac
 import secrets
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -82,8 +82,10 @@ class Proof:
         }
 
     @staticmethod
-    def from_headers(headers: Mapping[str, str]) -> Proof:
-        """Raises AuthError when a header is missing or malformed."""
+    def from_headers(headers: Mapping[str, str], repeated: Collection[str] = ()) -> Proof:
+        """Raises AuthError when a header is missing or malformed, or came twice."""
+        if any(name.startswith("holdfast-") for name in repeated):
+            raise AuthError("a header of the proof comes twice", "no proof")
         try:
             if headers["holdfast-protocol"] != PROTOCOL_VERSION:
                 raise AuthError("the request's protocol version is not ours", "no proof")

@@ -7,10 +7,9 @@ worker makes several a second.
 from __future__ import annotations
 
 import json
-import socket
 import threading
 import time
-from contextlib import suppress
+from functools import partial
 from typing import Any, cast
 
 from holdfast.core.json_parsing import parse_json
@@ -23,6 +22,7 @@ from holdfast.wire.http.auth import (
     check_answer,
     request_headers,
 )
+from holdfast.wire.http.connection_pool import ConnectionPool
 from holdfast.wire.http.sync_connection import HttpFormatError, SyncConnection
 from holdfast.wire.secret import Secret
 
@@ -61,14 +61,10 @@ class Client:
         host, _, port = address.rpartition(":")
         self.address = address
         self.generation = generation
-        self._host, self._port = host.strip("[]"), int(port)
+        self._connections = ConnectionPool(partial(SyncConnection, host.strip("[]"), int(port)))
         self._secret = secret
         self._connect_retry_s = connect_retry_s
         self._listener = ListenerIdentity(time.time)
-        self._idle_connections: list[SyncConnection] = []
-        self._busy_connections: set[SyncConnection] = set()
-        self._is_aborted = False
-        self._lock = threading.Lock()
         self._pause = threading.Event()  # set by close(): ends a wait between two attempts
 
     def post(self, path: str, body: dict[str, Any], timeout: float = 10.0) -> dict[str, Any]:
@@ -87,6 +83,8 @@ class Client:
                 return self._attempt(path, content, timeout)
             except HttpFormatError as error:
                 raise UnreachableError(f"{self.address} cannot be reached: {error}") from error
+            except ConnectionAbortedError as error:
+                raise UnreachableError(f"no more requests to {self.address}: {error}") from error
             except ConnectionError as error:
                 if time.monotonic() + pause > deadline or self._pause.wait(pause):
                     raise UnreachableError(f"nobody answers at {self.address}") from error
@@ -101,21 +99,13 @@ class Client:
     def close(self) -> None:
         """Close idle connections and end waits for new ones."""
         self._pause.set()
-        with self._lock:
-            idle, self._idle_connections = self._idle_connections, []
-        for connection in idle:
-            connection.close()
+        self._connections.close()
 
     def abort(self) -> None:
         """End the requests that are under way in other threads, and refuse later ones: they raise
         UnreachableError. What was asked may have been done."""
-        with self._lock:
-            self._is_aborted = True
-            busy = list(self._busy_connections)
-        for connection in busy:
-            with suppress(OSError):
-                connection.sock.shutdown(socket.SHUT_RDWR)
-        self.close()
+        self._pause.set()
+        self._connections.abort()
 
     def _attempt(self, path: str, content: bytes, timeout: float) -> dict[str, Any]:
         """A request that is signed for another listener is not done, and sent once more."""
@@ -130,35 +120,10 @@ class Client:
         """The proof that was sent, and of the answer: status, body, digest."""
         proof = self._listener.sign(self._secret, "POST", path, content, self.generation)
         headers = {"content-type": "application/json", **request_headers(proof, content)}
-        connection = self._take_connection(timeout)
-        with self._lock:
-            aborted = self._is_aborted
-            self._busy_connections.add(connection)
-        try:
-            if aborted:
-                raise UnreachableError(f"no more requests to {self.address}: they were ended")
+        with self._connections.lend(timeout) as connection:
             answer = connection.request("POST", path, headers, content)
             data = answer.read(MAX_ANSWER_BYTES)
-        except BaseException:
-            connection.close()
-            raise
-        finally:
-            with self._lock:
-                self._busy_connections.discard(connection)
-        if not answer.keeps_alive or self._is_aborted:
-            connection.close()
-        else:
-            with self._lock:
-                self._idle_connections.append(connection)
         return proof, answer.status, data, answer.header("holdfast-hmac")
-
-    def _take_connection(self, timeout: float) -> SyncConnection:
-        with self._lock:
-            connection = self._idle_connections.pop() if self._idle_connections else None
-        if connection is None:
-            return SyncConnection(self._host, self._port, timeout)
-        connection.sock.settimeout(timeout)
-        return connection
 
 
 def verify_answer(

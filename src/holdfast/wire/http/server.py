@@ -88,7 +88,7 @@ class SignedApplication:
         path, handler = found
         try:
             length, digest = _body_claim(head)
-            proof = _read_proof(head)
+            proof = Proof.from_headers(head.headers, head.repeated)
             self._verifier.check("POST", path, body_statement(length, digest), proof)
         except MisdirectedError as error:
             if error.fault != "first contact":
@@ -163,13 +163,6 @@ def _body_claim(head: RequestHead) -> tuple[int, str]:
     if "transfer-encoding" in head.headers:
         raise ValueError("the request does not say how long it is")
     return int(head.headers.get("content-length", "0")), head.headers.get(BODY_HEADER, "")
-
-
-def _read_proof(head: RequestHead) -> Proof:
-    """Raises AuthError, also where one of its headers comes twice."""
-    if any(name.startswith("holdfast-") for name in head.repeated):
-        raise AuthError("a header of the proof comes twice", "no proof")
-    return Proof.from_headers(head.headers)
 
 
 class HttpListener:

@@ -150,6 +150,12 @@ class SyncConnection:
         name = f"[{host}]" if ":" in host else host
         self._host = f"host: {name}:{port}\r\n"
         self._incoming = SocketReader(self.sock)
+        self._answer: ClientResponse | None = None  # the last one
+
+    @property
+    def is_reusable(self) -> bool:
+        """True if an answer has come and been read, and the other end takes another request."""
+        return (answer := self._answer) is not None and answer.keeps_alive and not answer.bytes_left
 
     def request(
         self, method: str, path: str, headers: Mapping[str, str], body: bytes = b""
@@ -157,6 +163,7 @@ class SyncConnection:
         """Send a request, and wait for the head of the answer, whose body is to be read before the
         next one. Raises ConnectionResetError where the other end closes without an answer,
         HttpFormatError, TimeoutError, OSError."""
+        self._answer = None
         lines = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
         if body or method == "POST":
             lines += f"content-length: {len(body)}\r\n"
@@ -171,7 +178,8 @@ class SyncConnection:
         found = self._incoming.read_head()
         if not found:
             raise ConnectionResetError("the connection was closed without an answer")
-        return ClientResponse(self._incoming, found)
+        self._answer = ClientResponse(self._incoming, found)
+        return self._answer
 
     def close(self) -> None:
         self.sock.close()

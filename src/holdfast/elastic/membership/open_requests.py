@@ -1,38 +1,10 @@
-"""The connections of an agent to its coordinator, and how long a request there may take."""
+"""The requests of an agent that are open at its coordinator, and how long one may take."""
 
 from __future__ import annotations
 
 import asyncio
 
 from holdfast.policy.membership.election import AgentState, ElectionTimeouts, Role
-from holdfast.wire.http.async_client import AsyncClient
-from holdfast.wire.secret import Secret
-
-
-class CoordinatorClients:
-    """Two connections to the coordinator: one heartbeat is open on each at most."""
-
-    def __init__(self, secret: Secret) -> None:
-        self._secret = secret
-        self._pairs: dict[str, tuple[AsyncClient, AsyncClient]] = {}
-
-    def find_free(self, address: str) -> AsyncClient:
-        """Return a connection to this address that no request uses, or the first one."""
-        pair = self._connect(address)
-        return next((talker for talker in pair if not talker.is_busy), pair[0])
-
-    def _connect(self, address: str) -> tuple[AsyncClient, AsyncClient]:
-        if address not in self._pairs:
-            self.close()
-            self._pairs = {
-                address: (AsyncClient(address, self._secret), AsyncClient(address, self._secret))
-            }
-        return self._pairs[address]
-
-    def close(self) -> None:
-        for pair in self._pairs.values():
-            for talker in pair:
-                talker.close()
 
 
 class OpenRequests:
