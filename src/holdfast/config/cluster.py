@@ -121,6 +121,17 @@ class ClusterConfig(Section):
         "empty: none",
     )
 
+    @property
+    def replaces_all_workers(self) -> bool:
+        """Whether the policy `recovery: restart` holds, which is all that these lines say.
+
+        A node kills all its workers when their generation ends, so none of them holds any state.
+        The planner therefore fills every place with a new process, and chooses a restore point.
+        Hence a standby would be of no use, and a step that is not finite cannot be done again: it
+        ends the run.
+        """
+        return self.recovery == "restart"
+
     @field_validator("node")
     @classmethod
     def _fits(cls, name: str) -> str:

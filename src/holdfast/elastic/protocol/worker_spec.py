@@ -49,8 +49,7 @@ class WorkerSpec:
     not needed. `skips` is the data that the run leaves out, as Skips' JSON. `again` is the step
     that this generation retries, as Retry's JSON.
 
-    `orders`: the agent answers /orders, so the process stays when its generation ends, and waits
-    for commands. `rank` is then -1 for a standby, whose topology is any of the run's.
+    `rank` is -1 for a standby, whose topology is any of the run's.
     """
 
     config: dict[str, Any]
@@ -73,7 +72,6 @@ class WorkerSpec:
     classes: list[float] | None = None
     skips: list[dict[str, Any]] | None = None
     again: dict[str, Any] | None = None
-    orders: bool = False
     meet: str = ""  # "host:port" where the generation's workers find each other; "": the agent's
 
     @property

@@ -44,7 +44,7 @@ class SaverFactory:
     def make(self, begun_at: float, *, in_background: bool) -> SnapshotSaver | LateSaver:
         """Make an arena for the state, and report the worker as ready then.
 
-        in_background: make it while the first step computes, if the agent sends commands.
+        in_background: make it while the first step computes.
         """
         topology, rank = self.connection.topology, self.connection.rank
         reporter, halts = self.connection.reporter, self.connection.halts
@@ -76,16 +76,14 @@ class SaverFactory:
             )
 
         def equip() -> SnapshotSaver:
-            first = (
-                retry_until_mover_is_up(connect, halts.wait) if halts.takes_commands else connect()
-            )
+            first = retry_until_mover_is_up(connect, halts.wait)
             capturer = ReconnectingCapturer(first, connect, self._on_capture_skipped)
             saver = SnapshotSaver(capturer, reporter, rank, self.config, halts.check)
             ready = WorkerReady(rank, time.monotonic() - begun_at, step=step)
             reporter.emit(ready)
             return saver
 
-        if in_background and halts.takes_commands:
+        if in_background:
             return LateSaver(equip, self._on_capture_skipped, reporter, halts.check)
         return equip()
 
