@@ -27,7 +27,7 @@ from holdfast.elastic.protocol.worker_spec import WorkerSpec
 from holdfast.elastic.worker.commands import CommandClient, WorkerHeldState
 from holdfast.elastic.worker.http_store import HttpStore
 from holdfast.elastic.worker.reporter import AgentReporter
-from holdfast.errors import CheckpointError, FencedError, NonFiniteError
+from holdfast.errors import CheckpointError, NonFiniteError
 from holdfast.events import NonFinite, StepDone, WorkerReady
 from holdfast.wire.http.client import Client
 from holdfast.wire.secret import Secret
@@ -122,8 +122,6 @@ def _misbehave(
         commands = CommandClient(boot.agent, secret)
         commands.start()
         commands.wait_for_command(held)
-    if due("fenced"):
-        raise FencedError("the toy is old")
 
 
 def _capturer(boot: WorkerSpec, secret: Secret) -> Capturer:

@@ -99,7 +99,7 @@ class NodeProcesses:
     def _on_fork_server_exit(self) -> None:
         if self._is_killed:
             return
-        self._say("the fork server has exited; a new one is started while training continues")
+        self._say("the fork server has exited; training continues, a new one starts when needed")
 
     def _on_mover_exit(self) -> None:
         if self._is_killed:

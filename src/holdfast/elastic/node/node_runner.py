@@ -6,7 +6,8 @@ one to the other:
     start   The generation record names the ranks of this node and their processes. The mover and
             the processes receive their orders. The result is this node's stage.
     pause   The workers' next vote asks for a pause: they hold after the same step everywhere.
-    halt    The workers hold where they are.
+    halt    The workers hold where they are. Under `cluster.recovery: restart` they end, now or
+            after the pause, and the next generation has new ones (`ClusterConfig`).
     leave   The run has ended.
 
 `node_outcome` reports the workers' states and the generation's end. The coordinator plans by it.

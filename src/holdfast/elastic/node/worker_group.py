@@ -40,8 +40,6 @@ from holdfast.policy.recovery.survivors import HeldState
 
 _MAX_REASON_CHARS = 120
 """Most characters of a worker's reason. The rest, which may come from a library, is in its log."""
-_CONSEQUENTIAL_EXITS = (exit_codes.PEER_LOST, exit_codes.FENCED)
-"""Exit codes of a worker that has only lost its peers."""
 
 
 class WorkerGroup:
@@ -134,7 +132,7 @@ class WorkerGroup:
             self._report_loss(member, kill_reason, "halt")
         elif (
             member.outcome is None
-            and exit_code not in _CONSEQUENTIAL_EXITS
+            and exit_code != exit_codes.PEER_LOST
             and self._can_survivors_continue
         ):
             self._report_dead_worker(member, log_path, "exit")  # a second fault
