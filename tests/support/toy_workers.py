@@ -24,9 +24,10 @@ from holdfast.config.run import RunConfig
 from holdfast.core.sharding.state_table import local_boxes, state_table
 from holdfast.elastic.protocol import exit_codes
 from holdfast.elastic.protocol.worker_spec import WorkerSpec
+from holdfast.elastic.worker.commands import CommandClient, WorkerHeldState
 from holdfast.elastic.worker.http_store import HttpStore
 from holdfast.elastic.worker.reporter import AgentReporter
-from holdfast.errors import CheckpointError, FencedError
+from holdfast.errors import CheckpointError, NonFiniteError
 from holdfast.events import NonFinite, StepDone, WorkerReady
 from holdfast.wire.http.client import Client
 from holdfast.wire.secret import Secret
@@ -114,9 +115,13 @@ def _misbehave(
     if due("non_finite"):
         reporter.emit(NonFinite(boot.rank, "layers.0.ffn.up.weight", step=step))
         reporter.flush()
-        raise SystemExit(exit_codes.NON_FINITE)
-    if due("fenced"):
-        raise FencedError("the toy is old")
+        error = NonFiniteError(step, boot.rank, "layers.0.ffn.up.weight")
+        held = WorkerHeldState(
+            boot.generation, boot.rank, step - 1, None, False, "non_finite", str(error)
+        )
+        commands = CommandClient(boot.agent, secret)
+        commands.start()
+        commands.wait_for_command(held)
 
 
 def _capturer(boot: WorkerSpec, secret: Secret) -> Capturer:

@@ -332,7 +332,6 @@ def run(
                 "cpu",
                 "",
                 heartbeat_seconds=0.05,
-                orders=True,
             )
             run = Run(config, folder / "ranks", boot, mover, control, desk, journal, processes)
             with _scripted(run, script):

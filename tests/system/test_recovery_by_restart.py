@@ -38,6 +38,7 @@ def test_a_loss_begins_all_anew_and_a_refusal_ends_all_with_its_sentence(tmp_pat
     assert [event.reason for event in begun] == ["start", "worker_lost"]
     assert [event.topology["nodes"] for event in begun] == [["a", "b"], ["a", "b"]]
     assert one.events(WorkerLost)[0].rank == 1
+    assert set(one.workers(1).values()).isdisjoint(one.workers(2).values())
     sentence = "plan.json: the toy refuses; leave it out"
     assert [event.reason for event in one.events(RunFailed)] == [sentence]
     assert sentence in one.said

@@ -1,12 +1,14 @@
 """Tier 1 from outside: a node's memory is lost, and the run resumes from another machine's.
 
 The run saves durably only at its end and keeps a snapshot of every step in memory. Its mover is
-killed, and all of that memory with it. Its workers are ended. Without the staging machine it would
+killed, and all of that memory with it. So are its workers. Without the staging machine it would
 begin again at step 0.
 """
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,7 +19,13 @@ import pytest
 from holdfast.checkpoint.restore.catalog import list_commits
 from holdfast.checkpoint.restore.reader import Checkpoint
 from holdfast.core.sharding.boxes import whole_box
-from holdfast.events import CheckpointRestored, GenerationStarted, RunFinished, SnapshotKept
+from holdfast.events import (
+    CheckpointRestored,
+    GenerationStarted,
+    RunFinished,
+    SnapshotKept,
+    WorkerStarted,
+)
 from holdfast.wire.journal import follow_journal, read_journal
 from holdfast.wire.store.run_store import FolderStore
 from tests.support.commands import apart, secret_file, staging, start, write_run_file
@@ -69,14 +77,14 @@ def test_a_run_whose_mover_is_killed_goes_on_from_the_staging_machine(
     output: list[str] = []
     collector = threading.Thread(target=lambda: output.extend(process.communicate(timeout=200)))
     collector.start()
-    _kill_the_mover(process.pid, lost)
+    _kill_mover_and_worker(process.pid, lost)
     collector.join(200)
     assert process.wait(1) == 0, output
 
     records = read_journal(FolderStore(lost))
     begun = [r.event for r in records if isinstance(r.event, GenerationStarted)]
     assert len(begun) == 2
-    assert begun[1].reason == "mover_lost"
+    assert begun[1].reason == "worker_lost"
     assert begun[1].step >= KILL_AT
     restored = [r.event for r in records if isinstance(r.event, CheckpointRestored)]
     assert restored
@@ -85,15 +93,19 @@ def test_a_run_whose_mover_is_killed_goes_on_from_the_staging_machine(
     _same_state(alone, lost)
 
 
-def _kill_the_mover(agent: int, folder: Path) -> None:
-    """SIGKILL, once the staging machine holds a step from KILL_AT on."""
+def _kill_mover_and_worker(agent: int, folder: Path) -> None:
+    """SIGKILL, once the staging machine holds a step from KILL_AT on. The agent ends the other
+    worker."""
     end = threading.Event()
     deadline = threading.Timer(120, end.set)
     deadline.start()
+    workers: list[int] = []
     for records in follow_journal(FolderStore(folder), poll_interval_s=0.05, stop=end):
+        workers += [r.event.pid for r in records if isinstance(r.event, WorkerStarted)]
         if any(isinstance(r.event, SnapshotKept) and r.event.step >= KILL_AT for r in records):
             (mover,) = children_of(agent, "holdfast.checkpoint.mover.main", recursive=True)
             mover.kill()
+            os.kill(workers[0], signal.SIGKILL)
             break
     else:
         pytest.fail("no snapshot reached the staging machine")

@@ -133,6 +133,17 @@ class ClusterConfig(Section):
     )
 
     @property
+    def replaces_all_workers(self) -> bool:
+        """Whether the policy `recovery: restart` holds, which is all that these lines say.
+
+        A node kills all its workers when their generation ends, so none of them holds any state.
+        The planner therefore fills every place with a new process, and chooses a restore point.
+        Hence a standby would be of no use, and a step that is not finite cannot be done again: it
+        ends the run.
+        """
+        return self.recovery == "restart"
+
+    @property
     def host(self) -> str:
         """The address to listen on; loopback if no address was planned for this node."""
         return "127.0.0.1" if self.interface == AUTO else self.interface

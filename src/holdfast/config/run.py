@@ -52,7 +52,7 @@ class RunConfig(Section):
         refused = find_impossible_degrees(self.layout, self.model, self.train)
         if refused is not None:
             raise ValueError(refused)
-        if self.cluster.loss_jumps == "roll_back" and self.cluster.recovery == "restart":
+        if self.cluster.loss_jumps == "roll_back" and self.cluster.replaces_all_workers:
             raise ValueError(
                 "cluster.loss_jumps: roll_back does a step again in the same processes: "
                 "use cluster.recovery: live, or loss_jumps: ignore"

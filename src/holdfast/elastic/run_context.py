@@ -18,9 +18,10 @@ class RunContext:
     """Parameters of an agent's run.
 
     folder: the run folder that `store` accesses. entry: a worker's main function.
-    resume: the command that resumes the run. alone: the term of a run of this node only.
-    begin: searches for the content of a lost run folder and returns a generation. The run's next
-    generations must be newer than that one. The first coordinator of the run calls it."""
+    resume_command: the command that resumes the run. single_node_term: the term of a run of this
+    node only. generation_floor: searches for the content of a lost run folder and returns a
+    generation. The run's next generations must be newer than that one. The first coordinator of the
+    run calls it."""
 
     config: RunConfig
     store: RunStore

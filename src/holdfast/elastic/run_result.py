@@ -55,11 +55,9 @@ def raise_if_failed(known: Iterable[NodeReport]) -> None:
     for one in known:
         ending = None if one.node_outcome is None else one.node_outcome.ending
         if isinstance(ending, FailedOutcome) and ending.sentence:
-            kinds = {
-                exit_codes.USER_ERROR: EndReason.USER_ERROR,
-                exit_codes.FENCED: EndReason.FENCED,
-            }
-            raise RunEndedError(ending.sentence, kinds.get(ending.exit_code, EndReason.FAILED))
+            is_user_error = ending.exit_code == exit_codes.USER_ERROR
+            kind = EndReason.USER_ERROR if is_user_error else EndReason.FAILED
+            raise RunEndedError(ending.sentence, kind)
 
 
 def single_node_run_error(holder: Mapping[str, Any], where: str) -> RunFolderError:

@@ -23,7 +23,7 @@ def _begin(rank: int, generation: int) -> Begin:
 
 
 def _process(pid: int = 7) -> WorkerProcess:
-    return WorkerProcess(Path("log"), accepts_commands=True, pid=pid)
+    return WorkerProcess(Path("log"), pid=pid)
 
 
 def test_kill_reaches_the_group_and_never_a_stranger() -> None:
@@ -33,7 +33,7 @@ def test_kill_reaches_the_group_and_never_a_stranger() -> None:
     )
     assert child.stdout is not None
     child.stdout.readline()
-    process = WorkerProcess(Path("log"), accepts_commands=False)
+    process = WorkerProcess(Path("log"))
     process.kill()  # not known yet: as soon as it is
     process.on_forked(child.pid)
     assert child.wait(10) == -signal.SIGKILL

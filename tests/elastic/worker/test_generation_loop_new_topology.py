@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import threading
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from holdfast.checkpoint.restore.verify import find_newest_verified
 from holdfast.config.run import RunConfig
 from holdfast.core.sharding.state_table import state_table
 from holdfast.elastic.protocol.worker_spec import WorkerSpec
+from holdfast.elastic.worker.commands import Begin, CommandClient, PreviousGeneration
 from holdfast.elastic.worker.worker import Worker
 from holdfast.layout import Layout, Topology, place_layout
 from holdfast.wire.secret import Secret
@@ -62,7 +63,8 @@ def _config(folder: Path) -> RunConfig:
 def _life(rank: RankContext, boot: dict[str, Any], secret: str, after: Any) -> list[Any]:
     """A worker from its first step to its last, by way of `after` if that is given."""
     boot |= {"rank": rank.rank, "forked": time.monotonic()}
-    worker = Worker(WorkerSpec.from_json(boot), Secret.from_hex(secret))
+    spec, shared = WorkerSpec.from_json(boot), Secret.from_hex(secret)
+    worker = Worker(spec, shared, CommandClient(spec.agent, shared))
     worker.begin_generation()
     outcome = worker.train()
     steps = [outcome.step]
@@ -73,9 +75,10 @@ def _life(rank: RankContext, boot: dict[str, Any], secret: str, after: Any) -> l
         wait_until((rank.folder / "opened").exists, 30, "the next generation")
         topology = Topology.from_json(after)
         me = rank.world_size - 1 - rank.rank
-        worker.adopt_generation(
-            topology, me, [rank.world_size - 1 - r for r in range(rank.world_size)]
-        )
+        before = PreviousGeneration(worker.held_session.current.groups.topology, worker.step)
+        spec = replace(spec, topology=after, generation=topology.generation, rank=me)
+        came_from = tuple(rank.world_size - 1 - r for r in range(rank.world_size))
+        worker.apply_command(Begin(spec, came_from, before))
         outcome = worker.train()
         steps.append(outcome.step)
     assert (outcome.kind, outcome.unsaved_reason) == ("finished", None)

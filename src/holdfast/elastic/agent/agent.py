@@ -42,8 +42,6 @@ from holdfast.elastic.agent.run_records import RunRecords
 from holdfast.elastic.event_log import Observer, Say, logged
 from holdfast.elastic.notices.clouds import make_notice_source
 from holdfast.elastic.notices.poller import NoticePoller
-from holdfast.elastic.protocol import exit_codes
-from holdfast.elastic.protocol.generation_outcome import FailedOutcome
 from holdfast.elastic.run_context import RunContext
 from holdfast.elastic.run_result import RunEndedError, RunResult, run_result
 from holdfast.errors import FencedError, HoldfastError, UserError
@@ -245,11 +243,7 @@ class NodeAgent:
                 continue
             try:
                 await asyncio.to_thread(term.check)
-            except FencedError as error:
-                current = self._parts.node_runner.worker_group
-                if self._context.single_node_term is not None and current is not None:
-                    # no other part learns of it
-                    current.decide(FailedOutcome(str(error), exit_codes.FENCED))
+            except FencedError:
                 coordinator.fence()
             except HoldfastError:
                 continue  # an unreachable run store does not stop the training

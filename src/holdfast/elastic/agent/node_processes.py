@@ -15,7 +15,6 @@ from holdfast.elastic.node.mover_supervisor import MoverSupervisor
 from holdfast.elastic.node.node_runner import NodeRunner
 from holdfast.elastic.node.process_manager import ProcessManager
 from holdfast.elastic.node.worker_group import WorkerGroup
-from holdfast.elastic.protocol.generation_outcome import LostOutcome
 from holdfast.elastic.protocol.worker_spec import modules_to_preload
 from holdfast.elastic.reviving import MoverRestarter
 from holdfast.elastic.run_context import RunContext
@@ -35,7 +34,6 @@ class NodeProcesses:
     ) -> None:
         """require_folder: raises an error if the run folder is missing."""
         it, self._say = context, say
-        self._is_live_recovery = it.config.cluster.recovery == "live"
         self._is_killed = False
         self._node_runner: NodeRunner | None = None
         self._publish_mover: Callable[[Peer | None], None] = lambda peer: None
@@ -101,22 +99,12 @@ class NodeProcesses:
     def _on_fork_server_exit(self) -> None:
         if self._is_killed:
             return
-        if self._is_live_recovery:
-            self._say("the fork server has exited; a new one is started while training continues")
-            return
-        self._say("the fork server has exited; its workers are killed and a new one is started")
-        if (current := self._worker_group) is not None:
-            current.decide(LostOutcome("template_lost", "the fork server ended"))
+        self._say("the fork server has exited; training continues, a new one starts when needed")
 
     def _on_mover_exit(self) -> None:
         if self._is_killed:
             return
-        if self._is_live_recovery:
-            self._mover_restarter.start()
-            return
-        self._say("the mover has exited and its arenas are lost; a new one is started")
-        if (current := self._worker_group) is not None:
-            current.decide(LostOutcome("mover_lost", "the mover ended"))
+        self._mover_restarter.start()
 
     def publish_mover_address(self) -> None:
         """Let the next request to the coordinator carry the mover's address."""

@@ -39,7 +39,6 @@ class ShutdownController:
         self,
         config: RunConfig,
         node: str,
-        is_single_node: bool,
         *,
         event_log: EventLog,
         say: Say,
@@ -50,11 +49,11 @@ class ShutdownController:
         final_upload: FinalUpload,
         exit_at_once: Callable[[str], None],
     ) -> None:
-        """is_single_node: the run has no other node. exit_at_once: makes the agent exit without
-        waiting; it receives what is not saved then, "" for nothing."""
+        """exit_at_once: makes the agent exit without waiting; it receives what is not saved then,
+        "" for nothing."""
         self.reason: str | None = None
         self._is_whole_run_leaving = False  # all of the run must stop, though other nodes take part
-        self._config, self._node, self._is_single_node = config, node, is_single_node
+        self._config, self._node = config, node
         self._event_log, self._say = event_log, say
         self._node_runner, self._role_loop, self._run_controller = (
             node_runner,
@@ -78,7 +77,7 @@ class ShutdownController:
         coordinator = self._role_loop.coordinator
         if coordinator is not None and len(coordinator.state.nodes) == 1:
             return True
-        return self._is_single_node or len(self._role_loop.agent_addresses) <= 1
+        return len(self._role_loop.agent_addresses) <= 1
 
     @property
     def stop_reason(self) -> str:
@@ -112,7 +111,7 @@ class ShutdownController:
             self._role_loop.leave_within_s = leave_within_s or DEFAULT_LEAVE_TIMEOUT_S
             self._node_runner.state_changed.set()
             return
-        if not self._node_runner.generation and not self._is_single_node:
+        if not self._node_runner.generation:
             self._role_loop.leave_run()  # nothing has begun
             return
         self._say(f"{reason}: saving and leaving at the next step (Ctrl-C again: at once)")
@@ -183,11 +182,7 @@ class ShutdownController:
         coordinator, current = self._role_loop.coordinator, self._node_runner.worker_group
         if coordinator is None and self._role_loop.state.role is not Role.LEADER:
             raise ValueError("another agent coordinates the run by now: ask again")
-        if (
-            not self._is_single_node
-            and coordinator is not None
-            and self._try_continue_without(notice, coordinator)
-        ):
+        if coordinator is not None and self._try_continue_without(notice, coordinator):
             names = ", ".join(notice.nodes)
             reason = f"the others go on without {names} after the step that is under way"
             self._say(f"{names} will be gone in {notice.seconds:g} s: {reason}")

@@ -230,7 +230,7 @@ class RunController:
         self.coordinator.on_pace_change = partial(
             apply_pace_changes, self.coordinator, lead, self._event_log
         )
-        if self.coordinator.state.phase is Phase.GATHERING and not alone:
+        if self.coordinator.state.phase is Phase.GATHERING:
             self._start_task("wait", self._node_shortage.wait_for_nodes(cluster.gather_seconds))
         return self.coordinator
 

@@ -137,7 +137,7 @@ class ForkServerSupervisor:
     async def fork(self, spec: WorkerSpec, rank: int, generation: int) -> WorkerProcess:
         """Ask for a fork; return the process, which gets its process id later. Without a fork
         server it is soon reported as exited."""
-        process = WorkerProcess(Path(spec.log), spec.orders, rank, generation)
+        process = WorkerProcess(Path(spec.log), rank, generation)
         self.pending_forks.append(process)
         if self._fork_server is None or not self._fork_server.is_alive:
             asyncio.get_running_loop().call_soon(self._fail_pending_forks)

@@ -75,10 +75,7 @@ def threads_per_worker(config: RunConfig, cores: int) -> int:
 
 
 def standby_count(config: RunConfig) -> int:
-    """Return the number of idle processes to keep. Only processes that take commands can be
-    standbys."""
-    if config.cluster.recovery == "restart":
-        return 0
+    """Return the number of idle processes to keep."""
     wanted = config.cluster.standbys
     return wanted if wanted != "auto" else int(config.layout.workers > 1)
 
@@ -108,7 +105,6 @@ def make_standby_spec(
         log="",
         gloo_interface=config.cluster.gloo_device,
         heartbeat_seconds=config.cluster.heartbeat_seconds,
-        orders=True,
     )
 
 
@@ -162,7 +158,6 @@ def make_worker_specs(
             log=str(worker_log_path(folder, topology.generation, rank)),
             gloo_interface=config.cluster.gloo_device,
             heartbeat_seconds=config.cluster.heartbeat_seconds,
-            orders=config.cluster.recovery == "live",
             failure_rate=None if failure_history is None else failure_history.failure_rate,
             failure_classes=None if failure_history is None else failure_history.failure_classes,
             skips=None if record is None or not len(record.skips) else record.skips,

@@ -6,7 +6,8 @@ one to the other:
     start   The generation record names the ranks of this node and their processes. The mover and
             the processes receive their orders. The result is this node's stage.
     pause   The workers' next vote asks for a pause: they hold after the same step everywhere.
-    halt    The workers hold where they are.
+    halt    The workers hold where they are. Under `cluster.recovery: restart` they end, now or
+            after the pause, and the next generation has new ones (`ClusterConfig`).
     leave   The run has ended.
 
 `node_outcome` reports the workers' states and the generation's end. The coordinator plans by it.
@@ -80,8 +81,8 @@ class NodeRunner:
         self.worker_group: WorkerGroup | None = None
         self.closing_reason = ""  # why the run stops after this generation's first step
         self._context, self._process_manager, self._mover = context, process_manager, mover
+        self._replaces_all_workers = context.config.cluster.replaces_all_workers
         self._event_log, self._say = event_log, say
-        self._is_live_recovery = context.config.cluster.recovery == "live"
         self._on_generation_started, self._on_group_started, self._on_group_ended = (
             on_generation_started,
             on_group_started,
@@ -225,8 +226,6 @@ class NodeRunner:
             assert newest is not None, "nobody holds a state"
             await self._report_outcome(await _verify_final_state(self._mover, generation, newest))
             return
-        if not (self._is_live_recovery or self._mover.is_alive):
-            current.decide(LostOutcome("mover_lost", "the mover ended"))
         await self._launcher.begin_workers(current, record, start_state)
         if not current.ranks:
             self._set_stage(NodeStage.WORKING)
@@ -274,6 +273,9 @@ class NodeRunner:
         if current is None or held_state.kind != "paused":
             return
         if all(member.held_state is not None for member in current.workers if member.is_alive):
+            if self._replaces_all_workers:
+                self._replace_task(self._halt_workers(current.generation))
+                return
             if self._task is not None:
                 self._task.cancel()  # it waits for a verdict that nobody will give
             self._set_stage(NodeStage.HELD)
@@ -286,11 +288,11 @@ class NodeRunner:
         if current is not None and current.generation == generation:
             seconds += 3 * current.longest_step_s
             inside = _bereft_ranks(current)
-        if self._is_live_recovery and not isinstance(self._outcome, FailedOutcome):
+        if self._replaces_all_workers or isinstance(self._outcome, FailedOutcome):
+            await self._process_manager.kill_and_wait()
+        else:
             with suppress(FencedError):
                 await self._process_manager.halt_workers(generation, inside, seconds)
-        else:
-            await self._process_manager.kill_and_wait()
         if self._is_only_node:  # the next generation fences what is being saved
             with suppress(HoldfastError):
                 await self._mover.drain_saves(generation)

@@ -172,11 +172,7 @@ class ProcessManager:
         for process in self.workers:
             if process.pid in staying:
                 continue
-            if (
-                process.accepts_commands
-                and process.held_state is not None
-                and not process.kill_pending
-            ):
+            if process.held_state is not None and not process.kill_pending:
                 process.rank = STANDBY_RANK  # it has no place now: it waits for one
             else:
                 process.kill()
@@ -237,7 +233,7 @@ class ProcessManager:
         """
         workers = self.workers
         for process in workers:
-            if process.held_state is None and process.accepts_commands:
+            if process.held_state is None:
                 process.halt_rank(generation, process.rank in bereft_ranks)
         await asyncio.gather(*(_wait_until_held(process, timeout_s) for process in workers))
         late = [p for p in workers if p.is_alive and p.held_state is None]
@@ -260,8 +256,8 @@ class ProcessManager:
             process.kill_pending = True
         if self._fork_server.is_alive:
             await self._fork_server.kill_workers()
-            await _wait_for_exits(everybody)
         self.kill_all()  # what a dead fork server could not kill
+        await _wait_for_exits(everybody)
 
     def kill_all(self) -> None:
         """Kill all workers and standbys without the fork server."""
@@ -321,7 +317,7 @@ class ProcessManager:
 async def _wait_until_held(process: WorkerProcess, timeout_s: float) -> None:
     """Wait until the worker holds, has exited, or its time is over."""
     begun = asyncio.get_running_loop().time()
-    if not process.accepts_commands or process.kill_pending:
+    if process.kill_pending:
         return
     while process.is_alive and process.held_state is None:
         limit = timeout_s if process.has_acked else min(timeout_s, COMMAND_ACK_TIMEOUT_S)

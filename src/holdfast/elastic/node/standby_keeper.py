@@ -33,7 +33,7 @@ class StandbyKeeper:
         """state_changed: set when the number of ready places has changed."""
         self._context, self._process_manager, self._say = context, process_manager, say
         self._state_changed = state_changed
-        self._is_live_recovery = context.config.cluster.recovery == "live"
+        self._has_standbys = not context.config.cluster.replaces_all_workers
         self._task: asyncio.Task[None] | None = None
         self._checked_at = -math.inf  # when standbys were last seen to
         self._is_ready_known = False  # whether it is known here which processes are ready
@@ -49,7 +49,7 @@ class StandbyKeeper:
         """
         return (
             min(self._process_manager.ready_workers, self._context.places)
-            if self._is_live_recovery and self._is_ready_known
+            if self._has_standbys and self._is_ready_known
             else None
         )
 
@@ -73,7 +73,7 @@ class StandbyKeeper:
         place."""
         now = asyncio.get_running_loop().time()
         busy = self._task is not None and not self._task.done()
-        if not self._is_live_recovery or busy:
+        if not self._has_standbys or busy:
             return
         if now - self._checked_at < STANDBY_REFILL_INTERVAL_S:
             return

@@ -30,7 +30,6 @@ from holdfast.elastic.protocol.worker_messages import WorkerReport
 from holdfast.elastic.protocol.worker_pace import WorkerPace
 from holdfast.events import (
     Event,
-    NonFinite,
     StepDone,
     WorkerHeld,
     WorkerLost,
@@ -42,8 +41,6 @@ from holdfast.policy.recovery.survivors import HeldState
 
 _MAX_REASON_CHARS = 120
 """Most characters of a worker's reason. The rest, which may come from a library, is in its log."""
-_CONSEQUENTIAL_EXITS = (exit_codes.PEER_LOST, exit_codes.FENCED)
-"""Exit codes of a worker that has only lost its peers."""
 
 
 class WorkerGroup:
@@ -91,7 +88,6 @@ class WorkerGroup:
             cluster.compare,
             is_first_step_compiled=self._hang_hooks.is_first_step_compiled,
         )
-        self._non_finite: NonFinite | None = None
 
     @property
     def has_stepped(self) -> bool:
@@ -137,7 +133,7 @@ class WorkerGroup:
             self._report_loss(member, kill_reason, "halt")
         elif (
             member.outcome is None
-            and exit_code not in _CONSEQUENTIAL_EXITS
+            and exit_code != exit_codes.PEER_LOST
             and self._can_survivors_continue
         ):
             self._report_dead_worker(member, log_path, "exit")  # a second fault
@@ -147,7 +143,7 @@ class WorkerGroup:
         """Return True if the survivors continue, so that only lost workers may exit."""
         elsewhere = self.outcome.cancelled()  # the agent has cancelled it: other nodes ended it
         lost = elsewhere or isinstance(self.decided_outcome, LostOutcome)
-        return lost and self._cluster.recovery == "live"
+        return lost and not self._cluster.replaces_all_workers
 
     def on_held(self, rank: int, held_state: HeldState) -> None:
         """Record that a worker has stopped, by itself or on command, and waits."""
@@ -163,6 +159,11 @@ class WorkerGroup:
         """Derive the outcome from a worker that has stopped by itself."""
         if held_state.kind == "paused":
             return  # it was asked to, with all the others
+        if held_state.kind == "non_finite" and self._cluster.replaces_all_workers:
+            unharmed = "the state before that step is unharmed"
+            hint = "try a lower train.optimizer.learning_rate"
+            self.decide(FailedOutcome(f"{held_state.text}; {unharmed}: {hint}"))
+            return
         outcome = _outcome_of_hold(worker.rank, held_state)
         if outcome.reason != "peer_lost":
             self.decide(outcome)
@@ -185,11 +186,6 @@ class WorkerGroup:
                         exit_codes.USER_ERROR,
                     )
                 )
-            case exit_codes.NON_FINITE:
-                self.decide(FailedOutcome(_describe_non_finite(self._non_finite, worker.rank)))
-            case exit_codes.CORRUPT_CHECKPOINT:
-                said = read_last_lines(log_path, 1).partition(": ")[2] or "it could not be read"
-                self.decide(LostOutcome("rot", f"worker {worker.rank}: {said}", said))
             case exit_codes.PEER_LOST:
                 # The worker that really died is reported at the same moment. Only if none is, this
                 # worker's report counts.
@@ -237,8 +233,6 @@ class WorkerGroup:
                 case StepDone():
                     self.newest_step = max(self.newest_step, event.step)  # it may be told once more
                     self.longest_step_s = max(self.longest_step_s, event.seconds)
-                case NonFinite():
-                    self._non_finite = event
                 case WorkerReady():
                     if self.workers.mark_ready(rank):
                         self._on_all_ready()
@@ -317,16 +311,6 @@ def _common_outcome(workers: WorkerTable) -> GenerationOutcome:
     ((kind, step),) = (outcome for outcome in outcomes if outcome is not None)
     unsaved = next((m.unsaved_reason for m in workers if m.unsaved_reason is not None), None)
     return FinishedOutcome(step, unsaved) if kind == "finished" else LeftOutcome(step, unsaved)
-
-
-def _describe_non_finite(found: NonFinite | None, rank: int) -> str:
-    """Return why a worker stopped at a value that is not finite; `found`, if it was reported."""
-    if found is None:
-        return f"a loss or gradient is not finite on rank {rank}"
-    return (
-        f"step {found.step}: {found.parameter} is not finite on rank {found.rank}; the state "
-        f"before that step is unharmed: try a lower train.optimizer.learning_rate"
-    )
 
 
 def _worker_paces(topology: Topology, workers: Iterable[WorkerStatus]) -> tuple[WorkerPace, ...]:

@@ -43,7 +43,6 @@ class WorkerProcess:
     """
 
     log_path: Path
-    accepts_commands: bool  # it asks for orders; one that does not ends with its generation
     rank: int = STANDBY_RANK
     generation: int = 0
     pid: int = 0

@@ -7,10 +7,7 @@ import signal
 DONE = 0  # finished or left, and said so in its last report
 CRASHED = 1  # a bug: the traceback stands in the worker's log
 USER_ERROR = 2  # something the person at the keyboard must mend: a restart would not
-NON_FINITE = 65  # a loss or gradient was NaN or infinite: the same data would give it again
-CORRUPT_CHECKPOINT = 74  # the checkpoint to begin from is not whole: begin from the next older one
 PEER_LOST = 75  # a collective failed because another rank is gone
-FENCED = 76  # a newer generation or term exists
 AGENT_LOST = 79  # the lifeline ended
 
 
@@ -23,9 +20,6 @@ def describe_exit_code(code: int) -> str:
             return f"signal {-code}"
     words = {
         PEER_LOST: "lost its peers",
-        FENCED: "fenced by a newer generation",
-        NON_FINITE: "not finite",
-        CORRUPT_CHECKPOINT: "a corrupt checkpoint",
         AGENT_LOST: "lost its agent",
     }
     return f"exit {code} ({words[code]})" if code in words else f"exit {code}"

@@ -38,8 +38,8 @@ class LeftOutcome:
 class LostOutcome:
     """A process died, hung or failed; another generation may repair that."""
 
-    # Reason of the next GenerationStarted: worker_lost, error, peer_lost, hang, mover_lost,
-    # template_lost, rot; "": unknown.
+    # Reason of the next GenerationStarted: worker_lost, error, peer_lost, hang, rot, non_finite,
+    # loss_jump; "": unknown.
     reason: str
     cause: str  # a phrase for people
     # what is wrong with the checkpoint that the generation began from

@@ -54,8 +54,7 @@ class WorkerSpec:
     failures took with them. Both are None if they are not needed. `skips` is the data that the run
     leaves out, None for nothing. `retry` is the step that this generation repeats.
 
-    `orders`: the agent answers /orders, so the process stays when its generation ends,
-    and waits for commands. `rank` is then -1 for a standby.
+    `rank` is -1 for a standby, whose topology is None.
     """
 
     config: dict[str, Any]
@@ -78,7 +77,6 @@ class WorkerSpec:
     failure_classes: FailureClassCounts | None = None
     skips: Skips | None = None
     retry: StepRetry | None = None
-    orders: bool = False
     meet: str = ""  # "host:port" where the generation's workers find each other; "": the agent's
 
     @property
@@ -116,7 +114,6 @@ class WorkerSpec:
             "classes": None if classes is None else list(classes.counts),
             "skips": None if self.skips is None else self.skips.to_json(),
             "again": None if self.retry is None else self.retry.to_json(),
-            "orders": self.orders,
             "meet": self.meet,
         }
 

@@ -17,7 +17,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 
 from holdfast.elastic.protocol import exit_codes
 from holdfast.elastic.protocol.worker_commands import (
@@ -280,36 +280,27 @@ class CommandClient:
 
 
 class GenerationHalts:
-    """The halts of one generation, as its training thread sees them. Without commands there are
-    none."""
+    """The halts of one generation, as its training thread sees them."""
 
-    def __init__(self, commands: CommandClient | None, generation: int) -> None:
+    def __init__(self, commands: CommandClient, generation: int) -> None:
         self._commands, self._generation = commands, generation
 
     @property
-    def takes_commands(self) -> bool:
-        return self._commands is not None
-
-    @property
     def is_halted(self) -> bool:
-        return self._commands is not None and self._commands.is_halted(self._generation)
+        return self._commands.is_halted(self._generation)
 
     def check(self) -> None:
         """Raise HaltedError if the agent has ended the generation."""
-        if self._commands is not None:
-            self._commands.check_halted(self._generation)
+        self._commands.check_halted(self._generation)
 
     def wait(self, wait_s: float) -> None:
-        """Wait as `CommandClient.wait` does. Needs commands."""
-        assert self._commands is not None
+        """Wait as `CommandClient.wait` does."""
         self._commands.wait(self._generation, wait_s)
 
     def interruptible(
         self, interrupt: Interrupt, *, exits_if_stuck: bool = False
     ) -> AbstractContextManager[None]:
         """Allow a halt to call `interrupt`, as `CommandClient.interruptible` does."""
-        if self._commands is None:
-            return nullcontext()
         return self._commands.interruptible(
             self._generation, interrupt, exits_if_stuck=exits_if_stuck
         )

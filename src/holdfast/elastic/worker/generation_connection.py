@@ -37,7 +37,7 @@ class GenerationConnection:
         cls,
         spec: WorkerSpec,
         secret: Secret,
-        commands: CommandClient | None,
+        commands: CommandClient,
         topology: Topology,
         rank: int,
         unsent: UnsentEvents | None,

@@ -1,4 +1,4 @@
-"""A worker's loop if its agent sends commands: generation after generation in one process.
+"""A worker's loop: generation after generation in one process.
 
     .--> take part --> train --> finished, left: report it, end
     |        |           |

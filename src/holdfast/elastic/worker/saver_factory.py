@@ -43,7 +43,7 @@ class SaverFactory:
     def make(self, begun_at: float, *, in_background: bool) -> SnapshotSaver:
         """Make an arena for the state, and report the worker as ready then.
 
-        in_background: make it while the first step computes, if the agent sends commands.
+        in_background: make it while the first step computes.
         """
         topology, rank = self.connection.topology, self.connection.rank
         reporter, halts = self.connection.reporter, self.connection.halts
@@ -75,9 +75,7 @@ class SaverFactory:
             )
 
         def connect_first() -> Capturer:
-            first = (
-                retry_until_mover_is_up(connect, halts.wait) if halts.takes_commands else connect()
-            )
+            first = retry_until_mover_is_up(connect, halts.wait)
             reporter.emit(WorkerReady(rank, time.monotonic() - begun_at, step=step))
             return first
 
@@ -85,7 +83,7 @@ class SaverFactory:
             connect_first,
             connect,
             self._on_capture_skipped,
-            in_background=in_background and halts.takes_commands,
+            in_background=in_background,
         )
         return SnapshotSaver(capturer, reporter, rank, self.config, halts.check)
 

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
 from dataclasses import replace
 
-from holdfast.elastic.protocol.generation_record import PreviousState
 from holdfast.elastic.protocol.worker_commands import Begin
 from holdfast.elastic.protocol.worker_spec import WorkerSpec
 from holdfast.elastic.worker.checkpointer import SnapshotSaver, save_last_step
@@ -20,7 +18,7 @@ from holdfast.elastic.worker.saver_factory import SaverFactory
 from holdfast.elastic.worker.step_requests import AgentMembership
 from holdfast.elastic.worker.warmth import warm_up
 from holdfast.elastic.worker.worker_setup import WorkerSetup
-from holdfast.errors import FencedError, HoldfastError
+from holdfast.errors import HoldfastError
 from holdfast.layout import Topology
 from holdfast.parallel.comm.gloo_sockets import shut_down_connections
 from holdfast.policy.recovery.survivors import HeldState, RejectedStep
@@ -43,17 +41,14 @@ class Worker:
 
     begin_generation   connect, build, restore a checkpoint or make initial weights
     train              until the run is finished, a node asks to leave, or a peer is lost
-    adopt_generation   join the next generation with the present state; then `train` again
-    apply_command      begin, adopt, or join as a newcomer, as the agent ordered
+    apply_command      get into the next generation as the agent ordered; then `train` again
     stop_generation    abandon an ended generation; `held_state` reports what remains
 
     step: the state is that after this step. held_session: the session with that state. connection:
     the rank and the connections in the present generation. Belongs to one thread.
     """
 
-    def __init__(
-        self, spec: WorkerSpec, secret: Secret, commands: CommandClient | None = None
-    ) -> None:
+    def __init__(self, spec: WorkerSpec, secret: Secret, commands: CommandClient) -> None:
         self._secret, self._commands = secret, commands
         self._setup = WorkerSetup(spec)
         self.held_session = HeldSession(spec.start_step)
@@ -99,25 +94,13 @@ class Worker:
             self.held_session.has_state = True
             self._attach_capturer(spec.forked)
 
-    def adopt_generation(
-        self, topology: Topology, rank: int, came_from: Sequence[int | None]
-    ) -> None:
-        """Become `rank` of `topology`, which is that of a newer generation, and keep the state.
-
-        Collective over `topology`. The agent and the mover must have begun the generation.
-        came_from: see `core.sharding.reshard_plan.plan_reshard`. Raises LayoutError, PeerLostError,
-        FencedError and HaltedError; `held_state` then reports whether this process has lost the
-        state.
-        """
-        before = PreviousState(self.held_session.current.groups.topology, self.step)
-        spec = replace(
-            self._setup.spec, topology=topology, generation=topology.generation, rank=rank
-        )
-        self.apply_command(Begin(spec, tuple(came_from), before))
-
     def apply_command(self, command: Begin) -> None:
-        """Get ready to compute in the ordered generation. Raises what `begin_generation` and
-        `adopt_generation` raise."""
+        """Get ready to compute in the ordered generation: as `begin_generation` does, or with the
+        state that the survivors hold.
+
+        The second is collective over the topology, and the mover must have begun the generation.
+        Raises LayoutError, PeerLostError, FencedError and HaltedError; `held_state` then reports
+        whether this process has lost the state."""
         begun = time.monotonic()
         self._setup.apply(replace(command.spec, forked=begun))
         if command.came_from is not None:
@@ -245,7 +228,7 @@ class Worker:
 
     def _attach_capturer(self, begun_at: float, *, in_background: bool = False) -> None:
         """Make an arena for the session's state, and report the worker as ready then.
-        in_background: make it while the first step computes, if the agent sends commands."""
+        in_background: make it while the first step computes."""
         factory = SaverFactory(
             self._setup.config,
             self._setup.spec.mover_socket,
@@ -272,10 +255,8 @@ class Worker:
         self.held_session.current.engine.interrupt(inside)
 
     def _on_outdated(self, step: int) -> None:
-        """Handle a newer generation before `step` is voted on: the vote must not happen. If the
-        agent sends commands, the ranks of a replica reach the end of the step together."""
-        if self._commands is None:
-            raise FencedError(f"a newer generation began before step {step} was voted on")
+        """Handle a newer generation before `step` is voted on: the vote must not happen. The ranks
+        of a replica reach the end of the step together."""
         self.held_session.current.engine.interrupt(False)
 
 
