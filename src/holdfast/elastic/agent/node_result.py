@@ -6,7 +6,6 @@ import asyncio
 from dataclasses import dataclass
 
 from holdfast.elastic.agent.parts import AgentParts
-from holdfast.elastic.agent.run_folder_monitor import FOLDER_GONE_MESSAGE
 from holdfast.elastic.run_result import EndReason, RunResult, run_result
 from holdfast.errors import CannotGoOnError, HoldfastError
 
@@ -20,14 +19,6 @@ class NodeResult:
     async def finish_run(self) -> int:
         """Return the exit code; the coordinator's agent has written the result to the journal."""
         end = await self._find_result()
-        if end is None and self.parts.run_folder_monitor.is_leaving:
-            end = run_result(
-                FOLDER_GONE_MESSAGE,
-                EndReason.FENCED,
-                (),
-                "",
-                self.parts.records.progress.committed_step,
-            )
         if end is None:
             self.parts.say(
                 f"{self.parts.context.node} has left the run "
