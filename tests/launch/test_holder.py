@@ -16,7 +16,7 @@ from tests.launch.holders import QUIET, growing
 from tests.support.journal_builder import step_done
 
 ELSEWHERE = Host("host-b", "boot-b")
-NOBODY_LISTENS = "127.0.0.1:1"
+REFUSED = "127.0.0.1:1"
 LIFE, JOURNAL = "terms/0000000001-alive", segment_key(1, "agent")
 
 
@@ -25,7 +25,7 @@ def store(tmp_path: Path) -> FolderStore:
     """Of a run of one node on host-a, which did step 7."""
     store = FolderStore(tmp_path / "run")
     store.create("resolved.json", b'{"config": {}, "run_id": "x"}')
-    assert create_term(store, 1, NOBODY_LISTENS, "a", True, Host("host-a", "boot-a"))
+    assert create_term(store, 1, REFUSED, "a", True, Host("host-a", "boot-a"))
     create_generation(store, 1, {})
     return store
 
@@ -34,7 +34,7 @@ def store(tmp_path: Path) -> FolderStore:
 def test_a_holder_on_another_host_lives_while_term_or_journal_grow(
     store: FolderStore, grows: str
 ) -> None:
-    """Its address leads to this host, where nobody listens."""
+    """Its address leads to this host, where no process listens."""
     writer = JournalWriter(store, "rank0", 1)
     writer.emit(step_done(7, 0.1, {}))
     writer.flush()

@@ -1,5 +1,7 @@
-"""The same command on a second machine that shares the run folder, while the first one trains: a
-host name and a network of its own, so that the trainer's address leads nowhere there."""
+"""The same command on a second machine that shares the run folder, while the first one trains.
+
+The second machine has a host name and a network of its own: the trainer's address leads nowhere
+there."""
 
 from __future__ import annotations
 

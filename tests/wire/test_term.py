@@ -30,13 +30,13 @@ from tests.wire.http.test_client_and_server import serving
 SECRET = Secret(b"s" * 32)
 
 
-def _nobody() -> None:
-    """Nobody that lives holds the newest term."""
+def _no_holder() -> None:
+    """The holder of the newest term does not live."""
 
 
 def test_a_closed_term_has_no_holder() -> None:
     store = MemoryStore()
-    first = open_term(store, "127.0.0.1:1", _nobody)
+    first = open_term(store, "127.0.0.1:1", _no_holder)
     assert first.number == 1
     holder = json.loads(store.get("terms/0000000001.json"))
     assert (holder["pid"], holder["address"]) == (os.getpid(), "127.0.0.1:1")
@@ -45,12 +45,12 @@ def test_a_closed_term_has_no_holder() -> None:
     first.close()
     first.close()
     assert newest_term(store) == (1, None)
-    assert open_term(store, "127.0.0.1:2", _nobody).number == 2
+    assert open_term(store, "127.0.0.1:2", _no_holder).number == 2
 
 
 def test_no_term_is_opened_beside_a_holder_that_lives() -> None:
     store = MemoryStore()
-    open_term(store, "127.0.0.1:1", _nobody)
+    open_term(store, "127.0.0.1:1", _no_holder)
 
     def refuse() -> None:
         raise RunFolderError("in use")
@@ -62,8 +62,8 @@ def test_no_term_is_opened_beside_a_holder_that_lives() -> None:
 
 def test_a_silent_holder_is_succeeded_and_finds_out() -> None:
     store = MemoryStore()
-    old = open_term(store, "127.0.0.1:1", _nobody)
-    new = open_term(store, "127.0.0.1:2", _nobody)
+    old = open_term(store, "127.0.0.1:1", _no_holder)
+    new = open_term(store, "127.0.0.1:2", _no_holder)
     assert new.number == 2
     new.check()
     with pytest.raises(FencedError, match="taken over"):
@@ -71,26 +71,26 @@ def test_a_silent_holder_is_succeeded_and_finds_out() -> None:
 
 
 def test_a_term_that_is_gone_or_another_ones_is_not_ours() -> None:
-    """The run folder was moved aside, and perhaps another run begun at its path: that ends nobody's
-    term, however new the terms there are."""
+    """The run folder was moved aside, and perhaps another run begun at its path. That ends no term,
+    however new the terms there are."""
     store = MemoryStore()
-    term = open_term(store, "127.0.0.1:1", _nobody)
+    term = open_term(store, "127.0.0.1:1", _no_holder)
     store.delete("terms/0000000001.json")
-    with pytest.raises(RunFolderError, match="moved, removed or replaced"):
+    with pytest.raises(RunFolderError, match="moved, removed, replaced or unm"):
         term.check()
     for number in (1, 2):
-        open_term(store, f"127.0.0.1:{number}", _nobody)
-        with pytest.raises(RunFolderError, match="moved, removed or replaced"):
+        open_term(store, f"127.0.0.1:{number}", _no_holder)
+        with pytest.raises(RunFolderError, match="moved, removed, replaced or unm"):
             term.check()
 
 
 def test_signs_of_life_are_counted_for_each_term() -> None:
     store = MemoryStore()
-    first = open_term(store, "127.0.0.1:1", _nobody)
+    first = open_term(store, "127.0.0.1:1", _no_holder)
     assert count_life_signs(store, 1) == 0
     first.show_life()
     first.show_life()
-    open_term(store, "127.0.0.1:2", _nobody)
+    open_term(store, "127.0.0.1:2", _no_holder)
     assert (count_life_signs(store, 1), count_life_signs(store, 2)) == (2, 0)
     assert newest_term(store)[0] == 2
 
@@ -151,17 +151,17 @@ def test_generations_open_once_and_in_order() -> None:
     assert newest_generation(store) == 11
 
 
-def test_a_term_that_no_parser_can_follow_is_held_by_nobody_known() -> None:
+def test_a_term_that_no_parser_can_follow_is_held_by_no_holder_known() -> None:
     store = MemoryStore()
     store.create("terms/0000000001.json", b"[" * 100_000)
     assert newest_term(store) == (1, None)
-    assert open_term(store, "host:1", _nobody).number == 2
+    assert open_term(store, "host:1", _no_holder).number == 2
 
 
 def test_strange_files_among_terms_and_generations_say_nothing() -> None:
     store = MemoryStore()
     create_generation(store, 3, {})
-    open_term(store, "host:1", _nobody)
+    open_term(store, "host:1", _no_holder)
     for folder in ("terms", "generations"):
         for name in ("notes.txt", "0000000009.json.bak", "zzz.json", "9.json"):
             store.create(f"{folder}/{name}", b"not ours\n")

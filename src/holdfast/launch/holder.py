@@ -1,4 +1,4 @@
-"""Who has a run folder: whether the holder of its newest term lives.
+"""The holder of a run folder's newest term: whether it lives.
 
     lives     It answers with the run's secret, or its term or the run's journal grows.
     dead      It closed its term. Or its own host refuses the connection, and no other node of the
@@ -77,7 +77,7 @@ class HolderWatch:
         """say: prints one line, before a wait. quiet_s: instead of `HOLDER_QUIET_S`. host: where
         this watch runs, if it is not this host."""
         self.holder: dict[str, Any] | None = None
-        """The holder of the newest term at the last look; None if nobody holds it."""
+        """The holder of the newest term at the last look; None if the term is closed."""
         self._folder, self._say = folder, say
         self._quiet_s = HOLDER_QUIET_S if quiet_s is None else quiet_s
         self._host = host or this_host()
@@ -154,7 +154,7 @@ def is_holder_gone(watch: HolderWatch) -> bool:
     """Return True if a look shows that the holder is dead; False if that is not known."""
     try:
         return watch.look() is False
-    except RunFolderError:  # of the secret: whoever only reads a run needs none
+    except RunFolderError:  # of the secret, which a mere reader of a run does not need
         return False
 
 

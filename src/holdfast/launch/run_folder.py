@@ -60,7 +60,7 @@ def refuse_in_use(folder: Path, watch: HolderWatch | None = None) -> None:
         return  # what else lies there is `refuse_foreign`'s to refuse
     before, watch = run_id(folder), watch or HolderWatch(folder)
     if not watch.wait_for_verdict() or run_id(folder) != before:
-        return  # nobody, or another node has begun again: another run
+        return  # no holder lives, or another node has begun again: another run
     raise RunFolderError(
         f"another trainer uses this run folder: {watch.describe_holder()}",
         where=str(folder),
@@ -192,7 +192,7 @@ def write_description(
 ) -> None:
     """Write the three files. Later starts replace them: the journal keeps what was before. Of
     several that begin the folder in one moment, the one that creates `resolved.json` with its run
-    id begins the run. The others join it, or are refused.
+    id begins the run. The rest join it, or are refused.
 
     Raises RunFolderError when the folder cannot be made or written, or was begun by another run
     just now. Raises StoreError for a bucket's address that may hold a secret: the files would keep

@@ -37,7 +37,7 @@ _BOOT_ID_FILE = Path("/proc/sys/kernel/random/boot_id")
 
 @dataclass(frozen=True)
 class Host:
-    """A host's name, and what tells its present boot from all others; "" where no system says."""
+    """A host by name and boot id. The boot id is new after each boot, "" if the system has none."""
 
     name: str
     boot: str
@@ -66,9 +66,9 @@ class Term:
     content: bytes = field(repr=False)  # the content of our object, unlike any other's
 
     def check(self) -> None:
-        """Raises RunFolderError if our term is not in the run folder: it was moved, removed or is
-        not mounted, and another one may lie at its path. Raises FencedError when it is there, and a
-        newer term too."""
+        """Raises RunFolderError if our term is not in the run folder. Then the folder was moved,
+        removed or unmounted, and another one may lie at its path. Raises FencedError when our term
+        is there, and a newer one too."""
         newest, _ = newest_term(self.store)
         try:
             found = self.store.get(_term_key(self.number))
@@ -76,8 +76,8 @@ class Term:
             found = None
         if found != self.content:
             raise RunFolderError(
-                f"the run folder has been moved, removed or replaced (our term {self.number} is "
-                f"not in it); put it back, or start another run"
+                "the run folder has been moved, removed, replaced or unmounted (our term "
+                f"{self.number} is not in it); put it back, or start another run"
             )
         if newest > self.number:
             raise FencedError(
@@ -86,7 +86,7 @@ class Term:
             )
 
     def show_life(self) -> None:
-        """Append to the term, for those who cannot reach this trainer."""
+        """Append to the term: a sign for a start that cannot reach this trainer."""
         self.store.append(_life_key(self.number), b".")
 
     def close(self) -> None:
