@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -70,8 +71,19 @@ def test_a_holder_on_another_host_is_dead_once_nothing_grows(store: FolderStore)
         (Host("host-a", "boot-b"), False),
         (Host("host-b", "boot-a"), False),
     ],
+    ids=["its own", "another boot", "another host"],
 )
 def test_a_refused_connection_proves_death_on_the_holders_own_host_alone(
     store: FolderStore, host: Host, is_dead: bool
 ) -> None:
     assert HolderWatch(store.folder, host=host).look() is (False if is_dead else None)
+
+
+def test_the_host_of_an_older_versions_holder_is_known_by_its_name(store: FolderStore) -> None:
+    """Such a term does not name the boot."""
+    term = store.folder / "terms" / "0000000001.json"
+    value = json.loads(term.read_text())
+    del value["boot"]
+    term.write_text(json.dumps(value))
+    assert HolderWatch(store.folder, host=Host("host-a", "boot-b")).look() is False
+    assert HolderWatch(store.folder, host=ELSEWHERE).look() is None

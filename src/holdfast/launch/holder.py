@@ -31,6 +31,7 @@ from holdfast.wire.term import (
     Host,
     count_life_signs,
     host_of,
+    is_host_of,
     newest_generation,
     newest_term,
     probe_holder,
@@ -134,7 +135,7 @@ class HolderWatch:
         next term."""
         assert self.holder is not None
         address, secrets = str(self.holder.get("address", "")), read_secrets(self._folder)
-        is_here = host_of(self.holder) == self._host
+        is_here = is_host_of(self._host, self.holder)
         timeout = ANSWER_TIMEOUT_S if is_here else REMOTE_ANSWER_TIMEOUT_S
         reply = ask_holder(address, secrets, timeout)
         if reply is HolderReply.LIVES:

@@ -56,6 +56,13 @@ def host_of(holder: dict[str, Any]) -> Host:
     return Host(str(holder.get("machine", holder.get("node"))), str(holder.get("boot", "")))
 
 
+def is_host_of(host: Host, holder: dict[str, Any]) -> bool:
+    """Return True if a term's holder was started on this host, in this boot. For a holder of an
+    older version the name has to do, as it did for that version."""
+    its = host_of(holder)
+    return its.name == host.name and its.boot in ("", host.boot)
+
+
 @dataclass(frozen=True)
 class Term:
     """A numbered reign over a run folder."""
