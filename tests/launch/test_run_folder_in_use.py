@@ -18,11 +18,12 @@ from holdfast.config.load import load_config
 from holdfast.errors import RunFolderError
 from holdfast.events import GenerationStarted, RequestsRefused, StepDone
 from holdfast.launch import run_folder
+from holdfast.launch.holder import HolderWatch
 from holdfast.launch.run_folder import (
-    identity,
     refuse_foreign,
     refuse_in_use,
     refuse_other,
+    run_id,
     set_aside,
     write_description,
 )
@@ -138,18 +139,22 @@ def _begin_anew(folder: Path) -> None:
     """What another node does that was started with --fresh, up to its term."""
     folder.rename(folder.with_name("run.old-1"))
     folder.mkdir()
-    (folder / "resolved.json").write_text("new")
+    _describe(folder, "new")
+
+
+def _describe(folder: Path, run: str) -> None:
+    (folder / "resolved.json").write_text(json.dumps({"config": {}, "dataset": {}, "run_id": run}))
 
 
 def _old(folder: Path, leader: str) -> None:
     open_secret(folder)
-    (folder / "resolved.json").write_text("old")
+    _describe(folder, "old")
     create_term(FolderStore(folder), 1, leader, "gone")
 
 
 def _is_new(folder: Path) -> None:
-    assert (folder / "resolved.json").read_text() == "new"
-    assert (folder.with_name("run.old-1") / "resolved.json").read_text() == "old"
+    assert run_id(folder) == "new"
+    assert run_id(folder.with_name("run.old-1")) == "old"
     assert not folder.with_name("run.old-2").exists()
 
 
@@ -165,7 +170,7 @@ def test_a_folder_that_is_begun_while_the_old_leader_is_asked_is_not_moved(tmp_p
         _old(folder, address_of(leader))
         thread = threading.Thread(target=answer)
         thread.start()
-        assert set_aside(folder, identity(folder)) is None
+        assert set_aside(folder, run_id(folder), HolderWatch(folder, quiet_s=60)) is None
         thread.join()
     _is_new(folder)
 
@@ -189,7 +194,7 @@ def test_a_trainer_that_begins_while_the_old_leader_is_asked_refuses_nobody(tmp_
 
         _old(folder, address_of(leader))
         threading.Thread(target=answer, daemon=True).start()
-        assert set_aside(folder, identity(folder)) is None
+        assert set_aside(folder, run_id(folder), HolderWatch(folder, quiet_s=60)) is None
         node.shutdown()
     _is_new(folder)
 
@@ -210,17 +215,17 @@ def test_a_folder_that_is_begun_at_the_last_moment_is_not_moved(
     """After the last look at it: the old one has the name that it would get."""
     folder = tmp_path / "run"
     _old(folder, "127.0.0.1:1")
-    before = identity(folder)
-    monkeypatch.setattr(run_folder, "refuse_in_use", lambda _: None)
+    before = run_id(folder)
+    monkeypatch.setattr(run_folder, "refuse_in_use", lambda *_: None)
     looks = iter([lambda: _begin_anew(folder)])
 
-    def look(path: Path) -> tuple[int, int] | None:
-        found = identity(path)
+    def look(path: Path) -> str | None:
+        found = run_id(path)
         for then in looks:
             then()
         return found
 
-    monkeypatch.setattr(run_folder, "identity", look)
+    monkeypatch.setattr(run_folder, "run_id", look)
     assert set_aside(folder, before) is None
     _is_new(folder)
 

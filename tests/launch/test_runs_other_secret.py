@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import shlex
 import signal
-import subprocess
 import threading
 import time
 from collections.abc import Iterator
@@ -16,18 +14,20 @@ from pathlib import Path
 import pytest
 
 from holdfast.errors import RunFolderError
+from holdfast.launch.holder import HolderWatch
 from holdfast.launch.run_folder import refuse_alone, refuse_in_use
-from holdfast.launch.runs import probe_run
 from holdfast.wire.http.auth import Verifier
 from holdfast.wire.http.server import HttpListener, SignedApplication
 from holdfast.wire.http.sockets import address_of, bind_listener
 from holdfast.wire.secret import SECRET_FILE_VARIABLE, Secret, open_secret
 from holdfast.wire.store.run_store import FolderStore
 from holdfast.wire.term import TERM_PATH, create_generation, create_term, newest_term
+from tests.launch.holders import QUIET, growing
 from tests.support.commands import here, secret_file
 from tests.support.nodes import QUICK, nodes_of
 
-OTHER = "a trainer with another secret than is known here uses this run folder"
+IN_USE = "another trainer uses this run folder"
+OTHER = "another secret than is known here is the run's"
 
 
 @contextmanager
@@ -89,19 +89,14 @@ def test_a_trainer_is_found_whatever_secret_the_shell_names(
             monkeypatch.setenv(SECRET_FILE_VARIABLE, str(secret_file(tmp_path, "a7")))
         before = {path: path.stat().st_mtime_ns for path in folder.glob("*.json")}
 
-        said = ("another trainer uses this run folder", "stop it") if own else (OTHER, "touch")
         for more in ((), ("--fresh",)):
-            here(capsys, *command, *more).refuses(*said, "on a")
+            here(capsys, *command, *more).refuses_last(IN_USE, "stop it", "on a")
         # Such a node would hear nothing that it takes for an answer, and open the next term.
-        said = (
-            ("the secret in this folder", f"unset {SECRET_FILE_VARIABLE}")
-            if own
-            else (OTHER, SECRET_FILE_VARIABLE)
-        )
+        said = (OTHER, f"unset {SECRET_FILE_VARIABLE}" if own else SECRET_FILE_VARIABLE)
         node = (*command, "cluster.node=b", *QUICK)
         for joins in (node, (*node, "--fresh"), ("join", folder, "--node", "b")):
-            here(capsys, *joins).refuses(*said, "on a")
-        assert probe_run(folder) is (True if own else None)
+            here(capsys, *joins).refuses_last(*said, "on a")
+        assert HolderWatch(folder).look() is (True if own else None)
 
         assert not list(tmp_path.glob("run.old*"))
         assert (folder / "secret").exists() is own
@@ -118,29 +113,22 @@ def test_a_node_whose_leader_is_gone_is_found_without_its_secret(tmp_path: Path)
         create_term(store, 1, "127.0.0.1:1", "a")
         agents = {"a": {"address": "127.0.0.1:1"}, "b": {"address": address}}
         create_generation(store, 1, {"agents": agents})
-        with pytest.raises(RunFolderError, match=f"{OTHER}, it seems: node b is at work"):
+        with growing(store), pytest.raises(RunFolderError, match=IN_USE):
             refuse_in_use(tmp_path)
     refuse_in_use(tmp_path)
 
 
 @pytest.mark.parametrize("own", [False, True])
-def test_another_runs_trainer_in_a_dead_ones_place_can_be_told_of(
-    tmp_path: Path, own: bool
-) -> None:
+def test_another_runs_trainer_in_a_dead_ones_place_keeps_nobody(tmp_path: Path, own: bool) -> None:
     folder = tmp_path / "a run"
     store = FolderStore(folder)
     if own:
         open_secret(folder)
     with agent(Secret(b"5" * 32)) as address:
         create_term(store, 1, address, "a")
-        with pytest.raises(RunFolderError, match=OTHER) as caught:
-            refuse_in_use(folder)
-        assert probe_run(folder) is None
-        told = str(caught.value.remedy).partition("say so with: ")[2]
-        subprocess.run(shlex.split(told), check=True)
+        assert HolderWatch(folder).look() is None
         for check in (refuse_in_use, refuse_alone):
-            check(folder)
-        assert probe_run(folder) is False
+            check(folder, HolderWatch(folder, quiet_s=QUIET))
 
 
 class _Stranger(BaseHTTPRequestHandler):
@@ -159,8 +147,6 @@ def test_a_strangers_server_in_a_dead_ones_place_keeps_nobody(tmp_path: Path, ow
         threading.Thread(target=server.serve_forever, daemon=True).start()
         create_term(FolderStore(tmp_path), 1, f"127.0.0.1:{server.server_port}", "a")
         for check in (refuse_in_use, refuse_alone):
-            check(tmp_path)
-        assert probe_run(tmp_path) is False
+            check(tmp_path, HolderWatch(tmp_path, quiet_s=QUIET))
         server.shutdown()
-    refuse_in_use(tmp_path)
-    assert probe_run(tmp_path) is False
+    assert HolderWatch(tmp_path).look() is False

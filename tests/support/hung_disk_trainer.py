@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from holdfast.elastic.agent import agent
-from holdfast.elastic.agent.run_folder_monitor import FolderState, RunFolder
+from holdfast.elastic.agent.run_folder_monitor import RunFolder
 from holdfast.wire.store.run_store import FolderStore
 from tests.support.toy_trainer import main
 
@@ -23,21 +23,21 @@ def beside(folder: Path) -> Path:
 
 
 def _hang(hung: Path) -> None:
-    look, append = RunFolder.read_state, FolderStore.append
+    look, append = RunFolder.check, FolderStore.append
 
     def wait() -> None:
         if hung.exists():
             threading.Event().wait()
 
-    def looked(self: RunFolder) -> FolderState:
+    def looked(self: RunFolder) -> None:
         wait()
-        return look(self)
+        look(self)
 
     def appended(self: FolderStore, *arguments: Any, **options: Any) -> None:
         wait()
         append(self, *arguments, **options)
 
-    RunFolder.read_state = looked  # type: ignore[method-assign]
+    RunFolder.check = looked  # type: ignore[method-assign]
     FolderStore.append = appended  # type: ignore[method-assign]
 
 

@@ -112,11 +112,16 @@ class Trainer:
 
 
 @contextmanager
-def training(folder: Path, plan: dict[str, Any], *overrides: str) -> Iterator[Trainer]:
+def training(
+    folder: Path,
+    plan: dict[str, Any],
+    *overrides: str,
+    module: str = "tests.support.toy_trainer",
+) -> Iterator[Trainer]:
     """Run a trainer that is ended afterwards, for any end of the test."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "plan.json").write_text(json.dumps(plan))
-    trainer = Trainer(folder, *overrides)
+    trainer = Trainer(folder, *overrides, module=module)
     try:
         yield trainer
     finally:

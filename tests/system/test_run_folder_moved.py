@@ -13,7 +13,6 @@ import pytest
 from holdfast.checkpoint.restore.catalog import list_commits, step_of
 from holdfast.elastic.agent.run_folder_monitor import (
     FOLDER_GONE_MESSAGE,
-    FOLDER_LOSS_LEAVE_TIMEOUT_S,
     FOLDER_RETURN_TIMEOUT_S,
 )
 from holdfast.elastic.agent.shutdown import DEFAULT_LEAVE_TIMEOUT_S
@@ -60,7 +59,7 @@ def test_a_folder_that_was_moved_is_waited_for_and_then_all_leave(
     with nodes_of(run_file, folder, *SETTINGS) as nodes:
         _train(nodes)
         folder.rename(moved)
-        time.sleep(FOLDER_RETURN_TIMEOUT_S / 3)
+        time.sleep(FOLDER_RETURN_TIMEOUT_S / 8)
         assert nodes.alive == ["a", "b"], nodes.story()
         moved.rename(folder)
         # Nothing has been lost, and no worker had to restart.
@@ -70,7 +69,7 @@ def test_a_folder_that_was_moved_is_waited_for_and_then_all_leave(
         )
         assert len(nodes.events(GenerationStarted)) == 1
         folder.rename(moved)
-        _end_within(nodes, FOLDER_RETURN_TIMEOUT_S + FOLDER_LOSS_LEAVE_TIMEOUT_S)
+        _end_within(nodes, FOLDER_RETURN_TIMEOUT_S)
         assert nodes.said.count(f"{FOLDER_GONE_MESSAGE}\n") == 2, nodes.said
         assert not folder.exists()
 
@@ -100,7 +99,7 @@ def test_a_folder_out_of_reach_ends_nobody_but_who_is_told_to_go(
     with nodes_of(run_file, folder, *SETTINGS) as nodes:
         _train(nodes)
         _point(folder, folder.name)  # to itself: it cannot be opened
-        time.sleep(FOLDER_RETURN_TIMEOUT_S + FOLDER_LOSS_LEAVE_TIMEOUT_S + 5)
+        time.sleep(FOLDER_RETURN_TIMEOUT_S + 5)
         assert nodes.alive == ["a", "b"], nodes.story()
         before = step_of(list_commits(FolderStore(real))[0])
         _point(folder, real.name)

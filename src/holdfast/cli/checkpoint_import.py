@@ -54,13 +54,14 @@ def import_(
     """
     from holdfast.cli.train import plan_for_machine, prepare_and_check_dataset, with_vocabulary
     from holdfast.config.load import load_config
+    from holdfast.launch.holder import HolderWatch
     from holdfast.launch.run_folder import refuse_in_use, refuse_other
     from holdfast.plan.hardware import detect_hardware
 
     machine = detect_hardware()
     loaded = plan_for_machine(load_config(run_file, overrides or []), machine)
     folder = Path(loaded.config.run_folder)
-    refuse_in_use(folder)
+    refuse_in_use(folder, HolderWatch(folder, say))
     dataset = prepare_and_check_dataset(loaded)
     refuse_other_tokenizer(source, dataset)
     loaded = with_vocabulary(loaded, dataset.vocab_size)

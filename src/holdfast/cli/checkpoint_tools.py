@@ -11,6 +11,7 @@ from holdfast.cli.output import print_json, print_table, say
 from holdfast.cli.progress import StageProgress
 from holdfast.cli.read_errors import explain_read_errors
 from holdfast.errors import CheckpointError
+from holdfast.launch.holder import HolderWatch
 from holdfast.launch.runs import open_run
 from holdfast.report.formatting import format_bytes, format_count
 
@@ -158,7 +159,7 @@ def _location(to: str, source: Path) -> RunStore:
         raise CheckpointError("this is not a folder", where=to, remedy="name another one")
     if folder.exists() and folder.samefile(source):
         raise CheckpointError("this is the run itself", where=to, remedy="name another folder")
-    refuse_in_use(folder)
+    refuse_in_use(folder, HolderWatch(folder, say))
     folder.mkdir(parents=True, exist_ok=True)
     return FolderStore(folder)
 
@@ -193,7 +194,7 @@ def prune(
     from holdfast.launch.run_folder import refuse_in_use
 
     found = open_run(run)
-    refuse_in_use(found.folder)
+    refuse_in_use(found.folder, HolderWatch(found.folder, say))
     rejected: dict[str, str] = {}
     with explain_read_errors(found.folder):
         newest = find_newest_verified(found.store, rejected.__setitem__)

@@ -16,6 +16,7 @@ from holdfast.cli.train import finished_step
 from holdfast.cli.views import RunViews
 from holdfast.config.load import LoadedConfig, resolve_config
 from holdfast.errors import RunFolderError
+from holdfast.launch.holder import HolderWatch
 from holdfast.launch.run_folder import refuse_alone
 from holdfast.launch.runs import RESOLVED_FILE, read_resolved
 
@@ -59,7 +60,7 @@ def join(
             where=str(folder),
             remedy="start one with: holdfast train RUN_FILE cluster.node=NAME",
         )
-    refuse_alone(folder)
+    refuse_alone(folder, HolderWatch(folder, say))
     name = node or platform.node() or "localhost"
     loaded = _config_for_node(stored, folder, name, overrides or [])
     if (last := finished_step(folder, loaded.config.train.steps)) is not None:

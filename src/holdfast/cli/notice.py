@@ -10,7 +10,8 @@ import typer
 from holdfast.cli.dispatch import app as make_app
 from holdfast.cli.output import print_json, say
 from holdfast.errors import HoldfastError, RunFolderError, UserError
-from holdfast.launch.runs import Run, open_run, probe_run
+from holdfast.launch.holder import HolderWatch
+from holdfast.launch.runs import Run, open_run
 
 if TYPE_CHECKING:
     from holdfast.elastic.protocol.notice_messages import (
@@ -57,7 +58,7 @@ def notice(
             "a node without a name", where="--node", remedy="name one, or leave --node out: all"
         )
     found = open_run(run)
-    if not probe_run(found.folder):
+    if not HolderWatch(found.folder).look():
         raise RunFolderError(
             "nobody is training here, or on another machine, or with another secret than is known "
             "here",

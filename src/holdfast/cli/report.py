@@ -11,7 +11,8 @@ import typer
 from holdfast.cli.dispatch import app as make_app
 from holdfast.cli.output import print_json, say
 from holdfast.errors import ConfigError, DataError, RunFolderError
-from holdfast.launch.runs import Run, open_run, probe_run, read_environment
+from holdfast.launch.holder import HolderWatch, is_holder_gone
+from holdfast.launch.runs import Run, open_run, read_environment
 
 app = make_app("Write one HTML page about a run.")
 
@@ -54,7 +55,7 @@ def report(
         write_trace(found, trace)
         return
     story = history.read_history(found.store)
-    if story.state == "running" and probe_run(found.folder) is False:
+    if story.state == "running" and is_holder_gone(HolderWatch(found.folder)):
         story = story.as_interrupted()
     counts, device = baselines_of(found), device_of(found)
     samples = samples_of(found, sample) if sample else []

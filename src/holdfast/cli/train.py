@@ -15,12 +15,13 @@ from holdfast.cli.output import print_line, say
 from holdfast.cli.progress import StageProgress
 from holdfast.config.load import LoadedConfig, Origin, load_config
 from holdfast.errors import ConfigError, LayoutError
+from holdfast.launch.holder import HolderWatch
 from holdfast.launch.run_folder import (
-    identity,
     is_begun_by_other,
     refuse_alone,
     refuse_in_use,
     refuse_other,
+    run_id,
     set_aside,
     write_description,
 )
@@ -70,20 +71,20 @@ def _train_in_folder(
     from holdfast.launch import local
 
     several = bool(loaded.config.cluster.node)  # one node of several: another may be there already
-    before = identity(folder)  # what two nodes with --fresh both find, only one of them moves
+    before = run_id(folder)  # what two nodes with --fresh both find, only one of them moves
+    watch = HolderWatch(folder, say)
     if several:
-        refuse_alone(folder)
+        refuse_alone(folder, watch)
     if fresh or not several:
-        refuse_in_use(folder)
+        refuse_in_use(folder, watch)
     dataset = prepare_and_check_dataset(loaded, wait=several)
     loaded = with_vocabulary(loaded, dataset.vocab_size)
     beside = fresh and several and is_begun_by_other(folder, before, loaded, dataset.version)
-    ours = before if several else identity(folder)
-    if fresh and not beside and (old := set_aside(folder, ours)) is not None:
+    if fresh and not beside and (old := set_aside(folder, before, watch)) is not None:
         say(f"the old run folder is now {old}")
     refuse_other(folder, loaded, dataset.version)
     if several:
-        refuse_alone(folder)  # the dataset may have taken its time
+        refuse_alone(folder, watch)  # the dataset may have taken its time
     if (last := finished_step(folder, loaded.config.train.steps)) is not None:
         say(
             f"this run is finished: all {last} steps are done; see it with: holdfast report "
@@ -101,6 +102,7 @@ def _train_in_folder(
             say=views.say,
             dataset_version=dataset.version,
             fresh=fresh,
+            watch=watch,
         )
     if code == 0 and finished_step(folder, loaded.config.train.steps) is not None:
         say(f"finished; the report: holdfast report {folder}")

@@ -12,7 +12,8 @@ import typer
 from holdfast.cli.dispatch import app as make_app
 from holdfast.cli.output import say
 from holdfast.events import Record
-from holdfast.launch.runs import open_run, probe_run
+from holdfast.launch.holder import HolderWatch, is_holder_gone
+from holdfast.launch.runs import open_run
 
 TRAINER_CHECK_AFTER_S = 5.0  # without a record, until the trainer is asked whether it is there
 
@@ -43,7 +44,8 @@ def watch(
     from holdfast.wire.journal import follow_journal
 
     found = open_run(run)
-    news = watch_until_gone(follow_journal(found.store), lambda: probe_run(found.folder) is False)
+    holder = HolderWatch(found.folder)
+    news = watch_until_gone(follow_journal(found.store), lambda: is_holder_gone(holder))
     try:
         if json:
             progress = RunProgress(found.config.train.steps)

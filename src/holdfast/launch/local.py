@@ -31,6 +31,8 @@ from holdfast.elastic.protocol.worker_spec import DEFAULT_ENTRY
 from holdfast.elastic.run_context import RunContext
 from holdfast.errors import HoldfastError, RunFolderError
 from holdfast.launch.addresses import NodeAddress, plan_addresses
+from holdfast.launch.holder import HolderWatch
+from holdfast.launch.run_folder import refuse_in_use
 from holdfast.plan.planner import plan_layout
 from holdfast.wire.http.sockets import address_of, bind_listener
 from holdfast.wire.secret import Secret, open_secret
@@ -48,13 +50,14 @@ def train_locally(
     entry: str = DEFAULT_ENTRY,
     fresh: bool = False,
     resume: str = "",
+    watch: HolderWatch | None = None,
 ) -> int:
     """Train in the run folder of a planned configuration; the exit code (0, 1, 130).
 
     `observers` see every record of the journal as it is written, `render_metrics` answers
     `/metrics`, `say` prints one line. The dataset's version is read from its folder unless given.
     `fresh`: this is to be a beginning, whatever a bucket or peers hold. `resume`: the command that
-    takes the run up again.
+    takes the run up again. `watch`: what is known of who has the folder.
     Raises UserError: the folder is in use, not writable, holds no trustworthy checkpoint, ...; and
     CannotGoOnError.
     """
@@ -92,7 +95,7 @@ def train_locally(
         say(_listening_line(node, address))
         with bind_listener(config.cluster.host, 0, "cluster.interface") as control:
             return NodeAgent(joining, control, plan_layout, **views).run()
-    return _train_alone(joining, start, views)
+    return _train_alone(joining, start, watch or HolderWatch(folder, say), views)
 
 
 def _listening_line(node: str, address: NodeAddress) -> str:
@@ -102,13 +105,17 @@ def _listening_line(node: str, address: NodeAddress) -> str:
     )
 
 
-def _train_alone(context: RunContext, origin: _RunOrigin, views: dict[str, Any]) -> int:
+def _train_alone(
+    context: RunContext, origin: _RunOrigin, watch: HolderWatch, views: dict[str, Any]
+) -> int:
     """Train as the run's only node, with a term of its own; the exit code."""
     origin.restore_folder()
     interface = context.config.cluster.host
     # The agent listens before the term names its address: a reader of the term can ask.
     with bind_listener(interface, 0, "cluster.interface") as control:
-        term = open_term(context.store, address_of(control), context.secret)
+        term = open_term(
+            context.store, address_of(control), lambda: refuse_in_use(context.folder, watch)
+        )
         try:
             context = replace(
                 context, single_node_term=term, generation_floor=origin.generation_floor

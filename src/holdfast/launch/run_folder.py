@@ -12,12 +12,10 @@ import errno
 import json
 import os
 import platform
-import shlex
+import secrets
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -25,24 +23,15 @@ from typing import Any
 
 from holdfast.config.identity import config_hash, refuse_other_run
 from holdfast.config.load import LoadedConfig
-from holdfast.elastic.protocol.generation_record import record_of
 from holdfast.elastic.run_result import single_node_run_error
-from holdfast.errors import CorruptError, OutOfSpaceError, RunFolderError
-from holdfast.launch.runs import (
-    LOCAL_ANSWER_TIMEOUT_S,
-    REMOTE_ANSWER_TIMEOUT_S,
-    RESOLVED_FILE,
-    is_on_this_machine,
-    probe_term_holder,
-    probe_trainer,
-    read_resolved,
-    read_secrets,
-)
+from holdfast.errors import OutOfSpaceError, RunFolderError
+from holdfast.launch.holder import REMOTE_ANSWER_TIMEOUT_S, HolderWatch, ask_holder
+from holdfast.launch.runs import RESOLVED_FILE, read_resolved, read_secrets
 from holdfast.plan.hardware import HardwareInfo
-from holdfast.wire.secret import SECRET_FILE_VARIABLE, Secret
+from holdfast.wire.secret import SECRET_FILE_VARIABLE
 from holdfast.wire.store.location import check_location
-from holdfast.wire.store.run_store import FolderStore, MissingKeyError
-from holdfast.wire.term import GENERATIONS_PREFIX, TERMS_PREFIX, newest_generation, newest_term
+from holdfast.wire.store.run_store import FolderStore
+from holdfast.wire.term import GENERATIONS_PREFIX, TERMS_PREFIX, HolderReply, newest_term
 
 FIRST_FILES = frozenset({"run.yaml", "environment.json"})
 """What a start that was cut short may leave before `resolved.json` makes it a run folder."""
@@ -62,98 +51,48 @@ REPORTED_PACKAGES = (
 )
 
 
-MAX_PROBED_NODES = 64
-"""Nodes of a run that are asked whether they are still there: if it is alive, so is one of them."""
+def refuse_in_use(folder: Path, watch: HolderWatch | None = None) -> None:
+    """Raises RunFolderError while a trainer of this run folder lives. (The term that a trainer
+    opens decides; this check comes before anything in the folder is touched.)
 
-
-def refuse_in_use(folder: Path) -> None:
-    """Raises RunFolderError when a trainer of this run folder answers, also one with another
-    secret. Asked are the holder of the newest term and a node of the newest generation, which may
-    be about to open the next. (The term that a trainer opens decides; this check comes before
-    anything in the folder is touched.)"""
+    watch: what is known of the holder already."""
     if not folder.is_dir():
-        return  # what else lies there is `describe`'s to refuse
-    before, store = identity(folder), FolderStore(folder)
-    number, holder = newest_term(store)
-    secrets = read_secrets(folder)  # after the term: a trainer makes it before
-    if holder is None:
-        return
-    who = _holder_label(holder)
-    there = probe_term_holder(holder, secrets)
-    if there is False:
-        there, node = _probe_newest_nodes(store, secrets)
-        who = f"node {node} is at work"
-    if there is False or identity(folder) != before:  # another node has begun again: another run
-        return
-    if there is None:
-        raise _other_secret_error(folder, number, who)
+        return  # what else lies there is `refuse_foreign`'s to refuse
+    before, watch = run_id(folder), watch or HolderWatch(folder)
+    if not watch.wait_for_verdict() or run_id(folder) != before:
+        return  # no holder lives, or another node has begun again: another run
     raise RunFolderError(
-        f"another trainer uses this run folder: {who}",
+        f"another trainer uses this run folder: {watch.describe_holder()}",
         where=str(folder),
         remedy="stop it, or choose another with folder=...",
     )
 
 
-def refuse_alone(folder: Path) -> None:
-    """Raises RunFolderError if a trainer here takes in no other nodes, or has another secret than a
-    node started here. Such a node would take the refusal for silence, and open the next term."""
-    number, holder = newest_term(FolderStore(folder))
+def refuse_alone(folder: Path, watch: HolderWatch | None = None) -> None:
+    """Raises RunFolderError if a trainer that lives takes in no other nodes, or has another secret
+    than a node started here. Such a node would take the refusal for silence, and open the next
+    term."""
+    _, holder = newest_term(FolderStore(folder))
     if holder is None:
         return
-    alone = bool(holder.get("alone"))
-    deadline = (
-        LOCAL_ANSWER_TIMEOUT_S if alone and is_on_this_machine(holder) else REMOTE_ANSWER_TIMEOUT_S
-    )
-    secrets = read_secrets(folder)
-    there = probe_term_holder(holder, secrets[:1], deadline)
-    if there is None and probe_term_holder(holder, secrets[1:], deadline):
-        raise RunFolderError(
-            f"{_holder_label(holder)} trains with the secret in this folder, not that of "
-            f"{SECRET_FILE_VARIABLE}",
-            where=str(folder),
-            remedy=f"unset {SECRET_FILE_VARIABLE}",
-        )
-    if there is None:
-        raise _other_secret_error(folder, number, _holder_label(holder))
-    if there and alone:
-        raise single_node_run_error(holder, str(folder))
-
-
-def _holder_label(holder: dict[str, Any]) -> str:
-    return f"process {holder.get('pid')} on {holder.get('node')}"
-
-
-def _other_secret_error(folder: Path, term: int, who: str) -> RunFolderError:
-    """A trainer listens where one of this run's did, but it may be another run's by now. Only the
-    person can know; to close the term says so."""
-    closed = folder / f"{TERMS_PREFIX}{term:010d}-closed.json"  # as Term.close makes it
-    return RunFolderError(
-        f"a trainer with another secret than is known here uses this run folder, it seems: {who}",
+    watch = watch or HolderWatch(folder)
+    if holder.get("alone"):
+        if watch.wait_for_verdict():
+            raise single_node_run_error(holder, str(folder))
+        return
+    address, known = str(holder.get("address", "")), read_secrets(folder)
+    if ask_holder(address, known[:1], REMOTE_ANSWER_TIMEOUT_S) is not HolderReply.UNSIGNED:
+        return  # it admits this node, or this node finds out whether it is dead
+    if not watch.wait_for_verdict():
+        return  # another process has its port by now
+    in_folder = ask_holder(address, known[1:], REMOTE_ANSWER_TIMEOUT_S) is HolderReply.LIVES
+    raise RunFolderError(
+        f"another secret than is known here is the run's: {watch.describe_holder()}",
         where=str(folder),
-        remedy=f"name the file of the run's secret in {SECRET_FILE_VARIABLE}, "
-        f"or, where this run's trainers are surely gone and another run listens in their place, "
-        f"say so with: touch {shlex.quote(str(closed))}",
+        remedy=f"unset {SECRET_FILE_VARIABLE}: the secret in this folder is right"
+        if in_folder
+        else f"name the file of the run's secret in {SECRET_FILE_VARIABLE}",
     )
-
-
-def _probe_newest_nodes(store: FolderStore, secrets: Sequence[Secret]) -> tuple[bool | None, str]:
-    """Whether a node of the newest generation answers, as `answers`, and which."""
-    newest = newest_generation(store)
-    try:
-        addresses = record_of(store, newest).addresses if newest else {}
-    except (CorruptError, MissingKeyError):
-        return False, ""
-    names = list(addresses)[:MAX_PROBED_NODES]
-    if not names:
-        return False, ""
-
-    def ask(name: str) -> bool | None:
-        return probe_trainer(addresses[name], secrets, REMOTE_ANSWER_TIMEOUT_S)
-
-    with ThreadPoolExecutor(len(names), "ask") as threads:
-        found = {there: name for name, there in zip(names, threads.map(ask, names), strict=True)}
-    best = next(there for there in (True, None, False) if there in found)
-    return best, found[best]
 
 
 def refuse_other(folder: Path, loaded: LoadedConfig, dataset_version: str) -> None:
@@ -192,22 +131,22 @@ def _read_just_begun(folder: Path) -> dict[str, Any] | None:
     return read_resolved(folder)
 
 
-def identity(folder: Path) -> tuple[int, int] | None:
-    """Which folder lies at that path; None for none."""
+def run_id(folder: Path) -> str | None:
+    """Which run lies at that path: what the start that began it drew. None for none, "" for one of
+    an older version, or one whose description cannot be read."""
     try:
-        found = folder.stat()
-    except OSError:
-        return None
-    return found.st_dev, found.st_ino
+        stored = read_resolved(folder)
+    except RunFolderError:
+        return ""
+    return None if stored is None else str(stored.get("run_id", ""))
 
 
 def is_begun_by_other(
-    folder: Path, before: tuple[int, int] | None, loaded: LoadedConfig, dataset_version: str
+    folder: Path, before: str | None, loaded: LoadedConfig, dataset_version: str
 ) -> bool:
-    """Return True if another node that was started with --fresh has begun this folder. Then it is
-    another folder than lay there `before`, when this command began, or one of this run without a
-    term."""
-    if identity(folder) != before:
+    """Return True if another node that was started with --fresh has begun this folder. Then it
+    holds another run than `before`, when this command began, or one like this without a term."""
+    if run_id(folder) != before:
         return True
     try:
         refuse_other(folder, loaded, dataset_version)
@@ -217,20 +156,15 @@ def is_begun_by_other(
     return not any(store.list(prefix) for prefix in (TERMS_PREFIX, GENERATIONS_PREFIX, "commits/"))
 
 
-def set_aside(folder: Path, before: tuple[int, int] | None) -> Path | None:
-    """Move the run folder that lay there `before` to `<folder>.old-<n>`; None when there was none,
-    or another node that was started with --fresh was quicker.
+def set_aside(folder: Path, before: str | None, watch: HolderWatch | None = None) -> Path | None:
+    """Move the run `before` to `<folder>.old-<n>`; None when there was none, or another node that
+    was started with --fresh was quicker.
 
     Raises RunFolderError for a folder in use, or one that no `train` made: it is not ours to move.
     """
     if before is None:
         return None
-    refuse_in_use(folder)  # may take seconds
-    try:
-        refuse_foreign(folder)
-    except RunFolderError:
-        if identity(folder) == before:
-            raise
+    refuse_in_use(folder, watch)  # may take seconds
     number = 1
     while True:
         target = folder.with_name(f"{folder.name}.old-{number}")
@@ -238,7 +172,7 @@ def set_aside(folder: Path, before: tuple[int, int] | None) -> Path | None:
             number += 1
             continue
         # Only now: who moves it from here on takes the same name, and the rename below then fails.
-        if identity(folder) != before:
+        if run_id(folder) != before:
             return None
         try:
             folder.rename(target)
@@ -256,8 +190,9 @@ def set_aside(folder: Path, before: tuple[int, int] | None) -> Path | None:
 def write_description(
     folder: Path, loaded: LoadedConfig, machine: HardwareInfo, dataset: Path, dataset_version: str
 ) -> None:
-    """Write the three files. Later starts replace them: the journal keeps what was before. If two
-    begin the folder in the same moment, only files of the same run are replaced.
+    """Write the three files. Later starts replace them: the journal keeps what was before. Of
+    several that begin the folder in one moment, the one that creates `resolved.json` with its run
+    id begins the run. The rest join it, or are refused.
 
     Raises RunFolderError when the folder cannot be made or written, or was begun by another run
     just now. Raises StoreError for a bucket's address that may hold a secret: the files would keep
@@ -268,6 +203,7 @@ def write_description(
         "format": 1,
         "config_hash": config_hash(loaded.config),
         "dataset": {"folder": str(dataset.resolve()), "version": dataset_version},
+        "run_id": secrets.token_hex(16),
     }
     files = {
         "run.yaml": loaded.text,
@@ -278,6 +214,7 @@ def write_description(
         folder.mkdir(parents=True, exist_ok=True)
         if not (begins := _create_once(folder / RESOLVED_FILE, files[RESOLVED_FILE])):
             refuse_other(folder, loaded, dataset_version)
+            files[RESOLVED_FILE] = _json(resolved | {"run_id": run_id(folder) or ""})
         try:
             for name, text in files.items():
                 _replace_file(folder / name, text)

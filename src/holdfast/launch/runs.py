@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import platform
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,17 +14,10 @@ from holdfast.config.load import load_config
 from holdfast.config.run import RunConfig
 from holdfast.core.json_parsing import parse_json
 from holdfast.errors import RunFolderError
-from holdfast.wire.http.sync_connection import SyncConnection
 from holdfast.wire.secret import SECRET_FILE_VARIABLE, Secret, read_secret
 from holdfast.wire.store.run_store import FolderStore
-from holdfast.wire.term import TERM_PATH, newest_term, probe_holder
 
 RESOLVED_FILE = "resolved.json"
-LOCAL_ANSWER_TIMEOUT_S = 10.0
-"""Seconds to wait for a trainer (`wire.term.holder_probe`): a slow one is not lost."""
-_ONLY_HERE = ("127.", "localhost:", "[::1]:")
-REMOTE_ANSWER_TIMEOUT_S = 3.0
-"""Seconds to wait for a trainer on another machine: its address may mean nothing here."""
 
 
 @dataclass(frozen=True)
@@ -118,69 +109,6 @@ def read_secrets(folder: Path) -> tuple[Secret, ...]:
             if not named:  # else it is not the one that is used here
                 raise
     return tuple(dict.fromkeys(found))
-
-
-def probe_trainer(
-    address: str, secrets: Sequence[Secret], deadline: float = LOCAL_ANSWER_TIMEOUT_S
-) -> bool | None:
-    """Return True if a trainer answers that knows one of these secrets. None for a trainer that
-    knows none of them: its run is unknown."""
-    for secret in secrets:
-        if (there := probe_holder(address, secret, deadline)) is not None:
-            return there
-    return None if _demands_proof(address, deadline) else False
-
-
-def probe_term_holder(
-    holder: dict[str, Any], secrets: Sequence[Secret], deadline: float = LOCAL_ANSWER_TIMEOUT_S
-) -> bool | None:
-    """As `answers`, of who holds a term. A trainer with another secret at an address that only its
-    own machine knows, which is not this one, is another run's."""
-    address = str(holder.get("address", ""))
-    there = probe_trainer(address, secrets, deadline)
-    elsewhere = not is_on_this_machine(holder) and address.startswith(_ONLY_HERE)
-    return False if there is None and elsewhere else there
-
-
-def _demands_proof(address: str, deadline: float) -> bool:
-    """Return True if an agent of any run listens there: it refuses a request without a proof. A
-    stranger's process that has the port by now answers something else."""
-    host, _, port = address.rpartition(":")
-    try:
-        link = SyncConnection(host.strip("[]"), int(port), deadline)
-    except (OSError, ValueError):
-        return False
-    try:
-        return link.request("POST", TERM_PATH, {}).status == 401
-    except OSError:
-        return False
-    finally:
-        link.close()
-
-
-def probe_run(folder: Path) -> bool | None:
-    """Return True if a trainer is at work in a run folder; None if that is unknown from here."""
-    _, holder = newest_term(FolderStore(folder))
-    if holder is None:
-        return False
-    here = is_on_this_machine(holder)
-    try:
-        secrets = read_secrets(folder)
-    except RunFolderError:
-        return None
-    if not secrets and not here:
-        return None
-    there = probe_trainer(
-        str(holder.get("address", "")),
-        secrets,
-        LOCAL_ANSWER_TIMEOUT_S if here else REMOTE_ANSWER_TIMEOUT_S,
-    )
-    return there if here or there else None  # its address may mean something else on this machine
-
-
-def is_on_this_machine(holder: dict[str, Any]) -> bool:
-    """Return True if a term's holder was started on this machine."""
-    return bool(holder.get("machine", holder.get("node")) == platform.node())
 
 
 def drop_unknown_keys(stored: dict[str, Any]) -> dict[str, Any]:

@@ -1,9 +1,9 @@
 """Exclusive use of a run folder, and the numbering of generations.
 
 A term is an object `terms/<t>.json` that can be created once, by one trainer. It names that
-trainer's address; a later trainer sends an authenticated request there. An answer means that the
-folder is in use. No answer by the deadline means that the trainer is lost (a lock file would not
-know): open the next term. If the older trainer was merely cut off, it finds the newer term and
+trainer's host and address. While the trainer lives, it appends to `terms/<t>-alive`. A later
+trainer finds out whether it lives (`launch/holder.py`), and opens the next term only if not. (A
+lock file would not know.) If the older trainer was merely cut off, it finds the newer term and
 stops.
 """
 
@@ -17,7 +17,8 @@ import secrets
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from datetime import datetime
+from enum import Enum
+from pathlib import Path
 from typing import Any
 
 from holdfast.core.json_parsing import parse_json
@@ -31,6 +32,35 @@ TERMS_PREFIX = "terms/"
 GENERATIONS_PREFIX = "generations/"
 TERM_PATH = "/term"
 """Path of the request that checks for a trainer."""
+_BOOT_ID_FILE = Path("/proc/sys/kernel/random/boot_id")
+
+
+@dataclass(frozen=True)
+class Host:
+    """A host by name and boot id. The boot id is new after each boot, "" if the system has none."""
+
+    name: str
+    boot: str
+
+
+def this_host() -> Host:
+    try:
+        boot = _BOOT_ID_FILE.read_text().strip()
+    except OSError:
+        boot = ""
+    return Host(platform.node(), boot)
+
+
+def host_of(holder: dict[str, Any]) -> Host:
+    """Return the host of a term's holder. An older version does not write its boot: "" then."""
+    return Host(str(holder.get("machine", holder.get("node"))), str(holder.get("boot", "")))
+
+
+def is_host_of(host: Host, holder: dict[str, Any]) -> bool:
+    """Return True if a term's holder was started on this host, in this boot. For a holder of an
+    older version the name has to do, as it did for that version."""
+    its = host_of(holder)
+    return its.name == host.name and its.boot in ("", host.boot)
 
 
 @dataclass(frozen=True)
@@ -43,23 +73,28 @@ class Term:
     content: bytes = field(repr=False)  # the content of our object, unlike any other's
 
     def check(self) -> None:
-        """Raises FencedError when a newer term has been opened, or ours is missing. In the second
-        case the run folder was moved or removed, and another one may lie at its path."""
+        """Raises RunFolderError if our term is not in the run folder. Then the folder was moved,
+        removed or unmounted, and another one may lie at its path. Raises FencedError when our term
+        is there, and a newer one too."""
         newest, _ = newest_term(self.store)
-        if newest > self.number:
-            raise FencedError(
-                f"another trainer has taken over the run folder (term {newest}, ours was "
-                f"{self.number})"
-            )
         try:
             found = self.store.get(_term_key(self.number))
         except MissingKeyError:
             found = None
         if found != self.content:
-            raise FencedError(
-                f"the run folder has been moved, removed or replaced (our term {self.number} is "
-                f"not in it); put it back, or start another run"
+            raise RunFolderError(
+                "the run folder has been moved, removed, replaced or unmounted (our term "
+                f"{self.number} is not in it); put it back, or start another run"
             )
+        if newest > self.number:
+            raise FencedError(
+                f"another trainer has taken over the run folder (term {newest}, ours was "
+                f"{self.number})"
+            )
+
+    def show_life(self) -> None:
+        """Append to the term: a sign for a start that cannot reach this trainer."""
+        self.store.append(_life_key(self.number), b".")
 
     def close(self) -> None:
         """Say that this reign is over, so that the next trainer need not ask."""
@@ -69,38 +104,35 @@ class Term:
             return
 
 
-def open_term(
-    store: RunStore,
-    address: str,
-    secret: Secret,
-    is_trainer_there: Callable[[str], bool] | None = None,
-) -> Term:
+def open_term(store: RunStore, address: str, refuse_live_holder: Callable[[], None]) -> Term:
     """Open the next term, from `address`, where the caller listens already.
 
-    `answers(address)` asks whether a trainer of this run is there (default: `asks(secret)`).
-    Raises RunFolderError when one is.
+    refuse_live_holder: raises RunFolderError while the holder of the newest term lives.
     """
-    ask = is_trainer_there or holder_probe(secret)
     while True:
-        newest, holder = newest_term(store)
-        if holder is not None and ask(str(holder.get("address", ""))):
-            raise RunFolderError(
-                _in_use_message(holder), remedy="stop it, or use another run folder"
-            )
+        newest, _ = newest_term(store)
+        refuse_live_holder()
         term = create_term(store, newest + 1, address, platform.node(), is_single_node=True)
         if term is not None:
-            return term  # else another trainer was faster: ask that one
+            return term  # else another trainer was faster: the next look finds it
 
 
 def create_term(
-    store: RunStore, number: int, address: str, node: str, is_single_node: bool = False
+    store: RunStore,
+    number: int,
+    address: str,
+    node: str,
+    is_single_node: bool = False,
+    host: Host | None = None,
 ) -> Term | None:
     """Open term `number` without a request to the last trainer; None if another trainer was faster.
-    is_single_node: of a run that takes in no other node."""
+    is_single_node: of a run that takes in no other node. host: this host, if not given."""
+    host = host or this_host()
     value = {
         "term": number,
         "node": node,
-        "machine": platform.node(),
+        "machine": host.name,
+        "boot": host.boot,
         "alone": is_single_node,
         "pid": os.getpid(),
         "address": address,
@@ -114,35 +146,39 @@ def create_term(
     return Term(store, number, address, held)
 
 
+class HolderReply(Enum):
+    """What is at the address of a term's holder."""
+
+    LIVES = "lives"  # an answer that is signed with this run's secret, even a refusal
+    UNSIGNED = "unsigned"  # an answer of a process that does not accept, or know, this secret
+    REFUSED = "refused"  # no process listens there
+    SILENT = "silent"  # no answer, or no such address
+
+
 def holder_probe(secret: Secret, timeout_s: float = 10.0) -> Callable[[str], bool]:
-    """Return the check itself: True only for an answer signed with this run's secret, even a
-    refusal.
-
-    A refused connection is told apart from silence at once. So only a lost node or a suspended
-    trainer takes the full deadline (seconds). It is long on purpose: a trainer on an overloaded
-    machine must not lose its run folder for being slow.
-    """
-
-    return lambda address: probe_holder(address, secret, timeout_s) is True
+    """Return a check for a trainer at an address. The deadline (seconds) is long on purpose: a
+    trainer on an overloaded machine is slow."""
+    return lambda address: probe_holder(address, secret, timeout_s) is HolderReply.LIVES
 
 
-def probe_holder(address: str, secret: Secret, timeout_s: float) -> bool | None:
-    """As `asks`; None where an answer is not signed with this secret."""
+def probe_holder(address: str, secret: Secret, timeout_s: float) -> HolderReply:
+    """Send a signed request to an address, and return what is there."""
     try:
         client = Client(address, secret, NO_GENERATION, connect_retry_s=0.0)
     except ValueError:
-        return False
+        return HolderReply.SILENT
     try:
         client.post(TERM_PATH, {}, timeout_s)
     except (RequestError, FencedError):
-        return True  # signed by a holder of the secret
+        return HolderReply.LIVES  # signed by a holder of the secret
     except AuthError:
-        return None
-    except HoldfastError:
-        return False
+        return HolderReply.UNSIGNED
+    except HoldfastError as error:
+        refused = isinstance(error.__cause__, ConnectionRefusedError)
+        return HolderReply.REFUSED if refused else HolderReply.SILENT
     finally:
         client.close()
-    return True
+    return HolderReply.LIVES
 
 
 def newest_term(store: RunStore) -> tuple[int, dict[str, Any] | None]:
@@ -156,6 +192,21 @@ def newest_term(store: RunStore) -> tuple[int, dict[str, Any] | None]:
     except (ValueError, MissingKeyError):
         return number, None
     return number, value if isinstance(value, dict) else None
+
+
+def read_newest_term_object(store: RunStore) -> tuple[str, bytes] | None:
+    """Return key and content of the newest term, whether it was closed or not; None before it."""
+    number = newest_number(store.list(TERMS_PREFIX), TERMS_PREFIX)
+    return (_term_key(number), store.get(_term_key(number))) if number else None
+
+
+def count_life_signs(store: RunStore, number: int) -> int:
+    """How often the holder of a term has shown that it lives. Reads all of the object: a network
+    file system may know its old size for a minute."""
+    try:
+        return len(store.get(_life_key(number)))
+    except MissingKeyError:
+        return 0
 
 
 def newest_generation(store: RunStore) -> int:
@@ -210,9 +261,5 @@ def _closed_key(number: int) -> str:
     return f"{TERMS_PREFIX}{number:010d}-closed.json"
 
 
-def _in_use_message(holder: dict[str, Any]) -> str:
-    since = datetime.fromtimestamp(float(holder.get("since", 0))).strftime("%Y-%m-%d %H:%M:%S")
-    return (
-        f"another trainer uses the run folder: process {holder.get('pid')} on "
-        f"{holder.get('node')}, since {since}"
-    )
+def _life_key(number: int) -> str:
+    return f"{TERMS_PREFIX}{number:010d}-alive"

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from holdfast.elastic.agent.run_folder_monitor import FOLDER_GONE_MESSAGE, FOLDER_LOST_MESSAGE
 from holdfast.elastic.protocol.worker_spec import WorkerSpec
 from holdfast.errors import FencedError
 from holdfast.events import (
@@ -39,6 +40,7 @@ from tests.support.trainer_process import Trainer, gone, parent_of, training
 
 RESTARTS = 6
 ENDLESS = {"steps": 1_000_000, "pace": 0.02}
+IMPATIENT = "tests.support.impatient_trainer"
 LOGGED = "agent", "mover"  # processes with a log of their own
 
 
@@ -324,14 +326,14 @@ def _arenas(pid: int) -> int:
 
 
 def test_a_run_folder_that_vanishes_ends_the_run_with_a_sentence(tmp_path: Path) -> None:
-    with training(tmp_path / "run", ENDLESS, "layout.workers=1") as trainer:
+    with training(tmp_path / "run", ENDLESS, "layout.workers=1", module=IMPATIENT) as trainer:
         trainer.wait_step(2, 1)
         family = trainer.family()
         trainer.folder.rename(tmp_path / "moved")
         assert trainer.end(30) == 1
         wait_until(lambda: gone(family), 5, "nobody is left")
-        assert "the run folder has been moved, removed or replaced; put it back" in trainer.said
-        assert "waited for" not in trainer.said
+        assert trainer.said.count(f"{FOLDER_LOST_MESSAGE}; waiting 3 s for it") == 1
+        assert trainer.said.count(FOLDER_GONE_MESSAGE) == 1
         assert "Traceback" not in trainer.said
         assert not trainer.folder.exists()
 
@@ -341,7 +343,7 @@ def test_a_stopped_trainer_does_not_write_into_the_run_that_replaced_its_own(
 ) -> None:
     """The folder is moved aside (as `train --fresh` does) and another run begun at its path: its
     term and its generation have the same numbers."""
-    with training(tmp_path / "run", ENDLESS, "layout.workers=1") as old:
+    with training(tmp_path / "run", ENDLESS, "layout.workers=1", module=IMPATIENT) as old:
         old.wait_step(20, 1)
         stop(old.process.pid)
         old.folder.rename(tmp_path / "run.old-1")
@@ -349,7 +351,7 @@ def test_a_stopped_trainer_does_not_write_into_the_run_that_replaced_its_own(
             assert new.end() == 0, new.said
         os.kill(old.process.pid, signal.SIGCONT)
         assert old.end(30) == 1
-        assert "the run folder has been moved, removed or replaced" in old.said
+        assert FOLDER_GONE_MESSAGE in old.said
     assert [e.step for e in new.events(StepDone)] == [1, 2, 3]
     assert len(new.events(RunFinished)) == 1
 

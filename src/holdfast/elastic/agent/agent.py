@@ -50,12 +50,12 @@ from holdfast.plan.interface import Planner
 from holdfast.wire import process_log
 from holdfast.wire.http.server import HttpListener
 from holdfast.wire.http.sockets import address_of, bind_listener
-from holdfast.wire.term import newest_generation
+from holdfast.wire.term import Term, newest_generation
 
-TERM_CHECK_INTERVAL_S = 2.0
 STALLED_AFTER_TIMEOUTS = 2.0
 """Multiples of `cluster.progress_seconds` without a step after which `/healthz` answers 503. The
 agent itself replaces a worker without progress after one."""
+TERM_CHECK_INTERVAL_S = 2.0
 """Seconds between two reads of the newest term in the run store."""
 CLEANUP_TIMEOUT_S = 60.0
 """Seconds for the clean-up of an agent whose run folder was unavailable at the end. A disk that
@@ -239,12 +239,15 @@ class NodeAgent:
         while True:
             await asyncio.sleep(TERM_CHECK_INTERVAL_S)
             coordinator, term = self._parts.role_loop.coordinator, self._parts.run_controller.term
-            if coordinator is None or term is None:
+            if coordinator is None:
+                term = self._context.single_node_term  # which is held before this agent leads
+            if term is None:
                 continue
             try:
-                await asyncio.to_thread(term.check)
+                await asyncio.to_thread(_hold_term, term)
             except FencedError:
-                coordinator.fence()
+                if coordinator is not None:
+                    coordinator.fence()
             except HoldfastError:
                 continue  # an unreachable run store does not stop the training
 
@@ -272,6 +275,12 @@ class NodeAgent:
                 RunResult(event, f"stopped after step {event.step} ({missing_upload})", 0)
             )
         self._run_task.cancel()
+
+
+def _hold_term(term: Term) -> None:
+    """Raises what `Term.check` raises; otherwise show that this trainer lives."""
+    term.check()
+    term.show_life()
 
 
 def check_node_name(node: str) -> None:

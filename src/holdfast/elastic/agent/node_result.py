@@ -6,7 +6,6 @@ import asyncio
 from dataclasses import dataclass
 
 from holdfast.elastic.agent.parts import AgentParts
-from holdfast.elastic.agent.run_folder_monitor import FOLDER_GONE_MESSAGE
 from holdfast.elastic.run_result import EndReason, RunResult, run_result
 from holdfast.errors import CannotGoOnError, HoldfastError
 
@@ -21,14 +20,6 @@ class NodeResult:
         """Return the exit code; the coordinator's agent has written the result to the journal."""
         await self.parts.run_controller.wait_for_ledger_repair()
         end = await self._find_result()
-        if end is None and self.parts.run_folder_monitor.is_leaving:
-            end = run_result(
-                FOLDER_GONE_MESSAGE,
-                EndReason.FENCED,
-                (),
-                "",
-                self.parts.records.progress.committed_step,
-            )
         if end is None:
             self.parts.say(
                 f"{self.parts.context.node} has left the run "

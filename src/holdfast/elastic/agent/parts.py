@@ -12,15 +12,13 @@ from holdfast.elastic.agent.group_end import GroupEnd
 from holdfast.elastic.agent.monitors import make_refusal_counter
 from holdfast.elastic.agent.node_processes import NodeProcesses
 from holdfast.elastic.agent.run_folder_monitor import (
-    FOLDER_GONE_MESSAGE,
-    FOLDER_WAIT_MESSAGE,
+    FOLDER_LOST_MESSAGE,
     RunFolder,
     RunFolderMonitor,
 )
 from holdfast.elastic.agent.run_records import RunRecords
 from holdfast.elastic.agent.shutdown import ShutdownController
 from holdfast.elastic.coordinator.agent_hooks import AgentHooks
-from holdfast.elastic.coordinator.coordinator import Coordinator
 from holdfast.elastic.coordinator.rendezvous import RendezvousStore
 from holdfast.elastic.coordinator.run_controller import (
     MISSED_HEARTBEATS_UNTIL_LOST,
@@ -33,7 +31,6 @@ from holdfast.elastic.node.node_runner import NodeRunner
 from holdfast.elastic.run_context import RunContext
 from holdfast.plan.interface import Planner
 from holdfast.policy.membership.election import ElectionTimeouts
-from holdfast.wire.term import Term
 
 
 class AgentParts:
@@ -48,7 +45,7 @@ class AgentParts:
         say: Say,
         exit_at_once: Callable[[str], None],
     ) -> None:
-        """Make the parts; `close` ends them. Raises RunFolderError if the folder cannot be opened.
+        """Make the parts; `close` ends them.
 
         Args:
             address: Where the agent's control listens.
@@ -63,16 +60,13 @@ class AgentParts:
             records.event_log, lambda: records.progress.newest_generation > 0, say
         )
         self.processes = NodeProcesses(
-            context, records.progress, say, lambda: self.run_folder_monitor.require_present()
+            context, records.progress, say, lambda: self.run_folder_monitor.require_folder()
         )
-        self._run_folder = RunFolder(context.folder, context.store)
         self.run_folder_monitor = RunFolderMonitor(
-            self._run_folder,
+            RunFolder(context.store),
             lambda: self.shutdown_controller.reason or "",
             self._time_left_s,
-            self._leave_lost_folder,
             say,
-            is_single_node=context.single_node_term is not None,
         )
         self.node_runner = self._make_node_runner(address)
         self.run_controller = self._make_run_controller(address, planner)
@@ -90,7 +84,6 @@ class AgentParts:
 
     async def close(self) -> None:
         """End the processes, and store the records that are left."""
-        self._run_folder.close()
         await self.processes.stop()
         await asyncio.to_thread(self.refusals.close)
         await self.records.event_log.flush(sync=True)
@@ -149,13 +142,13 @@ class AgentParts:
             it.store,
             it.secret,
             self.node_runner,
-            self._lead_term,
+            self.run_controller.lead_term,
             places=it.places,
             timeouts=ElectionTimeouts(silence, cluster.beat_seconds / 2, cluster.alone_seconds),
             heartbeat_interval_s=cluster.beat_seconds,
             complain=self._complain_once,
             own_term=it.single_node_term,
-            check_run_folder=self.run_folder_monitor.require_not_gone,
+            check_run_folder=self.run_folder_monitor.require_folder,
         )
 
     def _make_shutdown_controller(self, exit_at_once: Callable[[str], None]) -> ShutdownController:
@@ -174,25 +167,16 @@ class AgentParts:
         )
 
     # --- requests of one part to several --------------------------------------------------------
-    async def _lead_term(self, term: Term) -> Coordinator:
-        return await self.run_controller.lead_term(self.run_folder_monitor.guard_term(term))
-
     def _on_generation_created(self, generation: int) -> None:
         """Open a generation whose object this agent has created."""
         self.records.progress.begin_generation(generation)
         self.rendezvous.begin_generation(generation)
 
     def _complain_once(self, sentence: str) -> None:
-        if sentence not in (FOLDER_WAIT_MESSAGE, self._last_complaint):  # do not repeat it
+        if sentence not in (FOLDER_LOST_MESSAGE, self._last_complaint):  # do not repeat it
             self._last_complaint = sentence
             self.say(sentence)
 
     def _time_left_s(self) -> float:
         """Return the seconds until this node must have left; 0 if not known."""
         return self.records.notice_handler.time_left_s() or self.role_loop.leave_within_s
-
-    def _leave_lost_folder(self, leave_within_s: float) -> None:
-        """Leave the run; each other node checks its own run folder and may continue."""
-        self.say(f"{FOLDER_GONE_MESSAGE}: {self.context.node} leaves")
-        self.role_loop.leave_within_s = self.role_loop.leave_within_s or leave_within_s
-        self.node_runner.state_changed.set()

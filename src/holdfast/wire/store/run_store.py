@@ -38,7 +38,8 @@ class MissingKeyError(HoldfastError):
 
 
 class RunStore(Protocol):
-    """Keys are slash-separated; objects are immutable, save for the journal's segments."""
+    """Keys are slash-separated; objects are immutable, but for the journal's segments and a term's
+    signs of life, which grow."""
 
     def create(self, key: str, data: Buffer | Iterable[Buffer]) -> None:
         """Store `data` under `key` atomically, durable on return.
