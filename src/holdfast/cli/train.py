@@ -13,15 +13,17 @@ from holdfast.cli.dispatch import app as make_app
 from holdfast.cli.dispatch import crash_log_in
 from holdfast.cli.output import print_line, say
 from holdfast.cli.progress import StageProgress
-from holdfast.config.load import LoadedConfig, Origin, load_config
+from holdfast.config.load import LoadedConfig, load_config
 from holdfast.errors import ConfigError, LayoutError
 from holdfast.launch.run_folder import (
     identity,
     is_begun_by_other,
     refuse_alone,
     refuse_in_use,
+    refuse_old_base,
     refuse_other,
     set_aside,
+    with_stored_places,
     write_description,
 )
 from holdfast.layout import Layout
@@ -69,6 +71,7 @@ def _train_in_folder(
     from holdfast.cli.views import RunViews
     from holdfast.launch import local
 
+    refuse_old_base(loaded)
     several = bool(loaded.config.cluster.node)  # one node of several: another may be there already
     before = identity(folder)  # what two nodes with --fresh both find, only one of them moves
     if several:
@@ -82,6 +85,7 @@ def _train_in_folder(
     if fresh and not beside and (old := set_aside(folder, ours)) is not None:
         say(f"the old run folder is now {old}")
     refuse_other(folder, loaded, dataset.version)
+    loaded = with_stored_places(folder, loaded)
     if several:
         refuse_alone(folder)  # the dataset may have taken its time
     if (last := finished_step(folder, loaded.config.train.steps)) is not None:
@@ -136,14 +140,14 @@ def plan_for_machine(loaded: LoadedConfig, machine: HardwareInfo) -> LoadedConfi
     if loaded.config.device == "cuda" and workers > found:
         raise ConfigError(
             f"layout.workers is {workers}, but this machine has {found} accelerators",
-            where=_origin_of(loaded, "layout.workers"),
+            where=loaded.where("layout.workers"),
             remedy=f"use {found}, or device=cpu" if found else "use device=cpu",
         )
     if loaded.config.device == "cuda" and workers > 1:
         alone = config.layout.least_workers == 1  # else degrees ask for more, whatever workers says
         raise ConfigError(
             f"layout.workers is {workers}, but more than one worker on cuda has not been run yet",
-            where=_origin_of(loaded, "layout.workers"),
+            where=loaded.where("layout.workers"),
             remedy="use 1, or device=cpu" if alone else "use a layout of one rank, or device=cpu",
         )
     if (
@@ -153,13 +157,13 @@ def plan_for_machine(loaded: LoadedConfig, machine: HardwareInfo) -> LoadedConfi
     ):
         raise ConfigError(
             "train.compile needs a C++ compiler on a CPU, and there is none on the PATH",
-            where=_origin_of(loaded, "train.compile"),
+            where=loaded.where("train.compile"),
             remedy="install g++, name another in CXX, or use train.compile=false",
         )
     if platform.system() == "Darwin" and workers > 1:
         raise ConfigError(
             "on macOS one worker is supported",
-            where=_origin_of(loaded, "layout.workers"),
+            where=loaded.where("layout.workers"),
             remedy="use 1",
         )
     checked_layouts(loaded)
@@ -172,7 +176,7 @@ def checked_layouts(loaded: LoadedConfig) -> tuple[Layout, ...]:
     try:
         return layouts_of(loaded.config)
     except LayoutError as error:
-        where = _origin_of(loaded, error.where or "layout.workers")
+        where = loaded.where(error.where or "layout.workers")
         raise LayoutError(error.message, where=where, remedy=error.remedy) from None
 
 
@@ -187,7 +191,7 @@ def with_vocabulary(loaded: LoadedConfig, size: int) -> LoadedConfig:
     if given < size:
         raise ConfigError(
             f"model.vocab_size {given} is smaller than the dataset's vocabulary of {size}",
-            where=_origin_of(loaded, "model.vocab_size"),
+            where=loaded.where("model.vocab_size"),
             remedy=f"use {size}, or 0 for the dataset's",
         )
     return loaded
@@ -205,12 +209,3 @@ def finished_step(folder: Path, steps: int) -> int | None:
     effective, _ = split_effective(read_journal(FolderStore(folder)))
     done = [r.event.step for r in effective if isinstance(r.event, RunFinished)]
     return max((step for step in done if step >= steps), default=None)
-
-
-def _origin_of(loaded: LoadedConfig, key: str) -> str:
-    origin = loaded.origins.get(key, Origin("default"))  # a list of sections has no origin itself
-    return (
-        f"command line: {origin.place}"
-        if origin.kind == "command line"
-        else (origin.place if origin.kind == "file" else loaded.name)
-    )

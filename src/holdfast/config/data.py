@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, PrivateAttr, model_validator
 
 from holdfast.config.base import Section
 
@@ -20,6 +20,17 @@ class SourceConfig(Section):
     field: str = Field("text", description="JSONL field or Parquet column that holds the text")
     split: str = Field("train", description="split of a Hugging Face dataset")
     weight: float = Field(1.0, gt=0, description="share of the samples, relative to other sources")
+    _place: str | None = PrivateAttr(None)
+
+    @property
+    def place(self) -> str | None:
+        """Where `path` lies (`config.paths`); the path itself if no run file was loaded."""
+        return self._place or self.path
+
+    def at(self, place: str | None) -> SourceConfig:
+        located = self.model_copy()
+        located._place = place
+        return located
 
     @model_validator(mode="after")
     def _has_a_path(self) -> SourceConfig:
@@ -35,6 +46,17 @@ class TokenizerConfig(Section):
     path: str | None = Field(None, description="path of a tokenizer.json; none: train one")
     vocab_size: int = Field(4096, ge=257, description="tokens of the trained byte-level BPE")
     sample_bytes: int = Field(4_000_000, ge=1, description="text the BPE is trained on")
+    _place: str | None = PrivateAttr(None)
+
+    @property
+    def place(self) -> str | None:
+        """Where `path` lies (`config.paths`); the path itself if no run file was loaded."""
+        return self._place or self.path
+
+    def at(self, place: str | None) -> TokenizerConfig:
+        located = self.model_copy()
+        located._place = place
+        return located
 
 
 class DataConfig(Section):

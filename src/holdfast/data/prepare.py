@@ -85,7 +85,7 @@ def prepare_dataset(
         wanted = content_settings(config)
         if exists(folder):
             dataset = Dataset.open(folder)
-            check_settings_match(dataset, wanted, config.tokenizer.path)
+            check_settings_match(dataset, wanted, config.tokenizer.place)
             if changed := changed_sources(config, dataset):
                 say(
                     f"{folder} stays as it was prepared, though its sources have changed "
@@ -106,13 +106,13 @@ def content_settings(config: DataConfig) -> dict[str, Any]:
     """Return the part of the run file that decides the content of a dataset (weights, processes and
     the length of a sample do not)."""
     tokenizer: dict[str, Any]
-    if config.tokenizer.path is None:
+    if config.tokenizer.place is None:
         tokenizer = {
             "vocab_size": config.tokenizer.vocab_size,
             "sample_bytes": config.tokenizer.sample_bytes,
         }
     else:
-        path = Path(config.tokenizer.path).expanduser()
+        path = Path(config.tokenizer.place).expanduser()
         vocabulary.describe_tokenizer(vocabulary.load_tokenizer(path), path)
         tokenizer = {"xxh3": file_checksum(path)}
     names = source_names(config.sources)
@@ -295,7 +295,7 @@ class _Preparation:
 
     def _tokenizer(self, rows: list[DocumentRows], choice: DocumentChoice) -> vocabulary.Vocabulary:
         path = self.folder / WORK_FOLDER / "tokenizer.json"
-        given = self.config.tokenizer.path
+        given = self.config.tokenizer.place
         if given is not None:
             write_atomic(path, [Path(given).expanduser().read_bytes()])
         elif not path.exists():

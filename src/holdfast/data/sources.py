@@ -103,7 +103,7 @@ def plan_source(config: SourceConfig, index: int, first_unit: int) -> SourcePlan
     name = config.name or config.kind
     where = f"data.sources[{index}]"
     if config.kind == "huggingface":
-        files = [(config.path or "", 0)]
+        files = [(config.place or "", 0)]
         ranges = columnar_sources.huggingface_ranges(files[0][0], config.split, where)
     else:
         files = _files(config, where)
@@ -171,7 +171,7 @@ def _files(config: SourceConfig, where: str) -> list[tuple[str, int]]:
         ]
         path = root
     else:
-        path = config.path or ""  # the run file demands one of every other kind
+        path = config.place or ""  # the run file demands one of every other kind
         expanded = os.path.expanduser(path)
         if os.path.isfile(expanded):
             found = [expanded]
