@@ -97,6 +97,7 @@ def _train_in_folder(
             print_line({"finished": True, "step": last, "folder": str(folder)})
         return 0
     write_description(folder, loaded, machine, dataset.folder, dataset.version)
+    say_before_start(loaded, dataset)
     with RunViews(loaded.config, folder, dataset.version, machine, json=json) as views:
         code = local.train_locally(
             loaded,
@@ -121,6 +122,17 @@ def prepare_and_check_dataset(loaded: LoadedConfig, wait: bool = False) -> Datas
         dataset = prepare_dataset(loaded.config.data, progress.say, progress.show, wait=wait)
     check_dataset(dataset)
     return dataset
+
+
+def say_before_start(loaded: LoadedConfig, dataset: Dataset) -> None:
+    """Print what of the run file can never take effect, and how the run will use its dataset."""
+    from holdfast.config.no_effect import find_without_effect
+    from holdfast.data.coverage import describe_use
+
+    config = loaded.config
+    use = describe_use(dataset, config.data, config.train, config.seed)
+    for line in [*find_without_effect(loaded), *use]:
+        say(line)
 
 
 def plan_for_machine(loaded: LoadedConfig, machine: HardwareInfo) -> LoadedConfig:
