@@ -136,7 +136,7 @@ def test_a_name_on_the_hub_is_no_path_unless_there_is_such_a_folder(tmp_path: Pa
 def test_an_address_keeps_its_form() -> None:
     found = with_value("checkpoint.bucket", "s3://b/p?credentials=~/c&region=x")
     assert found.config.checkpoint.bucket == "s3://b/p?credentials=/home/me/c&region=x"
-    assert with_value("checkpoint.bucket", "").config.checkpoint.bucket == ""
+    assert with_value("checkpoint.bucket", "''").config.checkpoint.bucket == ""
     service = resolve_config("cluster: {notices_at: 'https://h:1'}\n", "run.yaml", (), "up")
     assert service.config.cluster.notices_at == "https://h:1"
 

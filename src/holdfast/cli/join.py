@@ -16,7 +16,7 @@ from holdfast.cli.train import finished_step
 from holdfast.cli.views import RunViews
 from holdfast.config.load import LoadedConfig, resolve_config
 from holdfast.errors import RunFolderError
-from holdfast.launch.run_folder import refuse_alone
+from holdfast.launch.run_folder import dataset_version_in, refuse_alone
 from holdfast.launch.runs import RESOLVED_FILE, read_resolved
 
 app = make_app("Take part in a run on several machines.")
@@ -63,7 +63,7 @@ def join(
     if (last := finished_step(folder, loaded.config.train.steps)) is not None:
         say(f"this run is finished: all {last} steps are done; see: holdfast report {folder}")
         return 0
-    version = Dataset.open(loaded.config.data.folder).version
+    version = dataset_version_in(folder, Dataset.open(loaded.config.data.folder))
     with (
         crash_log_in(folder),
         RunViews(loaded.config, folder, version, detect_hardware(), json=json) as views,

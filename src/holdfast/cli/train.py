@@ -16,6 +16,7 @@ from holdfast.cli.progress import StageProgress
 from holdfast.config.load import LoadedConfig, load_config
 from holdfast.errors import ConfigError, LayoutError
 from holdfast.launch.run_folder import (
+    dataset_version_in,
     identity,
     is_begun_by_other,
     refuse_alone,
@@ -80,11 +81,12 @@ def _train_in_folder(
         refuse_in_use(folder)
     dataset = prepare_and_check_dataset(loaded, wait=several)
     loaded = with_vocabulary(loaded, dataset.vocab_size)
-    beside = fresh and several and is_begun_by_other(folder, before, loaded, dataset.version)
+    version = dataset.version if fresh else dataset_version_in(folder, dataset)
+    beside = fresh and several and is_begun_by_other(folder, before, loaded, version)
     ours = before if several else identity(folder)
     if fresh and not beside and (old := set_aside(folder, ours)) is not None:
         say(f"the old run folder is now {old}")
-    refuse_other(folder, loaded, dataset.version)
+    refuse_other(folder, loaded, version)
     loaded = with_stored_places(folder, loaded)
     if several:
         refuse_alone(folder)  # the dataset may have taken its time
@@ -96,15 +98,17 @@ def _train_in_folder(
         if json:
             print_line({"finished": True, "step": last, "folder": str(folder)})
         return 0
-    write_description(folder, loaded, machine, dataset.folder, dataset.version)
-    say_before_start(loaded, dataset)
-    with RunViews(loaded.config, folder, dataset.version, machine, json=json) as views:
+    about = describe_start(loaded, dataset)
+    write_description(folder, loaded, machine, dataset.folder, version)
+    for line in about:
+        say(line)
+    with RunViews(loaded.config, folder, version, machine, json=json) as views:
         code = local.train_locally(
             loaded,
             observers=views.observers,
             render_metrics=views.render_metrics,
             say=views.say,
-            dataset_version=dataset.version,
+            dataset_version=version,
             fresh=fresh,
         )
     if code == 0 and finished_step(folder, loaded.config.train.steps) is not None:
@@ -124,15 +128,14 @@ def prepare_and_check_dataset(loaded: LoadedConfig, wait: bool = False) -> Datas
     return dataset
 
 
-def say_before_start(loaded: LoadedConfig, dataset: Dataset) -> None:
-    """Print what of the run file can never take effect, and how the run will use its dataset."""
+def describe_start(loaded: LoadedConfig, dataset: Dataset) -> list[str]:
+    """Lines about what of the run file can never take effect, and the run's use of its dataset."""
     from holdfast.config.no_effect import find_without_effect
     from holdfast.data.coverage import describe_use
 
     config = loaded.config
     use = describe_use(dataset, config.data, config.train, config.seed)
-    for line in [*find_without_effect(loaded), *use]:
-        say(line)
+    return [*find_without_effect(loaded), *use]
 
 
 def plan_for_machine(loaded: LoadedConfig, machine: HardwareInfo) -> LoadedConfig:

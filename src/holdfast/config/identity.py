@@ -18,7 +18,7 @@ from holdfast.config.run import RunConfig
 from holdfast.errors import RunFolderError
 
 # Free to change between two starts of one run. `model.vocab_size` is the dataset's, and the
-# dataset has a version of its own.
+# dataset has a version of its own, which `data.deduplicate` is a part of.
 FREE_KEYS = (
     "name",
     "folder",
@@ -27,6 +27,7 @@ FREE_KEYS = (
     "layout",
     "cluster",
     "checkpoint",
+    "data.deduplicate",
     "data.folder",
     "data.processes",
     "model.vocab_size",

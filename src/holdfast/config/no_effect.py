@@ -7,7 +7,9 @@ another key switches it off. `holdfast train` says each of them at the start.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
+from holdfast.config.fields import as_path, field_at
 from holdfast.config.load import LoadedConfig
 
 
@@ -26,9 +28,16 @@ Finding = tuple[str, str, str]  # key, what is wrong, remedy
 
 
 def _given(loaded: LoadedConfig, key: str) -> bool:
-    """Return True if somebody wrote the value: a default that does nothing is no surprise."""
+    """Return True for a value that was written and is not the default: a default that does nothing
+    is no surprise."""
     origin = loaded.origins.get(key)
-    return origin is not None and origin.kind in ("file", "command line")
+    if origin is None or origin.kind not in ("file", "command line"):
+        return False
+    value: Any = loaded.config
+    for part in as_path(key):
+        value = value[part] if isinstance(part, int) else getattr(value, part)
+    info = field_at(as_path(key))
+    return info is None or value != info.get_default(call_default_factory=True, validated_data={})
 
 
 def _schedule(loaded: LoadedConfig) -> Iterator[Finding]:
@@ -86,7 +95,7 @@ def _intervals(loaded: LoadedConfig) -> Iterator[Finding]:
     config = loaded.config
     steps, save = config.train.steps, config.checkpoint
     every = config.train.evaluate.every
-    if every > steps:
+    if every > steps and _given(loaded, "train.evaluate.every"):
         yield (
             "train.evaluate.every",
             f"{every} is longer than the run of {steps} steps, so there is one evaluation, at the "

@@ -88,6 +88,8 @@ def _type(info: FieldInfo) -> str:
             as_number.metadata = [rule for r in rules for rule in getattr(r, "metadata", [r])]
             return f"{_type(as_number)}, or `{words[0]}`"
     choices = re.findall(r"Literal\[(.*?)\]", text)
+    if choices and bool in get_args(info.annotation):
+        return f"true or false, or `{choices[0].strip(chr(39))}`"
     if choices:
         return ", ".join(f"`{c.strip(chr(39))}`" for c in choices[0].split(", "))
     names = {"int": "whole number", "float": "number", "bool": "true or false", "str": "text"}

@@ -10,7 +10,7 @@ from holdfast.data.batch import Batches
 from holdfast.data.dataset import Dataset
 
 MOST = 0.5
-"""A source with a larger share of the samples makes most of the training."""
+"""A source with this share of the samples, or a larger one, makes most of the training."""
 
 
 def describe_use(
@@ -67,7 +67,7 @@ def _missing_validation(batches: Batches, train: TrainConfig) -> Iterator[str]:
     streams = dataset.streams("validation")
     for name, count, stream in zip(dataset.source_names, counts, streams, strict=True):
         share = count / batches.order.mixture.block
-        if share > MOST and stream.tokens < 2:
+        if share >= MOST and stream.tokens < 2:
             yield (
                 f"source {name!r} makes {share:.0%} of the training, and the validation set has "
                 f"nothing of it; raise data.validation_fraction, cut {name!r} into more documents, "

@@ -30,6 +30,7 @@ from holdfast.config.identity import (
     refuse_other_run,
 )
 from holdfast.config.load import LoadedConfig
+from holdfast.data.dataset import Dataset
 from holdfast.elastic.protocol.generation_record import record_of
 from holdfast.elastic.run_result import single_node_run_error
 from holdfast.errors import CorruptError, OutOfSpaceError, RunFolderError
@@ -175,6 +176,14 @@ def refuse_other(folder: Path, loaded: LoadedConfig, dataset_version: str) -> No
             where=str(folder),
             remedy="name the folder of that dataset, or start over with --fresh",
         )
+
+
+def dataset_version_in(folder: Path, dataset: Dataset) -> str:
+    """The name by which the run in `folder` knows a dataset. It may be the one that the dataset had
+    while the paths of its sources belonged to it."""
+    stored = read_resolved(folder)
+    known = str((stored or {}).get("dataset", {}).get("version", ""))
+    return known if dataset.is_version(known) else dataset.version
 
 
 def with_stored_places(folder: Path, loaded: LoadedConfig) -> LoadedConfig:
