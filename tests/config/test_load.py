@@ -56,7 +56,7 @@ def test_unknown_key_names_line_and_nearest_name() -> None:
         ),
         (
             "train:\n  steps: 1.5\n",
-            "run.yaml:2: train.steps is 1.5, not a whole number; 1000 would work",
+            "run.yaml:2: train.steps is 1.5, not a whole number; use 2",
         ),
         (
             "train:\n  steps:\n",
@@ -68,7 +68,19 @@ def test_unknown_key_names_line_and_nearest_name() -> None:
         ),
         (
             "train:\n  steps: 0\n",
-            "run.yaml:2: train.steps is 0, but must be at least 1; 1000 would work",
+            "run.yaml:2: train.steps is 0, but must be at least 1; use 1",
+        ),
+        (
+            "train:\n  steps: 20k\n",
+            "run.yaml:2: train.steps is '20k', not a whole number; use 20000",
+        ),
+        (
+            "train:\n  optimizer: {learning_rate: -3e-4}\n",
+            "run.yaml:2: train.optimizer.learning_rate is -0.0003, but must be above 0.0; use 0.0003",
+        ),
+        (
+            "data:\n  validation_fraction: 5\n",
+            "run.yaml:2: data.validation_fraction is 5, but must be below 1.0; use 0.05",
         ),
         (
             "train:\n  optimizer:\n    learning_rate: .inf\n",

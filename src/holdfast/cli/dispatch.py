@@ -5,11 +5,13 @@ from __future__ import annotations
 import errno
 import sys
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import datetime
+from functools import wraps
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import typer
 
@@ -35,9 +37,38 @@ def crash_log_in(folder: Path) -> Iterator[None]:
         raise CrashedInError(folder) from error
 
 
+class _App(typer.Typer):
+    """A Typer application whose commands get paths with `~` filled in."""
+
+    def command(self, *args: Any, **settings: Any) -> Callable[[Any], Any]:
+        add = super().command(*args, **settings)
+
+        def decorate(function: Any) -> Any:
+            @wraps(function)  # Typer reads the signature behind it
+            def with_paths(**given: Any) -> Any:
+                return function(**{name: _expanded(name, v) for name, v in given.items()})
+
+            add(with_paths)
+            return function
+
+        return decorate
+
+
+def _expanded(name: str, value: Any) -> Any:
+    if not isinstance(value, Path) or not ({"~", "$"} & set(str(value))):
+        return value
+    from holdfast.config.paths import expand_path
+
+    try:
+        return Path(expand_path(str(value)))
+    except UserError as error:
+        where = f"command line, {name.replace('_', ' ')}"
+        raise UserError(error.message, where=where, remedy=error.remedy) from None
+
+
 def app(help_text: str) -> typer.Typer:
     """A command's Typer application in the house style: plain text, our own errors."""
-    return typer.Typer(
+    return _App(
         help=help_text,
         add_completion=False,
         rich_markup_mode=None,

@@ -17,7 +17,7 @@ from holdfast.cli.views import RunViews
 from holdfast.config.load import LoadedConfig, resolve_config
 from holdfast.errors import RunFolderError
 from holdfast.launch.holder import HolderWatch
-from holdfast.launch.run_folder import refuse_alone
+from holdfast.launch.run_folder import dataset_version_in, refuse_alone
 from holdfast.launch.runs import RESOLVED_FILE, read_resolved
 
 ADDRESS_KEYS = ("cluster.interface", "cluster.gloo_interface", "checkpoint.peer_interface")
@@ -66,7 +66,7 @@ def join(
     if (last := finished_step(folder, loaded.config.train.steps)) is not None:
         say(f"this run is finished: all {last} steps are done; see: holdfast report {folder}")
         return 0
-    version = Dataset.open(loaded.config.data.folder).version
+    version = dataset_version_in(folder, Dataset.open(loaded.config.data.folder))
     with (
         crash_log_in(folder),
         RunViews(loaded.config, folder, version, detect_hardware(), json=json) as views,

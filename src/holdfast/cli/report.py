@@ -150,7 +150,7 @@ def baselines_of(run: Run) -> dict[str, float] | None:
     config = run.config
     try:
         dataset = Dataset.open(run.dataset_folder)
-        if dataset.version != run.dataset_version:
+        if not dataset.is_version(run.dataset_version):
             say(f"no counts beside the curve: {run.dataset_folder} holds another dataset now")
             return None
         batches = Batches(dataset, config.data, config.train, config.seed)

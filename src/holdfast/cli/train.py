@@ -13,16 +13,19 @@ from holdfast.cli.dispatch import app as make_app
 from holdfast.cli.dispatch import crash_log_in
 from holdfast.cli.output import print_line, say
 from holdfast.cli.progress import StageProgress
-from holdfast.config.load import LoadedConfig, Origin, load_config
+from holdfast.config.load import LoadedConfig, load_config
 from holdfast.errors import ConfigError, LayoutError
 from holdfast.launch.holder import HolderWatch
 from holdfast.launch.run_folder import (
+    dataset_version_in,
     is_begun_by_other,
     refuse_alone,
     refuse_in_use,
+    refuse_old_base,
     refuse_other,
     run_id,
     set_aside,
+    with_stored_places,
     write_description,
 )
 from holdfast.layout import Layout
@@ -70,6 +73,7 @@ def _train_in_folder(
     from holdfast.cli.views import RunViews
     from holdfast.launch import local
 
+    refuse_old_base(loaded)
     several = bool(loaded.config.cluster.node)  # one node of several: another may be there already
     before = run_id(folder)  # what two nodes with --fresh both find, only one of them moves
     watch = HolderWatch(folder, say)
@@ -79,10 +83,12 @@ def _train_in_folder(
         refuse_in_use(folder, watch)
     dataset = prepare_and_check_dataset(loaded, wait=several)
     loaded = with_vocabulary(loaded, dataset.vocab_size)
-    beside = fresh and several and is_begun_by_other(folder, before, loaded, dataset.version)
+    version = dataset.version if fresh else dataset_version_in(folder, dataset)
+    beside = fresh and several and is_begun_by_other(folder, before, loaded, version)
     if fresh and not beside and (old := set_aside(folder, before, watch)) is not None:
         say(f"the old run folder is now {old}")
-    refuse_other(folder, loaded, dataset.version)
+    refuse_other(folder, loaded, version)
+    loaded = with_stored_places(folder, loaded)
     if several:
         refuse_alone(folder, watch)  # the dataset may have taken its time
     if (last := finished_step(folder, loaded.config.train.steps)) is not None:
@@ -93,14 +99,17 @@ def _train_in_folder(
         if json:
             print_line({"finished": True, "step": last, "folder": str(folder)})
         return 0
-    write_description(folder, loaded, machine, dataset.folder, dataset.version)
-    with RunViews(loaded.config, folder, dataset.version, machine, json=json) as views:
+    about = describe_start(loaded, dataset)
+    write_description(folder, loaded, machine, dataset.folder, version)
+    for line in about:
+        say(line)
+    with RunViews(loaded.config, folder, version, machine, json=json) as views:
         code = local.train_locally(
             loaded,
             observers=views.observers,
             render_metrics=views.render_metrics,
             say=views.say,
-            dataset_version=dataset.version,
+            dataset_version=version,
             fresh=fresh,
             watch=watch,
         )
@@ -121,6 +130,16 @@ def prepare_and_check_dataset(loaded: LoadedConfig, wait: bool = False) -> Datas
     return dataset
 
 
+def describe_start(loaded: LoadedConfig, dataset: Dataset) -> list[str]:
+    """Lines about what of the run file can never take effect, and the run's use of its dataset."""
+    from holdfast.config.no_effect import find_without_effect
+    from holdfast.data.coverage import describe_use
+
+    config = loaded.config
+    use = describe_use(dataset, config.data, config.train, config.seed)
+    return [*find_without_effect(loaded), *use]
+
+
 def plan_for_machine(loaded: LoadedConfig, machine: HardwareInfo) -> LoadedConfig:
     """Fill in what the run file leaves to the machine: device and number of workers.
 
@@ -138,14 +157,14 @@ def plan_for_machine(loaded: LoadedConfig, machine: HardwareInfo) -> LoadedConfi
     if loaded.config.device == "cuda" and workers > found:
         raise ConfigError(
             f"layout.workers is {workers}, but this machine has {found} accelerators",
-            where=_origin_of(loaded, "layout.workers"),
+            where=loaded.where("layout.workers"),
             remedy=f"use {found}, or device=cpu" if found else "use device=cpu",
         )
     if loaded.config.device == "cuda" and workers > 1:
         alone = config.layout.least_workers == 1  # else degrees ask for more, whatever workers says
         raise ConfigError(
             f"layout.workers is {workers}, but more than one worker on cuda has not been run yet",
-            where=_origin_of(loaded, "layout.workers"),
+            where=loaded.where("layout.workers"),
             remedy="use 1, or device=cpu" if alone else "use a layout of one rank, or device=cpu",
         )
     if (
@@ -155,13 +174,13 @@ def plan_for_machine(loaded: LoadedConfig, machine: HardwareInfo) -> LoadedConfi
     ):
         raise ConfigError(
             "train.compile needs a C++ compiler on a CPU, and there is none on the PATH",
-            where=_origin_of(loaded, "train.compile"),
+            where=loaded.where("train.compile"),
             remedy="install g++, name another in CXX, or use train.compile=false",
         )
     if platform.system() == "Darwin" and workers > 1:
         raise ConfigError(
             "on macOS one worker is supported",
-            where=_origin_of(loaded, "layout.workers"),
+            where=loaded.where("layout.workers"),
             remedy="use 1",
         )
     checked_layouts(loaded)
@@ -174,7 +193,7 @@ def checked_layouts(loaded: LoadedConfig) -> tuple[Layout, ...]:
     try:
         return layouts_of(loaded.config)
     except LayoutError as error:
-        where = _origin_of(loaded, error.where or "layout.workers")
+        where = loaded.where(error.where or "layout.workers")
         raise LayoutError(error.message, where=where, remedy=error.remedy) from None
 
 
@@ -189,7 +208,7 @@ def with_vocabulary(loaded: LoadedConfig, size: int) -> LoadedConfig:
     if given < size:
         raise ConfigError(
             f"model.vocab_size {given} is smaller than the dataset's vocabulary of {size}",
-            where=_origin_of(loaded, "model.vocab_size"),
+            where=loaded.where("model.vocab_size"),
             remedy=f"use {size}, or 0 for the dataset's",
         )
     return loaded
@@ -207,12 +226,3 @@ def finished_step(folder: Path, steps: int) -> int | None:
     effective, _ = split_effective(read_journal(FolderStore(folder)))
     done = [r.event.step for r in effective if isinstance(r.event, RunFinished)]
     return max((step for step in done if step >= steps), default=None)
-
-
-def _origin_of(loaded: LoadedConfig, key: str) -> str:
-    origin = loaded.origins.get(key, Origin("default"))  # a list of sections has no origin itself
-    return (
-        f"command line: {origin.place}"
-        if origin.kind == "command line"
-        else (origin.place if origin.kind == "file" else loaded.name)
-    )

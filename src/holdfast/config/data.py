@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, PrivateAttr, model_validator
 
 from holdfast.config.base import Section
 
@@ -12,14 +12,29 @@ from holdfast.config.base import Section
 class SourceConfig(Section):
     """One source of documents. `path` may be a file, a folder or a glob."""
 
-    kind: Literal["python-stdlib", "text", "jsonl", "parquet", "huggingface"] = Field(
-        "python-stdlib", description="python-stdlib: this Python's own library, without its tests"
+    kind: Literal["python-stdlib", "text", "jsonl", "csv", "parquet", "huggingface"] = Field(
+        "python-stdlib",
+        description="python-stdlib: this Python's own library, without its tests; the other kinds: "
+        "docs/data.md",
     )
     name: str | None = Field(None, description="name in the mixture; the kind if left out")
-    path: str | None = Field(None, description="file, folder or glob; Hugging Face dataset name")
-    field: str = Field("text", description="JSONL field or Parquet column that holds the text")
+    path: str | None = Field(
+        None, description="file, folder or glob; huggingface: folder or dataset's name"
+    )
+    field: str = Field("text", description="field of JSON, or column, that holds the text")
     split: str = Field("train", description="split of a Hugging Face dataset")
     weight: float = Field(1.0, gt=0, description="share of the samples, relative to other sources")
+    _place: str | None = PrivateAttr(None)
+
+    @property
+    def place(self) -> str | None:
+        """Where `path` lies (`config.paths`); the path itself if no run file was loaded."""
+        return self._place or self.path
+
+    def at(self, place: str | None) -> SourceConfig:
+        located = self.model_copy()
+        located._place = place
+        return located
 
     @model_validator(mode="after")
     def _has_a_path(self) -> SourceConfig:
@@ -32,9 +47,22 @@ class SourceConfig(Section):
 class TokenizerConfig(Section):
     """A byte-level BPE trained on the corpus, or any tokenizer.json."""
 
-    path: str | None = Field(None, description="path of a tokenizer.json; none: train one")
+    path: str | None = Field(
+        None, description="path of a tokenizer.json, or of its folder; none: train one"
+    )
     vocab_size: int = Field(4096, ge=257, description="tokens of the trained byte-level BPE")
     sample_bytes: int = Field(4_000_000, ge=1, description="text the BPE is trained on")
+    _place: str | None = PrivateAttr(None)
+
+    @property
+    def place(self) -> str | None:
+        """Where `path` lies (`config.paths`); the path itself if no run file was loaded."""
+        return self._place or self.path
+
+    def at(self, place: str | None) -> TokenizerConfig:
+        located = self.model_copy()
+        located._place = place
+        return located
 
 
 class DataConfig(Section):
@@ -46,6 +74,11 @@ class DataConfig(Section):
         "full", description="document: a token attends to its own document only"
     )
     validation_fraction: float = Field(0.01, ge=0, lt=1, description="share of documents, by hash")
+    deduplicate: bool | Literal["within_source"] = Field(
+        True,
+        description="true: a document that repeats an earlier one of any source is left out; "
+        "within_source: of its own source; false: no document",
+    )
     max_document_bytes: int = Field(
         16 * 2**20, ge=1, description="a longer file or line is an error that names it"
     )

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Mapping
 from difflib import get_close_matches
-from typing import Any, get_args
+from types import UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
@@ -122,7 +124,8 @@ def _sentence(details: ErrorDetails, path: tuple[str | int, ...]) -> tuple[str, 
     if kind == "missing":
         in_model = path[0] == "model"
         return f"{key} ", "is missing", "give it" + (", or name a model.preset" if in_model else "")
-    remedy = _example(field_at(path))
+    info = field_at(path)
+    remedy = nearest_value(info, value) or _example(info)
     if kind == "literal_error":
         expected = str(context.get("expected", ""))  # "'a', 'b' or 'c'", "1, 2 or 3"
         choices = [choice.strip("'") for choice in re.split(r", | or ", expected)]
@@ -160,6 +163,73 @@ def _example(info: FieldInfo | None) -> str:
             if getattr(rule, name, None) is not None:
                 return f"{getattr(rule, name)} would work"
     return ""
+
+
+_UNITS = {"k": 10**3, "m": 10**6, "g": 10**9, "b": 10**9}
+_WORDS = {"yes": "true", "on": "true", "y": "true", "no": "false", "off": "false", "n": "false"}
+
+
+def nearest_value(info: FieldInfo | None, value: object) -> str:
+    """Return 'use ...' with the value nearest to the refused one; "" if none is near."""
+    if info is None or isinstance(value, bool):
+        return ""
+    types, rules, words = _alternatives(info)
+    if isinstance(value, str) and (near_words := get_close_matches(value, words, n=1)):
+        return f"did you mean {near_words[0]}?"
+    if bool in types:
+        word = _WORDS.get(str(value).lower())
+        return f"use {word}" if word else ""
+    is_whole = int in types
+    if not (is_whole or float in types):
+        return ""
+    number = value if isinstance(value, int | float) else _as_number(str(value))
+    if number is None or not math.isfinite(number):
+        return ""
+    near = float(round(number)) if is_whole else float(number)
+    bounds = {
+        name: float(getattr(rule, name))
+        for rule in rules
+        for name in ("ge", "le", "gt", "lt")
+        if getattr(rule, name, None) is not None
+    }
+    near = min(max(near, bounds.get("ge", near)), bounds.get("le", near))
+    if near <= bounds.get("gt", -math.inf) and near < 0:
+        near = -near
+    if near >= bounds.get("lt", math.inf) and near <= 100:
+        near /= 100  # a share in percent
+    inside = bounds.get("gt", -math.inf) < near < bounds.get("lt", math.inf)
+    if not inside or near < bounds.get("ge", near) or near > bounds.get("le", near):
+        return ""
+    return f"use {int(near) if near.is_integer() and abs(near) < 2**53 else near}"
+
+
+def _alternatives(info: FieldInfo) -> tuple[set[Any], list[Any], list[str]]:
+    """(types, rules of numbers, words) that a field takes."""
+    kinds: tuple[Any, ...] = (info.annotation,)
+    if get_origin(info.annotation) in (Union, UnionType):
+        kinds = get_args(info.annotation)
+    types: set[Any] = set()
+    rules, words = list(info.metadata), []
+    for kind in kinds:
+        if get_origin(kind) is Annotated:
+            inner, *found = get_args(kind)
+            types.add(inner)
+            rules += [rule for each in found for rule in getattr(each, "metadata", [each])]
+        elif get_origin(kind) is Literal:
+            words += [word for word in get_args(kind) if isinstance(word, str)]
+        else:
+            types.add(kind)
+    return types, rules, words
+
+
+def _as_number(text: str) -> float | None:
+    """A number as people write it: 1,000 and 20k and 2M."""
+    found = re.fullmatch(r"\s*([-+]?[0-9][0-9,_ ]*(?:\.[0-9]+)?)\s*([kKmMgGbB]?)\s*", text)
+    if found is None:
+        plain = re.fullmatch(r"[-+]?[0-9.]+[eE][-+]?[0-9]+", text.strip())
+        return float(plain[0]) if plain and plain[0].count(".") < 2 else None
+    digits = re.sub(r"[,_ ]", "", found[1])
+    return float(digits) * _UNITS.get(found[2].lower(), 1)
 
 
 def suggest_key(path: tuple[str | int, ...]) -> str:

@@ -18,7 +18,7 @@ from holdfast.config.run import RunConfig
 from holdfast.errors import RunFolderError
 
 # Free to change between two starts of one run. `model.vocab_size` is the dataset's, and the
-# dataset has a version of its own.
+# dataset has a version of its own, which `data.deduplicate` is a part of.
 FREE_KEYS = (
     "name",
     "folder",
@@ -27,6 +27,7 @@ FREE_KEYS = (
     "layout",
     "cluster",
     "checkpoint",
+    "data.deduplicate",
     "data.folder",
     "data.processes",
     "model.vocab_size",
@@ -79,10 +80,16 @@ def config_differences(stored: Mapping[str, Any], config: RunConfig) -> list[Con
     return found
 
 
+def is_place(key: str) -> bool:
+    """Return True for a path of the data. The dataset's version says what lies there."""
+    section, _, name = key.rpartition(".")
+    return name == "path" and section.startswith(("data.sources.", "data.tokenizer"))
+
+
 def refuse_other_run(stored: Mapping[str, Any], config: RunConfig, folder: str) -> None:
     """Raises RunFolderError, naming the first keys that differ, when `folder` belongs to a run
-    that computes something else."""
-    found = config_differences(stored, config)
+    that computes something else. The caller compares the datasets' versions."""
+    found = [d for d in config_differences(stored, config) if not is_place(d.key)]
     if not found:
         return
     named = ", ".join(

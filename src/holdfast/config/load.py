@@ -11,8 +11,9 @@ would work. All refusals come at once.
 from __future__ import annotations
 
 import errno
+import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,6 +22,7 @@ from pydantic import ValidationError
 from holdfast.config import yaml_tree
 from holdfast.config.explain import explain_errors, format_value, suggest_key
 from holdfast.config.fields import allows, as_path, field_at, is_list, leaves, section_of
+from holdfast.config.paths import locate_paths, with_places
 from holdfast.config.presets import PRESETS
 from holdfast.config.run import RunConfig
 from holdfast.errors import ConfigError
@@ -53,19 +55,29 @@ class LoadedConfig:
     text: str = ""  # the run file as it was read
     name: str = "run file"  # its path, for messages
     overrides: tuple[str, ...] = ()
+    base: str = ""  # the folder that the run file's relative paths start at; "": the current one
+    places: Mapping[str, str] = field(default_factory=dict)  # see `config.paths`
+
+    def where(self, key: str) -> str:
+        """The place of a key for a message: a line, an override, or the run file."""
+        origin = self.origins.get(key, Origin("default"))
+        if origin.kind == "command line":
+            return f"command line: {origin.place}"
+        return origin.place if origin.kind == "file" else self.name
 
     def with_planned(self, values: Mapping[str, Any], reason: str) -> LoadedConfig:
         """The same with planned values filled in, e.g. {"layout.workers": 2}. Raises ConfigError
         when a rule of the run file forbids one."""
         data = self.config.model_dump(mode="json")
         for key, value in values.items():
-            *parents, last = key.split(".")
-            holder = data
+            *parents, last = as_path(key)
+            holder: Any = data
             for part in parents:
                 holder = holder[part]
             holder[last] = value
         origins = dict(self.origins) | {key: Origin("planned", reason) for key in values}
-        return replace(self, config=_validate(data, origins, self.name), origins=origins)
+        config = with_places(_validate(data, origins, self.name), self.places)
+        return replace(self, config=config, origins=origins)
 
     def to_json(self) -> dict[str, Any]:
         """Return the contents of `resolved.json`."""
@@ -80,7 +92,8 @@ def load_config(path: Path | None, overrides: Sequence[str] = ()) -> LoadedConfi
     """Read, override, validate. Without a path: the defaults and the overrides."""
     if path is None:
         return resolve_config(None, "command line", overrides)
-    return resolve_config(read_text(path), str(path), overrides)
+    base = os.path.dirname(str(path))
+    return resolve_config(read_text(path), str(path), overrides, base)
 
 
 def read_text(path: Path) -> str:
@@ -112,8 +125,10 @@ def read_text(path: Path) -> str:
         ) from None
 
 
-def resolve_config(text: str | None, name: str, overrides: Sequence[str] = ()) -> LoadedConfig:
-    """Pure part of `load`: text and overrides in, Loaded out."""
+def resolve_config(
+    text: str | None, name: str, overrides: Sequence[str] = (), base: str = ""
+) -> LoadedConfig:
+    """Text and overrides in, LoadedConfig out. `base`: the folder of the run file."""
     tree = yaml_tree.parse_yaml(text, name) if text is not None else yaml_tree.YamlTree({})
     given: dict[str, Origin] = {
         ".".join(map(str, path)): Origin("file", f"{name}:{line}")
@@ -126,7 +141,14 @@ def resolve_config(text: str | None, name: str, overrides: Sequence[str] = ()) -
             del given[stale]
         given[key] = Origin("command line", override)
     config = _validate(tree.value, given, name)
-    return LoadedConfig(config, _origins(config, given), text or "", name, tuple(overrides))
+    origins = _origins(config, given)
+    loaded = LoadedConfig(config, origins, text or "", name, tuple(overrides), base)
+
+    def base_of(key: str) -> str:
+        return "" if origins.get(key, Origin("default")).kind == "command line" else base
+
+    config, places = locate_paths(config, base_of, loaded.where)
+    return replace(loaded, config=config, places=places)
 
 
 def _override(data: dict[str, Any], override: str) -> str:

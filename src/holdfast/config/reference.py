@@ -24,6 +24,9 @@ default, so an empty section is valid. A key that is not listed here is refused,
 names the nearest valid key. Any key can also be given on the command line, where it overrides
 the file: `holdfast train run.yaml train.steps=200 data.sources.0.path=corpus.txt`.
 
+A relative path in the file starts at the folder of the file; one on the command line starts at the
+current folder. `~` is your home. A `$` in a path is refused.
+
 These keys may change between two starts of the same run: `name`, `folder`, `device`,
 `tensorboard`, `layout`, `cluster`, `checkpoint`, `train.evaluate`, and the dataset's folder. All
 other keys decide what is computed. A run folder refuses to continue with other values.
@@ -85,6 +88,8 @@ def _type(info: FieldInfo) -> str:
             as_number.metadata = [rule for r in rules for rule in getattr(r, "metadata", [r])]
             return f"{_type(as_number)}, or `{words[0]}`"
     choices = re.findall(r"Literal\[(.*?)\]", text)
+    if choices and bool in get_args(info.annotation):
+        return f"true or false, or `{choices[0].strip(chr(39))}`"
     if choices:
         return ", ".join(f"`{c.strip(chr(39))}`" for c in choices[0].split(", "))
     names = {"int": "whole number", "float": "number", "bool": "true or false", "str": "text"}

@@ -27,6 +27,7 @@ from numpy.typing import NDArray
 from holdfast.core.data import data_ledger, lineage
 from holdfast.core.data.data_ledger import LedgerEntry
 from holdfast.data.batch import Batches, fed_hash
+from holdfast.data.dataset import Dataset
 from holdfast.events import BatchFed, CheckpointCommitted, Record, RunFinished, RunStarted
 
 LOOKUP_POSITIONS = 1 << 16  # positions looked up at a time
@@ -104,7 +105,7 @@ def audit_records(
         last_step = max((r.event.step for r in effective if isinstance(r.event, done)), default=0)
     result = AuditResult(last_step)
     result.superseded = sum(isinstance(r.event, BatchFed) for r in superseded)
-    result.problems += _dataset_problems(effective, batches.dataset.version)
+    result.problems += _dataset_problems(effective, batches.dataset)
     steps: dict[int, list[LedgerEntry]] = {}
     for record in effective:
         event = record.event
@@ -141,11 +142,12 @@ def audit_records(
     return result
 
 
-def _dataset_problems(records: Sequence[Record], version: str) -> list[AuditProblem]:
+def _dataset_problems(records: Sequence[Record], dataset: Dataset) -> list[AuditProblem]:
     used = {r.event.dataset_version for r in records if isinstance(r.event, RunStarted)}
     return [
-        AuditProblem("dataset", 0, 0, f"the run used dataset {other}, this is {version}")
-        for other in sorted(used - {version})
+        AuditProblem("dataset", 0, 0, f"the run used dataset {other}, this is {dataset.version}")
+        for other in sorted(used)
+        if not dataset.is_version(other)
     ]
 
 

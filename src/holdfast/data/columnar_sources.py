@@ -1,105 +1,248 @@
-"""Sources with columns: Parquet files and Hugging Face datasets. Both are extras."""
+"""Sources with columns, each through an extra: Parquet, Arrow and Hugging Face datasets."""
 
 from __future__ import annotations
 
+import os
+import re
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from xxhash import xxh3_128
 
+from holdfast.data.containers import empty_error, is_pointer, pointer_error, read_head
+from holdfast.data.source_files import FoundFiles, walk
+from holdfast.data.text_sources import clean_text, nearest_column, too_long_error
 from holdfast.errors import DataError
 
 BATCH_ROWS = 256
+BATCH_BYTES = 4 << 20
+"""Rows are read in batches of about this size, so that long documents are not held together."""
 HUGGINGFACE_UNIT_ROWS = 4096
+COLUMNAR = (".arrow", ".parquet")
+
+Ranges = list[list[tuple[str, int, int]]]
 
 
+# --- Parquet --------------------------------------------------------------------------------
 def parquet_ranges(
-    paths: list[str], column: str, unit_bytes: int
-) -> list[list[tuple[str, int, int]]]:
-    """Row groups of each file, gathered into units of about `unit_bytes`."""
-    ranges: list[list[tuple[str, int, int]]] = []
+    paths: list[str], column: str, unit_bytes: int, refused: list[DataError] | None = None
+) -> Ranges:
+    """Row groups of each file, gathered into units of about `unit_bytes`. Raises DataError, or
+    appends it to `refused`, for a file that is no Parquet file or has no such column."""
+    ranges: Ranges = []
     for path in paths:
-        file = _open_parquet(path)
-        names = file.schema_arrow.names
-        if column not in names:
-            raise DataError(
-                f"there is no column {column!r}, only {names}",
-                where=path,
-                remedy="set field in data.sources to the one that holds the text",
-            )
+        try:
+            with _open_parquet(path) as file:
+                _require_column(file.schema_arrow, column, path)
+                groups = file.metadata
+                sizes = [groups.row_group(g).total_byte_size for g in range(groups.num_row_groups)]
+        except DataError as error:
+            if refused is None:
+                raise
+            refused.append(error)
+            continue
         first, held = 0, 0
-        for group in range(file.metadata.num_row_groups):
-            held += file.metadata.row_group(group).total_byte_size
-            if held >= unit_bytes or group + 1 == file.metadata.num_row_groups:
+        for group, size in enumerate(sizes):
+            held += size
+            if held >= unit_bytes or group + 1 == len(sizes):
                 ranges.append([(path, first, group + 1)])
                 first, held = group + 1, 0
     return ranges
 
 
-def huggingface_ranges(path: str, split: str, where: str) -> list[list[tuple[str, int, int]]]:
-    """Ranges of rows of a dataset's split."""
-    rows = len(_open_huggingface(path, split, where))
-    step = HUGGINGFACE_UNIT_ROWS
-    return [[(path, at, min(at + step, rows))] for at in range(0, rows, step)]
-
-
-def read_rows(
-    kind: str, path: str, start: int, stop: int, column: str, split: str, limit: int, seen: xxh3_128
-) -> Iterator[str]:
-    """Documents of row groups (Parquet) or rows (Hugging Face) [start, stop)."""
-    values = (
-        _parquet_rows(path, start, stop, column)
-        if kind == "parquet"
-        else _huggingface_rows(path, start, stop, column, split)
-    )
-    for place, value in values:
-        if value is None:
-            yield ""
-            continue
-        if not isinstance(value, str):
-            raise DataError(
-                f"the column {column!r} holds {type(value).__name__}, not text",
-                where=place,
-                remedy="set field to a column of text",
-            )
-        # Half a surrogate pair cannot come out of Arrow, so encoding cannot fail.
-        raw = value.encode()
-        if len(raw) > limit:
-            raise DataError(
-                f"the document is longer than data.max_document_bytes ({limit:,})",
-                where=place,
-                remedy="raise data.max_document_bytes, or split the document",
-            )
-        seen.update(raw + b"\n")
-        yield value.removeprefix("\ufeff").replace("\r\n", "\n")
-
-
 def _open_parquet(path: str) -> Any:
     try:
-        from pyarrow import ArrowInvalid
+        from pyarrow import ArrowException
         from pyarrow.parquet import ParquetFile
     except ImportError:
         raise DataError(
             "reading Parquet needs pyarrow", where=path, remedy="pip install 'holdfast[data]'"
         ) from None
+    _refuse_head(path, "Parquet")
     try:
         return ParquetFile(path)
-    except ArrowInvalid as error:
+    except (ArrowException, OSError, ValueError) as error:
         raise DataError(
-            f"not a Parquet file ({str(error).splitlines()[0]})",
+            f"not a Parquet file ({_reason(error)})",
             where=path,
-            remedy="name Parquet files only",
+            remedy="name Parquet files only, and fetch a damaged one again",
+        ) from None
+
+
+def _refuse_head(path: str, what: str) -> None:
+    head = read_head(path)
+    if not head:
+        raise empty_error(path, f"{'an' if what[0] in 'AEIOU' else 'a'} {what} file")
+    if is_pointer(head):
+        raise pointer_error(path)
+
+
+def _reason(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")[:200]
+
+
+def _require_column(schema: Any, column: str, path: str) -> None:
+    names = list(schema.names)
+    if column not in names:
+        texts = [f.name for f in schema if "string" in str(f.type)]
+        raise DataError(
+            f"there is no column {column!r}, only {names}",
+            where=path,
+            remedy=nearest_column(column, texts or names),
+        )
+
+
+@contextmanager
+def _damage(path: str, what: str) -> Iterator[None]:
+    """Turn what pyarrow says of damaged bytes into one sentence."""
+    from pyarrow import ArrowException
+
+    try:
+        yield
+    except (ArrowException, OSError, ValueError, MemoryError) as error:
+        raise DataError(
+            f"the file is damaged ({_reason(error)})",
+            where=f"{path}, {what}",
+            remedy="fetch it again, or leave it out of the source",
         ) from None
 
 
 def _parquet_rows(path: str, start: int, stop: int, column: str) -> Iterator[tuple[str, Any]]:
-    groups = list(range(start, stop))
-    row = 0
     with _open_parquet(path) as file:
-        for batch in file.iter_batches(BATCH_ROWS, row_groups=groups, columns=[column]):
-            for value in batch.column(0).to_pylist():
-                yield f"{path}: row group {start}, row {row} from there", value
+        groups = file.metadata
+        first = sum(groups.row_group(g).num_rows for g in range(start))
+        for group in range(start, stop):
+            about = groups.row_group(group)
+            rows = _batch_rows(about.total_byte_size, about.num_rows)
+            what = f"row group {group}"
+            batches = file.iter_batches(rows, row_groups=[group], columns=[column])
+            row = 0
+            while True:
+                with _damage(path, f"{what}, after row {first + row}"):
+                    batch = next(batches, None)
+                if batch is None:
+                    break
+                for value in batch.column(0):
+                    yield f"{path}, {what}, row {first + row}", value
+                    row += 1
+            first += row
+
+
+def _batch_rows(size: int, rows: int) -> int:
+    return max(1, min(BATCH_ROWS, BATCH_BYTES * max(rows, 1) // max(size, 1)))
+
+
+# --- Arrow ----------------------------------------------------------------------------------
+def arrow_ranges(paths: list[str], column: str, refused: list[DataError]) -> Ranges:
+    """Each file, after a look at its columns."""
+    ranges: Ranges = []
+    for path in paths:
+        try:
+            with _open_arrow(path) as reader:
+                _require_column(reader.schema, column, path)
+        except DataError as error:
+            refused.append(error)
+        else:
+            ranges.append([(path, 0, 0)])
+    return ranges
+
+
+@contextmanager
+def _open_arrow(path: str) -> Iterator[Any]:
+    """A stream or a file of record batches, as `datasets` writes them."""
+    try:
+        import pyarrow
+        from pyarrow import ipc
+    except ImportError:
+        raise DataError(
+            "reading Arrow needs pyarrow", where=path, remedy="pip install 'holdfast[data]'"
+        ) from None
+    _refuse_head(path, "Arrow")
+    with pyarrow.memory_map(path) as source:
+        with _damage(path, "head"):
+            try:
+                reader = ipc.open_file(source)
+            except pyarrow.ArrowInvalid:
+                source.seek(0)
+                reader = ipc.open_stream(source)
+        yield reader
+
+
+def _arrow_rows(path: str, column: str) -> Iterator[tuple[str, Any]]:
+    with _open_arrow(path) as reader:
+        batches = getattr(reader, "num_record_batches", None)
+        row = number = 0
+        while batches is None or number < batches:
+            with _damage(path, f"record batch {number}, after row {row}"):
+                batch = _next_batch(reader, None if batches is None else number)
+                if batch is None:
+                    return
+                _validate(batch)
+            for value in batch.column(batch.schema.names.index(column)):
+                yield f"{path}, row {row}", value
                 row += 1
+            number += 1
+
+
+def _validate(batch: Any) -> None:
+    """Check offsets, which decide what memory is read. A text that is not UTF-8 is found later,
+    with its row."""
+    from pyarrow import ArrowInvalid
+
+    try:
+        batch.validate(full=True)
+    except ArrowInvalid as error:
+        if "UTF8" not in str(error):
+            raise
+
+
+def _next_batch(reader: Any, number: int | None) -> Any:
+    if number is not None:
+        return reader.get_batch(number)
+    try:
+        return reader.read_next_batch()
+    except StopIteration:
+        return None
+
+
+# --- Hugging Face ---------------------------------------------------------------------------
+def folder_files(folder: str, split: str, where: str, found: FoundFiles) -> list[str]:
+    """The Arrow or Parquet files of a split, in a folder that `datasets` saved or the hub has."""
+    every = sorted(p for p in walk(folder, found) if p.endswith(COLUMNAR))
+    here = [p for p in every if os.path.relpath(p, folder).startswith(f"{split}/")]
+    if here:
+        return here
+    named = [p for p in every if split in _words(os.path.relpath(p, folder))]
+    if named:
+        return named
+    others = {"train", "test", "validation", "dev", "valid"} - {split}
+    plain = [p for p in every if not others & set(_words(os.path.relpath(p, folder)))]
+    if plain and split == "train":
+        return plain
+    splits = sorted({w for p in every for w in _words(os.path.relpath(p, folder)) if w in others})
+    if every:
+        raise DataError(
+            f"{folder} has no split {split!r}" + (f", only {splits}" if splits else ""),
+            where=where,
+            remedy=f"set split: {splits[0]}" if splits else "name another folder",
+        )
+    raise DataError(
+        f"{folder} holds no .arrow and no .parquet file",
+        where=where,
+        remedy="name the folder of a dataset, or use kind: jsonl, csv or text",
+    )
+
+
+def _words(path: str) -> list[str]:
+    return re.split(r"[-_./\\]", path)
+
+
+def huggingface_ranges(path: str, split: str, where: str) -> Ranges:
+    """Ranges of rows of a dataset's split."""
+    rows = len(_open_huggingface(path, split, where))
+    step = HUGGINGFACE_UNIT_ROWS
+    return [[(path, at, min(at + step, rows))] for at in range(0, rows, step)]
 
 
 def _open_huggingface(path: str, split: str, where: str) -> Any:
@@ -110,7 +253,7 @@ def _open_huggingface(path: str, split: str, where: str) -> Any:
         raise DataError(
             "a Hugging Face source needs the datasets package",
             where=where,
-            remedy="pip install 'holdfast[hf]'",
+            remedy="pip install 'holdfast[hf]', or name a folder of its files",
         ) from None
     name, _, subset = path.partition(":")
     try:
@@ -131,8 +274,54 @@ def _huggingface_rows(
         raise DataError(
             f"there is no column {column!r}, only {dataset.column_names}",
             where=path,
-            remedy="set field in data.sources to the one that holds the text",
+            remedy=nearest_column(column, dataset.column_names),
         )
     for at in range(start, stop, BATCH_ROWS):
         values = dataset[at : min(at + BATCH_ROWS, stop)][column]
-        yield from ((f"{path}: row {at + i}", value) for i, value in enumerate(values))
+        yield from ((f"{path}, row {at + i}", value) for i, value in enumerate(values))
+
+
+# --- rows -----------------------------------------------------------------------------------
+def read_rows(
+    kind: str, path: str, start: int, stop: int, column: str, split: str, limit: int, seen: xxh3_128
+) -> Iterator[str]:
+    """Documents of row groups (Parquet), of a file (Arrow) or of rows (Hugging Face)."""
+    if kind == "parquet":
+        values = _parquet_rows(path, start, stop, column)
+    elif kind == "arrow":
+        values = _arrow_rows(path, column)
+    else:
+        values = _huggingface_rows(path, start, stop, column, split)
+    for place, value in values:
+        text = _as_text(value, column, place)
+        if text is None:
+            yield ""
+            continue
+        raw = text.encode(errors="surrogatepass")
+        if len(raw) > limit:
+            raise too_long_error(place, limit, "the document is longer than")
+        seen.update(raw + b"\n")
+        del raw
+        yield clean_text(text, place)
+
+
+def _as_text(value: Any, column: str, place: str) -> str | None:
+    """A cell's text; None for an empty cell."""
+    found = value
+    if hasattr(value, "as_py"):
+        try:
+            found = value.as_py()
+        except UnicodeDecodeError as error:
+            raise DataError(
+                f"byte 0x{error.object[error.start]:02x} at offset {error.start} of the text is "
+                "not UTF-8",
+                where=place,
+                remedy="convert the column to UTF-8, or leave the row out",
+            ) from None
+    if found is None or isinstance(found, str):
+        return found
+    raise DataError(
+        f"the column {column!r} holds {type(found).__name__}, not text",
+        where=place,
+        remedy="set field to a column of text",
+    )

@@ -15,12 +15,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from holdfast.core.json_parsing import parse_json
-from holdfast.data.files import canonical_json, file_checksum
+from holdfast.data.files import canonical_json, checksum, file_checksum
 from holdfast.data.shards import Shard
 from holdfast.errors import DataError
 
 FORMAT = 1
 MANIFEST = "manifest.json"
+SOURCES = "sources.json"
+"""The paths that the sources had. They are no part of the identity; older datasets have none."""
+
 REMAKE_REMEDY = "remove the folder and run holdfast data prepare again"
 
 
@@ -63,6 +66,11 @@ class Dataset:
         self.vocab_size: int = manifest["tokenizer"]["vocab_size"]
         self.end: int = manifest["tokenizer"]["end"]
         self.source_names: tuple[str, ...] = tuple(s["name"] for s in manifest["sources"])
+        written = tuple(s["path"] for s in manifest["settings"]["sources"])
+        paths = _read_source_paths(folder, len(written))
+        self.source_paths: tuple[str | None, ...] = paths[0] if paths else written
+        self.source_places: tuple[str | None, ...] = paths[1] if paths else (None,) * len(written)
+        self.former_version = _version_with_paths(manifest, self.source_paths)
         self._streams = {
             split: tuple(
                 TokenStream(folder, [Shard(**s) for s in shards], manifest["tokenizer"]["dtype"])
@@ -74,6 +82,10 @@ class Dataset:
     @property
     def tokenizer_path(self) -> Path:
         return self.folder / "tokenizer.json"
+
+    def is_version(self, version: str) -> bool:
+        """Return True for this dataset's name, or the one that it had when paths belonged to it."""
+        return version in (self.version, self.former_version)
 
     @property
     def baselines(self) -> dict[str, Any] | None:
@@ -130,6 +142,47 @@ def with_version(content: dict[str, Any]) -> dict[str, Any]:
     """The manifest with its version: sha256 of the canonical JSON of everything else."""
     bare = {k: v for k, v in content.items() if k != "version"}
     return {**bare, "version": hashlib.sha256(canonical_json(bare)).hexdigest()[:32]}
+
+
+def with_paths_checksum(places: dict[str, Any]) -> dict[str, Any]:
+    """The content of `sources.json`, with a checksum of its own."""
+    return {**places, "xxh3": checksum(canonical_json(places))}
+
+
+def _read_source_paths(
+    folder: Path, sources: int
+) -> tuple[tuple[str | None, ...], tuple[str | None, ...]] | None:
+    """(paths, places) of the sources; None if the dataset is older than the file."""
+    path = folder / SOURCES
+    try:
+        raw = path.read_bytes()
+    except FileNotFoundError:
+        return None
+    try:
+        found = parse_json(raw)
+        places = {key: found[key] for key in ("paths", "places")}
+        sound = canonical_json(with_paths_checksum(places)) == raw
+        sound = sound and all(len(value) == sources for value in places.values())
+    except (ValueError, KeyError, TypeError):
+        sound = False
+    if not sound:
+        raise DataError("the file is not what was written", where=str(path), remedy=REMAKE_REMEDY)
+    return tuple(places["paths"]), tuple(places["places"])
+
+
+def _version_with_paths(manifest: dict[str, Any], paths: Sequence[str | None]) -> str:
+    """The version as it was computed while the sources' paths belonged to a dataset's identity."""
+    settings = manifest["settings"]
+
+    def filled(sources: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        return [{**s, "path": path} for s, path in zip(sources, paths, strict=True)]
+
+    former = {
+        **manifest,
+        "settings": {**settings, "sources": filled(settings["sources"])},
+        "sources": filled(manifest["sources"]),
+    }
+    return str(with_version(former)["version"])
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:

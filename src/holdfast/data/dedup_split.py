@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,13 +23,50 @@ PARTITION_DOCUMENTS = 1 << 22
 DocumentRows = NDArray[np.uint64]
 
 
+Scope = bool | Literal["within_source"]
+"""`data.deduplicate`: True compares the documents of all sources."""
+
+
 @dataclass(frozen=True)
 class SourceCount:
-    """What became of one source's documents."""
+    """What became of one source's documents. own_duplicates: those that repeat a document of the
+    same source; the other duplicates repeat one of another source."""
 
     documents: int
     empty: int
     duplicates: int
+    own_duplicates: int = 0
+
+    def to_json(self) -> dict[str, int]:
+        """Return what the manifest keeps."""
+        return {
+            "documents": self.documents,
+            "empty": self.empty,
+            "duplicates": self.duplicates,
+        }
+
+    def causes(self) -> list[str]:
+        """Return what was left out, each with its cause."""
+        across = self.duplicates - self.own_duplicates
+        return [
+            f"{number:,} {cause}"
+            for number, cause in (
+                (self.empty, "empty"),
+                (self.own_duplicates, "repeat an earlier document"),
+                (across, "repeat a document of an earlier source"),
+            )
+            if number
+        ]
+
+
+def describe_count(count: SourceCount, scope: Scope) -> str:
+    """Documents of a source that stay, and why the others do not."""
+    left = count.documents - count.empty - count.duplicates
+    causes = count.causes()
+    if not causes:
+        return f"{left:,} documents"
+    why = f"; data.deduplicate: {str(scope).lower()}" if count.duplicates else ""
+    return f"{left:,} documents (left out: {', '.join(causes)}{why})"
 
 
 @dataclass(frozen=True)
@@ -44,8 +82,9 @@ def choose_documents(
     sources: Sequence[int],
     names: Sequence[str],
     validation_fraction: float,
+    scope: Scope = True,
 ) -> DocumentChoice:
-    """Keep the first of equal documents, and split the kept ones by their hash.
+    """Keep the first of equal documents in `scope`, and split the kept ones by their hash.
 
     A document is validation if its hash, read as a fraction of all hashes, is below
     `validation_fraction`. So it stays in its split when the corpus grows. If a split would be
@@ -53,12 +92,18 @@ def choose_documents(
     `rows` and `sources` are per unit. Raises DataError for a source of which nothing is left.
     """
     lots = [np.zeros(len(r), dtype=np.uint8) for r in rows]
-    for unit, place in _first_of_equals(rows):
-        lots[unit][place] = TRAIN
+    if scope is False:
+        for unit, table in enumerate(rows):
+            lots[unit][table[:, 2] > 0] = TRAIN
+    else:
+        groups = sources if scope == "within_source" else [0] * len(rows)
+        for unit, place in _first_of_equals(rows, groups):
+            lots[unit][place] = TRAIN
+    own = _own_duplicates(rows, sources, len(names)) if scope is True else None
     bound = np.uint64(min(int(validation_fraction * 2.0**64), 2**64 - 1))
     for unit, table in enumerate(rows):
         lots[unit][(lots[unit] == TRAIN) & (table[:, 0] < bound)] = VALIDATION
-    counts = [_count(rows, lots, sources, i) for i in range(len(names))]
+    counts = [_count(rows, lots, sources, i, own) for i in range(len(names))]
     for i, name in enumerate(names):
         _require_documents(counts[i], name)
         _fill_training(rows, lots, [u for u, s in enumerate(sources) if s == i])
@@ -67,8 +112,23 @@ def choose_documents(
     return DocumentChoice(lots, counts)
 
 
-def _first_of_equals(rows: Sequence[DocumentRows]) -> list[tuple[int, NDArray[np.intp]]]:
-    """Per unit the places of documents that are not empty and equal none before them."""
+def _own_duplicates(rows: Sequence[DocumentRows], sources: Sequence[int], count: int) -> list[int]:
+    """Per source the documents that repeat an earlier one of the same source."""
+    kept = [0] * count
+    for unit, place in _first_of_equals(rows, sources):
+        kept[sources[unit]] += len(place)
+    full = [0] * count
+    for unit, table in enumerate(rows):
+        full[sources[unit]] += int((table[:, 2] > 0).sum())
+    return [full[i] - kept[i] for i in range(count)]
+
+
+def _first_of_equals(
+    rows: Sequence[DocumentRows], groups: Sequence[int]
+) -> list[tuple[int, NDArray[np.intp]]]:
+    """Per unit the places of documents that are not empty and equal none before them in the units
+    of the same group."""
+    of_unit = np.asarray(groups, dtype=np.int64)
     total = sum(len(r) for r in rows)
     partitions = np.uint64(max(1, -(-total // PARTITION_DOCUMENTS)))
     kept: list[tuple[int, NDArray[np.intp]]] = []
@@ -83,9 +143,12 @@ def _first_of_equals(rows: Sequence[DocumentRows]) -> list[tuple[int, NDArray[np
             continue
         high = np.concatenate([r[p, 0] for r, p in zip(rows, places, strict=True)])
         low = np.concatenate([r[p, 1] for r, p in zip(rows, places, strict=True)])
-        order = np.lexsort((low, high))  # stable: equal hashes stay in the documents' order
+        group = of_unit[units]
+        order = np.lexsort((low, high, group))  # stable: equal ones stay in the documents' order
         first = np.ones(len(order), dtype=bool)
-        first[1:] = (np.diff(high[order]) != 0) | (np.diff(low[order]) != 0)
+        for key in (high, low, group):
+            first[1:] &= np.diff(key[order]) == 0
+        first[1:] = ~first[1:]
         chosen = np.sort(order[first])
         cuts = np.searchsorted(units[chosen], np.arange(1, len(rows)))
         kept.extend(enumerate(np.split(place[chosen], cuts)))
@@ -97,22 +160,31 @@ def _count(
     lots: Sequence[NDArray[np.uint8]],
     sources: Sequence[int],
     source: int,
+    own: list[int] | None,
 ) -> SourceCount:
     mine = [u for u, s in enumerate(sources) if s == source]
     documents = sum(len(rows[u]) for u in mine)
     empty = sum(int((rows[u][:, 2] == 0).sum()) for u in mine)
     kept = sum(int((lots[u] != DROP).sum()) for u in mine)
-    return SourceCount(documents, empty, documents - empty - kept)
+    duplicates = documents - empty - kept
+    return SourceCount(documents, empty, duplicates, duplicates if own is None else own[source])
 
 
 def _require_documents(count: SourceCount, name: str) -> None:
-    if count.documents == count.empty + count.duplicates:
-        raise DataError(
-            f"nothing is left of {count.documents} documents: {count.empty} are empty, "
-            f"{count.duplicates} are duplicates",
-            where=f"source {name!r}",
-            remedy="name files that hold text",
+    if count.documents > count.empty + count.duplicates:
+        return
+    causes = ", ".join(count.causes())
+    remedy = "name files that hold text"
+    if count.duplicates > count.own_duplicates:
+        remedy = (
+            "set data.deduplicate: within_source to keep what other sources have too, or leave "
+            "the source out"
         )
+    raise DataError(
+        f"nothing is left of {count.documents:,} documents" + (f": {causes}" if causes else ""),
+        where=f"source {name!r}",
+        remedy=remedy,
+    )
 
 
 def _fill_training(

@@ -30,7 +30,10 @@ def dataset_numbers(dataset: Dataset) -> dict[str, Any]:
         "vocab_size": dataset.vocab_size,
         "end_token": dataset.manifest["tokenizer"]["end_token"],
         "splits": splits,
-        "sources": dataset.manifest["sources"],
+        "sources": [
+            {**source, "path": path}
+            for source, path in zip(dataset.manifest["sources"], dataset.source_paths, strict=True)
+        ],
         "baselines": dataset.baselines,
         "shards": len(dataset.shards()),
     }

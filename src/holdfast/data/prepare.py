@@ -15,13 +15,12 @@ need as much disk as the shards.
 from __future__ import annotations
 
 import fcntl
-import json
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -31,35 +30,43 @@ from xxhash import xxh3_128
 from holdfast.config.data import DataConfig
 from holdfast.data import vocabulary
 from holdfast.data.baselines import MAX_TOKENS, baselines
-from holdfast.data.dataset import FORMAT, MANIFEST, Dataset, TokenStream, exists, with_version
+from holdfast.data.dataset import (
+    FORMAT,
+    MANIFEST,
+    SOURCES,
+    Dataset,
+    TokenStream,
+    exists,
+    with_paths_checksum,
+    with_version,
+)
+from holdfast.data.dataset_match import (
+    changed_sources,
+    check_settings_match,
+    content_settings,
+    source_places,
+)
 from holdfast.data.dedup_split import (
     DocumentChoice,
     DocumentRows,
     choose_documents,
+    describe_count,
     tokenizer_sample,
 )
-from holdfast.data.files import (
-    canonical_json,
-    checksum,
-    explain_os_errors,
-    file_checksum,
-    write_atomic,
-)
+from holdfast.data.files import canonical_json, checksum, explain_os_errors, write_atomic
 from holdfast.data.shards import Shard, write_shards
-from holdfast.data.sources import (
-    SourcePlan,
-    Unit,
-    count_files,
-    plan_source,
-    read_unit,
-    source_names,
-)
+from holdfast.data.sources import SourcePlan, Unit, plan_source, read_unit
 from holdfast.data.task_pool import Task, TaskPool
-from holdfast.data.unit_tasks import SPLITS, read_result, read_scan
+from holdfast.data.text_pieces import cut_text
+from holdfast.data.tokenizer_check import PROBE_BYTES, check_tokenizer
+from holdfast.data.unit_tasks import SPLITS, read_ends, read_refused, read_result, read_scan
 from holdfast.errors import CorruptError, DataError
 from holdfast.plan.limits import usable_cores
 
 WORK_FOLDER = ".prepare"
+NAMED_FILES = 50
+"""Bad files that one refusal names."""
+
 
 Say = Callable[[str], None]
 Progress = Callable[[str, int, int], None]  # (what is being done, units done, units)
@@ -85,7 +92,7 @@ def prepare_dataset(
         wanted = content_settings(config)
         if exists(folder):
             dataset = Dataset.open(folder)
-            check_settings_match(dataset, wanted, config.tokenizer.path)
+            check_settings_match(dataset, wanted, config)
             if changed := changed_sources(config, dataset):
                 say(
                     f"{folder} stays as it was prepared, though its sources have changed "
@@ -100,73 +107,6 @@ def prepare_dataset(
                 _Preparation(config, folder, wanted, say, progress or _no_progress).run()
             shutil.rmtree(folder / WORK_FOLDER, ignore_errors=True)
         return Dataset.open(folder)
-
-
-def content_settings(config: DataConfig) -> dict[str, Any]:
-    """Return the part of the run file that decides the content of a dataset (weights, processes and
-    the length of a sample do not)."""
-    tokenizer: dict[str, Any]
-    if config.tokenizer.path is None:
-        tokenizer = {
-            "vocab_size": config.tokenizer.vocab_size,
-            "sample_bytes": config.tokenizer.sample_bytes,
-        }
-    else:
-        path = Path(config.tokenizer.path).expanduser()
-        vocabulary.describe_tokenizer(vocabulary.load_tokenizer(path), path)
-        tokenizer = {"xxh3": file_checksum(path)}
-    names = source_names(config.sources)
-    return {
-        "sources": [
-            {"kind": s.kind, "name": n, "path": s.path, "field": s.field, "split": s.split}
-            for s, n in zip(config.sources, names, strict=True)
-        ],
-        "tokenizer": tokenizer,
-        "validation_fraction": config.validation_fraction,
-    }
-
-
-def check_settings_match(dataset: Dataset, wanted: dict[str, Any], tokenizer: str | None) -> None:
-    """Raises DataError when a dataset was made from other settings than the run file's."""
-    made = dataset.manifest["settings"]
-    if tokenizer is not None:
-        check_tokenizer_match(dataset, Path(tokenizer).expanduser())
-    for key in ("sources", "tokenizer", "validation_fraction"):
-        if key == "tokenizer" and tokenizer is not None:
-            continue
-        if made[key] != wanted[key]:
-            raise DataError(
-                f"the dataset there was prepared with another data.{key} "
-                f"({json.dumps(made[key])}, not {json.dumps(wanted[key])})",
-                where=str(dataset.folder),
-                remedy="name another data.folder, or remove this one",
-            )
-
-
-def changed_sources(config: DataConfig, dataset: Dataset) -> list[str]:
-    """Sources whose files are more, fewer or of another size than when they were read. One that
-    is not there any more has not changed: a dataset stands for itself."""
-    changed = []
-    for index, (source, made) in enumerate(
-        zip(config.sources, dataset.manifest["sources"], strict=True)
-    ):
-        found = count_files(source, index)
-        if found is not None and found != (made["files"], made["bytes"]):
-            changed.append(
-                f"{made['name']}: {made['files']:,} files of {made['bytes']:,} bytes then, "
-                f"{found[0]:,} of {found[1]:,} now"
-            )
-    return changed
-
-
-def check_tokenizer_match(dataset: Dataset, path: Path) -> None:
-    """Raises DataError when a tokenizer.json gives tokens other meanings than the dataset's."""
-    if difference := vocabulary.describe_difference(path, dataset.tokenizer_path):
-        raise DataError(
-            f"{path} does not match the dataset in {dataset.folder}: {difference}",
-            where="data.tokenizer.path",
-            remedy=f"use {dataset.tokenizer_path}, or name another data.folder",
-        )
 
 
 def _make_folder(folder: Path) -> None:
@@ -219,7 +159,9 @@ class _Preparation:
             raw, rows = self._scan(pool)
             names = [plan.name for plan in self.plans]
             sources = [unit.source for unit in self.units]
-            choice = choose_documents(rows, sources, names, self.config.validation_fraction)
+            choice = choose_documents(
+                rows, sources, names, self.config.validation_fraction, self.config.deduplicate
+            )
             self._say_counts(choice)
             known = self._tokenizer(rows, choice)
             self._tokenise(pool, raw, choice, known)
@@ -282,22 +224,32 @@ class _Preparation:
                 "out": str(self._path("scan", unit)),
             },
         )
+        self._refuse_bad_files()
         found = [read_scan(self._path("scan", unit)) for unit in self.units]
         return [raw for raw, _ in found], [rows for _, rows in found]
 
+    def _refuse_bad_files(self) -> None:
+        """Raises DataError that names all files that cannot be read, of all sources."""
+        problems = [error for plan in self.plans for error in plan.refused]
+        for unit in self.units:
+            path = self._path("scan", unit)
+            if refused := read_refused(path):
+                problems += refused
+                path.unlink()  # what was wrong may be mended
+        if problems:
+            raise join_errors(problems, self.folder / WORK_FOLDER / "refused.txt")
+
     def _say_counts(self, choice: DocumentChoice) -> None:
         for plan, count in zip(self.plans, choice.counts, strict=True):
-            left = count.documents - count.empty - count.duplicates
-            self.say(
-                f"{plan.name}: {left:,} documents ({count.empty:,} empty and "
-                f"{count.duplicates:,} duplicate ones left out)"
-            )
+            self.say(f"{plan.name}: {describe_count(count, self.config.deduplicate)}")
+            if plan.unread:
+                self.say(f"{plan.name}: {plan.unread}")
 
     def _tokenizer(self, rows: list[DocumentRows], choice: DocumentChoice) -> vocabulary.Vocabulary:
         path = self.folder / WORK_FOLDER / "tokenizer.json"
-        given = self.config.tokenizer.path
+        given = self.config.tokenizer.place
         if given is not None:
-            write_atomic(path, [Path(given).expanduser().read_bytes()])
+            write_atomic(path, [vocabulary.tokenizer_file(given).read_bytes()])
         elif not path.exists():
             masks = tokenizer_sample(rows, choice.lots, self.config.tokenizer.sample_bytes)
             size = sum(int(r[m, 2].sum()) for r, m in zip(rows, masks, strict=True))
@@ -305,14 +257,20 @@ class _Preparation:
             self.say(f"training a byte-level BPE of {vocab:,} on {size / 1e6:.1f} MB")
             text = vocabulary.train_tokenizer(self._sample(masks), vocab)
             write_atomic(path, [text.encode()])
-        return vocabulary.describe_tokenizer(vocabulary.load_tokenizer(path), path)
+        tokenizer = vocabulary.load_tokenizer(path)
+        if given is not None:
+            masks = tokenizer_sample(rows, choice.lots, PROBE_BYTES)
+            for line in check_tokenizer(tokenizer, path, self._sample(masks), given):
+                self.say(line)
+        return vocabulary.describe_tokenizer(tokenizer, path)
 
     def _sample(self, masks: list[np.ndarray[Any, np.dtype[np.bool_]]]) -> Iterator[str]:
         limit = self.config.max_document_bytes
         for unit, mask in zip(self.units, masks, strict=True):
             if mask.any():
                 texts = read_unit(unit, limit, xxh3_128())
-                yield from (t for t, m in zip(islice(texts, len(mask)), mask, strict=True) if m)
+                chosen = (t for t, m in zip(islice(texts, len(mask)), mask, strict=True) if m)
+                yield from chain.from_iterable(cut_text(text) for text in chosen)
 
     def _tokenise(
         self, pool: TaskPool, raw: list[str], choice: DocumentChoice, known: vocabulary.Vocabulary
@@ -333,6 +291,11 @@ class _Preparation:
             }
 
         self._run_stage(pool, "tokenising", "tokens", task)
+        if ends := sum(read_ends(self._path("tokens", unit)) for unit in self.units):
+            self.say(
+                f"the text spells the end token {known.end_token!r} {ends:,} times; it was left "
+                "out there"
+            )
 
     def _join(
         self, rows: list[DocumentRows], choice: DocumentChoice, known: vocabulary.Vocabulary
@@ -357,6 +320,8 @@ class _Preparation:
             del shards["validation"]
         tokenizer = (self.folder / WORK_FOLDER / "tokenizer.json").read_bytes()
         write_atomic(self.folder / "tokenizer.json", [tokenizer], sync=True)
+        places = with_paths_checksum(source_places(self.config))
+        write_atomic(self.folder / SOURCES, [canonical_json(places)], sync=True)
         splits = _split_counts(shards, rows, choice)
         content = {
             "format": FORMAT,
@@ -393,10 +358,24 @@ class _Preparation:
                     "files": plan.files,
                     "bytes": plan.bytes,
                     "xxh3": digest,
-                    **asdict(count),
+                    **count.to_json(),
                 }
             )
         return out
+
+
+def join_errors(problems: list[DataError], rest: Path) -> DataError:
+    """One error for all files that cannot be read, each with its place. `rest` is a file that
+    names them if they are many."""
+    if len(problems) == 1:
+        return problems[0]
+    named = [str(problem) for problem in problems[:NAMED_FILES]]
+    more = len(problems) - len(named)
+    if more:
+        write_atomic(rest, ["".join(f"{problem}\n" for problem in problems).encode()])
+        named.append(f"and {more:,} more, all of them in {rest}")
+    text = "\n".join([f"{len(problems):,} files cannot be read:", *named])
+    return DataError(text)
 
 
 def _is_whole(path: Path) -> bool:

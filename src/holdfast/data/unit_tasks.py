@@ -13,9 +13,12 @@ A scan row of length 0 is an empty document.
 from __future__ import annotations
 
 import json
+from array import array
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
+from tempfile import SpooledTemporaryFile
 from typing import Any, Protocol
 
 import numpy as np
@@ -23,15 +26,21 @@ from numpy.typing import NDArray
 from xxhash import xxh3_128, xxh3_128_intdigest
 
 from holdfast.core.json_parsing import parse_json
-from holdfast.data.files import checksum, write_atomic
+from holdfast.data.files import READ_BYTES, write_atomic
 from holdfast.data.sources import Unit, encode_document, read_unit, unit_label
+from holdfast.data.text_pieces import PIECE_CHARACTERS, cut_text
 from holdfast.errors import CorruptError, DataError
 
-BATCH_BYTES = 1 << 20  # text handed to the tokenizer at a time
+BATCH_CHARACTERS = 1 << 18  # text handed to the tokenizer at a time
+SPOOL_BYTES = 16 << 20
+"""Tokens of a unit that are held in memory; more of them wait in a temporary file."""
+
+MAX_HEADER_BYTES = 64 << 20
 SPLITS = ("train", "validation")
 DROP, TRAIN, VALIDATION = 0, 1, 2  # a document's lot, uint8
 
 TokenArray = NDArray[np.unsignedinteger[Any]]
+Payload = Callable[[], Iterator[bytes]]
 
 
 class Encoder(Protocol):
@@ -48,112 +57,189 @@ class UnitTokens:
     tokens: TokenArray
 
 
-def write_result(path: Path, header: dict[str, Any], payload: bytes) -> None:
-    line = json.dumps({**header, "size": len(payload), "xxh3": checksum(payload)}) + "\n"
-    write_atomic(path, [line.encode(), payload])
+def write_result(path: Path, header: dict[str, Any], payload: Payload) -> None:
+    """Write a result atomically. `payload` gives its bytes anew each time it is called."""
+    state, size = xxh3_128(), 0
+    for piece in payload():
+        state.update(piece)
+        size += len(piece)
+    line = json.dumps({**header, "size": size, "xxh3": state.hexdigest()}) + "\n"
+    write_atomic(path, chain([line.encode()], payload()))
 
 
-def read_result(path: Path) -> tuple[dict[str, Any], bytes]:
-    """Header and payload. Raises CorruptError when the bytes are not those that were written."""
-    raw = path.read_bytes()
-    line, _, payload = raw.partition(b"\n")
+def read_result(path: Path) -> tuple[dict[str, Any], int]:
+    """Header, and where the payload begins. Raises CorruptError when the bytes are not those that
+    were written."""
+    state, size = xxh3_128(), 0
+    with path.open("rb") as file:
+        line = file.readline(MAX_HEADER_BYTES)
+        while piece := file.read(READ_BYTES):
+            state.update(piece)
+            size += len(piece)
     try:
         header = parse_json(line)
-        sound = header["size"] == len(payload) and header["xxh3"] == checksum(payload)
+        sound = header["size"] == size and header["xxh3"] == state.hexdigest()
     except (ValueError, KeyError, TypeError):
         sound = False
     if not sound:
         raise CorruptError(f"{path} is not what was written")
-    return header, payload
+    return header, len(line)
+
+
+def _mapped(path: Path, dtype: str, at: int, count: int) -> NDArray[Any]:
+    """Numbers of a file, mapped: they may be more than memory."""
+    if not count:
+        return np.zeros(0, dtype=dtype)
+    return np.memmap(path, dtype=dtype, mode="r", offset=at, shape=(count,))
 
 
 def scan_unit(unit: Unit, limit: int, out: Path) -> None:
-    """Hash every document of a unit (outer white space does not count) into `out`."""
-    seen, rows = xxh3_128(), []
-    label = unit_label(unit)
-    for text in read_unit(unit, limit, seen):
-        stripped = text.strip()
-        if stripped:
-            digest = xxh3_128_intdigest(encode_document(stripped, label))
-            rows.append((digest >> 64, digest & (2**64 - 1), len(encode_document(text, label))))
-        else:
-            rows.append((0, 0, 0))
-    table = np.array(rows, dtype="<u8").reshape(-1, 3)
-    write_result(out, {"unit": unit.index, "raw": seen.hexdigest()}, table.tobytes())
+    """Hash every document of a unit (outer white space does not count) into `out`. If files cannot
+    be read, `out` says so of all of them."""
+    seen, rows = xxh3_128(), array("Q")
+    refused: list[DataError] = []
+    label = f"source {unit.name or unit.kind!r}: {unit_label(unit)}"
+    for text in read_unit(unit, limit, seen, refused):
+        rows.extend(hash_document(text, label))
+    table = np.frombuffer(rows, dtype="<u8") if rows else np.zeros(0, dtype="<u8")
+    header: dict[str, Any] = {"unit": unit.index, "raw": seen.hexdigest()}
+    if refused:
+        header["refused"] = [(e.message, e.where, e.remedy) for e in refused]
+    write_result(out, header, lambda: iter([table.tobytes()]))
+
+
+def hash_document(text: str, label: str) -> tuple[int, int, int]:
+    """Two halves of a document's hash, and its bytes; all 0 for an empty one."""
+    lead, length = 0, len(text)
+    while lead < length and text[lead].isspace():
+        lead += 1
+    if lead == length:
+        return 0, 0, 0
+    stop = length
+    while text[stop - 1].isspace():
+        stop -= 1
+    body = encode_document(text, label)
+    first = len(text[:lead].encode())
+    last = len(body) - len(text[stop:].encode())
+    digest = xxh3_128_intdigest(memoryview(body)[first:last])
+    return digest >> 64, digest & (2**64 - 1), len(body)
+
+
+def read_refused(path: Path) -> list[DataError]:
+    """Files of a unit that could not be read, when it was scanned."""
+    header, _ = read_result(path)
+    return [
+        DataError(message, where=where, remedy=remedy)
+        for message, where, remedy in header.get("refused", ())
+    ]
 
 
 def read_scan(path: Path) -> tuple[str, NDArray[np.uint64]]:
-    """(hash of the bytes read, rows [documents, 3], mapped: they may be more than memory)."""
-    header, payload = read_result(path)
-    if not payload:
-        return header["raw"], np.zeros((0, 3), dtype="<u8")
-    at = path.stat().st_size - len(payload)
-    rows = np.memmap(path, dtype="<u8", mode="r", offset=at, shape=(len(payload) // 24, 3))
-    return header["raw"], rows
+    """(hash of the bytes read, rows [documents, 3], mapped)."""
+    header, at = read_result(path)
+    return header["raw"], _mapped(path, "<u8", at, header["size"] // 8).reshape(-1, 3)
+
+
+@dataclass(frozen=True)
+class TokenizeSettings:
+    """limit: most bytes of a document. end: id of the end token. raw: hash of the bytes that the
+    scan has read."""
+
+    limit: int
+    end: int
+    dtype: str
+    raw: str
+
+
+class _SplitTokens:
+    """Tokens of one split, as they come; more than some megabytes of them lie on disk."""
+
+    def __init__(self, folder: Path):
+        self.lengths = array("I")
+        self.tokens = 0
+        self._file = SpooledTemporaryFile(SPOOL_BYTES, dir=folder)  # noqa: SIM115
+
+    def add(self, ids: list[NDArray[Any]]) -> None:
+        count = sum(map(len, ids))
+        self.lengths.append(count)
+        self.tokens += count
+        for piece in ids:
+            self._file.write(piece.tobytes())
+
+    def payload(self) -> Iterator[bytes]:
+        yield np.frombuffer(self.lengths, dtype="<u4").tobytes() if self.lengths else b""
+        self._file.seek(0)
+        while piece := self._file.read(READ_BYTES):
+            yield piece
+
+    def close(self) -> None:
+        self._file.close()
 
 
 def tokenise_unit(
     unit: Unit,
-    limit: int,
-    raw: str,
+    settings: TokenizeSettings,
     lots: NDArray[np.uint8],
     tokenizer: Encoder,
-    end: int,
-    dtype: str,
     out: Path,
 ) -> None:
     """Tokenise the documents of a unit that `lots` [documents] keeps, split by split.
 
-    Raises DataError when the bytes read are not those of the scan (`raw`).
+    Raises DataError when the bytes read are not those of the scan.
     """
     seen = xxh3_128()
-    lengths: dict[int, list[int]] = {TRAIN: [], VALIDATION: []}
-    pieces: dict[int, list[TokenArray]] = {TRAIN: [], VALIDATION: []}
+    splits = {lot: _SplitTokens(out.parent) for lot in (TRAIN, VALIDATION)}
     changed = DataError(
         "the source changed while it was being prepared",
-        where=unit_label(unit),
+        where=f"source {unit.name or unit.kind!r}: {unit_label(unit)}",
         remedy="run the same command again",
     )
-    for batch in _batches(read_unit(unit, limit, seen), lots, changed):
-        texts = [text for _, text in batch]
-        encodings = tokenizer.encode_batch_fast(texts, add_special_tokens=False)
-        for (lot, _), encoding in zip(batch, encodings, strict=True):
-            ids = encoding.ids
-            if ids:
-                ids.append(end)
-                pieces[lot].append(np.array(ids, dtype=dtype))
-                lengths[lot].append(len(ids))
-    if seen.hexdigest() != raw:
-        raise changed
-    header: dict[str, Any] = {"unit": unit.index, "dtype": dtype}
-    payload = []
-    for split, lot in zip(SPLITS, (TRAIN, VALIDATION), strict=True):
-        counts = np.array(lengths[lot], dtype="<u4")
-        header[split] = {"documents": len(counts), "tokens": int(counts.sum())}
-        payload.append(counts.tobytes())
-        payload.extend(piece.tobytes() for piece in pieces[lot])
-    write_result(out, header, b"".join(payload))
+    ends = 0
+    try:
+        documents = read_unit(unit, settings.limit, seen)
+        for lot, pieces in _encoded(_batches(documents, lots, changed), tokenizer):
+            ids = [np.array(piece, dtype=settings.dtype) for piece in pieces]
+            # Text that spells the end token would end a document that goes on.
+            kept = [piece[piece != settings.end] for piece in ids]
+            ends += sum(map(len, ids)) - sum(map(len, kept))
+            if any(map(len, kept)):
+                splits[lot].add([*kept, np.array([settings.end], dtype=settings.dtype)])
+        if seen.hexdigest() != settings.raw:
+            raise changed
+        header: dict[str, Any] = {"unit": unit.index, "dtype": settings.dtype, "ends": ends}
+        for name, lot in zip(SPLITS, (TRAIN, VALIDATION), strict=True):
+            split = splits[lot]
+            header[name] = {"documents": len(split.lengths), "tokens": split.tokens}
+        write_result(
+            out, header, lambda: chain(*(splits[lot].payload() for lot in (TRAIN, VALIDATION)))
+        )
+    finally:
+        for split in splits.values():
+            split.close()
 
 
 def read_tokens(path: Path, split: str) -> UnitTokens:
-    header, payload = read_result(path)
+    header, at = read_result(path)
     width = np.dtype(header["dtype"]).itemsize
-    at = 0
     for name in SPLITS:
         documents, tokens = header[name]["documents"], header[name]["tokens"]
         if name == split:
-            lengths = np.frombuffer(payload, "<u4", documents, at)
-            return UnitTokens(
-                lengths, np.frombuffer(payload, header["dtype"], tokens, at + 4 * documents)
-            )
+            lengths = _mapped(path, "<u4", at, documents)
+            return UnitTokens(lengths, _mapped(path, header["dtype"], at + 4 * documents, tokens))
         at += 4 * documents + width * tokens
     raise KeyError(split)
+
+
+def read_ends(path: Path) -> int:
+    """How often a unit's text spelt the end token."""
+    header, _ = read_result(path)
+    return int(header.get("ends", 0))
 
 
 def _batches(
     texts: Iterator[str], lots: NDArray[np.uint8], changed: DataError
 ) -> Iterator[list[tuple[int, str]]]:
-    """(lot, text) of the kept documents, about BATCH_BYTES characters at a time."""
+    """(lot, text) of the kept documents, about BATCH_CHARACTERS at a time."""
     batch: list[tuple[int, str]] = []
     held = 0
     for place, text in enumerate(texts):
@@ -163,11 +249,30 @@ def _batches(
         if lot != DROP:
             batch.append((lot, text))
             held += len(text)
-        if held >= BATCH_BYTES:
+        if held >= BATCH_CHARACTERS:
             yield batch
             batch, held = [], 0
     if batch:
         yield batch
+
+
+def _encoded(
+    batches: Iterator[list[tuple[int, str]]], tokenizer: Encoder
+) -> Iterator[tuple[int, Iterator[list[int]]]]:
+    """(lot, ids of each piece) of each document. A long document is encoded piece by piece."""
+
+    def encode(text: str) -> list[int]:
+        ids: list[int] = tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids
+        return ids
+
+    for batch in batches:
+        short = [text for _, text in batch if len(text) <= PIECE_CHARACTERS]
+        found = iter(tokenizer.encode_batch_fast(short, add_special_tokens=False) if short else ())
+        for lot, text in batch:
+            if len(text) <= PIECE_CHARACTERS:
+                yield lot, iter([next(found).ids])
+            else:
+                yield lot, (encode(piece) for piece in cut_text(text, encode))
 
 
 def perform_task(task: dict[str, Any], tokenizer_of: Callable[[str], Encoder]) -> None:
@@ -177,13 +282,5 @@ def perform_task(task: dict[str, Any], tokenizer_of: Callable[[str], Encoder]) -
         scan_unit(unit, task["limit"], Path(task["out"]))
         return
     lots = np.frombuffer(Path(task["lots"]).read_bytes(), dtype=np.uint8)
-    tokenise_unit(
-        unit,
-        task["limit"],
-        task["raw"],
-        lots,
-        tokenizer_of(task["tokenizer"]),
-        task["end"],
-        task["dtype"],
-        Path(task["out"]),
-    )
+    settings = TokenizeSettings(task["limit"], task["end"], task["dtype"], task["raw"])
+    tokenise_unit(unit, settings, lots, tokenizer_of(task["tokenizer"]), Path(task["out"]))

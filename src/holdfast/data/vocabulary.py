@@ -14,6 +14,7 @@ from pathlib import Path
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from holdfast.core.data.special_tokens import END, KNOWN_ENDS
+from holdfast.data.containers import is_pointer, pointer_error
 from holdfast.errors import DataError
 
 
@@ -50,30 +51,105 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> str:
     return text + "\n"
 
 
+TOKENIZER_REMEDY = "name a tokenizer.json, or leave it out to train one"
+
+
+def tokenizer_file(path: str | Path) -> Path:
+    """The tokenizer.json that a path means: the file, or the one in that folder. Raises DataError
+    for a folder without one."""
+    found = Path(path).expanduser()
+    if not found.is_dir():
+        return found
+    if (found / "tokenizer.json").is_file():
+        return found / "tokenizer.json"
+    names = sorted(p.name for p in found.iterdir())
+    slow = [n for n in names if n in ("tokenizer.model", "spiece.model", "vocab.json", "vocab.txt")]
+    remedy = TOKENIZER_REMEDY
+    if slow:
+        remedy = (
+            "write one with transformers: "
+            f"AutoTokenizer.from_pretrained('{found}').save_pretrained('{found}')"
+        )
+    raise DataError(
+        f"{found} holds no tokenizer.json" + (f", only {', '.join(slow)}" if slow else ""),
+        where="data.tokenizer.path",
+        remedy=remedy,
+    )
+
+
+def _tokenizer_text(path: Path) -> str:
+    """The text of a tokenizer.json. Raises DataError for what is no such file."""
+    try:
+        raw = path.read_bytes()
+    except FileNotFoundError:
+        raise DataError(
+            f"{path} does not exist", where="data.tokenizer.path", remedy=TOKENIZER_REMEDY
+        ) from None
+    except OSError as error:
+        raise DataError(
+            f"{path} cannot be read ({error.strerror})",
+            where="data.tokenizer.path",
+            remedy="give yourself the permission to read it, or name another",
+        ) from None
+    if is_pointer(raw):
+        raise pointer_error(str(path))
+    if not raw:
+        raise DataError(f"{path} is empty", where="data.tokenizer.path", remedy="fetch it again")
+    try:
+        return raw.decode("utf-8-sig")
+    except UnicodeDecodeError:
+        raise DataError(
+            f"{path} is not a tokenizer.json (it is not UTF-8)",
+            where="data.tokenizer.path",
+            remedy=TOKENIZER_REMEDY,
+        ) from None
+
+
 def load_tokenizer(path: Path) -> Tokenizer:
     """Load a tokenizer for tokenising: no truncation and no padding. Text that spells a special
     token is text, so a document cannot smuggle in an end of document.
 
-    Raises DataError when the file is no tokenizer.json.
+    Raises DataError when the file is no tokenizer.json, and for a tokenizer that is random.
     """
+    text = _tokenizer_text(path)
     try:
-        tokenizer = Tokenizer.from_str(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise DataError(
-            f"{path} does not exist",
-            where="data.tokenizer.path",
-            remedy="name a tokenizer.json, or leave it out to train one",
-        ) from None
+        tokenizer = Tokenizer.from_str(_with_special_ends(text))
     except Exception as error:  # the library raises bare Exception
         raise DataError(
-            f"{path} is not a tokenizer.json ({error})",
+            f"{path} is not a tokenizer.json ({str(error).splitlines()[0]})",
             where="data.tokenizer.path",
-            remedy="name a tokenizer.json, or leave it out to train one",
+            remedy=TOKENIZER_REMEDY,
         ) from None
+    dropout = getattr(tokenizer.model, "dropout", None)
+    if dropout:
+        raise DataError(
+            f"{path} is random: with model.dropout {dropout:g} the same text gives other tokens "
+            "each time",
+            where="data.tokenizer.path",
+            remedy="set model.dropout to null in a copy of the file",
+        )
     tokenizer.no_truncation()
     tokenizer.no_padding()
     tokenizer.encode_special_tokens = True
     return tokenizer
+
+
+def _with_special_ends(text: str) -> str:
+    """A tokenizer.json in which each end token is special: only then its spelling stays text."""
+    value = json.loads(text)
+    added = value.get("added_tokens") if isinstance(value, dict) else None
+    plain = [
+        token
+        for token in added or ()
+        if isinstance(token, dict)
+        and token.get("content") in KNOWN_ENDS
+        and not token.get("special")
+    ]
+    if not plain:
+        return text
+    for token in plain:
+        token["special"] = True
+    return json.dumps(value)
 
 
 def describe_tokenizer(tokenizer: Tokenizer, path: Path) -> Vocabulary:

@@ -21,8 +21,14 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from holdfast.config.identity import config_hash, refuse_other_run
+from holdfast.config.identity import (
+    config_differences,
+    config_hash,
+    is_place,
+    refuse_other_run,
+)
 from holdfast.config.load import LoadedConfig
+from holdfast.data.dataset import Dataset
 from holdfast.elastic.run_result import single_node_run_error
 from holdfast.errors import OutOfSpaceError, RunFolderError
 from holdfast.launch.holder import REMOTE_ANSWER_TIMEOUT_S, HolderWatch, ask_holder
@@ -109,6 +115,47 @@ def refuse_other(folder: Path, loaded: LoadedConfig, dataset_version: str) -> No
             where=str(folder),
             remedy="name the folder of that dataset, or start over with --fresh",
         )
+
+
+def dataset_version_in(folder: Path, dataset: Dataset) -> str:
+    """The name by which the run in `folder` knows a dataset. It may be the one that the dataset had
+    while the paths of its sources belonged to it."""
+    stored = read_resolved(folder)
+    known = str((stored or {}).get("dataset", {}).get("version", ""))
+    return known if dataset.is_version(known) else dataset.version
+
+
+def with_stored_places(folder: Path, loaded: LoadedConfig) -> LoadedConfig:
+    """The configuration with the run's own spelling of the paths of its data, which is a part of
+    the run's identity. `refuse_other` has compared what lies there."""
+    stored = read_resolved(folder)
+    if stored is None:
+        return loaded
+    found = config_differences(stored["config"], loaded.config)
+    values = {d.key: d.there for d in found if is_place(d.key)}
+    return loaded.with_planned(values, "the run folder's") if values else loaded
+
+
+def refuse_old_base(loaded: LoadedConfig) -> None:
+    """Raises RunFolderError for a run or a dataset that lies where a relative path of the run file
+    led before, from the current folder, and not where it leads now."""
+    config = loaded.config
+    for key, path, mark in (
+        ("folder", config.run_folder, RESOLVED_FILE),
+        ("data.folder", config.data.folder, "manifest.json"),
+    ):
+        if not loaded.base or os.path.isabs(path) or loaded.origins[key].kind == "command line":
+            continue
+        before = os.path.relpath(path, loaded.base)
+        if os.path.exists(os.path.join(before, mark)) and not os.path.exists(
+            os.path.join(path, mark)
+        ):
+            raise RunFolderError(
+                f"{key} starts at the run file's folder, so it is {path}, which is empty; "
+                f"{before} in the current folder is not",
+                where=loaded.where(key),
+                remedy=f"add {key}={before}, or move that folder",
+            )
 
 
 def refuse_foreign(folder: Path) -> None:

@@ -48,7 +48,7 @@ def open_secret(folder: Path | str, environ: Mapping[str, str] | None = None) ->
     """
     named = (os.environ if environ is None else environ).get(SECRET_FILE_VARIABLE)
     if named:
-        return read_secret(Path(named))
+        return read_secret(Path(named).expanduser())
     path = Path(folder) / "secret"
     if not path.exists():
         _create_secret(path)

@@ -1,0 +1,157 @@
+"""Finds the values of a run file that can never take effect in the run that it describes.
+
+Such a value is no mistake that stops a run. It is often left from a longer run, or it stands where
+another key switches it off. `holdfast train` says each of them at the start.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from holdfast.config.fields import as_path, field_at
+from holdfast.config.load import LoadedConfig
+
+
+def find_without_effect(loaded: LoadedConfig) -> list[str]:
+    """One sentence for each value, with its place and a remedy."""
+    found = [
+        *_schedule(loaded),
+        *_batch_stages(loaded),
+        *_intervals(loaded),
+        *_switched_off(loaded),
+    ]
+    return [f"{loaded.where(key)}: {key} {what}; {remedy}" for key, what, remedy in found]
+
+
+Finding = tuple[str, str, str]  # key, what is wrong, remedy
+
+
+def _given(loaded: LoadedConfig, key: str) -> bool:
+    """Return True for a value that was written and is not the default: a default that does nothing
+    is no surprise."""
+    origin = loaded.origins.get(key)
+    if origin is None or origin.kind not in ("file", "command line"):
+        return False
+    value: Any = loaded.config
+    for part in as_path(key):
+        value = value[part] if isinstance(part, int) else getattr(value, part)
+    info = field_at(as_path(key))
+    return info is None or value != info.get_default(call_default_factory=True, validated_data={})
+
+
+def _schedule(loaded: LoadedConfig) -> Iterator[Finding]:
+    train = loaded.config.train
+    schedule, steps = train.schedule, train.steps
+    warmup, key = schedule.warmup_steps, "train.schedule.warmup_steps"
+    shorter = max(1, steps // 10)
+    if warmup > steps:
+        yield (
+            key,
+            f"{warmup} is longer than the run of {steps} steps, so the learning rate ends at "
+            f"{steps / warmup:.0%} of train.optimizer.learning_rate",
+            f"use {shorter}, or a longer run",
+        )
+    elif warmup == steps and schedule.kind != "constant":
+        yield (
+            key,
+            f"{warmup} is the length of the run, so the {schedule.kind} decay never begins",
+            f"use {shorter}, or a longer run",
+        )
+    decay, key = schedule.decay_steps, "train.schedule.decay_steps"
+    if schedule.kind != "wsd":
+        if decay and _given(loaded, key):
+            yield (
+                key,
+                f"{decay} is for schedule.kind wsd, and this is {schedule.kind}",
+                "use schedule.kind wsd, or remove it",
+            )
+    elif decay > max(0, steps - min(warmup, steps - 1)):
+        room = max(0, steps - warmup)
+        yield (
+            key,
+            f"{decay} and the warm-up of {warmup} are longer than the run of {steps} steps, so "
+            f"the decay is cut to {max(1, room)}",
+            f"use {max(1, room)} or less",
+        )
+    key = "train.schedule.final_ratio"
+    if schedule.kind == "constant" and _given(loaded, key):
+        yield key, "has no effect with schedule.kind constant", "use another kind, or remove it"
+
+
+def _batch_stages(loaded: LoadedConfig) -> Iterator[Finding]:
+    train = loaded.config.train
+    for index, stage in enumerate(train.batch_warmup):
+        if stage.from_step > train.steps:
+            yield (
+                f"train.batch_warmup.{index}.from_step",
+                f"{stage.from_step} comes after the last step {train.steps}, so the batch of "
+                f"{stage.batch_size} is never used",
+                f"use {train.steps} or less, or remove the stage",
+            )
+
+
+def _intervals(loaded: LoadedConfig) -> Iterator[Finding]:
+    config = loaded.config
+    steps, save = config.train.steps, config.checkpoint
+    every = config.train.evaluate.every
+    if every > steps and _given(loaded, "train.evaluate.every"):
+        yield (
+            "train.evaluate.every",
+            f"{every} is longer than the run of {steps} steps, so there is one evaluation, at the "
+            "end",
+            f"use {max(1, steps // 4)}, or 0 to ask for that",
+        )
+    for key, value in (
+        ("checkpoint.every_steps", save.every_steps if save.interval == "fixed" else 0),
+        ("checkpoint.memory_every_steps", save.memory_every_steps),
+        ("checkpoint.keep_every", save.keep_every),
+        ("cluster.check_every_steps", config.cluster.check_every_steps),
+    ):
+        if isinstance(value, int) and value > steps and _given(loaded, key):
+            yield (
+                key,
+                f"{value} is longer than the run of {steps} steps, so it never comes",
+                f"use {max(1, steps // 4)}, or remove it",
+            )
+    if config.layout.trace_step > steps:
+        yield (
+            "layout.trace_step",
+            f"{config.layout.trace_step} comes after the last step {steps}, so nothing is recorded",
+            f"use {steps} or less",
+        )
+
+
+def _switched_off(loaded: LoadedConfig) -> Iterator[Finding]:
+    """Values that another key switches off."""
+    config = loaded.config
+    save, cluster, data = config.checkpoint, config.cluster, config.data
+    adaptive = save.interval == "adaptive"
+    no_peers = not save.peers
+    rules = [
+        ("checkpoint.every_steps", adaptive, "checkpoint.interval adaptive"),
+        ("checkpoint.every_seconds", adaptive, "checkpoint.interval adaptive"),
+        ("checkpoint.min_seconds", not adaptive, "checkpoint.interval fixed"),
+        ("checkpoint.max_seconds", not adaptive, "checkpoint.interval fixed"),
+        ("checkpoint.bucket_every_seconds", not save.bucket, "no checkpoint.bucket"),
+        ("checkpoint.bucket_keep_last", not save.bucket, "no checkpoint.bucket"),
+        ("checkpoint.peer_every_steps", no_peers, "no checkpoint.peers"),
+        ("checkpoint.peer_copies", no_peers, "no checkpoint.peers"),
+        ("cluster.notices_at", cluster.notices == "none", "cluster.notices none"),
+        ("cluster.below_minimum", cluster.min_nodes == 1, "cluster.min_nodes 1"),
+        ("data.tokenizer.vocab_size", data.tokenizer.path is not None, "data.tokenizer.path"),
+        ("data.tokenizer.sample_bytes", data.tokenizer.path is not None, "data.tokenizer.path"),
+    ]
+    for index, source in enumerate(data.sources):
+        key = f"data.sources.{index}"
+        whole = source.kind in ("text", "python-stdlib")
+        rules += [
+            (f"{key}.field", whole, f"kind {source.kind}"),
+            (f"{key}.split", source.kind != "huggingface", f"kind {source.kind}"),
+            (f"{key}.path", source.kind == "python-stdlib", f"kind {source.kind}"),
+        ]
+    if len(data.sources) == 1:
+        rules.append(("data.sources.0.weight", True, "one source"))
+    for key, off, why in rules:
+        if off and _given(loaded, key):
+            yield key, f"has no effect with {why}", "remove it"
