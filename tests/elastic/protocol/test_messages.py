@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 
-from holdfast.elastic.agent.health import HealthStatus
 from holdfast.elastic.protocol.coordinator_messages import (
     Heartbeat,
     HeartbeatReply,
@@ -72,7 +71,6 @@ READERS: dict[str, Callable[[Any], Any]] = {
     "fault_order": FaultOrder.from_json,
     "fork_server": _fork_message,
     "generation_record": GenerationRecord.from_json,
-    "healthz": HealthStatus.from_json,
     "heartbeat": Heartbeat.from_json,
     "heartbeat_reply": HeartbeatReply.from_json,
     "held_state": HeldState.from_json,
