@@ -99,7 +99,8 @@ def golden(name: str) -> list[Any]:
 def _as_read(value: Any) -> Any:
     """A worker without a state is read as one whose state is torn. Nodes send what they have read.
 
-    In the constructed boots stands a placeholder for the failure rate, which no worker could use.
+    Every worker takes commands by now, which an older one did not always. In the constructed boots
+    stands a placeholder for the failure rate, which no worker could use.
     """
     if isinstance(value, list):
         return [_as_read(one) for one in value]
@@ -108,6 +109,8 @@ def _as_read(value: Any) -> Any:
     read = {key: _as_read(one) for key, one in value.items()}
     if read.get("hazard") == {"alpha": 1.0, "beta": 2.0}:
         read["hazard"] = None
+    if read.get("orders") is False:
+        read["orders"] = True
     return read | {"torn": True} if "torn" in read and read["state"] is None else read
 
 
