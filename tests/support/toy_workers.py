@@ -24,11 +24,12 @@ from holdfast.config.run import RunConfig
 from holdfast.core.sharding.state_table import local_boxes, state_table
 from holdfast.elastic.protocol import exit_codes
 from holdfast.elastic.protocol.worker_spec import WorkerSpec
-from holdfast.elastic.worker.commands import CommandClient, WorkerHeldState
+from holdfast.elastic.worker.commands import CommandClient
 from holdfast.elastic.worker.http_store import HttpStore
 from holdfast.elastic.worker.reporter import AgentReporter
 from holdfast.errors import CheckpointError, NonFiniteError
 from holdfast.events import NonFinite, StepDone, WorkerReady
+from holdfast.policy.recovery.survivors import HeldState
 from holdfast.wire.http.client import Client
 from holdfast.wire.secret import Secret
 
@@ -116,7 +117,7 @@ def _misbehave(
         reporter.emit(NonFinite(boot.rank, "layers.0.ffn.up.weight", step=step))
         reporter.flush()
         error = NonFiniteError(step, boot.rank, "layers.0.ffn.up.weight")
-        held = WorkerHeldState(
+        held = HeldState(
             boot.generation, boot.rank, step - 1, None, False, "non_finite", str(error)
         )
         commands = CommandClient(boot.agent, secret)

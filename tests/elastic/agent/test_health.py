@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -45,3 +46,9 @@ def test_a_node_that_trains_without_a_step_is_not_healthy() -> None:
     assert (status, fields["seconds_at_step"]) == (503, 101.0)
     node.status = replace(node.status, step=6)
     assert node.get("/healthz") == (200, node.status.to_json())
+
+
+def test_the_answer_has_all_keys_that_it_had_in_older_versions() -> None:
+    golden = Path(__file__).parents[2] / "golden" / "messages" / "healthz.json"
+    for entry in json.loads(golden.read_text()):
+        assert entry["json"].keys() <= Node().get("/healthz")[1].keys()

@@ -14,8 +14,10 @@ import pytest
 from holdfast.checkpoint.restore.verify import find_newest_verified
 from holdfast.config.run import RunConfig
 from holdfast.core.sharding.state_table import state_table
+from holdfast.elastic.protocol.generation_record import PreviousState
+from holdfast.elastic.protocol.worker_commands import Begin
 from holdfast.elastic.protocol.worker_spec import WorkerSpec
-from holdfast.elastic.worker.commands import Begin, CommandClient, PreviousGeneration
+from holdfast.elastic.worker.commands import CommandClient
 from holdfast.elastic.worker.worker import Worker
 from holdfast.layout import Layout, Topology, place_layout
 from holdfast.wire.secret import Secret
@@ -75,8 +77,8 @@ def _life(rank: RankContext, boot: dict[str, Any], secret: str, after: Any) -> l
         wait_until((rank.folder / "opened").exists, 30, "the next generation")
         topology = Topology.from_json(after)
         me = rank.world_size - 1 - rank.rank
-        before = PreviousGeneration(worker.held_session.current.groups.topology, worker.step)
-        spec = replace(spec, topology=after, generation=topology.generation, rank=me)
+        before = PreviousState(worker.held_session.current.groups.topology, worker.step)
+        spec = replace(spec, topology=topology, generation=topology.generation, rank=me)
         came_from = tuple(rank.world_size - 1 - r for r in range(rank.world_size))
         worker.apply_command(Begin(spec, came_from, before))
         outcome = worker.train()

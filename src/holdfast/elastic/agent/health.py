@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -75,22 +75,6 @@ class HealthStatus:
             "nodes": self.nodes,
             "seconds_at_step": self.seconds_at_step,
         }
-
-    @staticmethod
-    def from_json(value: Mapping[str, Any]) -> HealthStatus:
-        """Parse the answer. Raises KeyError, TypeError and ValueError if it is malformed."""
-        return HealthStatus(
-            str(value["state"]),
-            int(value["term"]),
-            str(value["standing"]),
-            int(value["generation"]),
-            int(value["step"]),
-            int(value["committed"]),
-            int(value["workers"]),
-            int(value.get("world_size", 0)),
-            int(value.get("nodes", 0)),
-            float(value.get("seconds_at_step", 0.0)),
-        )
 
 
 class HealthApplication:

@@ -114,6 +114,7 @@ class WorkerSpec:
             "classes": None if classes is None else list(classes.counts),
             "skips": None if self.skips is None else self.skips.to_json(),
             "again": None if self.retry is None else self.retry.to_json(),
+            "orders": True,  # a worker of an older version takes commands only if this says so
             "meet": self.meet,
         }
 
