@@ -156,6 +156,7 @@ class AgentParts:
         return ShutdownController(
             it.config,
             it.node,
+            it.single_node_term is not None,
             event_log=self.records.event_log,
             say=self.say,
             node_runner=self.node_runner,

@@ -39,6 +39,7 @@ class ShutdownController:
         self,
         config: RunConfig,
         node: str,
+        is_single_node: bool,
         *,
         event_log: EventLog,
         say: Say,
@@ -49,11 +50,11 @@ class ShutdownController:
         final_upload: FinalUpload,
         exit_at_once: Callable[[str], None],
     ) -> None:
-        """exit_at_once: makes the agent exit without waiting; it receives what is not saved then,
-        "" for nothing."""
+        """is_single_node: the run has no other node. exit_at_once: makes the agent exit without
+        waiting; it receives what is not saved then, "" for nothing."""
         self.reason: str | None = None
         self._is_whole_run_leaving = False  # all of the run must stop, though other nodes take part
-        self._config, self._node = config, node
+        self._config, self._node, self._is_single_node = config, node, is_single_node
         self._event_log, self._say = event_log, say
         self._node_runner, self._role_loop, self._run_controller = (
             node_runner,
@@ -111,7 +112,8 @@ class ShutdownController:
             self._role_loop.leave_within_s = leave_within_s or DEFAULT_LEAVE_TIMEOUT_S
             self._node_runner.state_changed.set()
             return
-        if not self._node_runner.generation:
+        # A run of one node may have its first object already: its session must end with a stop.
+        if not self._node_runner.generation and not self._is_single_node:
             self._role_loop.leave_run()  # nothing has begun
             return
         self._say(f"{reason}: saving and leaving at the next step (Ctrl-C again: at once)")
