@@ -9,7 +9,7 @@ from typing import Any
 
 from holdfast.core.data.special_tokens import KNOWN_BEGINS, KNOWN_ENDS
 from holdfast.core.json_parsing import parse_json
-from holdfast.model.huggingface_config import ModelFolderError
+from holdfast.errors import ModelFolderError
 
 _ALONGSIDE = ("tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
 
