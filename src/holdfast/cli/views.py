@@ -10,6 +10,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
 
+from holdfast.checkpoint.restore.catalog import origin_of_weights
 from holdfast.cli.output import say
 from holdfast.config.run import RunConfig
 from holdfast.core.flops import CONVENTIONS, flops_per_token
@@ -52,7 +53,8 @@ class RunViews:
             self._stack.callback(lines.close)
             self.observers.append(lines.observe)
         else:
-            view = LiveView(config.train.steps)
+            origin = origin_of_weights(FolderStore(folder))
+            view = LiveView(config.train.steps, imported_from=origin)
             view.replay(before)
             self._stack.enter_context(view)
             self.observers.append(view.observe)

@@ -29,6 +29,7 @@ import numpy as np
 from xxhash import xxh3_128
 
 from holdfast.config.data import DataConfig
+from holdfast.core.data.special_tokens import KNOWN_ENDS
 from holdfast.data import vocabulary
 from holdfast.data.baselines import MAX_TOKENS, baselines
 from holdfast.data.dataset import FORMAT, MANIFEST, Dataset, TokenStream, exists, with_version
@@ -113,8 +114,13 @@ def content_settings(config: DataConfig) -> dict[str, Any]:
         }
     else:
         path = Path(config.tokenizer.path).expanduser()
-        vocabulary.describe_tokenizer(vocabulary.load_tokenizer(path), path)
+        loaded = vocabulary.load_tokenizer(path)
+        known = vocabulary.describe_tokenizer(loaded, path)
         tokenizer = {"xxh3": file_checksum(path)}
+        if known.end_token != next((t for t in KNOWN_ENDS if t in loaded.get_vocab()), None):
+            tokenizer["end_token"] = known.end_token  # said by the files next to it
+        if known.begin_id is not None:
+            tokenizer["begin"] = known.begin_id
     names = source_names(config.sources)
     return {
         "sources": [
@@ -305,7 +311,11 @@ class _Preparation:
             self.say(f"training a byte-level BPE of {vocab:,} on {size / 1e6:.1f} MB")
             text = vocabulary.train_tokenizer(self._sample(masks), vocab)
             write_atomic(path, [text.encode()])
-        return vocabulary.describe_tokenizer(vocabulary.load_tokenizer(path), path)
+        described = path if given is None else Path(given).expanduser()
+        known = vocabulary.describe_tokenizer(vocabulary.load_tokenizer(path), described)
+        if known.begin_id is not None:
+            self.say(f"each document begins with token {known.begin_id}, as prompts will")
+        return known
 
     def _sample(self, masks: list[np.ndarray[Any, np.dtype[np.bool_]]]) -> Iterator[str]:
         limit = self.config.max_document_bytes
@@ -328,6 +338,7 @@ class _Preparation:
                 "lots": str(lots),
                 "tokenizer": str(self.folder / WORK_FOLDER / "tokenizer.json"),
                 "end": known.end_id,
+                "begin": known.begin_id,
                 "dtype": known.dtype,
                 "out": str(self._path("tokens", unit)),
             }
@@ -368,6 +379,7 @@ class _Preparation:
                 "end_token": known.end_token,
                 "dtype": known.dtype,
                 "xxh3": checksum(tokenizer),
+                **({} if known.begin_id is None else {"begin": known.begin_id}),
             },
             "splits": splits,
             "shards": {k: [[s.to_json() for s in one] for one in v] for k, v in shards.items()},
@@ -441,7 +453,8 @@ def _baselines(
     train = (read(shards=one) for one in shards["train"])
     validation = read(shards=[s for one in shards["validation"] for s in one])
     count = splits["validation"]
-    per_byte = (count["tokens"] - count["documents"]) / max(count["bytes"], 1)
+    around = 1 if known.begin_id is None else 2
+    per_byte = (count["tokens"] - around * count["documents"]) / max(count["bytes"], 1)
     return baselines(
         (stream.read(0, MAX_TOKENS) for stream in train),
         validation.read(0, MAX_TOKENS),

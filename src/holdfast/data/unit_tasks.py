@@ -42,7 +42,8 @@ class Encoder(Protocol):
 
 @dataclass(frozen=True)
 class UnitTokens:
-    """Tokens of one unit and split; every document ends with the end token."""
+    """Tokens of one unit and split; every document ends with the end token, and begins with the
+    begin token if the tokenizer has one."""
 
     lengths: NDArray[np.uint32]
     tokens: TokenArray
@@ -101,6 +102,7 @@ def tokenise_unit(
     end: int,
     dtype: str,
     out: Path,
+    begin: int | None = None,
 ) -> None:
     """Tokenise the documents of a unit that `lots` [documents] keeps, split by split.
 
@@ -121,6 +123,8 @@ def tokenise_unit(
             ids = encoding.ids
             if ids:
                 ids.append(end)
+                if begin is not None:
+                    ids.insert(0, begin)
                 pieces[lot].append(np.array(ids, dtype=dtype))
                 lengths[lot].append(len(ids))
     if seen.hexdigest() != raw:
@@ -186,4 +190,5 @@ def perform_task(task: dict[str, Any], tokenizer_of: Callable[[str], Encoder]) -
         task["end"],
         task["dtype"],
         Path(task["out"]),
+        task["begin"],
     )

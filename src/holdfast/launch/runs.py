@@ -22,6 +22,8 @@ from holdfast.wire.store.run_store import FolderStore
 from holdfast.wire.term import TERM_PATH, newest_term, probe_holder
 
 RESOLVED_FILE = "resolved.json"
+IMPORTED_FOLDER = "imported"
+"""Settings of the folder whose weights the run began with; an export gives them back."""
 LOCAL_ANSWER_TIMEOUT_S = 10.0
 """Seconds to wait for a trainer (`wire.term.holder_probe`): a slow one is not lost."""
 _ONLY_HERE = ("127.", "localhost:", "[::1]:")

@@ -26,7 +26,7 @@ from holdfast.config.model import ModelConfig
 from holdfast.core.format.hf_names import NameMap, Piece, huggingface_map
 from holdfast.errors import ModelFolderError
 from holdfast.model.huggingface_files import INDEX, SINGLE, TensorReader, WholeTensors, write_files
-from holdfast.model.huggingface_tokenizer import copy_tokenizer
+from holdfast.model.huggingface_tokenizer import copy_tokenizer, give_back
 from holdfast.model.new_folder import new_folder
 
 SHARD_BYTES = 5_000_000_000
@@ -44,11 +44,15 @@ def export_folder(
     *,
     dtype: torch.dtype | None = None,
     shard_bytes: int = SHARD_BYTES,
+    end_token: str | None = None,
+    imported: Path | None = None,
 ) -> None:
     """Write a folder for `AutoModelForCausalLM` and `AutoTokenizer`.
 
     `tensors` maps our parameter names to full tensors, of which one is held at a time. If it reads
-    them in part, a few megabytes are held. `dtype` casts; by default each keeps its own. The
+    them in part, a few megabytes are held. `dtype` casts; by default each keeps its own.
+    `end_token` ends a text; none: a known one. `imported` may hold settings of the folder that the
+    run began with (`KEPT_FILES`): they are given back, with its token ids. The
     folder appears as `new_folder` says. Raises ModelFolderError if the folder is not empty or
     cannot be written, or if no architecture of Hugging Face has this shape. Raises OutOfSpaceError
     when the disk is full.
@@ -57,11 +61,13 @@ def export_folder(
     with new_folder(folder) as partial:
         parts = WholeTensors(tensors) if isinstance(tensors, Mapping) else tensors
         stored = write_files(partial, huggingface_map(model), parts, dtype, shard_bytes)
-        special = copy_tokenizer(tokenizer_path, partial, model.max_position)
-        ids = {key: special.get(key) for key in TOKEN_IDS}
+        special = copy_tokenizer(tokenizer_path, partial, model.max_position, end_token)
+        kept = give_back(imported, partial, tokenizer_path is not None)
+        ids = {key: kept.get(key, special.get(key)) for key in TOKEN_IDS}
         config |= {**ids, "dtype": stored, "torch_dtype": stored}
         _write_json(partial / "config.json", config)
-        _write_json(partial / "generation_config.json", to_their_generation_config(ids))
+        if not (partial / "generation_config.json").exists():
+            _write_json(partial / "generation_config.json", to_their_generation_config(ids))
 
 
 def import_folder(folder: Path, vocab_multiple: int = 1) -> tuple[ModelConfig, FolderTensors]:
@@ -247,7 +253,7 @@ def extract_piece(theirs: Any, piece: Piece) -> Tensor:
     return value if piece.new_dim is None else value.squeeze(piece.new_dim)
 
 
-def to_their_generation_config(ids: dict[str, int | None]) -> dict[str, Any]:
+def to_their_generation_config(ids: dict[str, Any]) -> dict[str, Any]:
     """generation_config.json: token ids, and sampling as `generate.py` does it by default."""
     return {**{key: value for key, value in ids.items() if value is not None}, "do_sample": True}
 

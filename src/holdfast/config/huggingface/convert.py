@@ -98,11 +98,8 @@ def explain_no_architecture(model: ModelConfig) -> str | None:
 
 
 def _word(value: Any) -> str:
-    return (
-        {None: "null", True: "true", False: "false"}.get(value, str(value))
-        if (value is None or isinstance(value, bool))
-        else str(value)
-    )
+    words = {"None": "null", "True": "true", "False": "false"}
+    return words.get(str(value), str(value))
 
 
 def to_their_config(model: ModelConfig) -> dict[str, Any]:
