@@ -61,6 +61,10 @@ class CheckpointError(UserError):
     """No checkpoint can be trusted, or one that was asked for cannot be read."""
 
 
+class ModelFolderError(UserError):
+    """A folder in Hugging Face form cannot be read or written."""
+
+
 class RunFolderError(UserError):
     """The run folder is in use, is not writable, or belongs to another configuration."""
 

@@ -15,9 +15,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from holdfast.config.model import ModelConfig
+from holdfast.errors import ModelFolderError
 from holdfast.model.decoder import Decoder
 from holdfast.model.huggingface import export_folder, import_folder
-from holdfast.model.huggingface_config import ModelFolderError
+from holdfast.model.huggingface_tokenizer import keep_settings
 from tests.support.models import SCALING, SHAPES, config, lively, tokens, train_tokenizer
 
 transformers = pytest.importorskip("transformers")
@@ -127,7 +128,7 @@ def test_public_form_of_rope_scaling_is_read(tmp_path: Path) -> None:
     path.write_text(json.dumps(public))
     assert import_folder(tmp_path)[0] == nested
     assert nested.rope_scaling is not None
-    assert nested.rope_scaling.model_dump() == SCALING
+    assert nested.rope_scaling.model_dump().items() >= SCALING.items()
 
 
 def test_large_models_are_split_over_files(tmp_path: Path) -> None:
@@ -205,10 +206,13 @@ def _edit(folder: Path, **changes: object) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model_type": "mistral"}, "model_type 'mistral' is not supported"),
-        ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported"),
-        ({"attention_bias": True}, "attention_bias True is not supported"),
-        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "type 'yarn'"),
+        ({"model_type": "mamba"}, "model_type 'mamba' is not supported"),
+        ({"hidden_act": "relu"}, "hidden_act 'relu' is not supported"),
+        ({"mlp_bias": True}, "mlp_bias True is not supported"),
+        ({"attention_bias": True}, "self_attn.q_proj.bias is missing"),
+        ({"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4}}, "type 'longrope'"),
+        ({"mup_scale": 3}, "key mup_scale is not understood"),
+        ({"hidden_act": "relu", "mup_scale": 3}, "mup_scale is not understood.*hidden_act 'relu'"),
         ({"num_key_value_heads": 3}, "kv_heads 3 does not divide heads 4"),
         ({"intermediate_size": 57}, r"has shape \[56, 32\] but config.json says \[57, 32\]"),
         ({"num_hidden_layers": 3}, "model.layers.2.input_layernorm.weight is missing"),
@@ -253,6 +257,81 @@ def test_broken_folders_are_named(tmp_path: Path) -> None:
         import_folder(tmp_path)
 
 
+def _write_index(folder: Path, weight_map: object) -> None:
+    text = json.dumps({"metadata": {}, "weight_map": weight_map})
+    (folder / "model.safetensors.index.json").write_text(text)
+
+
+def test_an_index_that_does_not_fit_its_files_is_named(tmp_path: Path) -> None:
+    model = config(head_dim=8)
+    export_folder(tmp_path, model, lively(model).state_dict(), None, shard_bytes=20_000)
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())["weight_map"]
+    first, last = min(index.values()), max(index.values())
+    moved = index | {"model.norm.weight": first}
+    cases: list[tuple[object, str]] = [
+        (moved, f"looks for model.norm.weight in {first}, which has no such tensor"),
+        ({k: v for k, v in index.items() if k != "model.norm.weight"}, "does not name there"),
+        (["model.norm.weight"], "no weight_map from tensors to files"),
+        ({"model.norm.weight": 3}, "no weight_map from tensors to files"),
+        (index | {"more": "lost.safetensors"}, r"names lost\.safetensors, which is not in"),
+    ]
+    for weight_map, message in cases:
+        _write_index(tmp_path, weight_map)
+        with pytest.raises(ModelFolderError, match=message):
+            import_folder(tmp_path)
+    (tmp_path / "model.safetensors.index.json").write_text("[" * 100_000)
+    with pytest.raises(ModelFolderError, match="not readable JSON"):
+        import_folder(tmp_path)
+    _write_index(tmp_path, index)
+    (tmp_path / last).write_bytes((tmp_path / last).read_bytes()[:-10])
+    with pytest.raises(ModelFolderError, match=f"{last}: this is not a whole safetensors file"):
+        import_folder(tmp_path)
+    (tmp_path / last).unlink()
+    with pytest.raises(ModelFolderError, match=f"names {last}, which is not in the folder"):
+        import_folder(tmp_path)
+
+
+def test_numbers_of_another_kind_are_refused(tmp_path: Path) -> None:
+    model = config(head_dim=8)
+    export_folder(tmp_path / "out", model, lively(model).state_dict(), None)
+    path = tmp_path / "out" / "model.safetensors"
+    tensors = load_file(path)
+    tensors["model.norm.weight"] = tensors["model.norm.weight"].to(torch.int32)
+    save_file(tensors, path)
+    with pytest.raises(ModelFolderError, match=r"model\.norm\.weight is of dtype I32"):
+        import_folder(tmp_path / "out")
+
+
+def test_settings_of_the_folder_come_back(tmp_path: Path) -> None:
+    """Chat template, special tokens, sampling, several end tokens: unchanged, byte for byte."""
+    train_tokenizer(tmp_path / "tokenizer.json")
+    model, kept = config(vocab_size=300), tmp_path / "kept"
+    (tmp_path / "in").mkdir()
+    files = {
+        "config.json": json.dumps({"eos_token_id": [0, 7], "pad_token_id": 3}),
+        "generation_config.json": json.dumps({"eos_token_id": [0, 7], "top_k": 5}),
+        "tokenizer_config.json": json.dumps({"eos_token": "<|endoftext|>", "padding": "left"}),
+        "special_tokens_map.json": "{}",
+        "chat_template.jinja": "{{ messages }}",
+    }
+    for name, text in files.items():
+        (tmp_path / "in" / name).write_text(text)
+    keep_settings(tmp_path / "in", kept, tokenizer=True)
+    export_folder(
+        tmp_path / "out",
+        model,
+        lively(model).state_dict(),
+        tmp_path / "tokenizer.json",
+        end_token="<|endoftext|>",
+        imported=kept,
+    )
+    for name in files:
+        if name != "config.json":
+            assert (tmp_path / "out" / name).read_text() == files[name]
+    written = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert (written["eos_token_id"], written["pad_token_id"]) == ([0, 7], 3)
+
+
 def test_tied_heads_that_differ_are_refused(tmp_path: Path) -> None:
     theirs(tmp_path, tie_word_embeddings=True)
     path = tmp_path / "model.safetensors"
@@ -267,8 +346,8 @@ def test_tied_heads_that_differ_are_refused(tmp_path: Path) -> None:
 
 
 def test_export_refuses_before_it_writes(tmp_path: Path) -> None:
-    odd = config(qk_norm=True)  # a Llama with QK norm: no architecture of theirs
-    with pytest.raises(ModelFolderError, match="use family qwen3"):
+    odd = config(qk_norm=True, norms="both")  # no architecture of theirs
+    with pytest.raises(ModelFolderError, match=r"norms both is in no architecture.*use norms"):
         export_folder(tmp_path / "out", odd, lively(odd).state_dict(), None)
     assert not (tmp_path / "out").exists()
     (tmp_path / "full").mkdir()
@@ -303,6 +382,12 @@ subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)
 print(attempt(), os.listdir(disk))
 subprocess.run(["mount", "-o", "remount,rw,size=8m", str(disk)], check=True)
 print(attempt(), os.listdir(disk), len(import_folder(disk / "out")[1]))
+mounted = disk / "mounted"
+mounted.mkdir()
+subprocess.run(["mount", "-t", "tmpfs", "none", str(mounted)], check=True)
+subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)
+export_folder(mounted, model, lively(model).state_dict(), None)
+print(sorted(os.listdir(mounted)), len(import_folder(mounted)[1]))
 """
 
 
@@ -321,10 +406,12 @@ def test_full_and_read_only_disks(tmp_path: Path) -> None:
         check=True,
         cwd=Path(__file__).parents[2],
     )
-    full, locked, room = found.stdout.splitlines()
+    full, locked, room, mounted = found.stdout.splitlines()
     assert full.startswith("OutOfSpaceError: ")
     assert full.endswith("the disk is full; make room, or name another place []")
     assert locked.startswith("ModelFolderError: ")
     assert "Read-only file system" in locked
     assert locked.endswith("[]")
     assert room == "written ['out'] 21"
+    files = ["config.json", "generation_config.json", "model.safetensors"]
+    assert mounted == f"{files} 21", "into an empty mount point whose parent is read-only"

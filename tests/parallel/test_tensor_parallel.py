@@ -55,6 +55,27 @@ SHAPES: dict[str, dict[str, Any]] = {
     "few_tokens": {"vocab_size": 3, "tied_embeddings": True},
     "empty_parts": {"vocab_size": 5},
     "padded": {"vocab_multiple": 8},
+    "biases": {"attention_bias": "qkvo", "kv_heads": 1},
+    "gemma": {
+        "norms": "both",
+        "norm_plus_one": True,
+        "activation": "gelu_tanh",
+        "window": 3,
+        "window_layers": [1],
+        "window_rope_theta": 100.0,
+        "embedding_multiplier": 4.0,
+        "attention_softcap": 2.0,
+        "logit_softcap": 1.5,
+        "tied_embeddings": True,
+    },
+    "scaled": {
+        "norms": "post",
+        "residual_multiplier": 0.5,
+        "attention_scale": 0.3,
+        "logit_divisor": 3.0,
+        "rope_fraction": 0.5,
+        "no_rope_layers": [0],
+    },
     "padding_alone": {"vocab_size": 3, "vocab_multiple": 8, "tied_embeddings": True},
 }
 BATCH, SEQUENCE = 3, 8

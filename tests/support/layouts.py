@@ -36,6 +36,17 @@ _FLAGS: dict[str, dict[str, Any]] = {
     "gpipe": {"layout__schedule": "gpipe"},
     "untied": {"model__tied_embeddings": False},
     "qknorm": {"model__qk_norm": True},
+    "biased": {"model__attention_bias": "qkv"},
+    "gemma": {
+        "model__norms": "both",
+        "model__norm_plus_one": True,
+        "model__activation": "gelu_tanh",
+        "model__window": 5,
+        "model__window_layers": [0],
+        "model__embedding_multiplier": 4.0,
+        "model__attention_softcap": 3.0,
+        "model__logit_softcap": 4.0,
+    },
     "fp32": {"train__precision": "fp32"},
     "bf16": {"train__precision": "bf16"},
     "small": {"train__batch_size": 8},  # two microbatches
@@ -82,7 +93,7 @@ def case(name: str) -> Case:
 
 def model_flags(name: str) -> str:
     """What of a name's words makes another curve: a single process heeds those."""
-    flags = ("qknorm", "untied", "fp32", "bf16", "small", "shallow", "deep")
+    flags = ("qknorm", "biased", "gemma", "untied", "fp32", "bf16", "small", "shallow", "deep")
     return "".join(f"{flag}." for flag in flags if flag in name)
 
 

@@ -58,6 +58,10 @@ MODES = [
     "untied.shard2-tp2",
     "qknorm.tp4",
     "qknorm.untied.pp2-tp2",
+    "biased.tp4",
+    "biased.pp2-shard2",
+    "gemma.pp2-tp2",
+    "gemma.zero2.2",
     "pp3",
 ]
 LAYOUTS = [*AXES, *PAIRS, *PRODUCTS, *UNLIKE, *MODES]

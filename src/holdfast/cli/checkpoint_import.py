@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -9,6 +10,7 @@ import typer
 
 from holdfast.cli.output import print_json, say
 from holdfast.errors import DataError, OutOfSpaceError, UserError
+from holdfast.launch.runs import IMPORTED_FOLDER
 from holdfast.report.formatting import format_bytes
 
 if TYPE_CHECKING:
@@ -34,12 +36,20 @@ def import_(
     weights_only: Annotated[
         bool, typer.Option("--weights-only", help="leave the optimizer's state of a DCP folder")
     ] = False,
+    tokenizer_unchecked: Annotated[
+        bool,
+        typer.Option(
+            "--tokenizer-unchecked",
+            help="the folder has no tokenizer.json, and the dataset's tokenizer is the model's",
+        ),
+    ] = False,
     json: Json = False,
 ) -> None:
     """Begin a run from a Hugging Face folder or a DCP checkpoint.
 
     The folder's weights become the state after step 0; 'holdfast train' then starts from it.
-    The dataset must have been tokenised with the folder's tokenizer.
+    The dataset must have been tokenised with the folder's tokenizer. With model.from in the run
+    file, the folder gives shape and tokenizer.
 
     A folder of torch.distributed.checkpoint (it has a .metadata) may name its parameters as
     Holdfast, torchtitan's Llama 3 or Hugging Face do. If AdamW's moments are in it, the run
@@ -49,12 +59,12 @@ def import_(
     \b
     Example:
       holdfast checkpoint import run.yaml --from outputs/checkpoint/step-1000
-      holdfast checkpoint import run.yaml --from Llama-3.2-1B \\
-          data.tokenizer.path=Llama-3.2-1B/tokenizer.json model.preset=llama3.2-1b
+      holdfast checkpoint import run.yaml --from Llama-3.2-1B model.from=Llama-3.2-1B
     """
-    from holdfast.cli.train import plan_for_machine, prepare_and_check_dataset, with_vocabulary
+    from holdfast.cli.train import plan_for_machine, prepare_and_check_dataset
     from holdfast.config.load import load_config
     from holdfast.launch.holder import HolderWatch
+    from holdfast.launch.local import resume_command
     from holdfast.launch.run_folder import refuse_in_use, refuse_other
     from holdfast.plan.hardware import detect_hardware
 
@@ -62,12 +72,54 @@ def import_(
     loaded = plan_for_machine(load_config(run_file, overrides or []), machine)
     folder = Path(loaded.config.run_folder)
     refuse_in_use(folder, HolderWatch(folder, say))
+    size = _vocabulary_of(source, tokenizer_unchecked)  # before hours of tokenising
     dataset = prepare_and_check_dataset(loaded)
     refuse_other_tokenizer(source, dataset)
-    loaded = with_vocabulary(loaded, dataset.vocab_size)
+    loaded = _with_folder_vocabulary(loaded, dataset, source, size)
     refuse_other(folder, loaded, dataset.version)
     row = _begin_run(loaded, machine, dataset, source, weights_only)
-    _report(row | {"folder": str(folder)}, run_file, json)
+    _report(row | {"folder": str(folder)}, resume_command(loaded), json)
+
+
+def _vocabulary_of(source: Path, tokenizer_unchecked: bool) -> int:
+    """Rows of the vocabulary of a Hugging Face folder, whose files are checked; 0 for a DCP folder.
+    Raises DataError for one without a tokenizer, unless the user vouches for the dataset's."""
+    from holdfast.checkpoint.interop.dcp import is_dcp
+
+    if is_dcp(source):
+        return 0
+    from holdfast.model.huggingface import import_folder
+
+    model, _ = import_folder(source)
+    if not (source / "tokenizer.json").is_file() and not tokenizer_unchecked:
+        raise DataError(
+            "there is no tokenizer.json here, so nothing shows that the dataset's tokens are those "
+            "that the weights have learnt",
+            where=str(source),
+            remedy="put it there, or say that they are with --tokenizer-unchecked",
+        )
+    return model.vocab_size
+
+
+def _with_folder_vocabulary(
+    loaded: LoadedConfig, dataset: Dataset, source: Path, size: int
+) -> LoadedConfig:
+    """The vocabulary of the folder where the run file leaves it open, if it has a row for each
+    token of the dataset."""
+    from holdfast.cli.train import with_vocabulary
+    from holdfast.data.vocabulary import needed_size
+
+    if not size or loaded.config.model.vocab_size not in (0, size):
+        return with_vocabulary(loaded, dataset)
+    needed = needed_size(dataset.tokenizer_path, dataset.end, dataset.begin)
+    if needed > size:
+        raise DataError(
+            f"the dataset's tokenizer makes {needed} tokens of texts, and the model knows {size}",
+            where=str(source),
+            remedy="name the model's own tokenizer in data.tokenizer.path, and another data.folder",
+        )
+    loaded = loaded.with_planned({"model.vocab_size": size}, f"that of {source}")
+    return with_vocabulary(loaded, dataset)
 
 
 def _begin_run(
@@ -96,13 +148,13 @@ def _begin_run(
     return describe_checkpoint(store, commit.key)
 
 
-def _report(row: dict[str, Any], run_file: Path, json: bool) -> None:
+def _report(row: dict[str, Any], command: str, json: bool) -> None:
     """Print what was imported, and the command that trains it."""
     if json:
         print_json(row)
     else:
         imported = f"imported {format_bytes(row['bytes'])} into {row['folder']}"
-        say(f"{imported}; train it: holdfast train {run_file}")
+        say(f"{imported}; train it: {command}")
 
 
 def _imported(
@@ -118,7 +170,12 @@ def _imported(
         raise typer.BadParameter(
             "a Hugging Face folder has only those", param_hint="--weights-only"
         )
-    return import_huggingface(store, source, config.model, config.train.precision, **identity)
+    commit = import_huggingface(store, source, config.model, config.train.precision, **identity)
+    from holdfast.model.huggingface_tokenizer import keep_settings
+
+    has_tokenizer = (source / "tokenizer.json").is_file()  # which is the dataset's
+    keep_settings(source, Path(config.run_folder) / IMPORTED_FOLDER, has_tokenizer)
+    return commit
 
 
 def _from_dcp(
@@ -158,5 +215,6 @@ def refuse_other_tokenizer(source: Path, dataset: Dataset) -> None:
         raise DataError(
             f"the dataset in {dataset.folder} was tokenised with another tokenizer: {difference}",
             where=str(theirs),
-            remedy=f"add data.tokenizer.path={theirs} and name another data.folder",
+            remedy=f"add {shlex.quote(f'data.tokenizer.path={theirs}')} and name another "
+            "data.folder",
         )

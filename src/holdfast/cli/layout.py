@@ -179,7 +179,7 @@ def _request_of_run_file(
         least = loaded.config.layout.least_workers
         loaded = loaded.with_planned({"layout.workers": least}, "the smallest world")
     if exists(loaded.config.data.folder):
-        loaded = with_vocabulary(loaded, Dataset.open(loaded.config.data.folder).vocab_size)
+        loaded = with_vocabulary(loaded, Dataset.open(loaded.config.data.folder))
     config, layouts = loaded.config, checked_layouts(loaded)
     if which >= len(layouts):
         raise ConfigError(

@@ -82,7 +82,7 @@ def _read_request(
         loaded = loaded.with_planned({"layout.workers": least}, "the smallest world")
         notes.append(f"layout.workers is 0, the machine's choice: shown for {least}; see --workers")
     if exists(loaded.config.data.folder):
-        return with_vocabulary(loaded, Dataset.open(loaded.config.data.folder).vocab_size), notes
+        return with_vocabulary(loaded, Dataset.open(loaded.config.data.folder)), notes
     if loaded.config.model.vocab_size == 0:
         notes.append(
             "the vocabulary is the dataset's, which is not prepared: embedding and head count as "

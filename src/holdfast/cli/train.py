@@ -28,6 +28,7 @@ from holdfast.launch.run_folder import (
     with_stored_places,
     write_description,
 )
+from holdfast.launch.runs import read_resolved
 from holdfast.layout import Layout
 from holdfast.plan.hardware import HardwareInfo, cpp_compiler, detect_hardware
 from holdfast.plan.layouts import layouts_of, max_workers
@@ -82,7 +83,7 @@ def _train_in_folder(
     if fresh or not several:
         refuse_in_use(folder, watch)
     dataset = prepare_and_check_dataset(loaded, wait=several)
-    loaded = with_vocabulary(loaded, dataset.vocab_size)
+    loaded = with_vocabulary(loaded, dataset, None if fresh else folder)
     version = dataset.version if fresh else dataset_version_in(folder, dataset)
     beside = fresh and several and is_begun_by_other(folder, before, loaded, version)
     if fresh and not beside and (old := set_aside(folder, before, watch)) is not None:
@@ -197,21 +198,41 @@ def checked_layouts(loaded: LoadedConfig) -> tuple[Layout, ...]:
         raise LayoutError(error.message, where=where, remedy=error.remedy) from None
 
 
-def with_vocabulary(loaded: LoadedConfig, size: int) -> LoadedConfig:
-    """The dataset's vocabulary where the model has none of its own.
+def with_vocabulary(
+    loaded: LoadedConfig, dataset: Dataset, run_folder: Path | None = None
+) -> LoadedConfig:
+    """The vocabulary of the run in `run_folder`, else the dataset's, where the model has none of
+    its own. Raises ConfigError for a model that does not know all of the dataset's tokens."""
+    from holdfast.data.vocabulary import needed_size
 
-    Raises ConfigError for a model that does not know all of the dataset's tokens.
-    """
-    given = loaded.config.model.vocab_size
+    given, size = loaded.config.model.vocab_size, dataset.vocab_size
+    if given == 0 and (known := _known_vocabulary(run_folder, dataset.version)):
+        loaded = loaded.with_planned({"model.vocab_size": known}, "that of the run")
+        given = known
     if given == 0:
         return loaded.with_planned({"model.vocab_size": size}, "the dataset's")
     if given < size:
-        raise ConfigError(
-            f"model.vocab_size {given} is smaller than the dataset's vocabulary of {size}",
-            where=loaded.where("model.vocab_size"),
-            remedy=f"use {size}, or 0 for the dataset's",
+        needed = needed_size(dataset.tokenizer_path, dataset.end, dataset.begin)
+        if given < needed:
+            raise ConfigError(
+                f"model.vocab_size {given} is smaller than the dataset's vocabulary of {needed}",
+                where=loaded.where("model.vocab_size"),
+                remedy=f"use {needed}, or 0 for the dataset's",
+            )
+        say(
+            f"the tokenizer has {size} ids and the model {given}: those from {given} on are "
+            "special tokens that no text becomes"
         )
     return loaded
+
+
+def _known_vocabulary(run_folder: Path | None, dataset_version: str) -> int:
+    """Of a run that was begun or imported there, on this dataset; 0 if there is none."""
+    stored = read_resolved(run_folder) if run_folder is not None else None
+    if stored is None or stored.get("dataset", {}).get("version") != dataset_version:
+        return 0
+    size = stored["config"].get("model", {}).get("vocab_size")
+    return size if isinstance(size, int) else 0
 
 
 def finished_step(folder: Path, steps: int) -> int | None:

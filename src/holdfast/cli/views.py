@@ -10,6 +10,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
 
+from holdfast.checkpoint.restore.catalog import origin_of_weights
 from holdfast.cli.journal_follower import JournalFollower
 from holdfast.cli.output import say
 from holdfast.config.run import RunConfig
@@ -55,7 +56,8 @@ class RunViews:
             self._stack.callback(lines.close)
             shown.append(lines.observe)
         else:
-            view = LiveView(config.train.steps)
+            origin = origin_of_weights(FolderStore(folder))
+            view = LiveView(config.train.steps, imported_from=origin)
             replays.append(view.replay)
             self._stack.enter_context(view)
             shown.append(view.observe)

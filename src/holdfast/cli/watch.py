@@ -37,6 +37,7 @@ def watch(
       holdfast watch runs/quickstart
       holdfast watch run.yaml --json
     """
+    from holdfast.checkpoint.restore.catalog import origin_of_weights
     from holdfast.cli.views import record_line
     from holdfast.report import live
     from holdfast.report.ordering import order_records
@@ -56,7 +57,8 @@ def watch(
                 if progress.is_over:
                     return 0
         else:
-            with live.LiveView(found.config.train.steps) as view:
+            origin = origin_of_weights(found.store)
+            with live.LiveView(found.config.train.steps, imported_from=origin) as view:
                 live.watch_run(news, view)
             progress = view.progress
     except KeyboardInterrupt:

@@ -77,6 +77,8 @@ def _tensor(key: str, tp: int, model: ModelConfig) -> str:
     A key/value head is undivided or shared. Vocabulary and tokens may be cut unevenly.
     """
     heads, kv_heads, ffn_dim = model.heads, model.kv_heads, model.ffn_dim
+    if tp > 1 and model.qk_norm_width == "all":
+        return f"{key}.tp {tp} cannot cut a norm that spans all heads (qk_norm_width all): use 1"
 
     def works(d: int) -> bool:
         return heads % d == ffn_dim % d == 0 and (kv_heads % d == 0 or d % kv_heads == 0)

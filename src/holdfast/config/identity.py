@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from holdfast.config.explain import format_value
-from holdfast.config.fields import is_index, leaves
+from holdfast.config.fields import field_at, is_index, leaves
 from holdfast.config.run import RunConfig
 from holdfast.errors import RunFolderError
 
@@ -34,6 +34,32 @@ FREE_KEYS = (
     "train.evaluate",
 )
 
+# Keys that did not exist when the first runs were trained. At its default such a key does not enter
+# the hash, so those runs keep theirs.
+LATER_KEYS = (
+    "model.activation",
+    "model.attention_bias",
+    "model.attention_scale",
+    "model.attention_softcap",
+    "model.embedding_multiplier",
+    "model.logit_divisor",
+    "model.logit_softcap",
+    "model.no_rope_layers",
+    "model.norm_plus_one",
+    "model.norms",
+    "model.qk_norm_width",
+    "model.residual_multiplier",
+    "model.rope_fraction",
+    "model.rope_scaling.attention_factor",
+    "model.rope_scaling.beta_fast",
+    "model.rope_scaling.beta_slow",
+    "model.rope_scaling.truncate",
+    "model.rope_scaling.type",
+    "model.window",
+    "model.window_layers",
+    "model.window_rope_theta",
+)
+
 
 @dataclass(frozen=True)
 class ConfigDifference:
@@ -43,12 +69,22 @@ class ConfigDifference:
 
 
 def decisive_values(dumped: Mapping[str, Any]) -> dict[str, Any]:
-    """Dotted key -> value of every leaf that decides the computation."""
+    """Dotted key -> value of every leaf that decides the computation. A later key at its default
+    is left out."""
     return {
         key: value
         for key, value in leaves(dict(dumped))
         if not any(key == free or key.startswith(free + ".") for free in FREE_KEYS)
+        and not (key in LATER_KEYS and value == _later_default(key))
     }
+
+
+def _later_default(key: str) -> Any:
+    """The default of one of LATER_KEYS, as a dump has it."""
+    field = field_at(key.split("."))
+    assert field is not None
+    default = field.get_default()
+    return list(default) if isinstance(default, tuple) else default
 
 
 def config_hash(config: RunConfig) -> str:
@@ -71,10 +107,12 @@ def config_differences(stored: Mapping[str, Any], config: RunConfig) -> list[Con
     found: list[ConfigDifference] = []
     for key in sorted(here.keys() | there.keys()):
         in_list = any(is_index(part) for part in key.split("."))
-        if key not in here and not in_list and key not in default:
+        if key not in here and not in_list and key not in default and key not in LATER_KEYS:
             continue
         missing = None if in_list else default.get(key)
-        old, new = there.get(key, missing), here.get(key)
+        if key in LATER_KEYS:
+            missing = _later_default(key)
+        old, new = there.get(key, missing), here.get(key, missing if key in LATER_KEYS else None)
         if old != new:
             found.append(ConfigDifference(key, old, new))
     return found

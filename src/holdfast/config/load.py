@@ -19,7 +19,7 @@ from typing import Any, Literal
 
 from pydantic import ValidationError
 
-from holdfast.config import yaml_tree
+from holdfast.config import model_from, yaml_tree
 from holdfast.config.explain import explain_errors, format_value, suggest_key
 from holdfast.config.fields import allows, as_path, field_at, is_list, leaves, section_of
 from holdfast.config.paths import locate_paths, with_places
@@ -27,7 +27,7 @@ from holdfast.config.presets import PRESETS
 from holdfast.config.run import RunConfig
 from holdfast.errors import ConfigError
 
-OriginKind = Literal["file", "command line", "preset", "default", "planned"]
+OriginKind = Literal["file", "command line", "preset", "model folder", "default", "planned"]
 KeyPath = tuple[str | int, ...]
 
 
@@ -128,7 +128,8 @@ def read_text(path: Path) -> str:
 def resolve_config(
     text: str | None, name: str, overrides: Sequence[str] = (), base: str = ""
 ) -> LoadedConfig:
-    """Text and overrides in, LoadedConfig out. `base`: the folder of the run file."""
+    """Text and overrides in, LoadedConfig out. `base`: the folder of the run file. Pure, unless
+    `model.from` names a folder to look into."""
     tree = yaml_tree.parse_yaml(text, name) if text is not None else yaml_tree.YamlTree({})
     given: dict[str, Origin] = {
         ".".join(map(str, path)): Origin("file", f"{name}:{line}")
@@ -140,13 +141,21 @@ def resolve_config(
         for stale in [k for k in given if k == key or k.startswith(key + ".")]:
             del given[stale]
         given[key] = Origin("command line", override)
-    config = _validate(tree.value, given, name)
-    origins = _origins(config, given)
-    loaded = LoadedConfig(config, origins, text or "", name, tuple(overrides), base)
 
     def base_of(key: str) -> str:
-        return "" if origins.get(key, Origin("default")).kind == "command line" else base
+        origin = origins.get(key) or given.get(key) or Origin("default")
+        return "" if origin.kind in ("command line", "model folder") else base
 
+    origins: dict[str, Origin] = {}
+    data, folder = model_from.expand(tree.value, given, base_of(model_from.KEY))
+    config = _validate(data, given, name)
+    origins = _origins(config, given)
+    if folder is not None:
+        model_from.refuse_differences(folder, config, lambda key: _place(given.get(key)) or name)
+        for key in folder.keys_taken:
+            for leaf in [o for o in origins if o == key or o.startswith(key + ".")]:
+                origins[leaf] = Origin("model folder", str(folder.path))
+    loaded = LoadedConfig(config, origins, text or "", name, tuple(overrides), base)
     config, places = locate_paths(config, base_of, loaded.where)
     return replace(loaded, config=config, places=places)
 
@@ -162,6 +171,9 @@ def _override(data: dict[str, Any], override: str) -> str:
         )
     path: KeyPath = as_path(key)
     field = field_at(path)
+    if key == model_from.KEY:
+        data["model"] = {**(data.get("model") or {}), "from": text.strip()}
+        return key
     if field is None:
         raise ConfigError(f"unknown key {key}", where=where, remedy=suggest_key(path))
     value = yaml_tree.parse_value(text, where)
@@ -208,10 +220,7 @@ def _step(holder: Any, path: KeyPath, depth: int, value: Any, last: bool, where:
 def _validate(data: dict[str, Any], given: Mapping[str, Origin], name: str) -> RunConfig:
     def place(path: KeyPath) -> str | None:
         """Return where a key was given; a section counts as given by its own line only."""
-        origin = given.get(".".join(map(str, path)))
-        if origin is None:
-            return None
-        return f"command line: {origin.place}" if origin.kind == "command line" else origin.place
+        return _place(given.get(".".join(map(str, path))))
 
     data = {key: value for key, value in data.items() if not _empty_section(key, value)}
     booleans = list(_booleans_for_numbers(data))
@@ -225,6 +234,13 @@ def _validate(data: dict[str, Any], given: Mapping[str, Origin], name: str) -> R
     if booleans:
         raise ConfigError("\n".join(_boolean_sentences(booleans, place, name)))
     return config
+
+
+def _place(origin: Origin | None) -> str | None:
+    """Where a value was given, in words."""
+    if origin is None:
+        return None
+    return f"command line: {origin.place}" if origin.kind == "command line" else origin.place
 
 
 def _empty_section(key: str, value: Any) -> bool:

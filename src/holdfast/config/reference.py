@@ -9,6 +9,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
+from holdfast.config import model_from
 from holdfast.config.explain import format_value
 from holdfast.config.fields import ITEM, all_keys, field_at, is_list, section_of
 from holdfast.config.presets import PRESETS
@@ -37,6 +38,10 @@ def json_schema() -> dict[str, Any]:
     """For editors. The shape of a model is not required, as a preset may give it."""
     schema = RunConfig.model_json_schema()
     schema["$defs"]["ModelConfig"].pop("required", None)
+    schema["$defs"]["ModelConfig"]["properties"]["from"] = {
+        "type": "string",
+        "description": model_from.MEANING,
+    }
     schema["title"] = "Holdfast run file"
     return schema
 
@@ -75,6 +80,8 @@ def _table(section: type[BaseModel], prefix: str) -> str:
         key = f"{prefix}.{name}".lstrip(".").replace(ITEM, "<n>")
         meaning = (info.description or "").replace("|", "\\|")
         rows.append(f"| `{key}` | {_type(info)} | {_default(info, key)} | {meaning} |")
+        if key == "model.preset":  # no field: loading expands it
+            rows.append(f"| `{model_from.KEY}` | text | none | {model_from.MEANING} |")
     return "\n".join(rows) + "\n" if len(rows) > 2 else ""
 
 

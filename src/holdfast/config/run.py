@@ -14,6 +14,7 @@ from holdfast.config.checkpoint import CheckpointConfig
 from holdfast.config.cluster import ClusterConfig
 from holdfast.config.data import DataConfig
 from holdfast.config.degrees import find_impossible_degrees
+from holdfast.config.huggingface.convert import explain_no_architecture
 from holdfast.config.layout import LayoutConfig
 from holdfast.config.model import ModelConfig
 from holdfast.config.train import TrainConfig
@@ -52,6 +53,8 @@ class RunConfig(Section):
         refused = find_impossible_degrees(self.layout, self.model, self.train)
         if refused is not None:
             raise ValueError(refused)
+        if (unknown := explain_no_architecture(self.model)) is not None:
+            raise ValueError(unknown)
         if self.cluster.loss_jumps == "roll_back" and self.cluster.replaces_all_workers:
             raise ValueError(
                 "cluster.loss_jumps: roll_back does a step again in the same processes: "

@@ -65,6 +65,7 @@ class Dataset:
         self.version: str = manifest["version"]
         self.vocab_size: int = manifest["tokenizer"]["vocab_size"]
         self.end: int = manifest["tokenizer"]["end"]
+        self.begin: int | None = manifest["tokenizer"].get("begin")
         self.source_names: tuple[str, ...] = tuple(s["name"] for s in manifest["sources"])
         written = tuple(s["path"] for s in manifest["settings"]["sources"])
         paths = _read_source_paths(folder, len(written))
@@ -109,7 +110,8 @@ class Dataset:
     def tokens_per_byte(self, split: str) -> float:
         """Text tokens per byte of text: turns nats per token into bits per byte."""
         counts = self.counts(split)
-        return (counts["tokens"] - counts["documents"]) / max(counts["bytes"], 1)
+        around = 1 if self.begin is None else 2  # end tokens, and begin tokens
+        return (counts["tokens"] - around * counts["documents"]) / max(counts["bytes"], 1)
 
     def shards(self) -> list[Shard]:
         return [s for by in self._streams.values() for stream in by for s in stream.shards]

@@ -16,6 +16,7 @@ from typing import Any
 from xxhash import xxh3_128
 
 from holdfast.config.data import DataConfig, SourceConfig
+from holdfast.core.data.special_tokens import KNOWN_ENDS
 from holdfast.data import vocabulary
 from holdfast.data.dataset import Dataset
 from holdfast.data.files import checksum, file_checksum
@@ -35,8 +36,13 @@ def content_settings(config: DataConfig) -> dict[str, Any]:
         }
     else:
         path = vocabulary.tokenizer_file(config.tokenizer.place)
-        vocabulary.describe_tokenizer(vocabulary.load_tokenizer(path), path)
+        loaded = vocabulary.load_tokenizer(path)
+        known = vocabulary.describe_tokenizer(loaded, path)
         tokenizer = {"xxh3": file_checksum(path)}
+        if known.end_token != next((t for t in KNOWN_ENDS if t in loaded.get_vocab()), None):
+            tokenizer["end_token"] = known.end_token  # said by the files next to it
+        if known.begin_id is not None:
+            tokenizer["begin"] = known.begin_id
     names = source_names(config.sources)
     settings = {
         "sources": [
@@ -124,7 +130,7 @@ def _holds_the_same(dataset: Dataset, source: SourceConfig, index: int, limit: i
                 rows.extend(hash_document(text, unit.name))
     except DataError:
         return False
-    return checksum(rows.tobytes()) == made["xxh3"]
+    return bool(checksum(rows.tobytes()) == made["xxh3"])
 
 
 def changed_sources(config: DataConfig, dataset: Dataset) -> list[str]:

@@ -257,12 +257,16 @@ class _Preparation:
             self.say(f"training a byte-level BPE of {vocab:,} on {size / 1e6:.1f} MB")
             text = vocabulary.train_tokenizer(self._sample(masks), vocab)
             write_atomic(path, [text.encode()])
-        tokenizer = vocabulary.load_tokenizer(path)
+        tokenizer, described = vocabulary.load_tokenizer(path), path
         if given is not None:
+            described = vocabulary.tokenizer_file(given)
             masks = tokenizer_sample(rows, choice.lots, PROBE_BYTES)
             for line in check_tokenizer(tokenizer, path, self._sample(masks), given):
                 self.say(line)
-        return vocabulary.describe_tokenizer(tokenizer, path)
+        known = vocabulary.describe_tokenizer(tokenizer, described)
+        if known.begin_id is not None:
+            self.say(f"each document begins with token {known.begin_id}, as prompts will")
+        return known
 
     def _sample(self, masks: list[np.ndarray[Any, np.dtype[np.bool_]]]) -> Iterator[str]:
         limit = self.config.max_document_bytes
@@ -286,6 +290,7 @@ class _Preparation:
                 "lots": str(lots),
                 "tokenizer": str(self.folder / WORK_FOLDER / "tokenizer.json"),
                 "end": known.end_id,
+                "begin": known.begin_id,
                 "dtype": known.dtype,
                 "out": str(self._path("tokens", unit)),
             }
@@ -333,6 +338,7 @@ class _Preparation:
                 "end_token": known.end_token,
                 "dtype": known.dtype,
                 "xxh3": checksum(tokenizer),
+                **({} if known.begin_id is None else {"begin": known.begin_id}),
             },
             "splits": splits,
             "shards": {k: [[s.to_json() for s in one] for one in v] for k, v in shards.items()},
@@ -420,7 +426,8 @@ def _baselines(
     train = (read(shards=one) for one in shards["train"])
     validation = read(shards=[s for one in shards["validation"] for s in one])
     count = splits["validation"]
-    per_byte = (count["tokens"] - count["documents"]) / max(count["bytes"], 1)
+    around = 1 if known.begin_id is None else 2
+    per_byte = (count["tokens"] - around * count["documents"]) / max(count["bytes"], 1)
     return baselines(
         (stream.read(0, MAX_TOKENS) for stream in train),
         validation.read(0, MAX_TOKENS),

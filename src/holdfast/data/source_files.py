@@ -84,9 +84,10 @@ def find_files(config: SourceConfig, where: str) -> FoundFiles:
         paths = [p for p in chosen if not os.path.basename(p).startswith("_sysconfigdata")]
     else:
         path = os.path.expanduser(config.place or "")  # the run file demands one
-        paths = _chosen(path, found)
-        if paths is None:
+        named = _chosen(path, found)
+        if named is None:
             raise _missing_error(config, path, where)
+        paths = named
         if config.kind != "text" and paths != [path]:
             companions = [p for p in paths if os.path.basename(p).lower() in COMPANIONS]
             for companion in companions:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import json
 from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -51,7 +51,8 @@ class Encoder(Protocol):
 
 @dataclass(frozen=True)
 class UnitTokens:
-    """Tokens of one unit and split; every document ends with the end token."""
+    """Tokens of one unit and split; every document ends with the end token, and begins with the
+    begin token if the tokenizer has one."""
 
     lengths: NDArray[np.uint32]
     tokens: TokenArray
@@ -142,13 +143,19 @@ def read_scan(path: Path) -> tuple[str, NDArray[np.uint64]]:
 
 @dataclass(frozen=True)
 class TokenizeSettings:
-    """limit: most bytes of a document. end: id of the end token. raw: hash of the bytes that the
-    scan has read."""
+    """limit: most bytes of a document. end, begin: ids of the end token and of the begin token, if
+    documents have one. raw: hash of the bytes that the scan has read."""
 
     limit: int
     end: int
     dtype: str
     raw: str
+    begin: int | None = None
+
+    def framed(self, pieces: Sequence[TokenArray]) -> list[TokenArray]:
+        """The tokens of a document between its begin token and its end token."""
+        first = [] if self.begin is None else [np.array([self.begin], dtype=self.dtype)]
+        return [*first, *pieces, np.array([self.end], dtype=self.dtype)]
 
 
 class _SplitTokens:
@@ -157,7 +164,7 @@ class _SplitTokens:
     def __init__(self, folder: Path):
         self.lengths = array("I")
         self.tokens = 0
-        self._file = SpooledTemporaryFile(SPOOL_BYTES, dir=folder)  # noqa: SIM115
+        self._file = SpooledTemporaryFile(SPOOL_BYTES, dir=str(folder))  # noqa: SIM115
 
     def add(self, ids: list[NDArray[Any]]) -> None:
         count = sum(map(len, ids))
@@ -203,7 +210,7 @@ def tokenise_unit(
             kept = [piece[piece != settings.end] for piece in ids]
             ends += sum(map(len, ids)) - sum(map(len, kept))
             if any(map(len, kept)):
-                splits[lot].add([*kept, np.array([settings.end], dtype=settings.dtype)])
+                splits[lot].add(settings.framed(kept))
         if seen.hexdigest() != settings.raw:
             raise changed
         header: dict[str, Any] = {"unit": unit.index, "dtype": settings.dtype, "ends": ends}
@@ -282,5 +289,7 @@ def perform_task(task: dict[str, Any], tokenizer_of: Callable[[str], Encoder]) -
         scan_unit(unit, task["limit"], Path(task["out"]))
         return
     lots = np.frombuffer(Path(task["lots"]).read_bytes(), dtype=np.uint8)
-    settings = TokenizeSettings(task["limit"], task["end"], task["dtype"], task["raw"])
+    settings = TokenizeSettings(
+        task["limit"], task["end"], task["dtype"], task["raw"], task["begin"]
+    )
     tokenise_unit(unit, settings, lots, tokenizer_of(task["tokenizer"]), Path(task["out"]))

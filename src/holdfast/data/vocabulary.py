@@ -7,24 +7,28 @@ spelt, and none needs an unknown token.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from holdfast.core.data.special_tokens import END, KNOWN_ENDS
+from holdfast.core.json_parsing import parse_json
 from holdfast.data.containers import is_pointer, pointer_error
 from holdfast.errors import DataError
 
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """A dataset's knowledge of its tokenizer. `size` counts ids, added tokens included."""
+    """A dataset's knowledge of its tokenizer. `size` counts ids, added tokens included. begin_id:
+    of the token that begins each document; None: there is none."""
 
     size: int
     end_id: int
     end_token: str
+    begin_id: int | None = None
 
     @property
     def dtype(self) -> str:
@@ -153,16 +157,92 @@ def _with_special_ends(text: str) -> str:
 
 
 def describe_tokenizer(tokenizer: Tokenizer, path: Path) -> Vocabulary:
-    """Size and end token. Raises DataError when no end-of-text token is known."""
+    """Size, end token and begin token. What the files next to `path` say counts first. Raises
+    DataError when no end-of-text token is known."""
     ids: dict[str, int] = tokenizer.get_vocab(with_added_tokens=True)
-    for token in KNOWN_ENDS:
+    neighbours = read_neighbours(path)
+    own = neighbours.end_token(ids)
+    for token in KNOWN_ENDS if own is None else (own,):
         if token in ids:
-            return Vocabulary(max(ids.values()) + 1, ids[token], token)
+            begin = find_begin(tokenizer, neighbours)
+            begin = None if begin == ids[token] else begin  # the text before ends with it already
+            return Vocabulary(max(ids.values()) + 1, ids[token], token, begin)
+    if own is not None:
+        raise DataError(
+            f"the files next to {path} name the end token {own!r}, which it does not have",
+            where="data.tokenizer.path",
+            remedy="fetch the folder again, or name a tokenizer.json that lies alone",
+        )
     raise DataError(
         f"{path} has no end-of-text token",
         where="data.tokenizer.path",
         remedy=f"add one of {', '.join(KNOWN_ENDS)} to its added tokens",
     )
+
+
+@dataclass(frozen=True)
+class Neighbours:
+    """What lies next to a tokenizer.json: its settings, and those of the model."""
+
+    settings: dict[str, Any]
+    model: dict[str, Any]
+
+    def end_token(self, ids: Mapping[str, int]) -> str | None:
+        """The end token that they name; None if they name none."""
+        named = _content(self.settings.get("eos_token"))
+        if named is not None:
+            return named
+        number = self.model.get("eos_token_id")
+        number = number[0] if isinstance(number, list) and number else number
+        return next((token for token, i in ids.items() if i == number), None)
+
+
+def read_neighbours(path: Path) -> Neighbours:
+    """Of a tokenizer.json; empty where it lies alone, or where they cannot be read."""
+    if path.name != "tokenizer.json":
+        return Neighbours({}, {})
+    found = []
+    for name in ("tokenizer_config.json", "config.json"):
+        try:
+            value = parse_json((path.parent / name).read_text("utf-8"))
+        except (OSError, ValueError):
+            value = {}
+        found.append(value if isinstance(value, dict) else {})
+    return Neighbours(*found)
+
+
+def _content(token: Any) -> str | None:
+    """Special tokens stand in settings as text, or as an object with the text inside."""
+    text = token.get("content") if isinstance(token, dict) else token
+    return text if isinstance(text, str) else None
+
+
+def find_begin(tokenizer: Tokenizer, neighbours: Neighbours) -> int | None:
+    """The token that begins each prompt at inference: the tokenizer adds it, or transformers does
+    because tokenizer_config.json says so. None if there is none, or it is not a single one."""
+    wanted = neighbours.settings.get("add_bos_token")
+    if wanted is False:
+        return None
+    plain = tokenizer.encode("a", add_special_tokens=False).ids
+    full = tokenizer.encode("a", add_special_tokens=True).ids
+    for length in range(len(full) - len(plain) + 1):
+        if full[length : length + len(plain)] == plain:
+            if length == 1:
+                return int(full[0])
+            break
+    named = _content(neighbours.settings.get("bos_token"))
+    ids: dict[str, int] = tokenizer.get_vocab(with_added_tokens=True)
+    return ids.get(named) if wanted is True and named is not None else None
+
+
+def needed_size(path: Path, end: int, begin: int | None) -> int:
+    """Rows that a model needs for what this tokenizer makes of texts: largest id + 1 without
+    special tokens that were only added, because no text becomes one of these."""
+    tokenizer = load_tokenizer(path)
+    added = tokenizer.get_added_tokens_decoder()
+    ids = set(tokenizer.get_vocab(with_added_tokens=False).values())
+    ids |= {number for number, token in added.items() if not token.special}
+    return max(ids | {end} | ({begin} if begin is not None else set())) + 1
 
 
 def describe_difference(path: Path, other: Path) -> str | None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import errno
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,7 +12,6 @@ from holdfast.core.format.flat_names import MOMENTS, OPTIMIZER_PREFIXES, SCHEMES
 from holdfast.core.lr_schedule import learning_rate
 from holdfast.core.sharding.parameters import decoder_parameters
 from holdfast.core.sharding.state_table import STATE_PREFIXES
-from holdfast.errors import CheckpointError, OutOfSpaceError
 from holdfast.launch.runs import Run
 
 if TYPE_CHECKING:
@@ -22,35 +19,22 @@ if TYPE_CHECKING:
 
 
 def write_dcp_folder(to: Path, run: Run, checkpoint: Checkpoint, scheme: str) -> None:
-    """Write the folder atomically: it is written as `<name>.partial`, then renamed.
+    """Write the folder, which appears as `new_folder` says.
 
-    Raises CheckpointError for a folder that has things in it, OutOfSpaceError on a full disk.
+    Raises ModelFolderError for a folder that has things in it, OutOfSpaceError on a full disk.
     """
     from holdfast.model.dcp_export import write_dcp
+    from holdfast.model.new_folder import new_folder
 
-    if to.exists() and (not to.is_dir() or any(to.iterdir())):
-        raise CheckpointError("this is not an empty folder", where=str(to), remedy="name a new one")
-    folder = to.absolute()
-    partial = folder.with_name(f"{folder.name}.partial")
     rows = SCHEMES[scheme](run.config.model)
-    try:
-        shutil.rmtree(partial, ignore_errors=True)  # of an export that was killed
-        tensors = list(_tensors(rows, checkpoint))
+    tensors = list(_tensors(rows, checkpoint))
+    with new_folder(to) as partial:
         write_dcp(
             partial,
             tensors,
             _objects(rows, run, checkpoint.step),
             ReadAhead(checkpoint, [tensor.source for tensor in tensors]).read,
         )
-        partial.rename(folder)
-    except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise OutOfSpaceError(
-                "the disk is full", where=str(to), remedy="make room, or name another place"
-            ) from None
-        raise CheckpointError(f"cannot be written ({error.strerror})", where=str(to)) from None
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
 
 
 def _tensors(rows: tuple[FlatName, ...], checkpoint: Checkpoint) -> Iterator[ExportedTensor]:

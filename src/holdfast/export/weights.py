@@ -17,12 +17,15 @@ from holdfast.checkpoint.restore.read_ahead import ReadAhead
 from holdfast.checkpoint.restore.reader import Checkpoint
 from holdfast.checkpoint.restore.verify import find_newest_verified, verify
 from holdfast.core.sharding.boxes import Box
-from holdfast.data.vocabulary import describe_tokenizer, load_tokenizer
+from holdfast.data.dataset import exists, read_manifest
+from holdfast.data.vocabulary import Vocabulary, describe_tokenizer, load_tokenizer
 from holdfast.errors import CheckpointError, DataError, HoldfastError
-from holdfast.launch.runs import Run
+from holdfast.launch.runs import IMPORTED_FOLDER, Run
 from holdfast.wire.store.run_store import MissingKeyError
 
 if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
     from holdfast.model.decoder import Decoder
 
 Used = TypeVar("Used")
@@ -146,6 +149,16 @@ def load_decoder(run: Run, checkpoint: Checkpoint) -> Decoder:
     return model.eval()
 
 
+def dataset_tokens(folder: Path, tokenizer: Tokenizer) -> Vocabulary:
+    """The tokens around each document, as the dataset in `folder` has them. If its manifest is
+    lost, as its tokenizer has them."""
+    path = folder / "tokenizer.json"
+    if not exists(folder):
+        return describe_tokenizer(tokenizer, path)
+    entry = read_manifest(folder)["tokenizer"]
+    return Vocabulary(entry["vocab_size"], entry["end"], entry["end_token"], entry.get("begin"))
+
+
 def write_folder(
     to: Path,
     run: Run,
@@ -159,6 +172,9 @@ def write_folder(
 
     from holdfast.model.huggingface import export_folder
 
+    tokens = None
+    if tokenizer is not None:
+        tokens = dataset_tokens(run.dataset_folder, load_tokenizer(tokenizer))
     cast = None if dtype is None else getattr(torch, dtype)
     export_folder(
         to,
@@ -167,6 +183,8 @@ def write_folder(
         tokenizer,
         dtype=cast,
         shard_bytes=shard_bytes,
+        end_token=None if tokens is None else tokens.end_token,
+        imported=run.folder / IMPORTED_FOLDER,
     )
 
 
@@ -196,7 +214,8 @@ def continuations(
             remedy="prepare the dataset again: holdfast data prepare RUN.yaml",
         )
     tokenizer = load_tokenizer(path)
-    end = describe_tokenizer(tokenizer, path).end_id
+    special = dataset_tokens(run.dataset_folder, tokenizer)
+    end, begin = special.end_id, [] if special.begin_id is None else [special.begin_id]
     model = load_decoder(run, checkpoint)
     texts = []
     for prompt in prompts:
@@ -206,7 +225,7 @@ def continuations(
                 where=repr(prompt),
                 remedy="give it in the terminal's encoding, UTF-8",
             )
-        ids = tokenizer.encode(prompt, add_special_tokens=False).ids
+        ids = begin + tokenizer.encode(prompt, add_special_tokens=False).ids
         found = generate(
             model,
             torch.tensor([ids], dtype=torch.long).reshape(1, -1),

@@ -18,6 +18,8 @@ from holdfast.wire.secret import SECRET_FILE_VARIABLE, Secret, read_secret
 from holdfast.wire.store.run_store import FolderStore
 
 RESOLVED_FILE = "resolved.json"
+IMPORTED_FOLDER = "imported"
+"""Settings of the folder whose weights the run began with; an export gives them back."""
 
 
 @dataclass(frozen=True)

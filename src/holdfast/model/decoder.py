@@ -1,8 +1,9 @@
 """One decoder, as single-device maths.
 
-This is a pre-norm transformer in the form that Llama (Touvron et al. 2023) and Qwen 3 share. It has
-RMSNorm (Zhang and Sennrich 2019) and rotary positions. The key and value heads of its attention
-serve groups of query heads (Ainslie et al. 2023). Its feed-forward is SwiGLU (Shazeer 2020).
+This is the transformer of Llama (Touvron et al. 2023) and its relatives. It has RMSNorm (Zhang and
+Sennrich 2019) and rotary positions. The key and value heads of its attention serve groups of query
+heads (Ainslie et al. 2023). Its feed-forward has a gate (SwiGLU, GeGLU: Shazeer 2020). What the
+relatives differ in are keys of ModelConfig: norms, biases, windows, scales and limits of logits.
 Nothing here knows of ranks or meshes; what is sharded is decided from outside, by parameter name.
 
 Shapes: B batch, S sequence, D model dim, H query heads, K key/value heads, h head dim,
@@ -11,7 +12,7 @@ F feed-forward dim, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple, Protocol
 
 import torch
@@ -30,11 +31,27 @@ class LayerCache(Protocol):
         ...
 
 
-class Linear(nn.Linear):
-    """x W^T without a bias, and without torch's own random start (see `init.py`)."""
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+}
 
-    def __init__(self, inputs: int, outputs: int):
-        super().__init__(inputs, outputs, bias=False)
+
+class Linear(nn.Linear):
+    """x W^T + b, by default without b, and without torch's own random start (see `init.py`).
+
+    bias_share: the part of b that this module adds, where the outputs of several are summed.
+    """
+
+    def __init__(self, inputs: int, outputs: int, bias: bool = False):
+        super().__init__(inputs, outputs, bias=bias)
+        self.bias_share = 1.0
+
+    def forward(self, input: Tensor) -> Tensor:
+        """input: [..., inputs] -> [..., outputs]"""
+        whole = self.bias is None or self.bias_share == 1.0
+        return F.linear(input, self.weight, self.bias if whole else self.bias * self.bias_share)
 
     def reset_parameters(self) -> None:
         """Leave the memory as it is."""
@@ -48,15 +65,22 @@ class Embedding(nn.Embedding):
 
 
 class RMSNorm(nn.Module):
-    """x / rms(x) * gain, over the last dim; the rms is taken in at least float32."""
+    """x / rms(x) * gain, over the last dim; the rms is taken in at least float32.
 
-    def __init__(self, size: int, eps: float):
+    plus_one: the gain is 1 + weight, taken in at least float32.
+    """
+
+    def __init__(self, size: int, eps: float, plus_one: bool = False):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(size))
-        self.eps = eps
+        self.eps, self.plus_one = eps, plus_one
 
     def forward(self, x: Tensor) -> Tensor:
         """x: [..., size] -> [..., size], in x's dtype (fused where the gain has it too)"""
+        if self.plus_one:
+            wide = x if x.dtype == torch.float64 else x.float()
+            gain = 1.0 + self.weight.to(wide.dtype)
+            return F.rms_norm(wide, gain.shape, gain, self.eps).to(x.dtype)
         return F.rms_norm(x, self.weight.shape, self.weight.to(x.dtype), self.eps)
 
 
@@ -68,65 +92,123 @@ class Attention(nn.Module):
         self.head = model.head_size
         query, key_value = model.heads * self.head, model.kv_heads * self.head
         self.grouped = model.heads != model.kv_heads
-        self.q = Linear(model.dim, query)
-        self.k = Linear(model.dim, key_value)
-        self.v = Linear(model.dim, key_value)
-        self.q_norm = RMSNorm(self.head, model.norm_eps) if model.qk_norm else None
-        self.k_norm = RMSNorm(self.head, model.norm_eps) if model.qk_norm else None
-        self.o = Linear(query, model.dim)
+        self.scale = model.attention_scale or None  # None: 1 / sqrt(h)
+        self.softcap = model.attention_softcap
+        bias = model.attention_bias != "none"
+        self.q = Linear(model.dim, query, bias)
+        self.k = Linear(model.dim, key_value, bias)
+        self.v = Linear(model.dim, key_value, bias)
+        self.norm_all = model.qk_norm_width == "all"
+        sizes = (query, key_value) if self.norm_all else (self.head, self.head)
+        self.q_norm, self.k_norm = (_norm(model, model.qk_norm, size) for size in sizes)
+        self.o = Linear(query, model.dim, model.attention_bias == "qkvo")
 
     def forward(
-        self, x: Tensor, rotary: Rotary, mask: Tensor | None, cache: LayerCache | None = None
+        self, x: Tensor, rotary: Rotary | None, mask: Tensor | None, cache: LayerCache | None = None
     ) -> Tensor:
-        """x: [B, S, D] -> [B, S, D]; mask: [B, 1, S, S'], true where a query sees a key."""
+        """x: [B, S, D] -> [B, S, D]; mask: [B, 1, S, S'], true where a query sees a key. Without
+        `rotary`, positions do not enter."""
         heads = (*x.shape[:-1], -1, self.head)
-        q, k, v = self.q(x).view(heads), self.k(x).view(heads), self.v(x).view(heads)
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
-        q, k = rotate(q, rotary), rotate(k, rotary)  # q: [B, S, H, h]   k, v: [B, S, K, h]
+        q, k, v = self.q(x), self.k(x), self.v(x)
+        if self.norm_all:
+            q, k = _normed(self.q_norm, q), _normed(self.k_norm, k)
+        q, k, v = q.view(heads), k.view(heads), v.view(heads)
+        if not self.norm_all:
+            q, k = _normed(self.q_norm, q), _normed(self.k_norm, k)
+        if rotary is not None:
+            q, k = rotate(q, rotary), rotate(k, rotary)  # q: [B, S, H, h]   k, v: [B, S, K, h]
         if cache is not None:
             k, v = cache.append(k, v)
-        mixed = F.scaled_dot_product_attention(
-            q.transpose(1, 2),
-            k.transpose(1, 2),
-            v.transpose(1, 2),
-            attn_mask=mask,
-            is_causal=mask is None and q.shape[1] == k.shape[1],
-            enable_gqa=self.grouped,
-        )
+        mixed = self._mix(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), mask)
         return self.o(mixed.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
 
+    def _mix(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+        """q: [B, H, S, h]; k, v: [B, K, S', h] -> [B, H, S, h]"""
+        causal = mask is None and q.shape[2] == k.shape[2]
+        if self.softcap:
+            return softcapped_attention(q, k, v, mask, causal, self.scale, self.softcap)
+        return F.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, is_causal=causal, enable_gqa=self.grouped, scale=self.scale
+        )
 
-class SwiGLU(nn.Module):
-    """down(silu(gate(x)) * up(x))"""
+
+def softcapped_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    causal: bool,
+    scale: float | None,
+    cap: float,
+) -> Tensor:
+    """Attention whose scores stay within +-cap (Gemma 2, section 2): no fused kernel has that.
+    q: [B, H, S, h]; k, v: [B, K, S', h] -> [B, H, S, h]"""
+    groups = q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
+    scores = q @ k.transpose(2, 3) * (q.shape[-1] ** -0.5 if scale is None else scale)
+    scores = soft_limit(scores, cap)
+    if causal:
+        mask = torch.ones(scores.shape[2:], dtype=torch.bool, device=q.device).tril()
+    if mask is not None:
+        scores = scores.masked_fill(~mask, -torch.inf)
+    wide = torch.float64 if scores.dtype == torch.float64 else torch.float32
+    return scores.softmax(-1, dtype=wide).to(v.dtype) @ v
+
+
+def soft_limit(x: Tensor, cap: float) -> Tensor:
+    """x, smoothly limited to +-cap"""
+    return (x / cap).tanh() * cap
+
+
+class GatedFeedForward(nn.Module):
+    """down(activation(gate(x)) * up(x)): SwiGLU with silu, GeGLU with gelu"""
 
     def __init__(self, model: ModelConfig):
         super().__init__()
         self.gate = Linear(model.dim, model.ffn_dim)
         self.up = Linear(model.dim, model.ffn_dim)
         self.down = Linear(model.ffn_dim, model.dim)
+        self.activation = ACTIVATIONS[model.activation]
 
     def forward(self, x: Tensor) -> Tensor:
         """x: [B, S, D] -> [B, S, D], through [B, S, F]"""
-        return self.down(F.silu(self.gate(x)) * self.up(x))  # type: ignore[no-any-return]
+        return self.down(self.activation(self.gate(x)) * self.up(x))  # type: ignore[no-any-return]
 
 
 class Block(nn.Module):
-    """x + attention(norm(x)), then x + ffn(norm(x)); the unit of sharding and compilation."""
+    """x + attention(norm(x)), then x + ffn(norm(x)); the unit of sharding and compilation. The
+    norms stand before, after, or both."""
 
     def __init__(self, model: ModelConfig):
         super().__init__()
-        self.attention_norm = RMSNorm(model.dim, model.norm_eps)
+        before, after = model.norms != "post", model.norms != "pre"
+        self.residual_multiplier = model.residual_multiplier
+        self.attention_norm = _norm(model, before, model.dim)
         self.attention = Attention(model)
-        self.ffn_norm = RMSNorm(model.dim, model.norm_eps)
-        self.ffn = SwiGLU(model)
+        self.attention_post_norm = _norm(model, after, model.dim)
+        self.ffn_norm = _norm(model, before, model.dim)
+        self.ffn = GatedFeedForward(model)
+        self.ffn_post_norm = _norm(model, after, model.dim)
 
     def forward(
-        self, x: Tensor, rotary: Rotary, mask: Tensor | None, cache: LayerCache | None = None
+        self, x: Tensor, rotary: Rotary | None, mask: Tensor | None, cache: LayerCache | None = None
     ) -> Tensor:
         """x: [B, S, D] -> [B, S, D]"""
-        x = x + self.attention(self.attention_norm(x), rotary, mask, cache)
-        return x + self.ffn(self.ffn_norm(x))  # type: ignore[no-any-return]
+        y = self.attention(_normed(self.attention_norm, x), rotary, mask, cache)
+        x = x + self._added(_normed(self.attention_post_norm, y))
+        y = self.ffn(_normed(self.ffn_norm, x))
+        return x + self._added(_normed(self.ffn_post_norm, y))
+
+    def _added(self, y: Tensor) -> Tensor:
+        return y if self.residual_multiplier == 1.0 else y * self.residual_multiplier
+
+
+def _norm(model: ModelConfig, wanted: bool, size: int) -> RMSNorm | None:
+    return RMSNorm(size, model.norm_eps, model.norm_plus_one) if wanted else None
+
+
+def _normed(norm: RMSNorm | None, x: Tensor) -> Tensor:
+    return x if norm is None else norm(x)
 
 
 class Blocks(nn.Module):
@@ -171,10 +253,13 @@ class Blocks(nn.Module):
 
 
 class AttentionContext(NamedTuple):
-    """The tokens as attention sees them: their rotary angles, and the mask."""
+    """The tokens as attention sees them: their rotary angles, and the mask. `window_*`: those of
+    blocks that attend within a window."""
 
     rotary: Rotary
     mask: Tensor | None
+    window_rotary: Rotary
+    window_mask: Tensor | None
 
 
 class Decoder(nn.Module):
@@ -190,9 +275,12 @@ class Decoder(nn.Module):
         self.config = model
         self.embed: Embedding | None = Embedding(model.vocab_rows, model.dim)
         self.layers = Blocks(Block(model) for _ in range(model.layers))
-        self.norm: RMSNorm | None = RMSNorm(model.dim, model.norm_eps)
+        self.norm = _norm(model, True, model.dim)
         self.head = None if model.tied_embeddings else Linear(model.dim, model.vocab_rows)
         self.rotary = RotaryTable(model)
+        own = model.windowed and model.window_rope_theta
+        self.window_rotary = RotaryTable(model, windowed=True) if own else self.rotary
+        self._windowed, self._unturned = set(model.windowed), set(model.no_rope_layers)
 
     def forward(
         self,
@@ -218,11 +306,17 @@ class Decoder(nn.Module):
 
         With `caches`, one per layer, the tokens follow those already cached.
         """
-        assert self.embed is not None
         assert self.norm is not None
-        x = self.embed(tokens)  # [B, S, D]
+        x = self.embed_tokens(tokens)  # [B, S, D]
         x = self.blocks(x, self.attention_context(tokens, x, documents, positions, mask), caches)
         return self.norm(x)  # type: ignore[no-any-return]
+
+    def embed_tokens(self, tokens: Tensor) -> Tensor:
+        """tokens: [B, S] -> the residual stream's beginning: [B, S, D]"""
+        assert self.embed is not None, "a later stage needs what comes in"
+        x: Tensor = self.embed(tokens)
+        scale = self.config.embedding_multiplier
+        return x if scale == 1.0 else x * scale
 
     def attention_context(
         self,
@@ -242,21 +336,40 @@ class Decoder(nn.Module):
         if documents is not None:
             mask = document_mask(documents)
             positions = document_positions(documents) if positions is None else positions
-        return AttentionContext(self.rotary(rows, positions, like), mask)
+        rotary = self.rotary(rows, positions, like)
+        if not self._windowed:
+            return AttentionContext(rotary, mask, rotary, mask)
+        near = window_mask(mask, tokens.shape[1], self.config.window, tokens.device)
+        own = self.window_rotary is not self.rotary
+        turned = self.window_rotary(rows, positions, like) if own else rotary
+        return AttentionContext(rotary, mask, turned, near)
 
     def blocks(
         self, x: Tensor, context: AttentionContext, caches: Sequence[LayerCache] | None = None
     ) -> Tensor:
         """The residual stream through the blocks that are here.  x: [B, S, D] -> [B, S, D]"""
-        for index, block in enumerate(self.layers):
+        for index, (position, block) in enumerate(self.layers.items()):
+            near = position in self._windowed
+            rotary = context.window_rotary if near else context.rotary
+            mask = context.window_mask if near else context.mask
             x = block(
-                x, context.rotary, context.mask, caches[index] if caches is not None else None
+                x,
+                None if position in self._unturned else rotary,
+                mask,
+                caches[index] if caches is not None else None,
             )
         return x
 
+    def head_input(self, hidden: Tensor) -> Tensor:
+        """hidden: [..., D] -> what the head's rows are multiplied with: [..., D]"""
+        divisor = self.config.logit_divisor
+        return hidden if divisor == 1.0 else hidden / divisor
+
     def unembed(self, hidden: Tensor) -> Tensor:
         """hidden: [..., D] -> logits: [..., V], without those of padding rows"""
-        return F.linear(hidden, self.head_weight[: self.config.vocab_size])
+        logits = F.linear(self.head_input(hidden), self.head_weight[: self.config.vocab_size])
+        cap = self.config.logit_softcap
+        return soft_limit(logits, cap) if cap else logits
 
     @property
     def head_weight(self) -> Tensor:
@@ -272,6 +385,20 @@ def document_mask(documents: Tensor) -> Tensor:
     length = documents.shape[1]
     causal = torch.ones(length, length, dtype=torch.bool, device=documents.device).tril()
     return ((documents[:, :, None] == documents[:, None, :]) & causal)[:, None]
+
+
+def window_mask(
+    mask: Tensor | None, length: int, window: int, device: torch.device
+) -> Tensor | None:
+    """`mask` (none: causal), less the keys that are `window` or more tokens away. The S queries
+    are the last of the S' keys.  [B | 1, 1, S, S'] or none where all keys are near"""
+    keys = length if mask is None else mask.shape[-1]
+    if keys <= window:
+        return mask
+    index = torch.arange(keys, device=device)
+    distance = index[keys - length :, None] - index  # [S, S']
+    near = (distance < window)[None, None]
+    return near & (distance >= 0) if mask is None else mask & near
 
 
 def document_positions(documents: Tensor) -> Tensor:

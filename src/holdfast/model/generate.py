@@ -58,7 +58,8 @@ class DecodingSession:
         length, device = tokens.shape[1], tokens.device
         own = torch.arange(self._tokens_read, self._tokens_read + length, device=device)
         mask = None
-        if self._tokens_read and length > 1:  # a lone new token sees every key: no mask
+        # A lone new token sees every key, unless some are outside of a window.
+        if self._tokens_read and (length > 1 or self._model.config.window):
             keys = torch.arange(self._tokens_read + length, device=device)
             mask = (keys <= own[:, None])[None, None]  # [1, 1, S, S']
         positions = own.expand(tokens.shape) if self._tokens_read else None

@@ -11,9 +11,7 @@ that has only `pytorch_model.bin` is refused.
 
 from __future__ import annotations
 
-import errno
 import json
-import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,20 +20,20 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from holdfast.config.huggingface.convert import to_their_config
+from holdfast.config.huggingface.folder import read_folder_model, read_json_object
 from holdfast.config.model import ModelConfig
 from holdfast.core.format.hf_names import NameMap, Piece, huggingface_map
-from holdfast.core.json_parsing import parse_json
-from holdfast.errors import OutOfSpaceError, UserError
-from holdfast.model.huggingface_config import (
-    ModelFolderError,
-    from_their_config,
-    to_their_config,
-    to_their_generation_config,
-)
+from holdfast.errors import ModelFolderError
 from holdfast.model.huggingface_files import INDEX, SINGLE, TensorReader, WholeTensors, write_files
-from holdfast.model.huggingface_tokenizer import copy_tokenizer
+from holdfast.model.huggingface_tokenizer import copy_tokenizer, give_back
+from holdfast.model.new_folder import new_folder
 
 SHARD_BYTES = 5_000_000_000
+READABLE = ("F64", "F32", "BF16", "F16")
+TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+"""All are written, for without one an architecture has a number of its own in mind."""
+FETCH_AGAIN = "fetch it again"
 
 
 def export_folder(
@@ -46,46 +44,30 @@ def export_folder(
     *,
     dtype: torch.dtype | None = None,
     shard_bytes: int = SHARD_BYTES,
+    end_token: str | None = None,
+    imported: Path | None = None,
 ) -> None:
     """Write a folder for `AutoModelForCausalLM` and `AutoTokenizer`.
 
     `tensors` maps our parameter names to full tensors, of which one is held at a time. If it reads
-    them in part, a few megabytes are held. `dtype` casts; by default each keeps its own. The
-    folder appears atomically: it is written as `<name>.partial` in the same parent folder.
-    Raises ModelFolderError if the folder is not empty or cannot be written, or if no architecture
-    of Hugging Face has this shape. Raises OutOfSpaceError when the disk is full.
+    them in part, a few megabytes are held. `dtype` casts; by default each keeps its own.
+    `end_token` ends a text; none: a known one. `imported` may hold settings of the folder that the
+    run began with (`KEPT_FILES`): they are given back, with its token ids. The
+    folder appears as `new_folder` says. Raises ModelFolderError if the folder is not empty or
+    cannot be written, or if no architecture of Hugging Face has this shape. Raises OutOfSpaceError
+    when the disk is full.
     """
     config = to_their_config(model)
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise ModelFolderError(
-            "this is not an empty folder", where=str(folder), remedy="name a new one"
-        )
-    folder = folder.absolute()
-    partial = folder.with_name(f"{folder.name}.partial")
-    try:
-        shutil.rmtree(partial, ignore_errors=True)  # of an export that was killed
-        partial.mkdir(parents=True)
+    with new_folder(folder) as partial:
         parts = WholeTensors(tensors) if isinstance(tensors, Mapping) else tensors
         stored = write_files(partial, huggingface_map(model), parts, dtype, shard_bytes)
-        special = copy_tokenizer(tokenizer_path, partial, model.max_position)
-        ids = {key: special.get(key) for key in ("bos_token_id", "eos_token_id")}
+        special = copy_tokenizer(tokenizer_path, partial, model.max_position, end_token)
+        kept = give_back(imported, partial, tokenizer_path is not None)
+        ids = {key: kept.get(key, special.get(key)) for key in TOKEN_IDS}
         config |= {**ids, "dtype": stored, "torch_dtype": stored}
         _write_json(partial / "config.json", config)
-        _write_json(partial / "generation_config.json", to_their_generation_config(ids))
-        partial.rename(folder)
-    except (OSError, SafetensorError) as error:
-        raise _write_error(folder, error) from error
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
-
-
-def _write_error(folder: Path, error: Exception) -> UserError:
-    """The safetensors library reports an operating system's error as text."""
-    if getattr(error, "errno", None) == errno.ENOSPC or "os error 28" in str(error):
-        return OutOfSpaceError(
-            "the disk is full", where=str(folder), remedy="make room, or name another place"
-        )
-    return ModelFolderError(f"the folder cannot be written ({error})", where=str(folder))
+        if not (partial / "generation_config.json").exists():
+            _write_json(partial / "generation_config.json", to_their_generation_config(ids))
 
 
 def import_folder(folder: Path, vocab_multiple: int = 1) -> tuple[ModelConfig, FolderTensors]:
@@ -96,14 +78,7 @@ def import_folder(folder: Path, vocab_multiple: int = 1) -> tuple[ModelConfig, F
     sentence, if something is missing, has another shape, or is an architecture that the decoder
     cannot compute exactly.
     """
-    path = folder / "config.json"
-    if not path.is_file():
-        raise ModelFolderError(
-            "there is no config.json here",
-            where=str(folder),
-            remedy="name the folder of a model in Hugging Face form",
-        )
-    model = from_their_config(_read_json(path), where=str(path))
+    model = read_folder_model(folder)
     model = model.model_copy(update={"vocab_multiple": vocab_multiple})
     return model, FolderTensors(folder, huggingface_map(model))
 
@@ -151,15 +126,7 @@ class FolderTensors(Mapping[str, Tensor]):
 
     def _open(self, file: str) -> Any:
         if file not in self._files:
-            path = self._folder / file
-            try:
-                self._files[file] = safe_open(path, framework="pt", device="cpu")
-            except (SafetensorError, OSError) as error:
-                raise ModelFolderError(
-                    f"this is not a whole safetensors file ({error})",
-                    where=str(path),
-                    remedy="fetch it again",
-                ) from error
+            self._files[file] = _opened(self._folder / file)
         return self._files[file]
 
     def _check(self, names: NameMap) -> None:
@@ -170,9 +137,17 @@ class FolderTensors(Mapping[str, Tensor]):
                 raise ModelFolderError(
                     f"tensor {entry.theirs} is missing",
                     where=str(self._folder),
-                    remedy="fetch it again",
+                    remedy=FETCH_AGAIN,
                 )
-            shape = tuple(self._slice(entry.theirs).get_shape())
+            found = self._slice(entry.theirs)
+            shape = tuple(found.get_shape())
+            if found.get_dtype() not in READABLE:
+                raise ModelFolderError(
+                    f"tensor {entry.theirs} is of dtype {found.get_dtype()}, which is not among "
+                    f"{', '.join(READABLE)}",
+                    where=str(self._folder),
+                    remedy="convert the weights to bfloat16 or float32",
+                )
             if shape != entry.shape:
                 raise ModelFolderError(
                     f"tensor {entry.theirs} has shape {list(shape)} but config.json says "
@@ -190,7 +165,10 @@ class FolderTensors(Mapping[str, Tensor]):
                 self._check_tied(theirs, entry.alias_of)
 
     def _check_tied(self, alias: str, original: str) -> None:
-        if not torch.equal(self._slice(alias)[:], self._slice(original)[:]):
+        shapes = [self._slice(name).get_shape() for name in (alias, original)]
+        if shapes[0] != shapes[1] or not torch.equal(
+            self._slice(alias)[:], self._slice(original)[:]
+        ):
             raise ModelFolderError(
                 f"config.json ties {alias} to {original}, but their numbers differ",
                 where=str(self._folder),
@@ -201,25 +179,9 @@ class FolderTensors(Mapping[str, Tensor]):
 def _index_files(folder: Path) -> dict[str, str]:
     """Their tensor name -> file name."""
     if (folder / INDEX).is_file():
-        located: dict[str, str] = _read_json(folder / INDEX)["weight_map"]
-        for file in set(located.values()):
-            if Path(file).name != file or not (folder / file).is_file():
-                raise ModelFolderError(
-                    f"the index names {file}, which is not in the folder",
-                    where=str(folder / INDEX),
-                    remedy="fetch it again",
-                )
-        return located
+        return _indexed_files(folder)
     if (folder / SINGLE).is_file():
-        try:
-            with safe_open(folder / SINGLE, framework="pt", device="cpu") as file:
-                return dict.fromkeys(file.keys(), SINGLE)
-        except SafetensorError as error:
-            raise ModelFolderError(
-                f"this is not a whole safetensors file ({error})",
-                where=str(folder / SINGLE),
-                remedy="fetch it again",
-            ) from error
+        return dict.fromkeys(_tensor_names(folder / SINGLE), SINGLE)
     if next(folder.glob("*.bin"), None) or next(folder.glob("*.pt*"), None):
         raise ModelFolderError(
             "the weights are a pickle, which could run code when it is read",
@@ -233,6 +195,55 @@ def _index_files(folder: Path) -> dict[str, str]:
     )
 
 
+def _indexed_files(folder: Path) -> dict[str, str]:
+    """By the index, which must name exactly what is in the files."""
+    where = str(folder / INDEX)
+    located = read_json_object(folder / INDEX).get("weight_map")
+    if not isinstance(located, dict) or not all(isinstance(f, str) for f in located.values()):
+        raise ModelFolderError(
+            "this index has no weight_map from tensors to files", where=where, remedy=FETCH_AGAIN
+        )
+    files: dict[str, set[str]] = {}
+    for tensor, file in located.items():
+        files.setdefault(file, set()).add(tensor)
+    for file, named in files.items():
+        if Path(file).name != file or not (folder / file).is_file():
+            raise ModelFolderError(
+                f"the index names {file}, which is not in the folder",
+                where=where,
+                remedy=FETCH_AGAIN,
+            )
+        inside = set(_tensor_names(folder / file))
+        if named - inside:
+            raise ModelFolderError(
+                f"the index looks for {min(named - inside)} in {file}, which has no such tensor",
+                where=where,
+                remedy=FETCH_AGAIN,
+            )
+        if inside - named:
+            raise ModelFolderError(
+                f"{file} has {min(inside - named)}, which the index does not name there",
+                where=where,
+                remedy=FETCH_AGAIN,
+            )
+    return located
+
+
+def _tensor_names(path: Path) -> list[str]:
+    """What a safetensors file says that it holds."""
+    with _opened(path) as file:
+        return list(file.keys())
+
+
+def _opened(path: Path) -> Any:
+    try:
+        return safe_open(path, framework="pt", device="cpu")
+    except (SafetensorError, OSError) as error:
+        raise ModelFolderError(
+            f"this is not a whole safetensors file ({error})", where=str(path), remedy=FETCH_AGAIN
+        ) from error
+
+
 def extract_piece(theirs: Any, piece: Piece) -> Tensor:
     """One of our tensors out of one of theirs (a tensor, or a slice of a file yet to be read)."""
     cut = tuple(slice(o, o + n) for o, n in zip(piece.offsets, piece.lengths, strict=True))
@@ -242,14 +253,9 @@ def extract_piece(theirs: Any, piece: Piece) -> Tensor:
     return value if piece.new_dim is None else value.squeeze(piece.new_dim)
 
 
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        value = parse_json(path.read_text("utf-8"))
-    except (ValueError, OSError) as error:
-        raise ModelFolderError(f"this is not readable JSON ({error})", where=str(path)) from error
-    if not isinstance(value, dict):
-        raise ModelFolderError("this is not a JSON object", where=str(path))
-    return value
+def to_their_generation_config(ids: dict[str, Any]) -> dict[str, Any]:
+    """generation_config.json: token ids, and sampling as `generate.py` does it by default."""
+    return {**{key: value for key, value in ids.items() if value is not None}, "do_sample": True}
 
 
 def _write_json(path: Path, value: object) -> None:

@@ -7,18 +7,53 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+from holdfast.config.huggingface.folder import read_json_object
 from holdfast.core.data.special_tokens import KNOWN_BEGINS, KNOWN_ENDS
 from holdfast.core.json_parsing import parse_json
-from holdfast.model.huggingface_config import ModelFolderError
+from holdfast.errors import ModelFolderError
 
-_ALONGSIDE = ("tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
+_ALONGSIDE = (
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+)
+KEPT_FILES = ("config.json", "generation_config.json", *_ALONGSIDE)
+"""What a run keeps of the folder that its weights came from."""
 
 
-def copy_tokenizer(source: Path | None, folder: Path, max_length: int) -> dict[str, int]:
+def keep_settings(source: Path, folder: Path, tokenizer: bool) -> None:
+    """Copy the settings of a model's folder to `folder`. tokenizer: those of the tokenizer too,
+    because it is the run's."""
+    folder.mkdir(exist_ok=True)
+    for name in KEPT_FILES if tokenizer else KEPT_FILES[:2]:
+        if (source / name).is_file():
+            shutil.copyfile(source / name, folder / name)
+
+
+def give_back(kept: Path | None, folder: Path, tokenizer: bool) -> dict[str, Any]:
+    """Copy what `keep_settings` kept into an exported folder, but not config.json. Return the token
+    ids that were in that. tokenizer: the exported folder has one."""
+    if kept is None or not kept.is_dir():
+        return {}
+    for name in KEPT_FILES[1:] if tokenizer else ("generation_config.json",):
+        if (kept / name).is_file():
+            shutil.copyfile(kept / name, folder / name)
+    config: dict[str, Any] = {}
+    for name in ("generation_config.json", "config.json"):
+        if (kept / name).is_file():
+            config |= read_json_object(kept / name)
+    return {key: value for key, value in config.items() if key.endswith("_token_id")}
+
+
+def copy_tokenizer(
+    source: Path | None, folder: Path, max_length: int, end_token: str | None = None
+) -> dict[str, int]:
     """Copy `source` (a tokenizer.json, or the folder of one) into `folder`.
 
     A tokenizer_config.json in a given folder is kept. Otherwise one is written, with the tokens for
-    the begin and the end of a text, found among the special tokens. Return `eos_token_id` and
+    the begin and the end of a text, found among the special tokens; `end_token` is the end if it is
+    given. Return `eos_token_id` and
     `bos_token_id`, if there are such tokens. Raises ModelFolderError if `source` cannot be read.
     """
     if source is None:
@@ -44,9 +79,18 @@ def copy_tokenizer(source: Path | None, folder: Path, max_length: int) -> dict[s
         settings: dict[str, Any] = parse_json(settings_path.read_text("utf-8"))
     else:
         settings = _settings(special, max_length)
+        if end_token is not None:
+            settings["eos_token"] = end_token
         settings_path.write_text(json.dumps(settings, indent=2) + "\n", "utf-8")
     tokens = {key: _content(settings.get(key)) for key in ("bos_token", "eos_token")}
-    return {f"{key}_id": special[token] for key, token in tokens.items() if token in special}
+    known = special | _all_ids(table) if end_token not in (None, *special) else special
+    return {f"{key}_id": known[token] for key, token in tokens.items() if token in known}
+
+
+def _all_ids(table: dict[str, Any]) -> dict[str, int]:
+    """Token -> id of the model's own vocabulary, where it is a table."""
+    vocabulary = table.get("model", {}).get("vocab")
+    return vocabulary if isinstance(vocabulary, dict) else {}
 
 
 def _settings(special: dict[str, int], max_length: int) -> dict[str, Any]:

@@ -109,6 +109,7 @@ def apply_tensor_parallel(
     part = VocabularyPart.of(decoder.config, collectives.size, collectives.rank)
     tensor = TensorParallel(collectives, sequence_parallel, part)
     for block in decoder.layers:
+        block.attention.o.bias_share = 1.0 / collectives.size  # the region's end adds them up
         _wrap_region(block.attention, tensor)
         _wrap_region(block.ffn, tensor)
     if decoder.embed is not None:
@@ -146,6 +147,12 @@ def _check_units(model: ModelConfig, tp: int) -> None:
             f"tp {tp} is neither a divisor nor a multiple of the {model.kv_heads} key/value heads",
             where="layout.tp",
             remedy=f"use tp {model.kv_heads}",
+        )
+    if tp > 1 and model.qk_norm_width == "all":
+        raise LayoutError(
+            "tp cannot cut a norm that spans all query heads (model.qk_norm_width all)",
+            where="layout.tp",
+            remedy="use tp 1",
         )
     if model.ffn_dim < tp:
         raise LayoutError(

@@ -69,8 +69,9 @@ class LiveView:
         console: Console | None = None,
         every_seconds: float = 5.0,
         now: Callable[[], float] = time.monotonic,
+        imported_from: str = "",
     ) -> None:
-        self.progress = RunProgress(total_steps)
+        self.progress = RunProgress(total_steps, imported_from=imported_from)
         self._console = console or Console()
         self._every = every_seconds
         self._now = now

@@ -62,6 +62,7 @@ class RunProgress:
     curve: list[tuple[int, float]] = field(default_factory=list)  # (step, loss) that count
     ledger: TimeLedger = field(default_factory=TimeLedger)
     book: IncidentBook = field(default_factory=IncidentBook)
+    imported_from: str = ""  # folder that the run's first weights came from
     _stride: int = 1
     _pace: deque[tuple[float, int]] = field(
         default_factory=lambda: deque(maxlen=_PACE_WINDOW_STEPS)
@@ -165,7 +166,11 @@ class RunProgress:
         self.curve = [point for point in self.curve if point[0] <= event.step]
         self._pace.clear()
         self.state = "recovering" if self.book.current is not None else "starting"
-        origin = f"from the state after step {event.step}" if event.step else "from initial weights"
+        origin = f"from the state after step {event.step}"
+        if not event.step:
+            origin = "from initial weights"
+            if event.restored_from is not None:
+                origin = f"from the weights imported from {self.imported_from or 'another trainer'}"
         text = f"generation {number}, {format_plural(len(self.workers), 'worker')}, {origin}"
         text += _describe_node_changes(before, set(ranks)) if before else _describe_nodes(ranks)
         return ProgressLine(elapsed, text, "plain" if again or not event.step else "good")

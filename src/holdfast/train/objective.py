@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from holdfast.model.decoder import Decoder
+from holdfast.model.decoder import Decoder, soft_limit
 from holdfast.parallel.tensor_parallel import TensorParallel
 from holdfast.parallel.vocab_parallel import VocabularySoftmax
 
@@ -27,6 +27,9 @@ IGNORED_TARGET = -100
 
 LossAndGradient = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 """(logits [c, V], targets [c]) -> losses [c], and d loss / d logits [c, V] in the logits' dtype."""
+
+Losses = Callable[[Tensor, Tensor], Tensor]
+"""(logits [c, V], targets [c]) -> losses [c]"""
 
 _CHUNK_ELEMENTS = {"cpu": 2**24, "cuda": 2**28}  # logits held at a time
 
@@ -67,12 +70,11 @@ class NextTokenObjective(nn.Module):
         if tensor is not None:
             tensor.begin_forward(*tokens.shape)
         if x is None:
-            assert decoder.embed is not None, "a later stage needs what comes in"
-            x = decoder.embed(tokens)  # [B, S, D]
+            x = decoder.embed_tokens(tokens)  # [B, S, D]
         x = decoder.blocks(x, decoder.attention_context(tokens, x, documents))
         if decoder.norm is None:
             return x
-        hidden = decoder.norm(x)
+        hidden = decoder.head_input(decoder.norm(x))
         if tensor is not None:
             hidden = tensor.enter_region(hidden)
         return linear_cross_entropy(
@@ -82,6 +84,7 @@ class NextTokenObjective(nn.Module):
             slope=self._loss_and_gradient,
             vocabulary=decoder.config.vocab_size,
             part=None if tensor is None else tensor.softmax,
+            softcap=decoder.config.logit_softcap,
         )
 
 
@@ -104,6 +107,7 @@ def linear_cross_entropy(
     *,
     vocabulary: int | None = None,
     part: VocabularySoftmax | None = None,
+    softcap: float = 0.0,
 ) -> Tensor:
     """Sum of -log softmax(hidden weight^T)[target], in float64, over targets that are not -100.
 
@@ -113,19 +117,45 @@ def linear_cross_entropy(
     vocabulary: number of tokens V, if a complete `weight` has padding rows after them.
     part: given if the vocabulary is cut over ranks. `weight` then has this rank's rows. Each rank
         gets the full loss, the gradient of its rows, and a summand of the gradient of `hidden`.
+    softcap: the softmax is of softcap * tanh(logits / softcap); 0: of the logits.
     """
+    losses: Losses = _losses if part is None else part.losses
+    slope = (slope or _loss_and_gradient_in_place) if part is None else part.losses_and_gradient
+    if softcap:
+        losses, slope = _softcapped_losses(losses, softcap), _softcapped_slope(slope, softcap)
     known = vocabulary or weight.shape[0] if part is None else part.part.vocabulary
     head = _Head(
         needs_gradients=torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad),
         rows=known if part is None else part.part.rows,
         chunk=chunk or chunk_tokens(known, hidden.device),
-        losses=_losses if part is None else part.losses,
-        slope=(slope or _loss_and_gradient_in_place) if part is None else part.losses_and_gradient,
+        losses=losses,
+        slope=slope,
     )
     out: Tensor = _LinearCrossEntropy.apply(  # type: ignore[no-untyped-call]
         hidden, weight, targets, head
     )
     return out
+
+
+def _softcapped_losses(losses: Losses, cap: float) -> Losses:
+    """`losses` of limited logits."""
+    return lambda logits, targets: losses(_softcapped(logits, cap), targets)
+
+
+def _softcapped_slope(slope: LossAndGradient, cap: float) -> LossAndGradient:
+    """`slope` of limited logits, and the gradient carried back through the limit."""
+
+    def through(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        limited = _softcapped(logits, cap)
+        losses, g = slope(limited, targets)
+        return losses, (g * (1.0 - (limited / cap).square())).to(logits.dtype)
+
+    return through
+
+
+def _softcapped(logits: Tensor, cap: float) -> Tensor:
+    """[c, V] -> [c, V], in at least float32"""
+    return soft_limit(logits.to(_wide_dtype(logits.dtype)), cap)
 
 
 class _Head(NamedTuple):
@@ -135,7 +165,7 @@ class _Head(NamedTuple):
     needs_gradients: bool
     rows: int
     chunk: int
-    losses: Callable[[Tensor, Tensor], Tensor]
+    losses: Losses
     slope: LossAndGradient
 
 

@@ -13,7 +13,9 @@ from typing import TYPE_CHECKING
 from holdfast.checkpoint.format.blob import Bytes
 from holdfast.checkpoint.restore.catalog import list_commits
 from holdfast.checkpoint.save.single_writer import TensorSource, write_single
+from holdfast.config.huggingface.convert import shape_differences
 from holdfast.config.model import ModelConfig
+from holdfast.config.model_from import as_overrides, describe_differences
 from holdfast.core.format.manifest import Commit
 from holdfast.core.sharding.state_table import STATE_PREFIXES, TensorSpec, state_table
 from holdfast.errors import CheckpointError
@@ -23,21 +25,6 @@ if TYPE_CHECKING:
     from holdfast.model.huggingface import FolderTensors
 
 ZEROS = bytes(2**20)
-COMPARED_MODEL_FIELDS = (
-    "layers",
-    "dim",
-    "heads",
-    "kv_heads",
-    "head_size",
-    "ffn_dim",
-    "vocab_size",
-    "rope_theta",
-    "rope_scaling",
-    "norm_eps",
-    "qk_norm",
-    "tied_embeddings",
-)
-"""Settings that decide which numbers the same weights compute."""
 
 
 def import_huggingface(
@@ -64,14 +51,11 @@ def import_huggingface(
             remedy="import into a new run folder, with folder=<path>",
         )
     found, tensors = import_folder(folder, model.vocab_multiple)
-    for name in COMPARED_MODEL_FIELDS:
-        theirs, ours = getattr(found, name), getattr(model, name)
-        if theirs != ours:
-            raise CheckpointError(
-                f"model.{name} is {ours!r} in the run file and {theirs!r} in the folder",
-                where=str(folder),
-                remedy=f"set model.{name}={theirs}",
-            )
+    if differences := shape_differences(model, found):
+        raise CheckpointError(
+            describe_differences(differences, str(folder)),
+            remedy=f"add model.from={folder}, or {as_overrides(differences)}",
+        )
     sources = (
         TensorSource(spec.name, spec.dtype, spec.shape, _tensor_chunks(spec, tensors))
         for spec in state_table(model, precision)

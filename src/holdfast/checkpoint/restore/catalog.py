@@ -9,6 +9,7 @@ from holdfast.core.format.manifest import (
     COMMITS_PREFIX,
     parse_commit_key,
 )
+from holdfast.errors import HoldfastError
 from holdfast.wire.store.run_store import RunStore
 
 
@@ -37,3 +38,16 @@ def describe_checkpoint(store: RunStore, key: str) -> dict[str, Any]:
         "config_hash": commit.config_hash,
         "dataset_version": commit.dataset_version,
     }
+
+
+def origin_of_weights(store: RunStore) -> str:
+    """Name of the folder whose weights the run began with; "" if it began from initial ones."""
+    for key in reversed(list_commits(store)):
+        position = parse_commit_key(key)
+        if position is None or position[1] != 0:  # generation 0: written before any membership
+            continue
+        try:
+            return str(Checkpoint.open(store, key).commit.meta.get("imported_from", ""))
+        except HoldfastError:
+            return ""
+    return ""

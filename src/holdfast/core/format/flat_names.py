@@ -22,6 +22,7 @@ from dataclasses import dataclass, replace
 from holdfast.config.model import ModelConfig
 from holdfast.core.format.hf_names import huggingface_map
 from holdfast.core.sharding.parameters import decoder_parameters
+from holdfast.errors import CheckpointError
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 OPTIMIZER_PREFIXES = ("optimizer.", "optim.", "")
@@ -47,6 +48,10 @@ _TITAN_OUTSIDE = {
 }
 _UNTIL_0_2 = {"lm_head.weight": "output.weight", ".qkv_linear.": "."}
 """Names that differed before torchtitan 0.3."""
+
+
+class NoSuchNameError(CheckpointError):
+    """A scheme has no name for one of the model's parameters."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,16 +97,18 @@ def _titan(model: ModelConfig) -> Iterator[FlatName]:
             continue
         _, layer, inside = p.name.split(".", 2)
         inside = inside.removesuffix(".weight")
+        if inside not in _TITAN_BLOCK:
+            raise NoSuchNameError(f"torchtitan's Llama 3 has no parameter for {p.name}")
         pairs = heads.get(inside, 0) if model.family == "llama" else 0
         yield FlatName(p.name, f"layers.{layer}.{_TITAN_BLOCK[inside]}.weight", shape, pairs)
 
 
 def huggingface_names(model: ModelConfig) -> tuple[FlatName, ...]:
-    """Hugging Face's own; every entry of the map holds one of our parameters."""
-    return tuple(
-        FlatName(entry.pieces[0].ours, entry.theirs, entry.shape)
-        for entry in huggingface_map(model).stored_entries
-    )
+    """Hugging Face's own. Raises NoSuchNameError if one of theirs holds several of ours."""
+    entries = huggingface_map(model).stored_entries
+    if fused := next((entry for entry in entries if len(entry.pieces) > 1), None):
+        raise NoSuchNameError(f"{fused.theirs} is several parameters of the model in one tensor")
+    return tuple(FlatName(e.pieces[0].ours, e.theirs, e.shape) for e in entries)
 
 
 SCHEMES: dict[str, Callable[[ModelConfig], tuple[FlatName, ...]]] = {
@@ -119,7 +126,10 @@ def recognise_scheme(model: ModelConfig, names: Collection[str]) -> tuple[str, s
     there = set(names)
     missing: list[tuple[int, str]] = []
     for scheme, table in SCHEMES.items():
-        rows = table(model)
+        try:
+            rows = table(model)
+        except NoSuchNameError:
+            continue
         for prefix in ("", "model."):
             lacks = [prefix + row.theirs for row in rows if prefix + row.theirs not in there]
             if not lacks:

@@ -19,6 +19,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from holdfast.config.huggingface.architectures import (
+    ARCHITECTURES,
+    OUTSIDE_NAMES,
+    Architecture,
+)
+from holdfast.config.huggingface.convert import find_architecture
 from holdfast.config.model import ModelConfig
 from holdfast.core.sharding.parameters import decoder_parameters
 
@@ -135,47 +141,35 @@ class NameMap:
         return {entry.theirs: entry for entry in self.entries}
 
 
-_BLOCK = {
-    "attention_norm": "input_layernorm",
-    "attention.q": "self_attn.q_proj",
-    "attention.k": "self_attn.k_proj",
-    "attention.v": "self_attn.v_proj",
-    "attention.q_norm": "self_attn.q_norm",
-    "attention.k_norm": "self_attn.k_norm",
-    "attention.o": "self_attn.o_proj",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn.gate": "mlp.gate_proj",
-    "ffn.up": "mlp.up_proj",
-    "ffn.down": "mlp.down_proj",
-}
-_OUTSIDE = {
-    "embed.weight": "model.embed_tokens.weight",
-    "norm.weight": "model.norm.weight",
-    "head.weight": "lm_head.weight",
-}
-
-
 def huggingface_map(model: ModelConfig) -> NameMap:
-    """The map of `LlamaForCausalLM` and `Qwen3ForCausalLM`, which name their tensors alike.
+    """The map of the architecture that the model is imported from or exported as.
 
-    Rows keep their order too: rotary pairs are halves of a head on both sides.
+    Rows keep their order: rotary pairs are halves of a head on both sides.
     """
-    return NameMap(tuple(_decoder_entries(model)))
+    architecture = find_architecture(model) or ARCHITECTURES[model.family]
+    return NameMap(tuple(_decoder_entries(model, architecture)))
 
 
-def _decoder_entries(model: ModelConfig) -> Iterator[TensorMapping]:
-    for row in decoder_parameters(model):
-        if row.padding:
-            yield trim_rows(row.name, _theirs(row.name), row.shape, row.padding)
-        else:
-            yield rename(row.name, _theirs(row.name), row.shape)
+def _decoder_entries(model: ModelConfig, architecture: Architecture) -> Iterator[TensorMapping]:
+    rows = {row.name: row for row in decoder_parameters(model)}
+    fused = {part: (whole, parts) for whole, parts in architecture.fused.items() for part in parts}
+    for name, row in rows.items():
+        if name in OUTSIDE_NAMES:
+            theirs = OUTSIDE_NAMES[name]
+            cut = trim_rows(name, theirs, row.shape, row.padding) if row.padding else None
+            yield cut or rename(name, theirs, row.shape)
+            continue
+        _, layer, inside = name.split(".", 2)
+        part, _, kind = inside.rpartition(".")
+        if part not in fused:
+            theirs = f"model.layers.{layer}.{architecture.names[part]}.{kind}"
+            yield rename(name, theirs, row.shape)
+            continue
+        whole, parts = fused[part]
+        if part == parts[0]:
+            names = [f"layers.{layer}.{p}.{kind}" for p in parts]
+            pieces = [(n, rows[n].shape) for n in names]
+            yield split(pieces, f"model.layers.{layer}.{whole}.{kind}", 0)
     if model.tied_embeddings:
         shape = (model.vocab_size, model.dim)
-        yield tie(_OUTSIDE["head.weight"], _OUTSIDE["embed.weight"], shape)
-
-
-def _theirs(name: str) -> str:
-    if name in _OUTSIDE:
-        return _OUTSIDE[name]
-    _, layer, inside = name.split(".", 2)
-    return f"model.layers.{layer}.{_BLOCK[inside.removesuffix('.weight')]}.weight"
+        yield tie(OUTSIDE_NAMES["head.weight"], OUTSIDE_NAMES["embed.weight"], shape)

@@ -61,7 +61,7 @@ def decoder_parameters(model: ModelConfig) -> tuple[Parameter, ...]:
     Matrices start from N(0, init_std^2). Those that write into the residual stream (`attention.o`
     and `ffn.down`) start smaller by sqrt(2 * layers). So the stream's variance does not grow with
     the number of terms added to it (GPT-2: Radford et al. 2019, section 2.3). Matrices decay, norm
-    gains do not. A tied head has no row of its own.
+    gains and biases do not. A tied head has no row of its own.
     """
     normal = Normal(model.init_std)
     vocabulary = (model.vocab_rows, model.dim)
@@ -69,35 +69,46 @@ def decoder_parameters(model: ModelConfig) -> tuple[Parameter, ...]:
     rows = [Parameter("embed.weight", vocabulary, True, normal, padding)]
     for layer in range(model.layers):
         rows.extend(_block(model, f"layers.{layer}."))
-    rows.append(_gain("norm.weight", model.dim))
+    rows.append(_gain(model, "norm.weight", model.dim))
     if not model.tied_embeddings:
         rows.append(Parameter("head.weight", vocabulary, True, normal, padding))
     return tuple(rows)
 
 
 def _block(model: ModelConfig, prefix: str) -> Iterator[Parameter]:
-    """The rows of one block: attention, then SwiGLU, each after its norm."""
+    """The rows of one block: attention, then the feed-forward, each between its norms."""
     dim, head, ffn = model.dim, model.head_size, model.ffn_dim
     query, key_value = model.heads * head, model.kv_heads * head
     normal = Normal(model.init_std)
     residual = Normal(model.init_std / math.sqrt(2 * model.layers))
+    before, after = model.norms != "post", model.norms != "pre"
 
-    yield _gain(f"{prefix}attention_norm.weight", dim)
-    yield Parameter(f"{prefix}attention.q.weight", (query, dim), True, normal)
-    yield Parameter(f"{prefix}attention.k.weight", (key_value, dim), True, normal)
-    yield Parameter(f"{prefix}attention.v.weight", (key_value, dim), True, normal)
+    if before:
+        yield _gain(model, f"{prefix}attention_norm.weight", dim)
+    for name, size in (("q", query), ("k", key_value), ("v", key_value)):
+        yield Parameter(f"{prefix}attention.{name}.weight", (size, dim), True, normal)
+        if model.attention_bias != "none":
+            yield Parameter(f"{prefix}attention.{name}.bias", (size,), False, Zeros())
     if model.qk_norm:
-        yield _gain(f"{prefix}attention.q_norm.weight", head)
-        yield _gain(f"{prefix}attention.k_norm.weight", head)
+        wide = model.qk_norm_width == "all"
+        yield _gain(model, f"{prefix}attention.q_norm.weight", query if wide else head)
+        yield _gain(model, f"{prefix}attention.k_norm.weight", key_value if wide else head)
     yield Parameter(f"{prefix}attention.o.weight", (dim, query), True, residual)
-    yield _gain(f"{prefix}ffn_norm.weight", dim)
+    if model.attention_bias == "qkvo":
+        yield Parameter(f"{prefix}attention.o.bias", (dim,), False, Zeros())
+    if after:
+        yield _gain(model, f"{prefix}attention_post_norm.weight", dim)
+    if before:
+        yield _gain(model, f"{prefix}ffn_norm.weight", dim)
     yield Parameter(f"{prefix}ffn.gate.weight", (ffn, dim), True, normal)
     yield Parameter(f"{prefix}ffn.up.weight", (ffn, dim), True, normal)
     yield Parameter(f"{prefix}ffn.down.weight", (dim, ffn), True, residual)
+    if after:
+        yield _gain(model, f"{prefix}ffn_post_norm.weight", dim)
 
 
-def _gain(name: str, size: int) -> Parameter:
-    return Parameter(name, (size,), False, Ones())
+def _gain(model: ModelConfig, name: str, size: int) -> Parameter:
+    return Parameter(name, (size,), False, Zeros() if model.norm_plus_one else Ones())
 
 
 def count_parameters(model: ModelConfig, *, embeddings: bool = True) -> int:

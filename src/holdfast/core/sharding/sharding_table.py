@@ -11,6 +11,9 @@ tokens of the residual stream, so every rank holds all of them. Under sequence p
     attention.q   [H*h, D]     dim 0, H units        ffn.gate, up  [F, D]     dim 0, F units
     attention.k,v [K*h, D]     dim 0, K units        ffn.down      [D, F]     dim 1, F units
     norms         [D]          whole                 q_norm,k_norm [h]        whole
+    q, k, v bias  [H*h, K*h]   as their matrix       o bias        [D]        whole
+
+Every rank adds its share of the bias of `attention.o`, 1 / tp. So its gradient is a sum over ranks.
 
 A layer of a new kind is one more row of `_CUTS`.
 """
@@ -50,6 +53,9 @@ _CUTS: dict[str, tuple[int, str | None]] = {
     "attention.q": (0, "heads"),
     "attention.k": (0, "kv_heads"),
     "attention.v": (0, "kv_heads"),
+    "attention.q.bias": (0, "heads"),
+    "attention.k.bias": (0, "kv_heads"),
+    "attention.v.bias": (0, "kv_heads"),
     "attention.o": (1, "heads"),
     "ffn.gate": (0, None),
     "ffn.up": (0, None),
@@ -58,7 +64,7 @@ _CUTS: dict[str, tuple[int, str | None]] = {
 """layer -> (dim of its weight that tp cuts, field of ModelConfig that counts the units; None: each
 index of the dim is one)."""
 
-_PER_TOKEN = ("attention_norm", "ffn_norm", "norm")
+_PER_TOKEN = ("attention_norm", "attention_post_norm", "ffn_norm", "ffn_post_norm", "norm")
 
 
 def sharding_table(model: ModelConfig) -> dict[str, Sharding]:

@@ -1,0 +1,322 @@
+"""The architectures of Hugging Face that the decoder computes, one short description each.
+
+A description says which model keys follow from which keys of `config.json` (`rules`), which values
+all models of the architecture have (`always`), which keys must have one of a few values (`fixed`),
+and how tensors are named (`names`, `fused`). A key of `config.json` that stands nowhere here is
+refused, for it may change what the model computes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from holdfast.config.huggingface.rope import rotary, rotary_by_kind, unturned, unturned_blocks
+from holdfast.config.huggingface.rules import (
+    Rule,
+    choice,
+    copy,
+    embedding_by_dim,
+    heads,
+    limit,
+    query_scale,
+    window_by_block,
+    window_everywhere,
+)
+
+_NAMES = {
+    "attention_norm": "input_layernorm",
+    "attention.q": "self_attn.q_proj",
+    "attention.k": "self_attn.k_proj",
+    "attention.v": "self_attn.v_proj",
+    "attention.q_norm": "self_attn.q_norm",
+    "attention.k_norm": "self_attn.k_norm",
+    "attention.o": "self_attn.o_proj",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn.gate": "mlp.gate_proj",
+    "ffn.up": "mlp.up_proj",
+    "ffn.down": "mlp.down_proj",
+}
+_POST_NAMES = {
+    "attention_post_norm": "post_attention_layernorm",
+    "ffn_post_norm": "post_feedforward_layernorm",
+}
+_BOTH_NAMES = _NAMES | _POST_NAMES | {"ffn_norm": "pre_feedforward_layernorm"}
+OUTSIDE_NAMES = {
+    "embed.weight": "model.embed_tokens.weight",
+    "norm.weight": "model.norm.weight",
+    "head.weight": "lm_head.weight",
+}
+
+_NEUTRAL_WORDS = """
+    _attn_implementation _attn_implementation_autoset _name_or_path architectures attention_dropout
+    auto_map bad_words_ids begin_suppress_tokens bos_token_id cache_implementation
+    chunk_size_feed_forward classifier_dropout cls_token_id decoder_start_token_id
+    diversity_penalty do_sample dtype early_stopping embd_pdrop encoder_no_repeat_ngram_size
+    eos_token_id finetuning_task forced_bos_token_id forced_eos_token_id id2label is_decoder
+    is_llama_config label2id length_penalty mask_token_id max_length min_length model_type
+    no_repeat_ngram_size num_beam_groups num_beams num_return_sequences output_attentions
+    output_hidden_states output_scores pad_token_id prefix pretraining_tp problem_type
+    pruned_heads remove_invalid_values repetition_penalty resid_pdrop return_dict
+    return_dict_in_generate sep_token_id suppress_tokens task_specific_params temperature
+    tf_legacy_loss tokenizer_class top_k top_p torch_dtype torchscript transformers.js_config
+    transformers_version typical_p unk_token_id unsloth_fixed unsloth_version use_bfloat16
+    use_cache original_max_position_embeddings
+"""
+NEUTRAL = frozenset(_NEUTRAL_WORDS.split())
+"""Keys that do not enter the logits. (Phi 3's original_max_position_embeddings belongs to longrope,
+which is refused by its own name.)"""
+
+_OFF = (False, None)
+_FIXED_EVERYWHERE: dict[str, tuple[Any, ...]] = {
+    "quantization_config": (None,),
+    "add_cross_attention": (None, False),
+    "is_encoder_decoder": (None, False),
+    "tie_encoder_decoder": (None, False),
+}
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """One architecture.
+
+    family: our name. class_name: theirs. model_type: theirs, if it is not `family`. always: model
+    keys with one value in it. fixed: their keys that must be absent or have one of these values;
+    written is the first, unless it is None. names: part of a block -> their name. fused: their name
+    -> our parts that lie in it one after another.
+    """
+
+    family: str
+    class_name: str
+    rules: tuple[Rule, ...]
+    model_type: str = ""
+    always: Mapping[str, Any] = field(default_factory=dict)
+    fixed: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    names: Mapping[str, str] = field(default_factory=lambda: _NAMES)
+    fused: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+
+    @property
+    def their_type(self) -> str:
+        return self.model_type or self.family
+
+    @property
+    def all_fixed(self) -> dict[str, tuple[Any, ...]]:
+        return {**_FIXED_EVERYWHERE, **self.fixed}
+
+
+_ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu"}
+_GEMMA_ACTIVATIONS = {"gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu_tanh", "silu": "silu"}
+_BIASES = {False: "none", True: "qkvo"}
+
+
+def _shape(eps: float, tied: bool = False, positions: int = 2048) -> tuple[Rule, ...]:
+    """What all share. eps, tied, positions: what counts where a key is missing."""
+    return (
+        copy("vocab_size", "vocab_size"),
+        copy("hidden_size", "dim"),
+        copy("intermediate_size", "ffn_dim"),
+        copy("num_hidden_layers", "layers"),
+        copy("max_position_embeddings", "max_position", positions),
+        copy("initializer_range", "init_std", 0.02),
+        copy("rms_norm_eps", "norm_eps", eps),
+        copy("tie_word_embeddings", "tied_embeddings", tied),
+    )
+
+
+_OPTIONAL_BIAS = choice("attention_bias", "attention_bias", _BIASES, False)
+_SILU = choice("hidden_act", "activation", _ACTIVATIONS, "silu")
+_GEMMA_ACT = choice("hidden_activation", "activation", _GEMMA_ACTIVATIONS, "gelu_pytorch_tanh")
+_LATE_WINDOW = window_by_block(
+    lambda config, block: block >= (config.get("max_window_layers") or 28),
+    absent=4096,
+    switch="use_sliding_window",
+    also=("max_window_layers",),
+    write_also=lambda model: {"max_window_layers": min(model.windowed)} if model.windowed else {},
+)
+_GEMMA = {"norm_plus_one": True}
+
+ARCHITECTURES: dict[str, Architecture] = {
+    row.family: row
+    for row in (
+        Architecture(
+            "llama",
+            "LlamaForCausalLM",
+            (*_shape(1e-6), heads(always_head=True), _SILU, rotary(), _OPTIONAL_BIAS),
+            fixed={"mlp_bias": _OFF, "rope_interleaved": (None, False)},
+        ),
+        Architecture(
+            "qwen2",
+            "Qwen2ForCausalLM",
+            (
+                *_shape(1e-6, positions=32_768),
+                heads(absent_kv=32),
+                _SILU,
+                rotary(),
+                _LATE_WINDOW,
+            ),
+            always={"attention_bias": "qkv"},
+            fixed={"use_mrope": (None, False)},
+        ),
+        Architecture(
+            "qwen3",
+            "Qwen3ForCausalLM",
+            (
+                *_shape(1e-6, positions=32_768),
+                heads(always_head=True, absent_head=128, absent_kv=32),
+                _SILU,
+                rotary(),
+                _OPTIONAL_BIAS,
+                _LATE_WINDOW,
+            ),
+            always={"qk_norm": True},
+        ),
+        Architecture(
+            "mistral",
+            "MistralForCausalLM",
+            (
+                *_shape(1e-6, positions=131_072),
+                heads(always_head=True, absent_kv=8),
+                _SILU,
+                rotary(),
+                window_everywhere(absent=4096),
+            ),
+        ),
+        Architecture(
+            "phi3",
+            "Phi3ForCausalLM",
+            (
+                *_shape(1e-5, positions=4096),
+                heads(),
+                _SILU,
+                rotary(scalings=(), partial=True),
+                window_everywhere(absent=None),
+            ),
+            fixed={
+                "attention_bias": (None, False),
+                "mlp_bias": (None, False),
+                "lm_head_bias": (None, False),
+                "full_attn_mod": (None, 1),
+                "interpolate_factor": (None, 1),
+            },
+            fused={
+                "self_attn.qkv_proj": ("attention.q", "attention.k", "attention.v"),
+                "mlp.gate_up_proj": ("ffn.gate", "ffn.up"),
+            },
+        ),
+        Architecture(
+            "olmo2",
+            "Olmo2ForCausalLM",
+            (*_shape(1e-5), heads(), _SILU, rotary(), _OPTIONAL_BIAS),
+            always={"norms": "post", "qk_norm": True, "qk_norm_width": "all"},
+            names=_NAMES | _POST_NAMES,
+        ),
+        Architecture(
+            "smollm3",
+            "SmolLM3ForCausalLM",
+            (
+                *_shape(1e-6, tied=True, positions=32_768),
+                heads(absent_kv=4),
+                _SILU,
+                rotary(2_000_000.0),
+                unturned_blocks(),
+                _OPTIONAL_BIAS,
+                window_by_block(
+                    lambda config, block: block in unturned(config),
+                    switch="use_sliding_window",
+                    also=("max_window_layers",),
+                ),
+            ),
+            fixed={"mlp_bias": _OFF},
+        ),
+        Architecture(
+            "granite",
+            "GraniteForCausalLM",
+            (
+                *_shape(1e-6),
+                heads(),
+                _SILU,
+                rotary(),
+                _OPTIONAL_BIAS,
+                copy("embedding_multiplier", "embedding_multiplier", 1.0),
+                copy("residual_multiplier", "residual_multiplier", 1.0),
+                copy("attention_multiplier", "attention_scale", 1.0),
+                copy("logits_scaling", "logit_divisor", 1.0),
+            ),
+            fixed={"mlp_bias": _OFF},
+        ),
+        Architecture(
+            "gemma",
+            "GemmaForCausalLM",
+            (
+                *_shape(1e-6, tied=True, positions=8192),
+                heads(always_head=True, absent_head=256, absent_kv=16),
+                choice("hidden_act", "activation", _GEMMA_ACTIVATIONS, "gelu_pytorch_tanh"),
+                rotary(),
+                _OPTIONAL_BIAS,
+                embedding_by_dim(),
+            ),
+            always=_GEMMA,
+            fixed={
+                "hidden_activation": (None, "gelu_pytorch_tanh"),
+                "use_bidirectional_attention": (None, False),
+            },
+        ),
+        Architecture(
+            "gemma2",
+            "Gemma2ForCausalLM",
+            (
+                *_shape(1e-6, tied=True, positions=8192),
+                heads(always_head=True, absent_head=256, absent_kv=4),
+                _GEMMA_ACT,
+                rotary(),
+                _OPTIONAL_BIAS,
+                embedding_by_dim(),
+                query_scale(absent=256),
+                window_by_block(lambda config, block: block % 2 == 0, absent=4096),
+                limit("attn_logit_softcapping", "attention_softcap", 50.0),
+                limit("final_logit_softcapping", "logit_softcap", 30.0),
+            ),
+            always=_GEMMA | {"norms": "both"},
+            fixed={
+                "hidden_act": (None, "gelu_pytorch_tanh"),
+                "use_bidirectional_attention": (None, False),
+            },
+            names=_BOTH_NAMES,
+        ),
+        Architecture(
+            "gemma3",
+            "Gemma3ForCausalLM",
+            (
+                *_shape(1e-6, tied=True, positions=131_072),
+                heads(always_head=True, absent_head=256, absent_kv=4),
+                _GEMMA_ACT,
+                rotary_by_kind(1_000_000.0, 10_000.0),
+                _OPTIONAL_BIAS,
+                embedding_by_dim(),
+                query_scale(absent=256),
+                window_by_block(
+                    lambda config, block: bool(
+                        (block + 1)
+                        % int(
+                            config.get("sliding_window_pattern")
+                            or config.get("_sliding_window_pattern")
+                            or 6
+                        )
+                    ),
+                    absent=4096,
+                    also=("sliding_window_pattern", "_sliding_window_pattern"),
+                ),
+                limit("final_logit_softcapping", "logit_softcap", 0.0),
+            ),
+            model_type="gemma3_text",
+            always=_GEMMA | {"norms": "both", "qk_norm": True},
+            fixed={
+                "attn_logit_softcapping": (None,),
+                "use_bidirectional_attention": (None, False),
+            },
+            names=_BOTH_NAMES,
+        ),
+    )
+}
+BY_TYPE = {row.their_type: row for row in ARCHITECTURES.values()}

@@ -1,0 +1,185 @@
+"""`config.json` -> ModelConfig and back, by the tables of `architectures.py`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic import ValidationError
+
+from holdfast.config.huggingface.architectures import (
+    ARCHITECTURES,
+    BY_TYPE,
+    NEUTRAL,
+    Architecture,
+)
+from holdfast.config.huggingface.rules import NotSupportedError
+from holdfast.config.model import ModelConfig
+from holdfast.errors import ModelFolderError
+
+FREE_KEYS = ("preset", "family", "vocab_multiple", "max_position", "init_std")
+"""Keys of `model:` that do not decide which numbers the same weights compute."""
+
+
+def shape_of(model: ModelConfig) -> dict[str, Any]:
+    """The keys that decide which numbers the same weights compute. What two ways of writing mean
+    alike has one value here."""
+    dumped = model.model_dump(mode="json")
+    shape = {key: value for key, value in dumped.items() if key not in FREE_KEYS}
+    shape["head_dim"] = model.head_size
+    shape["attention_scale"] = model.attention_scale or model.head_size**-0.5
+    shape["window_layers"] = list(model.windowed)
+    scaling = model.rope_scaling
+    if scaling is not None:
+        names = _scaling_names(scaling.type)
+        shape["rope_scaling"] = {name: getattr(scaling, name) for name in ("type", *names)}
+    same = model.window_rope_theta == model.rope_theta and scaling is None
+    if same or not model.windowed:
+        shape["window_rope_theta"] = 0.0
+    return shape
+
+
+def _scaling_names(kind: str) -> tuple[str, ...]:
+    from holdfast.config.huggingface.rope import SCALING_KEYS
+
+    return tuple(SCALING_KEYS[kind].values())
+
+
+def shape_differences(one: ModelConfig, other: ModelConfig) -> dict[str, tuple[Any, Any]]:
+    """Key of `model:` -> its values in the two, of keys that differ."""
+    a, b = shape_of(one), shape_of(other)
+    return {key: (a[key], b[key]) for key in a if not _is_alike(a[key], b[key])}
+
+
+def _is_alike(a: Any, b: Any) -> bool:
+    if isinstance(a, float) and isinstance(b, float | int):
+        return math.isclose(a, b, rel_tol=1e-9)
+    return bool(a == b)
+
+
+def differences_in(architecture: Architecture, model: ModelConfig) -> dict[str, tuple[Any, Any]]:
+    """What the architecture cannot express of `model`: key -> (the model's value, the one that it
+    would become)."""
+    theirs = _write(architecture, model)
+    values: dict[str, Any] = dict(architecture.always)
+    for rule in architecture.rules:
+        try:
+            values |= rule.read(theirs)
+        except NotSupportedError:
+            continue  # its keys stay at their defaults, and differ
+    try:
+        became = ModelConfig.model_validate({"preset": None, **values})
+    except ValidationError:
+        return {"family": (model.family, architecture.family)}
+    kept = {"vocab_multiple": model.vocab_multiple, "family": model.family}
+    return shape_differences(model, became.model_copy(update=kept))
+
+
+def find_architecture(model: ModelConfig) -> Architecture | None:
+    """The architecture to export as: the model's family, or another one with the same shape."""
+    rows = (ARCHITECTURES[model.family], *ARCHITECTURES.values())
+    return next((row for row in rows if not differences_in(row, model)), None)
+
+
+def explain_no_architecture(model: ModelConfig) -> str | None:
+    """One sentence if no architecture has the model's shape: "... : use ...". None if one has."""
+    if find_architecture(model) is not None:
+        return None
+    rows = (ARCHITECTURES[model.family], *ARCHITECTURES.values())
+    nearest = min(rows, key=lambda row: len(differences_in(row, model)))
+    differences = differences_in(nearest, model)
+    named = ", ".join(f"{key} {_word(had)}" for key, (had, _) in differences.items())
+    instead = ", ".join(f"{key} {_word(has)}" for key, (_, has) in differences.items())
+    return (
+        f"model.{named} is in no architecture of Hugging Face together with the other keys of "
+        f"model, so it could not be exported; the nearest is {nearest.family}: use {instead}"
+    )
+
+
+def _word(value: Any) -> str:
+    words = {"None": "null", "True": "true", "False": "false"}
+    return words.get(str(value), str(value))
+
+
+def to_their_config(model: ModelConfig) -> dict[str, Any]:
+    """config.json without token ids. Raises ModelFolderError if no architecture has this shape."""
+    architecture = find_architecture(model)
+    if architecture is None:
+        sentence, _, remedy = str(explain_no_architecture(model)).partition(": use ")
+        raise ModelFolderError(sentence, remedy=f"use {remedy}")
+    return {
+        "architectures": [architecture.class_name],
+        "model_type": architecture.their_type,
+        **_write(architecture, model),
+        "attention_dropout": 0.0,
+        "use_cache": True,
+    }
+
+
+def _write(architecture: Architecture, model: ModelConfig) -> dict[str, Any]:
+    theirs: dict[str, Any] = {}
+    for rule in architecture.rules:
+        theirs |= rule.write(model)
+    for key, allowed in architecture.all_fixed.items():
+        if allowed[0] is not None:
+            theirs[key] = allowed[0]
+    return theirs
+
+
+def from_their_config(config: Mapping[str, Any], where: str) -> ModelConfig:
+    """config.json -> ModelConfig. Raises ModelFolderError for what the decoder cannot compute, and
+    names every key of it."""
+    kind = config.get("model_type")
+    architecture = BY_TYPE.get(kind) if isinstance(kind, str) else None
+    if architecture is None:
+        raise ModelFolderError(
+            f"model_type {kind!r} is not supported",
+            where=where,
+            remedy=f"use one of {', '.join(BY_TYPE)}",
+        )
+    refused = list(_refused_keys(architecture, config))
+    values: dict[str, Any] = {"preset": None, "family": architecture.family}
+    values |= architecture.always
+    remedies: list[str] = []
+    for rule in architecture.rules:
+        try:
+            values |= rule.read(config)
+        except NotSupportedError as error:
+            refused.append(error.message)
+            remedies += [error.remedy] if error.remedy else []
+        except KeyError as error:
+            refused.append(f"key {error} is missing")
+        except (TypeError, ValueError, OverflowError) as error:
+            refused.append(f"{', '.join(rule.keys)}: not what they should be ({error})")
+    if refused:
+        raise ModelFolderError("; ".join(refused), where=where, remedy="; ".join(remedies) or None)
+    try:
+        return ModelConfig.model_validate(values)
+    except ValidationError as error:
+        raise ModelFolderError(_sentences(error), where=where) from error
+
+
+def _refused_keys(architecture: Architecture, config: Mapping[str, Any]) -> list[str]:
+    """A sentence for each key with a value that is not allowed, or that is not understood."""
+    fixed = architecture.all_fixed
+    known = {key for rule in architecture.rules for key in rule.keys}
+    out = []
+    for key, value in config.items():
+        if key in fixed:
+            if not any(value is a or (a is not None and value == a) for a in fixed[key]):
+                out.append(f"{key} {value!r} is not supported")
+        elif key not in known and key not in NEUTRAL and value not in (None, False, [], {}):
+            out.append(
+                f"key {key} is not understood, and may change what {architecture.their_type} "
+                "computes"
+            )
+    return out
+
+
+def _sentences(error: ValidationError) -> str:
+    found = []
+    for details in error.errors():
+        place = ".".join(str(part) for part in details["loc"])
+        found.append(f"{place} {details['msg'].removeprefix('Value error, ')}".strip())
+    return "; ".join(found)

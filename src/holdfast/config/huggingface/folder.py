@@ -1,0 +1,41 @@
+"""The model of a folder in Hugging Face form, read from its `config.json` alone."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from holdfast.config.huggingface.convert import from_their_config
+from holdfast.config.model import ModelConfig
+from holdfast.errors import ModelFolderError
+
+CONFIG = "config.json"
+TOKENIZER = "tokenizer.json"
+MAX_BYTES = 16 * 2**20  # a config.json has some thousands
+
+
+def read_folder_model(folder: Path) -> ModelConfig:
+    """Raises ModelFolderError, one sentence, for a folder without config.json, or with one that the
+    decoder cannot compute."""
+    path = folder / CONFIG
+    if not path.is_file():
+        raise ModelFolderError(
+            "there is no config.json here",
+            where=str(folder),
+            remedy="name the folder of a model in Hugging Face form",
+        )
+    return from_their_config(read_json_object(path), where=str(path))
+
+
+def read_json_object(path: Path) -> dict[str, Any]:
+    """A file that holds one JSON object. Raises ModelFolderError for any other file."""
+    try:
+        if path.stat().st_size > MAX_BYTES:
+            raise ValueError(f"more than {MAX_BYTES} bytes")
+        value = json.loads(path.read_text("utf-8"))
+    except (ValueError, OSError, RecursionError) as error:
+        raise ModelFolderError(f"this is not readable JSON ({error})", where=str(path)) from error
+    if not isinstance(value, dict):
+        raise ModelFolderError("this is not a JSON object", where=str(path))
+    return value

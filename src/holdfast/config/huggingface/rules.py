@@ -1,0 +1,205 @@
+"""Rules: what a key of `config.json` means for a key of `model:`, in both directions.
+
+A rule owns some keys of `config.json`. `read` turns their values into model keys, `write` turns a
+model into their values. `write` may lose something that its architecture cannot say. So an export
+reads what was written once more and compares it with the model (`convert.differences_in`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from holdfast.config.model import ModelConfig
+
+Config = Mapping[str, Any]
+Values = dict[str, Any]
+REQUIRED = object()
+"""`absent` of a key that config.json must have."""
+
+
+class NotSupportedError(Exception):
+    """A value that the decoder cannot compute with, or that is no value at all."""
+
+    def __init__(self, message: str, remedy: str | None = None):
+        super().__init__(message)
+        self.message, self.remedy = message, remedy
+
+
+@dataclass(frozen=True)
+class Rule:
+    """keys: of config.json. read: raises NotSupportedError, and KeyError for a missing key."""
+
+    keys: tuple[str, ...]
+    read: Callable[[Config], Values]
+    write: Callable[[ModelConfig], Values]
+
+
+def copy(theirs: str, ours: str, absent: Any = REQUIRED) -> Rule:
+    """The same value under another name. absent: our value if the key is missing or null."""
+
+    def read(config: Config) -> Values:
+        value = config.get(theirs)
+        if value is None:
+            if absent is REQUIRED:
+                raise KeyError(theirs)
+            value = absent
+        return {ours: value}
+
+    return Rule((theirs,), read, lambda model: {theirs: getattr(model, ours)})
+
+
+def limit(theirs: str, ours: str, absent: float) -> Rule:
+    """A number of ours that is 0 where theirs is null. absent: our value if the key is missing."""
+
+    def read(config: Config) -> Values:
+        return {ours: config.get(theirs, absent) or 0}
+
+    return Rule((theirs,), read, lambda model: {theirs: getattr(model, ours) or None})
+
+
+def choice(theirs: str, ours: str, words: Mapping[Any, Any], absent: Any) -> Rule:
+    """One of several words. words: theirs -> ours, the preferred ones first. absent: their word."""
+
+    def read(config: Config) -> Values:
+        value = config.get(theirs)
+        value = absent if value is None else value
+        if isinstance(value, list | dict) or value not in words:
+            raise NotSupportedError(
+                f"{theirs} {value!r} is not supported",
+                f"the decoder knows {', '.join(map(str, words))}",
+            )
+        return {ours: words[value]}
+
+    def write(model: ModelConfig) -> Values:
+        value = getattr(model, ours)
+        found = next((word for word, meaning in words.items() if meaning == value), absent)
+        return {theirs: found}
+
+    return Rule((theirs,), read, write)
+
+
+def heads(*, always_head: bool = False, absent_head: int = 0, absent_kv: int = 0) -> Rule:
+    """Numbers of heads, and the size of one. always_head: head_dim is written even if it follows
+    from the others. absent_*: what counts if a key is missing; 0: as many key/value heads as query
+    heads, and dim / heads."""
+
+    def read(config: Config) -> Values:
+        number = config["num_attention_heads"]
+        return {
+            "heads": number,
+            "kv_heads": config.get("num_key_value_heads", absent_kv) or number,
+            "head_dim": config.get("head_dim") or absent_head,
+        }
+
+    def write(model: ModelConfig) -> Values:
+        out = {"num_attention_heads": model.heads, "num_key_value_heads": model.kv_heads}
+        follows = model.head_size * model.heads == model.dim
+        return out if follows and not always_head else out | {"head_dim": model.head_size}
+
+    return Rule(("num_attention_heads", "num_key_value_heads", "head_dim"), read, write)
+
+
+def query_scale(absent: float) -> Rule:
+    """Gemma 2 and 3: scores are divided by the root of `query_pre_attn_scalar`."""
+
+    def read(config: Config) -> Values:
+        return {"attention_scale": number(config, "query_pre_attn_scalar", absent) ** -0.5}
+
+    def write(model: ModelConfig) -> Values:
+        scale = model.attention_scale
+        return {"query_pre_attn_scalar": round(scale**-2) if scale else model.head_size}
+
+    return Rule(("query_pre_attn_scalar",), read, write)
+
+
+def embedding_by_dim() -> Rule:
+    """Gemma: embeddings are multiplied by the root of the model dim."""
+
+    def read(config: Config) -> Values:
+        return {"embedding_multiplier": number(config, "hidden_size") ** 0.5}
+
+    return Rule((), read, lambda model: {})
+
+
+def number(config: Config, key: str, absent: float | None = None) -> float:
+    """A positive number. Raises KeyError if it is missing and nothing counts instead."""
+    value = config.get(key)
+    if value is None:
+        if absent is None:
+            raise KeyError(key)
+        value = absent
+    if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+        raise NotSupportedError(f"{key} {value!r} is not a number above 0")
+    return value
+
+
+FULL, WINDOW = "full_attention", "sliding_attention"
+
+
+def window_everywhere(absent: int | None) -> Rule:
+    """Mistral, Phi 3: one window for all blocks. absent: their window if the key is missing."""
+
+    def read(config: Config) -> Values:
+        return {"window": config.get("sliding_window", absent) or 0}
+
+    def write(model: ModelConfig) -> Values:
+        return {"sliding_window": model.window or None}
+
+    return Rule(("sliding_window",), read, write)
+
+
+def window_by_block(
+    has_window: Callable[[Config, int], bool],
+    *,
+    absent: int | None = None,
+    switch: str | None = None,
+    also: tuple[str, ...] = (),
+    write_also: Callable[[ModelConfig], Values] = lambda model: {},
+) -> Rule:
+    """`layer_types` says which blocks have the window, else `has_window` of a block's number does.
+
+    absent: their window if the key is missing. switch: a key that must be true for any window.
+    also: keys that `has_window` reads, written by `write_also`.
+    """
+
+    def read(config: Config) -> Values:
+        window = config.get("sliding_window", absent) or 0
+        if switch and not config.get(switch):
+            window = 0
+        layers = int(number(config, "num_hidden_layers"))
+        types = config.get("layer_types")
+        if types is None:
+            near = [i for i in range(layers) if has_window(config, i)] if window else []
+        else:
+            check_layer_types(types, layers)
+            near = [i for i, kind in enumerate(types) if kind == WINDOW]
+        if near and not window and not switch:
+            raise NotSupportedError(f"layer_types has {WINDOW} but there is no sliding_window")
+        return {"window": window, "window_layers": near} if near and window else {"window": 0}
+
+    def write(model: ModelConfig) -> Values:
+        near = set(model.windowed)
+        out: Values = {switch: bool(near)} if switch else {}
+        if switch and not near:
+            return out | write_also(model)
+        kinds = [WINDOW if i in near else FULL for i in range(model.layers)]
+        return (
+            out
+            | {"sliding_window": model.window or None, "layer_types": kinds}
+            | (write_also(model))
+        )
+
+    keys = ("sliding_window", "layer_types", *also, *((switch,) if switch else ()))
+    return Rule(keys, read, write)
+
+
+def check_layer_types(types: Any, layers: int) -> None:
+    """Raises NotSupportedError if `layer_types` does not name one of two kinds for each block."""
+    if not isinstance(types, list) or len(types) != layers:
+        count = len(types) if isinstance(types, list) else "no"
+        raise NotSupportedError(f"layer_types has {count} entries for {layers} blocks")
+    other = next((kind for kind in types if kind not in (FULL, WINDOW)), None)
+    if other is not None:
+        raise NotSupportedError(f"layer_types {other!r} is not supported")

@@ -1,0 +1,122 @@
+"""`model.from: FOLDER`: shape and tokenizer out of a folder in Hugging Face form.
+
+The folder's `config.json` gives every key of `model:` that the run file does not, and its
+tokenizer.json is the run's unless `data.tokenizer.path` names another. Loading expands the key like
+a preset. A run keeps the numbers, so only the first start needs the folder.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from holdfast.config.huggingface.convert import shape_differences
+from holdfast.config.huggingface.folder import TOKENIZER, read_folder_model
+from holdfast.config.model import ModelConfig
+from holdfast.config.paths import expand_path, join_base
+from holdfast.config.run import RunConfig
+from holdfast.errors import ConfigError
+
+KEY = "model.from"
+MEANING = (
+    "folder in Hugging Face form: gives every other key of `model`, and the tokenizer; its weights "
+    "come by `holdfast checkpoint import`"
+)
+
+
+@dataclass(frozen=True)
+class ModelFolder:
+    """The folder that `model.from` names. keys_taken: dotted keys with its values."""
+
+    path: Path
+    model: ModelConfig
+    keys_taken: tuple[str, ...]
+
+
+def expand(
+    data: dict[str, Any], given: Mapping[str, Any], base: str = ""
+) -> tuple[dict[str, Any], ModelFolder | None]:
+    """The run file's values without `model.from`, with those of its folder where it has none.
+
+    given: the keys with a place of their own. base: the folder that a relative path starts at, ""
+    for the current folder. Raises ModelFolderError for a folder that cannot be
+    read, ConfigError for a preset beside it.
+    """
+    section = data.get("model")
+    if not isinstance(section, dict) or "from" not in section:
+        return data, None
+    own = {key: value for key, value in section.items() if key != "from"}
+    named = section["from"]
+    if named is None:
+        return {**data, "model": own}, None
+    if not isinstance(named, str) or not named:
+        raise ConfigError(f"{KEY} {named!r} is not a path", remedy="name a folder")
+    if own.get("preset") is not None:
+        raise ConfigError(
+            f"model.preset {own['preset']} and {KEY} {named} both give the shape",
+            remedy="use one of the two",
+        )
+    path = Path(join_base(base, expand_path(named)))
+    model = read_folder_model(path)
+    if own.get("vocab_size") == 0:
+        del own["vocab_size"]
+    values = model.model_dump(mode="json")
+    taken = [f"model.{key}" for key in values if key not in own]
+    out = {**data, "model": {**values, **own, "preset": None}}
+    if (path / TOKENIZER).is_file() and f"{TOKENIZER_KEY}" not in given:
+        out["data"] = _with_tokenizer(data.get("data"), path / TOKENIZER)
+        taken += [TOKENIZER_KEY] if out["data"] is not data.get("data") else []
+    return out, ModelFolder(path, model, tuple(taken))
+
+
+TOKENIZER_KEY = "data.tokenizer.path"
+
+
+def _with_tokenizer(section: Any, path: Path) -> Any:
+    """The section `data` with this tokenizer, unless it names one, or is no section of keys."""
+    section = {} if section is None else section
+    tokenizer = section.get("tokenizer") if isinstance(section, dict) else ""
+    tokenizer = {} if tokenizer is None else tokenizer
+    if not isinstance(tokenizer, dict) or tokenizer.get("path") is not None:
+        return section
+    return {**section, "tokenizer": {**tokenizer, "path": str(path)}}
+
+
+def refuse_differences(folder: ModelFolder, config: RunConfig, place: Callable[[str], str]) -> None:
+    """Raises ConfigError, one message with all keys, when the run file says another shape."""
+    differences = shape_differences(config.model, folder.model)
+    if differences:
+        first = next(iter(differences))
+        raise ConfigError(
+            describe_differences(differences, str(folder.path)),
+            where=place(f"model.{first}"),
+            remedy=f"remove {'it' if len(differences) == 1 else 'them'} from the run file, for "
+            f"{KEY} gives {'it' if len(differences) == 1 else 'them'}",
+        )
+
+
+def describe_differences(differences: Mapping[str, tuple[Any, Any]], folder: str) -> str:
+    """(ours, the folder's) by key of `model:`, in words."""
+    parts = [
+        f"model.{k} is {_word(a)} here and {_word(b)} there" for k, (a, b) in (differences.items())
+    ]
+    return f"the model of {folder} has another shape: {', '.join(parts)}"
+
+
+def as_overrides(differences: Mapping[str, tuple[Any, Any]]) -> str:
+    """The folder's values, to be typed on a command line."""
+    return " ".join(shlex.quote(f"model.{k}={_word(b)}") for k, (_, b) in differences.items())
+
+
+def _word(value: Any) -> str:
+    """As YAML writes it on one line."""
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{k}: {_word(v)}" for k, v in value.items()) + "}"
+    if isinstance(value, list):
+        return "[" + ", ".join(map(_word, value)) + "]"
+    return str(value)
