@@ -11,6 +11,7 @@ import typer
 
 from holdfast.cli.dispatch import app as make_app
 from holdfast.cli.dispatch import crash_log_in
+from holdfast.cli.early_signals import early_signals_answered
 from holdfast.cli.output import print_line, say
 from holdfast.cli.progress import StageProgress
 from holdfast.config.load import LoadedConfig, Origin, load_config
@@ -56,8 +57,13 @@ def train(
       holdfast train run.yaml train.steps=200 layout.workers=4
       holdfast train run.yaml --fresh
     """
+    with early_signals_answered():
+        return _train(run_file, overrides or [], fresh=fresh, json=json)
+
+
+def _train(run_file: Path, overrides: list[str], *, fresh: bool, json: bool) -> int:
     machine = detect_hardware()
-    loaded = plan_for_machine(load_config(run_file, overrides or []), machine)
+    loaded = plan_for_machine(load_config(run_file, overrides), machine)
     folder = Path(loaded.config.run_folder)
     with crash_log_in(folder):
         return _train_in_folder(loaded, machine, folder, fresh=fresh, json=json)

@@ -318,8 +318,7 @@ def _forward_sigterm(stop_fd: int) -> None:
 
 
 def main() -> None:
-    for number in (signal.SIGINT, signal.SIGUSR1):
-        signal.signal(number, signal.SIG_IGN)  # these are the agent's: see lifeline.OF_THE_AGENT
+    lifeline.ignore_agent_signals(signal.SIGTERM)
     own = hasattr(signal, "sigwaitinfo")  # not on macOS
     if own:
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # before any thread begins

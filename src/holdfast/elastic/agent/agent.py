@@ -49,7 +49,7 @@ from holdfast.elastic.run_result import RunEndedError, RunResult, run_result
 from holdfast.errors import FencedError, HoldfastError, UserError
 from holdfast.events import RunStopped
 from holdfast.plan.interface import Planner
-from holdfast.wire import process_log
+from holdfast.wire import lifeline, process_log
 from holdfast.wire.http.server import HttpListener
 from holdfast.wire.http.sockets import address_of, bind_listener
 from holdfast.wire.term import newest_generation
@@ -247,7 +247,9 @@ class NodeAgent:
 
     # --- signals --------------------------------------------------------------------------------
     def _catch_signals(self) -> None:
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in lifeline.AGENT_SIGNALS:
+            if signal.getsignal(number) is signal.SIG_IGN:
+                continue  # as nohup asks for: a closed terminal does not concern this process
             # Only a process's main thread may set handlers; otherwise our caller has its own.
             with suppress(ValueError, RuntimeError):
                 self._loop.add_signal_handler(

@@ -30,6 +30,8 @@ from holdfast.policy.membership.transitions import Phase
 
 DEFAULT_LEAVE_TIMEOUT_S = 20.0
 """Seconds until a node that is asked to leave is dropped."""
+WARNING_SIGNAL_S = 60.0
+"""Seconds from SIGUSR1 to what it warns of, where no notice source knows: Grid Engine's default."""
 
 
 class ShutdownController:
@@ -89,18 +91,27 @@ class ShutdownController:
 
     # --- signals --------------------------------------------------------------------------------
     def on_signal(self, number: signal.Signals) -> None:
+        """Act on one of `lifeline.AGENT_SIGNALS`.
+
+        SIGUSR1 is a mere warning: a scheduler sends it before it suspends a job, or some time
+        before its end. SIGINT leaves, and at once if it comes twice. All others ask to leave, as
+        SIGTERM does.
+        """
         name, grace = number.name, self._config.cluster.grace_seconds
-        if self._final_upload.missing_upload:  # only the final upload is still under way
+        if number is signal.SIGUSR1:
+            self._say(f"{name}: saving, and going on")
+            self.on_termination_warning(TerminationWarning(WARNING_SIGNAL_S, False, name, name))
+        elif self._final_upload.missing_upload:  # only the final upload is still under way
             self._exit_at_once(f"{name}; {self._final_upload.missing_upload}")
         elif self.reason is not None:
             if number is signal.SIGINT:
                 self._exit_at_once("")
         elif number is signal.SIGTERM and self.is_signal_explained(number):
             return  # the notice source will say how much time is left
-        elif number is signal.SIGTERM and grace and self.is_last_node:
+        elif number is not signal.SIGINT and grace and self.is_last_node:
             self.on_termination_warning(TerminationWarning(grace, True, name, name))
         else:
-            self.begin_shutdown(name, grace if number is signal.SIGTERM else 0.0)
+            self.begin_shutdown(name, 0.0 if number is signal.SIGINT else grace)
 
     def begin_shutdown(self, reason: str, leave_within_s: float = 0.0) -> None:
         """Leave the run; if the run continues without this node, within `leave_within_s`."""

@@ -10,7 +10,6 @@ import asyncio
 import os
 import signal
 import socket
-import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -20,6 +19,7 @@ from holdfast.core.json_parsing import parse_json
 from holdfast.elastic.protocol.fork_channel import LineDecoder, encode_message
 from holdfast.elastic.protocol.worker_spec import WorkerSpec
 from holdfast.errors import HoldfastError
+from holdfast.wire.child_command import module_command, paths_for
 from holdfast.wire.process_log import message_of
 from holdfast.wire.secret import Secret
 from holdfast.wire.store.run_store import translate_os_error
@@ -112,7 +112,7 @@ class ForkServer(Child):
         ours.setblocking(False)
         with theirs:
             process = await _spawn(
-                [
+                module_command(
                     "holdfast.elastic.worker.fork_server",
                     "--control",
                     str(theirs.fileno()),
@@ -120,8 +120,9 @@ class ForkServer(Child):
                     str(lifeline),
                     "--entry",
                     entry,
+                    *(f"--path={path}" for path in paths_for(entry)),
                     *preloads,
-                ],
+                ),
                 log,
                 (theirs.fileno(), lifeline),
             )
@@ -179,7 +180,9 @@ async def start_mover(line: bytes, lifeline: int, log: Path, on_exit: Callable[[
 
     Raises ChildFailedError if it does not report that it listens.
     """
-    process = await _spawn(["holdfast.checkpoint.mover.main"], log, (lifeline,), use_pipes=True)
+    process = await _spawn(
+        module_command("holdfast.checkpoint.mover.main"), log, (lifeline,), use_pipes=True
+    )
     mover = Child("mover", process, log, on_exit)
     assert process.stdin is not None
     assert process.stdout is not None
@@ -199,7 +202,7 @@ async def start_mover(line: bytes, lifeline: int, log: Path, on_exit: Callable[[
 
 
 async def _spawn(
-    arguments: Sequence[str], log: Path, fds: Sequence[int], use_pipes: bool = False
+    command: Sequence[str], log: Path, fds: Sequence[int], use_pipes: bool = False
 ) -> asyncio.subprocess.Process:
     environment = dict(os.environ)
     # A pool of threads that exists before a fork is lost in it; workers set their own number.
@@ -210,9 +213,7 @@ async def _spawn(
     nothing = asyncio.subprocess.DEVNULL
     with _open_log(log) as output:
         return await asyncio.create_subprocess_exec(
-            sys.executable,
-            "-m",
-            *arguments,
+            *command,
             stdin=pipe if use_pipes else nothing,
             stdout=pipe if use_pipes else output,
             stderr=output,

@@ -1,7 +1,7 @@
 """The fork server: a process that has imported torch and touched no device, and is forked.
 
     python -m holdfast.elastic.worker.fork_server --control FD --lifeline FD --entry MODULE:FUNCTION
-        [MODULE ...]
+        [--path FOLDER ...] [MODULE ...]
 
 Imports are most of a worker's start, so they happen once, here; a worker is a fork away (a few
 milliseconds). The fork server itself has one thread. A fork copies only the calling thread, and a
@@ -166,8 +166,7 @@ def _reset_signals() -> None:
     """
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    for number in lifeline.AGENT_SIGNALS:
-        signal.signal(number, signal.SIG_IGN)
+    lifeline.ignore_agent_signals()
 
 
 def _configure_process(spec: WorkerSpec) -> None:
@@ -193,10 +192,13 @@ def main() -> None:
     parser.add_argument("--control", type=int, required=True)
     parser.add_argument("--lifeline", type=int, required=True)
     parser.add_argument("--entry", default=DEFAULT_ENTRY)
+    parser.add_argument("--path", action="append", default=[])
     parser.add_argument("preloads", nargs="*")
     arguments = parser.parse_args()
+    # Where the entry's module may lie, if it is not ours.
+    sys.path.extend(path for path in arguments.path if path not in sys.path)
     lifeline.arm_kernel_kill(arguments.lifeline)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    lifeline.ignore_agent_signals(signal.SIGTERM)  # by which the agent stops it until it serves
     gc.disable()  # what imports make stays, and it would go through that again and again
     for name in (*_PRELOADED_MODULES, *arguments.preloads):
         importlib.import_module(name)
@@ -206,8 +208,7 @@ def main() -> None:
     # it look through them (a third of a second) whenever it collects.
     gc.freeze()
     gc.enable()
-    for number in lifeline.AGENT_SIGNALS:  # from here on it ends when its control socket does
-        signal.signal(number, signal.SIG_IGN)
+    lifeline.ignore_agent_signals()  # from here on it ends when its control socket does
     ForkServerLoop(socket.socket(fileno=arguments.control), arguments.lifeline, entry).run()
     # taking apart all that imports made lasts half a second: the agent waits
     _exit_now(exit_codes.DONE)
