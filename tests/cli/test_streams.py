@@ -41,6 +41,7 @@ def _work(
         env=os.environ | {"RESULT": str(tmp_path / "result")} | environment,
         capture_output=True,
         text=True,
+        errors="replace",
         timeout=60,
     )
 

@@ -14,7 +14,8 @@ from holdfast.errors import UserError
 from holdfast.launch.process_limits import MIB, memory_need, refuse_low_limits
 
 RUN = "folder: r\ndevice: cpu\ndata: {folder: d}\nlayout: {workers: 2}\n"
-MODEL = "model: {preset: null, vocab_size: 300, layers: 2, dim: 32, heads: 4, ffn_dim: 64}\n"
+SIZES = "preset: null, vocab_size: {}, layers: {}, dim: {}, heads: 4, kv_heads: 2, ffn_dim: {}"
+MODEL = "model: {" + SIZES.format(300, 2, 32, 64) + "}\n"
 PLENTY = 1 << 50
 
 
@@ -27,7 +28,9 @@ def test_a_node_that_can_train_is_let_through() -> None:
 
 
 def test_too_few_descriptors_are_refused_with_the_number_needed() -> None:
-    with pytest.raises(UserError, match=r"100 open files.*2 workers.*needs 160.*ulimit -Hn") as found:
+    with pytest.raises(
+        UserError, match=r"100 open files.*2 workers.*needs 160.*ulimit -Hn"
+    ) as found:
         refuse_low_limits(_config(), 2, 100, PLENTY)
     assert found.value.exit_code == 2
 
@@ -40,7 +43,7 @@ def test_a_container_that_is_too_small_is_refused_with_the_sum() -> None:
 
 
 def test_the_state_counts_where_it_lies() -> None:
-    large = RUN + "model: {preset: null, vocab_size: 32000, layers: 12, dim: 768, heads: 12}\n"
+    large = RUN + "model: {" + SIZES.format(32000, 12, 768, 2048) + "}\n"
     need = memory_need(_config(large), 2)
     assert need.state > 1000 * MIB
     on_gpu = _config(large.replace("device: cpu", "device: cuda"))

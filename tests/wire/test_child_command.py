@@ -10,6 +10,7 @@ import pytest
 
 import holdfast
 from holdfast.data.task_pool import TaskPool
+from holdfast.errors import HoldfastError
 from holdfast.wire.child_command import module_command, paths_for
 
 USERS = "random", "select", "queue", "token", "numpy", "xxhash"
@@ -44,7 +45,7 @@ def test_a_users_file_is_not_run(shadowed: Path, module: str) -> None:
 
 def test_a_preparing_process_does_not_run_it(shadowed: Path) -> None:
     done: list[object] = []
-    with TaskPool(1) as pool, pytest.raises(Exception, match="kind"):
+    with TaskPool(1) as pool, pytest.raises(HoldfastError, match=r"KeyError: .unit."):
         pool.run([{"no": "kind"}], done.append)
 
 

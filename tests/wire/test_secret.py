@@ -117,9 +117,7 @@ def test_a_clusters_file_that_a_group_reads_is_taken_with_a_note(mounted: Path, 
 
 @pytest.mark.parametrize("mode", [0o444, 0o644, 0o660, 0o460])
 @pytest.mark.usefixtures("as_roots")
-def test_a_clusters_file_that_all_read_names_the_clusters_setting(
-    mounted: Path, mode: int
-) -> None:
+def test_a_clusters_file_that_all_read_names_the_clusters_setting(mounted: Path, mode: int) -> None:
     mounted.chmod(mode)
     with pytest.raises(RunFolderError, match=r"set defaultMode: 0400 .*fsGroup"):
         open_secret("run", {SECRET_FILE_VARIABLE: str(mounted)})

@@ -28,6 +28,7 @@ from holdfast.report.history import notice_text
 from holdfast.report.incidents import RECOVERY_RUNGS, Incident, IncidentBook, WorkerLoss
 from holdfast.report.timeledger import TimeLedger
 
+_MAX_CAUSE_CHARS = 200
 _MAX_CURVE_POINTS = 4096  # of the curve; beyond it every other one is dropped
 _PACE_WINDOW_STEPS = 64  # steps over which the pace is measured
 
@@ -168,7 +169,14 @@ class RunProgress:
         origin = f"from the state after step {event.step}" if event.step else "from initial weights"
         text = f"generation {number}, {format_plural(len(self.workers), 'worker')}, {origin}"
         text += _describe_node_changes(before, set(ranks)) if before else _describe_nodes(ranks)
+        text += f", because {_shorten(event.cause)}" if event.cause else ""
         return ProgressLine(elapsed, text, "plain" if again or not event.step else "good")
+
+
+def _shorten(cause: str) -> str:
+    """Return a cause on one line. The rest, which may come from a library, is in the logs."""
+    line = cause.strip().partition("\n")[0]
+    return line if len(line) <= _MAX_CAUSE_CHARS else f"{line[:_MAX_CAUSE_CHARS]}..."
 
 
 def _incident_cost(ended: Incident) -> str:

@@ -13,6 +13,8 @@ from unittest.mock import Mock
 import pytest
 
 from holdfast.elastic.agent.shutdown import ShutdownController
+from holdfast.elastic.run_result import EndReason
+from holdfast.policy.membership.state import NodeStage
 from holdfast.wire.lifeline import AGENT_SIGNALS
 
 LEAVING = [n for n in AGENT_SIGNALS if n not in (signal.SIGINT, signal.SIGUSR1)]
@@ -21,36 +23,43 @@ LEAVING = [n for n in AGENT_SIGNALS if n not in (signal.SIGINT, signal.SIGUSR1)]
 class Shutdown:
     """A controller whose neighbours only note what they are asked."""
 
-    def __init__(self, grace_s: float = 0.0) -> None:
+    def __init__(self, grace_s: float = 0.0, committed_step: int = 0) -> None:
         self.said: list[str] = []
         self.notices: Any = Mock()
         self.stopping: Any = Mock()
         self.exits: list[str] = []
-        worker_group = SimpleNamespace(topology=SimpleNamespace(nodes=("a",)), newest_step=7)
+        self.timers: list[float] = []
+        worker_group = SimpleNamespace(
+            topology=SimpleNamespace(nodes=("a",)), start_step=7, newest_step=7
+        )
+        self.node_runner: Any = Mock(generation=1, worker_group=worker_group)
+        self.role_loop: Any = Mock(coordinator=None, agent_addresses={})
         self.controller = ShutdownController(
             Mock(cluster=SimpleNamespace(grace_seconds=grace_s)),
             "a",
             True,
             event_log=Mock(),
             say=self.said.append,
-            node_runner=Mock(generation=1, worker_group=worker_group),
-            role_loop=Mock(coordinator=None, agent_addresses={}),
+            node_runner=self.node_runner,
+            role_loop=self.role_loop,
             run_controller=self.stopping,
             notice_handler=self.notices,
             final_upload=Mock(missing_upload=""),
             exit_at_once=self.exits.append,
+            committed_step=lambda: committed_step,
         )
+        self.controller._call_later = lambda after_s, _: self.timers.append(after_s)
 
 
-def _shutdown(grace_s: float = 0.0) -> Shutdown:
+def _shutdown(grace_s: float = 0.0, committed_step: int = 0) -> Shutdown:
     async def make() -> Shutdown:
-        return Shutdown(grace_s)
+        return Shutdown(grace_s, committed_step)
 
     return asyncio.run(make())
 
 
 def test_the_signals_of_terminals_and_schedulers_are_all_answered() -> None:
-    asked = "HUP INT QUIT TERM USR1 USR2 XCPU".split()
+    asked = ["HUP", "INT", "QUIT", "TERM", "USR1", "USR2", "XCPU"]
     assert {signal.Signals[f"SIG{name}"] for name in asked} <= set(AGENT_SIGNALS)
 
 
@@ -59,7 +68,9 @@ def test_a_signal_to_end_saves_and_leaves(number: signal.Signals) -> None:
     it = _shutdown()
     it.controller.on_signal(number)
     assert it.controller.stop_reason == number.name
-    assert it.said == [f"{number.name}: saving and leaving at the next step (Ctrl-C again: at once)"]
+    assert it.said == [
+        f"{number.name}: saving and leaving at the next step (Ctrl-C again: at once)"
+    ]
     it.controller.on_signal(number)  # a shell that ends sends it twice
     assert it.exits == []
 
@@ -93,3 +104,52 @@ def test_children_leave_the_signals_to_their_agent(kept: tuple[signal.Signals, .
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout.strip()) == (0, str([int(n) for n in kept]))
+
+
+class Ending:
+    """A run that was asked to stop, and what its coordinator is told when time is up."""
+
+    def __init__(self, stage: NodeStage, newest_step: int, committed_step: int) -> None:
+        self.it = _shutdown(committed_step=committed_step)
+        self.coordinator = Mock(state=SimpleNamespace(nodes=("a",)))
+        self.it.role_loop.coordinator = self.coordinator
+        self.it.node_runner.stage = stage
+        self.it.node_runner.worker_group.newest_step = newest_step
+        self.it.controller.reason = "SIGTERM"
+
+    def ends(self) -> EndReason | None:
+        self.it.controller.end_without_step()
+        if not self.coordinator.finish.called:
+            return None
+        sentence, reason = self.coordinator.finish.call_args.args
+        assert sentence.startswith("SIGTERM; ")
+        return EndReason(reason)
+
+
+@pytest.mark.parametrize("stage", [NodeStage.BUILDING, NodeStage.WORKING, NodeStage.HELD])
+def test_a_generation_without_a_step_ends_within_the_grace(stage: NodeStage) -> None:
+    assert Ending(stage, newest_step=7, committed_step=7).ends() is EndReason.LEFT
+
+
+def test_a_recovery_that_takes_too_long_ends_and_names_the_loss() -> None:
+    assert Ending(NodeStage.BROKEN, newest_step=9, committed_step=7).ends() is EndReason.STOPPED
+
+
+def test_workers_that_compute_steps_leave_by_themselves() -> None:
+    assert Ending(NodeStage.WORKING, newest_step=9, committed_step=7).ends() is None
+    assert Ending(NodeStage.DONE, newest_step=7, committed_step=7).ends() is None
+
+
+@pytest.mark.parametrize(
+    ("number", "grace_s", "after_s"),
+    [
+        (signal.SIGTERM, 0.0, 24.0),
+        (signal.SIGHUP, 0.0, 24.0),
+        (signal.SIGTERM, 10.0, 8.0),
+        (signal.SIGINT, 10.0, None),
+    ],
+)
+def test_the_time_until_then(number: signal.Signals, grace_s: float, after_s: float | None) -> None:
+    it = _shutdown(grace_s)
+    it.controller.on_signal(number)
+    assert it.timers == ([] if after_s is None else [after_s])

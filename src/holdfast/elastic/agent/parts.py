@@ -129,6 +129,7 @@ class AgentParts:
             stop_reason=lambda: self.shutdown_controller.stop_reason,
             committed_step=lambda: progress.committed_step,
             on_restored=progress.on_restored,
+            has_stepped=lambda: progress.has_stepped,
         )
         return RunController(
             self.context,
@@ -173,6 +174,7 @@ class AgentParts:
             notice_handler=self.records.notice_handler,
             final_upload=self.processes.final_upload,
             exit_at_once=exit_at_once,
+            committed_step=lambda: self.records.progress.committed_step,
         )
 
     # --- requests of one part to several --------------------------------------------------------

@@ -24,12 +24,18 @@ from holdfast.elastic.node.node_runner import NodeRunner
 from holdfast.elastic.node.worker_group import WorkerGroup
 from holdfast.elastic.notices.clouds import TerminationWarning
 from holdfast.elastic.notices.handler import DeferredNotices, Notice, NoticeHandler
+from holdfast.elastic.run_result import EndReason
 from holdfast.events import NoticeReceived, StopRequested
 from holdfast.policy.membership.election import Role
-from holdfast.policy.membership.transitions import Phase
+from holdfast.policy.membership.transitions import NodeStage, Phase
 
 DEFAULT_LEAVE_TIMEOUT_S = 20.0
 """Seconds until a node that is asked to leave is dropped."""
+DEFAULT_GRACE_S = 30.0
+"""Seconds from a signal to the kill, if the run file does not say: Kubernetes' and Slurm's."""
+END_WITHOUT_STEP_SHARE = 0.8
+"""Share of the grace after which a run ends that has not completed a step in its generation. The
+rest is for the end of its processes."""
 WARNING_SIGNAL_S = 60.0
 """Seconds from SIGUSR1 to what it warns of, where no notice source knows: Grid Engine's default."""
 
@@ -51,9 +57,12 @@ class ShutdownController:
         notice_handler: NoticeHandler,
         final_upload: FinalUpload,
         exit_at_once: Callable[[str], None],
+        committed_step: Callable[[], int],
     ) -> None:
         """is_single_node: the run has no other node. exit_at_once: makes the agent exit without
-        waiting; it receives what is not saved then, "" for nothing."""
+        waiting; it receives what is not saved then, "" for nothing. committed_step: returns the
+        newest step that a checkpoint has."""
+        self._committed_step = committed_step
         self.reason: str | None = None
         self._is_whole_run_leaving = False  # all of the run must stop, though other nodes take part
         self._config, self._node, self._is_single_node = config, node, is_single_node
@@ -70,6 +79,8 @@ class ShutdownController:
         )
         self._deferred_notices = DeferredNotices()
         self._clock = asyncio.get_running_loop().time
+        self._call_later: Callable[[float, Callable[[], None]], object]
+        self._call_later = asyncio.get_running_loop().call_later
         self.is_signal_explained: Callable[[int], bool] = lambda number: False
         """Returns True if a notice source knows what the signal means, and will report it."""
 
@@ -127,9 +138,30 @@ class ShutdownController:
             self._role_loop.leave_run()  # nothing has begun
             return
         self._say(f"{reason}: saving and leaving at the next step (Ctrl-C again: at once)")
+        if reason != signal.SIGINT.name:  # Ctrl-C can be pressed again
+            share = END_WITHOUT_STEP_SHARE * (leave_within_s or DEFAULT_GRACE_S)
+            self._call_later(share, self.end_without_step)
         if self._node_runner.generation:
             self._event_log.emit("agent", StopRequested(reason, step=self._newest_step))
         self._run_controller.stop_waiting(reason)  # acts if no node works
+
+    def end_without_step(self) -> None:
+        """End a run that must stop, if its generation has not completed a step.
+
+        A generation that begins, or a recovery, may take minutes until its first step. The kill
+        would come before."""
+        group, stage = self._node_runner.worker_group, self._node_runner.stage
+        has_stepped = group is not None and group.newest_step > group.start_step
+        if (stage is NodeStage.WORKING and has_stepped) or stage is NodeStage.DONE:
+            return  # the workers leave at the next step boundary, or have left
+        sentence = f"{self.reason}; the generation had completed no step when time was up"
+        coordinator = self._role_loop.coordinator
+        if coordinator is None:
+            self._say(sentence)
+            self._exit_at_once("")
+            return
+        is_lossless = self._newest_step <= self._committed_step()
+        coordinator.finish(sentence, EndReason.LEFT if is_lossless else EndReason.STOPPED)
 
     @property
     def _newest_step(self) -> int:
@@ -154,7 +186,7 @@ class ShutdownController:
             return
         self._handle_notice(notice)
         if notice.must_leave:
-            self.begin_shutdown(notice.source)
+            self.begin_shutdown(notice.source, notice.seconds)
 
     def _handle_notice(self, notice: Notice) -> None:
         current = self._node_runner.worker_group

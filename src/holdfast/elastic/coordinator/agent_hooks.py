@@ -15,7 +15,7 @@ class AgentHooks:
     of each generation whose object was made. newest_generation: returns the newest generation known
     here. stop_reason: returns why all of the run must stop, "" while it continues. committed_step:
     returns the newest committed step. on_restored: receives the step of each durable checkpoint
-    that a generation begins from."""
+    that a generation begins from. has_stepped: returns whether this session has done a step."""
 
     rendezvous_address: str
     ensure_mover: Callable[[], Awaitable[None]]
@@ -24,3 +24,4 @@ class AgentHooks:
     stop_reason: Callable[[], str]
     committed_step: Callable[[], int]
     on_restored: Callable[[int], None]
+    has_stepped: Callable[[], bool] = lambda: True

@@ -10,7 +10,7 @@ end           Write the run's result into the journal (`elastic/run_result.py`).
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -73,9 +73,11 @@ BAD_STEP_REASONS = ("non_finite", "loss_jump")
 class LossCounter:
     """Counts losses of workers and movers, one for each generation, against the restart budget."""
 
-    def __init__(self, limit: int) -> None:
-        """limit: how many restarts in a row may pass without progress."""
+    def __init__(self, limit: int, has_stepped: Callable[[], bool]) -> None:
+        """limit: how many restarts in a row may pass without progress. has_stepped: whether a step
+        was done in this session, so that a loss says nothing about the run's first step."""
         self._restarts, self._last_counted, self._limit = RestartHistory(), 0, limit
+        self._has_stepped = has_stepped
 
     def count_next_again(self) -> None:
         """Count the next loss even if it is of a generation that was counted."""
@@ -85,7 +87,9 @@ class LossCounter:
         """Count one more loss of a worker; return a sentence if the run must give up."""
         if generation > self._last_counted:  # retries of an unreachable run store count once
             self._last_counted = generation
-            self._restarts = self._restarts.with_loss(reached_step)
+            self._restarts = self._restarts.with_loss(
+                reached_step, "" if self._has_stepped() else cause
+            )
         return why_give_up(self._restarts, self._limit, cause or "not known")
 
 
@@ -160,7 +164,9 @@ class RunController:
         )
         self._journal_tail = JournalFollower(context.store)
         self._generation_planner: GenerationPlanner | None = None
-        self._loss_counter = LossCounter(context.config.cluster.max_restarts_without_progress)
+        self._loss_counter = LossCounter(
+            context.config.cluster.max_restarts_without_progress, hooks.has_stepped
+        )
         self._session_start = SessionStart(context, event_log)
         self._generation_floor = GenerationFloor(context, hooks)
         self._node_shortage = NodeShortage(
@@ -258,6 +264,8 @@ class RunController:
         ended = [outcome.lost for outcome in self._generation_planner.last_outcomes(node_reports)]
         losses = [loss for loss in ended if loss is not None]
         cause = next((loss.cause for loss in losses if loss.cause), "")
+        cause = cause or "; ".join(f"{name}: {said}" for name, said in state.lost_members if said)
+        self._generation_planner.cause = cause
         why = self._hooks.stop_reason()
         shortage = self._node_shortage
         if not shortage.closing_reason and transitions.are_all_leaving(state, node_names):

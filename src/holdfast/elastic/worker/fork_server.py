@@ -152,11 +152,12 @@ class ForkServerLoop:
 
 def _exit_now(code: int) -> NoReturn:
     """End this process without the interpreter's shutdown."""
-    process_log.stop()
-    with suppress(Exception):
+    try:
+        process_log.stop()
         sys.stdout.flush()
         sys.stderr.flush()
-    os._exit(code)
+    finally:  # whatever that raises without memory: a worker must not return into the fork server
+        os._exit(code)
 
 
 def _reset_signals() -> None:
