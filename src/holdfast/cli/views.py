@@ -11,6 +11,7 @@ from pathlib import Path
 from types import TracebackType
 
 from holdfast.cli.output import say
+from holdfast.cli.run_follower import RunFollower
 from holdfast.config.run import RunConfig
 from holdfast.core.flops import CONVENTIONS, flops_per_token
 from holdfast.events import Record, to_json
@@ -38,7 +39,8 @@ class RunViews:
     ) -> None:
         self.say: Callable[[str], None] = say
         self._stack = ExitStack()  # what has to be closed, newest first
-        before = journal.read_journal(FolderStore(folder))  # older sessions of the same run
+        store = FolderStore(folder)
+        before = journal.read_journal(store)  # older sessions of the same run
         metrics = metrics_of(config, dataset_version, machine)
         metrics.replay(before)
         self.render_metrics = metrics.render
@@ -47,16 +49,22 @@ class RunViews:
             writer = TensorBoardWriter(folder / "tensorboard")
             self._stack.callback(writer.close)
             self.observers.append(writer.observe)
+        show: Callable[[Record], None]
         if json:
             lines = JsonLinePrinter()
             self._stack.callback(lines.close)
-            self.observers.append(lines.observe)
+            show = lines.observe
         else:
             view = LiveView(config.train.steps)
             view.replay(before)
             self._stack.enter_context(view)
-            self.observers.append(view.observe)
-            self.say = view.say
+            show, self.say = view.observe, view.say
+        if config.cluster.node:  # the run may have other nodes
+            follower = RunFollower(store, show)
+            self._stack.callback(follower.close)
+            self.observers.append(follower.observe)
+            follower.start()
+        self.observers.append(show)
 
     def __enter__(self) -> RunViews:
         return self

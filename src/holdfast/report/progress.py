@@ -17,6 +17,7 @@ from holdfast.events import (
     RunStarted,
     RunStopped,
     SaveInterval,
+    SettingIgnored,
     StepDone,
     WorkerHeld,
     WorkerLost,
@@ -63,6 +64,7 @@ class RunProgress:
     curve: list[tuple[int, float]] = field(default_factory=list)  # (step, loss) that count
     ledger: TimeLedger = field(default_factory=TimeLedger)
     book: IncidentBook = field(default_factory=IncidentBook)
+    _ignored_settings: set[str] = field(default_factory=set)
     _stride: int = 1
     _pace: deque[tuple[float, int]] = field(
         default_factory=lambda: deque(maxlen=_PACE_WINDOW_STEPS)
@@ -151,6 +153,10 @@ class RunProgress:
             case _:
                 if isinstance(event, RunFailed):
                     self.state = "failed"
+                if isinstance(event, SettingIgnored):
+                    if event.key in self._ignored_settings:
+                        return None  # every rank of every generation reports it
+                    self._ignored_settings.add(event.key)
                 text = notice_text(event)
                 return ProgressLine(elapsed, text, "bad") if text else None
         return None

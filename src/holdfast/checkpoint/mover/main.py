@@ -42,6 +42,7 @@ from holdfast.layout import Topology
 from holdfast.wire import lifeline, process_log
 from holdfast.wire.http.auth import AuthError, Verifier
 from holdfast.wire.http.refusals import MOVER, Refusals
+from holdfast.wire.process_title import set_process_title
 from holdfast.wire.secret import Secret
 from holdfast.wire.store.location import open_store
 
@@ -305,6 +306,7 @@ def main() -> None:
     sys.setswitchinterval(THREAD_SWITCH_INTERVAL_S)
     boot = MoverSpec.from_json_line(sys.stdin.buffer.readline())
     process_log.start("mover", sys.stderr)
+    set_process_title("mover", boot.settings.run)
     if boot.lifeline >= 0:
         lifeline.watch_lifeline(boot.lifeline)
     try:

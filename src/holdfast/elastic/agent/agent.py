@@ -52,6 +52,7 @@ from holdfast.plan.interface import Planner
 from holdfast.wire import lifeline, process_log
 from holdfast.wire.http.server import HttpListener
 from holdfast.wire.http.sockets import address_of, bind_listener
+from holdfast.wire.process_title import is_own_process, set_process_title
 from holdfast.wire.term import newest_generation
 
 TERM_CHECK_INTERVAL_S = 2.0
@@ -93,6 +94,8 @@ class NodeAgent:
         address that is in use, no trustworthy checkpoint, or a UserError of a worker.
         """
         it = self._context
+        if is_own_process():
+            set_process_title(f"agent {it.node}", it.config.name)
         process_log.start(
             "agent", it.folder / "logs" / f"agent{it.node_suffix and '.'}{it.node_suffix}.log"
         )
@@ -195,6 +198,8 @@ class NodeAgent:
             self._say(str(error))
             return 1
         self._parts.processes.publish_mover_address()
+        if self._context.single_node_term is None:
+            await self._parts.processes.publish_identity()
         try:
             await self._run_role_loop()
         except RunEndedError as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -10,11 +11,13 @@ from typing import Any
 from holdfast.elastic.agent.final_upload import FinalUpload
 from holdfast.elastic.agent.run_progress import LearntProgress
 from holdfast.elastic.event_log import Say
+from holdfast.elastic.node.identity import find_identity
 from holdfast.elastic.node.launch_specs import make_mover_settings
 from holdfast.elastic.node.mover_supervisor import MoverSupervisor
 from holdfast.elastic.node.node_runner import NodeRunner
 from holdfast.elastic.node.process_manager import ProcessManager
 from holdfast.elastic.node.worker_group import WorkerGroup
+from holdfast.elastic.protocol.coordinator_messages import IDENTITY_KEY
 from holdfast.elastic.protocol.generation_outcome import LostOutcome
 from holdfast.elastic.protocol.worker_spec import modules_to_preload
 from holdfast.elastic.reviving import MoverRestarter
@@ -37,6 +40,7 @@ class NodeProcesses:
         it, self._say = context, say
         self._is_live_recovery = it.config.cluster.recovery == "live"
         self._is_killed = False
+        self._config = it.config
         self._node_runner: NodeRunner | None = None
         self._join_info: dict[str, Any] = {}
         self._lifeline_fd, self._line_end = lifeline.open_lifeline()
@@ -122,6 +126,11 @@ class NodeProcesses:
         """Let the next request to the coordinator carry the mover's address."""
         peer = self.mover.peer  # the coordinator passes its address on
         self._join_info["peer"] = None if peer is None else peer.to_json()
+
+    async def publish_identity(self) -> None:
+        """Let requests to join carry what of this node decides the bits that it computes."""
+        found = await asyncio.to_thread(find_identity, self._config, self.process_manager.reference)
+        self._join_info[IDENTITY_KEY] = found.to_json()
 
     # --- events of processes (`process_manager`) ------------------------------------------------
     def on_joined(self, generation: int, rank: int, pid: int) -> None:

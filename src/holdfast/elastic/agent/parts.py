@@ -30,6 +30,7 @@ from holdfast.elastic.event_log import Say
 from holdfast.elastic.membership.role_loop import RoleLoop
 from holdfast.elastic.node.launch_specs import NodeContext
 from holdfast.elastic.node.node_runner import NodeRunner
+from holdfast.elastic.protocol.coordinator_messages import IDENTITY_KEY
 from holdfast.elastic.run_context import RunContext
 from holdfast.plan.interface import Planner
 from holdfast.policy.membership.election import ElectionTimeouts
@@ -130,6 +131,7 @@ class AgentParts:
             committed_step=lambda: progress.committed_step,
             on_restored=progress.on_restored,
             has_stepped=lambda: progress.has_stepped,
+            identity=lambda: self.role_loop.join_info.get(IDENTITY_KEY, {}),
         )
         return RunController(
             self.context,

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -15,7 +16,8 @@ class AgentHooks:
     of each generation whose object was made. newest_generation: returns the newest generation known
     here. stop_reason: returns why all of the run must stop, "" while it continues. committed_step:
     returns the newest committed step. on_restored: receives the step of each durable checkpoint
-    that a generation begins from. has_stepped: returns whether this session has done a step."""
+    that a generation begins from. has_stepped: returns whether this session has done a step.
+    identity: returns what of this node decides the bits that it computes, as JSON."""
 
     rendezvous_address: str
     ensure_mover: Callable[[], Awaitable[None]]
@@ -25,3 +27,4 @@ class AgentHooks:
     committed_step: Callable[[], int]
     on_restored: Callable[[int], None]
     has_stepped: Callable[[], bool] = lambda: True
+    identity: Callable[[], Mapping[str, Any]] = dict

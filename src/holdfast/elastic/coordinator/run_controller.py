@@ -22,6 +22,7 @@ from holdfast.elastic.coordinator.agent_hooks import AgentHooks
 from holdfast.elastic.coordinator.coordinator import Coordinator
 from holdfast.elastic.coordinator.generation_planner import GenerationPlanner, PlannerContext
 from holdfast.elastic.coordinator.generation_store import start_term
+from holdfast.elastic.coordinator.join_gate import JoinGate
 from holdfast.elastic.coordinator.ledger_repair import LedgerCoverage, LedgerRepair
 from holdfast.elastic.coordinator.node_shortage import NodeShortage
 from holdfast.elastic.coordinator.stragglers import worker_of
@@ -172,6 +173,9 @@ class RunController:
         self._node_shortage = NodeShortage(
             context.config.cluster, hooks, say, context.single_node_term is not None
         )
+        self._join_gate = JoinGate(
+            context.node, context.config.cluster.like_processors, hooks.identity, say
+        )
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._is_closed = False
 
@@ -226,6 +230,7 @@ class RunController:
             on_creation_refused=self._on_creation_refused,
         )
         self._node_shortage.coordinator = self.coordinator
+        self.coordinator.refuse_joiner = self._join_gate.refuse
         self.coordinator.on_pace_change = partial(
             apply_pace_changes, self.coordinator, lead, self._event_log
         )

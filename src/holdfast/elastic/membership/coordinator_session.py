@@ -26,6 +26,7 @@ from holdfast.elastic.protocol.coordinator_messages import (
     HEARTBEAT_PATH,
     JOIN_FIRST_COMMAND,
     JOIN_PATH,
+    REFUSED_COMMAND,
     REPLACED_COMMAND,
     Heartbeat,
     JoinRequest,
@@ -33,7 +34,7 @@ from holdfast.elastic.protocol.coordinator_messages import (
 from holdfast.elastic.protocol.generation_record import GenerationRecord
 from holdfast.elastic.protocol.hung_worker import HungWorker
 from holdfast.elastic.protocol.start_state import StartState
-from holdfast.elastic.run_result import ReplacedError
+from holdfast.elastic.run_result import EndReason, ReplacedError, RunEndedError
 from holdfast.errors import HoldfastError
 from holdfast.policy.membership import election
 from holdfast.policy.membership.election import Role
@@ -135,6 +136,8 @@ class CoordinatorSession:
             return
         if order == REPLACED_COMMAND:
             raise ReplacedError(state.name)
+        if order == REFUSED_COMMAND:
+            raise RunEndedError(str(answer.get("why", "")), EndReason.USER_ERROR)
         membership.set_state(election.leader_answered(state, term, now))
         if order == JOIN_FIRST_COMMAND:
             await self.join()

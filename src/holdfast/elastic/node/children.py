@@ -88,6 +88,8 @@ class ForkServer(Child):
         super().__init__("fork server", process, log, on_exit)
         self._control = control
         self._line_decoder = LineDecoder()
+        self.reference = ""
+        """Checksum of its reference computation; "" if it made none."""
         self._on_message = on_message
         self._is_control_open = True  # its end of the control socket is open
         self._ready = asyncio.Event()
@@ -101,12 +103,15 @@ class ForkServer(Child):
         log: Path,
         on_message: Callable[[dict[str, Any]], None],
         on_exit: Callable[[], None],
+        run: str = "",
+        computes_reference: bool = False,
     ) -> ForkServer:
-        """Start a fork server that imports `preloads` too.
+        """Start a fork server of a run that imports `preloads` too.
 
         Args:
             on_message: gets its "forked" and "exited" messages.
             on_exit: called when the fork server has exited.
+            computes_reference: it computes the reference checksum of this node.
         """
         ours, theirs = socket.socketpair()
         ours.setblocking(False)
@@ -120,6 +125,8 @@ class ForkServer(Child):
                     str(lifeline),
                     "--entry",
                     entry,
+                    f"--run={run}",
+                    *(["--reference"] if computes_reference else []),
                     *(f"--path={path}" for path in paths_for(entry)),
                     *preloads,
                 ),
@@ -169,6 +176,7 @@ class ForkServer(Child):
             return False
         for message in self._line_decoder.feed(data):
             if message["event"] == "ready":
+                self.reference = str(message.get("reference", ""))
                 self._ready.set()
             else:
                 self._on_message(message)

@@ -76,6 +76,7 @@ class MoverSupervisor:
         self.peer: Peer | None = None
         """Address at which other machines' movers reach this one; None if it does not listen."""
         self._node = node
+        self.run_name = config.name
         self.node_suffix = f".{node}" if node else ""
         """Suffix of this node's log names, if several nodes share the run folder."""
         self._last_expect: _LastExpect | None = None

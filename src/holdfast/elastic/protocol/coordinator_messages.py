@@ -16,6 +16,13 @@ JOIN_FIRST_COMMAND, REPLACED_COMMAND = "join", "replaced"
 """Orders to an agent that the coordinator does not know, or knows as another process by now."""
 
 
+REFUSED_COMMAND = "refused"
+"""Order to an agent that may not join; `why` says why."""
+IDENTITY_KEY = "identity"
+"""Key in `JoinRequest.told` of the node's `policy.membership.node_identity.NodeIdentity` as JSON.
+Older agents, and those of a run of one node, send none."""
+
+
 HANG_REASON = "hang"
 """Reason for ending a generation whose workers all wait."""
 

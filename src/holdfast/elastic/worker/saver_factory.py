@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from holdfast.checkpoint.capture.capturer import Capturer, SkippedCapture
 from holdfast.checkpoint.capture.copy_plan import local_part
+from holdfast.checkpoint.capture.no_room_capturer import NoRoomCapturer
 from holdfast.checkpoint.capture.reconnecting_capturer import ReconnectingCapturer
 from holdfast.checkpoint.mover.client import MoverClient
 from holdfast.config.run import RunConfig
@@ -14,6 +15,7 @@ from holdfast.core.sharding.state_table import state_table
 from holdfast.elastic.worker.checkpointer import (
     LateSaver,
     SnapshotSaver,
+    make_unless_no_room,
     make_with_fewer_slots,
     retry_until_mover_is_up,
 )
@@ -70,14 +72,24 @@ class SaverFactory:
                 has_released_old_memory=self.has_released_old_memory,
             )
 
+        told: set[str] = set()  # settings whose loss has been reported
+
+        def on_setting_ignored(key: str, reason: str) -> None:
+            if key not in told:
+                told.add(key)
+                self._on_setting_ignored(key, reason)
+
         def connect() -> Capturer:
-            return make_with_fewer_slots(
-                make_capturer, self.config.checkpoint, self._on_setting_ignored
-            )
+            return make_with_fewer_slots(make_capturer, self.config.checkpoint, on_setting_ignored)
+
+        def connect_or_do_without() -> Capturer | NoRoomCapturer:
+            return make_unless_no_room(connect, on_setting_ignored)
 
         def equip() -> SnapshotSaver:
             first = (
-                retry_until_mover_is_up(connect, halts.wait) if halts.takes_commands else connect()
+                retry_until_mover_is_up(connect_or_do_without, halts.wait)
+                if halts.takes_commands
+                else connect_or_do_without()
             )
             capturer = ReconnectingCapturer(first, connect, self._on_capture_skipped)
             saver = SnapshotSaver(capturer, reporter, rank, self.config, halts.check)
