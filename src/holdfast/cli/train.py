@@ -25,6 +25,7 @@ from holdfast.launch.run_folder import (
     set_aside,
     write_description,
 )
+from holdfast.launch.unlike_node import refuse_unlike_node
 from holdfast.layout import Layout
 from holdfast.plan.hardware import HardwareInfo, cpp_compiler, detect_hardware
 from holdfast.plan.layouts import layouts_of, max_workers
@@ -98,6 +99,8 @@ def _train_in_folder(
         if json:
             print_line({"finished": True, "step": last, "folder": str(folder)})
         return 0
+    if several:
+        refuse_unlike_node(folder, loaded)
     write_description(folder, loaded, machine, dataset.folder, dataset.version)
     with RunViews(loaded.config, folder, dataset.version, machine, json=json) as views:
         code = local.train_locally(

@@ -18,7 +18,7 @@ from holdfast.plan.memory_use import known_parameters
 
 MIB = 2**20
 WANTED_OPEN_FILES = 65536
-"""Descriptors that the soft limit is raised to, as far as the hard limit allows. A higher limit
+"""Descriptors that the soft limit is raised to, if the hard limit allows it. A higher limit
 slows down programs that go through all possible descriptors."""
 OPEN_FILES_OF_AGENT = 128
 """Descriptors of an agent or a mover that has no workers."""

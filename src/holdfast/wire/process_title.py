@@ -15,7 +15,7 @@ SEPARATOR = " | "
 
 
 def is_own_process() -> bool:
-    """Return True if `holdfast` was started as a command: else the process is its caller's."""
+    """Return True if `holdfast` was started as a command. Otherwise the process is its caller's."""
     program = Path(sys.argv[0] if sys.argv else "")
     return program.name == "holdfast" or program.parts[-2:] == ("cli", "main.py")
 

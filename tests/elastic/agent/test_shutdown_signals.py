@@ -107,7 +107,7 @@ def test_children_leave_the_signals_to_their_agent(kept: tuple[signal.Signals, .
 
 
 class Ending:
-    """A run that was asked to stop, and what its coordinator is told when time is up."""
+    """A run that was asked to stop, and the order to its coordinator when time is up."""
 
     def __init__(self, stage: NodeStage, newest_step: int, committed_step: int) -> None:
         self.it = _shutdown(committed_step=committed_step)

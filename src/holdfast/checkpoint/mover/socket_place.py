@@ -1,4 +1,4 @@
-"""Where a mover's unix socket lies, and the socket itself.
+"""The place of a mover's unix socket, and the socket itself.
 
 The path of a unix socket has about a hundred bytes, and TMPDIR may be longer. A temporary folder
 may also be emptied by a cleaner while a run trains for weeks. So the socket lies in a private

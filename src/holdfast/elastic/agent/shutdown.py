@@ -105,7 +105,7 @@ class ShutdownController:
         """Act on one of `lifeline.AGENT_SIGNALS`.
 
         SIGUSR1 is a mere warning: a scheduler sends it before it suspends a job, or some time
-        before its end. SIGINT leaves, and at once if it comes twice. All others ask to leave, as
+        before its end. SIGINT leaves, and at once if it comes twice. The rest ask to leave, as
         SIGTERM does.
         """
         name, grace = number.name, self._config.cluster.grace_seconds

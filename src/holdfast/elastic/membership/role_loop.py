@@ -219,15 +219,15 @@ class RoleLoop:
         )
         if self.state.role is Role.DISCOVERING:
             await self._session.join()
-            if self.state.role is Role.DISCOVERING:  # it refused: a newer term is to come
-                await self._membership.sleep_until_change(ROLE_RETRY_PAUSE_S)
-            elif self._is_following and holder is not None:
-                name, leader = self.state.name, holder.get("node") or "another agent"
-                self._complain_once(f"{name} has joined the run; {leader} coordinates it")
+            await self._note_join(holder)
 
-    @property
-    def _is_following(self) -> bool:
-        return self.state.role is Role.FOLLOWER
+    async def _note_join(self, holder: Mapping[str, Any] | None) -> None:
+        """Tell the user that this node has joined; pause if the holder of the term refused."""
+        if self.state.role is Role.DISCOVERING:  # it refused: a newer term is to come
+            await self._membership.sleep_until_change(ROLE_RETRY_PAUSE_S)
+        elif self.state.role is Role.FOLLOWER and holder is not None:
+            name, leader = self.state.name, holder.get("node") or "another agent"
+            self._complain_once(f"{name} has joined the run; {leader} coordinates it")
 
     async def _reject_single_node_run(self, holder: Mapping[str, Any], leader_address: str) -> None:
         """Raises RunEndedError if a run of one node is at work: it would never admit this agent."""

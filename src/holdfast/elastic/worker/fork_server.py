@@ -206,7 +206,7 @@ def main() -> None:
     parser.add_argument("--reference", action="store_true")
     parser.add_argument("preloads", nargs="*")
     arguments = parser.parse_args()
-    # Where the entry's module may lie, if it is not ours.
+    # The entry's module may lie there, if it is not ours.
     sys.path.extend(path for path in arguments.path if path not in sys.path)
     lifeline.arm_kernel_kill(arguments.lifeline)
     set_process_title("fork server", arguments.run)
