@@ -15,6 +15,10 @@ class HoldfastError(Exception):
     exit_code = 1
 
 
+class NoRoomError(HoldfastError):
+    """There is no memory for snapshots. Training does not need them."""
+
+
 class UserError(HoldfastError):
     """Something the person at the keyboard can mend.
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 from rich.console import Console
 
-from holdfast.events import Record, StepDone, WorkerLost
+from holdfast.events import GenerationStarted, Record, StepDone, WorkerLost
 from holdfast.report.braille import braille
 from holdfast.report.live import LiveView, picture, watch_run
 from holdfast.report.progress import RunProgress
@@ -251,3 +251,11 @@ def test_watch_follows_until_the_run_has_ended() -> None:
         watch_run(batches(), view)
     assert len(seen) == 3
     assert "finished after step 30" in out.getvalue()
+
+
+def test_a_new_generation_names_what_ended_the_last_one() -> None:
+    cause = "worker 1: RuntimeError: cannot allocate memory\nthe library's own words"
+    progress = RunProgress(30)
+    start = GenerationStarted({"nodes": ["a", "a"]}, "error", cause=cause, step=3)
+    (line,) = progress.observe(Record(2, "agent", 0, 1.0, start))
+    assert line.text.endswith(", because worker 1: RuntimeError: cannot allocate memory")

@@ -79,3 +79,55 @@ def test_a_secret_that_another_user_wrote_is_refused(tmp_path: Path) -> None:
     os.chown(path, 65534, 65534)
     with pytest.raises(RunFolderError, match="belongs to another user"):
         read_secret(path)
+
+
+@pytest.fixture
+def mounted(tmp_path: Path) -> Path:
+    """A file behind links, as Kubernetes mounts a Secret."""
+    (tmp_path / "..2026").mkdir()
+    (tmp_path / "..2026" / "secret").write_text("11" * 32)
+    (tmp_path / "..data").symlink_to("..2026")
+    (tmp_path / "secret").symlink_to("..data/secret")
+    return tmp_path / "secret"
+
+
+@pytest.fixture
+def as_roots(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every file seems to be root's."""
+    real = os.fstat
+
+    def fstat(fd: int) -> os.stat_result:
+        fields = list(real(fd))
+        fields[4] = 0
+        return os.stat_result(fields)
+
+    monkeypatch.setattr(os, "fstat", fstat)
+
+
+@pytest.mark.parametrize("mode", [0o440, 0o640])
+@pytest.mark.usefixtures("as_roots")
+def test_a_clusters_file_that_a_group_reads_is_taken_with_a_note(mounted: Path, mode: int) -> None:
+    mounted.chmod(mode)
+    said: list[str] = []
+    secret = open_secret("run", {SECRET_FILE_VARIABLE: str(mounted)}, said.append)
+    assert secret.key == b"\x11" * 32
+    (note,) = said
+    assert note.startswith(f"{mounted}: the users of group ")
+
+
+@pytest.mark.parametrize("mode", [0o444, 0o644, 0o660, 0o460])
+@pytest.mark.usefixtures("as_roots")
+def test_a_clusters_file_that_all_read_names_the_clusters_setting(mounted: Path, mode: int) -> None:
+    mounted.chmod(mode)
+    with pytest.raises(RunFolderError, match=r"set defaultMode: 0400 .*fsGroup"):
+        open_secret("run", {SECRET_FILE_VARIABLE: str(mounted)})
+
+
+def test_a_group_that_reads_a_users_own_file_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "given"
+    path.write_text("11" * 32)
+    path.chmod(0o640)
+    if os.getuid() == 0:
+        os.chown(path, 65534, -1)
+    with pytest.raises(RunFolderError, match=r"chmod 600|belongs to another user"):
+        open_secret("run", {SECRET_FILE_VARIABLE: str(path)})

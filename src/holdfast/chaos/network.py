@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import shutil
 import subprocess
-import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -28,6 +27,7 @@ from types import TracebackType
 from typing import Self
 
 from holdfast.errors import UserError
+from holdfast.wire.child_command import module_command
 
 SUBNET = "10.77.0"
 DEVICE = "eth0"
@@ -279,13 +279,13 @@ class Network:
             node.relay = _start_until_ready(
                 [
                     *here,
-                    sys.executable,
-                    "-m",
-                    "holdfast.chaos.relay",
-                    node.veth,
-                    far,
-                    str(node.delay_ms),
-                    str(node.loss_percent),
+                    *module_command(
+                        "holdfast.chaos.relay",
+                        node.veth,
+                        far,
+                        str(node.delay_ms),
+                        str(node.loss_percent),
+                    ),
                 ]
             )
         if not node.cut:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -24,8 +23,9 @@ from holdfast.config.load import read_text, resolve_config
 from holdfast.errors import ConfigError, RunFolderError, UserError
 from holdfast.plan.hardware import detect_hardware
 from holdfast.simulate.traces import load_trace
+from holdfast.wire.child_command import module_command
 
-COMMAND = sys.executable, "-m", "holdfast.cli.main"  # starts `holdfast` in the same environment
+COMMAND = tuple(module_command("holdfast.cli.main"))  # starts `holdfast` in the same environment
 
 app = make_app("Break a run on purpose, and see that it comes to the same end.")
 

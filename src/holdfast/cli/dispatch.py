@@ -15,6 +15,7 @@ from typing import Any
 
 import typer
 
+from holdfast.cli.early_signals import EndedBySignal
 from holdfast.errors import UserError
 
 
@@ -90,6 +91,10 @@ def call(module: str, program: str, arguments: Sequence[str]) -> int:
     except KeyboardInterrupt:
         print(f"{program}: interrupted", file=sys.stderr)
         return 130
+    except EndedBySignal as ending:
+        remedy = "nothing was under way; the same command starts it again"
+        print(f"{program}: ended by {ending}; {remedy}", file=sys.stderr)
+        return ending.exit_code
     except BrokenPipeError:
         raise
     except typer.Exit as ending:  # --help, for example

@@ -16,6 +16,13 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Literal
 
+from holdfast.checkpoint.mover.socket_place import SOCKET_NAME, MoverSocket, make_socket_folder
+from holdfast.errors import RunFolderError
+from holdfast.launch.process_limits import (
+    OPEN_FILES_OF_AGENT,
+    OPEN_FILES_PER_WORKER,
+    TORCH_ADDRESS_BYTES,
+)
 from holdfast.plan.hardware import HardwareInfo, cpp_compiler, detect_hardware
 
 CheckState = Literal["good", "weak", "fails"]
@@ -58,6 +65,8 @@ def run_checks(folder: Path | None = None) -> list[Check]:
         _compiler(),
         _disk(here),
         _open_files(),
+        _memory_limits(),
+        _sockets(),
         _loopback(),
         _clock(),
     ]
@@ -155,11 +164,36 @@ def _disk(folder: Path) -> Check:
 
 
 def _open_files() -> Check:
+    """A start raises the soft limit to the hard one, which alone counts."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     found = f"{soft} (at most {hard})"
-    if soft != resource.RLIM_INFINITY and soft < 1024:
-        return Check("open files", "weak", found, "raise it: ulimit -n 4096")
+    if hard != resource.RLIM_INFINITY and hard < OPEN_FILES_OF_AGENT + OPEN_FILES_PER_WORKER:
+        return Check("open files", "fails", found, "raise it: ulimit -Hn 4096")
+    if hard != resource.RLIM_INFINITY and hard < 1024:
+        return Check("open files", "weak", found, "raise it: ulimit -Hn 4096")
     return Check("open files", "good", found)
+
+
+def _memory_limits() -> Check:
+    """A limit of address space under which no process can import torch."""
+    soft = resource.getrlimit(resource.RLIMIT_AS)[0]
+    if soft == resource.RLIM_INFINITY:
+        return Check("address space", "good", "no limit")
+    found = f"{soft / GIB:.2f} GiB for a process"
+    if soft < TORCH_ADDRESS_BYTES:
+        least = f"a worker needs {TORCH_ADDRESS_BYTES / GIB:.2f} GiB and more"
+        return Check("address space", "fails", found, f"{least}: ulimit -v unlimited")
+    return Check("address space", "weak", found, "a large model needs more: ulimit -v unlimited")
+
+
+def _sockets() -> Check:
+    """The processes of a node talk over a unix socket: make one where a start would."""
+    try:
+        with make_socket_folder() as folder:
+            MoverSocket(str(Path(folder) / SOCKET_NAME)).remove()
+    except RunFolderError as error:
+        return Check("sockets", "fails", error.message, f"{error.where}: {error.remedy}")
+    return Check("sockets", "good", f"in {Path(folder).parent}")
 
 
 def _loopback() -> Check:

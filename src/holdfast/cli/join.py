@@ -11,6 +11,7 @@ import typer
 
 from holdfast.cli.dispatch import app as make_app
 from holdfast.cli.dispatch import crash_log_in
+from holdfast.cli.early_signals import early_signals_answered
 from holdfast.cli.output import say
 from holdfast.cli.train import finished_step
 from holdfast.cli.views import RunViews
@@ -68,6 +69,7 @@ def join(
         return 0
     version = dataset_version_in(folder, Dataset.open(loaded.config.data.folder))
     with (
+        early_signals_answered(),
         crash_log_in(folder),
         RunViews(loaded.config, folder, version, detect_hardware(), json=json) as views,
     ):

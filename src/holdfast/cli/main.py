@@ -14,6 +14,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
+from holdfast.cli.streams import guard_streams
+
 # name -> (module, what it does)
 COMMANDS: dict[str, tuple[str, str]] = {
     "init": ("init", "write a run file to start from"),
@@ -52,10 +54,16 @@ Start with:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code."""
     arguments = list(sys.argv[1:] if argv is None else argv)
+    if argv is None:  # a process of our own
+        guard_streams(arguments)
     try:
         return _dispatch(arguments)
     except BrokenPipeError:
-        return _reader_left()
+        # End quietly, as SIGPIPE would: the reader of our output has exited (`| head`).
+        return 141
+    except OSError as error:  # of the help: a command's own errors have been answered
+        print(f"holdfast: the output cannot be written: {error.strerror}", file=sys.stderr)
+        return 2
 
 
 def _dispatch(arguments: list[str]) -> int:
@@ -82,14 +90,6 @@ def _dispatch(arguments: list[str]) -> int:
     from holdfast.cli.dispatch import call
 
     return call(f"holdfast.cli.{COMMANDS[name][0]}", f"holdfast {name}", arguments[1:])
-
-
-def _reader_left() -> int:
-    """End quietly, as SIGPIPE would: the reader of our output has exited (`| head`)."""
-    import os
-
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    return 141
 
 
 if __name__ == "__main__":

@@ -14,12 +14,18 @@ def say(text: str) -> None:
 
 
 def print_json(value: Any) -> None:
-    print(json.dumps(value, indent=2, ensure_ascii=False, default=str), flush=True)
+    print(json.dumps(value, indent=2, ensure_ascii=_is_ascii_due(), default=str), flush=True)
 
 
 def print_line(value: Any) -> None:
     """One JSON value on a line of its own, where lines are what is read."""
-    print(json.dumps(value, separators=(",", ":"), ensure_ascii=False, default=str), flush=True)
+    text = json.dumps(value, separators=(",", ":"), ensure_ascii=_is_ascii_due(), default=str)
+    print(text, flush=True)
+
+
+def _is_ascii_due() -> bool:
+    """Return True if the output cannot show every character: JSON has escapes for that."""
+    return not (sys.stdout.encoding or "utf-8").lower().startswith("utf")
 
 
 def print_table(rows: Sequence[Sequence[object]], head: Sequence[str] = ()) -> None:

@@ -15,6 +15,7 @@ from holdfast.cli.dispatch import app as make_app
 from holdfast.cli.output import print_line, say
 from holdfast.errors import UserError
 from holdfast.events import RequestsRefused
+from holdfast.wire import lifeline
 from holdfast.wire.http.refusals import describe_refusals
 
 REPORT_INTERVAL_S = 2.0
@@ -68,7 +69,7 @@ def stage(
             where="--memory",
             remedy=f"use {free / GB:.1f} or less",
         )
-    known = read_secret(secret)
+    known = read_secret(secret, is_given=True, say=say)
     kept = StagingNode(
         bind_listener(host, port, "--listen"),
         known,
@@ -85,8 +86,9 @@ def _watch(kept: Any, json: bool) -> int:
     """Say what is kept whenever that changes, until a signal asks to end."""
     leave, told = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
     signal.set_wakeup_fd(told)
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda *_: None)
+    for number in lifeline.AGENT_SIGNALS:
+        if signal.getsignal(number) is not signal.SIG_IGN:  # nohup has SIGHUP ignored
+            signal.signal(number, lambda *_: None)
     if json:
         print_line({"address": kept.address})
     else:

@@ -11,6 +11,7 @@ import typer
 
 from holdfast.cli.dispatch import app as make_app
 from holdfast.cli.dispatch import crash_log_in
+from holdfast.cli.early_signals import early_signals_answered
 from holdfast.cli.output import print_line, say
 from holdfast.cli.progress import StageProgress
 from holdfast.config.load import LoadedConfig, load_config
@@ -29,6 +30,7 @@ from holdfast.launch.run_folder import (
     write_description,
 )
 from holdfast.launch.runs import read_resolved
+from holdfast.launch.unlike_node import refuse_unlike_node
 from holdfast.layout import Layout
 from holdfast.plan.hardware import HardwareInfo, cpp_compiler, detect_hardware
 from holdfast.plan.layouts import layouts_of, max_workers
@@ -61,8 +63,13 @@ def train(
       holdfast train run.yaml train.steps=200 layout.workers=4
       holdfast train run.yaml --fresh
     """
+    with early_signals_answered():
+        return _train(run_file, overrides or [], fresh=fresh, json=json)
+
+
+def _train(run_file: Path, overrides: list[str], *, fresh: bool, json: bool) -> int:
     machine = detect_hardware()
-    loaded = plan_for_machine(load_config(run_file, overrides or []), machine)
+    loaded = plan_for_machine(load_config(run_file, overrides), machine)
     folder = Path(loaded.config.run_folder)
     with crash_log_in(folder):
         return _train_in_folder(loaded, machine, folder, fresh=fresh, json=json)
@@ -100,6 +107,8 @@ def _train_in_folder(
         if json:
             print_line({"finished": True, "step": last, "folder": str(folder)})
         return 0
+    if several:
+        refuse_unlike_node(folder, loaded, watch)
     about = describe_start(loaded, dataset)
     write_description(folder, loaded, machine, dataset.folder, version)
     for line in about:

@@ -44,6 +44,11 @@ class ClusterConfig(Section):
         description="steps between two comparisons of state that several workers hold; a worker "
         "that differs from the majority takes the majority's copy; 0: never",
     )
+    like_processors: Literal["warn", "require", "ignore"] = Field(
+        "warn",
+        description="a node joins whose vector units, presets or reference computation differ: "
+        "warn about it, require that none does, or ignore it",
+    )
     loss_jumps: Literal["ignore", "roll_back"] = Field(
         "ignore",
         description="roll_back: a step whose loss jumps is repeated; data that causes the jump "

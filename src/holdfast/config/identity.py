@@ -61,6 +61,25 @@ LATER_KEYS = (
 )
 
 
+# Alike on all nodes of a run: all that decides the computation, and these. With another value on
+# one node its workers would take part in other collectives than the rest.
+SHARED_KEYS = (
+    "layout",
+    "train.evaluate",
+    "checkpoint.every_steps",
+    "checkpoint.every_seconds",
+    "checkpoint.interval",
+    "checkpoint.memory_every_steps",
+    "checkpoint.hidden",
+    "checkpoint.extent_mb",
+    "cluster.check_every_steps",
+    "cluster.loss_jumps",
+    "cluster.recovery",
+)
+# Of those, free for each node: the first is planned, the second only writes a file.
+NODE_KEYS = ("layout.workers", "layout.trace_step")
+
+
 @dataclass(frozen=True)
 class ConfigDifference:
     key: str
@@ -76,6 +95,16 @@ def decisive_values(dumped: Mapping[str, Any]) -> dict[str, Any]:
         for key, value in leaves(dict(dumped))
         if not any(key == free or key.startswith(free + ".") for free in FREE_KEYS)
         and not (key in LATER_KEYS and value == _later_default(key))
+    }
+
+
+def values_alike_on_all_nodes(dumped: Mapping[str, Any]) -> dict[str, Any]:
+    """Dotted key -> value of every leaf that has to be alike on all nodes of a run."""
+    return decisive_values(dumped) | {
+        key: value
+        for key, value in leaves(dict(dumped))
+        if key not in NODE_KEYS
+        and any(key == shared or key.startswith(shared + ".") for shared in SHARED_KEYS)
     }
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import subprocess
 import sys
 import threading
@@ -23,6 +22,8 @@ from typing import Any
 from holdfast import errors
 from holdfast.data.unit_tasks import Encoder, perform_task
 from holdfast.errors import HoldfastError, UserError
+from holdfast.wire import lifeline
+from holdfast.wire.child_command import module_command
 
 Task = dict[str, Any]
 
@@ -124,7 +125,7 @@ def _start() -> subprocess.Popen[str]:
         "OMP_NUM_THREADS": "1",
     }
     return subprocess.Popen(
-        [sys.executable, "-m", "holdfast.data.task_pool"],
+        module_command("holdfast.data.task_pool"),
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
@@ -176,8 +177,8 @@ def _error_to_json(error: Exception) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Do tasks until standard input ends. Ctrl-C is the parent's to handle."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    """Do tasks until standard input ends. Signals are the parent's to handle."""
+    lifeline.ignore_agent_signals()
     tokenizer_of = _tokenizer_loader()
     for line in sys.stdin:
         try:

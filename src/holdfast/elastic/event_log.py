@@ -17,6 +17,7 @@ from holdfast.errors import HoldfastError
 from holdfast.events import Event, Record
 from holdfast.wire import process_log
 from holdfast.wire.journal import JournalWriter
+from holdfast.wire.steady_clock import SteadyClock
 from holdfast.wire.store.run_store import RunStore
 
 logger = logging.getLogger(__name__)
@@ -39,9 +40,20 @@ class EventLog:
     """Journal writers of the newest generation. Lives in one event loop."""
 
     def __init__(
-        self, store: RunStore, observers: Sequence[Observer], say: Say, node: str = ""
+        self,
+        store: RunStore,
+        observers: Sequence[Observer],
+        say: Say,
+        node: str = "",
+        clock: Callable[[], float] | None = None,
     ) -> None:
-        """node: the agent's node if the run has several; each agent writes its own segments."""
+        """Make a log without writers.
+
+        Args:
+            node: the agent's node if the run has several; each agent writes its own segments.
+            clock: gives the records' times, in seconds since 1970; None: one that cannot jump.
+        """
+        self._clock = SteadyClock().now if clock is None else clock
         self._store, self._suffix = store, f".{node}" if node else ""
         self._observers = list(observers)
         self._say = say
@@ -72,7 +84,7 @@ class EventLog:
         if writer not in self._writers:
             # No read: an event must not be lost, nor the event loop wait, for a sick disk.
             self._writers[writer] = JournalWriter(
-                self._store, writer, self._generation, is_new_generation=True
+                self._store, writer, self._generation, self._clock, is_new_generation=True
             )
         self._notify_observers(self._writers[writer].emit(event))
 
@@ -87,7 +99,7 @@ class EventLog:
         place = generation, self._full_writer_name(writer)
         if place not in self._other_generation_writers:
             self._other_generation_writers[place] = JournalWriter(
-                self._store, place[1], generation, is_new_generation=True
+                self._store, place[1], generation, self._clock, is_new_generation=True
             )
         self._notify_observers(self._other_generation_writers[place].emit(event))
 

@@ -28,6 +28,7 @@ class EndReason(StrEnum):
     TOO_FEW = "too few"  # fewer nodes than the run needs
     FENCED = "fenced"  # another trainer owns the run folder, or it is lost: not our journal
     STOPPED = "stopped"  # the run was asked to stop, and lost a worker while it saved
+    LEFT = "left"  # the run was asked to stop before a step was done, and loses nothing
     REPLACED = "replaced"  # another agent took this agent's name, and the run continues with it
 
 
@@ -128,6 +129,8 @@ def _aborted_result(end_message: str, end_reason: str, committed_step: int) -> R
     match end_reason:
         case EndReason.STOPPED:
             return _stopped_result(committed_step, end_message, 1)
+        case EndReason.LEFT:
+            return _stopped_result(committed_step, end_message, 0)
         case EndReason.TOO_FEW:
             return _stopped_result(committed_step, end_message, CannotGoOnError.exit_code)
         case EndReason.FENCED:

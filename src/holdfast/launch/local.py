@@ -32,6 +32,7 @@ from holdfast.elastic.run_context import RunContext
 from holdfast.errors import HoldfastError, RunFolderError
 from holdfast.launch.addresses import NodeAddress, plan_addresses
 from holdfast.launch.holder import HolderWatch
+from holdfast.launch.process_limits import raise_open_files, refuse_low_limits
 from holdfast.launch.run_folder import refuse_in_use
 from holdfast.plan.planner import plan_layout
 from holdfast.wire.http.sockets import address_of, bind_listener
@@ -68,13 +69,16 @@ def train_locally(
         raise RunFolderError(
             "the number of workers and the device have not been planned", where="layout.workers"
         )
+    # A node of several may get fewer workers than it has places for.
+    workers = (config.cluster.places or 1) if config.cluster.node else config.layout.workers
+    refuse_low_limits(config, workers, raise_open_files())
     node = config.cluster.node or platform.node() or "localhost"
     if config.cluster.node:
         check_node_name(node)
     version = (
         Dataset.open(config.data.folder).version if dataset_version is None else dataset_version
     )
-    secret = open_secret(folder)
+    secret = open_secret(folder, say=say)
     start = _RunOrigin(
         config, store, secret, run_identity(config_hash(config), version), fresh, say
     )

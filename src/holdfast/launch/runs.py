@@ -103,7 +103,7 @@ def read_secrets(folder: Path) -> tuple[Secret, ...]:
     use (the environment's, or the folder's). None is made. Raises RunFolderError for one that other
     users may read."""
     named, own = os.environ.get(SECRET_FILE_VARIABLE), folder / "secret"
-    found = [read_secret(Path(named).expanduser())] if named else []
+    found = [read_secret(Path(named).expanduser(), is_given=True)] if named else []
     if own.exists():
         try:
             found.append(read_secret(own))

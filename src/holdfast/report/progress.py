@@ -17,6 +17,7 @@ from holdfast.events import (
     RunStarted,
     RunStopped,
     SaveInterval,
+    SettingIgnored,
     StepDone,
     WorkerHeld,
     WorkerLost,
@@ -28,6 +29,7 @@ from holdfast.report.history import notice_text
 from holdfast.report.incidents import RECOVERY_RUNGS, Incident, IncidentBook, WorkerLoss
 from holdfast.report.timeledger import TimeLedger
 
+_MAX_CAUSE_CHARS = 200
 _MAX_CURVE_POINTS = 4096  # of the curve; beyond it every other one is dropped
 _PACE_WINDOW_STEPS = 64  # steps over which the pace is measured
 
@@ -63,6 +65,7 @@ class RunProgress:
     ledger: TimeLedger = field(default_factory=TimeLedger)
     book: IncidentBook = field(default_factory=IncidentBook)
     imported_from: str = ""  # folder that the run's first weights came from
+    _ignored_settings: set[str] = field(default_factory=set)
     _stride: int = 1
     _pace: deque[tuple[float, int]] = field(
         default_factory=lambda: deque(maxlen=_PACE_WINDOW_STEPS)
@@ -151,6 +154,10 @@ class RunProgress:
             case _:
                 if isinstance(event, RunFailed):
                     self.state = "failed"
+                if isinstance(event, SettingIgnored):
+                    if event.key in self._ignored_settings:
+                        return None  # every rank of every generation reports it
+                    self._ignored_settings.add(event.key)
                 text = notice_text(event)
                 return ProgressLine(elapsed, text, "bad") if text else None
         return None
@@ -173,7 +180,14 @@ class RunProgress:
                 origin = f"from the weights imported from {self.imported_from or 'another trainer'}"
         text = f"generation {number}, {format_plural(len(self.workers), 'worker')}, {origin}"
         text += _describe_node_changes(before, set(ranks)) if before else _describe_nodes(ranks)
+        text += f", because {_shorten(event.cause)}" if event.cause else ""
         return ProgressLine(elapsed, text, "plain" if again or not event.step else "good")
+
+
+def _shorten(cause: str) -> str:
+    """Return a cause on one line. The rest, which may come from a library, is in the logs."""
+    line = cause.strip().partition("\n")[0]
+    return line if len(line) <= _MAX_CAUSE_CHARS else f"{line[:_MAX_CAUSE_CHARS]}..."
 
 
 def _incident_cost(ended: Incident) -> str:

@@ -18,11 +18,27 @@ import sys
 import threading
 from collections.abc import Callable
 
-AGENT_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
-"""Signals that a terminal, systemd or Slurm sends to every process of a run. The agent answers
-them, and needs its children for that: they ignore them."""
+AGENT_SIGNALS = (
+    signal.SIGHUP,
+    signal.SIGINT,
+    signal.SIGQUIT,
+    signal.SIGTERM,
+    signal.SIGUSR1,
+    signal.SIGUSR2,
+    signal.SIGXCPU,
+    *(() if sys.platform == "darwin" else (signal.SIGPWR,)),
+)
+"""Signals that a terminal, systemd or a scheduler sends to every process of a run. The agent
+answers them, and needs its children for that: they ignore them."""
 LIFELINE_EXIT_CODE = 79
 """Exit code of a child whose agent has exited."""
+
+
+def ignore_agent_signals(*but: signal.Signals) -> None:
+    """Ignore the agent's signals in this process, except those named."""
+    for number in AGENT_SIGNALS:
+        if number not in but:
+            signal.signal(number, signal.SIG_IGN)
 
 
 def open_lifeline() -> tuple[int, int]:

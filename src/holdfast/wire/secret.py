@@ -11,7 +11,8 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
-from collections.abc import Mapping
+import stat
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -41,23 +42,38 @@ class Secret:
         return Secret(key)
 
 
-def open_secret(folder: Path | str, environ: Mapping[str, str] | None = None) -> Secret:
+def open_secret(
+    folder: Path | str,
+    environ: Mapping[str, str] | None = None,
+    say: Callable[[str], None] = lambda note: None,
+) -> Secret:
     """The secret of the run in `folder`: the launcher's, or the folder's own, made when absent.
 
-    Raises RunFolderError when other users can read the file, or it does not hold a secret.
+    `say` gets a note about a launcher's file that a group may read. Raises RunFolderError when
+    other users can read the file, or it does not hold a secret.
     """
     named = (os.environ if environ is None else environ).get(SECRET_FILE_VARIABLE)
     if named:
-        return read_secret(Path(named).expanduser())
+        return read_secret(Path(named).expanduser(), is_given=True, say=say)
     path = Path(folder) / "secret"
     if not path.exists():
         _create_secret(path)
     return read_secret(path)
 
 
-def read_secret(path: Path) -> Secret:
-    """Raises RunFolderError when the file is missing, readable by other users, written by another
-    user (but root), or not a secret."""
+def read_secret(
+    path: Path, *, is_given: bool = False, say: Callable[[str], None] = lambda note: None
+) -> Secret:
+    """Read a secret.
+
+    Args:
+        is_given: a launcher or a cluster made the file. If it is root's, a group may read it: that
+            is how a cluster gives a file to a process of another user (`fsGroup`).
+        say: gets a note if a group may read the file.
+
+    Raises RunFolderError when the file is missing, readable by other users, written by another
+    user (but root), or not a secret.
+    """
     try:
         with path.open("rb") as file:
             status = os.fstat(file.fileno())  # of what is read, whatever the path names by now
@@ -74,11 +90,13 @@ def read_secret(path: Path) -> Secret:
             where=str(path),
             remedy="remove it: a new one is made; or use a copy that is yours",
         )
-    if status.st_mode & 0o077:
+    if is_given and status.st_uid == 0 and status.st_mode & 0o077 == stat.S_IRGRP:
+        say(f"{path}: the users of group {status.st_gid} can read the run's secret")
+    elif status.st_mode & 0o077:
         raise RunFolderError(
             "other users of this machine can read the run's secret",
             where=str(path),
-            remedy=f"remove it, or run: chmod 600 {path}",
+            remedy=_remedy_for_mode(path, is_given),
         )
     try:
         return Secret.from_hex(text)
@@ -86,6 +104,22 @@ def read_secret(path: Path) -> Secret:
         raise RunFolderError(
             "this is not a secret", where=str(path), remedy="write 64 hexadecimal digits into it"
         ) from None
+
+
+def _remedy_for_mode(path: Path, is_given: bool) -> str:
+    """Return what makes a file's mode acceptable, by who mounted it."""
+    if (path.parent / "..data").is_symlink():  # how Kubernetes mounts a Secret
+        return (
+            "set defaultMode: 0400 for the Secret's volume (0440 together with "
+            "securityContext.fsGroup, for a process that is not root's)"
+        )
+    try:
+        is_read_only = bool(os.statvfs(path).f_flag & os.ST_RDONLY)
+    except OSError:
+        is_read_only = False
+    if is_read_only or path.is_relative_to("/run/secrets"):
+        return "mount it with mode 0400 (Docker and Compose: mode: 0400 of the secret)"
+    return f"run: chmod 600 {path}" if is_given else f"remove it, or run: chmod 600 {path}"
 
 
 def _create_secret(path: Path) -> None:

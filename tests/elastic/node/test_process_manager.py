@@ -26,7 +26,8 @@ def test_a_template_that_fails_by_a_bug_is_said_and_is_a_failed_start(
 
     async def scene() -> None:
         said: list[str] = []
-        mover = cast(Any, SimpleNamespace(ensure_running=nothing, node_suffix="", stop=nothing))
+        parts = {"node_suffix": "", "run_name": "r", "ensure_running": nothing, "stop": nothing}
+        mover = cast(Any, SimpleNamespace(**parts))
         host = ProcessManager(
             mover,
             tmp_path,

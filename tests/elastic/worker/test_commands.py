@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -373,3 +374,14 @@ def test_who_was_stopped_for_a_while_is_not_stuck(rank: RankContext) -> None:
         subprocess.Popen(["sh", "-c", script])
 
     assert _found_in_a_backward(stop) == [False]
+
+
+@pytest.mark.parametrize("error", ['RuntimeError("can\'t start new thread")', "MemoryError()"])
+def test_a_worker_that_cannot_start_a_thread_while_it_halts_ends_itself(error: str) -> None:
+    code = (
+        "from holdfast.elastic.worker.commands import _exit_if_unable_to_halt\n"
+        f"with _exit_if_unable_to_halt():\n    raise {error}\n"
+        "print('it goes on')"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=SECONDS)
+    assert (done.returncode, done.stdout) == (exit_codes.CRASHED, b"")

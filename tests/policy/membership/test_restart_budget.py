@@ -34,3 +34,31 @@ def test_a_limit_of_zero_never_restarts() -> None:
 
 def test_a_thousand_losses_with_progress_are_no_reason() -> None:
     assert not any(_lose(list(range(1, 1001)), limit=1))
+
+
+def _fail(causes: list[str], committed: int = 0) -> list[str | None]:
+    restarts, said = RestartHistory(), []
+    for cause in causes:
+        restarts = restarts.with_loss(committed, cause)
+        said.append(why_give_up(restarts, 3, cause))
+    return said
+
+
+def test_the_same_failure_before_the_first_step_ends_the_run_the_second_time() -> None:
+    first = "worker 0: RuntimeError: [alloc.cpp:118] cannot allocate 123 bytes at 0x7f00"
+    again = "worker 1: RuntimeError: [alloc.cpp:118] cannot allocate 456 bytes at 0x7e00"
+    said = _fail([first, again])
+    sentence = "gave up: no step was done, and two starts failed alike; the cause was: "
+    assert said == [None, sentence + again]
+
+
+def test_what_may_pass_is_tried_as_often_as_the_run_file_says() -> None:
+    for cause in (
+        "worker 0: SIGKILL",
+        "worker 0: ConnectionResetError: x",
+        "the mover ended",
+    ):
+        assert _fail([cause] * 3) == [None] * 3
+    other = ["worker 0: ValueError: a", "worker 0: ValueError: b", "worker 0: ValueError: a"]
+    assert _fail(other) == [None] * 3
+    assert _fail(["worker 0: ValueError: a"] * 3, committed=5) == [None] * 3

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +20,7 @@ from holdfast.checkpoint.interop.dcp_metadata import METADATA
 from holdfast.core.sharding.boxes import Box, coverage_problem, whole_box
 from holdfast.core.sharding.state_table import ITEM_BYTES
 from holdfast.errors import CheckpointError
+from holdfast.wire.child_command import module_command
 
 METADATA_MODULE = "holdfast.checkpoint.interop.dcp_metadata"
 METADATA_TIMEOUT_S = 1800.0
@@ -147,7 +147,7 @@ def _read_metadata(folder: Path) -> dict[str, Any]:
     """Return what the child process reports about the folder."""
     try:
         done = subprocess.run(
-            [sys.executable, "-m", METADATA_MODULE, str(folder)],
+            module_command(METADATA_MODULE, str(folder)),
             capture_output=True,
             check=False,
             timeout=METADATA_TIMEOUT_S,

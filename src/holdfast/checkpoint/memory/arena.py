@@ -27,7 +27,7 @@ from dataclasses import dataclass
 
 from xxhash import xxh3_64_intdigest, xxh3_128_digest
 
-from holdfast.errors import CorruptError, HoldfastError
+from holdfast.errors import CorruptError, NoRoomError
 from holdfast.plan import limits
 
 PAGE = 4096
@@ -92,12 +92,12 @@ class Arena:
     def create(name: str, slots: int, capacity: int) -> int:
         """A new memory file with room for `slots` blobs of `capacity` bytes; its descriptor.
 
-        Raises HoldfastError when the machine has not that much memory.
+        Raises NoRoomError when the machine has not that much memory.
         """
         size = PAGE + slots * (PAGE + capacity)
         room = limits.available_memory()
         if size > room:
-            raise HoldfastError(
+            raise NoRoomError(
                 f"no memory for an arena of {size} bytes ({slots} snapshots): {room} are available"
             )
         fd = os.memfd_create(name, os.MFD_CLOEXEC)
@@ -105,7 +105,7 @@ class Arena:
             os.posix_fallocate(fd, 0, size)
         except OSError as error:
             os.close(fd)
-            raise HoldfastError(
+            raise NoRoomError(
                 f"no memory for an arena of {size} bytes ({slots} snapshots): {error.strerror}"
             ) from error
         os.pwrite(fd, _ARENA.pack(_ARENA_MAGIC, ARENA_FORMAT, slots, capacity), 0)

@@ -14,14 +14,12 @@ import os
 import select
 import signal
 import socket
-import stat
 import struct
 import sys
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any
 
 from holdfast.checkpoint.bucket.recover_folder import open_bucket
@@ -35,14 +33,16 @@ from holdfast.checkpoint.mover.protocol import (
     parse_request,
 )
 from holdfast.checkpoint.mover.service import MoverService, MoverSettings
+from holdfast.checkpoint.mover.socket_place import MoverSocket
 from holdfast.checkpoint.peers.config import PeerSettings
 from holdfast.checkpoint.save.retention import RetentionRules
 from holdfast.core.sharding.state_table import TensorSpec
-from holdfast.errors import FencedError, HoldfastError, RunFolderError, UserError
+from holdfast.errors import FencedError, HoldfastError, UserError
 from holdfast.layout import Topology
 from holdfast.wire import lifeline, process_log
 from holdfast.wire.http.auth import AuthError, Verifier
 from holdfast.wire.http.refusals import MOVER, Refusals
+from holdfast.wire.process_title import set_process_title
 from holdfast.wire.secret import Secret
 from holdfast.wire.store.location import open_store
 
@@ -98,22 +98,13 @@ class MoverServer:
         self._has_warned_full = False
         self._refusals = Refusals(service.save_tracker.emit)
         self._verifier = Verifier(secret, time.time, name="")  # no other user can listen in
-        _secure_folder(Path(path).parent)
-        Path(path).unlink(missing_ok=True)
-        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self._listener.bind(path)
-        os.chmod(path, 0o600)
-        self._listener.listen(128)
-        self._listener.setblocking(False)
+        self._socket = MoverSocket(path)
 
     def serve(self, stop_fd: int) -> None:
         """Accept until the descriptor `stop_fd` can be read; or the lifeline ends the process."""
-        while True:
-            ready, _, _ = select.select([self._listener.fileno(), stop_fd], [], [])
-            if stop_fd in ready:
-                return
+        while self._socket.wait_for_client(stop_fd):
             try:
-                connection, _ = self._listener.accept()
+                connection = self._socket.accept()
             except BlockingIOError:  # the client has left again
                 continue
             except OSError as error:
@@ -123,6 +114,9 @@ class MoverServer:
                     return
                 continue
             threading.Thread(target=self._serve_connection, args=(connection,), daemon=True).start()
+
+    def remove_socket(self) -> None:
+        self._socket.remove()
 
     def _wait_for_descriptor(self, stop_fd: int) -> bool:
         """Wait without a free descriptor, with the client in the queue: saves under way give some
@@ -258,19 +252,6 @@ class MoverServer:
             self._peer_wiring.expect(topology, table, about)
 
 
-def _secure_folder(folder: Path) -> None:
-    """Make the folder, or check that no other user can replace the socket there by a link or
-    another socket. Raises RunFolderError."""
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    status = folder.stat()
-    if status.st_uid != os.getuid() or status.st_mode & stat.S_IWOTH:
-        raise RunFolderError(
-            "other users of this machine can write where the mover's socket is to lie",
-            where=str(folder),
-            remedy="set TMPDIR to a folder of your own",
-        )
-
-
 def _peer_credentials(connection: socket.socket) -> tuple[int, int]:
     """The process and the user at the other end (SO_PEERCRED: pid, uid, gid)."""
     raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
@@ -318,31 +299,30 @@ def _forward_sigterm(stop_fd: int) -> None:
 
 
 def main() -> None:
-    for number in (signal.SIGINT, signal.SIGUSR1):
-        signal.signal(number, signal.SIG_IGN)  # these are the agent's: see lifeline.OF_THE_AGENT
+    lifeline.ignore_agent_signals(signal.SIGTERM)
     own = hasattr(signal, "sigwaitinfo")  # not on macOS
     if own:
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # before any thread begins
     sys.setswitchinterval(THREAD_SWITCH_INTERVAL_S)
     boot = MoverSpec.from_json_line(sys.stdin.buffer.readline())
     process_log.start("mover", sys.stderr)
+    set_process_title("mover", boot.settings.run)
     if boot.lifeline >= 0:
         lifeline.watch_lifeline(boot.lifeline)
     try:
         service = MoverService(open_store(boot.store), boot.settings)
-        _secure_folder(Path(boot.socket).parent)
         peers = _make_peer_wiring(boot, service)
+        uploader = _make_uploader(boot, service)
+        server = MoverServer(
+            service,
+            Secret.from_hex(boot.secret),
+            boot.socket,
+            peers,
+            *([] if uploader is None else [uploader.wait_for_newest]),
+        )
     except UserError as error:  # a run folder that is away, an address that cannot be listened on
         print(error, file=sys.stderr)
         sys.exit(error.exit_code)
-    uploader = _make_uploader(boot, service)
-    server = MoverServer(
-        service,
-        Secret.from_hex(boot.secret),
-        boot.socket,
-        peers,
-        *([] if uploader is None else [uploader.wait_for_newest]),
-    )
 
     # The signal writes into a pipe: a handler that raises would be too late for an accept that is
     # just about to block.
@@ -363,7 +343,7 @@ def main() -> None:
         service.close()
         if uploader is not None:
             uploader.close()
-        Path(boot.socket).unlink(missing_ok=True)
+        server.remove_socket()
 
 
 if __name__ == "__main__":

@@ -24,6 +24,7 @@ from holdfast.errors import (
     CorruptError,
     FencedError,
     HoldfastError,
+    NoRoomError,
     OutOfSpaceError,
     RunFolderError,
     StoreError,
@@ -136,7 +137,7 @@ def parse_answer(secret: Secret, nonce: str, line: bytes) -> dict[str, Any]:
 
 
 _ERROR_TYPES: dict[str, type[HoldfastError]] = {
-    kind.__name__: kind for kind in (FencedError, CorruptError, AuthError)
+    kind.__name__: kind for kind in (FencedError, CorruptError, AuthError, NoRoomError)
 }
 
 

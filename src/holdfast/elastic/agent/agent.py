@@ -47,9 +47,10 @@ from holdfast.elastic.run_result import RunEndedError, RunResult, run_result
 from holdfast.errors import FencedError, HoldfastError, UserError
 from holdfast.events import RunStopped
 from holdfast.plan.interface import Planner
-from holdfast.wire import process_log
+from holdfast.wire import lifeline, process_log
 from holdfast.wire.http.server import HttpListener
 from holdfast.wire.http.sockets import address_of, bind_listener
+from holdfast.wire.process_title import is_own_process, set_process_title
 from holdfast.wire.term import Term, newest_generation
 
 STALLED_AFTER_TIMEOUTS = 2.0
@@ -94,6 +95,8 @@ class NodeAgent:
         address that is in use, no trustworthy checkpoint, or a UserError of a worker.
         """
         it = self._context
+        if is_own_process():
+            set_process_title(f"agent {it.node}", it.config.name)
         process_log.start(
             "agent", it.folder / "logs" / f"agent{it.node_suffix and '.'}{it.node_suffix}.log"
         )
@@ -202,6 +205,8 @@ class NodeAgent:
             self._say(str(error))
             return 1
         self._parts.processes.publish_mover_address()
+        if self._context.single_node_term is None:
+            await self._parts.processes.publish_identity()
         try:
             await self._run_role_loop()
         except RunEndedError as error:
@@ -253,7 +258,9 @@ class NodeAgent:
 
     # --- signals --------------------------------------------------------------------------------
     def _catch_signals(self) -> None:
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in lifeline.AGENT_SIGNALS:
+            if signal.getsignal(number) is signal.SIG_IGN:
+                continue  # as nohup asks for: a closed terminal does not concern this process
             # Only a process's main thread may set handlers; otherwise our caller has its own.
             with suppress(ValueError, RuntimeError):
                 self._loop.add_signal_handler(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -10,6 +11,7 @@ from holdfast.checkpoint.peers.config import Peer
 from holdfast.elastic.agent.final_upload import FinalUpload
 from holdfast.elastic.agent.run_progress import LearntProgress
 from holdfast.elastic.event_log import Say
+from holdfast.elastic.node.identity import find_identity
 from holdfast.elastic.node.launch_specs import make_mover_settings
 from holdfast.elastic.node.mover_supervisor import MoverSupervisor
 from holdfast.elastic.node.node_runner import NodeRunner
@@ -18,6 +20,7 @@ from holdfast.elastic.node.worker_group import WorkerGroup
 from holdfast.elastic.protocol.worker_spec import modules_to_preload
 from holdfast.elastic.reviving import MoverRestarter
 from holdfast.elastic.run_context import RunContext
+from holdfast.policy.membership.node_identity import NodeIdentity
 from holdfast.policy.recovery.survivors import HeldState
 from holdfast.wire import lifeline
 
@@ -35,8 +38,10 @@ class NodeProcesses:
         """require_folder: raises an error if the run folder is missing."""
         it, self._say = context, say
         self._is_killed = False
+        self._config = it.config
         self._node_runner: NodeRunner | None = None
         self._publish_mover: Callable[[Peer | None], None] = lambda peer: None
+        self._publish_identity: Callable[[NodeIdentity], None] = lambda identity: None
         self._lifeline_fd, self._line_end = lifeline.open_lifeline()
         settings = make_mover_settings(it.config, it.config_hash, it.dataset_version)
         self.mover = MoverSupervisor(
@@ -70,10 +75,16 @@ class NodeProcesses:
             self.mover, it.config.checkpoint.bucket_wait_seconds, self._say
         )
 
-    def attach(self, node_runner: NodeRunner, publish_mover: Callable[[Peer | None], None]) -> None:
+    def attach(
+        self,
+        node_runner: NodeRunner,
+        publish_mover: Callable[[Peer | None], None],
+        publish_identity: Callable[[NodeIdentity], None],
+    ) -> None:
         """Connect the processes to the node's part in the run. publish_mover: lets the coordinator
-        know where this node's mover listens."""
-        self._node_runner, self._publish_mover = node_runner, publish_mover
+        know where this node's mover listens. publish_identity: what this node computes with."""
+        self._node_runner = node_runner
+        self._publish_mover, self._publish_identity = publish_mover, publish_identity
 
     @property
     def _worker_group(self) -> WorkerGroup | None:
@@ -109,6 +120,12 @@ class NodeProcesses:
     def publish_mover_address(self) -> None:
         """Let the next request to the coordinator carry the mover's address."""
         self._publish_mover(self.mover.peer)  # the coordinator passes its address on
+
+    async def publish_identity(self) -> None:
+        """Let requests to join carry what of this node decides the bits that it computes."""
+        self._publish_identity(
+            await asyncio.to_thread(find_identity, self._config, self.process_manager.reference)
+        )
 
     # --- events of processes (`process_manager`) ------------------------------------------------
     def on_joined(self, generation: int, rank: int, pid: int) -> None:

@@ -71,7 +71,9 @@ class AgentParts:
         self.node_runner = self._make_node_runner(address)
         self.run_controller = self._make_run_controller(address, planner)
         self.role_loop = self._make_role_loop(address)
-        self.processes.attach(self.node_runner, self.role_loop.publish_mover)
+        self.processes.attach(
+            self.node_runner, self.role_loop.publish_mover, self.role_loop.publish_identity
+        )
         self.shutdown_controller = self._make_shutdown_controller(exit_at_once)
         self._group_end = GroupEnd(
             records,
@@ -122,6 +124,8 @@ class AgentParts:
             stop_reason=lambda: self.shutdown_controller.stop_reason,
             committed_step=lambda: progress.committed_step,
             on_restored=progress.on_restored,
+            has_stepped=lambda: progress.has_stepped,
+            identity=lambda: self.role_loop.identity,
         )
         return RunController(
             self.context,
@@ -165,6 +169,7 @@ class AgentParts:
             notice_handler=self.records.notice_handler,
             final_upload=self.processes.final_upload,
             exit_at_once=exit_at_once,
+            committed_step=lambda: self.records.progress.committed_step,
         )
 
     # --- requests of one part to several --------------------------------------------------------

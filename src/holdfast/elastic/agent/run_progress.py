@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from holdfast.elastic.event_log import EventLog
-from holdfast.events import CheckpointCommitted, Event
+from holdfast.events import CheckpointCommitted, Event, Record, StepDone
 
 
 class LearntProgress:
@@ -11,6 +11,8 @@ class LearntProgress:
 
     def __init__(self, event_log: EventLog) -> None:
         self.newest_generation = 0
+        self.has_stepped = False
+        """True once a step was done in this session."""
         self._restored_step = 0
         self._committed_step = 0
         self._event_log = event_log
@@ -29,6 +31,9 @@ class LearntProgress:
         if generation > self.newest_generation:
             self.newest_generation = generation
             self._event_log.begin_generation(generation)
+
+    def observe(self, record: Record) -> None:
+        self.has_stepped = self.has_stepped or isinstance(record.event, StepDone)
 
     def on_mover_event(self, event: Event) -> None:
         """Note what the mover has committed, and emit its event."""

@@ -31,6 +31,7 @@ class RunRecords:
         )
         self.ledger_coverage = LedgerCoverage(config, snapshots_follow_ledger=alone)
         learn: list[Observer] = [self.failure_history.observe, self.notice_handler.observe]
+        learn.append(lambda record: self.progress.observe(record))
         if alone:
             learn.append(lambda record: self.ledger_coverage.observe(record.event))
         self.event_log = EventLog(context.store, [*learn, *observers], say, context.node_suffix)

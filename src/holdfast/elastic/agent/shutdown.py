@@ -24,12 +24,20 @@ from holdfast.elastic.node.worker_group import WorkerGroup
 from holdfast.elastic.notices.clouds import TerminationWarning
 from holdfast.elastic.notices.handler import DeferredNotices, NoticeHandler
 from holdfast.elastic.protocol.notice_messages import EmergencyReply, Notice
+from holdfast.elastic.run_result import EndReason
 from holdfast.events import NoticeReceived, StopRequested
 from holdfast.policy.membership.election import Role
-from holdfast.policy.membership.transitions import Phase
+from holdfast.policy.membership.transitions import NodeStage, Phase
 
 DEFAULT_LEAVE_TIMEOUT_S = 20.0
 """Seconds until a node that is asked to leave is dropped."""
+DEFAULT_GRACE_S = 30.0
+"""Seconds from a signal to the kill, if the run file does not say: Kubernetes' and Slurm's."""
+END_WITHOUT_STEP_SHARE = 0.8
+"""Share of the grace after which a run ends that has not completed a step in its generation. The
+rest is for the end of its processes."""
+WARNING_SIGNAL_S = 60.0
+"""Seconds from SIGUSR1 to what it warns of, where no notice source knows: Grid Engine's default."""
 
 
 class ShutdownController:
@@ -49,9 +57,12 @@ class ShutdownController:
         notice_handler: NoticeHandler,
         final_upload: FinalUpload,
         exit_at_once: Callable[[str], None],
+        committed_step: Callable[[], int],
     ) -> None:
         """is_single_node: the run has no other node. exit_at_once: makes the agent exit without
-        waiting; it receives what is not saved then, "" for nothing."""
+        waiting; it receives what is not saved then, "" for nothing. committed_step: returns the
+        newest step that a checkpoint has."""
+        self._committed_step = committed_step
         self.reason: str | None = None
         self._is_whole_run_leaving = False  # all of the run must stop, though other nodes take part
         self._config, self._node, self._is_single_node = config, node, is_single_node
@@ -68,6 +79,8 @@ class ShutdownController:
         )
         self._deferred_notices = DeferredNotices()
         self._clock = asyncio.get_running_loop().time
+        self._call_later: Callable[[float, Callable[[], None]], object]
+        self._call_later = asyncio.get_running_loop().call_later
         self.is_signal_explained: Callable[[int], bool] = lambda number: False
         """Returns True if a notice source knows what the signal means, and will report it."""
 
@@ -89,18 +102,27 @@ class ShutdownController:
 
     # --- signals --------------------------------------------------------------------------------
     def on_signal(self, number: signal.Signals) -> None:
+        """Act on one of `lifeline.AGENT_SIGNALS`.
+
+        SIGUSR1 is a mere warning: a scheduler sends it before it suspends a job, or some time
+        before its end. SIGINT leaves, and at once if it comes twice. The rest ask to leave, as
+        SIGTERM does.
+        """
         name, grace = number.name, self._config.cluster.grace_seconds
-        if self._final_upload.missing_upload:  # only the final upload is still under way
+        if number is signal.SIGUSR1:
+            self._say(f"{name}: saving, and going on")
+            self.on_termination_warning(TerminationWarning(WARNING_SIGNAL_S, False, name, name))
+        elif self._final_upload.missing_upload:  # only the final upload is still under way
             self._exit_at_once(f"{name}; {self._final_upload.missing_upload}")
         elif self.reason is not None:
             if number is signal.SIGINT:
                 self._exit_at_once("")
         elif number is signal.SIGTERM and self.is_signal_explained(number):
             return  # the notice source will say how much time is left
-        elif number is signal.SIGTERM and grace and self.is_last_node:
+        elif number is not signal.SIGINT and grace and self.is_last_node:
             self.on_termination_warning(TerminationWarning(grace, True, name, name))
         else:
-            self.begin_shutdown(name, grace if number is signal.SIGTERM else 0.0)
+            self.begin_shutdown(name, 0.0 if number is signal.SIGINT else grace)
 
     def begin_shutdown(self, reason: str, leave_within_s: float = 0.0) -> None:
         """Leave the run; if the run continues without this node, within `leave_within_s`."""
@@ -117,9 +139,30 @@ class ShutdownController:
             self._role_loop.leave_run()  # nothing has begun
             return
         self._say(f"{reason}: saving and leaving at the next step (Ctrl-C again: at once)")
+        if reason != signal.SIGINT.name:  # Ctrl-C can be pressed again
+            share = END_WITHOUT_STEP_SHARE * (leave_within_s or DEFAULT_GRACE_S)
+            self._call_later(share, self.end_without_step)
         if self._node_runner.generation:
             self._event_log.emit("agent", StopRequested(reason, step=self._newest_step))
         self._run_controller.stop_waiting(reason)  # acts if no node works
+
+    def end_without_step(self) -> None:
+        """End a run that must stop, if its generation has not completed a step.
+
+        A generation that begins, or a recovery, may take minutes until its first step. The kill
+        would come before."""
+        group, stage = self._node_runner.worker_group, self._node_runner.stage
+        has_stepped = group is not None and group.newest_step > group.start_step
+        if (stage is NodeStage.WORKING and has_stepped) or stage is NodeStage.DONE:
+            return  # the workers leave at the next step boundary, or have left
+        sentence = f"{self.reason}; the generation had completed no step when time was up"
+        coordinator = self._role_loop.coordinator
+        if coordinator is None:
+            self._say(sentence)
+            self._exit_at_once("")
+            return
+        is_lossless = self._newest_step <= self._committed_step()
+        coordinator.finish(sentence, EndReason.LEFT if is_lossless else EndReason.STOPPED)
 
     @property
     def _newest_step(self) -> int:
@@ -144,7 +187,7 @@ class ShutdownController:
             return
         self._handle_notice(notice)
         if notice.must_leave:
-            self.begin_shutdown(notice.source)
+            self.begin_shutdown(notice.source, notice.seconds)
 
     def _handle_notice(self, notice: Notice) -> None:
         current = self._node_runner.worker_group

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
+from holdfast.policy.membership.node_identity import NodeIdentity
+
 
 @dataclass(frozen=True)
 class AgentHooks:
@@ -15,7 +17,8 @@ class AgentHooks:
     of each generation whose object was made. newest_generation: returns the newest generation known
     here. stop_reason: returns why all of the run must stop, "" while it continues. committed_step:
     returns the newest committed step. on_restored: receives the step of each durable checkpoint
-    that a generation begins from."""
+    that a generation begins from. has_stepped: returns whether this session has done a step.
+    identity: returns what of this node decides the bits that it computes; None: not known."""
 
     rendezvous_address: str
     ensure_mover: Callable[[], Awaitable[None]]
@@ -24,3 +27,5 @@ class AgentHooks:
     stop_reason: Callable[[], str]
     committed_step: Callable[[], int]
     on_restored: Callable[[int], None]
+    has_stepped: Callable[[], bool] = lambda: True
+    identity: Callable[[], NodeIdentity | None] = lambda: None

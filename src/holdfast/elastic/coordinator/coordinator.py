@@ -25,6 +25,7 @@ from holdfast.elastic.coordinator.open_heartbeats import OpenHeartbeats
 from holdfast.elastic.coordinator.replies import ReplyWriter
 from holdfast.elastic.coordinator.stragglers import StragglerTracker
 from holdfast.elastic.protocol.coordinator_messages import (
+    REFUSED_COMMAND,
     Heartbeat,
     HeartbeatReply,
     JoinRequest,
@@ -160,6 +161,8 @@ class Coordinator:
         self._hang_watch = HangWatch(self, self._open_heartbeats)
         self._unreachable = UnreachableNodes()
         self.stragglers = StragglerTracker()
+        self.refuse_joiner: Callable[[JoinRequest], str] = lambda asked: ""
+        """Returns why an agent may not join; "" if it may."""
         self.on_pace_change: Callable[[Sequence[PaceChange]], None] = lambda changes: None
         """Called when the verdict on a worker's pace changes: slow, well, to be left out."""
 
@@ -207,6 +210,8 @@ class Coordinator:
         name, now = asked.name, self._now
         if not name:
             raise ValueError("a node without a name")
+        if refusal := self.refuse_joiner(asked):
+            return HeartbeatReply(self.state.term, REFUSED_COMMAND, reason=refusal)
         new = _joining_node(asked, now)
         self.node_reports[name] = NodeReport(asked.facts, asked.held, new.generation)
         self._unreachable.forget(name)  # reports may concern an earlier process

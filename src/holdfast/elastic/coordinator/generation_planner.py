@@ -70,6 +70,8 @@ class GenerationPlanner:
         self._restored_key: str | None = None
         self._declined_growth: tuple[int, tuple[NodePlaces, ...]] | None = None
         self.bad_steps = BadStepTracker()
+        self.cause = ""
+        """What ended the last generation, for people; "" if nothing was lost."""
         self.relative_speeds: dict[tuple[str, int], float] = {}
         """Relative speed of each slow process, by node and process; a normal one has 1."""
         self._reported_losses: set[tuple[int, str]] = set()
@@ -287,6 +289,7 @@ class GenerationPlanner:
                 None if restore_point is None else restore_point.key,
                 -1 if first else rung,
                 None if record.came_from is None else list(record.came_from),
+                self.cause,
                 step=step,
             )
         )

@@ -10,7 +10,7 @@ end           Write the run's result into the journal (`elastic/run_result.py`).
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -22,6 +22,7 @@ from holdfast.elastic.coordinator.agent_hooks import AgentHooks
 from holdfast.elastic.coordinator.coordinator import Coordinator
 from holdfast.elastic.coordinator.generation_planner import GenerationPlanner, PlannerContext
 from holdfast.elastic.coordinator.generation_store import start_term
+from holdfast.elastic.coordinator.join_gate import JoinGate
 from holdfast.elastic.coordinator.ledger_repair import LedgerCoverage, LedgerRepair
 from holdfast.elastic.coordinator.node_shortage import NodeShortage
 from holdfast.elastic.coordinator.stragglers import worker_of
@@ -75,9 +76,11 @@ BAD_STEP_REASONS = ("non_finite", "loss_jump")
 class LossCounter:
     """Counts losses of workers and movers, one for each generation, against the restart budget."""
 
-    def __init__(self, limit: int) -> None:
-        """limit: how many restarts in a row may pass without progress."""
+    def __init__(self, limit: int, has_stepped: Callable[[], bool]) -> None:
+        """limit: how many restarts in a row may pass without progress. has_stepped: whether a step
+        was done in this session, so that a loss says nothing about the run's first step."""
         self._restarts, self._last_counted, self._limit = RestartHistory(), 0, limit
+        self._has_stepped = has_stepped
 
     def count_next_again(self) -> None:
         """Count the next loss even if it is of a generation that was counted."""
@@ -87,7 +90,9 @@ class LossCounter:
         """Count one more loss of a worker; return a sentence if the run must give up."""
         if generation > self._last_counted:  # retries of an unreachable run store count once
             self._last_counted = generation
-            self._restarts = self._restarts.with_loss(reached_step)
+            self._restarts = self._restarts.with_loss(
+                reached_step, "" if self._has_stepped() else cause
+            )
         return why_give_up(self._restarts, self._limit, cause or "not known")
 
 
@@ -162,11 +167,16 @@ class RunController:
         )
         self._journal_tail = JournalFollower(context.store)
         self._generation_planner: GenerationPlanner | None = None
-        self._loss_counter = LossCounter(context.config.cluster.max_restarts_without_progress)
+        self._loss_counter = LossCounter(
+            context.config.cluster.max_restarts_without_progress, hooks.has_stepped
+        )
         self._session_start = SessionStart(context, event_log)
         self._generation_floor = GenerationFloor(context, hooks)
         self._node_shortage = NodeShortage(
             context.config.cluster, hooks, say, context.single_node_term is not None
+        )
+        self._join_gate = JoinGate(
+            context.node, context.config.cluster.like_processors, hooks.identity, say
         )
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._is_closed = False
@@ -227,6 +237,7 @@ class RunController:
             on_creation_refused=self._on_creation_refused,
         )
         self._node_shortage.coordinator = self.coordinator
+        self.coordinator.refuse_joiner = self._join_gate.refuse
         self.coordinator.on_pace_change = partial(
             apply_pace_changes, self.coordinator, lead, self._event_log
         )
@@ -265,6 +276,8 @@ class RunController:
         ended = [outcome.lost for outcome in self._generation_planner.last_outcomes(node_reports)]
         losses = [loss for loss in ended if loss is not None]
         cause = next((loss.cause for loss in losses if loss.cause), "")
+        cause = cause or "; ".join(f"{name}: {said}" for name, said in state.lost_members if said)
+        self._generation_planner.cause = cause
         why = self._hooks.stop_reason()
         shortage = self._node_shortage
         if not shortage.closing_reason and transitions.are_all_leaving(state, node_names):

@@ -24,6 +24,7 @@ from holdfast.elastic.protocol.coordinator_messages import (
     HEARTBEAT_PATH,
     JOIN_FIRST_COMMAND,
     JOIN_PATH,
+    REFUSED_COMMAND,
     REPLACED_COMMAND,
     AgentFacts,
     Heartbeat,
@@ -33,10 +34,11 @@ from holdfast.elastic.protocol.coordinator_messages import (
 )
 from holdfast.elastic.protocol.generation_record import GenerationRecord
 from holdfast.elastic.protocol.start_state import StartState
-from holdfast.elastic.run_result import ReplacedError
+from holdfast.elastic.run_result import EndReason, ReplacedError, RunEndedError
 from holdfast.errors import HoldfastError
 from holdfast.policy.membership import election
 from holdfast.policy.membership.election import Role
+from holdfast.policy.membership.node_identity import NodeIdentity
 from holdfast.policy.membership.transitions import Directive, NodeCommand
 from holdfast.wire.http.async_client import AgentEndedError, AsyncClient
 from holdfast.wire.secret import Secret
@@ -95,6 +97,15 @@ class CoordinatorSession:
         """Let the next request to join carry the mover's address."""
         self._node_status.facts = replace(self._node_status.facts, peer=peer)
 
+    @property
+    def identity(self) -> NodeIdentity | None:
+        """What of this node decides the bits that it computes; None if it is not known."""
+        return self._node_status.facts.identity
+
+    def publish_identity(self, identity: NodeIdentity) -> None:
+        """Let the next request to join carry the node's identity."""
+        self._node_status.facts = replace(self._node_status.facts, identity=identity)
+
     def retry_unreachable(self) -> None:
         """Probe the agents again that this node does not reach."""
         self._reachability_probe.retry(self._membership.agent_addresses)
@@ -148,6 +159,8 @@ class CoordinatorSession:
             return
         if order == REPLACED_COMMAND:
             raise ReplacedError(state.name)
+        if order == REFUSED_COMMAND:
+            raise RunEndedError(reply.reason or "", EndReason.USER_ERROR)
         membership.set_state(election.leader_answered(state, term, now))
         if order == JOIN_FIRST_COMMAND:
             await self.join()

@@ -41,6 +41,7 @@ from holdfast.elastic.run_result import EndReason, RunEndedError, single_node_ru
 from holdfast.errors import HoldfastError
 from holdfast.policy.membership import election
 from holdfast.policy.membership.election import AgentState, ElectionTimeouts, Role
+from holdfast.policy.membership.node_identity import NodeIdentity
 from holdfast.wire.http.server import Handler
 from holdfast.wire.secret import Secret
 from holdfast.wire.store.run_store import RunStore
@@ -197,6 +198,15 @@ class RoleLoop:
         """Let the coordinator know this node's mover, from the next request to join on."""
         self._session.publish_mover(peer)
 
+    @property
+    def identity(self) -> NodeIdentity | None:
+        """What of this node decides the bits that it computes; None if it is not known."""
+        return self._session.identity
+
+    def publish_identity(self, identity: NodeIdentity) -> None:
+        """Let the coordinator know what this node computes with, from the next request to join."""
+        self._session.publish_identity(identity)
+
     # --- requests of other agents ---------------------------------------------------------------
     async def handle_term_query(self, _: int, asked: None) -> TermReply:
         """Return this agent's name, role and term, and whether it hears its coordinator."""
@@ -222,8 +232,15 @@ class RoleLoop:
         )
         if self.state.role is Role.DISCOVERING:
             await self._session.join()
-            if self.state.role is Role.DISCOVERING:  # it refused: a newer term is to come
-                await self._membership.sleep_until_change(ROLE_RETRY_PAUSE_S)
+            await self._note_join(holder)
+
+    async def _note_join(self, holder: Mapping[str, Any] | None) -> None:
+        """Tell the user that this node has joined; pause if the holder of the term refused."""
+        if self.state.role is Role.DISCOVERING:  # it refused: a newer term is to come
+            await self._membership.sleep_until_change(ROLE_RETRY_PAUSE_S)
+        elif self.state.role is Role.FOLLOWER and holder is not None:
+            name, leader = self.state.name, holder.get("node") or "another agent"
+            self._complain_once(f"{name} has joined the run; {leader} coordinates it")
 
     async def _reject_single_node_run(self, holder: Mapping[str, Any], leader_address: str) -> None:
         """Raises RunEndedError if a run of one node is at work: it would never admit this agent."""

@@ -10,7 +10,6 @@ import asyncio
 import os
 import signal
 import socket
-import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -30,6 +29,7 @@ from holdfast.elastic.protocol.fork_channel import (
 )
 from holdfast.elastic.protocol.worker_spec import WorkerSpec
 from holdfast.errors import HoldfastError
+from holdfast.wire.child_command import module_command, paths_for
 from holdfast.wire.process_log import message_of
 from holdfast.wire.secret import Secret
 from holdfast.wire.store.run_store import translate_os_error
@@ -98,6 +98,8 @@ class ForkServer(Child):
         super().__init__("fork server", process, log, on_exit)
         self._control = control
         self._line_decoder = LineDecoder(fork_event_from_json)
+        self.reference = ""
+        """Checksum of its reference computation; "" if it made none."""
         self._on_message = on_message
         self._is_control_open = True  # its end of the control socket is open
         self._ready = asyncio.Event()
@@ -111,18 +113,21 @@ class ForkServer(Child):
         log: Path,
         on_message: Callable[[WorkerForked | WorkerExited], None],
         on_exit: Callable[[], None],
+        run: str = "",
+        computes_reference: bool = False,
     ) -> ForkServer:
-        """Start a fork server that imports `preloads` too.
+        """Start a fork server of a run that imports `preloads` too.
 
         Args:
             on_message: gets its messages about workers.
             on_exit: called when the fork server has exited.
+            computes_reference: it computes the reference checksum of this node.
         """
         ours, theirs = socket.socketpair()
         ours.setblocking(False)
         with theirs:
             process = await _spawn(
-                [
+                module_command(
                     "holdfast.elastic.worker.fork_server",
                     "--control",
                     str(theirs.fileno()),
@@ -130,8 +135,11 @@ class ForkServer(Child):
                     str(lifeline),
                     "--entry",
                     entry,
+                    f"--run={run}",
+                    *(["--reference"] if computes_reference else []),
+                    *(f"--path={path}" for path in paths_for(entry)),
                     *preloads,
-                ],
+                ),
                 log,
                 (theirs.fileno(), lifeline),
             )
@@ -178,6 +186,7 @@ class ForkServer(Child):
             return False
         for message in self._line_decoder.feed(data):
             if isinstance(message, ForkServerReady):
+                self.reference = message.reference
                 self._ready.set()
             else:
                 self._on_message(message)
@@ -189,7 +198,9 @@ async def start_mover(line: bytes, lifeline: int, log: Path, on_exit: Callable[[
 
     Raises ChildFailedError if it does not report that it listens.
     """
-    process = await _spawn(["holdfast.checkpoint.mover.main"], log, (lifeline,), use_pipes=True)
+    process = await _spawn(
+        module_command("holdfast.checkpoint.mover.main"), log, (lifeline,), use_pipes=True
+    )
     mover = Child("mover", process, log, on_exit)
     assert process.stdin is not None
     assert process.stdout is not None
@@ -209,7 +220,7 @@ async def start_mover(line: bytes, lifeline: int, log: Path, on_exit: Callable[[
 
 
 async def _spawn(
-    arguments: Sequence[str], log: Path, fds: Sequence[int], use_pipes: bool = False
+    command: Sequence[str], log: Path, fds: Sequence[int], use_pipes: bool = False
 ) -> asyncio.subprocess.Process:
     environment = dict(os.environ)
     # A pool of threads that exists before a fork is lost in it; workers set their own number.
@@ -220,9 +231,7 @@ async def _spawn(
     nothing = asyncio.subprocess.DEVNULL
     with _open_log(log) as output:
         return await asyncio.create_subprocess_exec(
-            sys.executable,
-            "-m",
-            *arguments,
+            *command,
             stdin=pipe if use_pipes else nothing,
             stdout=pipe if use_pipes else output,
             stderr=output,

@@ -46,6 +46,8 @@ class ForkServerSettings:
     lifeline: int
     log: Path
     secret: Secret
+    run: str = ""  # its name, for the titles of processes
+    computes_reference: bool = False
 
 
 class ForkListener(Protocol):
@@ -93,6 +95,11 @@ class ForkServerSupervisor:
     def is_alive(self) -> bool:
         return self._fork_server is not None and self._fork_server.is_alive
 
+    @property
+    def reference(self) -> str:
+        """Return the checksum of the fork server's reference computation; "" if it made none."""
+        return "" if self._fork_server is None else self._fork_server.reference
+
     # --- its start and end ----------------------------------------------------------------------
     def ensure_running(self) -> asyncio.Task[None]:
         """Return the task of a fork server's start; start one if none is alive."""
@@ -122,6 +129,8 @@ class ForkServerSupervisor:
             self._settings.log,
             self._on_message,
             self._adopt_orphans,
+            self._settings.run,
+            self._settings.computes_reference,
         )
         await server.wait_until_ready()
         await self._listener.on_fork_server_started()

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import tempfile
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
@@ -24,6 +23,7 @@ from pathlib import Path
 from holdfast.checkpoint.mover.client import MoverClient, MoverGoneError, RestorePoint
 from holdfast.checkpoint.mover.main import MoverSpec
 from holdfast.checkpoint.mover.service import MoverSettings
+from holdfast.checkpoint.mover.socket_place import SOCKET_NAME, make_socket_folder
 from holdfast.checkpoint.peers.client import split_address
 from holdfast.checkpoint.peers.config import Peer
 from holdfast.config.run import RunConfig
@@ -54,8 +54,7 @@ MOVER_POLL_RETRY_S = 1.0
 
 
 class MoverSupervisor:
-    """Runs one mover at a time. Its socket lies in a private folder, not in the run folder: the
-    path of a unix socket may have about a hundred bytes."""
+    """Runs one mover at a time. Its socket lies in a private folder (`mover/socket_place.py`)."""
 
     def __init__(
         self,
@@ -77,6 +76,7 @@ class MoverSupervisor:
         self.peer: Peer | None = None
         """Address at which other machines' movers reach this one; None if it does not listen."""
         self._node = node
+        self.run_name = config.name
         self.node_suffix = f".{node}" if node else ""
         """Suffix of this node's log names, if several nodes share the run folder."""
         self._last_expect: _LastExpect | None = None
@@ -88,8 +88,8 @@ class MoverSupervisor:
         self._settings = settings
         self._on_event = on_event
         self._check_run_folder = check_run_folder
-        self._socket_folder = tempfile.TemporaryDirectory(prefix="holdfast-")  # mode 0700
-        self.socket_path = str(Path(self._socket_folder.name) / "mover")
+        self._socket_folder = make_socket_folder()
+        self.socket_path = str(Path(self._socket_folder.name) / SOCKET_NAME)
         self._child: Child | None = None
         self._event_cursor, self._last_reply_at = 0, 0.0
         self._listen_task: asyncio.Task[None] | None = None

@@ -115,13 +115,26 @@ class ProcessManager:
         self.handle_command_poll = self._command_server.handle_poll
         log = folder / "logs" / f"fork_server{mover.node_suffix}.log"
         self._fork_server = ForkServerSupervisor(
-            ForkServerSettings(entry, preloads, lifeline, log, secret),
+            ForkServerSettings(
+                entry,
+                preloads,
+                lifeline,
+                log,
+                secret,
+                mover.run_name,
+                computes_reference=bool(mover.node_suffix),  # to compare with other nodes
+            ),
             self._command_server,
             self,
             say,
         )
         self._wanted_standbys: tuple[int, WorkerSpec] | None = None  # standbys
         self._forked_standbys = 0  # ever forked: the number of the next one's log
+
+    @property
+    def reference(self) -> str:
+        """Return the checksum of this node's reference computation; "" if it made none."""
+        return self._fork_server.reference
 
     # --- what it has ----------------------------------------------------------------------------
     @property

@@ -67,7 +67,7 @@ class WorkerGroup:
         """
         self._loop = asyncio.get_running_loop()
         self.generation = topology.generation
-        self._start_step = start_step
+        self.start_step = start_step
         self.newest_step = start_step  # the newest step that a worker reported done
         self.longest_step_s = 0.0  # what the longest of its steps took
         here = [rank for rank, at in enumerate(topology.nodes) if node in ("", at)]
@@ -92,7 +92,7 @@ class WorkerGroup:
     @property
     def has_stepped(self) -> bool:
         """Return True if a worker here has completed a step of this generation."""
-        return any(member.step > self._start_step + 1 for member in self.workers)
+        return any(member.step > self.start_step + 1 for member in self.workers)
 
     # --- beginning and end ----------------------------------------------------------------
     def expect_workers(self, pids: Mapping[int, int]) -> None:

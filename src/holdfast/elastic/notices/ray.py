@@ -16,7 +16,6 @@ import importlib.util
 import os
 import selectors
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Mapping
 
@@ -30,6 +29,7 @@ from holdfast.elastic.notices.source import (
 )
 from holdfast.elastic.notices.source import make_warning as _warned
 from holdfast.errors import ConfigError
+from holdfast.wire.child_command import module_command
 
 NODE = "HOLDFAST_RAY_NODE_ID"
 RAY_START_TIMEOUT_S = 60.0
@@ -73,8 +73,9 @@ class RaySource(NoticeSource):
         environment: Mapping[str, str],
         clock: Callable[[], float],
     ) -> None:
-        child = [sys.executable, "-m", "holdfast.elastic.notices.ray_probe"]
-        self._command, self._interval_s = [*child, address, node_id, str(interval_s)], interval_s
+        probe = "holdfast.elastic.notices.ray_probe"
+        self._command = module_command(probe, address, node_id, str(interval_s))
+        self._interval_s = interval_s
         self._environment, self._clock = dict(environment), clock
         self._child: subprocess.Popen[bytes] | None = None
         self._buffer = b""

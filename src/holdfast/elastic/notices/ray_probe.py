@@ -11,7 +11,6 @@ from __future__ import annotations
 import importlib
 import json
 import os
-import signal
 import sys
 import threading
 import time
@@ -19,12 +18,12 @@ from typing import Any
 
 import psutil
 
+from holdfast.wire import lifeline
+
 
 def main(address: str, node_id: str, interval_s: float) -> None:
     threading.Thread(target=_end_with_agent, daemon=True).start()
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
-        # sent to every process of a job, they are the agent's
-        signal.signal(number, signal.SIG_IGN)
+    lifeline.ignore_agent_signals()
     try:
         state = _connect(address)
         own = node_id or _find_own_node_id(state.node_table())

@@ -12,6 +12,7 @@ from holdfast.elastic.protocol.generation_outcome import NodeOutcome
 from holdfast.elastic.protocol.hung_worker import HungWorkers, StallReport
 from holdfast.elastic.protocol.start_state import StartState
 from holdfast.elastic.protocol.worker_pace import WorkerPace
+from holdfast.policy.membership.node_identity import NodeIdentity
 from holdfast.policy.membership.transitions import Directive, NodeCommand, NodeStage
 
 JOIN_PATH, HEARTBEAT_PATH = "/join", "/beat"
@@ -21,6 +22,8 @@ JOIN_FIRST_COMMAND, REPLACED_COMMAND = "join", "replaced"
 """Orders to an agent that the coordinator does not know, or knows as another process by now."""
 
 
+REFUSED_COMMAND = "refused"
+"""Order to an agent that may not join; `reason` says why."""
 HANG_REASON = "hang"
 """Reason for ending a generation whose workers all wait."""
 
@@ -29,23 +32,30 @@ HANG_REASON = "hang"
 class AgentFacts:
     """Facts about an agent that do not depend on its work.
 
-    address: "host:port", where it listens. peer: its mover; None: it has none.
+    address: "host:port", where it listens. peer: its mover; None: it has none. identity: what of
+    its node decides the bits that it computes; None for an older agent, and in a run of one node.
     """
 
     address: str = ""
     peer: Peer | None = None
+    identity: NodeIdentity | None = None
 
     def to_json(self) -> JsonObject:
-        return {
+        told: JsonObject = {
             "address": self.address,
             "peer": None if self.peer is None else self.peer.to_json(),
         }
+        return told if self.identity is None else told | {"identity": self.identity.to_json()}
 
     @staticmethod
     def from_json(value: Mapping[str, Any]) -> AgentFacts:
         """Parse the message. Raises KeyError, TypeError and ValueError if it is malformed."""
-        peer = value.get("peer")
-        return AgentFacts(str(value.get("address", "")), Peer.from_json(peer) if peer else None)
+        peer, identity = value.get("peer"), value.get("identity")
+        return AgentFacts(
+            str(value.get("address", "")),
+            Peer.from_json(peer) if peer else None,
+            NodeIdentity.from_json(identity) if identity else None,
+        )
 
 
 @dataclass
@@ -199,11 +209,11 @@ class HeartbeatReply:
     """The coordinator's answer to a JoinRequest or a Heartbeat.
 
     term        its own
-    order       a NodeCommand, or JOIN_FIRST_COMMAND, or REPLACED_COMMAND
+    order       a NodeCommand, or JOIN_FIRST_COMMAND, REPLACED_COMMAND or REFUSED_COMMAND
     generation  that the order concerns; None for the two other orders, and to refuse
     situation   None where the coordinator has nothing to say of it
     start       for the order to start: what the node begins from
-    reason      for the orders to halt and to pause: why
+    reason      for the orders to halt and to pause, and for a refusal: why
     run_end     for the order to leave: verdict and kind of the run's end
     hung        workers that the node must kill
     """

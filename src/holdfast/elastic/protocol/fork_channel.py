@@ -57,12 +57,14 @@ def fork_order_from_json(value: Mapping[str, Any]) -> ForkOrder:
 # --- from the fork server -----------------------------------------------------------------------
 @dataclass(frozen=True)
 class ForkServerReady:
-    """The fork server has imported all that workers need."""
+    """The fork server has imported all that workers need. reference: checksum of its reference
+    computation; "" if it made none."""
 
     pid: int
+    reference: str = ""
 
     def to_json(self) -> JsonObject:
-        return {"event": "ready", "pid": self.pid}
+        return {"event": "ready", "pid": self.pid, "reference": self.reference}
 
 
 @dataclass(frozen=True)
@@ -96,7 +98,7 @@ def fork_event_from_json(value: Mapping[str, Any]) -> ForkEvent:
     pid = int(value["pid"])
     match value["event"]:
         case "ready":
-            return ForkServerReady(pid)
+            return ForkServerReady(pid, str(value.get("reference", "")))
         case "forked":
             return WorkerForked(int(value["rank"]), pid)
         case "exited":

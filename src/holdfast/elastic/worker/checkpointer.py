@@ -6,6 +6,7 @@ the mover is being replaced, the saver waits for it.
 
 from __future__ import annotations
 
+import errno
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -14,13 +15,14 @@ from typing import Any, TypeVar
 
 from holdfast.checkpoint.capture.capturer import Capturer, SkippedCapture
 from holdfast.checkpoint.capture.chunked_copy import CopyTiming
+from holdfast.checkpoint.capture.no_room_capturer import NoRoomCapturer
 from holdfast.checkpoint.capture.reconnecting_capturer import ReconnectingCapturer
 from holdfast.checkpoint.mover.client import COMMIT_POLL_S, MoverGoneError
 from holdfast.config.checkpoint import CheckpointConfig
 from holdfast.config.run import RunConfig
 from holdfast.core.data.sample_order import BatchSchedule
 from holdfast.elastic.worker.reporter import AgentReporter
-from holdfast.errors import FencedError, HoldfastError, UserError
+from holdfast.errors import FencedError, HoldfastError, NoRoomError, UserError
 from holdfast.events import CheckpointCaptured, CheckpointSkipped, Evaluated
 from holdfast.policy.saving.destinations import DURABLE, SaveDestinations
 from holdfast.train.build import TrainingSession
@@ -57,6 +59,22 @@ def make_with_fewer_slots(
             "checkpoint.slots", f"{error}; with two, some saves will wait for each other"
         )
         return make(2)
+
+
+def make_unless_no_room(
+    make: Callable[[], Made], on_setting_ignored: Callable[[str, str], None]
+) -> Made | NoRoomCapturer:
+    """Call `make`; if there is no memory for an arena, return a capturer that captures nothing."""
+    try:
+        return make()
+    except (NoRoomError, MemoryError, OSError) as error:
+        if isinstance(error, OSError) and error.errno != errno.ENOMEM:
+            raise
+        reason = str(error) or "no memory for an arena"
+        on_setting_ignored(
+            "checkpoint", f"{reason}; training continues without snapshots until there is room"
+        )
+        return NoRoomCapturer(reason)
 
 
 def retry_until_mover_is_up(make: Callable[[], Made], wait: Callable[[float], None]) -> Made:

@@ -191,15 +191,16 @@ class CommandClient:
             self._changed.notify_all()
         if command is None:
             return
-        if isinstance(command, Halt) and busy:
-            self._stack_dump.arm()
-            if self._is_idle:  # it came back meanwhile
-                self._stack_dump.cancel()
         inside = not isinstance(command, Halt) or command.is_inside_replica
         woken = threading.Event()
-        threading.Thread(
-            target=self._escalate_wakeup, args=(over, inside, woken), name="halt", daemon=True
-        ).start()
+        with _exit_if_unable_to_halt():
+            if isinstance(command, Halt) and busy:
+                self._stack_dump.arm()
+                if self._is_idle:  # it came back meanwhile
+                    self._stack_dump.cancel()
+            threading.Thread(
+                target=self._escalate_wakeup, args=(over, inside, woken), name="halt", daemon=True
+            ).start()
         self._run_interrupt(over, inside)
         woken.set()
 
@@ -223,10 +224,11 @@ class CommandClient:
             threading.Event().wait(_STUCK_AFTER_S)  # to come back in
         # not by this thread: if it got stuck, no thread would notice
         if self._still_blocked(ended_up_to):
-            again = threading.Thread(
-                target=self._run_interrupt, args=(ended_up_to, True), name="wake", daemon=True
-            )
-            again.start()
+            with _exit_if_unable_to_halt():
+                again = threading.Thread(
+                    target=self._run_interrupt, args=(ended_up_to, True), name="wake", daemon=True
+                )
+                again.start()
             again.join(_STUCK_AFTER_S)
         while self._may_be_stuck(ended_up_to):
             self._exit_if_stuck(ended_up_to, first_wakeup_done)
@@ -277,6 +279,20 @@ class CommandClient:
                 logger.warning("commands: %s: %s", type(error).__name__, error)
             finally:
                 self._waking_thread = None
+
+
+@contextmanager
+def _exit_if_unable_to_halt() -> Iterator[None]:
+    """End the process if it cannot start a thread or allocate memory. The order to halt would be
+    lost otherwise, and all other workers would wait for this one."""
+    try:
+        yield
+    except (RuntimeError, MemoryError, OSError) as error:
+        try:
+            logger.error("cannot halt: %s: %s", type(error).__name__, error)
+            process_log.stop()
+        finally:
+            os._exit(exit_codes.CRASHED)
 
 
 class GenerationHalts:

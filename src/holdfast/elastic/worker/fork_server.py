@@ -1,7 +1,7 @@
 """The fork server: a process that has imported torch and touched no device, and is forked.
 
     python -m holdfast.elastic.worker.fork_server --control FD --lifeline FD --entry MODULE:FUNCTION
-        [MODULE ...]
+        [--run NAME] [--reference] [--path FOLDER ...] [MODULE ...]
 
 Imports are most of a worker's start, so they happen once, here; a worker is a fork away (a few
 milliseconds). The fork server itself has one thread. A fork copies only the calling thread, and a
@@ -44,8 +44,10 @@ from holdfast.elastic.protocol.fork_channel import (
 )
 from holdfast.elastic.protocol.worker_spec import DEFAULT_ENTRY, WorkerSpec
 from holdfast.elastic.worker.output import redirect_output
+from holdfast.elastic.worker.reference import compute_in_child
 from holdfast.errors import UserError
 from holdfast.wire import lifeline, process_log
+from holdfast.wire.process_title import set_process_title
 from holdfast.wire.secret import Secret
 
 logger = logging.getLogger("holdfast.elastic.worker.fork_server")  # it runs as __main__
@@ -61,7 +63,11 @@ _PRELOADED_MODULES = ("torch", "torch.distributed")
 class ForkServerLoop:
     """Forks workers, reaps them, reports to the agent."""
 
-    def __init__(self, control: socket.socket, lifeline_fd: int, entry: Entry) -> None:
+    def __init__(
+        self, control: socket.socket, lifeline_fd: int, entry: Entry, reference: str = ""
+    ) -> None:
+        """reference: the checksum of `elastic.worker.reference`, for the agent."""
+        self._reference = reference
         self._control = control
         self._lifeline = lifeline_fd
         self._entry = entry
@@ -77,7 +83,7 @@ class ForkServerLoop:
         with selectors.PollSelector() as selector:  # no descriptor of its own to leak into forks
             for source in (self._control, self._wake_read_fd, self._lifeline):
                 selector.register(source, selectors.EVENT_READ)
-            self._send(ForkServerReady(os.getpid()))
+            self._send(ForkServerReady(os.getpid(), self._reference))
             while True:
                 ready = {key.fileobj for key, _ in selector.select()}
                 if self._lifeline in ready:
@@ -117,6 +123,8 @@ class ForkServerLoop:
             with suppress(PermissionError):  # the parent may have made the group already
                 os.setpgid(0, 0)
             _reset_signals()
+            role = "standby" if spec.rank < 0 else f"worker {spec.rank}"
+            set_process_title(role, str(spec.config.get("name", "")))
             redirect_output(spec.log)
             process_log.start("worker", sys.stdout, generation=spec.generation, rank=spec.rank)
             self._control.close()
@@ -164,11 +172,12 @@ class ForkServerLoop:
 
 def _exit_now(code: int) -> NoReturn:
     """End this process without the interpreter's shutdown."""
-    process_log.stop()
-    with suppress(Exception):
+    try:
+        process_log.stop()
         sys.stdout.flush()
         sys.stderr.flush()
-    os._exit(code)
+    finally:  # whatever that raises without memory: a worker must not return into the fork server
+        os._exit(code)
 
 
 def _reset_signals() -> None:
@@ -178,8 +187,7 @@ def _reset_signals() -> None:
     """
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    for number in lifeline.AGENT_SIGNALS:
-        signal.signal(number, signal.SIG_IGN)
+    lifeline.ignore_agent_signals()
 
 
 def _configure_process(spec: WorkerSpec) -> None:
@@ -205,22 +213,30 @@ def main() -> None:
     parser.add_argument("--control", type=int, required=True)
     parser.add_argument("--lifeline", type=int, required=True)
     parser.add_argument("--entry", default=DEFAULT_ENTRY)
+    parser.add_argument("--path", action="append", default=[])
+    parser.add_argument("--run", default="")
+    parser.add_argument("--reference", action="store_true")
     parser.add_argument("preloads", nargs="*")
     arguments = parser.parse_args()
+    # The entry's module may lie there, if it is not ours.
+    sys.path.extend(path for path in arguments.path if path not in sys.path)
     lifeline.arm_kernel_kill(arguments.lifeline)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    set_process_title("fork server", arguments.run)
+    lifeline.ignore_agent_signals(signal.SIGTERM)  # by which the agent stops it until it serves
     gc.disable()  # what imports make stays, and it would go through that again and again
     for name in (*_PRELOADED_MODULES, *arguments.preloads):
         importlib.import_module(name)
     entry = load_entry(arguments.entry)
+    reference = compute_in_child() if arguments.reference else ""
     gc.collect()
     # Freeze for good: a child's collector must not touch, and so copy, inherited objects. Nor may
     # it look through them (a third of a second) whenever it collects.
     gc.freeze()
     gc.enable()
-    for number in lifeline.AGENT_SIGNALS:  # from here on it ends when its control socket does
-        signal.signal(number, signal.SIG_IGN)
-    ForkServerLoop(socket.socket(fileno=arguments.control), arguments.lifeline, entry).run()
+    lifeline.ignore_agent_signals()  # from here on it ends when its control socket does
+    ForkServerLoop(
+        socket.socket(fileno=arguments.control), arguments.lifeline, entry, reference
+    ).run()
     # taking apart all that imports made lasts half a second: the agent waits
     _exit_now(exit_codes.DONE)
 

@@ -7,12 +7,14 @@ from dataclasses import dataclass
 
 from holdfast.checkpoint.capture.capturer import Capturer, SkippedCapture
 from holdfast.checkpoint.capture.copy_plan import local_part
+from holdfast.checkpoint.capture.no_room_capturer import NoRoomCapturer
 from holdfast.checkpoint.capture.reconnecting_capturer import ReconnectingCapturer
 from holdfast.checkpoint.mover.client import MoverClient
 from holdfast.config.run import RunConfig
 from holdfast.core.sharding.state_table import state_table
 from holdfast.elastic.worker.checkpointer import (
     SnapshotSaver,
+    make_unless_no_room,
     make_with_fewer_slots,
     retry_until_mover_is_up,
 )
@@ -69,13 +71,21 @@ class SaverFactory:
                 has_released_old_memory=self.has_released_old_memory,
             )
 
-        def connect() -> Capturer:
-            return make_with_fewer_slots(
-                make_capturer, self.config.checkpoint, self._on_setting_ignored
-            )
+        told: set[str] = set()  # settings whose loss has been reported
 
-        def connect_first() -> Capturer:
-            first = retry_until_mover_is_up(connect, halts.wait)
+        def on_setting_ignored(key: str, reason: str) -> None:
+            if key not in told:
+                told.add(key)
+                self._on_setting_ignored(key, reason)
+
+        def connect() -> Capturer:
+            return make_with_fewer_slots(make_capturer, self.config.checkpoint, on_setting_ignored)
+
+        def connect_or_do_without() -> Capturer | NoRoomCapturer:
+            return make_unless_no_room(connect, on_setting_ignored)
+
+        def connect_first() -> Capturer | NoRoomCapturer:
+            first = retry_until_mover_is_up(connect_or_do_without, halts.wait)
             reporter.emit(WorkerReady(rank, time.monotonic() - begun_at, step=step))
             return first
 

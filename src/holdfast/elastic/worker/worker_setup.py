@@ -11,6 +11,7 @@ from holdfast.data.dataset import Dataset
 from holdfast.elastic.protocol.worker_spec import WorkerSpec
 from holdfast.elastic.worker.output import redirect_output
 from holdfast.wire import process_log
+from holdfast.wire.process_title import set_process_title
 
 
 class WorkerSetup:
@@ -34,6 +35,7 @@ class WorkerSetup:
         if spec.log and spec.log != self.spec.log:
             redirect_output(spec.log)
         process_log.enter(spec.generation, spec.rank)
+        set_process_title(f"worker {spec.rank}", self.config.name)
         self.spec = spec
 
     def open_batches(self) -> Batches:

@@ -1,0 +1,96 @@
+"""Looks up a node's `NodeIdentity`: its code, its torch, its processor. Imports no torch."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+from collections.abc import Mapping
+from importlib.metadata import PackageNotFoundError, distributions, version
+from importlib.util import find_spec
+from pathlib import Path
+
+from holdfast.config.identity import values_alike_on_all_nodes
+from holdfast.config.run import RunConfig
+from holdfast.policy.membership.node_identity import NodeIdentity
+
+PRESETS = (
+    "ATEN_CPU_CAPABILITY",
+    "MKL_CBWR",
+    "MKL_ENABLE_INSTRUCTIONS",
+    "MKL_DEBUG_CPU_TYPE",
+    "ONEDNN_MAX_CPU_ISA",
+    "DNNL_MAX_CPU_ISA",
+    "ONEDNN_DEFAULT_FPMATH_MODE",
+    "NVIDIA_TF32_OVERRIDE",
+    "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE",
+    "CUBLAS_WORKSPACE_CONFIG",
+)
+"""Variables that choose how torch computes."""
+_VECTOR_UNIT = re.compile(r"(sse4_2|avx\w*|fma|f16c|amx_\w+|asimd\w*|sve\w*|i8mm|bf16)\Z")
+_ACCELERATOR_LIBRARY = re.compile(r"(nvidia-|triton|pytorch-triton|intel-|mkl)")
+_BUILD_LINE = re.compile(r"^(__version__|git_version|cuda|hip)\b[^=]*=\s*(.*)$", re.MULTILINE)
+_DIGEST_BYTES = 8
+
+
+def find_identity(
+    config: RunConfig, reference: str, environment: Mapping[str, str] | None = None
+) -> NodeIdentity:
+    """Return this node's identity. reference: the fork server's checksum, "" if it has none."""
+    return NodeIdentity(
+        code_digest(),
+        torch_build(),
+        values_alike_on_all_nodes(config.model_dump(mode="json")),
+        processor_identity(os.environ if environment is None else environment),
+        reference,
+    )
+
+
+def code_digest(package: Path | None = None) -> str:
+    """Return a digest of the package's sources."""
+    root = Path(__file__).parents[2] if package is None else package
+    digest = hashlib.blake2b(digest_size=_DIGEST_BYTES)
+    for path in sorted(root.rglob("*.py")):
+        digest.update(path.relative_to(root).as_posix().encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()
+
+
+def torch_build() -> str:
+    """Return torch's version and build, and a digest of the libraries that it computes with."""
+    try:
+        found = version("torch")
+    except PackageNotFoundError:
+        return ""
+    parts = [f"{line[1]}={line[2]}" for line in _BUILD_LINE.finditer(_torch_version_file())]
+    parts += sorted(
+        f"{name}=={one.version}"
+        for one in distributions()
+        if (name := (one.metadata["Name"] or "").lower()) and _ACCELERATOR_LIBRARY.match(name)
+    )
+    digest = hashlib.blake2b("\n".join(parts).encode(), digest_size=_DIGEST_BYTES)
+    return f"{found} (build {digest.hexdigest()})"
+
+
+def _torch_version_file() -> str:
+    """Return torch's `version.py`, which names its build. Torch is not imported."""
+    found = find_spec("torch")
+    if found is None or found.origin is None:
+        return ""
+    try:
+        return (Path(found.origin).parent / "version.py").read_text("utf-8")
+    except OSError:
+        return ""
+
+
+def processor_identity(
+    environment: Mapping[str, str], cpuinfo: Path = Path("/proc/cpuinfo")
+) -> dict[str, str]:
+    """Return the vector units of the processor, and the variables that choose among them."""
+    try:
+        text = cpuinfo.read_text("utf-8", "replace")
+    except OSError:
+        text = ""
+    line = next((w for w in text.splitlines() if re.match(r"(flags|Features)\s*:", w)), "")
+    units = [word for word in line.partition(":")[2].split() if _VECTOR_UNIT.match(word)]
+    presets = {name: environment[name] for name in PRESETS if environment.get(name)}
+    return {"vector units": " ".join(sorted(units)) or "unknown", **presets}

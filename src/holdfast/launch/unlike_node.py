@@ -1,0 +1,34 @@
+"""Refuses a node whose run file differs from that of the nodes at work in the run folder.
+
+The coordinator refuses it too, when it joins. But by then this node would have written its own
+description into the run folder, and nodes that join later would read it.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from holdfast.config.explain import format_value
+from holdfast.config.identity import values_alike_on_all_nodes
+from holdfast.config.load import LoadedConfig
+from holdfast.errors import RunFolderError
+from holdfast.launch.holder import HolderWatch
+from holdfast.launch.runs import read_resolved
+
+
+def refuse_unlike_node(folder: Path, loaded: LoadedConfig, watch: HolderWatch) -> None:
+    """Raise RunFolderError, with both values, if nodes are at work in `folder` with another value
+    of a key that has to be alike on all nodes."""
+    stored = read_resolved(folder)
+    if stored is None or watch.look() is not True:
+        return
+    there = values_alike_on_all_nodes(stored["config"])
+    here = values_alike_on_all_nodes(loaded.config.model_dump(mode="json"))
+    for key in sorted(there.keys() & here.keys()):
+        if there[key] != here[key]:
+            raise RunFolderError(
+                f"{key} is {format_value(here[key])} here and {format_value(there[key])} on the "
+                "nodes at work; it has to be alike on all nodes of a run",
+                where=str(folder),
+                remedy=f"use {key}={format_value(there[key])}, or holdfast join {folder}",
+            )
