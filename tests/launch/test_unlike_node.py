@@ -10,6 +10,7 @@ import pytest
 from holdfast.config.load import resolve_config
 from holdfast.errors import RunFolderError
 from holdfast.launch import unlike_node
+from holdfast.launch.holder import HolderWatch
 from holdfast.launch.unlike_node import refuse_unlike_node
 
 RUN = "folder: r\ndevice: cpu\ndata: {folder: d}\nlayout: {workers: 2}\n"
@@ -21,8 +22,18 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     stored = {"config": resolve_config(RUN, "run.yaml", []).config.model_dump(mode="json")}
     (tmp_path / "resolved.json").write_text(json.dumps(stored))
     monkeypatch.setattr(unlike_node, "read_resolved", lambda folder: stored)
-    monkeypatch.setattr(unlike_node, "probe_run", lambda folder: True)
     return tmp_path
+
+
+class Watch(HolderWatch):
+    """A watch that has its verdict."""
+
+    def __init__(self, folder: Path, verdict: bool | None = True) -> None:
+        super().__init__(folder)
+        self._verdict = verdict
+
+    def look(self) -> bool | None:
+        return self._verdict
 
 
 def test_both_values_are_named(folder: Path) -> None:
@@ -30,16 +41,15 @@ def test_both_values_are_named(folder: Path) -> None:
     with pytest.raises(
         RunFolderError, match=r"layout\.reduction is fast here and tree on the nodes at work"
     ) as found:
-        refuse_unlike_node(folder, other)
+        refuse_unlike_node(folder, other, Watch(folder))
     assert found.value.exit_code == 2
 
 
 def test_a_nodes_own_keys_may_differ(folder: Path) -> None:
-    refuse_unlike_node(folder, resolve_config(RUN, "run.yaml", ["cluster.node=b"]))
+    refuse_unlike_node(folder, resolve_config(RUN, "run.yaml", ["cluster.node=b"]), Watch(folder))
 
 
-def test_a_run_without_a_trainer_may_continue_otherwise(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(unlike_node, "probe_run", lambda folder: False)
-    refuse_unlike_node(folder, resolve_config(RUN, "run.yaml", ["layout.reduction=fast"]))
+@pytest.mark.parametrize("verdict", [False, None])
+def test_a_run_without_a_trainer_may_continue_otherwise(folder: Path, verdict: bool | None) -> None:
+    other = resolve_config(RUN, "run.yaml", ["layout.reduction=fast"])
+    refuse_unlike_node(folder, other, Watch(folder, verdict))

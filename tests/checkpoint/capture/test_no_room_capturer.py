@@ -8,12 +8,12 @@ import pytest
 
 from holdfast.checkpoint.capture.no_room_capturer import ROOM_CHECK_INTERVAL_S, NoRoomCapturer
 from holdfast.checkpoint.capture.reconnecting_capturer import ReconnectingCapturer
-from holdfast.checkpoint.memory import limits
 from holdfast.checkpoint.memory.arena import Arena
 from holdfast.checkpoint.mover.protocol import error_from_json, error_to_json
 from holdfast.elastic.worker.checkpointer import make_unless_no_room
 from holdfast.errors import HoldfastError, NoRoomError
 from holdfast.events import GenerationStarted, Record, SettingIgnored
+from holdfast.plan import limits
 from holdfast.report.progress import RunProgress
 from tests.support.ranks import wait_until
 
@@ -21,7 +21,7 @@ from tests.support.ranks import wait_until
 def test_an_arena_without_room_is_told_over_the_movers_socket(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(limits, "available_bytes", lambda: 1 << 16)
+    monkeypatch.setattr(limits, "available_memory", lambda: 1 << 16)
     with pytest.raises(NoRoomError, match="no memory for an arena") as found:
         Arena.create("a", 2, 1 << 20)
     assert isinstance(error_from_json(error_to_json(found.value)), NoRoomError)

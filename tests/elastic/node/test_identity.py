@@ -14,7 +14,7 @@ from holdfast.elastic.node.identity import (
     processor_identity,
     torch_build,
 )
-from holdfast.elastic.protocol.coordinator_messages import IDENTITY_KEY, JoinRequest
+from holdfast.elastic.protocol.coordinator_messages import AgentFacts, JoinRequest
 from holdfast.policy.membership.node_identity import NodeIdentity
 from holdfast.policy.membership.state import NodeStage
 from tests.support.ranks import RankContext, ranks
@@ -27,7 +27,7 @@ def _identity(*overrides: str) -> NodeIdentity:
 
 
 def _request(name: str, identity: NodeIdentity) -> JoinRequest:
-    return JoinRequest(name, "m", 1, {IDENTITY_KEY: identity.to_json()}, 0, NodeStage.IDLE)
+    return JoinRequest(name, "m", 1, AgentFacts(identity=identity), 0, NodeStage.IDLE)
 
 
 def test_the_code_counts_wherever_it_is_installed(tmp_path: Path) -> None:
@@ -61,7 +61,7 @@ def test_torch_is_known_by_its_build_without_an_import() -> None:
 def test_a_key_that_has_to_be_alike_is_refused_when_a_node_joins(override: str) -> None:
     key = override.partition("=")[0]
     said: list[str] = []
-    gate = JoinGate("a", "warn", _identity().to_json, said.append)
+    gate = JoinGate("a", "warn", _identity, said.append)
     refusal = gate.refuse(_request("b", _identity(override)))
     assert refusal.startswith(f"{key} is {override.partition('=')[2]} on b and ")
     assert gate.refuse(_request("b", _identity(override))) == refusal
@@ -80,15 +80,15 @@ def test_a_key_that_has_to_be_alike_is_refused_when_a_node_joins(override: str) 
     ],
 )
 def test_what_is_a_nodes_own_may_differ(override: str) -> None:
-    gate = JoinGate("a", "require", _identity().to_json, pytest.fail)
+    gate = JoinGate("a", "require", _identity, pytest.fail)
     assert gate.refuse(_request("b", _identity(override))) == ""
 
 
 def test_a_coordinator_admits_itself_and_older_agents() -> None:
-    gate = JoinGate("a", "require", dict, pytest.fail)
+    gate = JoinGate("a", "require", NodeIdentity, pytest.fail)
     other = NodeIdentity("x", "y", {}, {"vector units": "none"}, "z")
     assert gate.refuse(_request("a", other)) == ""
-    assert gate.refuse(JoinRequest("b", "m", 1, {}, 0, NodeStage.IDLE)) == ""
+    assert gate.refuse(JoinRequest("b", "m", 1, AgentFacts(), 0, NodeStage.IDLE)) == ""
 
 
 @ranks(2)

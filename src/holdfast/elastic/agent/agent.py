@@ -132,20 +132,17 @@ class NodeAgent:
 
     async def _serve(self, metrics: socket.socket) -> int:
         handlers, refusals = RequestHandlers(self._parts), self._parts.refusals
+        cluster = self._context.config.cluster
+        stalled = STALLED_AFTER_TIMEOUTS * cluster.progress_seconds
         listeners = [
             HttpListener(handlers.make_application(), self._control_socket),
             HttpListener(
-                HealthApplication(
-                    handlers.health_status,
-                    self._render_metrics,
-                    refusals,
-                    STALLED_AFTER_TIMEOUTS * self._context.config.cluster.progress_seconds,
-                ),
+                HealthApplication(handlers.health_status, self._render_metrics, refusals, stalled),
                 metrics,
             ),
         ]
         served = [asyncio.create_task(listener.serve()) for listener in listeners]
-        beat = self._context.config.cluster.heartbeat_seconds
+        beat = cluster.heartbeat_seconds
         watches = [
             asyncio.create_task(
                 check_progress_forever(
@@ -158,10 +155,9 @@ class NodeAgent:
         ]
         self._run_task = asyncio.create_task(self._take_part_in_run())
         self._catch_signals()
-        every = self._context.config.cluster.notices_every_seconds
         watch = NoticePoller(
             self._notice_source,
-            every,
+            cluster.notices_every_seconds,
             self._parts.shutdown_controller.on_termination_warning,
             self._say,
             self._records.progress.emit_once_begun,

@@ -70,8 +70,7 @@ class GenerationPlanner:
         self._restored_key: str | None = None
         self._declined_growth: tuple[int, tuple[NodePlaces, ...]] | None = None
         self.bad_steps = BadStepTracker()
-        self.cause = ""
-        """What ended the last generation, for people; "" if nothing was lost."""
+        self.cause = ""  # what ended the last generation, for people; "" if nothing was lost
         self.relative_speeds: dict[tuple[str, int], float] = {}
         """Relative speed of each slow process, by node and process; a normal one has 1."""
         self._reported_losses: set[tuple[int, str]] = set()

@@ -29,6 +29,7 @@ from holdfast.elastic.coordinator.stragglers import worker_of
 from holdfast.elastic.event_log import EventLog, Say
 from holdfast.elastic.node.mover_supervisor import MoverSupervisor
 from holdfast.elastic.protocol.coordinator_messages import NodeReport
+from holdfast.elastic.protocol.generation_outcome import LostOutcome
 from holdfast.elastic.protocol.generation_record import GenerationRecord, read_record
 from holdfast.elastic.protocol.start_state import StartState
 from holdfast.elastic.run_context import RunContext
@@ -155,29 +156,22 @@ class RunController:
         self.coordinator: Coordinator | None = None
         self.term: Term | None = None
         self.result_reporter = ResultReporter(event_log, say, context.resume_command)
-        self._context, self._hooks, self._layout_planner, self._mover = (
-            context,
-            hooks,
-            planner,
-            mover,
-        )
+        self._context, self._hooks = context, hooks
+        self._layout_planner, self._mover = planner, mover
+        cluster = context.config.cluster
         self._event_log, self._say, self._ledger_coverage = event_log, say, ledger_coverage
         self._ledger_repair = LedgerRepair(
-            ledger_coverage, event_log, say, context.config.cluster.heartbeat_seconds
+            ledger_coverage, event_log, say, cluster.heartbeat_seconds
         )
         self._journal_tail = JournalFollower(context.store)
         self._generation_planner: GenerationPlanner | None = None
-        self._loss_counter = LossCounter(
-            context.config.cluster.max_restarts_without_progress, hooks.has_stepped
-        )
+        self._loss_counter = LossCounter(cluster.max_restarts_without_progress, hooks.has_stepped)
         self._session_start = SessionStart(context, event_log)
         self._generation_floor = GenerationFloor(context, hooks)
         self._node_shortage = NodeShortage(
-            context.config.cluster, hooks, say, context.single_node_term is not None
+            cluster, hooks, say, context.single_node_term is not None
         )
-        self._join_gate = JoinGate(
-            context.node, context.config.cluster.like_processors, hooks.identity, say
-        )
+        self._join_gate = JoinGate(context.node, cluster.like_processors, hooks.identity, say)
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._is_closed = False
 
@@ -275,9 +269,7 @@ class RunController:
         raise_if_failed(node_reports.values())
         ended = [outcome.lost for outcome in self._generation_planner.last_outcomes(node_reports)]
         losses = [loss for loss in ended if loss is not None]
-        cause = next((loss.cause for loss in losses if loss.cause), "")
-        cause = cause or "; ".join(f"{name}: {said}" for name, said in state.lost_members if said)
-        self._generation_planner.cause = cause
+        cause = self._generation_planner.cause = _describe_cause(losses, state)
         why = self._hooks.stop_reason()
         shortage = self._node_shortage
         if not shortage.closing_reason and transitions.are_all_leaving(state, node_names):
@@ -293,11 +285,11 @@ class RunController:
             state, generation, node_names, node_reports
         )
         if rotten is not None:  # each corrupt state is dropped once, so this ends
-            rejected = self._generation_planner.rejected_checkpoints
-            for key in rejected.keys() - tried:  # an earlier attempt reported the rest
-                event = CheckpointRejected(key, rejected[key], step=step_of(key))
-                self._event_log.emit("agent", event)
-                self._say(f"{rotten}; the run falls back to another state")
+            for key, why in self._generation_planner.rejected_checkpoints.items():
+                if key not in tried:  # an earlier attempt reported the rest
+                    event = CheckpointRejected(key, why, step=step_of(key))
+                    self._event_log.emit("agent", event)
+                    self._say(f"{rotten}; the run falls back to another state")
         elif (
             lost
             and reason not in BAD_STEP_REASONS
@@ -399,6 +391,12 @@ class RunController:
     def stop_waiting(self, reason: str) -> None:
         """Stop the run if no node works; see `NodeShortage.stop_waiting`."""
         self._node_shortage.stop_waiting(reason)
+
+
+def _describe_cause(losses: Sequence[LostOutcome], state: CoordinatorState) -> str:
+    """Return what ended the last generation, for people; "" if nothing was lost."""
+    cause = next((loss.cause for loss in losses if loss.cause), "")
+    return cause or "; ".join(f"{name}: {said}" for name, said in state.lost_members if said)
 
 
 def apply_pace_changes(
