@@ -32,9 +32,7 @@ def dataset_numbers(dataset: Dataset) -> dict[str, Any]:
         "splits": splits,
         "sources": [
             {**source, "path": path}
-            for source, path in zip(
-                dataset.manifest["sources"], dataset.source_paths, strict=True
-            )
+            for source, path in zip(dataset.manifest["sources"], dataset.source_paths, strict=True)
         ],
         "baselines": dataset.baselines,
         "shards": len(dataset.shards()),
