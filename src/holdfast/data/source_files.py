@@ -51,7 +51,7 @@ COMPANIONS = frozenset(
 """Files that lie in a folder of data and describe it. Only a source of plain text reads them."""
 
 NAMED = 3
-"""Files that a line names; the others are counted."""
+"""Files that a line names; the rest is counted."""
 
 
 @dataclass
