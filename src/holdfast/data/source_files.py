@@ -84,9 +84,10 @@ def find_files(config: SourceConfig, where: str) -> FoundFiles:
         paths = [p for p in chosen if not os.path.basename(p).startswith("_sysconfigdata")]
     else:
         path = os.path.expanduser(config.place or "")  # the run file demands one
-        paths = _chosen(path, found)
-        if paths is None:
+        matches = _chosen(path, found)
+        if matches is None:
             raise _missing_error(config, path, where)
+        paths = matches
         if config.kind != "text" and paths != [path]:
             companions = [p for p in paths if os.path.basename(p).lower() in COMPANIONS]
             for companion in companions:
