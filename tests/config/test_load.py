@@ -90,15 +90,18 @@ def test_unknown_key_names_line_and_nearest_name() -> None:
             "tensorboard: maybe\n",
             "run.yaml:1: tensorboard is 'maybe', not true or false; false would work",
         ),
-        ("name: 3\n", "run.yaml:1: name is 3, not text; 'run' would work"),
+        ("name: 3\n", "run.yaml:1: name is 3, not text; put it in quotes: '3'"),
         (
             "folder: s3://bucket/run\n",
             "run.yaml:1: folder: the run folder is a folder: name a bucket in checkpoint.bucket",
         ),
-        ("train: 3\n", "run.yaml:1: train is 3, not a section of keys"),
+        (
+            "train: 3\n",
+            "run.yaml:1: train is 3, not a section of keys; write its keys indented below it",
+        ),
         (
             "data:\n  sources: python-stdlib\n",
-            "run.yaml:2: data.sources is 'python-stdlib', not a list",
+            "run.yaml:2: data.sources is 'python-stdlib', not a list; write its items below it, each after '- '",
         ),
         ("data:\n  sources: []\n", "run.yaml:2: data.sources has 0 items; name at least one"),
         (

@@ -80,15 +80,15 @@ def test_nothing_left(tmp_path: Path) -> None:
     (folder / "a.txt").touch()
     (folder / "b.txt").write_text("  \n")
     sentence = refused(tmp_path, text_source(folder))
-    assert "nothing is left of 2 documents: 2 are empty" in sentence
+    assert "nothing is left of 2 documents: 2 empty" in sentence
     lines = tmp_path / "empty.jsonl"
-    lines.touch()
+    lines.write_text("\n")
     assert "nothing is left" in refused(tmp_path, {"kind": "jsonl", "path": str(lines)})
 
 
 def test_a_source_that_repeats_another_has_nothing_left(tmp_path: Path) -> None:
     folder = text_folder(tmp_path / "in", files=2, words=20)
-    with pytest.raises(DataError, match=r"source 'again': nothing is left.*2 are duplicates"):
+    with pytest.raises(DataError, match=r"source 'again': nothing is left.*2 repeat a document"):
         make(data_config(tmp_path / "out", text_source(folder, "a"), text_source(folder, "again")))
 
 
@@ -143,7 +143,9 @@ def test_a_huge_line_is_never_held(tmp_path: Path) -> None:
         [sys.executable, "-c", code, config.model_dump_json()], capture_output=True, text=True
     )
     assert done.stdout == "a\n"
-    assert f"{path}:2: the line is longer than data.max_document_bytes" in done.stderr
+    assert (
+        f"{path}:2, column 'text': the line is longer than data.max_document_bytes" in done.stderr
+    )
 
 
 def test_text_file_too_long(tmp_path: Path) -> None:

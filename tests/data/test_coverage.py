@@ -48,7 +48,5 @@ def test_a_source_with_most_of_the_training_and_no_validation_is_named(tmp_path:
         return describe_use(make(config), config, train_config())
 
     _, said = lines(4.0)
-    assert (
-        "source 'big' makes 80% of the training, and the validation set has nothing of it" in said
-    )
+    assert "source 'big' makes 80% of the training. The validation set has nothing of it" in said
     assert len(lines(0.25)) == 1

@@ -89,7 +89,7 @@ def test_duplicates_and_empty_documents_are_left_out_and_counted(tmp_path: Path)
     assert documents(dataset, "train")[0] == first
     assert dataset.splits == ("train",)
     assert dataset.baselines is None
-    assert any("2 empty and 2 duplicate" in line for line in said)
+    assert any("2 empty, 2 repeat an earlier document" in line for line in said)
 
 
 def test_text_that_spells_the_end_token_ends_nothing(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from holdfast.data import text_pieces, vocabulary
 from holdfast.data.text_pieces import cut_text
 from tests.support.corpus import text
 
-LONG = text(5, 3000) + "x" * 900 + text(6, 500) + "a1 b2\n\n  c" * 50
+LONG = text(5, 3000) + "x" * 200 + text(6, 500) + "a1 b2\n\n  c" * 50
 CORPUS = [text(i, 200) for i in range(4)]
 
 

@@ -28,7 +28,7 @@ class SourceConfig(Section):
 
     @property
     def place(self) -> str | None:
-        """Where `path` lies (`config.paths`); the path itself if no run file was loaded."""
+        """The place of `path` (`config.paths`); the path itself if no run file was loaded."""
         return self._place or self.path
 
     def at(self, place: str | None) -> SourceConfig:
@@ -56,7 +56,7 @@ class TokenizerConfig(Section):
 
     @property
     def place(self) -> str | None:
-        """Where `path` lies (`config.paths`); the path itself if no run file was loaded."""
+        """The place of `path` (`config.paths`); the path itself if no run file was loaded."""
         return self._place or self.path
 
     def at(self, place: str | None) -> TokenizerConfig:

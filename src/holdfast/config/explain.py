@@ -144,6 +144,14 @@ def _sentence(details: ErrorDetails, path: tuple[str | int, ...]) -> tuple[str, 
     if kind in ("too_short", "too_long"):
         return f"{key} ", f"has {context.get('actual_length')} items", remedy or "name at least one"
     wanted = _KINDS.get(kind.split("_")[0])
+    if wanted == "a section of keys":
+        remedy = "write its keys indented below it"
+    elif wanted == "a list" and not remedy:
+        remedy = "write its items below it, each after '- '"
+    elif wanted == "text" and isinstance(value, int | float):
+        remedy = f"put it in quotes: '{format_value(value)}'"
+    elif wanted == "text" and not remedy:
+        remedy = "write a word, in quotes if it has other characters than letters"
     if kind == "finite_number":
         wanted = "a finite number"
     if wanted is None:
@@ -192,13 +200,13 @@ def nearest_value(info: FieldInfo | None, value: object) -> str:
         for name in ("ge", "le", "gt", "lt")
         if getattr(rule, name, None) is not None
     }
-    near = min(max(near, bounds.get("ge", near)), bounds.get("le", near))
+    near = min(max(near, bounds.get("ge", -math.inf)), bounds.get("le", math.inf))
     if near <= bounds.get("gt", -math.inf) and near < 0:
         near = -near
     if near >= bounds.get("lt", math.inf) and near <= 100:
         near /= 100  # a share in percent
     inside = bounds.get("gt", -math.inf) < near < bounds.get("lt", math.inf)
-    if not inside or near < bounds.get("ge", near) or near > bounds.get("le", near):
+    if not inside:
         return ""
     return f"use {int(near) if near.is_integer() and abs(near) < 2**53 else near}"
 

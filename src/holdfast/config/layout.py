@@ -33,7 +33,9 @@ class DegreesConfig(Section):
 class LayoutConfig(DegreesConfig):
     """Replicas of pp x dp_shard x tp workers, as many as the number of workers allows."""
 
-    workers: int = Field(0, ge=0, description="workers; 0: one copy of the model (planned)")
+    workers: int = Field(
+        0, ge=0, le=2**20, description="workers; 0: one copy of the model (planned)"
+    )
     zero: Literal[1, 2, 3] = Field(
         3,
         description="what dp_shard cuts: 1 optimizer state; 2 gradients too; 3 parameters too, "

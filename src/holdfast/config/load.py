@@ -29,6 +29,8 @@ from holdfast.errors import ConfigError
 
 OriginKind = Literal["file", "command line", "preset", "model folder", "default", "planned"]
 KeyPath = tuple[str | int, ...]
+MAX_NUMBER = 2**53
+"""Largest whole number of a run file: larger ones are no exact steps, bytes or samples any more."""
 
 
 @dataclass(frozen=True)
@@ -233,6 +235,14 @@ def _validate(data: dict[str, Any], given: Mapping[str, Origin], name: str) -> R
         ) from None
     if booleans:
         raise ConfigError("\n".join(_boolean_sentences(booleans, place, name)))
+    large = [
+        f"{place(as_path(key)) or name}: {key} is {format_value(value)}, which is too large; "
+        f"use {MAX_NUMBER} or less"
+        for key, value in leaves(config.model_dump())
+        if isinstance(value, int) and abs(value) > MAX_NUMBER and key != "seed"
+    ]
+    if large:
+        raise ConfigError("\n".join(large))
     return config
 
 

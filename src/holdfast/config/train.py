@@ -11,6 +11,10 @@ from holdfast.config.base import Section
 Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
+MAX_MICROBATCHES = 2**20
+"""Microbatches of a step: a plan of a step has an entry for each."""
+
+
 class OptimizerConfig(Section):
     """AdamW (Loshchilov and Hutter, 2019), fused; matrices decay, vectors do not."""
 
@@ -65,6 +69,12 @@ class TrainConfig(Section):
                 raise ValueError(
                     f"batch_size {size} is not a multiple of microbatch_size "
                     f"{self.microbatch_size}: use {nearest}"
+                )
+            if size > MAX_MICROBATCHES * self.microbatch_size:
+                raise ValueError(
+                    f"batch_size {size} of microbatch_size {self.microbatch_size} is more than "
+                    f"{MAX_MICROBATCHES} microbatches: use batch_size "
+                    f"{MAX_MICROBATCHES * self.microbatch_size} or less"
                 )
         starts = [stage.from_step for stage in self.batch_warmup]
         if starts != sorted(set(starts)):

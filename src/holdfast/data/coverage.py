@@ -69,7 +69,7 @@ def _missing_validation(batches: Batches, train: TrainConfig) -> Iterator[str]:
         share = count / batches.order.mixture.block
         if share >= MOST and stream.tokens < 2:
             yield (
-                f"source {name!r} makes {share:.0%} of the training, and the validation set has "
-                f"nothing of it; raise data.validation_fraction, cut {name!r} into more documents, "
-                "and name another data.folder"
+                f"source {name!r} makes {share:.0%} of the training. The validation set has "
+                f"nothing of it; cut {name!r} into more documents or raise "
+                "data.validation_fraction, and name another data.folder"
             )

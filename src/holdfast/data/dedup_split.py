@@ -30,7 +30,7 @@ Scope = bool | Literal["within_source"]
 @dataclass(frozen=True)
 class SourceCount:
     """What became of one source's documents. own_duplicates: those that repeat a document of the
-    same source; the other duplicates repeat one of another source."""
+    same source. The rest of the duplicates repeat one of another source."""
 
     documents: int
     empty: int
@@ -60,7 +60,7 @@ class SourceCount:
 
 
 def describe_count(count: SourceCount, scope: Scope) -> str:
-    """Documents of a source that stay, and why the others do not."""
+    """Documents of a source that stay, and why the rest does not."""
     left = count.documents - count.empty - count.duplicates
     causes = count.causes()
     if not causes:

@@ -51,7 +51,7 @@ COMPANIONS = frozenset(
 """Files that lie in a folder of data and describe it. Only a source of plain text reads them."""
 
 NAMED = 3
-"""Files that a line names; the others are counted."""
+"""Files that a line names; the rest is counted."""
 
 
 @dataclass
@@ -84,10 +84,10 @@ def find_files(config: SourceConfig, where: str) -> FoundFiles:
         paths = [p for p in chosen if not os.path.basename(p).startswith("_sysconfigdata")]
     else:
         path = os.path.expanduser(config.place or "")  # the run file demands one
-        named = _chosen(path, found)
-        if named is None:
+        matches = _chosen(path, found)
+        if matches is None:
             raise _missing_error(config, path, where)
-        paths = named
+        paths = matches
         if config.kind != "text" and paths != [path]:
             companions = [p for p in paths if os.path.basename(p).lower() in COMPANIONS]
             for companion in companions:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
+from itertools import islice
 
 PIECE_CHARACTERS = 1 << 18
 """The length of a piece. A shorter document is not cut."""
@@ -19,9 +20,13 @@ CONTEXT = 64
 """Characters on each side of a cut whose tokens are compared."""
 
 TRIES = 32
-"""Places that are tried for one cut, before one is taken without the comparison."""
+"""Places of each kind that are tried for one cut, before one is taken without the comparison."""
 
-_PLACE = re.compile(r"(?<=[^\W\d_]) (?=[^\W\d_])")  # one space between two letters
+_PLACES = (
+    re.compile(r"(?<=[^\W\d_]) (?=[^\W\d_])"),  # one space between two letters
+    re.compile(r"(?<=\S)\s(?=\S)"),
+    re.compile(r"(?<=\S)(?=\s)"),
+)
 
 Encode = Callable[[str], list[int]]
 
@@ -38,19 +43,19 @@ def cut_text(text: str, encode: Encode | None = None) -> Iterator[str]:
 
 def _find_cut(text: str, around: int, encode: Encode | None) -> tuple[int, int]:
     """(end of one piece, start of the next), near `around`."""
-    first = around
-    for number, match in enumerate(_PLACE.finditer(text, around, around + PIECE_CHARACTERS)):
-        at = match.start()
-        if encode is None:
-            return at, at
-        if number == 0:
-            first = at
-        if number == TRIES:
-            break
-        skip = _compare(text, at, encode)
-        if skip is not None:
-            return at, at + skip
-    return first, first
+    first: int | None = None
+    stop = around + PIECE_CHARACTERS
+    for place in _PLACES:
+        for match in islice(place.finditer(text, around, stop), TRIES):
+            at = match.start()
+            if encode is None:
+                return at, at
+            first = at if first is None else first
+            skip = _compare(text, at, encode)
+            if skip is not None:
+                return at, at + skip
+    at = around if first is None else first
+    return at, at
 
 
 def _compare(text: str, at: int, encode: Encode) -> int | None:

@@ -59,7 +59,7 @@ class UnitTokens:
 
 
 def write_result(path: Path, header: dict[str, Any], payload: Payload) -> None:
-    """Write a result atomically. `payload` gives its bytes anew each time it is called."""
+    """Write a result atomically. `payload` gives its bytes each time it is called."""
     state, size = xxh3_128(), 0
     for piece in payload():
         state.update(piece)
@@ -206,7 +206,7 @@ def tokenise_unit(
         documents = read_unit(unit, settings.limit, seen)
         for lot, pieces in _encoded(_batches(documents, lots, changed), tokenizer):
             ids = [np.array(piece, dtype=settings.dtype) for piece in pieces]
-            # Text that spells the end token would end a document that goes on.
+            # Text that spells the end token would end its document too early.
             kept = [piece[piece != settings.end] for piece in ids]
             ends += sum(map(len, ids)) - sum(map(len, kept))
             if any(map(len, kept)):

@@ -137,8 +137,8 @@ def with_stored_places(folder: Path, loaded: LoadedConfig) -> LoadedConfig:
 
 
 def refuse_old_base(loaded: LoadedConfig) -> None:
-    """Raises RunFolderError for a run or a dataset that lies where a relative path of the run file
-    led before, from the current folder, and not where it leads now."""
+    """Raises RunFolderError for a relative path that led to a run or a dataset in older versions,
+    which began at the current folder. From the run file it leads to nothing."""
     config = loaded.config
     for key, path, mark in (
         ("folder", config.run_folder, RESOLVED_FILE),

@@ -144,7 +144,8 @@ class Coordinator:
         complain: Callable[[str], None] = lambda sentence: None,
     ) -> None:
         """on_state_change: receives the old and the new state at every change of phase, generation
-        or membership. complain: receives one line each time the run store becomes unreachable."""
+        or membership. complain: receives one line each time the run store becomes unreachable.
+        `refuse_joiner` may be set: it returns why an agent may not join, "" if it may."""
         self.state = state
         self.node_reports: dict[str, NodeReport] = {}
         self.end_reason = ""  # why the run ended, one of `run_result.EndReason`
@@ -162,9 +163,7 @@ class Coordinator:
         self._unreachable = UnreachableNodes()
         self.stragglers = StragglerTracker()
         self.refuse_joiner: Callable[[JoinRequest], str] = lambda asked: ""
-        """Returns why an agent may not join; "" if it may."""
         self.on_pace_change: Callable[[Sequence[PaceChange]], None] = lambda changes: None
-        """Called when the verdict on a worker's pace changes: slow, well, to be left out."""
 
     # --- decisions of other parts ---------------------------------------------------------------
     def halt(self, reason: str, *, at_step_end: bool = False) -> None:

@@ -296,11 +296,8 @@ class RunController:
             and (sentence := self._loss_counter.count(generation, self._reached_step, cause))
         ):
             raise RunEndedError(sentence)
-        return replace(
-            record,
-            reason=reason if lost else state.reason,
-            stopping=shortage.closing_reason,
-        )
+        record = replace(record, stopping=shortage.closing_reason)
+        return replace(record, reason=reason if lost else state.reason)
 
     @property
     def _reached_step(self) -> int:
