@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -93,7 +94,14 @@ def _train_in_folder(
         if json:
             print_line({"finished": True, "step": last, "folder": str(folder)})
         return 0
+    begins = read_resolved(folder) is None
     write_description(folder, loaded, machine, dataset.folder, dataset.version)
+    if begins and (named := loaded.origins["model.dim"]).kind == "model folder":
+        say(
+            f"model.from gives the shape alone: this run begins from initial weights. Those of "
+            f"{named.place} come into a new run by: holdfast checkpoint import {loaded.name} "
+            f"--from {shlex.quote(named.place)}"
+        )
     with RunViews(loaded.config, folder, dataset.version, machine, json=json) as views:
         code = local.train_locally(
             loaded,
@@ -180,8 +188,8 @@ def checked_layouts(loaded: LoadedConfig) -> tuple[Layout, ...]:
 def with_vocabulary(
     loaded: LoadedConfig, dataset: Dataset, run_folder: Path | None = None
 ) -> LoadedConfig:
-    """The vocabulary of the run in `run_folder`, else the dataset's, where the model has none of
-    its own. Raises ConfigError for a model that does not know all of the dataset's tokens."""
+    """If the model has no vocabulary of its own, give it that of the run in `run_folder`, or the
+    dataset's. Raises ConfigError for a model that does not know all of the dataset's tokens."""
     from holdfast.data.vocabulary import needed_size
 
     given, size = loaded.config.model.vocab_size, dataset.vocab_size
