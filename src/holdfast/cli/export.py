@@ -108,8 +108,8 @@ def _hf(found: Run, to: Path, step: int | None, dtype: str | None, shard: int) -
         say(f"no tokenizer at {tokenizer}: the folder has none")
     elif (begin := untrained_begin(found.dataset_folder)) is not None:
         say(
-            f"the tokenizer begins each prompt with {begin}, but no document of the run began with "
-            "it: prepare the dataset again in a new data.folder to train it"
+            f"the tokenizer begins each prompt with {begin}, and no document of the run does: "
+            "name a new data.folder to train it"
         )
     return checkpoint.step, known is not None
 
