@@ -72,7 +72,7 @@ def test_a_broken_folder_leaves_nothing_behind(
 def test_a_tokenizer_with_one_id_more_than_the_model(
     trained: Trained, exported: Path, tmp_path: Path, capsys: Capture
 ) -> None:
-    """A special token that was only added becomes no token of a text: the model does without."""
+    """No text becomes a special token that was only added: the model needs no row for it."""
     tokenizer = Tokenizer.from_file(str(exported / "tokenizer.json"))
     size = tokenizer.get_vocab_size()
     tokenizer.add_special_tokens(["<pad>"])

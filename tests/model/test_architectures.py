@@ -212,6 +212,14 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         "quantization_config .* is not supported",
     ),
     "partial": ({"model_type": "llama", "partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
+    "window": (
+        {
+            "model_type": "gemma3_text",
+            "sliding_window": None,
+            "layer_types": ["sliding_attention"] * 5,
+        },
+        "there is no sliding_window",
+    ),
     "a list": ({"model_type": ["llama"]}, "model_type .'llama'. is not supported"),
     "null heads": ({"model_type": "llama", "num_attention_heads": 0}, "heads"),
 }

@@ -6,6 +6,7 @@ import io
 import os
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 from rich.console import Console
@@ -35,6 +36,15 @@ def progress_of(records: list[Record], total: int = 30) -> RunProgress:
     for record in records:
         progress.observe(record)
     return progress
+
+
+def test_imported_weights_are_not_called_initial() -> None:
+    record = lossy_run().records[0]
+    event = GenerationStarted({"nodes": ["a"]}, "start", "commits/x", step=0)
+    progress = RunProgress(30, imported_from="Llama-3.2-1B")
+    (line,) = progress.observe(replace(record, event=event, generation=1))
+    assert line.text == "generation 1, 1 worker, from the weights imported from Llama-3.2-1B"
+    assert "from initial weights" in progress_of(lossy_run().records).lines[0].text
 
 
 def test_plain_lines_tell_the_story_when_nobody_looks_on() -> None:

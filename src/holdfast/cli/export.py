@@ -97,7 +97,7 @@ def export(
 
 def _hf(found: Run, to: Path, step: int | None, dtype: str | None, shard: int) -> tuple[int, bool]:
     """-> (step, whether there was a tokenizer)"""
-    from holdfast.export.weights import with_checkpoint, write_folder
+    from holdfast.export.weights import untrained_begin, with_checkpoint, write_folder
 
     tokenizer = found.dataset_folder / "tokenizer.json"
     known = tokenizer if tokenizer.is_file() else None
@@ -106,6 +106,11 @@ def _hf(found: Run, to: Path, step: int | None, dtype: str | None, shard: int) -
     )
     if known is None:
         say(f"no tokenizer at {tokenizer}: the folder has none")
+    elif (begin := untrained_begin(found.dataset_folder)) is not None:
+        say(
+            f"the tokenizer begins each prompt with {begin}, and no document of the run does: "
+            "name a new data.folder to train it"
+        )
     return checkpoint.step, known is not None
 
 

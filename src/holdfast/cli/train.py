@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -109,7 +110,7 @@ def _train_in_folder(
         return 0
     if several:
         refuse_unlike_node(folder, loaded, watch)
-    about = describe_start(loaded, dataset)
+    about = describe_start(loaded, dataset, begins=read_resolved(folder) is None)
     write_description(folder, loaded, machine, dataset.folder, version)
     for line in about:
         say(line)
@@ -140,14 +141,28 @@ def prepare_and_check_dataset(loaded: LoadedConfig, wait: bool = False) -> Datas
     return dataset
 
 
-def describe_start(loaded: LoadedConfig, dataset: Dataset) -> list[str]:
-    """Lines about what of the run file can never take effect, and the run's use of its dataset."""
+def describe_start(loaded: LoadedConfig, dataset: Dataset, begins: bool = False) -> list[str]:
+    """Lines about what of the run file can never take effect, and the run's use of its dataset.
+    begins: the run starts for the first time."""
     from holdfast.config.no_effect import find_without_effect
     from holdfast.data.coverage import describe_use
 
     config = loaded.config
     use = describe_use(dataset, config.data, config.train, config.seed)
-    return [*find_without_effect(loaded), *use]
+    origin = _describe_model_origin(loaded) if begins else []
+    return [*find_without_effect(loaded), *use, *origin]
+
+
+def _describe_model_origin(loaded: LoadedConfig) -> list[str]:
+    """A line for a run that takes its model's shape, and so far no weights, from a folder."""
+    named = loaded.origins["model.dim"]
+    if named.kind != "model folder":
+        return []
+    return [
+        "model.from gives the shape alone: this run begins from initial weights. Those of "
+        f"{named.place} come into a new run by: holdfast checkpoint import {loaded.name} "
+        f"--from {shlex.quote(named.place)}"
+    ]
 
 
 def plan_for_machine(loaded: LoadedConfig, machine: HardwareInfo) -> LoadedConfig:
@@ -210,8 +225,8 @@ def checked_layouts(loaded: LoadedConfig) -> tuple[Layout, ...]:
 def with_vocabulary(
     loaded: LoadedConfig, dataset: Dataset, run_folder: Path | None = None
 ) -> LoadedConfig:
-    """The vocabulary of the run in `run_folder`, else the dataset's, where the model has none of
-    its own. Raises ConfigError for a model that does not know all of the dataset's tokens."""
+    """If the model has no vocabulary of its own, give it that of the run in `run_folder`, or the
+    dataset's. Raises ConfigError for a model that does not know all of the dataset's tokens."""
     from holdfast.data.vocabulary import needed_size
 
     given, size = loaded.config.model.vocab_size, dataset.vocab_size

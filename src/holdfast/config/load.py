@@ -247,7 +247,7 @@ def _validate(data: dict[str, Any], given: Mapping[str, Origin], name: str) -> R
 
 
 def _place(origin: Origin | None) -> str | None:
-    """Where a value was given, in words."""
+    """The place of a value, in words."""
     if origin is None:
         return None
     return f"command line: {origin.place}" if origin.kind == "command line" else origin.place

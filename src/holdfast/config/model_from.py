@@ -42,8 +42,8 @@ def expand(
     """The run file's values without `model.from`, with those of its folder where it has none.
 
     given: the keys with a place of their own. base: the folder that a relative path starts at, ""
-    for the current folder. Raises ModelFolderError for a folder that cannot be
-    read, ConfigError for a preset beside it.
+    for the current folder. Raises ModelFolderError for a folder that cannot be read, ConfigError
+    for a preset next to it.
     """
     section = data.get("model")
     if not isinstance(section, dict) or "from" not in section:

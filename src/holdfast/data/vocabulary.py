@@ -236,8 +236,8 @@ def find_begin(tokenizer: Tokenizer, neighbours: Neighbours) -> int | None:
 
 
 def needed_size(path: Path, end: int, begin: int | None) -> int:
-    """Rows that a model needs for what this tokenizer makes of texts: largest id + 1 without
-    special tokens that were only added, because no text becomes one of these."""
+    """Rows that a model needs for what this tokenizer makes of texts: the largest such id + 1.
+    Special tokens that were only added do not count, because no text becomes one of them."""
     tokenizer = load_tokenizer(path)
     added = tokenizer.get_added_tokens_decoder()
     ids = set(tokenizer.get_vocab(with_added_tokens=False).values())

@@ -18,7 +18,13 @@ from holdfast.checkpoint.restore.reader import Checkpoint
 from holdfast.checkpoint.restore.verify import find_newest_verified, verify
 from holdfast.core.sharding.boxes import Box
 from holdfast.data.dataset import exists, read_manifest
-from holdfast.data.vocabulary import Vocabulary, describe_tokenizer, load_tokenizer
+from holdfast.data.vocabulary import (
+    Vocabulary,
+    describe_tokenizer,
+    find_begin,
+    load_tokenizer,
+    read_neighbours,
+)
 from holdfast.errors import CheckpointError, DataError, HoldfastError
 from holdfast.launch.runs import IMPORTED_FOLDER, Run
 from holdfast.wire.store.run_store import MissingKeyError
@@ -157,6 +163,18 @@ def dataset_tokens(folder: Path, tokenizer: Tokenizer) -> Vocabulary:
         return describe_tokenizer(tokenizer, path)
     entry = read_manifest(folder)["tokenizer"]
     return Vocabulary(entry["vocab_size"], entry["end"], entry["end_token"], entry.get("begin"))
+
+
+def untrained_begin(folder: Path) -> str | None:
+    """The token with which the dataset's tokenizer begins prompts, if no document begins with it.
+    Datasets are so that were prepared before documents did."""
+    path = folder / "tokenizer.json"
+    tokenizer = load_tokenizer(path)
+    begin = find_begin(tokenizer, read_neighbours(path))
+    known = dataset_tokens(folder, tokenizer)
+    if begin is None or begin in (known.begin_id, known.end_id):
+        return None
+    return str(tokenizer.id_to_token(begin))
 
 
 def write_folder(

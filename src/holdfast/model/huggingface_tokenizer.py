@@ -52,8 +52,8 @@ def copy_tokenizer(
     """Copy `source` (a tokenizer.json, or the folder of one) into `folder`.
 
     A tokenizer_config.json in a given folder is kept. Otherwise one is written, with the tokens for
-    the begin and the end of a text, found among the special tokens; `end_token` is the end if it is
-    given. Return `eos_token_id` and
+    the begin and the end of a text. They are found among the special tokens, or the end is
+    `end_token`. Return `eos_token_id` and
     `bos_token_id`, if there are such tokens. Raises ModelFolderError if `source` cannot be read.
     """
     if source is None:

@@ -21,9 +21,8 @@ def new_folder(folder: Path) -> Iterator[Path]:
     """Write into the folder that is given; at the end its files are those of `folder`.
 
     A folder that does not exist appears by a rename, from `<name>.partial` in the same parent. An
-    empty folder that exists stays itself, for it may be a mount point, and its parent may be
-    read-only: `.partial` lies inside of it, and each file moves up, `config.json` last. After an
-    error nothing of it is left.
+    empty folder that exists may be a mount point, and its parent may be read-only. Then `.partial`
+    lies inside of it, and each file moves up, `config.json` last. After an error nothing is left.
 
     Raises ModelFolderError for a folder that is not empty or cannot be written, OutOfSpaceError on
     a full disk.

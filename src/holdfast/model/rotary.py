@@ -49,8 +49,11 @@ def _scale_frequencies(plain: Tensor, scaling: RopeScaling) -> Tensor:
 
 
 def _yarn(plain: Tensor, scaling: RopeScaling, theta: float) -> Tensor:
-    """YaRN (Peng et al. 2023, section 3.2): a ramp over the pairs' numbers between the pair that
-    turns `beta_fast` times in the original context and the one that turns `beta_slow` times."""
+    """YaRN (Peng et al. 2023, section 3.2): a ramp over the pairs, from kept to slowed.
+
+    It begins at the pair that turns `beta_fast` times in the original context. It ends at the pair
+    that turns `beta_slow` times.
+    """
     size = 2 * len(plain)
 
     def pair_with_turns(turns: float) -> float:

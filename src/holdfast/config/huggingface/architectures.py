@@ -1,9 +1,9 @@
 """The architectures of Hugging Face that the decoder computes, one short description each.
 
-A description says which model keys follow from which keys of `config.json` (`rules`), which values
-all models of the architecture have (`always`), which keys must have one of a few values (`fixed`),
-and how tensors are named (`names`, `fused`). A key of `config.json` that stands nowhere here is
-refused, for it may change what the model computes.
+A description says which model keys follow from which keys of `config.json` (`rules`). It says which
+values all models of the architecture have (`always`), and which keys must have one of a few values
+(`fixed`). `names` and `fused` say how tensors are named. A key of `config.json` that stands nowhere
+here is refused, for it may change what the model computes.
 """
 
 from __future__ import annotations
@@ -49,24 +49,79 @@ OUTSIDE_NAMES = {
     "head.weight": "lm_head.weight",
 }
 
-_NEUTRAL_WORDS = """
-    _attn_implementation _attn_implementation_autoset _name_or_path architectures attention_dropout
-    auto_map bad_words_ids begin_suppress_tokens bos_token_id cache_implementation
-    chunk_size_feed_forward classifier_dropout cls_token_id decoder_start_token_id
-    diversity_penalty do_sample dtype early_stopping embd_pdrop encoder_no_repeat_ngram_size
-    eos_token_id finetuning_task forced_bos_token_id forced_eos_token_id id2label is_decoder
-    is_llama_config label2id length_penalty mask_token_id max_length min_length model_type
-    no_repeat_ngram_size num_beam_groups num_beams num_return_sequences output_attentions
-    output_hidden_states output_scores pad_token_id prefix pretraining_tp problem_type
-    pruned_heads remove_invalid_values repetition_penalty resid_pdrop return_dict
-    return_dict_in_generate sep_token_id suppress_tokens task_specific_params temperature
-    tf_legacy_loss tokenizer_class top_k top_p torch_dtype torchscript transformers.js_config
-    transformers_version typical_p unk_token_id unsloth_fixed unsloth_version use_bfloat16
-    use_cache original_max_position_embeddings
-"""
-NEUTRAL = frozenset(_NEUTRAL_WORDS.split())
-"""Keys that do not enter the logits. (Phi 3's original_max_position_embeddings belongs to longrope,
-which is refused by its own name.)"""
+NEUTRAL = frozenset(
+    (
+        "_attn_implementation",
+        "_attn_implementation_autoset",
+        "_name_or_path",
+        "architectures",
+        "attention_dropout",
+        "auto_map",
+        "bad_words_ids",
+        "begin_suppress_tokens",
+        "bos_token_id",
+        "cache_implementation",
+        "chunk_size_feed_forward",
+        "classifier_dropout",
+        "cls_token_id",
+        "decoder_start_token_id",
+        "diversity_penalty",
+        "do_sample",
+        "dtype",
+        "early_stopping",
+        "embd_pdrop",
+        "encoder_no_repeat_ngram_size",
+        "eos_token_id",
+        "finetuning_task",
+        "forced_bos_token_id",
+        "forced_eos_token_id",
+        "id2label",
+        "is_decoder",
+        "is_llama_config",
+        "label2id",
+        "length_penalty",
+        "mask_token_id",
+        "max_length",
+        "min_length",
+        "model_type",
+        "no_repeat_ngram_size",
+        "num_beam_groups",
+        "num_beams",
+        "num_return_sequences",
+        "output_attentions",
+        "output_hidden_states",
+        "output_scores",
+        "pad_token_id",
+        "prefix",
+        "pretraining_tp",
+        "problem_type",
+        "pruned_heads",
+        "remove_invalid_values",
+        "repetition_penalty",
+        "resid_pdrop",
+        "return_dict",
+        "return_dict_in_generate",
+        "sep_token_id",
+        "suppress_tokens",
+        "task_specific_params",
+        "temperature",
+        "tf_legacy_loss",
+        "tokenizer_class",
+        "top_k",
+        "top_p",
+        "torch_dtype",
+        "torchscript",
+        "transformers.js_config",
+        "transformers_version",
+        "typical_p",
+        "unk_token_id",
+        "unsloth_fixed",
+        "unsloth_version",
+        "use_bfloat16",
+        "use_cache",
+    )
+)
+"""Keys that do not enter the logits."""
 
 _OFF = (False, None)
 _FIXED_EVERYWHERE: dict[str, tuple[Any, ...]] = {
@@ -81,10 +136,15 @@ _FIXED_EVERYWHERE: dict[str, tuple[Any, ...]] = {
 class Architecture:
     """One architecture.
 
-    family: our name. class_name: theirs. model_type: theirs, if it is not `family`. always: model
-    keys with one value in it. fixed: their keys that must be absent or have one of these values;
-    written is the first, unless it is None. names: part of a block -> their name. fused: their name
-    -> our parts that lie in it one after another.
+    Args:
+        family: our name of it.
+        class_name: their name of it.
+        model_type: their short name, if it is not `family`.
+        always: model keys with one value in it.
+        fixed: their keys that must be absent or have one of these values. Written is the first,
+            unless it is None.
+        names: part of a block -> their name.
+        fused: their name -> our parts that lie in it one after another.
     """
 
     family: str

@@ -92,8 +92,8 @@ def explain_no_architecture(model: ModelConfig) -> str | None:
     named = ", ".join(f"{key} {_word(had)}" for key, (had, _) in differences.items())
     instead = ", ".join(f"{key} {_word(has)}" for key, (_, has) in differences.items())
     return (
-        f"model.{named} is in no architecture of Hugging Face together with the other keys of "
-        f"model, so it could not be exported; the nearest is {nearest.family}: use {instead}"
+        f"model.{named} is in no architecture of Hugging Face with the model's other keys, so "
+        f"nothing could load an export (nearest: {nearest.family}): use {instead}"
     )
 
 

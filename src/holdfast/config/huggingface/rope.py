@@ -76,7 +76,13 @@ def rotary(
         }
         return out | ({"partial_rotary_factor": model.rope_fraction} if partial else {})
 
-    keys = ("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor")
+    keys = (
+        "rope_theta",
+        "rope_scaling",
+        "rope_parameters",
+        "partial_rotary_factor",
+        "original_max_position_embeddings",
+    )
     return Rule(keys, read, write)
 
 
@@ -153,6 +159,9 @@ def read_scaling(
         if scaling.get(theirs) is not None:
             values[ours] = scaling[theirs]
     if "original_max_position" in names.values():
+        outside = config.get("original_max_position_embeddings")  # it counts first
+        if outside is not None:
+            values["original_max_position"] = outside
         values.setdefault("original_max_position", config.get("max_position_embeddings"))
     if "factor" not in values:
         if kind != "yarn":

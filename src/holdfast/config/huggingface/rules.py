@@ -81,9 +81,11 @@ def choice(theirs: str, ours: str, words: Mapping[Any, Any], absent: Any) -> Rul
 
 
 def heads(*, always_head: bool = False, absent_head: int = 0, absent_kv: int = 0) -> Rule:
-    """Numbers of heads, and the size of one. always_head: head_dim is written even if it follows
-    from the others. absent_*: what counts if a key is missing; 0: as many key/value heads as query
-    heads, and dim / heads."""
+    """Numbers of heads, and the size of one.
+
+    always_head: head_dim is written even if it follows from dim and heads. absent_*: what counts if
+    a key is missing. 0: as many key/value heads as query heads, and dim / heads.
+    """
 
     def read(config: Config) -> Values:
         number = config["num_attention_heads"]
@@ -158,7 +160,7 @@ def window_by_block(
     also: tuple[str, ...] = (),
     write_also: Callable[[ModelConfig], Values] = lambda model: {},
 ) -> Rule:
-    """`layer_types` says which blocks have the window, else `has_window` of a block's number does.
+    """`layer_types` says which blocks have the window. If it is absent, `has_window` does.
 
     absent: their window if the key is missing. switch: a key that must be true for any window.
     also: keys that `has_window` reads, written by `write_also`.
