@@ -80,6 +80,11 @@ class GenerationStarted(Event):
     came_from: list[int | None] | None = None  # live: by rank, whose state it went on with
     cause: str = ""  # what ended the generation before, for people
 
+    @property
+    def body(self) -> dict[str, Any]:
+        """Without an empty cause, as older versions write it."""
+        return {key: value for key, value in vars(self).items() if key != "cause" or value}
+
 
 @dataclass(frozen=True)
 class WorkerStarted(Event):

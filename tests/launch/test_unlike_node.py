@@ -39,7 +39,7 @@ class Watch(HolderWatch):
 def test_both_values_are_named(folder: Path) -> None:
     other = resolve_config(RUN, "run.yaml", ["layout.reduction=fast"])
     with pytest.raises(
-        RunFolderError, match=r"layout\.reduction is fast here and tree on the nodes at work"
+        RunFolderError, match=r"layout\.reduction is 'fast' here and 'tree' on the nodes at work"
     ) as found:
         refuse_unlike_node(folder, other, Watch(folder))
     assert found.value.exit_code == 2

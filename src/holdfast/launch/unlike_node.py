@@ -17,8 +17,9 @@ from holdfast.launch.runs import read_resolved
 
 
 def refuse_unlike_node(folder: Path, loaded: LoadedConfig, watch: HolderWatch) -> None:
-    """Raise RunFolderError, with both values, if nodes are at work in `folder` with another value
-    of a key that has to be alike on all nodes."""
+    """Compare the keys that have to be alike on all nodes with those of the nodes at work.
+
+    Raises RunFolderError, with both values, if one differs."""
     stored = read_resolved(folder)
     if stored is None or watch.look() is not True:
         return

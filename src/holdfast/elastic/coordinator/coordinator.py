@@ -149,9 +149,8 @@ class Coordinator:
         self.state = state
         self.node_reports: dict[str, NodeReport] = {}
         self.end_reason = ""  # why the run ended, one of `run_result.EndReason`
-        self._replies = ReplyWriter()
-        self.nodes_to_leave = self._replies.nodes_to_leave
-        self._rules, self._create_generation = rules, create_generation
+        self.nodes_to_leave = (replies := ReplyWriter()).nodes_to_leave
+        self._rules, self._create_generation, self._replies = rules, create_generation, replies
         self._on_state_change, self._complaints = on_state_change, CreationComplaints(complain)
         self._loop = asyncio.get_running_loop()
         self._last_tick_at = self._loop.time()
