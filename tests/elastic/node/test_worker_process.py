@@ -17,13 +17,25 @@ from holdfast.elastic.protocol.worker_spec import WorkerSpec
 from holdfast.policy.recovery.survivors import HeldState
 
 
+class Log:
+    """A process's log that nobody writes."""
+
+    path = Path("before")
+
+    def send_to(self, log: Path) -> None:
+        self.path = log
+
+    def last_lines(self, count: int) -> str:
+        return ""
+
+
 def _begin(rank: int, generation: int) -> Begin:
     spec = WorkerSpec({}, None, generation, rank, 1, "h:1", "", "", "", None, 0, "cpu", "log")
     return Begin(spec)
 
 
 def _process(pid: int = 7) -> WorkerProcess:
-    return WorkerProcess(Path("log"), pid=pid)
+    return WorkerProcess(Log(), pid=pid)
 
 
 def test_kill_reaches_the_group_and_never_a_stranger() -> None:
@@ -33,7 +45,7 @@ def test_kill_reaches_the_group_and_never_a_stranger() -> None:
     )
     assert child.stdout is not None
     child.stdout.readline()
-    process = WorkerProcess(Path("log"))
+    process = WorkerProcess(Log())
     process.kill()  # not known yet: as soon as it is
     process.on_forked(child.pid)
     assert child.wait(10) == -signal.SIGKILL
@@ -57,7 +69,7 @@ def test_orders_are_answered_at_once_when_there_are_any_and_when_they_come() -> 
         await asyncio.sleep(0)
         assert not early.done()
         process.begin_rank(_begin(0, 3))
-        assert (process.rank, process.generation, process.log_path) == (0, 3, Path("log"))
+        assert (process.rank, process.generation, process.log.path) == (0, 3, Path("log"))
         assert await early == CommandReply(1, _begin(0, 3))
         assert await desk.handle_poll(0, CommandPoll(7, 0)) == CommandReply(1, _begin(0, 3))
         waiting = asyncio.create_task(desk.handle_poll(0, CommandPoll(7, 1)))

@@ -1,27 +1,33 @@
-"""A worker's log that cannot be opened costs no worker."""
+"""A worker writes into the pipe of its agent, whatever it writes with."""
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
-from pathlib import Path
 
 CODE = """
-import sys
+import os, sys
 from holdfast.elastic.worker.output import redirect_output
-for log in sys.argv[1:]:
-    redirect_output(log)
-    print("after", log)
+redirect_output(int(sys.argv[1]))
+print("from Python")
+print("an error", file=sys.stderr)
+os.write(1, b"from a library\\n")
+assert sys.stdin.read() == ""
 """
 
 
-def test_output_stays_where_it_is_until_a_log_can_be_opened(tmp_path: Path) -> None:
-    away, there = tmp_path / "away" / "rank0.log", tmp_path / "rank0.log"
+def test_all_that_a_process_says_goes_into_the_pipe() -> None:
+    read_fd, write_fd = os.pipe()
     done = subprocess.run(
-        [sys.executable, "-c", CODE, away, there], capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", CODE, str(write_fd)],
+        capture_output=True,
+        text=True,
+        pass_fds=[write_fd],
+        timeout=60,
     )
-    assert done.returncode == 0, done.stderr
-    first, second = done.stdout.splitlines()
-    assert first.startswith(f"what belongs into {away} follows here: ")
-    assert second == f"after {away}"
-    assert there.read_text() == f"after {there}\n"
+    os.close(write_fd)
+    with open(read_fd, encoding="utf-8") as pipe:
+        said = pipe.read()
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    assert said == "from Python\nan error\nfrom a library\n"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Awaitable, Callable
-from pathlib import Path
 
 from holdfast.checkpoint.peers.config import Peer
 from holdfast.elastic.agent.final_upload import FinalUpload
@@ -15,6 +14,7 @@ from holdfast.elastic.node.identity import find_identity
 from holdfast.elastic.node.launch_specs import make_mover_settings
 from holdfast.elastic.node.mover_supervisor import MoverSupervisor
 from holdfast.elastic.node.node_runner import NodeRunner
+from holdfast.elastic.node.output_relay import ProcessLog
 from holdfast.elastic.node.process_manager import ProcessManager
 from holdfast.elastic.node.worker_group import WorkerGroup
 from holdfast.elastic.protocol.worker_spec import modules_to_preload
@@ -134,11 +134,17 @@ class NodeProcesses:
             current.on_joined(rank, pid)
 
     def on_exited(
-        self, generation: int, rank: int, pid: int, exit_code: int, log_path: Path, kill_reason: str
+        self,
+        generation: int,
+        rank: int,
+        pid: int,
+        exit_code: int,
+        log: ProcessLog,
+        kill_reason: str,
     ) -> None:
         current = self._worker_group
         if current is not None and current.generation == generation:
-            current.on_exited(rank, pid, exit_code, log_path, kill_reason)
+            current.on_exited(rank, pid, exit_code, log, kill_reason)
 
     def on_held(self, generation: int, rank: int, held_state: HeldState) -> None:
         current = self._worker_group

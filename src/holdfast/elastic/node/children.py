@@ -13,9 +13,10 @@ import socket
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from holdfast.core.json_parsing import parse_json
+from holdfast.elastic.node.output_relay import OutputRelay, ProcessOutput
 from holdfast.elastic.protocol.fork_channel import (
     ForkOrder,
     ForkServerReady,
@@ -30,13 +31,15 @@ from holdfast.elastic.protocol.fork_channel import (
 from holdfast.elastic.protocol.worker_spec import WorkerSpec
 from holdfast.errors import HoldfastError
 from holdfast.wire.child_command import module_command, paths_for
-from holdfast.wire.process_log import message_of
 from holdfast.wire.secret import Secret
-from holdfast.wire.store.run_store import translate_os_error
 
 CHILD_START_TIMEOUT_S = 180.0
 """Seconds that a fork server gets to import torch: few if the machine is quiet, far more if it is
 cold or busy."""
+
+
+SEND_RETRY_S = 0.01
+"""Seconds until a message is sent again to a fork server that has not read the one before."""
 
 
 class ChildFailedError(HoldfastError):
@@ -44,14 +47,18 @@ class ChildFailedError(HoldfastError):
 
 
 class Child:
-    """One running child process: its output goes to a log file, its exit is reported once."""
+    """One running child process: its output goes to the agent, its exit is reported once."""
 
     def __init__(
-        self, name: str, process: asyncio.subprocess.Process, log: Path, on_exit: Callable[[], None]
+        self,
+        name: str,
+        process: asyncio.subprocess.Process,
+        output: ProcessOutput,
+        on_exit: Callable[[], None],
     ) -> None:
         self.name = name
         self.process = process
-        self.log = log
+        self.output = output
         self._exit_task = asyncio.create_task(self._wait_for_exit(on_exit))
         self._exit_task.add_done_callback(_tell_fault)
 
@@ -80,7 +87,7 @@ class Child:
             await self.process.wait()
 
     def start_error(self) -> ChildFailedError:
-        words = read_last_lines(self.log, 3)
+        words = self.output.last_lines(3)
         return ChildFailedError(f"the {self.name} did not start: {words or 'it said nothing'}")
 
 
@@ -90,19 +97,19 @@ class ForkServer(Child):
     def __init__(
         self,
         process: asyncio.subprocess.Process,
-        log: Path,
+        output: ProcessOutput,
         on_exit: Callable[[], None],
         control: socket.socket,
         on_message: Callable[[WorkerForked | WorkerExited], None],
     ) -> None:
-        super().__init__("fork server", process, log, on_exit)
+        super().__init__("fork server", process, output, on_exit)
         self._control = control
         self._line_decoder = LineDecoder(fork_event_from_json)
         self.reference = ""
         """Checksum of its reference computation; "" if it made none."""
         self._on_message = on_message
         self._is_control_open = True  # its end of the control socket is open
-        self._ready = asyncio.Event()
+        self._ready, self._sending = asyncio.Event(), asyncio.Lock()
         asyncio.get_running_loop().add_reader(control.fileno(), self._read_messages)
 
     @staticmethod
@@ -110,6 +117,7 @@ class ForkServer(Child):
         lifeline: int,
         entry: str,
         preloads: Sequence[str],
+        relay: OutputRelay,
         log: Path,
         on_message: Callable[[WorkerForked | WorkerExited], None],
         on_exit: Callable[[], None],
@@ -126,7 +134,7 @@ class ForkServer(Child):
         ours, theirs = socket.socketpair()
         ours.setblocking(False)
         with theirs:
-            process = await _spawn(
+            process, output = await _spawn(
                 module_command(
                     "holdfast.elastic.worker.fork_server",
                     "--control",
@@ -140,17 +148,19 @@ class ForkServer(Child):
                     *(f"--path={path}" for path in paths_for(entry)),
                     *preloads,
                 ),
+                relay,
                 log,
                 (theirs.fileno(), lifeline),
             )
-        return ForkServer(process, log, on_exit, ours, on_message)
+        return ForkServer(process, output, on_exit, ours, on_message)
 
     async def wait_until_ready(self) -> None:
         """Wait until it has imported all that workers need. Raises ChildFailedError."""
         await _wait_unless_ended(self._ready.wait(), self.process, self)
 
-    async def fork(self, spec: WorkerSpec, secret: Secret) -> None:
-        await self._send(ForkWorker(spec, secret))
+    async def fork(self, spec: WorkerSpec, secret: Secret, output_fd: int) -> None:
+        """Ask for a fork, whose standard output and error are `output_fd`."""
+        await self._send(ForkWorker(spec, secret), output_fd)
 
     async def kill_workers(self) -> None:
         """Kill every worker, including workers whose fork was requested and is not yet reported."""
@@ -163,9 +173,17 @@ class ForkServer(Child):
         self._control.close()
         await super().stop(timeout_s)
 
-    async def _send(self, message: ForkOrder) -> None:
+    async def _send(self, message: ForkOrder, *fds: int) -> None:
+        data, loop = encode_message(message), asyncio.get_running_loop()
         with suppress(BrokenPipeError, ConnectionResetError):  # its end is told by `gone`
-            await asyncio.get_running_loop().sock_sendall(self._control, encode_message(message))
+            async with self._sending:
+                sent = 0
+                while fds and not sent:  # descriptors travel with the first byte
+                    try:
+                        sent = socket.send_fds(self._control, [data], fds)
+                    except BlockingIOError:
+                        await asyncio.sleep(SEND_RETRY_S)
+                await loop.sock_sendall(self._control, data[sent:])
 
     def drain_messages(self) -> None:
         """Read the messages that it sent before it exited."""
@@ -193,15 +211,16 @@ class ForkServer(Child):
         return True
 
 
-async def start_mover(line: bytes, lifeline: int, log: Path, on_exit: Callable[[], None]) -> Child:
+async def start_mover(
+    line: bytes, lifeline: int, relay: OutputRelay, log: Path, on_exit: Callable[[], None]
+) -> Child:
     """Start the mover; `line` (its MoverSpec) goes to its standard input, and nowhere else.
 
     Raises ChildFailedError if it does not report that it listens.
     """
-    process = await _spawn(
-        module_command("holdfast.checkpoint.mover.main"), log, (lifeline,), use_pipes=True
-    )
-    mover = Child("mover", process, log, on_exit)
+    command = module_command("holdfast.checkpoint.mover.main")
+    process, output = await _spawn(command, relay, log, (lifeline,), use_pipes=True)
+    mover = Child("mover", process, output, on_exit)
     assert process.stdin is not None
     assert process.stdout is not None
     with suppress(BrokenPipeError, ConnectionResetError):
@@ -220,8 +239,12 @@ async def start_mover(line: bytes, lifeline: int, log: Path, on_exit: Callable[[
 
 
 async def _spawn(
-    command: Sequence[str], log: Path, fds: Sequence[int], use_pipes: bool = False
-) -> asyncio.subprocess.Process:
+    command: Sequence[str],
+    relay: OutputRelay,
+    log: Path,
+    fds: Sequence[int],
+    use_pipes: bool = False,
+) -> tuple[asyncio.subprocess.Process, ProcessOutput]:
     environment = dict(os.environ)
     # A pool of threads that exists before a fork is lost in it; workers set their own number.
     environment["OMP_NUM_THREADS"] = "1"
@@ -229,25 +252,20 @@ async def _spawn(
     environment.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     pipe = asyncio.subprocess.PIPE
     nothing = asyncio.subprocess.DEVNULL
-    with _open_log(log) as output:
-        return await asyncio.create_subprocess_exec(
+    output_fd, output = relay.open(log)
+    try:
+        process = await asyncio.create_subprocess_exec(
             *command,
             stdin=pipe if use_pipes else nothing,
-            stdout=pipe if use_pipes else output,
-            stderr=output,
+            stdout=pipe if use_pipes else output_fd,
+            stderr=output_fd,
             env=environment,
             pass_fds=tuple(fds),
             start_new_session=True,
         )
-
-
-def _open_log(path: Path) -> BinaryIO:
-    """Open a log for appending, and make its folder. Raises RunFolderError, OutOfSpaceError."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        return path.open("ab")
-    except OSError as error:
-        raise translate_os_error(error, path.parent) from error
+    finally:
+        os.close(output_fd)
+    return process, output
 
 
 async def _wait_unless_ended(
@@ -274,16 +292,3 @@ def _tell_fault(task: asyncio.Task[None]) -> None:
     if not task.cancelled() and (error := task.exception()) is not None:
         told = {"message": "a fault at the end of a child", "exception": error, "task": task}
         task.get_loop().call_exception_handler(told)
-
-
-def read_last_lines(path: Path, count: int, limit: int = 8192) -> str:
-    """Return the last messages of a log, out of its last `limit` bytes, as a user reads them."""
-    try:
-        with path.open("rb") as file:
-            file.seek(0, os.SEEK_END)
-            file.seek(max(0, file.tell() - limit))
-            text = file.read().decode("utf-8", "replace")
-    except OSError:
-        return ""
-    lines = [message_of(line.rstrip()) for line in text.splitlines() if line.strip()]
-    return "\n".join(lines[-count:])

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Protocol
 
 from holdfast.elastic.node.children import ChildFailedError, ForkServer
+from holdfast.elastic.node.output_relay import OutputRelay
 from holdfast.elastic.node.worker_process import CommandServer, WorkerProcess
 from holdfast.elastic.protocol.fork_channel import WorkerExited, WorkerForked
 from holdfast.elastic.protocol.worker_spec import WorkerSpec
@@ -85,6 +86,7 @@ class ForkServerSupervisor:
         self.pending_forks: deque[WorkerProcess] = deque()
         """Processes whose fork has been asked for."""
         self._settings, self._command_server = settings, command_server
+        self._output = OutputRelay()
         self._listener, self._say = listener, say
         self._fork_server: ForkServer | None = None
         self._start: asyncio.Task[None] | None = None
@@ -126,6 +128,7 @@ class ForkServerSupervisor:
             self._settings.lifeline,
             self._settings.entry,
             self._settings.preloads,
+            self._output,
             self._settings.log,
             self._on_message,
             self._adopt_orphans,
@@ -136,27 +139,31 @@ class ForkServerSupervisor:
         await self._listener.on_fork_server_started()
 
     async def stop(self) -> None:
-        """Stop the fork server, or its start."""
+        """Stop the fork server, or its start; write what its children have said."""
         if self._start is not None:
             self._start.cancel()
         if self._fork_server is not None:
             await self._fork_server.stop()
+        await self._output.close()
 
     # --- forks ----------------------------------------------------------------------------------
     async def fork(self, spec: WorkerSpec, rank: int, generation: int) -> WorkerProcess:
         """Ask for a fork; return the process, which gets its process id later. Without a fork
         server it is soon reported as exited."""
-        process = WorkerProcess(Path(spec.log), rank, generation)
+        output_fd, output = self._output.open(Path(spec.log))
+        process = WorkerProcess(output, rank, generation)
         self.pending_forks.append(process)
-        if self._fork_server is None or not self._fork_server.is_alive:
-            asyncio.get_running_loop().call_soon(self._fail_pending_forks)
-        else:
-            try:
-                await self._fork_server.fork(spec, self._settings.secret)
-            except Exception:  # the next one that is forked is another
-                with suppress(ValueError):
-                    self.pending_forks.remove(process)
-                raise
+        try:
+            if self._fork_server is None or not self._fork_server.is_alive:
+                asyncio.get_running_loop().call_soon(self._fail_pending_forks)
+            else:
+                await self._fork_server.fork(spec, self._settings.secret, output_fd)
+        except Exception:  # the next one that is forked is another
+            with suppress(ValueError):
+                self.pending_forks.remove(process)
+            raise
+        finally:
+            os.close(output_fd)
         return process
 
     async def kill_workers(self) -> None:

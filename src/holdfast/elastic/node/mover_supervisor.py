@@ -29,6 +29,7 @@ from holdfast.checkpoint.peers.config import Peer
 from holdfast.config.run import RunConfig
 from holdfast.core.sharding.state_table import state_table
 from holdfast.elastic.node.children import Child, start_mover
+from holdfast.elastic.node.output_relay import OutputRelay
 from holdfast.elastic.node.peer_config import make_peer_settings
 from holdfast.elastic.protocol.pending_upload import PendingUpload
 from holdfast.errors import FencedError, HoldfastError
@@ -91,6 +92,7 @@ class MoverSupervisor:
         self._socket_folder = make_socket_folder()
         self.socket_path = str(Path(self._socket_folder.name) / SOCKET_NAME)
         self._child: Child | None = None
+        self._output = OutputRelay()
         self._event_cursor, self._last_reply_at = 0, 0.0
         self._listen_task: asyncio.Task[None] | None = None
 
@@ -125,7 +127,7 @@ class MoverSupervisor:
             peers=None if peers is None else peers.to_json(),
         )
         log = self._folder / "logs" / f"mover{self.node_suffix}.log"
-        child = await start_mover(boot.to_json_line(), lifeline, log, on_exit)
+        child = await start_mover(boot.to_json_line(), lifeline, self._output, log, on_exit)
         if peers is not None:
             client = MoverClient(self.socket_path, self._secret, 0)
             try:
@@ -269,6 +271,7 @@ class MoverSupervisor:
             self._listen_task.cancel()
         if self._child is not None and self._child.is_alive:
             await self._child.stop(30.0)  # it finishes the writes it is in
+        await self._output.close()
         self._socket_folder.cleanup()
 
     async def _listen(self, client: MoverClient) -> None:

@@ -29,6 +29,7 @@ from holdfast.elastic.node.fork_server_supervisor import (
     ForkServerSupervisor,
 )
 from holdfast.elastic.node.mover_supervisor import MoverSupervisor
+from holdfast.elastic.node.output_relay import ProcessLog
 from holdfast.elastic.node.worker_process import STANDBY_RANK, CommandServer, WorkerProcess
 from holdfast.elastic.protocol.generation_record import PreviousState
 from holdfast.elastic.protocol.worker_commands import Begin
@@ -52,7 +53,13 @@ class ProcessListener(Protocol):
         """Note that a process without a rank has become this rank."""
 
     def on_exited(
-        self, generation: int, rank: int, pid: int, exit_code: int, log_path: Path, kill_reason: str
+        self,
+        generation: int,
+        rank: int,
+        pid: int,
+        exit_code: int,
+        log: ProcessLog,
+        kill_reason: str,
     ) -> None:
         """Note that a worker has exited. kill_reason: why it was given up; "" if it was not."""
 
@@ -318,7 +325,7 @@ class ProcessManager:
             process.rank,
             process.pid,
             code,
-            process.log_path,
+            process.log,
             process.kill_reason,
         )
 

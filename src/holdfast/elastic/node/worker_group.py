@@ -10,12 +10,11 @@ from __future__ import annotations
 import asyncio
 import signal
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from pathlib import Path
 
 from holdfast.config.cluster import ClusterConfig
 from holdfast.elastic.event_log import EventLog, Say
-from holdfast.elastic.node.children import read_last_lines
 from holdfast.elastic.node.hang_monitor import HangHooks, HangMonitor
+from holdfast.elastic.node.output_relay import ProcessLog
 from holdfast.elastic.node.worker_status import WorkerStatus, WorkerTable
 from holdfast.elastic.protocol import exit_codes
 from holdfast.elastic.protocol.generation_outcome import (
@@ -121,14 +120,14 @@ class WorkerGroup:
         self._event_log.emit("agent", WorkerStarted(rank, pid, node, step=self.newest_step))
 
     def on_exited(
-        self, rank: int, pid: int, exit_code: int, log_path: Path, kill_reason: str
+        self, rank: int, pid: int, exit_code: int, log: ProcessLog, kill_reason: str
     ) -> None:
         """Handle a worker's exit; `kill_reason`, if the process manager gave the worker up."""
         member = self.workers.on_exited(rank, pid, exit_code)
         if member is None or member.is_loss_reported:
             return
         if not self.outcome.done():
-            self._decide_after_exit(member, log_path)
+            self._decide_after_exit(member, log)
         elif kill_reason:
             self._report_loss(member, kill_reason, "halt")
         elif (
@@ -136,7 +135,7 @@ class WorkerGroup:
             and exit_code != exit_codes.PEER_LOST
             and self._can_survivors_continue
         ):
-            self._report_dead_worker(member, log_path, "exit")  # a second fault
+            self._report_dead_worker(member, log, "exit")  # a second fault
 
     @property
     def _can_survivors_continue(self) -> bool:
@@ -172,7 +171,7 @@ class WorkerGroup:
         # report counts.
         self._loop.call_later(self._cluster.heartbeat_seconds, self.decide, outcome)
 
-    def _decide_after_exit(self, worker: WorkerStatus, log_path: Path) -> None:
+    def _decide_after_exit(self, worker: WorkerStatus, log: ProcessLog) -> None:
         """Derive the outcome from a worker that exited while its generation ran."""
         if worker.outcome is not None:
             if not self.workers.live_workers:
@@ -182,7 +181,7 @@ class WorkerGroup:
             case exit_codes.USER_ERROR:
                 self.decide(
                     FailedOutcome(
-                        read_last_lines(log_path, 1) or "a worker refused to start",
+                        log.last_lines(1) or "a worker refused to start",
                         exit_codes.USER_ERROR,
                     )
                 )
@@ -190,23 +189,21 @@ class WorkerGroup:
                 # The worker that really died is reported at the same moment. Only if none is, this
                 # worker's report counts.
                 beat = self._cluster.heartbeat_seconds
-                self._loop.call_later(
-                    beat, self._report_dead_worker_unless_decided, worker, log_path
-                )
+                self._loop.call_later(beat, self._report_dead_worker_unless_decided, worker, log)
             case _:
-                self._report_dead_worker(worker, log_path, "exit")
+                self._report_dead_worker(worker, log, "exit")
 
-    def _report_dead_worker_unless_decided(self, worker: WorkerStatus, log_path: Path) -> None:
+    def _report_dead_worker_unless_decided(self, worker: WorkerStatus, log: ProcessLog) -> None:
         if not self.outcome.done():
-            self._report_dead_worker(worker, log_path, "peer")
+            self._report_dead_worker(worker, log, "peer")
 
-    def _report_dead_worker(self, worker: WorkerStatus, log_path: Path, noticed_by: str) -> None:
+    def _report_dead_worker(self, worker: WorkerStatus, log: ProcessLog, noticed_by: str) -> None:
         code = worker.exit_code if worker.exit_code is not None else -signal.SIGKILL
         cause = exit_codes.describe_exit_code(code)
         if code in (exit_codes.CRASHED, exit_codes.DONE):
-            cause = f"{cause}: {read_last_lines(log_path, 1) or 'it said nothing'}"
-            self._say(f"worker {worker.rank} ended; the last lines of {log_path}:")
-            self._say(read_last_lines(log_path, 12))
+            cause = f"{cause}: {log.last_lines(1) or 'it said nothing'}"
+            self._say(f"worker {worker.rank} ended; the last lines of {log.path}:")
+            self._say(log.last_lines(12))
         self._report_loss(worker, cause, noticed_by)
 
     def _report_loss(

@@ -18,6 +18,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from holdfast.elastic.node.output_relay import ProcessLog
 from holdfast.elastic.protocol.worker_commands import (
     Begin,
     Command,
@@ -42,7 +43,7 @@ class WorkerProcess:
     acked_command: number of the newest command that it has taken; -1 until its first poll.
     """
 
-    log_path: Path
+    log: ProcessLog
     rank: int = STANDBY_RANK
     generation: int = 0
     pid: int = 0
@@ -76,7 +77,8 @@ class WorkerProcess:
     def begin_rank(self, command: Begin) -> None:
         """Order it to become a rank of a generation; from then on it writes into the spec's log."""
         spec = command.spec
-        self.rank, self.generation, self.log_path = spec.rank, spec.generation, Path(spec.log)
+        self.rank, self.generation = spec.rank, spec.generation
+        self.log.send_to(Path(spec.log))
         self.held_state = None
         self._set_command(command)
         self.begin_number = self.command_number

@@ -17,12 +17,17 @@ from holdfast.elastic.protocol.worker_spec import WorkerSpec
 from holdfast.wire.secret import Secret
 
 Received = TypeVar("Received")
+MAX_DESCRIPTORS = 64
+"""Descriptors that one read takes at most; the kernel gives those of one message at a time."""
 
 
 # --- to the fork server -------------------------------------------------------------------------
 @dataclass(frozen=True)
 class ForkWorker:
-    """The order to fork a worker, which gets its spec and the run's secret."""
+    """The order to fork a worker, which gets its spec and the run's secret.
+
+    A descriptor comes with it: the worker's standard output and error.
+    """
 
     spec: WorkerSpec
     secret: Secret
@@ -127,7 +132,8 @@ class LineDecoder(Generic[Received]):
 
 def receive_messages(
     control: socket.socket, decoder: LineDecoder[Received]
-) -> list[Received] | None:
-    """Return the messages on a readable socket; None when the other end is closed."""
-    data = control.recv(1 << 16)
-    return list(decoder.feed(data)) if data else None
+) -> tuple[list[Received], list[int]] | None:
+    """Return the messages on a readable socket, and the descriptors that came with them; None when
+    the other end is closed."""
+    data, fds, _, _ = socket.recv_fds(control, 1 << 16, MAX_DESCRIPTORS)
+    return (list(decoder.feed(data)), fds) if data else None

@@ -23,6 +23,7 @@ import signal
 import socket
 import sys
 import time
+from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
@@ -72,6 +73,7 @@ class ForkServerLoop:
         self._lifeline = lifeline_fd
         self._entry = entry
         self._lines = LineDecoder(fork_order_from_json)
+        self._output_fds: deque[int] = deque()  # of workers that are not forked yet
         self._ranks_by_pid: dict[int, int] = {}  # pid -> rank
         self._wake_read_fd, self._wake_write_fd = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
 
@@ -92,9 +94,11 @@ class ForkServerLoop:
                     os.read(self._wake_read_fd, 4096)
                     self._reap()
                 if self._control in ready:
-                    orders = receive_messages(self._control, self._lines)
-                    if orders is None:
+                    received = receive_messages(self._control, self._lines)
+                    if received is None:
                         return
+                    orders, descriptors = received
+                    self._output_fds += descriptors
                     for order in orders:
                         self._handle_order(order)
 
@@ -108,15 +112,17 @@ class ForkServerLoop:
 
     def _fork(self, spec: WorkerSpec, secret: Secret) -> None:
         spec = replace(spec, forked=time.monotonic())
+        output_fd = self._output_fds.popleft()
         pid = os.fork()
         if pid == 0:
-            self._become_worker(spec, secret)
+            self._become_worker(spec, secret, output_fd)
+        os.close(output_fd)
         with suppress(ProcessLookupError, PermissionError):
             os.setpgid(pid, pid)  # whichever of the two comes first, the group exists from here on
         self._ranks_by_pid[pid] = spec.rank
         self._send(WorkerForked(spec.rank, pid))
 
-    def _become_worker(self, spec: WorkerSpec, secret: Secret) -> None:
+    def _become_worker(self, spec: WorkerSpec, secret: Secret, output_fd: int) -> None:
         """Run the worker, in the child; never return."""
         code = exit_codes.CRASHED
         try:
@@ -125,7 +131,9 @@ class ForkServerLoop:
             _reset_signals()
             role = "standby" if spec.rank < 0 else f"worker {spec.rank}"
             set_process_title(role, str(spec.config.get("name", "")))
-            redirect_output(spec.log)
+            redirect_output(output_fd)
+            for other_fd in self._output_fds:
+                os.close(other_fd)
             process_log.start("worker", sys.stdout, generation=spec.generation, rank=spec.rank)
             self._control.close()
             os.close(self._wake_read_fd)

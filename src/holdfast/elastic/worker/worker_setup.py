@@ -9,7 +9,6 @@ from holdfast.core.data.skips import Skips
 from holdfast.data.batch import Batches
 from holdfast.data.dataset import Dataset
 from holdfast.elastic.protocol.worker_spec import WorkerSpec
-from holdfast.elastic.worker.output import redirect_output
 from holdfast.wire import process_log
 from holdfast.wire.process_title import set_process_title
 
@@ -32,8 +31,6 @@ class WorkerSetup:
             self.config, self._batches = RunConfig.model_validate(spec.config), None
         if spec.threads != self.spec.threads:
             torch.set_num_threads(spec.threads)
-        if spec.log and spec.log != self.spec.log:
-            redirect_output(spec.log)
         process_log.enter(spec.generation, spec.rank)
         set_process_title(f"worker {spec.rank}", self.config.name)
         self.spec = spec
