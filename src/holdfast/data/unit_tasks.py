@@ -157,7 +157,7 @@ class _SplitTokens:
     def __init__(self, folder: Path):
         self.lengths = array("I")
         self.tokens = 0
-        self._file = SpooledTemporaryFile(SPOOL_BYTES, dir=folder)  # noqa: SIM115
+        self._file = SpooledTemporaryFile(SPOOL_BYTES, dir=str(folder))  # noqa: SIM115
 
     def add(self, ids: list[NDArray[Any]]) -> None:
         count = sum(map(len, ids))
