@@ -104,7 +104,7 @@ def long(texts: Path) -> None:
     [
         (binary, ["3.txt", "zero byte at offset 4", "binary file"]),
         (latin, ["3.txt", "byte 0xe9 at offset 3 is not UTF-8"]),
-        (nothing, ["nothing is left of 12 documents: 12 are empty"]),
+        (nothing, ["nothing is left of 12 documents: 12 empty"]),
         (long, ["3.txt:626", "data.max_document_bytes (5,000)"]),
         (shutil.rmtree, ["data.sources[0].path", "does not exist"]),
     ],
@@ -136,7 +136,7 @@ def test_a_line_that_is_too_long(tmp_path: Path, capsys: Capture) -> None:
         "data.sources.0.kind=jsonl",
         f"data.sources.0.path={lines}",
         "data.max_document_bytes=2000",
-    ).refuses(f"{lines}:2", "data.max_document_bytes (2,000)")
+    ).refuses_last(f"{lines}:2", "data.max_document_bytes (2,000)")
 
 
 def test_a_huggingface_source_without_its_extra(

@@ -55,7 +55,7 @@ def sentence(*overrides: str) -> str:
             "use [2, 2, 1, 1], or [] to have them balanced by cost",
         ),
         (["layout.pp=2", "layout.stages=[6, 0]"], "layout.stages.1 is 0, but must be at least 1"),
-        (["layout.pp=0"], "layout.pp is 0, but must be at least 1; 1 would work"),
+        (["layout.pp=0"], "layout.pp is 0, but must be at least 1; use 1"),
         (
             ["layout.dp_shard=4"],
             "layout.dp_shard 4 does not divide train.microbatch_size 6; "

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from holdfast.cli.dispatch import expand_argument
 from holdfast.cli.output import print_json, print_table, say
 from holdfast.cli.progress import StageProgress
 from holdfast.cli.read_errors import explain_read_errors
-from holdfast.config.paths import expand_path
 from holdfast.errors import CheckpointError
 from holdfast.launch.holder import HolderWatch
 from holdfast.launch.runs import open_run
@@ -71,7 +71,7 @@ def _named(argument: str) -> tuple[Checkpoint, Path]:
     run, at, step = argument.rpartition("@")
     if not at or not (step == NEWEST_PATH or step.isdecimal()):
         run, step = argument, NEWEST_PATH  # an @ in a folder's name
-    found = open_run(Path(expand_path(run)))
+    found = open_run(Path(expand_argument("run", run)))
     with explain_read_errors(found.folder):
         return Checkpoint.open(found.store, find_commit_key(found.store, step)), found.folder
 
@@ -155,7 +155,7 @@ def _location(to: str, source: Path) -> RunStore:
         store = open_store(to)
         probe_store(store, to.partition("?")[0])
         return store
-    folder = Path(expand_path(to))
+    folder = Path(expand_argument("to", to))
     if folder.exists() and not folder.is_dir():
         raise CheckpointError("this is not a folder", where=to, remedy="name another one")
     if folder.exists() and folder.samefile(source):

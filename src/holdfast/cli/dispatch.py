@@ -58,10 +58,15 @@ class _App(typer.Typer):
 def _expanded(name: str, value: Any) -> Any:
     if not isinstance(value, Path) or not ({"~", "$"} & set(str(value))):
         return value
+    return Path(expand_argument(name, str(value)))
+
+
+def expand_argument(name: str, text: str) -> str:
+    """A path of the command line with `~` filled in. Raises UserError with its place."""
     from holdfast.config.paths import expand_path
 
     try:
-        return Path(expand_path(str(value)))
+        return expand_path(text)
     except UserError as error:
         where = f"command line, {name.replace('_', ' ')}"
         raise UserError(error.message, where=where, remedy=error.remedy) from None

@@ -130,7 +130,7 @@ def _holds_the_same(dataset: Dataset, source: SourceConfig, index: int, limit: i
                 rows.extend(hash_document(text, unit.name))
     except DataError:
         return False
-    return bool(checksum(rows.tobytes()) == made["xxh3"])
+    return checksum(rows.tobytes()) == str(made["xxh3"])
 
 
 def changed_sources(config: DataConfig, dataset: Dataset) -> list[str]:

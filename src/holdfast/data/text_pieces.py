@@ -13,7 +13,7 @@ import re
 from collections.abc import Callable, Iterator
 from itertools import islice
 
-PIECE_CHARACTERS = 1 << 18
+PIECE_CHARACTERS = 1 << 16
 """The length of a piece. A shorter document is not cut."""
 
 CONTEXT = 64

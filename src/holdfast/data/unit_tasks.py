@@ -31,7 +31,7 @@ from holdfast.data.sources import Unit, encode_document, read_unit, unit_label
 from holdfast.data.text_pieces import PIECE_CHARACTERS, cut_text
 from holdfast.errors import CorruptError, DataError
 
-BATCH_CHARACTERS = 1 << 18  # text handed to the tokenizer at a time
+BATCH_CHARACTERS = 1 << 17  # text handed to the tokenizer at a time
 SPOOL_BYTES = 16 << 20
 """Tokens of a unit that are held in memory; more of them wait in a temporary file."""
 
