@@ -171,7 +171,7 @@ def check_tokenizer_match(dataset: Dataset, path: Path) -> None:
         raise DataError(
             f"{path} does not match the dataset in {dataset.folder}: {difference}",
             where="data.tokenizer.path",
-            remedy=f"use {dataset.tokenizer_path}, or name another data.folder",
+            remedy="name another data.folder, which is then prepared with it",
         )
 
 
