@@ -97,10 +97,11 @@ def _train_in_folder(
     begins = read_resolved(folder) is None
     write_description(folder, loaded, machine, dataset.folder, dataset.version)
     if begins and (named := loaded.origins["model.dim"]).kind == "model folder":
+        command = ["holdfast", "checkpoint", "import", loaded.name, "--from", named.place]
         say(
             f"model.from gives the shape alone: this run begins from initial weights. Those of "
-            f"{named.place} come into a new run by: holdfast checkpoint import {loaded.name} "
-            f"--from {shlex.quote(named.place)}"
+            f"{named.place} come into a new folder=... by: "
+            f"{shlex.join([*command, *loaded.overrides])}"
         )
     with RunViews(loaded.config, folder, dataset.version, machine, json=json) as views:
         code = local.train_locally(
