@@ -193,7 +193,7 @@ def test_weights_of_another_shape_leave_no_run_behind(
     command = ["checkpoint", "import", trained.run_file, f"folder={run}"]
     here(capsys, *command, "--from", tmp_path).refuses("there is no config.json here")
     assert not run.exists()
-    here(capsys, *command, "--from", model, "model.layers=2").refuses("set model.layers=1")
+    here(capsys, *command, "--from", model, "model.layers=2").refuses("use model.layers=1")
     assert not run.exists()
     assert here(capsys, *command, "--from", model, "model.layers=1").code == 0
 

@@ -59,3 +59,19 @@ def test_unknown_peaks_are_unknown() -> None:
     assert dense_peak("NVIDIA H100 80GB HBM3", "fp32") is None
     assert dense_peak("NVIDIA H100 PCIe", "bf16") == 756e12
     assert dense_peak("NVIDIA H200", "bf16") == 989e12
+
+
+def test_a_window_costs_its_own_keys() -> None:
+    whole = {"preset": "tiny", "vocab_size": 256}
+    plain = ModelConfig.model_validate(whole)
+    near = ModelConfig.model_validate(whole | {"window": 16, "window_layers": [0]})
+    per_key = 12 * plain.heads * plain.head_size
+    full = [flops_per_token(m, 64, "full") for m in (plain, near)]
+    assert full[0] - full[1] == per_key * (64 - 16)
+    # Causal: a token sees min(its number, 16) keys.
+    seen = sum(min(n, 16) for n in range(1, 65)) / 64
+    causal = [flops_per_token(m, 64, "causal") for m in (plain, near)]
+    assert causal[0] - causal[1] == pytest.approx(per_key * (32 - seen), rel=0.03)
+    wide = ModelConfig.model_validate(whole | {"window": 64})
+    for convention in CONVENTIONS:
+        assert flops_per_token(wide, 64, convention) == flops_per_token(plain, 64, convention)

@@ -158,10 +158,11 @@ def _describe_model_origin(loaded: LoadedConfig) -> list[str]:
     named = loaded.origins["model.dim"]
     if named.kind != "model folder":
         return []
+    command = ["holdfast", "checkpoint", "import", loaded.name, "--from", named.place]
     return [
         "model.from gives the shape alone: this run begins from initial weights. Those of "
-        f"{named.place} come into a new run by: holdfast checkpoint import {loaded.name} "
-        f"--from {shlex.quote(named.place)}"
+        f"{named.place} come into a new folder=... by: "
+        f"{shlex.join([*command, *loaded.overrides])}"
     ]
 
 

@@ -54,7 +54,13 @@ def counted_parameters(model: ModelConfig) -> int:
 def flops_per_token(model: ModelConfig, sequence: int, convention: Convention) -> float:
     """FLOPs of one training token (forward and backward) in samples of `sequence` tokens."""
     per_key = 12 if convention == "full" else 6
-    attention = per_key * model.layers * model.heads * model.head_size * sequence
+    keys: float = model.layers * sequence
+    if near := sum(block < model.layers for block in model.windowed):
+        within = min(model.window, sequence)
+        # Of a window's keys only those before the text's begin are missing, not one half.
+        halved = within if convention == "full" else within * (2 - within / sequence)
+        keys = (model.layers - near) * sequence + near * halved
+    attention = per_key * model.heads * model.head_size * keys
     return float(6 * counted_parameters(model) + attention)
 
 

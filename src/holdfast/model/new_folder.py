@@ -14,6 +14,7 @@ from safetensors import SafetensorError
 from holdfast.errors import ModelFolderError, OutOfSpaceError, UserError
 
 PARTIAL = ".partial"
+NOT_CONTENT = (PARTIAL, "lost+found")  # of an export that was killed, of a disk's file system
 
 
 @contextmanager
@@ -29,7 +30,7 @@ def new_folder(folder: Path) -> Iterator[Path]:
     """
     folder = folder.absolute()
     exists = os.path.lexists(folder)
-    if exists and (not folder.is_dir() or any(p.name != PARTIAL for p in folder.iterdir())):
+    if exists and (not folder.is_dir() or any(p.name not in NOT_CONTENT for p in folder.iterdir())):
         raise ModelFolderError(
             "this is not an empty folder", where=str(folder), remedy="name a new one"
         )

@@ -6,6 +6,7 @@ checkpoint and begins from it, with fresh optimizer state.
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -54,7 +55,8 @@ def import_huggingface(
     if differences := shape_differences(model, found):
         raise CheckpointError(
             describe_differences(differences, str(folder)),
-            remedy=f"add model.from={folder}, or {as_overrides(differences)}",
+            remedy=f"use {as_overrides(differences)}, or {shlex.quote(f'model.from={folder}')} in "
+            "place of these keys",
         )
     sources = (
         TensorSource(spec.name, spec.dtype, spec.shape, _tensor_chunks(spec, tensors))
