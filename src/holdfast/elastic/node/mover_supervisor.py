@@ -83,9 +83,7 @@ class MoverSupervisor:
         self._last_expect: _LastExpect | None = None
         self._state_locations = StateLocations()
         self._start_lock = asyncio.Lock()
-        self._config = config
-        self._folder = folder
-        self._secret = secret
+        self._config, self._folder, self._secret = config, folder, secret
         self._settings = settings
         self._on_event = on_event
         self._check_run_folder = check_run_folder

@@ -69,7 +69,8 @@ class ForkServerReady:
     reference: str = ""
 
     def to_json(self) -> JsonObject:
-        return {"event": "ready", "pid": self.pid, "reference": self.reference}
+        event: JsonObject = {"event": "ready", "pid": self.pid}
+        return event | {"reference": self.reference} if self.reference else event
 
 
 @dataclass(frozen=True)
