@@ -244,7 +244,7 @@ def test_an_audit_against_changed_tokens_proves_nothing(
 def test_a_journal_with_an_unreadable_line_is_read_and_the_line_is_named(
     copy: Trained, capsys: Capture
 ) -> None:
-    """The line was a step's; the next start of the run, report and audit all go on without it."""
+    """The line was a step's; the next start of the run, report and audit continue without it."""
     segment = next(copy.folder.glob("journal/*/rank0.jsonl"))
     lines = segment.read_bytes().splitlines(keepends=True)
     place = next(n for n, line in enumerate(lines) if b'"batch_fed"' in line)

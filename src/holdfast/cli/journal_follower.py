@@ -1,4 +1,4 @@
-"""The views of one node of several follow the journal of the whole run.
+"""The views of one node of several follow the run's journal.
 
 Each agent writes what happens on its node. So a node that does not lead would show the steps of its
 own workers only, and no change of membership. Here a thread reads the journal that all nodes write

@@ -50,7 +50,7 @@ class RunViews:
         if config.tensorboard:
             writer = TensorBoardWriter(folder / "tensorboard")
             self._stack.callback(writer.close)
-            self.observers.append(writer.observe)  # a step is one point, whoever follows it
+            self.observers.append(writer.observe)  # each step is one point in the folder
         if json:
             lines = JsonLinePrinter()
             self._stack.callback(lines.close)

@@ -19,9 +19,9 @@ MAX_NAME_LENGTH = 63
 class ClusterConfig(Section):
     interface: str = Field(
         AUTO,
-        description="address that this node's agent listens on and tells other nodes; auto: "
-        "127.0.0.1 for a run of one node, otherwise this machine's address on the route to the "
-        "other nodes (docs/nodes.md)",
+        description="address that this node's agent listens on and tells other nodes. auto: "
+        "127.0.0.1 for a run of one node, otherwise the address on the route to the other nodes "
+        "(docs/nodes.md)",
     )
     gloo_interface: str = Field(
         AUTO, description="network device that gloo uses; auto: the device of cluster.interface"

@@ -1,7 +1,7 @@
 """The addresses at which this node listens, where the run file leaves them to the machine (`auto`).
 
-A run of one node listens on loopback: nothing else has to reach it. A node that others may join
-listens on one address of this machine that they reach, the first of these that there is:
+A run of one node listens on loopback: nothing else has to reach it. A node that other nodes may
+join listens on one address of this machine that they reach, the first of these that there is:
 
 1. the source address of the route to the node that leads the run;
 2. the same to the server of the run folder's file system, if it is a network file system;
@@ -121,7 +121,7 @@ def host_of(address: str) -> str:
 
 
 def _targets(store: RunStore, run_folder: Path) -> Iterator[tuple[str, str]]:
-    """Yield hosts that this node has to reach, or others have to pass, with the reason."""
+    """Yield hosts on whose route other nodes are, with the reason."""
     holder: dict[str, Any] | None = newest_term(store)[1]
     if holder is not None and (host := host_of(str(holder.get("address", "")))):
         yield host, f"the route to node {holder.get('node')}"

@@ -189,7 +189,7 @@ class History:
 
 
 def read_history(store: RunStore) -> History:
-    """The history of the run in `store`, as far as its journal can be read."""
+    """The history of the run in `store`: what can be read of its journal."""
     contents = journal.read_contents(store)
     history = build_history(contents.records)
     holes = [contents.unreadable_sentence()]

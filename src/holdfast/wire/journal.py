@@ -2,7 +2,7 @@
 
 A segment is `journal/<generation>/<writer>.jsonl`, one record a line. One process appends to it. A
 line is complete or (after a power loss, at the very end) torn; a torn last line never happened. Any
-other line that is not a record is left out, and named to whoever reads the journal.
+other line that is not a record is left out, and named to the reader.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from holdfast.policy.recovery.survivors import HeldState
 
 
 class Log:
-    """A process's log that nobody writes."""
+    """A process's log that is not written."""
 
     path = Path("before")
 

@@ -35,7 +35,7 @@ _F_SETPIPE_SZ = 1031  # F_SETPIPE_SZ of Linux
 
 
 class ProcessLog(Protocol):
-    """Where a process writes, and its last lines."""
+    """The log of a process, and its last lines."""
 
     @property
     def path(self) -> Path: ...
