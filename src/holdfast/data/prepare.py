@@ -14,6 +14,7 @@ need as much disk as the shards.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import shutil
 from collections.abc import Callable, Iterator
@@ -66,6 +67,8 @@ from holdfast.plan.limits import usable_cores
 WORK_FOLDER = ".prepare"
 NAMED_FILES = 50
 """Bad files that one refusal names."""
+NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
+"""Errors of a file system that has no locks."""
 
 
 Say = Callable[[str], None]
@@ -102,7 +105,7 @@ def prepare_dataset(
             shutil.rmtree(folder / WORK_FOLDER, ignore_errors=True)
             return dataset
         _make_folder(folder / WORK_FOLDER)
-        with _locked_folder(folder, say if wait else None):
+        with _locked_folder(folder, say, say if wait else None):
             if not exists(folder):
                 _Preparation(config, folder, wanted, say, progress or _no_progress).run()
             shutil.rmtree(folder / WORK_FOLDER, ignore_errors=True)
@@ -121,23 +124,29 @@ def _make_folder(folder: Path) -> None:
 
 
 @contextmanager
-def _locked_folder(folder: Path, wait: Say | None = None) -> Iterator[None]:
+def _locked_folder(folder: Path, say: Say, wait: Say | None = None) -> Iterator[None]:
     """Hold a folder for one preparation; the kernel releases it when its process ends. If another
-    process holds it, call `wait` with a message and wait for that process."""
+    process holds it, call `wait` with a message and wait for that process. On a file system without
+    locks `say` gets a line, and the preparation continues without one."""
     with (folder / WORK_FOLDER / "lock").open("w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            if wait is not None:
-                wait(f"another process is preparing the dataset in {folder}: waiting for it")
-                fcntl.flock(file, fcntl.LOCK_EX)
-                yield
-                return
-            raise DataError(
-                "another process is preparing this dataset",
-                where=str(folder),
-                remedy="wait for it, or name another data.folder",
-            ) from None
+            if wait is None:
+                raise DataError(
+                    "another process is preparing this dataset",
+                    where=str(folder),
+                    remedy="wait for it, or name another data.folder",
+                ) from None
+            wait(f"another process is preparing the dataset in {folder}: waiting for it")
+            fcntl.flock(file, fcntl.LOCK_EX)
+        except OSError as error:
+            if error.errno not in NO_LOCKS:
+                raise
+            say(
+                f"the file system of {folder} has no locks ({error.strerror}): let no second "
+                "process prepare this dataset meanwhile"
+            )
         yield
 
 

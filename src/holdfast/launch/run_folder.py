@@ -36,6 +36,7 @@ from holdfast.launch.runs import RESOLVED_FILE, read_resolved, read_secrets
 from holdfast.plan.hardware import HardwareInfo
 from holdfast.wire.secret import SECRET_FILE_VARIABLE
 from holdfast.wire.store.location import check_location
+from holdfast.wire.store.publish import publish_file
 from holdfast.wire.store.run_store import FolderStore
 from holdfast.wire.term import GENERATIONS_PREFIX, TERMS_PREFIX, HolderReply, newest_term
 
@@ -304,7 +305,7 @@ def _create_once(path: Path, text: str) -> bool:
     temporary = _temporary(path)
     try:
         temporary.write_text(text, "utf-8")
-        os.link(temporary, path)
+        publish_file(temporary, path)
     except FileExistsError:
         return False
     finally:

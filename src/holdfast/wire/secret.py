@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from holdfast.errors import RunFolderError
+from holdfast.wire.store.publish import publish_file
 from holdfast.wire.store.run_store import translate_os_error
 
 SECRET_FILE_VARIABLE = "HOLDFAST_SECRET_FILE"
@@ -134,7 +135,7 @@ def _create_secret(path: Path) -> None:
         finally:
             os.close(fd)
         with contextlib.suppress(FileExistsError):
-            os.link(temporary, path)
+            publish_file(temporary, path)
     except OSError as error:
         raise translate_os_error(error, path.parent) from error
     finally:

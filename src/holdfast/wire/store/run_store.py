@@ -20,6 +20,7 @@ from typing import NamedTuple, Protocol, runtime_checkable
 
 from holdfast.errors import CorruptError, HoldfastError, OutOfSpaceError, RunFolderError
 from holdfast.wire.store.direct_io import DirectWriter
+from holdfast.wire.store.publish import publish_file
 from holdfast.wire.store.vectored_io import read_vectored
 
 Buffer = bytes | bytearray | memoryview
@@ -157,7 +158,7 @@ class FolderStore:
             temporary = target.parent / f"{_TEMPORARY}{secrets.token_hex(8)}"
             try:
                 self._write(temporary, data)
-                os.link(temporary, target)
+                publish_file(temporary, target)
             except FileExistsError:
                 raise AlreadyExistsError(f"{key} exists already") from None
             finally:
@@ -333,9 +334,16 @@ def translate_os_error(error: OSError, folder: Path) -> HoldfastError:
     if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
         if error.errno == errno.EPERM and error.filename2 is not None:
             return RunFolderError(
-                "the file system cannot make hard links, which create-if-absent needs",
+                "the file system can neither make hard links nor rename without replacing, and "
+                "create-if-absent needs one of the two",
                 where=where,
                 remedy="use a folder on a local disk or on NFS",
+            )
+        if error.errno == errno.EROFS:
+            return RunFolderError(
+                "the run folder's file system is read-only",
+                where=where,
+                remedy="mount it for writing, or use another folder with folder=<path>",
             )
         return RunFolderError(
             "no permission to read or write the run folder",
