@@ -140,6 +140,7 @@ def audit(
     from holdfast.data.dataset import Dataset
     from holdfast.data.verify import find_problems as problems_of
     from holdfast.wire.journal import read_contents
+    from holdfast.wire.term import newest_term
 
     found = open_run(run)
     config, journal = found.config, read_contents(found.store)
@@ -147,7 +148,7 @@ def audit(
     result = audit_journal(journal.records, batches)
     result.unreadable = len(journal.unreadable)
     commits = list_commits(found.store)
-    if commits and not result.last_step:
+    if commits and not result.last_step and newest_term(found.store)[0]:  # a copy has no journal
         result.problems.append(
             AuditProblem(
                 "missing",
@@ -162,7 +163,10 @@ def audit(
         AuditProblem("dataset", 0, 0, text) for text in problems_of(batches.dataset.folder)
     ]
     if json:
-        print_json(asdict(result) | {"ok": result.ok, "sentence": result.describe()})
+        numbers = asdict(result)
+        if not result.unreadable:
+            del numbers["unreadable"]
+        print_json(numbers | {"ok": result.ok, "sentence": result.describe()})
     else:
         print(result.describe())
         for problem in result.problems:

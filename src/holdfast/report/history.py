@@ -45,6 +45,7 @@ from holdfast.report.ordering import order_records
 from holdfast.report.timeledger import TimeLedger
 from holdfast.wire import journal
 from holdfast.wire.store.run_store import RunStore
+from holdfast.wire.term import newest_term
 
 
 @dataclass(frozen=True)
@@ -194,7 +195,7 @@ def read_history(store: RunStore) -> History:
     history = build_history(contents.records)
     holes = [contents.unreadable_sentence()]
     commits = list_commits(store)
-    if commits and not history.last_step:
+    if commits and not history.last_step and newest_term(store)[0]:  # a copy has no journal
         holes.append(
             f"the journal tells of no step, though there is a checkpoint of step "
             f"{step_of(commits[0])}: the journal was removed, or is another run's"

@@ -65,7 +65,7 @@ def test_once_there_is_room_an_arena_takes_its_place() -> None:
         made.append(Roomy("has room", lambda: 0.0))
         return made[-1]
 
-    capturer = ReconnectingCapturer(none, make, pytest.fail)
+    capturer = ReconnectingCapturer(lambda: none, make, pytest.fail)
     try:
         assert not capturer.has_free_slot()
         now[0] = ROOM_CHECK_INTERVAL_S
