@@ -115,6 +115,7 @@ def test_three_machines_train_together_by_the_documented_commands(machines: Mach
     names = set(DOCUMENTED)
     assert names == {"one", "two", "three"}
     machines.type("one")
+    wait_until(lambda: "node one listens on" in machines.said("one"), DEADLINE)
     machines.type("two")
     machines.type("three")
     began = time.monotonic()

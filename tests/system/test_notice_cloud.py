@@ -55,5 +55,5 @@ def test_an_address_that_is_none_is_refused_before_anything_begins(tmp_path: Pat
     run_file = write_run_file(tmp_path)
     assert within("data", "prepare", run_file).code == 0
     refused = apart("train", run_file, "cluster.notices=azure", "cluster.notices_at=here")
-    refused.refuses("'here' is not the address of a metadata service", "cluster.notices_at")
+    refused.refuses_last("'here' is not the address of a metadata service", "cluster.notices_at")
     assert not (tmp_path / "run" / "generations").exists()

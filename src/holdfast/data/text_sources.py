@@ -302,7 +302,6 @@ def _array_error(path: str, row: int, state: str) -> DataError:
 # --- CSV ------------------------------------------------------------------------------------
 def csv_documents(path: str, field: str, limit: int, seen: xxh3_128) -> Iterator[str]:
     """The column `field` of each row. The first row names the columns."""
-    csv.field_size_limit(max(csv.field_size_limit(), limit + 1))  # the module has one for all
     with open_text(path) as file:
         lines = _csv_lines(file, path, limit, seen)
         head = next(lines, None)
@@ -315,7 +314,7 @@ def csv_documents(path: str, field: str, limit: int, seen: xxh3_128) -> Iterator
         while True:
             where = f"{path}:{rows.line_num + 2}, row {number}"
             try:
-                row = next(rows)
+                row = _next_row(rows, limit)
             except StopIteration:
                 return
             except csv.Error as error:
@@ -336,6 +335,16 @@ def csv_documents(path: str, field: str, limit: int, seen: xxh3_128) -> Iterator
                 raise too_long_error(where, limit, "the cell is longer than")
             yield clean_text(row[place], where)
             number += 1
+
+
+def _next_row(rows: Iterator[list[str]], limit: int) -> list[str]:
+    """The next row, whose cells may have `limit` characters and one more. The module `csv` has one
+    limit for all its readers, which gets its value back."""
+    before = csv.field_size_limit(limit + 1)
+    try:
+        return next(rows)
+    finally:
+        csv.field_size_limit(before)
 
 
 def _columns(head: str, field: str, path: str) -> tuple[str, list[str]]:

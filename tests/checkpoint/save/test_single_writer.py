@@ -118,7 +118,7 @@ def test_a_hugging_face_folder_becomes_the_state_after_step_0(tmp_path: Path) ->
     with pytest.raises(CheckpointError, match="has checkpoints already"):
         import_huggingface(store, tmp_path / "hf", MODEL)
     other = MODEL.model_copy(update={"ffn_dim": 32})
-    with pytest.raises(CheckpointError, match=r"model.ffn_dim is 32 .* and 24 in the folder"):
+    with pytest.raises(CheckpointError, match=r"model\.ffn_dim is 32 here and 24 there"):
         import_huggingface(FolderStore(tmp_path / "other"), tmp_path / "hf", other)
 
 

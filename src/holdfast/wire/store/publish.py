@@ -1,10 +1,10 @@
 """Gives a complete file its name, which only one of several racing processes gets.
 
-A hard link does this on most file systems. Where there are no hard links (exFAT, some FUSE and
-network file systems) a rename that replaces nothing does it: `RENAME_NOREPLACE` on Linux,
-`RENAME_EXCL` on macOS.
+A hard link does this on most file systems. Some have none: exFAT, and some FUSE and network file
+systems. There a rename that replaces nothing does it: `RENAME_NOREPLACE` on Linux, `RENAME_EXCL` on
+macOS.
 
-NFS may answer that the name exists although this process has just made the link: the answer to the
+NFS may answer that the name exists although this process has just made the link. The answer to the
 first request was lost, and the client asked again. The name then leads to the same file.
 """
 
