@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,6 +31,11 @@ def pytest_configure(config: pytest.Config) -> None:
     # Tests start processes by the hundred: compiling all that they import is done once, not in
     # each (a second of a node's start), whatever the machine's setting.
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+    # Under nohup and in a shell's background SIGHUP and SIGINT are ignored, and processes that a
+    # test starts would inherit that.
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     is_worker = hasattr(config, "workerinput")  # xdist workers inherit the address
     if not is_worker and ADDRESS not in os.environ:
         server = Server()

@@ -172,7 +172,10 @@ def agents(run: AttackedRun) -> Iterator[Row]:
                 set(coordinator.node_reports),
                 store.list(""),
                 [agent.work.history for agent in pair],
-                [agent.said for agent in pair],
+                [
+                    [line for line in agent.said if "has joined the run" not in line]
+                    for agent in pair
+                ],
             )
 
         assert state()[-1] == [[], []]
@@ -269,9 +272,12 @@ LISTENERS: list[Callable[[AttackedRun], AbstractContextManager[Row]]] = [
 ]
 
 
+MOVING_FIELDS = ("step", "committed", "seconds_at_step")
+
+
 def health_of(run: AttackedRun) -> dict[str, Any]:
     found = json.load(urlopen(f"http://{run.health}/healthz", timeout=DEADLINE))
-    return {key: value for key, value in found.items() if key not in ("step", "committed")}
+    return {key: value for key, value in found.items() if key not in MOVING_FIELDS}
 
 
 def control_attacker(

@@ -87,7 +87,7 @@ def _watch(kept: Any, json: bool) -> int:
     leave, told = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
     signal.set_wakeup_fd(told)
     for number in lifeline.AGENT_SIGNALS:
-        if signal.getsignal(number) is not signal.SIG_IGN:  # nohup has SIGHUP ignored
+        if not lifeline.is_ignored_hangup(number):
             signal.signal(number, lambda *_: None)
     if json:
         print_line({"address": kept.address})

@@ -41,6 +41,13 @@ def ignore_agent_signals(*but: signal.Signals) -> None:
             signal.signal(number, signal.SIG_IGN)
 
 
+def is_ignored_hangup(number: signal.Signals) -> bool:
+    """Return True for SIGHUP if our starter ignores it, as nohup does: a closed terminal does not
+    concern this process. Other signals count even if they are ignored: a shell ignores SIGINT for
+    each command that it starts in the background."""
+    return number is signal.SIGHUP and signal.getsignal(number) is signal.SIG_IGN
+
+
 def open_lifeline() -> tuple[int, int]:
     """(read end, write end), neither inherited unless named (`pass_fds`)."""
     return os.pipe2(os.O_CLOEXEC)

@@ -26,7 +26,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import signal
 import socket
 import threading
 from collections.abc import Callable, Sequence
@@ -255,8 +254,8 @@ class NodeAgent:
     # --- signals --------------------------------------------------------------------------------
     def _catch_signals(self) -> None:
         for number in lifeline.AGENT_SIGNALS:
-            if signal.getsignal(number) is signal.SIG_IGN:
-                continue  # as nohup asks for: a closed terminal does not concern this process
+            if lifeline.is_ignored_hangup(number):
+                continue
             # Only a process's main thread may set handlers; otherwise our caller has its own.
             with suppress(ValueError, RuntimeError):
                 self._loop.add_signal_handler(

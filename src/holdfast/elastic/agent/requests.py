@@ -100,7 +100,7 @@ class RequestHandlers:
             self.parts.role_loop.state.term,
             str(self.parts.role_loop.state.role),
             progress.newest_generation,
-            progress.committed_step if current is None else current.newest_step,
+            progress.committed_step if current is None else current.reached_step,
             progress.committed_step,
             0 if current is None else len(current.workers.live_workers),
             0 if current is None else current.topology.world_size,

@@ -152,7 +152,7 @@ class ShutdownController:
         A generation that begins, or a recovery, may take minutes until its first step. The kill
         would come before."""
         group, stage = self._node_runner.worker_group, self._node_runner.stage
-        has_stepped = group is not None and group.newest_step > group.start_step
+        has_stepped = group is not None and group.reached_step > group.start_step
         if (stage is NodeStage.WORKING and has_stepped) or stage is NodeStage.DONE:
             return  # the workers leave at the next step boundary, or have left
         sentence = f"{self.reason}; the generation had completed no step when time was up"
@@ -169,7 +169,7 @@ class ShutdownController:
         return (
             0
             if self._node_runner.worker_group is None
-            else self._node_runner.worker_group.newest_step
+            else self._node_runner.worker_group.reached_step
         )
 
     # --- notices --------------------------------------------------------------------------------

@@ -58,8 +58,10 @@ class ProcessOutput:
         self._waiting_bytes = self._dropped_bytes = 0
 
     def send_to(self, log: Path) -> None:
-        """Write what follows into another file."""
+        """Write what follows into another file, which exists from now on."""
         self.path = log
+        self._keep(b"")
+        self._relay.wake(self)
 
     def last_lines(self, count: int) -> str:
         """Return the last messages of the process, as a user reads them."""
@@ -151,6 +153,7 @@ class OutputRelay:
         output = ProcessOutput(log, read_fd, self)
         self._open_outputs.add(output)
         asyncio.get_running_loop().add_reader(read_fd, output.on_readable)
+        output.send_to(log)
         return write_fd, output
 
     def wake(self, output: ProcessOutput) -> None:

@@ -89,6 +89,11 @@ class WorkerGroup:
         )
 
     @property
+    def reached_step(self) -> int:
+        """Return the newest step that the workers here have completed, reported or not."""
+        return max(self.newest_step, *(member.step - 1 for member in self.workers), 0)
+
+    @property
     def has_stepped(self) -> bool:
         """Return True if a worker here has completed a step of this generation."""
         return any(member.step > self.start_step + 1 for member in self.workers)
@@ -200,10 +205,14 @@ class WorkerGroup:
     def _report_dead_worker(self, worker: WorkerStatus, log: ProcessLog, noticed_by: str) -> None:
         code = worker.exit_code if worker.exit_code is not None else -signal.SIGKILL
         cause = exit_codes.describe_exit_code(code)
+        said = log.last_lines(12)
         if code in (exit_codes.CRASHED, exit_codes.DONE):
             cause = f"{cause}: {log.last_lines(1) or 'it said nothing'}"
+        elif code in (-signal.SIGKILL, exit_codes.PEER_LOST, exit_codes.AGENT_LOST):
+            said = ""  # it says nothing about its own end
+        if said:
             self._say(f"worker {worker.rank} ended; the last lines of {log.path}:")
-            self._say(log.last_lines(12))
+            self._say(said)
         self._report_loss(worker, cause, noticed_by)
 
     def _report_loss(
