@@ -30,7 +30,7 @@ class Shutdown:
         self.exits: list[str] = []
         self.timers: list[float] = []
         worker_group = SimpleNamespace(
-            topology=SimpleNamespace(nodes=("a",)), start_step=7, newest_step=7
+            topology=SimpleNamespace(nodes=("a",)), start_step=7, reached_step=7
         )
         self.node_runner: Any = Mock(generation=1, worker_group=worker_group)
         self.role_loop: Any = Mock(coordinator=None, agent_addresses={})
@@ -109,12 +109,12 @@ def test_children_leave_the_signals_to_their_agent(kept: tuple[signal.Signals, .
 class Ending:
     """A run that was asked to stop, and the order to its coordinator when time is up."""
 
-    def __init__(self, stage: NodeStage, newest_step: int, committed_step: int) -> None:
+    def __init__(self, stage: NodeStage, reached_step: int, committed_step: int) -> None:
         self.it = _shutdown(committed_step=committed_step)
         self.coordinator = Mock(state=SimpleNamespace(nodes=("a",)))
         self.it.role_loop.coordinator = self.coordinator
         self.it.node_runner.stage = stage
-        self.it.node_runner.worker_group.newest_step = newest_step
+        self.it.node_runner.worker_group.reached_step = reached_step
         self.it.controller.reason = "SIGTERM"
 
     def ends(self) -> EndReason | None:
@@ -128,16 +128,16 @@ class Ending:
 
 @pytest.mark.parametrize("stage", [NodeStage.BUILDING, NodeStage.WORKING, NodeStage.HELD])
 def test_a_generation_without_a_step_ends_within_the_grace(stage: NodeStage) -> None:
-    assert Ending(stage, newest_step=7, committed_step=7).ends() is EndReason.LEFT
+    assert Ending(stage, reached_step=7, committed_step=7).ends() is EndReason.LEFT
 
 
 def test_a_recovery_that_takes_too_long_ends_and_names_the_loss() -> None:
-    assert Ending(NodeStage.BROKEN, newest_step=9, committed_step=7).ends() is EndReason.STOPPED
+    assert Ending(NodeStage.BROKEN, reached_step=9, committed_step=7).ends() is EndReason.STOPPED
 
 
 def test_workers_that_compute_steps_leave_by_themselves() -> None:
-    assert Ending(NodeStage.WORKING, newest_step=9, committed_step=7).ends() is None
-    assert Ending(NodeStage.DONE, newest_step=7, committed_step=7).ends() is None
+    assert Ending(NodeStage.WORKING, reached_step=9, committed_step=7).ends() is None
+    assert Ending(NodeStage.DONE, reached_step=7, committed_step=7).ends() is None
 
 
 @pytest.mark.parametrize(
