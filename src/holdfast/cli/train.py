@@ -158,11 +158,15 @@ def _describe_model_origin(loaded: LoadedConfig) -> list[str]:
     named = loaded.origins["model.dim"]
     if named.kind != "model folder":
         return []
-    command = ["holdfast", "checkpoint", "import", loaded.name, "--from", named.place]
+    other = [one for one in loaded.overrides if not one.startswith("folder=")]
+    command = [
+        *("holdfast", "checkpoint", "import", loaded.name, "--from", named.place),
+        *other,
+        f"folder={loaded.config.run_folder}-imported",
+    ]
     return [
         "model.from gives the shape alone: this run begins from initial weights. Those of "
-        f"{named.place} come into a new folder=... by: "
-        f"{shlex.join([*command, *loaded.overrides])}"
+        f"{named.place} come into a run of their own by: {shlex.join(command)}"
     ]
 
 
