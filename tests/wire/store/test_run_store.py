@@ -266,7 +266,7 @@ def test_a_folder_that_may_not_be_written(tmp_path: Path) -> None:
     """
     lines = _in_a_small_tmpfs(script, tmp_path, "ro").splitlines()
     assert len(lines) == 2
-    assert all("no permission" in line and str(tmp_path) in line for line in lines)
+    assert all("is read-only" in line and str(tmp_path) in line for line in lines)
 
 
 def test_a_file_in_the_place_of_the_run_folder(tmp_path: Path) -> None:
