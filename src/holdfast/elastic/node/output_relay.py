@@ -85,7 +85,7 @@ class ProcessOutput:
     def take_waiting(self) -> tuple[list[tuple[Path, bytes]], int]:
         """Return what is to be written, and the number of bytes that were dropped before it."""
         with self._lock:
-            if not self._waiting:  # what was dropped is told with the next output
+            if not self._waiting:  # the next output comes with the number of bytes
                 return [], 0
             waiting, dropped = list(self._waiting), self._dropped_bytes
             self._waiting.clear()
