@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import random
 from pathlib import Path
 
 from holdfast.cli.journal_follower import HeldRecords, JournalFollower
-from holdfast.events import Record
+from holdfast.errors import RunFolderError
+from holdfast.events import Record, to_json
 from holdfast.report.metrics import RunMetrics
-from holdfast.wire.journal import JournalWriter
+from holdfast.wire.journal import JournalWriter, segment_key
 from holdfast.wire.store.run_store import FolderStore
 from tests.support.journal_builder import Scribe
+from tests.support.memory_store import MemoryStore
 from tests.support.ranks import wait_until
 
 
@@ -63,6 +66,37 @@ def test_a_follower_has_the_metrics_of_one_who_saw_it_happen(tmp_path: Path) -> 
     write(records[30:])
     follower.close()
     wait_until(lambda: values(followed) == values(expected), 60)
+
+
+def test_own_records_are_shown_once_and_without_the_journal() -> None:
+    """The run store answers nothing at first; then it has all records, of both nodes."""
+    records = lost_and_continued()
+    own = [record for record in records if record.writer == "rank0"]
+    store = SilentStore()
+    shown: list[Record] = []
+    follower = JournalFollower(store, [shown.append])
+    follower.start()
+    for record in own:
+        follower.observe(record)
+    wait_until(lambda: shown == own, 60)
+    for record in records:
+        line = json.dumps(to_json(record)).encode() + b"\n"
+        store.append(segment_key(record.generation, record.writer), line)
+    store.is_silent = False
+    wait_until(lambda: len(shown) == len(records), 60)
+    follower.close()
+    assert sorted(shown, key=lambda r: r.order) == sorted(records, key=lambda r: r.order)
+
+
+class SilentStore(MemoryStore):
+    """A run store that does not answer a reader at first."""
+
+    is_silent = True
+
+    def list(self, prefix: str) -> list[str]:
+        if self.is_silent:
+            raise RunFolderError("the run folder failed: it does not answer")
+        return super().list(prefix)
 
 
 def values(metrics: RunMetrics) -> list[bytes]:

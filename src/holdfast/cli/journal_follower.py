@@ -5,8 +5,8 @@ own workers only, and no change of membership. Here a thread reads the journal t
 into the run store, and the views get its records in one order.
 
 Records of several nodes arrive late and interleaved. A record waits `HOLD_S` before the views get
-it, so that an earlier one of another node can still come. While the run store does not answer, the
-views keep what they have.
+it, so that an earlier one of another node can still come. This node's own records come from its
+agent, not from the journal. So they are shown while the run store is full or does not answer.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
+from holdfast.core.data.lineage import DuplicateFilter
 from holdfast.errors import HoldfastError
 from holdfast.events import Record
 from holdfast.report.ordering import order_records
@@ -56,18 +57,26 @@ class HeldRecords:
 
 
 class JournalFollower:
-    """Feeds observers from a run's journal, on a thread of its own."""
+    """Feeds observers from a run's journal and this node's agent, on a thread of its own."""
 
     def __init__(self, store: RunStore, observers: Sequence[Callable[[Record], None]]) -> None:
         self._tail, self._observers = JournalTail(store), observers
-        self._held = HeldRecords()
+        self._held, self._lock = HeldRecords(), threading.Lock()
+        self._own_segments: set[tuple[int, str]] = set()  # generation and writer
+        self._duplicates = DuplicateFilter()
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._follow, name="journal", daemon=True)
         self._is_unreadable = False
 
     def read_all(self) -> list[Record]:
         """Return the records that the journal has already. Raises what the run store raises."""
-        return self._tail.read_new()
+        return self._duplicates(self._tail.read_new())
+
+    def observe(self, record: Record) -> None:
+        """Take a record of this node's agent; the journal need not have it yet."""
+        with self._lock:
+            self._own_segments.add((record.generation, record.writer))
+            self._held.add([record], time.monotonic())
 
     def start(self) -> None:
         """Begin to feed the observers with what follows."""
@@ -82,20 +91,25 @@ class JournalFollower:
         while not self._closing.wait(POLL_INTERVAL_S):
             self._read(time.monotonic())
         self._read(time.monotonic())
-        self._show(self._held.take(float("inf")))
+        self._show(float("inf"))
 
     def _read(self, now: float) -> None:
         try:
-            self._held.add(self._tail.read_new(), now)
+            found = self._tail.read_new()
+            with self._lock:
+                of_others = [r for r in found if (r.generation, r.writer) not in self._own_segments]
+                self._held.add(of_others, now)
             self._is_unreadable = False
         except HoldfastError as error:
             if not self._is_unreadable:
                 logger.warning("the views show nothing new: the journal cannot be read: %s", error)
             self._is_unreadable = True
-        self._show(self._held.take(now))
+        self._show(now)
 
-    def _show(self, records: Sequence[Record]) -> None:
-        for record in records:
+    def _show(self, now: float) -> None:
+        with self._lock:
+            due = self._duplicates(self._held.take(now))
+        for record in due:
             for observer in self._observers:
                 observer(record)
 

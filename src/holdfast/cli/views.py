@@ -71,6 +71,7 @@ class RunViews:
             return
         follower = JournalFollower(FolderStore(folder), shown)
         self._replay(follower.read_all(), replays)
+        self.observers.append(follower.observe)
         follower.start()
         self._stack.callback(follower.close)
 

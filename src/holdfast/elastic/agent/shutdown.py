@@ -110,7 +110,7 @@ class ShutdownController:
         """
         name, grace = number.name, self._config.cluster.grace_seconds
         if number is signal.SIGUSR1:
-            self._say(f"{name}: saving, and going on")
+            self._say(f"{name}: saving; training continues")
             self.on_termination_warning(TerminationWarning(WARNING_SIGNAL_S, False, name, name))
         elif self._final_upload.missing_upload:  # only the final upload is still under way
             self._exit_at_once(f"{name}; {self._final_upload.missing_upload}")
