@@ -11,7 +11,7 @@ from pydantic_core import PydanticUndefined
 
 from holdfast.config import model_from
 from holdfast.config.explain import format_value
-from holdfast.config.fields import ITEM, all_keys, field_at, is_list, section_of
+from holdfast.config.fields import ITEM, is_list, section_of
 from holdfast.config.presets import PRESETS
 from holdfast.config.run import RunConfig
 
@@ -126,8 +126,3 @@ def _presets() -> str:
         cells = (str(shape.get(column, "the dataset's")) for column in columns)
         rows.append(f"| `{name}` | " + " | ".join(cells) + " |")
     return "\n".join(rows) + "\n"
-
-
-def described_keys() -> list[str]:
-    """Every key, dotted; for tests of completeness and for shell scripts."""
-    return [key for key, _ in all_keys() if field_at(key.split(".")) is not None]

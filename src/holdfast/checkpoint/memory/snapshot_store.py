@@ -32,7 +32,7 @@ from typing import Any, NamedTuple
 
 from holdfast.checkpoint.memory.arena import Arena, SlotHeader
 from holdfast.checkpoint.memory.generation_ranks import GenerationRanks
-from holdfast.core.format.manifest import Commit, PartManifest, merge_parts
+from holdfast.core.format.manifest import PartManifest
 from holdfast.core.sharding.state_table import StateTable
 from holdfast.errors import CorruptError
 from holdfast.layout import Topology
@@ -272,23 +272,6 @@ class SnapshotStore:
                 )
             ]
         return sorted(whole, key=lambda s: (s[1], s[0]), reverse=True)
-
-    def make_commit(
-        self, generation: int, step: int, config_hash: str, dataset_version: str
-    ) -> Commit:
-        """The commit object of a complete step, made in memory.
-
-        Raises KeyError for an unknown generation, CheckpointError when the parts do not make a
-        complete checkpoint.
-        """
-        with self._lock:
-            topology, table = self._ranks.generations[generation]
-            parts = {
-                name[2]: (s.part, s.sealed_manifest)
-                for name, s in self._snapshots.items()
-                if name[:2] == (generation, step) and s.is_intact
-            }
-        return merge_parts(parts, topology, table, config_hash, dataset_version)
 
     def get(self, generation: int, step: int, rank: int) -> Snapshot:
         """Return a snapshot. Raises MissingKeyError when it is not here, or no longer intact."""

@@ -87,9 +87,6 @@ class WorkerProcess:
         self._set_command(Halt(generation, has_lost_replica_peer))
         self.halt_number = self.command_number
 
-    def end_process(self) -> None:
-        self._set_command(End())
-
     def _set_command(self, command: Command) -> None:
         self.command_number, self.command = self.command_number + 1, command
         self.notify()
