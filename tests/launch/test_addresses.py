@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import platform
+import threading
 from pathlib import Path
 
 import psutil
@@ -12,6 +14,8 @@ from holdfast.config.load import resolve_config
 from holdfast.config.run import RunConfig
 from holdfast.errors import ConfigError, RunFolderError
 from holdfast.launch.addresses import device_of, find_address, plan_addresses, source_address
+from holdfast.launch.holder import HolderWatch
+from holdfast.launch.run_folder import refuse_alone
 from holdfast.wire.store.run_store import FolderStore
 from holdfast.wire.term import create_term
 
@@ -36,6 +40,28 @@ def test_a_node_takes_the_address_on_the_route_to_the_leader(tmp_path: Path) -> 
     assert own.host == planned.cluster.interface == planned.checkpoint.peer_interface == "127.0.0.1"
     assert own.reason == "the route to node one"
     assert planned.cluster.gloo_interface == device_of("127.0.0.1")
+
+
+def test_a_leader_on_another_machines_loopback_is_no_route_and_is_refused(tmp_path: Path) -> None:
+    """It lives: its journal grows. (Another machine's own loopback leads nowhere but there.)"""
+    store = FolderStore(tmp_path)
+    term = {"term": 1, "node": "one", "machine": "elsewhere", "boot": "b", "pid": 7}
+    store.create("terms/0000000001.json", json.dumps(term | {"address": "127.0.0.1:4"}).encode())
+    assert find_address(store, tmp_path).reason != "the route to node one"
+    stopping = threading.Event()
+
+    def live() -> None:
+        while not stopping.wait(0.05):
+            store.append("terms/0000000001-alive", b".")
+
+    holder = threading.Thread(target=live)
+    holder.start()
+    try:
+        with pytest.raises(RunFolderError, match=r"127\.0\.0\.1:4, which only its own machine"):
+            refuse_alone(tmp_path, HolderWatch(tmp_path, quiet_s=60.0))
+    finally:
+        stopping.set()
+        holder.join()
 
 
 def test_a_first_node_takes_an_address_of_this_machine(tmp_path: Path) -> None:

@@ -29,7 +29,7 @@ from holdfast.config.peers import is_loopback
 from holdfast.config.run import RunConfig
 from holdfast.errors import RunFolderError
 from holdfast.wire.store.run_store import RunStore
-from holdfast.wire.term import newest_term
+from holdfast.wire.term import is_host_of, newest_term, this_host
 
 LOOPBACK = "127.0.0.1"
 ANY_PUBLIC_HOSTS = ("198.51.100.1", "2001:db8::1")
@@ -64,7 +64,7 @@ def plan_addresses(config: RunConfig, store: RunStore) -> tuple[RunConfig, NodeA
         own = _address_of_device(cluster.gloo_interface)
     else:
         own = find_address(store, Path(config.run_folder))
-    hosts = (host_of(peer.address) for peer in checkpoint.peers)
+    hosts = (_host(peer.address) for peer in checkpoint.peers)
     routes = (source_address(host) for host in hosts if not is_loopback(host))
     planned_cluster = {
         "interface": own.host,
@@ -115,16 +115,22 @@ def device_of(host: str) -> str:
     return ""
 
 
-def host_of(address: str) -> str:
-    """Return the host of "host:port" or "[host]:port"."""
+def is_loopback_elsewhere(holder: dict[str, Any]) -> bool:
+    """Return True if a term's holder listens where only processes of another host reach it."""
+    host = _host(str(holder.get("address", "")))
+    return is_loopback(host) and not is_host_of(this_host(), holder)
+
+
+def _host(address: str) -> str:
+    """Return the host of "host:port" or "[host]:port"; "" for another text."""
     return address.rpartition(":")[0].strip("[]")
 
 
 def _targets(store: RunStore, run_folder: Path) -> Iterator[tuple[str, str]]:
     """Yield hosts on whose route other nodes are, with the reason."""
     holder: dict[str, Any] | None = newest_term(store)[1]
-    if holder is not None and (host := host_of(str(holder.get("address", "")))):
-        yield host, f"the route to node {holder.get('node')}"
+    if holder is not None and not is_loopback_elsewhere(holder):
+        yield _host(str(holder.get("address", ""))), f"the route to node {holder.get('node')}"
     if server := _file_server(run_folder):
         yield server, f"the route to {server}, which serves the run folder"
     for host in ANY_PUBLIC_HOSTS:

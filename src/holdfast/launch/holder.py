@@ -79,7 +79,7 @@ class HolderWatch:
         this watch runs, if it is not this host."""
         self.holder: dict[str, Any] | None = None
         """The holder of the newest term at the last look; None if the term is closed."""
-        self._folder, self._say = folder, say
+        self.folder, self._say = folder, say
         self._quiet_s = HOLDER_QUIET_S if quiet_s is None else quiet_s
         self._host = host or this_host()
         self._seen: _Progress | None = None
@@ -103,7 +103,7 @@ class HolderWatch:
         """Look once: True if the holder lives, False if it is dead, None if that is not known yet.
 
         Raises RunFolderError if the folder, or the run's secret, cannot be read."""
-        store = FolderStore(self._folder)
+        store = FolderStore(self.folder)
         number, self.holder = newest_term(store)
         if self.holder is None:
             return False
@@ -121,7 +121,7 @@ class HolderWatch:
         """Return who has the run, since when, and its last step."""
         holder = self.holder or {}
         since = datetime.fromtimestamp(float(holder.get("since", 0)))
-        step = _last_step(FolderStore(self._folder))
+        step = _last_step(FolderStore(self.folder))
         who = f"process {holder.get('pid')} on {holder.get('node')}"
         machine = host_of(holder).name
         if machine != holder.get("node"):
@@ -134,7 +134,7 @@ class HolderWatch:
         """Ask the holder, and the nodes of the newest generation: they may be about to open the
         next term."""
         assert self.holder is not None
-        address, secrets = str(self.holder.get("address", "")), read_secrets(self._folder)
+        address, secrets = str(self.holder.get("address", "")), read_secrets(self.folder)
         is_here = is_host_of(self._host, self.holder)
         timeout = ANSWER_TIMEOUT_S if is_here else REMOTE_ANSWER_TIMEOUT_S
         reply = ask_holder(address, secrets, timeout)

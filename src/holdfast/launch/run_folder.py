@@ -31,6 +31,7 @@ from holdfast.config.load import LoadedConfig
 from holdfast.data.dataset import Dataset
 from holdfast.elastic.run_result import single_node_run_error
 from holdfast.errors import OutOfSpaceError, RunFolderError
+from holdfast.launch.addresses import is_loopback_elsewhere
 from holdfast.launch.holder import REMOTE_ANSWER_TIMEOUT_S, HolderWatch, ask_holder
 from holdfast.launch.runs import RESOLVED_FILE, read_resolved, read_secrets
 from holdfast.plan.hardware import HardwareInfo
@@ -76,9 +77,10 @@ def refuse_in_use(folder: Path, watch: HolderWatch | None = None) -> None:
 
 
 def refuse_alone(folder: Path, watch: HolderWatch | None = None) -> None:
-    """Raises RunFolderError if a trainer that lives takes in no other nodes, or has another secret
-    than a node started here. Such a node would take the refusal for silence, and open the next
-    term."""
+    """Raises RunFolderError if a node from here cannot join the trainer that lives.
+
+    The trainer takes in no other nodes, cannot be reached from this host, or has another secret.
+    The node would find silence, and open the next term."""
     _, holder = newest_term(FolderStore(folder))
     if holder is None:
         return
@@ -86,6 +88,15 @@ def refuse_alone(folder: Path, watch: HolderWatch | None = None) -> None:
     if holder.get("alone"):
         if watch.wait_for_verdict():
             raise single_node_run_error(holder, str(folder))
+        return
+    if is_loopback_elsewhere(holder):  # at our own loopback address is no leader
+        if watch.wait_for_verdict():
+            raise RunFolderError(
+                f"{watch.describe_holder()} leads the run and listens on {holder.get('address')}, "
+                "which only its own machine reaches",
+                where=str(folder),
+                remedy="start it without cluster.interface, or with an address of its machine",
+            )
         return
     address, known = str(holder.get("address", "")), read_secrets(folder)
     if ask_holder(address, known[:1], REMOTE_ANSWER_TIMEOUT_S) is not HolderReply.UNSIGNED:
