@@ -34,7 +34,7 @@ from tests.support.faulty_disk import FaultyDisk
 from tests.support.train_on_full_disk import fill
 from tests.support.watched_run import WatchedRun
 
-STEPS = 1500
+STEPS = 500
 SETTINGS = (
     f"train.steps={STEPS}",
     "train.batch_size=6",
@@ -150,6 +150,7 @@ def main(root: Path, kind: str, fault: str, alone: Path) -> None:
         disk.fall_ill()
         seen["ill_at"] = run.newest("step_done")
         run.wait_steps(60)
+        time.sleep(float(os.environ.get("SICK_BEFORE_S", "0")))
         survivors = FAULTS[fault](run)
         before = run.newest_generation
         time.sleep(SICK_S)

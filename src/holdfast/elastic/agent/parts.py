@@ -18,6 +18,7 @@ from holdfast.elastic.agent.run_folder_monitor import (
 )
 from holdfast.elastic.agent.run_records import RunRecords
 from holdfast.elastic.agent.shutdown import ShutdownController
+from holdfast.elastic.agent.stored_reports import StoredReports
 from holdfast.elastic.agent.term_monitor import TermMonitor
 from holdfast.elastic.coordinator.agent_hooks import AgentHooks
 from holdfast.elastic.coordinator.rendezvous import RendezvousStore
@@ -57,6 +58,7 @@ class AgentParts:
         self.context, self.records, self.say = context, records, say
         self._last_complaint = ""
         self.rendezvous = RendezvousStore()
+        self.stored_reports = StoredReports(records.event_log)
         self.refusals = make_refusal_counter(
             records.event_log, lambda: records.progress.newest_generation > 0, say
         )

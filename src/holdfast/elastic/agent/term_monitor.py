@@ -49,7 +49,7 @@ class TermMonitor:
         self._clock = asyncio.get_running_loop().time
         self._watched: Coordinator | None = None
         self._links: dict[str, LinkHealth] = {}
-        self._has_had_peers = False
+        self._peers: dict[str, float] = {}  # the other nodes, and when each has joined
 
     async def run_forever(self) -> None:
         while True:
@@ -62,7 +62,7 @@ class TermMonitor:
         if coordinator is None:
             term = self._single_node_term
         if coordinator is not self._watched:
-            self._watched, self._links, self._has_had_peers = coordinator, {}, False
+            self._watched, self._links, self._peers = coordinator, {}, {}
         if term is None:
             return
         begun = self._clock()
@@ -81,22 +81,31 @@ class TermMonitor:
         if self._clock() - begun > SLOW_STORE_S:
             self._observe("the run store", False)
         self._observe("the run store", is_up)
-        self._observe("the other nodes", self._hears_peers(coordinator))
+        self._observe_peers(coordinator)
         if is_up and (link := self._flapping_link()):
             await self._give_up_lead(term, link)
 
-    def _hears_peers(self, coordinator: Coordinator) -> bool:
-        """Return False while all other nodes are lost."""
-        present = any(node.name != self._node for node in coordinator.state.nodes)
-        self._has_had_peers = self._has_had_peers or present
-        return present or not self._has_had_peers
+    def _observe_peers(self, coordinator: Coordinator) -> None:
+        """Look at the other nodes. A node that was lost between two looks has joined again."""
+        before, self._peers = (
+            self._peers,
+            {
+                node.name: node.joined_at
+                for node in coordinator.state.nodes
+                if node.name != self._node
+            },
+        )
+        if before and not before.items() & self._peers.items():
+            self._observe("the other nodes", False)
+        if self._peers:
+            self._observe("the other nodes", True)
 
     def _observe(self, link: str, is_up: bool) -> None:
         self._links[link] = link_observed(self._links.get(link, LinkHealth()), is_up, self._clock())
 
     def _flapping_link(self) -> str:
         """Return the link that keeps failing, if another node is there to lead; "" for none."""
-        if not self._has_had_peers or not self._links["the other nodes"].is_up:
+        if not self._peers:
             return ""
         return next((name for name, link in self._links.items() if link.is_flapping), "")
 

@@ -155,8 +155,8 @@ class FolderStore:
     def create(self, key: str, data: Buffer | Iterable[Buffer]) -> None:
         target = self._path(key)
         with self._translate_errors(key):
-            self._make_parents(target)
-            self._unsynced_folders.sync_above(target)
+            for made in self._make_parents(target):
+                _sync_folder(made.parent)
             if target.exists():  # the link below decides; this spares writing a blob in vain
                 raise AlreadyExistsError(f"{key} exists already")
             temporary = target.parent / f"{_TEMPORARY}{secrets.token_hex(8)}"
@@ -229,7 +229,8 @@ class FolderStore:
     def append(self, key: str, data: Buffer, sync: bool = False) -> None:
         path = self._path(key)
         with self._translate_errors(key):
-            self._make_parents(path)
+            for made in self._make_parents(path):
+                self._unsynced_folders.add(made)
             fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
             try:
                 before = os.fstat(fd).st_size
@@ -249,8 +250,8 @@ class FolderStore:
     def _path(self, key: str) -> Path:
         return self.folder / check_key(key)
 
-    def _make_parents(self, target: Path) -> None:
-        """Make the folders above `target`; the parent of each new one is not synced yet."""
+    def _make_parents(self, target: Path) -> list[Path]:
+        """Make the folders above `target`; return the new ones, whose names are not durable."""
         self._check_same_folder()
         missing: list[Path] = []
         folder = target.parent
@@ -259,8 +260,8 @@ class FolderStore:
             folder = folder.parent
         for new in reversed(missing):
             new.mkdir(exist_ok=True)
-            self._unsynced_folders.add(new)
         self._open_root()
+        return missing[::-1]
 
     def _open_root(self) -> None:
         """Keep a descriptor of the folder once it exists. While the descriptor is open, no other
