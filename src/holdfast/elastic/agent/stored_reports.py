@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from holdfast.elastic.event_log import EventLog
 
 STORE_TIMEOUT_S = 1.0
-"""Seconds that a worker's report waits for the journal; a hung worker is named after more."""
+"""Seconds that a worker's report waits for the journal; a hung worker is named after more. Reports
+that follow do not wait for a disk that has not answered for so long."""
 
 
 @dataclass
@@ -25,6 +26,7 @@ class _RankEvents:
     stored: int = 0
     durable: int = 0
     flush: asyncio.Task[bool] | None = None
+    flush_began_at: float = 0.0
 
 
 class StoredReports:
@@ -44,15 +46,16 @@ class StoredReports:
             self._generation, self._ranks = generation, {}
         events = self._ranks.setdefault(rank, _RankEvents())
         events.taken = max(events.taken, next_number)
-        loop = asyncio.get_running_loop()
-        deadline = loop.time() + STORE_TIMEOUT_S
+        clock = asyncio.get_running_loop().time
         has_tried = False
         while (events.durable if sync else events.stored) < next_number:
             if events.flush is None or events.flush.done():
                 if has_tried:
                     return False
                 events.flush, has_tried = asyncio.create_task(self._flush(events, rank, sync)), True
-            await asyncio.wait({events.flush}, timeout=max(0.0, deadline - loop.time()))
+                events.flush_began_at = clock()
+            left = events.flush_began_at + STORE_TIMEOUT_S - clock()
+            await asyncio.wait({events.flush}, timeout=max(0.0, left))
             if not events.flush.done():
                 return False
             events.flush.result()  # raises for a bug of ours
