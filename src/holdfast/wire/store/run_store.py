@@ -250,7 +250,7 @@ class FolderStore:
     def _path(self, key: str) -> Path:
         return self.folder / check_key(key)
 
-    def _make_parents(self, target: Path) -> list[Path]:
+    def _make_parents(self, target: Path) -> Sequence[Path]:
         """Make the folders above `target`; return the new ones, whose names are not durable."""
         self._check_same_folder()
         missing: list[Path] = []
