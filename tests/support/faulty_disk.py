@@ -111,6 +111,7 @@ class FileSystem:
 
     def __init__(self, folder: Path, disk: Disk) -> None:
         self._files, self._disk = Files(folder), disk
+        self._listings: dict[int, list[str]] = {}  # of folders that are open
         self._reads: dict[int, Callable[[int, bytes], bytes]] = {
             1: lambda node, data: self._entry(node, _name(data)),  # LOOKUP
             3: lambda node, data: self._attributes(node),  # GETATTR
@@ -176,9 +177,11 @@ class FileSystem:
         return os.pread(fd, size, offset)
 
     def _read_folder(self, node: int, data: bytes) -> bytes:
-        _, offset, size = struct.unpack_from("<QQI", data)
+        fd, offset, size = struct.unpack_from("<QQI", data)
+        if not offset:  # a listing in several pieces is that of its beginning
+            self._listings[fd] = os.listdir(self._files.path(node))
         out = b""
-        for number, entry in enumerate(sorted(os.listdir(self._files.path(node)))[offset:], 1):
+        for number, entry in enumerate(self._listings[fd][offset:], 1):
             text = os.fsencode(entry)
             one = struct.pack("<QQII", 2**40 + offset + number, offset + number, len(text), 0)
             one += text.ljust((len(text) + 7) // 8 * 8, b"\0")
@@ -215,7 +218,9 @@ class FileSystem:
         return self._entry(node, name) + struct.pack("<QII", fd, 0, 0)
 
     def _release(self, node: int, data: bytes) -> bytes:
-        os.close(struct.unpack_from("<Q", data)[0])
+        (fd,) = struct.unpack_from("<Q", data)
+        self._listings.pop(fd, None)
+        os.close(fd)
         return b""
 
     def _write(self, node: int, data: bytes) -> bytes:

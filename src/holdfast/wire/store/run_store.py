@@ -194,12 +194,12 @@ class FolderStore:
         root = self.folder / parent if parent else self.folder
         if parent:
             check_key(parent)
-        found: list[str] = []
+        found: set[str] = set()  # a folder that changes may list a name twice, on NFS for example
         with self._translate_errors(prefix):
             for folder, _, names in os.walk(root, onerror=_raise_unless_missing):
                 base = Path(folder).relative_to(self.folder).as_posix()
                 start = "" if base == "." else f"{base}/"
-                found += [f"{start}{name}" for name in names if not name.startswith(_TEMPORARY)]
+                found |= {f"{start}{name}" for name in names if not name.startswith(_TEMPORARY)}
         return sorted(key for key in found if key.startswith(prefix))
 
     def delete(self, key: str) -> None:
