@@ -197,6 +197,19 @@ def test_a_disk_that_is_found_full_at_the_sync_keeps_nothing_twice(
     assert store.get("log") == b"one\ntwo\n"
 
 
+def test_a_name_that_a_changing_folder_lists_twice_counts_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As NFS does it: of three parts, one would be missing and another count twice."""
+    store, walk = FolderStore(tmp_path), os.walk
+    for key in ("parts/1", "parts/2"):
+        store.create(key, b"")
+    monkeypatch.setattr(
+        os, "walk", lambda *a, **k: ((top, dirs, names * 2) for top, dirs, names in walk(*a, **k))
+    )
+    assert store.list("parts/") == ["parts/1", "parts/2"]
+
+
 def test_an_append_waits_for_no_disk_until_it_must_be_durable(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
