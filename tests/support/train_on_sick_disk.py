@@ -177,6 +177,7 @@ def main(root: Path, kind: str, fault: str, alone: Path) -> None:
         "superseded": superseded,
         "holes": report.get("holes", []),
         "kept": not set(survivors) & set(lost),
+        "lost": [survivors, run.events("worker_lost")],
         "audit": [audit.code, audit.out],
         "verify": [verify.code, verify.out],
         "differs": [compared.curve, compared.ledger, compared.tensors],
