@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import threading
 from pathlib import Path
 
 from holdfast.cli.journal_follower import HeldRecords, JournalFollower
@@ -66,6 +67,33 @@ def test_a_follower_has_the_metrics_of_one_who_saw_it_happen(tmp_path: Path) -> 
     write(records[30:])
     follower.close()
     wait_until(lambda: values(followed) == values(expected), 60)
+
+
+def test_own_records_are_shown_while_the_run_store_hangs() -> None:
+    store, shown = HangingStore(), list[Record]()
+    follower = JournalFollower(store, [shown.append])
+    follower.start()
+    assert store.is_asked.wait(60)
+    own = [record for record in lost_and_continued() if record.writer == "rank0"]
+    for record in own:
+        follower.observe(record)
+    wait_until(lambda: shown == own, 60)
+    store.answers.set()
+    follower.close()
+    assert shown == own
+
+
+class HangingStore(MemoryStore):
+    """A run store that does not return from a request."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_asked, self.answers = threading.Event(), threading.Event()
+
+    def list(self, prefix: str) -> list[str]:
+        self.is_asked.set()
+        self.answers.wait(60)
+        return super().list(prefix)
 
 
 def test_own_records_are_shown_once_and_without_the_journal() -> None:

@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 from holdfast.checkpoint.restore.catalog import list_commits, step_of
+from holdfast.core.data.data_ledger import uncovered_ranges
 from holdfast.core.data.lineage import split_effective
 from holdfast.events import (
     Blamed,
@@ -193,7 +194,7 @@ def read_history(store: RunStore) -> History:
     """The history of the run in `store`: what can be read of its journal."""
     contents = journal.read_contents(store)
     history = build_history(contents.records)
-    holes = [contents.unreadable_sentence()]
+    holes = [contents.unreadable_sentence(), _missing_steps_sentence(history)]
     commits = list_commits(store)
     if commits and not history.last_step and newest_term(store)[0]:  # a copy has no journal
         holes.append(
@@ -201,6 +202,22 @@ def read_history(store: RunStore) -> History:
             f"{step_of(commits[0])}: the journal was removed, or is another run's"
         )
     return replace(history, holes=tuple(hole for hole in holes if hole))
+
+
+def _missing_steps_sentence(history: History) -> str:
+    """Return which steps have no record, though later ones have; "" if there are none."""
+    known = [(point.step, point.step + 1) for point in history.steps]
+    if not known:
+        return ""
+    missing = uncovered_ranges(known, known[0][0], known[-1][1])
+    if not missing:
+        return ""
+    named = [f"{low}" if high == low + 1 else f"{low} to {high - 1}" for low, high in missing[:3]]
+    more = f" and {len(missing) - 3} more gaps" if len(missing) > 3 else ""
+    return (
+        f"the journal has no line of step {', '.join(named)}{more}. The run store took no lines "
+        "then, and the agent that kept them was lost or has not written them yet"
+    )
 
 
 def build_history(records: Iterable[Record]) -> History:

@@ -60,10 +60,14 @@ class RequestHandlers:
             raise FencedError(f"generation {generation} is over")
         rank, sync = report.rank, report.is_sync
         events = current.process_report(report)
-        stored = True
+        stored, durable, reports = True, 0, self.parts.stored_reports
         if events or sync:
-            stored = await self.parts.records.event_log.flush(f"rank{rank}", sync)
-            stored = stored and not (sync and self.parts.run_controller.is_ledger_repair_pending)
+            following = current.workers.next_event_number(report)
+            stored = await reports.store(generation, rank, following, sync)
+        if self.parts.run_controller.is_ledger_repair_pending:
+            stored = stored and not sync
+        else:
+            durable = reports.durable_below(generation, rank)
         current.on_report_answered(rank)
         self.parts.node_runner.on_events_stored()
         stop = bool(
@@ -75,6 +79,7 @@ class RequestHandlers:
             stored,
             self.parts.node_runner.pause_generation,
             self.parts.node_runner.is_node_leaving,
+            durable_below=durable,
         )
         return self.parts.records.notice_handler.add_requests(reply, rank, current.ranks[0])
 
