@@ -50,7 +50,7 @@ in `train.batch_warmup`, from the branch's first step on.
 _MEANING = {
     Change.IN_PLACE: "`holdfast train` continues the run with the new value",
     Change.BRANCH: "`holdfast train` refuses it. `holdfast branch RUN --at STEP --to NEW "
-    "key=value` makes a new run from a checkpoint, which keeps weights, optimizer state and data position",
+    "key=value` makes a new run from a checkpoint. Weights, optimizer state and data position stay",
     Change.NEVER: "both refuse it: no checkpoint of the run fits another value",
 }
 
