@@ -74,7 +74,7 @@ def branch(
             to,
             overrides or [],
             detect_hardware(),
-            lambda done, total: progress.show("copied MiB", done // MIB, total // MIB),
+            lambda done, total: _show(progress, done, total),
         )
     command = shlex.join(["holdfast", "train", str(made.run_file)])
     size = made.copied.copied_bytes + made.copied.present_bytes
@@ -93,3 +93,8 @@ def branch(
         f"{made.folder} continues {parent.folder} after step {made.event.step}{changes} "
         f"({format_bytes(size)} copied and checked); train it: {command}"
     )
+
+
+def _show(progress: StageProgress, done: int, total: int) -> None:
+    if total >= MIB:
+        progress.show("copied MiB", done // MIB, total // MIB)

@@ -82,7 +82,7 @@ def make_branch(
 
     at: a number, or "newest". overrides: key=value, the changed keys of the run file.
     Raises UserError for a target that exists, a step without an intact checkpoint, and a key that
-    must not change.
+    must not change. A CheckpointError names no place: it is of the parent.
     """
     target = Path(os.path.abspath(target))
     if os.path.lexists(target):
@@ -96,7 +96,7 @@ def make_branch(
         step = origin.commit.step
         loaded = branch_config(parent, step, target, overrides)
         refuse_bad_changes(parent, loaded, step)
-        refuse_other_shapes(origin.commit, loaded.config, str(parent.folder))
+        refuse_other_shapes(origin.commit, loaded.config)
         try:
             return _make_folder(parent, origin, target, loaded, overrides, machine, on_progress)
         except (CheckpointError, CorruptError, MissingKeyError) as error:
@@ -104,7 +104,6 @@ def make_branch(
     assert problem is not None, "there is an origin at least"
     raise CheckpointError(
         f"the checkpoint of step {at} cannot be copied: {problem}",
-        where=str(parent.folder),
         remedy=f"see which are intact with: holdfast checkpoint verify {parent.folder}",
     ) from problem
 
@@ -133,7 +132,6 @@ def _find_origins(parent: Run, at: str) -> Iterator[_Origin]:
         listed = ", ".join(map(str, sorted(steps))) or "none"
         raise CheckpointError(
             f"there is no checkpoint of step {at}{problem}; there are those of: {listed}",
-            where=str(parent.folder),
             remedy="name one of these steps with --at, or newest",
         )
 

@@ -57,7 +57,8 @@ def branch_config(parent: Run, step: int, target: Path, overrides: Sequence[str]
     name = str(parent.folder / RESOLVED_FILE)
     changed = resolve_config(_yaml(values), name, [*given, *overrides], started_in)
     dumped = _with_absolute_paths(changed)
-    text = f"# A branch of {parent.config.name}: holdfast branch {parent.folder} --at {step}\n"
+    where = os.path.abspath(parent.folder)
+    text = f"# A branch of {parent.config.name}: holdfast branch {where} --at {step}\n"
     text += _yaml(_without_defaults(dumped))
     return resolve_config(text, str(target / "run.yaml"), base=str(target))
 

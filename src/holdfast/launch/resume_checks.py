@@ -34,11 +34,11 @@ def usable_commits(store: RunStore) -> list[str]:
 
 
 def branch_command(folder: Path, stored: Mapping[str, Any], config: RunConfig) -> str:
-    """Return the command that begins a branch of the run in `folder`, without changed keys; "" if
-    the run has no checkpoint.
+    """Return the command that begins a branch of the run in `folder`, without changed keys.
 
-    It names the newest checkpoint. If only the schedule gets longer, it names the newest whose
-    steps keep their learning rates, such as the last before the decay of a wsd schedule."""
+    It is "" for a run without a checkpoint. Otherwise it names the newest. If only the schedule
+    gets longer, it names the newest whose steps keep their learning rates. For a wsd schedule this
+    is the last before the decay."""
     steps = [step_of(key) for key in usable_commits(FolderStore(folder))]
     if not steps:
         return ""
@@ -60,7 +60,7 @@ def _free(folder: Path, ending: str = "-branch") -> str:
     return path
 
 
-def refuse_other_shapes(commit: Commit, config: RunConfig, where: str) -> None:
+def refuse_other_shapes(commit: Commit, config: RunConfig, where: str | None = None) -> None:
     """Raises CheckpointError for a checkpoint with other tensors than the run file's model has."""
     wanted = {t.name: (t.dtype, t.shape) for t in state_table(config.model, config.train.precision)}
     found = {t.name: (t.dtype, t.shape) for t in commit.table}
