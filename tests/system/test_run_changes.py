@@ -1,4 +1,4 @@
-"""Promise 1 for runs that change: a longer run is the run of that length, and a branch with another
+"""Promise 1 for runs that change. A longer run is the run of that length. A branch with another
 learning rate is another run from its first step on."""
 
 from __future__ import annotations
@@ -11,9 +11,8 @@ from holdfast.events import StepDone
 from holdfast.wire.journal import read_journal
 from holdfast.wire.store.run_store import FolderStore
 from tests.support.commands import Outcome, apart, start, within, write_run_file
+from tests.support.marks import in_campaign
 from tests.support.ranks import wait_until
-
-pytestmark = pytest.mark.slow
 
 DEADLINE = 120
 
@@ -45,20 +44,21 @@ def audited(folder: Path) -> str:
 @pytest.mark.parametrize(
     "schedule",
     [
-        ("train.schedule.kind=constant", "train.schedule.warmup_steps=2"),
-        ("train.schedule.steps=5", "train.schedule.warmup_steps=2"),
+        pytest.param("train.schedule.kind=constant", id="constant"),
+        in_campaign("train.schedule.steps=5", id="a schedule with a length of its own"),
     ],
-    ids=["constant", "a schedule with a length of its own"],
 )
-def test_a_longer_run_is_the_run_of_that_length(schedule: tuple[str, ...], run_file: Path) -> None:
-    longer = trained(run_file, "longer", *schedule, "train.steps=7")
-    trained(run_file, "longer", *schedule, "train.steps=14")
-    at_once = trained(run_file, "at-once", *schedule, "train.steps=14")
+def test_a_longer_run_is_the_run_of_that_length(schedule: str, run_file: Path) -> None:
+    settings = (schedule, "train.schedule.warmup_steps=2")
+    longer = trained(run_file, "longer", *settings, "train.steps=7")
+    trained(run_file, "longer", *settings, "train.steps=14")
+    at_once = trained(run_file, "at-once", *settings, "train.steps=14")
     same = within("checkpoint", "diff", longer, at_once)
     assert same.code == 0, same.out
     assert "56 samples in 14 steps: none missing, none twice" in audited(longer)
 
 
+@pytest.mark.slow
 def test_a_branch_with_another_rate_differs_from_its_first_step_on(run_file: Path) -> None:
     settings = ("train.schedule.kind=constant", "train.schedule.warmup_steps=0")
     parent = trained(run_file, "parent", *settings)
@@ -77,6 +77,7 @@ def test_a_branch_with_another_rate_differs_from_its_first_step_on(run_file: Pat
     assert "24 samples in 6 steps" in audited(parent)
 
 
+@pytest.mark.slow
 def test_a_run_that_is_training_can_be_branched(run_file: Path) -> None:
     """Both end alike, to the bit, and the parent is not disturbed."""
     parent, branch = run_file.parent / "parent", run_file.parent / "branch"
