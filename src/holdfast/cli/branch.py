@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -14,8 +14,11 @@ from holdfast.cli.output import print_json, say
 from holdfast.cli.progress import StageProgress
 from holdfast.cli.read_errors import explain_read_errors
 from holdfast.errors import RunFolderError
-from holdfast.launch.runs import open_run
+from holdfast.launch.runs import Run, open_run
 from holdfast.report.formatting import format_bytes
+
+if TYPE_CHECKING:
+    from holdfast.launch.branch import Branch
 
 MIB = 2**20
 
@@ -57,9 +60,6 @@ def branch(
       holdfast branch runs/quickstart --at 100 --to runs/large \\
         'train.batch_warmup=[{from_step: 101, batch_size: 64}]'
     """
-    from holdfast.launch.branch import make_branch
-    from holdfast.plan.hardware import detect_hardware
-
     if "://" in run:
         raise RunFolderError(
             "this is a bucket, not a run folder",
@@ -68,33 +68,31 @@ def branch(
         )
     parent = open_run(Path(expand_argument("run", run)))
     with explain_read_errors(parent.folder), StageProgress() as progress:
-        made = make_branch(
-            parent,
-            at,
-            to,
-            overrides or [],
-            detect_hardware(),
-            lambda done, total: _show(progress, done, total),
-        )
+        made = _make(parent, at, to, overrides or [], progress)
+    _report(parent, made, json)
+
+
+def _make(parent: Run, at: str, to: Path, overrides: list[str], progress: StageProgress) -> Branch:
+    from holdfast.launch.branch import make_branch
+    from holdfast.plan.hardware import detect_hardware
+
+    def show(done: int, total: int) -> None:
+        if total >= MIB:
+            progress.show("copied MiB", done // MIB, total // MIB)
+
+    return make_branch(parent, at, to, overrides, detect_hardware(), show)
+
+
+def _report(parent: Run, made: Branch, json: bool) -> None:
+    """Print what was made, and the command that trains it."""
     command = shlex.join(["holdfast", "train", str(made.run_file)])
     size = made.copied.copied_bytes + made.copied.present_bytes
     if json:
-        print_json(
-            {
-                **made.event.body,
-                "branch": str(made.folder),
-                "bytes": size,
-                "train": command,
-            }
-        )
+        about = {"branch": str(made.folder), "bytes": size, "train": command}
+        print_json({**made.event.body, **about})
         return
     changes = f" with {', '.join(made.event.changed)}" if made.event.changed else ""
     say(
         f"{made.folder} continues {parent.folder} after step {made.event.step}{changes} "
         f"({format_bytes(size)} copied and checked); train it: {command}"
     )
-
-
-def _show(progress: StageProgress, done: int, total: int) -> None:
-    if total >= MIB:
-        progress.show("copied MiB", done // MIB, total // MIB)

@@ -92,6 +92,7 @@ def make_branch(
             remedy="name another folder with --to",
         )
     problem: HoldfastError | None = None
+    step = 0
     for origin in _find_origins(parent, at):
         step = origin.commit.step
         loaded = branch_config(parent, step, target, overrides)
@@ -103,7 +104,7 @@ def make_branch(
             problem = problem or error
     assert problem is not None, "there is an origin at least"
     raise CheckpointError(
-        f"the checkpoint of step {at} cannot be copied: {problem}",
+        f"the checkpoint of step {step} cannot be copied: {problem}",
         remedy=f"see which are intact with: holdfast checkpoint verify {parent.folder}",
     ) from problem
 
