@@ -13,10 +13,11 @@ import pytest
 
 from holdfast.checkpoint.restore.catalog import list_commits, step_of
 from holdfast.config.load import load_config
+from holdfast.config.train import OptimizerConfig, ScheduleConfig, TrainConfig
 from holdfast.errors import CheckpointError, RunFolderError
 from holdfast.events import RunBranched
 from holdfast.launch import branch as branch_module
-from holdfast.launch.resume_checks import refuse_unfit_state
+from holdfast.launch.resume_checks import branch_command, refuse_unfit_state
 from holdfast.launch.runs import open_run
 from holdfast.wire.journal import read_journal
 from holdfast.wire.store.run_store import FolderStore
@@ -110,6 +111,39 @@ def test_its_run_file_has_the_parents_values_and_the_changed_ones(
     assert (event.step, event.folder, event.changed) == (6, str(parent), list(settings))
     assert not (tmp_path / "new" / "secret").exists()
     assert here(capsys, "checkpoint", "verify", "new").code == 0
+
+
+def test_relative_paths_of_the_data_start_where_they_did(
+    trained: Trained, parent: Path, capsys: Capture
+) -> None:
+    def start_in(folder: Path, place: str) -> None:
+        resolved = json.loads((parent / "resolved.json").read_text())
+        resolved["config"]["data"]["sources"][0]["path"] = "texts"
+        resolved["origins"]["data.sources.0.path"] = {"kind": "file", "place": place}
+        (parent / "resolved.json").write_text(json.dumps(resolved))
+        environment = json.loads((parent / "environment.json").read_text())
+        environment = json.dumps(environment | {"folder": str(folder)})
+        (parent / "environment.json").write_text(environment)
+
+    def source(run: str) -> str | None:
+        return load_config(Path(run) / "run.yaml").config.data.sources[0].path
+
+    start_in(trained.root.parent, f"{trained.root.name}/run.yaml:8")
+    assert here(capsys, "branch", parent, "--at", "3", "--to", "found").code == 0
+    assert source("found") == str(trained.root / "texts")
+    start_in(trained.root.parent, "run.yaml:8")
+    assert here(capsys, "branch", parent, "--at", "3", "--to", "unknown").code == 0
+    assert source("unknown") == "texts", "as it is written: the dataset is prepared"
+
+
+def test_the_name_of_a_node_is_not_inherited(parent: Path, capsys: Capture) -> None:
+    resolved = json.loads((parent / "resolved.json").read_text())
+    resolved["config"]["cluster"] |= {"node": "a", "beat_seconds": 0.5}
+    resolved["origins"]["cluster.node"] = {"kind": "command line", "place": "cluster.node=a"}
+    (parent / "resolved.json").write_text(json.dumps(resolved))
+    assert here(capsys, "branch", parent, "--at", "3", "--to", "new").code == 0
+    cluster = load_config(Path("new/run.yaml")).config.cluster
+    assert (cluster.node, cluster.beat_seconds) == ("", 0.5)
 
 
 def test_a_branch_of_a_branch_is_audited_through_all_parents(
@@ -271,6 +305,18 @@ def test_a_checkpoint_of_other_shapes_or_of_a_later_step_is_refused(parent: Path
     short = config.model_copy(update={"train": config.train.model_copy(update={"steps": 5})})
     with pytest.raises(RunFolderError, match=r"done step 6, and train\.steps 5 would cut it"):
         refuse_unfit_state(parent, short)
+
+
+def test_a_longer_decay_names_the_checkpoint_before_it(parent: Path) -> None:
+    short = TrainConfig(steps=6, schedule=ScheduleConfig(kind="wsd", warmup_steps=1, decay_steps=2))
+    long = short.model_copy(update={"steps": 12})
+    config = open_run(parent).config
+    stored = config.model_copy(update={"train": short}).model_dump(mode="json")
+    command = branch_command(parent, stored, config.model_copy(update={"train": long}))
+    assert "--at 3 " in command, "the rate of step 5 would change, and of no step before it"
+    other = long.model_copy(update={"optimizer": OptimizerConfig(learning_rate=1e-4)})
+    command = branch_command(parent, stored, config.model_copy(update={"train": other}))
+    assert "--at 6 " in command
 
 
 def test_a_refused_change_names_the_branch_to_type(trained: Trained, capsys: Capture) -> None:

@@ -28,8 +28,8 @@ from holdfast.launch.runs import RESOLVED_FILE, Run, read_environment
 
 OWN_KEYS = {"folder": "name it with --to", "branch_of": "leave it out"}
 """Keys that `holdfast branch` sets -> remedy for one on its command line."""
-MACHINE_KEYS = ("device", "layout.workers")
-"""Keys that a start plans for its machine."""
+UNKEPT_ORIGINS = {"device": "planned", "layout.workers": "planned", "cluster.node": "command line"}
+"""Keys that a start plans for its machine, or is given for its node -> the origin that shows it."""
 
 
 def branch_config(parent: Run, step: int, target: Path, overrides: Sequence[str]) -> LoadedConfig:
@@ -64,13 +64,13 @@ def branch_config(parent: Run, step: int, target: Path, overrides: Sequence[str]
 
 
 def _stored_values(parent: Run) -> dict[str, Any]:
-    """The parent's values. Those that its last start planned for the machine are planned again,
-    and paths of the data start where they did."""
+    """The parent's values, without those of its last start's machine or node. Paths of the data
+    start where they did."""
     values = parent.config.model_dump(mode="json")
     origins = parent.resolved.get("origins", {})
     default = RunConfig().model_dump(mode="json")
-    for key in MACHINE_KEYS:
-        if origins.get(key, {}).get("kind") == "planned":
+    for key, kind in UNKEPT_ORIGINS.items():
+        if origins.get(key, {}).get("kind") == kind:
             _set(values, key, _get(default, key))
     for key, value in list(leaves(values)):
         if is_place(key) and isinstance(value, str):
