@@ -69,6 +69,19 @@ class RunStarted(Event):
 
 
 @dataclass(frozen=True)
+class RunBranched(Event):
+    """This run continues another one from the state after `step`. The parent dealt the samples of
+    all steps up to there."""
+
+    kind: ClassVar[str] = "run_branched"
+    parent: str  # name of the parent run
+    parent_id: str  # its run id, "" for one of an older version
+    folder: str  # path of its run folder when the branch was made
+    key: str  # of the commit object that was copied
+    changed: list[str]  # keys with other values than the parent's, as key=value
+
+
+@dataclass(frozen=True)
 class GenerationStarted(Event):
     """Membership `generation` of the record begins from the state after `step`."""
 

@@ -65,7 +65,7 @@ def test_a_folder_of_another_configuration_is_refused(trained: Trained, capsys: 
     resolved = (trained.folder / "resolved.json").read_bytes()
     found = here(capsys, "train", trained.run_file, "train.steps=7", "seed=3")
     found.refuses(
-        "another configuration", "train.steps was 6 and is now 7", "seed was 1", "--fresh"
+        "another configuration", "train.schedule.steps was 6 and is now 7", "seed was 1", "--fresh"
     )
     assert (trained.folder / "resolved.json").read_bytes() == resolved
 

@@ -19,7 +19,6 @@ from holdfast.checkpoint.bucket.fencing import adopt_bucket_generation
 from holdfast.checkpoint.bucket.recover_folder import recover_folder
 from holdfast.checkpoint.peers.client import run_identity
 from holdfast.checkpoint.peers.generation_floor import generation_floor
-from holdfast.config.identity import config_hash
 from holdfast.config.load import LoadedConfig
 from holdfast.config.run import RunConfig
 from holdfast.data.dataset import Dataset
@@ -33,7 +32,7 @@ from holdfast.errors import HoldfastError, RunFolderError
 from holdfast.launch.addresses import NodeAddress, plan_addresses
 from holdfast.launch.holder import HolderWatch
 from holdfast.launch.process_limits import raise_open_files, refuse_low_limits
-from holdfast.launch.run_folder import refuse_in_use
+from holdfast.launch.run_folder import refuse_in_use, run_hash
 from holdfast.plan.planner import plan_layout
 from holdfast.wire.http.sockets import address_of, bind_listener
 from holdfast.wire.secret import Secret, open_secret
@@ -79,16 +78,15 @@ def train_locally(
         Dataset.open(config.data.folder).version if dataset_version is None else dataset_version
     )
     secret = open_secret(folder, say=say)
-    start = _RunOrigin(
-        config, store, secret, run_identity(config_hash(config), version), fresh, say
-    )
+    hash_ = run_hash(folder, config)
+    start = _RunOrigin(config, store, secret, hash_, version, fresh, say)
     joining = RunContext(
         config,
         store,
         secret,
         folder,
         node,
-        config_hash(config),
+        hash_,
         version,
         entry,
         resume or resume_command(loaded),
@@ -137,7 +135,8 @@ class _RunOrigin:
     config: RunConfig
     store: RunStore
     secret: Secret
-    identity: str
+    config_hash: str
+    dataset_version: str
     fresh: bool
     say: Say
     bucket: RunStore | None = None
@@ -150,8 +149,9 @@ class _RunOrigin:
         """Raises UserError where the bucket is another run's, or cannot be asked."""
         location = self.config.checkpoint.bucket
         if location:
-            hash_ = config_hash(self.config)
-            self.bucket = recover_folder(self.store, location, hash_, self.fresh, self.say)
+            self.bucket = recover_folder(
+                self.store, location, self.config_hash, self.fresh, self.say
+            )
 
     def generation_floor(self) -> int:
         """Above which generation the folder's are to be. Raises UserError where a peer does not
@@ -161,7 +161,7 @@ class _RunOrigin:
             self.store,
             () if peers is None else peers.peers,
             self.secret,
-            self.identity,
+            run_identity(self.config_hash, self.dataset_version),
             self.fresh,
             self.say,
         )

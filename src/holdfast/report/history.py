@@ -30,6 +30,7 @@ from holdfast.events import (
     NoticesUnheard,
     PeerFailed,
     Record,
+    RunBranched,
     RunFailed,
     RunFinished,
     RunStarted,
@@ -146,6 +147,7 @@ class History:
     time: dict[str, float]  # seconds by class of timeledger.CLASSES
     wall: float
     cadence: tuple[SaveInterval, ...] = ()  # the newest decision of each tier
+    branch: RunBranched | None = None  # which run, and which step of it, this one continues
     holes: tuple[str, ...] = ()  # sentences: what the journal should have and does not tell
 
     @property
@@ -196,7 +198,8 @@ def read_history(store: RunStore) -> History:
     history = build_history(contents.records)
     holes = [contents.unreadable_sentence(), _missing_steps_sentence(history)]
     commits = list_commits(store)
-    if commits and not history.last_step and newest_term(store)[0]:  # a copy has no journal
+    begun = history.last_step or history.branch
+    if commits and not begun and newest_term(store)[0]:  # a copy has no journal
         holes.append(
             f"the journal tells of no step, though there is a checkpoint of step "
             f"{step_of(commits[0])}: the journal was removed, or is another run's"
@@ -245,6 +248,7 @@ class _HistoryBuilder:
     blocked: dict[tuple[int, int], float] = field(default_factory=dict)
     notices: list[RunNotice] = field(default_factory=list)
     cadence: dict[int, SaveInterval] = field(default_factory=dict)
+    branch: RunBranched | None = None
 
     def observe(self, record: Record, counts: bool) -> None:
         before = self.ledger.wall
@@ -280,6 +284,8 @@ class _HistoryBuilder:
                 )
         else:
             self._checkpoint(record, elapsed)
+            if isinstance(event, RunBranched):
+                self.branch = event
             if isinstance(event, SaveInterval):
                 self.cadence[event.tier] = event
             text = notice_text(event)
@@ -381,6 +387,7 @@ class _HistoryBuilder:
             self.ledger.totals(),
             wall,
             tuple(self.cadence[tier] for tier in sorted(self.cadence)),
+            self.branch,
         )
 
 
@@ -415,6 +422,9 @@ def notice_text(event: Event) -> str:
         return f"emergency save: {event.reason}"
     if isinstance(event, SettingIgnored):
         return f"{event.key} is not honoured here: {event.reason}"
+    if isinstance(event, RunBranched):
+        changes = f" with {', '.join(event.changed)}" if event.changed else ""
+        return f"continues {event.parent} after step {event.step}{changes} ({event.folder})"
     if isinstance(event, StopRequested):
         return f"asked to stop ({event.reason})"
     if isinstance(event, RunFailed):

@@ -270,6 +270,9 @@ def _samples(samples: Sequence[str]) -> list[str]:
 
 def _config_note(history: History) -> str:
     words = []
+    if history.branch:
+        parent = escape(history.branch.parent)
+        words.append(f"continues <code>{parent}</code> after step {history.branch.step}")
     if history.dataset_version:
         words.append(f"dataset <code>{escape(history.dataset_version)}</code>")
     if history.config_hash:

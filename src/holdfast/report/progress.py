@@ -12,6 +12,7 @@ from holdfast.events import (
     Event,
     GenerationStarted,
     Record,
+    RunBranched,
     RunFailed,
     RunFinished,
     RunStarted,
@@ -145,6 +146,8 @@ class RunProgress:
                 return ProgressLine(elapsed, text)
             case SaveInterval():
                 return ProgressLine(elapsed, event.reason)
+            case RunBranched():
+                return ProgressLine(elapsed, notice_text(event))
             case RunFinished():
                 self.state = "finished"
                 return ProgressLine(elapsed, f"finished after step {event.step}", "good")

@@ -58,6 +58,8 @@ def summary(
         "cadence": [asdict(decision) for decision in history.cadence],
         "notices": [asdict(n) for n in history.notices],
     }
+    if history.branch:
+        out["branch"] = history.branch.body
     if history.holes:
         out["holes"] = list(history.holes)
     if curve:
