@@ -36,6 +36,8 @@ def copy(trained: Trained, tmp_path: Path) -> Trained:
 def test_training_says_what_it_does_and_that_it_finished(trained: Trained) -> None:
     assert "6/6" in trained.outcome.out
     assert "finished" in trained.outcome.err
+    first = next(line for line in trained.outcome.err.splitlines() if "a new run in" in line)
+    assert first == f"a new run in {trained.folder.resolve()}"
 
 
 def test_the_run_folder_describes_itself(trained: Trained) -> None:
