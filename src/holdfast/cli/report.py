@@ -70,7 +70,8 @@ def report(
     counts, device = baselines_of(found), device_of(found)
     path = output or found.folder / "report.html"
     if follow:
-        follow_run(found, path, counts, device)
+        watch = HolderWatch(found.folder)
+        follow_run(found, path, counts, device, lambda: is_holder_gone(watch))
         return
     story = history.read_history(found.store)
     if story.state == "running" and is_holder_gone(HolderWatch(found.folder)):
@@ -99,22 +100,24 @@ def follow_run(
     path: Path,
     baselines: dict[str, float] | None,
     device: str | None,
+    is_trainer_gone: Callable[[], bool],
     wait: Callable[[float], None] = time.sleep,
 ) -> None:
     """Write the page of a run again and again until the run has ended.
 
-    wait: sleeps so many seconds. KeyboardInterrupt, which it may raise, ends this."""
+    is_trainer_gone: of a run whose end is in no record. wait: sleeps so many seconds; a
+    KeyboardInterrupt in it ends this."""
     from holdfast.report.history import build_history
     from holdfast.report.page import REFRESH_S, write_page
     from holdfast.wire.journal import JournalTail
 
-    tail, records, holder = JournalTail(run.store), list[Record](), HolderWatch(run.folder)
+    tail, records = JournalTail(run.store), list[Record]()
     say(f"writing {path} every {REFRESH_S} s until the run ends; Ctrl-C ends this")
     while True:
         records += tail.read_new()
         story = build_history(records)
         is_over = story.state not in ("empty", "running")
-        if not is_over and is_holder_gone(holder):
+        if not is_over and is_trainer_gone():
             story, is_over = (story.as_interrupted() if story.sessions else story), True
         write_page(
             story,
