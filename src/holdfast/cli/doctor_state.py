@@ -13,7 +13,7 @@ from typing import Any
 
 from holdfast.checkpoint.restore.catalog import list_commits
 from holdfast.checkpoint.restore.verify import open_commit
-from holdfast.cli.doctor_checks import Check
+from holdfast.cli.doctor_checks import Check, CheckState
 from holdfast.config.run import RunConfig
 from holdfast.core.format.manifest import Commit
 from holdfast.core.sharding.state_table import state_table
@@ -38,6 +38,10 @@ from holdfast.wire.store.run_store import FolderStore
 STALLED_AFTER_TIMEOUTS = 2
 """Without a step for so many `cluster.progress_seconds`, a run that trains is stalled: as
 `/healthz` has it."""
+
+
+MAX_OPENED = 5
+"""Newest checkpoints whose commit object and heads are read."""
 
 
 @dataclass(frozen=True)
@@ -108,7 +112,7 @@ def check_dataset(folder: Path, version: str, is_finished: bool) -> Check:
     """Check that the run's dataset is where it was."""
     from holdfast.data.dataset import Dataset
 
-    bad = "weak" if is_finished else "fails"
+    bad: CheckState = "weak" if is_finished else "fails"
     try:
         dataset = Dataset.open(folder)
     except DataError as error:
@@ -159,21 +163,23 @@ def _step_check(
 
 # --- checkpoints -----------------------------------------------------------------------------
 def _check_checkpoints(store: FolderStore, history: History) -> tuple[Commit | None, list[Check]]:
-    """Return the newest checkpoint that opens, and a check for each newer one that does not."""
+    """Return the newest checkpoint that opens, and a check for each recent one that does not."""
     bad: list[tuple[str, str]] = []
-    newest = None
-    for key in list_commits(store):
-        try:
-            newest = open_commit(store, key)
+    newest: Commit | None = None
+    for number, key in enumerate(list_commits(store)):
+        if newest is not None and number >= MAX_OPENED:
             break
+        try:
+            commit = open_commit(store, key)
+            newest = newest or commit
         except HoldfastError as error:
             if key in list_commits(store):  # else a run at work removed it
                 bad.append((key, str(error)))
-    state = "fails" if newest is None else "weak"
+    state: CheckState = "fails" if newest is None else "weak"
     instead = (
         "no other one is there; start over with --fresh"
         if newest is None
-        else f"a start takes step {newest.step} instead"
+        else f"a start takes step {newest.step}"
     )
     remedy = f"see all of it: holdfast checkpoint verify {store.folder}; {instead}"
     return newest, [Check("checkpoint", state, reason, remedy, key) for key, reason in bad]

@@ -81,7 +81,7 @@ def _frame(
     return _CurveFrame(
         canvas,
         Scale(first, last, canvas.start, canvas.stop),
-        Scale(low - margin, high + margin, bottom, top),
+        Scale(low - margin, high + 1.7 * margin, bottom, top),
         top,
         bottom,
         ratio,
@@ -163,5 +163,5 @@ def _curve_keys(history: History, baselines: Mapping[str, float]) -> str:
     if history.breaks:
         keys.append(("incident", "bad", "dotted"))
     if history.changes:
-        keys.append(("nodes came or left in time", "baseline", "dotted"))
+        keys.append(("nodes came or left in time", "change", "dotted"))
     return key_line(keys)

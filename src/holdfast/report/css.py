@@ -147,11 +147,14 @@ footer{margin-top:56px;color:var(--faint);font-size:12.5px;border-top:1px solid 
 @media (max-width:700px){figure.wide{display:none}figure.narrow{display:block}
 .tiles{grid-template-columns:repeat(2,1fr)}
 main{padding:26px 14px 50px}h1{font-size:24px}.tile b{font-size:20px}
-table,tbody,tr{display:block}thead,td.none{display:none}
-tr{padding:7px 0}tr+tr{border-top:1px solid var(--rule)}
-td,td.n,tr+tr td{display:flex;justify-content:space-between;gap:16px;padding:2px 0;border:0;
- text-align:right;white-space:normal}
-td::before{content:attr(data-label);color:var(--soft);text-align:left;flex:none;max-width:45%}}
+table,tbody{display:block}thead{display:none}
+tr{display:grid;grid-template-columns:1fr 1fr;column-gap:20px;padding:7px 0}
+tr+tr{border-top:1px solid var(--rule)}
+td,td.n,tr+tr td{display:flex;justify-content:space-between;gap:12px;padding:2px 0;border:0;
+ grid-column:1/-1;text-align:right;white-space:normal}
+td.n{grid-column:auto}td.none,td.n.none{display:none}
+td::before{content:attr(data-label);color:var(--soft);text-align:left;flex:none;max-width:55%}
+td[data-label=""]{justify-content:flex-start;font-weight:600}}
 @media print{body{background:#fff}figure,.tile,.card{break-inside:avoid}}
 """
 

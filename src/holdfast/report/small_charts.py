@@ -31,12 +31,21 @@ def small_charts(history: History) -> str:
     ]
     if history.memory:
         lines = _memory_lines(history.memory)
-        drawings.append(_chart(_memory_title(history), history, lines, _short_bytes))
+        most = max(sample.shown_bytes for sample in history.memory)
+        unit = next(unit for unit in (2**30, 2**20, 1) if most >= unit or unit == 1)
+        drawings.append(_chart(_memory_title(history), history, lines, _short_bytes, unit))
     return f'<div class="small">{"".join(drawings)}</div>'
 
 
-def _chart(title: str, history: History, lines: list[Line], label: Callable[[float], str]) -> str:
-    """One drawing against steps. Values that are not finite break a line."""
+def _chart(
+    title: str,
+    history: History,
+    lines: list[Line],
+    label: Callable[[float], str],
+    unit: float = 1.0,
+) -> str:
+    """One drawing against steps. Values that are not finite break a line. unit: the labels are
+    round numbers of it."""
     values = [y for each in lines for _, y, _ in each if math.isfinite(y)]
     low, high = min(values, default=0.0), max(values, default=1.0)
     low = 0.0 if low > 0 and low < high * 0.9 else low
@@ -45,7 +54,7 @@ def _chart(title: str, history: History, lines: list[Line], label: Callable[[flo
     x = Scale(first, max(history.last_step, 1), SMALL.start, SMALL.stop)
     y = Scale(low - (0.0 if low == 0 else margin), high + margin, _BOTTOM, _TOP)
     parts = []
-    for value in svg.ticks(y.low, y.high, 4):
+    for value in (tick * unit for tick in svg.ticks(y.low / unit, y.high / unit, 4)):
         parts.append(line(SMALL.start, y(value), SMALL.stop, y(value), class_="grid"))
         parts.append(text(SMALL.start - 7, y(value) + 4, label(value), class_="end"))
     for value in svg.ticks(x.low, x.high, SMALL.labels(3)):

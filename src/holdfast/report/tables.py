@@ -16,7 +16,7 @@ from holdfast.report.formatting import (
     format_plural,
 )
 from holdfast.report.history import Generation, History
-from holdfast.report.incidents import RECOVERY_RUNGS
+from holdfast.report.incidents import RECOVERY_RUNGS, Incident
 from holdfast.report.timeledger import CLASSES
 
 _OPEN_ROWS = 12  # rows of a long table that stand open
@@ -102,12 +102,11 @@ def incidents_table(history: History) -> str:
         phases = ", ".join(
             f"{name} {format_duration(seconds)}" for name, seconds in i.phases.items()
         )
-        rung = f"{i.rung}: {RECOVERY_RUNGS[i.rung]}" if i.rung in RECOVERY_RUNGS else ""
         rows.append(
             (
                 format_duration(i.began),
                 escape(i.title),
-                rung,
+                _rung(i),
                 format_count(i.reached),
                 format_count(i.steps_lost),
                 format_duration(i.seconds) if i.seconds is not None else "never",
@@ -132,12 +131,19 @@ def changes_table(history: History) -> str:
         (
             format_duration(i.began),
             escape(i.title),
+            _rung(i),
             format_count(i.reached),
             format_duration(i.stood_still_s) if i.stood_still_s is not None else "",
         )
         for i in history.changes
     ]
-    return _folded_table(("at", "what changed", "after step", "training waited"), rows, (0, 2, 3))
+    head = ("at", "what changed", "rung", "after step", "training waited")
+    return _folded_table(head, rows, (0, 3, 4))
+
+
+def _rung(incident: Incident) -> str:
+    rung = incident.rung
+    return f"{rung}: {RECOVERY_RUNGS[rung]}" if rung in RECOVERY_RUNGS else ""
 
 
 def checkpoints_table(history: History) -> str:

@@ -56,7 +56,7 @@ def timeline(history: History, canvas: Canvas) -> str:
         parts.append(
             tag(
                 "g",
-                line(at, top, at, height - 12, class_="break"),
+                line(at, top, at, height - _key_height(canvas) + 12, class_="break"),
                 data_tip=f"stopped for {format_duration(stop - start)}",
             )
         )
@@ -173,7 +173,12 @@ def _lanes(
             )
         )
     parts.append(_lane_labels(history, y, canvas))
-    return "".join(parts), y + (44 if canvas is WIDE else 64)
+    return "".join(parts), y + _key_height(canvas)
+
+
+def _key_height(canvas: Canvas) -> float:
+    """Pixels below the lanes: their key, which has two rows on a narrow screen."""
+    return 44.0 if canvas is WIDE else 64.0
 
 
 def _incident_lane(history: History, clock: _RunClock, x: Scale, y: float, canvas: Canvas) -> str:
