@@ -153,8 +153,8 @@ tr+tr{border-top:1px solid var(--rule)}
 td,td.n,tr+tr td{display:flex;justify-content:space-between;gap:12px;padding:2px 0;border:0;
  grid-column:1/-1;text-align:right;white-space:normal}
 td.n{grid-column:auto}td.none,td.n.none{display:none}
-td::before{content:attr(data-label);color:var(--soft);text-align:left;flex:none;max-width:55%}
-td[data-label=""]{justify-content:flex-start;font-weight:600}}
+td::before{content:attr(data-label);color:var(--soft);text-align:left;flex:none;max-width:66%}
+td[data-label=""]{justify-content:flex-start;gap:0;font-weight:600}}
 @media print{body{background:#fff}figure,.tile,.card{break-inside:avoid}}
 """
 
