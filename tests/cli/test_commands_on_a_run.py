@@ -78,7 +78,7 @@ def test_a_report_follows_a_run_to_its_end(trained: Trained, copy: Trained) -> N
         if len(waits) == 2:
             segment.write_bytes(b"".join(lines))
 
-    follow_run(open_run(copy.folder), page, None, None, lambda: False, wait)
+    follow_run(open_run(copy.folder), page, lambda: False, wait)
     assert len(waits) == 2
     assert all('http-equiv="refresh"' in text for text in waits)
     assert "refresh" not in page.read_text()

@@ -55,39 +55,41 @@ def report(
       holdfast report runs/quickstart --follow
       holdfast report run.yaml --output page.html --sample "import os" --sample "def f("
     """
-    from holdfast.report import history, page
-    from holdfast.report.summary import summary
-
     if trace is not None:
         given = {"--json": json, "--output": output is not None, "--follow": follow}
         _refuse_beside("--trace", {**given, "--sample": sample})
     if follow:
         _refuse_beside("--follow", {"--json": json, "--sample": sample})
     found = open_run(run)
+    path = output or found.folder / "report.html"
     if trace is not None:
         write_trace(found, trace)
-        return
-    counts, device = baselines_of(found), device_of(found)
-    path = output or found.folder / "report.html"
-    if follow:
+    elif follow:
         watch = HolderWatch(found.folder)
-        follow_run(found, path, counts, device, lambda: is_holder_gone(watch))
-        return
+        follow_run(found, path, lambda: is_holder_gone(watch))
+    else:
+        _report_once(found, None if json else path, samples_of(found, sample) if sample else [])
+
+
+def _report_once(found: Run, path: Path | None, samples: list[dict[str, Any]]) -> None:
+    """Write the page of a run as it is now; without a path, print its numbers as JSON."""
+    from holdfast.report import history, page
+    from holdfast.report.summary import summary
+
     story = history.read_history(found.store)
     if story.state == "running" and is_holder_gone(HolderWatch(found.folder)):
         story = story.as_interrupted()
-    samples = samples_of(found, sample) if sample else []
-    if json:
+    counts, device = baselines_of(found), device_of(found)
+    if path is None:
         numbers = summary(story, found.resolved, baselines=counts, device=device)
         print_json(numbers | {"samples": samples})
         return
-    texts = [one["prompt"] + one["text"] for one in samples]
     page.write_page(
         story,
         found.resolved,
         path,
         baselines=counts,
-        samples=texts,
+        samples=[one["prompt"] + one["text"] for one in samples],
         device=device,
         written_at=time.time(),
     )
@@ -98,8 +100,6 @@ def report(
 def follow_run(
     run: Run,
     path: Path,
-    baselines: dict[str, float] | None,
-    device: str | None,
     is_trainer_gone: Callable[[], bool],
     wait: Callable[[float], None] = time.sleep,
 ) -> None:
@@ -112,6 +112,7 @@ def follow_run(
     from holdfast.wire.journal import JournalTail
 
     tail, records = JournalTail(run.store), list[Record]()
+    baselines, device = baselines_of(run), device_of(run)
     say(f"writing {path} every {REFRESH_S} s until the run ends; Ctrl-C ends this")
     while True:
         records += tail.read_new()

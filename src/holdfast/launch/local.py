@@ -57,10 +57,9 @@ def train_locally(
     """Train in the run folder of a planned configuration; the exit code (0, 1, 130).
 
     `observers` see every record of the journal as it is written, `render_metrics` answers
-    `/metrics`, `say` prints one line, and `say_last` the result (None: `say` does). The dataset's
-    version is read from its folder unless given.
-    `fresh`: this is to be a beginning, whatever a bucket or peers hold. `resume`: the command that
-    takes the run up again. `watch`: what is known of who has the folder.
+    `/metrics`, `say` prints one line, `say_last` the result. The dataset's version is read from its
+    folder unless given. `fresh`: begin, whatever a bucket or peers hold. `resume`: the command that
+    resumes the run. `watch`: what is known of the folder's holder.
     Raises UserError: the folder is in use, not writable, holds no trustworthy checkpoint, ...; and
     CannotGoOnError.
     """

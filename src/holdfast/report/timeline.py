@@ -144,6 +144,22 @@ def _lanes(
     if history.incidents:
         parts.append(_incident_lane(history, clock, x, y, canvas))
         y += 30
+    for elapsed, kind, tip in _marks(history):
+        at = x(clock(elapsed))
+        mark = line(at, y - 4, at, y + 10, class_=kind)
+        parts.append(
+            tag(
+                "g",
+                mark + line(at, y - 4, at, y + 10, stroke="transparent", stroke_width=9),
+                data_tip=tip,
+            )
+        )
+    parts.append(_lane_labels(history, y, canvas))
+    return "".join(parts), y + _key_height(canvas)
+
+
+def _marks(history: History) -> list[tuple[float, str, str]]:
+    """Return the checkpoints and validations: when, kind of mark, tooltip."""
     marks: list[tuple[float, str, str]] = [
         (
             c.elapsed,
@@ -162,18 +178,7 @@ def _lanes(
         )
         for e in history.evaluations
     ]
-    for elapsed, kind, tip in marks:
-        at = x(clock(elapsed))
-        mark = line(at, y - 4, at, y + 10, class_=kind)
-        parts.append(
-            tag(
-                "g",
-                mark + line(at, y - 4, at, y + 10, stroke="transparent", stroke_width=9),
-                data_tip=tip,
-            )
-        )
-    parts.append(_lane_labels(history, y, canvas))
-    return "".join(parts), y + _key_height(canvas)
+    return marks
 
 
 def _key_height(canvas: Canvas) -> float:
