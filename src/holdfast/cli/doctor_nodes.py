@@ -65,7 +65,8 @@ def _node_check(name: str, answer: AgentAnswer, record: GenerationRecord | None)
                 return Check(title, "weak", found, where=where)
             return Check(title, "good", f"{has}, {answer.check.state}{took}", where=where)
         case HolderReply.REFUSED:
-            found, remedy = f"{has}; its agent has ended", f"start it again: holdfast join, {name}"
+            found = f"{has}; its agent has ended, and the run continues without it"
+            remedy = f"start it again on its machine: holdfast join RUN_FOLDER --node {name}"
         case HolderReply.UNSIGNED:
             found = f"{has}; what answers there does not accept the run's secret"
             remedy = f"name the run's secret in {SECRET_FILE_VARIABLE}, as on that node"

@@ -89,18 +89,12 @@ def check_folder(folder: Path, next_checkpoint_bytes: int) -> StoreFindings:
     """Check a run folder. next_checkpoint_bytes: room that the next checkpoint needs."""
     room = _free_space(folder, next_checkpoint_bytes)
     try:
-        had_probe_folder = (folder / PROBE_PREFIX).exists()
-        try:
-            findings = check_store(FolderStore(folder), str(folder), "run store")
-            links = _can_link(folder)
-        finally:
-            if not had_probe_folder:
-                _remove_empty_folders(folder / PROBE_PREFIX)
-    except OSError as error:
-        bad = Check("run store", "fails", f"the probe failed ({error.strerror})", where=str(folder))
-        return StoreFindings([bad, room], {})
-    if not findings.figures:
-        return StoreFindings([*findings.checks, room], {})
+        findings = check_store(FolderStore(folder), str(folder), "run store")
+        if not findings.figures:
+            return StoreFindings([*findings.checks, room], {})
+        links = _can_link(folder)
+    finally:
+        _remove_empty_folders(folder / PROBE_PREFIX)
     checks = [*findings.checks, _link_check(links, folder), room]
     return StoreFindings(checks, findings.figures | {"hard_links": links})
 
@@ -167,10 +161,10 @@ def _append_check(seconds: float, where: str) -> Check:
 def _can_link(folder: Path) -> bool:
     """Return True if the file system can make hard links."""
     place = folder / PROBE_PREFIX
-    place.mkdir(exist_ok=True)
     first = place / f".tmp-{secrets.token_hex(8)}"
     second = first.with_name(f"{first.name}-link")
     try:
+        place.mkdir(exist_ok=True)
         first.write_bytes(b"x")
         os.link(first, second)
     except OSError:
