@@ -78,6 +78,16 @@ def test_a_killed_run_is_told_from_one_that_trains(runs: Path) -> None:
     assert not found.will_fail
 
 
+def test_a_run_that_stopped_is_not_watched_for_life(runs: Path) -> None:
+    """Several nodes leave a term open; the journal says that the run has stopped."""
+    for closed in (runs / "halfway" / "terms").glob("*-closed.json"):
+        closed.unlink()
+    said: list[str] = []
+    found = diagnose_run(runs / "halfway", HolderWatch(runs / "halfway", said.append))
+    assert "stopped after step 5" in found.checks[0].found
+    assert said == []
+
+
 def test_each_broken_part_is_named_with_its_place(runs: Path, capsys: Capture) -> None:
     folder = runs / "halfway"
     for commit in (folder / "commits").iterdir():

@@ -54,7 +54,7 @@ def check_nodes(record: GenerationRecord | None, answers: Mapping[str, AgentAnsw
 def _node_check(name: str, answer: AgentAnswer, record: GenerationRecord | None) -> Check:
     topology = None if record is None else record.topology
     ranks = [] if topology is None else [r for r, n in enumerate(topology.nodes) if n == name]
-    has = f"ranks {', '.join(map(str, ranks))}" if ranks else "no rank"
+    has = f"rank {', '.join(map(str, ranks))}" if ranks else "no rank"
     title, where = f"node {name}", answer.address
     match answer.reply:
         case HolderReply.LIVES:

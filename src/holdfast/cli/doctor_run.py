@@ -13,7 +13,7 @@ from typing import Any
 
 from holdfast.cli.doctor_checks import Check
 from holdfast.cli.doctor_nodes import check_links, check_memory, check_nodes, nodes_to_json
-from holdfast.cli.doctor_state import RunState, check_dataset, read_state
+from holdfast.cli.doctor_state import RunState, check_dataset, is_at_work, read_state
 from holdfast.cli.doctor_store import StoreFindings, check_folder, check_store
 from holdfast.config.load import load_config
 from holdfast.config.run import RunConfig
@@ -64,7 +64,7 @@ def diagnose_run(folder: Path, watch: HolderWatch) -> RunDiagnosis:
     run = _open(folder, found.checks)
     secrets, secret_checks = _read_run_secrets(folder)
     try:
-        lives = secrets is not None and watch.wait_for_verdict()
+        lives = secrets is not None and is_at_work(folder, watch)
         found.state = read_state(folder, run.config if run else None, watch, lives)
         found.checks += found.state.checks
     except HoldfastError as error:

@@ -40,6 +40,7 @@ STALLED_AFTER_TIMEOUTS = 2
 `/healthz` has it."""
 
 
+ENDED_STATES = ("finished", "stopped", "failed")
 MAX_OPENED = 5
 """Newest checkpoints whose commit object and heads are read."""
 
@@ -106,6 +107,17 @@ def read_state(folder: Path, config: RunConfig | None, watch: HolderWatch, lives
     ]
     step = newest.step if newest is not None else 0
     return RunState(lives, history, step_age, step, age, size, checks)
+
+
+def is_at_work(folder: Path, watch: HolderWatch) -> bool:
+    """Return True if a trainer lives. A holder that does not answer is watched for signs of life,
+    unless the journal's last word is that its session has ended."""
+    verdict = watch.look()
+    if verdict is not None:
+        return verdict
+    if build_history(read_contents(FolderStore(folder)).records).state in ENDED_STATES:
+        return False
+    return watch.wait_for_verdict()
 
 
 def check_dataset(folder: Path, version: str, is_finished: bool) -> Check:

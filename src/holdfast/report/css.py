@@ -99,6 +99,7 @@ svg text.baseline-label{fill:var(--baseline);stroke:var(--card);stroke-width:4px
 .incident{stroke:var(--bad);stroke-width:1;stroke-dasharray:1 3;opacity:.8}
 .change{stroke:var(--change);stroke-width:1;stroke-dasharray:1 3;opacity:.8}
 .thin{fill:none;stroke:var(--accent);stroke-width:1.3;stroke-linejoin:round}
+.point{fill:var(--accent)}
 .wash{fill:var(--bad);opacity:.13}
 .span{fill:var(--bad)}
 .span.change{fill:var(--change);stroke:none;opacity:1}

@@ -10,7 +10,7 @@ from holdfast.report import svg
 from holdfast.report.figure import Canvas, Points, figure
 from holdfast.report.formatting import format_bytes, format_count
 from holdfast.report.history import History, MemoryPoint, StepPoint
-from holdfast.report.svg import Scale, line, path, text, thin_points
+from holdfast.report.svg import Scale, line, path, tag, text, thin_points
 
 SMALL = Canvas("small", 330.0, 58.0, 10.0, 300, 90.0)
 _TOP, _BOTTOM, _HEIGHT = 14.0, 150.0, 174.0
@@ -33,7 +33,7 @@ def small_charts(history: History) -> str:
         lines = _memory_lines(history.memory)
         most = max(sample.shown_bytes for sample in history.memory)
         unit = next(unit for unit in (2**30, 2**20, 1) if most >= unit or unit == 1)
-        drawings.append(_chart(_memory_title(history), history, lines, _short_bytes, unit))
+        drawings.append(_chart(_memory_title(history), history, lines, _short_bytes, unit, True))
     return f'<div class="small">{"".join(drawings)}</div>'
 
 
@@ -43,12 +43,13 @@ def _chart(
     lines: list[Line],
     label: Callable[[float], str],
     unit: float = 1.0,
+    from_zero: bool = False,
 ) -> str:
     """One drawing against steps. Values that are not finite break a line. unit: the labels are
-    round numbers of it."""
+    round numbers of it. from_zero: the axis begins there, however little the values differ."""
     values = [y for each in lines for _, y, _ in each if math.isfinite(y)]
     low, high = min(values, default=0.0), max(values, default=1.0)
-    low = 0.0 if low > 0 and low < high * 0.9 else low
+    low = 0.0 if low > 0 and (from_zero or low < high * 0.9) else low
     margin = (high - low) * 0.05 or abs(high) * 0.1 or 1.0
     first = history.steps[0].step - 1 if history.steps else 0
     x = Scale(first, max(history.last_step, 1), SMALL.start, SMALL.stop)
@@ -62,7 +63,10 @@ def _chart(
         parts.append(text(x(value), _BOTTOM + 18, format_count(round(value)), class_=kind))
     parts.append(line(SMALL.start, _BOTTOM, SMALL.stop, _BOTTOM, class_="axis"))
     for each in lines:
-        parts.append(path([(x(step), y(value)) for step, value, _ in each], class_="thin"))
+        spots = [(x(step), y(value)) for step, value, _ in each]
+        parts.append(path(spots, class_="thin"))
+        if len(spots) == 1 and math.isfinite(spots[0][1]):
+            parts.append(tag("circle", cx=spots[0][0], cy=spots[0][1], r=1.8, class_="point"))
     points: Points = sorted(
         (x(step), y(value), tip)
         for each in lines

@@ -75,3 +75,8 @@ def test_the_cause_of_a_new_generation_is_a_phrase() -> None:
     state: Any = SimpleNamespace(lost_members=(("two", "its agent has ended"), ("x", "")))
     assert describe_cause([], state) == "node two was lost (its agent has ended)"
     assert describe_cause([LostOutcome("", "worker 1: exit 1")], state) == "worker 1: exit 1"
+    consequence = LostOutcome("peer_lost", "worker 0: a peer was lost during the reduction")
+    assert describe_cause([consequence], state) == "node two was lost (its agent has ended)"
+    alone: Any = SimpleNamespace(lost_members=())
+    assert describe_cause([consequence], alone) == consequence.cause
+    assert describe_cause([], alone) == ""

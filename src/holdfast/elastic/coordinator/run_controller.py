@@ -392,9 +392,11 @@ class RunController:
 
 def describe_cause(losses: Sequence[LostOutcome], state: CoordinatorState) -> str:
     """Return what ended the last generation, for people; "" if nothing was lost."""
-    cause = next((loss.cause for loss in losses if loss.cause), "")
     lost = [f"node {name} was lost ({said})" for name, said in state.lost_members if said]
-    return cause or " and ".join(lost)
+    caused = [loss for loss in losses if loss.cause]
+    own = [loss.cause for loss in caused if loss.reason != "peer_lost"]  # no mere consequence
+    known = [*own, " and ".join(lost), *(loss.cause for loss in caused)]
+    return next((cause for cause in known if cause), "")
 
 
 def apply_pace_changes(
