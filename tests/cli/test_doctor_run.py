@@ -14,6 +14,7 @@ import pytest
 from holdfast.cli import doctor_store
 from holdfast.cli.doctor_nodes import check_links, check_memory, check_nodes, needs_by_node
 from holdfast.cli.doctor_run import diagnose_run
+from holdfast.cli.doctor_store import check_store
 from holdfast.config.run import RunConfig
 from holdfast.elastic.protocol.node_check import LinkResult, NodeCheckReply, NodeMemory
 from holdfast.launch.holder import HolderWatch
@@ -22,6 +23,7 @@ from holdfast.layout import Layout, place_layout
 from holdfast.wire.term import HolderReply
 from tests.cli.conftest import Trained
 from tests.support.commands import here
+from tests.support.memory_store import MemoryStore
 from tests.support.nodes import nodes_of, prepared
 from tests.support.ranks import ROOT
 
@@ -125,6 +127,23 @@ def test_a_full_disk_fails_before_the_next_checkpoint(
     assert found["state"] == "fails"
     assert "97.7 KiB free; the next checkpoint takes 139.1 KiB" in found["found"]
     assert "holdfast checkpoint prune" in found["remedy"]
+
+
+class Overwriting(MemoryStore):
+    """It accepts a second writer of a key, as some servers of buckets do."""
+
+    def create(self, key: str, data: Any) -> None:
+        self.delete(key)
+        super().create(key, data)
+
+
+def test_a_bucket_is_tried_too() -> None:
+    good = check_store(MemoryStore(), "checkpoint.bucket", "bucket")
+    assert {check.state for check in good.checks} == {"good"}
+    assert good.figures["write_bytes_per_s"] > 0
+    (bad,) = check_store(Overwriting(), "checkpoint.bucket", "bucket").checks
+    assert (bad.state, bad.where) == ("fails", "checkpoint.bucket")
+    assert "overwrites what is there" in bad.found
 
 
 def test_no_run_is_bad_input(tmp_path: Path, capsys: Capture) -> None:
