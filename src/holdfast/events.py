@@ -232,6 +232,16 @@ class StepDone(Event):
 
 
 @dataclass(frozen=True)
+class MemoryUsed(Event):
+    """Memory of a rank's process after step `step`; written a few times a minute."""
+
+    kind: ClassVar[str] = "memory_used"
+    rank: int
+    bytes: int  # of the process alone: neither files nor memory that it shares, as an arena
+    device_bytes: int = 0  # the most that tensors took on its device so far; 0: it has none
+
+
+@dataclass(frozen=True)
 class StateDiffers(Event):
     """After the update of a step, ranks do not hold what the others hold of the same state."""
 

@@ -80,6 +80,7 @@ def join(
             observers=views.observers,
             render_metrics=views.render_metrics,
             say=views.say,
+            say_last=views.say_last,
             dataset_version=version,
             resume=shlex.join(
                 ["holdfast", "join", str(folder), "--node", name, *(overrides or ())]

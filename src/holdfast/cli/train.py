@@ -118,7 +118,10 @@ def _train_in_folder(
     refuse_unfit_state(folder, loaded.config)
     if several:
         refuse_unlike_node(folder, loaded, watch)
-    about = describe_start(loaded, dataset, begins=read_resolved(folder) is None)
+    begins = read_resolved(folder) is None
+    about = describe_start(loaded, dataset, begins=begins)
+    if begins:
+        about = [f"a new run in {folder.resolve()}", *about]
     write_description(folder, loaded, machine, dataset.folder, version)
     for line in about:
         say(line)
@@ -128,6 +131,7 @@ def _train_in_folder(
             observers=views.observers,
             render_metrics=views.render_metrics,
             say=views.say,
+            say_last=views.say_last,
             dataset_version=version,
             fresh=fresh,
             watch=watch,

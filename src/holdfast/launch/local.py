@@ -46,6 +46,7 @@ def train_locally(
     observers: Sequence[Observer] = (),
     render_metrics: Callable[[], bytes] = lambda: b"",
     say: Say = print,
+    say_last: Say | None = None,
     dataset_version: str | None = None,
     entry: str = DEFAULT_ENTRY,
     fresh: bool = False,
@@ -55,9 +56,9 @@ def train_locally(
     """Train in the run folder of a planned configuration; the exit code (0, 1, 130).
 
     `observers` see every record of the journal as it is written, `render_metrics` answers
-    `/metrics`, `say` prints one line. The dataset's version is read from its folder unless given.
-    `fresh`: this is to be a beginning, whatever a bucket or peers hold. `resume`: the command that
-    takes the run up again. `watch`: what is known of who has the folder.
+    `/metrics`, `say` prints one line, `say_last` the result. The dataset's version is read from its
+    folder unless given. `fresh`: begin, whatever a bucket or peers hold. `resume`: the command that
+    resumes the run. `watch`: what is known of the folder's holder.
     Raises UserError: the folder is in use, not writable, holds no trustworthy checkpoint, ...; and
     CannotGoOnError.
     """
@@ -93,6 +94,7 @@ def train_locally(
         generation_floor=start.restore_and_find_floor,
     )
     views: dict[str, Any] = {"observers": observers, "render_metrics": render_metrics, "say": say}
+    views["say_last"] = say_last
     if config.cluster.node:
         say(_listening_line(node, address))
         with bind_listener(config.cluster.host, 0, "cluster.interface") as control:

@@ -248,6 +248,12 @@ def set_aside(folder: Path, before: str | None, watch: HolderWatch | None = None
         except OSError as error:
             if error.errno in (errno.ENOENT, errno.ENOTEMPTY, errno.EEXIST):
                 continue
+            if error.errno == errno.EBUSY:
+                raise RunFolderError(
+                    "the run folder is a mount point, which cannot be moved aside",
+                    where=str(folder),
+                    remedy=f"start the new run in it with folder={folder / 'new'}, or empty it",
+                ) from None
             raise RunFolderError(
                 f"cannot be moved to {target} ({error.strerror})",
                 where=str(folder),

@@ -25,6 +25,7 @@ from holdfast.events import (
     Evaluated,
     Event,
     GenerationStarted,
+    MemoryUsed,
     NonFinite,
     NoticeReceived,
     NoticesUnheard,
@@ -74,6 +75,22 @@ class EvaluationPoint:
     bits_per_byte: float
     tokens: int
     seconds: float
+
+
+@dataclass(frozen=True)
+class MemoryPoint:
+    """A sample of one worker's memory. device_bytes: 0 for a worker without a device."""
+
+    step: int
+    generation: int
+    rank: int
+    bytes: int
+    device_bytes: int
+
+    @property
+    def shown_bytes(self) -> int:
+        """Bytes on the device, which is what runs out there; of the process without one."""
+        return self.device_bytes or self.bytes
 
 
 @dataclass(frozen=True)
@@ -149,6 +166,17 @@ class History:
     cadence: tuple[SaveInterval, ...] = ()  # the newest decision of each tier
     branch: RunBranched | None = None  # which run, and which step of it, this one continues
     holes: tuple[str, ...] = ()  # sentences: what the journal should have and does not tell
+    memory: tuple[MemoryPoint, ...] = ()  # of all workers, in the order of the journal
+
+    @property
+    def breaks(self) -> tuple[Incident, ...]:
+        """The incidents in which something broke."""
+        return tuple(i for i in self.incidents if not i.is_planned)
+
+    @property
+    def changes(self) -> tuple[Incident, ...]:
+        """The planned changes of nodes and workers."""
+        return tuple(i for i in self.incidents if i.is_planned)
 
     @property
     def last_step(self) -> int:
@@ -249,6 +277,7 @@ class _HistoryBuilder:
     notices: list[RunNotice] = field(default_factory=list)
     cadence: dict[int, SaveInterval] = field(default_factory=dict)
     branch: RunBranched | None = None
+    memory: list[MemoryPoint] = field(default_factory=list)
 
     def observe(self, record: Record, counts: bool) -> None:
         before = self.ledger.wall
@@ -271,6 +300,12 @@ class _HistoryBuilder:
             self._generation(record.generation, event, elapsed)
         elif isinstance(event, StepDone):
             self._step(record.generation, event, elapsed, counts)
+        elif isinstance(event, MemoryUsed):
+            self.memory.append(
+                MemoryPoint(
+                    event.step, record.generation, event.rank, event.bytes, event.device_bytes
+                )
+            )
         elif isinstance(event, Evaluated):
             if counts:
                 self.evaluations[event.step] = EvaluationPoint(
@@ -387,7 +422,8 @@ class _HistoryBuilder:
             self.ledger.totals(),
             wall,
             tuple(self.cadence[tier] for tier in sorted(self.cadence)),
-            self.branch,
+            branch=self.branch,
+            memory=tuple(self.memory),
         )
 
 
