@@ -64,7 +64,7 @@ def test_unknown_key_names_line_and_nearest_name() -> None:
         ),
         (
             "train:\n  steps: true\n",
-            "run.yaml:2: train.steps is true, not a number; write a number",
+            "run.yaml:2: train.steps is true, not a number; use 1000",
         ),
         (
             "train:\n  steps: 0\n",
@@ -93,7 +93,7 @@ def test_unknown_key_names_line_and_nearest_name() -> None:
         ("name: 3\n", "run.yaml:1: name is 3, not text; put it in quotes: '3'"),
         (
             "folder: s3://bucket/run\n",
-            "run.yaml:1: folder: the run folder is a folder: name a bucket in checkpoint.bucket",
+            "run.yaml:1: folder: the address of a bucket is not a folder; use runs/{name}, and name the bucket in checkpoint.bucket",
         ),
         (
             "train: 3\n",

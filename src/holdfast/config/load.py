@@ -20,7 +20,13 @@ from typing import Any, Literal
 from pydantic import ValidationError
 
 from holdfast.config import model_from, yaml_tree
-from holdfast.config.explain import explain_errors, format_value, suggest_key
+from holdfast.config.explain import (
+    MAX_NUMBER,
+    explain_errors,
+    find_example,
+    format_value,
+    suggest_key,
+)
 from holdfast.config.fields import allows, as_path, field_at, is_list, leaves, section_of
 from holdfast.config.paths import locate_paths, with_places
 from holdfast.config.presets import PRESETS
@@ -29,8 +35,6 @@ from holdfast.errors import ConfigError
 
 OriginKind = Literal["file", "command line", "preset", "model folder", "default", "planned"]
 KeyPath = tuple[str | int, ...]
-MAX_NUMBER = 2**53
-"""Largest whole number of a run file: larger ones are no exact steps, bytes or samples any more."""
 
 
 @dataclass(frozen=True)
@@ -275,8 +279,7 @@ def _booleans_for_numbers(data: dict[str, Any]) -> list[tuple[KeyPath, bool]]:
 def _boolean_sentences(found: list[tuple[KeyPath, bool]], place: Any, name: str) -> list[str]:
     return [
         f"{place(path) or name}: {'.'.join(map(str, path))} is {format_value(value)}, not a "
-        f"number; "
-        "write a number"
+        f"number; use {find_example(path) or 1}"
         for path, value in found
     ]
 

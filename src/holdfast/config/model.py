@@ -170,7 +170,7 @@ class ModelConfig(Section):
             if list(given) != sorted(set(given) & set(range(self.layers))):
                 raise ValueError(
                     f"{key} {list(given)} are not rising numbers from 0 to {self.layers - 1}: "
-                    "use such numbers"
+                    f"use {sorted({n for n in given if 0 <= n < self.layers})}"
                 )
         if self.window_layers and not self.window:
             raise ValueError("window_layers are given without a window: use window 4096")
