@@ -101,9 +101,12 @@ def test_unknown_key_names_line_and_nearest_name() -> None:
         ),
         (
             "data:\n  sources: python-stdlib\n",
-            "run.yaml:2: data.sources is 'python-stdlib', not a list; write its items below it, each after '- '",
+            "run.yaml:2: data.sources is 'python-stdlib', not a list; write its items below it, each after '- ', or remove it",
         ),
-        ("data:\n  sources: []\n", "run.yaml:2: data.sources has 0 items; name at least one"),
+        (
+            "data:\n  sources: []\n",
+            "run.yaml:2: data.sources has 0 items; name at least one, or remove the key",
+        ),
         (
             "data:\n  sources:\n    - kind: jsonl\n",
             "run.yaml:3: data.sources.0.path is missing for a jsonl source; use a file, folder or glob",
@@ -133,7 +136,7 @@ def test_unknown_key_names_line_and_nearest_name() -> None:
         ),
         (
             "layout:\n  dp_shard: 4\n",
-            "run.yaml:2: layout.dp_shard 4 does not divide train.microbatch_size 2; use microbatch_size 4, or dp_shard 2",
+            "run.yaml:2: layout.dp_shard 4 does not divide train.microbatch_size 2; use train.microbatch_size 4, or layout.dp_shard 2",
         ),
     ],
 )

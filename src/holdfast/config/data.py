@@ -83,4 +83,6 @@ class DataConfig(Section):
         16 * 2**20, ge=1, description="a longer file or line is an error that names it"
     )
     shard_tokens: int = Field(8_000_000, ge=1024, description="tokens of one shard file")
-    processes: int = Field(0, ge=0, description="processes of `holdfast prepare`; 0: one per core")
+    processes: int = Field(
+        0, ge=0, description="processes of `holdfast data prepare`; 0: one per core"
+    )
