@@ -146,7 +146,7 @@ def _use(tree: Tree, path: Path, found: re.Match[str]) -> None:
     target = path
     if name := found["name"]:
         named = as_path(name)
-        places = ((*path, *named), (*path[:-1], *named), named)  # in the section, beside it
+        places = ((*path, *named), (*path[:-1], *named), named)  # in the section, next to it
         target = next((place for place in places if field_at(place) is not None), named)
     _set(tree, target, parse_value(found["value"], "remedy"))
 

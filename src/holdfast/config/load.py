@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -109,7 +110,9 @@ def read_text(path: Path) -> str:
         return path.read_bytes().decode("utf-8-sig").replace("\r\n", "\n")
     except FileNotFoundError:
         raise ConfigError(
-            "there is no such run file", where=where, remedy="make one with 'holdfast init'"
+            "there is no such run file",
+            where=where,
+            remedy=f"make one: holdfast init {shlex.quote(where)}",
         ) from None
     except IsADirectoryError:
         raise ConfigError(
