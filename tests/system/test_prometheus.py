@@ -231,9 +231,11 @@ class Watched:
         return largest
 
 
+@pytest.mark.parametrize("recovery", ["live", "restart"])
 def test_what_prometheus_stores_of_every_node_agrees_with_the_journal(
-    run_file: Path, tmp_path: Path
+    recovery: str, run_file: Path, tmp_path: Path
 ) -> None:
+    """restart: steps since the newest checkpoint are done again, and count as replayed."""
     gate = FaultOrders(tmp_path / "gate")
     gate.prepare(0)
     everyone = {"a", "b", "c"}
@@ -242,7 +244,7 @@ def test_what_prometheus_stores_of_every_node_agrees_with_the_journal(
         name: ("cluster.interface=127.0.0.1", f"cluster.metrics_port={port}")
         for name, port in ports.items()
     }
-    settings = (*SETTINGS, f"cluster.faults={gate.folder}")
+    settings = (*SETTINGS, f"cluster.recovery={recovery}", f"cluster.faults={gate.folder}")
     with (
         prometheus_for(tmp_path / "prometheus", ports) as prometheus,
         nodes_of(run_file, tmp_path / "run", *settings) as nodes,
@@ -255,16 +257,19 @@ def test_what_prometheus_stores_of_every_node_agrees_with_the_journal(
 
         lost = nodes.leader
         gate.open_gate(60)
-        nodes.wait_step(40)
+        nodes.wait_step(50)
         killed_at = time.time()
         os.killpg(nodes.agents[lost].pid, signal.SIGKILL)
         nodes.kill(lost)
         run.hold_at(90, everyone - {lost})
         assert nodes.leader != lost
+        done = [event.step for event in nodes.events(StepDone)]
+        assert (len(done) > len(set(done))) == (recovery == "restart")
 
         gate.open_gate(120)
+        without = nodes.newest
         nodes.join(lost, settings=own[lost])
-        nodes.wait_generation(everyone)
+        nodes.wait_generation(everyone, after=without)
         run.hold_at(STEPS - 1, everyone)
         scraped = prometheus.samples("up", killed_at)
         for name in everyone - {lost}:
