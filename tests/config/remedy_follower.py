@@ -12,6 +12,8 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+import yaml
+
 from holdfast.config.fields import as_path, field_at, is_list
 from holdfast.config.yaml_tree import parse_scalar, parse_value, parse_yaml
 
@@ -90,8 +92,26 @@ def _remove_block(text: str, line: int) -> str:
     return "\n".join(lines) + "\n"
 
 
+def _write_out(text: str, _: int) -> str:
+    return to_yaml(yaml.safe_load(text))  # that reader follows aliases
+
+
+def _write_example(text: str, _: int) -> str:
+    return "train:\n  steps: 1000\n"
+
+
+def _outdent(text: str, line: int) -> str:
+    lines = text.splitlines()
+    lines[line - 1] = lines[line - 1].lstrip()
+    return "\n".join(lines) + "\n"
+
+
 _TEXT_RULES: list[tuple[str, Callable[[str, int], str]]] = [
     (r"^keep one$", _remove_block),
+    (r"^remove the line", _remove_line),
+    (r"^begin it at the start of the line$", _outdent),
+    (r"^write the value out, or put it in quotes if it is text$", _write_out),
+    (r"^write for example 'train:' and, indented below it, 'steps: 1000'$", _write_example),
     (r"^write 'key: value' with a space after the colon, and indent by two spaces$", _remove_line),
 ]
 
@@ -176,6 +196,8 @@ _RULES: list[tuple[str, Callable[[Tree, Path, re.Match[str]], None]]] = [
     ),
     (r"^use a (file, folder or glob|data set's name)$", _name_path),
     (r"^name a file or a folder$", _name_path),
+    (r"^write the path in full", _name_path),
+    (r"^write (?P<value>/.*)$", _use_text),
     (r"^use a shorter one$", _name_path),
     (rf"^use a shorter one, such as {_VALUE}$", _use_text),
     (r"^write a word, in quotes if it has other characters than letters$", _name_path),

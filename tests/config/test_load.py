@@ -122,8 +122,8 @@ def test_unknown_key_names_line_and_nearest_name() -> None:
             "run.yaml:2: model.kv_heads 2 does not divide heads 3; use one of [1, 3]",
         ),
         (
-            "checkpoint:\n  min_seconds: 30\n  max_seconds: 10\n",
-            "run.yaml:2: checkpoint.min_seconds 30 is more than max_seconds 10; use 10 or less",
+            "checkpoint:\n  interval: adaptive\n  min_seconds: 30\n  max_seconds: 10\n",
+            "run.yaml:3: checkpoint.min_seconds 30 is more than max_seconds 10; use 10 or less",
         ),
         ("model:\n  dim: 130\n", "run.yaml:2: model.heads 4 does not divide dim 130; use dim 128"),
         (

@@ -120,11 +120,11 @@ def _sentence(details: ErrorDetails, path: tuple[str | int, ...]) -> tuple[str, 
     if kind == "extra_forbidden":
         return "", f"unknown key {key}", suggest_key(path)
     if kind == "value_error":
-        what, _, remedy = str(context["error"]).partition(": use ")
+        what, *remedies = re.split(r": (?=use |remove )", str(context["error"]), maxsplit=1)
         first = as_path(what.split()[0])
         names_a_key = isinstance(first[0], str) and field_at((*path, *first)) is not None
         joint = "." if names_a_key else ": "
-        return (f"{key}{joint}" if key else ""), what, f"use {remedy}" if remedy else ""
+        return (f"{key}{joint}" if key else ""), what, "".join(remedies)
     if kind == "missing":
         example = find_example(path)
         remedy = f"give it, for example {example}" if example else "give it"
@@ -160,6 +160,8 @@ def _sentence(details: ErrorDetails, path: tuple[str | int, ...]) -> tuple[str, 
         remedy = f"put it in quotes: '{format_value(value)}'"
     elif wanted == "text" and not remedy:
         remedy = "write a word, in quotes if it has other characters than letters"
+    elif not remedy and isinstance(path[-1], int):
+        remedy = "remove it"
     if kind == "finite_number":
         wanted = "a finite number"
     if wanted is None:

@@ -13,7 +13,7 @@ Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
 MAX_MICROBATCHES = 2**20
-"""Microbatches of a step: a plan of a step has an entry for each."""
+"""Microbatches of a step, a plan of which has an entry for each; also samples of a microbatch."""
 
 
 class OptimizerConfig(Section):
@@ -52,7 +52,9 @@ class EvaluateConfig(Section):
 class TrainConfig(Section):
     steps: int = Field(1000, ge=1, description="steps of the run")
     batch_size: int = Field(16, ge=1, description="samples of one step, over all workers")
-    microbatch_size: int = Field(2, ge=1, description="samples of one logical microbatch")
+    microbatch_size: int = Field(
+        2, ge=1, le=MAX_MICROBATCHES, description="samples of one logical microbatch"
+    )
     batch_warmup: tuple[BatchStage, ...] = ()
     precision: Literal["fp32", "float64", "bf16"] = Field(
         "fp32", description="bf16: fp32 parameters, bf16 compute, fp32 reduction"
@@ -82,8 +84,10 @@ class TrainConfig(Section):
                 )
         for index, (before, stage) in enumerate(pairwise(self.batch_warmup), start=1):
             if stage.from_step <= before.from_step:
+                is_last = before.from_step >= self.steps
                 raise ValueError(
                     f"batch_warmup.{index}.from_step {stage.from_step} must be above the "
-                    f"{before.from_step} of the stage before it: use {before.from_step + 1}"
+                    f"{before.from_step} of the stage before it: "
+                    + ("remove the stage" if is_last else f"use {before.from_step + 1}")
                 )
         return self
