@@ -27,19 +27,27 @@ def place_of(arguments: list[str], message: str) -> int:
             return arguments.index(override[1])
         key = override[1].partition("=")[0]
         return arguments.index(f"--{key.rpartition('.')[2]}") + 1
+    if step := re.search(r"step (\d+)", message):
+        return next(i for i, word in enumerate(arguments) if word.endswith(step[1]))
     quoted = re.search(r"'([^']*)'", message)
     return next(i for i, word in enumerate(arguments) if quoted and quoted[1] in word)
 
 
 def use_value(arguments: list[str], message: str, found: re.Match[str]) -> list[str]:
     place = place_of(arguments, message)
-    key, equals, _ = arguments[place].rpartition("=")
+    before = re.match(r".*[=@]|", arguments[place])
     value = found[1].strip("',")
-    return [*arguments[:place], f"{key}{equals}{value}", *arguments[place + 1 :]]
+    changed = (before[0] if before else "") + value
+    return [*arguments[:place], changed, *arguments[place + 1 :]]
 
 
 def use_option(arguments: list[str], message: str, found: re.Match[str]) -> list[str]:
     place = arguments.index(found[1]) + 1
+    return [*arguments[:place], found[2], *arguments[place + 1 :]]
+
+
+def use_setting(arguments: list[str], message: str, found: re.Match[str]) -> list[str]:
+    place = arguments.index(f"--{found[1]}") + 1
     return [*arguments[:place], found[2], *arguments[place + 1 :]]
 
 
@@ -92,6 +100,9 @@ RULES: list[tuple[str, Change]] = [
     (r"remove it$", leave_out),
     (r"write for example --\S+ (\S+)$", use_value),
     (r"one of these: (\S+)", use_value),
+    (r"there are: (\S+)", use_value),
+    (r"is not one of ('\w+')", use_value),
+    (r"use a (temperature) of at least (\d+)", use_setting),
     (r"greater than or equal to (\d+)", use_value),
     (r"(?:use|write|give)(?: one of| ranks)? (\S+)", use_value),
     (r"; (\S+) would work$", use_value),
@@ -181,10 +192,9 @@ def test_remedies_before_a_run(line: str, lab: Path, capsys: Capture) -> None:
         "checkpoint verify {run} 99",
         "generate {run} the --step 99 --tokens 1",
         "generate {run} the --temperature -1 --tokens 1",
-        "generate {run} the --tokens 1000",
         "export {run} --to out --step 99",
         "export {run} --to out --dtype float3",
-        "checkpoint diff {run}@99 {run}",
+        "checkpoint diff {run}@99 {run}@3",
         "report {run} --output no/page.html",
     ],
 )
