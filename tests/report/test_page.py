@@ -243,7 +243,7 @@ def test_it_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
     page.write_page(build_history(lossy_run().records), {}, target)
     assert target.read_text() == rendered()
     assert os.listdir(tmp_path) == ["report.html"]
-    with pytest.raises(RunFolderError, match="--output"):
+    with pytest.raises(RunFolderError, match="mkdir -p"):
         page.write_page(
             build_history(lossy_run().records), {}, tmp_path / "missing" / "report.html"
         )

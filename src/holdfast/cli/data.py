@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shlex
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -66,7 +68,7 @@ def inspect(
     from holdfast.data.inspect import dataset_numbers, mask_shares, render_sample
 
     config = load_config(run_file, overrides or []).config
-    dataset = Dataset.open(_prepared_folder(config))
+    dataset = Dataset.open(_prepared_folder(config, run_file, overrides or []))
     batches = Batches(dataset, config.data, config.train, config.seed)
     found = dataset_numbers(dataset) | {"samples": mask_shares(batches)}
     if json:
@@ -106,7 +108,8 @@ def verify(run_file: RunFile, overrides: Overrides = None, json: Json = False) -
     from holdfast.data.dataset import Dataset
     from holdfast.data.verify import find_problems as problems_of
 
-    folder = _prepared_folder(load_config(run_file, overrides or []).config)
+    given = overrides or []
+    folder = _prepared_folder(load_config(run_file, given).config, run_file, given)
     problems = problems_of(folder)
     if json:
         print_json({"folder": str(folder), "problems": problems})
@@ -147,7 +150,7 @@ def audit(
     return 0 if all(one.ok for one in results.values()) else 1
 
 
-def _prepared_folder(config: RunConfig) -> Path:
+def _prepared_folder(config: RunConfig, run_file: Path, overrides: Sequence[str]) -> Path:
     from holdfast.data.dataset import exists
 
     folder = Path(config.data.folder)
@@ -155,6 +158,7 @@ def _prepared_folder(config: RunConfig) -> Path:
         raise DataError(
             "there is no prepared dataset",
             where=str(folder),
-            remedy="make it: holdfast data prepare RUN.yaml",
+            remedy="make it: "
+            + shlex.join(["holdfast", "data", "prepare", str(run_file), *overrides]),
         )
     return folder

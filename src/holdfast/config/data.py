@@ -87,5 +87,5 @@ class DataConfig(Section):
     )
     shard_tokens: int = Field(8_000_000, ge=1024, description="tokens of one shard file")
     processes: InPlace[int] = Field(
-        0, ge=0, description="processes of `holdfast prepare`; 0: one per core"
+        0, ge=0, description="processes of `holdfast data prepare`; 0: one per core"
     )

@@ -45,7 +45,7 @@ def _schedule(loaded: LoadedConfig) -> Iterator[Finding]:
     train = loaded.config.train
     schedule, steps = train.schedule, train.steps
     warmup, key = schedule.warmup_steps, "train.schedule.warmup_steps"
-    shorter = max(1, steps // 10)
+    shorter = steps // 10
     if warmup > steps:
         yield (
             key,
@@ -68,7 +68,7 @@ def _schedule(loaded: LoadedConfig) -> Iterator[Finding]:
             yield (
                 key,
                 f"{decay} is for schedule.kind wsd, and this is {schedule.kind}",
-                "use schedule.kind wsd, or remove it",
+                "use train.schedule.kind wsd, or remove it",
             )
     elif decay > max(0, steps - min(warmup, steps - 1)):
         room = max(0, steps - warmup)
@@ -80,7 +80,11 @@ def _schedule(loaded: LoadedConfig) -> Iterator[Finding]:
         )
     key = "train.schedule.final_ratio"
     if schedule.kind == "constant" and _given(loaded, key):
-        yield key, "has no effect with schedule.kind constant", "use another kind, or remove it"
+        yield (
+            key,
+            "has no effect with schedule.kind constant",
+            "use train.schedule.kind linear, or remove it",
+        )
 
 
 def _batch_stages(loaded: LoadedConfig) -> Iterator[Finding]:
@@ -91,7 +95,7 @@ def _batch_stages(loaded: LoadedConfig) -> Iterator[Finding]:
                 f"train.batch_warmup.{index}.from_step",
                 f"{stage.from_step} comes after the last step {train.steps}, so the batch of "
                 f"{stage.batch_size} is never used",
-                f"use {train.steps} or less, or remove the stage",
+                "remove the stage, or raise train.steps",
             )
 
 

@@ -52,7 +52,10 @@ class RunConfig(Section):
     @classmethod
     def _is_a_folder(cls, folder: str) -> str:
         if "://" in folder:
-            raise ValueError("the run folder is a folder: name a bucket in checkpoint.bucket")
+            raise ValueError(
+                "the address of a bucket is not a folder: use runs/{name}, and name the bucket in "
+                "checkpoint.bucket"
+            )
         return folder
 
     @model_validator(mode="after")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from html import escape
@@ -85,7 +86,9 @@ def write_page(
         raise RunFolderError(
             f"the report cannot be written ({error.strerror})",
             where=str(path),
-            remedy="name another place with --output",
+            remedy="name another place with --output"
+            if path.parent.exists()
+            else f"make the folder first: mkdir -p {shlex.quote(str(path.parent))}",
         ) from error
 
 

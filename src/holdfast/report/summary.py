@@ -1,4 +1,4 @@
-"""`holdfast report --json`: the history as one JSON value for programs."""
+"""`holdfast report RUN --json`: the history as one JSON value for programs."""
 
 from __future__ import annotations
 
