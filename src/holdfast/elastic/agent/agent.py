@@ -75,11 +75,14 @@ class NodeAgent:
         observers: Sequence[Observer] = (),
         render_metrics: Callable[[], bytes] = lambda: b"",
         say: Say = print,
+        say_last: Say | None = None,
     ) -> None:
         """control_socket: the bound socket whose address other agents find in the run store.
-        planner: lays a generation out over the nodes. say: prints one line for the user."""
+        planner: lays a generation out over the nodes. say: prints one line for the user. say_last:
+        prints the result, after the views have shown all records; None: `say` does."""
         self._context, self._control_socket, self._planner = context, control_socket, planner
         self._render_metrics, self._say = render_metrics, (say := logged(say))
+        self._say_last = say if say_last is None else logged(say_last)
         self._records = RunRecords(context, observers, say)
         self._notice_source = make_notice_source(context.config.cluster)
         self._is_exiting_at_once = False  # exit at once, wait for nothing
@@ -117,6 +120,7 @@ class NodeAgent:
             self._say,
             self._exit_at_once,
         )
+        self._parts.run_controller.result_reporter.say_last = self._say_last
         try:
             self._exit_code = await self._serve(metrics)
             return self._exit_code

@@ -7,8 +7,10 @@ from dataclasses import dataclass
 
 from holdfast.elastic.agent import health
 from holdfast.elastic.agent.health import HealthStatus
+from holdfast.elastic.agent.node_check import check_node
 from holdfast.elastic.agent.parts import AgentParts
 from holdfast.elastic.protocol.messages import handler_of
+from holdfast.elastic.protocol.node_check import NODE_CHECK_PATH, NodeCheck, NodeCheckReply
 from holdfast.elastic.protocol.notice_messages import (
     NOTICE_PATH,
     EmergencyReply,
@@ -36,6 +38,7 @@ class RequestHandlers:
                 CommandPoll.from_json, self.parts.processes.process_manager.handle_command_poll
             ),
             NOTICE_PATH: handler_of(Notice.from_json, self.handle_notice),
+            NODE_CHECK_PATH: handler_of(NodeCheck.from_json, self.handle_node_check),
             **self.parts.role_loop.handlers,
         }
         return SignedApplication(
@@ -94,6 +97,10 @@ class RequestHandlers:
                 if known and name not in known:
                     return UnknownNodeReply(f"there is no node {name} in this run", tuple(known))
         return await self.parts.shutdown_controller.handle_notice_request(generation, notice)
+
+    async def handle_node_check(self, generation: int, check: NodeCheck) -> NodeCheckReply:
+        """Handle a check of `holdfast doctor`."""
+        return await check_node(self.health_status(), check)
 
     def health_status(self) -> HealthStatus:
         """Return the answer to `/healthz`."""
