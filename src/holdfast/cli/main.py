@@ -22,6 +22,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "init": ("init", "write a run file to start from"),
     "train": ("train", "start or resume the run that a run file describes"),
     "join": ("join", "take part in a run on several machines"),
+    "branch": ("branch", "begin a new run from a checkpoint of another one"),
     "watch": ("watch", "follow a run from another terminal"),
     "notice": ("notice", "tell a run that machines are about to go"),
     "report": ("report", "write one HTML page about a run"),

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from holdfast.config.fields import as_path, field_at
+from holdfast.config.identity import SCHEDULE_STEPS
 from holdfast.config.load import LoadedConfig
 
 
@@ -58,6 +59,9 @@ def _schedule(loaded: LoadedConfig) -> Iterator[Finding]:
             f"{warmup} is the length of the run, so the {schedule.kind} decay never begins",
             f"use {shorter}, or a longer run",
         )
+    if schedule.steps and schedule.kind == "constant":
+        yield SCHEDULE_STEPS, "has no effect with schedule.kind constant", "remove it"
+    steps = train.schedule_steps
     decay, key = schedule.decay_steps, "train.schedule.decay_steps"
     if schedule.kind != "wsd":
         if decay and _given(loaded, key):
@@ -70,7 +74,7 @@ def _schedule(loaded: LoadedConfig) -> Iterator[Finding]:
         room = max(0, steps - warmup)
         yield (
             key,
-            f"{decay} and the warm-up of {warmup} are longer than the run of {steps} steps, so "
+            f"{decay} and the warm-up of {warmup} are longer than the schedule's {steps} steps, so "
             f"the decay is cut to {max(1, room)}",
             f"use {max(1, room)} or less",
         )

@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from holdfast.config.base import Section
+from holdfast.config.change import Branch, InPlace
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
 
@@ -32,8 +33,13 @@ class ScheduleConfig(Section):
     kind: Literal["constant", "linear", "cosine", "wsd"] = Field(
         "cosine", description="the schedule after the warm-up"
     )
+    steps: int = Field(
+        0, ge=0, description="steps of the schedule, after which the rate stays; 0: train.steps"
+    )
     warmup_steps: int = Field(20, ge=0, description="steps in which the rate rises linearly")
-    decay_steps: int = Field(0, ge=0, description="wsd: steps of the decay; 0: a fifth of the run")
+    decay_steps: int = Field(
+        0, ge=0, description="wsd: steps of the decay; 0: a fifth of the schedule"
+    )
     final_ratio: float = Field(0.1, ge=0, le=1, description="last rate / peak rate")
 
 
@@ -50,19 +56,24 @@ class EvaluateConfig(Section):
 
 
 class TrainConfig(Section):
-    steps: int = Field(1000, ge=1, description="steps of the run")
-    batch_size: int = Field(16, ge=1, description="samples of one step, over all workers")
-    microbatch_size: int = Field(
+    steps: InPlace[int] = Field(1000, ge=1, description="steps of the run")
+    batch_size: Branch[int] = Field(16, ge=1, description="samples of one step, over all workers")
+    microbatch_size: Branch[int] = Field(
         2, ge=1, le=MAX_MICROBATCHES, description="samples of one logical microbatch"
     )
-    batch_warmup: tuple[BatchStage, ...] = ()
-    precision: Literal["fp32", "float64", "bf16"] = Field(
+    batch_warmup: Branch[tuple[BatchStage, ...]] = ()
+    precision: Branch[Literal["fp32", "float64", "bf16"]] = Field(
         "fp32", description="bf16: fp32 parameters, bf16 compute, fp32 reduction"
     )
-    compile: bool = Field(False, description="torch.compile of each block")
-    optimizer: OptimizerConfig = OptimizerConfig()
-    schedule: ScheduleConfig = ScheduleConfig()
-    evaluate: EvaluateConfig = EvaluateConfig()
+    compile: Branch[bool] = Field(False, description="torch.compile of each block")
+    optimizer: Branch[OptimizerConfig] = OptimizerConfig()
+    schedule: Branch[ScheduleConfig] = ScheduleConfig()
+    evaluate: InPlace[EvaluateConfig] = EvaluateConfig()
+
+    @property
+    def schedule_steps(self) -> int:
+        """The step at which the learning rate reaches its last value."""
+        return self.schedule.steps or self.steps
 
     @model_validator(mode="after")
     def _divides(self) -> TrainConfig:
