@@ -20,6 +20,7 @@ from holdfast.errors import RunFolderError
 from holdfast.launch.holder import HolderWatch
 from holdfast.launch.run_folder import dataset_version_in, refuse_alone
 from holdfast.launch.runs import RESOLVED_FILE, read_resolved
+from holdfast.launch.trackers import refuse_missing_trackers
 
 ADDRESS_KEYS = ("cluster.interface", "cluster.gloo_interface", "checkpoint.peer_interface")
 
@@ -67,6 +68,7 @@ def join(
     if (last := finished_step(folder, loaded.config.train.steps)) is not None:
         say(f"this run is finished: all {last} steps are done; see: holdfast report {folder}")
         return 0
+    refuse_missing_trackers(loaded)
     version = dataset_version_in(folder, Dataset.open(loaded.config.data.folder))
     with (
         early_signals_answered(),

@@ -22,6 +22,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "train": ("train", "start or resume the run that a run file describes"),
     "join": ("join", "take part in a run on several machines"),
     "watch": ("watch", "follow a run from another terminal"),
+    "track": ("track", "bring a run to W&B, MLflow, TensorBoard or CSV files"),
     "notice": ("notice", "tell a run that machines are about to go"),
     "report": ("report", "write one HTML page about a run"),
     "generate": ("generate", "sample text from a trained run"),

@@ -24,6 +24,7 @@ FREE_KEYS = (
     "folder",
     "device",
     "tensorboard",
+    "logging",
     "layout",
     "cluster",
     "checkpoint",

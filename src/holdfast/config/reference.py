@@ -29,8 +29,8 @@ A relative path in the file starts at the folder of the file; one on the command
 current folder. `~` is your home. A `$` in a path is refused.
 
 These keys may change between two starts of the same run: `name`, `folder`, `device`,
-`tensorboard`, `layout`, `cluster`, `checkpoint`, `train.evaluate`, and the dataset's folder. All
-other keys decide what is computed. A run folder refuses to continue with other values.
+`tensorboard`, `logging`, `layout`, `cluster`, `checkpoint`, `train.evaluate`, and the dataset's
+folder. All other keys decide what is computed. A run folder refuses to continue with other values.
 """
 
 
@@ -102,7 +102,8 @@ def _type(info: FieldInfo) -> str:
     names = {"int": "whole number", "float": "number", "bool": "true or false", "str": "text"}
     kinds = [a for a in (get_args(info.annotation) or (info.annotation,)) if a is not type(None)]
     words = [names.get(getattr(k, "__name__", ""), "list") for k in kinds]
-    text = "list of numbers" if is_list(info.annotation) else words[0]
+    items = "text" if str in get_args(info.annotation) else "numbers"
+    text = f"list of {items}" if is_list(info.annotation) else words[0]
     bounds = [
         f"{sign} {getattr(rule, name)}"
         for rule in info.metadata

@@ -16,6 +16,7 @@ from holdfast.config.data import DataConfig
 from holdfast.config.degrees import find_impossible_degrees
 from holdfast.config.huggingface.convert import explain_no_architecture
 from holdfast.config.layout import LayoutConfig
+from holdfast.config.logging import LoggingConfig
 from holdfast.config.model import ModelConfig
 from holdfast.config.train import TrainConfig
 
@@ -33,13 +34,14 @@ class RunConfig(Section):
     device: Literal["auto", "cpu", "cuda"] = Field(
         "auto", description="auto: cuda if there is an accelerator, cpu otherwise (planned)"
     )
-    tensorboard: bool = Field(False, description="write event files into the run folder")
+    tensorboard: bool = Field(False, description="short for logging.trackers: [tensorboard]")
     data: DataConfig = DataConfig()
     model: ModelConfig = Field(default_factory=lambda: ModelConfig.model_validate({}))
     train: TrainConfig = TrainConfig()
     layout: LayoutConfig = LayoutConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     cluster: ClusterConfig = ClusterConfig()
+    logging: LoggingConfig = LoggingConfig()
 
     @field_validator("folder")
     @classmethod

@@ -15,6 +15,7 @@ so it answers within milliseconds. One event loop runs everything:
     run folder       a lost run folder (`elastic/agent/run_folder_monitor.py`)
     processes        mover, fork server and workers (`elastic/agent/node_processes.py`)
     group end        finishes copies and uploads (`elastic/agent/group_end.py`)
+    trackers         keeps them running if it leads (`elastic/agent/tracker_supervisor.py`)
     requests         answers the requests above (`elastic/agent/requests.py`)
     result           tells the user the run's result (`elastic/agent/node_result.py`)
 
@@ -151,6 +152,7 @@ class NodeAgent:
                 )
             ),
             asyncio.create_task(self._watch_term()),
+            asyncio.create_task(self._parts.trackers.watch()),
         ]
         self._run_task = asyncio.create_task(self._take_part_in_run())
         self._catch_signals()
