@@ -1,4 +1,4 @@
-"""Where a run's curves go: trackers, which follow the journal from processes of their own."""
+"""Trackers of a run: programs that show it, fed by processes of their own."""
 
 from __future__ import annotations
 

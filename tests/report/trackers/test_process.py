@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,8 @@ from holdfast.events import Record, to_json
 from holdfast.report.trackers.process import RETRY_EXIT_CODE, TrackerSpec
 from holdfast.wire.child_command import module_command
 from holdfast.wire.journal import segment_key
-from tests.report.test_metrics import as_tensorboard_shows, loss_at
-from tests.support.journal_builder import lossy_run
+from tests.report.test_metrics import as_tensorboard_shows
+from tests.support.journal_builder import loss_at, lossy_run
 from tests.support.ranks import ROOT, wait_until
 from tests.support.tracker_server import TRACKER, TrackerServer
 
@@ -41,15 +42,20 @@ def spec_of(folder: Path, tracker: str, **values: Any) -> TrackerSpec:
     return TrackerSpec(tracker, "demo", str(folder), log=log, **values)
 
 
+def python_path(*folders: Path) -> str:
+    """Return these folders, and those of this process."""
+    return os.pathsep.join([*map(str, folders), *filter(None, [os.environ.get("PYTHONPATH")])])
+
+
 @contextmanager
 def following(spec: TrackerSpec, **environment: str) -> Iterator[subprocess.Popen[bytes]]:
-    """A tracker's process, which is told that nothing more comes when its `stdin` is closed."""
+    """A tracker's process. The end of its `stdin` means that nothing more comes."""
     process = subprocess.Popen(
         module_command("holdfast.report.trackers.process"),
         stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
-        env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
+        env={**os.environ, "PYTHONPATH": python_path(ROOT), **environment},
     )
     assert process.stdin is not None
     process.stdin.write(spec.to_json_line())
@@ -77,6 +83,10 @@ def log_of(folder: Path) -> str:
 def rows(path: Path) -> list[dict[str, str]]:
     with path.open(newline="") as file:
         return list(csv.DictReader(file))
+
+
+def has_step(path: Path, step: int) -> bool:
+    return path.exists() and any(row["step"] == str(step) for row in rows(path))
 
 
 def is_complete(folder: Path) -> None:
@@ -108,13 +118,7 @@ def test_killed_while_it_follows(tmp_path: Path) -> None:
         write_journal(tmp_path, records[:place])
         with following(spec_of(tmp_path, "csv")) as process:
             newest = max(r.event.step for r in records[:place] if r.writer == "rank0")
-
-            def has_newest() -> bool:
-                return table.exists() and rows(table)[-1:] == [
-                    row for row in rows(table) if int(row["step"]) == newest
-                ]
-
-            wait_until(has_newest, DEADLINE, f"step {newest} in the file")
+            wait_until(partial(has_step, table, newest), DEADLINE, f"step {newest} in the file")
             process.send_signal(signal.SIGKILL)
             process.wait()
         with table.open("a") as file:
@@ -219,7 +223,7 @@ def test_an_installed_tracker_is_found_by_its_entry_point(tmp_path: Path) -> Non
     (site / "METADATA").write_text("Metadata-Version: 2.1\nName: other\nVersion: 1.0\n")
     (site / "entry_points.txt").write_text(f"[holdfast.trackers]\nmine = {TRACKER}\n")
     write_journal(tmp_path / "run", lossy_run().records)
-    paths = os.pathsep.join([str(ROOT), str(site.parent)])
+    paths = python_path(ROOT, site.parent)
     with TrackerServer() as server:
         spec = spec_of(tmp_path / "run", "mine", options={"url": server.url})
         assert deliver(spec, PYTHONPATH=paths) == 0, log_of(tmp_path / "run")

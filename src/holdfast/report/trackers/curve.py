@@ -5,7 +5,7 @@ Here each step becomes one point. If the tracker can take values back, a step th
 replaces the earlier point. If it cannot, the first point stays.
 
 Segments of several writers arrive in any order. So the points of a generation wait until its start
-is known, and the set of delivered steps tells a late step from a repeated one.
+is known. The set of delivered steps tells a late step from a repeated one.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The tracker `wandb`: one run of Weights & Biases over all sessions.
 
-`step` is a metric of its own, against which all others are drawn: W&B's internal step must only
-grow, and values that come late would be dropped. Offline, the files lie in the tracker's folder,
+`step` is a metric of its own, and the axis of all other metrics. W&B's internal step must only
+grow, and W&B would drop a value that comes late. Offline, the files lie in the tracker's folder,
 and `wandb sync` sends them. Every session has the same run id, so they become one run.
 """
 
