@@ -64,8 +64,10 @@ def test_a_package_that_is_missing_is_named_before_the_run_starts(
         ("logging.wandb.mode=on", "online"),
     ],
 )
-def test_mistakes_of_the_run_file(override: str, words: str, capsys: Capture) -> None:
-    here(capsys, "config", "show", override).refuses(words)
+def test_mistakes_of_the_run_file(
+    override: str, words: str, trained: Trained, capsys: Capture
+) -> None:
+    here(capsys, "config", "show", trained.run_file, override).refuses(words)
 
 
 def test_an_unknown_option_is_refused_before_the_run_starts(

@@ -37,7 +37,7 @@ class MlflowConfig(Section):
     @field_validator("uri")
     @classmethod
     def _has_no_password(cls, uri: str) -> str:
-        if re.search(r"//[^/]*@", uri):
+        if re.search(r"/[^/]*@", uri):
             raise ValueError(
                 "the address has a user or a password, and a run file is no place for it: "
                 "use MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD of the environment"

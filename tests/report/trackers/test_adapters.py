@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
+import signal
+import struct
 import subprocess
 import sys
 from pathlib import Path
@@ -11,9 +14,16 @@ from typing import Any
 import pytest
 
 from holdfast.report.trackers.registry import is_installed
-from tests.report.trackers.test_process import deliver, log_of, python_path, spec_of, write_journal
+from tests.report.trackers.test_process import (
+    deliver,
+    following,
+    log_of,
+    python_path,
+    spec_of,
+    write_journal,
+)
 from tests.support.journal_builder import loss_at, lossy_run
-from tests.support.ranks import ROOT
+from tests.support.ranks import ROOT, wait_until
 
 SESSIONS = 2
 
@@ -52,15 +62,13 @@ def test_mlflow_has_one_run_with_each_step_once(tmp_path: Path) -> None:
 
 
 def _without_curve(path: Path) -> str:
-    import json
-
     value = json.loads(path.read_text())
     return json.dumps(value | {"positions": {}, "curve": {"starts": {}, "delivered": {}}})
 
 
 @pytest.mark.skipif(not is_installed("wandb"), reason="needs wandb")
 def test_wandb_has_one_run_with_each_step_once(tmp_path: Path) -> None:
-    """Read back from the offline files, by W&B's own reader."""
+    """Read back from the offline files, by W&B's own messages."""
     deliver_in_sessions(tmp_path, "wandb", WANDB_API_KEY="0123456789" * 4)
     found = sorted((tmp_path / "trackers" / "wandb" / "wandb").glob("offline-run-*/*.wandb"))
     assert len(found) == SESSIONS
@@ -73,17 +81,30 @@ def test_wandb_has_one_run_with_each_step_once(tmp_path: Path) -> None:
         assert not path.is_file() or b"0123456789" * 4 not in path.read_bytes(), path
 
 
+@pytest.mark.skipif(not is_installed("wandb"), reason="needs wandb")
+def test_wandb_loses_no_step_if_all_of_its_processes_are_killed(tmp_path: Path) -> None:
+    records = lossy_run().records
+    split = next(i for i, record in enumerate(records) if record.generation == 3)
+    write_journal(tmp_path, records[:split])
+    folder = tmp_path / "trackers" / "wandb" / "wandb"
+    spec = spec_of(tmp_path, "wandb", timeout_s=120.0)
+    with following(spec) as process:
+        wait_until(lambda: list(folder.glob("*/*.wandb")), 120.0, "the file")
+        os.killpg(process.pid, signal.SIGKILL)
+    write_journal(tmp_path, records[split:])
+    assert deliver(spec) == 0, log_of(tmp_path)
+    found = sorted(folder.glob("offline-run-*/*.wandb"))
+    assert len(found) == SESSIONS
+    steps = {step for path in found for step in _wandb_steps(path)}
+    assert sorted(steps) == list(range(1, 31))
+
+
 def _wandb_steps(path: Path) -> list[int]:
     """Return the steps of the rows that have a loss of training."""
-    import json
-
     from wandb.proto import wandb_internal_pb2
-    from wandb.sdk.internal.datastore import DataStore
 
-    store: Any = DataStore()
-    store.open_for_scan(str(path))
     found = []
-    while (data := store.scan_data()) is not None:
+    for data in _leveldb_records(path.read_bytes()):
         record: Any = wandb_internal_pb2.Record()
         record.ParseFromString(data)
         row = {
@@ -92,6 +113,22 @@ def _wandb_steps(path: Path) -> list[int]:
         }
         if "train/loss" in row:
             found.append(int(row["step"]))
+    return found
+
+
+def _leveldb_records(data: bytes) -> list[bytes]:
+    """Split a file of W&B: LevelDB's log format, after a head of 7 bytes in the first block."""
+    block, at, part, found = 32768, 7, b"", []
+    while at + 7 <= len(data):
+        if block - at % block < 7:  # the rest of a block is padding
+            at += block - at % block
+            continue
+        length, kind = struct.unpack_from("<HB", data, at + 4)
+        part += data[at + 7 : at + 7 + length]
+        at += 7 + length
+        if kind in (1, 4):  # full, last
+            found.append(part)
+            part = b""
     return found
 
 

@@ -113,7 +113,10 @@ class Curve:
     def to_json(self) -> dict[str, Any]:
         return {
             "starts": {str(generation): step for generation, step in self._starts.items()},
-            "delivered": {group: steps.ranges for group, steps in self._delivered.items()},
+            "delivered": {
+                group: [list(pair) for pair in steps.ranges]
+                for group, steps in self._delivered.items()
+            },
         }
 
     def observe(self, record: Record) -> list[Change]:

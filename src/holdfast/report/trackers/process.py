@@ -19,6 +19,7 @@ import os
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -97,6 +98,15 @@ class CallWatchdog:
                 self._on_timeout(call[0])
 
 
+@dataclass(frozen=True)
+class _Position:
+    """A position that was flushed at `time`."""
+
+    time: float
+    curve: dict[str, Any]
+    positions: Mapping[str, int] | None  # None: as before
+
+
 class Delivery:
     """Passes a journal on to one tracker, and stores how far it came."""
 
@@ -114,6 +124,7 @@ class Delivery:
                 remedy="remove the file; the tracker then gets the entire run again",
             ) from None
         self._saved_at = time.monotonic()
+        self._unsettled: deque[_Position] = deque()
         self._is_unreadable = False
 
     @property
@@ -121,8 +132,8 @@ class Delivery:
         return self._curve.delivered
 
     def start(self, info: RunInfo) -> None:
-        self._watchdog.call(self._tracker.start, info)
         self._cursor.save(self._curve.to_json())  # the run's key stays the same from now on
+        self._watchdog.call(self._tracker.start, info)
 
     def run(self, no_more: threading.Event) -> None:
         """Deliver records until there are no more; then close the tracker."""
@@ -133,8 +144,9 @@ class Delivery:
                 break
             no_more.wait(POLL_INTERVAL_S)
         self._apply(self._curve.take_waiting())
-        self._store_position(self._tail.positions)
+        self._watchdog.call(self._tracker.flush)
         self._watchdog.call(self._tracker.finish, self._curve.end)
+        self._cursor.save(self._curve.to_json(), self._tail.positions)
 
     def deliver_new(self) -> None:
         """Deliver what was appended to the journal since the last time."""
@@ -145,6 +157,7 @@ class Delivery:
                 self._store_position(None)
         if records:  # points that wait for their generation's start must be read again
             self._store_position(None if self._curve.is_waiting else self._tail.positions)
+        self._save_settled()
 
     def _read(self) -> list[Record]:
         try:
@@ -171,8 +184,19 @@ class Delivery:
 
     def _store_position(self, positions: Mapping[str, int] | None) -> None:
         self._watchdog.call(self._tracker.flush)
-        self._cursor.save(self._curve.to_json(), positions)
         self._saved_at = time.monotonic()
+        self._unsettled.append(_Position(self._saved_at, self._curve.to_json(), positions))
+        self._save_settled()
+
+    def _save_settled(self) -> None:
+        """Save the newest position whose values survive a kill by now."""
+        settled, positions = None, None
+        limit = time.monotonic() - self._tracker.settle_seconds
+        while self._unsettled and self._unsettled[0].time <= limit:
+            settled = self._unsettled.popleft()
+            positions = settled.positions or positions
+        if settled is not None:
+            self._cursor.save(settled.curve, positions)
 
 
 def serve(spec: TrackerSpec, no_more: threading.Event, watchdog: CallWatchdog) -> None:

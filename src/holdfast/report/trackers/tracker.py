@@ -47,6 +47,10 @@ class Tracker:
     """True if values that were logged can be taken back. If it is false, the first value of a step
     stays, and a step that is done again is not logged again."""
 
+    settle_seconds: ClassVar[float] = 0.0
+    """Seconds after `flush` until values survive a kill of all processes. After a failure, the
+    calls of the last `settle_seconds` are repeated, too."""
+
     option_names: ClassVar[tuple[str, ...] | None] = None
     """Names of the options that this tracker takes; None: any."""
 

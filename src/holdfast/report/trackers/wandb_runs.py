@@ -1,8 +1,11 @@
 """The tracker `wandb`: one run of Weights & Biases over all sessions.
 
-`step` is a metric of its own, and the axis of all other metrics. W&B's internal step must only
-grow, and W&B would drop a value that comes late. Offline, the files lie in the tracker's folder,
-and `wandb sync` sends them. Every session has the same run id, so they become one run.
+Every session has the same run id, so they become one run. Offline, the files lie in the tracker's
+folder, and `wandb sync` sends them.
+
+W&B drops a row whose internal step does not grow. So `step` is a metric of its own, and the axis of
+all other metrics. The internal step is at least `ROWS_PER_STEP` times as large: a new session
+continues above the old one, rows that are sent twice are dropped, and a late step is not.
 """
 
 from __future__ import annotations
@@ -14,9 +17,15 @@ from typing import Any
 
 from holdfast.report.trackers.tracker import RunInfo, Tracker
 
+ROWS_PER_STEP = 4
+"""Internal steps for each step: one for training, one for validation, some for late steps."""
+FILE_INTERVAL_S = 1.0
+"""Seconds between two writes of W&B's process to its file."""
+
 
 class WandbTracker(Tracker):
     option_names = ("mode", "project", "entity")
+    settle_seconds = 5 * FILE_INTERVAL_S
 
     def start(self, info: RunInfo) -> None:
         os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # to its maker
@@ -30,13 +39,23 @@ class WandbTracker(Tracker):
             mode=info.options.get("mode") or "offline",
             dir=str(info.folder),
             config=dict(info.config),
-            settings=wandb.Settings(console="off", disable_git=True, disable_code=True),
+            settings=wandb.Settings(
+                console="off",
+                disable_git=True,
+                disable_code=True,
+                x_transaction_log_flush_interval=FILE_INTERVAL_S,
+            ),
         )
+        self._row = ROWS_PER_STEP * (max(info.delivered.values(), default=-1) + 1) - 1
         self._run.define_metric("step", hidden=True)
         self._run.define_metric("*", step_metric="step")
 
     def log(self, step: int, values: Mapping[str, float], time: float) -> None:
-        self._run.log({"step": step, **values})
+        self._row = max(self._row + 1, ROWS_PER_STEP * step)
+        self._run.log({"step": step, **values}, step=self._row, commit=True)
+
+    def flush(self) -> None:
+        dict(self._run.summary)  # W&B's process answers after it has taken all that was logged
 
     def finish(self, reason: str) -> None:
         self._run.finish(exit_code=1 if reason == "failed" else 0)
