@@ -42,7 +42,7 @@ def main() -> None:
             "csv": ("logging.trackers=csv",),
             "server that hangs": hanging,
         }
-        seconds: dict[str, list[float]] = {name: [] for name in kinds}
+        seconds: dict[str, list[list[float]]] = {name: [] for name in kinds}  # by round
         for number in range(arguments.rounds):
             for name, settings in kinds.items():
                 folder = Path(root) / f"{number}-{name.replace(' ', '-')}"
@@ -58,12 +58,14 @@ def main() -> None:
                     deadline=600,
                 )
                 assert done.code == 0, done.err
-                seconds[name] += _step_seconds(folder)
+                seconds[name].append(_step_seconds(folder))
         assert server.requests["hang"] >= arguments.rounds
-    print(f"{'tracker':<20}{'steps':>8}{'p50 ms':>10}{'p95 ms':>10}")
-    for name, found in seconds.items():
+    print(f"{'tracker':<20}{'steps':>8}{'p50 ms':>10}{'p95 ms':>10}   p50 of each round, ms")
+    for name, rounds in seconds.items():
+        found = [value for one in rounds for value in one]
         p95 = quantiles(found, n=20)[-1]
-        print(f"{name:<20}{len(found):>8}{median(found) * 1e3:>10.2f}{p95 * 1e3:>10.2f}")
+        each = " ".join(f"{median(one) * 1e3:.2f}" for one in rounds)
+        print(f"{name:<20}{len(found):>8}{median(found) * 1e3:>10.2f}{p95 * 1e3:>10.2f}   {each}")
 
 
 def _step_seconds(folder: Path) -> list[float]:

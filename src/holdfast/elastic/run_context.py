@@ -20,6 +20,7 @@ class TrackerProgram:
     name: str  # of the tracker
     module: str  # the program
     spec_line: bytes  # for its standard input
+    log: str  # its place in the run folder
 
 
 @dataclass(frozen=True)

@@ -38,9 +38,10 @@ def tracker_programs(config: RunConfig, folder: Path) -> tuple[TrackerProgram, .
     """Return the programs of a run's trackers."""
     programs = []
     for name in trackers_of(config):
-        log = folder / "logs" / f"tracker-{name}.log"
-        spec = tracker_spec(name, config, folder, options_of(name, config.logging), str(log))
-        programs.append(TrackerProgram(name, TRACKER_MODULE, spec.to_json_line()))
+        log = f"logs/tracker-{name.replace(':', '.')}.log"
+        options = options_of(name, config.logging)
+        spec = tracker_spec(name, config, folder, options, str((folder / log).absolute()))
+        programs.append(TrackerProgram(name, TRACKER_MODULE, spec.to_json_line(), log))
     return tuple(programs)
 
 

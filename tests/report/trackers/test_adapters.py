@@ -5,14 +5,19 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import struct
 import subprocess
 import sys
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from holdfast.report.trackers.process import RETRY_EXIT_CODE
 from holdfast.report.trackers.registry import is_installed
 from tests.report.trackers.test_process import (
     deliver,
@@ -59,6 +64,80 @@ def test_mlflow_has_one_run_with_each_step_once(tmp_path: Path) -> None:
     )
     assert [step for step, _ in losses] == list(range(1, 31))
     assert [loss for _, loss in losses] == pytest.approx([loss_at(s) for s in range(1, 31)])
+
+
+@contextmanager
+def mlflow_server(folder: Path, port: int) -> Iterator[subprocess.Popen[bytes]]:
+    """MLflow's own server; entered once it answers."""
+    command = [sys.executable, "-m", "mlflow", "server", "--port", str(port), "--workers", "1"]
+    process = subprocess.Popen(
+        [*command, "--backend-store-uri", f"sqlite:///{folder}/server.db"],
+        cwd=folder,
+        env={**os.environ, "MLFLOW_DISABLE_TELEMETRY": "true"},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+
+    def answers() -> bool:
+        try:
+            with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5.0):
+                return True
+        except OSError:
+            return False
+
+    try:
+        wait_until(answers, 300.0, "MLflow's server")
+        yield process
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not is_installed("mlflow"), reason="needs mlflow")
+def test_a_server_of_mlflow_that_stops_and_dies(tmp_path: Path) -> None:
+    """The server is suspended, killed, and started again while the run goes through it."""
+    from mlflow.tracking import MlflowClient
+
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    records = lossy_run().records
+    uri = f"http://127.0.0.1:{port}"
+    options = {"mode": "online", "uri": uri, "experiment": "lossy"}
+    spec = spec_of(tmp_path, "mlflow", timeout_s=30.0, options=options)
+    hasty = spec_of(tmp_path, "mlflow", timeout_s=5.0, options=options)
+    with mlflow_server(tmp_path, port) as server:
+        write_journal(tmp_path, records[:30])
+        assert deliver(spec, 300.0) == 0, log_of(tmp_path)
+        write_journal(tmp_path, records[30:45])
+        os.killpg(server.pid, signal.SIGSTOP)
+        assert deliver(hasty, 300.0) == RETRY_EXIT_CODE, log_of(tmp_path)
+        assert "start() took longer than 5 s; this is tried again" in log_of(tmp_path)
+        os.killpg(server.pid, signal.SIGCONT)
+        with following(spec) as process:
+            client: Any = MlflowClient(uri)
+            (run,) = _runs(client)
+            wait_until(
+                lambda: client.get_metric_history(run.info.run_id, "train/loss")[-1].step > 10,
+                300.0,
+                "the second part",
+            )
+            os.killpg(server.pid, signal.SIGKILL)
+            write_journal(tmp_path, records[45:])
+            assert process.wait(300.0) == RETRY_EXIT_CODE, log_of(tmp_path)
+    with mlflow_server(tmp_path, port):
+        assert deliver(spec, 300.0) == 0, log_of(tmp_path)
+        (run,) = _runs(client)
+        assert run.info.status == "FINISHED"
+        found = client.get_metric_history(run.info.run_id, "train/loss")
+        assert sorted(metric.step for metric in found) == list(range(1, 31))
+
+
+def _runs(client: Any) -> list[Any]:
+    experiment = client.get_experiment_by_name("lossy")
+    return list(client.search_runs([experiment.experiment_id]))
 
 
 def _without_curve(path: Path) -> str:

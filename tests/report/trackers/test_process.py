@@ -70,12 +70,12 @@ def following(spec: TrackerSpec, **environment: str) -> Iterator[subprocess.Pope
         process.wait()
 
 
-def deliver(spec: TrackerSpec, **environment: str) -> int:
+def deliver(spec: TrackerSpec, deadline: float = DEADLINE, **environment: str) -> int:
     """Deliver what the journal has; return the exit code."""
     with following(spec, **environment) as process:
         assert process.stdin is not None
         process.stdin.close()
-        return process.wait(DEADLINE)
+        return process.wait(deadline)
 
 
 def log_of(folder: Path) -> str:

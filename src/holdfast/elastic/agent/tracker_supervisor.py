@@ -140,7 +140,7 @@ class TrackerSupervisor:
         name = tracked.program.name
         if code == UserError.exit_code:
             tracked.is_refused = True
-            self._say(f"the tracker {name} cannot work: see logs/tracker-{name}.log")
+            self._say(f"the tracker {name} cannot work: see {tracked.program.log}")
             return
         logger.info("tracker %s ended with exit code %s", name, code)
         if now - tracked.started_at > STABLE_S:
@@ -152,9 +152,8 @@ class TrackerSupervisor:
         tracked.failures += 1
         tracked.retry_at = now + pause
         if tracked.failures == TELL_AFTER_FAILURES:
-            name = tracked.program.name
             self._say(
-                f"the tracker {name} cannot deliver (see logs/tracker-{name}.log); "
+                f"the tracker {tracked.program.name} cannot deliver (see {tracked.program.log}); "
                 "training continues, and it will get everything once it can"
             )
 

@@ -44,7 +44,7 @@ RETRY_EXIT_CODE = 75
 POLL_INTERVAL_S = 0.5
 SAVE_INTERVAL_S = 1.0
 """Seconds between two positions that are stored in the middle of a batch."""
-NICENESS = 10
+NICENESS = 19
 """A tracker gets the processor when no worker wants it."""
 FOLDER = "trackers"
 MAX_LOG_BYTES = 4 << 20

@@ -4,8 +4,8 @@ Every session has the same run id, so they become one run. Offline, the files li
 folder, and `wandb sync` sends them.
 
 W&B drops a row whose internal step does not grow. So `step` is a metric of its own, and the axis of
-all other metrics. The internal step is at least `ROWS_PER_STEP` times as large: a new session
-continues above the old one, rows that are sent twice are dropped, and a late step is not.
+all other metrics. The internal step is at least `ROWS_PER_STEP` times as large. So a new session
+continues above the old one. W&B drops rows that are sent twice, and takes a late step.
 """
 
 from __future__ import annotations
