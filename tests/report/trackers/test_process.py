@@ -234,6 +234,12 @@ def test_an_installed_tracker_is_found_by_its_entry_point(tmp_path: Path) -> Non
         assert server.steps() == list(range(1, 31))
 
 
+def test_nothing_is_written_where_the_run_folder_is_not_mounted(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    assert deliver(spec_of(tmp_path / "run", "csv")) == RETRY_EXIT_CODE
+    assert list((tmp_path / "run").iterdir()) == []
+
+
 def test_the_callback_of_the_documentation(tmp_path: Path) -> None:
     page = (ROOT / "docs" / "trackers.md").read_text()
     code = page.partition("```python\n")[2].partition("```")[0]

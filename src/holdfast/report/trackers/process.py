@@ -202,6 +202,8 @@ class Delivery:
 def serve(spec: TrackerSpec, no_more: threading.Event, watchdog: CallWatchdog) -> None:
     """Follow the run until there is no more. Raises what the tracker raises, and UserError."""
     run_folder = Path(spec.run_folder)
+    if not _is_there(run_folder):
+        raise FileNotFoundError(f"{run_folder} is not there, or is not mounted")
     kind = load_tracker(spec.tracker)
     check_options(spec.tracker, kind, spec.options)
     folder = run_folder / FOLDER / spec.tracker.replace(":", ".")
@@ -248,7 +250,7 @@ def main() -> int:
     sys.path += spec.paths
     for name, value in _QUIET.items():
         os.environ.setdefault(name, value)
-    output = OutputFilter(os.environ, _open_log(spec.log))
+    output = OutputFilter(os.environ, _open_log(spec))
     output.start()
     _start_logging(spec)
 
@@ -277,11 +279,17 @@ def main() -> int:
     return 0
 
 
-def _open_log(path: str) -> int:
+def _is_there(run_folder: Path) -> bool:
+    """Return True for a folder of a run. Nothing is written to the mount point of one that is not
+    mounted."""
+    return any((run_folder / name).is_dir() for name in ("journal", "terms"))
+
+
+def _open_log(spec: TrackerSpec) -> int:
     """Open the log, of which an older part is kept; return its descriptor."""
-    if not path:
+    if not spec.log or not _is_there(Path(spec.run_folder)):
         return os.dup(2)
-    log = Path(path)
+    log = Path(spec.log)
     log.parent.mkdir(parents=True, exist_ok=True)
     if log.exists() and log.stat().st_size > MAX_LOG_BYTES:
         log.replace(log.with_name(f"{log.name}.old"))
