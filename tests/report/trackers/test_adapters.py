@@ -178,6 +178,20 @@ def test_wandb_loses_no_step_if_all_of_its_processes_are_killed(tmp_path: Path) 
     assert sorted(steps) == list(range(1, 31))
 
 
+@pytest.mark.skipif(not is_installed("wandb"), reason="needs wandb")
+def test_attempts_to_reach_a_server_of_wandb_leave_one_folder(tmp_path: Path) -> None:
+    write_journal(tmp_path, lossy_run().records)
+    options = {"mode": "online", "project": "mine"}
+    secrets = {"WANDB_BASE_URL": "http://127.0.0.1:9", "WANDB_API_KEY": "0123456789" * 4}
+    spec = spec_of(tmp_path, "wandb", timeout_s=8.0, options=options)
+    for _ in range(2):
+        assert deliver(spec, 120.0, **secrets) == RETRY_EXIT_CODE, log_of(tmp_path)
+    assert len(list((tmp_path / "trackers" / "wandb" / "wandb").glob("run-*"))) == 1
+    assert deliver(spec_of(tmp_path, "wandb", timeout_s=120.0), **secrets) == 0, log_of(tmp_path)
+    (path,) = (tmp_path / "trackers" / "wandb" / "wandb").glob("*run-*/*.wandb")
+    assert _wandb_steps(path) == list(range(1, 31))
+
+
 def _wandb_steps(path: Path) -> list[int]:
     """Return the steps of the rows that have a loss of training."""
     from wandb.proto import wandb_internal_pb2

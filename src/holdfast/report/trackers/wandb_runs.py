@@ -13,6 +13,8 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from importlib import import_module
+from pathlib import Path
+from shutil import rmtree
 from typing import Any
 
 from holdfast.report.trackers.tracker import RunInfo, Tracker
@@ -21,6 +23,8 @@ ROWS_PER_STEP = 4
 """Internal steps for each step: one for training, one for validation, some for late steps."""
 FILE_INTERVAL_S = 1.0
 """Seconds between two writes of W&B's process to its file."""
+_STARTED_FILE = "started"
+"""Marks the folder of a session that may hold values."""
 
 
 class WandbTracker(Tracker):
@@ -29,6 +33,7 @@ class WandbTracker(Tracker):
 
     def start(self, info: RunInfo) -> None:
         os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # to its maker
+        _remove_failed_starts(info.folder)
         wandb: Any = import_module("wandb")
         self._run = wandb.init(
             id=info.key,
@@ -49,6 +54,7 @@ class WandbTracker(Tracker):
         self._row = ROWS_PER_STEP * (max(info.delivered.values(), default=-1) + 1) - 1
         self._run.define_metric("step", hidden=True)
         self._run.define_metric("*", step_metric="step")
+        (Path(self._run.dir).parent / _STARTED_FILE).touch()
 
     def log(self, step: int, values: Mapping[str, float], time: float) -> None:
         self._row = max(self._row + 1, ROWS_PER_STEP * step)
@@ -59,3 +65,11 @@ class WandbTracker(Tracker):
 
     def finish(self, reason: str) -> None:
         self._run.finish(exit_code=1 if reason == "failed" else 0)
+
+
+def _remove_failed_starts(folder: Path) -> None:
+    """Remove the folders of sessions that never began: one for each attempt to reach a server."""
+    for session in (folder / "wandb").glob("*run-*"):
+        if session.is_dir() and not session.is_symlink():
+            if not (session / _STARTED_FILE).exists():
+                rmtree(session, ignore_errors=True)
