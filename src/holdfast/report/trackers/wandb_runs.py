@@ -70,6 +70,5 @@ class WandbTracker(Tracker):
 def _remove_failed_starts(folder: Path) -> None:
     """Remove the folders of sessions that never began: one for each attempt to reach a server."""
     for session in (folder / "wandb").glob("*run-*"):
-        if session.is_dir() and not session.is_symlink():
-            if not (session / _STARTED_FILE).exists():
-                rmtree(session, ignore_errors=True)
+        if not (session / _STARTED_FILE).exists():
+            rmtree(session, ignore_errors=True)
