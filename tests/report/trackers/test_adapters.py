@@ -168,7 +168,7 @@ def test_wandb_loses_no_step_if_all_of_its_processes_are_killed(tmp_path: Path) 
     folder = tmp_path / "trackers" / "wandb" / "wandb"
     spec = spec_of(tmp_path, "wandb", timeout_s=120.0)
     with following(spec) as process:
-        wait_until(lambda: list(folder.glob("*/*.wandb")), 120.0, "the file")
+        wait_until(lambda: list(folder.glob("*/started")), 120.0, "the session")
         os.killpg(process.pid, signal.SIGKILL)
     write_journal(tmp_path, records[split:])
     assert deliver(spec) == 0, log_of(tmp_path)

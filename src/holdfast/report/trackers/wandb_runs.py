@@ -5,8 +5,8 @@ folder, and `wandb sync` sends them.
 
 W&B drops a row whose internal step does not grow. So `step` is a metric of its own, and the axis of
 all other metrics. The internal step is at least `ROWS_PER_STEP` times as large. So a new session
-continues above the old one, a row that is sent twice keeps its internal step, and a late step gets
-a free one.
+continues above the old one, and a late step gets a free internal step. A row that is sent twice
+keeps its own.
 """
 
 from __future__ import annotations
