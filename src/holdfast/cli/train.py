@@ -36,6 +36,7 @@ from holdfast.launch.run_folder import (
     write_description,
 )
 from holdfast.launch.runs import read_resolved
+from holdfast.launch.trackers import refuse_missing_trackers
 from holdfast.launch.unlike_node import refuse_unlike_node
 from holdfast.layout import Layout
 from holdfast.plan.hardware import HardwareInfo, cpp_compiler, detect_hardware
@@ -88,6 +89,7 @@ def _train_in_folder(
     from holdfast.launch import local
 
     refuse_old_base(loaded)
+    refuse_missing_trackers(loaded)
     refuse_branch_without_state(folder, loaded, fresh)
     several = bool(loaded.config.cluster.node)  # one node of several: another may be there already
     before = run_id(folder)  # what two nodes with --fresh both find, only one of them moves
