@@ -18,7 +18,7 @@ from holdfast.config.run import RunConfig
 from holdfast.errors import RunFolderError
 
 # Free to change between two starts of one run. `model.vocab_size` is the dataset's, and the
-# dataset has a version of its own, which `data.deduplicate` is a part of.
+# dataset has a version of its own, which `data.deduplicate` and the chat template are parts of.
 FREE_KEYS = (
     "name",
     "folder",
@@ -27,6 +27,8 @@ FREE_KEYS = (
     "layout",
     "cluster",
     "checkpoint",
+    "data.chat.template",
+    "data.chat.template_file",
     "data.deduplicate",
     "data.folder",
     "data.processes",
@@ -37,6 +39,8 @@ FREE_KEYS = (
 # Keys that did not exist when the first runs were trained. At its default such a key does not enter
 # the hash, so those runs keep theirs.
 LATER_KEYS = (
+    "data.chat.long_rows",
+    "data.chat.train_on",
     "model.activation",
     "model.attention_bias",
     "model.attention_scale",
@@ -94,7 +98,7 @@ def decisive_values(dumped: Mapping[str, Any]) -> dict[str, Any]:
         key: value
         for key, value in leaves(dict(dumped))
         if not any(key == free or key.startswith(free + ".") for free in FREE_KEYS)
-        and not (key in LATER_KEYS and value == _later_default(key))
+        and not (_is_later(key) and value == _later_default(key))
     }
 
 
@@ -106,6 +110,10 @@ def values_alike_on_all_nodes(dumped: Mapping[str, Any]) -> dict[str, Any]:
         if key not in NODE_KEYS
         and any(key == shared or key.startswith(shared + ".") for shared in SHARED_KEYS)
     }
+
+
+def _is_later(key: str) -> bool:
+    return key in LATER_KEYS or (key.startswith("data.sources.") and key.endswith(".rows"))
 
 
 def _later_default(key: str) -> Any:
