@@ -82,12 +82,12 @@ class ChatReader:
         self._form, self._field = FORMS[rows], field_of(rows, field)
         self._format, self._left_out = format, left_out
 
-    def read(self, row: Any, where: str, *, bare: bool = False) -> str:
+    def read(self, value: Any, where: str, *, bare: bool = False) -> str:
         """A document as `ChatDocument.encode` spells it, or "" for a row that is left out. Raises
         DataError for a row of another form, and for a template that does not fit."""
-        if not isinstance(row, Mapping):
+        if not isinstance(value, Mapping):
             raise DataError("the row is no object", where=where, remedy="write one object a row")
-        found = _cleaned(self._form.read(row, self._field, where), where)
+        found = _cleaned(self._form.read(value, self._field, where), where)
         if any(self._spells_token(text) for text in _texts(found)):
             self._left_out[SPELLS_TOKEN] += 1
             return ""

@@ -138,7 +138,7 @@ def _environment() -> Any:
     class Generation(Extension):
         """`{% generation %}` ... `{% endgeneration %}`, with marks around what is between."""
 
-        tags = frozenset({"generation"})
+        tags = {"generation"}  # noqa: RUF012
 
         def parse(self, parser: Any) -> Any:
             line = next(parser.stream).lineno
