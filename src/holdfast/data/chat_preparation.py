@@ -109,7 +109,8 @@ class ChatPreparation:
         if self.format is None or not self.format.template:
             return {}
         text = self.format.template.encode()
-        return {"chat": {"template": write_atomic(folder / TEMPLATE_FILE, [text], sync=True)}}
+        digest = write_atomic(folder / TEMPLATE_FILE, [text], sync=True)
+        return {"chat": {"template": digest, "variables": dict(self.format.variables)}}
 
 
 def _sum(paths: Sequence[Path], splits: Sequence[str]) -> ChatCounts:

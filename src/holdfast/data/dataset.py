@@ -109,11 +109,6 @@ class Dataset:
         }
 
     @property
-    def template_path(self) -> Path | None:
-        """The chat template; None for a dataset that needs none."""
-        return self.folder / TEMPLATE_FILE if "chat" in self.manifest else None
-
-    @property
     def tokenizer_path(self) -> Path:
         return self.folder / "tokenizer.json"
 
