@@ -16,7 +16,7 @@ CHATML = (
     "{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
-"""The form of Qwen and others: replies are not marked."""
+"""The form of Qwen and many more: replies are not marked."""
 
 WORDS = ("red", "green", "blue", "seven", "nine", "box", "shell", "river", "é", "日本", "🙂")
 

@@ -85,7 +85,7 @@ class ChatConfig(Section):
     """How rows of messages become text, and which of it carries loss."""
 
     template: Literal["folder", "chatml", "llama3", "alpaca"] = Field(
-        "folder", description="folder: the one next to the tokenizer; else one by name"
+        "folder", description="folder: the one next to the tokenizer; the other values: one by name"
     )
     template_file: str | None = Field(
         None, description="path of a jinja file; none: what `template` says"

@@ -190,7 +190,7 @@ class Batches:
 
     def validation_baselines(self, samples: int) -> dict[str, float] | None:
         """Bits per byte of unigram and bigram counts on just the targets of
-        `validation(samples)`, to draw next to a curve; None without a validation split, and for
+        `validation(samples)`, to draw next to a curve. None without a validation split, and for
         chat data. Counts the training text: about a second for ten million tokens."""
         if any(stream.is_chat for stream in self._streams):
             return None

@@ -118,7 +118,7 @@ class ChatReader:
 
 
 class _Spans:
-    """Where the trained messages of one conversation lie in its text."""
+    """Finds the trained messages of one conversation in its text."""
 
     def __init__(
         self, template: ChatTemplate, conversation: Conversation, format: ChatFormat, where: str

@@ -1,6 +1,6 @@
 """Renders chat templates in jinja2's sandbox, and finds what `{% generation %}` encloses.
 
-A template comes with a model and is code of somebody else, so it runs in the immutable sandbox. It
+A template comes with a model and is foreign code, so it runs in the immutable sandbox. It
 knows no clock: the same rows give the same dataset on every day.
 """
 

@@ -49,11 +49,11 @@ class TokenStream:
         return self._read(self._arrays, start, stop, self.dtype)
 
     def read_mask(self, start: int, stop: int) -> NDArray[np.uint8]:
-        """Of chat data: 1 for tokens that carry loss, 0 for others, clipped to the stream."""
+        """Of chat data: 1 for tokens that carry loss, 0 for the rest, clipped to the stream."""
         return self._read(self._masks, start, stop, np.dtype(np.uint8))
 
     def document_starts(self) -> NDArray[np.int64]:
-        """Where each document begins in the stream, and the stream's length: [documents + 1]."""
+        """The first token of each document in the stream, and the stream's length: [documents + 1]."""
         starts = [np.zeros(1, dtype=np.int64)]
         for shard, base in zip(self.shards, self._starts.tolist(), strict=False):
             index = np.fromfile(self._folder / shard.index_path, dtype="<u8").astype(np.int64)

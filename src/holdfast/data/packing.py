@@ -1,4 +1,4 @@
-"""Packs rows of chat data into samples: complete rows only, each apart from the others.
+"""Packs rows of chat data into samples: complete rows only, and none sees another.
 
 Best-fit decreasing: rows are taken from the longest to the shortest, and each goes into the fullest
 sample that has room for it (Johnson, 1973). Rows of one length are placed together, so millions of
