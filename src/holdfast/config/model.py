@@ -66,7 +66,7 @@ class ModelConfig(Section):
 
     preset: str | None = Field("tiny", description="a shape of the table below; null: none")
     family: Family = Field("llama", description="the architecture that an export prefers")
-    layers: int = Field(ge=1, description="blocks")
+    layers: int = Field(ge=1, le=100_000, description="blocks")
     dim: int = Field(ge=1, description="model dim D")
     heads: int = Field(ge=1, description="query heads H")
     kv_heads: int = Field(ge=1, description="key/value heads K, a divisor of heads")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,16 @@ from holdfast.data.unit_tasks import SPLITS, read_chat_counts, read_left_out, re
 from holdfast.errors import DataError
 
 PathOf = Callable[[str, Unit], Path]  # (stage, unit) -> its result
+
+
+@dataclass(frozen=True)
+class SourceSize:
+    """One source and split. text_tokens: without begin and end tokens. bytes: of its documents."""
+
+    documents: int
+    tokens: int
+    text_tokens: int
+    bytes: int
 
 
 class ChatPreparation:
@@ -82,27 +93,35 @@ class ChatPreparation:
             counts = _sum(paths, SPLITS)
             yield from check_masks(plan.name, counts, sample, tokenizer, self.stop, special)
 
-    def count_targets(
-        self,
-        split: str,
-        plans: Sequence[SourcePlan],
-        path_of: PathOf,
-        of_text: Callable[[int], tuple[int, int]],
-    ) -> dict[str, int]:
-        """The tokens of a split that carry loss, and the bytes of text that they stand for. Nothing
-        without chat data. of_text(i): both of source i, which is text."""
-        if self.format is None:
-            return {}
-        targets = size = 0
-        for index, plan in enumerate(plans):
-            paths = [path_of("tokens", unit) for unit in plan.units if unit.is_chat]
-            if paths:
-                counts = _sum(paths, (split,))
-                found = counts.targets, counts.target_bytes
-            else:
-                found = of_text(index)
-            targets, size = targets + found[0], size + found[1]
-        return {"targets": targets, "target_bytes": size}
+    def split_counts(
+        self, sizes: dict[str, list[SourceSize]], plans: Sequence[SourcePlan], path_of: PathOf
+    ) -> dict[str, dict[str, int]]:
+        """What the manifest says of each split. With chat data also the tokens that carry loss,
+        and the bytes of text that they stand for."""
+        out = {}
+        for split, found in sizes.items():
+            out[split] = {
+                "documents": sum(one.documents for one in found),
+                "tokens": sum(one.tokens for one in found),
+                "bytes": sum(one.bytes for one in found),
+            }
+            if self.format is not None:
+                targets = [
+                    self._targets(split, plan, one, path_of)
+                    for plan, one in zip(plans, found, strict=True)
+                ]
+                out[split]["targets"] = sum(count for count, _ in targets)
+                out[split]["target_bytes"] = sum(size for _, size in targets)
+        return out
+
+    def _targets(
+        self, split: str, plan: SourcePlan, size: SourceSize, path_of: PathOf
+    ) -> tuple[int, int]:
+        paths = [path_of("tokens", unit) for unit in plan.units if unit.is_chat]
+        if not paths:
+            return size.text_tokens, size.bytes
+        counts = _sum(paths, (split,))
+        return counts.targets, counts.target_bytes
 
     def store_template(self, folder: Path) -> dict[str, Any]:
         """Write the template next to the tokenizer; returns what the manifest says of it."""

@@ -53,7 +53,7 @@ class TokenStream:
         return self._read(self._masks, start, stop, np.dtype(np.uint8))
 
     def document_starts(self) -> NDArray[np.int64]:
-        """The first token of each document in the stream, and the stream's length: [documents + 1]."""
+        """The first token of each document, and the stream's length: [documents + 1]."""
         starts = [np.zeros(1, dtype=np.int64)]
         for shard, base in zip(self.shards, self._starts.tolist(), strict=False):
             index = np.fromfile(self._folder / shard.index_path, dtype="<u8").astype(np.int64)
@@ -63,6 +63,10 @@ class TokenStream:
     @property
     def is_chat(self) -> bool:
         return bool(self._masks)
+
+    def largest_token(self) -> int:
+        """The largest id; 0 of an empty stream. Reads all of it."""
+        return max((int(array.max()) for array in self._arrays), default=0)
 
     def _read(
         self, arrays: Sequence[NDArray[Any]], start: int, stop: int, dtype: np.dtype[Any]

@@ -142,6 +142,16 @@ def _holds_the_same(
     return checksum(rows.tobytes()) == str(made["xxh3"])
 
 
+def needed_vocabulary(dataset: Dataset) -> int:
+    """Rows that a model needs for a dataset's tokens: the largest id that can occur + 1."""
+    needed = vocabulary.needed_size(dataset.tokenizer_path, dataset.end, dataset.begin)
+    for split in dataset.splits:
+        for stream in dataset.streams(split):
+            if stream.is_chat:  # a template writes special tokens, which no text becomes
+                needed = max(needed, stream.largest_token() + 1)
+    return needed
+
+
 def changed_sources(config: DataConfig, dataset: Dataset) -> list[str]:
     """Sources whose files are more, fewer or of another size than when they were read. One that
     is not there any more has not changed: a dataset stands for itself."""

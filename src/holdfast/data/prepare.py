@@ -17,7 +17,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -32,7 +32,7 @@ from holdfast.config.data import DataConfig
 from holdfast.data import vocabulary
 from holdfast.data.baselines import MAX_TOKENS, baselines
 from holdfast.data.chat_documents import ChatDocument
-from holdfast.data.chat_preparation import ChatPreparation
+from holdfast.data.chat_preparation import ChatPreparation, SourceSize
 from holdfast.data.dataset import (
     MANIFEST,
     SOURCES,
@@ -353,11 +353,13 @@ class _Preparation:
         write_atomic(self.folder / "tokenizer.json", [tokenizer], sync=True)
         places = with_paths_checksum(source_places(self.config))
         write_atomic(self.folder / SOURCES, [canonical_json(places)], sync=True)
-        splits = self._split_counts(shards, rows, choice, known)
+        around = 1 if known.begin_id is None else 2
+        sizes = _split_counts(self.plans, shards, rows, choice, around)
+        splits = self.chat.split_counts(sizes, self.plans, self._path)
         content = {
             "format": self.chat.dataset_format,
             "settings": self.wanted,
-            "sources": self._source_lineage(rows, choice),
+            "sources": _source_lineage(self.plans, self.wanted["sources"], rows, choice),
             "tokenizer": {
                 "vocab_size": known.size,
                 "end": known.end_id,
@@ -377,54 +379,39 @@ class _Preparation:
         total = splits["train"]["tokens"]
         self.say(f"dataset {manifest['version']}: {total:,} training tokens in {self.folder}")
 
-    def _split_counts(
-        self,
-        shards: dict[str, list[list[Shard]]],
-        rows: list[DocumentRows],
-        choice: DocumentChoice,
-        known: vocabulary.Vocabulary,
-    ) -> dict[str, dict[str, int]]:
-        """Counts per split; of a dataset with chat data also what carries loss."""
-        around = 1 if known.begin_id is None else 2
-        out = {}
-        for lot, split in enumerate(SPLITS, start=1):
-            if split not in shards:
-                continue
-            sizes = [
-                sum(int(rows[u.index][choice.lots[u.index] == lot, 2].sum()) for u in plan.units)
-                for plan in self.plans
-            ]
-            tokens = [sum(s.tokens for s in one) for one in shards[split]]
-            documents = [sum(s.documents for s in one) for one in shards[split]]
-            texts = [
-                (n - around * d, size) for n, d, size in zip(tokens, documents, sizes, strict=True)
-            ]
-            out[split] = {
-                "documents": sum(documents),
-                "tokens": sum(tokens),
-                "bytes": sum(sizes),
-            } | self.chat.count_targets(split, self.plans, self._path, texts.__getitem__)
-        return out
 
-    def _source_lineage(
-        self, rows: list[DocumentRows], choice: DocumentChoice
-    ) -> list[dict[str, Any]]:
-        """Return the origin of the tokens: each source with a hash of its documents' hashes and
-        sizes, in order. The hash does not depend on how the source was cut into units."""
-        out = []
-        sources = zip(self.plans, self.wanted["sources"], choice.counts, strict=True)
-        for plan, wanted, count in sources:
-            digest = checksum(b"".join(rows[u.index].tobytes() for u in plan.units))
-            out.append(
-                {
-                    **wanted,
-                    "files": plan.files,
-                    "bytes": plan.bytes,
-                    "xxh3": digest,
-                    **count.to_json(),
-                }
-            )
-        return out
+def _split_counts(
+    plans: Sequence[SourcePlan],
+    shards: dict[str, list[list[Shard]]],
+    rows: list[DocumentRows],
+    choice: DocumentChoice,
+    around: int,
+) -> dict[str, list[SourceSize]]:
+    """Per split and source. around: tokens of a document that are no text."""
+    out: dict[str, list[SourceSize]] = {}
+    for lot, split in enumerate(SPLITS, start=1):
+        for plan, one in zip(plans, shards.get(split, ()), strict=False):
+            size = sum(int(rows[u.index][choice.lots[u.index] == lot, 2].sum()) for u in plan.units)
+            tokens, documents = sum(s.tokens for s in one), sum(s.documents for s in one)
+            text = tokens - around * documents
+            out.setdefault(split, []).append(SourceSize(documents, tokens, text, size))
+    return out
+
+
+def _source_lineage(
+    plans: Sequence[SourcePlan],
+    wanted: Sequence[dict[str, Any]],
+    rows: list[DocumentRows],
+    choice: DocumentChoice,
+) -> list[dict[str, Any]]:
+    """Return the origin of the tokens: each source with a hash of its documents' hashes and
+    sizes, in order. The hash does not depend on how the source was cut into units."""
+    out = []
+    for plan, settings, count in zip(plans, wanted, choice.counts, strict=True):
+        digest = checksum(b"".join(rows[u.index].tobytes() for u in plan.units))
+        found = {"files": plan.files, "bytes": plan.bytes, "xxh3": digest}
+        out.append({**settings, **found, **count.to_json()})
+    return out
 
 
 def join_errors(problems: list[DataError], rest: Path) -> DataError:
