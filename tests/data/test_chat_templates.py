@@ -80,6 +80,55 @@ def test_a_template_by_name_trains_replies_and_their_stop_token(key: str, stop: 
     assert trained(found) == [f"One.{stop}", f"Two, of course.{stop}"]
 
 
+MISTRAL = (
+    "{{ bos_token }}{% for message in messages %}{% if message['role'] == 'user' %}"
+    "{{ '[INST] ' + message['content'] + ' [/INST]' }}{% else %}"
+    "{{ ' ' + message['content'] + eos_token + ' ' }}{% endif %}{% endfor %}"
+)
+GEMMA = (
+    "{% for message in messages %}{% if message['role'] == 'system' %}"
+    "{{ raise_exception('System role not supported') }}{% endif %}"
+    "{% set role = 'model' if message['role'] == 'assistant' else message['role'] %}"
+    "{{ '<start_of_turn>' + role + '\\n' + message['content'] | trim + '<end_of_turn>\\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<start_of_turn>model\\n' }}{% endif %}"
+)
+ZEPHYR = (
+    "{% for message in messages %}\n"
+    "{{ '<|' + message['role'] + '|>\\n' + message['content'] + eos_token }}\n"
+    "{% if loop.last and add_generation_prompt %}\n{{ '<|assistant|>' }}\n{% endif %}\n"
+    "{% endfor %}"
+)
+THINKS = (
+    "{% set last = namespace(at=0) %}{% for message in messages %}"
+    "{% if message['role'] == 'user' %}{% set last.at = loop.index0 %}{% endif %}{% endfor %}"
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' }}"
+    "{% if message['role'] == 'assistant' and loop.index0 > last.at %}"
+    "{{ '<think>\\n' + message['reasoning_content'] | default('') + '\\n</think>\\n\\n' }}"
+    "{% endif %}"
+    "{{ message['content'] + '<|im_end|>\\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("template", "before", "after"),
+    [(MISTRAL, " ", "<|im_end|> "), (GEMMA, "", "<end_of_turn>\n"), (ZEPHYR, "", "<|im_end|>\n")],
+    ids=["mistral", "gemma", "zephyr"],
+)
+def test_forms_of_public_templates_are_understood(template: str, before: str, after: str) -> None:
+    found = read({"messages": TALK[1:]}, template)
+    assert trained(found) == [f"{before}{text}{after}" for text in ("One.", "Two, of course.")]
+
+
+def test_thoughts_carry_loss_and_earlier_ones_that_are_dropped_are_refused() -> None:
+    last = TALK[4] | {"reasoning_content": "One more."}
+    talk = [TALK[1], TALK[2] | {"weight": 0}, TALK[3], last]
+    (text,) = trained(read({"messages": talk}, THINKS))
+    assert text == "<think>\nOne more.\n</think>\n\nTwo, of course.<|im_end|>\n"
+    with pytest.raises(DataError, match="message 2, rendered alone, is no beginning"):
+        read({"messages": [*TALK[1:4], last]}, THINKS)
+
+
 def test_other_roles_can_carry_loss_and_single_messages_can_not() -> None:
     found = read({"messages": TALK}, train_on=("user",))
     assert trained(found) == [

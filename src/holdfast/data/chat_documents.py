@@ -18,6 +18,7 @@ from typing import Any
 from holdfast.core.json_parsing import parse_json
 from holdfast.data.chat_render import ChatTemplate, Span, compiled, has_marks
 from holdfast.data.chat_rows import FORMS, Completion, Conversation, field_of
+from holdfast.data.chat_templates import NAME_THE_TEMPLATE
 from holdfast.data.text_sources import clean_text
 from holdfast.errors import DataError
 
@@ -111,6 +112,12 @@ class ChatReader:
         ]
         if not trained:
             return None
+        if not self._format.template:
+            raise DataError(
+                "the row has messages, and the tokenizer's folder has no chat template",
+                where=where,
+                remedy=NAME_THE_TEMPLATE,
+            )
         template = compiled(self._format.template, self._format.variables)
         spans = _Spans(template, found, self._format, where)
         marked = template.marks_replies and self._format.train_on == (REPLY,)

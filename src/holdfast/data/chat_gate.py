@@ -63,6 +63,8 @@ def check_masks(
             shown,
         )
     yield f"{name}: {counts.documents:,} rows, {share:.1%} of the tokens carry loss"
+    if counts.untrained:
+        yield f"{name}: left out: {counts.untrained:,} rows of which no token carries loss"
     if counts.stopped < counts.documents:
         missing = counts.documents - counts.stopped
         yield f"{name}: {missing:,} rows do not end with a trained stop token ({', '.join(stop)})"
