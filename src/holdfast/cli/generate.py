@@ -34,6 +34,7 @@ def generate(
     Example:
       holdfast generate runs/quickstart "def read_lines("
       holdfast generate run.yaml "import os" --tokens 60 --temperature 0
+      holdfast generate runs/tuned "Which colour is the sky?" --chat
     """
     from holdfast.export.weights import Sampling, continuations, with_checkpoint
 
