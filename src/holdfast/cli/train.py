@@ -246,7 +246,7 @@ def with_vocabulary(
 ) -> LoadedConfig:
     """If the model has no vocabulary of its own, give it that of the run in `run_folder`, or the
     dataset's. Raises ConfigError for a model that does not know all of the dataset's tokens."""
-    from holdfast.data.vocabulary import needed_size
+    from holdfast.data.dataset_match import needed_vocabulary
 
     given, size = loaded.config.model.vocab_size, dataset.vocab_size
     if given == 0 and (known := _known_vocabulary(run_folder, dataset.version)):
@@ -255,7 +255,7 @@ def with_vocabulary(
     if given == 0:
         return loaded.with_planned({"model.vocab_size": size}, "the dataset's")
     if given < size:
-        needed = needed_size(dataset.tokenizer_path, dataset.end, dataset.begin)
+        needed = needed_vocabulary(dataset)
         if given < needed:
             raise ConfigError(
                 f"model.vocab_size {given} is smaller than the dataset's vocabulary of {needed}",

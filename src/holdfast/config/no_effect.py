@@ -160,11 +160,18 @@ def _switched_off(loaded: LoadedConfig) -> Iterator[Finding]:
         ("data.tokenizer.vocab_size", data.tokenizer.path is not None, "data.tokenizer.path"),
         ("data.tokenizer.sample_bytes", data.tokenizer.path is not None, "data.tokenizer.path"),
     ]
+    chat = data.chat
+    rules += [
+        (f"data.chat.{name}", not data.has_chat, "no chat data") for name in type(chat).model_fields
+    ]
+    if data.has_chat:
+        rules.append(("data.chat.template", bool(chat.template_file), "data.chat.template_file"))
     for index, source in enumerate(data.sources):
         key = f"data.sources.{index}"
         whole = source.kind in ("text", "python-stdlib")
         rules += [
             (f"{key}.field", whole, f"kind {source.kind}"),
+            (f"{key}.field", source.rows in ("instruction", "prompt"), f"rows {source.rows}"),
             (f"{key}.split", source.kind != "huggingface", f"kind {source.kind}"),
             (f"{key}.path", source.kind == "python-stdlib", f"kind {source.kind}"),
         ]

@@ -147,8 +147,9 @@ def _type(info: FieldInfo) -> str:
     names = {"int": "whole number", "float": "number", "bool": "true or false", "str": "text"}
     kinds = [a for a in (get_args(info.annotation) or (info.annotation,)) if a is not type(None)]
     words = [names.get(getattr(k, "__name__", ""), "list") for k in kinds]
-    items = "text" if str in get_args(info.annotation) else "numbers"
-    text = f"list of {items}" if is_list(info.annotation) else words[0]
+    text = words[0]
+    if is_list(info.annotation):
+        text = "list of texts" if "text" in words else "list of numbers"
     bounds = [
         f"{sign} {getattr(rule, name)}"
         for rule in info.metadata
