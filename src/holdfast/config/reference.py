@@ -120,9 +120,10 @@ def _table(section: type[BaseModel], prefix: str) -> str:
     for name, info in section.model_fields.items():
         if section_of(info.annotation) is not None:
             continue
+        change = change_of(f"{prefix}.{name}".lstrip("."))
         key = f"{prefix}.{name}".lstrip(".").replace(ITEM, "<n>")
         meaning = (info.description or "").replace("|", "\\|")
-        cells = f"{_type(info)} | {_default(info, key)} | {change_of(key)}"
+        cells = f"{_type(info)} | {_default(info, key)} | {change}"
         rows.append(f"| `{key}` | {cells} | {meaning} |")
         if key == "model.preset":  # no field: loading expands it
             cells = f"text | none | {change_of(key)}"
