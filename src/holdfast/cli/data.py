@@ -136,15 +136,13 @@ def audit(
     from holdfast.checkpoint.restore.catalog import list_commits, step_of
     from holdfast.data.audit import AuditProblem
     from holdfast.data.audit import audit_records as audit_journal
-    from holdfast.data.batch import Batches
-    from holdfast.data.dataset import Dataset
-    from holdfast.data.verify import find_problems as problems_of
+    from holdfast.tasks.choose import open_audited
     from holdfast.wire.journal import read_contents
     from holdfast.wire.term import newest_term
 
     found = open_run(run)
     config, journal = found.config, read_contents(found.store)
-    batches = Batches(Dataset.open(found.dataset_folder), config.data, config.train, config.seed)
+    batches, file_problems = open_audited(config, found.dataset_folder)
     result = audit_journal(journal.records, batches)
     result.unreadable = len(journal.unreadable)
     commits = list_commits(found.store)
@@ -159,9 +157,7 @@ def audit(
             )
         )
     # Tokens that were fed from a changed shard would agree with that shard.
-    result.problems += [
-        AuditProblem("dataset", 0, 0, text) for text in problems_of(batches.dataset.folder)
-    ]
+    result.problems += [AuditProblem("dataset", 0, 0, text) for text in file_problems]
     if json:
         numbers = asdict(result)
         if not result.unreadable:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import platform
 import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -31,6 +33,7 @@ from holdfast.launch.run_folder import (
     write_description,
 )
 from holdfast.launch.runs import read_resolved
+from holdfast.launch.task_run import with_task
 from holdfast.launch.unlike_node import refuse_unlike_node
 from holdfast.layout import Layout
 from holdfast.plan.hardware import HardwareInfo, cpp_compiler, detect_hardware
@@ -90,9 +93,8 @@ def _train_in_folder(
         refuse_alone(folder, watch)
     if fresh or not several:
         refuse_in_use(folder, watch)
-    dataset = prepare_and_check_dataset(loaded, wait=several)
-    loaded = with_vocabulary(loaded, dataset, None if fresh else folder)
-    version = dataset.version if fresh else dataset_version_in(folder, dataset)
+    loaded, data = prepare_run_data(loaded, folder, fresh=fresh, wait=several)
+    version = data.version
     beside = fresh and several and is_begun_by_other(folder, before, loaded, version)
     if fresh and not beside and (old := set_aside(folder, before, watch)) is not None:
         say(f"the old run folder is now {old}")
@@ -110,8 +112,8 @@ def _train_in_folder(
         return 0
     if several:
         refuse_unlike_node(folder, loaded, watch)
-    about = describe_start(loaded, dataset, begins=read_resolved(folder) is None)
-    write_description(folder, loaded, machine, dataset.folder, version)
+    about = describe_start(loaded, data.use, begins=read_resolved(folder) is None)
+    write_description(folder, loaded, machine, data.folder, version)
     for line in about:
         say(line)
     with RunViews(loaded.config, folder, version, machine, json=json) as views:
@@ -129,6 +131,35 @@ def _train_in_folder(
     return code
 
 
+@dataclass(frozen=True)
+class RunData:
+    """The data of a run. use: lines about how much of it the run reads."""
+
+    version: str
+    folder: Path
+    use: tuple[str, ...]
+
+
+def prepare_run_data(
+    loaded: LoadedConfig, run_folder: Path, *, fresh: bool, wait: bool
+) -> tuple[LoadedConfig, RunData]:
+    """Return the configuration with what follows from the data and the task, and the data.
+
+    wait: for another process that prepares the dataset. Raises UserError."""
+    if loaded.config.task.name:
+        loaded = with_task(loaded)
+        task = loaded.config.task
+        return loaded, RunData(task.data, Path(task.folder), ())
+    from holdfast.data.coverage import describe_use
+
+    dataset = prepare_and_check_dataset(loaded, wait=wait)
+    loaded = with_vocabulary(loaded, dataset, None if fresh else run_folder)
+    config = loaded.config
+    version = dataset.version if fresh else dataset_version_in(run_folder, dataset)
+    use = describe_use(dataset, config.data, config.train, config.seed)
+    return loaded, RunData(version, dataset.folder, tuple(use))
+
+
 def prepare_and_check_dataset(loaded: LoadedConfig, wait: bool = False) -> Dataset:
     """Return the run's dataset, prepared if it is missing, and checked against its checksums.
     `wait`: for another process that is preparing it."""
@@ -141,14 +172,11 @@ def prepare_and_check_dataset(loaded: LoadedConfig, wait: bool = False) -> Datas
     return dataset
 
 
-def describe_start(loaded: LoadedConfig, dataset: Dataset, begins: bool = False) -> list[str]:
-    """Lines about what of the run file can never take effect, and the run's use of its dataset.
+def describe_start(loaded: LoadedConfig, use: Sequence[str], begins: bool = False) -> list[str]:
+    """Lines about what of the run file can never take effect, and the run's `use` of its data.
     begins: the run starts for the first time."""
     from holdfast.config.no_effect import find_without_effect
-    from holdfast.data.coverage import describe_use
 
-    config = loaded.config
-    use = describe_use(dataset, config.data, config.train, config.seed)
     origin = _describe_model_origin(loaded) if begins else []
     return [*find_without_effect(loaded), *use, *origin]
 

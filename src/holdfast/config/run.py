@@ -17,6 +17,7 @@ from holdfast.config.degrees import find_impossible_degrees
 from holdfast.config.huggingface.convert import explain_no_architecture
 from holdfast.config.layout import LayoutConfig
 from holdfast.config.model import ModelConfig
+from holdfast.config.task import TaskConfig
 from holdfast.config.train import TrainConfig
 
 
@@ -34,6 +35,7 @@ class RunConfig(Section):
         "auto", description="auto: cuda if there is an accelerator, cpu otherwise (planned)"
     )
     tensorboard: bool = Field(False, description="write event files into the run folder")
+    task: TaskConfig = TaskConfig.model_validate({})
     data: DataConfig = DataConfig()
     model: ModelConfig = Field(default_factory=lambda: ModelConfig.model_validate({}))
     train: TrainConfig = TrainConfig()
@@ -50,7 +52,7 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _cross_section(self) -> RunConfig:
-        refused = find_impossible_degrees(self.layout, self.model, self.train)
+        refused = find_impossible_degrees(self.layout, self.model, self.train, self.task.name)
         if refused is not None:
             raise ValueError(refused)
         if (unknown := explain_no_architecture(self.model)) is not None:

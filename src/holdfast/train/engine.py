@@ -33,7 +33,7 @@ from holdfast.parallel.process_groups import ProcessGroups
 from holdfast.parallel.torch_compat import is_peer_loss
 from holdfast.policy.detection.loss_spikes import LossJump
 from holdfast.policy.recovery.step_resolution import StepStage
-from holdfast.train.executors import Executor, GradientListener, Inputs
+from holdfast.train.executors import Executor, GradientListener
 from holdfast.train.nonfinite import describe_non_finite, find_non_finite
 from holdfast.train.optimizer import AdamW
 from holdfast.train.state import LocalTensor, Parameters, ReadBox, load_state, state_tensors
@@ -52,8 +52,9 @@ from holdfast.train.vote import (
 )
 
 
-class DeviceMicrobatch(Inputs, Protocol):
-    """What the engine reads of one microbatch (its part, where samples are split over shards)."""
+class DeviceMicrobatch(Protocol):
+    """What the engine reads of one microbatch (its part, where samples are split over shards).
+    The executor knows the rest."""
 
     @property
     def tokens(self) -> int: ...
@@ -93,7 +94,7 @@ GradientFeed = Callable[[ProcessGroups, GradientReducer | None], GradientReducer
 class StepEngine:
     """Training of one model on one rank, whatever the rank's part of it is.
 
-    objective: module from (inputs, targets, documents) to a scalar loss sum, or a stage of it.
+    objective: module from a microbatch to a scalar loss sum, or a stage of it.
     executor: runs its passes. feed: makes what sums gradients, for these groups and for later ones.
     plan: who computes which microbatch. status: how far it has come. history: of earlier steps; a
     rebuilt session keeps it. on_vote_sent: called when this rank's vote is on its way.

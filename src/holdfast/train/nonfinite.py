@@ -36,7 +36,7 @@ from holdfast.layout import Topology
 from holdfast.parallel.comm.transport import exchange
 from holdfast.parallel.process_groups import ProcessGroups
 from holdfast.parallel.torch_compat import local_tensor
-from holdfast.train.executors import Executor, Inputs
+from holdfast.train.executors import Executor
 from holdfast.train.state import Parameters
 from holdfast.train.vote import StepAccount
 
@@ -63,7 +63,7 @@ def find_non_finite(
     executor: Executor,
     groups: ProcessGroups,
     parameters: Parameters,
-    share: Sequence[tuple[int, Inputs]],
+    share: Sequence[tuple[int, Any]],
     leaves: int,
     is_share_finite: bool,
 ) -> NonFiniteFinding:
@@ -160,7 +160,7 @@ class _IgnoreGradients:
 
 
 def _first_non_finite(
-    objective: nn.Module, executor: Executor, leaf: int, batch: Inputs, count: int
+    objective: nn.Module, executor: Executor, leaf: int, batch: Any, count: int
 ) -> tuple[bool, int] | None:
     """The first parameter of one microbatch whose use or gradient is not finite: whether it was
     found in the backward pass, and its index."""

@@ -32,7 +32,12 @@ class Zeros:
     """All zeros."""
 
 
-Init = Normal | Ones | Zeros
+@dataclass(frozen=True, slots=True)
+class Own:
+    """The values that the task's module gives the parameter when it is made."""
+
+
+Init = Normal | Ones | Zeros | Own
 
 
 @dataclass(frozen=True, slots=True)

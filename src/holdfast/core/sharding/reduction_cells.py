@@ -91,8 +91,28 @@ class Cell:
         return self.copy == 0 and first == rank
 
 
+GradientRow = tuple[TensorSpec, bool]
+"""A parameter, and whether tp ranks with the same box of it have to add up their gradients."""
+
+
 def reduction_cells(
     topology: Topology, model: ModelConfig, rank: int, *, sequence_parallel: bool, zero: int = 3
+) -> tuple[Cell, ...]:
+    """The cells of the decoder that `rank` is a member of."""
+    return cells_of_rows(topology, decoder_rows(model, sequence_parallel), rank, zero=zero)
+
+
+def decoder_rows(model: ModelConfig, sequence_parallel: bool) -> list[GradientRow]:
+    """The decoder's parameters, with the kind of their gradients."""
+    sharding = sharding_table(model)
+    return [
+        (spec, gradient_is_partial(sharding[spec.name], sequence_parallel))
+        for spec in parameter_table(model)
+    ]
+
+
+def cells_of_rows(
+    topology: Topology, rows: Iterable[GradientRow], rank: int, *, zero: int = 3
 ) -> tuple[Cell, ...]:
     """The cells that `rank` is a member of.
 
@@ -106,11 +126,9 @@ def reduction_cells(
         topology.coordinate(rank),
         zero == 1,
     )
-    sharding = sharding_table(model)
     known: dict[_Class, tuple[tuple[Box, _Signature], ...]] = {}
     found: dict[_Signature, list[Box]] = {}
-    for spec in parameter_table(model):
-        partial = gradient_is_partial(sharding[spec.name], sequence_parallel)
+    for spec, partial in rows:
         stages = tuple(stages_of(spec, kind) for kind in view.kinds)
         if view.coordinate.pp not in stages_of(spec, view.replica):
             continue

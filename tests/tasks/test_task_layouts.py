@@ -1,0 +1,67 @@
+"""Promise 1 for models of other people: bit-equal under replicas, 1e-10 under ZeRO."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.support.layouts import (
+    assert_all_state,
+    case,
+    pieces,
+    save_pieces,
+)
+from tests.support.own_tasks import TaskTraining, task_config
+from tests.support.ranks import RankContext, rank_values
+from tests.support.tiny_training import digest
+
+TASKS: dict[str, dict[str, Any]] = {
+    "Gru": {"hidden": 6},
+    "Convolution": {},
+    "Tied": {"dropout": 0.2, "sometimes": True},
+}
+
+
+def _curve(rank: RankContext, name: str, layout: str) -> list[str]:
+    made = TaskTraining(task_config(name, TASKS[name]), layout, rank.rank, rank.store())
+    losses = [made.step(step) for step in range(1, 7)]
+    assert losses[-1] < losses[0]
+    found = [loss.hex() for loss in losses] + [digest(made.engine)]
+    made.engine.close()
+    return found
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_replicas_change_no_bit(name: str) -> None:
+    curves: set[tuple[str, ...]] = set()
+    for layout in ("one", "dp2", "dp3"):
+        arguments = {"name": name, "layout": layout}
+        for curve in rank_values(_curve, case(layout).world_size, arguments):
+            curves.add(tuple(curve))
+    assert len(curves) == 1
+
+
+def _trained(rank: RankContext, name: str, args: dict[str, Any], layout: str, to: str) -> None:
+    config = task_config(name, args, precision="float64")
+    made = TaskTraining(config, layout, rank.rank, rank.store())
+    for step in range(1, 7):
+        made.step(step)
+    save_pieces(f"{to}-{rank.rank}.npz", pieces(made.engine))
+    made.engine.close()
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_zero_agrees_with_one_process(name: str, tmp_path: Any) -> None:
+    """Without random numbers, and with the same parameters in use on all shards."""
+    args = {"dropout": 0.0, "sometimes": False} if name == "Tied" else TASKS[name]
+    paths = {}
+    for layout in ("one", "zero1.2", "zero2.2", "shard2", "dp2-shard2"):
+        paths[layout] = tmp_path / layout
+        arguments = {"name": name, "args": args, "layout": layout, "to": str(paths[layout])}
+        rank_values(_trained, case(layout).world_size, arguments)
+    from tests.support.layouts import load_pieces
+
+    whole = {name: values for name, _, values in load_pieces(f"{paths.pop('one')}-0.npz")}
+    for path in paths.values():
+        assert_all_state(whole, sorted(tmp_path.glob(f"{path.name}-*.npz")), 1e-10)
