@@ -9,24 +9,38 @@ from importlib.metadata import version
 
 __all__ = [
     "Batch",
+    "Checkpoint",
     "Normal",
     "Ones",
     "Samples",
     "Task",
     "TaskError",
+    "TrainingResult",
     "UserError",
     "Zeros",
+    "follow",
+    "journal",
+    "open_checkpoint",
+    "report",
+    "train",
 ]
 
 __HOMES = {
     "Batch": "holdfast.tasks.task",
+    "Checkpoint": "holdfast.api.reading",
     "Normal": "holdfast.core.sharding.parameters",
     "Ones": "holdfast.core.sharding.parameters",
     "Samples": "holdfast.tasks.task",
     "Task": "holdfast.tasks.task",
     "TaskError": "holdfast.errors",
+    "TrainingResult": "holdfast.api.training",
     "UserError": "holdfast.errors",
     "Zeros": "holdfast.core.sharding.parameters",
+    "follow": "holdfast.api.reading",
+    "journal": "holdfast.api.reading",
+    "open_checkpoint": "holdfast.api.reading",
+    "report": "holdfast.api.reading",
+    "train": "holdfast.api.training",
 }
 """Public name -> the module that defines it."""
 

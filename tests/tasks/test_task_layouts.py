@@ -9,6 +9,7 @@ import pytest
 from tests.support.layouts import (
     assert_all_state,
     case,
+    load_pieces,
     pieces,
     save_pieces,
 )
@@ -26,7 +27,7 @@ TASKS: dict[str, dict[str, Any]] = {
 def _curve(rank: RankContext, name: str, layout: str) -> list[str]:
     made = TaskTraining(task_config(name, TASKS[name]), layout, rank.rank, rank.store())
     losses = [made.step(step) for step in range(1, 7)]
-    assert losses[-1] < losses[0]
+    assert len(set(losses)) == 6
     found = [loss.hex() for loss in losses] + [digest(made.engine)]
     made.engine.close()
     return found
@@ -60,8 +61,6 @@ def test_zero_agrees_with_one_process(name: str, tmp_path: Any) -> None:
         paths[layout] = tmp_path / layout
         arguments = {"name": name, "args": args, "layout": layout, "to": str(paths[layout])}
         rank_values(_trained, case(layout).world_size, arguments)
-    from tests.support.layouts import load_pieces
-
     whole = {name: values for name, _, values in load_pieces(f"{paths.pop('one')}-0.npz")}
     for path in paths.values():
         assert_all_state(whole, sorted(tmp_path.glob(f"{path.name}-*.npz")), 1e-10)

@@ -67,16 +67,19 @@ def train(
       holdfast train run.yaml train.steps=200 layout.workers=4
       holdfast train run.yaml --fresh
     """
+    return start_run(run_file, overrides or [], fresh=fresh, json=json)
+
+
+def start_run(
+    run_file: Path, overrides: Sequence[str], *, fresh: bool = False, json: bool = False
+) -> int:
+    """As the command `train`; return its exit code. Raises UserError."""
     with early_signals_answered():
-        return _train(run_file, overrides or [], fresh=fresh, json=json)
-
-
-def _train(run_file: Path, overrides: list[str], *, fresh: bool, json: bool) -> int:
-    machine = detect_hardware()
-    loaded = plan_for_machine(load_config(run_file, overrides), machine)
-    folder = Path(loaded.config.run_folder)
-    with crash_log_in(folder):
-        return _train_in_folder(loaded, machine, folder, fresh=fresh, json=json)
+        machine = detect_hardware()
+        loaded = plan_for_machine(load_config(run_file, overrides), machine)
+        folder = Path(loaded.config.run_folder)
+        with crash_log_in(folder):
+            return _train_in_folder(loaded, machine, folder, fresh=fresh, json=json)
 
 
 def _train_in_folder(

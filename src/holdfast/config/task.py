@@ -25,7 +25,7 @@ class TaskConfig(Section):
     folder: str = Field(
         "",
         description="where the task's module lies, if it is not an installed package; empty: "
-        "beside the run file",
+        "in the run file's folder",
     )
     source: str = Field("", description="digest of the task's source files (planned)")
     data: str = Field("", description="version of the task's data (planned)")

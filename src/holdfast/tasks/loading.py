@@ -19,6 +19,7 @@ from typing import Any
 
 from holdfast.config.task import TaskConfig
 from holdfast.errors import TaskError
+from holdfast.tasks.importing import importing
 from holdfast.tasks.task import Task
 
 DIGEST_BYTES = 16
@@ -74,7 +75,7 @@ def _import_module(name: str, folder: str) -> ModuleType:
     if folder and folder not in sys.path:
         sys.path.append(folder)
     try:
-        with user_code(f"module {name} cannot be imported"):
+        with user_code(f"module {name} cannot be imported"), importing():
             module = importlib.import_module(name)
     except TaskError as error:
         cause = error.__cause__

@@ -15,8 +15,9 @@ class TaskObjective(nn.Module):
     """From a microbatch to its loss sum, a float64 scalar.
 
     Each forward pass draws its random numbers from a seed of its own, so that they do not depend
-    on which rank computes it, and when. compute: dtype of the parameters in the pass; the batch's
-    floating-point tensors are given the same.
+    on which rank computes it, and when.
+
+    compute: dtype of the parameters in the pass, and of the batch's floating-point tensors.
     """
 
     def __init__(self, task: Task, model: nn.Module, compute: torch.dtype) -> None:

@@ -19,7 +19,7 @@ Initial = Normal | Zeros | Ones | Tensor | None
 
 
 class Samples(Protocol):
-    """A map-style dataset: the same index gives the same sample, whoever asks.
+    """A map-style dataset: the same index gives the same sample in each process.
 
     version: names the content. Change it with the data, as it is a part of the run's identity.
     """
