@@ -4,7 +4,7 @@ from holdfast.api.reading import Checkpoint as Checkpoint
 from holdfast.api.reading import follow as follow
 from holdfast.api.reading import journal as journal
 from holdfast.api.reading import open_checkpoint as open_checkpoint
-from holdfast.api.reading import report as report
+from holdfast.api.reading import summary as summary
 from holdfast.api.training import TrainingResult as TrainingResult
 from holdfast.api.training import train as train
 from holdfast.core.sharding.parameters import Normal as Normal

@@ -1,4 +1,4 @@
-"""Tasks of other people's making. A test copies this file into a folder with a run file, as a user would."""
+"""Tasks of users. A test copies this file into a folder with a run file, as a user would."""
 
 from __future__ import annotations
 

@@ -37,14 +37,14 @@ def follow(
             yield _flat(record)
 
 
-def report(run: str | Path, *, curve: bool = False) -> dict[str, Any]:
+def summary(run: str | Path, *, curve: bool = False) -> dict[str, Any]:
     """Return what `holdfast report --json` prints; with `curve` every step too."""
     from holdfast.launch.runs import open_run
     from holdfast.report.history import read_history
-    from holdfast.report.summary import summary
+    from holdfast.report.summary import summary as summarise
 
     found = open_run(Path(run))
-    return summary(read_history(found.store), found.resolved, curve=curve)
+    return summarise(read_history(found.store), found.resolved, curve=curve)
 
 
 class Checkpoint:

@@ -14,8 +14,8 @@ from holdfast.tasks.task import Task
 class TaskObjective(nn.Module):
     """From a microbatch to its loss sum, a float64 scalar.
 
-    Each forward pass draws its random numbers from a seed of its own, so that they do not depend
-    on which rank computes it, and when.
+    Each forward pass draws its random numbers from a seed of its own. So they do not depend on
+    the rank that computes it, nor on the time.
 
     compute: dtype of the parameters in the pass, and of the batch's floating-point tensors.
     """
@@ -36,12 +36,7 @@ class TaskObjective(nn.Module):
         self._check(loss)
         for name, buffer in self.model.named_buffers():
             if buffer._version != before.get(name, -1):
-                raise TaskError(
-                    f"the forward pass changes buffer {name}, so the state would depend on which "
-                    "rank computes what",
-                    where="task",
-                    remedy="keep it unchanged (a norm of a batch: track_running_stats=False)",
-                )
+                raise changed_buffer_error(name)
         return loss.to(torch.float64)
 
     def _cast(self, tensor: Tensor) -> Tensor:
@@ -57,3 +52,13 @@ class TaskObjective(nn.Module):
                 where="task",
                 remedy="compute it from the output of the module that loss() is given",
             )
+
+
+def changed_buffer_error(name: str) -> TaskError:
+    """A buffer that a forward pass changes."""
+    return TaskError(
+        f"the forward pass changes buffer {name}, so the state would depend on which rank computes "
+        "what",
+        where="task",
+        remedy="keep it unchanged (a norm of a batch: track_running_stats=False)",
+    )

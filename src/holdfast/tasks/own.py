@@ -27,7 +27,7 @@ from holdfast.tasks.module import (
     tied_names,
     usable_units,
 )
-from holdfast.tasks.objective import TaskObjective
+from holdfast.tasks.objective import TaskObjective, changed_buffer_error
 from holdfast.tasks.task import Task
 from holdfast.train.executors import SingleStageExecutor
 from holdfast.train.precision import Precision
@@ -116,10 +116,14 @@ class OwnTask:
         part, parts = groups.coordinate.dp_shard, groups.degree("dp_shard")
         start, stop = own.positions(1, 0, part, parts)
         device = next(objective.parameters()).device
+        buffers = {name: value.clone() for name, value in _model(objective).named_buffers()}
         found = [
             self._loss_of(objective, own.read_samples(start, stop, times), key, device)
             for times, key in ((1, 1), (1, 2), (2, 1))
         ]
+        for name, value in _model(objective).named_buffers():
+            if not torch.equal(value, buffers[name]):  # some kernels leave the version as it was
+                raise changed_buffer_error(name)
         one, other, doubled = found
         near = _EQUAL if abs(one - other) <= _EQUAL * abs(one) else _NEAR
         if one and abs(doubled - one) <= near * abs(one):
