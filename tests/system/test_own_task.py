@@ -105,7 +105,7 @@ def test_a_kill_changes_no_bit(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["Gru", "Convolution", "Tied"])
+@pytest.mark.parametrize("name", ["Gru", "Convolution", "Normed", "Tied"])
 def test_a_kill_changes_no_bit_with_other_numbers_of_workers(tmp_path: Path, name: str) -> None:
     _kill_and_compare(tmp_path, name, [1, 2, 3])
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from holdfast.errors import TaskError
 from tests.support.layouts import (
     assert_all_state,
     case,
@@ -14,14 +15,17 @@ from tests.support.layouts import (
     save_pieces,
 )
 from tests.support.own_tasks import TaskTraining, task_config
-from tests.support.ranks import RankContext, rank_values
+from tests.support.ranks import RankContext, rank_values, ranks
 from tests.support.tiny_training import digest
 
 TASKS: dict[str, dict[str, Any]] = {
     "Gru": {"hidden": 6},
     "Convolution": {},
+    "Normed": {},
     "Tied": {"dropout": 0.2, "sometimes": True},
 }
+CUT = ("Gru", "Convolution", "Tied")
+"""The tasks that dp_shard may cut."""
 
 
 def _curve(rank: RankContext, name: str, layout: str) -> list[str]:
@@ -52,7 +56,7 @@ def _trained(rank: RankContext, name: str, args: dict[str, Any], layout: str, to
     made.engine.close()
 
 
-@pytest.mark.parametrize("name", TASKS)
+@pytest.mark.parametrize("name", CUT)
 def test_zero_agrees_with_one_process(name: str, tmp_path: Any) -> None:
     """Without random numbers, and with the same parameters in use on all shards."""
     args = {"dropout": 0.0, "sometimes": False} if name == "Tied" else TASKS[name]
@@ -64,3 +68,28 @@ def test_zero_agrees_with_one_process(name: str, tmp_path: Any) -> None:
     whole = {name: values for name, _, values in load_pieces(f"{paths.pop('one')}-0.npz")}
     for path in paths.values():
         assert_all_state(whole, sorted(tmp_path.glob(f"{path.name}-*.npz")), 1e-10)
+
+
+def _statistics(rank: RankContext) -> dict[str, Any]:
+    made = TaskTraining(task_config("Normed"), "one", rank.rank, rank.store())
+    module, seen = made.engine.objective.get_submodule("model.1"), []
+    module.register_forward_hook(lambda _, inputs, __: seen.append(inputs[0].detach().clone()))
+    losses = [made.step(1)]
+    state = {t.name: t.tensor.tolist() for t in made.engine.state()}
+    found = {name: state[f"model.1.{name}"] for name in ("running_mean", "num_batches_tracked")}
+    means = [x.mean((0, 2, 3)) for x in seen]
+    made.engine.close()
+    return found | {"expected": (0.1 * sum(means) / len(means)).tolist(), "losses": losses}
+
+
+def test_running_statistics_are_the_mean_over_the_microbatches() -> None:
+    """And have no part in the gradient's norm, which clips."""
+    (found,) = rank_values(_statistics, 1, {})
+    assert found["num_batches_tracked"] == 6
+    assert found["running_mean"] == pytest.approx(found["expected"], rel=1e-5, abs=1e-7)
+
+
+@ranks(2)
+def test_merged_buffers_are_not_cut(rank: RankContext) -> None:
+    with pytest.raises(TaskError, match=r"buffer 1\.running_mean is merged, and dp_shard 2 cuts"):
+        TaskTraining(task_config("Normed"), "shard2", rank.rank, rank.store())

@@ -100,7 +100,7 @@ class ShardedGradients(GradientFeeder):
     def __init__(
         self,
         root: nn.Module,
-        named: Mapping[str, nn.Parameter],
+        named: Mapping[str, Tensor],
         boxes: Mapping[str, Box],
         cells: Cells,
         *,

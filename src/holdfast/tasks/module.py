@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from holdfast.core.seeds import key_seed
 from holdfast.core.sharding.parameters import Own, Parameter
-from holdfast.core.sharding.run_table import row_text
+from holdfast.core.sharding.run_table import MERGES, row_text
 from holdfast.errors import TaskError
 from holdfast.tasks.loading import user_code
 from holdfast.tasks.task import Task
@@ -47,7 +47,24 @@ def module_rows(task: Task, module: nn.Module) -> tuple[str, ...]:
         rows.append(row_text(Parameter(name, shape, decays, Own()), is_frozen=is_frozen))
     if all(not parameter.requires_grad for parameter in module.parameters()):
         raise TaskError("the module has no parameter that is trained", where="task")
+    for name, merge in merged_buffers(task, module).items():
+        shape = tuple(module.get_buffer(name).shape)
+        rows.append(row_text(Parameter(name, shape, False, Own(), merge=merge), is_frozen=False))
     return tuple(rows)
+
+
+def merged_buffers(task: Task, module: nn.Module) -> dict[str, str]:
+    """Name -> "mean" or "sum" of the buffers that forward passes change. Raises TaskError."""
+    with user_code("merge() failed"):
+        answers = {name: task.merge(name) for name, _ in module.named_buffers()}
+    for name, answer in answers.items():
+        if answer is not None and answer not in MERGES:
+            raise TaskError(
+                f"merge() returned {answer!r} for {name}",
+                where="task",
+                remedy='return "mean", "sum" or None',
+            )
+    return {name: answer for name, answer in answers.items() if answer is not None}
 
 
 def refuse_other_rows(expected: Sequence[str], found: Sequence[str]) -> None:
@@ -107,13 +124,23 @@ def tie_again(module: nn.Module, groups: Sequence[Sequence[str]]) -> None:
 
 
 def set_buffers(
-    module: nn.Module, values: dict[str, Tensor], device: torch.device, dtype: torch.dtype
+    module: nn.Module,
+    values: Mapping[str, Tensor],
+    device: torch.device,
+    dtype: torch.dtype,
+    merged: Mapping[str, torch.dtype],
 ) -> None:
-    """Give the module's buffers their values; floating-point ones in `dtype`."""
+    """Give the module's buffers their values; floating-point ones in `dtype`, and those of `merged`
+    in the dtype there."""
     for name, value in values.items():
-        owner, key = _owner(module, name)
         cast = dtype if value.is_floating_point() else value.dtype
-        owner._buffers[key] = value.to(device, cast, copy=True)
+        put_buffer(module, name, value.to(device, merged.get(name, cast), copy=True))
+
+
+def put_buffer(module: nn.Module, name: str, value: Tensor) -> None:
+    """Let a buffer be this tensor."""
+    owner, key = _owner(module, name)
+    owner._buffers[key] = value
 
 
 def usable_units(module: nn.Module, units: Sequence[nn.Module]) -> list[nn.Module]:

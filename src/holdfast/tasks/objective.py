@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 import torch
 from torch import Tensor, nn
 
 from holdfast.errors import TaskError
+from holdfast.tasks.module import put_buffer
 from holdfast.tasks.task import Task
 
 
@@ -18,26 +19,46 @@ class TaskObjective(nn.Module):
     the rank that computes it, nor on the time.
 
     compute: dtype of the parameters in the pass, and of the batch's floating-point tensors.
+    merged: buffers that the pass changes. Each pass begins with the values before the step, and
+        leaves its changes in `grad`, from where they are summed as gradients are.
     """
 
-    def __init__(self, task: Task, model: nn.Module, compute: torch.dtype) -> None:
+    def __init__(
+        self, task: Task, model: nn.Module, compute: torch.dtype, merged: Collection[str] = ()
+    ) -> None:
         super().__init__()
         self.model = model
-        self._task, self._compute = task, compute
+        self._task, self._compute, self._merged = task, compute, tuple(merged)
 
     def forward(self, batch: Mapping[str, Tensor], key: int) -> Tensor:
         """batch: empty for a microbatch that is skipped. Raises TaskError."""
         if not batch:
             device = next(self.parameters()).device
             return torch.zeros((), dtype=torch.float64, device=device, requires_grad=True)
-        before = {name: buffer._version for name, buffer in self.model.named_buffers()}
+        before = dict(self.model.named_buffers())
+        versions = {name: buffer._version for name, buffer in before.items()}
+        for name in self._merged:
+            put_buffer(self.model, name, before[name].clone())
         torch.manual_seed(key)
-        loss = self._task.loss(self.model, {name: self._cast(t) for name, t in batch.items()})
-        self._check(loss)
+        try:
+            loss = self._task.loss(self.model, {name: self._cast(t) for name, t in batch.items()})
+            self._check(loss)
+            if torch.is_grad_enabled():
+                self._keep_changes(before)
+        finally:
+            for name in self._merged:
+                put_buffer(self.model, name, before[name])
         for name, buffer in self.model.named_buffers():
-            if buffer._version != before.get(name, -1):
+            if buffer is not before.get(name) or buffer._version != versions[name]:
                 raise changed_buffer_error(name)
         return loss.to(torch.float64)
+
+    def _keep_changes(self, before: Mapping[str, Tensor]) -> None:
+        """Add what the pass changed in merged buffers to their `grad`."""
+        for name in self._merged:
+            held = before[name]
+            change = self.model.get_buffer(name).detach() - held
+            held.grad = change if held.grad is None else held.grad + change
 
     def _cast(self, tensor: Tensor) -> Tensor:
         return tensor.to(self._compute) if tensor.is_floating_point() else tensor
@@ -60,5 +81,5 @@ def changed_buffer_error(name: str) -> TaskError:
         f"the forward pass changes buffer {name}, so the state would depend on which rank computes "
         "what",
         where="task",
-        remedy="keep it unchanged (a norm of a batch: track_running_stats=False)",
+        remedy="keep it unchanged, or let merge() say how its changes are put together",
     )

@@ -18,6 +18,7 @@ from holdfast.parallel.process_groups import ProcessGroups
 from holdfast.tasks.batches import TaskBatches, TaskLoader, TaskMicrobatch
 from holdfast.tasks.loading import user_code
 from holdfast.tasks.module import (
+    merged_buffers,
     meta_module,
     module_rows,
     own_values,
@@ -43,20 +44,34 @@ class OwnTask:
 
     def __init__(self, task: Task, config: RunConfig) -> None:
         self._task, self._config = task, config
-        self._compute = Precision.of(config.train.precision).compute
+        self._precision = Precision.of(config.train.precision)
         self._buffers: dict[str, Tensor] | None = None
         self._ties: list[list[str]] = []
+        self._merged: tuple[str, ...] = ()
 
     def objective(self, groups: ProcessGroups) -> TaskObjective:
         """The module on the meta device. Raises TaskError if it does not fit the run's table."""
         module = meta_module(self._task)
         refuse_other_rows(self._config.task.parameters, module_rows(self._task, module))
         _refuse_scalars(module, groups.degree("dp_shard"))
-        self._ties = tied_names(module)
-        return TaskObjective(self._task, module, self._compute)
+        merged = tuple(merged_buffers(self._task, module))
+        if merged and groups.degree("dp_shard") > 1:
+            raise TaskError(
+                f"buffer {merged[0]} is merged, and dp_shard {groups.degree('dp_shard')} cuts the "
+                "microbatch that it is computed from",
+                where="task",
+                remedy="use dp_shard 1",
+            )
+        self._ties, self._merged = tied_names(module), merged
+        return TaskObjective(self._task, module, self._precision.compute, merged)
 
-    def named_parameters(self, objective: nn.Module) -> dict[str, nn.Parameter]:
-        return dict(_model(objective).named_parameters())
+    def named_parameters(self, objective: nn.Module) -> dict[str, Tensor]:
+        """The parameters, then the buffers that are merged."""
+        model = _model(objective)
+        return {
+            **dict(model.named_parameters()),
+            **{name: model.get_buffer(name) for name in self._merged},
+        }
 
     def units(self, objective: nn.Module) -> list[nn.Module]:
         model = _model(objective)
@@ -69,7 +84,8 @@ class OwnTask:
         if self._buffers is None:
             has_some = next(model.buffers(), None) is not None
             self._buffers = own_values(self._task, self._config.seed).buffers if has_some else {}
-        set_buffers(model, self._buffers, device, self._compute)
+        merged = dict.fromkeys(self._merged, self._precision.state)
+        set_buffers(model, self._buffers, device, self._precision.compute, merged)
 
     def initial_values(self, seed: int) -> InitialBox:
         """What `Task.initial` says, or what the module gave its parameters when it was made."""
@@ -77,10 +93,11 @@ class OwnTask:
 
         def value(row: Parameter, box: Box) -> Tensor:
             with user_code(f"initial() failed for {row.name}"):
-                answer = self._task.initial(row.name, row.shape)
+                answer = None if row.merge else self._task.initial(row.name, row.shape)
             if answer is None:
                 if not given:
-                    given.update(own_values(self._task, seed).parameters)
+                    own = own_values(self._task, seed)
+                    given.update(own.parameters | own.buffers)
                 answer = given[row.name]
             if not isinstance(answer, Tensor):
                 answer = initial_tensor(replace(row, init=answer), seed)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -67,6 +67,11 @@ class Task(ABC):
     def decays(self, name: str, shape: tuple[int, ...]) -> bool:
         """Whether weight decay applies to a parameter: by default to matrices."""
         return len(shape) > 1
+
+    def merge(self, buffer: str) -> Literal["mean", "sum"] | None:
+        """How a step changes a buffer that forward passes change. It adds the mean or the sum of
+        its microbatches' changes, each from the value before the step. None: no pass changes it."""
+        return None
 
     def units(self, model: nn.Module) -> Sequence[nn.Module]:
         """The modules that ZeRO 3 gathers one by one, and that are compiled. Each is used by

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -302,4 +302,4 @@ def _cells_and_teams(config: RunConfig, groups: ProcessGroups) -> list[tuple[Cel
     return list(zip(cells, groups.teams(cells), strict=True))
 
 
-Table = tuple[tuple[Parameter, ...], dict[str, Box], dict[str, nn.Parameter]]
+Table = tuple[tuple[Parameter, ...], dict[str, Box], Mapping[str, torch.Tensor]]

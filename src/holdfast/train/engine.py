@@ -124,7 +124,9 @@ class StepEngine:
         self.status, self.history = StepStatus(), StepHistory()
         decays = [row.decay for row in parameters.table]
         gradients = self._gradients.gradients()
-        self.optimizer = AdamW(parameters.master_tensors, gradients, decays, train.optimizer)
+        merges = {i: row.merge for i, row in enumerate(parameters.table) if row.merge}
+        masters = parameters.master_tensors
+        self.optimizer = AdamW(masters, gradients, decays, train.optimizer, merges)
         self._shares: Shares = ()
         self.batches: list[DeviceMicrobatch] = []  # of the step that is open, or was last
         self._accounts: AccountExchange | None = None
@@ -231,7 +233,8 @@ class StepEngine:
         rate = learning_rate(self.train, self.step)
         clip = clip_factor(verdict.mean_norm, self.train.optimizer.clip_norm)
         status.is_torn = True
-        self.optimizer.apply(status.step, rate, max(verdict.tokens, 1) / clip)
+        divisor, leaves = max(verdict.tokens, 1) / clip, self.plan.leaves(status.step)
+        self.optimizer.apply(status.step, rate, divisor, leaves)
         status.finish_update()
         self.history.applied_verdicts.append((status.step, verdict))
         self.history.unreported_step = status.step

@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any, Protocol, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from holdfast.config.run import RunConfig
 from holdfast.core.data.skips import Skips
@@ -47,8 +47,9 @@ class EngineTask(Protocol):
         """The module from a microbatch to a loss sum, on the meta device, cut for this rank."""
         ...
 
-    def named_parameters(self, objective: nn.Module) -> dict[str, nn.Parameter]:
-        """The objective's parameters by their names in the table, in the module's order."""
+    def named_parameters(self, objective: nn.Module) -> Mapping[str, Tensor]:
+        """The objective's parameters by their names in the table, in the module's order. Buffers
+        that are merged count as such (`core.sharding.parameters.Parameter.merge`)."""
         ...
 
     def units(self, objective: nn.Module) -> Sequence[nn.Module]:
@@ -124,7 +125,7 @@ class DecoderTask:
                 objective.tensor.exclude_from_compilation()
         return objective
 
-    def named_parameters(self, objective: nn.Module) -> dict[str, nn.Parameter]:
+    def named_parameters(self, objective: nn.Module) -> Mapping[str, Tensor]:
         named = objective.named_parameters()
         return {name.removeprefix("decoder."): parameter for name, parameter in named}
 

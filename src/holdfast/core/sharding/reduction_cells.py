@@ -64,7 +64,7 @@ class Cell:
 
     members: by replica, then by mesh rank. boxes: in the table's order, at most one of a parameter,
     under parameter names ("norm.weight"). copy: number of this one among the equal copies in each
-    replica, which add up the same gradients.
+    replica, which add up the same gradients. It is -1 for what has no part in the norm.
     """
 
     members: tuple[Member, ...]
@@ -91,8 +91,14 @@ class Cell:
         return self.copy == 0 and first == rank
 
 
-GradientRow = tuple[TensorSpec, bool]
-"""A parameter, and whether tp ranks with the same box of it have to add up their gradients."""
+class GradientRow(NamedTuple):
+    """A parameter, and whether tp ranks with the same box of it have to add up their gradients.
+
+    is_in_norm: its gradient counts in the gradient norm. The rest are in cells of their own."""
+
+    spec: TensorSpec
+    partial: bool
+    is_in_norm: bool = True
 
 
 def reduction_cells(
@@ -106,7 +112,7 @@ def decoder_rows(model: ModelConfig, sequence_parallel: bool) -> list[GradientRo
     """The decoder's parameters, with the kind of their gradients."""
     sharding = sharding_table(model)
     return [
-        (spec, gradient_is_partial(sharding[spec.name], sequence_parallel))
+        GradientRow(spec, gradient_is_partial(sharding[spec.name], sequence_parallel))
         for spec in parameter_table(model)
     ]
 
@@ -128,19 +134,24 @@ def cells_of_rows(
     )
     known: dict[_Class, tuple[tuple[Box, _Signature], ...]] = {}
     found: dict[_Signature, list[Box]] = {}
-    for spec, partial in rows:
+    for spec, partial, is_in_norm in rows:
         stages = tuple(stages_of(spec, kind) for kind in view.kinds)
         if view.coordinate.pp not in stages_of(spec, view.replica):
             continue
         alike = (spec.shape, spec.tp_dim, spec.tp_units, partial, stages)
         if alike not in known:  # the blocks of a stage are all alike
             known[alike] = tuple(_regions(view, spec, partial, stages))
-        for box, signature in known[alike]:
+        for box, normal in known[alike]:
+            signature = normal if is_in_norm else normal._replace(copy=_NOT_IN_NORM)
             found.setdefault(signature, []).append(Box(spec.name, box.offsets, box.lengths))
     return tuple(
         Cell(tuple(_members(topology, signature)), tuple(boxes), signature.copy)
         for signature, boxes in found.items()
     )
+
+
+_NOT_IN_NORM = -1
+"""The copy of a cell that no rank answers for."""
 
 
 @dataclass(frozen=True)

@@ -30,13 +30,15 @@ if TYPE_CHECKING:  # the mover has no use for pydantic
     from holdfast.config.run import RunConfig
 
 DECAYS, FROZEN = "decay", "frozen"
-"""Marks of a parameter's row in `task.parameters`."""
+MERGES = ("mean", "sum")
+"""Marks of a row in `task.parameters`. A row with one of the latter is a buffer's."""
 
 
 def row_text(parameter: Parameter, *, is_frozen: bool) -> str:
     """A row of `task.parameters`: "name 64x10 decay"."""
     shape = "x".join(map(str, parameter.shape)) or "scalar"
     marks = [DECAYS] * parameter.decay + [FROZEN] * is_frozen
+    marks += [parameter.merge] if parameter.merge else []
     return " ".join([parameter.name, shape, *marks])
 
 
@@ -44,7 +46,8 @@ def row_of_text(text: str) -> Parameter:
     """The parameter that `row_text` wrote. Raises ValueError for another text."""
     name, shape, *marks = text.split(" ")
     sizes = () if shape == "scalar" else tuple(int(n) for n in shape.split("x"))
-    return Parameter(name, sizes, DECAYS in marks, Own())
+    merge = next((mark for mark in marks if mark in MERGES), "")
+    return Parameter(name, sizes, DECAYS in marks, Own(), merge=merge)
 
 
 def run_parameters(config: RunConfig) -> tuple[Parameter, ...]:
@@ -75,7 +78,10 @@ def run_cells(config: RunConfig, topology: Topology, rank: int) -> tuple[Cell, .
     """The reduction cells that `rank` is a member of."""
     layout = config.layout
     rows: Sequence[GradientRow] = (
-        [(spec, True) for spec in run_parameter_table(config)]
+        [
+            GradientRow(spec, True, not row.merge)
+            for spec, row in zip(run_parameter_table(config), run_parameters(config), strict=True)
+        ]
         if config.task.name
         else decoder_rows(config.model, layout.sequence_parallel)
     )
