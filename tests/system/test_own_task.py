@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 import holdfast
-from holdfast.events import RunFinished, StepDone, WorkerLost, WorkerStarted
+from holdfast.events import GenerationStarted, RunFinished, StepDone, WorkerLost, WorkerStarted
 from holdfast.wire.journal import follow_journal, read_journal
 from holdfast.wire.store.run_store import FolderStore
 from tests.support import sample_tasks
@@ -142,3 +142,17 @@ def test_a_sharded_run_is_killed_resumed_and_restored_on_another_layout(
     assert two.step == STEPS
     for name in (name for name in one.names if name.startswith("model.")):
         assert (one[name] - two[name]).abs().max() < 2e-5, name
+
+
+def test_a_mean_ends_the_run_at_once_and_a_changed_source_is_refused(tmp_path: Path) -> None:
+    run_file, module = _write(tmp_path, "Gru"), tmp_path / "my_task.py"
+    right = module.read_text()
+    module.write_text(right.replace('reduction="sum"', 'reduction="mean"'))
+    mean = apart("train", run_file, "layout.workers=2")
+    mean.refuses_last("it is a mean", "return the sum")
+    events = [record.event for record in read_journal(FolderStore(tmp_path / "run"))]
+    assert sum(isinstance(event, GenerationStarted) for event in events) == 1
+
+    module.write_text(right)
+    other = apart("train", run_file)
+    other.refuses_last("another source of task my_task:Gru", "--fresh")

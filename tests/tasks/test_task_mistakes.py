@@ -212,6 +212,21 @@ def test_a_dataset_whose_length_changes() -> None:
         TaskBatches(Task(), config)
 
 
+class _Augmented(Rows):
+    def __getitem__(self, index: int) -> Mapping[str, Any]:
+        found = super().__getitem__(index)
+        return {**found, "x": found["x"] + torch.rand(WIDTH)}
+
+
+def test_a_dataset_that_draws_random_numbers(tmp_path: Any) -> None:
+    class Task(_Linear):
+        def data(self) -> Rows:
+            return _Augmented()
+
+    with pytest.raises(TaskError, match="different tensors when they are read again"):
+        _first_loss(Task(), RankContext(0, 1, tmp_path))
+
+
 def test_a_dataset_without_a_version() -> None:
     class Task(_Linear):
         def data(self) -> Rows:

@@ -62,6 +62,12 @@ class OwnTask:
                 where="task",
                 remedy="use dp_shard 1",
             )
+        if self._config.train.compile and not usable_units(module, self._task.units(module)):
+            raise TaskError(
+                "train.compile compiles the module's units, and it has none",
+                where="task",
+                remedy="name some in units(), or use train.compile=false",
+            )
         self._ties, self._merged = tied_names(module), merged
         return TaskObjective(self._task, module, self._precision.compute, merged)
 
@@ -132,6 +138,12 @@ class OwnTask:
         own = cast(TaskBatches, batches)
         part, parts = groups.coordinate.dp_shard, groups.degree("dp_shard")
         start, stop = own.positions(1, 0, part, parts)
+        if own.hash_of(start, stop) != own.hash_of(start, stop):
+            raise TaskError(
+                "the same samples are different tensors when they are read again",
+                where="task",
+                remedy="draw random numbers in loss(), where their seed is set",
+            )
         device = next(objective.parameters()).device
         buffers = {name: value.clone() for name, value in _model(objective).named_buffers()}
         found = [

@@ -88,7 +88,7 @@ class SingleStageExecutor:
         recorder: SpanRecorder | None = None,
         arguments: Callable[[Any], tuple[Any, ...]] = token_arguments,
     ):
-        self._objective, self._recorder, self._arguments = objective, recorder, arguments
+        self._objective, self._recorder, self.arguments = objective, recorder, arguments
 
     def train(
         self,
@@ -101,7 +101,7 @@ class SingleStageExecutor:
         for leaf, batch in zip(leaves, batches, strict=True):
             listener.start_leaf(leaf)
             with self._span(f"F{leaf}"):
-                loss = self._objective(*self._arguments(batch))
+                loss = self._objective(*self.arguments(batch))
             with self._span(f"B{leaf}"):
                 loss.backward()
             listener.end_leaf()
@@ -113,7 +113,7 @@ class SingleStageExecutor:
         losses = []
         for batch in batches:
             on_progress()
-            losses.append(self._objective(*self._arguments(batch)))
+            losses.append(self._objective(*self.arguments(batch)))
         return losses
 
     def _span(self, name: str) -> AbstractContextManager[None]:
@@ -138,6 +138,7 @@ class PipelinedExecutor:
         sequence_parallel: bool,
     ):
         assert groups.pipeline is not None
+        self.arguments = token_arguments
         self._objective, self._schedule, self._dtype = objective, schedule, dtype
         self._stages, self._tp = groups.degree("pp"), groups.degree("tp")
         self._dim, self._sequence_parallel = dim, sequence_parallel
@@ -172,7 +173,7 @@ class PipelinedExecutor:
 
     def run_stage(self, batch: Inputs, incoming: Tensor | None) -> Tensor:
         """The stage's own part of the forward: its residual stream, or on the last stage a loss."""
-        out: Tensor = self._objective(batch.inputs, batch.targets, batch.documents, incoming)
+        out: Tensor = self._objective(*self.arguments(batch), incoming)
         return out
 
     def boundary(self, batch: Inputs) -> tuple[tuple[int, ...], torch.dtype]:
