@@ -93,3 +93,18 @@ def test_running_statistics_are_the_mean_over_the_microbatches() -> None:
 def test_merged_buffers_are_not_cut(rank: RankContext) -> None:
     with pytest.raises(TaskError, match=r"buffer 1\.running_mean is merged, and dp_shard 2 cuts"):
         TaskTraining(task_config("Normed"), "shard2", rank.rank, rank.store())
+
+
+def test_a_part_that_only_some_shards_use_does_not_stop_the_others(tmp_path: Any) -> None:
+    """ZeRO 1 counts a missing gradient as zero, and so do ZeRO 2 and 3."""
+    args = {"dropout": 0.0, "sometimes": True}
+    found = {}
+    for layout in ("zero1.2", "zero2.2", "shard2"):
+        arguments = {"name": "Tied", "args": args, "layout": layout, "to": f"{tmp_path}/{layout}"}
+        rank_values(_trained, 2, arguments)
+        found[layout] = [load_pieces(tmp_path / f"{layout}-{rank}.npz") for rank in range(2)]
+    for layout in ("zero2.2", "shard2"):
+        for ours, theirs in zip(found[layout], found["zero1.2"], strict=True):
+            for (name, offsets, left), (_, at, right) in zip(ours, theirs, strict=True):
+                assert offsets == at
+                assert left == pytest.approx(right, rel=1e-9, abs=1e-12), name

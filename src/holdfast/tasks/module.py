@@ -159,6 +159,16 @@ def usable_units(module: nn.Module, units: Sequence[nn.Module]) -> list[nn.Modul
     return found
 
 
+def names_outside(module: nn.Module, units: Sequence[nn.Module]) -> list[str]:
+    """The trained parameters that are in none of the units."""
+    inside = {id(parameter) for unit in units for parameter in unit.parameters()}
+    return [
+        name
+        for name, parameter in module.named_parameters()
+        if parameter.requires_grad and id(parameter) not in inside
+    ]
+
+
 def _all_parameters(module: nn.Module) -> Iterator[nn.Parameter]:
     for _, parameter in module.named_parameters(remove_duplicate=False):
         yield parameter

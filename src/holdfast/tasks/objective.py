@@ -21,14 +21,22 @@ class TaskObjective(nn.Module):
     compute: dtype of the parameters in the pass, and of the batch's floating-point tensors.
     merged: buffers that the pass changes. Each pass begins with the values before the step, and
         leaves its changes in `grad`, from where they are summed as gradients are.
+    always_used: parameters that get a gradient in each pass, which may be zero. FSDP2 reduces those
+        that have one, and its shards must do so alike.
     """
 
     def __init__(
-        self, task: Task, model: nn.Module, compute: torch.dtype, merged: Collection[str] = ()
+        self,
+        task: Task,
+        model: nn.Module,
+        compute: torch.dtype,
+        merged: Collection[str] = (),
+        always_used: Collection[str] = (),
     ) -> None:
         super().__init__()
         self.model = model
         self._task, self._compute, self._merged = task, compute, tuple(merged)
+        self._always_used = tuple(always_used)
 
     def forward(self, batch: Mapping[str, Tensor], key: int) -> Tensor:
         """batch: empty for a microbatch that is skipped. Raises TaskError."""
@@ -51,7 +59,12 @@ class TaskObjective(nn.Module):
         for name, buffer in self.model.named_buffers():
             if buffer is not before.get(name) or buffer._version != versions[name]:
                 raise changed_buffer_error(name)
-        return loss.to(torch.float64)
+        return loss.to(torch.float64) + self._zero()
+
+    def _zero(self) -> Tensor | float:
+        """A zero that depends on the parameters that are always used."""
+        nothing = [self.model.get_parameter(n).reshape(-1)[:0] for n in self._always_used]
+        return torch.cat(nothing).sum().to(torch.float64) if nothing else 0.0
 
     def _keep_changes(self, before: Mapping[str, Tensor]) -> None:
         """Add what the pass changed in merged buffers to their `grad`."""

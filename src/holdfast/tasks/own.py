@@ -21,6 +21,7 @@ from holdfast.tasks.module import (
     merged_buffers,
     meta_module,
     module_rows,
+    names_outside,
     own_values,
     refuse_other_rows,
     set_buffers,
@@ -62,14 +63,17 @@ class OwnTask:
                 where="task",
                 remedy="use dp_shard 1",
             )
-        if self._config.train.compile and not usable_units(module, self._task.units(module)):
+        units = usable_units(module, self._task.units(module))
+        if self._config.train.compile and not units:
             raise TaskError(
                 "train.compile compiles the module's units, and it has none",
                 where="task",
                 remedy="name some in units(), or use train.compile=false",
             )
         self._ties, self._merged = tied_names(module), merged
-        return TaskObjective(self._task, module, self._precision.compute, merged)
+        cut = groups.degree("dp_shard") > 1 and self._config.layout.zero > 1
+        always = names_outside(module, units) if cut else []
+        return TaskObjective(self._task, module, self._precision.compute, merged, always)
 
     def named_parameters(self, objective: nn.Module) -> dict[str, Tensor]:
         """The parameters, then the buffers that are merged."""
