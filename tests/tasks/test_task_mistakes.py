@@ -227,6 +227,34 @@ def test_a_dataset_that_draws_random_numbers(tmp_path: Any) -> None:
         _first_loss(Task(), RankContext(0, 1, tmp_path))
 
 
+class _Pairs(Rows):
+    def __getitem__(self, index: int) -> Any:
+        found = super().__getitem__(index)
+        return found["x"], found["y"]
+
+
+class _Texts(Rows):
+    def __getitem__(self, index: int) -> Any:
+        return {"text": "one"}
+
+
+@pytest.mark.parametrize(
+    ("data", "words"),
+    [
+        (_Pairs, "a sample is a tuple: return a dict"),
+        (_Texts, "'text' of the samples cannot be stacked"),
+    ],
+)
+def test_samples_that_are_no_tensors_by_name(data: Any, words: str) -> None:
+    class Task(_Linear):
+        def data(self) -> Rows:
+            found: Rows = data()
+            return found
+
+    with pytest.raises(TaskError, match=words):
+        TaskBatches(Task(), task_config("Gru")).microbatch(1, 0)
+
+
 def test_a_dataset_without_a_version() -> None:
     class Task(_Linear):
         def data(self) -> Rows:

@@ -58,7 +58,10 @@ class Task(ABC):
     def collate(self, items: Sequence[Mapping[str, Any]]) -> Batch:
         """Make a batch of samples. By default the tensors of each name are stacked."""
         first = items[0]
-        return {name: torch.stack([_as_tensor(item[name]) for item in items]) for name in first}
+        if not isinstance(first, Mapping):
+            kind = type(first).__name__
+            raise TypeError(f"a sample is a {kind}: return a dict of tensors, or write collate()")
+        return {name: _stacked(name, [item[name] for item in items]) for name in first}
 
     def initial(self, name: str, shape: tuple[int, ...]) -> Initial:
         """The initial values of a parameter. A parameter with None gets those of `model()`."""
@@ -80,7 +83,16 @@ class Task(ABC):
         return list(max(lists, key=len, default=()))
 
 
-def _as_tensor(value: Any) -> Tensor:
-    if isinstance(value, float):
-        return torch.tensor(value, dtype=torch.float32)
-    return torch.as_tensor(value)
+def _stacked(name: str, values: Sequence[Any]) -> Tensor:
+    """Stack the values of one name; numbers become int64, float32 or bool."""
+    try:
+        return torch.stack(
+            [
+                torch.tensor(value, dtype=torch.float32)
+                if isinstance(value, float)
+                else torch.as_tensor(value)
+                for value in values
+            ]
+        )
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise TypeError(f"{name!r} of the samples cannot be stacked: {error}") from error
