@@ -30,7 +30,8 @@ current folder. `~` is your home. A `$` in a path is refused.
 
 These keys may change between two starts of the same run: `name`, `folder`, `device`,
 `tensorboard`, `layout`, `cluster`, `checkpoint`, `train.evaluate`, and the dataset's folder. So
-may `task.folder`. All other keys decide what is computed. A run folder refuses to continue with other values.
+may `task.folder`. All other keys decide what is computed. A run folder refuses to continue with
+other values.
 """
 
 
