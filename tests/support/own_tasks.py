@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from holdfast.config.run import RunConfig
+from holdfast.core.data.skips import Skip, Skips
 from holdfast.layout import Topology, place_replicas
 from holdfast.parallel.process_groups import connect
 from holdfast.parallel.torch_compat import Store
@@ -48,13 +49,14 @@ def _planned(config: RunConfig) -> dict[str, Any]:
 
 
 class TaskTraining:
-    """One rank's engine and batches."""
+    """One rank's engine and batches. Microbatch 1 of step 2 is skipped."""
 
     def __init__(self, config: RunConfig, layout: str, rank: int, store: Store) -> None:
         self.config = _with_changes(config, case(layout).changes)
         task = open_task(self.config)
         batches = task.open_batches("")
         assert isinstance(batches, TaskBatches)
+        batches.skips = Skips([Skip(2, 1, "a skipped one")])
         self.batches = batches
         groups = connect(topology_of_layout(layout), rank, store, CPU, seconds=60)
         self.engine: StepEngine = build_engine(self.config, groups, CPU, task=task)
