@@ -142,3 +142,75 @@ class TiedNet(nn.Module):
             x = x + self.sometimes(x)
         out: Tensor = self.last(x)[:, :CLASSES]
         return out
+
+
+class Sequences(Rows):
+    """Short sequences of tokens that count on from a first one."""
+
+    def __getitem__(self, index: int) -> Mapping[str, Any]:
+        generator = torch.Generator().manual_seed(index)
+        first = int(torch.randint(0, WIDTH, (), generator=generator))
+        return {"tokens": (torch.arange(9) * (1 + index % 3) + first) % WIDTH}
+
+
+class EncoderDecoder(holdfast.Task):
+    """An encoder and a decoder with cross attention; the weight is the tokens."""
+
+    def __init__(self, dropout: float = 0.1) -> None:
+        self.dropout = dropout
+
+    def data(self) -> Sequences:
+        return Sequences()
+
+    def model(self) -> nn.Module:
+        return EncoderDecoderNet(self.dropout)
+
+    def weight(self, batch: Mapping[str, Tensor]) -> int:
+        return 4 * len(batch["tokens"])
+
+    def loss(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+        tokens = batch["tokens"]
+        logits = model(tokens[:, :4], tokens[:, 4:8])
+        return F.cross_entropy(logits.flatten(0, 1), tokens[:, 5:].flatten(), reduction="sum")
+
+
+class EncoderDecoderNet(nn.Module):
+    def __init__(self, dropout: float) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(WIDTH, 8)
+        self.both = nn.Transformer(8, 2, 2, 2, 16, dropout, batch_first=True)
+        self.head = nn.Linear(8, WIDTH)
+        mask = nn.Transformer.generate_square_subsequent_mask(4)
+        self.register_buffer("mask", mask, persistent=False)
+
+    def forward(self, source: Tensor, target: Tensor) -> Tensor:
+        x = self.both(self.embed(source), self.embed(target), tgt_mask=self.mask)
+        out: Tensor = self.head(x)
+        return out
+
+
+class Gpt2(EncoderDecoder):
+    """GPT-2 of transformers, with its dropout and its tied head."""
+
+    def model(self) -> nn.Module:
+        from transformers import GPT2Config, GPT2LMHeadModel
+
+        rates = {f"{name}_pdrop": self.dropout for name in ("resid", "embd", "attn")}
+        config = GPT2Config(
+            vocab_size=WIDTH,
+            n_positions=16,
+            n_embd=8,
+            n_layer=2,
+            n_head=2,
+            use_cache=False,
+            **rates,
+        )
+        return GPT2LMHeadModel(config)
+
+    def weight(self, batch: Mapping[str, Tensor]) -> int:
+        return 8 * len(batch["tokens"])
+
+    def loss(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+        tokens = batch["tokens"]
+        logits = model(input_ids=tokens[:, :-1]).logits
+        return F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten(), reduction="sum")

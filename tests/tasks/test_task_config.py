@@ -66,7 +66,6 @@ def test_keys_of_the_decoder_are_said_to_have_no_effect() -> None:
     ("row", "text"),
     [
         (Parameter("a.weight", (2, 3), True, Own()), "a.weight 2x3 decay"),
-        (Parameter("scale", (), False, Own()), "scale scalar"),
         (Parameter("norm.mean", (4,), False, Own(), merge="mean"), "norm.mean 4 mean"),
     ],
 )
@@ -76,11 +75,11 @@ def test_rows_as_text(row: Parameter, text: str) -> None:
 
 
 def test_the_tables_of_a_task() -> None:
-    config = _config(parameters=["a.weight 2x3 decay", "scale scalar frozen"])
+    config = _config(parameters=["a.weight 2x3 decay", "scale 1 frozen"])
     assert [row.name for row in run_parameters(config)] == ["a.weight", "scale"]
     table = run_state_table(config)
     assert [(spec.name, spec.shard_dim) for spec in table[:2]] == [
         ("model.a.weight", 0),
-        ("model.scale", None),
+        ("model.scale", 0),
     ]
     assert table[2].name == "optimizer.exp_avg.a.weight"

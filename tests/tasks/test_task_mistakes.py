@@ -23,7 +23,7 @@ from holdfast.tasks.module import meta_module, module_rows, refuse_other_rows
 from holdfast.tasks.own import OwnTask
 from holdfast.train.build import build_engine
 from tests.support.own_tasks import task_config, topology_of_layout
-from tests.support.ranks import RankContext, ranks
+from tests.support.ranks import RankContext
 from tests.support.sample_tasks import WIDTH, Classifier, Convolution, Rows
 from tests.support.tiny_training import CPU
 
@@ -137,12 +137,6 @@ class _Scalar(_Linear):
         return module
 
 
-@ranks(2)
-def test_a_scalar_is_not_cut(rank: RankContext) -> None:
-    with pytest.raises(TaskError, match="temperature is a scalar, which dp_shard 2 cannot cut"):
-        _first_loss(_Scalar(), rank, "shard2")
-
-
 class _Moving(_Linear):
     calls = 0
 
@@ -179,7 +173,8 @@ class _Frozen(_Linear):
     ("task", "words"),
     [
         (_Plain, "shift is a plain tensor of the module"),
-        (_Complex, "parameter 'weight' is torch.complex64"),
+        (_Complex, "parameter weight is torch.complex64"),
+        (_Scalar, r"parameter temperature is a scalar; give it the shape \[1\]"),
         (_Frozen, "no parameter that is trained"),
     ],
 )

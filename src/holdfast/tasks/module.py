@@ -37,20 +37,31 @@ def module_rows(task: Task, module: nn.Module) -> tuple[str, ...]:
     """The rows of the run's table (`task.parameters`). Raises TaskError."""
     rows: list[str] = []
     for name, parameter in module.named_parameters():
-        if not parameter.is_floating_point() or " " in name:
-            what = "has a space in its name" if " " in name else f"is {parameter.dtype}"
-            raise TaskError(
-                f"parameter {name!r} {what}", where="task", remedy="use floating-point parameters"
-            )
+        if problem := _problem(name, parameter):
+            raise TaskError(f"parameter {name} {problem[0]}", where="task", remedy=problem[1])
         shape, is_frozen = tuple(parameter.shape), not parameter.requires_grad
         decays = not is_frozen and task.decays(name, shape)
         rows.append(row_text(Parameter(name, shape, decays, Own()), is_frozen=is_frozen))
     if all(not parameter.requires_grad for parameter in module.parameters()):
         raise TaskError("the module has no parameter that is trained", where="task")
     for name, merge in merged_buffers(task, module).items():
-        shape = tuple(module.get_buffer(name).shape)
+        shape = table_shape(module.get_buffer(name))
         rows.append(row_text(Parameter(name, shape, False, Own(), merge=merge), is_frozen=False))
     return tuple(rows)
+
+
+def _problem(name: str, parameter: nn.Parameter) -> tuple[str, str] | None:
+    """What keeps a parameter out of the table, and a remedy."""
+    if not parameter.is_floating_point():
+        return f"is {parameter.dtype}", "use floating-point parameters"
+    if not parameter.shape:
+        return "is a scalar", "give it the shape [1]"
+    return ("has a space in its name", "use another name") if " " in name else None
+
+
+def table_shape(buffer: Tensor) -> tuple[int, ...]:
+    """The shape of a merged buffer in the table, where a scalar has one element."""
+    return tuple(buffer.shape) or (1,)
 
 
 def merged_buffers(task: Task, module: nn.Module) -> dict[str, str]:

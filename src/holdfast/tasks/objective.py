@@ -19,8 +19,9 @@ class TaskObjective(nn.Module):
     the rank that computes it, nor on the time.
 
     compute: dtype of the parameters in the pass, and of the batch's floating-point tensors.
-    merged: buffers that the pass changes. Each pass begins with the values before the step, and
-        leaves its changes in `grad`, from where they are summed as gradients are.
+    merged: memory of the buffers that the pass changes, with a dim for a scalar. Each pass begins
+        with the values before the step, and leaves its changes in `grad` here, from where they are
+        summed as gradients are. The owner sets it, once there is memory.
     always_used: parameters that get a gradient in each pass, which may be zero. FSDP2 reduces those
         that have one, and its shards must do so alike.
     """
@@ -30,12 +31,12 @@ class TaskObjective(nn.Module):
         task: Task,
         model: nn.Module,
         compute: torch.dtype,
-        merged: Collection[str] = (),
         always_used: Collection[str] = (),
     ) -> None:
         super().__init__()
         self.model = model
-        self._task, self._compute, self._merged = task, compute, tuple(merged)
+        self.merged: dict[str, Tensor] = {}
+        self._task, self._compute = task, compute
         self._always_used = tuple(always_used)
 
     def forward(self, batch: Mapping[str, Tensor], key: int) -> Tensor:
@@ -45,16 +46,16 @@ class TaskObjective(nn.Module):
             return torch.zeros((), dtype=torch.float64, device=device, requires_grad=True)
         before = dict(self.model.named_buffers())
         versions = {name: buffer._version for name, buffer in before.items()}
-        for name in self._merged:
+        for name in self.merged:
             put_buffer(self.model, name, before[name].clone())
         torch.manual_seed(key)
         try:
             loss = self._task.loss(self.model, {name: self._cast(t) for name, t in batch.items()})
             self._check(loss)
             if torch.is_grad_enabled():
-                self._keep_changes(before)
+                self._keep_changes()
         finally:
-            for name in self._merged:
+            for name in self.merged:
                 put_buffer(self.model, name, before[name])
         for name, buffer in self.model.named_buffers():
             if buffer is not before.get(name) or buffer._version != versions[name]:
@@ -66,11 +67,10 @@ class TaskObjective(nn.Module):
         nothing = [self.model.get_parameter(n).reshape(-1)[:0] for n in self._always_used]
         return torch.cat(nothing).sum().to(torch.float64) if nothing else 0.0
 
-    def _keep_changes(self, before: Mapping[str, Tensor]) -> None:
+    def _keep_changes(self) -> None:
         """Add what the pass changed in merged buffers to their `grad`."""
-        for name in self._merged:
-            held = before[name]
-            change = self.model.get_buffer(name).detach() - held
+        for name, held in self.merged.items():
+            change = self.model.get_buffer(name).detach().view(held.shape) - held
             held.grad = change if held.grad is None else held.grad + change
 
     def _cast(self, tensor: Tensor) -> Tensor:

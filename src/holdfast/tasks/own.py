@@ -25,6 +25,7 @@ from holdfast.tasks.module import (
     own_values,
     refuse_other_rows,
     set_buffers,
+    table_shape,
     tie_again,
     tied_names,
     usable_units,
@@ -54,7 +55,6 @@ class OwnTask:
         """The module on the meta device. Raises TaskError if it does not fit the run's table."""
         module = meta_module(self._task)
         refuse_other_rows(self._config.task.parameters, module_rows(self._task, module))
-        _refuse_scalars(module, groups.degree("dp_shard"))
         merged = tuple(merged_buffers(self._task, module))
         if merged and groups.degree("dp_shard") > 1:
             raise TaskError(
@@ -73,15 +73,11 @@ class OwnTask:
         self._ties, self._merged = tied_names(module), merged
         cut = groups.degree("dp_shard") > 1 and self._config.layout.zero > 1
         always = names_outside(module, units) if cut else []
-        return TaskObjective(self._task, module, self._precision.compute, merged, always)
+        return TaskObjective(self._task, module, self._precision.compute, always)
 
     def named_parameters(self, objective: nn.Module) -> dict[str, Tensor]:
         """The parameters, then the buffers that are merged."""
-        model = _model(objective)
-        return {
-            **dict(model.named_parameters()),
-            **{name: model.get_buffer(name) for name in self._merged},
-        }
+        return {**dict(_model(objective).named_parameters()), **_own(objective).merged}
 
     def units(self, objective: nn.Module) -> list[nn.Module]:
         model = _model(objective)
@@ -96,6 +92,11 @@ class OwnTask:
             self._buffers = own_values(self._task, self._config.seed).buffers if has_some else {}
         merged = dict.fromkeys(self._merged, self._precision.state)
         set_buffers(model, self._buffers, device, self._precision.compute, merged)
+        _own(objective).merged = {
+            name: buffer.view(table_shape(buffer))
+            for name in self._merged
+            for buffer in (model.get_buffer(name),)
+        }
 
     def initial_values(self, seed: int) -> InitialBox:
         """What `Task.initial` says, or what the module gave its parameters when it was made."""
@@ -107,7 +108,8 @@ class OwnTask:
             if answer is None:
                 if not given:
                     own = own_values(self._task, seed)
-                    given.update(own.parameters | own.buffers)
+                    buffers = {n: b.view(table_shape(b)) for n, b in own.buffers.items()}
+                    given.update(own.parameters | buffers)
                 answer = given[row.name]
             if not isinstance(answer, Tensor):
                 answer = initial_tensor(replace(row, init=answer), seed)
@@ -181,15 +183,9 @@ class OwnTask:
         return loss
 
 
+def _own(objective: nn.Module) -> TaskObjective:
+    return cast(TaskObjective, objective)
+
+
 def _model(objective: nn.Module) -> nn.Module:
-    return cast(TaskObjective, objective).model
-
-
-def _refuse_scalars(module: nn.Module, shards: int) -> None:
-    scalar = next((name for name, p in module.named_parameters() if not p.shape), None)
-    if shards > 1 and scalar is not None:
-        raise TaskError(
-            f"parameter {scalar} is a scalar, which dp_shard {shards} cannot cut",
-            where="task",
-            remedy="give it the shape [1], or use dp_shard 1",
-        )
+    return _own(objective).model

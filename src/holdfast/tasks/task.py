@@ -57,7 +57,7 @@ class Task(ABC):
 
     def collate(self, items: Sequence[Mapping[str, Any]]) -> Batch:
         """Make a batch of samples. By default the tensors of each name are stacked."""
-        first = items[0]
+        first: Any = items[0]
         if not isinstance(first, Mapping):
             kind = type(first).__name__
             raise TypeError(f"a sample is a {kind}: return a dict of tensors, or write collate()")

@@ -4,8 +4,7 @@ The built-in decoder's rows follow from `model`. Those of a task stand in the co
 the launcher has put them (`tasks/describe.py` reads them off the module). Everything else asks
 here, so that agent, mover and planner know no model.
 
-A task's rows have no tensor or pipeline cut. Each is cut along dim 0 by dp_shard, as FSDP2 does; a
-scalar is not cut.
+A task's rows have no tensor or pipeline cut. Each is cut along dim 0 by dp_shard, as FSDP2 does.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ MERGES = ("mean", "sum")
 
 def row_text(parameter: Parameter, *, is_frozen: bool) -> str:
     """A row of `task.parameters`: "name 64x10 decay"."""
-    shape = "x".join(map(str, parameter.shape)) or "scalar"
+    shape = "x".join(map(str, parameter.shape))
     marks = [DECAYS] * parameter.decay + [FROZEN] * is_frozen
     marks += [parameter.merge] if parameter.merge else []
     return " ".join([parameter.name, shape, *marks])
@@ -45,7 +44,7 @@ def row_text(parameter: Parameter, *, is_frozen: bool) -> str:
 def row_of_text(text: str) -> Parameter:
     """The parameter that `row_text` wrote. Raises ValueError for another text."""
     name, shape, *marks = text.split(" ")
-    sizes = () if shape == "scalar" else tuple(int(n) for n in shape.split("x"))
+    sizes = tuple(int(n) for n in shape.split("x"))
     merge = next((mark for mark in marks if mark in MERGES), "")
     return Parameter(name, sizes, DECAYS in marks, Own(), merge=merge)
 
@@ -62,8 +61,7 @@ def run_parameter_table(config: RunConfig) -> StateTable:
     precision = config.train.precision
     if config.task.name:
         return tuple(
-            TensorSpec(p.name, STATE_DTYPE[precision], p.shape, 0 if p.shape else None)
-            for p in run_parameters(config)
+            TensorSpec(p.name, STATE_DTYPE[precision], p.shape, 0) for p in run_parameters(config)
         )
     return parameter_table(config.model, precision)
 
