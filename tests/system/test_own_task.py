@@ -20,7 +20,7 @@ from holdfast.events import GenerationStarted, RunFinished, StepDone, WorkerLost
 from holdfast.wire.journal import follow_journal, read_journal
 from holdfast.wire.store.run_store import FolderStore
 from tests.support import sample_tasks
-from tests.support.commands import apart, start, within
+from tests.support.commands import apart, start
 
 STEPS = 40
 RUN_FILE = """\
@@ -95,13 +95,21 @@ def _kill_and_compare(tmp_path: Path, name: str, workers: list[int]) -> None:
         assert [e.cause for e in events if isinstance(e, WorkerLost)] == ["SIGKILL"]
         assert sum(isinstance(e, RunFinished) for e in events) == 1
         _assert_same_bits(alone, folder)
-        audit = within("data", "audit", folder)
+        audit = apart("data", "audit", folder)  # which imports this folder's task
         assert audit.code == 0, audit.out
         assert f"{12 * STEPS:,} samples in {STEPS} steps: none missing, none twice" in audit.out
 
 
 def test_a_kill_changes_no_bit(tmp_path: Path) -> None:
     _kill_and_compare(tmp_path, "Tied", [3])
+    folder = tmp_path / "killed3"
+    assert holdfast.summary(folder)["last_step"] == STEPS
+    records = holdfast.journal(folder)
+    assert {record["kind"] for record in records} >= {"step_done", "worker_lost", "run_finished"}
+    stop = threading.Event()
+    followed = holdfast.follow(folder, stop)
+    assert next(followed) == records[0]
+    stop.set()
 
 
 @pytest.mark.slow
