@@ -167,7 +167,7 @@ class ModelConfig(Section):
     def _blocks_exist(self) -> ModelConfig:
         for key in ("window_layers", "no_rope_layers"):
             given = getattr(self, key)
-            if list(given) != sorted(set(given) & set(range(self.layers))):
+            if list(given) != sorted({block for block in given if 0 <= block < self.layers}):
                 raise ValueError(
                     f"{key} {list(given)} are not rising numbers from 0 to {self.layers - 1}: "
                     "use such numbers"
