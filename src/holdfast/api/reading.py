@@ -47,6 +47,16 @@ def summary(run: str | Path, *, curve: bool = False) -> dict[str, Any]:
     return summarise(read_history(found.store), found.resolved, curve=curve)
 
 
+def batches(run: str | Path, step: int) -> list[dict[str, Tensor]]:
+    """Return the logical microbatches of a step, as the run's workers are fed them. Raises
+    UserError."""
+    from holdfast.launch.runs import open_run
+    from holdfast.tasks.choose import open_task
+
+    found = open_run(Path(run))
+    return open_task(found.config).read_step(str(found.dataset_folder), step)
+
+
 class Checkpoint:
     """A checkpoint's tensors by name, read when asked for: parameters as "model.NAME", AdamW's
     moments as "optimizer.exp_avg.NAME" and "optimizer.exp_avg_sq.NAME"."""

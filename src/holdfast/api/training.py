@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from holdfast.api.run_file import RunFile
 from holdfast.errors import TaskError
 
 if TYPE_CHECKING:
@@ -27,7 +28,7 @@ class TrainingResult:
 
 def train(
     task: type[Task] | None,
-    run_file: str | Path,
+    run_file: str | Path | RunFile,
     overrides: Sequence[str] = (),
     *,
     args: Mapping[str, Any] | None = None,
@@ -56,6 +57,8 @@ def train(
             where="task",
             remedy="put the call below: if __name__ == '__main__':",
         )
+    if isinstance(run_file, RunFile):
+        run_file, overrides = run_file.path, [*run_file.overrides, *overrides]
     given = [*_task_overrides(task), *overrides]
     if args is not None:
         given.append(f"task.args={json.dumps(dict(args))}")

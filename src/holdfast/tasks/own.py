@@ -136,6 +136,11 @@ class OwnTask:
     ) -> TaskLoader:
         return TaskLoader(cast(TaskBatches, batches), share, **where)
 
+    def read_step(self, dataset: str, step: int) -> list[dict[str, Tensor]]:
+        batches = self.open_batches(dataset)
+        count = batches.schedule.size(step) // batches.microbatch_size
+        return [dict(batches.microbatch(step, index).tensors) for index in range(count)]
+
     def check_first_loss(
         self, objective: nn.Module, batches: TaskBatchSource, groups: ProcessGroups
     ) -> None:

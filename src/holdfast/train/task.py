@@ -83,6 +83,10 @@ class EngineTask(Protocol):
         """What reads a rank's shares ahead. where: as `Loader` takes them."""
         ...
 
+    def read_step(self, dataset: str, step: int) -> list[dict[str, Tensor]]:
+        """The microbatches of a step as named tensors. dataset: as for `open_batches`."""
+        ...
+
     def check_first_loss(
         self, objective: nn.Module, batches: TaskBatchSource, groups: ProcessGroups
     ) -> None:
@@ -160,6 +164,14 @@ class DecoderTask:
         self, batches: TaskBatchSource, share: Callable[[int], Sequence[int]], **where: Any
     ) -> Loader:
         return Loader(cast(Batches, batches), share, **where)
+
+    def read_step(self, dataset: str, step: int) -> list[dict[str, Tensor]]:
+        batches = self.open_batches(dataset)
+        read = [batches.microbatch(step, index) for index in range(batches.microbatches(step))]
+        return [
+            {"inputs": torch.from_numpy(m.inputs), "targets": torch.from_numpy(m.targets)}
+            for m in read
+        ]
 
     def check_first_loss(
         self, objective: nn.Module, batches: TaskBatchSource, groups: ProcessGroups
