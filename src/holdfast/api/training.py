@@ -57,13 +57,13 @@ def train(
             where="task",
             remedy="put the call below: if __name__ == '__main__':",
         )
-    if isinstance(run_file, RunFile):
-        run_file, overrides = run_file.path, [*run_file.overrides, *overrides]
-    given = [*_task_overrides(task), *overrides]
+    of_file = run_file.overrides if isinstance(run_file, RunFile) else ()
+    path = run_file.path if isinstance(run_file, RunFile) else Path(run_file)
+    given = [*_task_overrides(task), *of_file, *overrides]
     if args is not None:
         given.append(f"task.args={json.dumps(dict(args))}")
-    code = start_run(Path(run_file), given, fresh=fresh)
-    folder = Path(load_config(Path(run_file), given).config.run_folder)
+    code = start_run(path, given, fresh=fresh)
+    folder = Path(load_config(path, given).config.run_folder)
     commits = list_commits(FolderStore(folder))
     return TrainingResult(folder, code, step_of(commits[0]) if commits else 0)
 
