@@ -69,6 +69,19 @@ class RunStarted(Event):
 
 
 @dataclass(frozen=True)
+class RunBranched(Event):
+    """This run continues another one from the state after `step`. The parent dealt the samples of
+    all steps up to there."""
+
+    kind: ClassVar[str] = "run_branched"
+    parent: str  # name of the parent run
+    parent_id: str  # its run id, "" for one of an older version
+    folder: str  # path of its run folder when the branch was made
+    key: str  # of the commit object that was copied
+    changed: list[str]  # keys with other values than the parent's, as key=value
+
+
+@dataclass(frozen=True)
 class GenerationStarted(Event):
     """Membership `generation` of the record begins from the state after `step`."""
 
@@ -216,6 +229,16 @@ class StepDone(Event):
     seconds: float  # whole step
     samples: int = 0
     phases: dict[str, float] = field(default_factory=dict)  # data, compute, reduce, apply, capture
+
+
+@dataclass(frozen=True)
+class MemoryUsed(Event):
+    """Memory of a rank's process after step `step`; written a few times a minute."""
+
+    kind: ClassVar[str] = "memory_used"
+    rank: int
+    bytes: int  # of the process alone: neither files nor memory that it shares, as an arena
+    device_bytes: int = 0  # the most that tensors took on its device so far; 0: it has none
 
 
 @dataclass(frozen=True)

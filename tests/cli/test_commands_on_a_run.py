@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from holdfast.cli.report import follow_run
 from holdfast.cli.train import plan_for_machine
 from holdfast.config.load import load_config
 from holdfast.errors import ConfigError
@@ -36,6 +37,8 @@ def copy(trained: Trained, tmp_path: Path) -> Trained:
 def test_training_says_what_it_does_and_that_it_finished(trained: Trained) -> None:
     assert "6/6" in trained.outcome.out
     assert "finished" in trained.outcome.err
+    first = next(line for line in trained.outcome.err.splitlines() if "a new run in" in line)
+    assert first == f"a new run in {trained.folder.resolve()}"
 
 
 def test_the_run_folder_describes_itself(trained: Trained) -> None:
@@ -61,11 +64,32 @@ def test_train_again_says_that_it_is_finished(trained: Trained, capsys: Capture)
     assert sorted(p.name for p in trained.folder.rglob("*")) == before
 
 
+def test_a_report_follows_a_run_to_its_end(trained: Trained, copy: Trained) -> None:
+    """Records come while it follows; the last page does not load itself again."""
+    (segment,) = (copy.folder / "journal").glob("*/agent.jsonl")
+    lines = segment.read_bytes().splitlines(keepends=True)
+    end = next(n for n, line in enumerate(lines) if b"run_finished" in line)
+    segment.write_bytes(b"".join(lines[:end]))
+    page, waits = copy.root / "page.html", list[str]()
+
+    def wait(seconds: float) -> None:
+        waits.append(page.read_text())
+        assert len(waits) < 100
+        if len(waits) == 2:
+            segment.write_bytes(b"".join(lines))
+
+    follow_run(open_run(copy.folder), page, lambda: False, wait)
+    assert len(waits) == 2
+    assert all('http-equiv="refresh"' in text for text in waits)
+    assert "refresh" not in page.read_text()
+    assert "finished" in page.read_text()
+
+
 def test_a_folder_of_another_configuration_is_refused(trained: Trained, capsys: Capture) -> None:
     resolved = (trained.folder / "resolved.json").read_bytes()
     found = here(capsys, "train", trained.run_file, "train.steps=7", "seed=3")
     found.refuses(
-        "another configuration", "train.steps was 6 and is now 7", "seed was 1", "--fresh"
+        "another configuration", "train.schedule.steps was 6 and is now 7", "seed was 1", "--fresh"
     )
     assert (trained.folder / "resolved.json").read_bytes() == resolved
 

@@ -56,7 +56,7 @@ UNLIKE = "layout.replicas=[{pp: 3}, {pp: 2}]"
         ),
         (
             ["layout.workers=4", "train.batch_warmup=[{from_step: 2, batch_size: 4}]"],
-            ["step 2 has 1 microbatch of", "use 1 workers or fewer"],
+            ["step 2 has 1 microbatch of", "use 1 worker or fewer"],
         ),
         (
             ["layout.pp=4", "layout.workers=8"],

@@ -107,7 +107,7 @@ def test_doctor_fails_with_a_remedy(
     found = here(capsys, "doctor")
     assert found.code == 1
     (line,) = [line for line in found.out.splitlines() if line.startswith("FAIL")]
-    assert "2.11 to 2.13 are supported: pip install" in line
+    assert "2.11 to 2.13 are supported; pip install" in line
 
 
 def test_doctor_sees_a_folder_that_cannot_be_written() -> None:

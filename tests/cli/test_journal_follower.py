@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import json
 import random
+import threading
 from pathlib import Path
 
+import pytest
+
 from holdfast.cli.journal_follower import HeldRecords, JournalFollower
+from holdfast.cli.views import RunViews
+from holdfast.config.run import RunConfig
 from holdfast.errors import RunFolderError
 from holdfast.events import Record, to_json
+from holdfast.plan.hardware import HardwareInfo
 from holdfast.report.metrics import RunMetrics
 from holdfast.wire.journal import JournalWriter, segment_key
 from holdfast.wire.store.run_store import FolderStore
@@ -68,6 +74,33 @@ def test_a_follower_has_the_metrics_of_one_who_saw_it_happen(tmp_path: Path) -> 
     wait_until(lambda: values(followed) == values(expected), 60)
 
 
+def test_own_records_are_shown_while_the_run_store_hangs() -> None:
+    store, shown = HangingStore(), list[Record]()
+    follower = JournalFollower(store, [shown.append])
+    follower.start()
+    assert store.is_asked.wait(60)
+    own = [record for record in lost_and_continued() if record.writer == "rank0"]
+    for record in own:
+        follower.observe(record)
+    wait_until(lambda: shown == own, 60)
+    store.answers.set()
+    follower.close()
+    assert shown == own
+
+
+class HangingStore(MemoryStore):
+    """A run store that does not return from a request."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_asked, self.answers = threading.Event(), threading.Event()
+
+    def list(self, prefix: str) -> list[str]:
+        self.is_asked.set()
+        self.answers.wait(60)
+        return super().list(prefix)
+
+
 def test_own_records_are_shown_once_and_without_the_journal() -> None:
     """The run store answers nothing at first; then it has all records, of both nodes."""
     records = lost_and_continued()
@@ -86,6 +119,24 @@ def test_own_records_are_shown_once_and_without_the_journal() -> None:
     wait_until(lambda: len(shown) == len(records), 60)
     follower.close()
     assert sorted(shown, key=lambda r: r.order) == sorted(records, key=lambda r: r.order)
+
+
+def test_the_result_is_printed_after_the_last_steps(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The last steps are still held back when the agent has the result."""
+    config = RunConfig.model_validate({"cluster": {"node": "a"}, "train": {"steps": 40}})
+    machine = HardwareInfo("a", "Linux", 1, 2**30, 2**30)
+    with RunViews(config, tmp_path, "d1", machine, json=False) as views:
+        for record in lost_and_continued():
+            for observer in views.observers:
+                observer(record)
+        views.say("a line meanwhile")
+        views.say_last("stopped after step 40 (SIGINT); resume with: holdfast train run.yaml")
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[-1].startswith("stopped after step 40 (SIGINT); resume with:")
+    assert lines[-2].startswith("step 40/40")
+    assert "a line meanwhile" in lines[:-2]
 
 
 class SilentStore(MemoryStore):

@@ -59,21 +59,21 @@ def sentence(*overrides: str) -> str:
         (
             ["layout.dp_shard=4"],
             "layout.dp_shard 4 does not divide train.microbatch_size 6; "
-            "use microbatch_size 8, or dp_shard 3 or 6",
+            "use train.microbatch_size 8, or layout.dp_shard 3 or 6",
         ),
         (
             ["layout.dp_shard=5"],
-            "layout.dp_shard 5 does not divide train.microbatch_size 6; use dp_shard 3 or 6",
+            "layout.dp_shard 5 does not divide train.microbatch_size 6; use layout.dp_shard 3 or 6",
         ),
         (
             ["train.batch_warmup=[{from_step: 1, batch_size: 12}]", "layout.dp_shard=4"],
             "layout.dp_shard 4 does not divide train.microbatch_size 6; "
-            "use microbatch_size 12, or dp_shard 3 or 6",
+            "use train.microbatch_size 12, or layout.dp_shard 3 or 6",
         ),
         (
             ["layout.replicas.0.dp_shard=3", "layout.replicas.1.dp_shard=4"],
             "layout.replicas.1.dp_shard 4 does not divide train.microbatch_size 6; "
-            "use microbatch_size 12, or dp_shard 3 or 6",
+            "use train.microbatch_size 12, or layout.replicas.1.dp_shard 3 or 6",
         ),
         (
             ["layout.pp=2", "layout.tp=2", "layout.workers=6"],

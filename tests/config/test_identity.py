@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shlex
+
 import pytest
 
 from holdfast.config.identity import config_differences, config_hash, refuse_other_run
@@ -30,12 +32,14 @@ def config(*overrides: str) -> RunConfig:
         "tensorboard=true",
         "data.folder=elsewhere",
         "train.evaluate.every=3",
+        "train.steps=7 train.schedule.steps=1000",
         "model.vocab_size=1024",
     ],
 )
 def test_where_it_runs_does_not_make_another_run(override: str) -> None:
-    assert config_hash(config(override)) == config_hash(config())
-    refuse_other_run(config().model_dump(mode="json"), config(override), "runs/x")
+    other = config(*override.split(" ")) if "[" not in override else config(override)
+    assert config_hash(other) == config_hash(config())
+    refuse_other_run(config().model_dump(mode="json"), other, "runs/x")
 
 
 @pytest.mark.parametrize(
@@ -87,3 +91,53 @@ def test_a_key_that_the_older_folder_did_not_have_counts_as_its_default() -> Non
     assert config_differences(stored, config()) == []
     (found,) = config_differences(stored, config("train.optimizer.eps=1e-6"))
     assert (found.key, found.there, found.here) == ("train.optimizer.eps", 1e-8, 1e-6)
+
+
+CONSTANT = "train.schedule.kind=constant"
+
+
+def test_without_a_schedule_a_run_of_any_length_is_the_same_run() -> None:
+    short, long = config(CONSTANT, "train.steps=5"), config(CONSTANT, "train.steps=500")
+    assert config_hash(short) == config_hash(long)
+    refuse_other_run(short.model_dump(mode="json"), long, "runs/x")
+
+
+def test_a_longer_schedule_names_both_ways_to_a_longer_run() -> None:
+    stored, branch = config().model_dump(mode="json"), "holdfast branch runs/x --at 50 --to y"
+    with pytest.raises(RunFolderError) as caught:
+        refuse_other_run(stored, config("train.steps=2000"), "runs/x", branch)
+    said = str(caught.value)
+    assert "train.schedule.steps was 1000 and is now 2000, as train.steps is" in said
+    assert "keep it with train.schedule.steps=1000" in said
+    assert said.endswith(f"{branch} train.steps=2000")
+    kept = config("train.steps=2000", "train.schedule.steps=1000")
+    refuse_other_run(stored, kept, "runs/x")
+
+
+def test_the_remedy_is_the_command_to_type() -> None:
+    stored, branch = config().model_dump(mode="json"), "holdfast branch runs/x --at 50 --to y"
+    other = config(
+        "train.optimizer.learning_rate=1e-4",
+        "train.batch_warmup=[{from_step: 51, batch_size: 32}]",
+    )
+    with pytest.raises(RunFolderError) as caught:
+        refuse_other_run(stored, other, "runs/x", branch)
+    command = str(caught.value).partition("run of its own: ")[2]
+    words = shlex.split(command.removeprefix(branch))
+    assert config(*words) == other
+
+
+def test_no_branch_is_named_where_no_checkpoint_fits() -> None:
+    stored = config().model_dump(mode="json")
+    other = config("seed=2", "train.optimizer.learning_rate=1e-4")
+    with pytest.raises(
+        RunFolderError, match="no checkpoint of the run fits another seed"
+    ) as caught:
+        refuse_other_run(stored, other, "runs/x", "holdfast branch runs/x")
+    assert "holdfast branch" not in str(caught.value)
+
+
+def test_another_vocabulary_is_another_model() -> None:
+    stored = config("model.vocab_size=300").model_dump(mode="json")
+    with pytest.raises(RunFolderError, match=r"vocab_size was 300 and is now 400"):
+        refuse_other_run(stored, config("model.vocab_size=400"), "runs/x")

@@ -64,7 +64,7 @@ def test_unknown_key_names_line_and_nearest_name() -> None:
         ),
         (
             "train:\n  steps: true\n",
-            "run.yaml:2: train.steps is true, not a number; write a number",
+            "run.yaml:2: train.steps is true, not a number; use 1000",
         ),
         (
             "train:\n  steps: 0\n",
@@ -93,7 +93,7 @@ def test_unknown_key_names_line_and_nearest_name() -> None:
         ("name: 3\n", "run.yaml:1: name is 3, not text; put it in quotes: '3'"),
         (
             "folder: s3://bucket/run\n",
-            "run.yaml:1: folder: the run folder is a folder: name a bucket in checkpoint.bucket",
+            "run.yaml:1: folder: the address of a bucket is not a folder; use runs/{name}, and name the bucket in checkpoint.bucket",
         ),
         (
             "train: 3\n",
@@ -101,9 +101,12 @@ def test_unknown_key_names_line_and_nearest_name() -> None:
         ),
         (
             "data:\n  sources: python-stdlib\n",
-            "run.yaml:2: data.sources is 'python-stdlib', not a list; write its items below it, each after '- '",
+            "run.yaml:2: data.sources is 'python-stdlib', not a list; write its items below it, each after '- ', or remove it",
         ),
-        ("data:\n  sources: []\n", "run.yaml:2: data.sources has 0 items; name at least one"),
+        (
+            "data:\n  sources: []\n",
+            "run.yaml:2: data.sources has 0 items; name at least one, or remove the key",
+        ),
         (
             "data:\n  sources:\n    - kind: jsonl\n",
             "run.yaml:3: data.sources.0.path is missing for a jsonl source; use a file, folder or glob",
@@ -119,8 +122,8 @@ def test_unknown_key_names_line_and_nearest_name() -> None:
             "run.yaml:2: model.kv_heads 2 does not divide heads 3; use one of [1, 3]",
         ),
         (
-            "checkpoint:\n  min_seconds: 30\n  max_seconds: 10\n",
-            "run.yaml:2: checkpoint.min_seconds 30 is more than max_seconds 10; use 10 or less",
+            "checkpoint:\n  interval: adaptive\n  min_seconds: 30\n  max_seconds: 10\n",
+            "run.yaml:3: checkpoint.min_seconds 30 is more than max_seconds 10; use 10 or less",
         ),
         ("model:\n  dim: 130\n", "run.yaml:2: model.heads 4 does not divide dim 130; use dim 128"),
         (
@@ -133,7 +136,7 @@ def test_unknown_key_names_line_and_nearest_name() -> None:
         ),
         (
             "layout:\n  dp_shard: 4\n",
-            "run.yaml:2: layout.dp_shard 4 does not divide train.microbatch_size 2; use microbatch_size 4, or dp_shard 2",
+            "run.yaml:2: layout.dp_shard 4 does not divide train.microbatch_size 2; use train.microbatch_size 4, or layout.dp_shard 2",
         ),
     ],
 )

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.config.train import ScheduleConfig, TrainConfig
-from holdfast.core.lr_schedule import learning_rate, schedule_factor
+from holdfast.core.lr_schedule import last_common_step, learning_rate, schedule_factor
 
 KINDS = ("constant", "linear", "cosine", "wsd")
 
@@ -66,3 +66,20 @@ def test_every_schedule_rises_once_and_then_never_rises(
     assert all(b <= a + 1e-12 for a, b in pairwise(after))
     if kind != "constant" and warmup < steps:
         assert rates[-1] == pytest.approx(ratio)
+
+
+def test_a_schedule_with_a_length_of_its_own_leaves_the_steps_before_as_they_were() -> None:
+    short = TrainConfig(steps=50)
+    long = TrainConfig(steps=80, schedule=ScheduleConfig(steps=50))
+    assert [learning_rate(short, s) for s in range(1, 51)] == [
+        learning_rate(long, s) for s in range(1, 51)
+    ]
+    assert {learning_rate(long, s) for s in range(50, 81)} == {learning_rate(short, 50)}
+
+
+def test_last_common_step() -> None:
+    wsd = ScheduleConfig(kind="wsd", warmup_steps=5)
+    short, long = TrainConfig(steps=50, schedule=wsd), TrainConfig(steps=80, schedule=wsd)
+    assert last_common_step(short, long, 30) == 30
+    assert last_common_step(short, long, 50) == 40, "the decay takes the last fifth"
+    assert last_common_step(TrainConfig(steps=50), TrainConfig(steps=51), 50) == 20, "warm-up"

@@ -6,9 +6,10 @@ import asyncio
 from pathlib import Path
 
 from holdfast.elastic.event_log import EventLog
+from holdfast.errors import RunFolderError
 from holdfast.events import GenerationStarted, Record, StepDone, WorkerLost
 from holdfast.wire.journal import read_journal
-from holdfast.wire.store.run_store import FolderStore
+from holdfast.wire.store.run_store import Buffer, FolderStore
 
 
 def _started(step: int) -> GenerationStarted:
@@ -75,3 +76,49 @@ def test_what_is_told_late_of_a_generation_stands_in_it_beside_what_this_node_wr
         (4, "agent.a", 1, "worker_lost"),
     ]
     assert [(r.generation, r.sequence) for r in shown] == [(3, 0), (3, 1), (4, 0), (4, 1)]
+
+
+class _Outage(FolderStore):
+    """A folder that can be away."""
+
+    is_away = False
+
+    def append(self, key: str, data: Buffer, sync: bool = False) -> None:
+        if self.is_away:
+            raise RunFolderError("the run folder failed")
+        super().append(key, data, sync)
+
+
+def test_records_of_an_outage_are_stored_once_it_is_over(tmp_path: Path) -> None:
+    """Steps, a loss, a new generation and its steps come while the run store is away."""
+    store, said = _Outage(tmp_path), list[str]()
+
+    async def go() -> None:
+        log = EventLog(store, [], said.append)
+        log.begin_generation(1)
+        log.emit("agent", _started(0))
+        log.emit("rank0", StepDone(1.0, 1, 1.0, 1e-3, 0.1, step=1))
+        assert await log.flush()
+        store.is_away = True
+        log.emit("rank0", StepDone(1.0, 1, 1.0, 1e-3, 0.1, step=2))
+        log.emit("agent", WorkerLost(1, 0, "SIGKILL", "exit", "a", step=2))
+        assert not await log.flush("rank0", sync=True)
+        log.begin_generation(2)
+        log.emit("agent", _started(2))
+        log.emit("rank0", StepDone(1.0, 1, 1.0, 1e-3, 0.1, step=3))
+        assert not await log.flush()
+        assert not await log.flush()
+        store.is_away = False
+        assert await log.flush()
+
+    asyncio.run(go())
+    told = [(r.generation, r.writer, r.event.kind, r.event.step) for r in read_journal(store)]
+    assert sorted(told) == [
+        (1, "agent", "generation_started", 0),
+        (1, "agent", "worker_lost", 2),
+        (1, "rank0", "step_done", 1),
+        (1, "rank0", "step_done", 2),
+        (2, "agent", "generation_started", 2),
+        (2, "rank0", "step_done", 3),
+    ]
+    assert len(said) == 1  # one sentence for one outage

@@ -6,6 +6,7 @@ import asyncio
 import json
 import signal
 import socket
+import subprocess
 import threading
 import time
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -228,6 +229,22 @@ def test_a_folder_that_is_begun_at_the_last_moment_is_not_moved(
     monkeypatch.setattr(run_folder, "run_id", look)
     assert set_aside(folder, before) is None
     _is_new(folder)
+
+
+def test_a_mount_point_is_named_and_not_moved(tmp_path: Path) -> None:
+    """A rename of it fails, with or without --fresh on several nodes."""
+    folder = tmp_path / "run"
+    _old(folder, "127.0.0.1:1")
+    mount = ["mount", "--bind", str(folder), str(folder)]
+    if subprocess.run(mount, capture_output=True, check=False).returncode:
+        pytest.skip("this user may not mount")
+    try:
+        with pytest.raises(RunFolderError, match="is a mount point") as found:
+            set_aside(folder, run_id(folder))
+    finally:
+        subprocess.run(["umount", str(folder)], check=True)
+    assert f"folder={folder / 'new'}" in str(found.value)
+    assert run_id(folder) is not None
 
 
 def test_a_folder_that_goes_while_it_is_looked_at_is_nobodys(

@@ -301,6 +301,16 @@ def test_a_damaged_line_is_named() -> None:
     assert re.search(r"6 lines of the journal cannot be read.*agent\.jsonl, line \d+", hole)
 
 
+def test_steps_without_a_line_are_named() -> None:
+    run = Scribe()
+    run.start()
+    run.generate()
+    for first, last in ((1, 3), (7, 8), (10, 12)):
+        run.steps(first, last)
+    (hole,) = read_history(stored(run.records)).holes
+    assert hole.startswith("the journal has no line of step 4 to 6, 9. ")
+
+
 def test_a_clock_that_was_set_back_does_not_mix_up_a_writer_s_records() -> None:
     run = Scribe()
     run.start()

@@ -141,7 +141,7 @@ def test_nodes_come_and_go_in_lines_and_in_the_picture() -> None:
     for part in (
         "3 workers, from initial weights, on a, b, c",
         "rank 2 of c lost: SIGKILL",
-        "from the state after step 5; c left out",
+        "from the state after step 5; left out: c",
         "recovered by rung 0",
         "stood still for 2.0 s, 0 steps done again",
     ):
@@ -155,7 +155,7 @@ def test_nodes_come_and_go_in_lines_and_in_the_picture() -> None:
     progress = progress_of(run.records)
     assert progress.nodes == {"a": True, "b": True, "c": True}
     assert progress.lines[-1].text == "c joined: training stood still for 2.0 s"
-    assert progress.lines[-2].text.endswith("; c taken in")
+    assert progress.lines[-2].text.endswith("; taken in: c")
 
 
 def test_the_curve_forgets_what_is_done_again() -> None:
@@ -268,4 +268,4 @@ def test_a_new_generation_names_what_ended_the_last_one() -> None:
     progress = RunProgress(30)
     start = GenerationStarted({"nodes": ["a", "a"]}, "error", cause=cause, step=3)
     (line,) = progress.observe(Record(2, "agent", 0, 1.0, start))
-    assert line.text.endswith(", because worker 1: RuntimeError: cannot allocate memory")
+    assert line.text.endswith("; cause: worker 1: RuntimeError: cannot allocate memory")

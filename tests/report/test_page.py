@@ -14,7 +14,7 @@ import pytest
 
 from holdfast.config.load import resolve_config
 from holdfast.errors import RunFolderError
-from holdfast.events import RunStarted, SettingIgnored
+from holdfast.events import MemoryUsed, RunStarted, SettingIgnored
 from holdfast.report import page
 from holdfast.report.css import DARK, LIGHT, class_colour
 from holdfast.report.history import build_history
@@ -55,6 +55,12 @@ def rendered(run: Scribe | None = None, **options: Any) -> str:
     )
 
 
+def points_of(content: str) -> list[Any]:
+    """The points of each drawing, in order."""
+    found = re.findall(r'class="points">(.*?)</script>', content, re.S)
+    return [json.loads(each) for each in found]
+
+
 def test_it_is_well_formed_and_asks_nobody_for_anything() -> None:
     content = rendered(baselines={"unigram": 3.4, "bigram": 1.94}, samples=["def f():"])
     reader = Reader(content)
@@ -84,11 +90,66 @@ def test_it_says_what_happened() -> None:
 
 def test_the_curve_draws_each_step_that_counts_and_the_ghost_beside_it() -> None:
     content = rendered()
-    points = json.loads(re.findall(r'class="points">(.*?)</script>', content, re.S)[0])
+    points = points_of(content)[0]
     assert [p[2].split(",")[0] for p in points] == [f"step {n}" for n in range(1, 31)]
     assert [p[0] for p in points] == sorted(p[0] for p in points)
-    assert content.count('class="ghost"') == 2  # once in the curve, once over time
+    assert content.count('class="ghost"') == 4  # in the curve and over time, for two widths
     assert "validation after step 10" in content
+
+
+def test_a_join_is_a_change_and_no_incident() -> None:
+    run = Scribe()
+    run.start()
+    run.among("a", "b")
+    run.steps(1, 5)
+    run.open_generation()
+    run.among("a", "b", "c", step=5, reason="node_joined", rung=5)
+    run.steps(6, 10)
+    history = build_history(run.records)
+    assert [change.title for change in history.changes] == ["c joined"]
+    content = page.render_page(history, {})
+    text = Reader(content).text
+    assert "0incidents" in text.replace(" ", "")
+    assert "Changes of membership" in text
+    assert 'class="incident"' not in content
+    assert 'class="wash"' not in content
+    assert 'class="span change"' in content
+
+
+def test_learning_rate_norm_and_memory_have_drawings() -> None:
+    run = lossy_run()
+    assert "memory of each worker" not in Reader(rendered(run)).text
+    for step, used in ((1, 100 << 20), (12, 300 << 20)):
+        run.write(MemoryUsed(1, used, step=step))
+    content = rendered(run)
+    text = Reader(content).text
+    for title in ("learning rate", "gradient norm", "memory of each worker"):
+        assert title in text
+    tips = [tip for points in points_of(content) for _, _, tip in points]
+    assert "step 12, rank 1\n300.0 MiB" in tips
+    assert "step 30\ngradient norm before clipping 1.5" in tips
+    run.write(MemoryUsed(0, 100 << 20, 7 << 30, step=20))
+    assert "device memory of each worker" in Reader(rendered(run)).text
+    found = summary(build_history(run.records))["memory"]
+    assert [(sample["rank"], sample["step"]) for sample in found] == [(0, 20), (1, 12)]
+
+
+def test_the_page_of_a_run_that_trains_loads_itself_again() -> None:
+    run = Scribe()
+    run.start()
+    run.generate()
+    run.steps(1, 3)
+    content = page.render_page(build_history(run.records), {}, written_at=3661.0)
+    assert ("meta", "http-equiv", "refresh") in Reader(content).attributes
+    assert "as of 01:01:01 UTC" in content
+    run.finish()
+    assert "refresh" not in page.render_page(build_history(run.records), {}, written_at=3661.0)
+
+
+def test_each_cell_has_its_column_name_for_narrow_screens() -> None:
+    found = re.findall(r"<td[^>]*>", rendered())
+    assert found
+    assert all(" data-label=" in cell for cell in found)
 
 
 def test_a_long_run_is_thinned_but_its_spike_stays() -> None:
@@ -182,7 +243,7 @@ def test_it_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
     page.write_page(build_history(lossy_run().records), {}, target)
     assert target.read_text() == rendered()
     assert os.listdir(tmp_path) == ["report.html"]
-    with pytest.raises(RunFolderError, match="--output"):
+    with pytest.raises(RunFolderError, match="mkdir -p"):
         page.write_page(
             build_history(lossy_run().records), {}, tmp_path / "missing" / "report.html"
         )

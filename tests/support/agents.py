@@ -110,6 +110,7 @@ class FleetAgent:
         self.name, self.store = name, store
         self.work = Switch()
         self.said: list[str] = []
+        self.term: Term | None = None  # the newest that it has led
         self._least, self._most, self._changed, self._lost_after = least, most, changed, lost_after
         self._gather = gather
         self._bound = bind_listener("127.0.0.1", 0, "cluster.interface")
@@ -139,6 +140,8 @@ class FleetAgent:
         self.running = asyncio.create_task(self.follower.run())
 
     async def _reign(self, term: Term) -> Coordinator:
+        self.term = term
+
         def fits(nodes: Any) -> tuple[str, ...]:
             names = sorted(node.name for node in nodes)[: self._most]
             return tuple(names) if len(names) >= self._least else ()

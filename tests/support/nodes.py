@@ -76,10 +76,10 @@ class Nodes:
                 before=before,
             )
 
-    def join(self, *names: str) -> None:
+    def join(self, *names: str, settings: Sequence[str] = ()) -> None:
         """As `start`, by the run folder alone."""
         for name in names:
-            self.agents[name] = start("join", self.folder, *QUICK, "--node", name)
+            self.agents[name] = start("join", self.folder, *QUICK, *settings, "--node", name)
 
     def kill(self, name: str) -> None:
         """The agent; its children end with it."""

@@ -14,12 +14,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from datetime import datetime
 from pathlib import Path
 
 import pytest
 
 from holdfast.chaos.network import Network, why_unavailable
-from holdfast.events import GenerationStarted, StepDone
+from holdfast.events import GenerationStarted, StepDone, WorkerReady
 from tests.support.journal_reader import Journal
 from tests.support.nodes import prepared
 from tests.support.ranks import ROOT, wait_until
@@ -31,6 +32,7 @@ pytestmark = [
 ]
 
 DEADLINE = 180.0
+LOG_TIME = re.compile(r"\d{4}-\d\d-\d\dT\S+Z ")
 LINE = re.compile(r"^    machine (\w+)\s+(holdfast .+)$", re.MULTILINE)
 DOCUMENTED = dict(LINE.findall((ROOT / "docs" / "nodes.md").read_text()))
 
@@ -68,6 +70,21 @@ class Machines:
             for path in (self._folder / "runs" / "my-run" / "terms").glob("*.json")
             if path.stem.isdigit()
         )
+
+    def moments(self, name: str, generation: int) -> list[tuple[str, float]]:
+        """When a machine came to each part of its start, up to the first step of a generation."""
+        (log,) = (self._folder / "runs" / "my-run" / "logs").rglob(f"agent.{name}.log")
+        lines = [line for line in log.read_text().splitlines() if LOG_TIME.match(line)]
+        joined = next(line for line in lines if "has joined the run" in line)
+        found = [("its agent is up", lines[0]), ("it has joined", joined)]
+        moments = [
+            (what, datetime.fromisoformat(line.split()[0]).timestamp()) for what, line in found
+        ]
+        records = [r for r in self._journal.records() if r.generation == generation]
+        for kind in (GenerationStarted, WorkerReady, StepDone):
+            times = [record.time for record in records if isinstance(record.event, kind)]
+            moments.append((kind.__name__, max(times) if kind is WorkerReady else min(times)))
+        return sorted(moments, key=lambda moment: moment[1])
 
     def wait_step_of(self, names: set[str], after: int = 0) -> int:
         """Wait for a step of these machines together; return its generation."""
@@ -118,9 +135,10 @@ def test_three_machines_train_together_by_the_documented_commands(machines: Mach
     wait_until(lambda: "node one listens on" in machines.said("one"), DEADLINE)
     machines.type("two")
     machines.type("three")
-    began = time.monotonic()
+    began = time.time()
     first = machines.wait_step_of(names)
-    print(f"first step of all three: {time.monotonic() - began:.1f} s after the third's start")
+    for what, at in machines.moments("three", first):
+        print(f"{at - began:6.2f} s after the third's start: {what}")
     assert len(machines.terms()) == 1, machines.said("one")
     for name in names:
         assert re.search(

@@ -23,16 +23,7 @@ def test_training_goes_on_through_a_full_disk_and_saving_resumes(tmp_path: Path)
     assert seen["lost"] == 0
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(not namespaces(), reason="no user and mount namespaces here")
-def test_survivors_of_a_loss_on_a_full_disk_keep_their_state(tmp_path: Path) -> None:
-    """They wait for room, and continue with the step that was in flight."""
-    seen = _trained_on_full_disk(tmp_path, "kill")
-    assert seen["lost"] == 1
-    assert seen["begun"] >= seen["done"], "steps were done again"
-
-
-def _trained_on_full_disk(folder: Path, *arguments: str) -> dict[str, Any]:
+def _trained_on_full_disk(folder: Path) -> dict[str, Any]:
     done = subprocess.run(
         [
             "unshare",
@@ -45,7 +36,6 @@ def _trained_on_full_disk(folder: Path, *arguments: str) -> dict[str, Any]:
             "-m",
             "tests.support.train_on_full_disk",
             str(folder),
-            *arguments,
         ],
         capture_output=True,
         text=True,

@@ -17,8 +17,9 @@ from typing import Any, TypeVar
 
 import pytest
 
-from holdfast.elastic.agent.agent import IMMEDIATE_EXIT_CODE, TERM_CHECK_INTERVAL_S
+from holdfast.elastic.agent.agent import IMMEDIATE_EXIT_CODE
 from holdfast.elastic.agent.run_folder_monitor import FOLDER_LOST_MESSAGE
+from holdfast.elastic.agent.term_monitor import TERM_CHECK_INTERVAL_S
 from holdfast.events import GenerationStarted, RunFinished, RunStopped, StepDone, WorkerLost
 from holdfast.wire.store.run_store import FolderStore
 from holdfast.wire.term import newest_term

@@ -1,4 +1,4 @@
-"""`holdfast checkpoint diff | copy | prune`: compare, copy and remove checkpoints."""
+"""`holdfast checkpoint diff`, `copy` and `prune`: compare, copy and remove checkpoints."""
 
 from __future__ import annotations
 

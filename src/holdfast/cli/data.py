@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import shlex
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from holdfast.cli.data_audit import audit_parents, audit_run
 from holdfast.cli.dispatch import app as make_app
 from holdfast.cli.output import print_json, print_table, say
 from holdfast.cli.progress import StageProgress
@@ -65,7 +68,7 @@ def inspect(
     from holdfast.data.inspect import dataset_numbers, mask_shares, render_sample
 
     config = load_config(run_file, overrides or []).config
-    dataset = Dataset.open(_prepared_folder(config))
+    dataset = Dataset.open(_prepared_folder(config, run_file, overrides or []))
     batches = Batches(dataset, config.data, config.train, config.seed)
     found = dataset_numbers(dataset) | {"samples": mask_shares(batches)}
     if json:
@@ -105,7 +108,8 @@ def verify(run_file: RunFile, overrides: Overrides = None, json: Json = False) -
     from holdfast.data.dataset import Dataset
     from holdfast.data.verify import find_problems as problems_of
 
-    folder = _prepared_folder(load_config(run_file, overrides or []).config)
+    given = overrides or []
+    folder = _prepared_folder(load_config(run_file, given).config, run_file, given)
     problems = problems_of(folder)
     if json:
         print_json({"folder": str(folder), "problems": problems})
@@ -125,56 +129,28 @@ def audit(
 
     Every step up to the last committed one is checked against the ledger, and the ledger against
     a dataset that is verified first. Exit code 1 if a sample is missing, was used twice, or if
-    other tokens were fed than its place calls for.
+    other tokens were fed than its place calls for. The steps that a branch continues are checked
+    in its parent, if that is still where it was.
 
     \b
     Example:
       holdfast data audit runs/quickstart
     """
-    from dataclasses import asdict
-
-    from holdfast.checkpoint.restore.catalog import list_commits, step_of
-    from holdfast.data.audit import AuditProblem
-    from holdfast.data.audit import audit_records as audit_journal
-    from holdfast.tasks.choose import open_audited
-    from holdfast.wire.journal import read_contents
-    from holdfast.wire.term import newest_term
-
     found = open_run(run)
-    config, journal = found.config, read_contents(found.store)
-    batches, file_problems = open_audited(config, found.dataset_folder)
-    result = audit_journal(journal.records, batches)
-    result.unreadable = len(journal.unreadable)
-    commits = list_commits(found.store)
-    if commits and not result.last_step and newest_term(found.store)[0]:  # a copy has no journal
-        result.problems.append(
-            AuditProblem(
-                "missing",
-                0,
-                0,
-                f"the journal tells of no committed step, though there is a checkpoint of step "
-                f"{step_of(commits[0])}: what was fed cannot be known",
-            )
-        )
-    # Tokens that were fed from a changed shard would agree with that shard.
-    result.problems += [AuditProblem("dataset", 0, 0, text) for text in file_problems]
+    own = audit_run(found)
+    results = {"": own, **audit_parents(found)}
     if json:
-        numbers = asdict(result)
-        if not result.unreadable:
-            del numbers["unreadable"]
-        print_json(numbers | {"ok": result.ok, "sentence": result.describe()})
+        numbers = own.to_json()
+        if len(results) > 1:
+            numbers["parents"] = {name: one.to_json() for name, one in results.items() if name}
+        print_json(numbers | {"ok": all(one.ok for one in results.values())})
     else:
-        print(result.describe())
-        for problem in result.problems:
-            print(f"  {problem.message}")
-        if journal.unreadable:
-            print(f"  ({journal.unreadable_sentence()})")
-        if result.superseded:
-            print(f"  ({result.superseded} ledger records are of work that was lost and redone)")
-    return 0 if result.ok else 1
+        for name, one in results.items():
+            one.print(f"parent {name}: " if name else "")
+    return 0 if all(one.ok for one in results.values()) else 1
 
 
-def _prepared_folder(config: RunConfig) -> Path:
+def _prepared_folder(config: RunConfig, run_file: Path, overrides: Sequence[str]) -> Path:
     from holdfast.data.dataset import exists
 
     folder = Path(config.data.folder)
@@ -182,6 +158,7 @@ def _prepared_folder(config: RunConfig) -> Path:
         raise DataError(
             "there is no prepared dataset",
             where=str(folder),
-            remedy="make it: holdfast data prepare RUN.yaml",
+            remedy="make it: "
+            + shlex.join(["holdfast", "data", "prepare", str(run_file), *overrides]),
         )
     return folder

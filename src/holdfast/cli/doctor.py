@@ -1,36 +1,60 @@
-"""`holdfast doctor`: can this machine train?"""
+"""`holdfast doctor`: can this machine train, and how is a run?"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from holdfast.cli.dispatch import app as make_app
-from holdfast.cli.doctor_checks import run_checks
-from holdfast.cli.output import print_json, print_table
+from holdfast.cli.doctor_checks import Check, run_checks
+from holdfast.cli.output import print_json, print_table, say
 
-app = make_app("Check that this machine can train.")
+app = make_app("Check that this machine can train, or look at a run.")
 
 
 @app.command()
 def doctor(
+    run: Annotated[
+        Path | None, typer.Argument(help="run folder, or its run file; none: this machine")
+    ] = None,
     json: Annotated[bool, typer.Option("--json", help="print JSON")] = False,
 ) -> int:
-    """Look at cores, memory, disk, Python, torch, the network's loopback and the clock.
+    """Look at this machine: cores, memory, disk, Python, torch, the loopback network, the clock.
 
-    Exit code 1 when something would stop a run; each such line names a remedy.
+    With RUN, look at a run that trains, has ended or is broken. It shows the last step and
+    checkpoint, the nodes and the links between them. It tries what the run store can do and how
+    fast, and whether memory and disk suffice. Nothing of the run changes; a probe is removed.
+
+    Exit code 1 when something would fail; each such line names a remedy.
 
     \b
     Example:
       holdfast doctor
-      holdfast doctor --json
+      holdfast doctor runs/quickstart
+      holdfast doctor run.yaml --json
     """
-    checks = run_checks()
+    if run is None:
+        checks = run_checks()
+        if json:
+            print_json([check.to_json() for check in checks])
+        else:
+            print_checks(checks)
+        return 1 if any(check.state == "fails" for check in checks) else 0
+    from holdfast.cli.doctor_run import diagnose_run, folder_of
+    from holdfast.launch.holder import HolderWatch
+
+    folder = folder_of(run)
+    found = diagnose_run(folder, HolderWatch(folder, say))
     if json:
-        print_json([check.to_json() for check in checks])
+        print_json(found.to_json())
     else:
-        print_table(
-            [(c.mark, c.name, c.found + (f": {c.remedy}" if c.remedy else "")) for c in checks]
-        )
-    return 1 if any(check.state == "fails" for check in checks) else 0
+        print(f"{folder.resolve()}")
+        print_checks(found.checks)
+    return 1 if found.will_fail else 0
+
+
+def print_checks(checks: Sequence[Check]) -> None:
+    print_table([(check.mark, check.name, check.sentence) for check in checks])

@@ -38,10 +38,17 @@ class Check:
     state: CheckState
     found: str
     remedy: str = ""
+    where: str = ""  # a path, a key of the run store or of the run file; "": the name says it
 
     @property
     def mark(self) -> str:
         return {"good": "ok", "weak": "note", "fails": "FAIL"}[self.state]
+
+    @property
+    def sentence(self) -> str:
+        """What was found, where, and what to do."""
+        place = f" ({self.where})" if self.where else ""
+        return f"{self.found}{place}" + (f"; {self.remedy}" if self.remedy else "")
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import Annotated
 
@@ -57,18 +58,19 @@ def init(
         with path.open("x", encoding="utf-8") as file:
             file.write(text)
     except FileExistsError:
+        other = path.with_name(f"{path.stem}-2.yaml")
         raise UserError(
             "there is something here already, and init never overwrites",
             where=str(path),
-            remedy=f"choose another name: holdfast init {path.stem}-2.yaml",
+            remedy=f"choose another name: holdfast init {shlex.quote(str(other))}",
         ) from None
     except (FileNotFoundError, NotADirectoryError):
         raise UserError(
             "there is no such folder",
             where=str(path.parent),
-            remedy=f"make it first: mkdir -p {path.parent}",
+            remedy=f"make it first: mkdir -p {shlex.quote(str(path.parent))}",
         ) from None
-    say(f"wrote {path}; train it with: holdfast train {path}")
+    say(f"wrote {path}; train it with: holdfast train {shlex.quote(str(path))}")
 
 
 def _run_name(stem: str) -> str:

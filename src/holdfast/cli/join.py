@@ -19,6 +19,7 @@ from holdfast.config.identity import refuse_other_run
 from holdfast.config.load import LoadedConfig, resolve_config
 from holdfast.errors import RunFolderError
 from holdfast.launch.holder import HolderWatch
+from holdfast.launch.resume_checks import ensure_end_is_intact
 from holdfast.launch.run_folder import dataset_version_in, refuse_alone
 from holdfast.launch.runs import RESOLVED_FILE, read_resolved
 from holdfast.launch.task_run import described
@@ -66,6 +67,7 @@ def join(
     name = node or platform.node() or "localhost"
     loaded = _config_for_node(stored, folder, name, overrides or [])
     if (last := finished_step(folder, loaded.config.train.steps)) is not None:
+        ensure_end_is_intact(folder, last, loaded.config.checkpoint.bucket, say)
         say(f"this run is finished: all {last} steps are done; see: holdfast report {folder}")
         return 0
     loaded, version = _with_data(loaded, stored, folder)
@@ -79,6 +81,7 @@ def join(
             observers=views.observers,
             render_metrics=views.render_metrics,
             say=views.say,
+            say_last=views.say_last,
             dataset_version=version,
             resume=shlex.join(
                 ["holdfast", "join", str(folder), "--node", name, *(overrides or ())]

@@ -1,8 +1,9 @@
 """The views of one node of several follow the run's journal.
 
 Each agent writes what happens on its node. So a node that does not lead would show the steps of its
-own workers only, and no change of membership. Here a thread reads the journal that all nodes write
-into the run store, and the views get its records in one order.
+own workers only, and no change of membership. Here one thread reads the journal that all nodes
+write into the run store. Another thread hands its records to the views in one order, and waits for
+no disk.
 
 Records of several nodes arrive late and interleaved. A record waits `HOLD_S` before the views get
 it, so that an earlier one of another node can still come. This node's own records come from its
@@ -57,7 +58,7 @@ class HeldRecords:
 
 
 class JournalFollower:
-    """Feeds observers from a run's journal and this node's agent, on a thread of its own."""
+    """Feeds observers from a run's journal and this node's agent, on threads of its own."""
 
     def __init__(self, store: RunStore, observers: Sequence[Callable[[Record], None]]) -> None:
         self._tail, self._observers = JournalTail(store), observers
@@ -65,7 +66,8 @@ class JournalFollower:
         self._own_segments: set[tuple[int, str]] = set()  # generation and writer
         self._duplicates = DuplicateFilter()
         self._closing = threading.Event()
-        self._thread = threading.Thread(target=self._follow, name="journal", daemon=True)
+        self._reader = threading.Thread(target=self._read_all_the_time, name="journal", daemon=True)
+        self._shower = threading.Thread(target=self._show_all_the_time, name="views", daemon=True)
         self._is_unreadable = False
 
     def read_all(self) -> list[Record]:
@@ -80,17 +82,23 @@ class JournalFollower:
 
     def start(self) -> None:
         """Begin to feed the observers with what follows."""
-        self._thread.start()
+        self._reader.start()
+        self._shower.start()
 
     def close(self) -> None:
         """Show what is in the journal by now, unless the run store does not answer."""
         self._closing.set()
-        self._thread.join(CLOSE_TIMEOUT_S)
+        self._shower.join(2 * CLOSE_TIMEOUT_S)
 
-    def _follow(self) -> None:
+    def _read_all_the_time(self) -> None:
         while not self._closing.wait(POLL_INTERVAL_S):
             self._read(time.monotonic())
         self._read(time.monotonic())
+
+    def _show_all_the_time(self) -> None:
+        while not self._closing.wait(POLL_INTERVAL_S):
+            self._show(time.monotonic())
+        self._reader.join(CLOSE_TIMEOUT_S)
         self._show(float("inf"))
 
     def _read(self, now: float) -> None:
@@ -104,7 +112,6 @@ class JournalFollower:
             if not self._is_unreadable:
                 logger.warning("the views show nothing new: the journal cannot be read: %s", error)
             self._is_unreadable = True
-        self._show(now)
 
     def _show(self, now: float) -> None:
         with self._lock:

@@ -11,6 +11,7 @@ nodes, no state that can be trusted). 130: after Ctrl-C.
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 
@@ -21,6 +22,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "init": ("init", "write a run file to start from"),
     "train": ("train", "start or resume the run that a run file describes"),
     "join": ("join", "take part in a run on several machines"),
+    "branch": ("branch", "begin a new run from a checkpoint of another one"),
     "watch": ("watch", "follow a run from another terminal"),
     "notice": ("notice", "tell a run that machines are about to go"),
     "report": ("report", "write one HTML page about a run"),
@@ -33,7 +35,9 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "stage": ("stage", "keep other machines' snapshots in this machine's memory"),
     "chaos": ("chaos", "break a run on purpose, and see that it comes to the same end"),
     "doctor": ("doctor", "check that this machine can train"),
+    "completion": ("completion", "print a script for the Tab key of a shell"),
 }
+COMPLETION_VARIABLE = "_HOLDFAST_COMPLETE"  # set by that script when Tab is pressed
 
 _HELP = """\
 Usage: holdfast COMMAND [ARGUMENTS]
@@ -56,6 +60,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     if argv is None:  # a process of our own
         guard_streams(arguments)
+    if argv is None and COMPLETION_VARIABLE in os.environ:
+        from holdfast.cli.completion import answer_shell
+
+        answer_shell(os.environ)
     try:
         return _dispatch(arguments)
     except BrokenPipeError:

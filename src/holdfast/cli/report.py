@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -11,6 +13,7 @@ import typer
 from holdfast.cli.dispatch import app as make_app
 from holdfast.cli.output import print_json, say
 from holdfast.errors import ConfigError, DataError, RunFolderError
+from holdfast.events import Record
 from holdfast.launch.holder import HolderWatch, is_holder_gone
 from holdfast.launch.runs import Run, open_run, read_environment
 
@@ -30,6 +33,9 @@ def report(
         Path | None,
         typer.Option(help="write what each worker did when in layout.trace_step, for Perfetto"),
     ] = None,
+    follow: Annotated[
+        bool, typer.Option("--follow", help="write the page again every 10 s until the run ends")
+    ] = False,
     json: Annotated[bool, typer.Option("--json", help="print the numbers as JSON instead")] = False,
 ) -> None:
     """Write loss, throughput, use of time and every incident of a run as one HTML page.
@@ -37,43 +43,105 @@ def report(
     It can be made at any time, also during the run, and loads nothing from anywhere. With --sample,
     the page also shows how the newest intact checkpoint continues a prompt.
 
+    While the run trains, a browser loads the page again every 10 s. With --follow, this command
+    writes it as often, and the last time when the run has ended. Ctrl-C ends it; the run continues.
+
     With --trace, a file for ui.perfetto.dev is written instead, of the step that the run file names
     in layout.trace_step. It shows forward and backward passes, waits, and gradients being summed.
 
     \b
     Example:
       holdfast report runs/quickstart
+      holdfast report runs/quickstart --follow
       holdfast report run.yaml --output page.html --sample "import os" --sample "def f("
     """
+    if trace is not None:
+        given = {"--json": json, "--output": output is not None, "--follow": follow}
+        _refuse_beside("--trace", {**given, "--sample": sample})
+    if follow:
+        _refuse_beside("--follow", {"--json": json, "--sample": sample})
+    found = open_run(run)
+    path = output or found.folder / "report.html"
+    if trace is not None:
+        write_trace(found, trace)
+    elif follow:
+        watch = HolderWatch(found.folder)
+        follow_run(found, path, lambda: is_holder_gone(watch))
+    else:
+        _report_once(found, None if json else path, samples_of(found, sample) if sample else [])
+
+
+def _report_once(found: Run, path: Path | None, samples: list[dict[str, Any]]) -> None:
+    """Write the page of a run as it is now; without a path, print its numbers as JSON."""
     from holdfast.report import history, page
     from holdfast.report.summary import summary
 
-    if trace is not None:
-        _refuse_beside_trace({"--json": json, "--output": output is not None, "--sample": sample})
-    found = open_run(run)
-    if trace is not None:
-        write_trace(found, trace)
-        return
     story = history.read_history(found.store)
     if story.state == "running" and is_holder_gone(HolderWatch(found.folder)):
         story = story.as_interrupted()
     counts, device = baselines_of(found), device_of(found)
-    samples = samples_of(found, sample) if sample else []
-    if json:
+    if path is None:
         numbers = summary(story, found.resolved, baselines=counts, device=device)
         print_json(numbers | {"samples": samples})
         return
-    path = output or found.folder / "report.html"
-    texts = [one["prompt"] + one["text"] for one in samples]
-    page.write_page(story, found.resolved, path, baselines=counts, samples=texts, device=device)
-    say(f"wrote {path}")
+    page.write_page(
+        story,
+        found.resolved,
+        path,
+        baselines=counts,
+        samples=[one["prompt"] + one["text"] for one in samples],
+        device=device,
+        written_at=time.time(),
+    )
+    more = "; the run trains: --follow writes it again" if story.state == "running" else ""
+    say(f"wrote {path}{more}")
 
 
-def _refuse_beside_trace(given: dict[str, Any]) -> None:
+def follow_run(
+    run: Run,
+    path: Path,
+    is_trainer_gone: Callable[[], bool],
+    wait: Callable[[float], None] = time.sleep,
+) -> None:
+    """Write the page of a run again and again until the run has ended.
+
+    is_trainer_gone: of a run whose end is in no record. wait: sleeps so many seconds; a
+    KeyboardInterrupt in it ends this."""
+    from holdfast.report.history import build_history
+    from holdfast.report.page import REFRESH_S, write_page
+    from holdfast.wire.journal import JournalTail
+
+    tail, records = JournalTail(run.store), list[Record]()
+    baselines, device = baselines_of(run), device_of(run)
+    say(f"writing {path} every {REFRESH_S} s until the run ends; Ctrl-C ends this")
+    while True:
+        records += tail.read_new()
+        story = build_history(records)
+        is_over = story.state not in ("empty", "running")
+        if not is_over and is_trainer_gone():
+            story, is_over = (story.as_interrupted() if story.sessions else story), True
+        write_page(
+            story,
+            run.resolved,
+            path,
+            baselines=baselines,
+            device=device,
+            written_at=time.time(),
+        )
+        if is_over:
+            say(f"wrote {path}: the run has ended")
+            return
+        try:
+            wait(REFRESH_S)
+        except KeyboardInterrupt:
+            return
+
+
+def _refuse_beside(other: str, given: dict[str, Any]) -> None:
     for option, value in given.items():
         if value:
             raise ConfigError(
-                f"{option} means nothing beside --trace",
+                f"{option} means nothing beside {other}",
                 where="command line",
                 remedy="leave one of the two out",
             )

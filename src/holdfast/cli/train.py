@@ -20,6 +20,11 @@ from holdfast.cli.progress import StageProgress
 from holdfast.config.load import LoadedConfig, load_config
 from holdfast.errors import ConfigError, LayoutError
 from holdfast.launch.holder import HolderWatch
+from holdfast.launch.resume_checks import (
+    ensure_end_is_intact,
+    refuse_branch_without_state,
+    refuse_unfit_state,
+)
 from holdfast.launch.run_folder import (
     dataset_version_in,
     is_begun_by_other,
@@ -89,6 +94,7 @@ def _train_in_folder(
     from holdfast.launch import local
 
     refuse_old_base(loaded)
+    refuse_branch_without_state(folder, loaded, fresh)
     several = bool(loaded.config.cluster.node)  # one node of several: another may be there already
     before = run_id(folder)  # what two nodes with --fresh both find, only one of them moves
     watch = HolderWatch(folder, say)
@@ -106,6 +112,7 @@ def _train_in_folder(
     if several:
         refuse_alone(folder, watch)  # the dataset may have taken its time
     if (last := finished_step(folder, loaded.config.train.steps)) is not None:
+        ensure_end_is_intact(folder, last, loaded.config.checkpoint.bucket, say)
         say(
             f"this run is finished: all {last} steps are done; see it with: holdfast report "
             f"{folder}, or start over with --fresh"
@@ -113,9 +120,13 @@ def _train_in_folder(
         if json:
             print_line({"finished": True, "step": last, "folder": str(folder)})
         return 0
+    refuse_unfit_state(folder, loaded.config)
     if several:
         refuse_unlike_node(folder, loaded, watch)
-    about = describe_start(loaded, data.use, begins=read_resolved(folder) is None)
+    begins = read_resolved(folder) is None
+    about = describe_start(loaded, data.use, begins=begins)
+    if begins:
+        about = [f"a new run in {folder.resolve()}", *about]
     write_description(folder, loaded, machine, data.folder, version)
     for line in about:
         say(line)
@@ -125,6 +136,7 @@ def _train_in_folder(
             observers=views.observers,
             render_metrics=views.render_metrics,
             say=views.say,
+            say_last=views.say_last,
             dataset_version=version,
             fresh=fresh,
             watch=watch,

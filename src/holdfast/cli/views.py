@@ -39,6 +39,8 @@ class RunViews:
         json: bool,
     ) -> None:
         self.say: Callable[[str], None] = say
+        self._last_lines: list[str] = []
+        self._is_following = bool(config.cluster.node)
         self._stack = ExitStack()  # what has to be closed, newest first
         self.observers: list[Callable[[Record], None]] = []
         """What the agent calls with each record of this node."""
@@ -72,8 +74,21 @@ class RunViews:
         follower = JournalFollower(FolderStore(folder), shown)
         self._replay(follower.read_all(), replays)
         self.observers.append(follower.observe)
+        self._stack.callback(self._print_last_lines)  # once the follower is closed
         follower.start()
         self._stack.callback(follower.close)
+
+    def say_last(self, line: str) -> None:
+        """Print the run's result. The views of one node of several show all records before it."""
+        if self._is_following:
+            self._last_lines.append(line)
+        else:
+            self.say(line)
+
+    def _print_last_lines(self) -> None:
+        self._is_following = False
+        for line in self._last_lines:
+            self.say(line)
 
     def _replay(self, before: list[Record], replays: list[Callable[[list[Record]], None]]) -> None:
         """Complete the views with the records of older sessions of the same run."""

@@ -107,7 +107,7 @@ class CheckpointConfig(Section):
 
     @model_validator(mode="after")
     def _bounds(self) -> CheckpointConfig:
-        if self.min_seconds > self.max_seconds:
+        if self.interval == "adaptive" and self.min_seconds > self.max_seconds:
             raise ValueError(
                 f"min_seconds {self.min_seconds:g} is more than max_seconds "
                 f"{self.max_seconds:g}; use {self.max_seconds:g} or less"

@@ -7,6 +7,7 @@ from typing import Literal
 from pydantic import Field, PrivateAttr, model_validator
 
 from holdfast.config.base import Section
+from holdfast.config.change import Branch, InPlace
 
 
 class SourceConfig(Section):
@@ -66,11 +67,13 @@ class TokenizerConfig(Section):
 
 
 class DataConfig(Section):
-    folder: str = Field("datasets/python-stdlib", description="folder of the prepared dataset")
+    folder: InPlace[str] = Field(
+        "datasets/python-stdlib", description="folder of the prepared dataset"
+    )
     sources: tuple[SourceConfig, ...] = Field((SourceConfig(),), min_length=1)
     tokenizer: TokenizerConfig = TokenizerConfig()
     sequence_length: int = Field(256, ge=2, description="tokens of one sample")
-    attention: Literal["full", "document"] = Field(
+    attention: Branch[Literal["full", "document"]] = Field(
         "full", description="document: a token attends to its own document only"
     )
     validation_fraction: float = Field(0.01, ge=0, lt=1, description="share of documents, by hash")
@@ -83,4 +86,6 @@ class DataConfig(Section):
         16 * 2**20, ge=1, description="a longer file or line is an error that names it"
     )
     shard_tokens: int = Field(8_000_000, ge=1024, description="tokens of one shard file")
-    processes: int = Field(0, ge=0, description="processes of `holdfast prepare`; 0: one per core")
+    processes: InPlace[int] = Field(
+        0, ge=0, description="processes of `holdfast data prepare`; 0: one per core"
+    )

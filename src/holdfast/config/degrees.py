@@ -68,8 +68,8 @@ def _shard(key: str, degree: int, shards: int, train: TrainConfig) -> str:
     near = nearest_degrees(degree, lambda d: size % d == 0, size)
     return (
         f"{key}.dp_shard {degree} does not divide train.microbatch_size {size}: use "
-        + (f"microbatch_size {larger}, or " if larger is not None else "")
-        + f"dp_shard {near}"
+        + (f"train.microbatch_size {larger}, or " if larger is not None else "")
+        + f"{key}.dp_shard {near}"
     )
 
 

@@ -13,7 +13,7 @@ from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails, PydanticUndefined
 
-from holdfast.config.fields import all_keys, as_path, field_at, section_of, siblings
+from holdfast.config.fields import ITEM, all_keys, as_path, field_at, section_of, siblings
 from holdfast.errors import ConfigError
 
 Place = Callable[[tuple[str | int, ...]], str | None]
@@ -46,6 +46,9 @@ _ELSEWHERE = {
     "save_every": "checkpoint.every_steps",
 }
 
+MAX_NUMBER = 2**53
+"""Largest whole number of a run file: larger ones are no exact steps, bytes or samples any more."""
+_LIST_REMEDY = "name at least one, or remove the key"
 _KINDS = {
     "int": "a whole number",
     "float": "a number",
@@ -117,15 +120,20 @@ def _sentence(details: ErrorDetails, path: tuple[str | int, ...]) -> tuple[str, 
     if kind == "extra_forbidden":
         return "", f"unknown key {key}", suggest_key(path)
     if kind == "value_error":
-        what, _, remedy = str(context["error"]).partition(": use ")
-        names_a_key = field_at((*path, what.split()[0])) is not None
+        what, *remedies = re.split(r": (?=use |remove )", str(context["error"]), maxsplit=1)
+        first = as_path(what.split()[0])
+        names_a_key = isinstance(first[0], str) and field_at((*path, *first)) is not None
         joint = "." if names_a_key else ": "
-        return (f"{key}{joint}" if key else ""), what, f"use {remedy}" if remedy else ""
+        return (f"{key}{joint}" if key else ""), what, "".join(remedies)
     if kind == "missing":
-        in_model = path[0] == "model"
-        return f"{key} ", "is missing", "give it" + (", or name a model.preset" if in_model else "")
+        example = find_example(path)
+        remedy = f"give it, for example {example}" if example else "give it"
+        if path[0] == "model":
+            remedy += ", or name a model.preset, for example tiny"
+        return f"{key} ", "is missing", remedy
     info = field_at(path)
-    remedy = nearest_value(info, value) or _example(info)
+    example = find_example(path)
+    remedy = nearest_value(info, value) or (f"{example} would work" if example else "")
     if kind == "literal_error":
         expected = str(context.get("expected", ""))  # "'a', 'b' or 'c'", "1, 2 or 3"
         choices = [choice.strip("'") for choice in re.split(r", | or ", expected)]
@@ -142,16 +150,18 @@ def _sentence(details: ErrorDetails, path: tuple[str | int, ...]) -> tuple[str, 
             remedy,
         )
     if kind in ("too_short", "too_long"):
-        return f"{key} ", f"has {context.get('actual_length')} items", remedy or "name at least one"
+        return f"{key} ", f"has {context.get('actual_length')} items", remedy or _LIST_REMEDY
     wanted = _KINDS.get(kind.split("_")[0])
     if wanted == "a section of keys":
         remedy = "write its keys indented below it"
     elif wanted == "a list" and not remedy:
-        remedy = "write its items below it, each after '- '"
+        remedy = "write its items below it, each after '- ', or remove it"
     elif wanted == "text" and isinstance(value, int | float):
         remedy = f"put it in quotes: '{format_value(value)}'"
     elif wanted == "text" and not remedy:
         remedy = "write a word, in quotes if it has other characters than letters"
+    elif not remedy and isinstance(path[-1], int):
+        remedy = "remove it"
     if kind == "finite_number":
         wanted = "a finite number"
     if wanted is None:
@@ -159,17 +169,21 @@ def _sentence(details: ErrorDetails, path: tuple[str | int, ...]) -> tuple[str, 
     return f"{key} ", f"is {format_value(value)}, not {wanted}", remedy
 
 
-def _example(info: FieldInfo | None) -> str:
+def find_example(path: tuple[str | int, ...]) -> str:
     """Return a value that works: the default, or a bound of the field if there is no default."""
+    info = field_at(path)
     if info is None or section_of(info.annotation) is not None:
         return ""
     default = info.get_default(call_default_factory=True, validated_data={})
+    item = path[-1]
+    if isinstance(default, tuple) and isinstance(item, int):  # of a list of plain values
+        default = default[item] if item < len(default) else None
     if default is not PydanticUndefined and default is not None:
-        return f"{format_value(default)} would work"
+        return format_value(default)
     for rule in info.metadata:
         for name in ("ge", "le"):
             if getattr(rule, name, None) is not None:
-                return f"{getattr(rule, name)} would work"
+                return str(getattr(rule, name))
     return ""
 
 
@@ -208,7 +222,9 @@ def nearest_value(info: FieldInfo | None, value: object) -> str:
     inside = bounds.get("gt", -math.inf) < near < bounds.get("lt", math.inf)
     if not inside:
         return ""
-    return f"use {int(near) if near.is_integer() and abs(near) < 2**53 else near}"
+    if is_whole:
+        return f"use {int(min(max(near, -MAX_NUMBER), MAX_NUMBER))}"
+    return f"use {int(near) if near.is_integer() and abs(near) < MAX_NUMBER else near}"
 
 
 def _alternatives(info: FieldInfo) -> tuple[set[Any], list[Any], list[str]]:
@@ -261,7 +277,7 @@ def suggest_key(path: tuple[str | int, ...]) -> str:
         return f"did you mean {_ELSEWHERE[last.lower()]}?"
     by_name: dict[str, str] = {}
     for key, _ in all_keys():
-        by_name.setdefault(key.rsplit(".", 1)[-1], key)
+        by_name.setdefault(key.rsplit(".", 1)[-1], key.replace(ITEM, "0"))
     near = get_close_matches(last, by_name, n=1, cutoff=0.75)
     if near:
         return f"did you mean {by_name[near[0]]}?"

@@ -13,6 +13,7 @@ from typing import Any, Union, get_args, get_origin
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
+from holdfast.config.change import Change
 from holdfast.config.run import RunConfig
 
 ITEM = "*"
@@ -99,3 +100,18 @@ def leaves(value: Any, prefix: tuple[str, ...] = ()) -> Iterator[tuple[str, Any]
             yield from leaves(inner, (*prefix, str(index)))
     else:
         yield ".".join(prefix), value
+
+
+def change_of(key: str) -> Change | None:
+    """Return what a change of a key does to a run that has begun; None for an unknown key.
+
+    A key without a class of its own has that of the innermost section around it with one."""
+    path = key.split(".")
+    if field_at(path) is None:
+        return None
+    for length in range(len(path), 0, -1):
+        info = field_at(path[:length])
+        for declared in info.metadata if info is not None else ():
+            if isinstance(declared, Change):
+                return declared
+    return None

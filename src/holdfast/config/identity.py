@@ -1,43 +1,36 @@
 """The identity of a run: the part of a configuration that decides what it computes.
 
-A resume may use other workers, another machine, other checkpoint intervals or a moved folder:
-the state after step N does not depend on them. Everything else makes another run.
+Each key of the run file declares what a change of it does to a run that has begun (`change.py`).
+A resume may change the keys of class "in place": the state after step N does not depend on them.
+A change of any other key makes another run.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+import shlex
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from holdfast.config.change import Change
 from holdfast.config.explain import format_value
-from holdfast.config.fields import field_at, is_index, leaves
+from holdfast.config.fields import change_of, field_at, is_index, leaves
+from holdfast.config.model_from import yaml_word
 from holdfast.config.run import RunConfig
 from holdfast.errors import RunFolderError
 
-# Free to change between two starts of one run. `model.vocab_size` is the dataset's, and the
-# dataset has a version of its own, which `data.deduplicate` is a part of.
-FREE_KEYS = (
-    "name",
-    "folder",
-    "device",
-    "tensorboard",
-    "layout",
-    "cluster",
-    "checkpoint",
-    "data.deduplicate",
-    "data.folder",
-    "data.processes",
-    "model.vocab_size",
-    "task.folder",
-    "train.evaluate",
-)
+# The dataset's version stands for these: the first is a part of it, the second is its vocabulary.
+DATASET_KEYS = ("data.deduplicate", "model.vocab_size")
+
+SCHEDULE_STEPS = "train.schedule.steps"
+"""Stands for the schedule's length, wherever it is from. `train.steps` itself decides nothing."""
 
 # Keys that did not exist when the first runs were trained. At its default such a key does not enter
 # the hash, so those runs keep theirs.
 LATER_KEYS = (
+    "branch_of",
     "model.activation",
     "model.attention_bias",
     "model.attention_scale",
@@ -74,6 +67,7 @@ OPEN_SECTION = "task.args."
 # one node its workers would take part in other collectives than the rest.
 SHARED_KEYS = (
     "layout",
+    "train.steps",
     "train.evaluate",
     "checkpoint.every_steps",
     "checkpoint.every_seconds",
@@ -98,13 +92,19 @@ class ConfigDifference:
 
 def decisive_values(dumped: Mapping[str, Any]) -> dict[str, Any]:
     """Dotted key -> value of every leaf that decides the computation. A later key at its default
-    is left out."""
-    return {
+    is left out. `train.schedule.steps` is the length of a schedule that has one."""
+    everything = dict(leaves(dict(dumped)))
+    values = {
         key: value
-        for key, value in leaves(dict(dumped))
-        if not any(key == free or key.startswith(free + ".") for free in FREE_KEYS)
+        for key, value in everything.items()
+        if key not in DATASET_KEYS
+        and change_of(key) is not Change.IN_PLACE
         and not (key in LATER_KEYS and value == _later_default(key))
     }
+    length = values.pop(SCHEDULE_STEPS, 0) or everything.get("train.steps")
+    if length and values.get("train.schedule.kind") != "constant":
+        values[SCHEDULE_STEPS] = length
+    return values
 
 
 def values_alike_on_all_nodes(dumped: Mapping[str, Any]) -> dict[str, Any]:
@@ -128,6 +128,8 @@ def _later_default(key: str) -> Any:
 def config_hash(config: RunConfig) -> str:
     """32 hex digits, the same for every start of one run."""
     values = decisive_values(config.model_dump(mode="json"))
+    if SCHEDULE_STEPS in values:  # under the key that it had when the first runs were trained
+        values["train.steps"] = values.pop(SCHEDULE_STEPS)
     text = json.dumps(values, sort_keys=True, separators=(",", ":"))
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
@@ -147,12 +149,17 @@ def config_differences(stored: Mapping[str, Any], config: RunConfig) -> list[Con
         in_list = key.startswith(OPEN_SECTION) or any(is_index(part) for part in key.split("."))
         if key not in here and not in_list and key not in default and key not in LATER_KEYS:
             continue
+        if key == SCHEDULE_STEPS and not (key in here and key in there):
+            continue  # train.schedule.kind differs, and says it
         missing = None if in_list else default.get(key)
         if key in LATER_KEYS:
             missing = _later_default(key)
         old, new = there.get(key, missing), here.get(key, missing if key in LATER_KEYS else None)
         if old != new:
             found.append(ConfigDifference(key, old, new))
+    vocabulary = dict(leaves(dict(stored))).get("model.vocab_size", 0), config.model.vocab_size
+    if all(vocabulary) and vocabulary[0] != vocabulary[1]:
+        found.append(ConfigDifference("model.vocab_size", *vocabulary))
     return found
 
 
@@ -166,9 +173,15 @@ def _stored_task(stored: Mapping[str, Any]) -> str:
     return str(stored.get("task", {}).get("name", ""))
 
 
-def refuse_other_run(stored: Mapping[str, Any], config: RunConfig, folder: str) -> None:
+def refuse_other_run(
+    stored: Mapping[str, Any], config: RunConfig, folder: str, branch_command: str = ""
+) -> None:
     """Raises RunFolderError, naming the first keys that differ, when `folder` belongs to a run
-    that computes something else. The caller compares the datasets' versions."""
+    that computes something else. The caller compares the datasets' versions.
+
+    branch_command: begins a run from a checkpoint of this one if the changed keys follow it; "" if
+    there is no checkpoint.
+    """
     found = [d for d in config_differences(stored, config) if not is_place(d.key)]
     if not found:
         return
@@ -178,12 +191,48 @@ def refuse_other_run(stored: Mapping[str, Any], config: RunConfig, folder: str) 
             where=folder,
             remedy="put the task's files back, or start over with --fresh",
         )
-    named = ", ".join(
-        f"{d.key} was {format_value(d.there)} and is now {format_value(d.here)}" for d in found[:3]
-    )
-    more = f" and {len(found) - 3} more" if len(found) > 3 else ""
+    named = ", ".join(_describe(d, config) for d in found[:3])
+    named += f" and {len(found) - 3} more" if len(found) > 3 else ""
+    fits = ""
+    never = [d.key for d in found if change_of(d.key) is not Change.BRANCH]
+    remedy = "put the values back, choose another name or folder, or start over with --fresh"
+    if never:
+        fits = f"; no checkpoint of the run fits another {never[0]}"
+    elif branch_command:
+        keep = ""
+        if [d.key for d in found] == [SCHEDULE_STEPS]:
+            keep = f"keep it with {SCHEDULE_STEPS}={found[0].there}, "
+        changes = " ".join(changed_keys(found, config))
+        remedy = (
+            f"{keep}put the values back, start over with --fresh, or continue in a run of its own: "
+            f"{branch_command} {changes}"
+        )
     raise RunFolderError(
-        f"this run folder belongs to another configuration ({named}{more})",
+        f"this run folder belongs to another configuration ({named}){fits}",
         where=folder,
-        remedy="put the values back, choose another name or folder, or start over with --fresh",
+        remedy=remedy,
     )
+
+
+def _describe(difference: ConfigDifference, config: RunConfig) -> str:
+    d = difference
+    text = f"{d.key} was {format_value(d.there)} and is now {format_value(d.here)}"
+    follows = d.key == SCHEDULE_STEPS and not config.train.schedule.steps
+    return f"{text}, as train.steps is" if follows else text
+
+
+def changed_keys(differences: Sequence[ConfigDifference], config: RunConfig) -> list[str]:
+    """Return the differing keys with the values of `config`, as they are typed on a command line.
+    A list is given as one value."""
+    found: dict[str, Any] = {}
+    for d in differences:
+        path = d.key.split(".")
+        cut = next((i for i, part in enumerate(path) if is_index(part)), len(path))
+        key = ".".join(path[:cut])
+        if key == SCHEDULE_STEPS and not config.train.schedule.steps:
+            key = "train.steps"
+        value: Any = config.model_dump(mode="json")
+        for part in key.split("."):
+            value = value[part]
+        found[key] = value
+    return [shlex.quote(f"{key}={yaml_word(value)}") for key, value in found.items()]

@@ -57,7 +57,7 @@ class LayoutConfig(DegreesConfig):
         0,
         ge=0,
         description="step in which each worker records what it does when; `holdfast report "
-        "--trace` writes it; 0: none",
+        "RUN --trace FILE` writes it; 0: none",
     )
     bucket_mb: float = Field(6.6, gt=0, description="gradient bytes reduced at a time, in MB")
 

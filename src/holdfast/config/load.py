@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -20,7 +21,13 @@ from typing import Any, Literal
 from pydantic import ValidationError
 
 from holdfast.config import model_from, yaml_tree
-from holdfast.config.explain import explain_errors, format_value, suggest_key
+from holdfast.config.explain import (
+    MAX_NUMBER,
+    explain_errors,
+    find_example,
+    format_value,
+    suggest_key,
+)
 from holdfast.config.fields import allows, as_path, field_at, is_list, leaves, section_of
 from holdfast.config.paths import locate_paths, with_places
 from holdfast.config.presets import PRESETS
@@ -29,8 +36,6 @@ from holdfast.errors import ConfigError
 
 OriginKind = Literal["file", "command line", "preset", "model folder", "default", "planned"]
 KeyPath = tuple[str | int, ...]
-MAX_NUMBER = 2**53
-"""Largest whole number of a run file: larger ones are no exact steps, bytes or samples any more."""
 
 
 @dataclass(frozen=True)
@@ -105,7 +110,9 @@ def read_text(path: Path) -> str:
         return path.read_bytes().decode("utf-8-sig").replace("\r\n", "\n")
     except FileNotFoundError:
         raise ConfigError(
-            "there is no such run file", where=where, remedy="make one with 'holdfast init'"
+            "there is no such run file",
+            where=where,
+            remedy=f"make one: holdfast init {shlex.quote(where)}",
         ) from None
     except IsADirectoryError:
         raise ConfigError(
@@ -284,8 +291,7 @@ def _booleans_for_numbers(data: dict[str, Any]) -> list[tuple[KeyPath, bool]]:
 def _boolean_sentences(found: list[tuple[KeyPath, bool]], place: Any, name: str) -> list[str]:
     return [
         f"{place(path) or name}: {'.'.join(map(str, path))} is {format_value(value)}, not a "
-        f"number; "
-        "write a number"
+        f"number; use {find_example(path) or 1}"
         for path, value in found
     ]
 

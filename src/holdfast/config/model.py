@@ -9,6 +9,9 @@ from pydantic import Field, model_validator
 from holdfast.config.base import Section
 from holdfast.config.presets import PRESETS, nearest_preset
 
+MAX_PARTS = 2**16
+"""Largest number of blocks or heads: checks and plans look at each."""
+
 Family = Literal[
     "llama",
     "qwen2",
@@ -66,10 +69,10 @@ class ModelConfig(Section):
 
     preset: str | None = Field("tiny", description="a shape of the table below; null: none")
     family: Family = Field("llama", description="the architecture that an export prefers")
-    layers: int = Field(ge=1, description="blocks")
+    layers: int = Field(ge=1, le=MAX_PARTS, description="blocks")
     dim: int = Field(ge=1, description="model dim D")
-    heads: int = Field(ge=1, description="query heads H")
-    kv_heads: int = Field(ge=1, description="key/value heads K, a divisor of heads")
+    heads: int = Field(ge=1, le=MAX_PARTS, description="query heads H")
+    kv_heads: int = Field(ge=1, le=MAX_PARTS, description="key/value heads K, a divisor of heads")
     head_dim: int = Field(0, ge=0, description="0: dim / heads")
     ffn_dim: int = Field(ge=1, description="SwiGLU's inner dim")
     vocab_size: int = Field(0, ge=0, description="0: the dataset's (planned)")
@@ -148,6 +151,7 @@ class ModelConfig(Section):
     def _divides(self) -> ModelConfig:
         if self.heads % self.kv_heads:
             good = [k for k in range(1, self.heads + 1) if self.heads % k == 0]
+            good = sorted(sorted(good, key=lambda k: abs(k - self.kv_heads))[:8])
             raise ValueError(
                 f"kv_heads {self.kv_heads} does not divide heads {self.heads}: use one of {good}"
             )
@@ -167,10 +171,11 @@ class ModelConfig(Section):
     def _blocks_exist(self) -> ModelConfig:
         for key in ("window_layers", "no_rope_layers"):
             given = getattr(self, key)
-            if list(given) != sorted({block for block in given if 0 <= block < self.layers}):
+            legal = sorted({number for number in given if 0 <= number < self.layers})
+            if list(given) != legal:
                 raise ValueError(
                     f"{key} {list(given)} are not rising numbers from 0 to {self.layers - 1}: "
-                    "use such numbers"
+                    f"use {legal}"
                 )
         if self.window_layers and not self.window:
             raise ValueError("window_layers are given without a window: use window 4096")

@@ -101,22 +101,23 @@ def refuse_differences(folder: ModelFolder, config: RunConfig, place: Callable[[
 def describe_differences(differences: Mapping[str, tuple[Any, Any]], folder: str) -> str:
     """(ours, the folder's) by key of `model:`, in words."""
     parts = [
-        f"model.{k} is {_word(a)} here and {_word(b)} there" for k, (a, b) in (differences.items())
+        f"model.{k} is {yaml_word(a)} here and {yaml_word(b)} there"
+        for k, (a, b) in (differences.items())
     ]
     return f"the model of {folder} has another shape: {', '.join(parts)}"
 
 
 def as_overrides(differences: Mapping[str, tuple[Any, Any]]) -> str:
     """The folder's values, to be typed on a command line."""
-    return " ".join(shlex.quote(f"model.{k}={_word(b)}") for k, (_, b) in differences.items())
+    return " ".join(shlex.quote(f"model.{k}={yaml_word(b)}") for k, (_, b) in differences.items())
 
 
-def _word(value: Any) -> str:
-    """As YAML writes it on one line."""
+def yaml_word(value: Any) -> str:
+    """Return a value of a run file as YAML writes it on one line."""
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     if isinstance(value, dict):
-        return "{" + ", ".join(f"{k}: {_word(v)}" for k, v in value.items()) + "}"
+        return "{" + ", ".join(f"{k}: {yaml_word(v)}" for k, v in value.items()) + "}"
     if isinstance(value, list):
-        return "[" + ", ".join(map(_word, value)) + "]"
+        return "[" + ", ".join(map(yaml_word, value)) + "]"
     return str(value)

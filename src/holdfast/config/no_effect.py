@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from holdfast.config.fields import as_path, field_at
+from holdfast.config.identity import SCHEDULE_STEPS
 from holdfast.config.load import LoadedConfig
 
 
@@ -45,7 +46,7 @@ def _schedule(loaded: LoadedConfig) -> Iterator[Finding]:
     train = loaded.config.train
     schedule, steps = train.schedule, train.steps
     warmup, key = schedule.warmup_steps, "train.schedule.warmup_steps"
-    shorter = max(1, steps // 10)
+    shorter = steps // 10
     if warmup > steps:
         yield (
             key,
@@ -59,25 +60,32 @@ def _schedule(loaded: LoadedConfig) -> Iterator[Finding]:
             f"{warmup} is the length of the run, so the {schedule.kind} decay never begins",
             f"use {shorter}, or a longer run",
         )
+    if schedule.steps and schedule.kind == "constant":
+        yield SCHEDULE_STEPS, "has no effect with schedule.kind constant", "remove it"
+    steps = train.schedule_steps
     decay, key = schedule.decay_steps, "train.schedule.decay_steps"
     if schedule.kind != "wsd":
         if decay and _given(loaded, key):
             yield (
                 key,
                 f"{decay} is for schedule.kind wsd, and this is {schedule.kind}",
-                "use schedule.kind wsd, or remove it",
+                "use train.schedule.kind wsd, or remove it",
             )
     elif decay > max(0, steps - min(warmup, steps - 1)):
         room = max(0, steps - warmup)
         yield (
             key,
-            f"{decay} and the warm-up of {warmup} are longer than the run of {steps} steps, so "
+            f"{decay} and the warm-up of {warmup} are longer than the schedule's {steps} steps, so "
             f"the decay is cut to {max(1, room)}",
             f"use {max(1, room)} or less",
         )
     key = "train.schedule.final_ratio"
     if schedule.kind == "constant" and _given(loaded, key):
-        yield key, "has no effect with schedule.kind constant", "use another kind, or remove it"
+        yield (
+            key,
+            "has no effect with schedule.kind constant",
+            "use train.schedule.kind linear, or remove it",
+        )
 
 
 def _batch_stages(loaded: LoadedConfig) -> Iterator[Finding]:
@@ -88,7 +96,7 @@ def _batch_stages(loaded: LoadedConfig) -> Iterator[Finding]:
                 f"train.batch_warmup.{index}.from_step",
                 f"{stage.from_step} comes after the last step {train.steps}, so the batch of "
                 f"{stage.batch_size} is never used",
-                f"use {train.steps} or less, or remove the stage",
+                "remove the stage, or raise train.steps",
             )
 
 

@@ -10,8 +10,9 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from holdfast.config import model_from
+from holdfast.config.change import Change
 from holdfast.config.explain import format_value
-from holdfast.config.fields import ITEM, is_list, section_of
+from holdfast.config.fields import ITEM, all_keys, change_of, is_list, section_of
 from holdfast.config.presets import PRESETS
 from holdfast.config.run import RunConfig
 
@@ -28,11 +29,30 @@ the file: `holdfast train run.yaml train.steps=200 data.sources.0.path=corpus.tx
 A relative path in the file starts at the folder of the file; one on the command line starts at the
 current folder. `~` is your home. A `$` in a path is refused.
 
-These keys may change between two starts of the same run: `name`, `folder`, `device`,
-`tensorboard`, `layout`, `cluster`, `checkpoint`, `train.evaluate`, and the dataset's folder. So
-may `task.folder`. All other keys decide what is computed. A run folder refuses to continue with
-other values.
+## Changing a run
+
+Each key has a class, which says what a change of it does to a run that has begun. The column
+"change" below names it; all keys of a section that is named here with `.*` have one class.
+
+| class | what a change does | keys |
+|---|---|---|
+{rows}
+
+`train.steps` makes a run longer in place. A learning rate schedule that is not `constant` has a
+length: that of `train.schedule.steps`, or of the run. A longer schedule would change the rate of
+steps that are done, so it takes a branch. If you set `train.schedule.steps` to the old length, the
+run gets longer in place, and the rate stays at its last value.
+
+A batch of another size takes a branch, too. The steps of the past keep theirs: give the new size
+in `train.batch_warmup`, from the branch's first step on.
 """
+
+_MEANING = {
+    Change.IN_PLACE: "`holdfast train` continues the run with the new value",
+    Change.BRANCH: "`holdfast train` refuses it. `holdfast branch RUN --at STEP --to NEW "
+    "key=value` makes a new run from a checkpoint. Weights, optimizer state and data position stay",
+    Change.NEVER: "both refuse it: no checkpoint of the run fits another value",
+}
 
 
 def json_schema() -> dict[str, Any]:
@@ -49,13 +69,35 @@ def json_schema() -> dict[str, Any]:
 
 def markdown() -> str:
     """docs/run-file.md: one table per section, then the presets."""
-    parts = [_HEAD, "## Top level\n", _table(RunConfig, "")]
+    parts = [_HEAD.format(rows=_changes()), "## Top level\n", _table(RunConfig, "")]
     for name, info in RunConfig.model_fields.items():
         section = section_of(info.annotation)
         if section is not None:
             parts += _sections(section, name, f"## `{name}`\n")
     parts += ["## Presets of `model.preset`\n", _presets()]
     return "\n".join(parts).rstrip() + "\n"
+
+
+def _changes() -> str:
+    """The rows of the table of classes: each key, or the section around it if all of its keys are
+    of the class."""
+    classes = {key: change_of(key) for key, _ in all_keys()}
+    names: dict[Change, list[str]] = {change: [] for change in Change}
+    for key, change in classes.items():
+        parts = key.split(".")
+        name = key
+        for length in range(1, len(parts)):
+            prefix = ".".join(parts[:length]) + "."
+            if {c for k, c in classes.items() if k.startswith(prefix)} == {change}:
+                name = f"{prefix}*"
+                break
+        assert change is not None, f"{key} does not say what a change of it does"
+        if name not in names[change]:
+            names[change].append(name)
+    return "\n".join(
+        f"| {change} | {_MEANING[change]} | {', '.join(f'`{name}`' for name in found)} |"
+        for change, found in names.items()
+    )
 
 
 def _sections(section: type[BaseModel], prefix: str, title: str) -> list[str]:
@@ -74,15 +116,17 @@ def _sentences(section: type[BaseModel]) -> str:
 
 
 def _table(section: type[BaseModel], prefix: str) -> str:
-    rows = ["| key | type | default | meaning |", "|---|---|---|---|"]
+    rows = ["| key | type | default | change | meaning |", "|---|---|---|---|---|"]
     for name, info in section.model_fields.items():
         if section_of(info.annotation) is not None:
             continue
         key = f"{prefix}.{name}".lstrip(".").replace(ITEM, "<n>")
         meaning = (info.description or "").replace("|", "\\|")
-        rows.append(f"| `{key}` | {_type(info)} | {_default(info, key)} | {meaning} |")
+        cells = f"{_type(info)} | {_default(info, key)} | {change_of(key)}"
+        rows.append(f"| `{key}` | {cells} | {meaning} |")
         if key == "model.preset":  # no field: loading expands it
-            rows.append(f"| `{model_from.KEY}` | text | none | {model_from.MEANING} |")
+            cells = f"text | none | {change_of(key)}"
+            rows.append(f"| `{model_from.KEY}` | {cells} | {model_from.MEANING} |")
     return "\n".join(rows) + "\n" if len(rows) > 2 else ""
 
 

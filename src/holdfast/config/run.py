@@ -10,6 +10,7 @@ from typing import Literal
 from pydantic import Field, field_validator, model_validator
 
 from holdfast.config.base import Section
+from holdfast.config.change import InPlace, Never
 from holdfast.config.checkpoint import CheckpointConfig
 from holdfast.config.cluster import ClusterConfig
 from holdfast.config.data import DataConfig
@@ -22,32 +23,41 @@ from holdfast.config.train import TrainConfig
 
 
 class RunConfig(Section):
-    name: str = Field(
+    name: InPlace[str] = Field(
         "run",
         pattern=r"^[A-Za-z0-9_][A-Za-z0-9._-]*$",
         description="name in logs, metrics and pages",
     )
-    folder: str = Field("runs/{name}", description="the run folder; {name} is filled in")
-    seed: int = Field(
+    folder: InPlace[str] = Field("runs/{name}", description="the run folder; {name} is filled in")
+    branch_of: Never[str] = Field(
+        "",
+        pattern=r"^([^@]+@[0-9]+)?$",
+        description="the run and the step that this run continues, as `holdfast branch` writes "
+        "them; empty: it begins at step 0",
+    )
+    seed: Never[int] = Field(
         1, ge=0, lt=2**63, description="seed of the initial weights and of the order of samples"
     )
-    device: Literal["auto", "cpu", "cuda"] = Field(
+    device: InPlace[Literal["auto", "cpu", "cuda"]] = Field(
         "auto", description="auto: cuda if there is an accelerator, cpu otherwise (planned)"
     )
-    tensorboard: bool = Field(False, description="write event files into the run folder")
-    task: TaskConfig = TaskConfig.model_validate({})
-    data: DataConfig = DataConfig()
-    model: ModelConfig = Field(default_factory=lambda: ModelConfig.model_validate({}))
+    tensorboard: InPlace[bool] = Field(False, description="write event files into the run folder")
+    task: Never[TaskConfig] = TaskConfig.model_validate({})
+    data: Never[DataConfig] = DataConfig()
+    model: Never[ModelConfig] = Field(default_factory=lambda: ModelConfig.model_validate({}))
     train: TrainConfig = TrainConfig()
-    layout: LayoutConfig = LayoutConfig()
-    checkpoint: CheckpointConfig = CheckpointConfig()
-    cluster: ClusterConfig = ClusterConfig()
+    layout: InPlace[LayoutConfig] = LayoutConfig()
+    checkpoint: InPlace[CheckpointConfig] = CheckpointConfig()
+    cluster: InPlace[ClusterConfig] = ClusterConfig()
 
     @field_validator("folder")
     @classmethod
     def _is_a_folder(cls, folder: str) -> str:
         if "://" in folder:
-            raise ValueError("the run folder is a folder: name a bucket in checkpoint.bucket")
+            raise ValueError(
+                "the address of a bucket is not a folder: use runs/{name}, and name the bucket in "
+                "checkpoint.bucket"
+            )
         return folder
 
     @model_validator(mode="after")

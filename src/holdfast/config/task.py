@@ -7,6 +7,7 @@ from typing import Any
 from pydantic import Field, model_validator
 
 from holdfast.config.base import Section
+from holdfast.config.change import InPlace
 from holdfast.errors import ConfigError
 
 TASK_NAME = r"^([A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*)?$"
@@ -22,7 +23,7 @@ class TaskConfig(Section):
     args: dict[str, Any] = Field(
         default_factory=dict, description="keyword arguments of the class: numbers, texts, lists"
     )
-    folder: str = Field(
+    folder: InPlace[str] = Field(
         "",
         description="where the task's module lies, if it is not an installed package; empty: "
         "in the run file's folder",

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
 from holdfast.config.base import Section
+from holdfast.config.change import Branch, InPlace
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
 MAX_MICROBATCHES = 2**20
-"""Microbatches of a step: a plan of a step has an entry for each."""
+"""Microbatches of a step, a plan of which has an entry for each; also samples of a microbatch."""
 
 
 class OptimizerConfig(Section):
@@ -31,8 +33,13 @@ class ScheduleConfig(Section):
     kind: Literal["constant", "linear", "cosine", "wsd"] = Field(
         "cosine", description="the schedule after the warm-up"
     )
+    steps: int = Field(
+        0, ge=0, description="steps of the schedule, after which the rate stays; 0: train.steps"
+    )
     warmup_steps: int = Field(20, ge=0, description="steps in which the rate rises linearly")
-    decay_steps: int = Field(0, ge=0, description="wsd: steps of the decay; 0: a fifth of the run")
+    decay_steps: int = Field(
+        0, ge=0, description="wsd: steps of the decay; 0: a fifth of the schedule"
+    )
     final_ratio: float = Field(0.1, ge=0, le=1, description="last rate / peak rate")
 
 
@@ -49,34 +56,49 @@ class EvaluateConfig(Section):
 
 
 class TrainConfig(Section):
-    steps: int = Field(1000, ge=1, description="steps of the run")
-    batch_size: int = Field(16, ge=1, description="samples of one step, over all workers")
-    microbatch_size: int = Field(2, ge=1, description="samples of one logical microbatch")
-    batch_warmup: tuple[BatchStage, ...] = ()
-    precision: Literal["fp32", "float64", "bf16"] = Field(
+    steps: InPlace[int] = Field(1000, ge=1, description="steps of the run")
+    batch_size: Branch[int] = Field(16, ge=1, description="samples of one step, over all workers")
+    microbatch_size: Branch[int] = Field(
+        2, ge=1, le=MAX_MICROBATCHES, description="samples of one logical microbatch"
+    )
+    batch_warmup: Branch[tuple[BatchStage, ...]] = ()
+    precision: Branch[Literal["fp32", "float64", "bf16"]] = Field(
         "fp32", description="bf16: fp32 parameters, bf16 compute, fp32 reduction"
     )
-    compile: bool = Field(False, description="torch.compile of each block")
-    optimizer: OptimizerConfig = OptimizerConfig()
-    schedule: ScheduleConfig = ScheduleConfig()
-    evaluate: EvaluateConfig = EvaluateConfig()
+    compile: Branch[bool] = Field(False, description="torch.compile of each block")
+    optimizer: Branch[OptimizerConfig] = OptimizerConfig()
+    schedule: Branch[ScheduleConfig] = ScheduleConfig()
+    evaluate: InPlace[EvaluateConfig] = EvaluateConfig()
+
+    @property
+    def schedule_steps(self) -> int:
+        """The step at which the learning rate reaches its last value."""
+        return self.schedule.steps or self.steps
 
     @model_validator(mode="after")
     def _divides(self) -> TrainConfig:
-        for size in (self.batch_size, *(stage.batch_size for stage in self.batch_warmup)):
+        sizes = {"batch_size": self.batch_size}
+        for index, stage in enumerate(self.batch_warmup):
+            sizes[f"batch_warmup.{index}.batch_size"] = stage.batch_size
+        for key, size in sizes.items():
             if size % self.microbatch_size:
                 nearest = max(1, round(size / self.microbatch_size)) * self.microbatch_size
                 raise ValueError(
-                    f"batch_size {size} is not a multiple of microbatch_size "
+                    f"{key} {size} is not a multiple of microbatch_size "
                     f"{self.microbatch_size}: use {nearest}"
                 )
             if size > MAX_MICROBATCHES * self.microbatch_size:
                 raise ValueError(
-                    f"batch_size {size} of microbatch_size {self.microbatch_size} is more than "
-                    f"{MAX_MICROBATCHES} microbatches: use batch_size "
+                    f"{key} {size} of microbatch_size {self.microbatch_size} is more than "
+                    f"{MAX_MICROBATCHES} microbatches: use "
                     f"{MAX_MICROBATCHES * self.microbatch_size} or less"
                 )
-        starts = [stage.from_step for stage in self.batch_warmup]
-        if starts != sorted(set(starts)):
-            raise ValueError("batch_warmup: from_step must rise from stage to stage")
+        for index, (before, stage) in enumerate(pairwise(self.batch_warmup), start=1):
+            if stage.from_step <= before.from_step:
+                is_last = before.from_step >= self.steps
+                raise ValueError(
+                    f"batch_warmup.{index}.from_step {stage.from_step} must be above the "
+                    f"{before.from_step} of the stage before it: "
+                    + ("remove the stage" if is_last else f"use {before.from_step + 1}")
+                )
         return self

@@ -134,6 +134,8 @@ def _syntax_error(error: yaml.MarkedYAMLError, text: str, name: str) -> ConfigEr
     line = mark.line + 1 if mark else 1
     where = f"{name}:{line}"
     lines = text.split("\n")
+    if found := _misplaced_beginning(lines, name):
+        return found
     content = lines[line - 1] if line <= len(lines) else ""
     if "\t" in content[: len(content) - len(content.lstrip())] or "\\t" in (error.problem or ""):
         return ConfigError("a tab cannot indent YAML", where=where, remedy="use spaces")
@@ -153,6 +155,26 @@ def _syntax_error(error: yaml.MarkedYAMLError, text: str, name: str) -> ConfigEr
         where=where,
         remedy="write 'key: value' with a space after the colon, and indent by two spaces",
     )
+
+
+def _misplaced_beginning(lines: list[str], name: str) -> ConfigError | None:
+    """The parser names the line after a first line that does not fit. Name the first line."""
+    first = next((n for n, line in enumerate(lines) if line.split("#")[0].strip()), None)
+    if first is None:
+        return None
+    if lines[first].lstrip().startswith("- "):
+        return ConfigError(
+            "a list belongs to a key, and none is above it",
+            where=f"{name}:{first + 1}",
+            remedy="remove the line, or write its key above it",
+        )
+    if lines[first].startswith(" "):
+        return ConfigError(
+            "the first key is indented, and a later one is not",
+            where=f"{name}:{first + 1}",
+            remedy="begin it at the start of the line",
+        )
+    return None
 
 
 def _build(node: Node, path: Path, name: str, lines: dict[Path, int]) -> Any:

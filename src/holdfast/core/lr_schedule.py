@@ -1,8 +1,8 @@
 """The learning rate of a step: warm-up, then a schedule. Pure arithmetic in float64.
 
-Step N of a run with `steps` steps has passed through `N` updates once it is applied. The rate rises
-linearly over the first `warmup_steps` (step 1 gets 1/warmup of the peak). Then it follows its kind
-down to `final_ratio` times the peak at the last step.
+Step N has passed through `N` updates once it is applied. The rate rises linearly over the first
+`warmup_steps` (step 1 gets 1/warmup of the peak). Then it follows its kind down to `final_ratio`
+times the peak at the schedule's last step, and stays there.
 """
 
 from __future__ import annotations
@@ -14,17 +14,19 @@ from holdfast.config.train import ScheduleConfig, TrainConfig
 
 def learning_rate(train: TrainConfig, step: int) -> float:
     """The rate that step `step` (1 .. train.steps) is applied with."""
-    return train.optimizer.learning_rate * schedule_factor(train.schedule, step, train.steps)
+    return train.optimizer.learning_rate * schedule_factor(
+        train.schedule, step, train.schedule_steps
+    )
 
 
 def schedule_factor(schedule: ScheduleConfig, step: int, steps: int) -> float:
-    """Rate over peak rate, in (0, 1] while `final_ratio` is above 0.
+    """Rate over peak rate, in (0, 1] while `final_ratio` is above 0. `steps`: of the schedule.
 
     - constant: 1
     - linear: a straight line from 1 to `final_ratio`
     - cosine: half a cosine wave from 1 to `final_ratio` (Loshchilov and Hutter, 2017)
     - wsd (warm-up, stable, decay): 1, then linearly to `final_ratio` over the last `decay_steps`
-      (Hu et al., 2024, section 4). By default these are a fifth of the run.
+      (Hu et al., 2024, section 4). By default these are a fifth of the schedule.
     """
     warmup = schedule.warmup_steps
     if step <= warmup:
@@ -43,3 +45,11 @@ def schedule_factor(schedule: ScheduleConfig, step: int, steps: int) -> float:
 
 def _clamp(value: float) -> float:
     return min(1.0, max(0.0, value))
+
+
+def last_common_step(before: TrainConfig, after: TrainConfig, until: int) -> int:
+    """Return the last step up to `until` before the first with different learning rates."""
+    for step in range(1, until + 1):
+        if learning_rate(before, step) != learning_rate(after, step):
+            return step - 1
+    return until

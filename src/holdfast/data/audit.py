@@ -14,6 +14,9 @@ A skipped microbatch is shown with its reason, and nothing of it may have been f
 
 Only the effective lineage counts: what a lost generation fed beyond the step from which the
 next one began was undone with it (`core/data/lineage.py`).
+
+A branch is shown from its own first step on. Its positions begin where the parent's end, so the
+proof for the parent up to that step completes it.
 """
 
 from __future__ import annotations
@@ -28,7 +31,14 @@ from numpy.typing import NDArray
 from holdfast.core.data import data_ledger, lineage
 from holdfast.core.data.data_ledger import LedgerEntry
 from holdfast.core.data.sample_order import BatchSchedule, SampleOrder
-from holdfast.events import BatchFed, CheckpointCommitted, Record, RunFinished, RunStarted
+from holdfast.events import (
+    BatchFed,
+    CheckpointCommitted,
+    Record,
+    RunBranched,
+    RunFinished,
+    RunStarted,
+)
 
 LOOKUP_POSITIONS = 1 << 16  # positions looked up at a time
 NEIGHBOUR_STEPS = 2  # steps before and after in which wrong tokens are looked for
@@ -61,6 +71,7 @@ class AuditResult:
     """Result of the audit; `ok` if every sample up to `last_step` was used exactly once."""
 
     last_step: int
+    first_step: int = 1  # a branch's first step: its parent dealt the samples before it
     samples: int = 0  # positions of the steps audited
     skipped: dict[str, int] = field(default_factory=dict)  # reason -> samples
     retold: int = 0  # samples whose entry stands in for that of a worker that was lost
@@ -81,11 +92,13 @@ class AuditResult:
     def describe(self) -> str:
         if self.first_problem is not None:
             return f"{len(self.problems)} problems; the first: {self.first_problem.message}"
-        if not self.last_step:
+        if self.last_step < self.first_step:
             return "nothing is committed yet, so there is nothing to audit"
         left_out = "".join(f", {n:,} skipped ({why})" for why, n in sorted(self.skipped.items()))
+        where = f" ({self.first_step:,} to {self.last_step:,})" if self.first_step > 1 else ""
+        number = self.last_step - self.first_step + 1
         return (
-            f"{self.samples:,} samples in {self.last_step:,} steps: none missing, none twice"
+            f"{self.samples:,} samples in {number:,} steps{where}: none missing, none twice"
             f"{left_out}, each fed as the dataset and the seed say"
             f"{f'; {self.retold:,} by entries made for lost workers' if self.retold else ''}"
         )
@@ -124,28 +137,31 @@ def audit_records(
     """Audit a run's journal against the dataset and the settings in `batches`.
 
     `last_step` is the last step to audit; None: the last that a checkpoint committed, or that
-    the run finished with.
+    the run finished with. The audit of a branch begins after the step that it continues.
     """
     effective, superseded = lineage.split_effective(records)
+    parent = branch_event(effective)
     if last_step is None:
-        done = (CheckpointCommitted, RunFinished)
+        done = (CheckpointCommitted, RunFinished, RunBranched)
         last_step = max((r.event.step for r in effective if isinstance(r.event, done)), default=0)
-    result = AuditResult(last_step)
+    result = AuditResult(last_step, parent.step + 1 if parent else 1)
     result.superseded = sum(isinstance(r.event, BatchFed) for r in superseded)
     result.problems += _dataset_problems(effective, batches.dataset)
     steps: dict[int, list[LedgerEntry]] = {}
     for record in effective:
         event = record.event
-        if isinstance(event, BatchFed) and 1 <= event.step <= last_step:
+        if isinstance(event, BatchFed) and result.first_step <= event.step <= last_step:
             for entry in (LedgerEntry.from_json(event.step, event.rank, v) for v in event.entries):
                 steps.setdefault(event.step, []).append(entry)
     steps = {step: data_ledger.drop_redundant_stand_ins(entries) for step, entries in steps.items()}
     fed: dict[int, list[LedgerEntry]] = {}  # by first position
     for entry in (entry for entries in steps.values() for entry in entries):
         fed.setdefault(entry.start, []).append(entry)
-    for step in range(1, last_step + 1):
+    for step in range(result.first_step, last_step + 1):
         _audit_step(step, steps.get(step, []), fed, batches, result)
-    result.samples = batches.schedule.position(last_step + 1) if last_step else 0
+    if last_step >= result.first_step:
+        position = batches.schedule.position
+        result.samples = position(last_step + 1) - position(result.first_step)
     bounds = {n: (batches.schedule.position(n), batches.schedule.position(n + 1)) for n in steps}
     inside = [
         e
@@ -167,6 +183,11 @@ def audit_records(
                 )
             )
     return result
+
+
+def branch_event(records: Iterable[Record]) -> RunBranched | None:
+    """Return the event of a run that continues another one; None for any other run."""
+    return next((r.event for r in records if isinstance(r.event, RunBranched)), None)
 
 
 def _dataset_problems(records: Sequence[Record], dataset: AuditedData) -> list[AuditProblem]:

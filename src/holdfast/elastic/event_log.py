@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 from holdfast.core.data.lineage import DuplicateFilter
 from holdfast.errors import HoldfastError
@@ -21,6 +22,9 @@ from holdfast.wire.steady_clock import SteadyClock
 from holdfast.wire.store.run_store import RunStore
 
 logger = logging.getLogger(__name__)
+
+JOURNAL_THREADS = 32
+"""Most flushes under way at a time: one for each local rank, and a few for the agent."""
 
 Observer = Callable[[Record], None]
 Say = Callable[[str], None]
@@ -62,6 +66,8 @@ class EventLog:
         self._unflushed_writers: list[JournalWriter] = []  # of older generations
         self._other_generation_writers: dict[tuple[int, str], JournalWriter] = {}
         self._has_complained = False
+        # Their own: while a disk hangs, they wait, and the agent needs threads for other requests.
+        self._threads = ThreadPoolExecutor(JOURNAL_THREADS, "journal")
         # If another agent leads, it reports the starts. Readers drop a step that comes twice.
         self._duplicate_filter = DuplicateFilter(all_starts=False)
 
@@ -131,9 +137,10 @@ class EventLog:
             chosen = [w for w in everyone if w.has_pending or sync]
         if not chosen:
             return True
+        loop = asyncio.get_running_loop()
         try:
             # Off the loop: a disk that is busy with a checkpoint may keep a write waiting.
-            await asyncio.to_thread(_flush_writers, chosen, sync)
+            await loop.run_in_executor(self._threads, _flush_writers, chosen, sync)
         except HoldfastError as error:
             if not self._has_complained:
                 self._say(f"the journal cannot be written, its records are kept: {error}")

@@ -155,7 +155,9 @@ class ResultReporter:
 
     def __init__(self, event_log: EventLog, say: Say, resume_command: str) -> None:
         """resume_command: the command that resumes the run."""
-        self._event_log, self._say, self._resume_command = event_log, say, resume_command
+        self.say_last = say
+        """Prints the line with which a node leaves the run, after all other lines."""
+        self._event_log, self._resume_command = event_log, resume_command
         self._written_event: Event | None = None
 
     def write_event(self, event: Event | None) -> None:
@@ -167,4 +169,4 @@ class ResultReporter:
     def print_result(self, result: RunResult) -> None:
         if result.message:
             tail = f"; resume with: {self._resume_command}" if result.is_resumable else ""
-            self._say(result.message + tail)
+            self.say_last(result.message + tail)

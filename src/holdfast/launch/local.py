@@ -19,7 +19,6 @@ from holdfast.checkpoint.bucket.fencing import adopt_bucket_generation
 from holdfast.checkpoint.bucket.recover_folder import recover_folder
 from holdfast.checkpoint.peers.client import run_identity
 from holdfast.checkpoint.peers.generation_floor import generation_floor
-from holdfast.config.identity import config_hash
 from holdfast.config.load import LoadedConfig
 from holdfast.config.run import RunConfig
 from holdfast.data.dataset import Dataset
@@ -33,7 +32,7 @@ from holdfast.errors import HoldfastError, RunFolderError
 from holdfast.launch.addresses import NodeAddress, plan_addresses
 from holdfast.launch.holder import HolderWatch
 from holdfast.launch.process_limits import raise_open_files, refuse_low_limits
-from holdfast.launch.run_folder import refuse_in_use
+from holdfast.launch.run_folder import refuse_in_use, run_hash
 from holdfast.plan.planner import plan_layout
 from holdfast.wire.http.sockets import address_of, bind_listener
 from holdfast.wire.secret import Secret, open_secret
@@ -47,6 +46,7 @@ def train_locally(
     observers: Sequence[Observer] = (),
     render_metrics: Callable[[], bytes] = lambda: b"",
     say: Say = print,
+    say_last: Say | None = None,
     dataset_version: str | None = None,
     entry: str = DEFAULT_ENTRY,
     fresh: bool = False,
@@ -56,9 +56,9 @@ def train_locally(
     """Train in the run folder of a planned configuration; the exit code (0, 1, 130).
 
     `observers` see every record of the journal as it is written, `render_metrics` answers
-    `/metrics`, `say` prints one line. The dataset's version is read from its folder unless given.
-    `fresh`: this is to be a beginning, whatever a bucket or peers hold. `resume`: the command that
-    takes the run up again. `watch`: what is known of who has the folder.
+    `/metrics`, `say` prints one line, `say_last` the result. The dataset's version is read from its
+    folder unless given. `fresh`: begin, whatever a bucket or peers hold. `resume`: the command that
+    resumes the run. `watch`: what is known of the folder's holder.
     Raises UserError: the folder is in use, not writable, holds no trustworthy checkpoint, ...; and
     CannotGoOnError.
     """
@@ -79,22 +79,22 @@ def train_locally(
         Dataset.open(config.data.folder).version if dataset_version is None else dataset_version
     )
     secret = open_secret(folder, say=say)
-    start = _RunOrigin(
-        config, store, secret, run_identity(config_hash(config), version), fresh, say
-    )
+    hash_ = run_hash(folder, config)
+    start = _RunOrigin(config, store, secret, hash_, version, fresh, say)
     joining = RunContext(
         config,
         store,
         secret,
         folder,
         node,
-        config_hash(config),
+        hash_,
         version,
         entry,
         resume or resume_command(loaded),
         generation_floor=start.restore_and_find_floor,
     )
     views: dict[str, Any] = {"observers": observers, "render_metrics": render_metrics, "say": say}
+    views["say_last"] = say_last
     if config.cluster.node:
         say(_listening_line(node, address))
         with bind_listener(config.cluster.host, 0, "cluster.interface") as control:
@@ -137,7 +137,8 @@ class _RunOrigin:
     config: RunConfig
     store: RunStore
     secret: Secret
-    identity: str
+    config_hash: str
+    dataset_version: str
     fresh: bool
     say: Say
     bucket: RunStore | None = None
@@ -150,8 +151,9 @@ class _RunOrigin:
         """Raises UserError where the bucket is another run's, or cannot be asked."""
         location = self.config.checkpoint.bucket
         if location:
-            hash_ = config_hash(self.config)
-            self.bucket = recover_folder(self.store, location, hash_, self.fresh, self.say)
+            self.bucket = recover_folder(
+                self.store, location, self.config_hash, self.fresh, self.say
+            )
 
     def generation_floor(self) -> int:
         """Above which generation the folder's are to be. Raises UserError where a peer does not
@@ -161,7 +163,7 @@ class _RunOrigin:
             self.store,
             () if peers is None else peers.peers,
             self.secret,
-            self.identity,
+            run_identity(self.config_hash, self.dataset_version),
             self.fresh,
             self.say,
         )

@@ -28,11 +28,13 @@ from holdfast.config.identity import (
     refuse_other_run,
 )
 from holdfast.config.load import LoadedConfig
+from holdfast.config.run import RunConfig
 from holdfast.data.dataset import Dataset
 from holdfast.elastic.run_result import single_node_run_error
 from holdfast.errors import OutOfSpaceError, RunFolderError
 from holdfast.launch.addresses import is_loopback_elsewhere
 from holdfast.launch.holder import REMOTE_ANSWER_TIMEOUT_S, HolderWatch, ask_holder
+from holdfast.launch.resume_checks import branch_command
 from holdfast.launch.runs import RESOLVED_FILE, read_resolved, read_secrets
 from holdfast.plan.hardware import HardwareInfo
 from holdfast.wire.secret import SECRET_FILE_VARIABLE
@@ -119,7 +121,8 @@ def refuse_other(folder: Path, loaded: LoadedConfig, dataset_version: str) -> No
     stored = read_resolved(folder) or _read_just_begun(folder)
     if stored is None:
         return
-    refuse_other_run(stored["config"], loaded.config, str(folder))
+    command = branch_command(folder, stored["config"], loaded.config)
+    refuse_other_run(stored["config"], loaded.config, str(folder), command)
     before = stored.get("dataset", {}).get("version", dataset_version)
     if before != dataset_version:
         raise RunFolderError(
@@ -200,6 +203,13 @@ def run_id(folder: Path) -> str | None:
     return None if stored is None else str(stored.get("run_id", ""))
 
 
+def run_hash(folder: Path, config: RunConfig) -> str:
+    """The identity of the run in `folder`: what its first start computed, also if a later one
+    changed a key in place. For a new folder, that of the configuration."""
+    stored = read_resolved(folder)
+    return str((stored or {}).get("config_hash") or config_hash(config))
+
+
 def is_begun_by_other(
     folder: Path, before: str | None, loaded: LoadedConfig, dataset_version: str
 ) -> bool:
@@ -238,6 +248,12 @@ def set_aside(folder: Path, before: str | None, watch: HolderWatch | None = None
         except OSError as error:
             if error.errno in (errno.ENOENT, errno.ENOTEMPTY, errno.EEXIST):
                 continue
+            if error.errno == errno.EBUSY:
+                raise RunFolderError(
+                    "the run folder is a mount point, which cannot be moved aside",
+                    where=str(folder),
+                    remedy=f"start the new run in it with folder={folder / 'new'}, or empty it",
+                ) from None
             raise RunFolderError(
                 f"cannot be moved to {target} ({error.strerror})",
                 where=str(folder),
@@ -260,7 +276,7 @@ def write_description(
     check_location(loaded.config.checkpoint.bucket)
     resolved = loaded.to_json() | {
         "format": 1,
-        "config_hash": config_hash(loaded.config),
+        "config_hash": run_hash(folder, loaded.config),
         "dataset": {"folder": str(dataset.resolve()), "version": dataset_version},
         "run_id": secrets.token_hex(16),
     }

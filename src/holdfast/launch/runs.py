@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -55,7 +56,9 @@ def open_run(argument: Path) -> Run:
         raise RunFolderError(
             "there is no run here",
             where=str(folder),
-            remedy="name a run folder, or a run file that was trained: holdfast train RUN.yaml",
+            remedy=f"train it first: holdfast train {shlex.quote(str(argument))}"
+            if argument.is_file()
+            else "name a run folder, or a run file that was trained",
         )
     known = drop_unknown_keys(resolved["config"])
     try:

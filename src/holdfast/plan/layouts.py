@@ -106,7 +106,8 @@ def _idle_replica_error(config: RunConfig, step: int, least: int, replicas: int)
         remedy = f"use {least} replicas or fewer"
     else:
         what, where = f"layout.workers {layout.workers} make {replicas} replicas", "layout.workers"
-        remedy = f"use {max_workers(config, layout.workers)} workers or fewer"
+        most = max_workers(config, layout.workers)
+        remedy = f"use {most} worker{'s' if most > 1 else ''} or fewer"
     return LayoutError(
         f"{what}, but step {step} has {least} microbatch{'es' if least > 1 else ''} of "
         f"{micro} samples, "

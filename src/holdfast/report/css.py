@@ -14,6 +14,7 @@ LIGHT = {
     "train": "#8fb9b3",
     "evaluation": "#c2410c",
     "ghost": "#b9a8a0",
+    "change": "#5f7fa8",
     "bad": "#c0392b",
     "bad-wash": "#fbe9e6",
     "baseline": "#7a6f9b",
@@ -40,6 +41,7 @@ DARK = {
     "train": "#3f6f69",
     "evaluation": "#fb923c",
     "ghost": "#6b5f5a",
+    "change": "#86a6cf",
     "bad": "#f0776a",
     "bad-wash": "#3a2422",
     "baseline": "#a99bd1",
@@ -95,13 +97,23 @@ svg .label{fill:var(--ink);font-weight:600}
 svg text.baseline-label{fill:var(--baseline);stroke:var(--card);stroke-width:4px;paint-order:stroke;
  stroke-dasharray:none}
 .incident{stroke:var(--bad);stroke-width:1;stroke-dasharray:1 3;opacity:.8}
+.change{stroke:var(--change);stroke-width:1;stroke-dasharray:1 3;opacity:.8}
+.thin{fill:none;stroke:var(--accent);stroke-width:1.3;stroke-linejoin:round}
+.point{fill:var(--accent)}
 .wash{fill:var(--bad);opacity:.13}
 .span{fill:var(--bad)}
+.span.change{fill:var(--change);stroke:none;opacity:1}
 .lane{fill:var(--accent);opacity:.85}
 .lane.alt{opacity:.55}
 svg text.on-lane{fill:#fff;font-size:11.5px;font-weight:600}
 .tick{stroke:var(--checkpoint);stroke-width:2}
 .tick.eval{stroke:var(--evaluation-time)}
+.tick.bad{stroke:var(--bad)}
+.tick.change{stroke:var(--change);stroke-dasharray:none;opacity:1}
+
+figure.narrow{display:none}
+.small{display:grid;grid-template-columns:repeat(auto-fit,minmax(280px,1fr));gap:14px}
+figcaption{color:var(--soft);font-size:13px;padding:0 0 4px}
 .break{stroke:var(--faint);stroke-width:1;stroke-dasharray:3 3}
 .cross{stroke:var(--faint);stroke-width:1;visibility:hidden;pointer-events:none}
 .spot{fill:var(--ink);visibility:hidden;pointer-events:none}
@@ -114,7 +126,6 @@ svg text.on-lane{fill:#fff;font-size:11.5px;font-weight:600}
  vertical-align:4px;border-top:2px solid var(--key);border-top-style:var(--stroke,solid)}
 .bar{display:flex;height:34px;border-radius:7px;overflow:hidden;margin:4px 0 12px;gap:1px}
 .bar div{min-width:2px}
-.scroll{overflow-x:auto}
 table{border-collapse:collapse;width:100%;font-size:14px}
 th{font-weight:500;color:var(--soft);text-align:left;font-size:12.5px;
  border-bottom:1px solid var(--rule)}
@@ -127,15 +138,24 @@ td .swatch{display:inline-block;width:11px;height:11px;border-radius:3px;margin-
 code,pre{font-family:ui-monospace,SFMono-Regular,Menlo,Consolas,"Liberation Mono",monospace;
  font-size:13px}
 pre{white-space:pre-wrap;overflow-wrap:anywhere;margin:0;line-height:1.5}
+h1,p,td,code,.tile b,.tile i{overflow-wrap:anywhere}
 .sample+.sample{margin-top:12px}
 details summary{cursor:pointer;color:var(--soft);padding:8px 0}
 tr.given td{font-weight:600}
-tr.given td.soft{font-weight:400;color:var(--accent)}
+tr.given td .soft{font-weight:400;color:var(--accent)}
 footer{margin-top:56px;color:var(--faint);font-size:12.5px;border-top:1px solid var(--rule);
  padding-top:14px}
-@media (max-width:700px){figure{overflow-x:auto}figure svg{min-width:640px}
+@media (max-width:700px){figure.wide{display:none}figure.narrow{display:block}
 .tiles{grid-template-columns:repeat(2,1fr)}
-main{padding:26px 14px 50px}h1{font-size:24px}.tile b{font-size:20px}}
+main{padding:26px 14px 50px}h1{font-size:24px}.tile b{font-size:20px}
+table,tbody{display:block}thead{display:none}
+tr{display:grid;grid-template-columns:1fr 1fr;column-gap:20px;padding:7px 0}
+tr+tr{border-top:1px solid var(--rule)}
+td,td.n,tr+tr td{display:flex;justify-content:space-between;gap:12px;padding:2px 0;border:0;
+ grid-column:1/-1;text-align:right;white-space:normal}
+td.n{grid-column:auto}td.none,td.n.none{display:none}
+td::before{content:attr(data-label);color:var(--soft);text-align:left;flex:none;max-width:66%}
+td[data-label=""]{justify-content:flex-start;gap:0;font-weight:600}}
 @media print{body{background:#fff}figure,.tile,.card{break-inside:avoid}}
 """
 

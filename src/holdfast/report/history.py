@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 from holdfast.checkpoint.restore.catalog import list_commits, step_of
+from holdfast.core.data.data_ledger import uncovered_ranges
 from holdfast.core.data.lineage import split_effective
 from holdfast.events import (
     Blamed,
@@ -24,11 +25,13 @@ from holdfast.events import (
     Evaluated,
     Event,
     GenerationStarted,
+    MemoryUsed,
     NonFinite,
     NoticeReceived,
     NoticesUnheard,
     PeerFailed,
     Record,
+    RunBranched,
     RunFailed,
     RunFinished,
     RunStarted,
@@ -72,6 +75,22 @@ class EvaluationPoint:
     bits_per_byte: float
     tokens: int
     seconds: float
+
+
+@dataclass(frozen=True)
+class MemoryPoint:
+    """A sample of one worker's memory. device_bytes: 0 for a worker without a device."""
+
+    step: int
+    generation: int
+    rank: int
+    bytes: int
+    device_bytes: int
+
+    @property
+    def shown_bytes(self) -> int:
+        """Bytes on the device, which is what runs out there; of the process without one."""
+        return self.device_bytes or self.bytes
 
 
 @dataclass(frozen=True)
@@ -145,7 +164,19 @@ class History:
     time: dict[str, float]  # seconds by class of timeledger.CLASSES
     wall: float
     cadence: tuple[SaveInterval, ...] = ()  # the newest decision of each tier
+    branch: RunBranched | None = None  # which run, and which step of it, this one continues
     holes: tuple[str, ...] = ()  # sentences: what the journal should have and does not tell
+    memory: tuple[MemoryPoint, ...] = ()  # of all workers, in the order of the journal
+
+    @property
+    def breaks(self) -> tuple[Incident, ...]:
+        """The incidents in which something broke."""
+        return tuple(i for i in self.incidents if not i.is_planned)
+
+    @property
+    def changes(self) -> tuple[Incident, ...]:
+        """The planned changes of nodes and workers."""
+        return tuple(i for i in self.incidents if i.is_planned)
 
     @property
     def last_step(self) -> int:
@@ -193,14 +224,31 @@ def read_history(store: RunStore) -> History:
     """The history of the run in `store`: what can be read of its journal."""
     contents = journal.read_contents(store)
     history = build_history(contents.records)
-    holes = [contents.unreadable_sentence()]
+    holes = [contents.unreadable_sentence(), _missing_steps_sentence(history)]
     commits = list_commits(store)
-    if commits and not history.last_step and newest_term(store)[0]:  # a copy has no journal
+    begun = history.last_step or history.branch
+    if commits and not begun and newest_term(store)[0]:  # a copy has no journal
         holes.append(
             f"the journal tells of no step, though there is a checkpoint of step "
             f"{step_of(commits[0])}: the journal was removed, or is another run's"
         )
     return replace(history, holes=tuple(hole for hole in holes if hole))
+
+
+def _missing_steps_sentence(history: History) -> str:
+    """Return which steps have no record, though later ones have; "" if there are none."""
+    known = [(point.step, point.step + 1) for point in history.steps]
+    if not known:
+        return ""
+    missing = uncovered_ranges(known, known[0][0], known[-1][1])
+    if not missing:
+        return ""
+    named = [f"{low}" if high == low + 1 else f"{low} to {high - 1}" for low, high in missing[:3]]
+    more = f" and {len(missing) - 3} more gaps" if len(missing) > 3 else ""
+    return (
+        f"the journal has no line of step {', '.join(named)}{more}. The run store took no lines "
+        "then, and the agent that kept them was lost or has not written them yet"
+    )
 
 
 def build_history(records: Iterable[Record]) -> History:
@@ -228,6 +276,8 @@ class _HistoryBuilder:
     blocked: dict[tuple[int, int], float] = field(default_factory=dict)
     notices: list[RunNotice] = field(default_factory=list)
     cadence: dict[int, SaveInterval] = field(default_factory=dict)
+    branch: RunBranched | None = None
+    memory: list[MemoryPoint] = field(default_factory=list)
 
     def observe(self, record: Record, counts: bool) -> None:
         before = self.ledger.wall
@@ -250,6 +300,12 @@ class _HistoryBuilder:
             self._generation(record.generation, event, elapsed)
         elif isinstance(event, StepDone):
             self._step(record.generation, event, elapsed, counts)
+        elif isinstance(event, MemoryUsed):
+            self.memory.append(
+                MemoryPoint(
+                    event.step, record.generation, event.rank, event.bytes, event.device_bytes
+                )
+            )
         elif isinstance(event, Evaluated):
             if counts:
                 self.evaluations[event.step] = EvaluationPoint(
@@ -263,6 +319,8 @@ class _HistoryBuilder:
                 )
         else:
             self._checkpoint(record, elapsed)
+            if isinstance(event, RunBranched):
+                self.branch = event
             if isinstance(event, SaveInterval):
                 self.cadence[event.tier] = event
             text = notice_text(event)
@@ -364,6 +422,8 @@ class _HistoryBuilder:
             self.ledger.totals(),
             wall,
             tuple(self.cadence[tier] for tier in sorted(self.cadence)),
+            branch=self.branch,
+            memory=tuple(self.memory),
         )
 
 
@@ -398,6 +458,9 @@ def notice_text(event: Event) -> str:
         return f"emergency save: {event.reason}"
     if isinstance(event, SettingIgnored):
         return f"{event.key} is not honoured here: {event.reason}"
+    if isinstance(event, RunBranched):
+        changes = f" with {', '.join(event.changed)}" if event.changed else ""
+        return f"continues {event.parent} after step {event.step}{changes} ({event.folder})"
     if isinstance(event, StopRequested):
         return f"asked to stop ({event.reason})"
     if isinstance(event, RunFailed):

@@ -118,8 +118,10 @@ class Incident:
 
     @property
     def is_planned(self) -> bool:
-        """Nothing broke: a node came, or left in time."""
-        return not self.losses and self.kind in _PLANNED_REASONS
+        """Nothing broke: a node came, or left in time. Workers pause for it before it is known
+        which."""
+        paused = self.kind == "held" and self.note.startswith(_PAUSED_TEXT)
+        return not self.losses and (self.kind in _PLANNED_REASONS or paused)
 
     @property
     def stood_still_s(self) -> float | None:

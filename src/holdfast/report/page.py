@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from html import escape
@@ -15,8 +16,9 @@ from statistics import median
 from typing import Any
 
 from holdfast.errors import RunFolderError
-from holdfast.report import charts, tables
+from holdfast.report import charts, tables, timeline
 from holdfast.report.css import SCRIPT, style_sheet
+from holdfast.report.figure import on_both
 from holdfast.report.formatting import (
     format_bytes,
     format_count,
@@ -27,6 +29,7 @@ from holdfast.report.formatting import (
 )
 from holdfast.report.history import History
 from holdfast.report.mfu import utilisations
+from holdfast.report.small_charts import small_charts
 
 _STATES = {
     "empty": "not started",
@@ -36,6 +39,9 @@ _STATES = {
     "failed": "failed",
     "lost": "interrupted",
 }
+
+REFRESH_S = 10
+"""Seconds after which a browser loads the page of a run that trains again."""
 
 _UNIT = re.compile(r"(?<=\d) (?=(s|ms|µs|min|h|d|B|[KMGT]iB)\b)")  # no line break before a unit
 
@@ -48,13 +54,14 @@ def write_page(
     baselines: Mapping[str, float] | None = None,
     samples: Sequence[str] = (),
     device: str | None = None,
+    written_at: float | None = None,
 ) -> None:
     """Write the page to `path` atomically.
 
     resolved: what `resolved.json` holds (config, origins); empty is allowed. baselines: name ->
     bits per byte of counting alone, drawn with the curve. samples: text that the model wrote.
-    device: the accelerator's name, for its utilisation. Raises RunFolderError when the path cannot
-    be written.
+    device: the accelerator's name, for its utilisation. written_at: seconds since 1970; the page of
+    a run that trains says so. Raises RunFolderError when the path cannot be written.
     """
     if path.is_dir():
         raise RunFolderError(
@@ -62,7 +69,14 @@ def write_page(
             where=str(path),
             remedy="name a file in it with --output",
         )
-    content = render_page(history, resolved, baselines=baselines, samples=samples, device=device)
+    content = render_page(
+        history,
+        resolved,
+        baselines=baselines,
+        samples=samples,
+        device=device,
+        written_at=written_at,
+    )
     part = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
         part.write_text(content, encoding="utf-8")
@@ -72,7 +86,9 @@ def write_page(
         raise RunFolderError(
             f"the report cannot be written ({error.strerror})",
             where=str(path),
-            remedy="name another place with --output",
+            remedy="name another place with --output"
+            if path.parent.exists()
+            else f"make the folder first: mkdir -p {shlex.quote(str(path.parent))}",
         ) from error
 
 
@@ -83,27 +99,29 @@ def render_page(
     baselines: Mapping[str, float] | None = None,
     samples: Sequence[str] = (),
     device: str | None = None,
+    written_at: float | None = None,
 ) -> str:
-    """The page as text; see `write`."""
+    """The page as text; see `write_page`. The page of a run that trains loads itself again."""
     counts = dict(baselines or {})
     title = history.run or "run"
-    parts = [_header(history), _tiles(history, counts, resolved, device)]
+    parts = [_header(history, written_at), _tiles(history, counts, resolved, device)]
     if history.steps:
         parts.append(
             _section(
                 "Loss",
                 "Mean over each global batch, and the validation text. A step that was lost "
                 "and done again appears once in the curve, and as a ghost where it was lost.",
-                charts.curve(history, counts),
+                on_both(lambda canvas: charts.curve(history, counts, canvas)),
             )
         )
+        parts.append(_section("Learning rate, gradient norm, memory", "", small_charts(history)))
     if history.generations:
         parts.append(
             _section(
                 "What happened when",
-                "Throughput, and beneath it each generation, incident, "
+                "Throughput, and beneath it each generation, incident, change of nodes, "
                 "checkpoint and validation. Pauses between sessions are cut out.",
-                charts.timeline(history),
+                on_both(lambda canvas: timeline.timeline(history, canvas)),
             )
         )
     if history.wall > 0:
@@ -119,9 +137,11 @@ def render_page(
             _section("Configuration", _config_note(history), f'<div class="card">{body}</div>')
         )
     parts.append(_footer())
+    is_live = history.state == "running"
+    refresh = f'<meta http-equiv="refresh" content="{REFRESH_S}">' if is_live else ""
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
-        '<meta name="viewport" content="width=device-width,initial-scale=1">'
+        f'<meta name="viewport" content="width=device-width,initial-scale=1">{refresh}'
         f"<title>{escape(title)} · Holdfast</title><style>{style_sheet()}</style></head>"
         f'<body><main>{"".join(parts)}</main><div id="tip"></div>'
         f"<script>{SCRIPT}</script></body></html>\n"
@@ -133,13 +153,15 @@ def _section(title: str, note: str, body: str) -> str:
     return f"<section><h2>{title}</h2>{about}{body}</section>"
 
 
-def _header(history: History) -> str:
+def _header(history: History, written_at: float | None) -> str:
     state = _STATES[history.state]
     began = ""
     if history.sessions:
         at = datetime.fromtimestamp(history.sessions[0].began_at, UTC)
         began = f"began {at:%d %B %Y, %H:%M} UTC"
     reason = history.sessions[-1].reason if history.sessions else ""
+    if history.state == "running" and written_at is not None:
+        reason = f"as of {datetime.fromtimestamp(written_at, UTC):%H:%M:%S} UTC"
     words = [
         began,
         format_plural(len(history.sessions), "session"),
@@ -209,9 +231,9 @@ def _quality_tile(history: History, baselines: Mapping[str, float]) -> tuple[str
 
 
 def _incident_tile(history: History) -> tuple[str, str, str]:
-    times = [i.seconds for i in history.incidents if i.seconds is not None]
-    lost = sum(i.steps_lost for i in history.incidents)
-    number = len(history.incidents)
+    times = [i.seconds for i in history.breaks if i.seconds is not None]
+    lost = sum(i.steps_lost for i in history.breaks)
+    number = len(history.breaks)
     more = f"{format_duration(median(times))} to recover (median)<br>" if times else ""
     more += f"{format_plural(lost, 'step')} done again" if number else ""
     return format_count(number), "incident" if number == 1 else "incidents", more
@@ -219,7 +241,7 @@ def _incident_tile(history: History) -> tuple[str, str, str]:
 
 def _goodput_note(history: History) -> str:
     again = history.time["rework"] + history.time["recovery"]
-    if not history.incidents:
+    if not history.breaks:
         return "Every second of the run stands in one class; the classes add up to the wall time."
     return (
         "Every second stands in one class; the classes add up to the wall time. What broke cost "
@@ -230,7 +252,7 @@ def _goodput_note(history: History) -> str:
 
 def _records(history: History) -> list[str]:
     out = []
-    if history.incidents:
+    if history.breaks:
         out.append(
             _card(
                 "Incidents",
@@ -238,6 +260,9 @@ def _records(history: History) -> list[str]:
                 tables.incidents_table(history),
             )
         )
+    if history.changes:
+        note = "Nodes and workers that came, or left in time; nothing broke."
+        out.append(_card("Changes of membership", note, tables.changes_table(history)))
     if history.checkpoints:
         total = sum(c.blocked for c in history.checkpoints)
         note = (
@@ -270,6 +295,9 @@ def _samples(samples: Sequence[str]) -> list[str]:
 
 def _config_note(history: History) -> str:
     words = []
+    if history.branch:
+        parent = escape(history.branch.parent)
+        words.append(f"continues <code>{parent}</code> after step {history.branch.step}")
     if history.dataset_version:
         words.append(f"dataset <code>{escape(history.dataset_version)}</code>")
     if history.config_hash:

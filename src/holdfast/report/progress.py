@@ -12,6 +12,7 @@ from holdfast.events import (
     Event,
     GenerationStarted,
     Record,
+    RunBranched,
     RunFailed,
     RunFinished,
     RunStarted,
@@ -145,6 +146,8 @@ class RunProgress:
                 return ProgressLine(elapsed, text)
             case SaveInterval():
                 return ProgressLine(elapsed, event.reason)
+            case RunBranched():
+                return ProgressLine(elapsed, notice_text(event))
             case RunFinished():
                 self.state = "finished"
                 return ProgressLine(elapsed, f"finished after step {event.step}", "good")
@@ -180,7 +183,7 @@ class RunProgress:
                 origin = f"from the weights imported from {self.imported_from or 'another trainer'}"
         text = f"generation {number}, {format_plural(len(self.workers), 'worker')}, {origin}"
         text += _describe_node_changes(before, set(ranks)) if before else _describe_nodes(ranks)
-        text += f", because {_shorten(event.cause)}" if event.cause else ""
+        text += f"; cause: {_shorten(event.cause)}" if event.cause else ""
         return ProgressLine(elapsed, text, "plain" if again or not event.step else "good")
 
 
@@ -212,4 +215,4 @@ def _describe_nodes(ranks: Iterable[str]) -> str:
 def _describe_node_changes(before: set[str], now: set[str]) -> str:
     """Return the nodes that came and went."""
     came, gone = ", ".join(sorted(now - before)), ", ".join(sorted(before - now))
-    return (f"; {gone} left out" if gone else "") + (f"; {came} taken in" if came else "")
+    return (f"; left out: {gone}" if gone else "") + (f"; taken in: {came}" if came else "")

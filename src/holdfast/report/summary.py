@@ -1,4 +1,4 @@
-"""`holdfast report --json`: the history as one JSON value for programs."""
+"""`holdfast report RUN --json`: the history as one JSON value for programs."""
 
 from __future__ import annotations
 
@@ -58,6 +58,10 @@ def summary(
         "cadence": [asdict(decision) for decision in history.cadence],
         "notices": [asdict(n) for n in history.notices],
     }
+    if history.branch:
+        out["branch"] = history.branch.body
+    if history.memory:
+        out["memory"] = _newest_memory(history)
     if history.holes:
         out["holes"] = list(history.holes)
     if curve:
@@ -65,3 +69,10 @@ def summary(
         out["steps_done_again"] = [[asdict(p) for p in piece] for piece in history.rework]
         out["validations"] = [asdict(e) for e in history.evaluations]
     return out
+
+
+def _newest_memory(history: History) -> list[dict[str, Any]]:
+    """Return the newest sample of each worker of the newest generation that has one."""
+    newest = max(sample.generation for sample in history.memory)
+    by_rank = {sample.rank: sample for sample in history.memory if sample.generation == newest}
+    return [asdict(by_rank[rank]) for rank in sorted(by_rank)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from typing import Any
@@ -15,27 +16,42 @@ from holdfast.report.formatting import (
     format_plural,
 )
 from holdfast.report.history import Generation, History
-from holdfast.report.incidents import RECOVERY_RUNGS
+from holdfast.report.incidents import RECOVERY_RUNGS, Incident
 from holdfast.report.timeledger import CLASSES
 
 _OPEN_ROWS = 12  # rows of a long table that stand open
+_MARKUP = re.compile(r"<[^>]*>")
 
 
-def table(head: Sequence[str], rows: Iterable[Sequence[str]], numbers: Iterable[int] = ()) -> str:
-    """Cells are markup already. `numbers`: columns that are set to the right."""
-    right = set(numbers)
+def table(
+    head: Sequence[str],
+    rows: Iterable[Sequence[str]],
+    numbers: Iterable[int] = (),
+    marked: Iterable[int] = (),
+) -> str:
+    """Return a table. On a narrow screen each cell becomes a line with its column's name.
 
-    def row(cells: Sequence[str], cell: str) -> str:
-        return "".join(
-            f'<{cell} class="n">{c}</{cell}>' if i in right else f"<{cell}>{c}</{cell}>"
-            for i, c in enumerate(cells)
-        )
-
-    body = "".join(f"<tr>{row(cells, 'td')}</tr>" for cells in rows)
-    return (
-        f'<div class="scroll"><table><thead><tr>{row(head, "th")}</tr></thead>'
-        f"<tbody>{body}</tbody></table></div>"
+    Cells are markup already. numbers: columns that are set to the right. marked: rows that stand
+    out.
+    """
+    right, given = set(numbers), set(marked)
+    heads = "".join(
+        f'<th class="n">{h}</th>' if i in right else f"<th>{h}</th>" for i, h in enumerate(head)
     )
+    body = "".join(
+        f"<tr{' class=given' if number in given else ''}>"
+        + "".join(_cell(head[i], cell, i in right) for i, cell in enumerate(cells))
+        + "</tr>"
+        for number, cells in enumerate(rows)
+    )
+    return f"<table><thead><tr>{heads}</tr></thead><tbody>{body}</tbody></table>"
+
+
+def _cell(name: str, content: str, is_number: bool) -> str:
+    is_empty = not _MARKUP.sub("", content).strip()
+    kinds = " ".join(["n"] * is_number + ["none"] * is_empty)
+    kind = f' class="{kinds}"' if kinds else ""
+    return f'<td{kind} data-label="{escape(name)}"><div>{content}</div></td>'
 
 
 def time_spent(history: History) -> str:
@@ -82,16 +98,15 @@ def _bold(content: str) -> str:
 
 def incidents_table(history: History) -> str:
     rows = []
-    for i in history.incidents:
+    for i in history.breaks:
         phases = ", ".join(
             f"{name} {format_duration(seconds)}" for name, seconds in i.phases.items()
         )
-        rung = f"{i.rung}: {RECOVERY_RUNGS[i.rung]}" if i.rung in RECOVERY_RUNGS else ""
         rows.append(
             (
                 format_duration(i.began),
                 escape(i.title),
-                rung,
+                _rung(i),
                 format_count(i.reached),
                 format_count(i.steps_lost),
                 format_duration(i.seconds) if i.seconds is not None else "never",
@@ -108,6 +123,27 @@ def incidents_table(history: History) -> str:
         "of which",
     )
     return table(head, rows, (0, 3, 4, 5))
+
+
+def changes_table(history: History) -> str:
+    """Planned changes of nodes and workers."""
+    rows = [
+        (
+            format_duration(i.began),
+            escape(i.title),
+            _rung(i),
+            format_count(i.reached),
+            format_duration(i.stood_still_s) if i.stood_still_s is not None else "",
+        )
+        for i in history.changes
+    ]
+    head = ("at", "what changed", "rung", "after step", "training waited")
+    return _folded_table(head, rows, (0, 3, 4))
+
+
+def _rung(incident: Incident) -> str:
+    rung = incident.rung
+    return f"{rung}: {RECOVERY_RUNGS[rung]}" if rung in RECOVERY_RUNGS else ""
 
 
 def checkpoints_table(history: History) -> str:
@@ -176,21 +212,21 @@ def notices_table(history: History) -> str:
 def configuration_table(resolved: Mapping[str, Any]) -> str:
     """Every value with who decided it; those that a person gave stand out."""
     origins: Mapping[str, Mapping[str, str]] = resolved.get("origins", {})
-    rows = []
-    for key, value in flatten(resolved.get("config", {})):
+    rows, given = [], []
+    for number, (key, value) in enumerate(flatten(resolved.get("config", {}))):
         origin = origins.get(key) or _parent_origin(key, origins)
         kind, place = origin.get("kind", ""), origin.get("place", "")
-        given = kind in ("file", "command line")
+        if kind in ("file", "command line"):
+            given.append(number)
         shown = f"{kind} ({place})" if place else kind
         rows.append(
-            f"<tr{' class=given' if given else ''}><td><code>{escape(key)}</code></td>"
-            f"<td><code>{escape(str(value))}</code></td>"
-            f'<td class="soft">{escape(shown)}</td></tr>'
+            (
+                f"<code>{escape(key)}</code>",
+                f"<code>{escape(str(value))}</code>",
+                f'<span class="soft">{escape(shown)}</span>',
+            )
         )
-    return (
-        '<div class="scroll"><table><thead><tr><th>key</th><th>value</th><th>decided by</th></tr>'
-        f"</thead><tbody>{''.join(rows)}</tbody></table></div>"
-    )
+    return table(("key", "value", "decided by"), rows, marked=given)
 
 
 def flatten(value: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:

@@ -115,7 +115,7 @@ class StepEngine:
     ):
         self.objective, self.executor = objective, executor
         self.parameters, self.groups, self.train = parameters, groups, train
-        self._feed, self._device = feed, device
+        self._feed, self.device = feed, device
         self.on_vote_sent: Callable[[], None] = lambda: None
         self.judge_loss: Callable[[int, StepAccount], LossJump | None] = lambda step, account: None
         self.loss_jump: LossJump | None = None
@@ -172,8 +172,8 @@ class StepEngine:
         leaves, losses = [leaf for leaf, _ in todo], list[Tensor]()
         try:
             self.executor.train(leaves, [batch for _, batch in todo], self._gradients, losses)
-            if self._device.type != "cpu":  # else its work would count as the next phase's
-                torch.accelerator.synchronize(self._device)
+            if self.device.type != "cpu":  # else its work would count as the next phase's
+                torch.accelerator.synchronize(self.device)
         except Exception as error:
             self._gradients.fail(error)
             self.groups.abort()  # wakes ranks that wait for this one in another group

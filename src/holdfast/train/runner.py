@@ -34,6 +34,7 @@ from holdfast.policy.saving.tiers import BUCKET, DISK, MEMORY, PEERS
 from holdfast.train.engine import StepEngine
 from holdfast.train.evaluate import Evaluator
 from holdfast.train.fallbacks import Fallbacks
+from holdfast.train.memory_meter import MemoryMeter
 from holdfast.train.protocols import EventReporter, Membership, Saver, StepFeed, StepShare
 from holdfast.train.replica_check import ReplicaChecker, outlier_ranks
 from holdfast.train.save_cadence import FailureStats, SaveCadence
@@ -291,6 +292,7 @@ class _TrainingLoop:
         self.replica_checker: ReplicaChecker | None = None
         self.timer = _StepTimer(clock)
         self.timer.start()
+        self.memory = MemoryMeter(engine.device, clock)
         self.recorder = engine.groups.recorder
         self.is_pausing = False  # the newest step was the last of this generation
         nodes = len(set(engine.groups.topology.nodes))
@@ -398,6 +400,8 @@ class _TrainingLoop:
     def _report(self, batch: StepShare, verdict: StepVerdict, rate: float) -> None:
         if self.engine.groups.feeds_ledger:
             self.reporter.emit(BatchFed(self.rank, batch.entries, step=batch.step))
+        if (sample := self.memory.sample_if_due(self.rank, batch.step)) is not None:
+            self.reporter.emit(sample)
         if self.rank != 0:
             return
         phases = self.timer.phases

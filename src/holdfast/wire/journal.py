@@ -162,8 +162,11 @@ class JournalTail:
         self._duplicates = DuplicateFilter()
 
     def read_new(self) -> list[Record]:
-        """Records that appeared since the last call, in order among themselves."""
+        """Records that appeared since the last call, in order among themselves.
+
+        Raises what the run store raises. The next call then returns these records too."""
         records: list[Record] = []
+        read_bytes: dict[str, int] = {}
         for key in self._store.list(JOURNAL_PREFIX):
             start = self._read_bytes.get(key, 0)
             try:
@@ -176,7 +179,8 @@ class JournalTail:
                 continue  # removed, or cut after a failed append: looked at again next time
             segment = parse_segment(key, bytes(data))
             records += segment.records
-            self._read_bytes[key] = start + segment.complete_bytes
+            read_bytes[key] = start + segment.complete_bytes
+        self._read_bytes |= read_bytes
         return self._duplicates(sorted(records, key=lambda record: record.order))
 
 

@@ -120,3 +120,13 @@ def test_a_service_whose_saves_fail_for_thousands_of_steps_keeps_few(tmp_path: P
 
 def _status(service: MoverService) -> dict[str, Any]:
     return dict(service.status()["saves"])
+
+
+def test_a_reason_that_names_the_rank_names_it_once(tmp_path: Path) -> None:
+    service, _ = begin(Full(tmp_path))
+    reasons: list[str] = []
+    service.save_tracker.failure_listeners.append(lambda save, reason: reasons.append(reason))
+    service.accept_skip(1, 0, 7, "rank 0 has no arena")
+    service.accept_skip(1, 1, 8, "no slot is free")
+    service.close()
+    assert reasons == ["rank 0 has no arena", "rank 1: no slot is free"]

@@ -48,6 +48,13 @@ def test_a_later_restart_from_further_back_cuts_every_older_generation() -> None
     ]
 
 
+def test_a_generation_whose_start_was_lost_counts_up_to_the_next_start() -> None:
+    records = [start(1, 0), step(1, 1), *(step(2, n) for n in (2, 3, 4)), start(3, 2), step(3, 3)]
+    effective, superseded = split_effective(records)
+    assert superseded == [step(2, 3), step(2, 4)]
+    assert [r.event.step for r in effective if isinstance(r.event, StepDone)] == [1, 2, 3]
+
+
 def test_records_of_no_generation_stay() -> None:
     loose = record(0, StopRequested("SIGINT", step=9))
     assert split_effective([loose, start(1, 0), step(1, 1)])[0][0] == loose

@@ -91,7 +91,7 @@ def test_looped_tables_can_run(name: str) -> None:
             4,
             2,
             "layout.schedule: the schedule 1f1b has one stage a rank, not 2; use "
-            "one stage a rank, or the schedule gpipe",
+            "the schedule gpipe, or one stage a rank",
         ),
         ("1f1p", 2, 4, 1, "layout.schedule: there is no schedule '1f1p'; did you mean '1f1b'?"),
         (

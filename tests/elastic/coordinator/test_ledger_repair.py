@@ -13,6 +13,7 @@ from holdfast.data.batch import Batches
 from holdfast.data.dataset import Dataset
 from holdfast.elastic.coordinator.ledger_repair import LedgerCoverage, LedgerRepair
 from holdfast.elastic.event_log import EventLog
+from holdfast.errors import RunFolderError
 from holdfast.events import BatchFed, Event, GenerationStarted, Record, RunStarted
 from holdfast.wire.journal import JournalTail, read_journal
 from tests.support.corpus import data_config, make, text_folder, text_source
@@ -107,13 +108,25 @@ def test_what_nobody_told_before_a_restore_is_made_again_where_snapshots_do_not_
     assert told.find_missing() == [(48, 64)]
 
 
+class _Away(MemoryStore):
+    """A run store that cannot be listed so many times."""
+
+    fails = 0
+
+    def list(self, prefix: str) -> list[str]:
+        self.fails -= 1
+        if self.fails >= 0:
+            raise RunFolderError("the run folder failed")
+        return super().list(prefix)
+
+
 @pytest.mark.parametrize("nodes", [1, 2])
 def test_a_hole_in_the_journal_is_repaired_when_the_next_generation_is_ready(
     config: RunConfig, nodes: int
 ) -> None:
     """Rank 1 was killed before its agent had what it fed in the last steps. With several nodes, the
-    agent that leads now knows the entries from the journal only."""
-    batches, store, said = _batches(config), MemoryStore(), list[str]()
+    agent that leads now knows the entries from the journal only, and waits until it can read it."""
+    batches, store, said = _batches(config), _Away(), list[str]()
     told = LedgerCoverage(config, snapshots_follow_ledger=nodes == 1)
     log = EventLog(
         store, [lambda record: told.observe(record.event)] if nodes == 1 else [], said.append
@@ -140,13 +153,15 @@ def test_a_hole_in_the_journal_is_repaired_when_the_next_generation_is_ready(
             await repair.repair()
             assert not repair.is_pending
         else:
+            store.fails = 2
             await repair.repair_from_journal(JournalTail(store))
         assert await log.flush()
 
     asyncio.run(ready())
     found = audit_records(read_journal(store), batches, STEPS)
     assert found.ok, found.describe()
-    assert said == []
+    waits = "the ledger of a lost node waits for the journal: the run folder failed"
+    assert said == [waits] * (nodes - 1)
     rebuilt = [
         (event.step, entry["microbatch"])
         for event in (record.event for record in read_journal(store))

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from holdfast.elastic.membership.prevote import PreVote
+from holdfast.elastic.membership.prevote import MAX_OPEN_QUERIES, PreVote
 from holdfast.errors import HoldfastError
 from holdfast.policy.membership.election import PreVoteReply
 from holdfast.wire.http.auth import Verifier
@@ -166,3 +166,30 @@ def test_the_growth_of_a_journal_is_that_of_the_node_that_writes_it(tmp_path: Pa
     search.observe_journals(store, "c", "b")
     assert search.has_leader_progress(LONG)
     search.close()
+
+
+def test_many_agents_are_asked_with_few_descriptors() -> None:
+    async def scenario() -> None:
+        asked, most = 0, 0
+
+        async def answer(_: int, body: dict[str, Any]) -> dict[str, Any]:
+            nonlocal asked, most
+            asked += 1
+            most = max(most, asked)
+            await asyncio.sleep(0.01)  # so that those asked at a time are here at a time
+            asked -= 1
+            return {"hears": True, "term": 3}
+
+        async def rejoin() -> None:
+            pass
+
+        other = Other(answer)
+        search = PreVote(SECRET)
+        names = {f"n{i}": other.address for i in range(3 * MAX_OPEN_QUERIES)}
+        replies = await search.ask_round(names, 3, rejoin, lambda: True, LONG)
+        assert replies == dict.fromkeys(names, PreVoteReply.HEARS_LEADER)
+        assert 1 < most <= MAX_OPEN_QUERIES
+        search.close()
+        await other.close()
+
+    asyncio.run(asyncio.wait_for(scenario(), 60))

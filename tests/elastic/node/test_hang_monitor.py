@@ -249,14 +249,18 @@ def test_who_waits_for_a_node_that_is_not_heard_is_not_behind() -> None:
     for world in (further, waits):
         world.passes(2.2, 0)
     assert (
-        comparing.observe("a", 1, further.lookout.take_stall_report(further.now), further.now, cut)
+        comparing.observe(
+            "a", 1, further.lookout.take_stall_report(further.now), further.now, lambda: cut
+        )
         == []
     )
     told = of_rank(1, waits)
-    assert comparing.observe("b", 1, told, waits.now, cut) == []
-    assert comparing.observe("b", 1, told, waits.now, -inf) == [], "not in this term at all"
-    assert comparing.observe("b", 1, told, waits.now, cut + 0.5) == [], "cut off a little later"
-    (blame,) = comparing.observe("b", 1, told, waits.now, waits.now)
+    assert comparing.observe("b", 1, told, waits.now, lambda: cut) == []
+    assert comparing.observe("b", 1, told, waits.now, lambda: -inf) == [], "not in this term at all"
+    assert comparing.observe("b", 1, told, waits.now, lambda: cut + 0.5) == [], (
+        "cut off a little later"
+    )
+    (blame,) = comparing.observe("b", 1, told, waits.now, lambda: waits.now)
     assert (blame.rank, blame.symptom) == (1, "behind")
 
 

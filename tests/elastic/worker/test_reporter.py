@@ -29,13 +29,14 @@ class Desk:
         self.events: list[Event] = []
         self.bodies: list[dict[str, Any]] = []
         self.stop = False
-        self.stored = True
+        self.stored, self.durable = True, 0
 
     async def report(self, generation: int, body: dict[str, Any]) -> dict[str, Any]:
         self.bodies.append(body)
         self.events += self.members.process_report(WorkerReport.from_json(body), 0.0)
         stored = self.stored or not body["sync"]
-        return {"stop": self.stop, "generation": generation, "stored": stored}
+        answer = {"stop": self.stop, "generation": generation, "stored": stored}
+        return {**answer, "durable": self.durable}
 
 
 def _step(step: int) -> StepDone:
@@ -142,6 +143,23 @@ def test_a_callable_runs_after_its_events_are_durable() -> None:
         assert reporter.flush(10)
         assert seen == [[1, 2]]
         assert [e.step for e in desk.events] == [1, 2]
+
+
+def test_a_callable_runs_once_a_slow_disk_has_its_events() -> None:
+    """Each new report is answered before the disk has its own events."""
+    desk = Desk()
+    desk.stored = False
+    ran: list[int] = []
+    with controlling(desk.report) as control, reporting(control.address) as reporter:
+        for step in (0, 1):
+            reporter.emit(_step(step))
+            reporter.call_when_durable(lambda step=step: ran.append(step))  # type: ignore[misc]
+        wait_until(lambda: sum(b["sync"] for b in desk.bodies) >= 3, 10, "three attempts")
+        assert ran == []
+        desk.durable = 1
+        wait_until(lambda: ran == [0], 10, "the first to run")
+        desk.durable = 2
+        wait_until(lambda: ran == [0, 1], 10, "the second to run")
 
 
 def test_a_full_disk_holds_up_the_callable_and_no_event() -> None:

@@ -197,6 +197,55 @@ def test_a_disk_that_is_found_full_at_the_sync_keeps_nothing_twice(
     assert store.get("log") == b"one\ntwo\n"
 
 
+def test_a_name_that_a_changing_folder_lists_twice_counts_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As NFS does it: of three parts, one would be missing and another count twice."""
+    store, walk = FolderStore(tmp_path), os.walk
+    for key in ("parts/1", "parts/2"):
+        store.create(key, b"")
+    monkeypatch.setattr(
+        os, "walk", lambda *a, **k: ((top, dirs, names * 2) for top, dirs, names in walk(*a, **k))
+    )
+    assert store.list("parts/") == ["parts/1", "parts/2"]
+
+
+def test_an_append_waits_for_no_disk_until_it_must_be_durable(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first one that must be durable syncs the file and each folder above it."""
+    synced: list[str] = []
+    real = os.fsync
+
+    def fsync(fd: int) -> None:
+        synced.append(os.path.relpath(os.readlink(f"/proc/self/fd/{fd}"), tmp_path))
+        real(fd)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    store = FolderStore(tmp_path)
+    store.append("journal/7/rank0.jsonl", b"one\n")
+    store.append("journal/7/agent.jsonl", b"one\n")
+    assert synced == []
+    store.append("journal/7/rank0.jsonl", b"two\n", sync=True)
+    assert synced == ["journal/7/rank0.jsonl", "journal/7", "journal", "."]
+    del synced[:]
+    store.append("journal/7/rank0.jsonl", b"three\n", sync=True)
+    store.append("journal/7/agent.jsonl", b"two\n", sync=True)
+    assert synced == ["journal/7/rank0.jsonl", "journal/7/agent.jsonl"]
+
+
+def test_names_that_a_killed_process_made_are_synced_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    FolderStore(tmp_path).append("journal/7/rank0.jsonl", b"one\n")
+    synced: list[str] = []
+    monkeypatch.setattr(
+        os, "fsync", lambda fd: synced.append(os.path.basename(os.readlink(f"/proc/self/fd/{fd}")))
+    )
+    FolderStore(tmp_path).append("journal/7/rank0.jsonl", b"two\n", sync=True)
+    assert synced == ["rank0.jsonl", "7", "journal", tmp_path.name]
+
+
 def _in_a_small_tmpfs(script: str, folder: Path, options: str = "size=1m") -> str:
     """Run `script` with sys.argv[1] a tmpfs of its own, in a user and mount namespace."""
     command = (

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from xxhash import xxh3_128_hexdigest
@@ -58,12 +58,14 @@ def copy_checkpoint(
     check_fence: Callable[[], None] = lambda: None,
     lease_expiry_s: float = LEASE_EXPIRY_S,
     say: Callable[[str], None] = lambda text: None,
+    config_hash: str = "",
 ) -> CopyResult:
     """Copy one checkpoint; done again, it copies nothing. Without `read_back`, a large blob in a
     bucket is compared by the checksum that the bucket keeps next to it, and not read. `on_blob` is
     called for each blob that has arrived, `on_extent` for each extent that is handed over.
     `check_fence` is called just before the commit object is made, and raises if it may not be.
     `say` is called when another copy's claim is watched, for `lease_expiry_s` seconds at most.
+    `config_hash`: the identity of the target, if it is another run that begins from this state.
 
     Raises CheckpointError when the source is broken, the target belongs to another run, or an
     object that had arrived was removed there. Raises what the stores raise. An object in the target
@@ -71,6 +73,9 @@ def copy_checkpoint(
     """
     raw = source.get(key)
     commit = Commit.from_bytes(raw, key)
+    if config_hash:
+        commit = replace(commit, config_hash=config_hash)
+        raw = commit.to_bytes()
     with ExitStack() as stack:
         claim: CopyLease | _NoLease = _NoLease()
         if not _check_target(target, commit, raw):

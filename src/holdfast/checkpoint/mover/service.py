@@ -223,7 +223,9 @@ class MoverService:
         """Fail a step that a rank did not capture, so that no other rank's slot waits for it."""
         with self._change:
             self._served.require(generation)
-        self.save_tracker.record_failure((generation, step), f"rank {rank}: {reason}")
+        names_rank = reason.startswith(f"rank {rank} ")
+        words = reason if names_rank else f"rank {rank}: {reason}"
+        self.save_tracker.record_failure((generation, step), words)
         self._capture_intake.give_up_step(generation, step)
 
     def report_orphaned_saves(self, generation: int, rank: int, steps: Sequence[int]) -> None:

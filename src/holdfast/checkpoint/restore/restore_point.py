@@ -45,7 +45,7 @@ from holdfast.errors import (
     RunFolderError,
     StoreError,
 )
-from holdfast.events import CheckpointCommitted
+from holdfast.events import CheckpointCommitted, RunBranched
 from holdfast.layout import Topology
 from holdfast.wire.journal import parse_segment
 from holdfast.wire.store.run_store import JOURNAL_PREFIX as JOURNAL
@@ -84,7 +84,8 @@ def newest_recorded_step(store: RunStore) -> int | None:
             segment = parse_segment(key, store.get(key))
             whole = whole and not segment.unreadable
             events = (record.event for record in segment.records)
-            committed = [event for event in events if isinstance(event, CheckpointCommitted)]
+            had = CheckpointCommitted | RunBranched
+            committed = [event for event in events if isinstance(event, had)]
             past = max([past, *(event.step for event in committed)])
     for number, step in noted.items():
         # If a journal cannot be read, a generation that continued live may have had one too.

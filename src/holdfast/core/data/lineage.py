@@ -31,10 +31,17 @@ def last_effective_steps(starts_by_generation: dict[int, int]) -> dict[int, floa
 
 
 def split_effective(records: Iterable[Record]) -> tuple[list[Record], list[Record]]:
-    """(effective, superseded), each in the order given. Records outside any started generation
-    are effective."""
+    """(effective, superseded), each in the order given. Records of no generation are effective.
+
+    The start of a generation may be lost with the agent that had to write it. Its records then
+    count up to the step from which any later generation began.
+    """
     everything = list(records)
-    bounds = last_effective_steps(start_steps(everything))
+    starts = start_steps(everything)
+    bounds = last_effective_steps(starts)
+    for unknown in {r.generation for r in everything} - starts.keys() - {0}:
+        later = min((g for g in starts if g > unknown), default=None)
+        bounds[unknown] = float("inf") if later is None else min(bounds[later], starts[later])
     effective: list[Record] = []
     superseded: list[Record] = []
     for record in everything:

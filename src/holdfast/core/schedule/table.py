@@ -179,7 +179,7 @@ def one_f_one_b(ranks: int, microbatches: int, virtual: int = 1) -> Schedule:
         raise LayoutError(
             f"the schedule 1f1b has one stage a rank, not {virtual}",
             where="layout.schedule",
-            remedy="use one stage a rank, or the schedule gpipe",
+            remedy="use the schedule gpipe, or one stage a rank",
         )
     _require_microbatches("1f1b", ranks, microbatches, ranks)
     rows = []

@@ -7,12 +7,13 @@ so it answers within milliseconds. One event loop runs everything:
                      from workers of all nodes if it leads: /store; /notice
     health (HTTP)    /healthz, /metrics
     records          the journal, and what learns from it (`elastic/agent/run_records.py`)
-    parts            makes the next seven and connects them (`elastic/agent/parts.py`)
+    parts            makes the next eight and connects them (`elastic/agent/parts.py`)
     role loop        follows a coordinator or leads (`elastic/membership/role_loop.py`)
     node runner      starts and stops this node's workers (`elastic/node/node_runner.py`)
     run controller   if it leads, plans generations (`elastic/coordinator/run_controller.py`)
     shutdown         signals and notices (`elastic/agent/shutdown.py`)
     run folder       a lost run folder (`elastic/agent/run_folder_monitor.py`)
+    term             a leader's term and links (`elastic/agent/term_monitor.py`)
     processes        mover, fork server and workers (`elastic/agent/node_processes.py`)
     group end        finishes copies and uploads (`elastic/agent/group_end.py`)
     requests         answers the requests above (`elastic/agent/requests.py`)
@@ -43,20 +44,18 @@ from holdfast.elastic.notices.clouds import make_notice_source
 from holdfast.elastic.notices.poller import NoticePoller
 from holdfast.elastic.run_context import RunContext
 from holdfast.elastic.run_result import RunEndedError, RunResult, run_result
-from holdfast.errors import FencedError, HoldfastError, UserError
+from holdfast.errors import HoldfastError, UserError
 from holdfast.events import RunStopped
 from holdfast.plan.interface import Planner
 from holdfast.wire import lifeline, process_log
 from holdfast.wire.http.server import HttpListener
 from holdfast.wire.http.sockets import address_of, bind_listener
 from holdfast.wire.process_title import is_own_process, set_process_title
-from holdfast.wire.term import Term, newest_generation
+from holdfast.wire.term import newest_generation
 
 STALLED_AFTER_TIMEOUTS = 2.0
 """Multiples of `cluster.progress_seconds` without a step after which `/healthz` answers 503. The
 agent itself replaces a worker without progress after one."""
-TERM_CHECK_INTERVAL_S = 2.0
-"""Seconds between two reads of the newest term in the run store."""
 CLEANUP_TIMEOUT_S = 60.0
 """Seconds for the clean-up of an agent whose run folder was unavailable at the end. A disk that
 does not answer may block a thread for ever."""
@@ -76,11 +75,14 @@ class NodeAgent:
         observers: Sequence[Observer] = (),
         render_metrics: Callable[[], bytes] = lambda: b"",
         say: Say = print,
+        say_last: Say | None = None,
     ) -> None:
         """control_socket: the bound socket whose address other agents find in the run store.
-        planner: lays a generation out over the nodes. say: prints one line for the user."""
+        planner: lays a generation out over the nodes. say: prints one line for the user. say_last:
+        prints the result, after the views have shown all records; None: `say` does."""
         self._context, self._control_socket, self._planner = context, control_socket, planner
         self._render_metrics, self._say = render_metrics, (say := logged(say))
+        self._say_last = say if say_last is None else logged(say_last)
         self._records = RunRecords(context, observers, say)
         self._notice_source = make_notice_source(context.config.cluster)
         self._is_exiting_at_once = False  # exit at once, wait for nothing
@@ -118,6 +120,7 @@ class NodeAgent:
             self._say,
             self._exit_at_once,
         )
+        self._parts.run_controller.result_reporter.say_last = self._say_last
         try:
             self._exit_code = await self._serve(metrics)
             return self._exit_code
@@ -150,7 +153,7 @@ class NodeAgent:
                     self._records.event_log.flush,
                 )
             ),
-            asyncio.create_task(self._watch_term()),
+            asyncio.create_task(self._parts.term_monitor.run_forever()),
         ]
         self._run_task = asyncio.create_task(self._take_part_in_run())
         self._catch_signals()
@@ -234,23 +237,6 @@ class NodeAgent:
                 task.cancel()
             await asyncio.wait({following, losing})
 
-    # --- leading --------------------------------------------------------------------------------
-    async def _watch_term(self) -> None:
-        while True:
-            await asyncio.sleep(TERM_CHECK_INTERVAL_S)
-            coordinator, term = self._parts.role_loop.coordinator, self._parts.run_controller.term
-            if coordinator is None:
-                term = self._context.single_node_term  # which is held before this agent leads
-            if term is None:
-                continue
-            try:
-                await asyncio.to_thread(_hold_term, term)
-            except FencedError:
-                if coordinator is not None:
-                    coordinator.fence()
-            except HoldfastError:
-                continue  # an unreachable run store does not stop the training
-
     # --- signals --------------------------------------------------------------------------------
     def _catch_signals(self) -> None:
         for number in lifeline.AGENT_SIGNALS:
@@ -277,12 +263,6 @@ class NodeAgent:
                 RunResult(event, f"stopped after step {event.step} ({missing_upload})", 0)
             )
         self._run_task.cancel()
-
-
-def _hold_term(term: Term) -> None:
-    """Raises what `Term.check` raises; otherwise show that this trainer lives."""
-    term.check()
-    term.show_life()
 
 
 def check_node_name(node: str) -> None:

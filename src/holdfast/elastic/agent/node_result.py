@@ -21,7 +21,7 @@ class NodeResult:
         await self.parts.run_controller.wait_for_ledger_repair()
         end = await self._find_result()
         if end is None:
-            self.parts.say(
+            self.parts.run_controller.result_reporter.say_last(
                 f"{self.parts.context.node} has left the run "
                 f"({self.parts.shutdown_controller.reason or 'as requested'})"
             )

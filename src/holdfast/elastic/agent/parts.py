@@ -18,6 +18,8 @@ from holdfast.elastic.agent.run_folder_monitor import (
 )
 from holdfast.elastic.agent.run_records import RunRecords
 from holdfast.elastic.agent.shutdown import ShutdownController
+from holdfast.elastic.agent.stored_reports import StoredReports
+from holdfast.elastic.agent.term_monitor import TermMonitor
 from holdfast.elastic.coordinator.agent_hooks import AgentHooks
 from holdfast.elastic.coordinator.rendezvous import RendezvousStore
 from holdfast.elastic.coordinator.run_controller import (
@@ -56,6 +58,7 @@ class AgentParts:
         self.context, self.records, self.say = context, records, say
         self._last_complaint = ""
         self.rendezvous = RendezvousStore()
+        self.stored_reports = StoredReports(records.event_log)
         self.refusals = make_refusal_counter(
             records.event_log, lambda: records.progress.newest_generation > 0, say
         )
@@ -71,6 +74,13 @@ class AgentParts:
         self.node_runner = self._make_node_runner(address)
         self.run_controller = self._make_run_controller(address, planner)
         self.role_loop = self._make_role_loop(address)
+        self.term_monitor = TermMonitor(
+            context.node,
+            self.role_loop,
+            lambda: self.run_controller.term,
+            context.single_node_term,
+            say,
+        )
         self.processes.attach(
             self.node_runner, self.role_loop.publish_mover, self.role_loop.publish_identity
         )

@@ -7,8 +7,10 @@ from dataclasses import dataclass
 
 from holdfast.elastic.agent import health
 from holdfast.elastic.agent.health import HealthStatus
+from holdfast.elastic.agent.node_check import check_node
 from holdfast.elastic.agent.parts import AgentParts
 from holdfast.elastic.protocol.messages import handler_of
+from holdfast.elastic.protocol.node_check import NODE_CHECK_PATH, NodeCheck, NodeCheckReply
 from holdfast.elastic.protocol.notice_messages import (
     NOTICE_PATH,
     EmergencyReply,
@@ -36,6 +38,7 @@ class RequestHandlers:
                 CommandPoll.from_json, self.parts.processes.process_manager.handle_command_poll
             ),
             NOTICE_PATH: handler_of(Notice.from_json, self.handle_notice),
+            NODE_CHECK_PATH: handler_of(NodeCheck.from_json, self.handle_node_check),
             **self.parts.role_loop.handlers,
         }
         return SignedApplication(
@@ -60,10 +63,14 @@ class RequestHandlers:
             raise FencedError(f"generation {generation} is over")
         rank, sync = report.rank, report.is_sync
         events = current.process_report(report)
-        stored = True
+        stored, durable, reports = True, 0, self.parts.stored_reports
         if events or sync:
-            stored = await self.parts.records.event_log.flush(f"rank{rank}", sync)
-            stored = stored and not (sync and self.parts.run_controller.is_ledger_repair_pending)
+            following = current.workers.next_event_number(report)
+            stored = await reports.store(generation, rank, following, sync)
+        if self.parts.run_controller.is_ledger_repair_pending:
+            stored = stored and not sync
+        else:
+            durable = reports.durable_below(generation, rank)
         current.on_report_answered(rank)
         self.parts.node_runner.on_events_stored()
         stop = bool(
@@ -75,6 +82,7 @@ class RequestHandlers:
             stored,
             self.parts.node_runner.pause_generation,
             self.parts.node_runner.is_node_leaving,
+            durable_below=durable,
         )
         return self.parts.records.notice_handler.add_requests(reply, rank, current.ranks[0])
 
@@ -89,6 +97,10 @@ class RequestHandlers:
                 if known and name not in known:
                     return UnknownNodeReply(f"there is no node {name} in this run", tuple(known))
         return await self.parts.shutdown_controller.handle_notice_request(generation, notice)
+
+    async def handle_node_check(self, generation: int, check: NodeCheck) -> NodeCheckReply:
+        """Handle a check of `holdfast doctor`."""
+        return await check_node(self.health_status(), check)
 
     def health_status(self) -> HealthStatus:
         """Return the answer to `/healthz`."""

@@ -123,12 +123,16 @@ class UnreachableNodes:
 
     def forget(self, name: str) -> None:
         """Forget what a node reported, and what was reported about it."""
+        self._by_node.pop(name, None)
         for one, missed in self._by_node.items():
-            self._by_node[one] = missed - {name} if one != name else frozenset()
+            self._by_node[one] = missed - {name}
 
     def record(self, name: str, unreachable: Iterable[str]) -> list[str]:
         """Note a node's report; return the nodes that do not reach this one."""
-        self._by_node[name] = frozenset(unreachable)
+        # a node that reaches every node has no entry, so that a heartbeat costs the same in any run
+        self._by_node.pop(name, None)
+        if missing := frozenset(unreachable):
+            self._by_node[name] = missing
         return [one for one, missed in self._by_node.items() if name in missed]
 
 

@@ -25,7 +25,7 @@ from holdfast.elastic.protocol.coordinator_messages import NodeReport
 from holdfast.elastic.protocol.generation_outcome import NodeOutcome
 from holdfast.elastic.protocol.generation_record import GenerationRecord
 from holdfast.elastic.protocol.start_state import StartState
-from holdfast.errors import LayoutError
+from holdfast.errors import CheckpointError, LayoutError
 from holdfast.events import Event, GenerationStarted, RestorePointFound, WorkerLost
 from holdfast.layout import Topology
 from holdfast.plan.interface import NodePlaces, Planner, PresentPlacement
@@ -258,6 +258,11 @@ class GenerationPlanner:
                 generation, self.rejected_checkpoints, asked
             )
             step, self._restored_key = newest.step, newest.key
+            if newest.key is None and (parent := self._context.config.branch_of):
+                raise CheckpointError(
+                    f"this run continues {parent}, and no checkpoint is left",
+                    remedy="make another branch: holdfast branch RUN --at STEP --to NEW",
+                )
         rung = _recovery_rung(self._previous_topology, topology, after, newest)
         self.reached_step = max(self.reached_step, step)
         self._emit_start_events(topology, record, newest, step, rung)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from math import inf
 
@@ -70,13 +71,13 @@ class HangDetector:
         generation: int,
         stall_report: StallReport | None,
         now: float,
-        oldest_heartbeat_at: float = inf,
+        oldest_heartbeat_at: Callable[[], float] = lambda: inf,
     ) -> list[HungWorker]:
         """Take a node's report; return those of its workers that the node must kill.
 
-        stall_report: None if all its workers make progress. oldest_heartbeat_at: of the members'
-        last heartbeats. No worker counts as behind before all members were heard again, because it
-        may wait for one that is cut off."""
+        stall_report: None if all its workers make progress. oldest_heartbeat_at: returns the time
+        of the members' oldest last heartbeat; called only if a worker is behind. No worker counts
+        as behind before all members were heard again. It may wait for one that is cut off."""
         if generation != self._generation:
             self._generation, self._reports, self._furthest_point = generation, {}, 0
         if stall_report is None:
@@ -103,7 +104,7 @@ class HangDetector:
             HungWorker(rank, *told.positions[rank], named[rank].sign, named[rank].stalled_for_s)
             for rank, mark in told.marks.items()
             if rank in named
-            if named[rank].sign != "behind" or oldest_heartbeat_at > mark.reached_at + limit
+            if named[rank].sign != "behind" or oldest_heartbeat_at() > mark.reached_at + limit
         ]
 
     @property

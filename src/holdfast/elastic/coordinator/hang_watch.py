@@ -45,9 +45,9 @@ class HangWatch:
     def observe(self, said: Heartbeat) -> bool:
         """Take a member's report on workers without progress; return True if it must kill one."""
         name, at, still, state = said.name, said.at, said.stalled, self._term.state
-        nodes = [node for one in state.members - {name} if (node := state.node(one))]
-        heard = min((-inf if node.must_report else node.last_heard for node in nodes), default=inf)
-        if blamed := self._hang_detector.observe(name, at, still, self._now, heard):
+        if blamed := self._hang_detector.observe(
+            name, at, still, self._now, lambda: self._oldest_heartbeat_at(name)
+        ):
             self._hung_workers[name] = blamed
         if still and (self._silent_nodes_task is None or self._silent_nodes_task.done()):
             self._silent_nodes_task = asyncio.create_task(self._remove_silent_nodes())
@@ -57,6 +57,12 @@ class HangWatch:
             self._hung_workers[found[0]] = [found[1]]
             self._open_heartbeats.answer([found[0]])
         return name in self._hung_workers
+
+    def _oldest_heartbeat_at(self, name: str) -> float:
+        """Return the time of the oldest last heartbeat of the members other than `name`."""
+        state = self._term.state
+        nodes = [node for one in state.members - {name} if (node := state.node(one))]
+        return min((-inf if node.must_report else node.last_heard for node in nodes), default=inf)
 
     def take_hung_workers(self, name: str) -> list[HungWorker] | None:
         """Return once the workers that the node must kill."""

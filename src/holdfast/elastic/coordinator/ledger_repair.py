@@ -93,6 +93,7 @@ class LedgerRepair:
         """retry_delay_s: seconds before a journal that cannot be written is tried again."""
         self.is_pending = False
         """True if entries may be missing: no snapshot is announced before its ledger."""
+        self._last_problem = ""  # why the journal could not be read
         self._ledger_coverage, self._event_log, self._say, self._retry_delay_s = (
             ledger_coverage,
             event_log,
@@ -122,12 +123,15 @@ class LedgerRepair:
     async def repair_from_journal(self, journal_tail: JournalTail) -> None:
         """Rebuild missing entries of a run of several nodes, whose entries the journal has.
 
-        Entries that are still missing up to the start step belonged to lost workers."""
-        await self._event_log.flush()
+        Entries that are still missing up to the start step belonged to lost workers. A journal that
+        cannot be read is tried again, because the run store may be away for a while."""
+        while (problem := await self._read_journal(journal_tail)) is not None:
+            if problem != self._last_problem:
+                self._last_problem = problem
+                self._say(f"the ledger of a lost node waits for the journal: {problem}")
+            await asyncio.sleep(self._retry_delay_s)
+        missing = self._ledger_coverage.find_missing()
         try:
-            for record in await asyncio.to_thread(journal_tail.read_new):
-                self._ledger_coverage.observe(record.event)
-            missing = self._ledger_coverage.find_missing()
             for event in (
                 await asyncio.to_thread(self._ledger_coverage.make_entries, missing)
                 if missing
@@ -137,3 +141,14 @@ class LedgerRepair:
         except HoldfastError as error:
             self._say(f"the ledger entries of a lost node cannot be rebuilt: {error}")
         self._ledger_coverage.mark_complete()
+
+    async def _read_journal(self, journal_tail: JournalTail) -> str | None:
+        """Take the entries that the journal has; return why it cannot be read, None if it can."""
+        await self._event_log.flush()
+        try:
+            records = await asyncio.to_thread(journal_tail.read_new)
+        except HoldfastError as error:
+            return str(error)
+        for record in records:
+            self._ledger_coverage.observe(record.event)
+        return None

@@ -169,7 +169,7 @@ class RunController:
         self._session_start = SessionStart(context, event_log)
         self._generation_floor = GenerationFloor(context, hooks)
         self._node_shortage = NodeShortage(
-            cluster, hooks, say, context.single_node_term is not None
+            cluster, hooks, say, context.single_node_term is not None, self.select_nodes
         )
         self._join_gate = JoinGate(context.node, cluster.like_processors, hooks.identity, say)
         self._tasks: dict[str, asyncio.Task[None]] = {}
@@ -269,7 +269,7 @@ class RunController:
         raise_if_failed(node_reports.values())
         ended = [outcome.lost for outcome in self._generation_planner.last_outcomes(node_reports)]
         losses = [loss for loss in ended if loss is not None]
-        cause = self._generation_planner.cause = _describe_cause(losses, state)
+        cause = self._generation_planner.cause = describe_cause(losses, state)
         why = self._hooks.stop_reason()
         shortage = self._node_shortage
         if not shortage.closing_reason and transitions.are_all_leaving(state, node_names):
@@ -390,10 +390,13 @@ class RunController:
         self._node_shortage.stop_waiting(reason)
 
 
-def _describe_cause(losses: Sequence[LostOutcome], state: CoordinatorState) -> str:
+def describe_cause(losses: Sequence[LostOutcome], state: CoordinatorState) -> str:
     """Return what ended the last generation, for people; "" if nothing was lost."""
-    cause = next((loss.cause for loss in losses if loss.cause), "")
-    return cause or "; ".join(f"{name}: {said}" for name, said in state.lost_members if said)
+    lost = [f"node {name} was lost ({said})" for name, said in state.lost_members if said]
+    caused = [loss for loss in losses if loss.cause]
+    own = [loss.cause for loss in caused if loss.reason != "peer_lost"]  # no mere consequence
+    known = [*own, " and ".join(lost), *(loss.cause for loss in caused)]
+    return next((cause for cause in known if cause), "")
 
 
 def apply_pace_changes(

@@ -29,6 +29,8 @@ PREVOTE_REPLY_TIMEOUT_S = 3.0
 """Seconds that another agent has for its answer, whether a round waits for it or not."""
 PREVOTE_ROUND_LATENESS_S = 0.3
 """Seconds past the end of a round from which this agent itself counts as late."""
+MAX_OPEN_QUERIES = 64
+"""Agents asked at a time. Each query holds a descriptor, and 1,024 are a common limit."""
 
 
 class PreVote:
@@ -44,6 +46,7 @@ class PreVote:
         self._leader_progress_at = -inf
         self._secret = secret
         self._queries: dict[str, asyncio.Task[tuple[PreVoteReply, int]]] = {}
+        self._query_slots = asyncio.Semaphore(MAX_OPEN_QUERIES)
         self._rejoin_task: asyncio.Task[None] | None = None
         self._unresponsive: set[str] = set()
 
@@ -125,7 +128,11 @@ class PreVote:
         return None if is_late else said
 
     async def _query_agent(self, address: str) -> tuple[PreVoteReply, int]:
-        """Ask one agent; return its answer and the term that it knows of."""
+        """Ask one agent once there is a slot; return its answer and the term that it knows of."""
+        async with self._query_slots:
+            return await self._query_agent_now(address)
+
+    async def _query_agent_now(self, address: str) -> tuple[PreVoteReply, int]:
         talker = AsyncClient(address, self._secret, connect_timeout_s=PREVOTE_REPLY_TIMEOUT_S)
         try:
             answer = await talker.post(TERM_PATH, {}, PREVOTE_REPLY_TIMEOUT_S)

@@ -17,6 +17,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
+from math import inf
 from typing import Any
 
 from holdfast.checkpoint.peers.config import Peer
@@ -49,6 +50,8 @@ from holdfast.wire.term import TERM_PATH, Term, holder_probe, newest_term
 
 ROLE_RETRY_PAUSE_S = 0.5
 """Seconds between two reads of the run store."""
+STAND_BACK_S = 20.0
+"""Seconds that an agent which gave up the lead leaves the next term to other agents."""
 
 
 async def _no_check() -> None:
@@ -114,6 +117,7 @@ class RoleLoop:
         self._own_term, self._check_run_folder = own_term, check_run_folder
         self._heartbeat_interval_s, self._complain = heartbeat_interval_s, complain
         self._last_complaint = ""
+        self._stands_back_until = -inf
 
     @property
     def state(self) -> AgentState:
@@ -194,6 +198,12 @@ class RoleLoop:
         """Leave the run: follow no coordinator any more."""
         self._membership.leave_run()
 
+    def give_up_lead(self) -> None:
+        """End this agent's coordinator, whose term was closed; let another agent lead."""
+        self._stands_back_until = self._membership.now + STAND_BACK_S
+        if self.coordinator is not None:
+            self.coordinator.fence()
+
     def publish_mover(self, peer: Peer | None) -> None:
         """Let the coordinator know this node's mover, from the next request to join on."""
         self._session.publish_mover(peer)
@@ -227,6 +237,9 @@ class RoleLoop:
             address = ""  # this agent held the term before a restart or a failure of the term
         elif holder is not None and holder.get("alone"):
             await self._reject_single_node_run(holder, address)
+        if not address and self._membership.now < self._stands_back_until:
+            await self._membership.sleep_until_change(ROLE_RETRY_PAUSE_S)
+            return
         self._membership.set_state(
             election.newest_term_read(self.state, term, address, self._membership.now)
         )

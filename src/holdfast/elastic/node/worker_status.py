@@ -128,7 +128,7 @@ class WorkerTable:
             member.step, member.phase, member.progress_count = progress
             member.progress_at = now
         member.blocked_in_collective = report.is_asleep
-        stream = report.stream_id or f"{self.generation}.{report.rank}"
+        stream = self._stream_of(report)
         following = self._event_cursors.get(stream, 0)
         first, events = report.first_number, report.events
         fresh = events[max(0, following - first) :]
@@ -137,6 +137,13 @@ class WorkerTable:
             member.outcome = report.outcome.kind, report.outcome.step
             member.unsaved_reason = report.outcome.unsaved_reason
         return fresh
+
+    def next_event_number(self, report: WorkerReport) -> int:
+        """Return the number of the first event that no report of this process has brought."""
+        return self._event_cursors.get(self._stream_of(report), 0)
+
+    def _stream_of(self, report: WorkerReport) -> str:
+        return report.stream_id or f"{self.generation}.{report.rank}"
 
     def on_report_answered(self, rank: int, now: float) -> None:
         """Note that a report of this worker is answered, so it can report again."""

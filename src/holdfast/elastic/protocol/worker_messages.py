@@ -142,6 +142,7 @@ class WorkerReply:
     is_peer_copy_enough  stopping: a snapshot that peers get is enough
     save                 None for a rank that does not pass such requests on
     tier_durations_s     seconds until a save is done, by tier; None for ranks that need not know
+    durable_below        all events of this rank with a lower number are durable
     """
 
     should_stop: bool = False
@@ -152,6 +153,7 @@ class WorkerReply:
     is_peer_copy_enough: bool = False
     save: SaveRequest | None = None
     tier_durations_s: Mapping[int, float] | None = None
+    durable_below: int = 0
 
     def to_json(self) -> JsonObject:
         save, durations = self.save, self.tier_durations_s
@@ -162,6 +164,7 @@ class WorkerReply:
             "pause": self.pause_generation,
             "parting": self.is_node_leaving,
             "brief": self.is_peer_copy_enough,
+            **({"durable": self.durable_below} if self.durable_below else {}),
             **({} if save is None else {"request": save.number, "into": list(save.tiers)}),
             **(
                 {}
@@ -185,4 +188,5 @@ class WorkerReply:
             if "request" in value
             else None,
             None if durations is None else durations_from_json(durations),
+            int(value.get("durable", 0)),
         )

@@ -405,5 +405,7 @@ class AgentReporter:
         except HoldfastError:
             return False, False
         self._requests = WorkerReply.from_json(answer)
+        # a slow disk: the events of an older report have become durable meanwhile
+        self._durable_below = max(self._durable_below, self._requests.durable_below)
         self._callbacks.is_announced = has_callbacks
         return True, self._requests.is_stored

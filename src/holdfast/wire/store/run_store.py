@@ -12,6 +12,7 @@ import errno
 import os
 import re
 import secrets
+import threading
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -73,8 +74,9 @@ class RunStore(Protocol):
     def append(self, key: str, data: Buffer, sync: bool = False) -> None:
         """Add `data` to the end of a journal segment, which one writer alone appends to.
 
-        With `sync` it is durable on return. Object stores cannot append: a bucket's driver makes a
-        segment of numbered objects and joins them for its readers; only keys below `journal/`.
+        With `sync` it is durable on return, with all that came before it. Without, no disk has to
+        answer that it is. Object stores cannot append: a bucket's driver makes a segment of
+        numbered objects and joins them for its readers; only keys below `journal/`.
         """
 
     def sweep(self, prefix: str, keep: str = "") -> int:
@@ -148,11 +150,13 @@ class FolderStore:
         self.folder = Path(folder)
         self._root: int | None = None
         self._open_root()
+        self._unsynced_folders = UnsyncedFolders(self.folder)
 
     def create(self, key: str, data: Buffer | Iterable[Buffer]) -> None:
         target = self._path(key)
         with self._translate_errors(key):
-            self._make_parents(target)
+            for made in self._make_parents(target):
+                _sync_folder(made.parent)
             if target.exists():  # the link below decides; this spares writing a blob in vain
                 raise AlreadyExistsError(f"{key} exists already")
             temporary = target.parent / f"{_TEMPORARY}{secrets.token_hex(8)}"
@@ -190,12 +194,12 @@ class FolderStore:
         root = self.folder / parent if parent else self.folder
         if parent:
             check_key(parent)
-        found: list[str] = []
+        found: set[str] = set()  # a folder that changes may list a name twice, on NFS for example
         with self._translate_errors(prefix):
             for folder, _, names in os.walk(root, onerror=_raise_unless_missing):
                 base = Path(folder).relative_to(self.folder).as_posix()
                 start = "" if base == "." else f"{base}/"
-                found += [f"{start}{name}" for name in names if not name.startswith(_TEMPORARY)]
+                found |= {f"{start}{name}" for name in names if not name.startswith(_TEMPORARY)}
         return sorted(key for key in found if key.startswith(prefix))
 
     def delete(self, key: str) -> None:
@@ -225,19 +229,20 @@ class FolderStore:
     def append(self, key: str, data: Buffer, sync: bool = False) -> None:
         path = self._path(key)
         with self._translate_errors(key):
-            self._make_parents(path)
+            for made in self._make_parents(path):
+                self._unsynced_folders.add(made)
             fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
             try:
                 before = os.fstat(fd).st_size
+                self._unsynced_folders.meet(path)
                 try:
                     _write_all(fd, memoryview(data).cast("B"))
                     if sync:
                         os.fsync(fd)  # a network's file system says only here that it is full
+                        self._unsynced_folders.sync_above(path)
                 except OSError:
                     os.ftruncate(fd, before)  # no torn line: the caller may append it again
                     raise
-                if before == 0:  # with or without `sync`: the next append would not do it
-                    _sync_folder(path.parent)
             finally:
                 os.close(fd)
 
@@ -245,8 +250,8 @@ class FolderStore:
     def _path(self, key: str) -> Path:
         return self.folder / check_key(key)
 
-    def _make_parents(self, target: Path) -> None:
-        """Make the folders above `target`; each new one is synced into its parent."""
+    def _make_parents(self, target: Path) -> Sequence[Path]:
+        """Make the folders above `target`; return the new ones, whose names are not durable."""
         self._check_same_folder()
         missing: list[Path] = []
         folder = target.parent
@@ -255,8 +260,8 @@ class FolderStore:
             folder = folder.parent
         for new in reversed(missing):
             new.mkdir(exist_ok=True)
-            _sync_folder(new.parent)
         self._open_root()
+        return missing[::-1]
 
     def _open_root(self) -> None:
         """Keep a descriptor of the folder once it exists. While the descriptor is open, no other
@@ -303,6 +308,47 @@ class FolderStore:
             raise MissingKeyError(f"there is no {key} in {self.folder}") from None
         except OSError as error:
             raise translate_os_error(error, self.folder) from error
+
+
+class UnsyncedFolders:
+    """Folders with names that may not be durable yet. A file's own fsync does not cover its name.
+
+    A recovery appends its first records without waiting for a disk. So the folders of a segment
+    are synced by the first append that must be durable, not by the one that makes it. Another
+    process may have made a name, and may have been killed before that. So each name that this
+    process meets for the first time counts as new."""
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+        self._lock = threading.Lock()
+        self._changes: dict[Path, int] = {}  # names that were noted in each folder
+        self._met: set[Path] = set()
+
+    def meet(self, path: Path) -> None:
+        """Note a name, and those of the folders above it, unless they were noted before."""
+        with self._lock:
+            for each in () if path in self._met else (path, *path.parents):
+                if self._root in each.parents and each not in self._met:
+                    self._add(each)
+
+    def add(self, path: Path) -> None:
+        """Note a new name."""
+        with self._lock:
+            self._add(path)
+
+    def _add(self, path: Path) -> None:
+        self._met.add(path)
+        self._changes[path.parent] = self._changes.get(path.parent, 0) + 1
+
+    def sync_above(self, path: Path) -> None:
+        """Make the names on the way to a path durable. Raises OSError; then they stay noted."""
+        with self._lock:
+            due = [(each, self._changes[each]) for each in path.parents if each in self._changes]
+        for folder, changes in due:
+            _sync_folder(folder)
+            with self._lock:
+                if self._changes.get(folder) == changes:  # no other name came meanwhile
+                    del self._changes[folder]
 
 
 def _write_all(fd: int, data: memoryview) -> None:

@@ -1,0 +1,98 @@
+"""`holdfast branch`: a new run that continues another one from a checkpoint."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from holdfast.cli.dispatch import app as make_app
+from holdfast.cli.dispatch import expand_argument
+from holdfast.cli.output import print_json, say
+from holdfast.cli.progress import StageProgress
+from holdfast.cli.read_errors import explain_read_errors
+from holdfast.errors import RunFolderError
+from holdfast.launch.runs import Run, open_run
+from holdfast.report.formatting import format_bytes
+
+if TYPE_CHECKING:
+    from holdfast.launch.branch import Branch
+
+MIB = 2**20
+
+app = make_app("Begin a new run from a checkpoint of another one.")
+
+
+@app.command()
+def branch(
+    run: Annotated[str, typer.Argument(help="run folder, or the run file it was started with")],
+    at: Annotated[str, typer.Option("--at", help="the step to continue from: a number, or newest")],
+    to: Annotated[Path, typer.Option("--to", help="the new run folder; it must not exist")],
+    overrides: Annotated[
+        list[str] | None, typer.Argument(help="keys with another value: key=value ...")
+    ] = None,
+    json: Annotated[bool, typer.Option("--json", help="print JSON")] = False,
+) -> None:
+    """Make a new run that continues another one from the state after a step.
+
+    Weights, optimizer state and position in the data are those of the checkpoint, and every byte
+    of it is checked. The keys that you name have other values from the next step on, such as the
+    learning rate. Without any, the branch computes what the run computes, bit for bit.
+
+    The run stays as it is, and may be training. The step needs a checkpoint in the run folder or
+    in checkpoint.bucket; 'holdfast checkpoint list RUN' shows those of the folder. The new folder
+    has a run file of its own, which 'holdfast train' starts. 'holdfast report' and 'holdfast data
+    audit' of the branch know which steps the parent did.
+
+    The table in docs/run-file.md says which keys can change in a branch. Keys of the model and of
+    the data cannot: no checkpoint fits another value. A branch that is cut short is no run folder;
+    the same command resumes it.
+
+    \b
+    Example:
+      holdfast branch runs/quickstart --at 100 --to runs/slow train.optimizer.learning_rate=1e-4
+      holdfast train runs/slow/run.yaml
+
+    \b
+    Another size of the batch, for the steps after 100:
+      holdfast branch runs/quickstart --at 100 --to runs/large \\
+        'train.batch_warmup=[{from_step: 101, batch_size: 64}]'
+    """
+    if "://" in run:
+        raise RunFolderError(
+            "this is a bucket, not a run folder",
+            where=run,
+            remedy="name the run folder: its checkpoint.bucket is asked, too",
+        )
+    parent = open_run(Path(expand_argument("run", run)))
+    with explain_read_errors(parent.folder), StageProgress() as progress:
+        made = _make(parent, at, to, overrides or [], progress)
+    _report(parent, made, json)
+
+
+def _make(parent: Run, at: str, to: Path, overrides: list[str], progress: StageProgress) -> Branch:
+    from holdfast.launch.branch import make_branch
+    from holdfast.plan.hardware import detect_hardware
+
+    def show(done: int, total: int) -> None:
+        if total >= MIB:
+            progress.show("copied MiB", done // MIB, total // MIB)
+
+    return make_branch(parent, at, to, overrides, detect_hardware(), show)
+
+
+def _report(parent: Run, made: Branch, json: bool) -> None:
+    """Print what was made, and the command that trains it."""
+    command = shlex.join(["holdfast", "train", str(made.run_file)])
+    size = made.copied.copied_bytes + made.copied.present_bytes
+    if json:
+        about = {"branch": str(made.folder), "bytes": size, "train": command}
+        print_json({**made.event.body, **about})
+        return
+    changes = f" with {', '.join(made.event.changed)}" if made.event.changed else ""
+    say(
+        f"{made.folder} continues {parent.folder} after step {made.event.step}{changes} "
+        f"({format_bytes(size)} copied and checked); train it: {command}"
+    )

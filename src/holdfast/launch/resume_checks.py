@@ -1,0 +1,147 @@
+"""Checks of a run folder before a run resumes in it: nothing is cut, padded or invented."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from holdfast.checkpoint.bucket.copy import copy_checkpoint
+from holdfast.checkpoint.bucket.fencing import superseded_keys
+from holdfast.checkpoint.restore.catalog import list_commits, step_of
+from holdfast.checkpoint.restore.reader import Checkpoint
+from holdfast.checkpoint.restore.verify import find_damage
+from holdfast.config.load import LoadedConfig
+from holdfast.config.run import RunConfig
+from holdfast.core.format.manifest import Commit
+from holdfast.core.lr_schedule import last_common_step
+from holdfast.core.sharding.run_table import run_state_table
+from holdfast.errors import CheckpointError, CorruptError, HoldfastError, RunFolderError
+from holdfast.launch.runs import drop_unknown_keys, read_resolved
+from holdfast.wire.store.location import open_store
+from holdfast.wire.store.run_store import FolderStore, MissingKeyError, RunStore
+
+
+def usable_commits(store: RunStore) -> list[str]:
+    """Return the keys of the checkpoints that the run has not given up, the newest first."""
+    keys = list_commits(store)
+    given_up = superseded_keys(store, keys)
+    return [key for key in keys if key not in given_up]
+
+
+def branch_command(folder: Path, stored: Mapping[str, Any], config: RunConfig) -> str:
+    """Return the command that begins a branch of the run in `folder`, without changed keys.
+
+    It is "" for a run without a checkpoint. Otherwise it names the newest. If only the schedule
+    gets longer, it names the newest whose steps keep their learning rates. For a wsd schedule this
+    is the last before the decay."""
+    steps = [step_of(key) for key in usable_commits(FolderStore(folder))]
+    if not steps:
+        return ""
+    at, after = steps[0], config.train
+    with suppress(ValidationError):
+        before = RunConfig.model_validate(drop_unknown_keys(dict(stored))).train
+        if (before.schedule, before.optimizer) == (after.schedule, after.optimizer):
+            same = last_common_step(before, after, at)
+            at = max((step for step in steps if step <= same), default=at)
+    return shlex.join(["holdfast", "branch", str(folder), "--at", str(at), "--to", _free(folder)])
+
+
+def _free(folder: Path, ending: str = "-branch") -> str:
+    """Return the path of a folder that does not exist yet."""
+    path, number = f"{folder}{ending}", 1
+    while Path(path).exists():
+        number += 1
+        path = f"{folder}{ending}-{number}"
+    return path
+
+
+def refuse_other_shapes(commit: Commit, config: RunConfig, where: str | None = None) -> None:
+    """Raises CheckpointError for a checkpoint with other tensors than the run file's model has."""
+    wanted = {t.name: (t.dtype, t.shape) for t in run_state_table(config)}
+    found = {t.name: (t.dtype, t.shape) for t in commit.table}
+    for name in [*found, *wanted]:
+        if found.get(name) != wanted.get(name):
+            raise CheckpointError(
+                f"the checkpoint of step {commit.step} has {_shape(found.get(name))} for {name}, "
+                f"and the run file's model has {_shape(wanted.get(name))}",
+                where=where,
+                remedy="use the model and train.precision of the run that wrote it",
+            )
+
+
+def _shape(found: tuple[str, tuple[int, ...]] | None) -> str:
+    return f"{found[0]} {list(found[1])}" if found else "nothing"
+
+
+def refuse_unfit_state(folder: Path, config: RunConfig) -> None:
+    """Raises UserError if the newest checkpoint in a run folder has other tensors than the model,
+    or lies after the last step."""
+    store, steps = FolderStore(folder), config.train.steps
+    if not folder.is_dir():
+        return
+    for key in usable_commits(store):
+        with suppress(MissingKeyError, CorruptError):  # a restore takes the next one
+            commit = Checkpoint.open(store, key).commit
+            refuse_other_shapes(commit, config, str(folder))
+            if commit.step > steps:
+                raise RunFolderError(
+                    f"this run has done step {commit.step}, and train.steps {steps} would cut it",
+                    where=str(folder),
+                    remedy=f"use train.steps={commit.step} or more",
+                )
+            return
+
+
+def refuse_branch_without_state(folder: Path, loaded: LoadedConfig, fresh: bool) -> None:
+    """Raises RunFolderError if a branch would begin at step 0."""
+    config = loaded.config
+    elsewhere = config.checkpoint.bucket or config.checkpoint.peers
+    if not config.branch_of or not (fresh or (read_resolved(folder) is None and not elsewhere)):
+        return
+    raise RunFolderError(
+        f"this run continues {config.branch_of}, and "
+        + ("--fresh would begin it at step 0" if fresh else "its first checkpoint is not here"),
+        where=str(folder),
+        remedy="make another branch: holdfast branch RUN --at STEP --to NEW",
+    )
+
+
+def ensure_end_is_intact(folder: Path, step: int, bucket: str, say: Callable[[str], None]) -> None:
+    """Read the last checkpoint of a finished run. If it is damaged, bring it back from the bucket.
+
+    Raises RunFolderError, with the newest intact checkpoint, if the bucket does not have it."""
+    store = FolderStore(folder)
+    keys = usable_commits(store)
+    if not keys or step_of(keys[0]) != step or (problem := find_damage(store, keys[0])) is None:
+        return
+    if bucket and _bring_back(store, keys[0], bucket):
+        say(f"the last checkpoint was damaged ({problem}); it was brought back from the bucket")
+        return
+    intact = next((step_of(key) for key in keys[1:] if find_damage(store, key) is None), None)
+    if intact is None:
+        remedy = "no older one is intact either: start over with --fresh"
+    else:
+        command = ["holdfast", "branch", str(folder), "--at", str(intact), "--to"]
+        remedy = (
+            f"the newest intact one is of step {intact}; do the {step - intact} steps after it "
+            f"again in a run of its own: {shlex.join([*command, _free(folder, '-again')])}"
+        )
+    raise RunFolderError(
+        f"this run did all {step} steps, but its last checkpoint is damaged: {problem}",
+        where=str(folder),
+        remedy=remedy,
+    )
+
+
+def _bring_back(folder: RunStore, key: str, bucket: str) -> bool:
+    """Replace what is damaged of a checkpoint; return True if it is intact now."""
+    try:
+        copy_checkpoint(open_store(bucket), key, folder)
+    except (HoldfastError, MissingKeyError):
+        return False
+    return find_damage(folder, key) is None
