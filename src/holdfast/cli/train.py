@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import platform
 import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -36,6 +38,7 @@ from holdfast.launch.run_folder import (
     write_description,
 )
 from holdfast.launch.runs import read_resolved
+from holdfast.launch.task_run import with_task
 from holdfast.launch.trackers import refuse_missing_trackers
 from holdfast.launch.unlike_node import refuse_unlike_node
 from holdfast.layout import Layout
@@ -70,16 +73,19 @@ def train(
       holdfast train run.yaml train.steps=200 layout.workers=4
       holdfast train run.yaml --fresh
     """
+    return start_run(run_file, overrides or [], fresh=fresh, json=json)
+
+
+def start_run(
+    run_file: Path, overrides: Sequence[str], *, fresh: bool = False, json: bool = False
+) -> int:
+    """As the command `train`; return its exit code. Raises UserError."""
     with early_signals_answered():
-        return _train(run_file, overrides or [], fresh=fresh, json=json)
-
-
-def _train(run_file: Path, overrides: list[str], *, fresh: bool, json: bool) -> int:
-    machine = detect_hardware()
-    loaded = plan_for_machine(load_config(run_file, overrides), machine)
-    folder = Path(loaded.config.run_folder)
-    with crash_log_in(folder):
-        return _train_in_folder(loaded, machine, folder, fresh=fresh, json=json)
+        machine = detect_hardware()
+        loaded = plan_for_machine(load_config(run_file, overrides), machine)
+        folder = Path(loaded.config.run_folder)
+        with crash_log_in(folder):
+            return _train_in_folder(loaded, machine, folder, fresh=fresh, json=json)
 
 
 def _train_in_folder(
@@ -98,9 +104,8 @@ def _train_in_folder(
         refuse_alone(folder, watch)
     if fresh or not several:
         refuse_in_use(folder, watch)
-    dataset = prepare_and_check_dataset(loaded, wait=several)
-    loaded = with_vocabulary(loaded, dataset, None if fresh else folder)
-    version = dataset.version if fresh else dataset_version_in(folder, dataset)
+    loaded, data = prepare_run_data(loaded, folder, fresh=fresh, wait=several)
+    version = data.version
     beside = fresh and several and is_begun_by_other(folder, before, loaded, version)
     if fresh and not beside and (old := set_aside(folder, before, watch)) is not None:
         say(f"the old run folder is now {old}")
@@ -121,10 +126,10 @@ def _train_in_folder(
     if several:
         refuse_unlike_node(folder, loaded, watch)
     begins = read_resolved(folder) is None
-    about = describe_start(loaded, dataset, begins=begins)
+    about = describe_start(loaded, data.use, begins=begins)
     if begins:
         about = [f"a new run in {folder.resolve()}", *about]
-    write_description(folder, loaded, machine, dataset.folder, version)
+    write_description(folder, loaded, machine, data.folder, version)
     for line in about:
         say(line)
     with RunViews(loaded.config, folder, version, machine, json=json) as views:
@@ -143,6 +148,35 @@ def _train_in_folder(
     return code
 
 
+@dataclass(frozen=True)
+class RunData:
+    """The data of a run. use: lines about how much of it the run reads."""
+
+    version: str
+    folder: Path
+    use: tuple[str, ...]
+
+
+def prepare_run_data(
+    loaded: LoadedConfig, run_folder: Path, *, fresh: bool, wait: bool
+) -> tuple[LoadedConfig, RunData]:
+    """Return the configuration with what follows from the data and the task, and the data.
+
+    wait: for another process that prepares the dataset. Raises UserError."""
+    if loaded.config.task.name:
+        loaded = with_task(loaded)
+        task = loaded.config.task
+        return loaded, RunData(task.data, Path(task.folder), ())
+    from holdfast.data.coverage import describe_use
+
+    dataset = prepare_and_check_dataset(loaded, wait=wait)
+    loaded = with_vocabulary(loaded, dataset, None if fresh else run_folder)
+    config = loaded.config
+    version = dataset.version if fresh else dataset_version_in(run_folder, dataset)
+    use = describe_use(dataset, config.data, config.train, config.seed)
+    return loaded, RunData(version, dataset.folder, tuple(use))
+
+
 def prepare_and_check_dataset(loaded: LoadedConfig, wait: bool = False) -> Dataset:
     """Return the run's dataset, prepared if it is missing, and checked against its checksums.
     `wait`: for another process that is preparing it."""
@@ -155,14 +189,11 @@ def prepare_and_check_dataset(loaded: LoadedConfig, wait: bool = False) -> Datas
     return dataset
 
 
-def describe_start(loaded: LoadedConfig, dataset: Dataset, begins: bool = False) -> list[str]:
-    """Lines about what of the run file can never take effect, and the run's use of its dataset.
+def describe_start(loaded: LoadedConfig, use: Sequence[str], begins: bool = False) -> list[str]:
+    """Lines about what of the run file can never take effect, and the run's `use` of its data.
     begins: the run starts for the first time."""
     from holdfast.config.no_effect import find_without_effect
-    from holdfast.data.coverage import describe_use
 
-    config = loaded.config
-    use = describe_use(dataset, config.data, config.train, config.seed)
     origin = _describe_model_origin(loaded) if begins else []
     return [*find_without_effect(loaded), *use, *origin]
 

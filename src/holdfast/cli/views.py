@@ -14,7 +14,7 @@ from holdfast.checkpoint.restore.catalog import origin_of_weights
 from holdfast.cli.journal_follower import JournalFollower
 from holdfast.cli.output import say
 from holdfast.config.run import RunConfig
-from holdfast.core.flops import CONVENTIONS, flops_per_token
+from holdfast.core.flops import run_flops_per_token
 from holdfast.events import Record, to_json
 from holdfast.plan.hardware import HardwareInfo
 from holdfast.report.live import LiveView
@@ -108,11 +108,9 @@ def metrics_of(config: RunConfig, dataset_version: str, machine: HardwareInfo) -
     if config.device == "cuda" and machine.accelerators:
         one = machine.accelerators[0].peak_flops(config.train.precision)
         peak = one * config.layout.workers if one is not None else None
-    flops = {
-        str(name): flops_per_token(config.model, config.data.sequence_length, name)
-        for name in CONVENTIONS
-    }
-    info = {"model": config.model.preset or config.model.family, "dataset": dataset_version}
+    model = config.task.name or config.model.preset or config.model.family
+    info = {"model": model, "dataset": dataset_version}
+    flops = run_flops_per_token(config)
     return RunMetrics(config.name, info, flops_per_token=flops, peak_flops=peak)
 
 

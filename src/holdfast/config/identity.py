@@ -59,7 +59,15 @@ LATER_KEYS = (
     "model.window",
     "model.window_layers",
     "model.window_rope_theta",
+    "task.args",
+    "task.data",
+    "task.name",
+    "task.parameters",
+    "task.samples",
+    "task.source",
 )
+OPEN_SECTION = "task.args."
+"""Its keys are the user's own: one that is missing has no default."""
 
 
 # Alike on all nodes of a run: all that decides the computation, and these. With another value on
@@ -124,7 +132,7 @@ def _later_default(key: str) -> Any:
     """The default of one of LATER_KEYS, as a dump has it."""
     field = field_at(key.split("."))
     assert field is not None
-    default = field.get_default()
+    default = field.get_default(call_default_factory=True, validated_data={})
     return list(default) if isinstance(default, tuple) else default
 
 
@@ -149,7 +157,7 @@ def config_differences(stored: Mapping[str, Any], config: RunConfig) -> list[Con
     default = decisive_values(RunConfig().model_dump(mode="json"))
     found: list[ConfigDifference] = []
     for key in sorted(here.keys() | there.keys()):
-        in_list = any(is_index(part) for part in key.split("."))
+        in_list = key.startswith(OPEN_SECTION) or any(is_index(part) for part in key.split("."))
         if key not in here and not in_list and key not in default and key not in LATER_KEYS:
             continue
         if key == SCHEDULE_STEPS and not (key in here and key in there):
@@ -172,6 +180,10 @@ def is_place(key: str) -> bool:
     return name == "path" and section.startswith(("data.sources.", "data.tokenizer"))
 
 
+def _stored_task(stored: Mapping[str, Any]) -> str:
+    return str(stored.get("task", {}).get("name", ""))
+
+
 def refuse_other_run(
     stored: Mapping[str, Any], config: RunConfig, folder: str, branch_command: str = ""
 ) -> None:
@@ -184,6 +196,12 @@ def refuse_other_run(
     found = [d for d in config_differences(stored, config) if not is_place(d.key)]
     if not found:
         return
+    if any(d.key == "task.source" for d in found) and config.task.name == _stored_task(stored):
+        raise RunFolderError(
+            f"this run was started with another source of task {config.task.name}",
+            where=folder,
+            remedy="put the task's files back, or start over with --fresh",
+        )
     named = ", ".join(_describe(d, config) for d in found[:3])
     named += f" and {len(found) - 3} more" if len(found) > 3 else ""
     fits = ""

@@ -22,6 +22,7 @@ def find_without_effect(loaded: LoadedConfig) -> list[str]:
         *_batch_stages(loaded),
         *_intervals(loaded),
         *_switched_off(loaded),
+        *_of_the_decoder(loaded),
     ]
     return [f"{loaded.where(key)}: {key} {what}; {remedy}" for key, what, remedy in found]
 
@@ -133,6 +134,17 @@ def _intervals(loaded: LoadedConfig) -> Iterator[Finding]:
             f"{config.layout.trace_step} comes after the last step {steps}, so nothing is recorded",
             f"use {steps} or less",
         )
+
+
+def _of_the_decoder(loaded: LoadedConfig) -> Iterator[Finding]:
+    """Keys of the built-in decoder and its tokens, where a task is trained."""
+    if not loaded.config.task.name:
+        return
+    for key in loaded.origins:
+        if key.split(".")[0] in ("model", "data") and _given(loaded, key):
+            yield key, f"has no effect on task {loaded.config.task.name}", "remove it"
+    if loaded.config.train.evaluate.every and _given(loaded, "train.evaluate.every"):
+        yield "train.evaluate.every", "has no effect: a task has no validation data", "remove it"
 
 
 def _switched_off(loaded: LoadedConfig) -> Iterator[Finding]:

@@ -28,9 +28,16 @@ FREE_PATHS = (
     "cluster.notices_at",
     "cluster.notices_account",
     "cluster.faults",
+    "task.folder",
 )
 PLACES = ("data.tokenizer.path", "data.sources.*.path")
-OPTIONAL = ("data.chat.template_file", "checkpoint.bucket", "cluster.notices_at", "cluster.faults")
+OPTIONAL = (
+    "data.chat.template_file",
+    "checkpoint.bucket",
+    "cluster.notices_at",
+    "cluster.faults",
+    "task.folder",
+)
 """Keys for which an empty text means none."""
 
 

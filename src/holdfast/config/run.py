@@ -19,6 +19,7 @@ from holdfast.config.huggingface.convert import explain_no_architecture
 from holdfast.config.layout import LayoutConfig
 from holdfast.config.logging import LoggingConfig
 from holdfast.config.model import ModelConfig
+from holdfast.config.task import TaskConfig
 from holdfast.config.train import TrainConfig
 
 
@@ -44,6 +45,7 @@ class RunConfig(Section):
     tensorboard: InPlace[bool] = Field(
         False, description="short for logging.trackers: [tensorboard]"
     )
+    task: Never[TaskConfig] = TaskConfig.model_validate({})
     data: Never[DataConfig] = DataConfig()
     model: Never[ModelConfig] = Field(default_factory=lambda: ModelConfig.model_validate({}))
     train: TrainConfig = TrainConfig()
@@ -64,7 +66,7 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _cross_section(self) -> RunConfig:
-        refused = find_impossible_degrees(self.layout, self.model, self.train)
+        refused = find_impossible_degrees(self.layout, self.model, self.train, self.task.name)
         if refused is not None:
             raise ValueError(refused)
         if (unknown := explain_no_architecture(self.model)) is not None:

@@ -155,6 +155,11 @@ class Batches:
         documents = np.zeros(shape, dtype=np.int32) if self.document_attention else None
         return Microbatch(inputs, targets, documents, [], 0)
 
+    def blank_hash(self, samples: int) -> str:
+        """The ledger hash of so many skipped samples."""
+        blank = self.blank_microbatch(samples)
+        return fed_hash(blank.inputs, blank.targets)
+
     def hash_of(self, start: int, stop: int) -> str:
         """The ledger hash that feeding positions [start, stop) must give."""
         batch = self.read_samples(start, stop)

@@ -16,7 +16,9 @@ from holdfast.checkpoint.restore.catalog import list_commits
 from holdfast.checkpoint.restore.read_ahead import ReadAhead
 from holdfast.checkpoint.restore.reader import Checkpoint
 from holdfast.checkpoint.restore.verify import find_newest_verified, verify
+from holdfast.config.task import refuse_task
 from holdfast.core.sharding.boxes import Box
+from holdfast.core.sharding.run_table import run_parameters
 from holdfast.data.chat_render import ChatTemplate
 from holdfast.data.chat_templates import TEMPLATE_FILE
 from holdfast.data.dataset import exists, read_manifest
@@ -110,12 +112,10 @@ class CheckpointWeights:
     """A checkpoint's parameters by name, in full or in part, read on request; nothing is kept."""
 
     def __init__(self, run: Run, checkpoint: Checkpoint):
-        from holdfast.core.sharding.parameters import decoder_parameters
-
         self._checkpoint = checkpoint
         names = [spec.name for spec in checkpoint.tensors if spec.name.startswith("model.")]
         self._ahead = ReadAhead(checkpoint, names)
-        self._shapes = {p.name: p.shape for p in decoder_parameters(run.config.model)}
+        self._shapes = {p.name: p.shape for p in run_parameters(run.config)}
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -192,6 +192,7 @@ def write_folder(
 
     from holdfast.model.huggingface import export_folder
 
+    refuse_task(run.config.task, "an export in Hugging Face's form")
     tokens = None
     if tokenizer is not None:
         tokens = dataset_tokens(run.dataset_folder, load_tokenizer(tokenizer))
@@ -243,6 +244,7 @@ def continuations(
 
     from holdfast.model.generate import generate
 
+    refuse_task(run.config.task, "generating text")
     path = run.dataset_folder / "tokenizer.json"
     if not path.is_file():
         raise DataError(
