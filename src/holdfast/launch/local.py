@@ -60,8 +60,7 @@ def train_locally(
     `/metrics`, `say` prints one line, `say_last` the result. The dataset's version is read from its
     folder unless given. `fresh`: begin, whatever a bucket or peers hold. `resume`: the command that
     resumes the run. `watch`: what is known of the folder's holder.
-    Raises UserError: the folder is in use, not writable, holds no trustworthy checkpoint, ...; and
-    CannotGoOnError.
+    Raises UserError (such as a folder in use) and CannotGoOnError.
     """
     folder = Path(loaded.config.run_folder)
     store: RunStore = FolderStore(folder)
@@ -95,8 +94,8 @@ def train_locally(
         generation_floor=start.restore_and_find_floor,
         trackers=tracker_programs(config, folder),
     )
-    views: dict[str, Any] = {"observers": observers, "render_metrics": render_metrics, "say": say}
-    views["say_last"] = say_last
+    views: dict[str, Any] = {"observers": observers, "render_metrics": render_metrics}
+    views |= {"say": say, "say_last": say_last}
     if config.cluster.node:
         say(_listening_line(node, address))
         with bind_listener(config.cluster.host, 0, "cluster.interface") as control:

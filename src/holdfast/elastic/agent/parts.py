@@ -76,23 +76,11 @@ class AgentParts:
         self.node_runner = self._make_node_runner(address)
         self.run_controller = self._make_run_controller(address, planner)
         self.role_loop = self._make_role_loop(address)
-        self.term_monitor = TermMonitor(
-            context.node,
-            self.role_loop,
-            lambda: self.run_controller.term,
-            context.single_node_term,
-            say,
-        )
+        self.term_monitor = self._make_term_monitor()
         self.processes.attach(
             self.node_runner, self.role_loop.publish_mover, self.role_loop.publish_identity
         )
-        self.trackers = TrackerSupervisor(
-            context.trackers,
-            self.processes.lifeline_fd,
-            lambda: self.role_loop.coordinator is not None,
-            say,
-            shlex.join(["holdfast", "track", str(context.folder)]),
-        )
+        self.trackers = self._make_trackers()
         self.shutdown_controller = self._make_shutdown_controller(exit_at_once)
         self._group_end = GroupEnd(
             records,
@@ -113,6 +101,24 @@ class AgentParts:
         self.processes.close()
 
     # --- making one part each -------------------------------------------------------------------
+    def _make_term_monitor(self) -> TermMonitor:
+        return TermMonitor(
+            self.context.node,
+            self.role_loop,
+            lambda: self.run_controller.term,
+            self.context.single_node_term,
+            self.say,
+        )
+
+    def _make_trackers(self) -> TrackerSupervisor:
+        return TrackerSupervisor(
+            self.context.trackers,
+            self.processes.lifeline_fd,
+            lambda: self.role_loop.coordinator is not None,
+            self.say,
+            shlex.join(["holdfast", "track", str(self.context.folder)]),
+        )
+
     def _make_node_runner(self, address: str) -> NodeRunner:
         it = self.context
         around = NodeContext(
