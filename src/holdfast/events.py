@@ -486,8 +486,9 @@ def from_json(value: dict[str, Any]) -> Record | None:
     kind = _KINDS.get(value["kind"])
     if kind is None:
         return None
-    envelope = (value[name] for name in ("generation", "writer", "sequence", "time"))
-    return Record(*envelope, event_from_json(value["kind"], value["event"]))
+    generation, writer, sequence = value["generation"], value["writer"], value["sequence"]
+    event = event_from_json(value["kind"], value["event"])
+    return Record(generation, writer, sequence, value["time"], event)
 
 
 def event_from_json(kind: str, value: dict[str, Any]) -> Event:
