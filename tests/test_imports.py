@@ -23,6 +23,7 @@ TORCH_ROOMS = (
     "holdfast.parallel",
     "holdfast.train",
     "holdfast.data.loader",
+    "holdfast.tasks",
     "holdfast.checkpoint.capture",
     "holdfast.elastic.worker",
 )

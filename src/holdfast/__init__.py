@@ -1,10 +1,26 @@
-"""Trains large language models on machines that come and go."""
+"""Trains large language models on machines that come and go.
+
+The public names are those of `__init__.pyi`; docs/python.md explains them. Each is loaded when it
+is first asked for, so that importing this package imports no torch.
+"""
 
 from importlib.metadata import version
+from sys import modules as __modules
+
+from holdfast import public_names as __names
+
+__all__ = list(__names.HOMES)
+__modules[__name__].__class__ = __names.Package
 
 
-def __getattr__(name: str) -> str:
-    """Return `__version__`, which is looked up when it is asked for."""
+def __getattr__(name: str) -> object:
+    """Return a public name, or `__version__`; each is looked up when it is asked for."""
     if name == "__version__":
         return version("holdfast")
+    if name in __names.HOMES:
+        return __names.load(name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return [*__all__, "__version__"]

@@ -65,6 +65,10 @@ class CheckpointError(UserError):
     """No checkpoint can be trusted, or one that was asked for cannot be read."""
 
 
+class TaskError(UserError):
+    """A user's task cannot be made, does not fit the run, or breaks a rule of docs/python.md."""
+
+
 class ModelFolderError(UserError):
     """A folder in Hugging Face form cannot be read or written."""
 

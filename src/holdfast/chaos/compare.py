@@ -16,8 +16,6 @@ from holdfast.config.run import RunConfig
 from holdfast.core.data.lineage import split_effective
 from holdfast.core.sharding.boxes import whole_box
 from holdfast.data.audit import audit_records
-from holdfast.data.batch import Batches
-from holdfast.data.dataset import Dataset
 from holdfast.events import StepDone
 from holdfast.wire.journal import read_journal
 from holdfast.wire.store.run_store import FolderStore
@@ -80,8 +78,9 @@ def _relative_error(difference: float, size: float) -> float:
 def _check_ledger(folder: Path, steps: int) -> str:
     stored = json.loads((folder / "resolved.json").read_text())
     config = RunConfig.model_validate(stored["config"])
-    dataset = Dataset.open(Path(stored["dataset"]["folder"]))
-    batches = Batches(dataset, config.data, config.train, config.seed)
+    from holdfast.tasks.choose import open_audited
+
+    batches, _ = open_audited(config, stored["dataset"]["folder"])
     result = audit_records(read_journal(FolderStore(folder)), batches)
     if not result.ok:
         return result.describe()

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from holdfast.cli.output import print_json, say
+from holdfast.config.task import refuse_task
 from holdfast.errors import DataError, OutOfSpaceError, UserError
 from holdfast.launch.runs import IMPORTED_FOLDER
 from holdfast.report.formatting import format_bytes
@@ -70,6 +71,7 @@ def import_(
 
     machine = detect_hardware()
     loaded = plan_for_machine(load_config(run_file, overrides or []), machine)
+    refuse_task(loaded.config.task, "holdfast checkpoint import")
     folder = Path(loaded.config.run_folder)
     refuse_in_use(folder, HolderWatch(folder, say))
     size = _vocabulary_of(source, tokenizer_unchecked)  # before hours of tokenising
@@ -107,11 +109,11 @@ def _with_folder_vocabulary(
     """The vocabulary of the folder where the run file leaves it open, if it has a row for each
     token of the dataset."""
     from holdfast.cli.train import with_vocabulary
-    from holdfast.data.vocabulary import needed_size
+    from holdfast.data.dataset_match import needed_vocabulary
 
     if not size or loaded.config.model.vocab_size not in (0, size):
         return with_vocabulary(loaded, dataset)
-    needed = needed_size(dataset.tokenizer_path, dataset.end, dataset.begin)
+    needed = needed_vocabulary(dataset)
     if needed > size:
         raise DataError(
             f"the dataset's tokenizer makes {needed} tokens of texts, and the model knows {size}",

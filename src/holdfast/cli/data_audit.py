@@ -55,14 +55,12 @@ def audit_run(found: Run, last_step: int | None = None) -> RunAudit:
     """Audit a run's own steps, up to `last_step` or its last committed one."""
     from holdfast.checkpoint.restore.catalog import list_commits, step_of
     from holdfast.data.audit import AuditProblem, audit_records
-    from holdfast.data.batch import Batches
-    from holdfast.data.dataset import Dataset
-    from holdfast.data.verify import find_problems
+    from holdfast.tasks.choose import open_audited
     from holdfast.wire.journal import read_contents
     from holdfast.wire.term import newest_term
 
     config, journal = found.config, read_contents(found.store)
-    batches = Batches(Dataset.open(found.dataset_folder), config.data, config.train, config.seed)
+    batches, file_problems = open_audited(config, found.dataset_folder)
     result = audit_records(journal.records, batches, last_step)
     result.unreadable = len(journal.unreadable)
     commits = list_commits(found.store)
@@ -77,9 +75,7 @@ def audit_run(found: Run, last_step: int | None = None) -> RunAudit:
             )
         )
     # Tokens that were fed from a changed shard would agree with that shard.
-    result.problems += [
-        AuditProblem("dataset", 0, 0, text) for text in find_problems(batches.dataset.folder)
-    ]
+    result.problems += [AuditProblem("dataset", 0, 0, text) for text in file_problems]
     return RunAudit(result, journal)
 
 

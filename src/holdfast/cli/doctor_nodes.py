@@ -13,7 +13,8 @@ from typing import Any
 from holdfast.cli.doctor_checks import Check
 from holdfast.config.run import RunConfig
 from holdfast.core.sharding.ownership import Ownership
-from holdfast.core.sharding.state_table import ITEM_BYTES, state_table
+from holdfast.core.sharding.run_table import run_state_table
+from holdfast.core.sharding.state_table import ITEM_BYTES
 from holdfast.elastic.protocol.generation_record import GenerationRecord
 from holdfast.elastic.protocol.node_check import LISTENS, LinkResult, NodeMemory
 from holdfast.errors import HoldfastError, LayoutError
@@ -118,7 +119,7 @@ def _cut_link(name: str, other: str, link: LinkResult, address: str) -> Check:
 # --- memory ----------------------------------------------------------------------------------
 def needs_by_node(config: RunConfig, topology: Topology) -> dict[str, NodeNeed]:
     """Return what `holdfast layout show` knows of each node, and the snapshots."""
-    table = state_table(config.model, config.train.precision)
+    table = run_state_table(config)
     sizes = {row.name: ITEM_BYTES[row.dtype] for row in table}
     owned = {
         rank: sum(box.size * sizes[box.name] for box in boxes)

@@ -16,7 +16,7 @@ from holdfast.checkpoint.restore.verify import open_commit
 from holdfast.cli.doctor_checks import Check, CheckState
 from holdfast.config.run import RunConfig
 from holdfast.core.format.manifest import Commit
-from holdfast.core.sharding.state_table import state_table
+from holdfast.core.sharding.run_table import run_state_table
 from holdfast.errors import DataError, HoldfastError
 from holdfast.events import (
     CheckpointCommitted,
@@ -219,7 +219,7 @@ def _state_bytes(config: RunConfig | None) -> int:
     """Bytes of a checkpoint that was never made: of all parameters and moments."""
     if config is None:
         return 0
-    table = state_table(config.model, config.train.precision)
+    table = run_state_table(config)
     return sum(row.nbytes for row in table)
 
 

@@ -15,12 +15,15 @@ from holdfast.cli.early_signals import early_signals_answered
 from holdfast.cli.output import say
 from holdfast.cli.train import finished_step
 from holdfast.cli.views import RunViews
+from holdfast.config.identity import refuse_other_run
 from holdfast.config.load import LoadedConfig, resolve_config
 from holdfast.errors import RunFolderError
 from holdfast.launch.holder import HolderWatch
 from holdfast.launch.resume_checks import ensure_end_is_intact
 from holdfast.launch.run_folder import dataset_version_in, refuse_alone
 from holdfast.launch.runs import RESOLVED_FILE, read_resolved
+from holdfast.launch.task_run import described
+from holdfast.launch.trackers import refuse_missing_trackers
 
 ADDRESS_KEYS = ("cluster.interface", "cluster.gloo_interface", "checkpoint.peer_interface")
 
@@ -51,7 +54,6 @@ def join(
       holdfast train run.yaml cluster.node=first cluster.places=1     on one machine
       holdfast join runs/my-run --node second cluster.places=1        on another one
     """
-    from holdfast.data.dataset import Dataset
     from holdfast.launch import local
     from holdfast.plan.hardware import detect_hardware
 
@@ -69,7 +71,8 @@ def join(
         ensure_end_is_intact(folder, last, loaded.config.checkpoint.bucket, say)
         say(f"this run is finished: all {last} steps are done; see: holdfast report {folder}")
         return 0
-    version = dataset_version_in(folder, Dataset.open(loaded.config.data.folder))
+    refuse_missing_trackers(loaded)
+    loaded, version = _with_data(loaded, stored, folder)
     with (
         early_signals_answered(),
         crash_log_in(folder),
@@ -102,6 +105,21 @@ def _config_for_node(
     return resolve_config(yaml.safe_dump(stored["config"]), str(folder / RESOLVED_FILE), given)
 
 
+def _with_data(
+    loaded: LoadedConfig, stored: dict[str, Any], folder: Path
+) -> tuple[LoadedConfig, str]:
+    """The configuration with this node's own reading of the task, and the version of the data.
+
+    Raises UserError, also where this node has another source of the task."""
+    from holdfast.data.dataset import Dataset
+
+    if not loaded.config.task.name:
+        return loaded, dataset_version_in(folder, Dataset.open(loaded.config.data.folder))
+    loaded = described(loaded, loaded.config.task.folder)
+    refuse_other_run(stored["config"], loaded.config, str(folder))
+    return loaded, loaded.config.task.data
+
+
 def _own(overrides: list[str]) -> list[str]:
     """Raises RunFolderError for a setting of the entire run: all nodes have to agree on it."""
     for override in overrides:
@@ -109,6 +127,7 @@ def _own(overrides: list[str]) -> list[str]:
         if not key.startswith("cluster.") and key not in (
             "device",
             "checkpoint.peer_advertise",
+            "task.folder",
             *ADDRESS_KEYS,
         ):
             raise RunFolderError(

@@ -216,6 +216,8 @@ def baselines_of(run: Run) -> dict[str, float] | None:
     from holdfast.data.dataset import Dataset
 
     config = run.config
+    if config.task.name:
+        return None  # its data is no text
     try:
         dataset = Dataset.open(run.dataset_folder)
         if not dataset.is_version(run.dataset_version):

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import platform
 import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -36,6 +38,8 @@ from holdfast.launch.run_folder import (
     write_description,
 )
 from holdfast.launch.runs import read_resolved
+from holdfast.launch.task_run import with_task
+from holdfast.launch.trackers import refuse_missing_trackers
 from holdfast.launch.unlike_node import refuse_unlike_node
 from holdfast.layout import Layout
 from holdfast.plan.hardware import HardwareInfo, cpp_compiler, detect_hardware
@@ -69,16 +73,19 @@ def train(
       holdfast train run.yaml train.steps=200 layout.workers=4
       holdfast train run.yaml --fresh
     """
+    return start_run(run_file, overrides or [], fresh=fresh, json=json)
+
+
+def start_run(
+    run_file: Path, overrides: Sequence[str], *, fresh: bool = False, json: bool = False
+) -> int:
+    """As the command `train`; return its exit code. Raises UserError."""
     with early_signals_answered():
-        return _train(run_file, overrides or [], fresh=fresh, json=json)
-
-
-def _train(run_file: Path, overrides: list[str], *, fresh: bool, json: bool) -> int:
-    machine = detect_hardware()
-    loaded = plan_for_machine(load_config(run_file, overrides), machine)
-    folder = Path(loaded.config.run_folder)
-    with crash_log_in(folder):
-        return _train_in_folder(loaded, machine, folder, fresh=fresh, json=json)
+        machine = detect_hardware()
+        loaded = plan_for_machine(load_config(run_file, overrides), machine)
+        folder = Path(loaded.config.run_folder)
+        with crash_log_in(folder):
+            return _train_in_folder(loaded, machine, folder, fresh=fresh, json=json)
 
 
 def _train_in_folder(
@@ -88,6 +95,7 @@ def _train_in_folder(
     from holdfast.launch import local
 
     refuse_old_base(loaded)
+    refuse_missing_trackers(loaded)
     refuse_branch_without_state(folder, loaded, fresh)
     several = bool(loaded.config.cluster.node)  # one node of several: another may be there already
     before = run_id(folder)  # what two nodes with --fresh both find, only one of them moves
@@ -96,9 +104,8 @@ def _train_in_folder(
         refuse_alone(folder, watch)
     if fresh or not several:
         refuse_in_use(folder, watch)
-    dataset = prepare_and_check_dataset(loaded, wait=several)
-    loaded = with_vocabulary(loaded, dataset, None if fresh else folder)
-    version = dataset.version if fresh else dataset_version_in(folder, dataset)
+    loaded, data = prepare_run_data(loaded, folder, fresh=fresh, wait=several)
+    version = data.version
     beside = fresh and several and is_begun_by_other(folder, before, loaded, version)
     if fresh and not beside and (old := set_aside(folder, before, watch)) is not None:
         say(f"the old run folder is now {old}")
@@ -119,10 +126,10 @@ def _train_in_folder(
     if several:
         refuse_unlike_node(folder, loaded, watch)
     begins = read_resolved(folder) is None
-    about = describe_start(loaded, dataset, begins=begins)
+    about = describe_start(loaded, data.use, begins=begins)
     if begins:
         about = [f"a new run in {folder.resolve()}", *about]
-    write_description(folder, loaded, machine, dataset.folder, version)
+    write_description(folder, loaded, machine, data.folder, version)
     for line in about:
         say(line)
     with RunViews(loaded.config, folder, version, machine, json=json) as views:
@@ -141,6 +148,35 @@ def _train_in_folder(
     return code
 
 
+@dataclass(frozen=True)
+class RunData:
+    """The data of a run. use: lines about how much of it the run reads."""
+
+    version: str
+    folder: Path
+    use: tuple[str, ...]
+
+
+def prepare_run_data(
+    loaded: LoadedConfig, run_folder: Path, *, fresh: bool, wait: bool
+) -> tuple[LoadedConfig, RunData]:
+    """Return the configuration with what follows from the data and the task, and the data.
+
+    wait: for another process that prepares the dataset. Raises UserError."""
+    if loaded.config.task.name:
+        loaded = with_task(loaded)
+        task = loaded.config.task
+        return loaded, RunData(task.data, Path(task.folder), ())
+    from holdfast.data.coverage import describe_use
+
+    dataset = prepare_and_check_dataset(loaded, wait=wait)
+    loaded = with_vocabulary(loaded, dataset, None if fresh else run_folder)
+    config = loaded.config
+    version = dataset.version if fresh else dataset_version_in(run_folder, dataset)
+    use = describe_use(dataset, config.data, config.train, config.seed)
+    return loaded, RunData(version, dataset.folder, tuple(use))
+
+
 def prepare_and_check_dataset(loaded: LoadedConfig, wait: bool = False) -> Dataset:
     """Return the run's dataset, prepared if it is missing, and checked against its checksums.
     `wait`: for another process that is preparing it."""
@@ -153,14 +189,11 @@ def prepare_and_check_dataset(loaded: LoadedConfig, wait: bool = False) -> Datas
     return dataset
 
 
-def describe_start(loaded: LoadedConfig, dataset: Dataset, begins: bool = False) -> list[str]:
-    """Lines about what of the run file can never take effect, and the run's use of its dataset.
+def describe_start(loaded: LoadedConfig, use: Sequence[str], begins: bool = False) -> list[str]:
+    """Lines about what of the run file can never take effect, and the run's `use` of its data.
     begins: the run starts for the first time."""
     from holdfast.config.no_effect import find_without_effect
-    from holdfast.data.coverage import describe_use
 
-    config = loaded.config
-    use = describe_use(dataset, config.data, config.train, config.seed)
     origin = _describe_model_origin(loaded) if begins else []
     return [*find_without_effect(loaded), *use, *origin]
 
@@ -244,7 +277,7 @@ def with_vocabulary(
 ) -> LoadedConfig:
     """If the model has no vocabulary of its own, give it that of the run in `run_folder`, or the
     dataset's. Raises ConfigError for a model that does not know all of the dataset's tokens."""
-    from holdfast.data.vocabulary import needed_size
+    from holdfast.data.dataset_match import needed_vocabulary
 
     given, size = loaded.config.model.vocab_size, dataset.vocab_size
     if given == 0 and (known := _known_vocabulary(run_folder, dataset.version)):
@@ -253,7 +286,7 @@ def with_vocabulary(
     if given == 0:
         return loaded.with_planned({"model.vocab_size": size}, "the dataset's")
     if given < size:
-        needed = needed_size(dataset.tokenizer_path, dataset.end, dataset.begin)
+        needed = needed_vocabulary(dataset)
         if given < needed:
             raise ConfigError(
                 f"model.vocab_size {given} is smaller than the dataset's vocabulary of {needed}",

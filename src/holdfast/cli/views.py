@@ -1,4 +1,4 @@
-"""Observers of a run while it trains: the live view or JSON lines, metrics, TensorBoard."""
+"""Observers of a run while it trains: the live view or JSON lines, and metrics."""
 
 from __future__ import annotations
 
@@ -14,12 +14,11 @@ from holdfast.checkpoint.restore.catalog import origin_of_weights
 from holdfast.cli.journal_follower import JournalFollower
 from holdfast.cli.output import say
 from holdfast.config.run import RunConfig
-from holdfast.core.flops import CONVENTIONS, flops_per_token
+from holdfast.core.flops import run_flops_per_token
 from holdfast.events import Record, to_json
 from holdfast.plan.hardware import HardwareInfo
 from holdfast.report.live import LiveView
 from holdfast.report.metrics import RunMetrics
-from holdfast.report.tensorboard import TensorBoardWriter
 from holdfast.wire import journal
 from holdfast.wire.store.run_store import FolderStore
 
@@ -49,10 +48,6 @@ class RunViews:
         replays: list[Callable[[list[Record]], None]] = [metrics.replay]
         self.render_metrics = metrics.render
         shown.append(metrics.observe)
-        if config.tensorboard:
-            writer = TensorBoardWriter(folder / "tensorboard")
-            self._stack.callback(writer.close)
-            self.observers.append(writer.observe)  # each step is one point in the folder
         if json:
             lines = JsonLinePrinter()
             self._stack.callback(lines.close)
@@ -113,11 +108,9 @@ def metrics_of(config: RunConfig, dataset_version: str, machine: HardwareInfo) -
     if config.device == "cuda" and machine.accelerators:
         one = machine.accelerators[0].peak_flops(config.train.precision)
         peak = one * config.layout.workers if one is not None else None
-    flops = {
-        str(name): flops_per_token(config.model, config.data.sequence_length, name)
-        for name in CONVENTIONS
-    }
-    info = {"model": config.model.preset or config.model.family, "dataset": dataset_version}
+    model = config.task.name or config.model.preset or config.model.family
+    info = {"model": model, "dataset": dataset_version}
+    flops = run_flops_per_token(config)
     return RunMetrics(config.name, info, flops_per_token=flops, peak_flops=peak)
 
 

@@ -60,6 +60,8 @@ def field_at(path: Sequence[str | int]) -> FieldInfo | None:
         found = section.model_fields.get(part) if section is not None else None
         if found is None:
             return None
+        if get_origin(found.annotation) is dict:
+            return found  # its keys are the user's own
         section = section_of(found.annotation)
     return found
 

@@ -21,8 +21,13 @@ from holdfast.config.model_from import yaml_word
 from holdfast.config.run import RunConfig
 from holdfast.errors import RunFolderError
 
-# The dataset's version stands for these: the first is a part of it, the second is its vocabulary.
-DATASET_KEYS = ("data.deduplicate", "model.vocab_size")
+# The dataset's version stands for these: they are a part of it, and the last is its vocabulary.
+DATASET_KEYS = (
+    "data.chat.template",
+    "data.chat.template_file",
+    "data.deduplicate",
+    "model.vocab_size",
+)
 
 SCHEDULE_STEPS = "train.schedule.steps"
 """Stands for the schedule's length, wherever it is from. `train.steps` itself decides nothing."""
@@ -31,6 +36,8 @@ SCHEDULE_STEPS = "train.schedule.steps"
 # the hash, so those runs keep theirs.
 LATER_KEYS = (
     "branch_of",
+    "data.chat.long_rows",
+    "data.chat.train_on",
     "model.activation",
     "model.attention_bias",
     "model.attention_scale",
@@ -52,7 +59,15 @@ LATER_KEYS = (
     "model.window",
     "model.window_layers",
     "model.window_rope_theta",
+    "task.args",
+    "task.data",
+    "task.name",
+    "task.parameters",
+    "task.samples",
+    "task.source",
 )
+OPEN_SECTION = "task.args."
+"""Its keys are the user's own: one that is missing has no default."""
 
 
 # Alike on all nodes of a run: all that decides the computation, and these. With another value on
@@ -91,7 +106,7 @@ def decisive_values(dumped: Mapping[str, Any]) -> dict[str, Any]:
         for key, value in everything.items()
         if key not in DATASET_KEYS
         and change_of(key) is not Change.IN_PLACE
-        and not (key in LATER_KEYS and value == _later_default(key))
+        and not (_is_later(key) and value == _later_default(key))
     }
     length = values.pop(SCHEDULE_STEPS, 0) or everything.get("train.steps")
     if length and values.get("train.schedule.kind") != "constant":
@@ -109,11 +124,15 @@ def values_alike_on_all_nodes(dumped: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+def _is_later(key: str) -> bool:
+    return key in LATER_KEYS or (key.startswith("data.sources.") and key.endswith(".rows"))
+
+
 def _later_default(key: str) -> Any:
     """The default of one of LATER_KEYS, as a dump has it."""
     field = field_at(key.split("."))
     assert field is not None
-    default = field.get_default()
+    default = field.get_default(call_default_factory=True, validated_data={})
     return list(default) if isinstance(default, tuple) else default
 
 
@@ -138,7 +157,7 @@ def config_differences(stored: Mapping[str, Any], config: RunConfig) -> list[Con
     default = decisive_values(RunConfig().model_dump(mode="json"))
     found: list[ConfigDifference] = []
     for key in sorted(here.keys() | there.keys()):
-        in_list = any(is_index(part) for part in key.split("."))
+        in_list = key.startswith(OPEN_SECTION) or any(is_index(part) for part in key.split("."))
         if key not in here and not in_list and key not in default and key not in LATER_KEYS:
             continue
         if key == SCHEDULE_STEPS and not (key in here and key in there):
@@ -161,6 +180,10 @@ def is_place(key: str) -> bool:
     return name == "path" and section.startswith(("data.sources.", "data.tokenizer"))
 
 
+def _stored_task(stored: Mapping[str, Any]) -> str:
+    return str(stored.get("task", {}).get("name", ""))
+
+
 def refuse_other_run(
     stored: Mapping[str, Any], config: RunConfig, folder: str, branch_command: str = ""
 ) -> None:
@@ -173,6 +196,12 @@ def refuse_other_run(
     found = [d for d in config_differences(stored, config) if not is_place(d.key)]
     if not found:
         return
+    if any(d.key == "task.source" for d in found) and config.task.name == _stored_task(stored):
+        raise RunFolderError(
+            f"this run was started with another source of task {config.task.name}",
+            where=folder,
+            remedy="put the task's files back, or start over with --fresh",
+        )
     named = ", ".join(_describe(d, config) for d in found[:3])
     named += f" and {len(found) - 3} more" if len(found) > 3 else ""
     fits = ""

@@ -145,11 +145,13 @@ def resolve_config(
         for path, line in tree.lines.items()
         if path
     }
+    _expand_short_task(tree.value, given)
     for override in overrides:
         key = _override(tree.value, override)
         for stale in [k for k in given if k == key or k.startswith(key + ".")]:
             del given[stale]
         given[key] = Origin("command line", override)
+        _expand_short_task(tree.value, given)
 
     def base_of(key: str) -> str:
         origin = origins.get(key) or given.get(key) or Origin("default")
@@ -167,6 +169,13 @@ def resolve_config(
     loaded = LoadedConfig(config, origins, text or "", name, tuple(overrides), base)
     config, places = locate_paths(config, base_of, loaded.where)
     return replace(loaded, config=config, places=places)
+
+
+def _expand_short_task(data: dict[str, Any], given: dict[str, Origin]) -> None:
+    """Write `task: NAME` as `task: {name: NAME}`."""
+    if isinstance(data.get("task"), str):
+        data["task"] = {"name": data["task"]}
+        given["task.name"] = given.pop("task")
 
 
 def _override(data: dict[str, Any], override: str) -> str:

@@ -12,6 +12,7 @@ from typing import Any
 from holdfast.config.fields import as_path, field_at
 from holdfast.config.identity import SCHEDULE_STEPS
 from holdfast.config.load import LoadedConfig
+from holdfast.config.logging import MlflowConfig, WandbConfig
 
 
 def find_without_effect(loaded: LoadedConfig) -> list[str]:
@@ -21,10 +22,15 @@ def find_without_effect(loaded: LoadedConfig) -> list[str]:
         *_batch_stages(loaded),
         *_intervals(loaded),
         *_switched_off(loaded),
+        *_of_the_decoder(loaded),
     ]
     return [f"{loaded.where(key)}: {key} {what}; {remedy}" for key, what, remedy in found]
 
 
+_TRACKER_KEYS = {
+    "wandb": tuple(WandbConfig.model_fields),
+    "mlflow": tuple(MlflowConfig.model_fields),
+}
 Finding = tuple[str, str, str]  # key, what is wrong, remedy
 
 
@@ -130,6 +136,17 @@ def _intervals(loaded: LoadedConfig) -> Iterator[Finding]:
         )
 
 
+def _of_the_decoder(loaded: LoadedConfig) -> Iterator[Finding]:
+    """Keys of the built-in decoder and its tokens, where a task is trained."""
+    if not loaded.config.task.name:
+        return
+    for key in loaded.origins:
+        if key.split(".")[0] in ("model", "data") and _given(loaded, key):
+            yield key, f"has no effect on task {loaded.config.task.name}", "remove it"
+    if loaded.config.train.evaluate.every and _given(loaded, "train.evaluate.every"):
+        yield "train.evaluate.every", "has no effect: a task has no validation data", "remove it"
+
+
 def _switched_off(loaded: LoadedConfig) -> Iterator[Finding]:
     """Values that another key switches off."""
     config = loaded.config
@@ -147,14 +164,26 @@ def _switched_off(loaded: LoadedConfig) -> Iterator[Finding]:
         ("checkpoint.peer_copies", no_peers, "no checkpoint.peers"),
         ("cluster.notices_at", cluster.notices == "none", "cluster.notices none"),
         ("cluster.below_minimum", cluster.min_nodes == 1, "cluster.min_nodes 1"),
+        *(
+            (f"logging.{name}.{key}", name not in config.logging.trackers, f"no tracker {name}")
+            for name, keys in _TRACKER_KEYS.items()
+            for key in keys
+        ),
         ("data.tokenizer.vocab_size", data.tokenizer.path is not None, "data.tokenizer.path"),
         ("data.tokenizer.sample_bytes", data.tokenizer.path is not None, "data.tokenizer.path"),
     ]
+    chat = data.chat
+    rules += [
+        (f"data.chat.{name}", not data.has_chat, "no chat data") for name in type(chat).model_fields
+    ]
+    if data.has_chat:
+        rules.append(("data.chat.template", bool(chat.template_file), "data.chat.template_file"))
     for index, source in enumerate(data.sources):
         key = f"data.sources.{index}"
         whole = source.kind in ("text", "python-stdlib")
         rules += [
             (f"{key}.field", whole, f"kind {source.kind}"),
+            (f"{key}.field", source.rows in ("instruction", "prompt"), f"rows {source.rows}"),
             (f"{key}.split", source.kind != "huggingface", f"kind {source.kind}"),
             (f"{key}.path", source.kind == "python-stdlib", f"kind {source.kind}"),
         ]

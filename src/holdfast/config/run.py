@@ -17,7 +17,9 @@ from holdfast.config.data import DataConfig
 from holdfast.config.degrees import find_impossible_degrees
 from holdfast.config.huggingface.convert import explain_no_architecture
 from holdfast.config.layout import LayoutConfig
+from holdfast.config.logging import LoggingConfig
 from holdfast.config.model import ModelConfig
+from holdfast.config.task import TaskConfig
 from holdfast.config.train import TrainConfig
 
 
@@ -40,13 +42,17 @@ class RunConfig(Section):
     device: InPlace[Literal["auto", "cpu", "cuda"]] = Field(
         "auto", description="auto: cuda if there is an accelerator, cpu otherwise (planned)"
     )
-    tensorboard: InPlace[bool] = Field(False, description="write event files into the run folder")
+    tensorboard: InPlace[bool] = Field(
+        False, description="short for logging.trackers: [tensorboard]"
+    )
+    task: Never[TaskConfig] = TaskConfig.model_validate({})
     data: Never[DataConfig] = DataConfig()
     model: Never[ModelConfig] = Field(default_factory=lambda: ModelConfig.model_validate({}))
     train: TrainConfig = TrainConfig()
     layout: InPlace[LayoutConfig] = LayoutConfig()
     checkpoint: InPlace[CheckpointConfig] = CheckpointConfig()
     cluster: InPlace[ClusterConfig] = ClusterConfig()
+    logging: InPlace[LoggingConfig] = LoggingConfig()
 
     @field_validator("folder")
     @classmethod
@@ -60,7 +66,7 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _cross_section(self) -> RunConfig:
-        refused = find_impossible_degrees(self.layout, self.model, self.train)
+        refused = find_impossible_degrees(self.layout, self.model, self.train, self.task.name)
         if refused is not None:
             raise ValueError(refused)
         if (unknown := explain_no_architecture(self.model)) is not None:

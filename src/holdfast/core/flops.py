@@ -21,6 +21,7 @@ from holdfast.core.sharding.parameters import count_parameters
 
 if TYPE_CHECKING:  # the mover has no use for pydantic
     from holdfast.config.model import ModelConfig
+    from holdfast.config.run import RunConfig
 
 Convention = Literal["full", "causal"]
 CONVENTIONS: dict[Convention, str] = {
@@ -73,6 +74,14 @@ def dense_peak(device: str, precision: str) -> float | None:
         if all(word.lower() in device.lower() for word in name.split()):
             return peak
     return None
+
+
+def run_flops_per_token(config: RunConfig) -> dict[str, float]:
+    """FLOPs of one training token by each convention. Nothing is known of a task's module."""
+    if config.task.name:
+        return {}
+    length = config.data.sequence_length
+    return {str(name): flops_per_token(config.model, length, name) for name in CONVENTIONS}
 
 
 def utilisation(

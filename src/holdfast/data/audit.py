@@ -23,14 +23,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from holdfast.core.data import data_ledger, lineage
 from holdfast.core.data.data_ledger import LedgerEntry
-from holdfast.data.batch import Batches, fed_hash
-from holdfast.data.dataset import Dataset
+from holdfast.core.data.sample_order import BatchSchedule, SampleOrder
 from holdfast.events import (
     BatchFed,
     CheckpointCommitted,
@@ -104,8 +104,35 @@ class AuditResult:
         )
 
 
+class AuditedData(Protocol):
+    """The names of the data that a run was fed."""
+
+    @property
+    def version(self) -> str: ...
+
+    @property
+    def source_names(self) -> tuple[str, ...]: ...
+
+    def is_version(self, version: str) -> bool: ...
+
+
+class AuditedBatches(Protocol):
+    """Every batch of a run; `data.batch.Batches` is one."""
+
+    microbatch_size: int
+    schedule: BatchSchedule
+    order: SampleOrder
+
+    @property
+    def dataset(self) -> AuditedData: ...
+
+    def hash_of(self, start: int, stop: int) -> str: ...
+
+    def blank_hash(self, samples: int) -> str: ...
+
+
 def audit_records(
-    records: Iterable[Record], batches: Batches, last_step: int | None = None
+    records: Iterable[Record], batches: AuditedBatches, last_step: int | None = None
 ) -> AuditResult:
     """Audit a run's journal against the dataset and the settings in `batches`.
 
@@ -163,7 +190,7 @@ def branch_event(records: Iterable[Record]) -> RunBranched | None:
     return next((r.event for r in records if isinstance(r.event, RunBranched)), None)
 
 
-def _dataset_problems(records: Sequence[Record], dataset: Dataset) -> list[AuditProblem]:
+def _dataset_problems(records: Sequence[Record], dataset: AuditedData) -> list[AuditProblem]:
     used = {r.event.dataset_version for r in records if isinstance(r.event, RunStarted)}
     return [
         AuditProblem("dataset", 0, 0, f"the run used dataset {other}, this is {dataset.version}")
@@ -176,7 +203,7 @@ def _audit_step(
     step: int,
     entries: list[LedgerEntry],
     fed: dict[int, list[LedgerEntry]],
-    batches: Batches,
+    batches: AuditedBatches,
     result: AuditResult,
 ) -> None:
     start, stop = batches.schedule.position(step), batches.schedule.position(step + 1)
@@ -211,12 +238,13 @@ def _audit_step(
             _audit_tokens(entry, fed, batches, result)
 
 
-def _audit_skipped(entry: LedgerEntry, first: int, batches: Batches, result: AuditResult) -> None:
+def _audit_skipped(
+    entry: LedgerEntry, first: int, batches: AuditedBatches, result: AuditResult
+) -> None:
     """Was nothing learned from what is called skipped?"""
     held = result.skipped.get(entry.skip_reason, 0)
     result.skipped[entry.skip_reason] = held + entry.stop - entry.start
-    blank = batches.blank_microbatch(entry.stop - entry.start)
-    if entry.hash and entry.hash != fed_hash(blank.inputs, blank.targets):
+    if entry.hash and entry.hash != batches.blank_hash(entry.stop - entry.start):
         where = (entry.start - first) // batches.microbatch_size
         text = f"step {entry.step}, microbatch {where} (rank {entry.rank}): the ledger calls it "
         text += f"skipped ({entry.skip_reason}), but tokens were fed"
@@ -224,7 +252,10 @@ def _audit_skipped(entry: LedgerEntry, first: int, batches: Batches, result: Aud
 
 
 def _audit_tokens(
-    entry: LedgerEntry, fed: dict[int, list[LedgerEntry]], batches: Batches, result: AuditResult
+    entry: LedgerEntry,
+    fed: dict[int, list[LedgerEntry]],
+    batches: AuditedBatches,
+    result: AuditResult,
 ) -> None:
     """Were the tokens of an entry those of its positions? If not, whose were they?"""
     begin = batches.schedule.position(entry.step)
@@ -249,7 +280,7 @@ def _audit_tokens(
     result.problems.append(AuditProblem(kind, entry.step, where, text))
 
 
-def _find_real_range(entry: LedgerEntry, batches: Batches) -> tuple[int, int, int] | None:
+def _find_real_range(entry: LedgerEntry, batches: AuditedBatches) -> tuple[int, int, int] | None:
     """(step, microbatch, start) of the range nearby, cut alike, whose tokens have this hash."""
     length = entry.stop - entry.start
     nearest = sorted(range(-NEIGHBOUR_STEPS, NEIGHBOUR_STEPS + 1), key=abs)
@@ -261,7 +292,7 @@ def _find_real_range(entry: LedgerEntry, batches: Batches) -> tuple[int, int, in
     return None
 
 
-def _epoch_uses(entries: Sequence[LedgerEntry], batches: Batches) -> list[EpochUse]:
+def _epoch_uses(entries: Sequence[LedgerEntry], batches: AuditedBatches) -> list[EpochUse]:
     """Count every sample that the positions fed lead to, entry by entry."""
     used: dict[tuple[int, int], NDArray[np.uint8]] = {}
     ranges = sorted(e.range for e in entries)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Generic, Protocol, Self, TypeVar
 
 import torch
 
@@ -31,12 +32,25 @@ class TensorMicrobatch:
     tokens: int
 
 
+class LoadedMicrobatch(Protocol):
+    """What every kind of microbatch has. entries: of the ledger. tokens: its weight."""
+
+    @property
+    def entries(self) -> list[dict[str, Any]]: ...
+
+    @property
+    def tokens(self) -> int: ...
+
+
+M = TypeVar("M", bound=LoadedMicrobatch)
+
+
 @dataclass(frozen=True)
-class StepBatch:
+class StepBatch(Generic[M]):
     """This worker's share of one step, in the plan's order."""
 
     step: int
-    microbatches: list[TensorMicrobatch]
+    microbatches: list[M]
 
     @property
     def entries(self) -> list[dict[str, Any]]:
@@ -48,18 +62,18 @@ class StepBatch:
         return sum(microbatch.tokens for microbatch in self.microbatches)
 
 
-class Loader:
+class StepLoader(ABC, Generic[M]):
     """Iterates over steps from `first_step` on, at most `depth` steps read ahead.
 
     `plan(step)` gives the indices of the microbatches that this worker computes, `part` of `parts`
-    its share of their samples. The hash in each ledger entry is computed here, from the memory of
-    the tensors that are handed over. So it covers what was really fed. An error while reading is
-    raised by the step that it belongs to. When membership changes, close it and make another.
+    its share of their samples. The hash in each ledger entry is computed in `_to_device`, from the
+    memory of the tensors that are handed over. So it covers what was really fed. An error while
+    reading is raised by the step that it belongs to. When membership changes, close it and make
+    another.
     """
 
     def __init__(
         self,
-        batches: BatchSource,
         plan: Callable[[int], Sequence[int]],
         *,
         part: int = 0,
@@ -69,12 +83,12 @@ class Loader:
         device: torch.device | str = "cpu",
         depth: int = 2,
     ):
-        self._batches, self._plan = batches, plan
+        self._plan = plan
         self._part, self._parts = part, parts
         self._device = torch.device(device)
         self._depth = max(1, depth)
         self._last = last_step
-        self._ready: deque[StepBatch] = deque()
+        self._ready: deque[StepBatch[M]] = deque()
         self._error: BaseException | None = None
         self._is_at_end = False
         self._is_closed = False
@@ -85,10 +99,10 @@ class Loader:
         )
         self._thread.start()
 
-    def __iter__(self) -> Iterator[StepBatch]:
+    def __iter__(self) -> Iterator[StepBatch[M]]:
         return self
 
-    def __next__(self) -> StepBatch:
+    def __next__(self) -> StepBatch[M]:
         """The next step's share. Raises StopIteration after the last step or `close`, and
         whatever reading it raised."""
         begun = time.perf_counter()
@@ -112,7 +126,7 @@ class Loader:
             self._changed.notify_all()
         self._thread.join()
 
-    def __enter__(self) -> Loader:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exc: object) -> None:
@@ -138,6 +152,28 @@ class Loader:
                 self._is_at_end = True
                 self._changed.notify_all()
 
+    @abstractmethod
+    def _load(self, step: int, index: int) -> M:
+        """Read a microbatch, on the reading thread."""
+
+    @abstractmethod
+    def _to_device(self, host: M) -> M:
+        """Move it to the device, with the hash of what is handed over in its entries."""
+
+    def _move(self, tensor: torch.Tensor) -> torch.Tensor:
+        # Pinned memory is not used again before the copy ends: torch's host allocator sees to it.
+        return tensor.to(self._device, non_blocking=True)
+
+
+class Loader(StepLoader[TensorMicrobatch]):
+    """Reads a token dataset ahead. keywords: see `StepLoader`."""
+
+    def __init__(
+        self, batches: BatchSource, plan: Callable[[int], Sequence[int]], **keywords: Any
+    ) -> None:
+        self._batches = batches
+        super().__init__(plan, **keywords)
+
     def _load(self, step: int, index: int) -> TensorMicrobatch:
         """Host tensors, in pinned memory when they will be copied to a device."""
         read = self._batches.microbatch(step, index, self._part, self._parts)
@@ -157,7 +193,3 @@ class Loader:
         return TensorMicrobatch(
             self._move(host.inputs), self._move(host.targets), documents, entries, host.tokens
         )
-
-    def _move(self, tensor: torch.Tensor) -> torch.Tensor:
-        # Pinned memory is not used again before the copy ends: torch's host allocator sees to it.
-        return tensor.to(self._device, non_blocking=True)

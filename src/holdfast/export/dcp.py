@@ -8,11 +8,14 @@ from typing import TYPE_CHECKING
 
 from holdfast.checkpoint.restore.read_ahead import ReadAhead
 from holdfast.checkpoint.restore.reader import Checkpoint
+from holdfast.config.task import refuse_task
 from holdfast.core.format.flat_names import MOMENTS, OPTIMIZER_PREFIXES, SCHEMES, FlatName
 from holdfast.core.lr_schedule import learning_rate
-from holdfast.core.sharding.parameters import decoder_parameters
+from holdfast.core.sharding.run_table import run_parameters
 from holdfast.core.sharding.state_table import STATE_PREFIXES
 from holdfast.launch.runs import Run
+
+OWN_SCHEME = "holdfast"
 
 if TYPE_CHECKING:
     from holdfast.model.dcp_export import ExportedObject, ExportedTensor
@@ -26,7 +29,14 @@ def write_dcp_folder(to: Path, run: Run, checkpoint: Checkpoint, scheme: str) ->
     from holdfast.model.dcp_export import write_dcp
     from holdfast.model.new_folder import new_folder
 
-    rows = SCHEMES[scheme](run.config.model)
+    if scheme != OWN_SCHEME:
+        refuse_task(run.config.task, f"--names {scheme}")
+    parameters = run_parameters(run.config)
+    rows = (
+        tuple(FlatName(p.name, p.name, p.shape) for p in parameters)
+        if scheme == OWN_SCHEME
+        else SCHEMES[scheme](run.config.model)
+    )
     tensors = list(_tensors(rows, checkpoint))
     with new_folder(to) as partial:
         write_dcp(
@@ -58,7 +68,7 @@ def _objects(rows: tuple[FlatName, ...], run: Run, step: int) -> Iterator[Export
 
     train = run.config.train
     rate = learning_rate(train, max(step, 1))
-    decays = {p.name: p.decay for p in decoder_parameters(run.config.model)}
+    decays = {p.name: p.decay for p in run_parameters(run.config)}
     root = OPTIMIZER_PREFIXES[0].rstrip(".")
     groups = {
         decay: optimizer_settings(

@@ -16,7 +16,11 @@ from holdfast.checkpoint.restore.catalog import list_commits
 from holdfast.checkpoint.restore.read_ahead import ReadAhead
 from holdfast.checkpoint.restore.reader import Checkpoint
 from holdfast.checkpoint.restore.verify import find_newest_verified, verify
+from holdfast.config.task import refuse_task
 from holdfast.core.sharding.boxes import Box
+from holdfast.core.sharding.run_table import run_parameters
+from holdfast.data.chat_render import ChatTemplate
+from holdfast.data.chat_templates import TEMPLATE_FILE
 from holdfast.data.dataset import exists, read_manifest
 from holdfast.data.vocabulary import (
     Vocabulary,
@@ -108,12 +112,10 @@ class CheckpointWeights:
     """A checkpoint's parameters by name, in full or in part, read on request; nothing is kept."""
 
     def __init__(self, run: Run, checkpoint: Checkpoint):
-        from holdfast.core.sharding.parameters import decoder_parameters
-
         self._checkpoint = checkpoint
         names = [spec.name for spec in checkpoint.tensors if spec.name.startswith("model.")]
         self._ahead = ReadAhead(checkpoint, names)
-        self._shapes = {p.name: p.shape for p in decoder_parameters(run.config.model)}
+        self._shapes = {p.name: p.shape for p in run_parameters(run.config)}
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -190,9 +192,11 @@ def write_folder(
 
     from holdfast.model.huggingface import export_folder
 
+    refuse_task(run.config.task, "an export in Hugging Face's form")
     tokens = None
     if tokenizer is not None:
         tokens = dataset_tokens(run.dataset_folder, load_tokenizer(tokenizer))
+    template = run.dataset_folder / TEMPLATE_FILE
     cast = None if dtype is None else getattr(torch, dtype)
     export_folder(
         to,
@@ -203,6 +207,7 @@ def write_folder(
         shard_bytes=shard_bytes,
         end_token=None if tokens is None else tokens.end_token,
         imported=run.folder / IMPORTED_FOLDER,
+        chat_template=template if tokenizer is not None and template.is_file() else None,
     )
 
 
@@ -216,14 +221,30 @@ class Sampling:
     seed: int = 0
 
 
+def _as_chat(folder: Path, prompt: str) -> str:
+    """A prompt as a user's message, up to where the reply begins."""
+    known = read_manifest(folder).get("chat")
+    if known is None:
+        raise DataError(
+            "the run was not trained on chat data with a template",
+            where=str(folder),
+            remedy="leave out --chat",
+        )
+    template = ChatTemplate((folder / TEMPLATE_FILE).read_text("utf-8"), known["variables"])
+    messages = [{"role": "user", "content": prompt}]
+    return template.render(messages, "the prompt", begins_reply=True).text
+
+
 def continuations(
-    run: Run, checkpoint: Checkpoint, prompts: Sequence[str], how: Sampling
+    run: Run, checkpoint: Checkpoint, prompts: Sequence[str], how: Sampling, chat: bool = False
 ) -> list[str]:
-    """Return the model's text after each prompt, up to the end of the document."""
+    """Return the model's text after each prompt, up to the end of the document. chat: a prompt is
+    a user's message, and the text is the reply."""
     import torch
 
     from holdfast.model.generate import generate
 
+    refuse_task(run.config.task, "generating text")
     path = run.dataset_folder / "tokenizer.json"
     if not path.is_file():
         raise DataError(
@@ -234,6 +255,9 @@ def continuations(
     tokenizer = load_tokenizer(path)
     special = dataset_tokens(run.dataset_folder, tokenizer)
     end, begin = special.end_id, [] if special.begin_id is None else [special.begin_id]
+    if chat:
+        prompts = [_as_chat(run.dataset_folder, prompt) for prompt in prompts]
+        tokenizer.encode_special_tokens, begin = False, []  # the template writes special tokens
     model = load_decoder(run, checkpoint)
     texts = []
     for prompt in prompts:

@@ -21,6 +21,7 @@ from holdfast.config.load import LoadedConfig, resolve_config
 from holdfast.config.model import ModelConfig
 from holdfast.config.model_from import yaml_word
 from holdfast.config.run import RunConfig
+from holdfast.config.task import refuse_task
 from holdfast.config.train import TrainConfig
 from holdfast.core.data.sample_order import BatchSchedule
 from holdfast.errors import ConfigError
@@ -52,6 +53,7 @@ def branch_config(parent: Run, step: int, target: Path, overrides: Sequence[str]
     ]
     if re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9._-]*", target.name):
         given.append(f"name={target.name}")
+    refuse_task(parent.config.task, "holdfast branch")
     values = _stored_values(parent)
     started_in = str(read_environment(parent.folder).get("folder", ""))
     name = str(parent.folder / RESOLVED_FILE)

@@ -33,6 +33,7 @@ from holdfast.launch.addresses import NodeAddress, plan_addresses
 from holdfast.launch.holder import HolderWatch
 from holdfast.launch.process_limits import raise_open_files, refuse_low_limits
 from holdfast.launch.run_folder import refuse_in_use, run_hash
+from holdfast.launch.trackers import tracker_programs
 from holdfast.plan.planner import plan_layout
 from holdfast.wire.http.sockets import address_of, bind_listener
 from holdfast.wire.secret import Secret, open_secret
@@ -92,6 +93,7 @@ def train_locally(
         entry,
         resume or resume_command(loaded),
         generation_floor=start.restore_and_find_floor,
+        trackers=tracker_programs(config, folder),
     )
     views: dict[str, Any] = {"observers": observers, "render_metrics": render_metrics, "say": say}
     views["say_last"] = say_last

@@ -19,7 +19,7 @@ from holdfast.config.load import LoadedConfig
 from holdfast.config.run import RunConfig
 from holdfast.core.format.manifest import Commit
 from holdfast.core.lr_schedule import last_common_step
-from holdfast.core.sharding.state_table import state_table
+from holdfast.core.sharding.run_table import run_state_table
 from holdfast.errors import CheckpointError, CorruptError, HoldfastError, RunFolderError
 from holdfast.launch.runs import drop_unknown_keys, read_resolved
 from holdfast.wire.store.location import open_store
@@ -62,7 +62,7 @@ def _free(folder: Path, ending: str = "-branch") -> str:
 
 def refuse_other_shapes(commit: Commit, config: RunConfig, where: str | None = None) -> None:
     """Raises CheckpointError for a checkpoint with other tensors than the run file's model has."""
-    wanted = {t.name: (t.dtype, t.shape) for t in state_table(config.model, config.train.precision)}
+    wanted = {t.name: (t.dtype, t.shape) for t in run_state_table(config)}
     found = {t.name: (t.dtype, t.shape) for t in commit.table}
     for name in [*found, *wanted]:
         if found.get(name) != wanted.get(name):

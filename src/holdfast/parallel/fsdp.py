@@ -100,7 +100,7 @@ class ShardedGradients(GradientFeeder):
     def __init__(
         self,
         root: nn.Module,
-        named: Mapping[str, nn.Parameter],
+        named: Mapping[str, Tensor],
         boxes: Mapping[str, Box],
         cells: Cells,
         *,
@@ -135,11 +135,12 @@ class ShardedGradients(GradientFeeder):
         self._missing_units = set(range(len(self._units)))
 
     def end_leaf(self) -> None:
-        """The backward pass is over: drop FSDP2's own gradients."""
-        if self._missing_units and self._slot is not None:
-            self.fail(RuntimeError(f"units {sorted(self._missing_units)} gave no gradient"))
-        else:
-            self._close_leaf()
+        """The backward pass is over. Take what units without all of their gradients have, and drop
+        FSDP2's own gradients."""
+        if self._slot is not None:
+            for number in sorted(self._missing_units):
+                self._store_partial_unit(self._units[number])
+        self._close_leaf()
         self._slot = None
         for parameter in self._parameters:
             parameter.grad = None
@@ -193,11 +194,9 @@ class ShardedGradients(GradientFeeder):
         def take(output: Tensor) -> None:
             if self._slot is None:
                 return
+            if output.numel() != unit.size:
+                return  # FSDP2 leaves out parameters without a gradient: `end_leaf` takes the rest
             try:
-                if output.numel() != unit.size:
-                    raise RuntimeError(
-                        f"unit {number} gave {output.numel()} elements, {unit.size} are due"
-                    )
                 self._missing_units.discard(number)
                 self._store_output(unit, output)
             except Exception as error:  # raised by check(), not inside the backward
@@ -219,6 +218,13 @@ class ShardedGradients(GradientFeeder):
                 self._take(index, output[at : at + shard.numel()].view(shard.shape))
             else:
                 self._on_slices_filled(index)
+
+    def _store_partial_unit(self, unit: FsdpUnit) -> None:
+        """Move the gradients that FSDP2 left at a unit's parameters into the current slot. A
+        parameter that was not used in the pass, or is frozen, has none, which counts as zero."""
+        for index, _ in unit.placements:
+            gradient = self._parameters[index].grad
+            self._take(index, None if gradient is None else local_tensor(gradient))
 
 
 class CountedGather:

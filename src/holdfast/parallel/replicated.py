@@ -62,6 +62,8 @@ class ReplicatedGradients(GradientFeeder):
         self._missing_parameters: set[int] = set()
         self._is_listening = False
         for index, parameter in enumerate(self._parameters):
+            if not parameter.requires_grad:
+                continue  # a frozen one: its gradient counts as zero
             parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
                 self._hook(index)
             )

@@ -21,6 +21,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from holdfast.config.run import RunConfig
+from holdfast.core.sharding.run_table import run_parameter_table
 from holdfast.core.sharding.sharding_table import tp_part
 from holdfast.core.sharding.state_table import (
     ITEM_BYTES,
@@ -28,7 +29,6 @@ from holdfast.core.sharding.state_table import (
     StateTable,
     TensorSpec,
     mesh_box,
-    parameter_table,
 )
 from holdfast.layout import Coordinate, Replica, Topology
 
@@ -67,7 +67,7 @@ class RankContents:
 
 def known_parameters(config: RunConfig) -> StateTable:
     """The parameters' rows, without those of a vocabulary not known yet."""
-    table = parameter_table(config.model, config.train.precision)
+    table = run_parameter_table(config)
     return tuple(spec for spec in table if all(n > 0 for n in spec.shape))
 
 

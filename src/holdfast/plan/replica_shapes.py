@@ -15,7 +15,8 @@ from itertools import accumulate
 from holdfast.config.degrees import find_impossible_degrees
 from holdfast.config.layout import DegreesConfig, LayoutConfig
 from holdfast.config.run import RunConfig
-from holdfast.core.sharding.pipeline_stages import balance_stages, block_costs
+from holdfast.core.sharding.pipeline_stages import balance_stages
+from holdfast.core.sharding.run_table import run_block_costs
 from holdfast.core.sharding.state_table import ITEM_BYTES, STATE_DTYPE, STATE_PREFIXES
 from holdfast.errors import LayoutError
 from holdfast.layout import Coordinate, MeshShape, Replica, Stages, coordinates_of, index_of
@@ -173,7 +174,8 @@ class _DegreeRules:
     def _is_allowed(self, axis: str, degree: int) -> bool:
         if (axis, degree) not in self._known:
             alone = LayoutConfig.model_validate({axis: degree})
-            refused = find_impossible_degrees(alone, self._config.model, self._config.train)
+            config = self._config
+            refused = find_impossible_degrees(alone, config.model, config.train, config.task.name)
             self._known[axis, degree] = refused is None
         return self._known[axis, degree]
 
@@ -184,7 +186,7 @@ class StateOverlap:
     """
 
     def __init__(self, config: RunConfig):
-        costs = block_costs(config.model, config.data.sequence_length)
+        costs = run_block_costs(config)
         one = ITEM_BYTES[STATE_DTYPE[config.train.precision]] * len(STATE_PREFIXES)
         self._before = [one * n for n in accumulate(costs.parameters, initial=0)]
         self._first, self._last = one * costs.first[1], one * costs.last[1]

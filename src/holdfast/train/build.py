@@ -2,39 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import nn
 
 from holdfast.config.run import RunConfig
 from holdfast.core.sharding.boxes import Box
-from holdfast.core.sharding.parameters import Parameter, decoder_parameters
-from holdfast.core.sharding.reduction_cells import Cell, reduction_cells
+from holdfast.core.sharding.parameters import Parameter
+from holdfast.core.sharding.reduction_cells import Cell
 from holdfast.core.sharding.reduction_tree import deal
-from holdfast.core.sharding.state_table import mesh_box, parameter_table
-from holdfast.data.batch import Batches
-from holdfast.data.loader import Loader
-from holdfast.errors import ConfigError
+from holdfast.core.sharding.run_table import run_cells, run_parameter_table, run_parameters
+from holdfast.core.sharding.state_table import mesh_box
+from holdfast.data.loader import StepLoader
 from holdfast.layout import Topology
-from holdfast.model.decoder import Decoder
-from holdfast.model.stage import keep_stage
 from holdfast.parallel.gradients.feeder import Cells, GradientFeeder
 from holdfast.parallel.gradients.reducer import CellTeam
 from holdfast.parallel.process_groups import ProcessGroups, connect
 from holdfast.parallel.replicated import ReplicatedGradients
-from holdfast.parallel.tensor_parallel import apply_tensor_parallel, localise_parameters
 from holdfast.parallel.torch_compat import Store, give_memory, give_shards_memory, local_tensor
 from holdfast.parallel.trace import SpanRecorder
 from holdfast.parallel.zero1 import OwnedRows
 from holdfast.train.engine import GradientFeed, GradientReducer, StepEngine
 from holdfast.train.evaluate import Evaluator
-from holdfast.train.executors import make_executor
-from holdfast.train.objective import NextTokenObjective
 from holdfast.train.precision import Precision
 from holdfast.train.state import Parameters
 from holdfast.train.step_plan import Dealer
+from holdfast.train.task import DecoderTask, EngineTask, TaskBatchSource
 
 
 @dataclass
@@ -47,12 +43,13 @@ class TrainingSession:
     evaluator: Evaluator
     groups: ProcessGroups
     device: torch.device
-    batches: Batches
+    batches: TaskBatchSource
+    task: EngineTask
 
-    def loader(self, start_step: int) -> Loader:
+    def loader(self, start_step: int) -> StepLoader[Any]:
         """This rank's shares from step `start_step` + 1 to the last; it reads ahead at once."""
         place = self.groups.coordinate
-        return Loader(
+        return self.task.loader(
             self.batches,
             self.engine.plan.share,
             part=place.dp_shard,
@@ -69,7 +66,7 @@ class TrainingSession:
 
 def build_session(
     config: RunConfig,
-    batches: Batches,
+    batches: TaskBatchSource,
     topology: Topology,
     rank: int,
     store: Store,
@@ -111,86 +108,84 @@ def connect_groups(
 
 
 def make_session(
-    config: RunConfig, engine: StepEngine, batches: Batches, device: torch.device
+    config: RunConfig,
+    engine: StepEngine,
+    batches: TaskBatchSource,
+    device: torch.device,
+    task: EngineTask | None = None,
 ) -> TrainingSession:
-    """An engine with its data and its evaluation."""
+    """An engine with its data and its evaluation. task: what is trained; None: the decoder."""
     groups, validation = engine.groups, batches.validation(config.train.evaluate.samples)
     evaluator = Evaluator(engine.objective, engine.executor, groups, validation, device)
-    return TrainingSession(config, engine, evaluator, groups, device, batches)
+    task = DecoderTask(config) if task is None else task
+    return TrainingSession(config, engine, evaluator, groups, device, batches, task)
 
 
 def build_engine(
-    config: RunConfig, groups: ProcessGroups, device: torch.device, *, dealer: Dealer = deal
+    config: RunConfig,
+    groups: ProcessGroups,
+    device: torch.device,
+    *,
+    dealer: Dealer = deal,
+    task: EngineTask | None = None,
 ) -> StepEngine:
-    """Model, optimizer and reducer for one rank, without data.
+    """Model, optimizer and reducer for one rank, without data. task: what is trained; None: the
+    decoder.
 
     The model is built in full on the meta device. It is cut down to this rank's stage and to its
     part of each tensor, and only then given memory.
     """
-    if config.model.vocab_size < 1:
-        raise ConfigError(
-            "the vocabulary size is not known yet",
-            where="model.vocab_size",
-            remedy="prepare the dataset, or set it",
-        )
+    task = DecoderTask(config) if task is None else task
     precision = Precision.of(config.train.precision)
-    objective = _cut_model(config, groups)
+    objective = task.objective(groups)
     objective.to(precision.state)
     if config.train.compile:
-        for block in objective.decoder.layers:
+        for block in task.units(objective):
             block.compile()
-        if objective.tensor is not None:
-            objective.tensor.exclude_from_compilation()
     shards = groups.degree("dp_shard")
     make = _replicated if shards == 1 else _zero1 if config.layout.zero == 1 else _sharded
-    parameters, feed = make(config, objective, groups, device, precision)
-    runs = make_executor(
-        objective,
-        groups,
-        config.layout.schedule,
-        config.model.dim,
-        precision.compute,
-        device,
-        sequence_parallel=config.layout.sequence_parallel,
-    )
-    return StepEngine(objective, runs, parameters, feed, groups, config.train, device, dealer)
+    parameters, feed = make(_Parts(config, task, groups, device, precision), objective)
+    executor = task.executor(objective, groups, precision.compute, device)
+    return StepEngine(objective, executor, parameters, feed, groups, config.train, device, dealer)
 
 
-def _cut_model(config: RunConfig, groups: ProcessGroups) -> NextTokenObjective:
-    """On the meta device: the blocks of this rank's stage, each tensor cut by tp."""
-    replica, place = groups.replica, groups.coordinate
-    with torch.device("meta"):
-        objective = NextTokenObjective(Decoder(config.model), config.train.compile)
-    decoder = objective.decoder
-    blocks = replica.blocks(place.pp)
-    if blocks is not None:
-        keep_stage(decoder, blocks, groups.is_first_stage, groups.is_last_stage)
-    if groups.degree("tp") > 1:
-        names = [name for name, _ in decoder.named_parameters()]
-        localise_parameters(decoder, _boxes(config, groups, names, sharded=False))
-        apply_tensor_parallel(
-            objective,
-            groups.axis("tp"),
-            sequence_parallel=config.layout.sequence_parallel,
-            traffic=groups.traffic,
-        )
-    return objective
+@dataclass(frozen=True)
+class _Parts:
+    """What a rank's engine is built from."""
+
+    config: RunConfig
+    task: EngineTask
+    groups: ProcessGroups
+    device: torch.device
+    precision: Precision
+
+    def boxes(self, names: Sequence[str], *, sharded: bool) -> dict[str, Box]:
+        """What this rank has of some parameters, by dp_shard's cut too or only by those before."""
+        rows = {row.name: row for row in run_parameter_table(self.config)}
+        if not sharded:
+            rows = {name: replace(row, shard_dim=None) for name, row in rows.items()}
+        place = self.groups.replica, self.groups.coordinate
+        return {name: mesh_box(rows[name], *place) for name in names}
+
+    def rows_on_rank(self, objective: nn.Module) -> Table:
+        """The rows, boxes and parameters that this rank has, in the order of the table."""
+        named = self.task.named_parameters(objective)
+        table = tuple(row for row in run_parameters(self.config) if row.name in named)
+        if [row.name for row in table] != list(named):
+            raise RuntimeError(f"the model has {list(named)}, its table {[r.name for r in table]}")
+        return table, self.boxes(list(named), sharded=True), named
 
 
 BuiltParameters = tuple[Parameters, GradientFeed]
 
 
-def _replicated(
-    config: RunConfig,
-    objective: NextTokenObjective,
-    groups: ProcessGroups,
-    device: torch.device,
-    precision: Precision,
-) -> BuiltParameters:
+def _replicated(parts: _Parts, objective: nn.Module) -> BuiltParameters:
     """This stage's part of the model on this device. In mixed precision the module computes on
     bf16 copies."""
-    give_memory(objective.to(precision.compute), device)
-    table, boxes, named = _rows_on_rank(config, objective, groups)
+    config, precision = parts.config, parts.precision
+    give_memory(objective.to(precision.compute), parts.device)
+    parts.task.fill_constants(objective, parts.device)
+    table, boxes, named = parts.rows_on_rank(objective)
     held = [p.detach() for p in named.values()]
     computed: list[torch.Tensor] = []
     if precision.mixed:
@@ -209,20 +204,16 @@ def _replicated(
         )
 
     feed = _gradient_feed(config, feeder, lambda groups: _any_fsdp(config, groups))
-    return Parameters(table, tuple(boxes.values()), held, computed), feed
+    return Parameters(table, tuple(boxes.values()), held, parts.task.initial_values, computed), feed
 
 
-def _zero1(
-    config: RunConfig,
-    objective: NextTokenObjective,
-    groups: ProcessGroups,
-    device: torch.device,
-    precision: Precision,
-) -> BuiltParameters:
+def _zero1(parts: _Parts, objective: nn.Module) -> BuiltParameters:
     """As `_replicated`, but what is trained and saved is this rank's part of the rows (ZeRO-1)."""
-    give_memory(objective.to(precision.compute), device)
-    table, boxes, named = _rows_on_rank(config, objective, groups)
-    whole = _boxes(config, groups, list(named), sharded=False)
+    config, precision = parts.config, parts.precision
+    give_memory(objective.to(precision.compute), parts.device)
+    parts.task.fill_constants(objective, parts.device)
+    table, boxes, named = parts.rows_on_rank(objective)
+    whole, groups = parts.boxes(list(named), sharded=False), parts.groups
     rows = OwnedRows(
         named,
         whole,
@@ -245,28 +236,26 @@ def _zero1(
         )
 
     feed = _gradient_feed(config, feeder, lambda groups: False)
-    return Parameters(table, tuple(boxes.values()), rows.master_tensors, [], rows.gather), feed
+    initial = parts.task.initial_values
+    held = rows.master_tensors
+    return Parameters(table, tuple(boxes.values()), held, initial, [], rows.gather), feed
 
 
-def _sharded(
-    config: RunConfig,
-    objective: NextTokenObjective,
-    groups: ProcessGroups,
-    device: torch.device,
-    precision: Precision,
-) -> BuiltParameters:
+def _sharded(parts: _Parts, objective: nn.Module) -> BuiltParameters:
     """A shard of that by FSDP2 (ZeRO-2 or 3), which makes the bf16 copies itself."""
     # Imported only if needed: FSDP2 brings DTensor and sympy, a second of a process's start.
     # (`elastic.protocol.worker_spec.modules_to_preload` has the fork server import it where the run
     # file shards).
     from holdfast.parallel.fsdp import ShardedGradients, apply_fsdp
 
+    config, precision = parts.config, parts.precision
     compute = precision.compute if precision.mixed else None
-    blocks = list(objective.decoder.layers)
-    apply_fsdp(objective, blocks, groups.shard_mesh(), compute, config.layout.zero)
-    give_shards_memory(objective, device)
-    table, boxes, named = _rows_on_rank(config, objective, groups)
-    traffic = groups.traffic
+    blocks = parts.task.units(objective)
+    apply_fsdp(objective, blocks, parts.groups.shard_mesh(), compute, config.layout.zero)
+    give_shards_memory(objective, parts.device)
+    parts.task.fill_constants(objective, parts.device)
+    table, boxes, named = parts.rows_on_rank(objective)
+    traffic = parts.groups.traffic
 
     def feeder(cells: Cells, by_unit: bool) -> GradientFeeder:
         assert by_unit, "FSDP2 produces gradients by unit"
@@ -282,7 +271,7 @@ def _sharded(
 
     held = [local_tensor(p) for p in named.values()]
     feed = _gradient_feed(config, feeder, lambda groups: True)
-    return Parameters(table, tuple(boxes.values()), held, []), feed
+    return Parameters(table, tuple(boxes.values()), held, parts.task.initial_values, []), feed
 
 
 def _gradient_feed(
@@ -307,35 +296,10 @@ def _any_fsdp(config: RunConfig, groups: ProcessGroups) -> bool:
     return shards > 1 and config.layout.zero > 1
 
 
-def _boxes(
-    config: RunConfig, groups: ProcessGroups, names: Sequence[str], *, sharded: bool
-) -> dict[str, Box]:
-    """What this rank has of some parameters, by dp_shard's cut too or only by those before it."""
-    rows = {row.name: row for row in parameter_table(config.model, config.train.precision)}
-    if not sharded:
-        rows = {name: replace(row, shard_dim=None) for name, row in rows.items()}
-    return {name: mesh_box(rows[name], groups.replica, groups.coordinate) for name in names}
-
-
 def _cells_and_teams(config: RunConfig, groups: ProcessGroups) -> list[tuple[Cell, CellTeam]]:
     """This rank's reduction cells and whom it meets in each."""
-    cells = reduction_cells(
-        groups.topology,
-        config.model,
-        groups.rank,
-        sequence_parallel=config.layout.sequence_parallel,
-        zero=config.layout.zero,
-    )
+    cells = run_cells(config, groups.topology, groups.rank)
     return list(zip(cells, groups.teams(cells), strict=True))
 
 
-Table = tuple[tuple[Parameter, ...], dict[str, Box], dict[str, nn.Parameter]]
-
-
-def _rows_on_rank(config: RunConfig, objective: NextTokenObjective, groups: ProcessGroups) -> Table:
-    """The rows, boxes and parameters that this rank has, in the order of the parameter table."""
-    named = {name.removeprefix("decoder."): p for name, p in objective.named_parameters()}
-    table = tuple(row for row in decoder_parameters(config.model) if row.name in named)
-    if [row.name for row in table] != list(named):
-        raise RuntimeError(f"the model has {list(named)}, its table {[r.name for r in table]}")
-    return table, _boxes(config, groups, list(named), sharded=True), named
+Table = tuple[tuple[Parameter, ...], dict[str, Box], Mapping[str, torch.Tensor]]

@@ -33,7 +33,7 @@ from holdfast.parallel.process_groups import ProcessGroups
 from holdfast.parallel.torch_compat import is_peer_loss
 from holdfast.policy.detection.loss_spikes import LossJump
 from holdfast.policy.recovery.step_resolution import StepStage
-from holdfast.train.executors import Executor, GradientListener, Inputs
+from holdfast.train.executors import Executor, GradientListener
 from holdfast.train.nonfinite import describe_non_finite, find_non_finite
 from holdfast.train.optimizer import AdamW
 from holdfast.train.state import LocalTensor, Parameters, ReadBox, load_state, state_tensors
@@ -52,8 +52,9 @@ from holdfast.train.vote import (
 )
 
 
-class DeviceMicrobatch(Inputs, Protocol):
-    """What the engine reads of one microbatch (its part, where samples are split over shards)."""
+class DeviceMicrobatch(Protocol):
+    """What the engine reads of one microbatch (its part, where samples are split over shards).
+    The executor knows the rest."""
 
     @property
     def tokens(self) -> int: ...
@@ -93,7 +94,7 @@ GradientFeed = Callable[[ProcessGroups, GradientReducer | None], GradientReducer
 class StepEngine:
     """Training of one model on one rank, whatever the rank's part of it is.
 
-    objective: module from (inputs, targets, documents) to a scalar loss sum, or a stage of it.
+    objective: module from a microbatch to a scalar loss sum, or a stage of it.
     executor: runs its passes. feed: makes what sums gradients, for these groups and for later ones.
     plan: who computes which microbatch. status: how far it has come. history: of earlier steps; a
     rebuilt session keeps it. on_vote_sent: called when this rank's vote is on its way.
@@ -123,7 +124,9 @@ class StepEngine:
         self.status, self.history = StepStatus(), StepHistory()
         decays = [row.decay for row in parameters.table]
         gradients = self._gradients.gradients()
-        self.optimizer = AdamW(parameters.master_tensors, gradients, decays, train.optimizer)
+        merges = {i: row.merge for i, row in enumerate(parameters.table) if row.merge}
+        masters = parameters.master_tensors
+        self.optimizer = AdamW(masters, gradients, decays, train.optimizer, merges)
         self._shares: Shares = ()
         self.batches: list[DeviceMicrobatch] = []  # of the step that is open, or was last
         self._accounts: AccountExchange | None = None
@@ -230,7 +233,8 @@ class StepEngine:
         rate = learning_rate(self.train, self.step)
         clip = clip_factor(verdict.mean_norm, self.train.optimizer.clip_norm)
         status.is_torn = True
-        self.optimizer.apply(status.step, rate, max(verdict.tokens, 1) / clip)
+        divisor, leaves = max(verdict.tokens, 1) / clip, self.plan.leaves(status.step)
+        self.optimizer.apply(status.step, rate, divisor, leaves)
         status.finish_update()
         self.history.applied_verdicts.append((status.step, verdict))
         self.history.unreported_step = status.step

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -53,12 +53,12 @@ class GradientListener(Protocol):
 
 
 class Executor(Protocol):
-    """Runs the passes of this rank's part of a replica."""
+    """Runs the passes of this rank's part of a replica. Batches are what the task feeds."""
 
     def train(
         self,
         leaves: Sequence[int],
-        batches: Sequence[Inputs],
+        batches: Sequence[Any],
         listener: GradientListener,
         losses: list[Tensor] | None = None,
     ) -> list[Tensor]:
@@ -66,21 +66,34 @@ class Executor(Protocol):
         losses: they are put in there as they come, and stay there when this is interrupted."""
         ...
 
-    def evaluate(self, batches: Sequence[Inputs], on_progress: Callable[[], None]) -> list[Tensor]:
+    def evaluate(self, batches: Sequence[Any], on_progress: Callable[[], None]) -> list[Tensor]:
         """Forward of each, without gradients; loss sums as above."""
         ...
 
 
-class SingleStageExecutor:
-    """One stage: the objective maps a microbatch to its loss."""
+def token_arguments(batch: Inputs) -> tuple[Any, ...]:
+    """What the decoder's objective takes of a microbatch."""
+    return batch.inputs, batch.targets, batch.documents
 
-    def __init__(self, objective: nn.Module, recorder: SpanRecorder | None = None):
-        self._objective, self._recorder = objective, recorder
+
+class SingleStageExecutor:
+    """One stage: the objective maps a microbatch to its loss.
+
+    arguments: what the objective takes of a microbatch.
+    """
+
+    def __init__(
+        self,
+        objective: nn.Module,
+        recorder: SpanRecorder | None = None,
+        arguments: Callable[[Any], tuple[Any, ...]] = token_arguments,
+    ):
+        self._objective, self._recorder, self.arguments = objective, recorder, arguments
 
     def train(
         self,
         leaves: Sequence[int],
-        batches: Sequence[Inputs],
+        batches: Sequence[Any],
         listener: GradientListener,
         losses: list[Tensor] | None = None,
     ) -> list[Tensor]:
@@ -88,7 +101,7 @@ class SingleStageExecutor:
         for leaf, batch in zip(leaves, batches, strict=True):
             listener.start_leaf(leaf)
             with self._span(f"F{leaf}"):
-                loss = self._objective(batch.inputs, batch.targets, batch.documents)
+                loss = self._objective(*self.arguments(batch))
             with self._span(f"B{leaf}"):
                 loss.backward()
             listener.end_leaf()
@@ -96,11 +109,11 @@ class SingleStageExecutor:
             listener.check()
         return losses
 
-    def evaluate(self, batches: Sequence[Inputs], on_progress: Callable[[], None]) -> list[Tensor]:
+    def evaluate(self, batches: Sequence[Any], on_progress: Callable[[], None]) -> list[Tensor]:
         losses = []
         for batch in batches:
             on_progress()
-            losses.append(self._objective(batch.inputs, batch.targets, batch.documents))
+            losses.append(self._objective(*self.arguments(batch)))
         return losses
 
     def _span(self, name: str) -> AbstractContextManager[None]:
@@ -125,6 +138,7 @@ class PipelinedExecutor:
         sequence_parallel: bool,
     ):
         assert groups.pipeline is not None
+        self.arguments = token_arguments
         self._objective, self._schedule, self._dtype = objective, schedule, dtype
         self._stages, self._tp = groups.degree("pp"), groups.degree("tp")
         self._dim, self._sequence_parallel = dim, sequence_parallel
@@ -159,7 +173,7 @@ class PipelinedExecutor:
 
     def run_stage(self, batch: Inputs, incoming: Tensor | None) -> Tensor:
         """The stage's own part of the forward: its residual stream, or on the last stage a loss."""
-        out: Tensor = self._objective(batch.inputs, batch.targets, batch.documents, incoming)
+        out: Tensor = self._objective(*self.arguments(batch), incoming)
         return out
 
     def boundary(self, batch: Inputs) -> tuple[tuple[int, ...], torch.dtype]:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from holdfast.config.run import RunConfig
-from holdfast.core.sharding.reduction_cells import reduction_cells
 from holdfast.core.sharding.reduction_tree import Shares
+from holdfast.core.sharding.run_table import run_cells
 from holdfast.events import Event, SettingIgnored
 from holdfast.layout import Topology
 
@@ -55,13 +55,7 @@ def one_sum(config: RunConfig, topology: Topology) -> bool:
     then the backend's own all-reduce is the same sum. Replicas of one kind are alike in that."""
     kinds = [next(r for r in topology.replicas if r.kind == kind) for kind in topology.kinds]
     for rank in (rank for replica in kinds for rank in replica.ranks):
-        cells = reduction_cells(
-            topology,
-            config.model,
-            rank,
-            sequence_parallel=config.layout.sequence_parallel,
-            zero=config.layout.zero,
-        )
+        cells = run_cells(config, topology, rank)
         if len(cells) != 1 or not all(m.contributes and m.receives for m in cells[0].members):
             return False
     return True

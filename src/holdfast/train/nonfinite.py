@@ -36,7 +36,7 @@ from holdfast.layout import Topology
 from holdfast.parallel.comm.transport import exchange
 from holdfast.parallel.process_groups import ProcessGroups
 from holdfast.parallel.torch_compat import local_tensor
-from holdfast.train.executors import Executor, Inputs
+from holdfast.train.executors import Executor
 from holdfast.train.state import Parameters
 from holdfast.train.vote import StepAccount
 
@@ -63,7 +63,7 @@ def find_non_finite(
     executor: Executor,
     groups: ProcessGroups,
     parameters: Parameters,
-    share: Sequence[tuple[int, Inputs]],
+    share: Sequence[tuple[int, Any]],
     leaves: int,
     is_share_finite: bool,
 ) -> NonFiniteFinding:
@@ -76,7 +76,7 @@ def find_non_finite(
     finding = [_NO_FINDING, 0, 0]  # leaf, moment, place of the parameter in it
     named, mask = -1, 0
     for leaf, batch in share:
-        found = _first_non_finite(objective, executor, leaf, batch, len(parameters.table))
+        found = _first_non_finite(objective, executor, leaf, batch)
         if found is not None:
             mask |= 1 << leaf
         if found is not None and finding[0] == _NO_FINDING:
@@ -160,7 +160,7 @@ class _IgnoreGradients:
 
 
 def _first_non_finite(
-    objective: nn.Module, executor: Executor, leaf: int, batch: Inputs, count: int
+    objective: nn.Module, executor: Executor, leaf: int, batch: Any
 ) -> tuple[bool, int] | None:
     """The first parameter of one microbatch whose use or gradient is not finite: whether it was
     found in the backward pass, and its index."""
@@ -191,8 +191,8 @@ def _first_non_finite(
     if bad:
         return False, bad[0]
     if not all(bool(torch.isfinite(loss)) for loss in losses):
-        return False, count - 1
-    for index in reversed(range(count)):
+        return False, len(parameters) - 1
+    for index in reversed(range(len(parameters))):
         gradient = gradients[index]
         if gradient is not None and not bool(torch.isfinite(local_tensor(gradient)).all()):
             return True, index

@@ -7,7 +7,7 @@ global token count and clipping are one scalar, handed to the fused kernel.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -29,6 +29,7 @@ class AdamW:
     """Fused AdamW (Loshchilov and Hutter, 2019) with moments in the parameters' own dtype.
 
     gradients: one view per parameter of the summed, undivided gradient; overwritten by `apply`.
+    merges: by index, how a buffer that is no parameter takes its sum (`Parameter.merge`).
     """
 
     def __init__(
@@ -37,12 +38,16 @@ class AdamW:
         gradients: Sequence[Tensor],
         decays: Sequence[bool],
         config: OptimizerConfig,
+        merges: Mapping[int, str] | None = None,
     ):
         self._config = config
         self._parameters, self._gradients = list(parameters), list(gradients)
         self.exp_avg = [torch.zeros_like(p) for p in parameters]
         self.exp_avg_sq = [torch.zeros_like(p) for p in parameters]
-        held = [i for i, p in enumerate(parameters) if p.numel()]  # a shard may be empty
+        self._merges = dict(merges or {})
+        held = [  # a shard may be empty
+            i for i, p in enumerate(parameters) if p.numel() and i not in self._merges
+        ]
         self._groups = [
             _Group([i for i in held if decays[i]], config.weight_decay),
             _Group([i for i in held if not decays[i]], 0.0),
@@ -53,11 +58,14 @@ class AdamW:
         self._gradients = list(gradients)
 
     @torch.no_grad()
-    def apply(self, step: int, learning_rate: float, divisor: float) -> None:
-        """Update `step` with gradients divided by `divisor`.
+    def apply(self, step: int, learning_rate: float, divisor: float, microbatches: int = 1) -> None:
+        """Update `step`, which had so many microbatches, with gradients divided by `divisor`.
 
         In float64 the division is done beforehand: the kernel's own divisor is a float32.
         """
+        for index, merge in self._merges.items():
+            part = 1.0 / microbatches if merge == "mean" else 1.0
+            self._parameters[index].add_(self._gradients[index], alpha=part)
         device = self._parameters[0].device
         count = torch.tensor(float(step), dtype=torch.float32, device=device)
         scale: Tensor | None = torch.tensor(divisor, dtype=torch.float32, device=device)

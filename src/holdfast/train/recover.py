@@ -28,9 +28,8 @@ import torch
 from holdfast.config.run import RunConfig
 from holdfast.core.sharding.reduction_tree import deal
 from holdfast.core.sharding.reshard_plan import ReshardPlan, plan_reshard
-from holdfast.core.sharding.state_table import state_table
+from holdfast.core.sharding.run_table import run_state_table
 from holdfast.core.sharding.step_resume import deal_rest
-from holdfast.data.batch import Batches
 from holdfast.events import Event
 from holdfast.layout import Topology
 from holdfast.parallel.comm.comm_stats import TrafficCounter
@@ -52,6 +51,7 @@ from holdfast.train.recovery_agreement import (
     statement_of,
 )
 from holdfast.train.step_plan import Dealer
+from holdfast.train.task import EngineTask, TaskBatchSource
 from holdfast.train.vote import StepVerdict
 
 OnMeeting = Callable[[PeerGroup], None]
@@ -128,9 +128,11 @@ def recover(
         else:
             tensors = _take_state(session, nothing=nothing)
             del engine, old
-            engine = built = entry.build(session.config, control)
+            engine = built = entry.build(session.config, control, session.task)
             engine.history = history
-            session = make_session(session.config, engine, session.batches, session.device)
+            session = make_session(
+                session.config, engine, session.batches, session.device, session.task
+            )
         entry.lap("groups" if kept else "build")
         entry.fill(engine, tensors, found, control, kept)
     except BaseException:
@@ -142,7 +144,7 @@ def recover(
 
 def join_generation(
     config: RunConfig,
-    batches: Batches,
+    batches: TaskBatchSource,
     topology: Topology,
     rank: int,
     store: Store,
@@ -153,8 +155,10 @@ def join_generation(
     dealer: Dealer = deal,
     seconds: float = 1800.0,
     on_meeting: OnMeeting = lambda control: None,
+    task: EngineTask | None = None,
 ) -> RecoveryResult:
-    """As `recover`, for a process that holds nothing: it is sent its part of the state."""
+    """As `recover`, for a process that holds nothing: it is sent its part of the state. task: what
+    is trained; None: the decoder."""
     joining = _connect_settings(config, store, seconds, None)
     entry = _GenerationEntry(
         config, device, topology, rank, joining, old_topology, dealer, on_meeting
@@ -162,14 +166,15 @@ def join_generation(
     control, found = entry.meet_and_agree(NO_STATE, came_from)
     engine: StepEngine | None = None
     try:
-        engine = entry.build(config, control)
+        engine = entry.build(config, control, task)
         entry.lap("build")
         entry.fill(engine, {}, found, control, False)
     except BaseException:
         control.abort()
         _discard_engine(engine)
         raise
-    return entry.to_result(make_session(config, engine, batches, device), [], found, False)
+    session = make_session(config, engine, batches, device, task)
+    return entry.to_result(session, [], found, False)
 
 
 def _connect_settings(
@@ -239,7 +244,7 @@ class _GenerationEntry:
         found = agree(control, statement, self.topology, self.old_topology, came_from, most)
         self.lap("agree")
         if len(found.kept_replicas) < len(self.topology.replicas):
-            table = state_table(self.config.model, self.config.train.precision)
+            table = run_state_table(self.config)
             self.reshard_plan = plan_reshard(
                 self.old_topology, self.topology, table, found.came_from, self.rank
             )
@@ -263,13 +268,13 @@ class _GenerationEntry:
         session.evaluator.regroup(groups)
         return {held.name: held for held in engine.state()}
 
-    def build(self, config: RunConfig, control: PeerGroup) -> StepEngine:
+    def build(self, config: RunConfig, control: PeerGroup, task: EngineTask | None) -> StepEngine:
         """Build a new engine and its groups, on top of `control`."""
         gc.collect()  # modules and their hooks refer to each other; the new ones need their room
         recorder = SpanRecorder() if config.layout.trace_step else None
         groups = complete(self.settings, self.topology, self.rank, self.device, control, recorder)
         try:
-            return build_engine(config, groups, self.device, dealer=self.dealer)
+            return build_engine(config, groups, self.device, dealer=self.dealer, task=task)
         except BaseException:
             groups.close()
             raise

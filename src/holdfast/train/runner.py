@@ -14,7 +14,7 @@ from math import inf
 from typing import Literal
 
 from holdfast.config.run import RunConfig
-from holdfast.core.sharding.state_table import state_table
+from holdfast.core.sharding.run_table import run_state_table
 from holdfast.errors import HoldfastError, NonFiniteError
 from holdfast.events import (
     BatchFed,
@@ -345,7 +345,7 @@ class _TrainingLoop:
             return
         groups = self.engine.groups
         if self.replica_checker is None:
-            table = state_table(self.config.model, self.config.train.precision)
+            table = run_state_table(self.config)
             self.replica_checker = ReplicaChecker(groups.topology, table)
         found = self.replica_checker.check(groups, self.engine.state())
         if not found:

@@ -16,11 +16,13 @@ from torch import Tensor
 from holdfast.core.sharding.boxes import Box
 from holdfast.core.sharding.parameters import Parameter
 from holdfast.core.sharding.state_table import STATE_PREFIXES
-from holdfast.model.init import initial_box
 
 ReadBox = Callable[[Box, Tensor], None]
 """Fills a contiguous CPU tensor with the elements of a box. One that also has a method `many`, of a
 list of (box, tensor), is asked for all of them in one pass over the bytes."""
+
+InitialBox = Callable[[Parameter, Box], Tensor]
+"""(row, box) -> the box's values before the first step."""
 
 HOST_COPY_BYTES = 2**30
 """Host memory at a time for tensors that cannot be filled in place."""
@@ -49,6 +51,7 @@ class Parameters:
 
     table: the rows whose block is on this rank's stage. boxes: what is held of each.
     master_tensors: what is trained and saved.
+    initial_values: for a seed of the run, what gives each box its first values.
     compute_tensors: the bf16 copies that an unsharded model computes with, or nothing where the
         model computes on `master_tensors` itself, or where FSDP2 makes the copies.
     update_compute_tensors: called after `master_tensors` has changed, where others compute with
@@ -59,6 +62,7 @@ class Parameters:
     table: tuple[Parameter, ...]
     boxes: tuple[Box, ...]
     master_tensors: list[Tensor]
+    initial_values: Callable[[int], InitialBox]
     compute_tensors: list[Tensor]
     update_compute_tensors: Callable[[], None] = lambda: None
 
@@ -73,8 +77,9 @@ class Parameters:
     def initialise(self, seed: int) -> None:
         """Fill `master_tensors` with initial weights: a function of the seed and the names
         alone."""
+        value = self.initial_values(seed)
         for row, box, tensor in zip(self.table, self.boxes, self.master_tensors, strict=True):
-            tensor.copy_(initial_box(row, seed, box.offsets, box.lengths))
+            tensor.copy_(value(row, box))
         self.refresh()
 
     @torch.no_grad()

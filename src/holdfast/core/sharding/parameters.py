@@ -32,7 +32,12 @@ class Zeros:
     """All zeros."""
 
 
-Init = Normal | Ones | Zeros
+@dataclass(frozen=True, slots=True)
+class Own:
+    """The values that the task's module gives the parameter when it is made."""
+
+
+Init = Normal | Ones | Zeros | Own
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +46,8 @@ class Parameter:
 
     padding: so many rows at the end of dim 0 belong to no token. They start at zero, get
         gradients of exactly zero, and so stay zero.
+    merge: "" for a parameter. For a buffer that a forward pass changes, it names what the step
+        adds: the "mean" or the "sum" of its microbatches' changes. They travel as gradients do.
     """
 
     name: str
@@ -48,6 +55,7 @@ class Parameter:
     decay: bool
     init: Init
     padding: int = 0
+    merge: str = ""
 
     @property
     def size(self) -> int:

@@ -64,7 +64,7 @@ class Cell:
 
     members: by replica, then by mesh rank. boxes: in the table's order, at most one of a parameter,
     under parameter names ("norm.weight"). copy: number of this one among the equal copies in each
-    replica, which add up the same gradients.
+    replica, which add up the same gradients. It is -1 for what has no part in the norm.
     """
 
     members: tuple[Member, ...]
@@ -91,8 +91,34 @@ class Cell:
         return self.copy == 0 and first == rank
 
 
+class GradientRow(NamedTuple):
+    """A parameter, and whether tp ranks with the same box of it have to add up their gradients.
+
+    is_in_norm: its gradient counts in the gradient norm. The rest are in cells of their own."""
+
+    spec: TensorSpec
+    partial: bool
+    is_in_norm: bool = True
+
+
 def reduction_cells(
     topology: Topology, model: ModelConfig, rank: int, *, sequence_parallel: bool, zero: int = 3
+) -> tuple[Cell, ...]:
+    """The cells of the decoder that `rank` is a member of."""
+    return cells_of_rows(topology, decoder_rows(model, sequence_parallel), rank, zero=zero)
+
+
+def decoder_rows(model: ModelConfig, sequence_parallel: bool) -> list[GradientRow]:
+    """The decoder's parameters, with the kind of their gradients."""
+    sharding = sharding_table(model)
+    return [
+        GradientRow(spec, gradient_is_partial(sharding[spec.name], sequence_parallel))
+        for spec in parameter_table(model)
+    ]
+
+
+def cells_of_rows(
+    topology: Topology, rows: Iterable[GradientRow], rank: int, *, zero: int = 3
 ) -> tuple[Cell, ...]:
     """The cells that `rank` is a member of.
 
@@ -106,23 +132,26 @@ def reduction_cells(
         topology.coordinate(rank),
         zero == 1,
     )
-    sharding = sharding_table(model)
     known: dict[_Class, tuple[tuple[Box, _Signature], ...]] = {}
     found: dict[_Signature, list[Box]] = {}
-    for spec in parameter_table(model):
-        partial = gradient_is_partial(sharding[spec.name], sequence_parallel)
+    for spec, partial, is_in_norm in rows:
         stages = tuple(stages_of(spec, kind) for kind in view.kinds)
         if view.coordinate.pp not in stages_of(spec, view.replica):
             continue
         alike = (spec.shape, spec.tp_dim, spec.tp_units, partial, stages)
         if alike not in known:  # the blocks of a stage are all alike
             known[alike] = tuple(_regions(view, spec, partial, stages))
-        for box, signature in known[alike]:
+        for box, normal in known[alike]:
+            signature = normal if is_in_norm else normal._replace(copy=_NOT_IN_NORM)
             found.setdefault(signature, []).append(Box(spec.name, box.offsets, box.lengths))
     return tuple(
         Cell(tuple(_members(topology, signature)), tuple(boxes), signature.copy)
         for signature, boxes in found.items()
     )
+
+
+_NOT_IN_NORM = -1
+"""The copy of a cell that no rank answers for."""
 
 
 @dataclass(frozen=True)

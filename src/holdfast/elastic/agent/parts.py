@@ -6,6 +6,7 @@ Some parts need another one that is made after them. They get a function that lo
 from __future__ import annotations
 
 import asyncio
+import shlex
 from collections.abc import Callable
 
 from holdfast.elastic.agent.group_end import GroupEnd
@@ -20,6 +21,7 @@ from holdfast.elastic.agent.run_records import RunRecords
 from holdfast.elastic.agent.shutdown import ShutdownController
 from holdfast.elastic.agent.stored_reports import StoredReports
 from holdfast.elastic.agent.term_monitor import TermMonitor
+from holdfast.elastic.agent.tracker_supervisor import TrackerSupervisor
 from holdfast.elastic.coordinator.agent_hooks import AgentHooks
 from holdfast.elastic.coordinator.rendezvous import RendezvousStore
 from holdfast.elastic.coordinator.run_controller import (
@@ -84,6 +86,13 @@ class AgentParts:
         self.processes.attach(
             self.node_runner, self.role_loop.publish_mover, self.role_loop.publish_identity
         )
+        self.trackers = TrackerSupervisor(
+            context.trackers,
+            self.processes.lifeline_fd,
+            lambda: self.role_loop.coordinator is not None,
+            say,
+            shlex.join(["holdfast", "track", str(context.folder)]),
+        )
         self.shutdown_controller = self._make_shutdown_controller(exit_at_once)
         self._group_end = GroupEnd(
             records,
@@ -99,6 +108,8 @@ class AgentParts:
         await self.processes.stop()
         await asyncio.to_thread(self.refusals.close)
         await self.records.event_log.flush(sync=True)
+        seconds = self.context.config.logging.finish_seconds
+        await self.trackers.finish(0.0 if self.processes.is_killed else seconds)
         self.processes.close()
 
     # --- making one part each -------------------------------------------------------------------

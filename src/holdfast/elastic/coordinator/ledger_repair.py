@@ -11,22 +11,17 @@ ranges of positions: a handful of numbers, however long the run.
 from __future__ import annotations
 
 import asyncio
-from bisect import bisect_left, bisect_right
-from collections.abc import Iterator
-from math import gcd
-from typing import TYPE_CHECKING, Any
+from bisect import bisect_left
 
 from holdfast.config.run import RunConfig
-from holdfast.core.data.data_ledger import STAND_IN_KEY, Range, merge_ranges, uncovered_ranges
+from holdfast.core.data.data_ledger import Range, merge_ranges, uncovered_ranges
 from holdfast.core.data.sample_order import BatchSchedule
 from holdfast.core.data.skips import Skips
 from holdfast.elastic.event_log import EventLog, Say
 from holdfast.errors import HoldfastError
 from holdfast.events import BatchFed, Event, GenerationStarted
+from holdfast.tasks.ask import run_entries
 from holdfast.wire.journal import JournalTail
-
-if TYPE_CHECKING:
-    from holdfast.data.batch import Batches
 
 NO_RANK = -1
 """The rank in rebuilt entries, which belong to no rank's training."""
@@ -83,27 +78,9 @@ class LedgerCoverage:
         self._complete_until = max(self._complete_until, self._end_position)
 
     def make_entries(self, missing: list[Range]) -> list[BatchFed]:
-        """Return entries for these positions, by step; reads the dataset. Raises HoldfastError."""
-        from holdfast.data.batch import Batches
-        from holdfast.data.dataset import Dataset
-
-        config, position = self._config, self._schedule.position
-        dataset = Dataset.open(config.data.folder)
-        batches = Batches(dataset, config.data, config.train, config.seed, self.skips)
-        out: list[BatchFed] = []
-        oldest = bisect_right(range(1, self._start_step + 1), missing[0][0], key=position)
-        for step in range(max(1, oldest), self._start_step + 1):
-            first, last = position(step), position(step + 1)
-            parts = [(max(low, first), min(high, last)) for low, high in missing]
-            entries = [
-                {**entry, STAND_IN_KEY: True}
-                for low, high in parts
-                if low < high
-                for entry in _microbatch_entries(batches, step, low - first, high - first)
-            ]
-            if entries:
-                out.append(BatchFed(NO_RANK, entries, step=step))
-        return out
+        """Return entries for these positions, by step; reads the data. Raises HoldfastError."""
+        found = run_entries(self._config, self.skips, missing, self._start_step)
+        return [BatchFed(NO_RANK, entries, step=step) for step, entries in found]
 
 
 class LedgerRepair:
@@ -175,17 +152,3 @@ class LedgerRepair:
         for record in records:
             self._ledger_coverage.observe(record.event)
         return None
-
-
-def _microbatch_entries(
-    batches: Batches, step: int, start: int, stop: int
-) -> Iterator[dict[str, Any]]:
-    """Yield entries for samples [start, stop) of a step, by microbatch.
-
-    The shares of a microbatch are cut as `dp_shard` may cut them."""
-    size = batches.microbatch_size
-    while start < stop:
-        index, offset = divmod(start, size)
-        share = gcd(size, min(stop - start, size - offset), offset)
-        yield from batches.microbatch(step, index, offset // share, size // share).entries
-        start += share

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from holdfast.config.run import RunConfig
-from holdfast.core.sharding.state_table import state_table
+from holdfast.core.sharding.run_table import run_state_table
 from holdfast.elastic.protocol.generation_record import PreviousState
 from holdfast.layout import Topology
 from holdfast.policy.recovery.rank_assignment import RankAssignment, assign_ranks
@@ -58,7 +58,7 @@ class RecoveryPlanner:
     """Memory of the topologies that lay out the processes' states."""
 
     def __init__(self, config: RunConfig) -> None:
-        self._table = state_table(config.model, config.train.precision)
+        self._table = run_state_table(config)
         self._topologies: dict[int, Topology] = {}
 
     def remember_topology(self, topology: Topology) -> None:

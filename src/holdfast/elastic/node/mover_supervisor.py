@@ -27,7 +27,7 @@ from holdfast.checkpoint.mover.socket_place import SOCKET_NAME, make_socket_fold
 from holdfast.checkpoint.peers.client import split_address
 from holdfast.checkpoint.peers.config import Peer
 from holdfast.config.run import RunConfig
-from holdfast.core.sharding.state_table import state_table
+from holdfast.core.sharding.run_table import run_state_table
 from holdfast.elastic.node.children import Child, start_mover
 from holdfast.elastic.node.output_relay import OutputRelay
 from holdfast.elastic.node.peer_config import make_peer_settings
@@ -218,7 +218,7 @@ class MoverSupervisor:
 
     async def _send_expect(self, expect: _LastExpect) -> None:
         client = MoverClient(self.socket_path, self._secret, expect.topology.generation)
-        table = state_table(self._config.model, self._config.train.precision)
+        table = run_state_table(self._config)
         placement = None if expect.restore_point is None else expect.restore_point.placement
         await asyncio.to_thread(
             client.expect,

@@ -28,7 +28,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from holdfast.config.run import RunConfig
-from holdfast.core.sharding.state_table import state_table
+from holdfast.core.sharding.run_table import run_state_table
 from holdfast.elastic.protocol.notice_messages import Notice
 from holdfast.elastic.protocol.worker_messages import SaveRequest, WorkerReply
 from holdfast.events import (
@@ -113,7 +113,7 @@ class NoticeHandler:
         """Choose the tiers, record the choice and request the save. Raises ValueError for an
         unknown node."""
         nodes = notice.nodes or tuple(sorted(set(topology.nodes)))
-        table = state_table(self._config.model, self._config.train.precision)
+        table = run_state_table(self._config)
         lost = boxes_at_risk(topology, table, nodes)
         plan = plan_emergency(notice.seconds, lost.bytes, self.save_routes(lost.bytes))
         self._emit(

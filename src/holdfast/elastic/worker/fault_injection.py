@@ -49,7 +49,7 @@ class FaultInjector:
         self._clock, self._clock_offset_s = time.time, 0.0
         self._gradients_seen = (0, 0)  # step, how many came in it
         # targets of the open step, and by what their
-        self._corrupt_targets: list[tuple[Any, float]] = []
+        self._corrupt_inputs: list[tuple[Any, float]] = []
         # loss is multiplied
 
     # --- a point is reached -----------------------------------------------------------------------
@@ -146,8 +146,8 @@ class FaultInjector:
             connection.topology.nodes[connection.rank],
         )
         share = engine.dealt_shares[engine.groups.coordinate.replica]
-        self._corrupt_targets = [
-            (batch.targets, nan if one.times is None else one.times)
+        self._corrupt_inputs = [
+            (engine.executor.arguments(batch)[0], nan if one.times is None else one.times)
             for leaf, batch in zip(share, batches, strict=True)
             for one in wrong
             if batch.tokens and one.applies_to(engine.step, leaf, node)
@@ -158,9 +158,9 @@ class FaultInjector:
         if seconds := self._fault_orders.slowdown_s(self._worker.connection.rank):
             time.sleep(seconds * len(engine.dealt_shares[engine.groups.coordinate.replica]))
 
-    def corrupt_loss(self, targets: Any, out: Any) -> Any:
-        """Return a forward pass's output for these targets, multiplied if they are marked."""
-        times = next((times for one, times in self._corrupt_targets if one is targets), None)
+    def corrupt_loss(self, inputs: Any, out: Any) -> Any:
+        """Return a forward pass's output for these inputs, multiplied if they are marked."""
+        times = next((times for one, times in self._corrupt_inputs if one is inputs), None)
         return out if times is None else out * times
 
     def now(self) -> float:
@@ -180,11 +180,12 @@ class FaultInjector:
 
 def install_faults(worker: Any, folder: Path) -> None:
     """Wrap this process's functions so that it breaks on order."""
-    from holdfast.data.loader import Loader
+    from holdfast.data.loader import StepLoader
     from holdfast.elastic.worker import worker as worker_module
     from holdfast.elastic.worker.checkpointer import SnapshotSaver
     from holdfast.parallel.gradients.feeder import GradientFeeder
     from holdfast.parallel.pipeline import PipelineRun
+    from holdfast.tasks.objective import TaskObjective
     from holdfast.train import engine, recover
     from holdfast.train.objective import NextTokenObjective
     from holdfast.train.optimizer import AdamW
@@ -218,7 +219,7 @@ def install_faults(worker: Any, folder: Path) -> None:
     _call_before(recover, "complete", lambda *_: under.reached("regrouping"))
     _call_before(recover, "move", lambda *_, **__: under.reached("moving"))
     _call_before(worker_module, "restore", lambda *_: under.reached("restoring"))
-    loading: Any = Loader
+    loading: Any = StepLoader
     following = loading.__next__
 
     def gated(loader: Any) -> Any:
@@ -227,12 +228,16 @@ def install_faults(worker: Any, folder: Path) -> None:
         return batch
 
     loading.__next__ = gated
-    plain = NextTokenObjective.forward
+    for objective in (NextTokenObjective, TaskObjective):
+        _corrupt_losses(objective, under)
 
-    def forward(module: Any, tokens: Any, targets: Any, *rest: Any) -> Any:
-        return under.corrupt_loss(targets, plain(module, tokens, targets, *rest))
 
-    objective: Any = NextTokenObjective
+def _corrupt_losses(objective: Any, under: FaultInjector) -> None:
+    plain = objective.forward
+
+    def forward(module: Any, inputs: Any, *rest: Any) -> Any:
+        return under.corrupt_loss(inputs, plain(module, inputs, *rest))
+
     objective.forward = forward
 
 

@@ -6,10 +6,6 @@ import gc
 import logging
 from collections.abc import Sequence
 
-import torch
-
-from holdfast.config.run import RunConfig
-from holdfast.data.batch import Batches
 from holdfast.elastic.worker.generation_connection import GenerationConnection
 from holdfast.elastic.worker.http_store import HttpStore
 from holdfast.elastic.worker.worker_setup import WorkerSetup
@@ -66,12 +62,7 @@ class HeldSession:
     def build(self, setup: WorkerSetup, connection: GenerationConnection) -> None:
         """Connect the generation's groups, and build this rank's engine, without values."""
         self.session = _build_session(
-            setup.config,
-            setup.open_batches(),
-            connection.topology,
-            connection.rank,
-            connection.rendezvous.store,
-            setup.device,
+            setup, connection.topology, connection.rank, connection.rendezvous.store
         )
 
     def recover(
@@ -110,6 +101,7 @@ class HeldSession:
                 came_from,
                 dealer=dealer_of(topology, setup.config.layout.schedule),
                 on_meeting=rendezvous.on_peers_met,
+                task=setup.task,
             )
         self._enter_recovered(found, connection)
 
@@ -157,21 +149,17 @@ class HeldSession:
 
 
 def _build_session(
-    config: RunConfig,
-    batches: Batches,
-    topology: Topology,
-    rank: int,
-    store: HttpStore,
-    device: torch.device,
+    setup: WorkerSetup, topology: Topology, rank: int, store: HttpStore
 ) -> TrainingSession:
     """Connect the groups of `topology`, and build this rank's engine, without values."""
+    config, device, task, batches = setup.config, setup.device, setup.task, setup.open_batches()
     groups = connect_groups(config, topology, rank, store, device, _GROUP_WAIT_TIMEOUT_S)
     try:
         # The weights of the replicas may differ.
         dealer = dealer_of(topology, config.layout.schedule)
-        engine = build_engine(config, groups, device, dealer=dealer)
+        engine = build_engine(config, groups, device, dealer=dealer, task=task)
     except BaseException:
         groups.abort()
         groups.close()
         raise
-    return make_session(config, engine, batches, device)
+    return make_session(config, engine, batches, device, task)

@@ -69,7 +69,9 @@ def restore(
     """
     key = spec.restore_key
     if key is None:
-        session.engine.initialise(session.config.seed)
+        engine = session.engine
+        engine.initialise(session.config.seed)
+        session.task.check_first_loss(engine.objective, session.batches, engine.groups)
         return
     begun, opening, tally = time.monotonic(), 0.0, ReadStats()
 

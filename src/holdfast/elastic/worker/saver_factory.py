@@ -11,7 +11,7 @@ from holdfast.checkpoint.capture.no_room_capturer import NoRoomCapturer
 from holdfast.checkpoint.capture.reconnecting_capturer import ReconnectingCapturer
 from holdfast.checkpoint.mover.client import MoverClient
 from holdfast.config.run import RunConfig
-from holdfast.core.sharding.state_table import state_table
+from holdfast.core.sharding.run_table import run_state_table
 from holdfast.elastic.worker.checkpointer import (
     SnapshotSaver,
     make_unless_no_room,
@@ -58,7 +58,7 @@ class SaverFactory:
             topology.generation,
             arena_wait_s=_MOVER_EXPECT_TIMEOUT_S * in_background,
         )
-        table = state_table(self.config.model, self.config.train.precision)
+        table = run_state_table(self.config)
 
         def make_capturer(slots: int) -> Capturer:
             return Capturer(

@@ -24,9 +24,6 @@ from pathlib import Path
 import psutil
 import torch
 
-import holdfast.parallel
-import holdfast.train
-
 BUSY_CORE_SHARE = 0.1
 """Share of a core. A process that uses more, beyond its own small threads, computes and will
 return."""
@@ -35,8 +32,9 @@ _DUMP_MARGIN_S = 0.5
 """Seconds around the time of a stack dump in which it may be being written."""
 # seconds: who looks so late was kept from running, and so was whom he looks at
 _LATE_SAMPLE_S = 0.2
+_ROOMS = Path(__file__).parents[2]
 _COMMUNICATING_FOLDERS = tuple(
-    f"{Path(str(module.__file__)).parent}/" for module in (torch, holdfast.parallel, holdfast.train)
+    f"{folder}/" for folder in (Path(torch.__file__).parent, _ROOMS / "parallel", _ROOMS / "train")
 )
 
 

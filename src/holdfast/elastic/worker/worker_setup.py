@@ -6,9 +6,9 @@ import torch
 
 from holdfast.config.run import RunConfig
 from holdfast.core.data.skips import Skips
-from holdfast.data.batch import Batches
-from holdfast.data.dataset import Dataset
 from holdfast.elastic.protocol.worker_spec import WorkerSpec
+from holdfast.tasks.choose import open_task
+from holdfast.train.task import EngineTask, TaskBatchSource
 from holdfast.wire import process_log
 from holdfast.wire.process_title import set_process_title
 
@@ -19,7 +19,8 @@ class WorkerSetup:
     def __init__(self, spec: WorkerSpec) -> None:
         self.spec = spec
         self.config = RunConfig.model_validate(spec.config)
-        self._batches: Batches | None = None
+        self._task: EngineTask | None = None
+        self._batches: TaskBatchSource | None = None
 
     @property
     def device(self) -> torch.device:
@@ -28,18 +29,24 @@ class WorkerSetup:
     def apply(self, spec: WorkerSpec) -> None:
         """Apply a newer spec to this process."""
         if spec.config != self.spec.config or spec.dataset != self.spec.dataset:
-            self.config, self._batches = RunConfig.model_validate(spec.config), None
+            self.config = RunConfig.model_validate(spec.config)
+            self._task, self._batches = None, None
         if spec.threads != self.spec.threads:
             torch.set_num_threads(spec.threads)
         process_log.enter(spec.generation, spec.rank)
         set_process_title(f"worker {spec.rank}", self.config.name)
         self.spec = spec
 
-    def open_batches(self) -> Batches:
+    @property
+    def task(self) -> EngineTask:
+        """What is trained, made once. Raises TaskError for a task that is not the run's."""
+        if self._task is None:
+            self._task = open_task(self.config)
+        return self._task
+
+    def open_batches(self) -> TaskBatchSource:
         """Return the data, opened once, with the skips of the newest spec."""
         if self._batches is None:
-            config = self.config
-            dataset = Dataset.open(self.spec.dataset)
-            self._batches = Batches(dataset, config.data, config.train, config.seed)
+            self._batches = self.task.open_batches(self.spec.dataset)
         self._batches.skips = self.spec.skips or Skips()
         return self._batches

@@ -1,0 +1,113 @@
+"""What a run did and has, for scripts: journal, report and checkpoints."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from holdfast.checkpoint.restore.reader import Checkpoint as StoredCheckpoint
+
+
+def journal(run: str | Path) -> list[dict[str, Any]]:
+    """Return the records of a run's journal, each as a flat dict: `pandas.DataFrame(...)` takes
+    them. run: the run folder, or its run file. Raises RunFolderError."""
+    from holdfast.launch.runs import open_run
+    from holdfast.wire.journal import read_journal
+
+    return [_flat(record) for record in read_journal(open_run(Path(run)).store)]
+
+
+def follow(
+    run: str | Path, stop: threading.Event | None = None, seconds: float = 0.5
+) -> Iterator[dict[str, Any]]:
+    """Yield the records of a run's journal, and new ones as they come, until `stop` is set.
+
+    seconds: between two looks. Raises RunFolderError."""
+    from holdfast.launch.runs import open_run
+    from holdfast.wire.journal import follow_journal
+
+    store = open_run(Path(run)).store
+    for records in follow_journal(store, poll_interval_s=seconds, stop=stop or threading.Event()):
+        for record in records:
+            yield _flat(record)
+
+
+def summary(run: str | Path, *, curve: bool = False) -> dict[str, Any]:
+    """Return what `holdfast report --json` prints; with `curve` every step too."""
+    from holdfast.launch.runs import open_run
+    from holdfast.report.history import read_history
+    from holdfast.report.summary import summary as summarise
+
+    found = open_run(Path(run))
+    return summarise(read_history(found.store), found.resolved, curve=curve)
+
+
+def batches(run: str | Path, step: int) -> list[dict[str, Tensor]]:
+    """Return the logical microbatches of a step, as the run's workers are fed them. Raises
+    UserError."""
+    from holdfast.launch.runs import open_run
+    from holdfast.tasks.choose import open_task
+
+    found = open_run(Path(run))
+    return open_task(found.config).read_step(str(found.dataset_folder), step)
+
+
+class Checkpoint:
+    """A checkpoint's tensors by name, read when asked for: parameters as "model.NAME", AdamW's
+    moments as "optimizer.exp_avg.NAME" and "optimizer.exp_avg_sq.NAME"."""
+
+    def __init__(self, stored: StoredCheckpoint) -> None:
+        self._stored = stored
+
+    @property
+    def step(self) -> int:
+        """The step that this is the state after."""
+        return self._stored.step
+
+    @property
+    def names(self) -> Sequence[str]:
+        return [spec.name for spec in self._stored.tensors]
+
+    def __getitem__(self, name: str) -> Tensor:
+        """Read one tensor. Raises KeyError."""
+        import torch
+
+        from holdfast.core.sharding.boxes import Box
+
+        if name not in self.names:
+            raise KeyError(name)
+        spec = self._stored.spec(name)
+        out = torch.empty(
+            spec.shape, dtype={"F32": torch.float32, "F64": torch.float64}[spec.dtype]
+        )
+        box = Box(name, (0,) * len(spec.shape), spec.shape)
+        self._stored.read(box, out.reshape(-1).view(torch.uint8).numpy().data)
+        return out
+
+    def parameters(self) -> dict[str, Tensor]:
+        """Read all parameters by their own names, for `module.load_state_dict`. A name that is tied
+        to another has no tensor of its own: load with strict=False."""
+        prefix = "model."
+        names = [name for name in self.names if name.startswith(prefix)]
+        return {name.removeprefix(prefix): self[name] for name in names}
+
+
+def open_checkpoint(run: str | Path, step: int | None = None) -> Checkpoint:
+    """Open the checkpoint of `step`, or the newest intact one. Raises CheckpointError."""
+    from holdfast.export.weights import choose_checkpoint
+    from holdfast.launch.runs import open_run
+
+    return Checkpoint(choose_checkpoint(open_run(Path(run)), step, lambda line: None))
+
+
+def _flat(record: Any) -> dict[str, Any]:
+    from holdfast.events import to_json
+
+    value = to_json(record)
+    event: dict[str, Any] = value.pop("event")
+    return value | event

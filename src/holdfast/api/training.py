@@ -1,0 +1,93 @@
+"""`holdfast.train`: a run from a script or a notebook."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from holdfast.api.run_file import RunFile
+from holdfast.errors import TaskError
+
+if TYPE_CHECKING:
+    from holdfast.tasks.task import Task
+
+
+@dataclass(frozen=True)
+class TrainingResult:
+    """How `train` ended. exit_code: as of the command `holdfast train`; 0 also for a run that was
+    asked to stop. step: the last step of the newest checkpoint, 0 if there is none."""
+
+    folder: Path
+    exit_code: int
+    step: int
+
+
+def train(
+    task: type[Task] | None,
+    run_file: str | Path | RunFile,
+    overrides: Sequence[str] = (),
+    *,
+    args: Mapping[str, Any] | None = None,
+    fresh: bool = False,
+) -> TrainingResult:
+    """Start or resume the run of a run file, and return when it ends.
+
+    Args:
+        task: the class to train, in a file of its own or in the script that is run. None: what the
+            run file names.
+        overrides: `key=value`, as on the command line.
+        args: keyword arguments of the class, in place of the run file's `task.args`.
+        fresh: begin again; the old run folder is moved aside.
+
+    Raises UserError, with one sentence, for what has to be corrected.
+    """
+    from holdfast.checkpoint.restore.catalog import list_commits, step_of
+    from holdfast.cli.train import start_run
+    from holdfast.config.load import load_config
+    from holdfast.tasks.importing import is_importing
+    from holdfast.wire.store.run_store import FolderStore
+
+    if is_importing():
+        raise TaskError(
+            "holdfast.train is called while a worker imports this file",
+            where="task",
+            remedy="put the call below: if __name__ == '__main__':",
+        )
+    of_file = run_file.overrides if isinstance(run_file, RunFile) else ()
+    path = run_file.path if isinstance(run_file, RunFile) else Path(run_file)
+    given = [*_task_overrides(task), *of_file, *overrides]
+    if args is not None:
+        given.append(f"task.args={json.dumps(dict(args))}")
+    code = start_run(path, given, fresh=fresh)
+    folder = Path(load_config(path, given).config.run_folder)
+    commits = list_commits(FolderStore(folder))
+    return TrainingResult(folder, code, step_of(commits[0]) if commits else 0)
+
+
+def _task_overrides(task: type[Task] | None) -> list[str]:
+    """The keys that name a class. Raises TaskError for one that another process cannot import."""
+    if task is None:
+        return []
+    module, file = task.__module__, _file_of(task)
+    if file is None or "." in task.__qualname__:
+        raise TaskError(
+            f"class {task.__qualname__} cannot be imported by a worker",
+            where="task",
+            remedy="write it at the top level of a file (in a notebook: %%writefile my_task.py)",
+        )
+    if module == "__main__":
+        module, folder = file.stem, file.parent
+    else:
+        parts = module.split(".")
+        depth = len(parts) if file.name == "__init__.py" else len(parts) - 1
+        folder = file.parents[depth]
+    return [f"task.name={module}:{task.__qualname__}", f"task.folder={folder}"]
+
+
+def _file_of(task: type[Task]) -> Path | None:
+    file = getattr(sys.modules.get(task.__module__), "__file__", None)
+    return None if file is None else Path(file).resolve()

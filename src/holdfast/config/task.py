@@ -1,0 +1,52 @@
+"""The `task` section: what is trained, if it is not the built-in decoder."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import Field, model_validator
+
+from holdfast.config.base import Section
+from holdfast.config.change import InPlace
+from holdfast.errors import ConfigError
+
+TASK_NAME = r"^([A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*)?$"
+
+
+class TaskConfig(Section):
+    name: str = Field(
+        "",
+        pattern=TASK_NAME,
+        description="package.module:Class, a subclass of `holdfast.Task`; empty: the built-in "
+        "decoder. `task: package.module:Class` is short for it",
+    )
+    args: dict[str, Any] = Field(
+        default_factory=dict, description="keyword arguments of the class: numbers, texts, lists"
+    )
+    folder: InPlace[str] = Field(
+        "",
+        description="where the task's module lies, if it is not an installed package; empty: "
+        "in the run file's folder",
+    )
+    source: str = Field("", description="digest of the task's source files (planned)")
+    data: str = Field("", description="version of the task's data (planned)")
+    samples: int = Field(0, ge=0, description="samples of the task's data (planned)")
+    parameters: tuple[str, ...] = Field(
+        (), description="the task's parameters: name, shape, marks (planned)"
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _short_form(cls, value: Any) -> Any:
+        return {"name": value} if isinstance(value, str) else value
+
+
+def refuse_task(task: TaskConfig, what: str) -> None:
+    """Raises ConfigError for a task, where only the built-in decoder is known. what: what was asked
+    for, as the subject of a sentence."""
+    if task.name:
+        raise ConfigError(
+            f"{what} is for the built-in decoder, and this run trains {task.name}",
+            where="task",
+            remedy="read its parameters with holdfast.open_checkpoint (docs/python.md)",
+        )

@@ -1,0 +1,38 @@
+"""A run of a user's task: what has to be known of the task before the run begins."""
+
+from __future__ import annotations
+
+import os
+
+from holdfast.config.load import LoadedConfig
+from holdfast.errors import ConfigError, TaskError
+from holdfast.tasks.ask import describe_task
+
+PLANNED_KEYS = ("source", "data", "samples", "parameters")
+
+
+def with_task(loaded: LoadedConfig) -> LoadedConfig:
+    """Fill in what a child process finds out about the task: its parameters, its data and the
+    digest of its source. Raises TaskError, and ConfigError for a run file that gives them."""
+    for key in PLANNED_KEYS:
+        origin = loaded.origins[f"task.{key}"]
+        if origin.kind in ("file", "command line"):
+            raise ConfigError(
+                f"task.{key} is worked out from the task",
+                where=loaded.where(f"task.{key}"),
+                remedy="remove it",
+            )
+    return described(loaded, loaded.config.task.folder or loaded.base or ".")
+
+
+def described(loaded: LoadedConfig, folder: str) -> LoadedConfig:
+    """The same, whatever is there, for the task in `folder`. Raises TaskError."""
+    name = loaded.config.task.name
+    loaded = loaded.with_planned({"task.folder": os.path.abspath(folder)}, "the run file's folder")
+    try:
+        found = describe_task(loaded.config)
+    except TaskError as error:
+        where = loaded.where("task.name")
+        raise TaskError(error.message, where=where, remedy=error.remedy) from None
+    values = {f"task.{key}": found[key] for key in PLANNED_KEYS}
+    return loaded.with_planned(values, f"those of {name}")

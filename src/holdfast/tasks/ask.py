@@ -1,0 +1,102 @@
+"""Asks a child process about a run's task: only the child imports the task, and torch with it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from holdfast.config.run import RunConfig
+from holdfast.core.data.data_ledger import Range
+from holdfast.core.data.skips import Skips
+from holdfast.data.ledger_entries import stand_in_entries
+from holdfast.errors import TaskError
+from holdfast.wire.child_command import module_command
+
+CHILD = "holdfast.tasks.child"
+_OUTPUT_CHARACTERS = 2000  # of the child's last words, where it gave no answer
+
+
+@dataclass(frozen=True)
+class Question:
+    """What a child is to do. purpose: "describe" or "entries" (with `missing` and `last_step`)."""
+
+    purpose: str
+    config: dict[str, Any]
+    skips: list[dict[str, Any]]
+    missing: list[Range]
+    last_step: int
+
+    @staticmethod
+    def from_json(value: Mapping[str, Any]) -> Question:
+        missing = [(int(low), int(high)) for low, high in value["missing"]]
+        known = {f.name: value[f.name] for f in fields(Question)} | {"missing": missing}
+        return Question(**known)
+
+
+@dataclass(frozen=True)
+class Answer:
+    """message, remedy: why there is no result; both empty if there is one.
+
+    result: for "describe" the planned keys of `task`, for "entries" [step, entries] for each step.
+    """
+
+    result: Any = None
+    message: str = ""
+    remedy: str = ""
+
+    @staticmethod
+    def from_json(value: Mapping[str, Any]) -> Answer:
+        return Answer(value["result"], str(value["message"]), str(value["remedy"]))
+
+
+def describe_task(config: RunConfig) -> dict[str, Any]:
+    """Return the planned keys of the section `task`: source, data, samples, parameters. Raises
+    TaskError."""
+    planned: dict[str, Any] = _ask(Question("describe", config.model_dump(mode="json"), [], [], 0))
+    return planned
+
+
+def run_entries(
+    config: RunConfig, skips: Skips, missing: Sequence[Range], last_step: int
+) -> list[tuple[int, list[dict[str, Any]]]]:
+    """As `data.ledger_entries.stand_in_entries`, from the run's data. Raises UserError."""
+    if not config.task.name:
+        from holdfast.data.batch import Batches
+        from holdfast.data.dataset import Dataset
+
+        dataset = Dataset.open(config.data.folder)
+        batches = Batches(dataset, config.data, config.train, config.seed, skips)
+        return stand_in_entries(batches, missing, last_step)
+    dumped = config.model_dump(mode="json")
+    found = _ask(Question("entries", dumped, skips.to_json(), list(missing), last_step))
+    return [(int(step), entries) for step, entries in found]
+
+
+def _ask(question: Question) -> Any:
+    with tempfile.TemporaryDirectory(prefix="holdfast-task-") as folder:
+        answer_file = Path(folder) / "answer.json"
+        done = subprocess.run(
+            module_command(CHILD, str(answer_file)),
+            input=json.dumps(asdict(question)),
+            env=os.environ | {"CUDA_VISIBLE_DEVICES": ""},  # a table needs no device
+            text=True,
+            capture_output=True,
+            check=False,
+        )
+        if not answer_file.exists():
+            words = done.stderr.strip()[-_OUTPUT_CHARACTERS:]
+            raise TaskError(
+                f"the process that imports {question.config['task']['name']} ended with status "
+                f"{done.returncode}: {words}",
+                where="task",
+            )
+        answer = Answer.from_json(json.loads(answer_file.read_text("utf-8")))
+    if answer.message:
+        raise TaskError(answer.message, where="task", remedy=answer.remedy or None)
+    return answer.result

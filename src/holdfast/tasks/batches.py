@@ -1,0 +1,212 @@
+"""Every batch of a task's run, by step number: the user's samples in the run's order.
+
+The order, the positions and the ledger are those of token data (`data/batch.py`): a sample is an
+index of the user's dataset. A skipped microbatch is not read. It has no tensors, and its loss and
+its gradient are zero.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from xxhash import xxh3_64
+
+from holdfast.config.run import RunConfig
+from holdfast.core.data.sample_order import BatchSchedule, SampleOrder
+from holdfast.core.data.skips import Skips
+from holdfast.core.seeds import key_seed
+from holdfast.data.batch import ValidationSet
+from holdfast.data.loader import StepLoader
+from holdfast.errors import ConfigError, TaskError
+from holdfast.tasks.loading import user_code
+from holdfast.tasks.task import Samples, Task
+
+SOURCE = "task"
+"""The name of the data in the ledger."""
+
+
+@dataclass(frozen=True)
+class TaskMicrobatch:
+    """A logical microbatch, or a rank's part of it. tensors: empty for one that is skipped.
+
+    key: seed of the random numbers of its forward pass. tokens: its weight.
+    """
+
+    tensors: Mapping[str, Tensor]
+    key: int
+    entries: list[dict[str, Any]]
+    tokens: int
+
+    @property
+    def arguments(self) -> tuple[Mapping[str, Tensor], int]:
+        """What the objective takes."""
+        return self.tensors, self.key
+
+
+@dataclass(frozen=True)
+class TaskData:
+    """The names of the data, for the audit."""
+
+    version: str
+    source_names: tuple[str, ...] = (SOURCE,)
+
+    def is_version(self, version: str) -> bool:
+        return version == self.version
+
+
+class TaskBatches:
+    """The batches of a task."""
+
+    def __init__(self, task: Task, config: RunConfig, skips: Skips | None = None) -> None:
+        self.skips = skips or Skips()
+        self.microbatch_size = config.train.microbatch_size
+        stages = [(stage.from_step, stage.batch_size) for stage in config.train.batch_warmup]
+        self.schedule = BatchSchedule(config.train.batch_size, stages)
+        self._task, self._seed, self._expected = task, config.seed, config.task.samples
+        self._samples, version = open_samples(task)
+        if version != config.task.data:
+            raise TaskError(
+                f"the data's version was {config.task.data!r} and is now {version!r}",
+                where="task",
+                remedy="go back to that data, or start over with --fresh",
+            )
+        self._check_length()
+        self.order = SampleOrder(config.seed, [self._expected], [1.0])
+        self.dataset = TaskData(version)
+
+    def positions(self, step: int, index: int, part: int = 0, parts: int = 1) -> tuple[int, int]:
+        """Positions [start, stop) of part `part` of `parts` of microbatch `index` of a step."""
+        if not 0 <= index < self.schedule.size(step) // self.microbatch_size:
+            raise IndexError(f"step {step} has no microbatch {index}")
+        if self.microbatch_size % parts:
+            raise ConfigError(
+                f"layout.dp_shard {parts} does not divide train.microbatch_size "
+                f"{self.microbatch_size}"
+            )
+        size = self.microbatch_size // parts
+        start = self.schedule.position(step) + index * self.microbatch_size + part * size
+        return start, start + size
+
+    def microbatch(self, step: int, index: int, part: int = 0, parts: int = 1) -> TaskMicrobatch:
+        """Microbatch `index` of a step, or the `part`-th of `parts` equal shares of its samples.
+        Raises TaskError."""
+        start, stop = self.positions(step, index, part, parts)
+        why = self.skips.reason(step, index)
+        tensors: Mapping[str, Tensor] = {} if why else self.read_samples(start, stop)
+        weight = self._weight(tensors) if tensors else 0
+        entry = {
+            "microbatch": index,
+            "source": SOURCE,
+            "start": start,
+            "stop": stop,
+            "hash": tensor_hash(tensors),
+            "skipped": why,
+        }
+        key = key_seed(self._seed, "forward", step, index, part, parts)
+        return TaskMicrobatch(tensors, key, [entry], weight)
+
+    def read_samples(self, start: int, stop: int, times: int = 1) -> Mapping[str, Tensor]:
+        """The batch of the samples at positions [start, stop), `times` after each other."""
+        self._check_length()
+        _, _, indices = self.order.places(start, stop)
+        items: list[Mapping[str, Any]] = []
+        for index in indices.tolist():
+            with user_code(f"sample {index} cannot be read"):
+                items.append(self._samples[index])
+        with user_code("collate() failed"):
+            batch = self._task.collate(items * times)
+        if not isinstance(batch, Mapping) or not all(isinstance(t, Tensor) for t in batch.values()):
+            raise TaskError("a batch is no mapping from names to tensors", where="task")
+        if not batch:
+            raise TaskError("a batch has no tensors", where="task")
+        return batch
+
+    def hash_of(self, start: int, stop: int) -> str:
+        """The ledger hash that feeding positions [start, stop) must give."""
+        return tensor_hash(self.read_samples(start, stop))
+
+    def blank_hash(self, samples: int) -> str:
+        """The ledger hash of skipped samples."""
+        return tensor_hash({})
+
+    def validation(self, samples: int) -> ValidationSet:
+        """A task has no validation data."""
+        return ValidationSet([], 0, 1.0)
+
+    def _weight(self, batch: Mapping[str, Tensor]) -> int:
+        with user_code("weight() failed"):
+            weight = self._task.weight(batch)
+        if isinstance(weight, bool) or not isinstance(weight, int) or weight < 0:
+            raise TaskError(
+                f"weight() returned {weight!r}",
+                where="task",
+                remedy="return a whole number: the samples or tokens of the batch",
+            )
+        return weight
+
+    def _check_length(self) -> None:
+        if (found := len(self._samples)) != self._expected:
+            raise TaskError(
+                f"the data had {self._expected} samples and now has {found}",
+                where="task",
+                remedy="let the length of a dataset stay, or give new data a new version",
+            )
+
+
+def open_samples(task: Task) -> tuple[Samples, str]:
+    """The task's samples and their version. Raises TaskError."""
+    with user_code("data() failed"):
+        samples = task.data()
+        version, length = getattr(samples, "version", None), len(samples)
+    if not isinstance(version, str) or not version:
+        raise TaskError(
+            f"the data ({type(samples).__name__}) has no version",
+            where="task",
+            remedy="give it an attribute `version`, a text that changes with its content",
+        )
+    if length < 1:
+        raise TaskError("the data has no samples", where="task")
+    return samples, version
+
+
+def tensor_hash(batch: Mapping[str, Tensor]) -> str:
+    """xxh3-64 of names, dtypes, shapes and bytes, by name; "" for no tensors."""
+    if not batch:
+        return ""
+    state = xxh3_64()
+    for name in sorted(batch):
+        tensor = batch[name].detach().contiguous()
+        state.update(f"{name} {tensor.dtype} {list(tensor.shape)}\0".encode())
+        state.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
+    return state.hexdigest()
+
+
+class TaskLoader(StepLoader[TaskMicrobatch]):
+    """Reads a task's batches ahead. keywords: see `StepLoader`."""
+
+    def __init__(
+        self, batches: TaskBatches, plan: Callable[[int], Sequence[int]], **keywords: Any
+    ) -> None:
+        self._batches = batches
+        super().__init__(plan, **keywords)
+
+    def _load(self, step: int, index: int) -> TaskMicrobatch:
+        read = self._batches.microbatch(step, index, self._part, self._parts)
+        if self._device.type != "cuda":
+            return read
+        return replace(read, tensors=_each(read.tensors, Tensor.pin_memory))
+
+    def _to_device(self, host: TaskMicrobatch) -> TaskMicrobatch:
+        digest = tensor_hash(host.tensors)
+        entries = [{**entry, "hash": digest} for entry in host.entries]
+        return replace(host, tensors=_each(host.tensors, self._move), entries=entries)
+
+
+def _each(
+    tensors: Mapping[str, Tensor], change: Callable[[Tensor], Tensor]
+) -> Mapping[str, Tensor]:
+    return {name: change(tensor) for name, tensor in tensors.items()}

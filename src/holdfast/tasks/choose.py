@@ -1,0 +1,44 @@
+"""What the run file names, ready for the engine: the built-in decoder or a user's task."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from holdfast.config.run import RunConfig
+from holdfast.data.audit import AuditedBatches
+from holdfast.data.batch import Batches
+from holdfast.data.dataset import Dataset
+from holdfast.data.verify import find_problems
+from holdfast.errors import TaskError
+from holdfast.tasks.batches import TaskBatches
+from holdfast.tasks.loading import load_task, source_digest
+from holdfast.tasks.own import OwnTask
+from holdfast.tasks.task import Task
+from holdfast.train.task import DecoderTask, EngineTask
+
+
+def open_task(config: RunConfig) -> EngineTask:
+    """Raises TaskError for a task that cannot be made, or whose source is not the run's."""
+    return OwnTask(_load_same(config), config) if config.task.name else DecoderTask(config)
+
+
+def open_audited(config: RunConfig, dataset: str | Path) -> tuple[AuditedBatches, list[str]]:
+    """Return a run's batches, and what is wrong with the files of its data. dataset: the folder of
+    the prepared dataset. Raises UserError."""
+    if config.task.name:
+        return TaskBatches(_load_same(config), config), []
+    opened = Dataset.open(dataset)
+    batches = Batches(opened, config.data, config.train, config.seed)
+    return batches, find_problems(opened.folder)
+
+
+def _load_same(config: RunConfig) -> Task:
+    """Load the run's task. Raises TaskError if its source is not the run's."""
+    task = load_task(config.task)
+    if source_digest(config.task) != config.task.source:
+        raise TaskError(
+            f"the source of task {config.task.name} has changed since this run was started",
+            where="task",
+            remedy="put the files back, or start over with --fresh",
+        )
+    return task

@@ -1,0 +1,114 @@
+"""Finds a user's task by its name, makes it, and names the source that it came from.
+
+The module lies in the task's folder or in an installed package. The folder comes last in the path,
+so that nothing in it takes the place of an installed module.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import os
+import sys
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from holdfast.config.task import TaskConfig
+from holdfast.errors import TaskError
+from holdfast.tasks.importing import importing
+from holdfast.tasks.task import Task
+
+DIGEST_BYTES = 16
+_INSTALLED = ("site-packages", "dist-packages")
+
+
+def load_task(config: TaskConfig) -> Task:
+    """Import and make the task. Raises TaskError."""
+    module_name, _, class_name = config.name.partition(":")
+    module = _import_module(module_name, config.folder)
+    kind = getattr(module, class_name, None)
+    if not (isinstance(kind, type) and issubclass(kind, Task)):
+        raise TaskError(
+            f"{class_name} in {module.__file__} is no subclass of holdfast.Task"
+            if kind is not None
+            else f"{module.__file__} has no class {class_name}",
+            where="task",
+            remedy="name a class that derives from holdfast.Task",
+        )
+    with user_code(f"task {config.name} cannot be made"):
+        return kind(**config.args)
+
+
+def source_digest(config: TaskConfig) -> str:
+    """Digest of the task's module, and of what else lies in its folder or package and came with it.
+    Call after `load_task`."""
+    digest = hashlib.blake2b(digest_size=DIGEST_BYTES)
+    for name, path in sorted(_own_sources(config)):
+        digest.update(f"{name}\0".encode())
+        digest.update(hashlib.blake2b(path.read_bytes()).digest())
+    return digest.hexdigest()
+
+
+@contextmanager
+def user_code(what: str) -> Iterator[None]:
+    """Make one sentence of an exception in a user's code. An OSError stays: it may pass."""
+    try:
+        yield
+    except (TaskError, OSError):
+        raise
+    except Exception as error:
+        frames = traceback.extract_tb(error.__traceback__)
+        own = [f for f in frames if not set(_INSTALLED) & set(Path(f.filename).parts)]
+        last = own[-1] if len(own) > 1 else frames[-1]  # the first is this function
+        place = f"{os.path.basename(last.filename)}:{last.lineno}"
+        text = " ".join(str(error).split())[:300]
+        raise TaskError(
+            f"{what}: {type(error).__name__}: {text} ({place})", where="task"
+        ) from error
+
+
+def _import_module(name: str, folder: str) -> ModuleType:
+    if folder and folder not in sys.path:
+        sys.path.append(folder)
+    try:
+        with user_code(f"module {name} cannot be imported"), importing():
+            module = importlib.import_module(name)
+    except TaskError as error:
+        cause = error.__cause__
+        if isinstance(cause, ModuleNotFoundError) and name.startswith(str(cause.name)):
+            raise TaskError(
+                f"there is no module {name} in {folder or '.'}, nor among the installed packages",
+                where="task",
+                remedy="name its folder in task.folder",
+            ) from None
+        raise
+    beside = Path(folder, *name.split(".")).with_suffix(".py")
+    found = Path(str(module.__file__)).resolve()
+    if folder and beside.exists() and found != beside.resolve():
+        raise TaskError(
+            f"module {name} is {found}, which hides {beside}",
+            where="task",
+            remedy="give your module another name",
+        )
+    return module
+
+
+def _own_sources(config: TaskConfig) -> Iterator[tuple[str, Path]]:
+    top = config.name.partition(":")[0].partition(".")[0]
+    folder = Path(config.folder).resolve() if config.folder else None
+    for name, module in list(sys.modules.items()):
+        file: Any = getattr(module, "__file__", None)
+        if not file or name.partition(".")[0] == "holdfast":
+            continue
+        path = Path(file).resolve()
+        is_beside = (
+            folder is not None
+            and path.is_relative_to(folder)
+            and not any(part in _INSTALLED for part in path.parts)
+        )
+        if (is_beside or name.partition(".")[0] == top) and path.is_file():
+            yield name, path

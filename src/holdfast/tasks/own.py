@@ -1,0 +1,196 @@
+"""A user's task as the engine sees it (`train/task.py`)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from holdfast.config.run import RunConfig
+from holdfast.core.sharding.boxes import Box
+from holdfast.core.sharding.parameters import Parameter
+from holdfast.errors import TaskError
+from holdfast.model.init import initial_tensor
+from holdfast.parallel.process_groups import ProcessGroups
+from holdfast.tasks.batches import TaskBatches, TaskLoader, TaskMicrobatch
+from holdfast.tasks.loading import user_code
+from holdfast.tasks.module import (
+    merged_buffers,
+    meta_module,
+    module_rows,
+    names_outside,
+    own_values,
+    refuse_other_rows,
+    set_buffers,
+    table_shape,
+    tie_again,
+    tied_names,
+    usable_units,
+)
+from holdfast.tasks.objective import TaskObjective, changed_buffer_error
+from holdfast.tasks.task import Task
+from holdfast.train.executors import SingleStageExecutor
+from holdfast.train.precision import Precision
+from holdfast.train.state import InitialBox
+from holdfast.train.task import TaskBatchSource
+
+_EQUAL, _NEAR = 1e-3, 0.1
+"""Relative distance within which two losses count as equal, without and with random numbers."""
+
+
+class OwnTask:
+    """A user's task. It keeps the module's constants, which each rebuild needs."""
+
+    def __init__(self, task: Task, config: RunConfig) -> None:
+        self._task, self._config = task, config
+        self._precision = Precision.of(config.train.precision)
+        self._buffers: dict[str, Tensor] | None = None
+        self._ties: list[list[str]] = []
+        self._merged: tuple[str, ...] = ()
+
+    def objective(self, groups: ProcessGroups) -> TaskObjective:
+        """The module on the meta device. Raises TaskError if it does not fit the run's table."""
+        module = meta_module(self._task)
+        refuse_other_rows(self._config.task.parameters, module_rows(self._task, module))
+        merged = tuple(merged_buffers(self._task, module))
+        if merged and groups.degree("dp_shard") > 1:
+            raise TaskError(
+                f"buffer {merged[0]} is merged, and dp_shard {groups.degree('dp_shard')} cuts the "
+                "microbatch that it is computed from",
+                where="task",
+                remedy="use dp_shard 1",
+            )
+        units = usable_units(module, self._task.units(module))
+        if self._config.train.compile and not units:
+            raise TaskError(
+                "train.compile compiles the module's units, and it has none",
+                where="task",
+                remedy="name some in units(), or use train.compile=false",
+            )
+        self._ties, self._merged = tied_names(module), merged
+        cut = groups.degree("dp_shard") > 1 and self._config.layout.zero > 1
+        always = names_outside(module, units) if cut else []
+        return TaskObjective(self._task, module, self._precision.compute, always)
+
+    def named_parameters(self, objective: nn.Module) -> dict[str, Tensor]:
+        """The parameters, then the buffers that are merged."""
+        return {**dict(_model(objective).named_parameters()), **_own(objective).merged}
+
+    def units(self, objective: nn.Module) -> list[nn.Module]:
+        model = _model(objective)
+        return usable_units(model, self._task.units(model))
+
+    def fill_constants(self, objective: nn.Module, device: torch.device) -> None:
+        """Give the buffers their values, and tie what was tied."""
+        model = _model(objective)
+        tie_again(model, self._ties)
+        if self._buffers is None:
+            has_some = next(model.buffers(), None) is not None
+            self._buffers = own_values(self._task, self._config.seed).buffers if has_some else {}
+        merged = dict.fromkeys(self._merged, self._precision.state)
+        set_buffers(model, self._buffers, device, self._precision.compute, merged)
+        _own(objective).merged = {
+            name: buffer.view(table_shape(buffer))
+            for name in self._merged
+            for buffer in (model.get_buffer(name),)
+        }
+
+    def initial_values(self, seed: int) -> InitialBox:
+        """What `Task.initial` says, or what the module gave its parameters when it was made."""
+        given: dict[str, Tensor] = {}
+
+        def value(row: Parameter, box: Box) -> Tensor:
+            with user_code(f"initial() failed for {row.name}"):
+                answer = None if row.merge else self._task.initial(row.name, row.shape)
+            if answer is None:
+                if not given:
+                    own = own_values(self._task, seed)
+                    buffers = {n: b.view(table_shape(b)) for n, b in own.buffers.items()}
+                    given.update(own.parameters | buffers)
+                answer = given[row.name]
+            if not isinstance(answer, Tensor):
+                answer = initial_tensor(replace(row, init=answer), seed)
+            if tuple(answer.shape) != row.shape:
+                raise TaskError(
+                    f"the initial values of {row.name} are {list(answer.shape)}, "
+                    f"and it is {list(row.shape)}",
+                    where="task",
+                )
+            return answer[tuple(slice(a, b) for a, b in zip(box.offsets, box.stops, strict=True))]
+
+        return value
+
+    def executor(
+        self, objective: nn.Module, groups: ProcessGroups, dtype: torch.dtype, device: torch.device
+    ) -> SingleStageExecutor:
+        return SingleStageExecutor(objective, groups.recorder, lambda batch: batch.arguments)
+
+    def open_batches(self, dataset: str) -> TaskBatches:
+        return TaskBatches(self._task, self._config)
+
+    def loader(
+        self, batches: TaskBatchSource, share: Callable[[int], Sequence[int]], **where: Any
+    ) -> TaskLoader:
+        return TaskLoader(cast(TaskBatches, batches), share, **where)
+
+    def read_step(self, dataset: str, step: int) -> list[dict[str, Tensor]]:
+        batches = self.open_batches(dataset)
+        count = batches.schedule.size(step) // batches.microbatch_size
+        return [dict(batches.microbatch(step, index).tensors) for index in range(count)]
+
+    def check_first_loss(
+        self, objective: nn.Module, batches: TaskBatchSource, groups: ProcessGroups
+    ) -> None:
+        """Compute the first microbatch once and doubled. Raises TaskError for a loss that is a
+        mean, and for all else that goes wrong there. Collective over a replica."""
+        own = cast(TaskBatches, batches)
+        part, parts = groups.coordinate.dp_shard, groups.degree("dp_shard")
+        start, stop = own.positions(1, 0, part, parts)
+        if own.hash_of(start, stop) != own.hash_of(start, stop):
+            raise TaskError(
+                "the same samples are different tensors when they are read again",
+                where="task",
+                remedy="draw random numbers in loss(), where their seed is set",
+            )
+        device = next(objective.parameters()).device
+        buffers = {name: value.clone() for name, value in _model(objective).named_buffers()}
+        found = [
+            self._loss_of(objective, own.read_samples(start, stop, times), key, device)
+            for times, key in ((1, 1), (1, 2), (2, 1))
+        ]
+        for name, value in _model(objective).named_buffers():
+            if not torch.equal(value, buffers[name]):  # some kernels leave the version as it was
+                raise changed_buffer_error(name)
+        one, other, doubled = found
+        near = _EQUAL if abs(one - other) <= _EQUAL * abs(one) else _NEAR
+        if one and abs(doubled - one) <= near * abs(one):
+            raise TaskError(
+                f"the loss of a batch is {one:.6g}, and of the same samples twice {doubled:.6g}: "
+                "it is a mean",
+                where="task",
+                remedy="return the sum, and let weight() return what to divide by",
+            )
+
+    def _loss_of(
+        self, objective: nn.Module, batch: Mapping[str, Tensor], key: int, device: torch.device
+    ) -> float:
+        moved = {name: tensor.to(device) for name, tensor in batch.items()}
+        microbatch = TaskMicrobatch(moved, key, [], 0)
+        with torch.no_grad(), user_code("loss() failed for the first microbatch"):
+            loss = float(objective(*microbatch.arguments))
+        for module in objective.modules():  # without a backward nothing else tells FSDP2 to
+            reshard = getattr(module, "reshard", None)
+            if reshard is not None:
+                reshard()
+        return loss
+
+
+def _own(objective: nn.Module) -> TaskObjective:
+    return cast(TaskObjective, objective)
+
+
+def _model(objective: nn.Module) -> nn.Module:
+    return _own(objective).model

@@ -1,0 +1,98 @@
+"""`Task`: what a user writes to train a model of their own. docs/python.md explains it."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from holdfast.core.sharding.parameters import Normal, Ones, Zeros
+
+Batch = Mapping[str, Tensor]
+"""One logical microbatch, or a rank's part of it."""
+
+Initial = Normal | Zeros | Ones | Tensor | None
+"""Initial values of a parameter; None: those that the module gave it."""
+
+
+class Samples(Protocol):
+    """A map-style dataset: the same index gives the same sample in each process.
+
+    version: names the content. Change it with the data, as it is a part of the run's identity.
+    """
+
+    @property
+    def version(self) -> str: ...
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int, /) -> Mapping[str, Any]:
+        """Tensors, arrays and numbers by name."""
+        ...
+
+
+class Task(ABC):
+    """What is trained. `task.args` of the run file are the keyword arguments of the class."""
+
+    @abstractmethod
+    def model(self) -> nn.Module:
+        """Make the module. It is called several times and must make the same each time; most calls
+        are on the meta device, where tensors have no values."""
+
+    @abstractmethod
+    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
+        """The loss of `batch` as a sum over samples (or tokens), not a mean: a scalar."""
+
+    @abstractmethod
+    def data(self) -> Samples:
+        """The training samples."""
+
+    def weight(self, batch: Batch) -> int:
+        """What `batch` adds to the divisor of the step's loss and gradient: its samples, or
+        tokens."""
+        return len(next(iter(batch.values())))
+
+    def collate(self, items: Sequence[Mapping[str, Any]]) -> Batch:
+        """Make a batch of samples. By default the tensors of each name are stacked."""
+        first: Any = items[0]
+        if not isinstance(first, Mapping):
+            kind = type(first).__name__
+            raise TypeError(f"a sample is a {kind}: return a dict of tensors, or write collate()")
+        return {name: _stacked(name, [item[name] for item in items]) for name in first}
+
+    def initial(self, name: str, shape: tuple[int, ...]) -> Initial:
+        """The initial values of a parameter. A parameter with None gets those of `model()`."""
+        return None
+
+    def decays(self, name: str, shape: tuple[int, ...]) -> bool:
+        """Whether weight decay applies to a parameter: by default to matrices."""
+        return len(shape) > 1
+
+    def merge(self, buffer: str) -> Literal["mean", "sum"] | None:
+        """How a step changes a buffer that forward passes change. It adds the mean or the sum of
+        its microbatches' changes, each from the value before the step. None: no pass changes it."""
+        return None
+
+    def units(self, model: nn.Module) -> Sequence[nn.Module]:
+        """The modules that ZeRO 3 gathers one by one, and that are compiled. Each is used by
+        calling it. By default the items of the longest ModuleList."""
+        lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
+        return list(max(lists, key=len, default=()))
+
+
+def _stacked(name: str, values: Sequence[Any]) -> Tensor:
+    """Stack the values of one name; numbers become int64, float32 or bool."""
+    try:
+        return torch.stack(
+            [
+                torch.tensor(value, dtype=torch.float32)
+                if isinstance(value, float)
+                else torch.as_tensor(value)
+                for value in values
+            ]
+        )
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise TypeError(f"{name!r} of the samples cannot be stacked: {error}") from error

@@ -1,0 +1,186 @@
+"""What the engine asks of what is trained, and the built-in decoder's answers.
+
+`tasks/own.py` answers for a user's `Task`. The parameters' names and shapes are not asked for here:
+they are data (`core/sharding/run_table.py`), which agent and mover need too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Protocol, cast
+
+import torch
+from torch import Tensor, nn
+
+from holdfast.config.run import RunConfig
+from holdfast.core.data.skips import Skips
+from holdfast.core.sharding.boxes import Box
+from holdfast.core.sharding.state_table import mesh_box, parameter_table
+from holdfast.data.batch import Batches
+from holdfast.data.dataset import Dataset
+from holdfast.data.loader import Loader, StepLoader
+from holdfast.errors import ConfigError
+from holdfast.model.decoder import Decoder
+from holdfast.model.init import initial_box
+from holdfast.model.stage import keep_stage
+from holdfast.parallel.process_groups import ProcessGroups
+from holdfast.parallel.tensor_parallel import apply_tensor_parallel, localise_parameters
+from holdfast.train.evaluate import ValidationSamples
+from holdfast.train.executors import Executor, make_executor
+from holdfast.train.objective import NextTokenObjective
+from holdfast.train.state import InitialBox
+
+
+class TaskBatchSource(Protocol):
+    """Every batch of a run, by step number; `data.batch.Batches` is one."""
+
+    skips: Skips
+
+    def validation(self, samples: int) -> ValidationSamples: ...
+
+
+class EngineTask(Protocol):
+    """One rank's view of what is trained."""
+
+    def objective(self, groups: ProcessGroups) -> nn.Module:
+        """The module from a microbatch to a loss sum, on the meta device, cut for this rank."""
+        ...
+
+    def named_parameters(self, objective: nn.Module) -> Mapping[str, Tensor]:
+        """The objective's parameters by their names in the table, in the module's order. Buffers
+        that are merged count as such (`core.sharding.parameters.Parameter.merge`)."""
+        ...
+
+    def units(self, objective: nn.Module) -> Sequence[nn.Module]:
+        """The blocks that are gathered and compiled one by one."""
+        ...
+
+    def fill_constants(self, objective: nn.Module, device: torch.device) -> None:
+        """Give the module what is no parameter, after it was given memory."""
+        ...
+
+    def initial_values(self, seed: int) -> InitialBox:
+        """What gives each box of a parameter its values before the first step."""
+        ...
+
+    def executor(
+        self, objective: nn.Module, groups: ProcessGroups, dtype: torch.dtype, device: torch.device
+    ) -> Executor:
+        """What runs the objective's passes. dtype: in which it computes."""
+        ...
+
+    def open_batches(self, dataset: str) -> TaskBatchSource:
+        """The run's data. dataset: the folder of the prepared dataset."""
+        ...
+
+    def loader(
+        self,
+        batches: TaskBatchSource,
+        share: Callable[[int], Sequence[int]],
+        **where: Any,
+    ) -> StepLoader[Any]:
+        """What reads a rank's shares ahead. where: as `Loader` takes them."""
+        ...
+
+    def read_step(self, dataset: str, step: int) -> list[dict[str, Tensor]]:
+        """The microbatches of a step as named tensors. dataset: as for `open_batches`."""
+        ...
+
+    def check_first_loss(
+        self, objective: nn.Module, batches: TaskBatchSource, groups: ProcessGroups
+    ) -> None:
+        """Before the first step of a run: raise TaskError for a loss that breaks a rule. Collective
+        over a replica."""
+        ...
+
+
+class DecoderTask:
+    """The built-in decoder, trained to predict the next token of a token dataset."""
+
+    def __init__(self, config: RunConfig) -> None:
+        self._config = config
+
+    def objective(self, groups: ProcessGroups) -> NextTokenObjective:
+        """The blocks of this rank's stage, each tensor cut by tp. Raises ConfigError."""
+        config = self._config
+        if config.model.vocab_size < 1:
+            raise ConfigError(
+                "the vocabulary size is not known yet",
+                where="model.vocab_size",
+                remedy="prepare the dataset, or set it",
+            )
+        replica, place = groups.replica, groups.coordinate
+        with torch.device("meta"):
+            objective = NextTokenObjective(Decoder(config.model), config.train.compile)
+        decoder = objective.decoder
+        blocks = replica.blocks(place.pp)
+        if blocks is not None:
+            keep_stage(decoder, blocks, groups.is_first_stage, groups.is_last_stage)
+        if groups.degree("tp") > 1:
+            localise_parameters(decoder, self._tensor_boxes(decoder, groups))
+            apply_tensor_parallel(
+                objective,
+                groups.axis("tp"),
+                sequence_parallel=config.layout.sequence_parallel,
+                traffic=groups.traffic,
+            )
+            if config.train.compile and objective.tensor is not None:
+                objective.tensor.exclude_from_compilation()
+        return objective
+
+    def named_parameters(self, objective: nn.Module) -> Mapping[str, Tensor]:
+        named = objective.named_parameters()
+        return {name.removeprefix("decoder."): parameter for name, parameter in named}
+
+    def units(self, objective: nn.Module) -> list[nn.Module]:
+        return list(cast(NextTokenObjective, objective).decoder.layers)
+
+    def fill_constants(self, objective: nn.Module, device: torch.device) -> None:
+        """The decoder has none."""
+
+    def initial_values(self, seed: int) -> InitialBox:
+        return lambda row, box: initial_box(row, seed, box.offsets, box.lengths)
+
+    def executor(
+        self, objective: nn.Module, groups: ProcessGroups, dtype: torch.dtype, device: torch.device
+    ) -> Executor:
+        config = self._config
+        return make_executor(
+            objective,
+            groups,
+            config.layout.schedule,
+            config.model.dim,
+            dtype,
+            device,
+            sequence_parallel=config.layout.sequence_parallel,
+        )
+
+    def open_batches(self, dataset: str) -> Batches:
+        config = self._config
+        return Batches(Dataset.open(dataset), config.data, config.train, config.seed)
+
+    def loader(
+        self, batches: TaskBatchSource, share: Callable[[int], Sequence[int]], **where: Any
+    ) -> Loader:
+        return Loader(cast(Batches, batches), share, **where)
+
+    def read_step(self, dataset: str, step: int) -> list[dict[str, Tensor]]:
+        batches = self.open_batches(dataset)
+        read = [batches.microbatch(step, index) for index in range(batches.microbatches(step))]
+        return [
+            {"inputs": torch.from_numpy(m.inputs), "targets": torch.from_numpy(m.targets)}
+            for m in read
+        ]
+
+    def check_first_loss(
+        self, objective: nn.Module, batches: TaskBatchSource, groups: ProcessGroups
+    ) -> None:
+        """The decoder's loss breaks none."""
+
+    def _tensor_boxes(self, decoder: Decoder, groups: ProcessGroups) -> Mapping[str, Box]:
+        config = self._config
+        table = parameter_table(config.model, config.train.precision)
+        rows = {row.name: replace(row, shard_dim=None) for row in table}
+        names = [name for name, _ in decoder.named_parameters()]
+        return {name: mesh_box(rows[name], groups.replica, groups.coordinate) for name in names}

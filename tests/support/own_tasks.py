@@ -1,0 +1,86 @@
+"""Engines that train the tasks of `sample_tasks.py`, in the ranks of a test."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from holdfast.config.run import RunConfig
+from holdfast.core.data.skips import Skip, Skips
+from holdfast.layout import Topology, place_replicas
+from holdfast.parallel.process_groups import connect
+from holdfast.parallel.torch_compat import Store
+from holdfast.tasks.batches import TaskBatches
+from holdfast.tasks.child import describe
+from holdfast.tasks.choose import open_task
+from holdfast.train.build import build_engine
+from holdfast.train.engine import StepEngine
+from tests.support.layouts import case
+from tests.support.tiny_training import CPU
+
+MODULE = "tests.support.sample_tasks"
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def task_config(name: str, args: dict[str, Any] | None = None, **train: Any) -> RunConfig:
+    """A run of one of the tasks: 6 microbatches of 4 samples a step, with clipping."""
+    value = {
+        "task": {"name": f"{MODULE}:{name}", "args": args or {}},
+        "train": {
+            "steps": 6,
+            "batch_size": 24,
+            "microbatch_size": 4,
+            "optimizer": {"learning_rate": 0.01, "clip_norm": 0.05},
+            "schedule": {"warmup_steps": 2},
+        }
+        | train,
+        "layout": {"bucket_mb": 0.001},
+    }
+    config = RunConfig.model_validate(value)
+    task = config.task.model_copy(update=_planned(config))
+    return config.model_copy(update={"task": task})
+
+
+def _planned(config: RunConfig) -> dict[str, Any]:
+    found = describe(config)
+    return found | {"parameters": tuple(found["parameters"])}
+
+
+class TaskTraining:
+    """One rank's engine and batches. Microbatch 1 of step 2 is skipped."""
+
+    def __init__(self, config: RunConfig, layout: str, rank: int, store: Store) -> None:
+        self.config = _with_changes(config, case(layout).changes)
+        task = open_task(self.config)
+        batches = task.open_batches("")
+        assert isinstance(batches, TaskBatches)
+        batches.skips = Skips([Skip(2, 1, "a skipped one")])
+        self.batches = batches
+        groups = connect(topology_of_layout(layout), rank, store, CPU, seconds=60)
+        self.engine: StepEngine = build_engine(self.config, groups, CPU, task=task)
+        self.engine.initialise(self.config.seed)
+        task.check_first_loss(self.engine.objective, batches, groups)
+
+    def step(self, step: int) -> float:
+        engine = self.engine
+        part, parts = engine.groups.coordinate.dp_shard, engine.groups.degree("dp_shard")
+        share = engine.begin(step)
+        engine.compute([self.batches.microbatch(step, leaf, part, parts) for leaf in share])
+        verdict = engine.reduce()
+        engine.apply(verdict)
+        return verdict.mean_loss
+
+    def state(self) -> dict[str, np.ndarray]:
+        return {t.name: t.tensor.detach().numpy().copy() for t in self.engine.state()}
+
+
+def topology_of_layout(layout: str) -> Topology:
+    of = case(layout)
+    return place_replicas(list(of.replicas), 1, ("node",) * of.world_size)
+
+
+def _with_changes(config: RunConfig, changes: dict[str, Any]) -> RunConfig:
+    layout = {key.removeprefix("layout__"): value for key, value in changes.items()}
+    return config.model_copy(update={"layout": config.layout.model_copy(update=layout)})

@@ -1,0 +1,216 @@
+"""Tasks of users. A test copies this file into a folder with a run file, as a user would."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import holdfast
+
+SAMPLES, WIDTH, CLASSES = 96, 12, 5
+
+
+class Rows:
+    """Samples that are a function of their index: features and a class that follows from them."""
+
+    version = "rows-1"
+
+    def __init__(self, samples: int = SAMPLES, shape: tuple[int, ...] = (WIDTH,)) -> None:
+        self._samples, self._shape = samples, shape
+
+    def __len__(self) -> int:
+        return self._samples
+
+    def __getitem__(self, index: int) -> Mapping[str, Any]:
+        generator = torch.Generator().manual_seed(index)
+        x = torch.randn(self._shape, generator=generator)
+        return {"x": x, "y": int(x.sum() > 0) + 2 * int(x.max() > 1.5)}
+
+
+class Classifier(holdfast.Task):
+    """What the tasks below share: cross entropy, summed over samples."""
+
+    def data(self) -> Rows:
+        return Rows()
+
+    def loss(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+        return F.cross_entropy(model(batch["x"]), batch["y"], reduction="sum")
+
+
+class Gru(Classifier):
+    """A recurrent net. hidden: its width."""
+
+    def __init__(self, hidden: int = 8) -> None:
+        self.hidden = hidden
+
+    def model(self) -> nn.Module:
+        return GruNet(self.hidden)
+
+
+class GruNet(nn.Module):
+    def __init__(self, hidden: int) -> None:
+        super().__init__()
+        self.gru = nn.GRU(3, hidden, num_layers=2, batch_first=True)
+        self.head = nn.Linear(hidden, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.head(self.gru(x.view(len(x), -1, 3))[0][:, -1])
+        return out
+
+
+class Convolution(Classifier):
+    """A convolutional net with a buffer that stays as it is, and a norm without statistics."""
+
+    def data(self) -> Rows:
+        return Rows(shape=(1, 6, 6))
+
+    def model(self) -> nn.Module:
+        return ConvolutionNet()
+
+
+class ConvolutionNet(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(
+            [nn.Conv2d(1, 4, 3, padding=1), nn.Conv2d(4, 4, 3, padding=1, bias=False)]
+        )
+        self.norm = nn.GroupNorm(2, 4)
+        self.head = nn.Linear(4, CLASSES)
+        self.register_buffer("scale", torch.linspace(0.5, 1.5, 4).view(4, 1, 1), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = F.relu(layer(x))
+        out: Tensor = self.head((self.norm(x) * self.scale).mean((2, 3)))
+        return out
+
+
+class Normed(Convolution):
+    """The same with batch normalisation, whose running statistics are merged."""
+
+    def model(self) -> nn.Module:
+        return nn.Sequential(
+            nn.Conv2d(1, 4, 3, padding=1),
+            nn.BatchNorm2d(4),
+            nn.ReLU(),
+            nn.Flatten(),
+            nn.Linear(144, CLASSES),
+        )
+
+    def merge(self, buffer: str) -> Literal["mean", "sum"]:
+        return "sum" if buffer.endswith("num_batches_tracked") else "mean"
+
+
+class Tied(Classifier):
+    """Dropout, an output matrix tied to the input's, a frozen part, and a part without use. With
+    `sometimes`, one that only some microbatches use."""
+
+    def __init__(self, dropout: float = 0.2, sometimes: bool = True) -> None:
+        self.dropout, self.sometimes = dropout, sometimes
+
+    def model(self) -> nn.Module:
+        return TiedNet(self.dropout, self.sometimes)
+
+    def decays(self, name: str, shape: tuple[int, ...]) -> bool:
+        return name == "inner.0.weight"
+
+    def initial(self, name: str, shape: tuple[int, ...]) -> holdfast.Normal | None:
+        return holdfast.Normal(0.3) if name == "first.weight" else None
+
+
+class TiedNet(nn.Module):
+    def __init__(self, dropout: float, sometimes: bool) -> None:
+        super().__init__()
+        self.dropout, self.is_selective = dropout, sometimes
+        self.first = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.inner = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+        self.sometimes = nn.Linear(WIDTH, WIDTH)
+        self.unused = nn.Linear(3, 2)
+        self.frozen = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
+        self.last = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.last.weight = self.first.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.dropout(torch.tanh(self.first(x)), self.dropout, training=True)
+        for layer in self.inner:
+            x = torch.tanh(layer(x)) + self.frozen(x)
+        if self.is_selective and float(x.detach().sum()) > 0:
+            x = x + self.sometimes(x)
+        out: Tensor = self.last(x)[:, :CLASSES]
+        return out
+
+
+class Sequences(Rows):
+    """Short sequences of tokens that count on from a first one."""
+
+    def __getitem__(self, index: int) -> Mapping[str, Any]:
+        generator = torch.Generator().manual_seed(index)
+        first = int(torch.randint(0, WIDTH, (), generator=generator))
+        return {"tokens": (torch.arange(9) * (1 + index % 3) + first) % WIDTH}
+
+
+class EncoderDecoder(holdfast.Task):
+    """An encoder and a decoder with cross attention; the weight is the tokens."""
+
+    def __init__(self, dropout: float = 0.1) -> None:
+        self.dropout = dropout
+
+    def data(self) -> Sequences:
+        return Sequences()
+
+    def model(self) -> nn.Module:
+        return EncoderDecoderNet(self.dropout)
+
+    def weight(self, batch: Mapping[str, Tensor]) -> int:
+        return 4 * len(batch["tokens"])
+
+    def loss(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+        tokens = batch["tokens"]
+        logits = model(tokens[:, :4], tokens[:, 4:8])
+        return F.cross_entropy(logits.flatten(0, 1), tokens[:, 5:].flatten(), reduction="sum")
+
+
+class EncoderDecoderNet(nn.Module):
+    def __init__(self, dropout: float) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(WIDTH, 8)
+        self.both = nn.Transformer(8, 2, 2, 2, 16, dropout, batch_first=True)
+        self.head = nn.Linear(8, WIDTH)
+        mask = nn.Transformer.generate_square_subsequent_mask(4)
+        self.register_buffer("mask", mask, persistent=False)
+
+    def forward(self, source: Tensor, target: Tensor) -> Tensor:
+        x = self.both(self.embed(source), self.embed(target), tgt_mask=self.mask)
+        out: Tensor = self.head(x)
+        return out
+
+
+class Gpt2(EncoderDecoder):
+    """GPT-2 of transformers, with its dropout and its tied head."""
+
+    def model(self) -> nn.Module:
+        from transformers import GPT2Config, GPT2LMHeadModel
+
+        rates = {f"{name}_pdrop": self.dropout for name in ("resid", "embd", "attn")}
+        config = GPT2Config(
+            vocab_size=WIDTH,
+            n_positions=16,
+            n_embd=8,
+            n_layer=2,
+            n_head=2,
+            use_cache=False,
+            **rates,
+        )
+        return GPT2LMHeadModel(config)
+
+    def weight(self, batch: Mapping[str, Tensor]) -> int:
+        return 8 * len(batch["tokens"])
+
+    def loss(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+        tokens = batch["tokens"]
+        logits = model(input_ids=tokens[:, :-1]).logits
+        return F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten(), reduction="sum")

@@ -1,0 +1,166 @@
+"""Promises 1 and 2 for a model of the user's own, under the real command.
+
+One worker trains undisturbed. The same run with other workers and a SIGKILL ends with the same
+bits, and its ledger is complete.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import holdfast
+from holdfast.events import GenerationStarted, RunFinished, StepDone, WorkerLost, WorkerStarted
+from holdfast.wire.journal import follow_journal, read_journal
+from holdfast.wire.store.run_store import FolderStore
+from tests.support import sample_tasks
+from tests.support.commands import apart, start
+
+STEPS = 40
+RUN_FILE = """\
+name: own
+folder: run
+device: cpu
+task: my_task:{name}
+train:
+  steps: 40
+  batch_size: 12
+  microbatch_size: 2
+  optimizer: {{learning_rate: 0.01, clip_norm: 0.05}}
+layout: {{workers: 1}}
+checkpoint: {{every_steps: 10}}
+cluster: {{threads_per_worker: 1}}
+"""
+
+
+def _write(folder: Path, name: str) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    shutil.copy(str(sample_tasks.__file__), folder / "my_task.py")
+    (folder / "random.py").write_text("raise RuntimeError('a child took this for its own')\n")
+    path = folder / "run.yaml"
+    path.write_text(RUN_FILE.format(name=name))
+    return path
+
+
+def _killed(run_file: Path, folder: Path, workers: int, at: int) -> None:
+    """Train with one of the workers killed when step `at` is done."""
+    process = start("train", run_file, f"folder={folder}", f"layout.workers={workers}")
+    done, output = threading.Event(), list[str]()
+
+    def collect() -> None:
+        output.extend(process.communicate(timeout=240))
+        done.set()
+
+    collector = threading.Thread(target=collect)
+    collector.start()
+    pids = dict[int, int]()
+    for event in _events(folder, done):
+        if isinstance(event, WorkerStarted):
+            pids[event.rank] = event.pid
+        if isinstance(event, StepDone) and event.step >= at and pids:
+            os.kill(pids[max(pids)], signal.SIGKILL)
+            break
+    collector.join(240)
+    assert process.returncode == 0, output
+
+
+def _events(folder: Path, done: threading.Event) -> Iterator[object]:
+    for records in follow_journal(FolderStore(folder), poll_interval_s=0.02, stop=done):
+        for record in records:
+            yield record.event
+
+
+def _assert_same_bits(left: Path, right: Path) -> None:
+    one, other = holdfast.open_checkpoint(left), holdfast.open_checkpoint(right)
+    assert one.step == other.step == STEPS
+    assert list(one.names) == list(other.names)
+    for name in one.names:
+        assert one[name].numpy().tobytes() == other[name].numpy().tobytes(), name
+
+
+def _kill_and_compare(tmp_path: Path, name: str, workers: list[int]) -> None:
+    run_file, alone = _write(tmp_path, name), tmp_path / "alone"
+    undisturbed = apart("train", run_file, f"folder={alone}", deadline=240)
+    assert undisturbed.code == 0, undisturbed.err
+    for number in workers:
+        folder = tmp_path / f"killed{number}"
+        _killed(run_file, folder, number, at=7)
+        events = [record.event for record in read_journal(FolderStore(folder))]
+        assert [e.cause for e in events if isinstance(e, WorkerLost)] == ["SIGKILL"]
+        assert sum(isinstance(e, RunFinished) for e in events) == 1
+        _assert_same_bits(alone, folder)
+        audit = apart("data", "audit", folder)  # which imports this folder's task
+        assert audit.code == 0, audit.out
+        assert f"{12 * STEPS:,} samples in {STEPS} steps: none missing, none twice" in audit.out
+
+
+def test_a_kill_changes_no_bit(tmp_path: Path) -> None:
+    _kill_and_compare(tmp_path, "Tied", [3])
+    folder = tmp_path / "killed3"
+    assert holdfast.summary(folder)["last_step"] == STEPS
+    records = holdfast.journal(folder)
+    assert {record["kind"] for record in records} >= {"step_done", "worker_lost", "run_finished"}
+    stop = threading.Event()
+    followed = holdfast.follow(folder, stop)
+    assert next(followed) == records[0]
+    stop.set()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["Gru", "Convolution", "Normed", "Tied"])
+def test_a_kill_changes_no_bit_with_other_numbers_of_workers(tmp_path: Path, name: str) -> None:
+    _kill_and_compare(tmp_path, name, [1, 2, 3])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("zero", [1, 2, 3])
+def test_a_sharded_run_is_killed_resumed_and_restored_on_another_layout(
+    tmp_path: Path, zero: int
+) -> None:
+    run_file, folder = _write(tmp_path, "Gru"), tmp_path / "sharded"
+    layout = ["layout.workers=2", "layout.dp_shard=2", f"layout.zero={zero}"]
+    alone = apart("train", run_file, f"folder={tmp_path / 'alone'}", deadline=240)
+    assert alone.code == 0, alone.err
+    process = start("train", run_file, f"folder={folder}", *layout)
+    done = threading.Event()
+    collector = threading.Thread(target=lambda: (process.communicate(timeout=240), done.set()))
+    collector.start()
+    pids = dict[int, int]()
+    was_killed = False
+    for event in _events(folder, done):
+        if isinstance(event, WorkerStarted):
+            pids[event.rank] = event.pid
+        if isinstance(event, StepDone) and event.step >= 12 and not was_killed:
+            was_killed = True
+            os.kill(pids[1], signal.SIGKILL)
+        if isinstance(event, StepDone) and event.step >= 25:
+            process.send_signal(signal.SIGTERM)
+            break
+    collector.join(240)
+    assert was_killed
+    other = apart("train", run_file, f"folder={folder}", "layout.workers=2", deadline=240)
+    assert other.code == 0, other.err
+    one, two = holdfast.open_checkpoint(tmp_path / "alone"), holdfast.open_checkpoint(folder)
+    assert two.step == STEPS
+    for name in (name for name in one.names if name.startswith("model.")):
+        assert (one[name] - two[name]).abs().max() < 2e-5, name
+
+
+def test_a_mean_ends_the_run_at_once_and_a_changed_source_is_refused(tmp_path: Path) -> None:
+    run_file, module = _write(tmp_path, "Gru"), tmp_path / "my_task.py"
+    right = module.read_text()
+    module.write_text(right.replace('reduction="sum"', 'reduction="mean"'))
+    mean = apart("train", run_file, "layout.workers=2")
+    mean.refuses_last("it is a mean", "return the sum")
+    events = [record.event for record in read_journal(FolderStore(tmp_path / "run"))]
+    assert sum(isinstance(event, GenerationStarted) for event in events) == 1
+
+    module.write_text(right)
+    other = apart("train", run_file)
+    other.refuses_last("another source of task my_task:Gru", "--fresh")

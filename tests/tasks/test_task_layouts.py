@@ -1,0 +1,124 @@
+"""Promise 1 for models of other people: bit-equal under replicas, 1e-10 under ZeRO."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+
+from holdfast.errors import TaskError
+from tests.support.layouts import (
+    assert_all_state,
+    case,
+    load_pieces,
+    pieces,
+    save_pieces,
+)
+from tests.support.own_tasks import TaskTraining, task_config
+from tests.support.ranks import RankContext, rank_values, ranks
+from tests.support.tiny_training import digest
+
+TASKS: dict[str, dict[str, Any]] = {
+    "Gru": {"hidden": 6},
+    "Convolution": {},
+    "Normed": {},
+    "Tied": {"dropout": 0.2, "sometimes": True},
+    "EncoderDecoder": {"dropout": 0.1},
+    "Gpt2": {"dropout": 0.1},
+}
+WITHOUT_RANDOM: dict[str, dict[str, Any]] = {
+    "Gru": {},
+    "Convolution": {},
+    "Tied": {"dropout": 0.0, "sometimes": False},
+    "EncoderDecoder": {"dropout": 0.0},
+    "Gpt2": {"dropout": 0.0},
+}
+"""The tasks that dp_shard may cut."""
+SLOW = ("Gpt2",)  # imports transformers in each rank
+
+
+def _marked(names: Iterable[str]) -> list[Any]:
+    return [pytest.param(n, marks=[pytest.mark.slow] if n in SLOW else []) for n in names]
+
+
+def _curve(rank: RankContext, name: str, layout: str) -> list[str]:
+    made = TaskTraining(task_config(name, TASKS[name]), layout, rank.rank, rank.store())
+    losses = [made.step(step) for step in range(1, 7)]
+    assert len(set(losses)) == 6
+    found = [loss.hex() for loss in losses] + [digest(made.engine)]
+    made.engine.close()
+    return found
+
+
+@pytest.mark.parametrize("name", _marked(TASKS))
+def test_replicas_change_no_bit(name: str) -> None:
+    curves: set[tuple[str, ...]] = set()
+    for layout in ("one", "dp2", "dp3"):
+        arguments = {"name": name, "layout": layout}
+        for curve in rank_values(_curve, case(layout).world_size, arguments):
+            curves.add(tuple(curve))
+    assert len(curves) == 1
+
+
+def _trained(rank: RankContext, name: str, args: dict[str, Any], layout: str, to: str) -> None:
+    config = task_config(name, args, precision="float64")
+    made = TaskTraining(config, layout, rank.rank, rank.store())
+    for step in range(1, 7):
+        made.step(step)
+    save_pieces(f"{to}-{rank.rank}.npz", pieces(made.engine))
+    made.engine.close()
+
+
+@pytest.mark.parametrize("name", _marked(WITHOUT_RANDOM))
+def test_zero_agrees_with_one_process(name: str, tmp_path: Any) -> None:
+    """Without random numbers, and with the same parameters in use on all shards."""
+    paths = {}
+    for layout in ("one", "zero1.2", "zero2.2", "shard2", "dp2-shard2"):
+        paths[layout] = tmp_path / layout
+        arguments = {"name": name, "args": WITHOUT_RANDOM[name], "layout": layout}
+        arguments["to"] = str(paths[layout])
+        rank_values(_trained, case(layout).world_size, arguments)
+    whole = {name: values for name, _, values in load_pieces(f"{paths.pop('one')}-0.npz")}
+    for path in paths.values():
+        assert_all_state(whole, sorted(tmp_path.glob(f"{path.name}-*.npz")), 1e-10)
+
+
+def _statistics(rank: RankContext) -> dict[str, Any]:
+    made = TaskTraining(task_config("Normed"), "one", rank.rank, rank.store())
+    module, seen = made.engine.objective.get_submodule("model.1"), []
+    module.register_forward_hook(lambda _, inputs, __: seen.append(inputs[0].detach().clone()))
+    losses = [made.step(1)]
+    state = {t.name: t.tensor.tolist() for t in made.engine.state()}
+    found = {name: state[f"model.1.{name}"] for name in ("running_mean", "num_batches_tracked")}
+    means = [x.mean((0, 2, 3)) for x in seen]
+    made.engine.close()
+    return found | {"expected": (0.1 * sum(means) / len(means)).tolist(), "losses": losses}
+
+
+def test_running_statistics_are_the_mean_over_the_microbatches() -> None:
+    """And have no part in the gradient's norm, which clips."""
+    (found,) = rank_values(_statistics, 1, {})
+    assert found["num_batches_tracked"] == [6.0]
+    assert found["running_mean"] == pytest.approx(found["expected"], rel=1e-5, abs=1e-7)
+
+
+@ranks(2)
+def test_merged_buffers_are_not_cut(rank: RankContext) -> None:
+    with pytest.raises(TaskError, match=r"buffer 1\.running_mean is merged, and dp_shard 2 cuts"):
+        TaskTraining(task_config("Normed"), "shard2", rank.rank, rank.store())
+
+
+def test_a_part_that_only_some_shards_use_does_not_stop_the_others(tmp_path: Any) -> None:
+    """ZeRO 1 counts a missing gradient as zero, and so do ZeRO 2 and 3."""
+    args = {"dropout": 0.0, "sometimes": True}
+    found = {}
+    for layout in ("zero1.2", "zero2.2", "shard2"):
+        arguments = {"name": "Tied", "args": args, "layout": layout, "to": f"{tmp_path}/{layout}"}
+        rank_values(_trained, 2, arguments)
+        found[layout] = [load_pieces(tmp_path / f"{layout}-{rank}.npz") for rank in range(2)]
+    for layout in ("zero2.2", "shard2"):
+        for ours, theirs in zip(found[layout], found["zero1.2"], strict=True):
+            for (name, offsets, left), (_, at, right) in zip(ours, theirs, strict=True):
+                assert offsets == at
+                assert left == pytest.approx(right, rel=1e-9, abs=1e-12), name

@@ -1,0 +1,295 @@
+"""A mistake in a task gives one sentence, as early as it can be seen."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from holdfast.config.load import resolve_config
+from holdfast.config.run import RunConfig
+from holdfast.config.task import TaskConfig
+from holdfast.errors import ConfigError, TaskError
+from holdfast.parallel.process_groups import connect
+from holdfast.tasks.batches import TaskBatches, open_samples
+from holdfast.tasks.child import describe
+from holdfast.tasks.loading import load_task
+from holdfast.tasks.module import meta_module, module_rows, refuse_other_rows
+from holdfast.tasks.own import OwnTask
+from holdfast.train.build import build_engine
+from tests.support.own_tasks import task_config, topology_of_layout
+from tests.support.ranks import RankContext
+from tests.support.sample_tasks import WIDTH, Classifier, Convolution, Rows
+from tests.support.tiny_training import CPU
+
+
+class _Linear(Classifier):
+    def model(self) -> nn.Module:
+        return nn.Linear(WIDTH, 5)
+
+
+def _first_loss(task: Any, rank: RankContext, layout: str = "one") -> None:
+    """Build the engine of a task and compute its first loss."""
+    config = task_config("Gru")
+    samples, version = open_samples(task)
+    planned = {
+        "parameters": module_rows(task, meta_module(task)),
+        "samples": len(samples),
+        "data": version,
+    }
+    config = config.model_copy(update={"task": config.task.model_copy(update=planned)})
+    own = OwnTask(task, config)
+    groups = connect(topology_of_layout(layout), rank.rank, rank.store(), CPU, seconds=60)
+    engine = build_engine(config, groups, CPU, task=own)
+    try:
+        engine.initialise(1)
+        batches = own.open_batches("")
+        own.check_first_loss(engine.objective, batches, groups)
+        engine.compute([batches.microbatch(1, leaf) for leaf in engine.begin(1)])
+    finally:
+        engine.close()
+
+
+class _Mean(_Linear):
+    def loss(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+        return F.cross_entropy(model(batch["x"]), batch["y"])
+
+
+class _MeanWithDropout(_Linear):
+    def loss(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+        return F.cross_entropy(model(F.dropout(batch["x"], 0.05)), batch["y"])
+
+
+class _NoScalar(_Linear):
+    def loss(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+        return F.cross_entropy(model(batch["x"]), batch["y"], reduction="none")
+
+
+class _Detached(_Linear):
+    def loss(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+        return super().loss(model, batch).detach()
+
+
+class _Wrong(_Linear):
+    def loss(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+        return super().loss(model, {"x": batch["x"][:, 1:], "y": batch["y"]})
+
+
+class _BatchNorm(Convolution):
+    def model(self) -> nn.Module:
+        return nn.Sequential(nn.BatchNorm2d(1), nn.Flatten(), nn.Linear(36, 5))
+
+
+class _Statistics(_Linear):
+    """A running mean by a function that does not count its change as a new version."""
+
+    def model(self) -> nn.Module:
+        return _WithStatistics()
+
+
+class _WithStatistics(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, 5)
+        self.register_buffer("mean", torch.zeros(WIDTH))
+        self.register_buffer("variance", torch.ones(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.linear(F.batch_norm(x, self.mean, self.variance, training=True))
+        return out
+
+
+class _Weightless(_Linear):
+    def weight(self, batch: Mapping[str, Tensor]) -> Any:
+        return batch["x"].mean()
+
+
+@pytest.mark.parametrize(
+    ("task", "words"),
+    [
+        (_Mean, ["it is a mean", "return the sum"]),
+        (_MeanWithDropout, ["it is a mean"]),
+        (_NoScalar, ["loss() returned shape [4]"]),
+        (_Detached, ["depends on no parameter"]),
+        (_Wrong, ["loss() failed for the first microbatch", "RuntimeError"]),
+        (_BatchNorm, ["changes buffer 0.", "let merge() say"]),
+        (_Statistics, ["changes buffer mean"]),
+        (_Weightless, ["weight() returned tensor("]),
+    ],
+)
+def test_mistakes_of_a_loss(task: Any, words: list[str], tmp_path: Any) -> None:
+    rank = RankContext(0, 1, tmp_path)
+    with pytest.raises(TaskError) as refused:
+        _first_loss(task(), rank)
+    for word in words:
+        assert word in str(refused.value)
+
+
+class _Scalar(_Linear):
+    def model(self) -> nn.Module:
+        module = nn.Linear(WIDTH, 5)
+        module.register_parameter("temperature", nn.Parameter(torch.ones(())))
+        return module
+
+
+class _Moving(_Linear):
+    calls = 0
+
+    def model(self) -> nn.Module:
+        type(self).calls += 1
+        return nn.Linear(WIDTH, 4 + type(self).calls)
+
+
+def test_a_module_that_is_another_in_each_call() -> None:
+    task = _Moving()
+    first = module_rows(task, meta_module(task))
+    with pytest.raises(TaskError, match=r"does not fit its table: row 1 is 'weight 6x12 decay'"):
+        refuse_other_rows(first, module_rows(task, meta_module(task)))
+
+
+class _Plain(_Linear):
+    def model(self) -> nn.Module:
+        module = nn.Linear(WIDTH, 5)
+        module.shift = torch.zeros(5)  # type: ignore[assignment]
+        return module
+
+
+class _Complex(_Linear):
+    def model(self) -> nn.Module:
+        return nn.Linear(WIDTH, 5).to(torch.complex64)
+
+
+class _Frozen(_Linear):
+    def model(self) -> nn.Module:
+        return nn.Linear(WIDTH, 5).requires_grad_(False)
+
+
+@pytest.mark.parametrize(
+    ("task", "words"),
+    [
+        (_Plain, "shift is a plain tensor of the module"),
+        (_Complex, "parameter weight is torch.complex64"),
+        (_Scalar, r"parameter temperature is a scalar; give it the shape \[1\]"),
+        (_Frozen, "no parameter that is trained"),
+    ],
+)
+def test_modules_that_cannot_be_trained(task: Any, words: str) -> None:
+    with (
+        warnings.catch_warnings(action="ignore"),  # torch's, of complex modules
+        pytest.raises(TaskError, match=words),
+    ):
+        module_rows(task(), meta_module(task()))
+
+
+class _Growing(Rows):
+    def __len__(self) -> int:
+        self._samples += 1
+        return self._samples
+
+
+class _Nameless(Rows):
+    version = ""
+
+
+def test_a_dataset_whose_length_changes() -> None:
+    config = task_config("Gru")
+
+    class Task(_Linear):
+        def data(self) -> Rows:
+            return _Growing(config.task.samples - 1)
+
+    with pytest.raises(TaskError, match="had 96 samples and now has 97"):
+        TaskBatches(Task(), config)
+
+
+class _Augmented(Rows):
+    def __getitem__(self, index: int) -> Mapping[str, Any]:
+        found = super().__getitem__(index)
+        return {**found, "x": found["x"] + torch.rand(WIDTH)}
+
+
+def test_a_dataset_that_draws_random_numbers(tmp_path: Any) -> None:
+    class Task(_Linear):
+        def data(self) -> Rows:
+            return _Augmented()
+
+    with pytest.raises(TaskError, match="different tensors when they are read again"):
+        _first_loss(Task(), RankContext(0, 1, tmp_path))
+
+
+class _Pairs(Rows):
+    def __getitem__(self, index: int) -> Any:
+        found = super().__getitem__(index)
+        return found["x"], found["y"]
+
+
+class _Texts(Rows):
+    def __getitem__(self, index: int) -> Any:
+        return {"text": "one"}
+
+
+@pytest.mark.parametrize(
+    ("data", "words"),
+    [
+        (_Pairs, "a sample is a tuple: return a dict"),
+        (_Texts, "'text' of the samples cannot be stacked"),
+    ],
+)
+def test_samples_that_are_no_tensors_by_name(data: Any, words: str) -> None:
+    class Task(_Linear):
+        def data(self) -> Rows:
+            found: Rows = data()
+            return found
+
+    with pytest.raises(TaskError, match=words):
+        TaskBatches(Task(), task_config("Gru")).microbatch(1, 0)
+
+
+def test_a_dataset_without_a_version() -> None:
+    class Task(_Linear):
+        def data(self) -> Rows:
+            return _Nameless()
+
+    with pytest.raises(TaskError, match="has no version"):
+        open_samples(Task())
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("no_such_module_here:Net", "there is no module no_such_module_here"),
+        ("tests.support.sample_tasks:Missing", "has no class Missing"),
+        ("tests.support.sample_tasks:GruNet", "is no subclass of holdfast.Task"),
+    ],
+)
+def test_names_that_lead_nowhere(name: str, words: str) -> None:
+    with pytest.raises(TaskError, match=words):
+        load_task(TaskConfig(name=name))
+
+
+def test_unknown_arguments() -> None:
+    with pytest.raises(TaskError, match=r"cannot be made: TypeError: .*width"):
+        describe(
+            RunConfig.model_validate(
+                {"task": {"name": "tests.support.sample_tasks:Gru", "args": {"width": 3}}}
+            )
+        )
+
+
+@pytest.mark.parametrize("axis", ["tp", "pp"])
+def test_axes_that_need_a_sharding_table_are_refused(axis: str) -> None:
+    text = f"task: my_task:Net\nlayout: {{{axis}: 2}}\n"
+    with pytest.raises(ConfigError, match=f"layout.{axis} 2 needs a sharding table.*my_task:Net"):
+        resolve_config(text, "run.yaml")
+
+
+def test_the_short_form_and_the_long_form_are_the_same() -> None:
+    short = resolve_config("task: my_task:Net\n", "run.yaml", ["task.args.hidden=8"])
+    long = resolve_config("task: {name: my_task:Net, args: {hidden: 8}}\n", "run.yaml")
+    assert short.config == long.config
+    assert short.where("task.name") == "run.yaml:1"
