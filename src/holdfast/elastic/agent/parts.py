@@ -76,13 +76,7 @@ class AgentParts:
         self.node_runner = self._make_node_runner(address)
         self.run_controller = self._make_run_controller(address, planner)
         self.role_loop = self._make_role_loop(address)
-        self.term_monitor = TermMonitor(
-            context.node,
-            self.role_loop,
-            lambda: self.run_controller.term,
-            context.single_node_term,
-            say,
-        )
+        self.term_monitor = self._make_term_monitor()
         self.processes.attach(
             self.node_runner, self.role_loop.publish_mover, self.role_loop.publish_identity
         )
@@ -174,6 +168,16 @@ class AgentParts:
             complain=self._complain_once,
             own_term=it.single_node_term,
             check_run_folder=self.run_folder_monitor.require_folder,
+        )
+
+    def _make_term_monitor(self) -> TermMonitor:
+        it = self.context
+        return TermMonitor(
+            it.node,
+            self.role_loop,
+            lambda: self.run_controller.term,
+            it.single_node_term,
+            self.say,
         )
 
     def _make_shutdown_controller(self, exit_at_once: Callable[[str], None]) -> ShutdownController:
