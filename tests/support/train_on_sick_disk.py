@@ -150,7 +150,6 @@ def main(root: Path, kind: str, fault: str, alone: Path) -> None:
         disk.fall_ill()
         seen["ill_at"] = run.newest("step_done")
         run.wait_steps(60)
-        time.sleep(float(os.environ.get("SICK_BEFORE_S", "0")))
         survivors = FAULTS[fault](run)
         before = run.newest_generation
         time.sleep(SICK_S)

@@ -182,6 +182,16 @@ class AgentParts:
             check_run_folder=self.run_folder_monitor.require_folder,
         )
 
+    def _make_term_monitor(self) -> TermMonitor:
+        it = self.context
+        return TermMonitor(
+            it.node,
+            self.role_loop,
+            lambda: self.run_controller.term,
+            it.single_node_term,
+            self.say,
+        )
+
     def _make_shutdown_controller(self, exit_at_once: Callable[[str], None]) -> ShutdownController:
         it = self.context
         return ShutdownController(
