@@ -101,15 +101,6 @@ class AgentParts:
         self.processes.close()
 
     # --- making one part each -------------------------------------------------------------------
-    def _make_term_monitor(self) -> TermMonitor:
-        return TermMonitor(
-            self.context.node,
-            self.role_loop,
-            lambda: self.run_controller.term,
-            self.context.single_node_term,
-            self.say,
-        )
-
     def _make_trackers(self) -> TrackerSupervisor:
         return TrackerSupervisor(
             self.context.trackers,
