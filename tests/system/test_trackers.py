@@ -7,6 +7,7 @@ import signal
 from pathlib import Path
 
 import psutil
+import pytest
 
 from holdfast.events import GenerationStarted, StepDone
 from holdfast.report.trackers.process import TrackerSpec
@@ -75,6 +76,7 @@ def test_a_server_that_hangs_refuses_and_dies_and_a_killed_tracker(tmp_path: Pat
         assert server.messages[-1] == {"finish": "stopped"}
 
 
+@pytest.mark.slow
 def test_a_tracker_that_is_stopped_holds_up_neither_steps_nor_the_end(tmp_path: Path) -> None:
     settings = ("logging.trackers=csv", "logging.finish_seconds=1", "layout.workers=1")
     with training(tmp_path / "run", ENDLESS, *settings) as trainer:
