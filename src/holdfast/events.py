@@ -477,14 +477,7 @@ class PeerFailed(Event):
 
 def to_json(record: Record) -> dict[str, Any]:
     """A flat, JSON-safe dictionary; the event's fields stand beside the envelope's."""
-    envelope = {
-        "v": JOURNAL_VERSION,
-        "kind": record.event.kind,
-        "generation": record.generation,
-        "writer": record.writer,
-        "sequence": record.sequence,
-        "time": record.time,
-    }
+    envelope = {"v": JOURNAL_VERSION, "kind": record.event.kind, **vars(record)}
     return envelope | {"event": record.event.body}
 
 
@@ -493,13 +486,9 @@ def from_json(value: dict[str, Any]) -> Record | None:
     kind = _KINDS.get(value["kind"])
     if kind is None:
         return None
-    return Record(
-        value["generation"],
-        value["writer"],
-        value["sequence"],
-        value["time"],
-        event_from_json(value["kind"], value["event"]),
-    )
+    generation, writer, sequence = value["generation"], value["writer"], value["sequence"]
+    event = event_from_json(value["kind"], value["event"])
+    return Record(generation, writer, sequence, value["time"], event)
 
 
 def event_from_json(kind: str, value: dict[str, Any]) -> Event:

@@ -45,7 +45,10 @@ def tree(folder: Path) -> dict[str, bytes]:
         (
             "workers: 2}",
             "workers: 2, dp_shard: 2}",
-            ["layout.dp_shard 2 does not divide train.microbatch_size 1", "use microbatch_size 2"],
+            [
+                "layout.dp_shard 2 does not divide train.microbatch_size 1",
+                "use train.microbatch_size 2",
+            ],
         ),
         (
             "workers: 2}",

@@ -312,6 +312,7 @@ def test_text_is_sampled_repeatably(trained: Trained, capsys: Capture) -> None:
     assert json.loads(here(capsys, *arguments).out) == first
     older = json.loads(here(capsys, *arguments, "--step", "3").out)
     assert older["step"] == 3
+    here(capsys, *arguments, "--chat").refuses("not trained on chat data", "leave out --chat")
     here(capsys, *arguments, "--step", "4").refuses(
         "no whole checkpoint of step 4", "there are: 3, 6"
     )

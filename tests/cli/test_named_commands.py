@@ -33,8 +33,15 @@ KEY = re.compile(
 PROSE = ("object", "key id", "import errors", "imports")  # formats and code, not commands
 OF_OTHERS = ("--ulimit", "--head")
 """Options of other programs that a sentence names."""
-OTHER_KEYS = ("data.md", "data.pkl", "model.safetensors", "model.dropout", "cluster.key")
-"""Files, a key of tokenizer.json, and a word for any key."""
+OTHER_KEYS = (
+    "data.md",
+    "data.pkl",
+    "model.safetensors",
+    "model.dropout",
+    "model.0.weight",
+    "cluster.key",
+)
+"""Files, a key of tokenizer.json, a parameter's name, and a word for any key."""
 
 
 def texts_of(path: Path) -> Iterator[tuple[str, bool]]:

@@ -6,7 +6,7 @@ import pytest
 
 from holdfast.config.change import Change
 from holdfast.config.fields import all_keys, change_of
-from holdfast.config.identity import DATASET_KEYS, SCHEDULE_STEPS, decisive_values
+from holdfast.config.identity import DATASET_KEYS, LATER_KEYS, SCHEDULE_STEPS, decisive_values
 from holdfast.config.reference import markdown
 from holdfast.config.run import RunConfig
 
@@ -44,9 +44,16 @@ def test_what_may_change_in_place_is_no_part_of_the_identity_and_all_else_is() -
     decisive = {_general(key) for key in decisive_values(dumped)}
     changed = {key for key in KEYS if change_of(key) is not Change.IN_PLACE}
     assert decisive <= changed
-    missing = changed - decisive - set(DATASET_KEYS)
-    assert {key for key in missing if not key.startswith(("model.", "task."))} == {"branch_of"}
+    missing = changed - decisive - set(DATASET_KEYS) - set(LATER_KEYS)
+    assert {key for key in missing if not key.startswith("model.")} == {"data.sources.*.rows"}
     assert SCHEDULE_STEPS in decisive
+
+
+def test_the_page_names_the_class_of_each_key() -> None:
+    tables = [line.split(" | ") for line in markdown().splitlines() if line.startswith("| `")]
+    named = {cells[0]: cells[3] for cells in tables if len(cells) == 5}
+    assert len(named) > 100
+    assert set(named.values()) == {change.value for change in Change}
 
 
 def test_the_page_lists_each_class() -> None:

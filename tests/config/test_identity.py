@@ -30,6 +30,7 @@ def config(*overrides: str) -> RunConfig:
         "layout.zero=1",
         "cluster.heartbeat_seconds=1",
         "tensorboard=true",
+        "logging.trackers=csv,tensorboard",
         "data.folder=elsewhere",
         "train.evaluate.every=3",
         "train.steps=7 train.schedule.steps=1000",

@@ -61,6 +61,7 @@ def said(*overrides: str) -> list[str]:
             "data.tokenizer.vocab_size",
             "no effect with data.tokenizer.path",
         ),
+        (["data.chat.long_rows=cut"], "data.chat.long_rows", "no effect with no chat data"),
         (
             ["data.sources=[{kind: text, path: a}]", "data.sources.0.field=body"],
             "data.sources.0.field",

@@ -214,7 +214,7 @@ def test_parquet_without_its_extra(tmp_path: Path) -> None:
     code = (
         "import sys; sys.modules['pyarrow'] = None\n"
         "from holdfast.data.columnar_sources import parquet_ranges\n"
-        "parquet_ranges(['a.parquet'], 'text', 1)\n"
+        "parquet_ranges(['a.parquet'], ['text'], 1)\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert "pip install 'holdfast[data]'" in done.stderr

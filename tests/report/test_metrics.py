@@ -11,12 +11,10 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from holdfast.errors import RunFolderError
 from holdfast.events import CheckpointFailed, NonFinite
 from holdfast.report.metrics import RunMetrics
-from holdfast.report.tensorboard import TensorBoardWriter
 from holdfast.report.timeledger import TimeLedger
-from tests.support.journal_builder import Scribe, loss_at, lossy_run
+from tests.support.journal_builder import Scribe, lossy_run
 
 
 def scraped(metrics: RunMetrics) -> dict[str, float]:
@@ -127,36 +125,11 @@ def as_tensorboard_shows(folder: Path, tag: str) -> list[tuple[int, float]]:
     return shown
 
 
-def test_tensorboard_shows_one_continuous_curve_over_restarts_and_sessions(tmp_path: Path) -> None:
-    run = lossy_run()
-    split = next(i for i, r in enumerate(run.records) if r.generation == 3)
-    for part in (run.records[:split], run.records[split:]):
-        writer = TensorBoardWriter(tmp_path)
-        for record in part:
-            writer.observe(record)
-        writer.close()
-    assert len(list(tmp_path.iterdir())) == 3  # one file per generation
-    losses = as_tensorboard_shows(tmp_path, "train/loss")
-    assert [step for step, _ in losses] == list(range(1, 31))
-    assert [loss for _, loss in losses] == pytest.approx([loss_at(s) for s in range(1, 31)])
-    generations = dict(as_tensorboard_shows(tmp_path, "run/generation"))
-    assert [generations[step] for step in (10, 11, 20, 21)] == [1, 2, 2, 3]
-    assert [s for s, _ in as_tensorboard_shows(tmp_path, "validation/bits_per_byte")] == [10, 30]
-
-
-def test_a_folder_that_cannot_be_written_is_refused_in_one_sentence(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    with pytest.raises(RunFolderError, match="tensorboard=false"):
-        TensorBoardWriter(tmp_path / "file" / "tensorboard")
-
-
-def test_the_whole_room_is_free_of_torch(tmp_path: Path) -> None:
+def test_the_whole_room_is_free_of_torch() -> None:
     code = (
-        "import sys, pkgutil, importlib, pathlib, holdfast.report as room\n"
+        "import sys, pkgutil, importlib, holdfast.report as room\n"
         "for m in pkgutil.iter_modules(room.__path__):"
         " importlib.import_module(f'holdfast.report.{m.name}')\n"
-        "from holdfast.report.tensorboard import TensorBoardWriter\n"
-        f"TensorBoardWriter(pathlib.Path({str(tmp_path)!r})).close()\n"
         "print('torch' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

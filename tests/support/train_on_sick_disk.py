@@ -150,7 +150,6 @@ def main(root: Path, kind: str, fault: str, alone: Path) -> None:
         disk.fall_ill()
         seen["ill_at"] = run.newest("step_done")
         run.wait_steps(60)
-        time.sleep(float(os.environ.get("SICK_BEFORE_S", "0")))
         survivors = FAULTS[fault](run)
         before = run.newest_generation
         time.sleep(SICK_S)
@@ -177,6 +176,7 @@ def main(root: Path, kind: str, fault: str, alone: Path) -> None:
         "superseded": superseded,
         "holes": report.get("holes", []),
         "kept": not set(survivors) & set(lost),
+        "lost": [survivors, run.events("worker_lost")],
         "audit": [audit.code, audit.out],
         "verify": [verify.code, verify.out],
         "differs": [compared.curve, compared.ledger, compared.tensors],

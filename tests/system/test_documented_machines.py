@@ -32,6 +32,7 @@ pytestmark = [
 ]
 
 DEADLINE = 180.0
+FIRST_STEP_S = 10.0  # after the third machine's start, on two cores with no other work
 LOG_TIME = re.compile(r"\d{4}-\d\d-\d\dT\S+Z ")
 LINE = re.compile(r"^    machine (\w+)\s+(holdfast .+)$", re.MULTILINE)
 DOCUMENTED = dict(LINE.findall((ROOT / "docs" / "nodes.md").read_text()))
@@ -131,14 +132,17 @@ def machines(tmp_path: Path) -> Iterator[Machines]:
 def test_three_machines_train_together_by_the_documented_commands(machines: Machines) -> None:
     names = set(DOCUMENTED)
     assert names == {"one", "two", "three"}
+    is_quiet = os.getloadavg()[0] < 2
     machines.type("one")
     wait_until(lambda: "node one listens on" in machines.said("one"), DEADLINE)
     machines.type("two")
     machines.type("three")
     began = time.time()
     first = machines.wait_step_of(names)
-    for what, at in machines.moments("three", first):
+    for what, at in (moments := machines.moments("three", first)):
         print(f"{at - began:6.2f} s after the third's start: {what}")
+    if is_quiet:
+        assert moments[-1][1] - began < FIRST_STEP_S
     assert len(machines.terms()) == 1, machines.said("one")
     for name in names:
         assert re.search(

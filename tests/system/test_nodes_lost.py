@@ -12,6 +12,7 @@ from holdfast.checkpoint.restore.catalog import list_commits, step_of
 from holdfast.elastic.protocol.fault_orders import FaultOrders
 from holdfast.events import GenerationStarted, NoticeReceived, StepDone
 from holdfast.wire.store.run_store import FolderStore
+from tests.report.trackers.test_process import rows
 from tests.support.commands import within
 from tests.support.nodes import DEADLINE, Nodes, nodes_of
 from tests.support.ranks import wait_until
@@ -24,6 +25,7 @@ SETTINGS = (
     "checkpoint.every_steps=20",
 )
 THREE = (*SETTINGS, "layout.workers=3", "cluster.min_nodes=2")
+TRACKED = ("logging.trackers=csv", "logging.finish_seconds=60")
 FOUR = (*SETTINGS, "layout.workers=4", "cluster.min_nodes=2")
 
 
@@ -57,8 +59,8 @@ def _same_run(nodes: Nodes, undisturbed: dict[int, float]) -> None:
 def test_nodes_are_killed_and_the_others_go_on(
     run_file: Path, undisturbed: dict[int, float], tmp_path: Path, gate: FaultOrders
 ) -> None:
-    """One that follows, then the one that leads."""
-    with nodes_of(run_file, tmp_path / "run", *FOUR, _behind(gate)) as nodes:
+    """One that follows, then the one that leads. The next leader's tracker continues the file."""
+    with nodes_of(run_file, tmp_path / "run", *FOUR, *TRACKED, _behind(gate)) as nodes:
         nodes.start(*"abcd")
         _twenty_steps(nodes, gate, "abcd")
         first = nodes.leader
@@ -76,6 +78,9 @@ def test_nodes_are_killed_and_the_others_go_on(
         assert nodes.nodes(nodes.newest) == {*"abcd"} - {lost, first}
         assert _rungs(nodes)[-2:] == [0, 0]
         _same_run(nodes, undisturbed)
+        found = rows(nodes.folder / "trackers" / "csv" / "train.csv")
+        assert [int(row["step"]) for row in found] == list(range(1, STEPS + 1))
+        assert {int(row["step"]): float(row["train/loss"]) for row in found} == undisturbed
 
 
 @pytest.mark.slow

@@ -65,7 +65,7 @@ def _seen(tmp_path: Path, alone: Path, disk: str, fault: str) -> dict[str, Any]:
     assert done.returncode == 0, done.stderr
     seen: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     assert seen["alive"], seen["said"]
-    assert seen["kept"], seen["said"]
+    assert seen["kept"], seen["lost"]
     assert set(seen["codes"].values()) == {0}, seen["said"]
     assert seen["superseded"] == [], seen["generations"]
     assert seen["differs"][1:] == ["", ""], seen["generations"]

@@ -136,7 +136,9 @@ def control(run: AttackedRun) -> Iterator[Row]:
     def state() -> tuple[object, ...]:
         names = list(inside.post("/store", {"op": "list"})["keys"])
         files = {str(path.relative_to(run.folder)) for path in run.folder.rglob("*")}
-        files = {name for name in files if not name.startswith(("journal", "logs"))}
+        # the agent writes these by itself, by the clock
+        own = ("journal", "logs"), ("-alive",)
+        files = {n for n in files if not n.startswith(own[0]) and not n.endswith(own[1])}
         kinds = [r.event.kind for r in run.trainer.records() if r.event.kind in CAUSED]
         return health_of(run), names, files, kinds, outside.post("/term", {})
 

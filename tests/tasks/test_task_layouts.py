@@ -15,6 +15,7 @@ from tests.support.layouts import (
     pieces,
     save_pieces,
 )
+from tests.support.marks import in_campaign
 from tests.support.own_tasks import TaskTraining, task_config
 from tests.support.ranks import RankContext, rank_values, ranks
 from tests.support.tiny_training import digest
@@ -35,11 +36,10 @@ WITHOUT_RANDOM: dict[str, dict[str, Any]] = {
     "Gpt2": {"dropout": 0.0},
 }
 """The tasks that dp_shard may cut."""
-SLOW = ("Gpt2",)  # imports transformers in each rank
 
 
-def _marked(names: Iterable[str]) -> list[Any]:
-    return [pytest.param(n, marks=[pytest.mark.slow] if n in SLOW else []) for n in names]
+def _with_slow(names: Iterable[str], *quick: str) -> list[Any]:
+    return [n if n in quick else in_campaign(n) for n in names]
 
 
 def _curve(rank: RankContext, name: str, layout: str) -> list[str]:
@@ -51,7 +51,7 @@ def _curve(rank: RankContext, name: str, layout: str) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("name", _marked(TASKS))
+@pytest.mark.parametrize("name", _with_slow(TASKS, "Normed", "EncoderDecoder"))
 def test_replicas_change_no_bit(name: str) -> None:
     curves: set[tuple[str, ...]] = set()
     for layout in ("one", "dp2", "dp3"):
@@ -70,7 +70,7 @@ def _trained(rank: RankContext, name: str, args: dict[str, Any], layout: str, to
     made.engine.close()
 
 
-@pytest.mark.parametrize("name", _marked(WITHOUT_RANDOM))
+@pytest.mark.parametrize("name", _with_slow(WITHOUT_RANDOM, "Tied"))
 def test_zero_agrees_with_one_process(name: str, tmp_path: Any) -> None:
     """Without random numbers, and with the same parameters in use on all shards."""
     paths = {}

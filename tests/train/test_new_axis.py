@@ -23,7 +23,7 @@ from holdfast.core.sharding.reshard_plan import plan_reshard
 from holdfast.core.sharding.state_table import local_boxes, state_table
 from holdfast.layout import Layout, place_replicas
 from holdfast.parallel import process_groups
-from holdfast.train import build, engine, executors, vote
+from holdfast.train import engine, executors, task, vote
 from tests.support.context_parallel import apply_context_parallel
 from tests.support.layouts import (
     Case,
@@ -56,15 +56,15 @@ def case_of(name: str) -> Case:
 
 def with_context_axis(degree: int) -> None:
     """The lines outside of the new file, in this process; `degree`: of cp in my replica."""
-    building: Any = build
+    decoder: Any = task.DecoderTask
     deciding: Any = vote
     stepping: Any = engine
     pipelined: Any = executors.PipelinedExecutor
     connecting: Any = process_groups
-    cut_model, speaks, boundary = building._cut_model, deciding.reports_losses, pipelined.boundary
+    cut_model, speaks, boundary = decoder.objective, deciding.reports_losses, pipelined.boundary
 
-    def with_context(config: Any, connected: process_groups.ProcessGroups, *rest: Any) -> Any:
-        objective = cut_model(config, connected, *rest)
+    def with_context(self: Any, connected: process_groups.ProcessGroups) -> Any:
+        objective = cut_model(self, connected)
         if degree > 1:
             apply_context_parallel(objective, connected.axis("cp"))
         return objective
@@ -74,7 +74,7 @@ def with_context_axis(degree: int) -> None:
         return boundary(self, replace(batch, inputs=mine))
 
     connecting._check = lambda *_: None  # which refuses cp
-    building._cut_model = with_context
+    decoder.objective = with_context
     stepping.reports_losses = deciding.reports_losses = lambda replica, at: (
         at.cp == 0 and speaks(replica, at)
     )

@@ -38,7 +38,7 @@ def follow(
 
 
 def summary(run: str | Path, *, curve: bool = False) -> dict[str, Any]:
-    """Return what `holdfast report --json` prints; with `curve` every step too."""
+    """Return what `holdfast report RUN --json` prints; with `curve` every step too."""
     from holdfast.launch.runs import open_run
     from holdfast.report.history import read_history
     from holdfast.report.summary import summary as summarise

@@ -109,11 +109,11 @@ def _with_folder_vocabulary(
     """The vocabulary of the folder where the run file leaves it open, if it has a row for each
     token of the dataset."""
     from holdfast.cli.train import with_vocabulary
-    from holdfast.data.vocabulary import needed_size
+    from holdfast.data.dataset_match import needed_vocabulary
 
     if not size or loaded.config.model.vocab_size not in (0, size):
         return with_vocabulary(loaded, dataset)
-    needed = needed_size(dataset.tokenizer_path, dataset.end, dataset.begin)
+    needed = needed_vocabulary(dataset)
     if needed > size:
         raise DataError(
             f"the dataset's tokenizer makes {needed} tokens of texts, and the model knows {size}",

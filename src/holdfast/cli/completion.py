@@ -36,7 +36,7 @@ def completion(shell: Annotated[Shell, typer.Argument(help="the shell")]) -> Non
       holdfast completion zsh > ~/.zfunc/_holdfast
       holdfast completion fish > ~/.config/fish/completions/holdfast.fish
     """
-    from typer.completion import get_completion_script
+    from typer.completion import get_completion_script  # type: ignore[attr-defined]
 
     print(
         get_completion_script(

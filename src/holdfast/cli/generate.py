@@ -23,6 +23,9 @@ def generate(
     top_p: Annotated[float, typer.Option(help="nucleus sampling; 1: no limit")] = 0.95,
     seed: Annotated[int, typer.Option(help="the same seed gives the same text")] = 0,
     step: Annotated[int | None, typer.Option(help="of the checkpoint; none: the newest")] = None,
+    chat: Annotated[
+        bool, typer.Option("--chat", help="the prompt is a user's message; print the reply")
+    ] = False,
     json: Annotated[bool, typer.Option("--json", help="print JSON")] = False,
 ) -> None:
     """Continue a prompt with the newest intact checkpoint of a run, until the text ends.
@@ -31,16 +34,17 @@ def generate(
     Example:
       holdfast generate runs/quickstart "def read_lines("
       holdfast generate run.yaml "import os" --tokens 60 --temperature 0
+      holdfast generate runs/tuned "Which colour is the sky?" --chat
     """
     from holdfast.export.weights import Sampling, continuations, with_checkpoint
 
     found = open_run(run)
     how = Sampling(tokens, temperature, top_p, seed)
     checkpoint, (added,) = with_checkpoint(
-        found, step, lambda chosen: continuations(found, chosen, [prompt], how), say
+        found, step, lambda chosen: continuations(found, chosen, [prompt], how, chat), say
     )
     if json:
         print_json({"step": checkpoint.step, "prompt": prompt, "text": added})
     else:
         say(f"(checkpoint of step {checkpoint.step})")
-        print(prompt + added, flush=True)
+        print(added if chat else prompt + added, flush=True)

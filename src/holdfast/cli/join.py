@@ -23,6 +23,7 @@ from holdfast.launch.resume_checks import ensure_end_is_intact
 from holdfast.launch.run_folder import dataset_version_in, refuse_alone
 from holdfast.launch.runs import RESOLVED_FILE, read_resolved
 from holdfast.launch.task_run import described
+from holdfast.launch.trackers import refuse_missing_trackers
 
 ADDRESS_KEYS = ("cluster.interface", "cluster.gloo_interface", "checkpoint.peer_interface")
 
@@ -70,6 +71,7 @@ def join(
         ensure_end_is_intact(folder, last, loaded.config.checkpoint.bucket, say)
         say(f"this run is finished: all {last} steps are done; see: holdfast report {folder}")
         return 0
+    refuse_missing_trackers(loaded)
     loaded, version = _with_data(loaded, stored, folder)
     with (
         early_signals_answered(),

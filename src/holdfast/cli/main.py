@@ -24,6 +24,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "join": ("join", "take part in a run on several machines"),
     "branch": ("branch", "begin a new run from a checkpoint of another one"),
     "watch": ("watch", "follow a run from another terminal"),
+    "track": ("track", "bring a run to W&B, MLflow, TensorBoard or CSV files"),
     "notice": ("notice", "tell a run that machines are about to go"),
     "report": ("report", "write one HTML page about a run"),
     "generate": ("generate", "sample text from a trained run"),

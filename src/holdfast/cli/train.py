@@ -39,6 +39,7 @@ from holdfast.launch.run_folder import (
 )
 from holdfast.launch.runs import read_resolved
 from holdfast.launch.task_run import with_task
+from holdfast.launch.trackers import refuse_missing_trackers
 from holdfast.launch.unlike_node import refuse_unlike_node
 from holdfast.layout import Layout
 from holdfast.plan.hardware import HardwareInfo, cpp_compiler, detect_hardware
@@ -94,6 +95,7 @@ def _train_in_folder(
     from holdfast.launch import local
 
     refuse_old_base(loaded)
+    refuse_missing_trackers(loaded)
     refuse_branch_without_state(folder, loaded, fresh)
     several = bool(loaded.config.cluster.node)  # one node of several: another may be there already
     before = run_id(folder)  # what two nodes with --fresh both find, only one of them moves
@@ -275,7 +277,7 @@ def with_vocabulary(
 ) -> LoadedConfig:
     """If the model has no vocabulary of its own, give it that of the run in `run_folder`, or the
     dataset's. Raises ConfigError for a model that does not know all of the dataset's tokens."""
-    from holdfast.data.vocabulary import needed_size
+    from holdfast.data.dataset_match import needed_vocabulary
 
     given, size = loaded.config.model.vocab_size, dataset.vocab_size
     if given == 0 and (known := _known_vocabulary(run_folder, dataset.version)):
@@ -284,7 +286,7 @@ def with_vocabulary(
     if given == 0:
         return loaded.with_planned({"model.vocab_size": size}, "the dataset's")
     if given < size:
-        needed = needed_size(dataset.tokenizer_path, dataset.end, dataset.begin)
+        needed = needed_vocabulary(dataset)
         if given < needed:
             raise ConfigError(
                 f"model.vocab_size {given} is smaller than the dataset's vocabulary of {needed}",

@@ -1,4 +1,4 @@
-"""Observers of a run while it trains: the live view or JSON lines, metrics, TensorBoard."""
+"""Observers of a run while it trains: the live view or JSON lines, and metrics."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ from holdfast.events import Record, to_json
 from holdfast.plan.hardware import HardwareInfo
 from holdfast.report.live import LiveView
 from holdfast.report.metrics import RunMetrics
-from holdfast.report.tensorboard import TensorBoardWriter
 from holdfast.wire import journal
 from holdfast.wire.store.run_store import FolderStore
 
@@ -49,10 +48,6 @@ class RunViews:
         replays: list[Callable[[list[Record]], None]] = [metrics.replay]
         self.render_metrics = metrics.render
         shown.append(metrics.observe)
-        if config.tensorboard:
-            writer = TensorBoardWriter(folder / "tensorboard")
-            self._stack.callback(writer.close)
-            self.observers.append(writer.observe)  # each step is one point in the folder
         if json:
             lines = JsonLinePrinter()
             self._stack.callback(lines.close)

@@ -9,6 +9,8 @@ from pydantic import Field, PrivateAttr, model_validator
 from holdfast.config.base import Section
 from holdfast.config.change import Branch, InPlace
 
+CHAT_KINDS = ("jsonl", "parquet", "huggingface")
+
 
 class SourceConfig(Section):
     """One source of documents. `path` may be a file, a folder or a glob."""
@@ -23,6 +25,11 @@ class SourceConfig(Section):
         None, description="file, folder or glob; huggingface: folder or dataset's name"
     )
     field: str = Field("text", description="field of JSON, or column, that holds the text")
+    rows: Literal["text", "messages", "sharegpt", "instruction", "prompt"] = Field(
+        "text",
+        description="text: a row's text is in `field`; the other forms are chat data, with loss on "
+        "the replies: docs/fine-tuning.md",
+    )
     split: str = Field("train", description="split of a Hugging Face dataset")
     weight: float = Field(1.0, gt=0, description="share of the samples, relative to other sources")
     _place: str | None = PrivateAttr(None)
@@ -42,7 +49,16 @@ class SourceConfig(Section):
         if self.path is None and self.kind != "python-stdlib":
             what = "a data set's name" if self.kind == "huggingface" else "a file, folder or glob"
             raise ValueError(f"path is missing for a {self.kind} source: use {what}")
+        if self.is_chat and self.kind not in CHAT_KINDS:
+            raise ValueError(
+                f"rows: {self.rows} cannot be read from kind: {self.kind}: use one of "
+                f"{', '.join(CHAT_KINDS)}"
+            )
         return self
+
+    @property
+    def is_chat(self) -> bool:
+        return self.rows != "text"
 
 
 class TokenizerConfig(Section):
@@ -66,12 +82,30 @@ class TokenizerConfig(Section):
         return located
 
 
+class ChatConfig(Section):
+    """How rows of messages become text, and which of it carries loss."""
+
+    template: Literal["folder", "chatml", "llama3", "alpaca"] = Field(
+        "folder", description="folder: the one next to the tokenizer; the other values: one by name"
+    )
+    template_file: str | None = Field(
+        None, description="path of a jinja file; none: what `template` says"
+    )
+    train_on: tuple[str, ...] = Field(
+        ("assistant",), min_length=1, description="roles whose messages carry loss"
+    )
+    long_rows: Literal["leave_out", "cut"] = Field(
+        "leave_out", description="what happens to a row that is longer than `data.sequence_length`"
+    )
+
+
 class DataConfig(Section):
     folder: InPlace[str] = Field(
         "datasets/python-stdlib", description="folder of the prepared dataset"
     )
     sources: tuple[SourceConfig, ...] = Field((SourceConfig(),), min_length=1)
     tokenizer: TokenizerConfig = TokenizerConfig()
+    chat: ChatConfig = ChatConfig()
     sequence_length: int = Field(256, ge=2, description="tokens of one sample")
     attention: Branch[Literal["full", "document"]] = Field(
         "full", description="document: a token attends to its own document only"
@@ -89,3 +123,22 @@ class DataConfig(Section):
     processes: InPlace[int] = Field(
         0, ge=0, description="processes of `holdfast data prepare`; 0: one per core"
     )
+
+    @property
+    def has_chat(self) -> bool:
+        return any(source.is_chat for source in self.sources)
+
+    @model_validator(mode="after")
+    def _suits_chat_data(self) -> DataConfig:
+        if not self.has_chat:
+            return self
+        if self.attention != "document":
+            raise ValueError(
+                "attention full lets a conversation see the one packed before it: "
+                "use attention: document"
+            )
+        if self.tokenizer.path is None:
+            raise ValueError(
+                "chat data needs the tokenizer of a model: use tokenizer.path, or model.from"
+            )
+        return self

@@ -21,8 +21,13 @@ from holdfast.config.model_from import yaml_word
 from holdfast.config.run import RunConfig
 from holdfast.errors import RunFolderError
 
-# The dataset's version stands for these: the first is a part of it, the second is its vocabulary.
-DATASET_KEYS = ("data.deduplicate", "model.vocab_size")
+# The dataset's version stands for these: they are a part of it, and the last is its vocabulary.
+DATASET_KEYS = (
+    "data.chat.template",
+    "data.chat.template_file",
+    "data.deduplicate",
+    "model.vocab_size",
+)
 
 SCHEDULE_STEPS = "train.schedule.steps"
 """Stands for the schedule's length, wherever it is from. `train.steps` itself decides nothing."""
@@ -31,6 +36,8 @@ SCHEDULE_STEPS = "train.schedule.steps"
 # the hash, so those runs keep theirs.
 LATER_KEYS = (
     "branch_of",
+    "data.chat.long_rows",
+    "data.chat.train_on",
     "model.activation",
     "model.attention_bias",
     "model.attention_scale",
@@ -99,7 +106,7 @@ def decisive_values(dumped: Mapping[str, Any]) -> dict[str, Any]:
         for key, value in everything.items()
         if key not in DATASET_KEYS
         and change_of(key) is not Change.IN_PLACE
-        and not (key in LATER_KEYS and value == _later_default(key))
+        and not (_is_later(key) and value == _later_default(key))
     }
     length = values.pop(SCHEDULE_STEPS, 0) or everything.get("train.steps")
     if length and values.get("train.schedule.kind") != "constant":
@@ -115,6 +122,10 @@ def values_alike_on_all_nodes(dumped: Mapping[str, Any]) -> dict[str, Any]:
         if key not in NODE_KEYS
         and any(key == shared or key.startswith(shared + ".") for shared in SHARED_KEYS)
     }
+
+
+def _is_later(key: str) -> bool:
+    return key in LATER_KEYS or (key.startswith("data.sources.") and key.endswith(".rows"))
 
 
 def _later_default(key: str) -> Any:

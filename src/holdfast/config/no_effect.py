@@ -12,6 +12,7 @@ from typing import Any
 from holdfast.config.fields import as_path, field_at
 from holdfast.config.identity import SCHEDULE_STEPS
 from holdfast.config.load import LoadedConfig
+from holdfast.config.logging import MlflowConfig, WandbConfig
 
 
 def find_without_effect(loaded: LoadedConfig) -> list[str]:
@@ -26,6 +27,10 @@ def find_without_effect(loaded: LoadedConfig) -> list[str]:
     return [f"{loaded.where(key)}: {key} {what}; {remedy}" for key, what, remedy in found]
 
 
+_TRACKER_KEYS = {
+    "wandb": tuple(WandbConfig.model_fields),
+    "mlflow": tuple(MlflowConfig.model_fields),
+}
 Finding = tuple[str, str, str]  # key, what is wrong, remedy
 
 
@@ -159,14 +164,26 @@ def _switched_off(loaded: LoadedConfig) -> Iterator[Finding]:
         ("checkpoint.peer_copies", no_peers, "no checkpoint.peers"),
         ("cluster.notices_at", cluster.notices == "none", "cluster.notices none"),
         ("cluster.below_minimum", cluster.min_nodes == 1, "cluster.min_nodes 1"),
+        *(
+            (f"logging.{name}.{key}", name not in config.logging.trackers, f"no tracker {name}")
+            for name, keys in _TRACKER_KEYS.items()
+            for key in keys
+        ),
         ("data.tokenizer.vocab_size", data.tokenizer.path is not None, "data.tokenizer.path"),
         ("data.tokenizer.sample_bytes", data.tokenizer.path is not None, "data.tokenizer.path"),
     ]
+    chat = data.chat
+    rules += [
+        (f"data.chat.{name}", not data.has_chat, "no chat data") for name in type(chat).model_fields
+    ]
+    if data.has_chat:
+        rules.append(("data.chat.template", bool(chat.template_file), "data.chat.template_file"))
     for index, source in enumerate(data.sources):
         key = f"data.sources.{index}"
         whole = source.kind in ("text", "python-stdlib")
         rules += [
             (f"{key}.field", whole, f"kind {source.kind}"),
+            (f"{key}.field", source.rows in ("instruction", "prompt"), f"rows {source.rows}"),
             (f"{key}.split", source.kind != "huggingface", f"kind {source.kind}"),
             (f"{key}.path", source.kind == "python-stdlib", f"kind {source.kind}"),
         ]

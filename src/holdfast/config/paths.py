@@ -10,7 +10,7 @@ a run's identity. `place` of their sections says where they lie. All other paths
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from holdfast.config.data import DataConfig
@@ -23,6 +23,7 @@ MAX_NAME_BYTES = 255
 FREE_PATHS = (
     "folder",
     "data.folder",
+    "data.chat.template_file",
     "checkpoint.bucket",
     "cluster.notices_at",
     "cluster.notices_account",
@@ -30,7 +31,13 @@ FREE_PATHS = (
     "task.folder",
 )
 PLACES = ("data.tokenizer.path", "data.sources.*.path")
-OPTIONAL = ("checkpoint.bucket", "cluster.notices_at", "cluster.faults", "task.folder")
+OPTIONAL = (
+    "data.chat.template_file",
+    "checkpoint.bucket",
+    "cluster.notices_at",
+    "cluster.faults",
+    "task.folder",
+)
 """Keys for which an empty text means none."""
 
 
@@ -150,14 +157,12 @@ def _located(config: RunConfig, key: str, value: str, base: str) -> str:
 
 
 def _replaced(config: RunConfig, found: Mapping[str, str]) -> RunConfig:
-    sections: dict[str, dict[str, str]] = {}
-    update: dict[str, Any] = {}
     for key, path in found.items():
-        section, _, name = key.rpartition(".")
-        if section:
-            sections.setdefault(section, {})[name] = path
-        else:
-            update[name] = path
-    for section, values in sections.items():
-        update[section] = getattr(config, section).model_copy(update=values)
-    return config.model_copy(update=update)
+        config = _with_value(config, key.split("."), path)
+    return config
+
+
+def _with_value(section: Any, keys: Sequence[str], value: str) -> Any:
+    first, *rest = keys
+    held = _with_value(getattr(section, first), rest, value) if rest else value
+    return section.model_copy(update={first: held})

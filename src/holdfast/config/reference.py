@@ -120,9 +120,10 @@ def _table(section: type[BaseModel], prefix: str) -> str:
     for name, info in section.model_fields.items():
         if section_of(info.annotation) is not None:
             continue
+        change = change_of(f"{prefix}.{name}".lstrip("."))
         key = f"{prefix}.{name}".lstrip(".").replace(ITEM, "<n>")
         meaning = (info.description or "").replace("|", "\\|")
-        cells = f"{_type(info)} | {_default(info, key)} | {change_of(key)}"
+        cells = f"{_type(info)} | {_default(info, key)} | {change}"
         rows.append(f"| `{key}` | {cells} | {meaning} |")
         if key == "model.preset":  # no field: loading expands it
             cells = f"text | none | {change_of(key)}"
@@ -147,7 +148,9 @@ def _type(info: FieldInfo) -> str:
     names = {"int": "whole number", "float": "number", "bool": "true or false", "str": "text"}
     kinds = [a for a in (get_args(info.annotation) or (info.annotation,)) if a is not type(None)]
     words = [names.get(getattr(k, "__name__", ""), "list") for k in kinds]
-    text = "list of numbers" if is_list(info.annotation) else words[0]
+    text = words[0]
+    if is_list(info.annotation):
+        text = "list of texts" if "text" in words else "list of numbers"
     bounds = [
         f"{sign} {getattr(rule, name)}"
         for rule in info.metadata

@@ -17,6 +17,7 @@ from holdfast.config.data import DataConfig
 from holdfast.config.degrees import find_impossible_degrees
 from holdfast.config.huggingface.convert import explain_no_architecture
 from holdfast.config.layout import LayoutConfig
+from holdfast.config.logging import LoggingConfig
 from holdfast.config.model import ModelConfig
 from holdfast.config.task import TaskConfig
 from holdfast.config.train import TrainConfig
@@ -41,7 +42,9 @@ class RunConfig(Section):
     device: InPlace[Literal["auto", "cpu", "cuda"]] = Field(
         "auto", description="auto: cuda if there is an accelerator, cpu otherwise (planned)"
     )
-    tensorboard: InPlace[bool] = Field(False, description="write event files into the run folder")
+    tensorboard: InPlace[bool] = Field(
+        False, description="short for logging.trackers: [tensorboard]"
+    )
     task: Never[TaskConfig] = TaskConfig.model_validate({})
     data: Never[DataConfig] = DataConfig()
     model: Never[ModelConfig] = Field(default_factory=lambda: ModelConfig.model_validate({}))
@@ -49,6 +52,7 @@ class RunConfig(Section):
     layout: InPlace[LayoutConfig] = LayoutConfig()
     checkpoint: InPlace[CheckpointConfig] = CheckpointConfig()
     cluster: InPlace[ClusterConfig] = ClusterConfig()
+    logging: InPlace[LoggingConfig] = LoggingConfig()
 
     @field_validator("folder")
     @classmethod

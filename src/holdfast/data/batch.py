@@ -9,6 +9,9 @@ tokens and targets its last S:
     targets  b c # . e f g #           '.' is masked (-100): the end of one document
                                        says nothing about the next
 
+Rows of chat data are not cut. A sample holds complete rows (`data/packing.py`), and its targets are
+the tokens that the dataset's mask names.
+
 The last window of a stream is padded with the end token and masked there. Which window stands
 at which position of the run is `core/data/sample_order.py`'s to say.
 
@@ -32,7 +35,11 @@ from holdfast.core.data.sample_order import BatchSchedule, SampleOrder
 from holdfast.core.data.skips import Skips
 from holdfast.data.baselines import MAX_TOKENS, TokenCounts, bits_per_byte
 from holdfast.data.dataset import Dataset, TokenStream
+from holdfast.data.packing import PackedSamples
 from holdfast.errors import ConfigError, DataError
+
+Streams = tuple[TokenStream, ...]
+Packed = tuple[PackedSamples | None, ...]  # for each stream, if it is of chat data
 
 MASKED_TARGET = -100  # torch's cross entropy leaves such targets out
 
@@ -89,16 +96,14 @@ class Batches:
         self.document_attention = data.attention == "document"
         stages = [(stage.from_step, stage.batch_size) for stage in train.batch_warmup]
         self.schedule = BatchSchedule(train.batch_size, stages)
+        self._long_rows = data.chat.long_rows
         self._streams = dataset.streams("train")
+        self.packed = self._pack(self._streams)
         weights = _weights(dataset, data)
-        sizes = [self._samples_of(stream) for stream in self._streams]
+        sizes = self._sizes(self._streams, self.packed)
         if min(sizes) < 1:
-            name = dataset.source_names[sizes.index(min(sizes))]
-            raise DataError(
-                f"source {name!r} has less than two tokens of training text",
-                where=str(dataset.folder),
-                remedy="give it more text",
-            )
+            place = sizes.index(min(sizes))
+            raise self._empty_error(dataset.source_names[place], self._streams[place])
         self.order = SampleOrder(seed, sizes, weights)
 
     def microbatches(self, step: int) -> int:
@@ -128,7 +133,7 @@ class Batches:
         batch = (
             self.blank_microbatch(stop - start)
             if why
-            else self._gather(self._streams, source, sample)
+            else self._gather(self._streams, self.packed, source, sample)
         )
         used = set(source.tolist())
         name = self.dataset.source_names[used.pop()] if len(used) == 1 else ""
@@ -163,7 +168,7 @@ class Batches:
     def read_samples(self, start: int, stop: int) -> Microbatch:
         """The samples at positions [start, stop), whatever step they belong to; no ledger."""
         source, _, sample = self.order.places(start, stop)
-        return self._gather(self._streams, source, sample)
+        return self._gather(self._streams, self.packed, source, sample)
 
     def validation(self, samples: int) -> ValidationSet:
         """Return the same `samples` windows of the validation split each time, evenly spread over
@@ -172,7 +177,8 @@ class Batches:
         if "validation" not in self.dataset.splits:
             return ValidationSet([], 0, 1.0)
         streams = self.dataset.streams("validation")
-        sizes = [self._samples_of(stream) for stream in streams]
+        packed = self._pack(streams)
+        sizes = self._sizes(streams, packed)
         total = sum(sizes)
         count = min(samples, total)
         chosen = np.arange(count, dtype=np.int64) * total // max(count, 1)
@@ -181,7 +187,7 @@ class Batches:
         sample = (chosen - (ends - sizes)[source]).astype(np.int64)
         size = self.microbatch_size
         out = [
-            self._gather(streams, source[at : at + size], sample[at : at + size])
+            self._gather(streams, packed, source[at : at + size], sample[at : at + size])
             for at in range(0, count, size)
         ]
         tokens = sum(batch.tokens for batch in out)
@@ -189,8 +195,10 @@ class Batches:
 
     def validation_baselines(self, samples: int) -> dict[str, float] | None:
         """Bits per byte of unigram and bigram counts on just the targets of
-        `validation(samples)`, to draw next to a curve; None without a validation split. Counts
-        the training text: about a second for ten million tokens."""
+        `validation(samples)`, to draw next to a curve. None without a validation split, and for
+        chat data. Counts the training text: about a second for ten million tokens."""
+        if any(stream.is_chat for stream in self._streams):
+            return None
         found = self.validation(samples)
         if not found.tokens:
             return None
@@ -202,29 +210,68 @@ class Batches:
         unigram, bigram = (bits_per_byte(nats, found.tokens_per_byte) for nats in both)
         return {"unigram": unigram, "bigram": bigram}
 
-    def _samples_of(self, stream: TokenStream) -> int:
-        return -(-max(stream.tokens - 1, 0) // self.sequence_length)
+    def _pack(self, streams: Streams) -> Packed:
+        room = self.sequence_length + 1
+        return tuple(
+            PackedSamples(stream, room, self._long_rows) if stream.is_chat else None
+            for stream in streams
+        )
+
+    def _sizes(self, streams: Streams, packed: Packed) -> list[int]:
+        """Samples of each stream."""
+        return [
+            -(-max(stream.tokens - 1, 0) // self.sequence_length) if rows is None else rows.count
+            for stream, rows in zip(streams, packed, strict=True)
+        ]
+
+    def _empty_error(self, name: str, stream: TokenStream) -> DataError:
+        what, remedy = "has less than two tokens of training text", "give it more text"
+        if stream.is_chat:
+            what = f"has no row of {self.sequence_length + 1} tokens or fewer"
+            remedy = "raise data.sequence_length, or set data.chat.long_rows: cut"
+        return DataError(f"source {name!r} {what}", where=str(self.dataset.folder), remedy=remedy)
 
     def _gather(
-        self, streams: tuple[TokenStream, ...], source: NDArray[np.int64], sample: NDArray[np.int64]
+        self,
+        streams: Streams,
+        packed: Packed,
+        source: NDArray[np.int64],
+        sample: NDArray[np.int64],
     ) -> Microbatch:
         """Windows [n] -> a Microbatch of n samples without a ledger entry."""
         length, end = self.sequence_length, self.dataset.end
         window = np.full((len(source), length + 1), end, dtype=np.int64)
         held = np.empty(len(source), dtype=np.int64)
+        ends, carries = {}, {}  # of the rows with chat data
         for row, (s, k) in enumerate(zip(source.tolist(), sample.tolist(), strict=True)):
+            if (rows := packed[s]) is not None:
+                one = rows.sample(k)
+                held[row] = len(one.tokens)
+                window[row, : len(one.tokens)] = one.tokens
+                ends[row], carries[row] = one.ends, one.mask
+                continue
             tokens = streams[s].read(k * length, (k + 1) * length + 1)
             held[row] = len(tokens)
             window[row, : len(tokens)] = tokens
         inputs = window[:, :-1].copy()
         targets = window[:, 1:].copy()
         ended = inputs == end
+        for row, last in ends.items():
+            ended[row] = _padded(last, length)
+            targets[row, ~_padded(carries[row][1:] > 0, length)] = MASKED_TARGET
         targets[ended | (np.arange(1, length + 1) >= held[:, None])] = MASKED_TARGET
         documents = None
         if self.document_attention:
             documents = np.zeros(inputs.shape, dtype=np.int32)
             np.cumsum(ended[:, :-1], axis=1, out=documents[:, 1:])
         return Microbatch(inputs, targets, documents, [], int((targets != MASKED_TARGET).sum()))
+
+
+def _padded(flags: NDArray[np.bool_], length: int) -> NDArray[np.bool_]:
+    """[n] -> [length], the rest False"""
+    out = np.zeros(length, dtype=np.bool_)
+    out[: len(flags)] = flags[:length]
+    return out
 
 
 def fed_hash(inputs: NDArray[np.int64], targets: NDArray[np.int64]) -> str:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -12,7 +13,12 @@ from xxhash import xxh3_128
 
 from holdfast.data.containers import empty_error, is_pointer, pointer_error, read_head
 from holdfast.data.source_files import FoundFiles, walk
-from holdfast.data.text_sources import clean_text, nearest_column, too_long_error
+from holdfast.data.text_sources import (
+    TakeDocument,
+    clean_text,
+    nearest_column,
+    too_long_error,
+)
 from holdfast.errors import DataError
 
 BATCH_ROWS = 256
@@ -26,15 +32,18 @@ Ranges = list[list[tuple[str, int, int]]]
 
 # --- Parquet --------------------------------------------------------------------------------
 def parquet_ranges(
-    paths: list[str], column: str, unit_bytes: int, refused: list[DataError] | None = None
+    paths: list[str],
+    columns: Sequence[str],
+    unit_bytes: int,
+    refused: list[DataError] | None = None,
 ) -> Ranges:
     """Row groups of each file, gathered into units of about `unit_bytes`. Raises DataError, or
-    appends it to `refused`, for a file that is no Parquet file or has no such column."""
+    appends it to `refused`, for a file that is no Parquet file or lacks one of the columns."""
     ranges: Ranges = []
     for path in paths:
         try:
             with _open_parquet(path) as file:
-                _require_column(file.schema_arrow, column, path)
+                _require_columns(file.schema_arrow, columns, path)
                 groups = file.metadata
                 sizes = [groups.row_group(g).total_byte_size for g in range(groups.num_row_groups)]
         except DataError as error:
@@ -82,15 +91,23 @@ def _reason(error: Exception) -> str:
     return (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")[:200]
 
 
-def _require_column(schema: Any, column: str, path: str) -> None:
+def _require_columns(schema: Any, columns: Sequence[str], path: str) -> None:
     names = list(schema.names)
-    if column not in names:
-        texts = [f.name for f in schema if "string" in str(f.type)]
-        raise DataError(
-            f"there is no column {column!r}, only {names}",
-            where=path,
-            remedy=nearest_column(column, texts or names),
-        )
+    texts = [f.name for f in schema if "string" in str(f.type)]
+    for column in columns:
+        if column not in names:
+            raise DataError(
+                f"there is no column {column!r}, only {names}",
+                where=path,
+                remedy=nearest_column(column, texts or names),
+            )
+
+
+def _values(batch: Any, column: str | None) -> Any:
+    """The cells of a column, or all rows of a batch as objects."""
+    if column is None:
+        return batch.to_pylist()
+    return batch.column(batch.schema.names.index(column))
 
 
 @contextmanager
@@ -108,7 +125,9 @@ def _damage(path: str, what: str) -> Iterator[None]:
         ) from None
 
 
-def _parquet_rows(path: str, start: int, stop: int, column: str) -> Iterator[tuple[str, Any]]:
+def _parquet_rows(
+    path: str, start: int, stop: int, column: str | None
+) -> Iterator[tuple[str, Any]]:
     with _open_parquet(path) as file:
         groups = file.metadata
         first = sum(groups.row_group(g).num_rows for g in range(start))
@@ -116,14 +135,14 @@ def _parquet_rows(path: str, start: int, stop: int, column: str) -> Iterator[tup
             about = groups.row_group(group)
             rows = _batch_rows(about.total_byte_size, about.num_rows)
             what = f"row group {group}"
-            batches = file.iter_batches(rows, row_groups=[group], columns=[column])
+            batches = file.iter_batches(rows, row_groups=[group], columns=column and [column])
             row = 0
             while True:
                 with _damage(path, f"{what}, after row {first + row}"):
                     batch = next(batches, None)
                 if batch is None:
                     break
-                for value in batch.column(0):
+                for value in _values(batch, column):
                     yield f"{path}, {what}, row {first + row}", value
                     row += 1
             first += row
@@ -134,13 +153,13 @@ def _batch_rows(size: int, rows: int) -> int:
 
 
 # --- Arrow ----------------------------------------------------------------------------------
-def arrow_ranges(paths: list[str], column: str, refused: list[DataError]) -> Ranges:
+def arrow_ranges(paths: list[str], columns: Sequence[str], refused: list[DataError]) -> Ranges:
     """Each file, after a look at its columns."""
     ranges: Ranges = []
     for path in paths:
         try:
             with _open_arrow(path) as reader:
-                _require_column(reader.schema, column, path)
+                _require_columns(reader.schema, columns, path)
         except DataError as error:
             refused.append(error)
         else:
@@ -169,7 +188,7 @@ def _open_arrow(path: str) -> Iterator[Any]:
         yield reader
 
 
-def _arrow_rows(path: str, column: str) -> Iterator[tuple[str, Any]]:
+def _arrow_rows(path: str, column: str | None) -> Iterator[tuple[str, Any]]:
     with _open_arrow(path) as reader:
         batches = getattr(reader, "num_record_batches", None)
         row = number = 0
@@ -179,7 +198,7 @@ def _arrow_rows(path: str, column: str) -> Iterator[tuple[str, Any]]:
                 if batch is None:
                     return
                 _validate(batch)
-            for value in batch.column(batch.schema.names.index(column)):
+            for value in _values(batch, column):
                 yield f"{path}, row {row}", value
                 row += 1
             number += 1
@@ -267,9 +286,12 @@ def _open_huggingface(path: str, split: str, where: str) -> Any:
 
 
 def _huggingface_rows(
-    path: str, start: int, stop: int, column: str, split: str
+    path: str, start: int, stop: int, column: str | None, split: str
 ) -> Iterator[tuple[str, Any]]:
     dataset = _open_huggingface(path, split, path)
+    if column is None:
+        yield from ((f"{path}, row {i}", dataset[i]) for i in range(start, stop))
+        return
     if column not in dataset.column_names:
         raise DataError(
             f"there is no column {column!r}, only {dataset.column_names}",
@@ -286,13 +308,7 @@ def read_rows(
     kind: str, path: str, start: int, stop: int, column: str, split: str, limit: int, seen: xxh3_128
 ) -> Iterator[str]:
     """Documents of row groups (Parquet), of a file (Arrow) or of rows (Hugging Face)."""
-    if kind == "parquet":
-        values = _parquet_rows(path, start, stop, column)
-    elif kind == "arrow":
-        values = _arrow_rows(path, column)
-    else:
-        values = _huggingface_rows(path, start, stop, column, split)
-    for place, value in values:
+    for place, value in _rows(kind, path, start, stop, column, split):
         text = _as_text(value, column, place)
         if text is None:
             yield ""
@@ -303,6 +319,36 @@ def read_rows(
         seen.update(raw + b"\n")
         del raw
         yield clean_text(text, place)
+
+
+def read_records(
+    kind: str,
+    path: str,
+    start: int,
+    stop: int,
+    split: str,
+    take: TakeDocument,
+    limit: int,
+    seen: xxh3_128,
+) -> Iterator[str]:
+    """As `read_rows`, but a document is what `take` makes of all columns of a row."""
+    for place, value in _rows(kind, path, start, stop, None, split):
+        raw = json.dumps(value, default=str).encode()
+        if len(raw) > limit:
+            raise too_long_error(place, limit, "the row is longer than")
+        seen.update(raw + b"\n")
+        yield take(value, place)
+
+
+def _rows(
+    kind: str, path: str, start: int, stop: int, column: str | None, split: str
+) -> Iterator[tuple[str, Any]]:
+    """(place, cell), or without a column (place, row as an object)."""
+    if kind == "parquet":
+        return _parquet_rows(path, start, stop, column)
+    if kind == "arrow":
+        return _arrow_rows(path, column)
+    return _huggingface_rows(path, start, stop, column, split)
 
 
 def _as_text(value: Any, column: str, place: str) -> str | None:

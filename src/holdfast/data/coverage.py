@@ -18,7 +18,29 @@ def describe_use(
 ) -> list[str]:
     """Lines for the start of a run. Raises DataError if a source has too little text."""
     batches = Batches(dataset, data, train, seed)
-    return [_describe_passes(batches, train.steps), *_missing_validation(batches, train)]
+    return [
+        _describe_passes(batches, train.steps),
+        *_describe_packing(batches),
+        *_missing_validation(batches, train),
+    ]
+
+
+def _describe_packing(batches: Batches) -> Iterator[str]:
+    """The rows of chat data in a sample, and those that are too long for one."""
+    room = batches.sequence_length + 1
+    for name, rows in zip(batches.dataset.source_names, batches.packed, strict=True):
+        if rows is None:
+            continue
+        full = rows.tokens / (rows.count * room)
+        yield (
+            f"{name}: {len(rows.rows):,} rows in {rows.count:,} samples, which they fill to "
+            f"{full:.0%}"
+        )
+        if rows.left_out or rows.cut:
+            yield (
+                f"{name}: longer than data.sequence_length {batches.sequence_length}: "
+                f"{rows.left_out:,} rows are left out and {rows.cut:,} cut (data.chat.long_rows)"
+            )
 
 
 def _describe_passes(batches: Batches, steps: int) -> str:

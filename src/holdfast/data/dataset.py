@@ -15,11 +15,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from holdfast.core.json_parsing import parse_json
+from holdfast.data.chat_templates import TEMPLATE_FILE
 from holdfast.data.files import canonical_json, checksum, file_checksum
 from holdfast.data.shards import Shard
 from holdfast.errors import DataError
 
-FORMAT = 1
+FORMAT = 2
+"""The newest format that this program reads. A dataset without chat data is written in format 1."""
+
 MANIFEST = "manifest.json"
 SOURCES = "sources.json"
 """The paths that the sources had. They are no part of the identity; older datasets have none."""
@@ -32,24 +35,53 @@ class TokenStream:
 
     def __init__(self, folder: Path, shards: Sequence[Shard], dtype: str):
         self.shards = tuple(shards)
+        self._folder = folder
         self._arrays = [np.memmap(folder / s.path, dtype=dtype, mode="r") for s in shards]
+        self._masks = [
+            np.memmap(folder / s.mask_path, dtype=np.uint8, mode="r") for s in shards if s.mask_xxh3
+        ]
         self._starts = np.cumsum([0, *(s.tokens for s in shards)])
         self.tokens = int(self._starts[-1])
         self.documents = sum(s.documents for s in shards)
 
     def read(self, start: int, stop: int) -> NDArray[Any]:
         """Tokens [start, stop), clipped to the stream, in the shards' own type."""
+        return self._read(self._arrays, start, stop, self.dtype)
+
+    def read_mask(self, start: int, stop: int) -> NDArray[np.uint8]:
+        """Of chat data: 1 for tokens that carry loss, 0 for the rest, clipped to the stream."""
+        return self._read(self._masks, start, stop, np.dtype(np.uint8))
+
+    def document_starts(self) -> NDArray[np.int64]:
+        """The first token of each document, and the stream's length: [documents + 1]."""
+        starts = [np.zeros(1, dtype=np.int64)]
+        for shard, base in zip(self.shards, self._starts.tolist(), strict=False):
+            index = np.fromfile(self._folder / shard.index_path, dtype="<u8").astype(np.int64)
+            starts.append(index[1:] + base)
+        return np.concatenate(starts)
+
+    @property
+    def is_chat(self) -> bool:
+        return bool(self._masks)
+
+    def largest_token(self) -> int:
+        """The largest id; 0 of an empty stream. Reads all of it."""
+        return max((int(array.max()) for array in self._arrays), default=0)
+
+    def _read(
+        self, arrays: Sequence[NDArray[Any]], start: int, stop: int, dtype: np.dtype[Any]
+    ) -> NDArray[Any]:
         stop = min(stop, self.tokens)
         first = int(np.searchsorted(self._starts, start, side="right")) - 1
         pieces = []
         while start < stop:
             base = int(self._starts[first])
             end = min(stop, int(self._starts[first + 1]))
-            pieces.append(self._arrays[first][start - base : end - base])
+            pieces.append(arrays[first][start - base : end - base])
             start, first = end, first + 1
         if len(pieces) == 1:
             return pieces[0]
-        return np.concatenate(pieces) if pieces else np.zeros(0, dtype=self.dtype)
+        return np.concatenate(pieces) if pieces else np.zeros(0, dtype=dtype)
 
     @property
     def dtype(self) -> np.dtype[Any]:
@@ -108,8 +140,11 @@ class Dataset:
         return found
 
     def tokens_per_byte(self, split: str) -> float:
-        """Text tokens per byte of text: turns nats per token into bits per byte."""
+        """Text tokens per byte of text: turns nats per token into bits per byte. Of chat data the
+        tokens that carry loss count, and the text that they stand for."""
         counts = self.counts(split)
+        if "targets" in counts:
+            return counts["targets"] / max(counts["target_bytes"], 1)
         around = 1 if self.begin is None else 2  # end tokens, and begin tokens
         return (counts["tokens"] - around * counts["documents"]) / max(counts["bytes"], 1)
 
@@ -128,11 +163,20 @@ class Dataset:
                 where=str(folder / "tokenizer.json"),
                 remedy=REMAKE_REMEDY,
             )
+        template = manifest.get("chat", {}).get("template")
+        if template and file_checksum_or_none(folder / TEMPLATE_FILE) != template:
+            raise DataError(
+                "the chat template is missing or is not the one the rows were made with",
+                where=str(folder / TEMPLATE_FILE),
+                remedy=REMAKE_REMEDY,
+            )
         width = np.dtype(manifest["tokenizer"]["dtype"]).itemsize
         for by_source in manifest["shards"].values():
             for shard in (Shard(**s) for shards in by_source for s in shards):
                 _check_size(folder / shard.path, shard.tokens * width)
                 _check_size(folder / shard.index_path, (shard.documents + 1) * 8)
+                if shard.mask_xxh3:
+                    _check_size(folder / shard.mask_path, shard.tokens)
         return Dataset(folder, manifest)
 
 

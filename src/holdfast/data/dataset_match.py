@@ -18,6 +18,8 @@ from xxhash import xxh3_128
 from holdfast.config.data import DataConfig, SourceConfig
 from holdfast.core.data.special_tokens import KNOWN_ENDS
 from holdfast.data import vocabulary
+from holdfast.data.chat_documents import ChatFormat
+from holdfast.data.chat_format import chat_settings, read_chat_format
 from holdfast.data.dataset import Dataset
 from holdfast.data.files import checksum, file_checksum
 from holdfast.data.sources import count_files, plan_source, read_unit, source_names
@@ -44,9 +46,10 @@ def content_settings(config: DataConfig) -> dict[str, Any]:
         if known.begin_id is not None:
             tokenizer["begin"] = known.begin_id
     names = source_names(config.sources)
-    settings = {
+    settings: dict[str, Any] = {
         "sources": [
             {"kind": s.kind, "name": n, "path": None, "field": s.field, "split": s.split}
+            | ({"rows": s.rows} if s.is_chat else {})
             for s, n in zip(config.sources, names, strict=True)
         ],
         "tokenizer": tokenizer,
@@ -54,6 +57,8 @@ def content_settings(config: DataConfig) -> dict[str, Any]:
     }
     if config.deduplicate is not True:  # without the key: as before there was one
         settings["deduplicate"] = config.deduplicate
+    if (chat := read_chat_format(config)) is not None:
+        settings["chat"] = chat_settings(chat)
     return settings
 
 
@@ -83,6 +88,7 @@ def check_settings_match(dataset: Dataset, wanted: dict[str, Any], config: DataC
         ("tokenizer", made["tokenizer"]),
         ("validation_fraction", made["validation_fraction"]),
         ("deduplicate", made.get("deduplicate", True)),
+        ("chat", made.get("chat", True)),
     ):
         if key == "tokenizer" and config.tokenizer.place is not None:
             continue
@@ -109,7 +115,8 @@ def _check_places(dataset: Dataset, config: DataConfig) -> None:
         path, place = dataset.source_paths[index], dataset.source_places[index]
         if source.path == path or (place is not None and _real_place(source) == place):
             continue
-        if not _holds_the_same(dataset, source, index, config.max_document_bytes):
+        chat = read_chat_format(config)
+        if not _holds_the_same(dataset, source, index, config.max_document_bytes, chat):
             raise DataError(
                 f"the dataset there was prepared with another data.sources "
                 f"({path or 'no path'}, not {source.path or 'no path'}, which holds other text)",
@@ -118,19 +125,31 @@ def _check_places(dataset: Dataset, config: DataConfig) -> None:
             )
 
 
-def _holds_the_same(dataset: Dataset, source: SourceConfig, index: int, limit: int) -> bool:
+def _holds_the_same(
+    dataset: Dataset, source: SourceConfig, index: int, limit: int, chat: ChatFormat | None
+) -> bool:
     """Return True if a source has just the documents that the dataset was made from."""
     made = dataset.manifest["sources"][index]
     if count_files(source, index) != (made["files"], made["bytes"]):
         return False
     rows = array("Q")
     try:
-        for unit in plan_source(source, index, 0).units:
+        for unit in plan_source(source, index, 0, chat).units:
             for text in read_unit(unit, limit, xxh3_128()):
                 rows.extend(hash_document(text, unit.name))
     except DataError:
         return False
     return checksum(rows.tobytes()) == str(made["xxh3"])
+
+
+def needed_vocabulary(dataset: Dataset) -> int:
+    """Rows that a model needs for a dataset's tokens: the largest id that can occur + 1."""
+    needed = vocabulary.needed_size(dataset.tokenizer_path, dataset.end, dataset.begin)
+    for split in dataset.splits:
+        for stream in dataset.streams(split):
+            if stream.is_chat:  # a template writes special tokens, which no text becomes
+                needed = max(needed, stream.largest_token() + 1)
+    return needed
 
 
 def changed_sources(config: DataConfig, dataset: Dataset) -> list[str]:

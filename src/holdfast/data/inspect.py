@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from holdfast.data.batch import MASKED_TARGET, Batches
+import numpy as np
+from tokenizers import Tokenizer
+
+from holdfast.data.batch import MASKED_TARGET, Batches, Microbatch
+from holdfast.data.chat_gate import show_masked
 from holdfast.data.dataset import Dataset
 from holdfast.data.vocabulary import load_tokenizer
 
@@ -44,22 +48,45 @@ def mask_shares(batches: Batches) -> dict[str, Any]:
     padding) among the first samples of the run."""
     start, stop = 0, min(MASK_SAMPLES, sum(batches.order.sizes))
     batch = batches.read_samples(start, stop)
-    total = batch.targets.size
+    total, documents = batch.targets.size, 1.0
+    if batch.documents is not None:
+        documents = float(batch.documents.max(axis=1).mean()) + 1.0
+    else:
+        ends = float((batch.inputs[:, :-1] == batches.dataset.end).mean())
+        documents = 1.0 + ends * (batches.sequence_length - 1)
     return {
         "samples": dict(zip(batches.dataset.source_names, batches.order.sizes, strict=True)),
         "sequence_length": batches.sequence_length,
         "masked_share": 1.0 - batch.tokens / total,
-        "documents_per_sample": 1.0
-        + float((batch.inputs[:, :-1] == batches.dataset.end).mean())
-        * (batches.sequence_length - 1),
+        "documents_per_sample": documents,
     }
+
+
+def _render_rows(batch: Microbatch, tokenizer: Tokenizer) -> str:
+    """A packed sample, row by row."""
+    inputs, targets = batch.inputs[0], batch.targets[0]
+    assert batch.documents is not None
+    edges = np.flatnonzero(np.diff(batch.documents[0])) + 1
+    rows = []
+    for ids, after in zip(np.split(inputs, edges), np.split(targets, edges), strict=True):
+        carried = after != MASKED_TARGET
+        if not carried.any():
+            continue  # padding
+        if carried[-1]:  # its last token is a target only
+            ids = np.append(ids, after[-1])
+        mask = np.concatenate(([False], carried))[: len(ids)]
+        rows.append(show_masked(ids, mask, tokenizer, limit=None))
+    return "\n=== next row ===\n".join(rows)
 
 
 def render_sample(batches: Batches, position: int = 0) -> str:
     """Return the text of the sample at one position of the run. Each token is between bars, an end
-    of document is on a line of its own, and masked targets are marked."""
+    of document is on a line of its own, and masked targets are marked. Of chat data, each row is
+    shown as `chat_gate` shows one."""
     batch = batches.read_samples(position, position + 1)
     tokenizer = load_tokenizer(batches.dataset.tokenizer_path)
+    if batches.packed[batches.order.place(position).source] is not None:
+        return _render_rows(batch, tokenizer)
     out: list[str] = []
     for token, target in zip(batch.inputs[0].tolist(), batch.targets[0].tolist(), strict=True):
         if token == batches.dataset.end:

@@ -17,7 +17,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -31,8 +31,9 @@ from xxhash import xxh3_128
 from holdfast.config.data import DataConfig
 from holdfast.data import vocabulary
 from holdfast.data.baselines import MAX_TOKENS, baselines
+from holdfast.data.chat_documents import ChatDocument
+from holdfast.data.chat_preparation import ChatPreparation, SourceSize
 from holdfast.data.dataset import (
-    FORMAT,
     MANIFEST,
     SOURCES,
     Dataset,
@@ -161,6 +162,7 @@ class _Preparation:
     progress: Progress
 
     def run(self) -> None:
+        self.chat = ChatPreparation(self.config)
         self.plans = self._plan()
         self.units = [unit for plan in self.plans for unit in plan.units]
         self._resume_or_clear()
@@ -174,6 +176,9 @@ class _Preparation:
             self._say_counts(choice)
             known = self._tokenizer(rows, choice)
             self._tokenise(pool, raw, choice, known)
+        tokenizer = self.folder / WORK_FOLDER / "tokenizer.json"
+        for line in self.chat.check(self.plans, self._path, tokenizer):
+            self.say(line)
         self._join(rows, choice, known)
 
     def _path(self, stage: str, unit: Unit) -> Path:
@@ -182,12 +187,17 @@ class _Preparation:
     def _plan(self) -> list[SourcePlan]:
         plans: list[SourcePlan] = []
         for index, source in enumerate(self.config.sources):
-            plans.append(plan_source(source, index, sum(len(p.units) for p in plans)))
+            first = sum(len(p.units) for p in plans)
+            plans.append(plan_source(source, index, first, self.chat.format))
         return plans
 
     def _resume_or_clear(self) -> None:
         """Keep the unit results that exist, unless they are of other sources or settings."""
-        plan = {"format": FORMAT, "settings": self.wanted, "stamps": [p.stamp for p in self.plans]}
+        plan = {
+            "format": self.chat.dataset_format,
+            "settings": self.wanted,
+            "stamps": [p.stamp for p in self.plans],
+        }
         path = self.folder / WORK_FOLDER / "plan.json"
         if path.exists() and path.read_bytes() != canonical_json(plan):
             self.say("the sources or settings have changed: starting over")
@@ -253,6 +263,8 @@ class _Preparation:
             self.say(f"{plan.name}: {describe_count(count, self.config.deduplicate)}")
             if plan.unread:
                 self.say(f"{plan.name}: {plan.unread}")
+            for line in self.chat.left_out(plan, self._path):
+                self.say(line)
 
     def _tokenizer(self, rows: list[DocumentRows], choice: DocumentChoice) -> vocabulary.Vocabulary:
         path = self.folder / WORK_FOLDER / "tokenizer.json"
@@ -283,11 +295,15 @@ class _Preparation:
             if mask.any():
                 texts = read_unit(unit, limit, xxh3_128())
                 chosen = (t for t, m in zip(islice(texts, len(mask)), mask, strict=True) if m)
+                if unit.is_chat:
+                    chosen = (ChatDocument.decode(text).text for text in chosen)
                 yield from chain.from_iterable(cut_text(text) for text in chosen)
 
     def _tokenise(
         self, pool: TaskPool, raw: list[str], choice: DocumentChoice, known: vocabulary.Vocabulary
     ) -> None:
+        stop = sorted(self.chat.stop.values())
+
         def task(unit: Unit) -> Task:
             lots = self._path("lots", unit)
             write_atomic(lots, [choice.lots[unit.index].tobytes()])
@@ -301,6 +317,7 @@ class _Preparation:
                 "end": known.end_id,
                 "begin": known.begin_id,
                 "dtype": known.dtype,
+                "stop": stop,
                 "out": str(self._path("tokens", unit)),
             }
 
@@ -336,11 +353,13 @@ class _Preparation:
         write_atomic(self.folder / "tokenizer.json", [tokenizer], sync=True)
         places = with_paths_checksum(source_places(self.config))
         write_atomic(self.folder / SOURCES, [canonical_json(places)], sync=True)
-        splits = _split_counts(shards, rows, choice)
+        around = 1 if known.begin_id is None else 2
+        sizes = _split_counts(self.plans, shards, rows, choice, around)
+        splits = self.chat.split_counts(sizes, self.plans, self._path)
         content = {
-            "format": FORMAT,
+            "format": self.chat.dataset_format,
             "settings": self.wanted,
-            "sources": self._source_lineage(rows, choice),
+            "sources": _source_lineage(self.plans, self.wanted["sources"], rows, choice),
             "tokenizer": {
                 "vocab_size": known.size,
                 "end": known.end_id,
@@ -351,32 +370,48 @@ class _Preparation:
             },
             "splits": splits,
             "shards": {k: [[s.to_json() for s in one] for one in v] for k, v in shards.items()},
-            "baselines": _baselines(self.folder, shards, splits, known),
-        }
+            "baselines": None
+            if self.chat.format is not None
+            else _baselines(self.folder, shards, splits, known),
+        } | self.chat.store_template(self.folder)
         manifest = with_version(content)
         write_atomic(self.folder / MANIFEST, [canonical_json(manifest)], sync=True)
         total = splits["train"]["tokens"]
         self.say(f"dataset {manifest['version']}: {total:,} training tokens in {self.folder}")
 
-    def _source_lineage(
-        self, rows: list[DocumentRows], choice: DocumentChoice
-    ) -> list[dict[str, Any]]:
-        """Return the origin of the tokens: each source with a hash of its documents' hashes and
-        sizes, in order. The hash does not depend on how the source was cut into units."""
-        out = []
-        sources = zip(self.plans, self.wanted["sources"], choice.counts, strict=True)
-        for plan, wanted, count in sources:
-            digest = checksum(b"".join(rows[u.index].tobytes() for u in plan.units))
-            out.append(
-                {
-                    **wanted,
-                    "files": plan.files,
-                    "bytes": plan.bytes,
-                    "xxh3": digest,
-                    **count.to_json(),
-                }
-            )
-        return out
+
+def _split_counts(
+    plans: Sequence[SourcePlan],
+    shards: dict[str, list[list[Shard]]],
+    rows: list[DocumentRows],
+    choice: DocumentChoice,
+    around: int,
+) -> dict[str, list[SourceSize]]:
+    """Per split and source. around: tokens of a document that are no text."""
+    out: dict[str, list[SourceSize]] = {}
+    for lot, split in enumerate(SPLITS, start=1):
+        for plan, one in zip(plans, shards.get(split, ()), strict=False):
+            size = sum(int(rows[u.index][choice.lots[u.index] == lot, 2].sum()) for u in plan.units)
+            tokens, documents = sum(s.tokens for s in one), sum(s.documents for s in one)
+            text = tokens - around * documents
+            out.setdefault(split, []).append(SourceSize(documents, tokens, text, size))
+    return out
+
+
+def _source_lineage(
+    plans: Sequence[SourcePlan],
+    wanted: Sequence[dict[str, Any]],
+    rows: list[DocumentRows],
+    choice: DocumentChoice,
+) -> list[dict[str, Any]]:
+    """Return the origin of the tokens: each source with a hash of its documents' hashes and
+    sizes, in order. The hash does not depend on how the source was cut into units."""
+    out = []
+    for plan, settings, count in zip(plans, wanted, choice.counts, strict=True):
+        digest = checksum(b"".join(rows[u.index].tobytes() for u in plan.units))
+        found = {"files": plan.files, "bytes": plan.bytes, "xxh3": digest}
+        out.append({**settings, **found, **count.to_json()})
+    return out
 
 
 def join_errors(problems: list[DataError], rest: Path) -> DataError:
@@ -403,24 +438,6 @@ def _is_whole(path: Path) -> bool:
         path.unlink()
         return False
     return True
-
-
-def _split_counts(
-    shards: dict[str, list[list[Shard]]], rows: list[DocumentRows], choice: DocumentChoice
-) -> dict[str, dict[str, int]]:
-    out = {}
-    for lot, split in enumerate(SPLITS, start=1):
-        if split in shards:
-            every = [s for one in shards[split] for s in one]
-            size = sum(
-                int(r[lots == lot, 2].sum()) for r, lots in zip(rows, choice.lots, strict=True)
-            )
-            out[split] = {
-                "documents": sum(s.documents for s in every),
-                "tokens": sum(s.tokens for s in every),
-                "bytes": size,
-            }
-    return out
 
 
 def _baselines(

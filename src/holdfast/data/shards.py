@@ -2,13 +2,14 @@
 
 A shard holds complete documents of one source and split, each ended by the end token. They are
 plain little-endian integers: shape [tokens]. Next to it is its index, uint64 [documents + 1]: the
-begin of each document in the shard, and the shard's length.
+begin of each document in the shard, and the shard's length. A shard of chat data has a mask too,
+uint8 [tokens]: 1 for a token that carries loss, 0 for any other.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,20 +22,31 @@ from holdfast.data.unit_tasks import UnitTokens, read_tokens
 
 @dataclass(frozen=True)
 class Shard:
-    """One pair of files; `path` is relative to the dataset's folder, the index is `.idx`."""
+    """One pair of files; `path` is relative to the dataset's folder, the index is `.idx`, and the
+    mask, if there is one, `.mask`."""
 
     path: str
     documents: int
     tokens: int
     xxh3: str
     index_xxh3: str
+    mask_xxh3: str = ""
 
     @property
     def index_path(self) -> str:
         return self.path.removesuffix(".bin") + ".idx"
 
+    @property
+    def mask_path(self) -> str:
+        return self.path.removesuffix(".bin") + ".mask"
+
+    def checksums(self) -> list[tuple[str, str]]:
+        """(path, xxh3) of each of its files."""
+        files = [(self.path, self.xxh3), (self.index_path, self.index_xxh3)]
+        return files + ([(self.mask_path, self.mask_xxh3)] if self.mask_xxh3 else [])
+
     def to_json(self) -> dict[str, Any]:
-        return asdict(self)
+        return {key: value for key, value in asdict(self).items() if key != "mask_xxh3" or value}
 
 
 def write_shards(
@@ -48,18 +60,32 @@ def write_shards(
     while pieces.has_more():
         path = f"shards/{split}-{source:03d}-{len(shards):05d}.bin"
         lengths: list[NDArray[np.uint32]] = []
-        digest = write_atomic(folder / path, _tokens(pieces.next_shard(), lengths), sync=True)
+        masks: list[NDArray[np.uint8]] = []
+        tokens = _tokens(pieces.next_shard(), lengths, masks)
+        digest = write_atomic(folder / path, tokens, sync=True)
         starts = np.zeros(1 + sum(len(n) for n in lengths), dtype="<u8")
         np.cumsum(np.concatenate(lengths), out=starts[1:])
         index = folder / (path.removesuffix(".bin") + ".idx")
         index_digest = write_atomic(index, [starts.tobytes()], sync=True)
-        shards.append(Shard(path, len(starts) - 1, int(starts[-1]), digest, index_digest))
+        shard = Shard(path, len(starts) - 1, int(starts[-1]), digest, index_digest)
+        if masks:
+            mask = (piece.tobytes() for piece in masks)
+            shard = replace(
+                shard, mask_xxh3=write_atomic(folder / shard.mask_path, mask, sync=True)
+            )
+        shards.append(shard)
     return shards
 
 
-def _tokens(pieces: Iterator[UnitTokens], lengths: list[NDArray[np.uint32]]) -> Iterator[bytes]:
+def _tokens(
+    pieces: Iterator[UnitTokens],
+    lengths: list[NDArray[np.uint32]],
+    masks: list[NDArray[np.uint8]],
+) -> Iterator[bytes]:
     for piece in pieces:
         lengths.append(piece.lengths)
+        if piece.mask is not None:
+            masks.append(piece.mask)
         yield piece.tokens.tobytes()
 
 
@@ -84,10 +110,12 @@ class _ShardCutter:
         room = self._limit
         while room > 0 and self.has_more():
             assert self._rest_of_unit is not None
-            lengths, tokens = self._rest_of_unit.lengths, self._rest_of_unit.tokens
+            rest = self._rest_of_unit
+            lengths, tokens, mask = rest.lengths, rest.tokens, rest.mask
             ends = np.cumsum(lengths, dtype=np.int64)
             documents = min(int(np.searchsorted(ends, room)) + 1, len(lengths))
             cut = int(ends[documents - 1])
-            self._rest_of_unit = UnitTokens(lengths[documents:], tokens[cut:])
+            after, before = (None, None) if mask is None else (mask[cut:], mask[:cut])
+            self._rest_of_unit = UnitTokens(lengths[documents:], tokens[cut:], after)
             room -= cut
-            yield UnitTokens(lengths[:documents], tokens[:cut])
+            yield UnitTokens(lengths[:documents], tokens[:cut], before)

@@ -14,7 +14,8 @@ and skips them.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,6 +23,8 @@ from typing import TYPE_CHECKING, Any
 from xxhash import xxh3_128
 
 from holdfast.data import columnar_sources, text_sources
+from holdfast.data.chat_documents import ChatFormat, ChatReader
+from holdfast.data.chat_rows import FORMS, field_of
 from holdfast.data.containers import (
     empty_error,
     is_compressed,
@@ -46,7 +49,8 @@ class Unit:
 
     kind: text, jsonl, csv, parquet, arrow or huggingface: how the parts are read. start and stop
     are bytes for text and JSONL, row groups for Parquet, rows for Hugging Face. A stop of 0 is the
-    end of the file. name: of the source.
+    end of the file. name: of the source. rows, chat: of chat data, its form and how it becomes
+    text.
     """
 
     index: int
@@ -56,6 +60,12 @@ class Unit:
     field: str = "text"
     split: str = "train"
     name: str = ""
+    rows: str = "text"
+    chat: ChatFormat | None = None
+
+    @property
+    def is_chat(self) -> bool:
+        return self.chat is not None
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -63,7 +73,8 @@ class Unit:
     @staticmethod
     def from_json(value: dict[str, Any]) -> Unit:
         parts = tuple((str(p), int(a), int(b)) for p, a, b in value["parts"])
-        return Unit(**{**value, "parts": parts})
+        chat = None if value["chat"] is None else ChatFormat.from_json(value["chat"])
+        return Unit(**{**value, "parts": parts, "chat": chat})
 
 
 @dataclass(frozen=True)
@@ -93,8 +104,12 @@ def source_names(sources: tuple[SourceConfig, ...]) -> list[str]:
     return names
 
 
-def plan_source(config: SourceConfig, index: int, first_unit: int) -> SourcePlan:
-    """Find a source's files and cut them. Raises DataError when there is nothing to read."""
+def plan_source(
+    config: SourceConfig, index: int, first_unit: int, chat: ChatFormat | None = None
+) -> SourcePlan:
+    """Find a source's files and cut them. `chat`: how a source of chat data becomes text. Raises
+    DataError when there is nothing to read."""
+    chat = None if config.rows == "text" else chat
     name = config.name or config.kind
     found = FoundFiles()
     refused: list[DataError] = []
@@ -103,7 +118,17 @@ def plan_source(config: SourceConfig, index: int, first_unit: int) -> SourcePlan
     except DataError as error:
         raise named_error(name, error) from None
     units = tuple(
-        Unit(first_unit + i, index, kind, tuple(parts), config.field, config.split, name)
+        Unit(
+            first_unit + i,
+            index,
+            kind,
+            tuple(parts),
+            config.field,
+            config.split,
+            name,
+            config.rows,
+            chat,
+        )
         for i, (kind, parts) in enumerate(kinds)
     )
     stamp = xxh3_128()
@@ -143,9 +168,16 @@ def _cut(
         return [("csv", [(path, 0, 0)]) for path, _ in found.files]
     if config.kind == "parquet":
         paths = [path for path, _ in found.files]
-        cut = columnar_sources.parquet_ranges(paths, config.field, unit, refused)
+        cut = columnar_sources.parquet_ranges(paths, _columns(config), unit, refused)
         return [("parquet", parts) for parts in cut]
     return [("text", parts) for parts in _group_files(found.files, unit)]
+
+
+def _columns(config: SourceConfig) -> Sequence[str]:
+    """The columns that a table must have."""
+    if config.rows == "text":
+        return (config.field,)
+    return FORMS[config.rows].columns or (field_of(config.rows, config.field),)
 
 
 def _is_one_piece(path: str) -> bool:
@@ -170,10 +202,10 @@ def _cut_huggingface(
     size = _unit_bytes(found)
     for file, _ in found.files:
         if file.endswith(".parquet"):
-            cut = columnar_sources.parquet_ranges([file], config.field, size, refused)
+            cut = columnar_sources.parquet_ranges([file], _columns(config), size, refused)
             units += [("parquet", parts) for parts in cut]
         else:
-            cut = columnar_sources.arrow_ranges([file], config.field, refused)
+            cut = columnar_sources.arrow_ranges([file], _columns(config), refused)
             units += [("arrow", parts) for parts in cut]
     return units
 
@@ -208,18 +240,32 @@ def named_error(name: str, error: DataError, column: str = "") -> DataError:
 
 
 def read_unit(
-    unit: Unit, limit: int, seen: xxh3_128, refused: list[DataError] | None = None
+    unit: Unit,
+    limit: int,
+    seen: xxh3_128,
+    refused: list[DataError] | None = None,
+    left_out: Counter[str] | None = None,
 ) -> Iterator[str]:
     """The documents of a unit in order, in normal form; `seen` takes in every byte read.
 
     No document or line longer than `limit` bytes is ever held. Raises DataError for what is not
     UTF-8 text, for what is too long, and for a missing field; each names source, file, place and
-    column. With `refused`, such an error is appended to it, and the next part is read.
+    column. With `refused`, such an error is appended to it, and the next part is read. A
+    document of chat data is spelt as by `ChatDocument.encode`; `left_out` counts its empty ones by
+    reason.
     """
-    column = "" if unit.kind == "text" else unit.field
+    column = "" if unit.kind == "text" or unit.is_chat else unit.field
+    chat = None
+    if unit.chat is not None:
+        chat = ChatReader(
+            unit.rows, unit.field, unit.chat, Counter() if left_out is None else left_out
+        )
     for path, start, stop in unit.parts:
         try:
-            yield from _read_part(unit, path, start, stop, limit, seen)
+            if chat is not None:
+                yield from _read_chat(unit, chat, path, start, stop, limit, seen)
+            else:
+                yield from _read_part(unit, path, start, stop, limit, seen)
         except (DataError, OSError) as error:
             if isinstance(error, OSError):
                 error = unreadable_error(path, error)
@@ -233,7 +279,9 @@ def _read_part(
     unit: Unit, path: str, start: int, stop: int, limit: int, seen: xxh3_128
 ) -> Iterator[str]:
     if unit.kind == "jsonl":
-        yield from text_sources.json_documents(path, start, stop, unit.field, limit, seen)
+        yield from text_sources.json_documents(
+            path, start, stop, text_sources.text_in(unit.field), limit, seen
+        )
     elif unit.kind == "csv":
         yield from text_sources.csv_documents(path, unit.field, limit, seen)
     elif unit.kind in ("parquet", "arrow", "huggingface"):
@@ -242,6 +290,17 @@ def _read_part(
         )
     else:
         yield text_sources.text_document(path, limit, seen)
+
+
+def _read_chat(
+    unit: Unit, chat: ChatReader, path: str, start: int, stop: int, limit: int, seen: xxh3_128
+) -> Iterator[str]:
+    if unit.kind == "jsonl":
+        yield from text_sources.json_documents(path, start, stop, chat.read, limit, seen)
+    else:
+        yield from columnar_sources.read_records(
+            unit.kind, path, start, stop, unit.split, chat.read, limit, seen
+        )
 
 
 def _group_files(files: list[tuple[str, int]], unit: int) -> list[list[tuple[str, int, int]]]:

@@ -10,7 +10,8 @@ import csv
 import re
 from collections.abc import Iterator
 from difflib import get_close_matches
-from typing import Any, BinaryIO
+from functools import partial
+from typing import Any, BinaryIO, Protocol
 
 from xxhash import xxh3_128
 
@@ -90,7 +91,19 @@ def nearest_column(field: str, texts: list[str]) -> str:
     return "set field in data.sources to the one that holds the text"
 
 
-def _field(value: Any, field: str, where: str, *, bare: bool = False) -> str:
+class TakeDocument(Protocol):
+    """Gives the document of a record. bare: the record is an element of an array. Raises
+    DataError."""
+
+    def __call__(self, value: Any, where: str, *, bare: bool = False) -> str: ...
+
+
+def text_in(field: str) -> TakeDocument:
+    """Take the text in a field, or an element of an array that is a text by itself."""
+    return partial(_field, field=field)
+
+
+def _field(value: Any, where: str, *, field: str, bare: bool = False) -> str:
     """The text of a record. `bare`: a text by itself is a document too."""
     if bare and isinstance(value, str):
         return clean_text(value, where)
@@ -121,7 +134,7 @@ def text_document(path: str, limit: int, seen: xxh3_128) -> str:
 
 # --- lines of JSON, or an array of it ---------------------------------------------------------
 def json_documents(
-    path: str, start: int, stop: int, field: str, limit: int, seen: xxh3_128
+    path: str, start: int, stop: int, take: TakeDocument, limit: int, seen: xxh3_128
 ) -> Iterator[str]:
     """Documents of the lines that begin in [start, stop) of a file; stop 0: of all of the file,
     which is compressed or one array."""
@@ -131,9 +144,9 @@ def json_documents(
             if first == b"":
                 raise empty_error(path, "JSON")
             if first == b"[":
-                yield from _array_documents(file, path, field, limit, seen)
+                yield from _array_documents(file, path, take, limit, seen)
                 return
-            yield from _lines(file, path, field, limit, seen, None)
+            yield from _lines(file, path, take, limit, seen, None)
             return
         at = start
         if start:
@@ -141,7 +154,7 @@ def json_documents(
             while (piece := file.readline(1 << 20)) and not piece.endswith(b"\n"):
                 pass  # the rest of a line that an earlier unit owns, never held in full
             at = file.tell()
-        yield from _lines(file, path, field, limit, seen, (at, stop))
+        yield from _lines(file, path, take, limit, seen, (at, stop))
 
 
 def begins_array(path: str) -> bool:
@@ -163,7 +176,7 @@ def _first_byte(file: BinaryIO) -> bytes:
 def _lines(
     file: BinaryIO,
     path: str,
-    field: str,
+    take: TakeDocument,
     limit: int,
     seen: xxh3_128,
     section: tuple[int, int] | None,
@@ -179,7 +192,7 @@ def _lines(
             where = f"{path}:{count or _line_number(path, at)}"
             raise too_long_error(where, limit, "the line is longer than")
         seen.update(line)
-        yield _line_document(line, path, at, field, count)
+        yield _line_document(line, path, at, take, count)
         at += len(line)
         number = None if number is None else number + 1
 
@@ -194,7 +207,7 @@ def _line_number(path: str, offset: int) -> int:
     return lines
 
 
-def _line_document(line: bytes, path: str, at: int, field: str, number: int | None) -> str:
+def _line_document(line: bytes, path: str, at: int, take: TakeDocument, number: int | None) -> str:
     try:
         text = normal_form(line, path, at, number)
     except DataError as error:
@@ -206,8 +219,7 @@ def _line_document(line: bytes, path: str, at: int, field: str, number: int | No
     if not text.strip():
         return ""
     try:
-        value = parse_json(text)
-        return _field(value, field, f"{path}:{number}")
+        return take(parse_json(text), f"{path}:{number}")
     except ValueError as error:
         what, remedy = _not_json(text, error)
     except DataError as error:
@@ -232,7 +244,7 @@ def _not_json(text: str, error: ValueError) -> tuple[str, str]:
 
 
 def _array_documents(
-    file: BinaryIO, path: str, field: str, limit: int, seen: xxh3_128
+    file: BinaryIO, path: str, take: TakeDocument, limit: int, seen: xxh3_128
 ) -> Iterator[str]:
     for row, element in enumerate(_array_elements(file, path, limit)):
         seen.update(element + b"\n")
@@ -245,7 +257,7 @@ def _array_documents(
             raise DataError(
                 f"not JSON ({reason})", where=where, remedy="mend the element"
             ) from None
-        yield _field(value, field, where, bare=True)
+        yield take(value, where, bare=True)
 
 
 def _array_elements(file: BinaryIO, path: str, limit: int) -> Iterator[bytes]:

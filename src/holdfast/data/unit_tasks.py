@@ -5,7 +5,8 @@ written atomically, so an existing result is complete, and a killed preparation 
 units that have none.
 
     scan      per document: two halves of its xxh3-128 and its length, uint64 [documents, 3]
-    tokens    per split: lengths uint32 [documents], tokens uint16 or uint32 [tokens]
+    tokens    per split: lengths uint32 [documents], tokens uint16 or uint32 [tokens], and of chat
+              data which tokens carry loss, uint8 [tokens]
 
 A scan row of length 0 is an empty document.
 """
@@ -14,8 +15,9 @@ from __future__ import annotations
 
 import json
 from array import array
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import chain
 from pathlib import Path
 from tempfile import SpooledTemporaryFile
@@ -26,6 +28,7 @@ from numpy.typing import NDArray
 from xxhash import xxh3_128, xxh3_128_intdigest
 
 from holdfast.core.json_parsing import parse_json
+from holdfast.data.chat_tokens import ChatCounts, SpecialEncoder, encode_documents
 from holdfast.data.files import READ_BYTES, write_atomic
 from holdfast.data.sources import Unit, encode_document, read_unit, unit_label
 from holdfast.data.text_pieces import PIECE_CHARACTERS, cut_text
@@ -43,7 +46,7 @@ TokenArray = NDArray[np.unsignedinteger[Any]]
 Payload = Callable[[], Iterator[bytes]]
 
 
-class Encoder(Protocol):
+class Encoder(SpecialEncoder, Protocol):
     """The part of a tokenizers.Tokenizer that tokenising needs."""
 
     def encode_batch_fast(self, batch: list[str], *, add_special_tokens: bool) -> list[Any]: ...
@@ -52,10 +55,12 @@ class Encoder(Protocol):
 @dataclass(frozen=True)
 class UnitTokens:
     """Tokens of one unit and split; every document ends with the end token, and begins with the
-    begin token if the tokenizer has one."""
+    begin token if the tokenizer has one. Of chat data a document is what the template makes of it,
+    and `mask` says which tokens carry loss."""
 
     lengths: NDArray[np.uint32]
     tokens: TokenArray
+    mask: NDArray[np.uint8] | None = None
 
 
 def write_result(path: Path, header: dict[str, Any], payload: Payload) -> None:
@@ -99,11 +104,14 @@ def scan_unit(unit: Unit, limit: int, out: Path) -> None:
     be read, `out` says so of all of them."""
     seen, rows = xxh3_128(), array("Q")
     refused: list[DataError] = []
+    left_out: Counter[str] = Counter()
     label = f"source {unit.name or unit.kind!r}: {unit_label(unit)}"
-    for text in read_unit(unit, limit, seen, refused):
+    for text in read_unit(unit, limit, seen, refused, left_out):
         rows.extend(hash_document(text, label))
     table = np.frombuffer(rows, dtype="<u8") if rows else np.zeros(0, dtype="<u8")
     header: dict[str, Any] = {"unit": unit.index, "raw": seen.hexdigest()}
+    if left_out:
+        header["left_out"] = dict(left_out)
     if refused:
         header["refused"] = [(e.message, e.where, e.remedy) for e in refused]
     write_result(out, header, lambda: iter([table.tobytes()]))
@@ -135,6 +143,12 @@ def read_refused(path: Path) -> list[DataError]:
     ]
 
 
+def read_left_out(path: Path) -> Counter[str]:
+    """Rows of chat data that a unit leaves out, by reason."""
+    header, _ = read_result(path)
+    return Counter(header.get("left_out", {}))
+
+
 def read_scan(path: Path) -> tuple[str, NDArray[np.uint64]]:
     """(hash of the bytes read, rows [documents, 3], mapped)."""
     header, at = read_result(path)
@@ -144,13 +158,15 @@ def read_scan(path: Path) -> tuple[str, NDArray[np.uint64]]:
 @dataclass(frozen=True)
 class TokenizeSettings:
     """limit: most bytes of a document. end, begin: ids of the end token and of the begin token, if
-    documents have one. raw: hash of the bytes that the scan has read."""
+    documents have one. raw: hash of the bytes that the scan has read. stop: ids that end a reply of
+    chat data."""
 
     limit: int
     end: int
     dtype: str
     raw: str
     begin: int | None = None
+    stop: tuple[int, ...] = ()
 
     def framed(self, pieces: Sequence[TokenArray]) -> list[TokenArray]:
         """The tokens of a document between its begin token and its end token."""
@@ -164,7 +180,13 @@ class _SplitTokens:
     def __init__(self, folder: Path):
         self.lengths = array("I")
         self.tokens = 0
+        self.chat = ChatCounts()
         self._file = SpooledTemporaryFile(SPOOL_BYTES, dir=str(folder))  # noqa: SIM115
+        self._masks = SpooledTemporaryFile(SPOOL_BYTES, dir=str(folder))  # noqa: SIM115
+
+    def add_masked(self, ids: NDArray[Any], mask: NDArray[np.uint8]) -> None:
+        self.add([ids])
+        self._masks.write(mask.tobytes())
 
     def add(self, ids: list[NDArray[Any]]) -> None:
         count = sum(map(len, ids))
@@ -175,12 +197,14 @@ class _SplitTokens:
 
     def payload(self) -> Iterator[bytes]:
         yield np.frombuffer(self.lengths, dtype="<u4").tobytes() if self.lengths else b""
-        self._file.seek(0)
-        while piece := self._file.read(READ_BYTES):
-            yield piece
+        for file in (self._file, self._masks):
+            file.seek(0)
+            while piece := file.read(READ_BYTES):
+                yield piece
 
     def close(self) -> None:
         self._file.close()
+        self._masks.close()
 
 
 def tokenise_unit(
@@ -201,22 +225,18 @@ def tokenise_unit(
         where=f"source {unit.name or unit.kind!r}: {unit_label(unit)}",
         remedy="run the same command again",
     )
-    ends = 0
     try:
-        documents = read_unit(unit, settings.limit, seen)
-        for lot, pieces in _encoded(_batches(documents, lots, changed), tokenizer):
-            ids = [np.array(piece, dtype=settings.dtype) for piece in pieces]
-            # Text that spells the end token would end its document too early.
-            kept = [piece[piece != settings.end] for piece in ids]
-            ends += sum(map(len, ids)) - sum(map(len, kept))
-            if any(map(len, kept)):
-                splits[lot].add(settings.framed(kept))
+        batches = _batches(read_unit(unit, settings.limit, seen), lots, changed)
+        add = _add_chat if unit.is_chat else _add_texts
+        ends = add(batches, tokenizer, settings, splits)
         if seen.hexdigest() != settings.raw:
             raise changed
         header: dict[str, Any] = {"unit": unit.index, "dtype": settings.dtype, "ends": ends}
         for name, lot in zip(SPLITS, (TRAIN, VALIDATION), strict=True):
             split = splits[lot]
             header[name] = {"documents": len(split.lengths), "tokens": split.tokens}
+            if unit.is_chat:
+                header[name]["chat"] = asdict(split.chat)
         write_result(
             out, header, lambda: chain(*(splits[lot].payload() for lot in (TRAIN, VALIDATION)))
         )
@@ -225,16 +245,64 @@ def tokenise_unit(
             split.close()
 
 
+def _add_texts(
+    batches: Iterator[list[tuple[int, str]]],
+    tokenizer: Encoder,
+    settings: TokenizeSettings,
+    splits: dict[int, _SplitTokens],
+) -> int:
+    """Returns how often the texts spell the end token, which is left out there: it would end its
+    document too early."""
+    ends = 0
+    for lot, pieces in _encoded(batches, tokenizer):
+        ids = [np.array(piece, dtype=settings.dtype) for piece in pieces]
+        kept = [piece[piece != settings.end] for piece in ids]
+        ends += sum(map(len, ids)) - sum(map(len, kept))
+        if any(map(len, kept)):
+            splits[lot].add(settings.framed(kept))
+    return ends
+
+
+def _add_chat(
+    batches: Iterator[list[tuple[int, str]]],
+    tokenizer: Encoder,
+    settings: TokenizeSettings,
+    splits: dict[int, _SplitTokens],
+) -> int:
+    """Returns 0: no message spells a special token."""
+    for batch in batches:
+        texts = [text for _, text in batch]
+        encoded = encode_documents(texts, tokenizer, settings.begin, settings.end)
+        for (lot, _), tokens in zip(batch, encoded, strict=True):
+            split = splits[lot]
+            if not tokens.targets:
+                split.chat.untrained += 1
+                continue
+            split.chat.add(tokens, settings.stop)
+            split.add_masked(tokens.ids.astype(settings.dtype), tokens.mask)
+    return 0
+
+
 def read_tokens(path: Path, split: str) -> UnitTokens:
     header, at = read_result(path)
-    width = np.dtype(header["dtype"]).itemsize
+    dtype = np.dtype(header["dtype"])
     for name in SPLITS:
         documents, tokens = header[name]["documents"], header[name]["tokens"]
+        is_chat = "chat" in header[name]
+        end = at + 4 * documents + dtype.itemsize * tokens
         if name == split:
             lengths = _mapped(path, "<u4", at, documents)
-            return UnitTokens(lengths, _mapped(path, header["dtype"], at + 4 * documents, tokens))
-        at += 4 * documents + width * tokens
+            ids = _mapped(path, header["dtype"], at + 4 * documents, tokens)
+            mask = _mapped(path, "<u1", end, tokens) if is_chat else None
+            return UnitTokens(lengths, ids, mask)
+        at = end + (tokens if is_chat else 0)
     raise KeyError(split)
+
+
+def read_chat_counts(path: Path, split: str) -> ChatCounts:
+    """Of a unit of chat data; zeros for any other."""
+    header, _ = read_result(path)
+    return ChatCounts(**header[split].get("chat", {}))
 
 
 def read_ends(path: Path) -> int:
@@ -290,6 +358,11 @@ def perform_task(task: dict[str, Any], tokenizer_of: Callable[[str], Encoder]) -
         return
     lots = np.frombuffer(Path(task["lots"]).read_bytes(), dtype=np.uint8)
     settings = TokenizeSettings(
-        task["limit"], task["end"], task["dtype"], task["raw"], task["begin"]
+        task["limit"],
+        task["end"],
+        task["dtype"],
+        task["raw"],
+        task["begin"],
+        tuple(task["stop"]),
     )
     tokenise_unit(unit, settings, lots, tokenizer_of(task["tokenizer"]), Path(task["out"]))

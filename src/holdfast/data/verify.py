@@ -50,7 +50,7 @@ def check_dataset(dataset: Dataset, limit: int = FULL_CHECK_BYTES) -> None:
 def _shard_changes(dataset: Dataset, shard: Shard) -> list[str]:
     return [
         f"{dataset.folder / path}: its bytes are not what was written"
-        for path, digest in ((shard.path, shard.xxh3), (shard.index_path, shard.index_xxh3))
+        for path, digest in shard.checksums()
         if file_checksum_or_none(dataset.folder / path) != digest
     ]
 
@@ -59,7 +59,13 @@ def _shard_inconsistencies(dataset: Dataset, shard: Shard) -> list[str]:
     """A shard that was written wrongly: our own bug, were it ever to happen."""
     starts = np.fromfile(dataset.folder / shard.index_path, dtype="<u8").astype(np.int64)
     tokens = np.memmap(dataset.folder / shard.path, dataset.manifest["tokenizer"]["dtype"], "r")
-    ends = np.flatnonzero(tokens == dataset.end) + 1
+    if shard.mask_xxh3:  # documents end as the template ends them
+        ends = np.sort(starts[1:])
+        mask = np.fromfile(dataset.folder / shard.mask_path, dtype=np.uint8)
+        if int(mask.max()) > 1:
+            return [f"{dataset.folder / shard.mask_path}: a weight is neither 0 nor 1"]
+    else:
+        ends = np.flatnonzero(tokens == dataset.end) + 1
     if not np.array_equal(ends, starts[1:]):
         return [f"{dataset.folder / shard.path}: documents do not end where the index says"]
     if int(tokens.max()) >= dataset.vocab_size:

@@ -14,6 +14,16 @@ from holdfast.wire.term import Term
 
 
 @dataclass(frozen=True)
+class TrackerProgram:
+    """A program that follows the run for a tracker. The agent that leads keeps it running."""
+
+    name: str  # of the tracker
+    module: str  # the program
+    spec_line: bytes  # for its standard input
+    log: str  # its place in the run folder
+
+
+@dataclass(frozen=True)
 class RunContext:
     """Parameters of an agent's run.
 
@@ -21,7 +31,7 @@ class RunContext:
     resume_command: the command that resumes the run. single_node_term: the term of a run of this
     node only. generation_floor: searches for the content of a lost run folder and returns a
     generation. The run's next generations must be newer than that one. The first coordinator of the
-    run calls it."""
+    run calls it. trackers: run next to the agent that leads."""
 
     config: RunConfig
     store: RunStore
@@ -34,6 +44,7 @@ class RunContext:
     resume_command: str = "holdfast train"
     single_node_term: Term | None = None
     generation_floor: Callable[[], int] = lambda: 0
+    trackers: tuple[TrackerProgram, ...] = ()
 
     @property
     def node_suffix(self) -> str:

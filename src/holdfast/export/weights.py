@@ -19,6 +19,8 @@ from holdfast.checkpoint.restore.verify import find_newest_verified, verify
 from holdfast.config.task import refuse_task
 from holdfast.core.sharding.boxes import Box
 from holdfast.core.sharding.run_table import run_parameters
+from holdfast.data.chat_render import ChatTemplate
+from holdfast.data.chat_templates import TEMPLATE_FILE
 from holdfast.data.dataset import exists, read_manifest
 from holdfast.data.vocabulary import (
     Vocabulary,
@@ -194,6 +196,7 @@ def write_folder(
     tokens = None
     if tokenizer is not None:
         tokens = dataset_tokens(run.dataset_folder, load_tokenizer(tokenizer))
+    template = run.dataset_folder / TEMPLATE_FILE
     cast = None if dtype is None else getattr(torch, dtype)
     export_folder(
         to,
@@ -204,6 +207,7 @@ def write_folder(
         shard_bytes=shard_bytes,
         end_token=None if tokens is None else tokens.end_token,
         imported=run.folder / IMPORTED_FOLDER,
+        chat_template=template if tokenizer is not None and template.is_file() else None,
     )
 
 
@@ -217,10 +221,25 @@ class Sampling:
     seed: int = 0
 
 
+def _as_chat(folder: Path, prompt: str) -> str:
+    """A prompt as a user's message, up to where the reply begins."""
+    known = read_manifest(folder).get("chat")
+    if known is None:
+        raise DataError(
+            "the run was not trained on chat data with a template",
+            where=str(folder),
+            remedy="leave out --chat",
+        )
+    template = ChatTemplate((folder / TEMPLATE_FILE).read_text("utf-8"), known["variables"])
+    messages = [{"role": "user", "content": prompt}]
+    return template.render(messages, "the prompt", begins_reply=True).text
+
+
 def continuations(
-    run: Run, checkpoint: Checkpoint, prompts: Sequence[str], how: Sampling
+    run: Run, checkpoint: Checkpoint, prompts: Sequence[str], how: Sampling, chat: bool = False
 ) -> list[str]:
-    """Return the model's text after each prompt, up to the end of the document."""
+    """Return the model's text after each prompt, up to the end of the document. chat: a prompt is
+    a user's message, and the text is the reply."""
     import torch
 
     from holdfast.model.generate import generate
@@ -236,6 +255,9 @@ def continuations(
     tokenizer = load_tokenizer(path)
     special = dataset_tokens(run.dataset_folder, tokenizer)
     end, begin = special.end_id, [] if special.begin_id is None else [special.begin_id]
+    if chat:
+        prompts = [_as_chat(run.dataset_folder, prompt) for prompt in prompts]
+        tokenizer.encode_special_tokens, begin = False, []  # the template writes special tokens
     model = load_decoder(run, checkpoint)
     texts = []
     for prompt in prompts:

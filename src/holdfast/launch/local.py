@@ -33,6 +33,7 @@ from holdfast.launch.addresses import NodeAddress, plan_addresses
 from holdfast.launch.holder import HolderWatch
 from holdfast.launch.process_limits import raise_open_files, refuse_low_limits
 from holdfast.launch.run_folder import refuse_in_use, run_hash
+from holdfast.launch.trackers import tracker_programs
 from holdfast.plan.planner import plan_layout
 from holdfast.wire.http.sockets import address_of, bind_listener
 from holdfast.wire.secret import Secret, open_secret
@@ -59,8 +60,7 @@ def train_locally(
     `/metrics`, `say` prints one line, `say_last` the result. The dataset's version is read from its
     folder unless given. `fresh`: begin, whatever a bucket or peers hold. `resume`: the command that
     resumes the run. `watch`: what is known of the folder's holder.
-    Raises UserError: the folder is in use, not writable, holds no trustworthy checkpoint, ...; and
-    CannotGoOnError.
+    Raises UserError (such as a folder in use) and CannotGoOnError.
     """
     folder = Path(loaded.config.run_folder)
     store: RunStore = FolderStore(folder)
@@ -92,9 +92,10 @@ def train_locally(
         entry,
         resume or resume_command(loaded),
         generation_floor=start.restore_and_find_floor,
+        trackers=tracker_programs(config, folder),
     )
-    views: dict[str, Any] = {"observers": observers, "render_metrics": render_metrics, "say": say}
-    views["say_last"] = say_last
+    views: dict[str, Any] = {"observers": observers, "render_metrics": render_metrics}
+    views |= {"say": say, "say_last": say_last}
     if config.cluster.node:
         say(_listening_line(node, address))
         with bind_listener(config.cluster.host, 0, "cluster.interface") as control:

@@ -12,6 +12,7 @@ that has only `pytorch_model.bin` is refused.
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ from holdfast.config.model import ModelConfig
 from holdfast.core.format.hf_names import NameMap, Piece, huggingface_map
 from holdfast.errors import ModelFolderError
 from holdfast.model.huggingface_files import INDEX, SINGLE, TensorReader, WholeTensors, write_files
-from holdfast.model.huggingface_tokenizer import copy_tokenizer, give_back
+from holdfast.model.huggingface_tokenizer import CHAT_TEMPLATE, copy_tokenizer, give_back
 from holdfast.model.new_folder import new_folder
 
 SHARD_BYTES = 5_000_000_000
@@ -46,13 +47,15 @@ def export_folder(
     shard_bytes: int = SHARD_BYTES,
     end_token: str | None = None,
     imported: Path | None = None,
+    chat_template: Path | None = None,
 ) -> None:
     """Write a folder for `AutoModelForCausalLM` and `AutoTokenizer`.
 
     `tensors` maps our parameter names to full tensors, of which one is held at a time. If it reads
     them in part, a few megabytes are held. `dtype` casts; by default each keeps its own.
     `end_token` ends a text; none: a known one. `imported` may hold settings of the folder that the
-    run began with (`KEPT_FILES`): they are given back, with its token ids. The
+    run began with (`KEPT_FILES`): they are given back, with its token ids. `chat_template`: the
+    one that the run was trained with. The
     folder appears as `new_folder` says. Raises ModelFolderError if the folder is not empty or
     cannot be written, or if no architecture of Hugging Face has this shape. Raises OutOfSpaceError
     when the disk is full.
@@ -63,6 +66,8 @@ def export_folder(
         stored = write_files(partial, huggingface_map(model), parts, dtype, shard_bytes)
         special = copy_tokenizer(tokenizer_path, partial, model.max_position, end_token)
         kept = give_back(imported, partial, tokenizer_path is not None)
+        if chat_template is not None:
+            shutil.copyfile(chat_template, partial / CHAT_TEMPLATE)
         ids = {key: kept.get(key, special.get(key)) for key in TOKEN_IDS}
         config |= {**ids, "dtype": stored, "torch_dtype": stored}
         _write_json(partial / "config.json", config)

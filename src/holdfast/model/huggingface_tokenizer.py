@@ -12,11 +12,12 @@ from holdfast.core.data.special_tokens import KNOWN_BEGINS, KNOWN_ENDS
 from holdfast.core.json_parsing import parse_json
 from holdfast.errors import ModelFolderError
 
+CHAT_TEMPLATE = "chat_template.jinja"
 _ALONGSIDE = (
     "tokenizer_config.json",
     "special_tokens_map.json",
     "added_tokens.json",
-    "chat_template.jinja",
+    CHAT_TEMPLATE,
 )
 KEPT_FILES = ("config.json", "generation_config.json", *_ALONGSIDE)
 """What a run keeps of the folder that its weights came from."""

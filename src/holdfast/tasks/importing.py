@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 
-_IMPORTING: ContextVar[bool] = ContextVar("holdfast importing a task", default=False)
+_IMPORTING: ContextVar[bool] = ContextVar("importing a task", default=False)
 
 
 @contextmanager

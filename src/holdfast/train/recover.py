@@ -103,11 +103,11 @@ def recover(
     is lost or the layout cannot be run. The session is as good as before then, with one exception:
     if the rebuild of the replica had begun, `session.engine` and the state are lost.
     """
-    engine, old = session.engine, session.engine.groups
+    engine, old, config = session.engine, session.engine.groups, session.config
     old_topology = old_topology or old.topology
-    joining = _connect_settings(session.config, store, seconds, old.traffic)
+    joining = _connect_settings(config, store, seconds, old.traffic)
     entry = _GenerationEntry(
-        session.config, session.device, topology, rank, joining, old_topology, dealer, on_meeting
+        config, session.device, topology, rank, joining, old_topology, dealer, on_meeting
     )
     old.abort_between_replicas()  # a thread that still waits there would wait in vain
     entry.lap("abort")
@@ -128,11 +128,9 @@ def recover(
         else:
             tensors = _take_state(session, nothing=nothing)
             del engine, old
-            engine = built = entry.build(session.config, control, session.task)
+            engine = built = entry.build(config, control, session.task)
             engine.history = history
-            session = make_session(
-                session.config, engine, session.batches, session.device, session.task
-            )
+            session = make_session(config, engine, session.batches, session.device, session.task)
         entry.lap("groups" if kept else "build")
         entry.fill(engine, tensors, found, control, kept)
     except BaseException:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 from holdfast.core.data.lineage import DuplicateFilter
@@ -156,10 +156,17 @@ def parse_segment(key: str, data: bytes) -> ParsedSegment:
 class JournalTail:
     """Reads what was appended to a journal since the last look."""
 
-    def __init__(self, store: RunStore) -> None:
+    def __init__(self, store: RunStore, positions: Mapping[str, int] | None = None) -> None:
+        """positions: `positions` of an earlier reader, to continue where it stopped."""
         self._store = store
-        self._read_bytes: dict[str, int] = {}  # segment -> bytes of the complete lines read
+        # segment -> bytes of the complete lines read
+        self._read_bytes: dict[str, int] = dict(positions or {})
         self._duplicates = DuplicateFilter()
+
+    @property
+    def positions(self) -> dict[str, int]:
+        """Return how far each segment was read, in bytes."""
+        return dict(self._read_bytes)
 
     def read_new(self) -> list[Record]:
         """Records that appeared since the last call, in order among themselves.

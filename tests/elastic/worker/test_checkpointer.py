@@ -7,7 +7,11 @@ import pytest
 from holdfast.checkpoint.mover.client import MoverGoneError
 from holdfast.config.checkpoint import CheckpointConfig
 from holdfast.elastic.worker import checkpointer
-from holdfast.elastic.worker.checkpointer import make_with_fewer_slots, retry_until_mover_is_up
+from holdfast.elastic.worker.checkpointer import (
+    make_with_fewer_slots,
+    retry_until_mover_is_up,
+    wait_until_announced,
+)
 from holdfast.errors import FencedError, HoldfastError
 
 
@@ -64,3 +68,17 @@ def test_a_mover_that_is_being_replaced_is_waited_for(monkeypatch: pytest.Monkey
     with pytest.raises(MoverGoneError):
         retry_until_mover_is_up(make, asked.append)
     assert asked == []
+
+
+def test_an_announcement_is_waited_for_until_a_halt() -> None:
+    """The mover's disk may hang before the mover knows of the generation."""
+    known, waited = [1, 1, 1, 2], list[float]()
+    wait_until_announced(lambda: {"generation": known.pop(0)}, 2, waited.append)
+    assert waited == [0.005, 0.01, 0.02]
+    wait_until_announced(lambda: {"generation": 3}, 2, waited.append)
+
+    def halted(seconds: float) -> None:
+        raise HoldfastError("the generation has ended")
+
+    with pytest.raises(HoldfastError, match="has ended"):
+        wait_until_announced(lambda: {"generation": 1}, 2, halted)

@@ -16,6 +16,7 @@ so it answers within milliseconds. One event loop runs everything:
     term             a leader's term and links (`elastic/agent/term_monitor.py`)
     processes        mover, fork server and workers (`elastic/agent/node_processes.py`)
     group end        finishes copies and uploads (`elastic/agent/group_end.py`)
+    trackers         keeps them running if it leads (`elastic/agent/tracker_supervisor.py`)
     requests         answers the requests above (`elastic/agent/requests.py`)
     result           tells the user the run's result (`elastic/agent/node_result.py`)
 
@@ -153,6 +154,7 @@ class NodeAgent:
                     self._records.event_log.flush,
                 )
             ),
+            asyncio.create_task(self._parts.trackers.watch()),
             asyncio.create_task(self._parts.term_monitor.run_forever()),
         ]
         self._run_task = asyncio.create_task(self._take_part_in_run())

@@ -87,6 +87,16 @@ class NodeProcesses:
         self._publish_mover, self._publish_identity = publish_mover, publish_identity
 
     @property
+    def lifeline_fd(self) -> int:
+        """Return the read end of the lifeline, for children."""
+        return self._lifeline_fd
+
+    @property
+    def is_killed(self) -> bool:
+        """True if the agent exits at once."""
+        return self._is_killed
+
+    @property
     def _worker_group(self) -> WorkerGroup | None:
         return None if self._node_runner is None else self._node_runner.worker_group
 

@@ -6,6 +6,7 @@ Some parts need another one that is made after them. They get a function that lo
 from __future__ import annotations
 
 import asyncio
+import shlex
 from collections.abc import Callable
 
 from holdfast.elastic.agent.group_end import GroupEnd
@@ -20,6 +21,7 @@ from holdfast.elastic.agent.run_records import RunRecords
 from holdfast.elastic.agent.shutdown import ShutdownController
 from holdfast.elastic.agent.stored_reports import StoredReports
 from holdfast.elastic.agent.term_monitor import TermMonitor
+from holdfast.elastic.agent.tracker_supervisor import TrackerSupervisor
 from holdfast.elastic.coordinator.agent_hooks import AgentHooks
 from holdfast.elastic.coordinator.rendezvous import RendezvousStore
 from holdfast.elastic.coordinator.run_controller import (
@@ -74,16 +76,11 @@ class AgentParts:
         self.node_runner = self._make_node_runner(address)
         self.run_controller = self._make_run_controller(address, planner)
         self.role_loop = self._make_role_loop(address)
-        self.term_monitor = TermMonitor(
-            context.node,
-            self.role_loop,
-            lambda: self.run_controller.term,
-            context.single_node_term,
-            say,
-        )
+        self.term_monitor = self._make_term_monitor()
         self.processes.attach(
             self.node_runner, self.role_loop.publish_mover, self.role_loop.publish_identity
         )
+        self.trackers = self._make_trackers()
         self.shutdown_controller = self._make_shutdown_controller(exit_at_once)
         self._group_end = GroupEnd(
             records,
@@ -99,9 +96,20 @@ class AgentParts:
         await self.processes.stop()
         await asyncio.to_thread(self.refusals.close)
         await self.records.event_log.flush(sync=True)
+        seconds = self.context.config.logging.finish_seconds
+        await self.trackers.finish(0.0 if self.processes.is_killed else seconds)
         self.processes.close()
 
     # --- making one part each -------------------------------------------------------------------
+    def _make_trackers(self) -> TrackerSupervisor:
+        return TrackerSupervisor(
+            self.context.trackers,
+            self.processes.lifeline_fd,
+            lambda: self.role_loop.coordinator is not None,
+            self.say,
+            shlex.join(["holdfast", "track", str(self.context.folder)]),
+        )
+
     def _make_node_runner(self, address: str) -> NodeRunner:
         it = self.context
         around = NodeContext(
@@ -163,6 +171,16 @@ class AgentParts:
             complain=self._complain_once,
             own_term=it.single_node_term,
             check_run_folder=self.run_folder_monitor.require_folder,
+        )
+
+    def _make_term_monitor(self) -> TermMonitor:
+        it = self.context
+        return TermMonitor(
+            it.node,
+            self.role_loop,
+            lambda: self.run_controller.term,
+            it.single_node_term,
+            self.say,
         )
 
     def _make_shutdown_controller(self, exit_at_once: Callable[[str], None]) -> ShutdownController:

@@ -95,13 +95,9 @@ class GenerationPlanner:
         """Return the nodes that a generation would use; () if none is possible."""
         if not nodes or sum(node.places for node in nodes) < 1:
             return ()
+        present = _present_placement(self._previous_topology, ())
         try:
-            plan = self._context.planner(
-                self._context.config,
-                _node_places(nodes),
-                1,
-                _present_placement(self._previous_topology, ()),
-            )
+            plan = self._context.planner(self._context.config, _node_places(nodes), 1, present)
         except LayoutError:
             return ()
         return tuple(dict.fromkeys(plan.topology.nodes))
@@ -258,11 +254,7 @@ class GenerationPlanner:
                 generation, self.rejected_checkpoints, asked
             )
             step, self._restored_key = newest.step, newest.key
-            if newest.key is None and (parent := self._context.config.branch_of):
-                raise CheckpointError(
-                    f"this run continues {parent}, and no checkpoint is left",
-                    remedy="make another branch: holdfast branch RUN --at STEP --to NEW",
-                )
+            _refuse_empty_branch(newest, self._context.config.branch_of)
         rung = _recovery_rung(self._previous_topology, topology, after, newest)
         self.reached_step = max(self.reached_step, step)
         self._emit_start_events(topology, record, newest, step, rung)
@@ -439,3 +431,12 @@ def _collect_held_states(
             keys[key] = (name, pid)
             held[key] = one
     return keys, held
+
+
+def _refuse_empty_branch(newest: RestorePoint, parent: str) -> None:
+    """Raise CheckpointError for a branch without a checkpoint: it has no weights to begin from."""
+    if parent and newest.key is None:
+        raise CheckpointError(
+            f"this run continues {parent}, and no checkpoint is left",
+            remedy="make another branch: holdfast branch RUN --at STEP --to NEW",
+        )

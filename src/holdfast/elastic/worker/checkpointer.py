@@ -34,6 +34,7 @@ Made = TypeVar("Made")
 
 _MOVER_RETURN_TIMEOUT_S = 30.0  # that a mover which is gone is given to come back
 _MOVER_RETRY_DELAY_S = 0.1
+_ANNOUNCEMENT_POLL_S = 0.005, 0.2  # seconds between two looks: at first, and at most
 
 # seconds for the last save, as in `train.runner`
 _LAST_SLOT_TIMEOUT_S, _LAST_COMMIT_TIMEOUT_S = (
@@ -75,6 +76,19 @@ def make_unless_no_room(
             "checkpoint", f"{reason}; training continues without snapshots until there is room"
         )
         return NoRoomCapturer(reason)
+
+
+def wait_until_announced(
+    status: Callable[[], Mapping[str, Any]], generation: int, wait: Callable[[float], None]
+) -> None:
+    """Wait until the mover knows of a generation, or of a newer one.
+
+    The agent announces it while the workers begin, and the mover first makes its start durable.
+    status: returns the mover's status. `wait` lets seconds pass, and may raise."""
+    pause_s = _ANNOUNCEMENT_POLL_S[0]
+    while int(status()["generation"]) < generation:
+        wait(pause_s)
+        pause_s = min(2 * pause_s, _ANNOUNCEMENT_POLL_S[1])
 
 
 def retry_until_mover_is_up(make: Callable[[], Made], wait: Callable[[float], None]) -> Made:

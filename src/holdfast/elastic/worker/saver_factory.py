@@ -17,6 +17,7 @@ from holdfast.elastic.worker.checkpointer import (
     make_unless_no_room,
     make_with_fewer_slots,
     retry_until_mover_is_up,
+    wait_until_announced,
 )
 from holdfast.elastic.worker.generation_connection import GenerationConnection
 from holdfast.elastic.worker.held_session import HeldSession
@@ -84,8 +85,14 @@ class SaverFactory:
         def connect_or_do_without() -> Capturer | NoRoomCapturer:
             return make_unless_no_room(connect, on_setting_ignored)
 
+        def connect_once_announced() -> Capturer | NoRoomCapturer:
+            # A halt ends this wait, however long the mover's disk takes.
+            if in_background:
+                wait_until_announced(mover.status, topology.generation, halts.wait)
+            return connect_or_do_without()
+
         def connect_first() -> Capturer | NoRoomCapturer:
-            first = retry_until_mover_is_up(connect_or_do_without, halts.wait)
+            first = retry_until_mover_is_up(connect_once_announced, halts.wait)
             reporter.emit(WorkerReady(rank, time.monotonic() - begun_at, step=step))
             return first
 

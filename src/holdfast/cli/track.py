@@ -1,0 +1,146 @@
+"""`holdfast track`: brings a run to trackers by hand, during the run or after it."""
+
+from __future__ import annotations
+
+import subprocess
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from holdfast.cli.dispatch import app as make_app
+from holdfast.cli.output import say
+from holdfast.errors import UserError
+
+CHECK_INTERVAL_S = 0.2
+TRAINER_CHECK_INTERVAL_S = 2.0
+FIRST_PAUSE_S, MAX_PAUSE_S = 1.0, 30.0
+"""Seconds before a tracker that failed is started again: at first, and at most."""
+
+app = make_app("Bring a run to trackers.")
+
+
+@app.command()
+def track(
+    run: Annotated[Path, typer.Argument(help="run folder, or the run file it was started with")],
+    to: Annotated[
+        list[str] | None,
+        typer.Option("--to", help="a tracker; left out: those of the run file; may be repeated"),
+    ] = None,
+    option: Annotated[
+        list[str] | None,
+        typer.Option("--option", help="NAME=VALUE for the trackers; may be repeated"),
+    ] = None,
+) -> int:
+    """Follow a run until its trainer has ended, and deliver every point to trackers.
+
+    It continues where the last delivery stopped, by hand or by the run itself. A tracker that
+    cannot be reached is tried until it can; Ctrl-C leaves, and nothing is lost.
+
+    \b
+    Example:
+      holdfast track runs/quickstart --to csv
+      holdfast track run.yaml --to wandb --option mode=online --option project=mine
+    """
+    from holdfast.launch.holder import HolderWatch, is_holder_gone
+    from holdfast.launch.runs import open_run
+    from holdfast.launch.trackers import tracker_spec
+    from holdfast.report.trackers.registry import options_of, require_tracker, trackers_of
+
+    found = open_run(run)
+    names = list(dict.fromkeys(to or trackers_of(found.config)))
+    if not names:
+        raise UserError(
+            "the run has no trackers", where=str(run), remedy="name one, for example: --to csv"
+        )
+    given = _parse_options(option or [])
+    children = []
+    for name in names:
+        require_tracker(name, "--to")
+        options = options_of(name, found.config.logging) | given
+        spec = tracker_spec(name, found.config, found.folder, options, "")
+        children.append(_Child(name, spec.to_json_line()))
+    watch = HolderWatch(found.folder)
+    checked_at = float("-inf")
+    is_over = False
+    try:
+        while not all(child.is_done for child in children):
+            now = time.monotonic()
+            if not is_over and now - checked_at >= TRAINER_CHECK_INTERVAL_S:
+                is_over, checked_at = is_holder_gone(watch), now
+            for child in children:
+                child.check(now, is_over)
+            time.sleep(CHECK_INTERVAL_S)
+    except KeyboardInterrupt:
+        return 0
+    finally:
+        for child in children:
+            child.kill()
+    return max(child.exit_code for child in children)
+
+
+def _parse_options(options: list[str]) -> dict[str, str]:
+    found = {}
+    for text in options:
+        name, equals, value = text.partition("=")
+        if not (name and equals):
+            raise UserError(
+                "an option is written NAME=VALUE",
+                where=f"--option {text}",
+                remedy="for example --option mode=online",
+            )
+        found[name] = value
+    return found
+
+
+@dataclass
+class _Child:
+    """The process of one tracker."""
+
+    name: str
+    spec_line: bytes
+    process: subprocess.Popen[bytes] | None = None
+    retry_at: float = float("-inf")
+    pause_s: float = FIRST_PAUSE_S
+    is_done: bool = False
+    exit_code: int = 0
+
+    def check(self, now: float, is_over: bool) -> None:
+        """Start the process if it is due, and tell it when nothing more comes."""
+        if self.is_done:
+            return
+        if self.process is None:
+            if now < self.retry_at:
+                return
+            self._start()
+        assert self.process is not None
+        if is_over and self.process.stdin is not None and not self.process.stdin.closed:
+            self.process.stdin.close()
+        code = self.process.poll()
+        if code is None:
+            return
+        self.process = None
+        if code in (0, UserError.exit_code):
+            self.is_done, self.exit_code = True, code
+            return
+        self.retry_at = now + self.pause_s
+        self.pause_s = min(2 * self.pause_s, MAX_PAUSE_S)
+
+    def kill(self) -> None:
+        if self.process is not None:
+            self.process.kill()
+            self.process.wait()
+
+    def _start(self) -> None:
+        from holdfast.launch.trackers import TRACKER_MODULE
+        from holdfast.wire.child_command import module_command
+
+        self.process = subprocess.Popen(module_command(TRACKER_MODULE), stdin=subprocess.PIPE)
+        assert self.process.stdin is not None
+        try:
+            self.process.stdin.write(self.spec_line)
+            self.process.stdin.flush()
+        except BrokenPipeError:
+            say(f"the tracker {self.name} ended at its start")

@@ -1,0 +1,130 @@
+"""Packs rows of chat data into samples: complete rows only, and none sees another.
+
+Best-fit decreasing: rows are taken from the longest to the shortest, and each goes into the fullest
+sample that has room for it (Johnson, 1973). Rows of one length are placed together, so millions of
+rows take seconds. The packing follows from the lengths alone.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+class MaskedStream(Protocol):
+    """`dataset.TokenStream` of chat data is one."""
+
+    def read(self, start: int, stop: int) -> NDArray[Any]: ...
+
+    def read_mask(self, start: int, stop: int) -> NDArray[np.uint8]: ...
+
+    def document_starts(self) -> NDArray[np.int64]: ...
+
+
+@dataclass(frozen=True)
+class PackedSample:
+    """tokens [n]; mask [n]: 1 for tokens that carry loss; ends [n]: True for the last of a row."""
+
+    tokens: NDArray[Any]
+    mask: NDArray[np.uint8]
+    ends: NDArray[np.bool_]
+
+
+class PackedSamples:
+    """The samples of one stream, of at most `room` tokens each. left_out, cut: rows that are longer
+    and are left out, or cut. A row whose rest carries no loss is left out too."""
+
+    def __init__(self, stream: MaskedStream, room: int, long_rows: Literal["leave_out", "cut"]):
+        self._stream = stream
+        starts = stream.document_starts()
+        lengths = np.diff(starts)
+        is_long = lengths > room
+        kept = ~is_long
+        if long_rows == "cut":
+            for row in np.flatnonzero(is_long).tolist():
+                begin = int(starts[row])
+                kept[row] = bool(stream.read_mask(begin + 1, begin + room).any())
+        self.rows = np.flatnonzero(kept)
+        self.cut = int((kept & is_long).sum())
+        self.left_out = int((~kept).sum())
+        self._starts = starts[:-1][kept]
+        self._lengths = np.minimum(lengths[kept], room)
+        bins = pack(self._lengths, room)
+        self._order = np.argsort(bins, kind="stable")
+        self._edges = np.searchsorted(bins[self._order], np.arange(int(bins.max(initial=-1)) + 2))
+        self.count = len(self._edges) - 1
+        self.tokens = int(self._lengths.sum())
+
+    def sample(self, index: int) -> PackedSample:
+        """The rows of one sample, in the stream's order."""
+        chosen = self._order[self._edges[index] : self._edges[index + 1]].tolist()
+        tokens, masks = [], []
+        for row in chosen:
+            start, stop = int(self._starts[row]), int(self._starts[row] + self._lengths[row])
+            tokens.append(self._stream.read(start, stop))
+            masks.append(self._stream.read_mask(start, stop))
+        ends = np.zeros(sum(map(len, tokens)), dtype=np.bool_)
+        ends[np.cumsum([len(one) for one in tokens]) - 1] = True
+        return PackedSample(np.concatenate(tokens), np.concatenate(masks), ends)
+
+
+def pack(lengths: NDArray[np.int64], room: int) -> NDArray[np.int64]:
+    """lengths [n], none above `room` -> the bin of each [n]. Bins are numbered from 0 and hold at
+    most `room`."""
+    bins = np.empty(len(lengths), dtype=np.int64)
+    order = np.argsort(-lengths, kind="stable")
+    edges = np.flatnonzero(np.diff(lengths[order])) + 1
+    open_bins = _OpenBins(room)
+    for rows in np.split(order, edges) if len(order) else ():
+        bins[rows] = open_bins.place(int(lengths[rows[0]]), len(rows))
+    return bins
+
+
+class _OpenBins:
+    """Bins with room left, by how much that is."""
+
+    def __init__(self, room: int):
+        self._room = room
+        self._by_room: dict[int, list[NDArray[np.int64]]] = {}
+        self._rooms: list[int] = []  # sorted
+        self._bins = 0
+
+    def place(self, length: int, count: int) -> NDArray[np.int64]:
+        """The bins [count] of so many rows of one length."""
+        placed: list[NDArray[np.int64]] = []
+        while count:
+            room, bins = self._take(length) or (self._room, None)
+            each = room // length
+            if bins is None:
+                number = -(-count // each)
+                bins = np.arange(self._bins, self._bins + number)
+                self._bins += number
+            used = min(len(bins), -(-count // each))
+            self._put(room, bins[used:])
+            full, rest = divmod(count, each) if used * each > count else (used, 0)
+            self._put(room - each * length, bins[:full])
+            self._put(room - rest * length, bins[full:used])
+            taken = min(count, used * each)
+            placed.append(np.repeat(bins[:used], each)[:taken])
+            count -= taken
+        return np.concatenate(placed)
+
+    def _take(self, length: int) -> tuple[int, NDArray[np.int64]] | None:
+        """The bins of the smallest room that fits, if there are any."""
+        at = bisect_left(self._rooms, length)
+        if at == len(self._rooms):
+            return None
+        room = self._rooms.pop(at)
+        return room, np.concatenate(self._by_room.pop(room))
+
+    def _put(self, room: int, bins: NDArray[np.int64]) -> None:
+        if not len(bins) or not room:
+            return
+        if room not in self._by_room:
+            self._by_room[room] = []
+            insort(self._rooms, room)
+        self._by_room[room].append(bins)

@@ -1,0 +1,62 @@
+"""The trackers that a run file names, as programs that an agent starts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from holdfast.config.identity import decisive_values
+from holdfast.config.load import LoadedConfig
+from holdfast.config.run import RunConfig
+from holdfast.elastic.run_context import TrackerProgram
+from holdfast.report.trackers.process import TrackerSpec
+from holdfast.report.trackers.registry import (
+    BUILT_IN,
+    check_options,
+    load_tracker,
+    options_of,
+    require_tracker,
+    trackers_of,
+)
+from holdfast.wire.child_command import paths_for
+
+TRACKER_MODULE = "holdfast.report.trackers.process"
+
+
+def refuse_missing_trackers(loaded: LoadedConfig) -> None:
+    """Refuse a tracker that cannot run here. Raises ConfigError."""
+    for name in trackers_of(loaded.config):
+        key = "logging.trackers"
+        if name in BUILT_IN and name not in loaded.config.logging.trackers:
+            key = "tensorboard"
+        require_tracker(name, loaded.where(key))
+        if name in BUILT_IN:  # without importing what it needs
+            check_options(name, load_tracker(name), options_of(name, loaded.config.logging))
+
+
+def tracker_programs(config: RunConfig, folder: Path) -> tuple[TrackerProgram, ...]:
+    """Return the programs of a run's trackers."""
+    programs = []
+    for name in trackers_of(config):
+        log = f"logs/tracker-{name.replace(':', '.')}.log"
+        options = options_of(name, config.logging)
+        spec = tracker_spec(name, config, folder, options, str((folder / log).absolute()))
+        programs.append(TrackerProgram(name, TRACKER_MODULE, spec.to_json_line(), log))
+    return tuple(programs)
+
+
+def tracker_spec(
+    name: str, config: RunConfig, folder: Path, options: Mapping[str, str], log: str
+) -> TrackerSpec:
+    """Return what one tracker's process needs. log: its file; "" for standard error."""
+    module = name.partition(":")[0] if ":" in name else TRACKER_MODULE
+    return TrackerSpec(
+        tracker=name,
+        run=config.name,
+        run_folder=str(folder.absolute()),
+        config=decisive_values(config.model_dump(mode="json")),
+        options=dict(options),
+        timeout_s=config.logging.timeout_seconds,
+        paths=[str(Path(path).absolute()) for path in paths_for(module)],
+        log=log,
+    )

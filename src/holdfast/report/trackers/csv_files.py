@@ -1,0 +1,115 @@
+"""The tracker `csv`: `train.csv` and `validation.csv`, one row a step, for any spreadsheet."""
+
+from __future__ import annotations
+
+import csv
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import TextIO
+
+from holdfast.report.trackers.curve import TRAIN, VALIDATION
+from holdfast.report.trackers.tracker import RunInfo, Tracker
+
+_FIXED = ["step", "time"]
+
+
+class CsvTracker(Tracker):
+    """Rows are appended. If steps are done again, their rows are removed first."""
+
+    can_rewind = True
+    option_names = ("folder",)
+
+    def start(self, info: RunInfo) -> None:
+        """Remove the rows that were written after the stored position."""
+        folder = Path(info.options.get("folder") or info.folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        self._tables = {group: _Table(folder / f"{group}.csv") for group in (TRAIN, VALIDATION)}
+        for group, table in self._tables.items():
+            table.cut(info.delivered.get(group, 0))
+
+    def log(self, step: int, values: Mapping[str, float], time: float) -> None:
+        group = VALIDATION if any(name.startswith("validation/") for name in values) else TRAIN
+        self._tables[group].append({"step": step, "time": time, **values})
+
+    def rewind(self, step: int) -> None:
+        for table in self._tables.values():
+            table.cut(step)
+
+    def flush(self) -> None:
+        for table in self._tables.values():
+            table.flush()
+
+    def finish(self, reason: str) -> None:
+        for table in self._tables.values():
+            table.close()
+
+
+class _Table:
+    """One file. Its first row has the names of the columns."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._file: TextIO | None = None
+        self._columns: list[str] = []
+
+    def append(self, row: Mapping[str, float]) -> None:
+        if self._file is None:
+            self._open()
+        if new := [name for name in row if name not in self._columns]:
+            self._rewrite([*(self._columns or _FIXED), *(n for n in new if n not in _FIXED)], None)
+        assert self._file is not None
+        csv.DictWriter(self._file, self._columns, lineterminator="\n").writerow(row)
+
+    def cut(self, step: int) -> None:
+        """Remove the rows of all steps after `step`, and a row that a crash cut short."""
+        self.close()
+        if self._path.exists():
+            columns = self._read_columns()
+            self._rewrite(columns, step)
+
+    def flush(self) -> None:
+        if self._file is not None:
+            self._file.flush()
+            os.fsync(self._file.fileno())
+
+    def close(self) -> None:
+        if self._file is not None:
+            self.flush()
+            self._file.close()
+            self._file = None
+
+    def _open(self) -> None:
+        self._columns = self._read_columns() if self._path.exists() else []
+        self._file = self._path.open("a", encoding="utf-8", newline="")
+
+    def _read_columns(self) -> list[str]:
+        with self._path.open(encoding="utf-8", newline="") as file:
+            return next(csv.reader(file), [])
+
+    def _rewrite(self, columns: list[str], last_step: int | None) -> None:
+        """Write the file again with other columns, or without the steps after `last_step`."""
+        self.close()
+        temporary = self._path.with_suffix(".tmp")
+        with temporary.open("w", encoding="utf-8", newline="") as file:
+            writer = csv.DictWriter(file, columns, lineterminator="\n")
+            if columns:
+                writer.writeheader()
+            if self._path.exists():
+                with self._path.open(encoding="utf-8", newline="") as old:
+                    writer.writerows(_rows_until(csv.DictReader(_complete_lines(old)), last_step))
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(self._path)
+        self._columns = columns
+        self._file = self._path.open("a", encoding="utf-8", newline="")
+
+
+def _complete_lines(file: TextIO) -> Iterable[str]:
+    return (line for line in file if line.endswith("\n"))
+
+
+def _rows_until(
+    rows: Iterable[Mapping[str, str]], last_step: int | None
+) -> Iterable[Mapping[str, str]]:
+    return (row for row in rows if last_step is None or int(row["step"]) <= last_step)
