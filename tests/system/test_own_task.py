@@ -48,8 +48,8 @@ def _write(folder: Path, name: str) -> Path:
     return path
 
 
-def _killed(run_file: Path, folder: Path, workers: int, at: int) -> None:
-    """Train with one of the workers killed when step `at` is done."""
+def _killed(run_file: Path, folder: Path, workers: int, at: int) -> str:
+    """Train with one of the workers killed when step `at` is done; return what the run said."""
     process = start("train", run_file, f"folder={folder}", f"layout.workers={workers}")
     done, output = threading.Event(), list[str]()
 
@@ -68,6 +68,7 @@ def _killed(run_file: Path, folder: Path, workers: int, at: int) -> None:
             break
     collector.join(240)
     assert process.returncode == 0, output
+    return "".join(output)
 
 
 def _events(folder: Path, done: threading.Event) -> Iterator[object]:
@@ -90,13 +91,13 @@ def _kill_and_compare(tmp_path: Path, name: str, workers: list[int]) -> None:
     assert undisturbed.code == 0, undisturbed.err
     for number in workers:
         folder = tmp_path / f"killed{number}"
-        _killed(run_file, folder, number, at=7)
+        said = _killed(run_file, folder, number, at=7)
         events = [record.event for record in read_journal(FolderStore(folder))]
         assert [e.cause for e in events if isinstance(e, WorkerLost)] == ["SIGKILL"]
         assert sum(isinstance(e, RunFinished) for e in events) == 1
         _assert_same_bits(alone, folder)
         audit = apart("data", "audit", folder)  # which imports this folder's task
-        assert audit.code == 0, audit.out
+        assert audit.code == 0, audit.out + said
         assert f"{12 * STEPS:,} samples in {STEPS} steps: none missing, none twice" in audit.out
 
 
