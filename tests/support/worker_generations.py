@@ -157,7 +157,7 @@ class Journal:
         missing = self.ledger.find_missing()
         for number, event in enumerate(self.ledger.make_entries(missing) if missing else ()):
             self.records.append(Record(generation, "agent", number + 1, 0.0, event))
-        self.ledger.mark_complete()
+        self.ledger.mark_complete(self.ledger.end_position)
 
     def losses(self) -> dict[int, float]:
         """By step, of what counts; a step is there once."""

@@ -14,7 +14,14 @@ from holdfast.data.dataset import Dataset
 from holdfast.elastic.coordinator.ledger_repair import LedgerCoverage, LedgerRepair
 from holdfast.elastic.event_log import EventLog
 from holdfast.errors import RunFolderError
-from holdfast.events import BatchFed, Event, GenerationStarted, Record, RunStarted
+from holdfast.events import (
+    BatchFed,
+    Event,
+    GenerationStarted,
+    Record,
+    RunStarted,
+    StepDone,
+)
 from holdfast.wire.journal import JournalTail, read_journal
 from tests.support.corpus import data_config, make, text_folder, text_source
 from tests.support.memory_store import MemoryStore
@@ -80,13 +87,45 @@ def test_what_is_missing_is_made_and_the_audit_is_content(config: RunConfig, par
         assert all(entry["stands_in"] for entry in made.entries)
         happens(2, made)
     assert told.find_missing() == []
-    told.mark_complete()
+    told.mark_complete(told.end_position)
     for step in range(7, STEPS + 1):
         for event in _fed(batches, step, parts):
             happens(2, event)
     found = audit_records(records, batches, STEPS)
     assert found.ok, found.describe()
     assert len(told._ranges) == 1
+
+
+def test_the_step_that_survivors_apply_as_they_recover_is_completed(config: RunConfig) -> None:
+    """Rank 1 was killed after the sum of step 7, and rank 0 applies that step from its gradient."""
+    batches, told = _batches(config), LedgerCoverage(config)
+    records: list[Record] = []
+
+    def happens(generation: int, *events: Event) -> None:
+        for event in events:
+            told.observe(event)
+            records.append(Record(generation, "agent", len(records), 0.0, event))
+
+    happens(1, RunStarted("toy", "", batches.dataset.version))
+    happens(1, GenerationStarted({"nodes": ["a"]}, "start"))
+    happens(1, *(event for step in range(1, 7) for event in _fed(batches, step, 1)))
+    happens(2, GenerationStarted({"nodes": ["a"]}, "worker_lost", None, 0, [0], step=6))
+    happens(2, _fed(batches, 7, 1)[0], _step_done(7))
+    until = told.end_position
+    missing = told.find_missing()
+    assert missing == [(52, 56)]
+    happens(2, *_fed(batches, 8, 1), _step_done(8))  # before the entries are made
+    made = told.make_entries(missing)
+    happens(2, *made)
+    told.mark_complete(until)
+    assert [(event.step, event.entries[0]["microbatch"]) for event in made] == [(7, 1)]
+    assert audit_records(records, batches, 8).ok
+    happens(3, GenerationStarted({"nodes": ["a"]}, "worker_lost", None, 0, [0], step=9))
+    assert told.find_missing() == [(64, 72)]  # step 9 is required, whatever was complete
+
+
+def _step_done(step: int) -> StepDone:
+    return StepDone(1.0, 8, 1.0, 0.1, 0.0, samples=8, phases={}, step=step)
 
 
 def test_what_was_restored_was_told_before(config: RunConfig) -> None:

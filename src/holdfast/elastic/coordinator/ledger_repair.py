@@ -6,6 +6,9 @@ knows which entries arrived. Once every worker of the next generation is ready, 
 sent all their entries. The agent then rebuilds missing entries up to that generation's start step
 from the data, and marks them (`core.data.data_ledger.STAND_IN_KEY`). Known entries are kept as
 ranges of positions: a handful of numbers, however long the run.
+
+Survivors that hold the complete gradient of the step after the start step apply it as they recover.
+A lost worker may have fed its part of that step, so the step counts as soon as it is reported.
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ from holdfast.core.data.sample_order import BatchSchedule
 from holdfast.core.data.skips import Skips
 from holdfast.elastic.event_log import EventLog, Say
 from holdfast.errors import HoldfastError
-from holdfast.events import BatchFed, Event, GenerationStarted
+from holdfast.events import BatchFed, Event, GenerationStarted, StepDone
 from holdfast.tasks.ask import run_entries
 from holdfast.wire.journal import JournalTail
 
@@ -42,27 +45,31 @@ class LedgerCoverage:
         self._ranges: list[Range] = []
         self._complete_until = 0  # no entry is missing before this position
         self._start_step = 0  # the step that the newest generation began from
+        self._last_step = 0  # the same, or the step after it once that is done
         self.skips = Skips()
         """Microbatches that are left out of the run's data."""
 
     def observe(self, event: Event) -> None:
         if isinstance(event, GenerationStarted):
             # Steps beyond that are repeated.
-            self._start_step = event.step
-            end = self._end_position
+            self._start_step = self._last_step = event.step
+            end = self.end_position
             self._ranges = [(low, min(high, end)) for low, high in self._ranges if low < end]
             if event.came_from is None and (
                 self._snapshots_follow_ledger or self._is_first_generation
             ):
                 self._complete_until = end
             self._is_first_generation = False
+        elif isinstance(event, StepDone) and event.step == self._start_step + 1:
+            self._last_step = event.step
         elif isinstance(event, BatchFed):
             for entry in event.entries:
                 self._add_range(int(entry["start"]), int(entry["stop"]))
 
     @property
-    def _end_position(self) -> int:
-        return self._schedule.position(self._start_step + 1)
+    def end_position(self) -> int:
+        """The position before which every entry is required now."""
+        return self._schedule.position(self._last_step + 1)
 
     def _add_range(self, start: int, stop: int) -> None:
         """Add a range. Ranges come nearly in order, so only the end of a short list changes."""
@@ -70,16 +77,17 @@ class LedgerCoverage:
         self._ranges[at:] = merge_ranges([*self._ranges[at:], (start, stop)])
 
     def find_missing(self) -> list[Range]:
-        """Return the positions up to the newest start that no ledger entry covers."""
-        return uncovered_ranges(self._ranges, self._complete_until, self._end_position)
+        """Return the positions that no ledger entry covers, up to the newest generation's start
+        step, or the step that survivors applied after it."""
+        return uncovered_ranges(self._ranges, self._complete_until, self.end_position)
 
-    def mark_complete(self) -> None:
-        """Require no entries up to the newest start: they were rebuilt, or cannot be."""
-        self._complete_until = max(self._complete_until, self._end_position)
+    def mark_complete(self, until: int) -> None:
+        """Require no entries before position `until`: they were rebuilt, or cannot be."""
+        self._complete_until = max(self._complete_until, until)
 
     def make_entries(self, missing: list[Range]) -> list[BatchFed]:
         """Return entries for these positions, by step; reads the data. Raises HoldfastError."""
-        found = run_entries(self._config, self.skips, missing, self._start_step)
+        found = run_entries(self._config, self.skips, missing, self._last_step)
         return [BatchFed(NO_RANK, entries, step=step) for step, entries in found]
 
 
@@ -105,7 +113,8 @@ class LedgerRepair:
         """Rebuild and store missing entries, after all workers have sent theirs."""
         if not self.is_pending:
             return
-        missing = self._ledger_coverage.find_missing()
+        coverage = self._ledger_coverage
+        missing, until = coverage.find_missing(), coverage.end_position
         try:
             for event in (
                 await asyncio.to_thread(self._ledger_coverage.make_entries, missing)
@@ -115,7 +124,7 @@ class LedgerRepair:
                 self._event_log.emit("agent", event)
         except HoldfastError as error:
             self._say(f"the ledger lacks the batches of lost workers: {error}")
-        self._ledger_coverage.mark_complete()
+        self._ledger_coverage.mark_complete(until)
         while not await self._event_log.flush("agent", sync=True):
             await asyncio.sleep(self._retry_delay_s)
         self.is_pending = False
@@ -130,7 +139,8 @@ class LedgerRepair:
                 self._last_problem = problem
                 self._say(f"the ledger of a lost node waits for the journal: {problem}")
             await asyncio.sleep(self._retry_delay_s)
-        missing = self._ledger_coverage.find_missing()
+        coverage = self._ledger_coverage
+        missing, until = coverage.find_missing(), coverage.end_position
         try:
             for event in (
                 await asyncio.to_thread(self._ledger_coverage.make_entries, missing)
@@ -140,7 +150,7 @@ class LedgerRepair:
                 self._event_log.emit("agent", event)
         except HoldfastError as error:
             self._say(f"the ledger entries of a lost node cannot be rebuilt: {error}")
-        self._ledger_coverage.mark_complete()
+        self._ledger_coverage.mark_complete(until)
 
     async def _read_journal(self, journal_tail: JournalTail) -> str | None:
         """Take the entries that the journal has; return why it cannot be read, None if it can."""
