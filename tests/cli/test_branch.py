@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import shutil
 from pathlib import Path
@@ -202,7 +203,23 @@ def test_places_and_steps_that_cannot_be(trained: Trained, tmp_path: Path, capsy
     here(capsys, "branch", "s3://a/b", "--at", "3", "--to", "new").refuses(
         "s3://a/b", "bucket", "checkpoint.bucket"
     )
+    here(capsys, "branch", run, "--at", "3", "--to", run / "in").refuses("outside of it", "--to")
+    here(capsys, "branch", run, "--at", "3", "--to", "lr{name}").refuses("{name}", "--to")
     assert [path.name for path in tmp_path.iterdir()] == ["full"]
+
+
+@pytest.mark.parametrize("name", ["1e-4", "0000000009", "x #y", "a: b"])
+def test_a_branch_may_have_any_name(parent: Path, capsys: Capture, name: str) -> None:
+    assert here(capsys, "branch", parent, "--at", "3", "--to", name).code == 0
+    assert Path(load_config(Path(name, "run.yaml")).config.run_folder) == Path(name).absolute()
+
+
+def test_the_command_that_a_finished_run_names_makes_a_branch(
+    parent: Path, capsys: Capture
+) -> None:
+    found = here(capsys, "train", parent / "run.yaml", "train.optimizer.learning_rate=0.0005")
+    command = shlex.split(re.findall(r"holdfast (branch .+)", found.err)[0])
+    assert here(capsys, *command).code == 0
 
 
 def test_a_branch_does_not_begin_at_step_0(parent: Path, capsys: Capture) -> None:
@@ -323,5 +340,5 @@ def test_a_refused_change_names_the_branch_to_type(trained: Trained, capsys: Cap
     found = here(capsys, "train", trained.run_file, RATE)
     found.refuses("learning_rate was 0.003 and is now 0.0001")
     command = shlex.split(found.err.strip().rpartition("run of its own: ")[2])
-    assert command[:5] == ["holdfast", "branch", str(trained.folder), "--at", "6"]
+    assert command[:5] == ["holdfast", "branch", str(trained.folder), "--at", "3"]
     assert command[-1] == "train.optimizer.learning_rate=0.0001"

@@ -306,3 +306,10 @@ def test_whatever_is_written_is_accepted_or_refused_in_sentences(value: dict[str
     except ConfigError as error:
         for sentence in str(error).split("\n"):
             assert sentence.startswith(("run.yaml", "command line")), sentence
+
+
+def test_a_comment_in_an_override_is_refused() -> None:
+    (sentence,) = refused(None, "folder=runs/z #1")
+    assert "would be a comment" in sentence
+    assert resolve_config(None, "run.yaml", ['folder="runs/z #1"']).config.folder.endswith("/z #1")
+    assert resolve_config(None, "run.yaml", ["folder=runs/z#1"]).config.folder.endswith("/z#1")

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.config.yaml_tree import parse_scalar, parse_value, parse_yaml
+from holdfast.config.model_from import yaml_word
+from holdfast.config.yaml_tree import dump, parse_scalar, parse_value, parse_yaml
 from holdfast.errors import ConfigError
 
 
@@ -107,3 +108,13 @@ def test_any_text_is_a_tree_or_a_refusal(text: str) -> None:
     except ConfigError as error:
         outcome = str(error)
     assert isinstance(outcome, dict) or str(outcome).startswith("run.yaml")
+
+
+TEXTS = ["1e-4", "0000000009", "x #y", "a: b", "no", "true", "~", "", "[a]", "sp ace/x", "*a", "é"]
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_a_written_text_is_read_as_itself(text: str) -> None:
+    written = dump({"name": text, "items": [text]})
+    assert parse_yaml(written, "run.yaml").value == {"name": text, "items": [text]}
+    assert parse_value(yaml_word(text), "") == text

@@ -44,3 +44,12 @@ def test_the_script_trains_and_every_line_of_the_page_is_true(
     result = doctest.DocTestRunner().run(parsed, out=told.append)
     assert result.attempted > 15
     assert not result.failed, "".join(told)
+
+    # a script that lies in the task's folder, and has imported more of it than the task does
+    (tmp_path / "reading.py").write_text(
+        f"import holdfast, spirals\nprint(len(holdfast.batches({str(tmp_path / 'run')!r}, 1)))\n"
+    )
+    read = subprocess.run(
+        [sys.executable, "reading.py"], capture_output=True, text=True, timeout=240, check=False
+    )
+    assert (read.returncode, read.stdout.strip()) == (0, "4"), read.stderr

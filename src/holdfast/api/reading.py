@@ -25,16 +25,22 @@ def journal(run: str | Path) -> list[dict[str, Any]]:
 def follow(
     run: str | Path, stop: threading.Event | None = None, seconds: float = 0.5
 ) -> Iterator[dict[str, Any]]:
-    """Yield the records of a run's journal, and new ones as they come, until `stop` is set.
+    """Yield the records of a run's journal, and new ones as they come, until the run is finished or
+    `stop` is set.
 
     seconds: between two looks. Raises RunFolderError."""
+    from holdfast.events import RunFinished, RunStarted
     from holdfast.launch.runs import open_run
     from holdfast.wire.journal import follow_journal
 
-    store = open_run(Path(run)).store
+    store, is_finished = open_run(Path(run)).store, False
     for records in follow_journal(store, poll_interval_s=seconds, stop=stop or threading.Event()):
         for record in records:
+            if isinstance(record.event, RunFinished | RunStarted):  # a longer run starts again
+                is_finished = isinstance(record.event, RunFinished)
             yield _flat(record)
+        if is_finished and not records:  # what follows the end is there, too
+            return
 
 
 def summary(run: str | Path, *, curve: bool = False) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from holdfast.api.run_file import RunFile
-from holdfast.errors import TaskError
+from holdfast.errors import ConfigError, TaskError
 
 if TYPE_CHECKING:
     from holdfast.tasks.task import Task
@@ -59,9 +59,9 @@ def train(
         )
     of_file = run_file.overrides if isinstance(run_file, RunFile) else ()
     path = run_file.path if isinstance(run_file, RunFile) else Path(run_file)
-    given = [*_task_overrides(task), *of_file, *overrides]
+    given = [*_task_overrides(task), *of_file, *_as_list(overrides)]
     if args is not None:
-        given.append(f"task.args={json.dumps(dict(args))}")
+        given.append(f"task.args={_as_json(args)}")
     code = start_run(path, given, fresh=fresh)
     folder = Path(load_config(path, given).config.run_folder)
     commits = list_commits(FolderStore(folder))
@@ -72,6 +72,12 @@ def _task_overrides(task: type[Task] | None) -> list[str]:
     """The keys that name a class. Raises TaskError for one that another process cannot import."""
     if task is None:
         return []
+    if not isinstance(task, type):
+        raise TaskError(
+            f"holdfast.train takes a class, not {type(task).__name__} {str(task)[:80]!r}",
+            where="task",
+            remedy="give the class itself, such as Net, and its arguments as args={...}",
+        )
     module, file = task.__module__, _file_of(task)
     if file is None or "." in task.__qualname__:
         raise TaskError(
@@ -86,6 +92,29 @@ def _task_overrides(task: type[Task] | None) -> list[str]:
         depth = len(parts) if file.name == "__init__.py" else len(parts) - 1
         folder = file.parents[depth]
     return [f"task.name={module}:{task.__qualname__}", f"task.folder={folder}"]
+
+
+def _as_list(overrides: Sequence[str]) -> list[str]:
+    """Raises ConfigError for a text or a dict, which would be read letter by letter or without its
+    values."""
+    if isinstance(overrides, str | Mapping):
+        raise ConfigError(
+            f"overrides are a list of texts, not {type(overrides).__name__}",
+            where="holdfast.train",
+            remedy='write ["train.steps=20"]',
+        )
+    return list(overrides)
+
+
+def _as_json(args: Mapping[str, Any]) -> str:
+    try:
+        return json.dumps(dict(args))
+    except (TypeError, ValueError) as error:
+        raise TaskError(
+            f"args cannot be written into the run file: {error}",
+            where="task.args",
+            remedy="give numbers, texts and lists, and make other objects in __init__",
+        ) from None
 
 
 def _file_of(task: type[Task]) -> Path | None:

@@ -15,7 +15,7 @@ from holdfast.cli.output import print_json, print_table, say
 from holdfast.cli.progress import StageProgress
 from holdfast.config.load import load_config
 from holdfast.config.run import RunConfig
-from holdfast.errors import DataError
+from holdfast.errors import ConfigError, DataError
 from holdfast.launch.runs import open_run
 from holdfast.report.formatting import format_bytes, format_count
 
@@ -42,7 +42,7 @@ def prepare(run_file: RunFile, overrides: Overrides = None, json: Json = False) 
 
     with StageProgress() as progress:
         dataset = make(
-            load_config(run_file, overrides or []).config.data, progress.say, progress.show
+            _decoder_config(run_file, overrides, "data prepare").data, progress.say, progress.show
         )
     if json:
         print_json(dataset_numbers(dataset))
@@ -67,7 +67,7 @@ def inspect(
     from holdfast.data.dataset import Dataset
     from holdfast.data.inspect import dataset_numbers, mask_shares, render_sample
 
-    config = load_config(run_file, overrides or []).config
+    config = _decoder_config(run_file, overrides, "data inspect")
     dataset = Dataset.open(_prepared_folder(config, run_file, overrides or []))
     batches = Batches(dataset, config.data, config.train, config.seed)
     found = dataset_numbers(dataset) | {"samples": mask_shares(batches)}
@@ -109,7 +109,7 @@ def verify(run_file: RunFile, overrides: Overrides = None, json: Json = False) -
     from holdfast.data.verify import find_problems as problems_of
 
     given = overrides or []
-    folder = _prepared_folder(load_config(run_file, given).config, run_file, given)
+    folder = _prepared_folder(_decoder_config(run_file, given, "data verify"), run_file, given)
     problems = problems_of(folder)
     if json:
         print_json({"folder": str(folder), "problems": problems})
@@ -148,6 +148,18 @@ def audit(
         for name, one in results.items():
             one.print(f"parent {name}: " if name else "")
     return 0 if all(one.ok for one in results.values()) else 1
+
+
+def _decoder_config(run_file: Path, overrides: list[str] | None, what: str) -> RunConfig:
+    """Raises ConfigError for the run file of a task, which has data of its own."""
+    config = load_config(run_file, overrides or []).config
+    if config.task.name:
+        raise ConfigError(
+            f"{what} is for text, and this run trains {config.task.name}, which gives its own data",
+            where=f"{run_file}: task",
+            remedy=f"train: holdfast train {shlex.quote(str(run_file))}",
+        )
+    return config
 
 
 def _prepared_folder(config: RunConfig, run_file: Path, overrides: Sequence[str]) -> Path:

@@ -15,6 +15,7 @@ from holdfast.cli.early_signals import early_signals_answered
 from holdfast.cli.output import say
 from holdfast.cli.train import finished_step
 from holdfast.cli.views import RunViews
+from holdfast.config import yaml_tree
 from holdfast.config.identity import refuse_other_run
 from holdfast.config.load import LoadedConfig, resolve_config
 from holdfast.errors import RunFolderError
@@ -95,14 +96,12 @@ def _config_for_node(
     stored: dict[str, Any], folder: Path, name: str, overrides: list[str]
 ) -> LoadedConfig:
     """The run's configuration, with what is this node's alone. stored: what the run folder has."""
-    import yaml
-
     given = [f"cluster.node={name}", f"folder={folder}"]
     given += [f"{key}=auto" for key in ADDRESS_KEYS]  # the stored ones are the first node's
     given += _own(overrides)
     if dataset := stored.get("dataset", {}).get("folder"):
         given.append(f"data.folder={dataset}")
-    return resolve_config(yaml.safe_dump(stored["config"]), str(folder / RESOLVED_FILE), given)
+    return resolve_config(yaml_tree.dump(stored["config"]), str(folder / RESOLVED_FILE), given)
 
 
 def _with_data(

@@ -144,6 +144,8 @@ def _sentence(details: ErrorDetails, path: tuple[str | int, ...]) -> tuple[str, 
         name, words = _BOUNDS[kind]
         return f"{key} ", f"is {format_value(value)}, but must be {words} {context[name]}", remedy
     if kind == "string_pattern_mismatch":
+        if key == "task.name":  # its default trains something else
+            remedy = "write module:Class, for example my_task:Net"
         return (
             f"{key} ",
             f"is {format_value(value)}, which does not match {context['pattern']}",

@@ -11,7 +11,9 @@ would work. All refusals come at once.
 from __future__ import annotations
 
 import errno
+import json
 import os
+import re
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -195,6 +197,12 @@ def _override(data: dict[str, Any], override: str) -> str:
     if field is None:
         raise ConfigError(f"unknown key {key}", where=where, remedy=suggest_key(path))
     value = yaml_tree.parse_value(text, where)
+    if re.search(r"(?:^|\s)#", text) and "#" not in str(value):
+        raise ConfigError(
+            "what follows the # would be a comment",
+            where=where,
+            remedy=f"put the value in quotes: '{key}={json.dumps(text.strip())}'",
+        )
     if allows(field.annotation, str) and not isinstance(value, str) and value is not None:
         value = text.strip()  # name=2026 is text, whatever it looks like
     holder: Any = data

@@ -7,6 +7,7 @@ a preset. A run keeps the numbers, so only the first start needs the folder.
 
 from __future__ import annotations
 
+import json
 import shlex
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from holdfast.config.huggingface.folder import TOKENIZER, read_folder_model
 from holdfast.config.model import ModelConfig
 from holdfast.config.paths import expand_path, join_base
 from holdfast.config.run import RunConfig
+from holdfast.config.yaml_tree import is_plain
 from holdfast.errors import ConfigError
 
 KEY = "model.from"
@@ -120,4 +122,6 @@ def yaml_word(value: Any) -> str:
         return "{" + ", ".join(f"{k}: {yaml_word(v)}" for k, v in value.items()) + "}"
     if isinstance(value, list):
         return "[" + ", ".join(map(yaml_word, value)) + "]"
+    if isinstance(value, str) and not is_plain(value):
+        return json.dumps(value, ensure_ascii=False)
     return str(value)

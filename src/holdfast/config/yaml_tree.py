@@ -97,6 +97,33 @@ def parse_value(text: str, where: str) -> Any:
     return None if node is None else _build(node, (), where, {})
 
 
+def is_plain(text: str) -> bool:
+    """Return True if `parse_value` reads this text, written without quotes, as itself."""
+    try:
+        return bool(parse_value(text, "") == text)
+    except ConfigError:
+        return False
+
+
+def dump(values: Any) -> str:
+    """Return YAML text that `parse_yaml` reads as these values. PyYAML writes the text `1e-4`
+    without quotes, and a run file reads that as a number."""
+    text: str = yaml.dump(values, Dumper=_Dumper, sort_keys=False, allow_unicode=True)
+    return text
+
+
+class _Dumper(yaml.SafeDumper):
+    """Writes texts that look like other values in quotes."""
+
+
+def _represent_text(dumper: yaml.SafeDumper, text: str) -> Node:
+    style = None if is_plain(text) else '"'
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
+
+
+_Dumper.add_representer(str, _represent_text)
+
+
 def _compose(text: str, name: str) -> Node | None:
     _refuse_control_characters(text, name)
     loader = _Composer(text)

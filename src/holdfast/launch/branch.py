@@ -85,6 +85,18 @@ def make_branch(
     must not change. A CheckpointError names no place: it is of the parent.
     """
     target = Path(os.path.abspath(target))
+    if target.is_relative_to(os.path.abspath(parent.folder)):
+        raise RunFolderError(
+            f"this lies in the run that it continues, {parent.folder}",
+            where=str(target),
+            remedy="name a folder outside of it with --to",
+        )
+    if "{name}" in str(target):
+        raise RunFolderError(
+            "{name} stands for the run's name in the key folder, so no branch may be called so",
+            where=str(target),
+            remedy="name another folder with --to",
+        )
     if os.path.lexists(target):
         raise RunFolderError(
             "this exists, and a branch begins in a folder of its own",

@@ -12,8 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
-
+from holdfast.config import yaml_tree
 from holdfast.config.change import Change
 from holdfast.config.fields import as_path, change_of, leaves
 from holdfast.config.identity import is_place
@@ -199,4 +198,4 @@ def _set(values: dict[str, Any], key: str, value: Any) -> None:
 
 
 def _yaml(values: dict[str, Any]) -> str:
-    return yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
+    return yaml_tree.dump(values)

@@ -36,9 +36,9 @@ def usable_commits(store: RunStore) -> list[str]:
 def branch_command(folder: Path, stored: Mapping[str, Any], config: RunConfig) -> str:
     """Return the command that begins a branch of the run in `folder`, without changed keys.
 
-    It is "" for a run without a checkpoint. Otherwise it names the newest. If only the schedule
-    gets longer, it names the newest whose steps keep their learning rates. For a wsd schedule this
-    is the last before the decay."""
+    It is "" for a run without a checkpoint. Otherwise it names the newest before the
+    last step. If only the schedule gets longer, it names the newest whose steps keep their learning
+    rates. For a wsd schedule this is the last before the decay."""
     steps = [step_of(key) for key in usable_commits(FolderStore(folder))]
     if not steps:
         return ""
@@ -48,7 +48,9 @@ def branch_command(folder: Path, stored: Mapping[str, Any], config: RunConfig) -
         if (before.schedule, before.optimizer) == (after.schedule, after.optimizer):
             same = last_common_step(before, after, at)
             at = max((step for step in steps if step <= same), default=at)
-    return shlex.join(["holdfast", "branch", str(folder), "--at", str(at), "--to", _free(folder)])
+    at = max((step for step in steps if step <= at and step < after.steps), default=at)
+    words = ["holdfast", "branch", str(folder), "--at", str(at), "--to", _free(folder)]
+    return shlex.join(words if at < after.steps else [*words, f"train.steps={2 * at}"])
 
 
 def _free(folder: Path, ending: str = "-branch") -> str:

@@ -10,6 +10,7 @@ from holdfast.data.batch import Batches
 from holdfast.data.dataset import Dataset
 from holdfast.data.verify import find_problems
 from holdfast.errors import TaskError
+from holdfast.tasks.ask import describe_task
 from holdfast.tasks.batches import TaskBatches
 from holdfast.tasks.loading import load_task, source_digest
 from holdfast.tasks.own import OwnTask
@@ -33,12 +34,15 @@ def open_audited(config: RunConfig, dataset: str | Path) -> tuple[AuditedBatches
 
 
 def _load_same(config: RunConfig) -> Task:
-    """Load the run's task. Raises TaskError if its source is not the run's."""
-    task = load_task(config.task)
-    if source_digest(config.task) != config.task.source:
+    """Load the run's task. Raises TaskError if its source is not the run's.
+
+    A script may have imported more of the task's folder than the task does. So a process that
+    imports the task alone decides."""
+    task, source = load_task(config.task), config.task.source
+    if source_digest(config.task) != source and describe_task(config)["source"] != source:
         raise TaskError(
             f"the source of task {config.task.name} has changed since this run was started",
             where="task",
-            remedy="put the files back, or start over with --fresh",
+            remedy="put the files back, or begin another run: holdfast train RUN.yaml folder=NEW",
         )
     return task

@@ -23,6 +23,9 @@ from holdfast.wire.child_command import module_command
 logger = logging.getLogger(__name__)
 
 CHECK_INTERVAL_S = 0.5
+LEAD_CHECK_INTERVAL_S = 0.02
+"""Seconds between two looks while this agent does not lead: a short run is over in less than
+CHECK_INTERVAL_S."""
 FIRST_PAUSE_S, MAX_PAUSE_S = 1.0, 30.0
 """Seconds before a tracker that ended is started again: at first, and at most."""
 STABLE_S = 60.0
@@ -80,7 +83,7 @@ class TrackerSupervisor:
                 await self._check(now())
             except Exception:  # our own bug: the run does not end for it
                 logger.exception("the trackers could not be looked after")
-            await asyncio.sleep(CHECK_INTERVAL_S)
+            await asyncio.sleep(LEAD_CHECK_INTERVAL_S if self._led_at is None else CHECK_INTERVAL_S)
 
     async def finish(self, timeout_s: float) -> None:
         """Have every tracker deliver the rest, for `timeout_s` seconds at most. Call it when the
