@@ -48,6 +48,33 @@ def test_what_cannot_be_written_is_dropped_and_counted(tmp_path: Path) -> None:
     assert said == f"({len(lost)} bytes of output could not be written)\nthere is room again\n"
 
 
+def test_a_run_folder_that_was_moved_away_is_not_made_again(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+
+    async def body() -> None:
+        relay = OutputRelay()
+        write_fd, output = relay.open(run / "logs" / "0000000001" / "rank0.log")
+        os.write(write_fd, b"it begins\n")
+        async with asyncio.timeout(60):
+            while not (run / "logs" / "0000000001" / "rank0.log").exists():
+                await asyncio.sleep(0.01)
+        run.rename(tmp_path / "moved")
+        os.write(write_fd, b"it was away\n")
+        async with asyncio.timeout(60):
+            while not output.dropped_bytes:
+                await asyncio.sleep(0.01)
+        (tmp_path / "moved").rename(run)
+        os.write(write_fd, b"it is back\n")
+        os.close(write_fd)
+        await relay.close()
+
+    asyncio.run(body())
+    said = (run / "logs" / "0000000001" / "rank0.log").read_text()
+    assert said.startswith("it begins\n")
+    assert said.endswith("it is back\n")
+
+
 def test_a_file_that_hangs_holds_up_neither_process_nor_agent(tmp_path: Path) -> None:
     """A FIFO without a reader: an attempt to open it waits for ever, as on a disk that hangs."""
     os.mkfifo(tmp_path / "rank0.log")

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from holdfast.checkpoint.mover.service import MoverSettings
 from holdfast.config.run import RunConfig
+from holdfast.elastic.node.output_relay import make_log_folder
 from holdfast.elastic.protocol.generation_record import GenerationRecord
 from holdfast.elastic.protocol.worker_spec import WorkerSpec
 from holdfast.layout import Topology, place_replicas
@@ -137,7 +138,7 @@ def make_worker_specs(
     """
     logs = worker_log_path(folder, topology.generation, 0).parent
     try:
-        logs.mkdir(parents=True, exist_ok=True)
+        make_log_folder(logs)
     except OSError as error:
         raise translate_os_error(error, logs) from error
     dumped = config.model_dump(mode="json")

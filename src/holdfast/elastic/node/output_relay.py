@@ -185,6 +185,16 @@ class OutputRelay:
                 output.on_not_written(dropped + sum(len(data) for _, data in waiting))
 
 
+def make_log_folder(folder: Path) -> None:
+    """Make `logs/` of a run folder, or a generation's folder in it. Raises OSError.
+
+    The run folder itself stays missing. It may have been moved away, and a new one in its place
+    would keep it from coming back."""
+    if folder.name != "logs" and not folder.exists():
+        folder.parent.mkdir(exist_ok=True)
+    folder.mkdir(exist_ok=True)
+
+
 def _last_messages(tail: bytes, count: int) -> str:
     lines = [message_of(line.rstrip()) for line in tail.decode("utf-8", "replace").splitlines()]
     return "\n".join([line for line in lines if line.strip()][-count:])
@@ -194,7 +204,7 @@ def _append(pieces: Sequence[tuple[Path, bytes]], note: bytes) -> bool:
     """Append pieces to their files; return False if that is not possible now."""
     try:
         for log, data in pieces:
-            log.parent.mkdir(parents=True, exist_ok=True)
+            make_log_folder(log.parent)
             with log.open("ab", buffering=0) as file:
                 file.write(note + data)
             note = b""
