@@ -330,8 +330,8 @@ def test_a_run_folder_that_vanishes_ends_the_run_with_a_sentence(tmp_path: Path)
         trainer.wait_step(2, 1)
         family = trainer.family()
         trainer.folder.rename(tmp_path / "moved")
-        assert trainer.end(30) == 1
-        wait_until(lambda: gone(family), 5, "nobody is left")
+        assert trainer.end(120) == 1
+        wait_until(lambda: gone(family), 60, "nobody is left")
         assert trainer.said.count(f"{FOLDER_LOST_MESSAGE}; waiting 3 s for it") == 1
         assert trainer.said.count(FOLDER_GONE_MESSAGE) == 1
         assert "Traceback" not in trainer.said
