@@ -46,10 +46,12 @@ class Victim:
         return bytearray(path.read_bytes()) if path.is_file() else bytearray()
 
     def put(self, key: str, data: bytes | bytearray) -> None:
-        self.path(key).write_bytes(data)
+        if not self.path(key).is_dir():  # an earlier fault has put a folder there
+            self.path(key).write_bytes(data)
 
     def remove(self, key: str) -> None:
-        self.path(key).unlink(missing_ok=True)
+        if not self.path(key).is_dir():
+            self.path(key).unlink(missing_ok=True)
 
 
 def flip(victim: Victim, key: str, low: int, high: int, rng: random.Random) -> str:
