@@ -208,9 +208,11 @@ def keeper_killed(folder: Path, setting: Setting, rng: random.Random) -> tuple[s
             scene.send((LATER,))
             if scene.kept != LATER:
                 raise WrongError(f"{what}: nothing is sent to the one that takes its place")
-        alive = _alive(scene.keeper)
+        lived = _alive(scene.keeper)
         found = scene.restore(rng)
-        due = {scene.kept} if alive else {DURABLE}
+        due = {scene.kept} if lived else {DURABLE}
+        if lived and not _alive(scene.keeper):  # it has ended in the restore
+            due.add(DURABLE)
         return _end(scene, found, due, what + (", another takes its place" if again else ""))
     finally:
         scene.close()

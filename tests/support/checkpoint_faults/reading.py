@@ -94,7 +94,7 @@ def hiccup(folder: Path, rng: random.Random) -> tuple[str, Restored]:
     at = rng.randrange(trial.count)
     found = restore(Ailing(folder, lambda number, *_: number == at), topo)
     what = f"operation {at} of {trial.count} fails once"
-    # A folder that cannot be listed is said to be so: nobody takes an older state for that.
+    # A folder that cannot be listed is said to be so. No older state is taken for that.
     is_listing = trial.names[at] == "list"
     if found.position != NEWEST and (found.position is not None or not is_listing):
         raise WrongError(f"{what}: {found} ({found.sentence}), though the newest is whole")
