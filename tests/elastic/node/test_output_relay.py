@@ -50,14 +50,15 @@ def test_what_cannot_be_written_is_dropped_and_counted(tmp_path: Path) -> None:
 
 def test_a_run_folder_that_was_moved_away_is_not_made_again(tmp_path: Path) -> None:
     run = tmp_path / "run"
+    log = run / "logs" / "0000000001" / "rank0.log"
     run.mkdir()
 
     async def body() -> None:
         relay = OutputRelay()
-        write_fd, output = relay.open(run / "logs" / "0000000001" / "rank0.log")
+        write_fd, output = relay.open(log)
         os.write(write_fd, b"it begins\n")
         async with asyncio.timeout(60):
-            while not (run / "logs" / "0000000001" / "rank0.log").exists():
+            while not log.exists() or not log.stat().st_size:
                 await asyncio.sleep(0.01)
         run.rename(tmp_path / "moved")
         os.write(write_fd, b"it was away\n")
@@ -70,7 +71,7 @@ def test_a_run_folder_that_was_moved_away_is_not_made_again(tmp_path: Path) -> N
         await relay.close()
 
     asyncio.run(body())
-    said = (run / "logs" / "0000000001" / "rank0.log").read_text()
+    said = log.read_text()
     assert said.startswith("it begins\n")
     assert said.endswith("it is back\n")
 
