@@ -36,7 +36,7 @@ from holdfast.core.data.skips import Skips
 from holdfast.data.baselines import MAX_TOKENS, TokenCounts, bits_per_byte
 from holdfast.data.dataset import Dataset, TokenStream
 from holdfast.data.packing import PackedSamples
-from holdfast.errors import ConfigError, DataError
+from holdfast.errors import DataError
 
 Streams = tuple[TokenStream, ...]
 Packed = tuple[PackedSamples | None, ...]  # for each stream, if it is of chat data
@@ -112,16 +112,7 @@ class Batches:
 
     def positions(self, step: int, index: int, part: int = 0, parts: int = 1) -> tuple[int, int]:
         """Positions [start, stop) of part `part` of `parts` of microbatch `index` of a step."""
-        if not 0 <= index < self.microbatches(step):
-            raise IndexError(f"step {step} has no microbatch {index}")
-        if self.microbatch_size % parts:
-            raise ConfigError(
-                f"layout.dp_shard {parts} does not divide train.microbatch_size "
-                f"{self.microbatch_size}"
-            )
-        size = self.microbatch_size // parts
-        start = self.schedule.position(step) + index * self.microbatch_size + part * size
-        return start, start + size
+        return self.schedule.share(self.microbatch_size, step, index, part, parts)
 
     def microbatch(self, step: int, index: int, part: int = 0, parts: int = 1) -> Microbatch:
         """Microbatch `index` (from 0) of a step, or the `part`-th of `parts` equal shares of its

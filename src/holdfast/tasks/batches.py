@@ -21,7 +21,7 @@ from holdfast.core.data.skips import Skips
 from holdfast.core.seeds import key_seed
 from holdfast.data.batch import ValidationSet
 from holdfast.data.loader import StepLoader
-from holdfast.errors import ConfigError, TaskError
+from holdfast.errors import TaskError
 from holdfast.tasks.loading import user_code
 from holdfast.tasks.task import Samples, Task
 
@@ -80,16 +80,7 @@ class TaskBatches:
 
     def positions(self, step: int, index: int, part: int = 0, parts: int = 1) -> tuple[int, int]:
         """Positions [start, stop) of part `part` of `parts` of microbatch `index` of a step."""
-        if not 0 <= index < self.schedule.size(step) // self.microbatch_size:
-            raise IndexError(f"step {step} has no microbatch {index}")
-        if self.microbatch_size % parts:
-            raise ConfigError(
-                f"layout.dp_shard {parts} does not divide train.microbatch_size "
-                f"{self.microbatch_size}"
-            )
-        size = self.microbatch_size // parts
-        start = self.schedule.position(step) + index * self.microbatch_size + part * size
-        return start, start + size
+        return self.schedule.share(self.microbatch_size, step, index, part, parts)
 
     def microbatch(self, step: int, index: int, part: int = 0, parts: int = 1) -> TaskMicrobatch:
         """Microbatch `index` of a step, or the `part`-th of `parts` equal shares of its samples.

@@ -64,6 +64,21 @@ class BatchSchedule:
         stage = self._stage(step)
         return self._before[stage] + (step - self._starts[stage]) * self._sizes[stage]
 
+    def share(
+        self, microbatch_size: int, step: int, index: int, part: int, parts: int
+    ) -> tuple[int, int]:
+        """Return positions [start, stop) of part `part` of `parts` of microbatch `index` (from 0)
+        of a step. Raises IndexError and ConfigError."""
+        if not 0 <= index < self.size(step) // microbatch_size:
+            raise IndexError(f"step {step} has no microbatch {index}")
+        if microbatch_size % parts:
+            raise ConfigError(
+                f"layout.dp_shard {parts} does not divide train.microbatch_size {microbatch_size}"
+            )
+        size = microbatch_size // parts
+        start = self.position(step) + index * microbatch_size + part * size
+        return start, start + size
+
 
 class Mixture:
     """Weights as a repeating pattern of sources.
