@@ -165,11 +165,11 @@ def test_unlike_replicas_are_drawn_one_at_a_time(tmp_path: Path, capsys: Capture
         (["--backward", "1,2"], ["--backward: there are 2 times for 4 stages; give one, or 4"]),
         (["--send", "-1"], ["--send: -1.0 is no time"]),
         (["--stages", "1000", "--microbatches", "60000"], ["too many to draw", "use 200 or fewer"]),
-        (["--replica", "1"], ["--replica means nothing beside options without a run file"]),
+        (["--replica", "1"], ["--replica has no effect with options without a run file"]),
         (["--from-csv", "none.csv"], ["none.csv: the table cannot be read (No such file"]),
         (
             ["--from-csv", "none.csv", "--stages", "2"],
-            ["--stages means nothing beside --from-csv; leave one of the two out"],
+            ["--stages has no effect with --from-csv; leave one of the two out"],
         ),
         (
             ["--forward", "1e307"],
@@ -180,7 +180,7 @@ def test_unlike_replicas_are_drawn_one_at_a_time(tmp_path: Path, capsys: Capture
         (["--send", "1e308"], ["--send: 1e+308 is no time that can be drawn"]),
         (["--send", "1e-320"], ["--send: ", "is no time that can be drawn"]),
         (["none.yaml"], ["none.yaml: there is no such run file"]),
-        (["none.yaml", "--stages", "2"], ["--stages means nothing beside a run file"]),
+        (["none.yaml", "--stages", "2"], ["--stages has no effect with a run file"]),
         (["--svg", "no/folder/a.svg"], ["no/folder/a.svg: it cannot be written (No such file"]),
     ],
 )

@@ -42,7 +42,7 @@ def test_a_trace_is_written_alone(
     options: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     found = here(capsys, "report", tmp_path, "--trace", tmp_path / "trace.json", *options)
-    found.refuses(f"{options[0]} means nothing beside --trace; leave one of the two out")
+    found.refuses(f"{options[0]} has no effect with --trace; leave one of the two out")
     assert list(tmp_path.iterdir()) == []
 
 

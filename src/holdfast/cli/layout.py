@@ -120,7 +120,7 @@ def _refuse_beside(what: str, given: dict[str, Any]) -> None:
     for other, value in given.items():
         if value is not None:
             raise ConfigError(
-                f"{other} means nothing beside {what}",
+                f"{other} has no effect with {what}",
                 where="command line",
                 remedy="leave one of the two out",
             )

@@ -141,7 +141,7 @@ def _refuse_beside(other: str, given: dict[str, Any]) -> None:
     for option, value in given.items():
         if value:
             raise ConfigError(
-                f"{option} means nothing beside {other}",
+                f"{option} has no effect with {other}",
                 where="command line",
                 remedy="leave one of the two out",
             )
