@@ -91,11 +91,13 @@ def _raw(address: str, data: bytes) -> bytes:
     """Send bytes, end our side, read what comes back."""
     host, port = address.split(":")
     with socket.create_connection((host, int(port)), timeout=10) as connection:
-        connection.sendall(data)
-        connection.shutdown(socket.SHUT_WR)
+        with suppress(OSError):  # the server may refuse and close before all bytes have left
+            connection.sendall(data)
+            connection.shutdown(socket.SHUT_WR)
         answer = b""
-        while chunk := connection.recv(65536):
-            answer += chunk
+        with suppress(ConnectionResetError):
+            while chunk := connection.recv(65536):
+                answer += chunk
     return answer
 
 
