@@ -24,6 +24,7 @@ TORCH_ROOMS = (
     "holdfast.train",
     "holdfast.data.loader",
     "holdfast.tasks",
+    "holdfast.adapters",
     "holdfast.checkpoint.capture",
     "holdfast.elastic.worker",
 )

@@ -69,6 +69,10 @@ class TaskError(UserError):
     """A user's task cannot be made, does not fit the run, or breaks a rule of docs/python.md."""
 
 
+class ScriptError(TaskError):
+    """The script of an own loop has raised, exited or ended early. Its process cannot continue."""
+
+
 class ModelFolderError(UserError):
     """A folder in Hugging Face form cannot be read or written."""
 

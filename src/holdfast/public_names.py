@@ -27,6 +27,7 @@ HOMES = {
     "journal": "holdfast.api.reading",
     "load_run_file": "holdfast.api.run_file",
     "open_checkpoint": "holdfast.api.reading",
+    "run": "holdfast.tasks.own_loop",
     "summary": "holdfast.api.reading",
     "train": "holdfast.api.training",
 }

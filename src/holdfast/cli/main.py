@@ -21,6 +21,7 @@ from holdfast.cli.streams import guard_streams
 COMMANDS: dict[str, tuple[str, str]] = {
     "init": ("init", "write a run file to start from"),
     "train": ("train", "start or resume the run that a run file describes"),
+    "run": ("run", "start or resume a run whose loop is your own script"),
     "join": ("join", "take part in a run on several machines"),
     "branch": ("branch", "begin a new run from a checkpoint of another one"),
     "watch": ("watch", "follow a run from another terminal"),

@@ -77,9 +77,10 @@ def train(
 
 
 def start_run(
-    run_file: Path, overrides: Sequence[str], *, fresh: bool = False, json: bool = False
+    run_file: Path | None, overrides: Sequence[str], *, fresh: bool = False, json: bool = False
 ) -> int:
-    """As the command `train`; return its exit code. Raises UserError."""
+    """As the command `train`; return its exit code. run_file: None for the defaults and the
+    overrides. Raises UserError."""
     with early_signals_answered():
         machine = detect_hardware()
         loaded = plan_for_machine(load_config(run_file, overrides), machine)

@@ -9,6 +9,9 @@ from holdfast.errors import ConfigError, TaskError
 from holdfast.tasks.ask import describe_task
 
 PLANNED_KEYS = ("source", "data", "samples", "parameters")
+_GIVEN = ("file", "command line")  # kinds of origins
+_BY_OPTIMIZER = ("train.optimizer.", "train.schedule.")
+_CLIP_NORM = "train.optimizer.clip_norm"  # no option of torch's optimizers
 
 
 def with_task(loaded: LoadedConfig) -> LoadedConfig:
@@ -16,13 +19,24 @@ def with_task(loaded: LoadedConfig) -> LoadedConfig:
     digest of its source. Raises TaskError, and ConfigError for a run file that gives them."""
     for key in PLANNED_KEYS:
         origin = loaded.origins[f"task.{key}"]
-        if origin.kind in ("file", "command line"):
+        if origin.kind in _GIVEN:
             raise ConfigError(
                 f"task.{key} is worked out from the task",
                 where=loaded.where(f"task.{key}"),
                 remedy="remove it",
             )
-    return described(loaded, loaded.config.task.folder or loaded.base or ".")
+    found = described(loaded, loaded.config.task.folder or loaded.base or ".")
+    for key, origin in loaded.origins.items():
+        is_script = found.origins["train.schedule.kind"].kind == "planned"
+        if is_script and origin.kind in _GIVEN and key.startswith(_BY_OPTIMIZER):
+            if key == _CLIP_NORM:
+                continue
+            raise ConfigError(
+                f"{key} is decided by the script's optimizer",
+                where=loaded.where(key),
+                remedy="remove it, and change the script",
+            )
+    return found
 
 
 def described(loaded: LoadedConfig, folder: str) -> LoadedConfig:
@@ -32,7 +46,10 @@ def described(loaded: LoadedConfig, folder: str) -> LoadedConfig:
     try:
         found = describe_task(loaded.config)
     except TaskError as error:
-        where = loaded.where("task.name")
+        where = loaded.where("task.name") if error.where == "task" else error.where
         raise TaskError(error.message, where=where, remedy=error.remedy) from None
     values = {f"task.{key}": found[key] for key in PLANNED_KEYS}
+    for key, value in found["train"].items():
+        if loaded.origins[key].kind not in _GIVEN:  # a given value comes before the script's
+            values[key] = value
     return loaded.with_planned(values, f"those of {name}")

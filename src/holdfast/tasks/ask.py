@@ -41,7 +41,7 @@ class Question:
 
 @dataclass(frozen=True)
 class Answer:
-    """message, remedy: why there is no result; both empty if there is one.
+    """message, remedy, where: why there is no result, as in an error; empty if there is one.
 
     result: for "describe" the planned keys of `task`, for "entries" [step, entries] for each step.
     """
@@ -49,15 +49,17 @@ class Answer:
     result: Any = None
     message: str = ""
     remedy: str = ""
+    where: str = "task"
 
     @staticmethod
     def from_json(value: Mapping[str, Any]) -> Answer:
-        return Answer(value["result"], str(value["message"]), str(value["remedy"]))
+        words = (str(value[key]) for key in ("message", "remedy", "where"))
+        return Answer(value["result"], *words)
 
 
 def describe_task(config: RunConfig) -> dict[str, Any]:
-    """Return the planned keys of the section `task`: source, data, samples, parameters. Raises
-    TaskError."""
+    """Return the planned keys of the section `task`: source, data, samples, parameters. Under
+    "train" are keys of the run file that a script decides. Raises TaskError."""
     planned: dict[str, Any] = _ask(Question("describe", config.model_dump(mode="json"), [], [], 0))
     return planned
 
@@ -98,5 +100,5 @@ def _ask(question: Question) -> Any:
             )
         answer = Answer.from_json(json.loads(answer_file.read_text("utf-8")))
     if answer.message:
-        raise TaskError(answer.message, where="task", remedy=answer.remedy or None)
+        raise TaskError(answer.message, where=answer.where, remedy=answer.remedy or None)
     return answer.result

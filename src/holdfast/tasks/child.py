@@ -17,18 +17,21 @@ from holdfast.data.ledger_entries import stand_in_entries
 from holdfast.errors import UserError
 from holdfast.tasks.ask import Answer, Question
 from holdfast.tasks.batches import TaskBatches, open_samples
-from holdfast.tasks.loading import load_task, source_digest
+from holdfast.tasks.loading import source_digest
 from holdfast.tasks.module import meta_module, module_rows, refuse_other_rows
+from holdfast.tasks.script import Script, load_run_task
 
 
 def describe(config: RunConfig) -> dict[str, Any]:
-    """Return the planned keys of the section `task`. Raises TaskError."""
-    task = load_task(config.task)
+    """Return the planned keys of the section `task`, and under "train" the keys that a script
+    decides. Raises TaskError."""
+    task = load_run_task(config)
     source = source_digest(config.task)
     rows = module_rows(task, meta_module(task))
     refuse_other_rows(rows, module_rows(task, meta_module(task)))
     samples, version = open_samples(task)
-    return {"source": source, "data": version, "samples": len(samples), "parameters": list(rows)}
+    found = {"source": source, "data": version, "samples": len(samples), "parameters": list(rows)}
+    return found | {"train": task.planned_values() if isinstance(task, Script) else {}}
 
 
 def answer(question: Question) -> Answer:
@@ -37,16 +40,17 @@ def answer(question: Question) -> Answer:
     try:
         if question.purpose == "describe":
             return Answer(describe(config))
-        task, skips = load_task(config.task), Skips.from_json(question.skips)
+        task, skips = load_run_task(config), Skips.from_json(question.skips)
         batches = TaskBatches(task, config, skips)
         return Answer(stand_in_entries(batches, question.missing, question.last_step))
     except UserError as error:
-        return Answer(None, error.message, error.remedy or "")
+        return Answer(None, error.message, error.remedy or "", error.where or "task")
 
 
 def main() -> None:
+    answer_file = Path(sys.argv[1])  # a script gets arguments of its own
     found = answer(Question.from_json(json.load(sys.stdin)))
-    Path(sys.argv[1]).write_text(json.dumps(asdict(found)), "utf-8")
+    answer_file.write_text(json.dumps(asdict(found)), "utf-8")
 
 
 if __name__ == "__main__":

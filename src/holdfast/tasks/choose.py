@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import torch
+
 from holdfast.config.run import RunConfig
 from holdfast.data.audit import AuditedBatches
 from holdfast.data.batch import Batches
@@ -12,15 +14,22 @@ from holdfast.data.verify import find_problems
 from holdfast.errors import TaskError
 from holdfast.tasks.ask import describe_task
 from holdfast.tasks.batches import TaskBatches
-from holdfast.tasks.loading import load_task, source_digest
+from holdfast.tasks.loading import source_digest
 from holdfast.tasks.own import OwnTask
+from holdfast.tasks.script import Script, load_run_task
+from holdfast.tasks.script_engine import ScriptEngineTask
 from holdfast.tasks.task import Task
 from holdfast.train.task import DecoderTask, EngineTask
 
 
-def open_task(config: RunConfig) -> EngineTask:
-    """Raises TaskError for a task that cannot be made, or whose source is not the run's."""
-    return OwnTask(_load_same(config), config) if config.task.name else DecoderTask(config)
+def open_task(config: RunConfig, device: torch.device | str = "cpu") -> EngineTask:
+    """Return the run's task; a script is run up to its loop. device: where it is trained.
+
+    Raises TaskError for a task that cannot be made, or whose source is not the run's."""
+    if not config.task.name:
+        return DecoderTask(config)
+    task = _load_same(config, device)
+    return ScriptEngineTask(task, config) if isinstance(task, Script) else OwnTask(task, config)
 
 
 def open_audited(config: RunConfig, dataset: str | Path) -> tuple[AuditedBatches, list[str]]:
@@ -33,12 +42,12 @@ def open_audited(config: RunConfig, dataset: str | Path) -> tuple[AuditedBatches
     return batches, find_problems(opened.folder)
 
 
-def _load_same(config: RunConfig) -> Task:
+def _load_same(config: RunConfig, device: torch.device | str = "cpu") -> Task:
     """Load the run's task. Raises TaskError if its source is not the run's.
 
     A script may have imported more of the task's folder than the task does. So a process that
     imports the task alone decides."""
-    task, source = load_task(config.task), config.task.source
+    task, source = load_run_task(config, device), config.task.source
     if source_digest(config.task) != source and describe_task(config)["source"] != source:
         raise TaskError(
             f"the source of task {config.task.name} has changed since this run was started",

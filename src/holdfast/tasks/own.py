@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from holdfast.config.run import RunConfig
+from holdfast.core.lr_schedule import learning_rate
 from holdfast.core.sharding.boxes import Box
 from holdfast.core.sharding.parameters import Parameter
 from holdfast.errors import TaskError
@@ -32,8 +33,9 @@ from holdfast.tasks.module import (
 )
 from holdfast.tasks.objective import TaskObjective, changed_buffer_error
 from holdfast.tasks.task import Task
-from holdfast.train.executors import SingleStageExecutor
+from holdfast.train.executors import Executor, SingleStageExecutor
 from holdfast.train.precision import Precision
+from holdfast.train.protocols import ShareLoader
 from holdfast.train.state import InitialBox
 from holdfast.train.task import TaskBatchSource
 
@@ -125,7 +127,7 @@ class OwnTask:
 
     def executor(
         self, objective: nn.Module, groups: ProcessGroups, dtype: torch.dtype, device: torch.device
-    ) -> SingleStageExecutor:
+    ) -> Executor:
         return SingleStageExecutor(objective, groups.recorder, lambda batch: batch.arguments)
 
     def open_batches(self, dataset: str) -> TaskBatches:
@@ -133,7 +135,7 @@ class OwnTask:
 
     def loader(
         self, batches: TaskBatchSource, share: Callable[[int], Sequence[int]], **where: Any
-    ) -> TaskLoader:
+    ) -> ShareLoader:
         return TaskLoader(cast(TaskBatches, batches), share, **where)
 
     def read_step(self, dataset: str, step: int) -> list[dict[str, Tensor]]:
@@ -173,6 +175,12 @@ class OwnTask:
                 where="task",
                 remedy="return the sum, and let weight() return what to divide by",
             )
+
+    def learning_rate(self, step: int) -> float:
+        return learning_rate(self._config.train, step)
+
+    def finish(self, on_wait: Callable[[], None]) -> None:
+        """Nothing is left to do."""
 
     def _loss_of(
         self, objective: nn.Module, batch: Mapping[str, Tensor], key: int, device: torch.device

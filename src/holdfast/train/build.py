@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import nn
@@ -16,7 +15,6 @@ from holdfast.core.sharding.reduction_cells import Cell
 from holdfast.core.sharding.reduction_tree import deal
 from holdfast.core.sharding.run_table import run_cells, run_parameter_table, run_parameters
 from holdfast.core.sharding.state_table import mesh_box
-from holdfast.data.loader import StepLoader
 from holdfast.layout import Topology
 from holdfast.parallel.gradients.feeder import Cells, GradientFeeder
 from holdfast.parallel.gradients.reducer import CellTeam
@@ -28,6 +26,7 @@ from holdfast.parallel.zero1 import OwnedRows
 from holdfast.train.engine import GradientFeed, GradientReducer, StepEngine
 from holdfast.train.evaluate import Evaluator
 from holdfast.train.precision import Precision
+from holdfast.train.protocols import ShareLoader
 from holdfast.train.state import Parameters
 from holdfast.train.step_plan import Dealer
 from holdfast.train.task import DecoderTask, EngineTask, TaskBatchSource
@@ -46,7 +45,7 @@ class TrainingSession:
     batches: TaskBatchSource
     task: EngineTask
 
-    def loader(self, start_step: int) -> StepLoader[Any]:
+    def loader(self, start_step: int) -> ShareLoader:
         """This rank's shares from step `start_step` + 1 to the last; it reads ahead at once."""
         place = self.groups.coordinate
         return self.task.loader(
@@ -146,7 +145,9 @@ def build_engine(
     make = _replicated if shards == 1 else _zero1 if config.layout.zero == 1 else _sharded
     parameters, feed = make(_Parts(config, task, groups, device, precision), objective)
     executor = task.executor(objective, groups, precision.compute, device)
-    return StepEngine(objective, executor, parameters, feed, groups, config.train, device, dealer)
+    engine = StepEngine(objective, executor, parameters, feed, groups, config.train, device, dealer)
+    engine.learning_rate = task.learning_rate
+    return engine
 
 
 @dataclass(frozen=True)

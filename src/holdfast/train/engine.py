@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -98,6 +99,7 @@ class StepEngine:
     executor: runs its passes. feed: makes what sums gradients, for these groups and for later ones.
     plan: who computes which microbatch. status: how far it has come. history: of earlier steps; a
     rebuilt session keeps it. on_vote_sent: called when this rank's vote is on its way.
+    learning_rate: of a step, when it is voted on.
     judge_loss: is shown the account of a step before this rank votes; whether it has jumped, on the
     one rank that knows. loss_jump: what it found of the newest step.
     """
@@ -119,6 +121,7 @@ class StepEngine:
         self.on_vote_sent: Callable[[], None] = lambda: None
         self.judge_loss: Callable[[int, StepAccount], LossJump | None] = lambda step, account: None
         self.loss_jump: LossJump | None = None
+        self.learning_rate: Callable[[int], float] = partial(learning_rate, train)
         self._gradients = feed(groups, None)
         self.plan = StepPlan(train, groups, dealer)
         self.status, self.history = StepStatus(), StepHistory()
@@ -230,7 +233,7 @@ class StepEngine:
         """`apply`, without what computes on copies: that is brought up to date by a rebuild."""
         status = self.status
         status.record_verdict(verdict)
-        rate = learning_rate(self.train, self.step)
+        rate = self.learning_rate(self.step)
         clip = clip_factor(verdict.mean_norm, self.train.optimizer.clip_norm)
         status.is_torn = True
         divisor, leaves = max(verdict.tokens, 1) / clip, self.plan.leaves(status.step)
@@ -252,7 +255,8 @@ class StepEngine:
         self.loss_jump = self.judge_loss(self.step, account) if account.is_finite else None
         if self.loss_jump is not None:
             wishes = replace(wishes, reject=True)
-        ballot = Ballot(self._gradients.squared_norm(), wishes)
+        rate = self.learning_rate(self.step)
+        ballot = Ballot(self._gradients.squared_norm(), wishes, learning_rate=rate)
         return vote(self.groups, account, ballot, self.on_vote_sent)
 
     # --- a loss ---------------------------------------------------------------------------

@@ -7,7 +7,7 @@ loop itself knows no process, no file and no network.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 from holdfast.events import Event
 from holdfast.policy.saving.destinations import SaveDestinations
@@ -83,3 +83,15 @@ class StepShare(Protocol):
 
 StepFeed = Iterator[StepShare]
 """Shares of consecutive steps; `data.loader.Loader` is one."""
+
+
+class ShareLoader(Protocol):
+    """A StepFeed that holds threads or files while it is entered."""
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(self, *exc: object) -> None: ...
+
+    def __iter__(self) -> StepFeed: ...
+
+    def __next__(self) -> StepShare: ...

@@ -15,11 +15,12 @@ from torch import Tensor, nn
 
 from holdfast.config.run import RunConfig
 from holdfast.core.data.skips import Skips
+from holdfast.core.lr_schedule import learning_rate
 from holdfast.core.sharding.boxes import Box
 from holdfast.core.sharding.state_table import mesh_box, parameter_table
 from holdfast.data.batch import Batches
 from holdfast.data.dataset import Dataset
-from holdfast.data.loader import Loader, StepLoader
+from holdfast.data.loader import Loader
 from holdfast.errors import ConfigError
 from holdfast.model.decoder import Decoder
 from holdfast.model.init import initial_box
@@ -29,6 +30,7 @@ from holdfast.parallel.tensor_parallel import apply_tensor_parallel, localise_pa
 from holdfast.train.evaluate import ValidationSamples
 from holdfast.train.executors import Executor, make_executor
 from holdfast.train.objective import NextTokenObjective
+from holdfast.train.protocols import ShareLoader
 from holdfast.train.state import InitialBox
 
 
@@ -79,7 +81,7 @@ class EngineTask(Protocol):
         batches: TaskBatchSource,
         share: Callable[[int], Sequence[int]],
         **where: Any,
-    ) -> StepLoader[Any]:
+    ) -> ShareLoader:
         """What reads a rank's shares ahead. where: as `Loader` takes them."""
         ...
 
@@ -92,6 +94,14 @@ class EngineTask(Protocol):
     ) -> None:
         """Before the first step of a run: raise TaskError for a loss that breaks a rule. Collective
         over a replica."""
+        ...
+
+    def learning_rate(self, step: int) -> float:
+        """The rate that `step` is applied with. All ranks must say the same."""
+        ...
+
+    def finish(self, on_wait: Callable[[], None]) -> None:
+        """The run is finished. on_wait: called now and then if this takes long."""
         ...
 
 
@@ -177,6 +187,12 @@ class DecoderTask:
         self, objective: nn.Module, batches: TaskBatchSource, groups: ProcessGroups
     ) -> None:
         """The decoder's loss breaks none."""
+
+    def learning_rate(self, step: int) -> float:
+        return learning_rate(self._config.train, step)
+
+    def finish(self, on_wait: Callable[[], None]) -> None:
+        """Nothing is left to do."""
 
     def _tensor_boxes(self, decoder: Decoder, groups: ProcessGroups) -> Mapping[str, Box]:
         config = self._config

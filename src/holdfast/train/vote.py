@@ -30,7 +30,7 @@ from operator import or_
 import torch
 
 from holdfast.core.sharding.reduction_tree import ReductionTree, Shares
-from holdfast.errors import PeerLostError
+from holdfast.errors import PeerLostError, ScriptError
 from holdfast.layout import Coordinate, Replica, Topology
 from holdfast.parallel.comm.transport import exchange
 from holdfast.parallel.gradients.grad_norm import combine_norms
@@ -92,6 +92,7 @@ class Ballot:
     squared_norm: float
     requests: Wishes
     has_whole_gradient: bool = True
+    learning_rate: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -171,10 +172,17 @@ def vote(
     on_sent: Callable[[], None] = lambda: None,
 ) -> StepVerdict:
     """Exchange ballots and combine them. on_sent: called when this one's is on its way. Raises
-    PeerLostError when a peer is lost."""
+    PeerLostError when a peer is lost, and on all ranks alike ScriptError if their rates differ."""
     control = groups.control
-    records = exchange(control, _encode(ballot), [2] * control.size, _BALLOT_TAG, on_sent)
+    records = exchange(control, _encode(ballot), [3] * control.size, _BALLOT_TAG, on_sent)
     ballots = [_decode(record) for record in records]
+    rates = sorted({b.learning_rate for b, _ in ballots})
+    if len(rates) > 1:  # a rank's own script may say so; the run file says the same to all
+        raise ScriptError(
+            f"the ranks have unlike learning rates: {rates[0]:.6g} and {rates[-1]:.6g}",
+            where="step.apply",
+            remedy="make the rate a function of step.number, or give run.keep() the scheduler",
+        )
     # Replicas of unlike shapes add their squares up in unlike orders: one of them speaks for all.
     norm = combine_norms(
         [b.squared_norm for b, _ in ballots[: len(groups.topology.replicas[0].ranks)]]
@@ -289,18 +297,20 @@ def _by_leaf(losses: Sequence[Sequence[float]], reported: Sequence[Sequence[int]
 
 
 def _encode(ballot: Ballot) -> torch.Tensor:
-    """[2] int64; floats as their bits."""
+    """[3] int64; floats as their bits."""
     flags = (
         _WHOLE_BIT * ballot.has_whole_gradient
         | _FINITE_BIT * isfinite(ballot.squared_norm)
         | _flags(ballot.requests)
     )
-    return torch.tensor([flags, *_float_words((ballot.squared_norm,))], dtype=torch.int64)
+    said = _float_words((ballot.squared_norm, ballot.learning_rate))
+    return torch.tensor([flags, *said], dtype=torch.int64)
 
 
 def _decode(record: torch.Tensor) -> tuple[Ballot, int]:
-    flags, squares = record.tolist()
-    return Ballot(_floats([squares])[0], _wishes_from_flags(flags), bool(flags & _WHOLE_BIT)), flags
+    flags, *words = record.tolist()
+    squares, rate = _floats(words)
+    return Ballot(squares, _wishes_from_flags(flags), bool(flags & _WHOLE_BIT), rate), flags
 
 
 def _flags(wishes: Wishes) -> int:

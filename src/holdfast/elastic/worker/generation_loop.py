@@ -7,7 +7,8 @@
     '---------- hold: stop, keep session and state, report what is held, wait --> end
 
 A failure within a generation does not end the process. The exception is a UserError on the way into
-a generation that begins from a checkpoint or from nothing: the user must correct it.
+a generation that begins from a checkpoint or from nothing: the user must correct it. A ScriptError
+ends the process in any case, as a script cannot be run twice in it.
 """
 
 from __future__ import annotations
@@ -22,7 +23,14 @@ from holdfast.elastic.protocol.worker_commands import End
 from holdfast.elastic.protocol.worker_spec import WorkerSpec
 from holdfast.elastic.worker.commands import CommandClient, HaltedError
 from holdfast.elastic.worker.restore import CorruptCheckpointError
-from holdfast.errors import FencedError, JumpError, NonFiniteError, PeerLostError, UserError
+from holdfast.errors import (
+    FencedError,
+    JumpError,
+    NonFiniteError,
+    PeerLostError,
+    ScriptError,
+    UserError,
+)
 from holdfast.policy.recovery.survivors import HeldState, RejectedStep
 
 logger = logging.getLogger(__name__)
@@ -79,6 +87,7 @@ def _run_generation(
                 worker, "paused", f"paused after step {outcome.step}", is_orderly=True
             )
         if worker.report_outcome(outcome):
+            worker.finish_task(outcome)
             return None
         return _stop_and_hold(worker, "halt", "a newer generation began at the end of this one")
     except (HaltedError, FencedError) as error:
@@ -100,7 +109,7 @@ def _run_generation(
         logger.error("%s: %s", type(error).__name__, error)
         return _stop_and_hold(worker, "rotten", str(error))
     except Exception as error:
-        if is_fresh and isinstance(error, UserError):
+        if isinstance(error, ScriptError) or (is_fresh and isinstance(error, UserError)):
             raise
         if commands.is_halted(worker.generation):  # whatever it was woken with
             return _stop_and_hold(worker, "halt", f"{type(error).__name__}: {error}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from dataclasses import replace
+from functools import partial
 
 from holdfast.elastic.protocol.worker_commands import Begin
 from holdfast.elastic.protocol.worker_spec import WorkerSpec
@@ -187,6 +188,12 @@ class Worker:
         self.reporter.report_outcome(outcome.kind, outcome.step, outcome.unsaved_reason)
         self.reporter.flush()
         return not self.reporter.is_fenced
+
+    def finish_task(self, outcome: TrainingOutcome) -> None:
+        """Let a script of a finished run do what comes after its loop. Raises ScriptError."""
+        if outcome.kind == "finished":
+            alive = partial(self.reporter.progress, outcome.step, "finish")
+            self.held_session.current.task.finish(alive)
 
     def close(self) -> None:
         """Leave the present generation in an orderly way. The reporter stays connected."""

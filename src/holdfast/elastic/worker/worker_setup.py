@@ -41,7 +41,7 @@ class WorkerSetup:
     def task(self) -> EngineTask:
         """What is trained, made once. Raises TaskError for a task that is not the run's."""
         if self._task is None:
-            self._task = open_task(self.config)
+            self._task = open_task(self.config, self.device)
         return self._task
 
     def open_batches(self) -> TaskBatchSource:

@@ -1,0 +1,216 @@
+"""A user's script as a task: it is run in a thread up to its loop, and asked from there.
+
+`holdfast.tasks.script:Script` is the task of a run that `holdfast run` starts. The describing child
+and the audit run the script up to its first `step.batches(dataset)`, and leave it there.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import traceback
+from collections.abc import Mapping, Sequence
+from contextlib import redirect_stderr
+from io import StringIO
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+
+from holdfast.config.run import RunConfig
+from holdfast.core.seeds import key_seed
+from holdfast.errors import ScriptError, TaskError
+from holdfast.tasks.importing import importing
+from holdfast.tasks.loading import load_task
+from holdfast.tasks.own_loop import NamedData, Run, enter_run
+from holdfast.tasks.task import Batch, Task
+from holdfast.tasks.turns import Answer, DataNamed, LoopReached, OpenStep, Order, ScriptEnded, Turns
+from holdfast.train.precision import Precision
+
+logger = logging.getLogger(__name__)
+
+
+class Script(Task):
+    """script: the file's name in the task's folder. arguments: what it finds in `sys.argv`."""
+
+    def __init__(self, script: str, arguments: Sequence[str] = ()) -> None:
+        self.file, self._arguments = script, [str(argument) for argument in arguments]
+        self._config: RunConfig | None = None
+        self._run: Run | None = None
+        self.awaits_share = False  # it has named its data, and waits for microbatches
+
+    @property
+    def run(self) -> Run:
+        """Raises RuntimeError before `begin`."""
+        if self._run is None:
+            raise RuntimeError("begin() comes first")
+        return self._run
+
+    @property
+    def turns(self) -> Turns:
+        return self.run._turns
+
+    @property
+    def weights(self) -> Mapping[int, int]:
+        """Microbatch -> weight, of the step that is open."""
+        return self.run._weights
+
+    def begin(self, config: RunConfig, device: torch.device) -> None:
+        """Run the script up to its loop. Raises TaskError; ScriptError for the script's own."""
+        _refuse_settings(config)
+        compute, task = Precision.of(config.train.precision).compute, config.task
+        self._config, self._run = config, Run(device, compute, task.samples, task.data)
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)  # so that initial values are the same in each process
+        said = StringIO()
+        try:
+            with redirect_stderr(said):
+                answer = self.run._turns.start(self._execute)
+        finally:
+            torch.set_num_threads(threads)
+            sys.stderr.write(said.getvalue())
+        if not isinstance(answer, LoopReached):
+            self.raise_for(answer, said.getvalue().strip().rpartition("\n")[2])
+
+    def give(self, order: Order) -> Answer:
+        """Give the script its turn. Raises ScriptError if it ends there."""
+        answer = self.turns.give(order)
+        self.awaits_share = isinstance(answer, DataNamed)
+        if isinstance(answer, ScriptEnded):
+            self.raise_for(answer)
+        return answer
+
+    def planned_values(self) -> dict[str, Any]:
+        """The keys of the run file that the script gives."""
+        kept, sizes = self.run.kept, self.run._sizes
+        assert sizes is not None, "begin() has run up to the loop"
+        given = {
+            "train.steps": sizes.steps,
+            "train.batch_size": sizes.batch_size,
+            "train.microbatch_size": sizes.microbatch_size,
+            "train.optimizer.clip_norm": kept.clip_norm,
+        }
+        return kept.options | {key: value for key, value in given.items() if value is not None}
+
+    # --- as a task ------------------------------------------------------------------------------
+    def model(self) -> nn.Module:
+        return self.run.kept.on_meta()
+
+    def data(self) -> ScriptSamples:
+        return ScriptSamples(self)
+
+    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
+        raise RuntimeError("the script computes its losses")
+
+    def weight(self, batch: Batch) -> int:
+        """The script says it later, with its loss."""
+        return 0
+
+    def collate(self, items: Sequence[Mapping[str, Any]]) -> Batch:
+        collate = self.named_data().collate
+        return super().collate(items) if collate is None else collate(items)
+
+    def initial(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        return self.run.kept.values[name]
+
+    def decays(self, name: str, shape: tuple[int, ...]) -> bool:
+        return self.run.kept.decays(name)
+
+    def named_data(self) -> NamedData:
+        """The dataset, for which a script that only reads is run up to its first batch."""
+        if self.run._data is None:
+            answer = self.give(OpenStep(1))
+            if not isinstance(answer, DataNamed):
+                raise TaskError(
+                    "step.apply() came before step.batches()",
+                    where=self.file,
+                    remedy="compute the batches of each step",
+                )
+        data = self.run._data
+        assert data is not None, "the script has named it"
+        return data
+
+    # --- the script's thread --------------------------------------------------------------------
+    def _execute(self) -> None:
+        config = self._config
+        assert config is not None
+        path = Path(config.task.folder, self.file)
+        with importing():
+            enter_run(self.run)
+            module = ModuleType("__main__")
+            module.__file__ = str(path)
+            sys.modules["__main__"], sys.argv = module, [str(path), *self._arguments]
+            torch.manual_seed(key_seed(config.seed, "task"))
+            exec(compile(path.read_bytes(), str(path), "exec"), vars(module))
+
+    def raise_for(self, answer: Answer, last_words: str = "") -> NoReturn:
+        """Raise what the end of the script means. last_words: the last line of its stderr."""
+        error = answer.error if isinstance(answer, ScriptEnded) else None
+        if isinstance(error, SystemExit) and error.code not in (None, 0):
+            raise ScriptError(
+                f"the script exited with status {error.code}" + (last_words and f": {last_words}"),
+                where=self.file,
+                remedy="correct the arguments after --",
+            )
+        if error is None or isinstance(error, SystemExit):
+            raise ScriptError(
+                "the script ended before the last step of the run",
+                where=self.file,
+                remedy="let the loop over run.steps() run to its end",
+            )
+        logger.error("%s", "".join(traceback.format_exception(error)).rstrip())
+        raise _script_error(self.file, error) from error
+
+
+class ScriptSamples:
+    """The script's dataset, which it names in its first step. Its version and length are those that
+    the run was begun with."""
+
+    def __init__(self, script: Script) -> None:
+        self._script = script
+
+    @property
+    def version(self) -> str:
+        return self._script.run._version or self._script.named_data().version
+
+    def __len__(self) -> int:
+        return self._script.run._samples or len(self._script.named_data().dataset)
+
+    def __getitem__(self, index: int) -> Any:
+        return self._script.named_data().dataset[index]
+
+
+def load_run_task(config: RunConfig, device: torch.device | str = "cpu") -> Task:
+    """Import and make the run's task, and run a script up to its loop. Raises TaskError."""
+    task = load_task(config.task)
+    if isinstance(task, Script):
+        task.begin(config, torch.device(device))
+    return task
+
+
+def _refuse_settings(config: RunConfig) -> None:
+    """Raises TaskError for what an own loop cannot do."""
+    if any(degrees.dp_shard > 1 for _, degrees in config.layout.kinds):
+        raise TaskError(
+            "an own loop computes each replica on one device",
+            where="layout.dp_shard",
+            remedy="use 1, or write a Task (docs/python.md)",
+        )
+    if config.train.compile:
+        raise TaskError(
+            "an own loop is not compiled by Holdfast", where="train.compile", remedy="use false"
+        )
+
+
+def _script_error(script: str, error: BaseException) -> ScriptError:
+    """One sentence with the line of the script that was running."""
+    frames = traceback.extract_tb(error.__traceback__)
+    lines = [frame.lineno for frame in frames if Path(frame.filename).name == Path(script).name]
+    where = f"{script}:{lines[-1]}" if lines else script
+    if isinstance(error, TaskError):
+        named = f"{error.where}: " if error.where and error.where != "task" else ""
+        return ScriptError(f"{named}{error.message}", where=where, remedy=error.remedy)
+    text = " ".join(str(error).split())[:300]
+    return ScriptError(f"{type(error).__name__}: {text}", where=where)

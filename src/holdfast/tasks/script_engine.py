@@ -1,0 +1,153 @@
+"""A script's loop as the engine sees it: a task whose passes the script runs (`tasks/turns.py`)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Self, cast
+
+import torch
+from torch import Tensor, nn
+
+from holdfast.config.run import RunConfig
+from holdfast.data.loader import StepBatch
+from holdfast.errors import ScriptError
+from holdfast.parallel.process_groups import ProcessGroups
+from holdfast.tasks.batches import TaskBatches, TaskLoader, TaskMicrobatch
+from holdfast.tasks.own import OwnTask
+from holdfast.tasks.script import Script
+from holdfast.tasks.turns import (
+    ComputeShare,
+    DataNamed,
+    EndLoop,
+    OpenStep,
+    ScriptEnded,
+    ShareDone,
+)
+from holdfast.train.executors import GradientListener
+from holdfast.train.task import TaskBatchSource
+
+
+@dataclass(frozen=True)
+class ScriptMicrobatch:
+    """A microbatch whose weight the script says with its loss. weights: of the open step."""
+
+    step: int
+    index: int
+    read: TaskMicrobatch
+    script: Script
+
+    @property
+    def entries(self) -> list[dict[str, Any]]:
+        return self.read.entries
+
+    @property
+    def tokens(self) -> int:
+        return self.script.weights.get(self.index, 0)
+
+
+class ScriptFeed:
+    """This worker's shares. Before each, the script gets a turn up to its `step.batches`."""
+
+    def __init__(self, script: Script, open_loader: Callable[[], TaskLoader], first: int) -> None:
+        self._script, self._open, self._step = script, open_loader, first
+        self._loader = open_loader() if script.run._data is not None else None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        if self._loader is not None:
+            self._loader.close()
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> StepBatch[ScriptMicrobatch]:
+        _open_step(self._script, self._step)
+        if self._loader is None:
+            self._loader = self._open()
+        share = next(self._loader)
+        self._step += 1
+        return StepBatch(
+            share.step,
+            [
+                ScriptMicrobatch(share.step, int(read.entries[0]["microbatch"]), read, self._script)
+                for read in share.microbatches
+            ],
+        )
+
+
+class ScriptExecutor:
+    """Lets the script run its passes."""
+
+    def __init__(self, script: Script) -> None:
+        self._script = script
+
+    def train(
+        self,
+        leaves: Sequence[int],
+        batches: Sequence[ScriptMicrobatch],
+        listener: GradientListener,
+        losses: list[Tensor] | None = None,
+    ) -> list[Tensor]:
+        losses = [] if losses is None else losses
+        if not self._script.awaits_share:  # a share is computed once more
+            _open_step(self._script, batches[0].step)
+        read = [batch.read for batch in batches]
+        answer = self._script.give(ComputeShare(leaves, read, listener, losses))
+        assert isinstance(answer, ShareDone), answer
+        if answer.error is not None:
+            raise answer.error
+        return losses
+
+    def evaluate(self, batches: Sequence[Any], on_progress: Callable[[], None]) -> list[Tensor]:
+        return []
+
+
+class ScriptEngineTask(OwnTask):
+    """A user's script."""
+
+    def __init__(self, script: Script, config: RunConfig) -> None:
+        super().__init__(script, config)
+        self._script = script
+        self._buffers = script.run.kept.buffers
+
+    def executor(
+        self, objective: nn.Module, groups: ProcessGroups, dtype: torch.dtype, device: torch.device
+    ) -> ScriptExecutor:
+        return ScriptExecutor(self._script)
+
+    def loader(
+        self, batches: TaskBatchSource, share: Callable[[int], Sequence[int]], **where: Any
+    ) -> ScriptFeed:
+        own = cast(TaskBatches, batches)
+        return ScriptFeed(
+            self._script, lambda: TaskLoader(own, share, **where), int(where["first_step"])
+        )
+
+    def check_first_loss(
+        self, objective: nn.Module, batches: TaskBatchSource, groups: ProcessGroups
+    ) -> None:
+        """The script computes its losses in its loop, and not before."""
+
+    def learning_rate(self, step: int) -> float:
+        return self._script.run.kept.rate(step)
+
+    def finish(self, on_wait: Callable[[], None]) -> None:
+        """Let the script run what comes after its loop. Raises ScriptError."""
+        answer = self._script.turns.give(EndLoop(), on_wait)
+        is_exit = isinstance(answer, ScriptEnded) and isinstance(answer.error, SystemExit)
+        if not isinstance(answer, ScriptEnded) or (answer.error is not None and not is_exit):
+            self._script.raise_for(answer)
+
+
+def _open_step(script: Script, step: int) -> None:
+    """Let the script run to its `step.batches`. Raises ScriptError."""
+    answer = script.give(OpenStep(step))
+    if not isinstance(answer, DataNamed):
+        raise ScriptError(
+            f"step {step} was applied without its batches",
+            where=script.file,
+            remedy="loop over step.batches(dataset) in each step",
+        )

@@ -1,0 +1,120 @@
+"""An own loop under the real command: killed, resized and resumed, it ends with the undisturbed
+run's bits. The examples of the adapters do the same."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from holdfast.events import StepDone
+from holdfast.wire.journal import read_journal
+from holdfast.wire.store.run_store import FolderStore
+from tests.support.commands import apart
+from tests.support.killed_script import (
+    DEADLINE,
+    PLAIN,
+    assert_continued_in_process,
+    assert_same_bits,
+    run_killed,
+    run_undisturbed,
+)
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+STEPS = 40
+
+
+def test_a_kill_in_an_own_loop_changes_no_bit(tmp_path: Path) -> None:
+    script = Path(shutil.copy(EXAMPLES / "own_loop" / "train.py", tmp_path))
+    arguments = ("--set", f"train.steps={STEPS}", "--", "--hidden", "16")
+    run_undisturbed(script, tmp_path / "alone", *arguments)
+    found = run_killed(script, tmp_path / "killed", *arguments, workers=3, at=7)
+    assert_continued_in_process(found, STEPS)
+    assert_same_bits(tmp_path / "alone", tmp_path / "killed", STEPS)
+    audit = apart("data", "audit", tmp_path / "killed", deadline=DEADLINE)
+    assert f"{64 * STEPS:,} samples in {STEPS} steps: none missing, none twice" in audit.out
+    again = apart("run", script, "--folder", tmp_path / "killed", *PLAIN, *arguments)
+    assert again.code == 0
+    assert "this run is finished" in again.err + again.out
+
+
+@pytest.mark.slow
+def test_an_own_loop_is_stopped_and_resumed_with_other_workers(tmp_path: Path) -> None:
+    script = Path(shutil.copy(EXAMPLES / "own_loop" / "train.py", tmp_path))
+    few, all_steps = "train.steps=15", f"train.steps={STEPS}"
+    run_undisturbed(script, tmp_path / "alone", "--set", all_steps)
+    run_undisturbed(script, tmp_path / "resumed", "--set", few, workers=2)
+    run_undisturbed(script, tmp_path / "resumed", "--set", all_steps, workers=3)
+    events = [record.event for record in read_journal(FolderStore(tmp_path / "resumed"))]
+    done = [event.step for event in events if isinstance(event, StepDone)]
+    assert done == list(range(1, STEPS + 1))
+    assert_same_bits(tmp_path / "alone", tmp_path / "resumed", STEPS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "needs"), [("hf_trainer", "accelerate"), ("lightning", "lightning")]
+)
+def test_an_adapters_example_is_killed_and_ends_with_the_same_bits(
+    tmp_path: Path, name: str, needs: str
+) -> None:
+    pytest.importorskip(needs)
+    script = Path(shutil.copy(EXAMPLES / name / "train.py", tmp_path))
+    run_undisturbed(script, tmp_path / "alone", "--set", f"train.steps={STEPS}")
+    found = run_killed(
+        script, tmp_path / "killed", "--set", f"train.steps={STEPS}", workers=3, at=7
+    )
+    assert_continued_in_process(found, STEPS)
+    assert_same_bits(tmp_path / "alone", tmp_path / "killed", STEPS)
+
+
+FAILING = """\
+import torch
+from torch import nn
+
+import holdfast
+
+data = [{"x": torch.ones(3)}] * 8
+model = nn.Linear(3, 1)
+run = holdfast.run()
+run.keep(model, torch.optim.AdamW(model.parameters()))
+BEFORE
+for step in run.steps(9, batch_size=4, microbatch_size=2):
+    for batch in step.batches(data, version="1"):
+        INSIDE
+        step.backward(model(batch["x"]).sum(), weight=2)
+    step.apply()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("marks", "line", "words"),
+    [
+        ({"BEFORE": "raise ValueError('no room')"}, 10, "ValueError: no room"),
+        ({"BEFORE": "import sys; sys.exit('no')"}, 0, "exited with status no"),
+        ({"BEFORE": "raise SystemExit"}, 0, "the script ended before the last step of the run"),
+        ({"INSIDE": "if step.number == 4: model.weigth"}, 13, "AttributeError: 'Linear' object"),
+        (
+            {
+                "BEFORE": "import os; optimizer = run.kept._optimizer",
+                "INSIDE": "optimizer.param_groups[0]['lr'] = os.getpid() * 1e-9",
+            },
+            0,
+            "the ranks have unlike learning rates",
+        ),
+    ],
+)
+def test_an_error_of_the_script_ends_the_run_with_its_line(
+    tmp_path: Path, marks: dict[str, str], line: int, words: str
+) -> None:
+    text = FAILING
+    for mark in ("BEFORE", "INSIDE"):
+        text = text.replace(mark, marks.get(mark, "pass"))
+    script = tmp_path / "failing.py"
+    script.write_text(text)
+    found = apart("run", script, "--workers", "2", *PLAIN, folder=tmp_path, deadline=DEADLINE)
+    found.refuses_last(words)
+    if line:
+        found.refuses_last(f"failing.py:{line}")
