@@ -34,9 +34,6 @@ def test_a_kill_in_an_own_loop_changes_no_bit(tmp_path: Path) -> None:
     assert_same_bits(tmp_path / "alone", tmp_path / "killed", STEPS)
     audit = apart("data", "audit", tmp_path / "killed", deadline=DEADLINE)
     assert f"{64 * STEPS:,} samples in {STEPS} steps: none missing, none twice" in audit.out
-    again = apart("run", script, "--folder", tmp_path / "killed", *PLAIN, *arguments)
-    assert again.code == 0
-    assert "this run is finished" in again.err + again.out
 
 
 @pytest.mark.slow
@@ -50,6 +47,18 @@ def test_an_own_loop_is_stopped_and_resumed_with_other_workers(tmp_path: Path) -
     done = [event.step for event in events if isinstance(event, StepDone)]
     assert done == list(range(1, STEPS + 1))
     assert_same_bits(tmp_path / "alone", tmp_path / "resumed", STEPS)
+    again = apart(
+        "run",
+        script,
+        "--folder",
+        tmp_path / "resumed",
+        *PLAIN,
+        "--set",
+        all_steps,
+        deadline=DEADLINE,
+    )
+    assert again.code == 0
+    assert "this run is finished" in again.err + again.out
 
 
 @pytest.mark.slow
