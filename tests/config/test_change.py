@@ -64,7 +64,8 @@ def test_the_page_lists_each_class() -> None:
     }
     assert "`train.steps`" in rows["| in place"]
     assert "`cluster.*`" in rows["| in place"]
-    assert "`train.optimizer.*`" in rows["| branch"]
+    assert "`train.optimizer.groups.*`" in rows["| branch"]
+    assert "`train.optimizer.name`" in rows["| never"]
     assert "| `seed` | whole number, ≥ 0 | `1` | never |" in markdown()
 
 

@@ -32,7 +32,10 @@ def test_each_has_its_own_defaults_and_reads_its_dump(name: str) -> None:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("name: lionn", "is none of adamw, sgd, lion, adafactor, muon, nor the path of a class"),
+        (
+            "name: lionn",
+            "is none of adamw, sgd, lion, adafactor, muon, nor the path of a class",
+        ),
         ("name: lionn", "use lion"),
         (
             "name: sgd, betas: [0.8, 0.9]",
@@ -40,7 +43,7 @@ def test_each_has_its_own_defaults_and_reads_its_dump(name: str) -> None:
             "clip_norm, groups, momentum, nesterov; remove it",
         ),
         ("momentum: 0.9", "train.optimizer.momentum is no option of adamw"),
-        ("name: torch.optim.Adam, eps: 0.1", "a class takes its other options in"),
+        ("name: torch.optim.Adam, eps: 0.1", "groups, args; use train.optimizer.args.eps"),
         ("name: sgd, momentum: 0, nesterov: true", "use momentum 0.9, or nesterov false"),
         ("groups: [{weight_decay: 0}]", "train.optimizer.groups.0.match is missing"),
         ("groups: [{match: a, lr: 1}]", "unknown key train.optimizer.groups.0.lr"),

@@ -17,12 +17,12 @@ from tests.support.tiny_training import CPU
 MODULE = "tests.support.sample_optimizers"
 OPTIMIZERS: dict[str, dict[str, Any]] = {
     "adamw": {},
-    "sgd": {"nesterov": True},
+    "sgd": {"nesterov": True, "learning_rate": 0.5},
     "lion": {"learning_rate": 0.001},
     "adafactor": {},
     "muon": {},
-    "torch.optim.RMSprop": {"args": {"momentum": 0.9}},
-    f"{MODULE}:Damped": {"weight_decay": 0.1},
+    "torch.optim.RMSprop": {"learning_rate": 0.001, "args": {"momentum": 0.9}},
+    f"{MODULE}:Damped": {"learning_rate": 0.5, "weight_decay": 0.1},
     f"{MODULE}:Scaled": {},
 }
 """Name -> options in the tests of complete steps."""

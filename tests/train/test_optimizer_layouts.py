@@ -38,7 +38,7 @@ def _curve(rank: RankContext, name: str, layout: str) -> list[str]:
     table = [(spec.name, spec.shape) for spec in run_state_table(config)]
     assert [(local.name, local.global_shape) for local in made.state()] == table
     losses = [one_step(made, step).mean_loss for step in range(1, STEPS + 1)]
-    assert losses[-1] < losses[0]
+    assert len(set(losses)) == STEPS
     found = [loss.hex() for loss in losses] + [digest(made)]
     made.close()
     return found

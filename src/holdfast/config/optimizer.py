@@ -198,8 +198,8 @@ class OptimizerConfig(Section):
             return name
         near = get_close_matches(name.lower(), BUILT_IN, n=1)
         raise ValueError(
-            f"{name!r} is none of {', '.join(BUILT_IN)}, nor the path of a class: use "
-            + (near[0] if near else "adamw, or for example torch.optim.RMSprop")
+            f"{name!r} is none of {', '.join(BUILT_IN)}, nor the path of a class such as "
+            f"torch.optim.RMSprop: use {near[0] if near else 'adamw'}"
         )
 
     @model_validator(mode="after")
@@ -211,10 +211,9 @@ class OptimizerConfig(Section):
                 continue
             default = field.get_default(call_default_factory=True)
             if getattr(self, key) != default:
-                more = "; a class takes its other options in train.optimizer.args"
+                remedy = "remove it" if self._built_in else f"use train.optimizer.args.{key}"
                 raise ValueError(
-                    f"{key} is no option of {self.name}, which takes {', '.join(taken)}"
-                    f"{'' if self._built_in else more}: remove it"
+                    f"{key} is no option of {self.name}, which takes {', '.join(taken)}: {remedy}"
                 )
         if self.nesterov and not self.momentum:
             raise ValueError("nesterov needs momentum: use momentum 0.9, or nesterov false")

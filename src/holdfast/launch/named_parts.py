@@ -20,7 +20,9 @@ def with_named_parts(loaded: LoadedConfig) -> LoadedConfig:
     """Fill in what a child process finds out about the classes and functions of the run file, and
     check its patterns of names. Raises UserError."""
     for key in PLANNED:
-        if loaded.origins[key].kind in ("file", "command line"):
+        _, section, name = key.split(".")
+        value = getattr(getattr(loaded.config.train, section), name)
+        if value and loaded.origins[key].kind in ("file", "command line"):
             raise ConfigError(
                 f"{key} is worked out from what the run file names",
                 where=loaded.where(key),
