@@ -23,7 +23,9 @@ from tests.support.layouts import (
 from tests.support.marks import in_campaign
 from tests.support.optimizers import ELEMENTWISE, MODULE, OPTIMIZERS, engine_with, optimizer_config
 from tests.support.ranks import RankContext, rank_values
+from tests.support.step_recovery import undisturbed
 from tests.support.tiny_training import digest
+from tests.train.test_recover import POINTS, survivors
 
 STEPS = 6
 
@@ -52,6 +54,23 @@ def test_replicas_change_no_bit(name: str) -> None:
         for curve in rank_values(_curve, case(layout).world_size, arguments):
             curves.add(tuple(curve))
     assert len(curves) == 1
+
+
+KILLS = [(name, when) for name in ("sgd", "lion", "adafactor", "muon") for when in POINTS]
+
+
+@pytest.mark.parametrize(
+    ("name", "when"),
+    [kill if kill == ("muon", "voted") else in_campaign(*kill) for kill in KILLS],
+)
+def test_one_of_three_replicas_is_killed(name: str, when: str) -> None:
+    """At a point of a step; the other ranks continue from their own state."""
+    found = survivors(f"{name}.dp3", 2, when, f"{name}.dp2", [0, 1])
+    (alone,) = undisturbed(f"{name}.one")
+    assert len(found) == 2
+    for value in found:
+        assert value["curve"] == alone["curve"]
+        assert value["digest"] == alone["digest"]
 
 
 def _trained(rank: RankContext, name: str, layout: str, to: str, start: str) -> None:

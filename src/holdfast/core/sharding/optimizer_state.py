@@ -46,14 +46,9 @@ def slot_shape(optimizer: OptimizerConfig, slot: Slot, name: str, shape: Shape) 
     """Return the shape of a slot of a parameter; None if the parameter does not have it."""
     if slot.rule in (STEP, COUNT):
         return None
-    owns = {
-        ALL: lambda: True,
-        VECTORS: lambda: len(shape) < 2,
-        MATRICES: lambda: len(shape) >= 2,
-        HIDDEN: lambda: is_hidden_matrix(optimizer, name, shape),
-        REST: lambda: not is_hidden_matrix(optimizer, name, shape),
-    }
-    return shape_of_rule(slot.rule, shape) if owns[slot.of]() else None
+    hidden = is_hidden_matrix(optimizer, name, shape)
+    owners = {ALL, MATRICES if len(shape) >= 2 else VECTORS, HIDDEN if hidden else REST}
+    return shape_of_rule(slot.rule, shape) if slot.of in owners else None
 
 
 def shape_of_rule(rule: str, shape: Shape) -> Shape:
