@@ -80,7 +80,7 @@ def test_a_class_that_no_run_can_use(name: str, options: dict[str, Any], words: 
     [
         ("torch.optim.NAdam", "has state 'mu_product', a tensor of shape []"),
         ("torch.optim.LBFGS", "missing 1 required positional argument: 'closure'"),
-        ("torch.optim.Adafactor", "has state 'row_var', a tensor of shape [6, 1]"),
+        ("torch.optim.Adafactor", "and is not declared; use train.optimizer.name=adafactor"),
         ("torch.optim.Rprop", "has no weight_decay; use train.optimizer.weight_decay 0"),
     ],
 )

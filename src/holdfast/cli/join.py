@@ -113,9 +113,10 @@ def _with_data(
     Raises UserError, also where this node has another source of the task."""
     from holdfast.data.dataset import Dataset
 
-    loaded = described_parts(loaded, loaded.config.task.folder)
-    if not loaded.config.task.name:
+    before, loaded = loaded, described_parts(loaded, loaded.config.task.folder)
+    if loaded is not before:
         refuse_other_run(stored["config"], loaded.config, str(folder))
+    if not loaded.config.task.name:
         return loaded, dataset_version_in(folder, Dataset.open(loaded.config.data.folder))
     loaded = described(loaded, loaded.config.task.folder)
     refuse_other_run(stored["config"], loaded.config, str(folder))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from holdfast.config.optimizer import (
     ALL,
+    BUILT_IN,
     COUNT,
     DECLARED,
     ELEMENTWISE,
@@ -136,8 +138,17 @@ def _rule(
         config,
         f"has state {name!r}, {_describe(value)} for a parameter of shape {list(shape)}: it is not "
         "elementwise, and is not declared",
-        f"declare it in the class: state_shapes = {{{name!r}: 'scalar'}} (docs/optimizers.md)",
+        _declaration(name, config),
     )
+
+
+def _declaration(name: str, config: OptimizerConfig) -> str:
+    """The remedy for state that is not declared."""
+    _, _, own = config.name.rpartition(".")
+    if config.name.startswith("torch.") and own.lower() in BUILT_IN:
+        return f"use train.optimizer.name={own.lower()}"
+    where = "a class derived from it" if config.name.startswith("torch.") else "the class"
+    return f"declare it in {where}: state_shapes = {{{name!r}: 'scalar'}} (docs/optimizers.md)"
 
 
 def _describe(value: Any) -> str:
@@ -175,21 +186,30 @@ def _layouts(
     config: OptimizerConfig,
 ) -> tuple[str, ...]:
     """The axes under which each rank's update is the same as that of the complete parameters."""
-    alone = [_trained(make, config, lambda t, i=i: [t[i]]) for i in range(len(_SHAPES))]
-    if not _same([t for (t,) in alone], expected):
-        return (REPLICAS,)
-    in_parts = _trained(make, config, lambda t: [part for one in t for part in one.split(3)])
-    if not _same(in_parts, [part for one in expected for part in one.split(3)]):
+    for index in range(len(_SHAPES)):
+        (alone,) = _trained(make, config, partial(_one, index))
+        if not _same([alone], [expected[index]]):
+            return (REPLICAS,)
+    if not _same(_trained(make, config, _parts), _parts(expected)):
         return (REPLICAS, "pp")
     if any(slot.rule not in (ELEMENTWISE, STEP, COUNT) for slot in slots):
         return (REPLICAS, "pp")
     return (REPLICAS, "pp", "dp_shard", "tp")
 
 
+def _one(index: int, tensors: Sequence[Tensor]) -> list[Tensor]:
+    return [tensors[index]]
+
+
+def _parts(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Each tensor cut in two by rows."""
+    return [part for tensor in tensors for part in torch.split(tensor, 3)]
+
+
 def _trained(
     make: MakeOptimizer,
     config: OptimizerConfig,
-    choose: Callable[[list[Tensor]], list[Tensor]],
+    choose: Callable[[Sequence[Tensor]], list[Tensor]],
 ) -> list[Tensor]:
     """Some parameters, or parts of them, after as many updates."""
     parameters = [part.clone() for part in choose(_parameters())]
