@@ -129,7 +129,8 @@ def test_a_function_that_no_run_can_use(name: str, words: str) -> None:
 
 
 def test_another_source_is_refused_where_it_is_loaded() -> None:
-    config = planned(_optimizer(f"{MODULE}:Damped"))
+    given = {"optimizer": {"name": f"{MODULE}:Damped"}}
+    config = planned(RunConfig.model_validate({"train": given, "task": {"folder": str(ROOT)}}))
     load_user_parts(config)
     other = config.model_dump(mode="json")
     other["train"]["optimizer"]["source"] = "0" * 32
