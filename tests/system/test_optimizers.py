@@ -19,7 +19,7 @@ from holdfast.events import StepDone, WorkerLost, WorkerStarted
 from holdfast.wire.journal import follow_journal, read_journal
 from holdfast.wire.store.run_store import FolderStore
 from tests.support import sample_optimizers
-from tests.support.commands import apart, start, write_run_file
+from tests.support.commands import Outcome, apart, start, write_run_file
 
 STEPS = 30
 CHANGES = (
@@ -98,3 +98,36 @@ def test_a_kill_changes_no_bit(tmp_path: Path, optimizer: str) -> None:
         assert list(one.names) == list(other.names)
         for name in one.names:
             assert one[name].numpy().tobytes() == other[name].numpy().tobytes(), name
+
+
+@pytest.mark.slow
+def test_what_a_run_cannot_use_is_one_sentence(tmp_path: Path) -> None:
+    run_file = write_run_file(tmp_path)
+    shutil.copy(str(sample_optimizers.__file__), tmp_path / "my_optimizers.py")
+
+    def train(*given: str) -> Outcome:
+        return apart("train", run_file, "train.steps=4", "layout.workers=1", *given, deadline=240)
+
+    undeclared = train("train.optimizer.name=my_optimizers:Undeclared")
+    undeclared.refuses_last("train.optimizer.name=my_optimizers:Undeclared", "state 'norm'")
+    late = train("train.schedule.kind=my_optimizers:fails_late")
+    late.refuses_last("fails_late(4, 4) failed: ValueError: no rate for this step")
+    nothing = train("train.optimizer.groups=[{match: nrom}]")
+    nothing.refuses_last("matches none of the", "the nearest names are norm.weight")
+
+
+@pytest.mark.slow
+def test_an_export_and_another_source(tmp_path: Path) -> None:
+    run_file, own = write_run_file(tmp_path), tmp_path / "my_optimizers.py"
+    shutil.copy(str(sample_optimizers.__file__), own)
+    given = ["train.optimizer.name=my_optimizers:Damped", "layout.workers=1"]
+    done = apart("train", run_file, *given, deadline=240)
+    assert done.code == 0, done.err
+    folder = tmp_path / "run"
+    dcp = apart("export", folder, "--to", tmp_path / "dcp", "--format", "dcp")
+    dcp.refuses("AdamW's state, and train.optimizer.name of this run is my_optimizers:Damped")
+    weights = apart("export", folder, "--to", tmp_path / "hf")
+    assert weights.code == 0, weights.err
+    own.write_text(own.read_text() + "# another line\n")
+    again = apart("train", run_file, "train.steps=8", *given, deadline=240)
+    again.refuses_last("this run was started with another source of train.optimizer.name")

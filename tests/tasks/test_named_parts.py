@@ -128,6 +128,7 @@ def test_a_function_that_no_run_can_use(name: str, words: str) -> None:
     assert words in text
 
 
+@pytest.mark.slow
 def test_another_source_is_refused_where_it_is_loaded() -> None:
     given = {"optimizer": {"name": f"{MODULE}:Damped"}}
     config = planned(RunConfig.model_validate({"train": given, "task": {"folder": str(ROOT)}}))
