@@ -66,6 +66,7 @@ def import_(
     from holdfast.config.load import load_config
     from holdfast.launch.holder import HolderWatch
     from holdfast.launch.local import resume_command
+    from holdfast.launch.named_parts import with_named_parts
     from holdfast.launch.run_folder import refuse_in_use, refuse_other
     from holdfast.plan.hardware import detect_hardware
 
@@ -77,7 +78,7 @@ def import_(
     size = _vocabulary_of(source, tokenizer_unchecked)  # before hours of tokenising
     dataset = prepare_and_check_dataset(loaded)
     refuse_other_tokenizer(source, dataset)
-    loaded = _with_folder_vocabulary(loaded, dataset, source, size)
+    loaded = with_named_parts(_with_folder_vocabulary(loaded, dataset, source, size))
     refuse_other(folder, loaded, dataset.version)
     row = _begin_run(loaded, machine, dataset, source, weights_only)
     _report(row | {"folder": str(folder)}, resume_command(loaded), json)
