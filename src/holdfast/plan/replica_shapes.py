@@ -175,7 +175,7 @@ class _DegreeRules:
         if (axis, degree) not in self._known:
             alone = LayoutConfig.model_validate({axis: degree})
             config = self._config
-            refused = find_impossible_degrees(alone, config.model, config.train, config.task.name)
+            refused = find_impossible_degrees(alone, config.model, config.train, config.without_table)
             self._known[axis, degree] = refused is None
         return self._known[axis, degree]
 

@@ -1,4 +1,5 @@
-"""What the run file names, ready for the engine: the built-in decoder or a user's task."""
+"""What the run file names, ready for the engine: the built-in decoder, its adapters, or a user's
+task."""
 
 from __future__ import annotations
 
@@ -15,12 +16,15 @@ from holdfast.tasks.batches import TaskBatches
 from holdfast.tasks.loading import load_task, source_digest
 from holdfast.tasks.own import OwnTask
 from holdfast.tasks.task import Task
+from holdfast.train.lora_task import LoraTask
 from holdfast.train.task import DecoderTask, EngineTask
 
 
 def open_task(config: RunConfig) -> EngineTask:
     """Raises TaskError for a task that cannot be made, or whose source is not the run's."""
-    return OwnTask(_load_same(config), config) if config.task.name else DecoderTask(config)
+    if config.task.name:
+        return OwnTask(_load_same(config), config)
+    return LoraTask(config) if config.lora.rank else DecoderTask(config)
 
 
 def open_audited(config: RunConfig, dataset: str | Path) -> tuple[AuditedBatches, list[str]]:
