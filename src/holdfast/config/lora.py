@@ -55,7 +55,7 @@ def refuse_lora(lora: LoraConfig, what: str, remedy: str) -> None:
     """Raises ConfigError for a run of adapters. what: the subject of the sentence."""
     if lora.rank:
         raise ConfigError(
-            f"{what} needs all weights in a checkpoint, and this run keeps adapters alone",
+            f"{what} is for all weights of a model, and this run trains adapters alone",
             where="lora",
             remedy=remedy,
         )

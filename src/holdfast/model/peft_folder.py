@@ -1,7 +1,7 @@
 """Adapter folders as PEFT writes them: adapter_config.json and adapter_model.safetensors.
 
-    base_model.model.<layer of Hugging Face>.lora_A.weight    [rank, inputs]
-    base_model.model.<layer of Hugging Face>.lora_B.weight    [outputs, rank]
+base_model.model.<layer of Hugging Face>.lora_A.weight    [rank, inputs]
+base_model.model.<layer of Hugging Face>.lora_B.weight    [outputs, rank]
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors.torch import save
 from torch import Tensor
 
 from holdfast.config.lora import LoraConfig
@@ -94,11 +94,9 @@ def write_adapter(
     Raises ModelFolderError as `new_folder` does, and for a layer that PEFT does not have."""
     names = peft_names(model, lora)
     with new_folder(folder) as partial:
-        save_file(
-            {names[ours]: value.contiguous() for ours, value in tensors.items()},
-            partial / WEIGHTS,
-            {"format": "pt", **{f"holdfast.{key}": str(value) for key, value in version.items()}},
-        )
+        metadata = {f"holdfast.{key}": str(value) for key, value in version.items()}
+        named = {names[ours]: value.contiguous() for ours, value in tensors.items()}
+        (partial / WEIGHTS).write_bytes(save(named, {"format": "pt", **metadata}))
         for name, content in (
             (VERSION_FILE, dict(version)),
             ("adapter_config.json", peft_config(model, lora)),
@@ -127,7 +125,7 @@ def peft_config(model: ModelConfig, lora: LoraConfig) -> dict[str, Any]:
 
 
 def _target_modules(model: ModelConfig, lora: LoraConfig) -> list[str]:
-    """The layers' last names, where they mean these layers alone; else their full names."""
+    """The layers' last names, if they mean these layers alone; full names otherwise."""
     layers = linear_layers(model)
     chosen = {layers[ours][0] for ours in adapted_layers(model, lora)}
     ends = {name.rpartition(".")[2] for name in chosen}

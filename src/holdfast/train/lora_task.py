@@ -109,7 +109,7 @@ class LoraTask(DecoderTask):
 
 
 def open_base(config: RunConfig) -> FolderTensors:
-    """The base's weights, by our names. Raises ModelFolderError for others than the run's."""
+    """The base's weights, by our names. Raises ModelFolderError if they are not the run's."""
     folder = Path(config.lora.base)
     refuse_other_weights(folder, config.lora.base_checksum, "lora.base")
     found, tensors = import_folder(folder, config.model.vocab_multiple)
@@ -122,5 +122,3 @@ def _keyed_arguments(batch: Any) -> tuple[Any, ...]:
     """What the objective takes of a microbatch."""
     key = batch.key if isinstance(batch, TensorMicrobatch) else None
     return (*token_arguments(batch), key)
-
-

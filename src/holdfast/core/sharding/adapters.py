@@ -47,17 +47,14 @@ def adapted_layers(model: ModelConfig, lora: LoraConfig) -> dict[str, tuple[int,
 def is_target(target: str, names: Iterable[str]) -> bool:
     """Return True if a target means the layer with these names."""
     return target == ALL_LINEAR or any(
-        name == target or name.endswith(f".{target}") or fnmatchcase(name, target)
-        for name in names
+        name == target or name.endswith(f".{target}") or fnmatchcase(name, target) for name in names
     )
 
 
 def refuse_unknown_targets(targets: Iterable[str], layers: Mapping[str, str], where: str) -> None:
     """Raises ConfigError for targets that mean no layer. layers: our names to theirs."""
     unknown = [
-        target
-        for target in targets
-        if not any(is_target(target, pair) for pair in layers.items())
+        target for target in targets if not any(is_target(target, pair) for pair in layers.items())
     ]
     if not unknown:
         return
