@@ -214,3 +214,12 @@ def test_targets_and_bases_that_do_not_fit_are_refused(trained: Path, capsys: Ca
     here(capsys, "export", trained, "--to", trained.parent / "adapter").refuses(
         "not an empty folder"
     )
+
+
+def test_a_run_of_the_full_model_has_no_adapters(tmp_path: Path, capsys: Capture) -> None:
+    folder = tmp_path / "run"
+    shutil.copytree(GOLDEN.parents[1] / "runs" / "halfway", folder)
+    to = tmp_path / "adapter"
+    exported = here(capsys, "export", folder, "--to", to, "--format", "peft")
+    exported.refuses_last("trains the full model", "use --format hf")
+    assert not to.exists()

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from holdfast.checkpoint.restore.reader import Checkpoint
+from holdfast.config.task import refuse_task
 from holdfast.core.sharding.adapters import DOWN, UP, adapted_layers
 from holdfast.core.sharding.parameters import decoder_parameters
 from holdfast.errors import ConfigError
@@ -61,6 +62,7 @@ def write_peft_folder(to: Path, run: Run, checkpoint: Checkpoint) -> None:
     a run without adapters, ModelFolderError as `new_folder` does."""
     from holdfast.model.peft_folder import write_adapter
 
+    refuse_task(run.config.task, "an export for PEFT")
     lora = run.config.lora
     if not lora.rank:
         raise ConfigError(

@@ -56,7 +56,7 @@ def set_base(module: nn.Module, values: Mapping[str, Tensor]) -> None:
     """Give the base's weights to a module with adapters, by the names that they had."""
     for name, value in values.items():
         parent, _, key = name.rpartition(".")
-        module.get_submodule(parent)._buffers[key] = value
+        setattr(module.get_submodule(parent), key, value)
 
 
 def merged(base: Tensor, down: Tensor, up: Tensor, scale: float) -> Tensor:

@@ -127,7 +127,7 @@ def memory_of(config: RunConfig, table: StateTable, replica: Replica, at: Coordi
 
 def frozen_bytes(config: RunConfig) -> int:
     """Bytes of the base that a rank's adapters are for."""
-    if not config.lora.rank:
+    if not config.lora.rank or config.task.name:
         return 0
     precision = config.train.precision
     item = 2 if precision == "bf16" else ITEM_BYTES[STATE_DTYPE[precision]]

@@ -13,7 +13,13 @@ from typing import TYPE_CHECKING
 
 from holdfast.config.lora import ALL_LINEAR
 from holdfast.core.format.hf_names import huggingface_map
-from holdfast.core.sharding.parameters import Parameter, Uniform, Zeros, decoder_parameters
+from holdfast.core.sharding.parameters import (
+    Init,
+    Parameter,
+    Uniform,
+    Zeros,
+    decoder_parameters,
+)
 from holdfast.errors import ConfigError
 
 if TYPE_CHECKING:  # the mover has no use for pydantic
@@ -68,16 +74,21 @@ def refuse_unknown_targets(targets: Iterable[str], layers: Mapping[str, str], wh
 
 
 def adapter_rows(layers: Mapping[str, tuple[int, ...]], rank: int) -> tuple[Parameter, ...]:
-    """The parameters of adapters. A begins as PEFT's does (uniform within 1 / sqrt(inputs), which
-    is `kaiming_uniform_` with a = sqrt(5)), B at zero."""
+    """The parameters of adapters."""
     return tuple(
-        row
-        for name, (outputs, inputs) in layers.items()
-        for row in (
-            Parameter(f"{name}.{DOWN}", (rank, inputs), True, Uniform(1 / math.sqrt(inputs))),
-            Parameter(f"{name}.{UP}", (outputs, rank), True, Zeros()),
+        Parameter(name, shape, True, adapter_init(name, shape))
+        for layer, (outputs, inputs) in layers.items()
+        for name, shape in (
+            (f"{layer}.{DOWN}", (rank, inputs)),
+            (f"{layer}.{UP}", (outputs, rank)),
         )
     )
+
+
+def adapter_init(name: str, shape: tuple[int, ...]) -> Init:
+    """A begins as PEFT's does (uniform within 1 / sqrt(inputs), which is `kaiming_uniform_` with
+    a = sqrt(5)), B at zero."""
+    return Uniform(1 / math.sqrt(shape[1])) if name.endswith(f".{DOWN}") else Zeros()
 
 
 def lora_parameters(model: ModelConfig, lora: LoraConfig) -> tuple[Parameter, ...]:
