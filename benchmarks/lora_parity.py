@@ -15,7 +15,9 @@ import argparse
 import json
 import tempfile
 from collections.abc import Iterator
+from contextlib import redirect_stdout
 from importlib.metadata import version
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -141,6 +143,7 @@ def train_trl(path: Path, root: Path) -> tuple[list[float], Path]:
         logging_steps=1,
         logging_nan_inf_filter=False,
         max_grad_norm=0.0,
+        disable_tqdm=True,
         save_strategy="no",
         report_to=[],
         use_cpu=True,
@@ -162,7 +165,8 @@ def train_trl(path: Path, root: Path) -> tuple[list[float], Path]:
         processing_class=AutoTokenizer.from_pretrained(path.parent / "base"),
         optimizers=(optimizer, constant),
     )
-    trainer.train()
+    with redirect_stdout(StringIO()):  # its log
+        trainer.train()
     model.save_pretrained(root / "end")
     return [row["loss"] for row in trainer.state.log_history if "loss" in row], root / "end"
 

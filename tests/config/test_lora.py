@@ -127,7 +127,7 @@ def test_axes_that_need_a_sharding_table_are_refused(root: Path, axis: str) -> N
     with pytest.raises(ConfigError) as refused:
         _loaded(root, "model: {from: base}\nlora: {rank: 4}\n", f"layout.{axis}=2")
     assert f"layout.{axis} 2 needs a sharding table" in str(refused.value)
-    assert f"and lora has none: use {axis} 1, with dp_shard or replicas" in str(refused.value)
+    assert f"and lora has none; use {axis} 1, with dp_shard or replicas" in str(refused.value)
 
 
 def test_runs_without_adapters_keep_their_identity() -> None:

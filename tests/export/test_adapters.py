@@ -171,7 +171,7 @@ def test_other_commands_work_with_the_run_or_refuse(trained: Path, capsys: Captu
         capsys, "checkpoint", "import", trained, "--from", root / "base", f"folder={root / 'y'}"
     )
     imported.refuses("checkpoint import", "name the base in model.from")
-    layout = here(capsys, "layout", trained)
+    layout = here(capsys, "layout", "show", trained)
     assert layout.code == 0, layout.err
 
 
@@ -188,13 +188,20 @@ def test_a_changed_or_missing_base_is_refused(
     here(capsys, *longer).refuses_last(
         "not those that the run was begun with", "put the files back", "lora.base"
     )
-    exported = here(capsys, "export", path, "--to", root / "other")
-    assert exported.code == 2
     shutil.rmtree(root / "base")
     here(capsys, *longer).refuses_last("there is no config.json here", "name the folder")
     shutil.copytree(trained.parent / "base", root / "moved")
     moved = here(capsys, "train", path, "train.steps=21", f"model.from={root / 'moved'}")
     assert moved.code == 0, moved.err
+    shutil.rmtree(root / "moved")
+    write_base(root / "moved", seed=4)
+    for command in (("export", path, "--to", root / "other"), ("generate", path, "Say blue.")):
+        here(capsys, *command).refuses_last("not those that the run was begun with")
+    assert not (root / "other").exists()
+    there = "--base", trained.parent / "base"
+    assert here(capsys, "export", path, "--to", root / "merged again", *there).code == 0
+    adapters = here(capsys, "export", path, "--to", root / "other", "--format", "peft")
+    assert adapters.code == 0, adapters.err
 
 
 def test_targets_and_bases_that_do_not_fit_are_refused(trained: Path, capsys: Capture) -> None:
@@ -205,12 +212,15 @@ def test_targets_and_bases_that_do_not_fit_are_refused(trained: Path, capsys: Ca
     here(capsys, "train", trained, new, "lora.base_checksum=00").refuses_last(
         "not those that the run was begun with"
     )
-    plain = "model={preset: tiny, vocab_size: 400}"
-    here(capsys, "train", trained, new, plain).refuses_last(
+    tokenizer = f"data.tokenizer.path={trained.parent / 'base' / 'tokenizer.json'}"
+    plain = "model={preset: tiny, vocab_size: 400}", tokenizer
+    here(capsys, "train", trained, new, *plain).refuses_last(
         "no folder gives the weights of the base", "add model: {from: FOLDER}"
     )
-    other = "model={preset: tiny, vocab_size: 400}", f"lora.base={trained.parent / 'base'}"
-    here(capsys, "train", trained, new, *other).refuses_last("has another shape", "model.from")
+    base = f"lora.base={trained.parent / 'base'}"
+    here(capsys, "train", trained, new, *plain, base).refuses_last(
+        "has another shape", "model.from"
+    )
     here(capsys, "export", trained, "--to", trained.parent / "adapter").refuses(
         "not an empty folder"
     )
@@ -222,4 +232,6 @@ def test_a_run_of_the_full_model_has_no_adapters(tmp_path: Path, capsys: Capture
     to = tmp_path / "adapter"
     exported = here(capsys, "export", folder, "--to", to, "--format", "peft")
     exported.refuses_last("trains the full model", "use --format hf")
+    based = here(capsys, "export", folder, "--to", to, "--base", tmp_path)
+    based.refuses_last("no folder of frozen weights", "leave out --base")
     assert not to.exists()

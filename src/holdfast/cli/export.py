@@ -10,7 +10,7 @@ import typer
 
 from holdfast.cli.dispatch import app as make_app
 from holdfast.cli.output import print_json, say
-from holdfast.launch.runs import Run, open_run
+from holdfast.launch.runs import Run, open_run, with_base
 
 app = make_app("Write a folder that transformers or torch.distributed.checkpoint loads.")
 
@@ -61,6 +61,9 @@ def export(
     names: Annotated[
         Names | None, typer.Option(help="of the parameters (dcp); none: holdfast")
     ] = None,
+    base: Annotated[
+        Path | None, typer.Option(help="folder of a lora run's frozen weights, if it has moved")
+    ] = None,
     json: Annotated[bool, typer.Option("--json", help="print JSON")] = False,
 ) -> None:
     """Write a run's state for other programs, a few megabytes at a time, whatever its size.
@@ -81,7 +84,7 @@ def export(
       holdfast export runs/quickstart --to model-dcp --format dcp
       holdfast export runs/tuned --to adapter --format peft
     """
-    found = open_run(run)
+    found = with_base(open_run(run), base)
     if format is Format.DCP:
         if dtype is not None:
             raise typer.BadParameter(

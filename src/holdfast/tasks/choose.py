@@ -16,7 +16,6 @@ from holdfast.tasks.batches import TaskBatches
 from holdfast.tasks.loading import load_task, source_digest
 from holdfast.tasks.own import OwnTask
 from holdfast.tasks.task import Task
-from holdfast.train.lora_task import LoraTask
 from holdfast.train.task import DecoderTask, EngineTask
 
 
@@ -24,7 +23,11 @@ def open_task(config: RunConfig) -> EngineTask:
     """Raises TaskError for a task that cannot be made, or whose source is not the run's."""
     if config.task.name:
         return OwnTask(_load_same(config), config)
-    return LoraTask(config) if config.lora.rank else DecoderTask(config)
+    if not config.lora.rank:
+        return DecoderTask(config)
+    from holdfast.train.lora_task import LoraTask  # only if needed: it reads folders of models
+
+    return LoraTask(config)
 
 
 def open_audited(config: RunConfig, dataset: str | Path) -> tuple[AuditedBatches, list[str]]:
