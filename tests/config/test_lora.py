@@ -11,6 +11,7 @@ import pytest
 from holdfast.config.identity import config_hash
 from holdfast.config.load import LoadedConfig, resolve_config
 from holdfast.config.lora_from import PLAIN, read_adapter_config
+from holdfast.config.no_effect import find_without_effect
 from holdfast.config.run import RunConfig
 from holdfast.errors import ConfigError, ModelFolderError
 
@@ -136,3 +137,10 @@ def test_runs_without_adapters_keep_their_identity() -> None:
     named = RunConfig.model_validate({"lora": {"name": "other", "base": "/elsewhere"}})
     assert config_hash(named) == plain
     assert config_hash(RunConfig.model_validate({"lora": {"rank": 2}})) != plain
+
+
+def test_keys_of_adapters_without_a_rank_have_no_effect() -> None:
+    loaded = resolve_config("lora:\n  alpha: 4\n  dropout: 0.1\n", "run.yaml")
+    found = [line for line in find_without_effect(loaded) if "lora" in line]
+    assert len(found) == 2
+    assert "run.yaml:2: lora.alpha has no effect with lora.rank 0" in found[0]

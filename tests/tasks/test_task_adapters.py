@@ -16,6 +16,7 @@ from holdfast.tasks.adapters import trained_module
 from holdfast.tasks.child import describe
 from holdfast.tasks.module import own_values
 from tests.support.layouts import case
+from tests.support.marks import in_campaign
 from tests.support.own_tasks import TaskTraining, task_config
 from tests.support.ranks import RankContext, rank_values, ranks
 from tests.support.sample_tasks import Gru, Tied
@@ -44,7 +45,7 @@ def _curve(rank: RankContext, name: str, layout: str, args: dict[str, Any]) -> l
     return found
 
 
-@pytest.mark.parametrize("name", ["Gru", "EncoderDecoder"])
+@pytest.mark.parametrize("name", [in_campaign("Gru"), "EncoderDecoder"])
 def test_replicas_change_no_bit(name: str) -> None:
     curves: set[tuple[str, ...]] = set()
     for layout in ("one", "dp2"):

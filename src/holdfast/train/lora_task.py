@@ -109,7 +109,7 @@ class LoraTask(DecoderTask):
 
 
 def open_base(config: RunConfig) -> FolderTensors:
-    """Return the base's weights, by our names. Raises ModelFolderError if they are not the run's."""
+    """Return the base's weights, by our names. Raises ModelFolderError for other ones."""
     folder = Path(config.lora.base)
     refuse_other_weights(folder, config.lora.base_checksum, "lora.base")
     found, tensors = import_folder(folder, config.model.vocab_multiple)
