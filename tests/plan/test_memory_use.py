@@ -107,7 +107,7 @@ def test_a_vocabulary_not_known_yet_counts_as_nothing() -> None:
 
 def test_adapters_have_the_base_on_each_rank_and_nothing_else_of_it() -> None:
     for precision, item in (("fp32", 4), ("bf16", 2)):
-        config, _ = held(precision)
+        config, _ = held(precision, workers=1)
         lora = config.lora.model_copy(update={"rank": 2})
         adapted = config.model_copy(update={"lora": lora})
         (rank,) = contents_by_rank(adapted, plan_topology(adapted, 1, "here"))
