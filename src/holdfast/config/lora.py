@@ -38,7 +38,9 @@ class LoraConfig(Section):
         "", description="of the frozen weights' files; another one is refused (planned)"
     )
     adapter: InPlace[str] = Field("", description="folder that lora.from names (planned)")
-    adapter_checksum: str = Field("", description="of the weights that the adapters begin with (planned)")
+    adapter_checksum: str = Field(
+        "", description="of the weights that the adapters begin with (planned)"
+    )
 
     @field_validator("targets", mode="before")
     @classmethod
