@@ -178,7 +178,14 @@ def _imported(
         raise typer.BadParameter(
             "a Hugging Face folder has only those", param_hint="--weights-only"
         )
-    commit = import_huggingface(store, source, config.model, config.train.precision, **identity)
+    commit = import_huggingface(
+        store,
+        source,
+        config.model,
+        config.train.precision,
+        optimizer=config.train.optimizer,
+        **identity,
+    )
     from holdfast.model.huggingface_tokenizer import keep_settings
 
     has_tokenizer = (source / "tokenizer.json").is_file()  # which is the dataset's
@@ -203,6 +210,7 @@ def _from_dcp(
         train.precision,
         position_of_step=schedule.position,
         weights_only=weights_only,
+        optimizer=train.optimizer,
         **identity,
     )
     state = "weights and AdamW's moments" if found.has_moments else "weights"

@@ -21,6 +21,7 @@ from holdfast.config.load import LoadedConfig, load_config
 from holdfast.errors import ConfigError, LayoutError
 from holdfast.launch.holder import HolderWatch
 from holdfast.launch.lora_run import describe_lora, with_lora
+from holdfast.launch.named_parts import with_named_parts
 from holdfast.launch.resume_checks import (
     ensure_end_is_intact,
     refuse_branch_without_state,
@@ -165,11 +166,12 @@ def prepare_run_data(
 
     wait: for another process that prepares the dataset. Raises UserError."""
     if loaded.config.task.name:
-        loaded = with_task(loaded)
+        loaded = with_named_parts(with_task(loaded))
         task = loaded.config.task
         return loaded, RunData(task.data, Path(task.folder), ())
     from holdfast.data.coverage import describe_use
 
+    loaded = with_named_parts(loaded)
     dataset = prepare_and_check_dataset(loaded, wait=wait)
     loaded = with_vocabulary(loaded, dataset, None if fresh else run_folder)
     if loaded.config.lora.rank:

@@ -12,6 +12,7 @@ from math import gcd, lcm
 
 from holdfast.config.layout import DegreesConfig, LayoutConfig
 from holdfast.config.model import ModelConfig
+from holdfast.config.optimizer import REPLICAS, OptimizerConfig
 from holdfast.config.train import TrainConfig
 
 
@@ -29,7 +30,8 @@ def find_impossible_degrees(
             if without_table
             else [_tensor(key, degrees.tp, model), _pipeline(key, degrees, model.layers)]
         )
-        for sentence in (_shard(key, degrees.dp_shard, shards, train), *cuts):
+        optimizer = _optimizer(key, degrees, train.optimizer)
+        for sentence in (_shard(key, degrees.dp_shard, shards, train), *cuts, optimizer):
             if sentence:
                 return sentence
     return _workers(layout) or None if layout.workers else None
@@ -121,6 +123,22 @@ def _without_table(key: str, degrees: DegreesConfig, trained: str) -> str:
     return (
         f"{key}.{axis} {getattr(degrees, axis)} needs a sharding table, which says how each "
         f"parameter is cut, and {trained} has none: use {axis} 1, with dp_shard or replicas"
+    )
+
+
+def _optimizer(key: str, degrees: DegreesConfig, optimizer: OptimizerConfig) -> str:
+    """Check that no axis cuts a parameter that the optimizer needs complete."""
+    if optimizer.is_class and not optimizer.layouts:
+        return ""  # not planned yet
+    axes = [axis for axis in ("pp", "dp_shard", "tp") if getattr(degrees, axis) > 1]
+    axis = next((axis for axis in axes if axis not in optimizer.allowed_axes), None)
+    if axis is None:
+        return ""
+    others = [axis for axis in optimizer.allowed_axes if axis != REPLICAS]
+    works = " and ".join(("replicas (layout.workers)", *others))
+    return (
+        f"{key}.{axis} {getattr(degrees, axis)} does not fit train.optimizer.name "
+        f"{optimizer.name}, which needs complete parameters: use {axis} 1, with {works}"
     )
 
 

@@ -50,6 +50,12 @@ def _given(loaded: LoadedConfig, key: str) -> bool:
 def _schedule(loaded: LoadedConfig) -> Iterator[Finding]:
     train = loaded.config.train
     schedule, steps = train.schedule, train.steps
+    if schedule.is_function:
+        for key in ("warmup_steps", "decay_steps", "final_ratio"):
+            if _given(loaded, f"train.schedule.{key}"):
+                what = f"has no effect on schedule.kind {schedule.kind}"
+                yield f"train.schedule.{key}", what, "remove it"
+        return
     warmup, key = schedule.warmup_steps, "train.schedule.warmup_steps"
     shorter = steps // 10
     if warmup > steps:

@@ -62,6 +62,9 @@ _EXPANDED = {
 """Keys that are no fields, by the field that they come after."""
 
 
+_KEYS_IN_ROW = 25  # of the table of classes
+
+
 def json_schema() -> dict[str, Any]:
     """For editors. The shape of a model is not required, as a preset may give it."""
     schema = RunConfig.model_json_schema()
@@ -105,10 +108,13 @@ def _changes() -> str:
         assert change is not None, f"{key} does not say what a change of it does"
         if name not in names[change]:
             names[change].append(name)
-    return "\n".join(
-        f"| {change} | {_MEANING[change]} | {', '.join(f'`{name}`' for name in found)} |"
-        for change, found in names.items()
-    )
+    rows = []
+    for change, found in names.items():
+        quoted = [f"`{name}`" for name in found]
+        for start in range(0, len(quoted), _KEYS_IN_ROW):
+            cells = f"{change} | {_MEANING[change]}" if start == 0 else "|"
+            rows.append(f"| {cells} | {', '.join(quoted[start : start + _KEYS_IN_ROW])} |")
+    return "\n".join(rows)
 
 
 def _sections(section: type[BaseModel], prefix: str, title: str) -> list[str]:

@@ -1,10 +1,10 @@
 """The state that every rank of a Topology holds, in words of the model and in bytes.
 
 Bytes are counted while a step's backward runs, because a rank holds the most then: parameters,
-gradients, AdamW's two moments. Psi is the number of elements on a rank after tp and pp have cut,
-and n the degree of dp_shard. The table is for the run file's precision (Rajbhandari et al. 2020,
-section 5). Our sizes differ: bf16 computes on a copy of fp32 parameters, and sums gradients in
-fp32.
+gradients, AdamW's two moments. Another optimizer's state takes their place. Psi is the number of
+elements on a rank after tp and pp have cut, and n the degree of dp_shard. The table is for the run
+file's precision (Rajbhandari et al. 2020, section 5). Our sizes differ: bf16 computes on a copy of
+fp32 parameters, and sums gradients in fp32.
 
                     fp32                                bf16
     zero 1          4 Psi + 4 Psi + 8 Psi/n             (2 Psi + 4 Psi/n) + 4 Psi + 8 Psi/n
@@ -22,8 +22,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from itertools import chain
 
 from holdfast.config.run import RunConfig
+from holdfast.core.sharding.optimizer_state import optimizer_rows
 from holdfast.core.sharding.parameters import count_parameters
 from holdfast.core.sharding.run_table import run_parameter_table
 from holdfast.core.sharding.sharding_table import tp_part
@@ -114,6 +116,8 @@ def memory_of(config: RunConfig, table: StateTable, replica: Replica, at: Coordi
     mixed = config.train.precision == "bf16"
     whole = _elements((replace(spec, shard_dim=None) for spec in table), replica, at)
     cut = _elements(table, replica, at)
+    kept = chain.from_iterable(optimizer_rows(config.train.optimizer, table))
+    moments = state * _elements(kept, replica, at)
     zero = config.layout.zero if replica.degree("dp_shard") > 1 else 1
     if zero == 3:
         parameters = state * cut
@@ -122,7 +126,7 @@ def memory_of(config: RunConfig, table: StateTable, replica: Replica, at: Coordi
     else:  # zero 1 updates its rows of the parameters in place; zero 2 gathers a second copy
         parameters = state * whole + (state * cut if zero == 2 else 0)
     parameters += frozen_bytes(config)
-    return RankMemory(parameters, state * (whole if zero == 1 else cut), 2 * state * cut)
+    return RankMemory(parameters, state * (whole if zero == 1 else cut), moments)
 
 
 def frozen_bytes(config: RunConfig) -> int:

@@ -21,6 +21,10 @@ from holdfast.tasks.batches import TaskBatches, open_samples
 from holdfast.tasks.initial import first_values
 from holdfast.tasks.loading import load_task, source_digest
 from holdfast.tasks.module import module_rows, refuse_other_rows
+from holdfast.tasks.named import load_optimizer, load_schedule, sources_of
+from holdfast.tasks.optimizer_probe import probe_optimizer
+
+_SAMPLED_STEPS = 10_000
 
 
 def describe(config: RunConfig) -> dict[str, Any]:
@@ -39,17 +43,39 @@ def describe(config: RunConfig) -> dict[str, Any]:
     return found | {BASE_CHECKSUM: values_checksum(frozen)}
 
 
+def describe_named(config: RunConfig) -> dict[str, Any]:
+    """Return the planned keys of what `train` names by a path. Raises UserError."""
+    train, found = config.train, dict[str, Any]()
+    if train.optimizer.is_class:
+        facts = probe_optimizer(load_optimizer(config), train.optimizer)
+        found["train.optimizer.slots"] = [slot.text for slot in facts.slots]
+        found["train.optimizer.layouts"] = list(facts.layouts)
+    if train.schedule.is_function:
+        rate = load_schedule(config)
+        for step in _sampled_steps(train.steps):
+            rate(step, train.schedule_steps)
+    return found | {f"{k.rpartition('.')[0]}.source": v for k, v in sources_of(config).items()}
+
+
+def _sampled_steps(steps: int) -> list[int]:
+    """All steps, or so many that the start of a long run takes no time."""
+    stride = max(1, steps // _SAMPLED_STEPS)
+    return [*range(1, steps + 1, stride), steps]
+
+
 def answer(question: Question) -> Answer:
     """Answer one question."""
     config = RunConfig.model_validate(question.config)
     try:
         if question.purpose == "describe":
             return Answer(describe(config))
+        if question.purpose == "named":
+            return Answer(describe_named(config))
         task, skips = load_task(config.task), Skips.from_json(question.skips)
         batches = TaskBatches(task, config, skips)
         return Answer(stand_in_entries(batches, question.missing, question.last_step))
     except UserError as error:
-        return Answer(None, error.message, error.remedy or "")
+        return Answer(None, error.message, error.remedy or "", error.where or "task")
 
 
 def main() -> None:

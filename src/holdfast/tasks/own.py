@@ -36,6 +36,7 @@ from holdfast.train.executors import SingleStageExecutor
 from holdfast.train.precision import Precision
 from holdfast.train.state import InitialBox
 from holdfast.train.task import TaskBatchSource
+from holdfast.train.user_parts import UserParts
 
 _EQUAL, _NEAR = 1e-3, 0.1
 """Relative distance within which two losses count as equal, without and with random numbers."""
@@ -44,8 +45,9 @@ _EQUAL, _NEAR = 1e-3, 0.1
 class OwnTask:
     """A user's task. It keeps the module's constants, which each rebuild needs."""
 
-    def __init__(self, task: Task, config: RunConfig) -> None:
+    def __init__(self, task: Task, config: RunConfig, user_parts: UserParts | None = None) -> None:
         self._task, self._config = task, config
+        self.user_parts = user_parts or UserParts()
         self._precision = Precision.of(config.train.precision)
         self._buffers: dict[str, Tensor] | None = None
         self._frozen: dict[str, Tensor] | None = None  # what adapters are for

@@ -33,6 +33,7 @@ from holdfast.train.objective import NextTokenObjective
 from holdfast.train.precision import Precision
 from holdfast.train.state import InitialBox
 from holdfast.train.task import DecoderTask, TaskBatchSource
+from holdfast.train.user_parts import UserParts
 
 
 class LoraObjective(NextTokenObjective):
@@ -56,8 +57,8 @@ class LoraObjective(NextTokenObjective):
 class LoraTask(DecoderTask):
     """Adapters of the decoder, trained to predict the next token."""
 
-    def __init__(self, config: RunConfig) -> None:
-        super().__init__(config)
+    def __init__(self, config: RunConfig, user_parts: UserParts | None = None) -> None:
+        super().__init__(config, user_parts)
         self._compute = Precision.of(config.train.precision).compute
         self._base: dict[str, Tensor] = {}
 

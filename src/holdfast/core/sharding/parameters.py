@@ -55,6 +55,7 @@ class Parameter:
         gradients of exactly zero, and so stay zero.
     merge: "" for a parameter. For a buffer that a forward pass changes, it names what the step
         adds: the "mean" or the "sum" of its microbatches' changes. They travel as gradients do.
+    frozen: it keeps its values, and no group of the optimizer's lets it decay.
     """
 
     name: str
@@ -63,6 +64,7 @@ class Parameter:
     init: Init
     padding: int = 0
     merge: str = ""
+    frozen: bool = False
 
     @property
     def size(self) -> int:

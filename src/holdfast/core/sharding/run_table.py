@@ -12,7 +12,6 @@ A task's rows have no tensor or pipeline cut. Each is cut along dim 0 by dp_shar
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from holdfast.core.sharding.adapters import lora_parameters
@@ -21,10 +20,10 @@ from holdfast.core.sharding.pipeline_stages import BlockCosts, block_costs
 from holdfast.core.sharding.reduction_cells import Cell, GradientRow, cells_of_rows, decoder_rows
 from holdfast.core.sharding.state_table import (
     STATE_DTYPE,
-    STATE_PREFIXES,
     StateTable,
     TensorSpec,
     parameter_table,
+    with_optimizer_state,
 )
 from holdfast.layout import Topology
 
@@ -49,7 +48,8 @@ def row_of_text(text: str) -> Parameter:
     name, shape, *marks = text.split(" ")
     sizes = tuple(int(n) for n in shape.split("x"))
     merge = next((mark for mark in marks if mark in MERGES), "")
-    return Parameter(name, sizes, DECAYS in marks, Own(), merge=merge)
+    frozen = FROZEN in marks
+    return Parameter(name, sizes, DECAYS in marks, Own(), merge=merge, frozen=frozen)
 
 
 def run_parameters(config: RunConfig) -> tuple[Parameter, ...]:
@@ -72,9 +72,8 @@ def run_parameter_table(config: RunConfig) -> StateTable:
 
 
 def run_state_table(config: RunConfig) -> StateTable:
-    """All state tensors: parameters first, then the optimizer's moments."""
-    rows = run_parameter_table(config)
-    return tuple(replace(row, name=prefix + row.name) for prefix in STATE_PREFIXES for row in rows)
+    """All state tensors: parameters first, then what the optimizer keeps."""
+    return with_optimizer_state(run_parameter_table(config), config.train.optimizer)
 
 
 def run_cells(config: RunConfig, topology: Topology, rank: int) -> tuple[Cell, ...]:
