@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from holdfast.cli.output import print_json, say
+from holdfast.config.lora import refuse_lora
 from holdfast.config.task import refuse_task
 from holdfast.errors import DataError, OutOfSpaceError, UserError
 from holdfast.launch.runs import IMPORTED_FOLDER
@@ -73,6 +74,11 @@ def import_(
     machine = detect_hardware()
     loaded = plan_for_machine(load_config(run_file, overrides or []), machine)
     refuse_task(loaded.config.task, "holdfast checkpoint import")
+    refuse_lora(
+        loaded.config.lora,
+        "holdfast checkpoint import",
+        "name the base in model.from, and an adapter to begin with in lora.from",
+    )
     folder = Path(loaded.config.run_folder)
     refuse_in_use(folder, HolderWatch(folder, say))
     size = _vocabulary_of(source, tokenizer_unchecked)  # before hours of tokenising

@@ -131,6 +131,7 @@ def _own(overrides: list[str]) -> list[str]:
             "device",
             "checkpoint.peer_advertise",
             "task.folder",
+            "lora.base",
             *ADDRESS_KEYS,
         ):
             raise RunFolderError(

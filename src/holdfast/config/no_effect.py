@@ -182,6 +182,8 @@ def _switched_off(loaded: LoadedConfig) -> Iterator[Finding]:
     rules += [
         (f"data.chat.{name}", not data.has_chat, "no chat data") for name in type(chat).model_fields
     ]
+    lora = type(config.lora).model_fields
+    rules += [(f"lora.{n}", not config.lora.rank, "lora.rank 0") for n in lora if n != "rank"]
     if data.has_chat:
         rules.append(("data.chat.template", bool(chat.template_file), "data.chat.template_file"))
     for index, source in enumerate(data.sources):

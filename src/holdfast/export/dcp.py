@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from holdfast.checkpoint.restore.read_ahead import ReadAhead
 from holdfast.checkpoint.restore.reader import Checkpoint
+from holdfast.config.lora import refuse_lora
 from holdfast.config.task import refuse_task
 from holdfast.core.format.flat_names import MOMENTS, OPTIMIZER_PREFIXES, SCHEMES, FlatName
 from holdfast.core.lr_schedule import learning_rate
@@ -35,6 +36,7 @@ def write_dcp_folder(to: Path, run: Run, checkpoint: Checkpoint, scheme: str) ->
     _refuse_other_optimizer(run)
     if scheme != OWN_SCHEME:
         refuse_task(run.config.task, f"--names {scheme}")
+        refuse_lora(run.config.lora, f"--names {scheme}", "use --format hf, or --names holdfast")
     parameters = run_parameters(run.config)
     rows = (
         tuple(FlatName(p.name, p.name, p.shape) for p in parameters)

@@ -11,6 +11,9 @@ fp32 parameters, and sums gradients in fp32.
     zero 2          (4 Psi + 4 Psi/n) + (4 + 8) Psi/n   (2 Psi + 4 Psi/n) + (4 + 8) Psi/n
     zero 3          (4 + 4 + 8) Psi/n                   (4 + 4 + 8) Psi/n
 
+With adapters (`lora`), Psi are theirs alone. The base is on each rank in full, in the dtype that is
+computed with.
+
 Not counted: activations, partial sums and messages on their way. Nor are the tensors of the current
 block that zero 2 and 3 gather, or have not reduced yet.
 """
@@ -23,6 +26,7 @@ from itertools import chain
 
 from holdfast.config.run import RunConfig
 from holdfast.core.sharding.optimizer_state import optimizer_rows
+from holdfast.core.sharding.parameters import count_parameters
 from holdfast.core.sharding.run_table import run_parameter_table
 from holdfast.core.sharding.sharding_table import tp_part
 from holdfast.core.sharding.state_table import (
@@ -121,7 +125,17 @@ def memory_of(config: RunConfig, table: StateTable, replica: Replica, at: Coordi
         parameters = 2 * whole + state * cut
     else:  # zero 1 updates its rows of the parameters in place; zero 2 gathers a second copy
         parameters = state * whole + (state * cut if zero == 2 else 0)
+    parameters += frozen_bytes(config)
     return RankMemory(parameters, state * (whole if zero == 1 else cut), moments)
+
+
+def frozen_bytes(config: RunConfig) -> int:
+    """Bytes of the base that a rank's adapters are for."""
+    if not config.lora.rank or config.task.name:
+        return 0
+    precision = config.train.precision
+    item = 2 if precision == "bf16" else ITEM_BYTES[STATE_DTYPE[precision]]
+    return item * count_parameters(config.model)
 
 
 def _elements(table: Iterable[TensorSpec], replica: Replica, at: Coordinate) -> int:

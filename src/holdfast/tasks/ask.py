@@ -19,6 +19,8 @@ from holdfast.errors import TaskError
 from holdfast.wire.child_command import module_command
 
 CHILD = "holdfast.tasks.child"
+BASE_CHECKSUM = "base_checksum"
+"""Key of the checksum of what adapters are for, next to the planned ones."""
 OPTIMIZER_KEY, SCHEDULE_KEY = "train.optimizer.name", "train.schedule.kind"
 """Keys that may name a class or a function by its path."""
 _OUTPUT_CHARACTERS = 2000  # of the child's last words, where it gave no answer
@@ -62,8 +64,8 @@ class Answer:
 
 
 def describe_task(config: RunConfig) -> dict[str, Any]:
-    """Return the planned keys of the section `task`: source, data, samples, parameters. Raises
-    TaskError."""
+    """Return the planned keys of the section `task`: source, data, samples, parameters; for
+    adapters also `BASE_CHECKSUM`. Raises TaskError."""
     planned: dict[str, Any] = _ask(Question("describe", config.model_dump(mode="json"), [], [], 0))
     return planned
 

@@ -15,10 +15,12 @@ from holdfast.config.run import RunConfig
 from holdfast.core.data.skips import Skips
 from holdfast.data.ledger_entries import stand_in_entries
 from holdfast.errors import UserError
-from holdfast.tasks.ask import Answer, Question
+from holdfast.tasks.adapters import frozen_values, trained_module, values_checksum
+from holdfast.tasks.ask import BASE_CHECKSUM, Answer, Question
 from holdfast.tasks.batches import TaskBatches, open_samples
+from holdfast.tasks.initial import first_values
 from holdfast.tasks.loading import load_task, source_digest
-from holdfast.tasks.module import meta_module, module_rows, refuse_other_rows
+from holdfast.tasks.module import module_rows, refuse_other_rows
 from holdfast.tasks.named import load_optimizer, load_schedule, sources_of
 from holdfast.tasks.optimizer_probe import probe_optimizer
 
@@ -26,13 +28,19 @@ _SAMPLED_STEPS = 10_000
 
 
 def describe(config: RunConfig) -> dict[str, Any]:
-    """Return the planned keys of the section `task`. Raises TaskError."""
+    """Return the planned keys of the section `task`, and for adapters the checksum of what they are
+    for. Raises UserError."""
     task = load_task(config.task)
     source = source_digest(config.task)
-    rows = module_rows(task, meta_module(task))
-    refuse_other_rows(rows, module_rows(task, meta_module(task)))
+    lora = config.lora
+    rows = module_rows(task, trained_module(task, lora))
+    refuse_other_rows(rows, module_rows(task, trained_module(task, lora)))
     samples, version = open_samples(task)
-    return {"source": source, "data": version, "samples": len(samples), "parameters": list(rows)}
+    found = {"source": source, "data": version, "samples": len(samples), "parameters": list(rows)}
+    if not lora.rank:
+        return found
+    frozen = frozen_values(task, first_values(task, config.seed))
+    return found | {BASE_CHECKSUM: values_checksum(frozen)}
 
 
 def describe_named(config: RunConfig) -> dict[str, Any]:

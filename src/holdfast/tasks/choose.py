@@ -1,4 +1,5 @@
-"""What the run file names, ready for the engine: the built-in decoder or a user's task."""
+"""What the run file names, ready for the engine: the built-in decoder, its adapters, or a user's
+task."""
 
 from __future__ import annotations
 
@@ -25,7 +26,11 @@ def open_task(config: RunConfig) -> EngineTask:
     user = load_user_parts(config)
     if config.task.name:
         return OwnTask(_load_same(config), config, user)
-    return DecoderTask(config, user)
+    if not config.lora.rank:
+        return DecoderTask(config, user)
+    from holdfast.train.lora_task import LoraTask  # only if needed: it reads folders of models
+
+    return LoraTask(config, user)
 
 
 def open_audited(config: RunConfig, dataset: str | Path) -> tuple[AuditedBatches, list[str]]:

@@ -23,6 +23,13 @@ class Normal:
 
 
 @dataclass(frozen=True, slots=True)
+class Uniform:
+    """Independent draws from [-bound, bound)."""
+
+    bound: float
+
+
+@dataclass(frozen=True, slots=True)
 class Ones:
     """The gain of a norm before training."""
 
@@ -37,7 +44,7 @@ class Own:
     """The values that the task's module gives the parameter when it is made."""
 
 
-Init = Normal | Ones | Zeros | Own
+Init = Normal | Uniform | Ones | Zeros | Own
 
 
 @dataclass(frozen=True, slots=True)
