@@ -11,8 +11,7 @@ import typer
 
 from holdfast.cli.dispatch import app as make_app
 from holdfast.errors import ConfigError
-
-TASK = "holdfast.tasks.script:Script"
+from holdfast.tasks.ask import SCRIPT_TASK
 
 app = make_app("Start or resume a run whose loop is your own script.")
 
@@ -78,7 +77,7 @@ def _script_overrides(script: Path, arguments: list[str]) -> list[str]:
     args = json_format.dumps({"script": script.name, "arguments": arguments})
     return [
         f"name={name}",
-        f"task.name={TASK}",
+        f"task.name={SCRIPT_TASK}",
         f"task.folder={script.resolve().parent}",
         f"task.args={args}",
     ]

@@ -6,7 +6,7 @@ import os
 
 from holdfast.config.load import LoadedConfig
 from holdfast.errors import ConfigError, TaskError
-from holdfast.tasks.ask import describe_task
+from holdfast.tasks.ask import BASE_CHECKSUM, SCRIPT_TASK, describe_task
 
 PLANNED_KEYS = ("source", "data", "samples", "parameters")
 _GIVEN = ("file", "command line")  # kinds of origins
@@ -25,12 +25,17 @@ def with_task(loaded: LoadedConfig) -> LoadedConfig:
                 where=loaded.where(f"task.{key}"),
                 remedy="remove it",
             )
+    for key in ("base", "adapter"):
+        if getattr(loaded.config.lora, key):
+            raise ConfigError(
+                f"lora.{key} is for the built-in decoder, and a task gives its own values",
+                where=loaded.where(f"lora.{key}"),
+                remedy="return the values from initial(), and remove lora.from and lora.base",
+            )
     found = described(loaded, loaded.config.task.folder or loaded.base or ".")
     for key, origin in loaded.origins.items():
-        is_script = found.origins["train.schedule.kind"].kind == "planned"
-        if is_script and origin.kind in _GIVEN and key.startswith(_BY_OPTIMIZER):
-            if key == _CLIP_NORM:
-                continue
+        decided = key.startswith(_BY_OPTIMIZER) and key != _CLIP_NORM
+        if decided and origin.kind in _GIVEN and loaded.config.task.name == SCRIPT_TASK:
             raise ConfigError(
                 f"{key} is decided by the script's optimizer",
                 where=loaded.where(key),
@@ -52,4 +57,6 @@ def described(loaded: LoadedConfig, folder: str) -> LoadedConfig:
     for key, value in found["train"].items():
         if loaded.origins[key].kind not in _GIVEN:  # a given value comes before the script's
             values[key] = value
+    if BASE_CHECKSUM in found:
+        values[f"lora.{BASE_CHECKSUM}"] = found[BASE_CHECKSUM]
     return loaded.with_planned(values, f"those of {name}")

@@ -1,4 +1,5 @@
-"""What the run file names, ready for the engine: the built-in decoder or a user's task."""
+"""What the run file names, ready for the engine: the built-in decoder, its adapters, or a user's
+task."""
 
 from __future__ import annotations
 
@@ -15,6 +16,7 @@ from holdfast.errors import TaskError
 from holdfast.tasks.ask import describe_task
 from holdfast.tasks.batches import TaskBatches
 from holdfast.tasks.loading import source_digest
+from holdfast.tasks.named import load_user_parts
 from holdfast.tasks.own import OwnTask
 from holdfast.tasks.script import Script, load_run_task
 from holdfast.tasks.script_engine import ScriptEngineTask
@@ -23,13 +25,21 @@ from holdfast.train.task import DecoderTask, EngineTask
 
 
 def open_task(config: RunConfig, device: torch.device | str = "cpu") -> EngineTask:
-    """Return the run's task; a script is run up to its loop. device: where it is trained.
+    """Return what is trained; a script is run up to its loop. device: where it is trained.
 
-    Raises TaskError for a task that cannot be made, or whose source is not the run's."""
-    if not config.task.name:
-        return DecoderTask(config)
-    task = _load_same(config, device)
-    return ScriptEngineTask(task, config) if isinstance(task, Script) else OwnTask(task, config)
+    Raises UserError for a task, an optimizer or a schedule that cannot be made, or whose source
+    is not the run's."""
+    user = load_user_parts(config)
+    if config.task.name:
+        task = _load_same(config, device)
+        if isinstance(task, Script):
+            return ScriptEngineTask(task, config)
+        return OwnTask(task, config, user)
+    if not config.lora.rank:
+        return DecoderTask(config, user)
+    from holdfast.train.lora_task import LoraTask  # only if needed: it reads folders of models
+
+    return LoraTask(config, user)
 
 
 def open_audited(config: RunConfig, dataset: str | Path) -> tuple[AuditedBatches, list[str]]:

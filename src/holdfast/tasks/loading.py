@@ -29,7 +29,7 @@ _INSTALLED = ("site-packages", "dist-packages")
 def load_task(config: TaskConfig) -> Task:
     """Import and make the task. Raises TaskError."""
     module_name, _, class_name = config.name.partition(":")
-    module = _import_module(module_name, config.folder)
+    module = import_module(module_name, config.folder)
     kind = getattr(module, class_name, None)
     if not (isinstance(kind, type) and issubclass(kind, Task)):
         raise TaskError(
@@ -71,7 +71,8 @@ def user_code(what: str) -> Iterator[None]:
         ) from error
 
 
-def _import_module(name: str, folder: str) -> ModuleType:
+def import_module(name: str, folder: str) -> ModuleType:
+    """Import a module of a user's folder, or an installed one. Raises TaskError."""
     if folder and folder not in sys.path:
         sys.path.append(folder)
     try:

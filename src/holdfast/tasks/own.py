@@ -3,24 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from holdfast.config.run import RunConfig
-from holdfast.core.lr_schedule import learning_rate
 from holdfast.core.sharding.boxes import Box
 from holdfast.core.sharding.parameters import Parameter
 from holdfast.errors import TaskError
-from holdfast.model.init import initial_tensor
+from holdfast.model.lora import set_base
 from holdfast.parallel.process_groups import ProcessGroups
+from holdfast.tasks.adapters import frozen_values, refuse_other_values, trained_module
 from holdfast.tasks.batches import TaskBatches, TaskLoader, TaskMicrobatch
+from holdfast.tasks.initial import first_adapter, first_values, is_adapter
 from holdfast.tasks.loading import user_code
 from holdfast.tasks.module import (
     merged_buffers,
-    meta_module,
     module_rows,
     names_outside,
     own_values,
@@ -38,6 +37,7 @@ from holdfast.train.precision import Precision
 from holdfast.train.protocols import ShareLoader
 from holdfast.train.state import InitialBox
 from holdfast.train.task import TaskBatchSource
+from holdfast.train.user_parts import UserParts
 
 _EQUAL, _NEAR = 1e-3, 0.1
 """Relative distance within which two losses count as equal, without and with random numbers."""
@@ -46,16 +46,18 @@ _EQUAL, _NEAR = 1e-3, 0.1
 class OwnTask:
     """A user's task. It keeps the module's constants, which each rebuild needs."""
 
-    def __init__(self, task: Task, config: RunConfig) -> None:
+    def __init__(self, task: Task, config: RunConfig, user_parts: UserParts | None = None) -> None:
         self._task, self._config = task, config
+        self.user_parts = user_parts or UserParts()
         self._precision = Precision.of(config.train.precision)
         self._buffers: dict[str, Tensor] | None = None
+        self._frozen: dict[str, Tensor] | None = None  # what adapters are for
         self._ties: list[list[str]] = []
         self._merged: tuple[str, ...] = ()
 
     def objective(self, groups: ProcessGroups) -> TaskObjective:
         """The module on the meta device. Raises TaskError if it does not fit the run's table."""
-        module = meta_module(self._task)
+        module = trained_module(self._task, self._config.lora)
         refuse_other_rows(self._config.task.parameters, module_rows(self._task, module))
         merged = tuple(merged_buffers(self._task, module))
         if merged and groups.degree("dp_shard") > 1:
@@ -92,6 +94,7 @@ class OwnTask:
         if self._buffers is None:
             has_some = next(model.buffers(), None) is not None
             self._buffers = own_values(self._task, self._config.seed).buffers if has_some else {}
+        self._set_frozen(model, device)
         merged = dict.fromkeys(self._merged, self._precision.state)
         set_buffers(model, self._buffers, device, self._precision.compute, merged)
         _own(objective).merged = {
@@ -100,27 +103,25 @@ class OwnTask:
             for buffer in (model.get_buffer(name),)
         }
 
+    def _set_frozen(self, model: nn.Module, device: torch.device) -> None:
+        """Give a module with adapters the values of its own parameters. Raises TaskError."""
+        lora, compute = self._config.lora, self._precision.compute
+        if not lora.rank:
+            return
+        if self._frozen is None:
+            values = frozen_values(self._task, first_values(self._task, self._config.seed))
+            refuse_other_values(values, lora.base_checksum)
+            moved = {id(value): value.to(device, compute, copy=True) for value in values.values()}
+            self._frozen = {name: moved[id(value)] for name, value in values.items()}
+        set_base(model, self._frozen)
+
     def initial_values(self, seed: int) -> InitialBox:
-        """What `Task.initial` says, or what the module gave its parameters when it was made."""
-        given: dict[str, Tensor] = {}
+        """The first values of the task's parameters, or of their adapters."""
+        given = first_values(self._task, seed)
 
         def value(row: Parameter, box: Box) -> Tensor:
-            with user_code(f"initial() failed for {row.name}"):
-                answer = None if row.merge else self._task.initial(row.name, row.shape)
-            if answer is None:
-                if not given:
-                    own = own_values(self._task, seed)
-                    buffers = {n: b.view(table_shape(b)) for n, b in own.buffers.items()}
-                    given.update(own.parameters | buffers)
-                answer = given[row.name]
-            if not isinstance(answer, Tensor):
-                answer = initial_tensor(replace(row, init=answer), seed)
-            if tuple(answer.shape) != row.shape:
-                raise TaskError(
-                    f"the initial values of {row.name} are {list(answer.shape)}, "
-                    f"and it is {list(row.shape)}",
-                    where="task",
-                )
+            adapts = self._config.lora.rank and is_adapter(row)
+            answer = first_adapter(row, seed) if adapts else given(row)
             return answer[tuple(slice(a, b) for a, b in zip(box.offsets, box.stops, strict=True))]
 
         return value
@@ -175,9 +176,6 @@ class OwnTask:
                 where="task",
                 remedy="return the sum, and let weight() return what to divide by",
             )
-
-    def learning_rate(self, step: int) -> float:
-        return learning_rate(self._config.train, step)
 
     def finish(self, on_wait: Callable[[], None]) -> None:
         """Nothing is left to do."""

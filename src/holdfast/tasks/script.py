@@ -198,6 +198,8 @@ def _refuse_settings(config: RunConfig) -> None:
             where="layout.dp_shard",
             remedy="use 1, or write a Task (docs/python.md)",
         )
+    if config.lora.rank:
+        raise TaskError("an own loop has no adapters", where="lora.rank", remedy="use 0")
     if config.train.compile:
         raise TaskError(
             "an own loop is not compiled by Holdfast", where="train.compile", remedy="use false"

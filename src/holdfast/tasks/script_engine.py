@@ -26,6 +26,7 @@ from holdfast.tasks.turns import (
 )
 from holdfast.train.executors import GradientListener
 from holdfast.train.task import TaskBatchSource
+from holdfast.train.user_parts import UserParts
 
 
 @dataclass(frozen=True)
@@ -109,7 +110,7 @@ class ScriptEngineTask(OwnTask):
     """A user's script."""
 
     def __init__(self, script: Script, config: RunConfig) -> None:
-        super().__init__(script, config)
+        super().__init__(script, config, UserParts(rate=script.run.kept.rate))
         self._script = script
         self._buffers = script.run.kept.buffers
 
@@ -130,9 +131,6 @@ class ScriptEngineTask(OwnTask):
         self, objective: nn.Module, batches: TaskBatchSource, groups: ProcessGroups
     ) -> None:
         """The script computes its losses in its loop, and not before."""
-
-    def learning_rate(self, step: int) -> float:
-        return self._script.run.kept.rate(step)
 
     def finish(self, on_wait: Callable[[], None]) -> None:
         """Let the script run what comes after its loop. Raises ScriptError."""

@@ -145,9 +145,9 @@ def build_engine(
     make = _replicated if shards == 1 else _zero1 if config.layout.zero == 1 else _sharded
     parameters, feed = make(_Parts(config, task, groups, device, precision), objective)
     executor = task.executor(objective, groups, precision.compute, device)
-    engine = StepEngine(objective, executor, parameters, feed, groups, config.train, device, dealer)
-    engine.learning_rate = task.learning_rate
-    return engine
+    return StepEngine(
+        objective, executor, parameters, feed, groups, config.train, device, dealer, task.user_parts
+    )
 
 
 @dataclass(frozen=True)

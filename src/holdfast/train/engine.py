@@ -18,7 +18,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Protocol
 
 import torch
@@ -35,11 +34,12 @@ from holdfast.parallel.torch_compat import is_peer_loss
 from holdfast.policy.detection.loss_spikes import LossJump
 from holdfast.policy.recovery.step_resolution import StepStage
 from holdfast.train.executors import Executor, GradientListener
+from holdfast.train.make_optimizer import make_optimizer
 from holdfast.train.nonfinite import describe_non_finite, find_non_finite
-from holdfast.train.optimizer import AdamW
 from holdfast.train.state import LocalTensor, Parameters, ReadBox, load_state, state_tensors
 from holdfast.train.step_plan import Dealer, StepPlan
 from holdfast.train.step_status import StepHistory, StepProgress, StepStatus
+from holdfast.train.user_parts import UserParts
 from holdfast.train.vote import (
     AccountExchange,
     Ballot,
@@ -98,8 +98,8 @@ class StepEngine:
     objective: module from a microbatch to a scalar loss sum, or a stage of it.
     executor: runs its passes. feed: makes what sums gradients, for these groups and for later ones.
     plan: who computes which microbatch. status: how far it has come. history: of earlier steps; a
-    rebuilt session keeps it. on_vote_sent: called when this rank's vote is on its way.
-    learning_rate: of a step, when it is voted on.
+    rebuilt session keeps it. user: what the run file names by a path.
+    on_vote_sent: called when this rank's vote is on its way.
     judge_loss: is shown the account of a step before this rank votes; whether it has jumped, on the
     one rank that knows. loss_jump: what it found of the newest step.
     """
@@ -114,22 +114,23 @@ class StepEngine:
         train: TrainConfig,
         device: torch.device,
         dealer: Dealer = deal,
+        user: UserParts | None = None,
     ):
+        user = user or UserParts()
         self.objective, self.executor = objective, executor
         self.parameters, self.groups, self.train = parameters, groups, train
         self._feed, self.device = feed, device
         self.on_vote_sent: Callable[[], None] = lambda: None
         self.judge_loss: Callable[[int, StepAccount], LossJump | None] = lambda step, account: None
         self.loss_jump: LossJump | None = None
-        self.learning_rate: Callable[[int], float] = partial(learning_rate, train)
         self._gradients = feed(groups, None)
         self.plan = StepPlan(train, groups, dealer)
         self.status, self.history = StepStatus(), StepHistory()
-        decays = [row.decay for row in parameters.table]
-        gradients = self._gradients.gradients()
-        merges = {i: row.merge for i, row in enumerate(parameters.table) if row.merge}
-        masters = parameters.master_tensors
-        self.optimizer = AdamW(masters, gradients, decays, train.optimizer, merges)
+        gradients, masters = self._gradients.gradients(), parameters.master_tensors
+        self.optimizer = make_optimizer(
+            train.optimizer, parameters.table, masters, gradients, user.optimizer
+        )
+        self._rate_function, self._rate = user.schedule, user.rate
         self._shares: Shares = ()
         self.batches: list[DeviceMicrobatch] = []  # of the step that is open, or was last
         self._accounts: AccountExchange | None = None
@@ -243,6 +244,12 @@ class StepEngine:
         self.history.unreported_step = status.step
         return rate
 
+    def learning_rate(self, step: int) -> float:
+        """The rate that a step is applied with. Raises UserError for a function that fails."""
+        if self._rate is not None:
+            return self._rate(step)
+        return learning_rate(self.train, step, self._rate_function)
+
     def _vote(self, wishes: Wishes) -> StepVerdict:
         """Raises PeerLostError; `status` says how far it came."""
         self._gradients.finish()
@@ -329,7 +336,7 @@ class StepEngine:
     # --- state ----------------------------------------------------------------------------
     def state(self) -> list[LocalTensor]:
         """Everything that a checkpoint must hold of this rank; the same storage every time."""
-        return state_tensors(self.parameters, self.optimizer.exp_avg, self.optimizer.exp_avg_sq)
+        return state_tensors(self.parameters, self.optimizer.slots)
 
     def load(self, read: ReadBox) -> None:
         """Fill the state in place from a reader of boxes."""
@@ -337,10 +344,11 @@ class StepEngine:
         self.parameters.refresh()
 
     def initialise(self, seed: int) -> None:
-        """Initial weights, and moments of zero."""
+        """Initial weights, and slots of zero."""
         self.parameters.initialise(seed)
-        for moment in (*self.optimizer.exp_avg, *self.optimizer.exp_avg_sq):
-            moment.zero_()
+        for tensor in (t for slots in self.optimizer.slots for t in slots.tensors):
+            if tensor is not None:
+                tensor.zero_()
 
     def close(self) -> None:
         """Leave the groups in an orderly way."""

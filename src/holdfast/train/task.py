@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 from holdfast.config.run import RunConfig
 from holdfast.core.data.skips import Skips
-from holdfast.core.lr_schedule import learning_rate
 from holdfast.core.sharding.boxes import Box
 from holdfast.core.sharding.state_table import mesh_box, parameter_table
 from holdfast.data.batch import Batches
@@ -32,6 +31,7 @@ from holdfast.train.executors import Executor, make_executor
 from holdfast.train.objective import NextTokenObjective
 from holdfast.train.protocols import ShareLoader
 from holdfast.train.state import InitialBox
+from holdfast.train.user_parts import UserParts
 
 
 class TaskBatchSource(Protocol):
@@ -43,7 +43,9 @@ class TaskBatchSource(Protocol):
 
 
 class EngineTask(Protocol):
-    """One rank's view of what is trained."""
+    """One rank's view of what is trained. user_parts: the run file's own optimizer and schedule."""
+
+    user_parts: UserParts
 
     def objective(self, groups: ProcessGroups) -> nn.Module:
         """The module from a microbatch to a loss sum, on the meta device, cut for this rank."""
@@ -96,10 +98,6 @@ class EngineTask(Protocol):
         over a replica."""
         ...
 
-    def learning_rate(self, step: int) -> float:
-        """The rate that `step` is applied with. All ranks must say the same."""
-        ...
-
     def finish(self, on_wait: Callable[[], None]) -> None:
         """The run is finished. on_wait: called now and then if this takes long."""
         ...
@@ -108,8 +106,8 @@ class EngineTask(Protocol):
 class DecoderTask:
     """The built-in decoder, trained to predict the next token of a token dataset."""
 
-    def __init__(self, config: RunConfig) -> None:
-        self._config = config
+    def __init__(self, config: RunConfig, user_parts: UserParts | None = None) -> None:
+        self._config, self.user_parts = config, user_parts or UserParts()
 
     def objective(self, groups: ProcessGroups) -> NextTokenObjective:
         """The blocks of this rank's stage, each tensor cut by tp. Raises ConfigError."""
@@ -187,9 +185,6 @@ class DecoderTask:
         self, objective: nn.Module, batches: TaskBatchSource, groups: ProcessGroups
     ) -> None:
         """The decoder's loss breaks none."""
-
-    def learning_rate(self, step: int) -> float:
-        return learning_rate(self._config.train, step)
 
     def finish(self, on_wait: Callable[[], None]) -> None:
         """Nothing is left to do."""
