@@ -36,6 +36,7 @@ OF_OTHERS = ("--ulimit", "--head")
 OTHER_KEYS = (
     "data.md",
     "data.pkl",
+    "train.py",
     "model.safetensors",
     "model.dropout",
     "model.0.weight",
@@ -101,7 +102,8 @@ def problem_of(quote: str, text: str) -> str | None:
     if inner and len(words) > 1 and re.fullmatch(r"[a-z]+", words[1]) and words[1] not in inner:
         return f"there is no such command of {words[0]}"
     known = options_of(inner.get(words[1], command) if inner and len(words) > 1 else command)
-    if unknown := set(OPTION.findall(text)) - known:
+    own, _, _ = text.partition(" -- ")  # what follows are the options of a script
+    if unknown := set(OPTION.findall(own)) - known:
         return f"there is no {', '.join(sorted(unknown))}"
     given = words[2:] if inner else words[1:]
     if quote and given and "..." not in text and "[" not in text:
