@@ -112,11 +112,12 @@ def _with_data(
     Raises UserError, also where this node has another source of the task."""
     from holdfast.data.dataset import Dataset
 
-    if not loaded.config.task.name:
-        return loaded, dataset_version_in(folder, Dataset.open(loaded.config.data.folder))
-    loaded = described(loaded, loaded.config.task.folder)
-    refuse_other_run(stored["config"], loaded.config, str(folder))
-    return loaded, loaded.config.task.data
+    if loaded.config.task.name:
+        loaded = described(loaded, loaded.config.task.folder)
+        refuse_other_run(stored["config"], loaded.config, str(folder))
+    if loaded.config.task.has_own_data:
+        return loaded, loaded.config.task.data
+    return loaded, dataset_version_in(folder, Dataset.open(loaded.config.data.folder))
 
 
 def _own(overrides: list[str]) -> list[str]:

@@ -163,14 +163,17 @@ def prepare_run_data(
     """Return the configuration with what follows from the data and the task, and the data.
 
     wait: for another process that prepares the dataset. Raises UserError."""
-    if loaded.config.task.name:
+    task = loaded.config.task
+    if task.name:
         loaded = with_task(loaded)
         task = loaded.config.task
-        return loaded, RunData(task.data, Path(task.folder), ())
+        if task.has_own_data:
+            return loaded, RunData(task.data, Path(task.folder), ())
     from holdfast.data.coverage import describe_use
 
     dataset = prepare_and_check_dataset(loaded, wait=wait)
-    loaded = with_vocabulary(loaded, dataset, None if fresh else run_folder)
+    if not task.name:
+        loaded = with_vocabulary(loaded, dataset, None if fresh else run_folder)
     config = loaded.config
     version = dataset.version if fresh else dataset_version_in(run_folder, dataset)
     use = describe_use(dataset, config.data, config.train, config.seed)

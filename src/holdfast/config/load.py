@@ -191,8 +191,9 @@ def _override(data: dict[str, Any], override: str) -> str:
         )
     path: KeyPath = as_path(key)
     field = field_at(path)
-    if key == model_from.KEY:
-        data["model"] = {**(data.get("model") or {}), "from": text.strip()}
+    if key in (model_from.KEY, model_from.CODE_KEY):
+        part = key.rpartition(".")[2]
+        data["model"] = {**(data.get("model") or {}), part: text.strip()}
         return key
     if field is None:
         raise ConfigError(f"unknown key {key}", where=where, remedy=suggest_key(path))

@@ -59,9 +59,9 @@ def json_schema() -> dict[str, Any]:
     """For editors. The shape of a model is not required, as a preset may give it."""
     schema = RunConfig.model_json_schema()
     schema["$defs"]["ModelConfig"].pop("required", None)
-    schema["$defs"]["ModelConfig"]["properties"]["from"] = {
-        "type": "string",
-        "description": model_from.MEANING,
+    schema["$defs"]["ModelConfig"]["properties"] |= {
+        "from": {"type": "string", "description": model_from.MEANING},
+        "code": {"enum": [model_from.TRANSFORMERS], "description": model_from.CODE_MEANING},
     }
     schema["title"] = "Holdfast run file"
     return schema
@@ -128,6 +128,8 @@ def _table(section: type[BaseModel], prefix: str) -> str:
         if key == "model.preset":  # no field: loading expands it
             cells = f"text | none | {change_of(key)}"
             rows.append(f"| `{model_from.KEY}` | {cells} | {model_from.MEANING} |")
+            cells = f"`{model_from.TRANSFORMERS}` | none | {change_of(key)}"
+            rows.append(f"| `{model_from.CODE_KEY}` | {cells} | {model_from.CODE_MEANING} |")
     return "\n".join(rows) + "\n" if len(rows) > 2 else ""
 
 

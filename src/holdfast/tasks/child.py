@@ -24,11 +24,15 @@ from holdfast.tasks.module import meta_module, module_rows, refuse_other_rows
 def describe(config: RunConfig) -> dict[str, Any]:
     """Return the planned keys of the section `task`. Raises TaskError."""
     task = load_task(config.task)
-    source = source_digest(config.task)
+    source = source_digest(config.task, task)
     rows = module_rows(task, meta_module(task))
     refuse_other_rows(rows, module_rows(task, meta_module(task)))
-    samples, version = open_samples(task)
-    return {"source": source, "data": version, "samples": len(samples), "parameters": list(rows)}
+    found: dict[str, Any] = {"source": source, "parameters": list(rows)}
+    opened = open_samples(task)
+    if opened is None:
+        return found | {"data": "", "samples": 0}
+    samples, version = opened
+    return found | {"data": version, "samples": len(samples)}
 
 
 def answer(question: Question) -> Answer:

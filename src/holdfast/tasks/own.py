@@ -12,10 +12,20 @@ from torch import Tensor, nn
 from holdfast.config.run import RunConfig
 from holdfast.core.sharding.boxes import Box
 from holdfast.core.sharding.parameters import Parameter
+from holdfast.core.sharding.run_table import row_of_text
+from holdfast.data.dataset import Dataset
+from holdfast.data.dataset_match import needed_vocabulary
 from holdfast.errors import TaskError
 from holdfast.model.init import initial_tensor
 from holdfast.parallel.process_groups import ProcessGroups
-from holdfast.tasks.batches import TaskBatches, TaskLoader, TaskMicrobatch
+from holdfast.tasks.batches import (
+    BatchesOfTask,
+    TaskBatches,
+    TaskLoader,
+    TaskMicrobatch,
+    tensor_hash,
+)
+from holdfast.tasks.executor import TaskExecutor
 from holdfast.tasks.loading import user_code
 from holdfast.tasks.module import (
     merged_buffers,
@@ -31,8 +41,10 @@ from holdfast.tasks.module import (
     usable_units,
 )
 from holdfast.tasks.objective import TaskObjective, changed_buffer_error
-from holdfast.tasks.task import Task
-from holdfast.train.executors import SingleStageExecutor
+from holdfast.tasks.task import Initial, Task
+from holdfast.tasks.token_batches import TokenBatches
+from holdfast.tasks.validation import TaskValidation, TokenTaskValidation
+from holdfast.train.evaluate import Validation
 from holdfast.train.precision import Precision
 from holdfast.train.state import InitialBox
 from holdfast.train.task import TaskBatchSource
@@ -90,8 +102,10 @@ class OwnTask:
         if self._buffers is None:
             has_some = next(model.buffers(), None) is not None
             self._buffers = own_values(self._task, self._config.seed).buffers if has_some else {}
-        merged = dict.fromkeys(self._merged, self._precision.state)
-        set_buffers(model, self._buffers, device, self._precision.compute, merged)
+        with user_code("casts() failed"):
+            kept = {n: b.dtype for n, b in self._buffers.items() if not self._task.casts(n)}
+        dtypes = kept | dict.fromkeys(self._merged, self._precision.state)
+        set_buffers(model, self._buffers, device, self._precision.compute, dtypes)
         _own(objective).merged = {
             name: buffer.view(table_shape(buffer))
             for name in self._merged
@@ -99,17 +113,21 @@ class OwnTask:
         }
 
     def initial_values(self, seed: int) -> InitialBox:
-        """What `Task.initial` says, or what the module gave its parameters when it was made."""
+        """What `Task.weights` has, or `Task.initial` says, or what the module gave its parameters
+        when it was made."""
         given: dict[str, Tensor] = {}
+        asked: list[Mapping[str, Tensor]] = []
 
         def value(row: Parameter, box: Box) -> Tensor:
+            if not asked:
+                asked.append(self._trained_before())
+            answer: Initial = asked[0].get(row.name)
             with user_code(f"initial() failed for {row.name}"):
-                answer = None if row.merge else self._task.initial(row.name, row.shape)
+                if answer is None and not row.merge:
+                    answer = self._task.initial(row.name, row.shape)
             if answer is None:
                 if not given:
-                    own = own_values(self._task, seed)
-                    buffers = {n: b.view(table_shape(b)) for n, b in own.buffers.items()}
-                    given.update(own.parameters | buffers)
+                    given.update(self._values_of_module(seed))
                 answer = given[row.name]
             if not isinstance(answer, Tensor):
                 answer = initial_tensor(replace(row, init=answer), seed)
@@ -123,18 +141,55 @@ class OwnTask:
 
         return value
 
+    def _values_of_module(self, seed: int) -> dict[str, Tensor]:
+        own = own_values(self._task, seed)
+        buffers = {name: buffer.view(table_shape(buffer)) for name, buffer in own.buffers.items()}
+        return own.parameters | buffers
+
+    def _trained_before(self) -> dict[str, Tensor]:
+        """The values of a model that was trained before, in the table's shapes. Raises
+        TaskError."""
+        with user_code("weights() failed"):
+            found = dict(self._task.weights())
+        rows = {row_of_text(text).name for text in self._config.task.parameters}
+        if unknown := sorted(set(found) - rows):
+            raise TaskError(
+                f"weights() has {unknown[0]}, which is no parameter of the module",
+                where="task",
+                remedy="give the names of model().named_parameters()",
+            )
+        return {name: value.detach().view(table_shape(value)) for name, value in found.items()}
+
     def executor(
         self, objective: nn.Module, groups: ProcessGroups, dtype: torch.dtype, device: torch.device
-    ) -> SingleStageExecutor:
-        return SingleStageExecutor(objective, groups.recorder, lambda batch: batch.arguments)
+    ) -> TaskExecutor:
+        return TaskExecutor(objective, groups.recorder, lambda batch: batch.arguments)
 
-    def open_batches(self, dataset: str) -> TaskBatches:
-        return TaskBatches(self._task, self._config)
+    def open_batches(self, dataset: str) -> BatchesOfTask:
+        """The task's own data, or the prepared tokens. Raises UserError."""
+        if self._config.task.has_own_data:
+            return TaskBatches(self._task, self._config)
+        opened = Dataset.open(dataset)
+        needed, known = needed_vocabulary(opened), self._task.vocabulary()
+        if known is not None and needed > known:
+            raise TaskError(
+                f"the dataset has token ids up to {needed - 1}, and the model knows {known}",
+                where="data.tokenizer.path",
+                remedy="name the model's own tokenizer there, and another data.folder",
+            )
+        return TokenBatches(self._config, opened)
 
     def loader(
         self, batches: TaskBatchSource, share: Callable[[int], Sequence[int]], **where: Any
     ) -> TaskLoader:
-        return TaskLoader(cast(TaskBatches, batches), share, **where)
+        return TaskLoader(cast(BatchesOfTask, batches), share, **where)
+
+    def validation(self, batches: TaskBatchSource, samples: int) -> Validation:
+        """Of the task's own dataset, or of the prepared tokens. Raises TaskError."""
+        seed = self._config.seed
+        if isinstance(batches, TokenBatches):
+            return TokenTaskValidation(batches.tokens.validation(samples), seed)
+        return TaskValidation(self._task, samples, self._config.train.microbatch_size, seed)
 
     def read_step(self, dataset: str, step: int) -> list[dict[str, Tensor]]:
         batches = self.open_batches(dataset)
@@ -146,10 +201,10 @@ class OwnTask:
     ) -> None:
         """Compute the first microbatch once and doubled. Raises TaskError for a loss that is a
         mean, and for all else that goes wrong there. Collective over a replica."""
-        own = cast(TaskBatches, batches)
+        own = cast(BatchesOfTask, batches)
         part, parts = groups.coordinate.dp_shard, groups.degree("dp_shard")
         start, stop = own.positions(1, 0, part, parts)
-        if own.hash_of(start, stop) != own.hash_of(start, stop):
+        if len({tensor_hash(own.read_samples(start, stop)) for _ in range(2)}) > 1:
             raise TaskError(
                 "the same samples are different tensors when they are read again",
                 where="task",
