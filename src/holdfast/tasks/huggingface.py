@@ -212,4 +212,5 @@ def _transformers() -> Any:
             where="model.code",
             remedy="pip install 'holdfast[hf]'",
         ) from None
+    transformers.utils.logging.disable_progress_bar()
     return transformers
