@@ -11,8 +11,10 @@ import torch.nn.functional as F
 
 from holdfast.config.load import resolve_config
 from holdfast.config.model_from import TRANSFORMERS_TASK
+from holdfast.config.task import TaskConfig
 from holdfast.errors import TaskError, UserError
 from holdfast.tasks.huggingface import CausalLM, positions_in_documents
+from holdfast.tasks.loading import load_task, source_digest
 from holdfast.tasks.module import meta_module, module_rows, own_values
 from tests.support.marks import in_campaign
 from tests.support.their_models import TOKENS, write_model
@@ -86,6 +88,15 @@ def test_the_shape_alone_has_other_weights(tmp_path: Path) -> None:
     assert task.weights() == {}
     one, other = own_values(task, 1).parameters, own_values(task, 2).parameters
     assert not torch.equal(one["transformer.wte.weight"], other["transformer.wte.weight"])
+
+
+def test_the_config_is_a_part_of_the_source(tmp_path: Path) -> None:
+    folder = write_model(tmp_path / "gpt2", "gpt2")
+    config = TaskConfig(name=TRANSFORMERS_TASK, args={"folder": str(folder)})
+    before = source_digest(config, load_task(config))
+    path = folder / "config.json"
+    path.write_text(path.read_text().replace("1e-05", "1e-06"))
+    assert source_digest(config, load_task(config)) != before
 
 
 def test_without_the_package_the_extra_is_named(
