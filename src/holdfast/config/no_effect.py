@@ -50,6 +50,12 @@ def _given(loaded: LoadedConfig, key: str) -> bool:
 def _schedule(loaded: LoadedConfig) -> Iterator[Finding]:
     train = loaded.config.train
     schedule, steps = train.schedule, train.steps
+    if schedule.is_function:
+        for key in ("warmup_steps", "decay_steps", "final_ratio"):
+            if _given(loaded, f"train.schedule.{key}"):
+                what = f"has no effect on schedule.kind {schedule.kind}"
+                yield f"train.schedule.{key}", what, "remove it"
+        return
     warmup, key = schedule.warmup_steps, "train.schedule.warmup_steps"
     shorter = steps // 10
     if warmup > steps:
@@ -176,6 +182,8 @@ def _switched_off(loaded: LoadedConfig) -> Iterator[Finding]:
     rules += [
         (f"data.chat.{name}", not data.has_chat, "no chat data") for name in type(chat).model_fields
     ]
+    lora = type(config.lora).model_fields
+    rules += [(f"lora.{n}", not config.lora.rank, "lora.rank 0") for n in lora if n != "rank"]
     if data.has_chat:
         rules.append(("data.chat.template", bool(chat.template_file), "data.chat.template_file"))
     for index, source in enumerate(data.sources):

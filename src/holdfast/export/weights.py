@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from holdfast.checkpoint.restore.catalog import list_commits
 from holdfast.checkpoint.restore.read_ahead import ReadAhead
@@ -109,6 +109,19 @@ def choose_checkpoint(run: Run, step: int | None, say: Callable[[str], None]) ->
     )
 
 
+class TensorParts(Protocol):
+    """A model's parameters by name, in full or in part."""
+
+    @property
+    def names(self) -> tuple[str, ...]: ...
+
+    def whole(self, name: str) -> Any: ...
+
+    def dtype(self, name: str) -> Any: ...
+
+    def box(self, name: str, offsets: Sequence[int], lengths: Sequence[int]) -> Any: ...
+
+
 class CheckpointWeights:
     """A checkpoint's parameters by name, in full or in part, read on request; nothing is kept."""
 
@@ -122,8 +135,11 @@ class CheckpointWeights:
     def names(self) -> tuple[str, ...]:
         return tuple(self._shapes)
 
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self._shapes[name])
+
     def whole(self, name: str) -> Any:
-        shape = tuple(self._shapes[name])
+        shape = self.shape(name)
         return self.box(name, (0,) * len(shape), shape)
 
     def dtype(self, name: str) -> Any:
@@ -145,12 +161,13 @@ class CheckpointWeights:
 
 
 def load_decoder(run: Run, checkpoint: Checkpoint) -> Decoder:
-    """The decoder on the CPU, with the checkpoint's weights."""
+    """The decoder on the CPU, with the checkpoint's weights (adapters are merged in)."""
     import torch
 
+    from holdfast.export.adapters import run_weights
     from holdfast.model.decoder import Decoder
 
-    weights = CheckpointWeights(run, checkpoint)
+    weights = run_weights(run, checkpoint)
     with torch.device("meta"):
         model = Decoder(run.config.model)
     state = {name: weights.whole(name) for name in weights.names}
@@ -191,12 +208,13 @@ def write_folder(
     """Export in Hugging Face's form; `dtype` by torch's name, None: as the state has it."""
     import torch
 
+    from holdfast.export.adapters import run_weights
     from holdfast.model.huggingface import export_folder
 
     template = run.dataset_folder / TEMPLATE_FILE
     chat_template = template if tokenizer is not None and template.is_file() else None
     cast = None if dtype is None else getattr(torch, dtype)
-    if run.config.task.name == TRANSFORMERS_TASK:
+    if run.config.task.name == TRANSFORMERS_TASK and not run.config.lora.rank:
         from holdfast.tasks.huggingface_export import export_causal_lm
 
         weights = CheckpointWeights(run, checkpoint)
@@ -215,15 +233,16 @@ def write_folder(
     tokens = None
     if tokenizer is not None:
         tokens = dataset_tokens(run.dataset_folder, load_tokenizer(tokenizer))
+    base = run.config.lora.base
     export_folder(
         to,
         run.config.model,
-        CheckpointWeights(run, checkpoint),
+        run_weights(run, checkpoint),
         tokenizer,
         dtype=cast,
         shard_bytes=shard_bytes,
         end_token=None if tokens is None else tokens.end_token,
-        imported=run.folder / IMPORTED_FOLDER,
+        imported=Path(base) if base else run.folder / IMPORTED_FOLDER,
         chat_template=chat_template,
     )
 

@@ -23,6 +23,7 @@ from holdfast.config.run import RunConfig
 from holdfast.config.train import TrainConfig
 from holdfast.core.data.sample_order import BatchSchedule
 from holdfast.errors import ConfigError
+from holdfast.launch.named_parts import PLANNED
 from holdfast.launch.runs import RESOLVED_FILE, Run, read_environment
 from holdfast.launch.task_run import PLANNED_KEYS, described
 
@@ -109,7 +110,8 @@ def refuse_bad_changes(parent: Run, loaded: LoadedConfig, step: int) -> None:
     here = dict(leaves(loaded.config.model_dump(mode="json")))
     there = dict(leaves(parent.config.model_dump(mode="json")))
     for key in sorted(here.keys() | there.keys()):
-        same = here.get(key) == there.get(key) or is_place(key) or key in OWN_KEYS
+        same = here.get(key) == there.get(key) or is_place(key)
+        same = same or key in OWN_KEYS or key.startswith(PLANNED)
         if not same and change_of(key) is Change.NEVER:
             raise ConfigError(
                 f"{key} cannot change in a branch: no checkpoint of {parent.folder} fits another "
@@ -170,6 +172,14 @@ def _without_defaults(values: dict[str, Any]) -> dict[str, Any]:
     without a preset is written in full."""
     default = RunConfig().model_dump(mode="json")
     kept = _changed(values, default) or {}
+    optimizer = values["train"]["optimizer"]
+    if optimizer["name"] != default["train"]["optimizer"]["name"]:  # it has defaults of its own
+        kept.setdefault("train", {})["optimizer"] = {
+            key: value for key, value in optimizer.items() if value is not None
+        }
+    for key in PLANNED:  # a start of the branch finds them out
+        _, section, name = key.split(".")
+        kept.get("train", {}).get(section, {}).pop(name, None)
     model, preset = values["model"], values["model"]["preset"]
     if preset is not None:
         shape = ModelConfig.model_validate({"preset": preset}).model_dump(mode="json")

@@ -29,7 +29,7 @@ _INSTALLED = ("site-packages", "dist-packages")
 def load_task(config: TaskConfig) -> Task:
     """Import and make the task. Raises TaskError."""
     module_name, _, class_name = config.name.partition(":")
-    module = _import_module(module_name, config.folder)
+    module = import_module(module_name, config.folder)
     kind = getattr(module, class_name, None)
     if not (isinstance(kind, type) and issubclass(kind, Task)):
         raise TaskError(
@@ -43,12 +43,12 @@ def load_task(config: TaskConfig) -> Task:
         return kind(**config.args)
 
 
-def source_digest(config: TaskConfig, task: Task) -> str:
+def source_digest(config: TaskConfig, task: Task | None = None) -> str:
     """Digest of the task's module, of what else lies in its folder or package and came with it, and
-    of the files that it names. Raises TaskError."""
+    of the files that `task` names. Raises TaskError."""
     digest = hashlib.blake2b(digest_size=DIGEST_BYTES)
     with user_code("files() failed"):
-        for number, path in enumerate(task.files()):
+        for number, path in enumerate(() if task is None else task.files()):
             digest.update(f"file {number}\0".encode())
             digest.update(hashlib.blake2b(Path(path).read_bytes()).digest())
     for name, path in sorted(_own_sources(config)):
@@ -75,7 +75,8 @@ def user_code(what: str) -> Iterator[None]:
         ) from error
 
 
-def _import_module(name: str, folder: str) -> ModuleType:
+def import_module(name: str, folder: str) -> ModuleType:
+    """Import a module of a user's folder, or an installed one. Raises TaskError."""
     if folder and folder not in sys.path:
         sys.path.append(folder)
     try:

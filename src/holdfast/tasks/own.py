@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -12,12 +11,12 @@ from torch import Tensor, nn
 from holdfast.config.run import RunConfig
 from holdfast.core.sharding.boxes import Box
 from holdfast.core.sharding.parameters import Parameter
-from holdfast.core.sharding.run_table import row_of_text
 from holdfast.data.dataset import Dataset
 from holdfast.data.dataset_match import needed_vocabulary
 from holdfast.errors import TaskError
-from holdfast.model.init import initial_tensor
+from holdfast.model.lora import set_base
 from holdfast.parallel.process_groups import ProcessGroups
+from holdfast.tasks.adapters import frozen_values, refuse_other_values, trained_module
 from holdfast.tasks.batches import (
     BatchesOfTask,
     TaskBatches,
@@ -26,10 +25,10 @@ from holdfast.tasks.batches import (
     tensor_hash,
 )
 from holdfast.tasks.executor import TaskExecutor
+from holdfast.tasks.initial import first_adapter, first_values, is_adapter
 from holdfast.tasks.loading import user_code
 from holdfast.tasks.module import (
     merged_buffers,
-    meta_module,
     module_rows,
     names_outside,
     own_values,
@@ -41,13 +40,14 @@ from holdfast.tasks.module import (
     usable_units,
 )
 from holdfast.tasks.objective import TaskObjective, changed_buffer_error
-from holdfast.tasks.task import Initial, Task
+from holdfast.tasks.task import Task
 from holdfast.tasks.token_batches import TokenBatches
 from holdfast.tasks.validation import TaskValidation, TokenTaskValidation
 from holdfast.train.evaluate import Validation
 from holdfast.train.precision import Precision
 from holdfast.train.state import InitialBox
 from holdfast.train.task import TaskBatchSource
+from holdfast.train.user_parts import UserParts
 
 _EQUAL, _NEAR = 1e-3, 0.1
 """Relative distance within which two losses count as equal, without and with random numbers."""
@@ -56,16 +56,18 @@ _EQUAL, _NEAR = 1e-3, 0.1
 class OwnTask:
     """A user's task. It keeps the module's constants, which each rebuild needs."""
 
-    def __init__(self, task: Task, config: RunConfig) -> None:
+    def __init__(self, task: Task, config: RunConfig, user_parts: UserParts | None = None) -> None:
         self._task, self._config = task, config
+        self.user_parts = user_parts or UserParts()
         self._precision = Precision.of(config.train.precision)
         self._buffers: dict[str, Tensor] | None = None
+        self._frozen: dict[str, Tensor] | None = None  # what adapters are for
         self._ties: list[list[str]] = []
         self._merged: tuple[str, ...] = ()
 
     def objective(self, groups: ProcessGroups) -> TaskObjective:
         """The module on the meta device. Raises TaskError if it does not fit the run's table."""
-        module = meta_module(self._task)
+        module = trained_module(self._task, self._config.lora)
         refuse_other_rows(self._config.task.parameters, module_rows(self._task, module))
         merged = tuple(merged_buffers(self._task, module))
         if merged and groups.degree("dp_shard") > 1:
@@ -102,6 +104,7 @@ class OwnTask:
         if self._buffers is None:
             has_some = next(model.buffers(), None) is not None
             self._buffers = own_values(self._task, self._config.seed).buffers if has_some else {}
+        self._set_frozen(model, device)
         with user_code("casts() failed"):
             kept = {n: b.dtype for n, b in self._buffers.items() if not self._task.casts(n)}
         dtypes = kept | dict.fromkeys(self._merged, self._precision.state)
@@ -112,53 +115,28 @@ class OwnTask:
             for buffer in (model.get_buffer(name),)
         }
 
+    def _set_frozen(self, model: nn.Module, device: torch.device) -> None:
+        """Give a module with adapters the values of its own parameters. Raises TaskError."""
+        lora, compute = self._config.lora, self._precision.compute
+        if not lora.rank:
+            return
+        if self._frozen is None:
+            values = frozen_values(self._task, first_values(self._task, self._config.seed))
+            refuse_other_values(values, lora.base_checksum)
+            moved = {id(value): value.to(device, compute, copy=True) for value in values.values()}
+            self._frozen = {name: moved[id(value)] for name, value in values.items()}
+        set_base(model, self._frozen)
+
     def initial_values(self, seed: int) -> InitialBox:
-        """What `Task.weights` has, or `Task.initial` says, or what the module gave its parameters
-        when it was made."""
-        given: dict[str, Tensor] = {}
-        asked: list[Mapping[str, Tensor]] = []
+        """The first values of the task's parameters, or of their adapters."""
+        given = first_values(self._task, seed)
 
         def value(row: Parameter, box: Box) -> Tensor:
-            if not asked:
-                asked.append(self._trained_before())
-            answer: Initial = asked[0].get(row.name)
-            with user_code(f"initial() failed for {row.name}"):
-                if answer is None and not row.merge:
-                    answer = self._task.initial(row.name, row.shape)
-            if answer is None:
-                if not given:
-                    given.update(self._values_of_module(seed))
-                answer = given[row.name]
-            if not isinstance(answer, Tensor):
-                answer = initial_tensor(replace(row, init=answer), seed)
-            if tuple(answer.shape) != row.shape:
-                raise TaskError(
-                    f"the initial values of {row.name} are {list(answer.shape)}, "
-                    f"and it is {list(row.shape)}",
-                    where="task",
-                )
+            adapts = self._config.lora.rank and is_adapter(row)
+            answer = first_adapter(row, seed) if adapts else given(row)
             return answer[tuple(slice(a, b) for a, b in zip(box.offsets, box.stops, strict=True))]
 
         return value
-
-    def _values_of_module(self, seed: int) -> dict[str, Tensor]:
-        own = own_values(self._task, seed)
-        buffers = {name: buffer.view(table_shape(buffer)) for name, buffer in own.buffers.items()}
-        return own.parameters | buffers
-
-    def _trained_before(self) -> dict[str, Tensor]:
-        """The values of a model that was trained before, in the table's shapes. Raises
-        TaskError."""
-        with user_code("weights() failed"):
-            found = dict(self._task.weights())
-        rows = {row_of_text(text).name for text in self._config.task.parameters}
-        if unknown := sorted(set(found) - rows):
-            raise TaskError(
-                f"weights() has {unknown[0]}, which is no parameter of the module",
-                where="task",
-                remedy="give the names of model().named_parameters()",
-            )
-        return {name: value.detach().view(table_shape(value)) for name, value in found.items()}
 
     def executor(
         self, objective: nn.Module, groups: ProcessGroups, dtype: torch.dtype, device: torch.device

@@ -147,7 +147,9 @@ def build_engine(
     make = _replicated if shards == 1 else _zero1 if config.layout.zero == 1 else _sharded
     parameters, feed = make(_Parts(config, task, groups, device, precision), objective)
     executor = task.executor(objective, groups, precision.compute, device)
-    return StepEngine(objective, executor, parameters, feed, groups, config.train, device, dealer)
+    return StepEngine(
+        objective, executor, parameters, feed, groups, config.train, device, dealer, task.user_parts
+    )
 
 
 @dataclass(frozen=True)

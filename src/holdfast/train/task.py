@@ -30,6 +30,7 @@ from holdfast.train.evaluate import TokenValidation, Validation
 from holdfast.train.executors import Executor, make_executor
 from holdfast.train.objective import NextTokenObjective
 from holdfast.train.state import InitialBox
+from holdfast.train.user_parts import UserParts
 
 
 class TaskBatchSource(Protocol):
@@ -39,7 +40,9 @@ class TaskBatchSource(Protocol):
 
 
 class EngineTask(Protocol):
-    """One rank's view of what is trained."""
+    """One rank's view of what is trained. user_parts: the run file's own optimizer and schedule."""
+
+    user_parts: UserParts
 
     def objective(self, groups: ProcessGroups) -> nn.Module:
         """The module from a microbatch to a loss sum, on the meta device, cut for this rank."""
@@ -100,8 +103,8 @@ class EngineTask(Protocol):
 class DecoderTask:
     """The built-in decoder, trained to predict the next token of a token dataset."""
 
-    def __init__(self, config: RunConfig) -> None:
-        self._config = config
+    def __init__(self, config: RunConfig, user_parts: UserParts | None = None) -> None:
+        self._config, self.user_parts = config, user_parts or UserParts()
 
     def objective(self, groups: ProcessGroups) -> NextTokenObjective:
         """The blocks of this rank's stage, each tensor cut by tp. Raises ConfigError."""

@@ -139,7 +139,7 @@ def test_an_agent_ends_with_a_sentence_if_its_folder_stays_away(
 def test_a_folder_is_known_before_the_first_interval_is_over(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Else an agent would not miss a folder that goes within the first seconds of a run."""
+    """Otherwise an agent does not notice a folder that goes in the first seconds of a run."""
     monkeypatch.setattr(run_folder_monitor, "FOLDER_CHECK_INTERVAL_S", 3600.0)
     found = RunFolder(FolderStore(tmp_path))
 

@@ -51,7 +51,7 @@ class RunFolder:
 
     @property
     def is_known(self) -> bool:
-        """Return True if a term was seen. Until then nobody can tell that the folder is lost."""
+        """Return True if a term was seen. Until then, a lost folder cannot be noticed."""
         return self._newest_term is not None
 
     def check(self) -> None:
