@@ -31,12 +31,12 @@ def describe(config: RunConfig) -> dict[str, Any]:
     """Return the planned keys of the section `task`, and for adapters the checksum of what they are
     for. Raises UserError."""
     task = load_task(config.task)
-    source = source_digest(config.task)
-    lora = config.lora
+    source, lora = source_digest(config.task, task), config.lora
     rows = module_rows(task, trained_module(task, lora))
     refuse_other_rows(rows, module_rows(task, trained_module(task, lora)))
-    samples, version = open_samples(task)
-    found = {"source": source, "data": version, "samples": len(samples), "parameters": list(rows)}
+    opened = open_samples(task)
+    version, samples = ("", 0) if opened is None else (opened[1], len(opened[0]))
+    found = {"source": source, "data": version, "samples": samples, "parameters": list(rows)}
     if not lora.rank:
         return found
     frozen = frozen_values(task, first_values(task, config.seed))
