@@ -193,14 +193,15 @@ def test_a_changed_or_missing_base_is_refused(
     shutil.copytree(trained.parent / "base", root / "moved")
     moved = here(capsys, "train", path, "train.steps=21", f"model.from={root / 'moved'}")
     assert moved.code == 0, moved.err
+    run = root / "run"
     shutil.rmtree(root / "moved")
     write_base(root / "moved", seed=4)
-    for command in (("export", path, "--to", root / "other"), ("generate", path, "Say blue.")):
+    for command in (("export", run, "--to", root / "other"), ("generate", run, "Say blue.")):
         here(capsys, *command).refuses_last("not those that the run was begun with")
     assert not (root / "other").exists()
     there = "--base", trained.parent / "base"
-    assert here(capsys, "export", path, "--to", root / "merged again", *there).code == 0
-    adapters = here(capsys, "export", path, "--to", root / "other", "--format", "peft")
+    assert here(capsys, "export", run, "--to", root / "merged again", *there).code == 0
+    adapters = here(capsys, "export", run, "--to", root / "other", "--format", "peft")
     assert adapters.code == 0, adapters.err
 
 

@@ -24,7 +24,12 @@ from tests.support.ranks import wait_until
 
 STEPS = 60
 Capture = pytest.CaptureFixture[str]
-LONGER = (f"train.steps={STEPS}", "checkpoint.every_steps=5", "lora.dropout=0.1")
+LONGER = (
+    f"train.steps={STEPS}",
+    "train.microbatch_size=1",
+    "checkpoint.every_steps=5",
+    "lora.dropout=0.1",
+)
 
 
 @pytest.mark.slow

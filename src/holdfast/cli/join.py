@@ -114,13 +114,13 @@ def _with_data(
     from holdfast.data.dataset import Dataset
 
     before, loaded = loaded, described_parts(loaded, loaded.config.task.folder)
+    if loaded.config.task.name:
+        loaded = described(loaded, loaded.config.task.folder)
     if loaded is not before:
         refuse_other_run(stored["config"], loaded.config, str(folder))
-    if not loaded.config.task.name:
-        return loaded, dataset_version_in(folder, Dataset.open(loaded.config.data.folder))
-    loaded = described(loaded, loaded.config.task.folder)
-    refuse_other_run(stored["config"], loaded.config, str(folder))
-    return loaded, loaded.config.task.data
+    if loaded.config.task.has_own_data:
+        return loaded, loaded.config.task.data
+    return loaded, dataset_version_in(folder, Dataset.open(loaded.config.data.folder))
 
 
 def _own(overrides: list[str]) -> list[str]:

@@ -166,16 +166,20 @@ def prepare_run_data(
     """Return the configuration with what follows from the data and the task, and the data.
 
     wait: for another process that prepares the dataset. Raises UserError."""
-    if loaded.config.task.name:
+    task = loaded.config.task
+    if task.name:
         loaded = with_named_parts(with_task(loaded))
         task = loaded.config.task
-        return loaded, RunData(task.data, Path(task.folder), ())
+        if task.has_own_data:
+            return loaded, RunData(task.data, Path(task.folder), ())
     from holdfast.data.coverage import describe_use
 
-    loaded = with_named_parts(loaded)
+    if not task.name:
+        loaded = with_named_parts(loaded)
     dataset = prepare_and_check_dataset(loaded, wait=wait)
-    loaded = with_vocabulary(loaded, dataset, None if fresh else run_folder)
-    if loaded.config.lora.rank:
+    if not task.name:
+        loaded = with_vocabulary(loaded, dataset, None if fresh else run_folder)
+    if loaded.config.lora.rank and not task.name:
         from holdfast.cli.checkpoint_import import refuse_other_tokenizer
 
         loaded = with_lora(loaded, None if fresh else run_folder)

@@ -197,9 +197,9 @@ def _override(data: dict[str, Any], override: str) -> str:
         )
     path: KeyPath = as_path(key)
     field = field_at(path)
-    if key in (model_from.KEY, lora_from.KEY):
-        section = str(path[0])
-        data[section] = {**(data.get(section) or {}), "from": text.strip()}
+    if key in (model_from.KEY, model_from.CODE_KEY, lora_from.KEY):
+        section, _, part = key.partition(".")
+        data[section] = {**(data.get(section) or {}), part: text.strip()}
         return key
     if field is None:
         raise ConfigError(f"unknown key {key}", where=where, remedy=suggest_key(path))

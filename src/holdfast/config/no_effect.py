@@ -144,13 +144,13 @@ def _intervals(loaded: LoadedConfig) -> Iterator[Finding]:
 
 def _of_the_decoder(loaded: LoadedConfig) -> Iterator[Finding]:
     """Keys of the built-in decoder and its tokens, where a task is trained."""
-    if not loaded.config.task.name:
+    task = loaded.config.task
+    if not task.name:
         return
+    unused = ("model",) if task.reads_tokens and task.parameters else ("model", "data")
     for key in loaded.origins:
-        if key.split(".")[0] in ("model", "data") and _given(loaded, key):
-            yield key, f"has no effect on task {loaded.config.task.name}", "remove it"
-    if loaded.config.train.evaluate.every and _given(loaded, "train.evaluate.every"):
-        yield "train.evaluate.every", "has no effect: a task has no validation data", "remove it"
+        if key.split(".")[0] in unused and _given(loaded, key):
+            yield key, f"has no effect on task {task.name}", "remove it"
 
 
 def _switched_off(loaded: LoadedConfig) -> Iterator[Finding]:

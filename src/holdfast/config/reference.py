@@ -69,9 +69,9 @@ def json_schema() -> dict[str, Any]:
     """For editors. The shape of a model is not required, as a preset may give it."""
     schema = RunConfig.model_json_schema()
     schema["$defs"]["ModelConfig"].pop("required", None)
-    schema["$defs"]["ModelConfig"]["properties"]["from"] = {
-        "type": "string",
-        "description": model_from.MEANING,
+    schema["$defs"]["ModelConfig"]["properties"] |= {
+        "from": {"type": "string", "description": model_from.MEANING},
+        "code": {"enum": [model_from.TRANSFORMERS], "description": model_from.CODE_MEANING},
     }
     schema["$defs"]["LoraConfig"]["properties"]["from"] = {
         "type": "string",
@@ -145,6 +145,9 @@ def _table(section: type[BaseModel], prefix: str) -> str:
         if key in _EXPANDED:  # no field: loading expands it
             expanded, about = _EXPANDED[key]
             rows.append(f"| `{expanded}` | text | none | {Change.NEVER} | {about} |")
+        if key == "model.preset":
+            cells = f"`{model_from.TRANSFORMERS}` | none | {change_of(key)}"
+            rows.append(f"| `{model_from.CODE_KEY}` | {cells} | {model_from.CODE_MEANING} |")
     return "\n".join(rows) + "\n" if len(rows) > 2 else ""
 
 

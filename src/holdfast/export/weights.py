@@ -16,6 +16,7 @@ from holdfast.checkpoint.restore.catalog import list_commits
 from holdfast.checkpoint.restore.read_ahead import ReadAhead
 from holdfast.checkpoint.restore.reader import Checkpoint
 from holdfast.checkpoint.restore.verify import find_newest_verified, verify
+from holdfast.config.model_from import TRANSFORMERS_TASK
 from holdfast.config.task import refuse_task
 from holdfast.core.sharding.boxes import Box
 from holdfast.core.sharding.run_table import run_parameters
@@ -210,12 +211,28 @@ def write_folder(
     from holdfast.export.adapters import run_weights
     from holdfast.model.huggingface import export_folder
 
+    template = run.dataset_folder / TEMPLATE_FILE
+    chat_template = template if tokenizer is not None and template.is_file() else None
+    cast = None if dtype is None else getattr(torch, dtype)
+    if run.config.task.name == TRANSFORMERS_TASK and not run.config.lora.rank:
+        from holdfast.tasks.huggingface_export import export_causal_lm
+
+        weights = CheckpointWeights(run, checkpoint)
+        export_causal_lm(
+            to,
+            run.config.task,
+            weights.names,
+            weights.whole,
+            dtype=cast,
+            shard_bytes=shard_bytes,
+            tokenizer=tokenizer,
+            chat_template=chat_template,
+        )
+        return
     refuse_task(run.config.task, "an export in Hugging Face's form")
     tokens = None
     if tokenizer is not None:
         tokens = dataset_tokens(run.dataset_folder, load_tokenizer(tokenizer))
-    template = run.dataset_folder / TEMPLATE_FILE
-    cast = None if dtype is None else getattr(torch, dtype)
     base = run.config.lora.base
     export_folder(
         to,
@@ -226,7 +243,7 @@ def write_folder(
         shard_bytes=shard_bytes,
         end_token=None if tokens is None else tokens.end_token,
         imported=Path(base) if base else run.folder / IMPORTED_FOLDER,
-        chat_template=template if tokenizer is not None and template.is_file() else None,
+        chat_template=chat_template,
     )
 
 

@@ -20,12 +20,12 @@ from holdfast.config.load import LoadedConfig, resolve_config
 from holdfast.config.model import ModelConfig
 from holdfast.config.model_from import yaml_word
 from holdfast.config.run import RunConfig
-from holdfast.config.task import refuse_task
 from holdfast.config.train import TrainConfig
 from holdfast.core.data.sample_order import BatchSchedule
 from holdfast.errors import ConfigError
 from holdfast.launch.named_parts import PLANNED
 from holdfast.launch.runs import RESOLVED_FILE, Run, read_environment
+from holdfast.launch.task_run import PLANNED_KEYS, described
 
 OWN_KEYS = {"folder": "name it with --to", "branch_of": "leave it out"}
 """Keys that `holdfast branch` sets -> remedy for one on its command line."""
@@ -49,11 +49,11 @@ def branch_config(parent: Run, step: int, target: Path, overrides: Sequence[str]
     given = [
         f"folder={yaml_word(str(target))}",
         f"branch_of={'.'.join(filter(None, (parent.config.name, run_id)))}@{step}",
-        f"data.folder={yaml_word(str(parent.dataset_folder.resolve()))}",
     ]
+    if not parent.config.task.has_own_data:
+        given.append(f"data.folder={yaml_word(str(parent.dataset_folder.resolve()))}")
     if re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9._-]*", target.name):
         given.append(f"name={target.name}")
-    refuse_task(parent.config.task, "holdfast branch")
     values = _stored_values(parent)
     started_in = str(read_environment(parent.folder).get("folder", ""))
     name = str(parent.folder / RESOLVED_FILE)
@@ -62,7 +62,8 @@ def branch_config(parent: Run, step: int, target: Path, overrides: Sequence[str]
     where = os.path.abspath(parent.folder)
     text = f"# A branch of {parent.config.name}: holdfast branch {where} --at {step}\n"
     text += _yaml(_without_defaults(dumped))
-    return resolve_config(text, str(target / "run.yaml"), base=str(target))
+    loaded = resolve_config(text, str(target / "run.yaml"), base=str(target))
+    return described(loaded, loaded.config.task.folder) if loaded.config.task.name else loaded
 
 
 def _stored_values(parent: Run) -> dict[str, Any]:
@@ -71,6 +72,8 @@ def _stored_values(parent: Run) -> dict[str, Any]:
     values = parent.config.model_dump(mode="json")
     origins = parent.resolved.get("origins", {})
     default = RunConfig().model_dump(mode="json")
+    for key in PLANNED_KEYS:
+        _set(values, f"task.{key}", _get(default, f"task.{key}"))
     for key, kind in UNKEPT_ORIGINS.items():
         if origins.get(key, {}).get("kind") == kind:
             _set(values, key, _get(default, key))
@@ -93,10 +96,10 @@ def _located(parent: Run, path: str, origin: dict[str, str]) -> str:
 
 def _with_absolute_paths(changed: LoadedConfig) -> dict[str, Any]:
     """The values, with each path that the command line gave as an absolute one."""
-    values = changed.config.model_dump(mode="json")
+    values, default = changed.config.model_dump(mode="json"), RunConfig().model_dump(mode="json")
     for key in ("data.folder", "cluster.faults", "cluster.notices_account", "checkpoint.bucket"):
         path = _get(values, key)
-        if path and "://" not in path:
+        if path and "://" not in path and path != _get(default, key):
             _set(values, key, os.path.abspath(path))
     return values
 

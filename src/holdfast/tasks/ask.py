@@ -84,7 +84,7 @@ def run_entries(
     config: RunConfig, skips: Skips, missing: Sequence[Range], last_step: int
 ) -> list[tuple[int, list[dict[str, Any]]]]:
     """As `data.ledger_entries.stand_in_entries`, from the run's data. Raises UserError."""
-    if not config.task.name:
+    if not config.task.has_own_data:
         from holdfast.data.batch import Batches
         from holdfast.data.dataset import Dataset
 

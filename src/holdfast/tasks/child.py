@@ -32,12 +32,12 @@ def describe(config: RunConfig) -> dict[str, Any]:
     """Return the planned keys of the section `task`, and for adapters the checksum of what they are
     for. Under "train" are the keys that a script decides. Raises UserError."""
     task = load_run_task(config)
-    source = source_digest(config.task)
-    lora = config.lora
+    source, lora = source_digest(config.task, task), config.lora
     rows = module_rows(task, trained_module(task, lora))
     refuse_other_rows(rows, module_rows(task, trained_module(task, lora)))
-    samples, version = open_samples(task)
-    found = {"source": source, "data": version, "samples": len(samples), "parameters": list(rows)}
+    opened = open_samples(task)
+    version, samples = ("", 0) if opened is None else (opened[1], len(opened[0]))
+    found = {"source": source, "data": version, "samples": samples, "parameters": list(rows)}
     found["train"] = task.planned_values() if isinstance(task, Script) else {}
     if not lora.rank:
         return found

@@ -45,7 +45,7 @@ def open_task(config: RunConfig, device: torch.device | str = "cpu") -> EngineTa
 def open_audited(config: RunConfig, dataset: str | Path) -> tuple[AuditedBatches, list[str]]:
     """Return a run's batches, and what is wrong with the files of its data. dataset: the folder of
     the prepared dataset. Raises UserError."""
-    if config.task.name:
+    if config.task.has_own_data:
         return TaskBatches(_load_same(config), config), []
     opened = Dataset.open(dataset)
     batches = Batches(opened, config.data, config.train, config.seed)
@@ -58,7 +58,7 @@ def _load_same(config: RunConfig, device: torch.device | str = "cpu") -> Task:
     A script may have imported more of the task's folder than the task does. So a process that
     imports the task alone decides."""
     task, source = load_run_task(config, device), config.task.source
-    if source_digest(config.task) != source and describe_task(config)["source"] != source:
+    if source_digest(config.task, task) != source and describe_task(config)["source"] != source:
         raise TaskError(
             f"the source of task {config.task.name} has changed since this run was started",
             where="task",

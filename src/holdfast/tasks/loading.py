@@ -43,10 +43,14 @@ def load_task(config: TaskConfig) -> Task:
         return kind(**config.args)
 
 
-def source_digest(config: TaskConfig) -> str:
-    """Digest of the task's module, and of what else lies in its folder or package and came with it.
-    Call after `load_task`."""
+def source_digest(config: TaskConfig, task: Task | None = None) -> str:
+    """Digest of the task's module, of what else lies in its folder or package and came with it, and
+    of the files that `task` names. Raises TaskError."""
     digest = hashlib.blake2b(digest_size=DIGEST_BYTES)
+    with user_code("files() failed"):
+        for number, path in enumerate(() if task is None else task.files()):
+            digest.update(f"file {number}\0".encode())
+            digest.update(hashlib.blake2b(Path(path).read_bytes()).digest())
     for name, path in sorted(_own_sources(config)):
         digest.update(f"{name}\0".encode())
         digest.update(hashlib.blake2b(path.read_bytes()).digest())

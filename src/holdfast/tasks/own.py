@@ -11,11 +11,20 @@ from torch import Tensor, nn
 from holdfast.config.run import RunConfig
 from holdfast.core.sharding.boxes import Box
 from holdfast.core.sharding.parameters import Parameter
+from holdfast.data.dataset import Dataset
+from holdfast.data.dataset_match import needed_vocabulary
 from holdfast.errors import TaskError
 from holdfast.model.lora import set_base
 from holdfast.parallel.process_groups import ProcessGroups
 from holdfast.tasks.adapters import frozen_values, refuse_other_values, trained_module
-from holdfast.tasks.batches import TaskBatches, TaskLoader, TaskMicrobatch
+from holdfast.tasks.batches import (
+    BatchesOfTask,
+    TaskBatches,
+    TaskLoader,
+    TaskMicrobatch,
+    tensor_hash,
+)
+from holdfast.tasks.executor import TaskExecutor
 from holdfast.tasks.initial import first_adapter, first_values, is_adapter
 from holdfast.tasks.loading import user_code
 from holdfast.tasks.module import (
@@ -32,7 +41,10 @@ from holdfast.tasks.module import (
 )
 from holdfast.tasks.objective import TaskObjective, changed_buffer_error
 from holdfast.tasks.task import Task
-from holdfast.train.executors import Executor, SingleStageExecutor
+from holdfast.tasks.token_batches import TokenBatches
+from holdfast.tasks.validation import TaskValidation, TokenTaskValidation
+from holdfast.train.evaluate import Validation
+from holdfast.train.executors import Executor
 from holdfast.train.precision import Precision
 from holdfast.train.protocols import ShareLoader
 from holdfast.train.state import InitialBox
@@ -95,8 +107,10 @@ class OwnTask:
             has_some = next(model.buffers(), None) is not None
             self._buffers = own_values(self._task, self._config.seed).buffers if has_some else {}
         self._set_frozen(model, device)
-        merged = dict.fromkeys(self._merged, self._precision.state)
-        set_buffers(model, self._buffers, device, self._precision.compute, merged)
+        with user_code("casts() failed"):
+            kept = {n: b.dtype for n, b in self._buffers.items() if not self._task.casts(n)}
+        dtypes = kept | dict.fromkeys(self._merged, self._precision.state)
+        set_buffers(model, self._buffers, device, self._precision.compute, dtypes)
         _own(objective).merged = {
             name: buffer.view(table_shape(buffer))
             for name in self._merged
@@ -129,15 +143,33 @@ class OwnTask:
     def executor(
         self, objective: nn.Module, groups: ProcessGroups, dtype: torch.dtype, device: torch.device
     ) -> Executor:
-        return SingleStageExecutor(objective, groups.recorder, lambda batch: batch.arguments)
+        return TaskExecutor(objective, groups.recorder, lambda batch: batch.arguments)
 
-    def open_batches(self, dataset: str) -> TaskBatches:
-        return TaskBatches(self._task, self._config)
+    def open_batches(self, dataset: str) -> BatchesOfTask:
+        """The task's own data, or the prepared tokens. Raises UserError."""
+        if self._config.task.has_own_data:
+            return TaskBatches(self._task, self._config)
+        opened = Dataset.open(dataset)
+        needed, known = needed_vocabulary(opened), self._task.vocabulary()
+        if known is not None and needed > known:
+            raise TaskError(
+                f"the dataset has token ids up to {needed - 1}, and the model knows {known}",
+                where="data.tokenizer.path",
+                remedy="name the model's own tokenizer there, and another data.folder",
+            )
+        return TokenBatches(self._config, opened)
 
     def loader(
         self, batches: TaskBatchSource, share: Callable[[int], Sequence[int]], **where: Any
     ) -> ShareLoader:
-        return TaskLoader(cast(TaskBatches, batches), share, **where)
+        return TaskLoader(cast(BatchesOfTask, batches), share, **where)
+
+    def validation(self, batches: TaskBatchSource, samples: int) -> Validation:
+        """Of the task's own dataset, or of the prepared tokens. Raises TaskError."""
+        seed = self._config.seed
+        if isinstance(batches, TokenBatches):
+            return TokenTaskValidation(batches.tokens.validation(samples), seed)
+        return TaskValidation(self._task, samples, self._config.train.microbatch_size, seed)
 
     def read_step(self, dataset: str, step: int) -> list[dict[str, Tensor]]:
         batches = self.open_batches(dataset)
@@ -149,10 +181,10 @@ class OwnTask:
     ) -> None:
         """Compute the first microbatch once and doubled. Raises TaskError for a loss that is a
         mean, and for all else that goes wrong there. Collective over a replica."""
-        own = cast(TaskBatches, batches)
+        own = cast(BatchesOfTask, batches)
         part, parts = groups.coordinate.dp_shard, groups.degree("dp_shard")
         start, stop = own.positions(1, 0, part, parts)
-        if own.hash_of(start, stop) != own.hash_of(start, stop):
+        if len({tensor_hash(own.read_samples(start, stop)) for _ in range(2)}) > 1:
             raise TaskError(
                 "the same samples are different tensors when they are read again",
                 where="task",

@@ -114,9 +114,10 @@ def make_session(
     task: EngineTask | None = None,
 ) -> TrainingSession:
     """An engine with its data and its evaluation. task: what is trained; None: the decoder."""
-    groups, validation = engine.groups, batches.validation(config.train.evaluate.samples)
-    evaluator = Evaluator(engine.objective, engine.executor, groups, validation, device)
     task = DecoderTask(config) if task is None else task
+    groups = engine.groups
+    validation = task.validation(batches, config.train.evaluate.samples)
+    evaluator = Evaluator(engine.objective, engine.executor, groups, validation, device)
     return TrainingSession(config, engine, evaluator, groups, device, batches, task)
 
 

@@ -26,7 +26,7 @@ from holdfast.model.init import initial_box
 from holdfast.model.stage import keep_stage
 from holdfast.parallel.process_groups import ProcessGroups
 from holdfast.parallel.tensor_parallel import apply_tensor_parallel, localise_parameters
-from holdfast.train.evaluate import ValidationSamples
+from holdfast.train.evaluate import TokenValidation, Validation
 from holdfast.train.executors import Executor, make_executor
 from holdfast.train.objective import NextTokenObjective
 from holdfast.train.protocols import ShareLoader
@@ -38,8 +38,6 @@ class TaskBatchSource(Protocol):
     """Every batch of a run, by step number; `data.batch.Batches` is one."""
 
     skips: Skips
-
-    def validation(self, samples: int) -> ValidationSamples: ...
 
 
 class EngineTask(Protocol):
@@ -85,6 +83,10 @@ class EngineTask(Protocol):
         **where: Any,
     ) -> ShareLoader:
         """What reads a rank's shares ahead. where: as `Loader` takes them."""
+        ...
+
+    def validation(self, batches: TaskBatchSource, samples: int) -> Validation:
+        """Validation data, of so many samples at most."""
         ...
 
     def read_step(self, dataset: str, step: int) -> list[dict[str, Tensor]]:
@@ -172,6 +174,9 @@ class DecoderTask:
         self, batches: TaskBatchSource, share: Callable[[int], Sequence[int]], **where: Any
     ) -> Loader:
         return Loader(cast(Batches, batches), share, **where)
+
+    def validation(self, batches: TaskBatchSource, samples: int) -> TokenValidation:
+        return TokenValidation(cast(Batches, batches).validation(samples))
 
     def read_step(self, dataset: str, step: int) -> list[dict[str, Tensor]]:
         batches = self.open_batches(dataset)
