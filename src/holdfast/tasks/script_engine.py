@@ -44,7 +44,7 @@ class ScriptMicrobatch:
 
     @property
     def tokens(self) -> int:
-        return self.script.weights.get(self.index, 0)
+        return self.script.open_weights.get(self.index, 0)
 
 
 class ScriptFeed:
