@@ -41,7 +41,7 @@ class Question:
 
 @dataclass(frozen=True)
 class Answer:
-    """message, remedy: why there is no result; both empty if there is one.
+    """message, remedy: why there is no result; both empty if there is one. key: which is wrong.
 
     result: for "describe" the planned keys of `task`, for "entries" [step, entries] for each step.
     """
@@ -49,10 +49,12 @@ class Answer:
     result: Any = None
     message: str = ""
     remedy: str = ""
+    key: str = "task"
 
     @staticmethod
     def from_json(value: Mapping[str, Any]) -> Answer:
-        return Answer(value["result"], str(value["message"]), str(value["remedy"]))
+        message, remedy, key = (str(value[name]) for name in ("message", "remedy", "key"))
+        return Answer(value["result"], message, remedy, key)
 
 
 def describe_task(config: RunConfig) -> dict[str, Any]:
@@ -98,5 +100,5 @@ def _ask(question: Question) -> Any:
             )
         answer = Answer.from_json(json.loads(answer_file.read_text("utf-8")))
     if answer.message:
-        raise TaskError(answer.message, where="task", remedy=answer.remedy or None)
+        raise TaskError(answer.message, where=answer.key, remedy=answer.remedy or None)
     return answer.result

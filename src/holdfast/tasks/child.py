@@ -41,7 +41,7 @@ def answer(question: Question) -> Answer:
         batches = TaskBatches(task, config, skips)
         return Answer(stand_in_entries(batches, question.missing, question.last_step))
     except UserError as error:
-        return Answer(None, error.message, error.remedy or "")
+        return Answer(None, error.message, error.remedy or "", error.where or "task")
 
 
 def main() -> None:
