@@ -6,7 +6,7 @@ import shlex
 
 import pytest
 
-from holdfast.config.identity import config_differences, config_hash, refuse_other_run
+from holdfast.config.identity import config_differences, config_hash, earlier_hash, refuse_other_run
 from holdfast.config.load import resolve_config
 from holdfast.config.run import RunConfig
 from holdfast.errors import RunFolderError
@@ -101,6 +101,8 @@ def test_without_a_schedule_a_run_of_any_length_is_the_same_run() -> None:
     short, long = config(CONSTANT, "train.steps=5"), config(CONSTANT, "train.steps=500")
     assert config_hash(short) == config_hash(long)
     refuse_other_run(short.model_dump(mode="json"), long, "runs/x")
+    assert earlier_hash(short) not in (None, config_hash(short), earlier_hash(long))
+    assert earlier_hash(config()) is None, "the length of a schedule has been in it always"
 
 
 def test_a_longer_schedule_names_both_ways_to_a_longer_run() -> None:

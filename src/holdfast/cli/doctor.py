@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
@@ -43,15 +44,20 @@ def doctor(
         else:
             print_checks(checks)
         return 1 if any(check.state == "fails" for check in checks) else 0
-    from holdfast.cli.doctor_run import diagnose_run, folder_of
+    from holdfast.cli.doctor_deadline import QUICK_S, Deadlines
+    from holdfast.cli.doctor_run import RunDiagnosis, diagnose_run, folder_of
     from holdfast.launch.holder import HolderWatch
 
-    folder = folder_of(run)
-    found = diagnose_run(folder, HolderWatch(folder, say))
+    given, within = run, Deadlines(run)
+    folder = within.run("run folder", QUICK_S, lambda: folder_of(given), None)
+    if folder is None:
+        found = RunDiagnosis(run, within.hung)
+    else:
+        found = diagnose_run(folder, HolderWatch(folder, say))
     if json:
         print_json(found.to_json())
     else:
-        print(f"{folder.resolve()}")
+        print(os.path.abspath(found.folder))
         print_checks(found.checks)
     return 1 if found.will_fail else 0
 

@@ -98,7 +98,7 @@ class AuditResult:
             return f"{len(self.problems)} problems; the first: {self.first_problem.message}"
         if self.last_step < self.first_step:
             if self.last_step:
-                return f"it did no step of its own up to step {self.last_step:,}"
+                return f"no step of its own is committed up to step {self.last_step:,}"
             return "nothing is committed yet, so there is nothing to audit"
         left_out = "".join(f", {n:,} skipped ({why})" for why, n in sorted(self.skipped.items()))
         where = f" ({self.first_step:,} to {self.last_step:,})" if self.first_step > 1 else ""

@@ -57,12 +57,13 @@ def branch_command(folder: Path, stored: Mapping[str, Any], config: RunConfig) -
             at = max((step for step in steps if step <= same), default=at)
     at = max((step for step in steps if step <= at and step < after.steps), default=at)
     words = ["holdfast", "branch", str(folder), "--at", str(at), "--to", _free(folder)]
-    if at >= after.steps:
-        words.append(f"train.steps={2 * at}")
     found = [d for d in config_differences(stored, config) if not is_place(d.key)]
     changes = changed_keys([d for d in found if not d.key.startswith(BATCH_KEYS)], config)
     if before is not None and any(d.key.startswith(BATCH_KEYS) for d in found):
         changes.append(batches_after(before, after, at))
+    if at >= after.steps:
+        changes = [change for change in changes if not change.startswith("train.steps=")]
+        changes.append(f"train.steps={2 * at}")
     return " ".join([shlex.join(words), *changes])
 
 

@@ -321,8 +321,10 @@ def write_description(
                 (folder / RESOLVED_FILE).unlink(missing_ok=True)
             raise
     except (FileExistsError, NotADirectoryError) as error:
+        path = Path(str(error.filename))
+        files = [p for p in (path, *path.parents) if p.exists() and not p.is_dir()]
         raise RunFolderError(
-            f"{error.filename} is a file, not a folder",
+            f"{(files or [path])[0]} is a file, not a folder",
             where=str(folder),
             remedy="choose another with folder=...",
         ) from None
