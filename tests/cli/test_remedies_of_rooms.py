@@ -10,12 +10,17 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.remedies import of_models, of_sources, of_stores
+from tests.cli.conftest import Trained
+from tests.cli.remedies import of_datasets, of_models, of_others, of_runs, of_sources, of_stores
 from tests.cli.remedies.lab import Case, Lab, carry_out
 
-CASES: list[Case] = [*of_sources.CASES, *of_stores.CASES, *of_models.CASES]
+TABLES = (of_sources, of_datasets, of_stores, of_models, of_runs, of_others)
+CASES: list[Case] = [one for table in TABLES for one in table.CASES]
 
 
 @pytest.mark.parametrize("one", CASES, ids=str)
-def test_the_remedy_leads_out(one: Case, tmp_path: Path) -> None:
-    carry_out(one, Lab(tmp_path))
+def test_the_remedy_leads_out(
+    one: Case, trained: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    carry_out(one, Lab(tmp_path, trained.folder))

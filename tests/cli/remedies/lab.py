@@ -24,9 +24,11 @@ MOST_ROUNDS = 4
 
 @dataclass
 class Lab:
-    """The folder of a case, and what its attempt is given. good: files as they were before."""
+    """The folder of a case, and what its attempt is given. trained: a finished run, to copy. good:
+    files as they were before."""
 
     folder: Path
+    trained: Path
     settings: dict[str, Any] = field(default_factory=dict)
     good: dict[str, bytes] = field(default_factory=dict)
 
@@ -82,7 +84,7 @@ def carry_out(one: Case, lab: Lab) -> None:
             try:
                 one.attempt(lab)
             except UserError as error:
-                sentence = str(error).splitlines()[-1]
+                sentence = str(error)
                 assert sentence not in told, f"leads nowhere: {sentence}"
                 told.append(sentence)
                 _follow(one, lab, sentence, str(error.remedy or ""))

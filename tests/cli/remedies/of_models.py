@@ -161,7 +161,7 @@ def begin_other_shape(lab: Lab) -> None:
 
 def use_overrides(lab: Lab, found: Match[str]) -> None:
     changes = dict(pair.removeprefix("model.").split("=") for pair in found[1].split())
-    lab.settings["model"] = config(**{key: int(value) for key, value in changes.items()})
+    lab.settings["model"] = config(**{key: json.loads(value) for key, value in changes.items()})
 
 
 def resolve(lab: Lab) -> None:

@@ -14,7 +14,6 @@ from re import Match
 from typing import Any
 
 import pyarrow as pa
-from datasets import Dataset as HubDataset
 from pyarrow import ipc, parquet
 from xxhash import xxh3_128
 
@@ -95,10 +94,16 @@ def use_parquet(lab: Lab, found: Match[str]) -> None:
     lab.settings.update(kind=found[1], path=lab.path("in/a.txt"))
 
 
+def write_arrow(lab: Lab, table: pa.Table) -> Path:
+    path = lab.write("set/train-0.arrow", b"")
+    with path.open("wb") as file, ipc.new_stream(file, table.schema) as stream:
+        stream.write_table(table)
+    return path
+
+
 def as_arrow(lab: Lab) -> None:
-    HubDataset.from_dict({"text": [TEXT]}).save_to_disk(lab.path("in/set"))
-    (file,) = (lab.folder / "in/set").glob("*.arrow")
-    lab.settings.update(kind="text", path=str(file))
+    path = write_arrow(lab, pa.table({"text": [TEXT]}))
+    lab.settings.update(kind="text", path=str(path))
 
 
 def use_folder(lab: Lab, found: Match[str]) -> None:
@@ -178,10 +183,7 @@ def begin_no_columns(lab: Lab) -> None:
 
 
 def begin_arrow_column(lab: Lab) -> None:
-    table = pa.table({"body": [TEXT], "n": [1]})
-    path = lab.write("set/train-0.arrow", b"")
-    with path.open("wb") as file, ipc.new_stream(file, table.schema) as stream:
-        stream.write_table(table)
+    write_arrow(lab, pa.table({"body": [TEXT], "n": [1]}))
     lab.settings.update(kind="huggingface", path=lab.path("set"))
 
 

@@ -27,13 +27,15 @@ from tests.support.s3 import Fault, Proxy
 
 HEX = "5e" * 32
 KEYS = "[default]\naws_access_key_id = a\naws_secret_access_key = b\n"
-OURS = {f"AWS_{name}": "" for name in ("ENDPOINT_URL", "ENDPOINT_URL_S3", "ACCESS_KEY_ID")}
+OURS = tuple(f"AWS_{name}" for name in ("ENDPOINT_URL", "ENDPOINT_URL_S3", "ACCESS_KEY_ID"))
 
 
 @contextmanager
 def environment(lab: Lab) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        for name, value in {**OURS, **lab.settings.get("environment", {})}.items():
+        for name in OURS:
+            patch.delenv(name, raising=False)
+        for name, value in lab.settings.get("environment", {}).items():
             patch.setenv(name, value)
         yield
 
@@ -226,7 +228,7 @@ def listen(lab: Lab) -> None:
 
 
 def plan(lab: Lab) -> None:
-    cluster = {"node": "a", "interface": lab.settings["interface"]}
+    cluster = {"node": "a", "gloo_interface": lab.settings["interface"]}
     config = RunConfig.model_validate({"cluster": cluster})
     plan_addresses(config, FolderStore(lab.folder))
 
