@@ -11,10 +11,32 @@ from pathlib import Path
 import pytest
 
 from tests.cli.conftest import Trained
-from tests.cli.remedies import of_datasets, of_models, of_others, of_runs, of_sources, of_stores
+from tests.cli.remedies import (
+    of_commands,
+    of_datasets,
+    of_models,
+    of_others,
+    of_rest,
+    of_run_files,
+    of_runs,
+    of_sources,
+    of_stores,
+)
 from tests.cli.remedies.lab import Case, Lab, carry_out
+from tests.cli.remedies.not_carried_out import NOT_CARRIED_OUT
+from tests.cli.remedies.sites import site_names
 
-TABLES = (of_sources, of_datasets, of_stores, of_models, of_runs, of_others)
+TABLES = (
+    of_sources,
+    of_datasets,
+    of_stores,
+    of_models,
+    of_runs,
+    of_others,
+    of_run_files,
+    of_commands,
+    of_rest,
+)
 CASES: list[Case] = [one for table in TABLES for one in table.CASES]
 
 
@@ -24,3 +46,12 @@ def test_the_remedy_leads_out(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     carry_out(one, Lab(tmp_path, trained.folder))
+
+
+def test_each_message_with_a_remedy_is_in_a_table_or_has_a_reason() -> None:
+    carried_out = {site for one in CASES for site in one.sites}
+    with_reason = {site for sites in NOT_CARRIED_OUT.values() for site in sites}
+    names = site_names()
+    assert names - carried_out - with_reason == set(), "give it a case in tests/cli/remedies"
+    assert (carried_out | with_reason) - names == set(), "no message is called so"
+    assert carried_out & with_reason == set(), "a case carries it out: no reason is needed"

@@ -279,7 +279,7 @@ class Sized(Classifier):
 @pytest.mark.parametrize(
     ("args", "where", "words"),
     [
-        ({"width": 3, "wdth": 3}, "task.args.wdth", "remove it (its arguments: width, depth)"),
+        ({"width": 3, "zzz": 3}, "task.args.zzz", "remove it (its arguments: width, depth)"),
         ({"wdth": 3}, "task.args.wdth", "write task.args.width (its arguments: width, depth)"),
         ({"depth": 3}, "task.args", "give task.args.width a value (its arguments: width, depth)"),
     ],

@@ -29,6 +29,7 @@ AFTER_HANG_S = 5.0
 _READ_BYTES = 1 << 16
 
 T = TypeVar("T")
+D = TypeVar("D")
 
 
 class HungError(Exception):
@@ -45,7 +46,7 @@ class Deadlines:
     where: Path
     hung: list[Check] = field(default_factory=list)
 
-    def run(self, name: str, seconds: float, function: Callable[[], T], default: T) -> T:
+    def run(self, name: str, seconds: float, function: Callable[[], T], default: D) -> T | D:
         """Return the result of a check that changes nothing in this process; `default` if it hangs.
         The result must be one that can be pickled."""
         if self.hung:
@@ -98,7 +99,7 @@ def _answer(function: Callable[[], object], writer: int) -> None:
 
 def _read_all(reader: int, deadline: float) -> bytes:
     """Read a pipe up to its end. Raises HungError at the deadline."""
-    parts = []
+    parts: list[bytes] = []
     while True:
         ready, _, _ = select.select([reader], [], [], max(0.0, deadline - time.monotonic()))
         if not ready:

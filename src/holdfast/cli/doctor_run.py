@@ -63,28 +63,31 @@ class RunDiagnosis:
 def diagnose_run(folder: Path, watch: HolderWatch) -> RunDiagnosis:
     """Check the run in `folder`. watch: of its holder. A check that hangs is one that fails."""
     found, within = RunDiagnosis(folder), Deadlines(folder)
-    run, checks = within.run("run file", QUICK_S, lambda: _open(folder), (None, []))
-    found.checks += checks
+    no_run: tuple[Run | None, list[Check]] = (None, [])
     unknown: tuple[tuple[Secret, ...] | None, list[Check]] = (None, [])
+    no_record: tuple[GenerationRecord | None, list[Check]] = (None, [])
+    run, checks = within.run("run file", QUICK_S, lambda: _open(folder), no_run)
+    found.checks += checks
     secrets, secret_checks = within.run(
         "secret", QUICK_S, lambda: _read_run_secrets(folder), unknown
     )
     config = run.config if run else None
     looked = within.run(
-        "run", SLOW_S, lambda: _look(folder, config, watch, secrets is not None), _Look(watch)
+        "run", SLOW_S, lambda: _look(folder, config, watch, secrets is not None), _Look()
     )
-    lives, found.state, watch = looked.lives, looked.state, looked.watch
+    lives, found.state = looked.lives, looked.state
     found.checks += looked.checks
-    record, checks = within.run("generation", QUICK_S, lambda: _read_record(folder), (None, []))
+    record, checks = within.run("generation", QUICK_S, lambda: _read_record(folder), no_record)
     found.checks += checks
     if lives:
-        found.answers = ask_agents(_addresses(record, watch), secrets or ())
+        found.answers = ask_agents(_addresses(record, looked.holder), secrets or ())
     found.nodes = () if record is None or record.topology is None else record.topology.nodes
     found.checks += [*check_nodes(record, found.answers), *check_links(found.answers)]
     found.checks += secret_checks
     if run is not None:
+        known = run
         found.checks += within.run(
-            "dataset", SLOW_S, lambda: _config_checks(run, found, record, lives), []
+            "dataset", SLOW_S, lambda: _config_checks(known, found, record, lives), []
         )
     size = found.state.next_checkpoint_bytes if found.state is not None else 0
     nothing = StoreFindings([], {})
@@ -98,9 +101,9 @@ def diagnose_run(folder: Path, watch: HolderWatch) -> RunDiagnosis:
 
 @dataclass(frozen=True)
 class _Look:
-    """What the run folder tells of the run. watch: it has looked at the holder."""
+    """What the run folder tells of the run. holder: of its newest term."""
 
-    watch: HolderWatch
+    holder: dict[str, Any] | None = None
     lives: bool = False
     state: RunState | None = None
     checks: list[Check] = field(default_factory=list)
@@ -110,9 +113,9 @@ def _look(folder: Path, config: RunConfig | None, watch: HolderWatch, may_ask: b
     try:
         lives = may_ask and is_at_work(folder, watch)
         state = read_state(folder, config, watch, lives)
-        return _Look(watch, lives, state, state.checks)
+        return _Look(watch.holder, lives, state, state.checks)
     except HoldfastError as error:
-        return _Look(watch, checks=[_failed("run", error, folder)])
+        return _Look(watch.holder, checks=[_failed("run", error, folder)])
 
 
 def folder_of(argument: Path) -> Path:
@@ -169,10 +172,12 @@ def _read_record(folder: Path) -> tuple[GenerationRecord | None, list[Check]]:
         return None, [Check("generation", "weak", str(error), remedy, where)]
 
 
-def _addresses(record: GenerationRecord | None, watch: HolderWatch) -> Mapping[str, str]:
+def _addresses(
+    record: GenerationRecord | None, holder: Mapping[str, Any] | None
+) -> Mapping[str, str]:
     """Return the published address of each agent, and of the one that leads."""
     known = {} if record is None else dict(record.addresses)
-    holder = watch.holder or {}
+    holder = holder or {}
     name, address = str(holder.get("node", "")), str(holder.get("address", ""))
     if address and address not in known.values():
         known[name if name not in known else f"{name} (leads)"] = address

@@ -322,9 +322,9 @@ def write_description(
             raise
     except (FileExistsError, NotADirectoryError) as error:
         path = Path(str(error.filename))
-        files = [p for p in (path, *path.parents) if p.exists() and not p.is_dir()]
+        in_the_way = [p for p in (path, *path.parents) if p.exists() and not p.is_dir()]
         raise RunFolderError(
-            f"{(files or [path])[0]} is a file, not a folder",
+            f"{(in_the_way or [path])[0]} is a file, not a folder",
             where=str(folder),
             remedy="choose another with folder=...",
         ) from None
