@@ -13,14 +13,14 @@ import pytest
 from tests.cli.conftest import Trained
 from tests.cli.remedies import (
     of_commands,
-    of_datasets,
+    of_datasets_cases,
     of_models,
-    of_others,
+    of_others_cases,
     of_rest,
     of_run_files,
-    of_runs,
+    of_runs_cases,
     of_sources,
-    of_stores,
+    of_stores_cases,
 )
 from tests.cli.remedies.lab import Case, Lab, carry_out
 from tests.cli.remedies.not_carried_out import NOT_CARRIED_OUT
@@ -28,11 +28,11 @@ from tests.cli.remedies.sites import site_names
 
 TABLES = (
     of_sources,
-    of_datasets,
-    of_stores,
+    of_datasets_cases,
+    of_stores_cases,
     of_models,
-    of_runs,
-    of_others,
+    of_runs_cases,
+    of_others_cases,
     of_run_files,
     of_commands,
     of_rest,

@@ -35,14 +35,8 @@ from holdfast.simulate.traces import load_trace
 from holdfast.tasks.batches import TaskBatches, open_samples
 from holdfast.wire.store.run_store import FolderStore
 from tests.cli.remedies.lab import Case, Lab, case, fixed
-from tests.cli.remedies.of_datasets import (
-    FORM,
-    OTHER,
-    REMAKE,
-    begin_damaged,
-    refused_row,
-    remake,
-)
+from tests.cli.remedies.of_datasets import begin_damaged, remake
+from tests.cli.remedies.of_datasets_cases import FORM, OTHER, REMAKE, refused_row
 from tests.cli.remedies.of_models import export
 from tests.cli.remedies.of_others import Sized, check_layout, rows_of, values
 from tests.cli.remedies.of_runs import (
