@@ -232,7 +232,9 @@ def test_a_run_on_a_disk_that_hangs_is_reported(runs: Path, tmp_path: Path) -> N
     (tmp_path / "point").mkdir()
     script = [sys.executable, "-c", LOOK_AT_A_HUNG_RUN, runs / "nodes", tmp_path / "point"]
     command = ["unshare", "-Urm", "--propagation", "private", *script]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=300
+    )
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("1 "), done.stdout
     assert "FAIL  run folder  no answer in" in done.stdout

@@ -52,7 +52,7 @@ Mend = Callable[[Lab, re.Match[str]], object]
 
 @dataclass(frozen=True)
 class Case:
-    """remedies: a pattern of the whole remedy -> what a user does who reads it."""
+    """remedies: a pattern of the complete remedy -> what a user does who reads it."""
 
     sites: tuple[str, ...]
     begin: Callable[[Lab], object]

@@ -62,7 +62,7 @@ def _called(call: ast.Call) -> str:
 
 
 def _first_text(call: ast.Call) -> str:
-    """The message: the first argument that is one, else a name for the place."""
+    """The message: the first argument that is one, or a name for the place."""
     texts = [t for argument in call.args if " " in (t := _text(argument))]
     return texts[0] if texts else f"({_called(call)})"
 
