@@ -31,7 +31,7 @@ from holdfast.plan.hardware import detect_hardware
 from holdfast.plan.layouts import check_dealing_of_steps, replicas_of
 from holdfast.report.trackers.cursor import Cursor
 from holdfast.report.trackers.registry import load_tracker
-from holdfast.simulate.traces import load_trace
+from holdfast.simulate.traces import load_trace, parse_outages
 from holdfast.tasks.batches import TaskBatches, open_samples
 from holdfast.wire.store.run_store import FolderStore
 from tests.cli.remedies.lab import Case, Lab, case, fixed
@@ -406,11 +406,22 @@ CASES: list[Case] = [
         ),
     ),
     case(
-        "simulate/traces.py: there is no column …",
-        values(text="node,lifetime_s\na,5\n"),
+        "simulate/traces.py: no machine of this table was preempted, so none would ever go",
+        values(text="lifetime_s,other_ops\n500000,stop\n"),
         lambda lab: load_trace(lab.settings["text"], "t"),
+        r"give a table in which other_ops of a row ends in (preempted)",
+        lambda lab, found: lab.settings.update(
+            text=f"lifetime_s,other_ops\n500000,stop\n600000,{found[1]}\n"
+        ),
+    ),
+    case(
+        "simulate/traces.py: there is no column …",
+        values(text="System,nodenumz\n1,2\n"),
+        lambda lab: parse_outages(lab.settings["text"], "t"),
         r"give a header line with (.*)",
-        lambda lab, found: lab.settings.update(text=header(found[1])),
+        lambda lab, found: lab.settings.update(
+            text=found[1].replace(", ", ",") + "\n1,2,1/1/2024 1:00,1/1/2024 2:00\n"
+        ),
     ),
     case(
         "simulate/traces.py: give all … columns of the header",
@@ -479,10 +490,6 @@ CASES: list[Case] = [
         lambda lab, found: _prepare(found[1]),
     ),
 ]
-
-
-def header(columns: str) -> str:
-    return columns.replace(", ", ",") + "\n" + ",".join("5" for _ in columns.split(",")) + "\n"
 
 
 def _prepare(command: str) -> None:
