@@ -56,6 +56,7 @@ lint: $(VENV)/.installed-dev
 	$(BIN)/ruff format --check
 	$(BIN)/python tools/prose.py
 	$(BIN)/mypy
+	$(BIN)/mypy tests/support/user_file.py
 	$(BIN)/lint-imports --no-logo
 
 pytest: $(VENV)/.installed-dev

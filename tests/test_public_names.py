@@ -26,6 +26,13 @@ def test_every_name_is_documented() -> None:
     assert [name for name in HOMES if f"`{name}" not in page] == []
 
 
+def test_every_name_and_method_is_in_the_file_that_the_type_checker_reads() -> None:
+    text = (Path(__file__).parent / "support" / "user_file.py").read_text()
+    assert [name for name in HOMES if f"holdfast.{name}" not in text] == []
+    methods = [name for name in vars(holdfast.Task) if not name.startswith("_")]
+    assert [name for name in methods if f"def {name}(" not in text] == []
+
+
 @pytest.mark.parametrize("name", HOMES)
 def test_every_name_can_be_had(name: str) -> None:
     assert getattr(holdfast, name) is not None

@@ -278,8 +278,8 @@ class BatchFed(Event):
 @dataclass(frozen=True)
 class Evaluated(Event):
     kind: ClassVar[str] = "evaluated"
-    loss: float  # nats per token
-    bits_per_byte: float
+    loss: float  # nats per token, or as a task counts
+    bits_per_byte: float | None  # None: the data is no text
     tokens: int
     seconds: float
 

@@ -6,9 +6,12 @@ import os
 import subprocess
 import sys
 
+import pytest
+
 from tests.support.ranks import ROOT
 
 
+@pytest.mark.slow
 def test_every_source_and_layout_has_a_row_beside_its_floor() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "benchmarks.restore", "--quick"],

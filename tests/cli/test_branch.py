@@ -14,7 +14,8 @@ import pytest
 
 from holdfast.checkpoint.restore.catalog import list_commits, step_of
 from holdfast.config.load import load_config
-from holdfast.config.train import OptimizerConfig, ScheduleConfig, TrainConfig
+from holdfast.config.optimizer import OptimizerConfig
+from holdfast.config.train import ScheduleConfig, TrainConfig
 from holdfast.errors import CheckpointError, RunFolderError
 from holdfast.events import RunBranched
 from holdfast.launch import branch as branch_module

@@ -16,7 +16,7 @@ import pytest
 import typer
 
 from holdfast.cli.main import COMMANDS
-from holdfast.config import model_from
+from holdfast.config import lora_from, model_from
 from holdfast.config.fields import as_path, field_at
 from tests.support.ranks import ROOT
 
@@ -159,7 +159,7 @@ def test_what_a_page_names_exists(path: Path) -> None:
 def unknown_keys(text: str) -> list[str]:
     if " " not in text:
         return []  # an identifier, not a sentence
-    found = set(KEY.findall(text)) - {*OTHER_KEYS, model_from.KEY}
+    found = set(KEY.findall(text)) - {*OTHER_KEYS, model_from.KEY, lora_from.KEY}
     return [key for key in sorted(found) if field_at(as_path(key)) is None]
 
 

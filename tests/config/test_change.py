@@ -13,7 +13,10 @@ from holdfast.config.run import RunConfig
 KEYS = [key for key, _ in all_keys()]
 LISTS = {
     "data": {"sources": [{"kind": "text", "path": "a"}]},
-    "train": {"batch_warmup": [{"from_step": 5, "batch_size": 8}]},
+    "train": {
+        "batch_warmup": [{"from_step": 5, "batch_size": 8}],
+        "optimizer": {"groups": [{"match": "*"}]},
+    },
     "model": {"rope_scaling": {"factor": 4.0}},
     "layout": {"replicas": [{}]},
     "checkpoint": {"peers": [{"name": "b", "address": "127.0.0.1:1"}]},
@@ -64,7 +67,8 @@ def test_the_page_lists_each_class() -> None:
     }
     assert "`train.steps`" in rows["| in place"]
     assert "`cluster.*`" in rows["| in place"]
-    assert "`train.optimizer.*`" in rows["| branch"]
+    assert "`train.optimizer.groups.*`" in rows["| branch"]
+    assert "| `train.optimizer.name` | text | `'adamw'` | never |" in markdown()
     assert "| `seed` | whole number, ≥ 0 | `1` | never |" in markdown()
 
 

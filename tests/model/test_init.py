@@ -5,13 +5,20 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdfast.core.sharding.parameters import Normal, Parameter, Zeros, decoder_parameters
+from holdfast.core.sharding.parameters import (
+    Normal,
+    Parameter,
+    Uniform,
+    Zeros,
+    decoder_parameters,
+)
 from holdfast.model import init
 from holdfast.model.init import initial_box, initial_tensor
 from tests.support.models import config, decoder
@@ -101,3 +108,15 @@ def test_memory_in_chunks_is_one_stream(monkeypatch: pytest.MonkeyPatch) -> None
     whole = initial_tensor(WIDE, 3)
     monkeypatch.setattr(init, "_CHUNK", 17)
     assert torch.equal(initial_tensor(WIDE, 3), whole)
+
+
+def test_uniform_draws_fill_their_range_and_belong_to_the_name() -> None:
+    row = Parameter("layers.0.attention.q.lora_A", (64, 32), True, Uniform(0.25))
+    value = initial_tensor(row, 3)
+    assert -0.25 <= float(value.min()) < -0.24
+    assert 0.24 < float(value.max()) <= 0.25
+    assert abs(float(value.mean())) < 0.01
+    assert torch.equal(value, initial_tensor(row, 3))
+    assert not torch.equal(value, initial_tensor(replace(row, name="other"), 3))
+    part = initial_box(row, 3, (16, 0), (8, 32))
+    assert torch.equal(part, value[16:24])

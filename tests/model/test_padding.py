@@ -13,11 +13,12 @@ import transformers
 from holdfast.checkpoint.interop.huggingface import import_huggingface
 from holdfast.checkpoint.restore.reader import Checkpoint
 from holdfast.config.identity import config_hash
+from holdfast.config.optimizer import OptimizerConfig
 from holdfast.config.run import RunConfig
-from holdfast.config.train import OptimizerConfig
 from holdfast.core.flops import counted_parameters
 from holdfast.core.format.manifest import commit_key
 from holdfast.core.sharding.boxes import Box
+from holdfast.core.sharding.optimizer_state import parameter_settings
 from holdfast.core.sharding.parameters import count_parameters, decoder_parameters
 from holdfast.model.generate import generate
 from holdfast.model.huggingface import export_folder, import_folder
@@ -44,8 +45,9 @@ def test_a_padded_model_starts_and_trains_as_the_plain_one(tied: bool) -> None:
         objective = NextTokenObjective(decoder(model, dtype=torch.float64))
         held = [p.detach() for p in objective.parameters()]
         sums = [torch.zeros_like(p) for p in held]
-        decays = [row.decay for row in decoder_parameters(model)]
-        optimizer = AdamW(held, sums, decays, OptimizerConfig(weight_decay=0.1))
+        options = OptimizerConfig(weight_decay=0.1)
+        settings = [parameter_settings(options, row) for row in decoder_parameters(model)]
+        optimizer = AdamW(held, sums, settings, options)
         losses = []
         for step in range(1, 6):
             text, targets = tokens(3, 9, seed=step, below=61), tokens(3, 9, seed=-step, below=61)

@@ -17,8 +17,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from holdfast.config.model import ModelConfig
-from holdfast.config.train import OptimizerConfig
+from holdfast.config.optimizer import OptimizerConfig
 from holdfast.core.sharding.boxes import Box
+from holdfast.core.sharding.optimizer_state import parameter_settings
 from holdfast.core.sharding.parameters import decoder_parameters
 from holdfast.core.sharding.reduction_cells import reduction_cells
 from holdfast.core.sharding.reduction_tree import deal
@@ -109,8 +110,8 @@ class Rank:
             tensor.copy_(initial_box(row, 5, box.offsets, box.lengths))
         self.refresh()
         config = OptimizerConfig(learning_rate=0.01)
-        decays = [row.decay for row in rows]
-        self.optimizer = AdamW(self.held, self.feeder.gradients(), decays, config)
+        settings = [parameter_settings(config, row) for row in rows]
+        self.optimizer = AdamW(self.held, self.feeder.gradients(), settings, config)
 
     def _cells(self, topology: Any, rank: int, zero: int) -> Cells:
         """Of dp_shard alone, each rank's part is a cell with tags of its own."""

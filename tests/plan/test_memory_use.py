@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from holdfast.config.run import RunConfig
+from holdfast.core.sharding.adapters import lora_parameters
 from holdfast.core.sharding.parameters import count_parameters
 from holdfast.core.sharding.state_table import ITEM_BYTES, local_boxes, state_table
 from holdfast.elastic.node.launch_specs import plan_topology
@@ -102,3 +103,16 @@ def test_a_vocabulary_not_known_yet_counts_as_nothing() -> None:
     for each in ranks:
         assert each.vocabulary == (0, 0)
         assert 0 < each.held.moments < 8 * count_parameters(config.model)
+
+
+def test_adapters_have_the_base_on_each_rank_and_nothing_else_of_it() -> None:
+    for precision, item in (("fp32", 4), ("bf16", 2)):
+        config, _ = held(precision, workers=1)
+        lora = config.lora.model_copy(update={"rank": 2})
+        adapted = config.model_copy(update={"lora": lora})
+        (rank,) = contents_by_rank(adapted, plan_topology(adapted, 1, "here"))
+        trained = sum(row.size for row in lora_parameters(adapted.model, lora))
+        copies = 4 if precision == "fp32" else 2 + 4
+        base = item * count_parameters(config.model)
+        assert rank.held.parameters == base + copies * trained
+        assert (rank.held.gradients, rank.held.moments) == (4 * trained, 8 * trained)

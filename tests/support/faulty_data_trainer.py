@@ -41,9 +41,9 @@ class Faulty(Batches):
 def run(boot: WorkerSpec, secret: Secret) -> int:
     """A worker's entry."""
     from holdfast.elastic.worker import main as worker
-    from holdfast.elastic.worker import worker_setup
+    from holdfast.train import task
 
-    worker_setup.Batches = Faulty  # type: ignore[attr-defined]
+    task.Batches = Faulty  # type: ignore[attr-defined]
     return worker.run(boot, secret)
 
 

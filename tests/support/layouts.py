@@ -52,6 +52,10 @@ _FLAGS: dict[str, dict[str, Any]] = {
     "small": {"train__batch_size": 8},  # two microbatches
     "shallow": {"model__layers": 2},
     "deep": {"model__layers": 4},
+    **{
+        name: {"train__optimizer": {"name": name, "learning_rate": 0.01, "clip_norm": 0.05}}
+        for name in ("sgd", "lion", "adafactor", "muon")
+    },
 }
 
 

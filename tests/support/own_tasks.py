@@ -53,7 +53,7 @@ class TaskTraining:
 
     def __init__(self, config: RunConfig, layout: str, rank: int, store: Store) -> None:
         self.config = _with_changes(config, case(layout).changes)
-        task = open_task(self.config)
+        self.task = task = open_task(self.config)
         batches = task.open_batches("")
         assert isinstance(batches, TaskBatches)
         batches.skips = Skips([Skip(2, 1, "a skipped one")])

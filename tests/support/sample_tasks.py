@@ -19,14 +19,16 @@ class Rows:
 
     version = "rows-1"
 
-    def __init__(self, samples: int = SAMPLES, shape: tuple[int, ...] = (WIDTH,)) -> None:
-        self._samples, self._shape = samples, shape
+    def __init__(
+        self, samples: int = SAMPLES, shape: tuple[int, ...] = (WIDTH,), first: int = 0
+    ) -> None:
+        self._samples, self._shape, self._first = samples, shape, first
 
     def __len__(self) -> int:
         return self._samples
 
     def __getitem__(self, index: int) -> Mapping[str, Any]:
-        generator = torch.Generator().manual_seed(index)
+        generator = torch.Generator().manual_seed(self._first + index)
         x = torch.randn(self._shape, generator=generator)
         return {"x": x, "y": int(x.sum() > 0) + 2 * int(x.max() > 1.5)}
 
@@ -36,6 +38,9 @@ class Classifier(holdfast.Task):
 
     def data(self) -> Rows:
         return Rows()
+
+    def validation(self) -> Rows:
+        return Rows(9, first=SAMPLES)
 
     def loss(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
         return F.cross_entropy(model(batch["x"]), batch["y"], reduction="sum")
@@ -67,6 +72,9 @@ class Convolution(Classifier):
 
     def data(self) -> Rows:
         return Rows(shape=(1, 6, 6))
+
+    def validation(self) -> Rows:
+        return Rows(9, (1, 6, 6), SAMPLES)
 
     def model(self) -> nn.Module:
         return ConvolutionNet()
@@ -148,7 +156,7 @@ class Sequences(Rows):
     """Short sequences of tokens that count on from a first one."""
 
     def __getitem__(self, index: int) -> Mapping[str, Any]:
-        generator = torch.Generator().manual_seed(index)
+        generator = torch.Generator().manual_seed(self._first + index)
         first = int(torch.randint(0, WIDTH, (), generator=generator))
         return {"tokens": (torch.arange(9) * (1 + index % 3) + first) % WIDTH}
 
@@ -161,6 +169,9 @@ class EncoderDecoder(holdfast.Task):
 
     def data(self) -> Sequences:
         return Sequences()
+
+    def validation(self) -> Sequences:
+        return Sequences(9, first=SAMPLES)
 
     def model(self) -> nn.Module:
         return EncoderDecoderNet(self.dropout)

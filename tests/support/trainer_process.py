@@ -75,6 +75,10 @@ class Trainer:
             raise AssertionError(f"{error}; the trainer said:\n{self.said}{self.logs()}") from None
         assert condition(), f"ended before {what}; it said:\n{self.said}{self.logs()}"
 
+    def wait_for_line(self, words: str) -> None:
+        """Until it has said `words`. Fails at once when the trainer ends before."""
+        self.wait(lambda: words in self.said, f"the line with {words!r}")
+
     def wait_step(self, step: int, generation: int) -> None:
         from holdfast.events import StepDone
 

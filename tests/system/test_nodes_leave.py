@@ -87,6 +87,7 @@ def test_a_node_that_is_named_by_holdfast_notice_is_done_without(
         assert step_of(list_commits(FolderStore(folder))[0]) == max(done)
 
 
+@pytest.mark.slow
 def test_a_run_of_one_node_takes_in_no_other(run_file: Path, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     with nodes_of(run_file, folder, *SETTINGS) as nodes:

@@ -14,9 +14,17 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 import holdfast
-from holdfast.events import GenerationStarted, RunFinished, StepDone, WorkerLost, WorkerStarted
+from holdfast.events import (
+    Evaluated,
+    GenerationStarted,
+    RunFinished,
+    StepDone,
+    WorkerLost,
+    WorkerStarted,
+)
 from holdfast.wire.journal import follow_journal, read_journal
 from holdfast.wire.store.run_store import FolderStore
 from tests.support import sample_tasks
@@ -114,7 +122,7 @@ def test_a_kill_changes_no_bit(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["Gru", "Convolution", "Normed", "Tied"])
+@pytest.mark.parametrize("name", ["Gru", "Convolution", "Normed", "Tied", "EncoderDecoder", "Gpt2"])
 def test_a_kill_changes_no_bit_with_other_numbers_of_workers(tmp_path: Path, name: str) -> None:
     _kill_and_compare(tmp_path, name, [1, 2, 3])
 
@@ -165,3 +173,29 @@ def test_a_mean_ends_the_run_at_once_and_a_changed_source_is_refused(tmp_path: P
     module.write_text(right)
     other = apart("train", run_file)
     other.refuses_last("another source of task my_task:Gru", "--fresh")
+
+
+def test_a_branch_of_a_task_ends_like_its_parent(tmp_path: Path) -> None:
+    """And the validation of the task is in the journal."""
+    run_file, folder = _write(tmp_path, "Gru"), tmp_path / "run"
+    short = ["train.steps=12", "train.evaluate.every=5", "checkpoint.every_steps=6"]
+    done = apart("train", run_file, *short)
+    assert done.code == 0, done.err
+    events = [record.event for record in read_journal(FolderStore(folder))]
+    found = [event for event in events if isinstance(event, Evaluated)]
+    assert [(e.step, e.tokens, e.bits_per_byte) for e in found] == [
+        (n, 9, None) for n in (5, 10, 12)
+    ]
+    validation = holdfast.summary(folder)["validation"]
+    assert validation["loss"] == found[-1].loss
+
+    elsewhere = tmp_path / "branches" / "twin"
+    made = apart("branch", folder, "--at", "6", "--to", elsewhere)
+    assert made.code == 0, made.err
+    twin = apart("train", elsewhere / "run.yaml")
+    assert twin.code == 0, twin.err
+    one, other = holdfast.open_checkpoint(folder), holdfast.open_checkpoint(elsewhere)
+    assert one.step == other.step == 12
+    assert all(torch.equal(one[name], other[name]) for name in one.names)
+    refused = apart("branch", folder, "--at", "6", "--to", tmp_path / "x", "task.args.hidden=4")
+    refused.refuses("task.args.hidden cannot change in a branch")

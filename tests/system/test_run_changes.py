@@ -41,6 +41,7 @@ def audited(folder: Path) -> str:
     return audit.out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "schedule",
     [

@@ -29,10 +29,12 @@ from tests.support.processes import children_of
 from tests.support.ranks import ROOT, wait_until
 from tests.support.trainer_process import Trainer, gone, training
 
+MOVER = "holdfast.checkpoint.mover.main"
 ENDLESS = {"steps": 1_000_000, "pace": 0.05}
 LOOKS = 3 * TERM_CHECK_INTERVAL_S  # in which every agent has looked more than once
 T = TypeVar("T", bound=Trainer)
 NODES = (
+    "cluster.interface=127.0.0.1",
     "layout.workers=2",
     "cluster.places=1",
     "cluster.beat_seconds=0.5",
@@ -92,7 +94,7 @@ def _also(trainer: T) -> Iterator[T]:
 def _nobody_minds(disk: Disk, *trainers: Trainer) -> None:
     """No trainer ends, or writes where the file system was mounted."""
     for trainer in trainers:
-        assert trainer.process.poll() is None, trainer.said
+        trainer.wait_for_line(FOLDER_LOST_MESSAGE)
         assert trainer.said.count(f"{FOLDER_LOST_MESSAGE}; waiting") == 1, trainer.said
     assert os.listdir(disk.point) == []
 
@@ -151,19 +153,23 @@ def test_no_mover_takes_what_lies_under_a_folder_that_is_not_mounted_for_it(
     """It would hold that folder for ever, and write nothing into the right one."""
     with training(disk.point, ENDLESS, "layout.workers=1") as one:
         one.wait_step(2, 1)
-        (mover,) = children_of(one.process.pid, "holdfast.checkpoint.mover.main")
+        (mover,) = children_of(one.process.pid, MOVER)
         disk.leave()
         time.sleep(TERM_CHECK_INTERVAL_S)
         mover.kill()
         time.sleep(LOOKS)
         _nobody_minds(disk, one)
-        assert not children_of(one.process.pid, "holdfast.checkpoint.mover.main")
+        assert not children_of(one.process.pid, MOVER)
         assert disk.mount()
-        one.wait_step(2, 2)
+        one.wait(lambda: children_of(one.process.pid, MOVER), "a new mover to start")
+        done = max(event.step for event in one.events(StepDone))
+        one.wait_step(done + 20, 1)
         os.kill(one.process.pid, signal.SIGTERM)
         assert one.end() == 0, one.said
         assert newest_term(FolderStore(disk.point))[0] == 1
-    assert one.said.count(f"cannot be made yet: {FOLDER_LOST_MESSAGE}") == 1
+    assert (
+        one.said.count(f"there is no new mover yet, and no checkpoint: {FOLDER_LOST_MESSAGE}") == 1
+    )
 
 
 @pytest.mark.slow
@@ -176,7 +182,7 @@ def test_two_nodes_keep_their_leader_while_their_folder_is_not_mounted(
         for name, port in ports.items()
     }
     with (
-        training(disk.point, ENDLESS | {"steps": 300}, *own["a"]) as one,
+        training(disk.point, ENDLESS | {"steps": 600}, *own["a"]) as one,
         _also(Trainer(disk.point, *own["b"])) as other,
     ):
         one.wait_step(2, 1)
@@ -190,7 +196,7 @@ def test_two_nodes_keep_their_leader_while_their_folder_is_not_mounted(
         assert step > before + 20
         _back(disk, one, step)
         assert (one.end(), other.end()) == (0, 0), one.said + other.said
-        assert [event.step for event in one.events(RunFinished)] == [300]
+        assert [event.step for event in one.events(RunFinished)] == [600]
 
 
 class Hanging(Trainer):

@@ -36,6 +36,7 @@ def connected_to(url: str, pids: set[int]) -> set[int]:
     }
 
 
+@pytest.mark.slow
 def test_a_server_that_hangs_refuses_and_dies_and_a_killed_tracker(tmp_path: Path) -> None:
     with TrackerServer() as server:
         server.mode = "hang"

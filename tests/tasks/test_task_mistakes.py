@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import pytest
@@ -12,7 +13,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from holdfast.config.load import resolve_config
+from holdfast.config.run import RunConfig
 from holdfast.config.task import TaskConfig
+from holdfast.core.sharding.boxes import whole_box
+from holdfast.core.sharding.parameters import Parameter
+from holdfast.core.sharding.run_table import row_of_text
 from holdfast.errors import ConfigError, TaskError
 from holdfast.launch.task_run import described
 from holdfast.parallel.process_groups import connect
@@ -21,8 +26,9 @@ from holdfast.tasks.loading import load_task
 from holdfast.tasks.module import meta_module, module_rows, refuse_other_rows
 from holdfast.tasks.own import OwnTask
 from holdfast.train.build import build_engine
+from holdfast.train.replica_check import refuse_unequal_start
 from tests.support.own_tasks import task_config, topology_of_layout
-from tests.support.ranks import ROOT, RankContext
+from tests.support.ranks import ROOT, RankContext, ranks
 from tests.support.sample_tasks import WIDTH, Classifier, Convolution, Rows
 from tests.support.tiny_training import CPU
 
@@ -35,7 +41,9 @@ class _Linear(Classifier):
 def _first_loss(task: Any, rank: RankContext, layout: str = "one") -> None:
     """Build the engine of a task and compute its first loss."""
     config = task_config("Gru")
-    samples, version = open_samples(task)
+    opened = open_samples(task)
+    assert opened is not None
+    samples, version = opened
     planned = {
         "parameters": module_rows(task, meta_module(task)),
         "samples": len(samples),
@@ -48,6 +56,7 @@ def _first_loss(task: Any, rank: RankContext, layout: str = "one") -> None:
     try:
         engine.initialise(1)
         batches = own.open_batches("")
+        refuse_unequal_start(config, groups, engine.state())
         own.check_first_loss(engine.objective, batches, groups)
         engine.compute([batches.microbatch(1, leaf) for leaf in engine.begin(1)])
     finally:
@@ -149,6 +158,44 @@ def test_a_module_that_is_another_in_each_call() -> None:
     first = module_rows(task, meta_module(task))
     with pytest.raises(TaskError, match=r"does not fit its table: row 1 is 'weight 6x12 decay'"):
         refuse_other_rows(first, module_rows(task, meta_module(task)))
+
+
+class _Unequal(_Linear):
+    def model(self) -> nn.Module:
+        module = nn.Linear(WIDTH, 5)
+        if not module.weight.is_meta:
+            seed = int.from_bytes(os.urandom(4), "little")
+            nn.init.normal_(module.weight, generator=torch.Generator().manual_seed(seed))
+        return module
+
+
+@ranks(3)
+def test_workers_that_begin_with_unequal_parameters(rank: RankContext) -> None:
+    with pytest.raises(TaskError, match=r"workers 0 and 1 and 2 begin with other values of "):
+        _first_loss(_Unequal(), rank, "dp3")
+
+
+@ranks(2)
+def test_workers_with_unequal_shapes(rank: RankContext) -> None:
+    config = task_config("Gru")
+    planned = {"parameters": module_rows(_Sized(5), meta_module(_Sized(5)))}
+    config = config.model_copy(update={"task": config.task.model_copy(update=planned)})
+    groups = connect(topology_of_layout("dp2"), rank.rank, rank.store(), CPU, seconds=60)
+    refused = OwnTask(_Sized(5 + rank.rank), config)
+    if rank.rank == 0:
+        refused.objective(groups)
+    else:
+        with pytest.raises(TaskError, match=r"row 1 is 'weight 6x12 decay', and the table has"):
+            refused.objective(groups)
+    groups.close()
+
+
+class _Sized(_Linear):
+    def __init__(self, classes: int) -> None:
+        self.classes = classes
+
+    def model(self) -> nn.Module:
+        return nn.Linear(WIDTH, self.classes)
 
 
 class _Plain(_Linear):
@@ -308,3 +355,33 @@ def test_the_short_form_and_the_long_form_are_the_same() -> None:
     long = resolve_config("task: {name: my_task:Net, args: {hidden: 8}}\n", "run.yaml")
     assert short.config == long.config
     assert short.where("task.name") == "run.yaml:1"
+
+
+class _Stream(torch.utils.data.IterableDataset):  # type: ignore[type-arg]
+    version = "stream-1"
+
+    def __iter__(self) -> Iterator[Mapping[str, Any]]:
+        yield {"x": torch.zeros(WIDTH), "y": 0}
+
+
+def test_data_that_can_only_be_iterated_over() -> None:
+    class Task(_Linear):
+        def data(self) -> Any:
+            return _Stream()
+
+    with pytest.raises(TaskError, match=r"\(_Stream\) has no length and no index.*shards"):
+        open_samples(Task())
+
+
+def test_weights_of_another_module() -> None:
+    class Task(_Linear):
+        def weights(self) -> Mapping[str, Tensor]:
+            return {"tail.weight": torch.zeros(5, WIDTH)}
+
+    config = task_config("Gru")
+    with pytest.raises(TaskError, match=r"weights\(\) has tail.weight, which is no parameter"):
+        OwnTask(Task(), config).initial_values(1)(_row(config), whole_box("x", (24, 3)))
+
+
+def _row(config: RunConfig) -> Parameter:
+    return row_of_text(config.task.parameters[0])

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from holdfast.train.engine import StepEngine
-from holdfast.train.evaluate import Evaluation, Evaluator
+from holdfast.train.evaluate import Evaluation, Evaluator, TokenValidation
 from tests.support.ranks import RankContext, rank_values
 from tests.support.tiny_training import CPU, LENGTH, VOCABULARY, digest, engine, one_step, tiny
 
@@ -41,7 +41,8 @@ class Text:
 
 
 def _validated(made: StepEngine) -> Evaluation:
-    found = Evaluator(made.objective, made.executor, made.groups, Text(), CPU).run()
+    text = TokenValidation(Text())
+    found = Evaluator(made.objective, made.executor, made.groups, text, CPU).run()
     assert found is not None
     return found
 

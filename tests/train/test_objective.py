@@ -6,7 +6,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from holdfast.config.train import OptimizerConfig
+from holdfast.config.optimizer import OptimizerConfig
+from holdfast.core.sharding.optimizer_state import ParameterSettings
 from holdfast.train.objective import (
     IGNORED_TARGET,
     chunk_tokens,
@@ -96,6 +97,7 @@ def test_chunks_bound_the_logits_that_are_held() -> None:
 def test_adamw_is_torchs_own_with_decay_groups(dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(5)
     shapes, decays = [(5, 7), (7,), (0, 3)], [True, False, True]
+    settings = [ParameterSettings(0.1 if decay else 0.0) for decay in decays]
     start = [torch.randn(s, generator=generator, dtype=dtype) for s in shapes]
     theirs = [p.clone().requires_grad_() for p in start]
     reference = torch.optim.AdamW(
@@ -109,7 +111,7 @@ def test_adamw_is_torchs_own_with_decay_groups(dtype: torch.dtype) -> None:
     )
     held = [p.clone() for p in start]
     gradients = [torch.zeros_like(p) for p in start]
-    ours = AdamW(held, gradients, decays, OptimizerConfig(weight_decay=0.1))
+    ours = AdamW(held, gradients, settings, OptimizerConfig(weight_decay=0.1))
     for step in range(1, 6):
         for g, p in zip(gradients, theirs, strict=False):
             g.copy_(torch.randn(g.shape, generator=generator, dtype=dtype) * 8)

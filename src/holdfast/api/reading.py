@@ -65,7 +65,8 @@ def batches(run: str | Path, step: int) -> list[dict[str, Tensor]]:
 
 class Checkpoint:
     """A checkpoint's tensors by name, read when asked for: parameters as "model.NAME", AdamW's
-    moments as "optimizer.exp_avg.NAME" and "optimizer.exp_avg_sq.NAME"."""
+    moments as "optimizer.exp_avg.NAME" and "optimizer.exp_avg_sq.NAME". Another optimizer's state
+    has names of its own (docs/optimizers.md)."""
 
     def __init__(self, stored: StoredCheckpoint) -> None:
         self._stored = stored

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from holdfast.cli.output import print_json, say
+from holdfast.config.lora import refuse_lora
 from holdfast.config.task import refuse_task
 from holdfast.errors import DataError, OutOfSpaceError, UserError
 from holdfast.launch.runs import IMPORTED_FOLDER
@@ -66,18 +67,24 @@ def import_(
     from holdfast.config.load import load_config
     from holdfast.launch.holder import HolderWatch
     from holdfast.launch.local import resume_command
+    from holdfast.launch.named_parts import with_named_parts
     from holdfast.launch.run_folder import refuse_in_use, refuse_other
     from holdfast.plan.hardware import detect_hardware
 
     machine = detect_hardware()
     loaded = plan_for_machine(load_config(run_file, overrides or []), machine)
     refuse_task(loaded.config.task, "holdfast checkpoint import")
+    refuse_lora(
+        loaded.config.lora,
+        "holdfast checkpoint import",
+        "name the base in model.from, and an adapter to begin with in lora.from",
+    )
     folder = Path(loaded.config.run_folder)
     refuse_in_use(folder, HolderWatch(folder, say))
     size = _vocabulary_of(source, tokenizer_unchecked)  # before hours of tokenising
     dataset = prepare_and_check_dataset(loaded)
     refuse_other_tokenizer(source, dataset)
-    loaded = _with_folder_vocabulary(loaded, dataset, source, size)
+    loaded = with_named_parts(_with_folder_vocabulary(loaded, dataset, source, size))
     refuse_other(folder, loaded, dataset.version)
     row = _begin_run(loaded, machine, dataset, source, weights_only)
     _report(row | {"folder": str(folder)}, resume_command(loaded), json)
@@ -172,7 +179,14 @@ def _imported(
         raise typer.BadParameter(
             "a Hugging Face folder has only those", param_hint="--weights-only"
         )
-    commit = import_huggingface(store, source, config.model, config.train.precision, **identity)
+    commit = import_huggingface(
+        store,
+        source,
+        config.model,
+        config.train.precision,
+        optimizer=config.train.optimizer,
+        **identity,
+    )
     from holdfast.model.huggingface_tokenizer import keep_settings
 
     has_tokenizer = (source / "tokenizer.json").is_file()  # which is the dataset's
@@ -197,6 +211,7 @@ def _from_dcp(
         train.precision,
         position_of_step=schedule.position,
         weights_only=weights_only,
+        optimizer=train.optimizer,
         **identity,
     )
     state = "weights and AdamW's moments" if found.has_moments else "weights"

@@ -17,6 +17,7 @@ from holdfast.config.load import load_config
 from holdfast.config.run import RunConfig
 from holdfast.errors import ConfigError, DataError
 from holdfast.launch.runs import open_run
+from holdfast.launch.task_run import with_task
 from holdfast.report.formatting import format_bytes, format_count
 
 app = make_app("Prepare, inspect, verify and audit the training data.")
@@ -155,8 +156,11 @@ def audit(
 
 def _decoder_config(run_file: Path, overrides: list[str] | None, what: str) -> RunConfig:
     """Raises ConfigError for the run file of a task, which has data of its own."""
-    config = load_config(run_file, overrides or []).config
-    if config.task.name:
+    loaded = load_config(run_file, overrides or [])
+    if loaded.config.task.name:
+        loaded = with_task(loaded)
+    config = loaded.config
+    if config.task.has_own_data:
         raise ConfigError(
             f"{what} is for text, and this run trains {config.task.name}, which gives its own data",
             where=f"{run_file}: task",

@@ -10,7 +10,7 @@ import typer
 
 from holdfast.cli.dispatch import app as make_app
 from holdfast.cli.output import print_json, say
-from holdfast.launch.runs import Run, open_run
+from holdfast.launch.runs import Run, open_run, with_base
 
 app = make_app("Write a folder that transformers or torch.distributed.checkpoint loads.")
 
@@ -19,6 +19,7 @@ GIGABYTE = 10**9
 
 class Format(Enum):
     HF = "hf"
+    PEFT = "peft"
     DCP = "dcp"
 
 
@@ -47,8 +48,8 @@ def export(
     format: Annotated[
         Format,
         typer.Option(
-            help="hf: safetensors as transformers has them; dcp: weights and optimizer "
-            "state for torch.distributed.checkpoint"
+            help="hf: safetensors as transformers has them; peft: a run's adapters; dcp: weights "
+            "and optimizer state for torch.distributed.checkpoint"
         ),
     ] = Format.HF,
     dtype: Annotated[
@@ -60,11 +61,16 @@ def export(
     names: Annotated[
         Names | None, typer.Option(help="of the parameters (dcp); none: holdfast")
     ] = None,
+    base: Annotated[
+        Path | None, typer.Option(help="folder of a lora run's frozen weights, if it has moved")
+    ] = None,
     json: Annotated[bool, typer.Option("--json", help="print JSON")] = False,
 ) -> None:
     """Write a run's state for other programs, a few megabytes at a time, whatever its size.
 
-    hf is a folder for transformers: weights as safetensors, config and tokenizer. dcp is a folder
+    hf is a folder for transformers: weights as safetensors, config and tokenizer. Of a run with
+    lora it has the base with the adapters merged in. peft has the adapters alone, for
+    PeftModel.from_pretrained, with their name and version in holdfast.json. dcp is a folder
     for torch.distributed.checkpoint: weights, AdamW's moments and step, and its settings, under
     flat names as torchtitan has them (optimizer.state.NAME.exp_avg). --names torchtitan names the
     parameters as torchtitan's Llama 3 does since 0.3 (torchtitan-0.2: as before), with the rows of
@@ -76,14 +82,21 @@ def export(
       holdfast export runs/quickstart --to model-bf16 --dtype bfloat16
       python -c "from transformers import AutoModelForCausalLM as M; M.from_pretrained('model')"
       holdfast export runs/quickstart --to model-dcp --format dcp
+      holdfast export runs/tuned --to adapter --format peft
     """
-    found = open_run(run)
+    found = with_base(open_run(run), base)
     if format is Format.DCP:
         if dtype is not None:
             raise typer.BadParameter(
                 "it is for hf; dcp keeps the state as it is", param_hint="--dtype"
             )
         step_done, known = _dcp(found, to, step, (names or Names.HOLDFAST).value), False
+    elif format is Format.PEFT:
+        if dtype is not None or names is not None:
+            raise typer.BadParameter(
+                "peft keeps the state as it is, under PEFT's names", param_hint="--dtype, --names"
+            )
+        step_done, known = _peft(found, to, step), False
     else:
         if names is not None:
             raise typer.BadParameter("it is for --format dcp", param_hint="--names")
@@ -93,6 +106,17 @@ def export(
         print_json({"step": step_done, "folder": str(to), "tokenizer": known})
     else:
         say(f"wrote the state after step {step_done} to {to}")
+
+
+def _peft(found: Run, to: Path, step: int | None) -> int:
+    """Return the step."""
+    from holdfast.export.adapters import write_peft_folder
+    from holdfast.export.weights import with_checkpoint
+
+    checkpoint, _ = with_checkpoint(
+        found, step, lambda chosen: write_peft_folder(to, found, chosen), say
+    )
+    return checkpoint.step
 
 
 def _hf(found: Run, to: Path, step: int | None, dtype: str | None, shard: int) -> tuple[int, bool]:

@@ -9,7 +9,7 @@ import typer
 
 from holdfast.cli.dispatch import app as make_app
 from holdfast.cli.output import print_json, say
-from holdfast.launch.runs import open_run
+from holdfast.launch.runs import open_run, with_base
 
 app = make_app("Sample text from a trained run.")
 
@@ -26,6 +26,9 @@ def generate(
     chat: Annotated[
         bool, typer.Option("--chat", help="the prompt is a user's message; print the reply")
     ] = False,
+    base: Annotated[
+        Path | None, typer.Option(help="folder of a lora run's frozen weights, if it has moved")
+    ] = None,
     json: Annotated[bool, typer.Option("--json", help="print JSON")] = False,
 ) -> None:
     """Continue a prompt with the newest intact checkpoint of a run, until the text ends.
@@ -38,7 +41,7 @@ def generate(
     """
     from holdfast.export.weights import Sampling, continuations, with_checkpoint
 
-    found = open_run(run)
+    found = with_base(open_run(run), base)
     how = Sampling(tokens, temperature, top_p, seed)
     checkpoint, (added,) = with_checkpoint(
         found, step, lambda chosen: continuations(found, chosen, [prompt], how, chat), say

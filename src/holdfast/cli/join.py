@@ -20,6 +20,7 @@ from holdfast.config.identity import refuse_other_run
 from holdfast.config.load import LoadedConfig, resolve_config
 from holdfast.errors import RunFolderError
 from holdfast.launch.holder import HolderWatch
+from holdfast.launch.named_parts import described_parts
 from holdfast.launch.resume_checks import ensure_end_is_intact
 from holdfast.launch.run_folder import dataset_version_in, refuse_alone
 from holdfast.launch.runs import RESOLVED_FILE, read_resolved
@@ -112,11 +113,14 @@ def _with_data(
     Raises UserError, also where this node has another source of the task."""
     from holdfast.data.dataset import Dataset
 
-    if not loaded.config.task.name:
-        return loaded, dataset_version_in(folder, Dataset.open(loaded.config.data.folder))
-    loaded = described(loaded, loaded.config.task.folder)
-    refuse_other_run(stored["config"], loaded.config, str(folder))
-    return loaded, loaded.config.task.data
+    before, loaded = loaded, described_parts(loaded, loaded.config.task.folder)
+    if loaded.config.task.name:
+        loaded = described(loaded, loaded.config.task.folder)
+    if loaded is not before:
+        refuse_other_run(stored["config"], loaded.config, str(folder))
+    if loaded.config.task.has_own_data:
+        return loaded, loaded.config.task.data
+    return loaded, dataset_version_in(folder, Dataset.open(loaded.config.data.folder))
 
 
 def _own(overrides: list[str]) -> list[str]:
@@ -127,6 +131,7 @@ def _own(overrides: list[str]) -> list[str]:
             "device",
             "checkpoint.peer_advertise",
             "task.folder",
+            "lora.base",
             *ADDRESS_KEYS,
         ):
             raise RunFolderError(

@@ -216,7 +216,7 @@ def baselines_of(run: Run) -> dict[str, float] | None:
     from holdfast.data.dataset import Dataset
 
     config = run.config
-    if config.task.name:
+    if config.task.has_own_data:
         return None  # its data is no text
     try:
         dataset = Dataset.open(run.dataset_folder)

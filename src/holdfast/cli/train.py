@@ -20,6 +20,8 @@ from holdfast.cli.progress import StageProgress
 from holdfast.config.load import LoadedConfig, load_config
 from holdfast.errors import ConfigError, LayoutError
 from holdfast.launch.holder import HolderWatch
+from holdfast.launch.lora_run import describe_lora, with_lora
+from holdfast.launch.named_parts import with_named_parts
 from holdfast.launch.resume_checks import (
     ensure_end_is_intact,
     refuse_branch_without_state,
@@ -163,14 +165,24 @@ def prepare_run_data(
     """Return the configuration with what follows from the data and the task, and the data.
 
     wait: for another process that prepares the dataset. Raises UserError."""
-    if loaded.config.task.name:
-        loaded = with_task(loaded)
+    task = loaded.config.task
+    if task.name:
+        loaded = with_named_parts(with_task(loaded))
         task = loaded.config.task
-        return loaded, RunData(task.data, Path(task.folder), ())
+        if task.has_own_data:
+            return loaded, RunData(task.data, Path(task.folder), ())
     from holdfast.data.coverage import describe_use
 
+    if not task.name:
+        loaded = with_named_parts(loaded)
     dataset = prepare_and_check_dataset(loaded, wait=wait)
-    loaded = with_vocabulary(loaded, dataset, None if fresh else run_folder)
+    if not task.name:
+        loaded = with_vocabulary(loaded, dataset, None if fresh else run_folder)
+    if loaded.config.lora.rank and not task.name:
+        from holdfast.cli.checkpoint_import import refuse_other_tokenizer
+
+        loaded = with_lora(loaded, None if fresh else run_folder)
+        refuse_other_tokenizer(Path(loaded.config.lora.base), dataset)
     config = loaded.config
     version = dataset.version if fresh else dataset_version_in(run_folder, dataset)
     use = describe_use(dataset, config.data, config.train, config.seed)
@@ -194,8 +206,9 @@ def describe_start(loaded: LoadedConfig, use: Sequence[str], begins: bool = Fals
     begins: the run starts for the first time."""
     from holdfast.config.no_effect import find_without_effect
 
-    origin = _describe_model_origin(loaded) if begins else []
-    return [*find_without_effect(loaded), *use, *origin]
+    lora = describe_lora(loaded.config)
+    origin = _describe_model_origin(loaded) if begins and not lora else []
+    return [*find_without_effect(loaded), *use, *origin, *lora]
 
 
 def _describe_model_origin(loaded: LoadedConfig) -> list[str]:

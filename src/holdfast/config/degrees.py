@@ -12,24 +12,26 @@ from math import gcd, lcm
 
 from holdfast.config.layout import DegreesConfig, LayoutConfig
 from holdfast.config.model import ModelConfig
+from holdfast.config.optimizer import REPLICAS, OptimizerConfig
 from holdfast.config.train import TrainConfig
 
 
 def find_impossible_degrees(
-    layout: LayoutConfig, model: ModelConfig, train: TrainConfig, task: str = ""
+    layout: LayoutConfig, model: ModelConfig, train: TrainConfig, without_table: str = ""
 ) -> str | None:
     """Return the sentence of the first violated rule, "... : use ..."; None if there is none.
-    task: the name of what is trained in place of `model`."""
+    without_table: what is trained if it has no sharding table (`RunConfig.without_table`)."""
     if sentence := _degrees_in_two_places(layout):
         return sentence
     shards = lcm(*(degrees.dp_shard for _, degrees in layout.kinds))
     for key, degrees in layout.kinds:
         cuts = (
-            [_without_table(key, degrees, task)]
-            if task
+            [_without_table(key, degrees, without_table)]
+            if without_table
             else [_tensor(key, degrees.tp, model), _pipeline(key, degrees, model.layers)]
         )
-        for sentence in (_shard(key, degrees.dp_shard, shards, train), *cuts):
+        optimizer = _optimizer(key, degrees, train.optimizer)
+        for sentence in (_shard(key, degrees.dp_shard, shards, train), *cuts, optimizer):
             if sentence:
                 return sentence
     return _workers(layout) or None if layout.workers else None
@@ -113,14 +115,30 @@ def _pipeline(key: str, degrees: DegreesConfig, layers: int) -> str:
     return ""
 
 
-def _without_table(key: str, degrees: DegreesConfig, task: str) -> str:
-    """Check that a task's model is cut by nothing but rows."""
+def _without_table(key: str, degrees: DegreesConfig, trained: str) -> str:
+    """Check that a model without a table is cut by nothing but rows."""
     axis = next((axis for axis in ("tp", "pp") if getattr(degrees, axis) > 1), None)
     if axis is None:
         return ""
     return (
         f"{key}.{axis} {getattr(degrees, axis)} needs a sharding table, which says how each "
-        f"parameter is cut, and task {task} has none: use {axis} 1, with dp_shard or replicas"
+        f"parameter is cut, and {trained} has none: use {axis} 1, with dp_shard or replicas"
+    )
+
+
+def _optimizer(key: str, degrees: DegreesConfig, optimizer: OptimizerConfig) -> str:
+    """Check that no axis cuts a parameter that the optimizer needs complete."""
+    if optimizer.is_class and not optimizer.layouts:
+        return ""  # not planned yet
+    axes = [axis for axis in ("pp", "dp_shard", "tp") if getattr(degrees, axis) > 1]
+    axis = next((axis for axis in axes if axis not in optimizer.allowed_axes), None)
+    if axis is None:
+        return ""
+    others = [axis for axis in optimizer.allowed_axes if axis != REPLICAS]
+    works = " and ".join(("replicas (layout.workers)", *others))
+    return (
+        f"{key}.{axis} {getattr(degrees, axis)} does not fit train.optimizer.name "
+        f"{optimizer.name}, which needs complete parameters: use {axis} 1, with {works}"
     )
 
 

@@ -269,6 +269,8 @@ def suggest_key(path: tuple[str | int, ...]) -> str:
     nested = (*path[:-1], *as_path(last))
     if "." in last and field_at(nested) is not None:  # dots are for the command line
         return f"write '{nested[-1]}:' indented below '{nested[-2]}:'"
+    if len(path) == 1 and not rest and last.lower() in _ELSEWHERE:
+        return f"did you mean {_ELSEWHERE[last.lower()]}?"
     near = get_close_matches(last, siblings(path), n=1, cutoff=0.6)
     if near:
         meant = (*path[:-1], near[0])

@@ -38,6 +38,12 @@ LATER_KEYS = (
     "branch_of",
     "data.chat.long_rows",
     "data.chat.train_on",
+    "lora.adapter_checksum",
+    "lora.alpha",
+    "lora.base_checksum",
+    "lora.dropout",
+    "lora.rank",
+    "lora.targets",
     "model.activation",
     "model.attention_bias",
     "model.attention_scale",
@@ -65,9 +71,29 @@ LATER_KEYS = (
     "task.parameters",
     "task.samples",
     "task.source",
+    "train.optimizer.adamw_for",
+    "train.optimizer.adjust_rate",
+    "train.optimizer.args",
+    "train.optimizer.beta2_decay",
+    "train.optimizer.clip_threshold",
+    "train.optimizer.groups",
+    "train.optimizer.layouts",
+    "train.optimizer.momentum",
+    "train.optimizer.name",
+    "train.optimizer.nesterov",
+    "train.optimizer.newton_schulz_steps",
+    "train.optimizer.slots",
+    "train.optimizer.smallest_scale",
+    "train.optimizer.source",
+    "train.schedule.source",
 )
-OPEN_SECTION = "task.args."
-"""Its keys are the user's own: one that is missing has no default."""
+SOURCE_KEYS = {
+    "train.optimizer.source": "train.optimizer.name",
+    "train.schedule.source": "train.schedule.kind",
+}
+"""Digest -> the key that names what it is of."""
+OPEN_SECTIONS = ("task.args.", "train.optimizer.args.")
+"""Their keys are the user's own: one that is missing has no default."""
 
 
 # Alike on all nodes of a run: all that decides the computation, and these. With another value on
@@ -170,7 +196,7 @@ def config_differences(stored: Mapping[str, Any], config: RunConfig) -> list[Con
     default = decisive_values(RunConfig().model_dump(mode="json"))
     found: list[ConfigDifference] = []
     for key in sorted(here.keys() | there.keys()):
-        in_list = key.startswith(OPEN_SECTION) or any(is_index(part) for part in key.split("."))
+        in_list = key.startswith(OPEN_SECTIONS) or any(is_index(part) for part in key.split("."))
         if key not in here and not in_list and key not in default and key not in LATER_KEYS:
             continue
         if key == SCHEDULE_STEPS and not (key in here and key in there):
@@ -214,6 +240,12 @@ def refuse_other_run(
             f"this run was started with another source of task {config.task.name}",
             where=folder,
             remedy="put the task's files back, or start over with --fresh",
+        )
+    if changed := [d.key for d in found if d.key in SOURCE_KEYS]:
+        raise RunFolderError(
+            f"this run was started with another source of {SOURCE_KEYS[changed[0]]}",
+            where=folder,
+            remedy="put the files back, or start over with --fresh",
         )
     named = ", ".join(_describe(d, config) for d in found[:3])
     named += f" and {len(found) - 3} more" if len(found) > 3 else ""

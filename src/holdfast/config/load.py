@@ -22,7 +22,7 @@ from typing import Any, Literal
 
 from pydantic import ValidationError
 
-from holdfast.config import model_from, yaml_tree
+from holdfast.config import lora_from, model_from, yaml_tree
 from holdfast.config.explain import (
     MAX_NUMBER,
     explain_errors,
@@ -161,11 +161,17 @@ def resolve_config(
 
     origins: dict[str, Origin] = {}
     data, folder = model_from.expand(tree.value, given, base_of(model_from.KEY))
+    data, adapter, by_model = lora_from.expand(data, base_of(lora_from.KEY), folder)
     config = _validate(data, given, name)
     origins = _origins(config, given)
+    if adapter is not None:
+        lora_from.refuse_differences(
+            adapter, config.lora.model_dump(), lambda key: _place(given.get(key)) or name
+        )
+        origins |= dict.fromkeys(adapter.keys_taken, Origin("model folder", str(adapter.path)))
     if folder is not None:
         model_from.refuse_differences(folder, config, lambda key: _place(given.get(key)) or name)
-        for key in folder.keys_taken:
+        for key in (*folder.keys_taken, *by_model):
             for leaf in [o for o in origins if o == key or o.startswith(key + ".")]:
                 origins[leaf] = Origin("model folder", str(folder.path))
     loaded = LoadedConfig(config, origins, text or "", name, tuple(overrides), base)
@@ -191,8 +197,9 @@ def _override(data: dict[str, Any], override: str) -> str:
         )
     path: KeyPath = as_path(key)
     field = field_at(path)
-    if key == model_from.KEY:
-        data["model"] = {**(data.get("model") or {}), "from": text.strip()}
+    if key in (model_from.KEY, model_from.CODE_KEY, lora_from.KEY):
+        section, _, part = key.partition(".")
+        data[section] = {**(data.get(section) or {}), part: text.strip()}
         return key
     if field is None:
         raise ConfigError(f"unknown key {key}", where=where, remedy=suggest_key(path))

@@ -8,6 +8,7 @@ a preset. A run keeps the numbers, so only the first start needs the folder.
 from __future__ import annotations
 
 import json
+import os
 import shlex
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -23,18 +24,26 @@ from holdfast.config.yaml_tree import is_plain
 from holdfast.errors import ConfigError
 
 KEY = "model.from"
+CODE_KEY = "model.code"
+TRANSFORMERS = "transformers"
+TRANSFORMERS_TASK = "holdfast.tasks.huggingface:CausalLM"
 MEANING = (
     "folder in Hugging Face form: gives every other key of `model`, and the tokenizer; its weights "
     "come by `holdfast checkpoint import`"
+)
+CODE_MEANING = (
+    "transformers: the folder of `model.from` is trained by its own modelling code, from its "
+    "weights (docs/python.md); none: by the built-in decoder"
 )
 
 
 @dataclass(frozen=True)
 class ModelFolder:
-    """The folder that `model.from` names. keys_taken: dotted keys with its values."""
+    """The folder that `model.from` names. model: its shape; None where transformers computes it.
+    keys_taken: dotted keys with its values."""
 
     path: Path
-    model: ModelConfig
+    model: ModelConfig | None
     keys_taken: tuple[str, ...]
 
 
@@ -48,11 +57,15 @@ def expand(
     for a preset next to it.
     """
     section = data.get("model")
-    if not isinstance(section, dict) or "from" not in section:
+    if not isinstance(section, dict) or not {"from", "code"} & set(section):
         return data, None
-    own = {key: value for key, value in section.items() if key != "from"}
-    named = section["from"]
+    own = {key: value for key, value in section.items() if key not in ("from", "code")}
+    named, code = section.get("from"), section.get("code")
+    if code not in (None, TRANSFORMERS):
+        raise ConfigError(f"{CODE_KEY} {code!r} is unknown", remedy=f"use {TRANSFORMERS}")
     if named is None:
+        if code is not None:
+            raise ConfigError(f"{CODE_KEY} needs {KEY}", remedy=f"name a folder in {KEY}")
         return {**data, "model": own}, None
     if not isinstance(named, str) or not named:
         raise ConfigError(f"{KEY} {named!r} is not a path", remedy="name a folder")
@@ -62,6 +75,8 @@ def expand(
             remedy="use one of the two",
         )
     path = Path(join_base(base, expand_path(named)))
+    if code is not None:
+        return _as_task({**data, "model": own}, given, path)
     model = read_folder_model(path)
     if own.get("vocab_size") == 0:
         del own["vocab_size"]
@@ -72,6 +87,29 @@ def expand(
         out["data"] = _with_tokenizer(data.get("data"), path / TOKENIZER)
         taken += [TOKENIZER_KEY] if out["data"] is not data.get("data") else []
     return out, ModelFolder(path, model, tuple(taken))
+
+
+def _as_task(
+    data: dict[str, Any], given: Mapping[str, Any], path: Path
+) -> tuple[dict[str, Any], ModelFolder]:
+    """The run file's values with the folder's model as the task. Raises ConfigError."""
+    task = data.get("task") or {}
+    if not isinstance(task, dict) or task.get("name") not in (None, "", TRANSFORMERS_TASK):
+        raise ConfigError(
+            f"task and {CODE_KEY} both say what is trained", remedy="use one of the two"
+        )
+    if unused := sorted(data["model"]):
+        raise ConfigError(
+            f"model.{unused[0]} has no effect with {CODE_KEY} {TRANSFORMERS}", remedy="remove it"
+        )
+    args = {**(task.get("args") or {}), "folder": os.path.abspath(path)}
+    out = {key: value for key, value in data.items() if key != "model"}
+    out["task"] = {**task, "name": TRANSFORMERS_TASK, "args": args}
+    taken = ["task.name", "task.args.folder"]
+    if (path / TOKENIZER).is_file() and TOKENIZER_KEY not in given:
+        out["data"] = _with_tokenizer(data.get("data"), path / TOKENIZER)
+        taken += [TOKENIZER_KEY] if out["data"] is not data.get("data") else []
+    return out, ModelFolder(path, None, tuple(taken))
 
 
 TOKENIZER_KEY = "data.tokenizer.path"
@@ -89,6 +127,8 @@ def _with_tokenizer(section: Any, path: Path) -> Any:
 
 def refuse_differences(folder: ModelFolder, config: RunConfig, place: Callable[[str], str]) -> None:
     """Raises ConfigError, one message with all keys, when the run file says another shape."""
+    if folder.model is None:
+        return
     differences = shape_differences(config.model, folder.model)
     if differences:
         first = next(iter(differences))

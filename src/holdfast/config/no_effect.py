@@ -50,6 +50,12 @@ def _given(loaded: LoadedConfig, key: str) -> bool:
 def _schedule(loaded: LoadedConfig) -> Iterator[Finding]:
     train = loaded.config.train
     schedule, steps = train.schedule, train.steps
+    if schedule.is_function:
+        for key in ("warmup_steps", "decay_steps", "final_ratio"):
+            if _given(loaded, f"train.schedule.{key}"):
+                what = f"has no effect on schedule.kind {schedule.kind}"
+                yield f"train.schedule.{key}", what, "remove it"
+        return
     warmup, key = schedule.warmup_steps, "train.schedule.warmup_steps"
     shorter = steps // 10
     if warmup > steps:
@@ -138,13 +144,13 @@ def _intervals(loaded: LoadedConfig) -> Iterator[Finding]:
 
 def _of_the_decoder(loaded: LoadedConfig) -> Iterator[Finding]:
     """Keys of the built-in decoder and its tokens, where a task is trained."""
-    if not loaded.config.task.name:
+    task = loaded.config.task
+    if not task.name:
         return
+    unused = ("model",) if task.reads_tokens and task.parameters else ("model", "data")
     for key in loaded.origins:
-        if key.split(".")[0] in ("model", "data") and _given(loaded, key):
-            yield key, f"has no effect on task {loaded.config.task.name}", "remove it"
-    if loaded.config.train.evaluate.every and _given(loaded, "train.evaluate.every"):
-        yield "train.evaluate.every", "has no effect: a task has no validation data", "remove it"
+        if key.split(".")[0] in unused and _given(loaded, key):
+            yield key, f"has no effect on task {task.name}", "remove it"
 
 
 def _switched_off(loaded: LoadedConfig) -> Iterator[Finding]:
@@ -176,6 +182,8 @@ def _switched_off(loaded: LoadedConfig) -> Iterator[Finding]:
     rules += [
         (f"data.chat.{name}", not data.has_chat, "no chat data") for name in type(chat).model_fields
     ]
+    lora = type(config.lora).model_fields
+    rules += [(f"lora.{n}", not config.lora.rank, "lora.rank 0") for n in lora if n != "rank"]
     if data.has_chat:
         rules.append(("data.chat.template", bool(chat.template_file), "data.chat.template_file"))
     for index, source in enumerate(data.sources):

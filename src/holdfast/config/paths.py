@@ -29,6 +29,8 @@ FREE_PATHS = (
     "cluster.notices_account",
     "cluster.faults",
     "task.folder",
+    "lora.base",
+    "lora.adapter",
 )
 PLACES = ("data.tokenizer.path", "data.sources.*.path")
 OPTIONAL = (
@@ -37,6 +39,8 @@ OPTIONAL = (
     "cluster.notices_at",
     "cluster.faults",
     "task.folder",
+    "lora.base",
+    "lora.adapter",
 )
 """Keys for which an empty text means none."""
 

@@ -9,7 +9,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from holdfast.config import model_from
+from holdfast.config import lora_from, model_from
 from holdfast.config.change import Change
 from holdfast.config.explain import format_value
 from holdfast.config.fields import ITEM, all_keys, change_of, is_list, section_of
@@ -55,13 +55,27 @@ _MEANING = {
 }
 
 
+_EXPANDED = {
+    "model.preset": (model_from.KEY, model_from.MEANING),
+    "lora.rank": (lora_from.KEY, lora_from.MEANING),
+}
+"""Keys that are no fields, by the field that they come after."""
+
+
+_KEYS_IN_ROW = 25  # of the table of classes
+
+
 def json_schema() -> dict[str, Any]:
     """For editors. The shape of a model is not required, as a preset may give it."""
     schema = RunConfig.model_json_schema()
     schema["$defs"]["ModelConfig"].pop("required", None)
-    schema["$defs"]["ModelConfig"]["properties"]["from"] = {
+    schema["$defs"]["ModelConfig"]["properties"] |= {
+        "from": {"type": "string", "description": model_from.MEANING},
+        "code": {"enum": [model_from.TRANSFORMERS], "description": model_from.CODE_MEANING},
+    }
+    schema["$defs"]["LoraConfig"]["properties"]["from"] = {
         "type": "string",
-        "description": model_from.MEANING,
+        "description": lora_from.MEANING,
     }
     schema["title"] = "Holdfast run file"
     return schema
@@ -94,10 +108,13 @@ def _changes() -> str:
         assert change is not None, f"{key} does not say what a change of it does"
         if name not in names[change]:
             names[change].append(name)
-    return "\n".join(
-        f"| {change} | {_MEANING[change]} | {', '.join(f'`{name}`' for name in found)} |"
-        for change, found in names.items()
-    )
+    rows = []
+    for change, found in names.items():
+        quoted = [f"`{name}`" for name in found]
+        for start in range(0, len(quoted), _KEYS_IN_ROW):
+            cells = f"{change} | {_MEANING[change]}" if start == 0 else "|"
+            rows.append(f"| {cells} | {', '.join(quoted[start : start + _KEYS_IN_ROW])} |")
+    return "\n".join(rows)
 
 
 def _sections(section: type[BaseModel], prefix: str, title: str) -> list[str]:
@@ -125,9 +142,12 @@ def _table(section: type[BaseModel], prefix: str) -> str:
         meaning = (info.description or "").replace("|", "\\|")
         cells = f"{_type(info)} | {_default(info, key)} | {change}"
         rows.append(f"| `{key}` | {cells} | {meaning} |")
-        if key == "model.preset":  # no field: loading expands it
-            cells = f"text | none | {change_of(key)}"
-            rows.append(f"| `{model_from.KEY}` | {cells} | {model_from.MEANING} |")
+        if key in _EXPANDED:  # no field: loading expands it
+            expanded, about = _EXPANDED[key]
+            rows.append(f"| `{expanded}` | text | none | {Change.NEVER} | {about} |")
+        if key == "model.preset":
+            cells = f"`{model_from.TRANSFORMERS}` | none | {change_of(key)}"
+            rows.append(f"| `{model_from.CODE_KEY}` | {cells} | {model_from.CODE_MEANING} |")
     return "\n".join(rows) + "\n" if len(rows) > 2 else ""
 
 

@@ -18,6 +18,7 @@ from holdfast.config.degrees import find_impossible_degrees
 from holdfast.config.huggingface.convert import explain_no_architecture
 from holdfast.config.layout import LayoutConfig
 from holdfast.config.logging import LoggingConfig
+from holdfast.config.lora import LoraConfig
 from holdfast.config.model import ModelConfig
 from holdfast.config.task import TaskConfig
 from holdfast.config.train import TrainConfig
@@ -48,6 +49,7 @@ class RunConfig(Section):
     task: Never[TaskConfig] = TaskConfig.model_validate({})
     data: Never[DataConfig] = DataConfig()
     model: Never[ModelConfig] = Field(default_factory=lambda: ModelConfig.model_validate({}))
+    lora: Never[LoraConfig] = LoraConfig()
     train: TrainConfig = TrainConfig()
     layout: InPlace[LayoutConfig] = LayoutConfig()
     checkpoint: InPlace[CheckpointConfig] = CheckpointConfig()
@@ -66,7 +68,7 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _cross_section(self) -> RunConfig:
-        refused = find_impossible_degrees(self.layout, self.model, self.train, self.task.name)
+        refused = find_impossible_degrees(self.layout, self.model, self.train, self.without_table)
         if refused is not None:
             raise ValueError(refused)
         if (unknown := explain_no_architecture(self.model)) is not None:
@@ -83,6 +85,14 @@ class RunConfig(Section):
                 f"use {self.model.max_position} or less"
             )
         return self
+
+    @property
+    def without_table(self) -> str:
+        """What is trained if only rows can cut it, as the subject of a sentence; "" for the
+        decoder, which has a sharding table."""
+        if self.task.name:
+            return f"task {self.task.name}"
+        return "lora" if self.lora.rank else ""
 
     @property
     def run_folder(self) -> str:

@@ -35,6 +35,17 @@ class TaskConfig(Section):
         (), description="the task's parameters: name, shape, marks (planned)"
     )
 
+    @property
+    def has_own_data(self) -> bool:
+        """Whether the data is the task's own, not that of the section `data`. Known once the
+        planned keys are."""
+        return bool(self.name and self.data)
+
+    @property
+    def reads_tokens(self) -> bool:
+        """Whether a task trains on the prepared tokens. Known once the planned keys are."""
+        return bool(self.name and not self.data)
+
     @model_validator(mode="before")
     @classmethod
     def _short_form(cls, value: Any) -> Any:

@@ -2,36 +2,32 @@
 
 from __future__ import annotations
 
+import re
+from difflib import get_close_matches
 from itertools import pairwise
-from typing import Annotated, Literal
+from typing import Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from holdfast.config.base import Section
-from holdfast.config.change import Branch, InPlace
-
-Beta = Annotated[float, Field(ge=0, lt=1)]
-
+from holdfast.config.change import Branch, InPlace, Never
+from holdfast.config.optimizer import OptimizerConfig
 
 MAX_MICROBATCHES = 2**20
 """Microbatches of a step, a plan of which has an entry for each; also samples of a microbatch."""
 
 
-class OptimizerConfig(Section):
-    """AdamW (Loshchilov and Hutter, 2019), fused; matrices decay, vectors do not."""
-
-    learning_rate: float = Field(3e-3, gt=0, description="the schedule's peak")
-    betas: tuple[Beta, Beta] = Field((0.9, 0.95), description="decay of the two moments")
-    eps: float = Field(1e-8, gt=0, description="added to the root of the second moment")
-    weight_decay: float = Field(0.1, ge=0, description="decoupled; of matrices only")
-    clip_norm: float = Field(1.0, ge=0, description="largest global norm; 0: no clipping")
+SCHEDULES = ("constant", "linear", "cosine", "wsd")
+FUNCTION_PATH = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 
 
 class ScheduleConfig(Section):
     """Learning rate over steps; `wsd` is warm-up, stable, decay."""
 
-    kind: Literal["constant", "linear", "cosine", "wsd"] = Field(
-        "cosine", description="the schedule after the warm-up"
+    kind: str = Field(
+        "cosine",
+        description="the schedule after the warm-up: constant, linear, cosine, wsd; or a function "
+        "`my_schedule:rate` of the step and the schedule's steps, which returns rate / peak rate",
     )
     steps: int = Field(
         0, ge=0, description="steps of the schedule, after which the rate stays; 0: train.steps"
@@ -41,6 +37,22 @@ class ScheduleConfig(Section):
         0, ge=0, description="wsd: steps of the decay; 0: a fifth of the schedule"
     )
     final_ratio: float = Field(0.1, ge=0, le=1, description="last rate / peak rate")
+    source: Never[str] = Field("", description="digest of a function's source files (planned)")
+
+    @field_validator("kind")
+    @classmethod
+    def _is_known(cls, kind: str) -> str:
+        if kind in SCHEDULES or FUNCTION_PATH.fullmatch(kind):
+            return kind
+        near = get_close_matches(kind.lower(), SCHEDULES, n=1)
+        raise ValueError(
+            f"{kind!r} is none of {', '.join(SCHEDULES)}, nor module:function: use "
+            f"{near[0] if near else SCHEDULES[0]}"
+        )
+
+    @property
+    def is_function(self) -> bool:
+        return self.kind not in SCHEDULES
 
 
 class BatchStage(Section):
@@ -66,7 +78,7 @@ class TrainConfig(Section):
         "fp32", description="bf16: fp32 parameters, bf16 compute, fp32 reduction"
     )
     compile: Branch[bool] = Field(False, description="torch.compile of each block")
-    optimizer: Branch[OptimizerConfig] = OptimizerConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
     schedule: Branch[ScheduleConfig] = ScheduleConfig()
     evaluate: InPlace[EvaluateConfig] = EvaluateConfig()
 

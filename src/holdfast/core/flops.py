@@ -77,8 +77,9 @@ def dense_peak(device: str, precision: str) -> float | None:
 
 
 def run_flops_per_token(config: RunConfig) -> dict[str, float]:
-    """FLOPs of one training token by each convention. Nothing is known of a task's module."""
-    if config.task.name:
+    """FLOPs of one training token by each convention. Nothing is known of a task's module, and the
+    formulas do not hold for a frozen base."""
+    if config.without_table:
         return {}
     length = config.data.sequence_length
     return {str(name): flops_per_token(config.model, length, name) for name in CONVENTIONS}

@@ -7,16 +7,24 @@ times the peak at the schedule's last step, and stays there.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from math import cos, pi
 
 from holdfast.config.train import ScheduleConfig, TrainConfig
 
+RateFunction = Callable[[int, int], float]
+"""A function of the run file's, from the step and the schedule's steps to rate / peak rate."""
 
-def learning_rate(train: TrainConfig, step: int) -> float:
-    """The rate that step `step` (1 .. train.steps) is applied with."""
-    return train.optimizer.learning_rate * schedule_factor(
-        train.schedule, step, train.schedule_steps
-    )
+
+def learning_rate(train: TrainConfig, step: int, function: RateFunction | None = None) -> float:
+    """The rate that step `step` (1 .. train.steps) is applied with. function: what
+    `schedule.kind` names, if that is no schedule of ours."""
+    schedule, steps = train.schedule, train.schedule_steps
+    if not schedule.is_function:
+        return train.optimizer.learning_rate * schedule_factor(schedule, step, steps)
+    if function is None:
+        raise RuntimeError(f"{schedule.kind} was not loaded")
+    return train.optimizer.learning_rate * function(step, steps)
 
 
 def schedule_factor(schedule: ScheduleConfig, step: int, steps: int) -> float:
@@ -48,7 +56,11 @@ def _clamp(value: float) -> float:
 
 
 def last_common_step(before: TrainConfig, after: TrainConfig, until: int) -> int:
-    """Return the last step up to `until` before the first with different learning rates."""
+    """Return the last step up to `until` before the first with different learning rates. Of a
+    function, only its name and source are known here."""
+    if before.schedule.is_function or after.schedule.is_function:
+        same = before.schedule == after.schedule and before.schedule_steps == after.schedule_steps
+        return until if same else 0
     for step in range(1, until + 1):
         if learning_rate(before, step) != learning_rate(after, step):
             return step - 1

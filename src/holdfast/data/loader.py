@@ -7,11 +7,12 @@ import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Generic, Protocol, Self, TypeVar
 
 import torch
 
+from holdfast.core.seeds import key_seed
 from holdfast.data.batch import Microbatch, fed_hash
 
 
@@ -23,13 +24,15 @@ class BatchSource(Protocol):
 
 @dataclass(frozen=True)
 class TensorMicrobatch:
-    """A Microbatch on a device. inputs, targets: int64 [B, S]; documents: int32 [B, S] or None."""
+    """A Microbatch on a device. inputs, targets: int64 [B, S]; documents: int32 [B, S] or None.
+    key: seed of the random numbers of its forward pass, if there are any."""
 
     inputs: torch.Tensor
     targets: torch.Tensor
     documents: torch.Tensor | None
     entries: list[dict[str, Any]]
     tokens: int
+    key: int | None = None
 
 
 class LoadedMicrobatch(Protocol):
@@ -166,12 +169,18 @@ class StepLoader(ABC, Generic[M]):
 
 
 class Loader(StepLoader[TensorMicrobatch]):
-    """Reads a token dataset ahead. keywords: see `StepLoader`."""
+    """Reads a token dataset ahead. seed: of the microbatches' keys; None: they have none.
+    keywords: see `StepLoader`."""
 
     def __init__(
-        self, batches: BatchSource, plan: Callable[[int], Sequence[int]], **keywords: Any
+        self,
+        batches: BatchSource,
+        plan: Callable[[int], Sequence[int]],
+        *,
+        seed: int | None = None,
+        **keywords: Any,
     ) -> None:
-        self._batches = batches
+        self._batches, self._seed = batches, seed
         super().__init__(plan, **keywords)
 
     def _load(self, step: int, index: int) -> TensorMicrobatch:
@@ -182,14 +191,20 @@ class Loader(StepLoader[TensorMicrobatch]):
         if self._device.type == "cuda":
             inputs, targets = inputs.pin_memory(), targets.pin_memory()
             documents = None if documents is None else documents.pin_memory()
-        return TensorMicrobatch(inputs, targets, documents, read.entries, read.tokens)
+        key = None
+        if self._seed is not None:
+            key = key_seed(self._seed, "forward", step, index, self._part, self._parts)
+        return TensorMicrobatch(inputs, targets, documents, read.entries, read.tokens, key)
 
     def _to_device(self, host: TensorMicrobatch) -> TensorMicrobatch:
         digest = fed_hash(host.inputs.numpy(), host.targets.numpy())
         entries = [{**entry, "hash": digest} for entry in host.entries]
         if self._device.type == "cpu":
-            return TensorMicrobatch(host.inputs, host.targets, host.documents, entries, host.tokens)
-        documents = None if host.documents is None else self._move(host.documents)
-        return TensorMicrobatch(
-            self._move(host.inputs), self._move(host.targets), documents, entries, host.tokens
+            return replace(host, entries=entries)
+        return replace(
+            host,
+            inputs=self._move(host.inputs),
+            targets=self._move(host.targets),
+            documents=None if host.documents is None else self._move(host.documents),
+            entries=entries,
         )

@@ -8,11 +8,14 @@ from typing import TYPE_CHECKING
 
 from holdfast.checkpoint.restore.read_ahead import ReadAhead
 from holdfast.checkpoint.restore.reader import Checkpoint
+from holdfast.config.lora import refuse_lora
 from holdfast.config.task import refuse_task
 from holdfast.core.format.flat_names import MOMENTS, OPTIMIZER_PREFIXES, SCHEMES, FlatName
 from holdfast.core.lr_schedule import learning_rate
+from holdfast.core.sharding.optimizer_state import parameter_settings
 from holdfast.core.sharding.run_table import run_parameters
-from holdfast.core.sharding.state_table import STATE_PREFIXES
+from holdfast.core.sharding.state_table import MODEL_PREFIX
+from holdfast.errors import ConfigError
 from holdfast.launch.runs import Run
 
 OWN_SCHEME = "holdfast"
@@ -24,13 +27,16 @@ if TYPE_CHECKING:
 def write_dcp_folder(to: Path, run: Run, checkpoint: Checkpoint, scheme: str) -> None:
     """Write the folder, which appears as `new_folder` says.
 
-    Raises ModelFolderError for a folder that has things in it, OutOfSpaceError on a full disk.
+    Raises ModelFolderError for a folder that has things in it, OutOfSpaceError on a full disk,
+    ConfigError for a run whose optimizer is not AdamW.
     """
     from holdfast.model.dcp_export import write_dcp
     from holdfast.model.new_folder import new_folder
 
+    _refuse_other_optimizer(run)
     if scheme != OWN_SCHEME:
         refuse_task(run.config.task, f"--names {scheme}")
+        refuse_lora(run.config.lora, f"--names {scheme}", "use --format hf, or --names holdfast")
     parameters = run_parameters(run.config)
     rows = (
         tuple(FlatName(p.name, p.name, p.shape) for p in parameters)
@@ -47,17 +53,28 @@ def write_dcp_folder(to: Path, run: Run, checkpoint: Checkpoint, scheme: str) ->
         )
 
 
+def _refuse_other_optimizer(run: Run) -> None:
+    name = run.config.train.optimizer.name
+    if name != "adamw":
+        raise ConfigError(
+            f"the format dcp holds AdamW's state, and train.optimizer.name of this run is {name}",
+            where=str(run.folder),
+            remedy="export the weights with --format hf, or read its tensors with "
+            "holdfast.open_checkpoint (docs/python.md)",
+        )
+
+
 def _tensors(rows: tuple[FlatName, ...], checkpoint: Checkpoint) -> Iterator[ExportedTensor]:
     """Parameters under their own names, moments below the optimizer."""
     from holdfast.model.dcp_export import ExportedTensor
 
-    for number, prefix in enumerate(STATE_PREFIXES):
+    for slot in ("", *MOMENTS):
         for row in rows:
-            source = prefix + row.ours
+            source = f"optimizer.{slot}.{row.ours}" if slot else MODEL_PREFIX + row.ours
             dtype = checkpoint.spec(source).dtype
             path: tuple[str, ...] = (row.theirs,)
-            if number:
-                path = (OPTIMIZER_PREFIXES[0].rstrip("."), row.state_name(MOMENTS[number - 1], ""))
+            if slot:
+                path = (OPTIMIZER_PREFIXES[0].rstrip("."), row.state_name(slot, ""))
             yield ExportedTensor(".".join(path), path, source, dtype, row.shape, row.pairs)
 
 
@@ -65,24 +82,26 @@ def _objects(rows: tuple[FlatName, ...], run: Run, step: int) -> Iterator[Export
     """Yield what a trainer's optimizer has apart from moments: the step, and each group's
     settings."""
     from holdfast.model.dcp_export import ExportedObject, optimizer_settings
+    from holdfast.tasks.named import load_schedule
 
     train = run.config.train
-    rate = learning_rate(train, max(step, 1))
-    decays = {p.name: p.decay for p in run_parameters(run.config)}
+    function = load_schedule(run.config) if train.schedule.is_function else None
+    rate = learning_rate(train, max(step, 1), function)
+    settings = {p.name: parameter_settings(train.optimizer, p) for p in run_parameters(run.config)}
     root = OPTIMIZER_PREFIXES[0].rstrip(".")
     groups = {
-        decay: optimizer_settings(
-            rate,
-            train.optimizer.learning_rate,
+        each: optimizer_settings(
+            rate * each.rate_scale,
+            train.optimizer.learning_rate * each.rate_scale,
             train.optimizer.betas,
             train.optimizer.eps,
-            train.optimizer.weight_decay if decay else 0.0,
+            each.weight_decay,
         )
-        for decay in (True, False)
+        for each in set(settings.values())
     }
     for row in rows:
         inside = row.state_name("step", "")
         yield ExportedObject(f"{root}.{inside}", (root, inside), float(step), tensor=True)
-        for key, value in groups[decays[row.ours]].items():
+        for key, value in groups[settings[row.ours]].items():
             inside = f"param_groups.{row.theirs}.{key}"
             yield ExportedObject(f"{root}.{inside}", (root, inside), value)

@@ -10,12 +10,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from holdfast.checkpoint.restore.catalog import list_commits
 from holdfast.checkpoint.restore.read_ahead import ReadAhead
 from holdfast.checkpoint.restore.reader import Checkpoint
 from holdfast.checkpoint.restore.verify import find_newest_verified, verify
+from holdfast.config.model_from import TRANSFORMERS_TASK
 from holdfast.config.task import refuse_task
 from holdfast.core.sharding.boxes import Box
 from holdfast.core.sharding.run_table import run_parameters
@@ -108,6 +109,19 @@ def choose_checkpoint(run: Run, step: int | None, say: Callable[[str], None]) ->
     )
 
 
+class TensorParts(Protocol):
+    """A model's parameters by name, in full or in part."""
+
+    @property
+    def names(self) -> tuple[str, ...]: ...
+
+    def whole(self, name: str) -> Any: ...
+
+    def dtype(self, name: str) -> Any: ...
+
+    def box(self, name: str, offsets: Sequence[int], lengths: Sequence[int]) -> Any: ...
+
+
 class CheckpointWeights:
     """A checkpoint's parameters by name, in full or in part, read on request; nothing is kept."""
 
@@ -121,8 +135,11 @@ class CheckpointWeights:
     def names(self) -> tuple[str, ...]:
         return tuple(self._shapes)
 
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self._shapes[name])
+
     def whole(self, name: str) -> Any:
-        shape = tuple(self._shapes[name])
+        shape = self.shape(name)
         return self.box(name, (0,) * len(shape), shape)
 
     def dtype(self, name: str) -> Any:
@@ -144,12 +161,13 @@ class CheckpointWeights:
 
 
 def load_decoder(run: Run, checkpoint: Checkpoint) -> Decoder:
-    """The decoder on the CPU, with the checkpoint's weights."""
+    """The decoder on the CPU, with the checkpoint's weights (adapters are merged in)."""
     import torch
 
+    from holdfast.export.adapters import run_weights
     from holdfast.model.decoder import Decoder
 
-    weights = CheckpointWeights(run, checkpoint)
+    weights = run_weights(run, checkpoint)
     with torch.device("meta"):
         model = Decoder(run.config.model)
     state = {name: weights.whole(name) for name in weights.names}
@@ -190,24 +208,42 @@ def write_folder(
     """Export in Hugging Face's form; `dtype` by torch's name, None: as the state has it."""
     import torch
 
+    from holdfast.export.adapters import run_weights
     from holdfast.model.huggingface import export_folder
 
+    template = run.dataset_folder / TEMPLATE_FILE
+    chat_template = template if tokenizer is not None and template.is_file() else None
+    cast = None if dtype is None else getattr(torch, dtype)
+    if run.config.task.name == TRANSFORMERS_TASK and not run.config.lora.rank:
+        from holdfast.tasks.huggingface_export import export_causal_lm
+
+        weights = CheckpointWeights(run, checkpoint)
+        export_causal_lm(
+            to,
+            run.config.task,
+            weights.names,
+            weights.whole,
+            dtype=cast,
+            shard_bytes=shard_bytes,
+            tokenizer=tokenizer,
+            chat_template=chat_template,
+        )
+        return
     refuse_task(run.config.task, "an export in Hugging Face's form")
     tokens = None
     if tokenizer is not None:
         tokens = dataset_tokens(run.dataset_folder, load_tokenizer(tokenizer))
-    template = run.dataset_folder / TEMPLATE_FILE
-    cast = None if dtype is None else getattr(torch, dtype)
+    base = run.config.lora.base
     export_folder(
         to,
         run.config.model,
-        CheckpointWeights(run, checkpoint),
+        run_weights(run, checkpoint),
         tokenizer,
         dtype=cast,
         shard_bytes=shard_bytes,
         end_token=None if tokens is None else tokens.end_token,
-        imported=run.folder / IMPORTED_FOLDER,
-        chat_template=template if tokenizer is not None and template.is_file() else None,
+        imported=Path(base) if base else run.folder / IMPORTED_FOLDER,
+        chat_template=chat_template,
     )
 
 

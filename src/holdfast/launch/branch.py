@@ -184,7 +184,8 @@ def _make_folder(
         step=origin.commit.step,
     )
     try:
-        dataset = Path(loaded.config.data.folder)
+        has_own = loaded.config.task.has_own_data
+        dataset = parent.dataset_folder if has_own else Path(loaded.config.data.folder)
         try:
             write_description(part, loaded, machine, dataset, parent.dataset_version)
         except RunFolderError as error:

@@ -20,11 +20,12 @@ from holdfast.config.load import LoadedConfig, resolve_config
 from holdfast.config.model import ModelConfig
 from holdfast.config.model_from import yaml_word
 from holdfast.config.run import RunConfig
-from holdfast.config.task import refuse_task
 from holdfast.config.train import TrainConfig
 from holdfast.core.data.sample_order import BatchSchedule
 from holdfast.errors import ConfigError
+from holdfast.launch.named_parts import PLANNED
 from holdfast.launch.runs import RESOLVED_FILE, Run, read_environment
+from holdfast.launch.task_run import PLANNED_KEYS, described
 
 OWN_KEYS = {"folder": "name it with --to", "branch_of": "leave it out"}
 """Keys that `holdfast branch` sets -> remedy for one on its command line."""
@@ -48,11 +49,11 @@ def branch_config(parent: Run, step: int, target: Path, overrides: Sequence[str]
     given = [
         f"folder={yaml_word(str(target))}",
         f"branch_of={'.'.join(filter(None, (parent.config.name, run_id)))}@{step}",
-        f"data.folder={yaml_word(str(parent.dataset_folder.resolve()))}",
     ]
+    if not parent.config.task.has_own_data:
+        given.append(f"data.folder={yaml_word(str(parent.dataset_folder.resolve()))}")
     if re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9._-]*", target.name):
         given.append(f"name={target.name}")
-    refuse_task(parent.config.task, "holdfast branch")
     values = _stored_values(parent)
     started_in = str(read_environment(parent.folder).get("folder", ""))
     name = str(parent.folder / RESOLVED_FILE)
@@ -61,7 +62,8 @@ def branch_config(parent: Run, step: int, target: Path, overrides: Sequence[str]
     where = os.path.abspath(parent.folder)
     text = f"# A branch of {parent.config.name}: holdfast branch {where} --at {step}\n"
     text += _yaml(_without_defaults(dumped))
-    return resolve_config(text, str(target / "run.yaml"), base=str(target))
+    loaded = resolve_config(text, str(target / "run.yaml"), base=str(target))
+    return described(loaded, loaded.config.task.folder) if loaded.config.task.name else loaded
 
 
 def _stored_values(parent: Run) -> dict[str, Any]:
@@ -70,6 +72,8 @@ def _stored_values(parent: Run) -> dict[str, Any]:
     values = parent.config.model_dump(mode="json")
     origins = parent.resolved.get("origins", {})
     default = RunConfig().model_dump(mode="json")
+    for key in PLANNED_KEYS:
+        _set(values, f"task.{key}", _get(default, f"task.{key}"))
     for key, kind in UNKEPT_ORIGINS.items():
         if origins.get(key, {}).get("kind") == kind:
             _set(values, key, _get(default, key))
@@ -92,10 +96,10 @@ def _located(parent: Run, path: str, origin: dict[str, str]) -> str:
 
 def _with_absolute_paths(changed: LoadedConfig) -> dict[str, Any]:
     """The values, with each path that the command line gave as an absolute one."""
-    values = changed.config.model_dump(mode="json")
+    values, default = changed.config.model_dump(mode="json"), RunConfig().model_dump(mode="json")
     for key in ("data.folder", "cluster.faults", "cluster.notices_account", "checkpoint.bucket"):
         path = _get(values, key)
-        if path and "://" not in path:
+        if path and "://" not in path and path != _get(default, key):
             _set(values, key, os.path.abspath(path))
     return values
 
@@ -106,7 +110,8 @@ def refuse_bad_changes(parent: Run, loaded: LoadedConfig, step: int) -> None:
     here = dict(leaves(loaded.config.model_dump(mode="json")))
     there = dict(leaves(parent.config.model_dump(mode="json")))
     for key in sorted(here.keys() | there.keys()):
-        same = here.get(key) == there.get(key) or is_place(key) or key in OWN_KEYS
+        same = here.get(key) == there.get(key) or is_place(key)
+        same = same or key in OWN_KEYS or key.startswith(PLANNED)
         if not same and change_of(key) is Change.NEVER:
             raise ConfigError(
                 f"{key} cannot change in a branch: no checkpoint of {parent.folder} fits another "
@@ -173,6 +178,14 @@ def _without_defaults(values: dict[str, Any]) -> dict[str, Any]:
     without a preset is written in full."""
     default = RunConfig().model_dump(mode="json")
     kept = _changed(values, default) or {}
+    optimizer = values["train"]["optimizer"]
+    if optimizer["name"] != default["train"]["optimizer"]["name"]:  # it has defaults of its own
+        kept.setdefault("train", {})["optimizer"] = {
+            key: value for key, value in optimizer.items() if value is not None
+        }
+    for key in PLANNED:  # a start of the branch finds them out
+        _, section, name = key.split(".")
+        kept.get("train", {}).get(section, {}).pop(name, None)
     model, preset = values["model"], values["model"]["preset"]
     if preset is not None:
         shape = ModelConfig.model_validate({"preset": preset}).model_dump(mode="json")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shlex
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +66,22 @@ def open_run(argument: Path) -> Run:
     except ValidationError:
         raise _foreign_file_error(folder / RESOLVED_FILE) from None
     return Run(folder, FolderStore(folder), config, resolved | {"config": known})
+
+
+def with_base(run: Run, base: Path | None) -> Run:
+    """The run with its frozen weights in another folder, if one is named. Raises RunFolderError
+    for a run that has none."""
+    if base is None:
+        return run
+    lora = run.config.lora
+    if not lora.rank or run.config.task.name:
+        raise RunFolderError(
+            "this run has no folder of frozen weights",
+            where=str(run.folder),
+            remedy="leave out --base",
+        )
+    moved = lora.model_copy(update={"base": os.path.abspath(base)})
+    return replace(run, config=run.config.model_copy(update={"lora": moved}))
 
 
 def read_resolved(folder: Path) -> dict[str, Any] | None:

@@ -6,7 +6,7 @@ import os
 
 from holdfast.config.load import LoadedConfig
 from holdfast.errors import ConfigError, TaskError
-from holdfast.tasks.ask import describe_task
+from holdfast.tasks.ask import BASE_CHECKSUM, describe_task
 
 PLANNED_KEYS = ("source", "data", "samples", "parameters")
 
@@ -21,6 +21,13 @@ def with_task(loaded: LoadedConfig) -> LoadedConfig:
                 f"task.{key} is worked out from the task",
                 where=loaded.where(f"task.{key}"),
                 remedy="remove it",
+            )
+    for key in ("base", "adapter"):
+        if getattr(loaded.config.lora, key):
+            raise ConfigError(
+                f"lora.{key} is for the built-in decoder, and a task gives its own values",
+                where=loaded.where(f"lora.{key}"),
+                remedy="return the values from initial(), and remove lora.from and lora.base",
             )
     return described(loaded, loaded.config.task.folder or loaded.base or ".")
 
@@ -38,4 +45,6 @@ def described(loaded: LoadedConfig, folder: str) -> LoadedConfig:
         where = f"{place}: {key}" if is_argument else place
         raise TaskError(error.message, where=where, remedy=error.remedy) from None
     values = {f"task.{key}": found[key] for key in PLANNED_KEYS}
+    if BASE_CHECKSUM in found:
+        values[f"lora.{BASE_CHECKSUM}"] = found[BASE_CHECKSUM]
     return loaded.with_planned(values, f"those of {name}")

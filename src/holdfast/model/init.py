@@ -19,7 +19,13 @@ from numpy.random import SFC64, Generator  # with this module: a fork server's, 
 from torch import Tensor
 
 from holdfast.core.seeds import key_seed
-from holdfast.core.sharding.parameters import Normal, Ones, Parameter, decoder_parameters
+from holdfast.core.sharding.parameters import (
+    Normal,
+    Ones,
+    Parameter,
+    Uniform,
+    decoder_parameters,
+)
 from holdfast.model.decoder import Decoder
 
 _CHUNK = 2**20  # float64 draws held at a time
@@ -35,6 +41,8 @@ def initial_tensor(parameter: Parameter, seed: int) -> Tensor:
     match parameter.init:
         case Normal(std=std):
             _fill_normal(rows, std, key_seed(seed, "init", parameter.name))
+        case Uniform(bound=bound):
+            _fill_uniform(rows, bound, key_seed(seed, "init", parameter.name))
         case Ones():
             rows.fill_(1.0)
     return value
@@ -46,6 +54,14 @@ def _fill_normal(value: Tensor, std: float, seed: int) -> None:
     for start in range(0, flat.size, _CHUNK):  # chunks continue one stream: their size is free
         part = flat[start : start + _CHUNK]
         part[:] = generator.standard_normal(part.size) * std
+
+
+def _fill_uniform(value: Tensor, bound: float, seed: int) -> None:
+    generator = Generator(SFC64(seed))
+    flat = value.view(-1).numpy()
+    for start in range(0, flat.size, _CHUNK):
+        part = flat[start : start + _CHUNK]
+        part[:] = generator.uniform(-bound, bound, part.size)
 
 
 def initial_box(

@@ -1,15 +1,18 @@
 """The state that every rank of a Topology holds, in words of the model and in bytes.
 
 Bytes are counted while a step's backward runs, because a rank holds the most then: parameters,
-gradients, AdamW's two moments. Psi is the number of elements on a rank after tp and pp have cut,
-and n the degree of dp_shard. The table is for the run file's precision (Rajbhandari et al. 2020,
-section 5). Our sizes differ: bf16 computes on a copy of fp32 parameters, and sums gradients in
-fp32.
+gradients, AdamW's two moments. Another optimizer's state takes their place. Psi is the number of
+elements on a rank after tp and pp have cut, and n the degree of dp_shard. The table is for the run
+file's precision (Rajbhandari et al. 2020, section 5). Our sizes differ: bf16 computes on a copy of
+fp32 parameters, and sums gradients in fp32.
 
                     fp32                                bf16
     zero 1          4 Psi + 4 Psi + 8 Psi/n             (2 Psi + 4 Psi/n) + 4 Psi + 8 Psi/n
     zero 2          (4 Psi + 4 Psi/n) + (4 + 8) Psi/n   (2 Psi + 4 Psi/n) + (4 + 8) Psi/n
     zero 3          (4 + 4 + 8) Psi/n                   (4 + 4 + 8) Psi/n
+
+With adapters (`lora`), Psi are theirs alone. The base is on each rank in full, in the dtype that is
+computed with.
 
 Not counted: activations, partial sums and messages on their way. Nor are the tensors of the current
 block that zero 2 and 3 gather, or have not reduced yet.
@@ -19,8 +22,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from itertools import chain
 
 from holdfast.config.run import RunConfig
+from holdfast.core.sharding.optimizer_state import optimizer_rows
+from holdfast.core.sharding.parameters import count_parameters
 from holdfast.core.sharding.run_table import run_parameter_table
 from holdfast.core.sharding.sharding_table import tp_part
 from holdfast.core.sharding.state_table import (
@@ -110,6 +116,8 @@ def memory_of(config: RunConfig, table: StateTable, replica: Replica, at: Coordi
     mixed = config.train.precision == "bf16"
     whole = _elements((replace(spec, shard_dim=None) for spec in table), replica, at)
     cut = _elements(table, replica, at)
+    kept = chain.from_iterable(optimizer_rows(config.train.optimizer, table))
+    moments = state * _elements(kept, replica, at)
     zero = config.layout.zero if replica.degree("dp_shard") > 1 else 1
     if zero == 3:
         parameters = state * cut
@@ -117,7 +125,17 @@ def memory_of(config: RunConfig, table: StateTable, replica: Replica, at: Coordi
         parameters = 2 * whole + state * cut
     else:  # zero 1 updates its rows of the parameters in place; zero 2 gathers a second copy
         parameters = state * whole + (state * cut if zero == 2 else 0)
-    return RankMemory(parameters, state * (whole if zero == 1 else cut), 2 * state * cut)
+    parameters += frozen_bytes(config)
+    return RankMemory(parameters, state * (whole if zero == 1 else cut), moments)
+
+
+def frozen_bytes(config: RunConfig) -> int:
+    """Bytes of the base that a rank's adapters are for."""
+    if not config.lora.rank or config.task.name:
+        return 0
+    precision = config.train.precision
+    item = 2 if precision == "bf16" else ITEM_BYTES[STATE_DTYPE[precision]]
+    return item * count_parameters(config.model)
 
 
 def _elements(table: Iterable[TensorSpec], replica: Replica, at: Coordinate) -> int:

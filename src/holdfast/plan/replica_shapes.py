@@ -14,10 +14,11 @@ from itertools import accumulate
 
 from holdfast.config.degrees import find_impossible_degrees
 from holdfast.config.layout import DegreesConfig, LayoutConfig
+from holdfast.config.optimizer import ALL, ELEMENTWISE
 from holdfast.config.run import RunConfig
 from holdfast.core.sharding.pipeline_stages import balance_stages
 from holdfast.core.sharding.run_table import run_block_costs
-from holdfast.core.sharding.state_table import ITEM_BYTES, STATE_DTYPE, STATE_PREFIXES
+from holdfast.core.sharding.state_table import ITEM_BYTES, STATE_DTYPE
 from holdfast.errors import LayoutError
 from holdfast.layout import Coordinate, MeshShape, Replica, Stages, coordinates_of, index_of
 from holdfast.plan.memory_use import known_parameters, memory_of
@@ -174,8 +175,8 @@ class _DegreeRules:
     def _is_allowed(self, axis: str, degree: int) -> bool:
         if (axis, degree) not in self._known:
             alone = LayoutConfig.model_validate({axis: degree})
-            config = self._config
-            refused = find_impossible_degrees(alone, config.model, config.train, config.task.name)
+            config, trained = self._config, self._config.without_table
+            refused = find_impossible_degrees(alone, config.model, config.train, trained)
             self._known[axis, degree] = refused is None
         return self._known[axis, degree]
 
@@ -187,7 +188,9 @@ class StateOverlap:
 
     def __init__(self, config: RunConfig):
         costs = run_block_costs(config)
-        one = ITEM_BYTES[STATE_DTYPE[config.train.precision]] * len(STATE_PREFIXES)
+        slots = config.train.optimizer.state_slots
+        copies = 1 + sum(slot.rule == ELEMENTWISE and slot.of == ALL for slot in slots)
+        one = ITEM_BYTES[STATE_DTYPE[config.train.precision]] * copies
         self._before = [one * n for n in accumulate(costs.parameters, initial=0)]
         self._first, self._last = one * costs.first[1], one * costs.last[1]
         self._known: dict[tuple[MeshShape, Stages, int, MeshShape, Stages, int], int] = {}

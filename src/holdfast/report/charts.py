@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from holdfast.report import svg
 from holdfast.report.figure import WIDE, Canvas, figure, key_line, step_tip
 from holdfast.report.formatting import format_count, format_si
-from holdfast.report.history import History, StepPoint
+from holdfast.report.history import EvaluationPoint, History, StepPoint
 from holdfast.report.svg import Scale, line, path, tag, text, thin_points
 
 
@@ -68,7 +68,11 @@ def _frame(
     top: float,
     bottom: float,
 ) -> _CurveFrame:
-    found = [e.bits_per_byte / e.loss for e in history.evaluations if e.loss > 0]
+    found = [
+        e.bits_per_byte / e.loss
+        for e in history.evaluations
+        if e.loss > 0 and e.bits_per_byte is not None
+    ]
     ratio = found[-1] if found else None
     values = [p.loss for p in history.steps if math.isfinite(p.loss)]
     values += [e.loss for e in history.evaluations]
@@ -136,6 +140,12 @@ def _baselines(frame: _CurveFrame, baselines: Mapping[str, float]) -> str:
     return "".join(parts)
 
 
+def _validation_tip(found: EvaluationPoint) -> str:
+    if found.bits_per_byte is None:
+        return f"loss {found.loss:.4f}"
+    return f"{found.loss:.4f} nats per token\n{found.bits_per_byte:.4f} bits per byte"
+
+
 def _evaluations(history: History, frame: _CurveFrame) -> str:
     points = [(frame.x(e.step), frame.y(e.loss)) for e in history.evaluations]
     dots = [
@@ -145,8 +155,7 @@ def _evaluations(history: History, frame: _CurveFrame) -> str:
             cy=y,
             r=4.0,
             class_="dot",
-            data_tip=f"validation after step {e.step}\n{e.loss:.4f} nats per token"
-            f"\n{e.bits_per_byte:.4f} bits per byte",
+            data_tip=f"validation after step {e.step}\n" + _validation_tip(e),
         )
         for (x, y), e in zip(points, history.evaluations, strict=True)
     ]

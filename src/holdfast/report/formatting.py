@@ -77,3 +77,8 @@ def _significant(value: float, digits: int) -> str:
     places = max(0, digits - 1 - math.floor(math.log10(abs(value))))
     text = f"{value:.{places}f}"
     return text.rstrip("0").rstrip(".") if "." in text else text
+
+
+def format_validation(loss: float, bits_per_byte: float | None) -> str:
+    """The number of a validation: bits per byte of text, or the loss where the data is no text."""
+    return f"loss {loss:.4f}" if bits_per_byte is None else f"{bits_per_byte:.3f} bits per byte"

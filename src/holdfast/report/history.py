@@ -72,7 +72,7 @@ class EvaluationPoint:
     generation: int
     elapsed: float
     loss: float
-    bits_per_byte: float
+    bits_per_byte: float | None
     tokens: int
     seconds: float
 

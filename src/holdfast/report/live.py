@@ -206,7 +206,9 @@ def _numbers(progress: RunProgress, width: int) -> Text:
     if progress.curve:
         figures.append(("loss", f"{progress.loss:.3f}"))
     if found is not None:
-        figures.append(("bits/byte", f"{found.bits_per_byte:.3f}"))
+        is_text = found.bits_per_byte is not None
+        name = "bits/byte" if is_text else "validation"
+        figures.append((name, f"{found.bits_per_byte if is_text else found.loss:.3f}"))
     if progress.tokens_per_second:
         figures.append(("tokens/s", format_si(progress.tokens_per_second)))
     if progress.curve:

@@ -104,7 +104,8 @@ class RunMetrics:
             self._step(record, event)
         elif isinstance(event, Evaluated):
             self._set(self._val_loss, event.loss)
-            self._set(self._val_bits, event.bits_per_byte)
+            if event.bits_per_byte is not None:
+                self._set(self._val_bits, event.bits_per_byte)
         elif isinstance(event, BatchFed):
             stops = [entry["stop"] for entry in event.entries]
             if stops:

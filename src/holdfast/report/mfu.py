@@ -33,7 +33,7 @@ def utilisations(
         return ()
     config = RunConfig.model_validate(resolved["config"])
     peak = peak_flops(device, config.train.precision)
-    if peak is None or config.task.name or config.model.vocab_size == 0:
+    if peak is None or config.without_table or config.model.vocab_size == 0:
         return ()
     devices = max(1, history.generations[-1].workers if history.generations else 1)
     return tuple(

@@ -225,8 +225,11 @@ def _quality_tile(history: History, baselines: Mapping[str, float]) -> tuple[str
     last, best = history.evaluations[-1], history.best_evaluation
     notes = [f"{escape(name)} counts {bits:.2f}" for name, bits in baselines.items()]
     if best is not None and best.step != last.step:
-        notes.append(f"best {best.bits_per_byte:.3f} after step {format_count(best.step)}")
-    value = f"{last.bits_per_byte:.3f}<small> bits/byte</small>"
+        number = best.loss if best.bits_per_byte is None else best.bits_per_byte
+        notes.append(f"best {number:.3f} after step {format_count(best.step)}")
+    value = f"{last.loss:.3f}<small> loss</small>"
+    if last.bits_per_byte is not None:
+        value = f"{last.bits_per_byte:.3f}<small> bits/byte</small>"
     return value, f"validation after step {format_count(last.step)}", "<br>".join(notes)
 
 

@@ -25,7 +25,12 @@ from holdfast.events import (
     WorkerReady,
     WorkerStarted,
 )
-from holdfast.report.formatting import format_bytes, format_duration, format_plural
+from holdfast.report.formatting import (
+    format_bytes,
+    format_duration,
+    format_plural,
+    format_validation,
+)
 from holdfast.report.history import notice_text
 from holdfast.report.incidents import RECOVERY_RUNGS, Incident, IncidentBook, WorkerLoss
 from holdfast.report.timeledger import TimeLedger
@@ -138,8 +143,8 @@ class RunProgress:
                     self.workers[event.rank] = "held"
             case Evaluated():
                 self.validation = event
-                bits = f"{event.bits_per_byte:.3f} bits per byte"
-                return ProgressLine(elapsed, f"validation after step {event.step}: {bits}")
+                number = format_validation(event.loss, event.bits_per_byte)
+                return ProgressLine(elapsed, f"validation after step {event.step}: {number}")
             case CheckpointCommitted():
                 self.checkpoint = (event, elapsed)
                 text = f"checkpoint of step {event.step} committed ({format_bytes(event.bytes)})"

@@ -12,6 +12,7 @@ from holdfast.report.formatting import (
     format_duration,
     format_plural,
     format_si,
+    format_validation,
 )
 from holdfast.report.formatting import format_clock as moment
 from holdfast.report.history import History, StepPoint
@@ -173,8 +174,8 @@ def _marks(history: History) -> list[tuple[float, str, str]]:
         (
             e.elapsed,
             "tick eval",
-            f"validation after step {e.step}\n{e.bits_per_byte:.3f} bits per"
-            f" byte, {format_duration(e.seconds)}",
+            f"validation after step {e.step}\n"
+            f"{format_validation(e.loss, e.bits_per_byte)}, {format_duration(e.seconds)}",
         )
         for e in history.evaluations
     ]

@@ -19,12 +19,17 @@ from holdfast.errors import TaskError
 from holdfast.wire.child_command import module_command
 
 CHILD = "holdfast.tasks.child"
+BASE_CHECKSUM = "base_checksum"
+"""Key of the checksum of what adapters are for, next to the planned ones."""
+OPTIMIZER_KEY, SCHEDULE_KEY = "train.optimizer.name", "train.schedule.kind"
+"""Keys that may name a class or a function by its path."""
 _OUTPUT_CHARACTERS = 2000  # of the child's last words, where it gave no answer
 
 
 @dataclass(frozen=True)
 class Question:
-    """What a child is to do. purpose: "describe" or "entries" (with `missing` and `last_step`)."""
+    """What a child is to do. purpose: "describe", "named" or "entries" (with `missing` and
+    `last_step`)."""
 
     purpose: str
     config: dict[str, Any]
@@ -41,26 +46,34 @@ class Question:
 
 @dataclass(frozen=True)
 class Answer:
-    """message, remedy: why there is no result; both empty if there is one. key: which is wrong.
+    """message, remedy: why there is no result; both empty if there is one.
 
-    result: for "describe" the planned keys of `task`, for "entries" [step, entries] for each step.
+    result: for "describe" the planned keys of `task`, for "named" those of `train`, for "entries"
+        [step, entries] for each step. where: the key that is wrong.
     """
 
     result: Any = None
     message: str = ""
     remedy: str = ""
-    key: str = "task"
+    where: str = "task"
 
     @staticmethod
     def from_json(value: Mapping[str, Any]) -> Answer:
-        message, remedy, key = (str(value[name]) for name in ("message", "remedy", "key"))
-        return Answer(value["result"], message, remedy, key)
+        texts = (str(value[key]) for key in ("message", "remedy", "where"))
+        return Answer(value["result"], *texts)
 
 
 def describe_task(config: RunConfig) -> dict[str, Any]:
-    """Return the planned keys of the section `task`: source, data, samples, parameters. Raises
-    TaskError."""
+    """Return the planned keys of the section `task`: source, data, samples, parameters; for
+    adapters also `BASE_CHECKSUM`. Raises TaskError."""
     planned: dict[str, Any] = _ask(Question("describe", config.model_dump(mode="json"), [], [], 0))
+    return planned
+
+
+def describe_named(config: RunConfig) -> dict[str, Any]:
+    """Return the planned keys of what `train` names by a path, under their full names. Raises
+    TaskError."""
+    planned: dict[str, Any] = _ask(Question("named", config.model_dump(mode="json"), [], [], 0))
     return planned
 
 
@@ -68,7 +81,7 @@ def run_entries(
     config: RunConfig, skips: Skips, missing: Sequence[Range], last_step: int
 ) -> list[tuple[int, list[dict[str, Any]]]]:
     """As `data.ledger_entries.stand_in_entries`, from the run's data. Raises UserError."""
-    if not config.task.name:
+    if not config.task.has_own_data:
         from holdfast.data.batch import Batches
         from holdfast.data.dataset import Dataset
 
@@ -94,11 +107,19 @@ def _ask(question: Question) -> Any:
         if not answer_file.exists():
             words = done.stderr.strip()[-_OUTPUT_CHARACTERS:]
             raise TaskError(
-                f"the process that imports {question.config['task']['name']} ended with status "
+                f"the process that imports {_imported_name(question)} ended with status "
                 f"{done.returncode}: {words}",
                 where="task",
             )
         answer = Answer.from_json(json.loads(answer_file.read_text("utf-8")))
     if answer.message:
-        raise TaskError(answer.message, where=answer.key, remedy=answer.remedy or None)
+        raise TaskError(answer.message, where=answer.where, remedy=answer.remedy or None)
     return answer.result
+
+
+def _imported_name(question: Question) -> str:
+    train = question.config["train"]
+    named = [question.config["task"]["name"]]
+    if question.purpose == "named":
+        named = [train["optimizer"]["name"], train["schedule"]["kind"]]
+    return " and ".join(named)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -19,7 +19,6 @@ from holdfast.config.run import RunConfig
 from holdfast.core.data.sample_order import BatchSchedule, SampleOrder
 from holdfast.core.data.skips import Skips
 from holdfast.core.seeds import key_seed
-from holdfast.data.batch import ValidationSet
 from holdfast.data.loader import StepLoader
 from holdfast.errors import TaskError
 from holdfast.tasks.loading import user_code
@@ -67,7 +66,10 @@ class TaskBatches:
         stages = [(stage.from_step, stage.batch_size) for stage in config.train.batch_warmup]
         self.schedule = BatchSchedule(config.train.batch_size, stages)
         self._task, self._seed, self._expected = task, config.seed, config.task.samples
-        self._samples, version = open_samples(task)
+        opened = open_samples(task)
+        if opened is None:
+            raise TaskError("data() returns None, and had samples before", where="task")
+        self._samples, version = opened
         if version != config.task.data:
             raise TaskError(
                 f"the data's version was {config.task.data!r} and is now {version!r}",
@@ -88,7 +90,7 @@ class TaskBatches:
         start, stop = self.positions(step, index, part, parts)
         why = self.skips.reason(step, index)
         tensors: Mapping[str, Tensor] = {} if why else self.read_samples(start, stop)
-        weight = self._weight(tensors) if tensors else 0
+        weight = batch_weight(self._task, tensors) if tensors else 0
         entry = {
             "microbatch": index,
             "source": SOURCE,
@@ -104,17 +106,7 @@ class TaskBatches:
         """The batch of the samples at positions [start, stop), `times` after each other."""
         self._check_length()
         _, _, indices = self.order.places(start, stop)
-        items: list[Mapping[str, Any]] = []
-        for index in indices.tolist():
-            with user_code(f"sample {index} cannot be read"):
-                items.append(self._samples[index])
-        with user_code("collate() failed"):
-            batch = self._task.collate(items * times)
-        if not isinstance(batch, Mapping) or not all(isinstance(t, Tensor) for t in batch.values()):
-            raise TaskError("a batch is no mapping from names to tensors", where="task")
-        if not batch:
-            raise TaskError("a batch has no tensors", where="task")
-        return batch
+        return collated(self._task, self._samples, indices.tolist(), times)
 
     def hash_of(self, start: int, stop: int) -> str:
         """The ledger hash that feeding positions [start, stop) must give."""
@@ -124,23 +116,12 @@ class TaskBatches:
         """The ledger hash of skipped samples."""
         return tensor_hash({})
 
-    def validation(self, samples: int) -> ValidationSet:
-        """A task has no validation data."""
-        return ValidationSet([], 0, 1.0)
-
-    def _weight(self, batch: Mapping[str, Tensor]) -> int:
-        with user_code("weight() failed"):
-            weight = self._task.weight(batch)
-        if isinstance(weight, bool) or not isinstance(weight, int) or weight < 0:
-            raise TaskError(
-                f"weight() returned {weight!r}",
-                where="task",
-                remedy="return a whole number: the samples or tokens of the batch",
-            )
-        return weight
+    def digest(self, batch: TaskMicrobatch) -> str:
+        """The ledger hash of what is handed over."""
+        return tensor_hash(batch.tensors)
 
     def _check_length(self) -> None:
-        if (found := len(self._samples)) != self._expected:
+        if (found := sample_count(self._samples, "the data")) != self._expected:
             raise TaskError(
                 f"the data had {self._expected} samples and now has {found}",
                 where="task",
@@ -148,20 +129,65 @@ class TaskBatches:
             )
 
 
-def open_samples(task: Task) -> tuple[Samples, str]:
-    """The task's samples and their version. Raises TaskError."""
+def open_samples(task: Task) -> tuple[Samples, str] | None:
+    """The task's samples and their version; None for the prepared tokens. Raises TaskError."""
     with user_code("data() failed"):
         samples = task.data()
-        version, length = getattr(samples, "version", None), len(samples)
+        if samples is None:
+            return None
+        version = getattr(samples, "version", None)
     if not isinstance(version, str) or not version:
         raise TaskError(
             f"the data ({type(samples).__name__}) has no version",
             where="task",
             remedy="give it an attribute `version`, a text that changes with its content",
         )
-    if length < 1:
+    if sample_count(samples, "the data") < 1:
         raise TaskError("the data has no samples", where="task")
     return samples, version
+
+
+def sample_count(samples: Samples, what: str) -> int:
+    """The length. Raises TaskError for data that can only be iterated over. what: the subject."""
+    if not hasattr(samples, "__len__") or not hasattr(samples, "__getitem__"):
+        raise TaskError(
+            f"{what} ({type(samples).__name__}) has no length and no index, so a step cannot ask "
+            "for its samples",
+            where="task",
+            remedy="write it to shards first, and read them by number (docs/python.md)",
+        )
+    with user_code(f"the length of {what} cannot be read"):
+        return len(samples)
+
+
+def collated(
+    task: Task, samples: Samples, indices: Sequence[int], times: int = 1
+) -> Mapping[str, Tensor]:
+    """The batch of these samples, `times` after each other. Raises TaskError."""
+    items: list[Mapping[str, Any]] = []
+    for index in indices:
+        with user_code(f"sample {index} cannot be read"):
+            items.append(samples[index])
+    with user_code("collate() failed"):
+        batch = task.collate(items * times)
+    if not isinstance(batch, Mapping) or not all(isinstance(t, Tensor) for t in batch.values()):
+        raise TaskError("a batch is no mapping from names to tensors", where="task")
+    if not batch:
+        raise TaskError("a batch has no tensors", where="task")
+    return batch
+
+
+def batch_weight(task: Task, batch: Mapping[str, Tensor]) -> int:
+    """What the batch adds to the divisor. Raises TaskError."""
+    with user_code("weight() failed"):
+        weight = task.weight(batch)
+    if isinstance(weight, bool) or not isinstance(weight, int) or weight < 0:
+        raise TaskError(
+            f"weight() returned {weight!r}",
+            where="task",
+            remedy="return a whole number: the samples or tokens of the batch",
+        )
+    return weight
 
 
 def tensor_hash(batch: Mapping[str, Tensor]) -> str:
@@ -176,11 +202,31 @@ def tensor_hash(batch: Mapping[str, Tensor]) -> str:
     return state.hexdigest()
 
 
+class BatchesOfTask(Protocol):
+    """A task's own data, or the prepared tokens."""
+
+    skips: Skips
+    microbatch_size: int
+    schedule: BatchSchedule
+
+    def positions(
+        self, step: int, index: int, part: int = 0, parts: int = 1
+    ) -> tuple[int, int]: ...
+
+    def microbatch(
+        self, step: int, index: int, part: int = 0, parts: int = 1
+    ) -> TaskMicrobatch: ...
+
+    def read_samples(self, start: int, stop: int, times: int = 1) -> Mapping[str, Tensor]: ...
+
+    def digest(self, batch: TaskMicrobatch) -> str: ...
+
+
 class TaskLoader(StepLoader[TaskMicrobatch]):
     """Reads a task's batches ahead. keywords: see `StepLoader`."""
 
     def __init__(
-        self, batches: TaskBatches, plan: Callable[[int], Sequence[int]], **keywords: Any
+        self, batches: BatchesOfTask, plan: Callable[[int], Sequence[int]], **keywords: Any
     ) -> None:
         self._batches = batches
         super().__init__(plan, **keywords)
@@ -192,7 +238,7 @@ class TaskLoader(StepLoader[TaskMicrobatch]):
         return replace(read, tensors=_each(read.tensors, Tensor.pin_memory))
 
     def _to_device(self, host: TaskMicrobatch) -> TaskMicrobatch:
-        digest = tensor_hash(host.tensors)
+        digest = self._batches.digest(host)
         entries = [{**entry, "hash": digest} for entry in host.entries]
         return replace(host, tensors=_each(host.tensors, self._move), entries=entries)
 

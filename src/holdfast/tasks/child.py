@@ -15,20 +15,52 @@ from holdfast.config.run import RunConfig
 from holdfast.core.data.skips import Skips
 from holdfast.data.ledger_entries import stand_in_entries
 from holdfast.errors import UserError
-from holdfast.tasks.ask import Answer, Question
+from holdfast.tasks.adapters import frozen_values, trained_module, values_checksum
+from holdfast.tasks.ask import BASE_CHECKSUM, Answer, Question
 from holdfast.tasks.batches import TaskBatches, open_samples
+from holdfast.tasks.initial import first_values
 from holdfast.tasks.loading import load_task, source_digest
-from holdfast.tasks.module import meta_module, module_rows, refuse_other_rows
+from holdfast.tasks.module import module_rows, refuse_other_rows
+from holdfast.tasks.named import load_optimizer, load_schedule, sources_of
+from holdfast.tasks.optimizer_probe import probe_optimizer
+
+_SAMPLED_STEPS = 10_000
 
 
 def describe(config: RunConfig) -> dict[str, Any]:
-    """Return the planned keys of the section `task`. Raises TaskError."""
+    """Return the planned keys of the section `task`, and for adapters the checksum of what they are
+    for. Raises UserError."""
     task = load_task(config.task)
-    source = source_digest(config.task)
-    rows = module_rows(task, meta_module(task))
-    refuse_other_rows(rows, module_rows(task, meta_module(task)))
-    samples, version = open_samples(task)
-    return {"source": source, "data": version, "samples": len(samples), "parameters": list(rows)}
+    source, lora = source_digest(config.task, task), config.lora
+    rows = module_rows(task, trained_module(task, lora))
+    refuse_other_rows(rows, module_rows(task, trained_module(task, lora)))
+    opened = open_samples(task)
+    version, samples = ("", 0) if opened is None else (opened[1], len(opened[0]))
+    found = {"source": source, "data": version, "samples": samples, "parameters": list(rows)}
+    if not lora.rank:
+        return found
+    frozen = frozen_values(task, first_values(task, config.seed))
+    return found | {BASE_CHECKSUM: values_checksum(frozen)}
+
+
+def describe_named(config: RunConfig) -> dict[str, Any]:
+    """Return the planned keys of what `train` names by a path. Raises UserError."""
+    train, found = config.train, dict[str, Any]()
+    if train.optimizer.is_class:
+        facts = probe_optimizer(load_optimizer(config), train.optimizer)
+        found["train.optimizer.slots"] = [slot.text for slot in facts.slots]
+        found["train.optimizer.layouts"] = list(facts.layouts)
+    if train.schedule.is_function:
+        rate = load_schedule(config)
+        for step in _sampled_steps(train.steps):
+            rate(step, train.schedule_steps)
+    return found | {f"{k.rpartition('.')[0]}.source": v for k, v in sources_of(config).items()}
+
+
+def _sampled_steps(steps: int) -> list[int]:
+    """All steps, or so many that the start of a long run takes no time."""
+    stride = max(1, steps // _SAMPLED_STEPS)
+    return [*range(1, steps + 1, stride), steps]
 
 
 def answer(question: Question) -> Answer:
@@ -37,6 +69,8 @@ def answer(question: Question) -> Answer:
     try:
         if question.purpose == "describe":
             return Answer(describe(config))
+        if question.purpose == "named":
+            return Answer(describe_named(config))
         task, skips = load_task(config.task), Skips.from_json(question.skips)
         batches = TaskBatches(task, config, skips)
         return Answer(stand_in_entries(batches, question.missing, question.last_step))

@@ -1,4 +1,5 @@
-"""What the run file names, ready for the engine: the built-in decoder or a user's task."""
+"""What the run file names, ready for the engine: the built-in decoder, its adapters, or a user's
+task."""
 
 from __future__ import annotations
 
@@ -13,20 +14,29 @@ from holdfast.errors import TaskError
 from holdfast.tasks.ask import describe_task
 from holdfast.tasks.batches import TaskBatches
 from holdfast.tasks.loading import load_task, source_digest
+from holdfast.tasks.named import load_user_parts
 from holdfast.tasks.own import OwnTask
 from holdfast.tasks.task import Task
 from holdfast.train.task import DecoderTask, EngineTask
 
 
 def open_task(config: RunConfig) -> EngineTask:
-    """Raises TaskError for a task that cannot be made, or whose source is not the run's."""
-    return OwnTask(_load_same(config), config) if config.task.name else DecoderTask(config)
+    """Raises UserError for a task, an optimizer or a schedule that cannot be made, or whose source
+    is not the run's."""
+    user = load_user_parts(config)
+    if config.task.name:
+        return OwnTask(_load_same(config), config, user)
+    if not config.lora.rank:
+        return DecoderTask(config, user)
+    from holdfast.train.lora_task import LoraTask  # only if needed: it reads folders of models
+
+    return LoraTask(config, user)
 
 
 def open_audited(config: RunConfig, dataset: str | Path) -> tuple[AuditedBatches, list[str]]:
     """Return a run's batches, and what is wrong with the files of its data. dataset: the folder of
     the prepared dataset. Raises UserError."""
-    if config.task.name:
+    if config.task.has_own_data:
         return TaskBatches(_load_same(config), config), []
     opened = Dataset.open(dataset)
     batches = Batches(opened, config.data, config.train, config.seed)
@@ -39,7 +49,7 @@ def _load_same(config: RunConfig) -> Task:
     A script may have imported more of the task's folder than the task does. So a process that
     imports the task alone decides."""
     task, source = load_task(config.task), config.task.source
-    if source_digest(config.task) != source and describe_task(config)["source"] != source:
+    if source_digest(config.task, task) != source and describe_task(config)["source"] != source:
         raise TaskError(
             f"the source of task {config.task.name} has changed since this run was started",
             where="task",

@@ -32,7 +32,7 @@ _INSTALLED = ("site-packages", "dist-packages")
 def load_task(config: TaskConfig) -> Task:
     """Import and make the task. Raises TaskError."""
     module_name, _, class_name = config.name.partition(":")
-    module = _import_module(module_name, config.folder)
+    module = import_module(module_name, config.folder)
     kind = getattr(module, class_name, None)
     if not (isinstance(kind, type) and issubclass(kind, Task)):
         raise TaskError(
@@ -72,10 +72,14 @@ def _check_arguments(kind: type[Task], given: Mapping[str, Any]) -> None:
         )
 
 
-def source_digest(config: TaskConfig) -> str:
-    """Digest of the task's module, and of what else lies in its folder or package and came with it.
-    Call after `load_task`."""
+def source_digest(config: TaskConfig, task: Task | None = None) -> str:
+    """Digest of the task's module, of what else lies in its folder or package and came with it, and
+    of the files that `task` names. Raises TaskError."""
     digest = hashlib.blake2b(digest_size=DIGEST_BYTES)
+    with user_code("files() failed"):
+        for number, path in enumerate(() if task is None else task.files()):
+            digest.update(f"file {number}\0".encode())
+            digest.update(hashlib.blake2b(Path(path).read_bytes()).digest())
     for name, path in sorted(_own_sources(config)):
         digest.update(f"{name}\0".encode())
         digest.update(hashlib.blake2b(path.read_bytes()).digest())
@@ -100,7 +104,8 @@ def user_code(what: str) -> Iterator[None]:
         ) from error
 
 
-def _import_module(name: str, folder: str) -> ModuleType:
+def import_module(name: str, folder: str) -> ModuleType:
+    """Import a module of a user's folder, or an installed one. Raises TaskError."""
     if folder and folder not in sys.path:
         sys.path.append(folder)
     try:

@@ -139,13 +139,13 @@ def set_buffers(
     values: Mapping[str, Tensor],
     device: torch.device,
     dtype: torch.dtype,
-    merged: Mapping[str, torch.dtype],
+    dtypes: Mapping[str, torch.dtype],
 ) -> None:
-    """Give the module's buffers their values; floating-point ones in `dtype`, and those of `merged`
+    """Give the module's buffers their values; floating-point ones in `dtype`, and those of `dtypes`
     in the dtype there."""
     for name, value in values.items():
         cast = dtype if value.is_floating_point() else value.dtype
-        put_buffer(module, name, value.to(device, merged.get(name, cast), copy=True))
+        put_buffer(module, name, value.to(device, dtypes.get(name, cast), copy=True))
 
 
 def put_buffer(module: nn.Module, name: str, value: Tensor) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -12,14 +11,24 @@ from torch import Tensor, nn
 from holdfast.config.run import RunConfig
 from holdfast.core.sharding.boxes import Box
 from holdfast.core.sharding.parameters import Parameter
+from holdfast.data.dataset import Dataset
+from holdfast.data.dataset_match import needed_vocabulary
 from holdfast.errors import TaskError
-from holdfast.model.init import initial_tensor
+from holdfast.model.lora import set_base
 from holdfast.parallel.process_groups import ProcessGroups
-from holdfast.tasks.batches import TaskBatches, TaskLoader, TaskMicrobatch
+from holdfast.tasks.adapters import frozen_values, refuse_other_values, trained_module
+from holdfast.tasks.batches import (
+    BatchesOfTask,
+    TaskBatches,
+    TaskLoader,
+    TaskMicrobatch,
+    tensor_hash,
+)
+from holdfast.tasks.executor import TaskExecutor
+from holdfast.tasks.initial import first_adapter, first_values, is_adapter
 from holdfast.tasks.loading import user_code
 from holdfast.tasks.module import (
     merged_buffers,
-    meta_module,
     module_rows,
     names_outside,
     own_values,
@@ -32,10 +41,13 @@ from holdfast.tasks.module import (
 )
 from holdfast.tasks.objective import TaskObjective, changed_buffer_error
 from holdfast.tasks.task import Task
-from holdfast.train.executors import SingleStageExecutor
+from holdfast.tasks.token_batches import TokenBatches
+from holdfast.tasks.validation import TaskValidation, TokenTaskValidation
+from holdfast.train.evaluate import Validation
 from holdfast.train.precision import Precision
 from holdfast.train.state import InitialBox
 from holdfast.train.task import TaskBatchSource
+from holdfast.train.user_parts import UserParts
 
 _EQUAL, _NEAR = 1e-3, 0.1
 """Relative distance within which two losses count as equal, without and with random numbers."""
@@ -44,16 +56,18 @@ _EQUAL, _NEAR = 1e-3, 0.1
 class OwnTask:
     """A user's task. It keeps the module's constants, which each rebuild needs."""
 
-    def __init__(self, task: Task, config: RunConfig) -> None:
+    def __init__(self, task: Task, config: RunConfig, user_parts: UserParts | None = None) -> None:
         self._task, self._config = task, config
+        self.user_parts = user_parts or UserParts()
         self._precision = Precision.of(config.train.precision)
         self._buffers: dict[str, Tensor] | None = None
+        self._frozen: dict[str, Tensor] | None = None  # what adapters are for
         self._ties: list[list[str]] = []
         self._merged: tuple[str, ...] = ()
 
     def objective(self, groups: ProcessGroups) -> TaskObjective:
         """The module on the meta device. Raises TaskError if it does not fit the run's table."""
-        module = meta_module(self._task)
+        module = trained_module(self._task, self._config.lora)
         refuse_other_rows(self._config.task.parameters, module_rows(self._task, module))
         merged = tuple(merged_buffers(self._task, module))
         if merged and groups.degree("dp_shard") > 1:
@@ -90,51 +104,70 @@ class OwnTask:
         if self._buffers is None:
             has_some = next(model.buffers(), None) is not None
             self._buffers = own_values(self._task, self._config.seed).buffers if has_some else {}
-        merged = dict.fromkeys(self._merged, self._precision.state)
-        set_buffers(model, self._buffers, device, self._precision.compute, merged)
+        self._set_frozen(model, device)
+        with user_code("casts() failed"):
+            kept = {n: b.dtype for n, b in self._buffers.items() if not self._task.casts(n)}
+        dtypes = kept | dict.fromkeys(self._merged, self._precision.state)
+        set_buffers(model, self._buffers, device, self._precision.compute, dtypes)
         _own(objective).merged = {
             name: buffer.view(table_shape(buffer))
             for name in self._merged
             for buffer in (model.get_buffer(name),)
         }
 
+    def _set_frozen(self, model: nn.Module, device: torch.device) -> None:
+        """Give a module with adapters the values of its own parameters. Raises TaskError."""
+        lora, compute = self._config.lora, self._precision.compute
+        if not lora.rank:
+            return
+        if self._frozen is None:
+            values = frozen_values(self._task, first_values(self._task, self._config.seed))
+            refuse_other_values(values, lora.base_checksum)
+            moved = {id(value): value.to(device, compute, copy=True) for value in values.values()}
+            self._frozen = {name: moved[id(value)] for name, value in values.items()}
+        set_base(model, self._frozen)
+
     def initial_values(self, seed: int) -> InitialBox:
-        """What `Task.initial` says, or what the module gave its parameters when it was made."""
-        given: dict[str, Tensor] = {}
+        """The first values of the task's parameters, or of their adapters."""
+        given = first_values(self._task, seed)
 
         def value(row: Parameter, box: Box) -> Tensor:
-            with user_code(f"initial() failed for {row.name}"):
-                answer = None if row.merge else self._task.initial(row.name, row.shape)
-            if answer is None:
-                if not given:
-                    own = own_values(self._task, seed)
-                    buffers = {n: b.view(table_shape(b)) for n, b in own.buffers.items()}
-                    given.update(own.parameters | buffers)
-                answer = given[row.name]
-            if not isinstance(answer, Tensor):
-                answer = initial_tensor(replace(row, init=answer), seed)
-            if tuple(answer.shape) != row.shape:
-                raise TaskError(
-                    f"the initial values of {row.name} are {list(answer.shape)}, "
-                    f"and it is {list(row.shape)}",
-                    where="task",
-                )
+            adapts = self._config.lora.rank and is_adapter(row)
+            answer = first_adapter(row, seed) if adapts else given(row)
             return answer[tuple(slice(a, b) for a, b in zip(box.offsets, box.stops, strict=True))]
 
         return value
 
     def executor(
         self, objective: nn.Module, groups: ProcessGroups, dtype: torch.dtype, device: torch.device
-    ) -> SingleStageExecutor:
-        return SingleStageExecutor(objective, groups.recorder, lambda batch: batch.arguments)
+    ) -> TaskExecutor:
+        return TaskExecutor(objective, groups.recorder, lambda batch: batch.arguments)
 
-    def open_batches(self, dataset: str) -> TaskBatches:
-        return TaskBatches(self._task, self._config)
+    def open_batches(self, dataset: str) -> BatchesOfTask:
+        """The task's own data, or the prepared tokens. Raises UserError."""
+        if self._config.task.has_own_data:
+            return TaskBatches(self._task, self._config)
+        opened = Dataset.open(dataset)
+        needed, known = needed_vocabulary(opened), self._task.vocabulary()
+        if known is not None and needed > known:
+            raise TaskError(
+                f"the dataset has token ids up to {needed - 1}, and the model knows {known}",
+                where="data.tokenizer.path",
+                remedy="name the model's own tokenizer there, and another data.folder",
+            )
+        return TokenBatches(self._config, opened)
 
     def loader(
         self, batches: TaskBatchSource, share: Callable[[int], Sequence[int]], **where: Any
     ) -> TaskLoader:
-        return TaskLoader(cast(TaskBatches, batches), share, **where)
+        return TaskLoader(cast(BatchesOfTask, batches), share, **where)
+
+    def validation(self, batches: TaskBatchSource, samples: int) -> Validation:
+        """Of the task's own dataset, or of the prepared tokens. Raises TaskError."""
+        seed = self._config.seed
+        if isinstance(batches, TokenBatches):
+            return TokenTaskValidation(batches.tokens.validation(samples), seed)
+        return TaskValidation(self._task, samples, self._config.train.microbatch_size, seed)
 
     def read_step(self, dataset: str, step: int) -> list[dict[str, Tensor]]:
         batches = self.open_batches(dataset)
@@ -146,10 +179,10 @@ class OwnTask:
     ) -> None:
         """Compute the first microbatch once and doubled. Raises TaskError for a loss that is a
         mean, and for all else that goes wrong there. Collective over a replica."""
-        own = cast(TaskBatches, batches)
+        own = cast(BatchesOfTask, batches)
         part, parts = groups.coordinate.dp_shard, groups.degree("dp_shard")
         start, stop = own.positions(1, 0, part, parts)
-        if own.hash_of(start, stop) != own.hash_of(start, stop):
+        if len({tensor_hash(own.read_samples(start, stop)) for _ in range(2)}) > 1:
             raise TaskError(
                 "the same samples are different tensors when they are read again",
                 where="task",

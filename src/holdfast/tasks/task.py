@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, Literal, Protocol
 
 import torch
@@ -46,13 +47,19 @@ class Task(ABC):
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         """The loss of `batch` as a sum over samples (or tokens), not a mean: a scalar."""
 
-    @abstractmethod
-    def data(self) -> Samples:
-        """The training samples."""
+    def data(self) -> Samples | None:
+        """The training samples. None: the prepared tokens of the run file's section `data`, in
+        batches of `inputs`, `targets` (-100: no loss) and, with `data.attention: document`,
+        `documents`."""
+        return None
+
+    def validation(self) -> Samples | None:
+        """Samples that are not trained on; None: none, or those of the prepared tokens."""
+        return None
 
     def weight(self, batch: Batch) -> int:
         """What `batch` adds to the divisor of the step's loss and gradient: its samples, or
-        tokens."""
+        tokens. It is not asked for prepared tokens: there it is the targets with a loss."""
         return len(next(iter(batch.values())))
 
     def collate(self, items: Sequence[Mapping[str, Any]]) -> Batch:
@@ -67,6 +74,19 @@ class Task(ABC):
         """The initial values of a parameter. A parameter with None gets those of `model()`."""
         return None
 
+    def weights(self) -> Mapping[str, Tensor]:
+        """Parameters and merged buffers of a model that was trained before, by name. They come
+        before `initial`, and are asked for before the first step alone."""
+        return {}
+
+    def vocabulary(self) -> int | None:
+        """How many token ids the module knows; None: prepared tokens are not checked."""
+        return None
+
+    def files(self) -> Sequence[Path]:
+        """Files that `model()` reads, such as a config: a part of the task's source."""
+        return []
+
     def decays(self, name: str, shape: tuple[int, ...]) -> bool:
         """Whether weight decay applies to a parameter: by default to matrices."""
         return len(shape) > 1
@@ -75,6 +95,11 @@ class Task(ABC):
         """How a step changes a buffer that forward passes change. It adds the mean or the sum of
         its microbatches' changes, each from the value before the step. None: no pass changes it."""
         return None
+
+    def casts(self, buffer: str) -> bool:
+        """Whether the forward pass has a floating-point buffer in the run's precision, as it has
+        the parameters. False: in the buffer's own dtype."""
+        return True
 
     def units(self, model: nn.Module) -> Sequence[nn.Module]:
         """The modules that ZeRO 3 gathers one by one, and that are compiled. Each is used by

@@ -115,9 +115,10 @@ def make_session(
     task: EngineTask | None = None,
 ) -> TrainingSession:
     """An engine with its data and its evaluation. task: what is trained; None: the decoder."""
-    groups, validation = engine.groups, batches.validation(config.train.evaluate.samples)
-    evaluator = Evaluator(engine.objective, engine.executor, groups, validation, device)
     task = DecoderTask(config) if task is None else task
+    groups = engine.groups
+    validation = task.validation(batches, config.train.evaluate.samples)
+    evaluator = Evaluator(engine.objective, engine.executor, groups, validation, device)
     return TrainingSession(config, engine, evaluator, groups, device, batches, task)
 
 
@@ -146,7 +147,9 @@ def build_engine(
     make = _replicated if shards == 1 else _zero1 if config.layout.zero == 1 else _sharded
     parameters, feed = make(_Parts(config, task, groups, device, precision), objective)
     executor = task.executor(objective, groups, precision.compute, device)
-    return StepEngine(objective, executor, parameters, feed, groups, config.train, device, dealer)
+    return StepEngine(
+        objective, executor, parameters, feed, groups, config.train, device, dealer, task.user_parts
+    )
 
 
 @dataclass(frozen=True)

@@ -34,11 +34,12 @@ from holdfast.parallel.torch_compat import is_peer_loss
 from holdfast.policy.detection.loss_spikes import LossJump
 from holdfast.policy.recovery.step_resolution import StepStage
 from holdfast.train.executors import Executor, GradientListener
+from holdfast.train.make_optimizer import make_optimizer
 from holdfast.train.nonfinite import describe_non_finite, find_non_finite
-from holdfast.train.optimizer import AdamW
 from holdfast.train.state import LocalTensor, Parameters, ReadBox, load_state, state_tensors
 from holdfast.train.step_plan import Dealer, StepPlan
 from holdfast.train.step_status import StepHistory, StepProgress, StepStatus
+from holdfast.train.user_parts import UserParts
 from holdfast.train.vote import (
     AccountExchange,
     Ballot,
@@ -97,7 +98,8 @@ class StepEngine:
     objective: module from a microbatch to a scalar loss sum, or a stage of it.
     executor: runs its passes. feed: makes what sums gradients, for these groups and for later ones.
     plan: who computes which microbatch. status: how far it has come. history: of earlier steps; a
-    rebuilt session keeps it. on_vote_sent: called when this rank's vote is on its way.
+    rebuilt session keeps it. user: what the run file names by a path.
+    on_vote_sent: called when this rank's vote is on its way.
     judge_loss: is shown the account of a step before this rank votes; whether it has jumped, on the
     one rank that knows. loss_jump: what it found of the newest step.
     """
@@ -112,7 +114,9 @@ class StepEngine:
         train: TrainConfig,
         device: torch.device,
         dealer: Dealer = deal,
+        user: UserParts | None = None,
     ):
+        user = user or UserParts()
         self.objective, self.executor = objective, executor
         self.parameters, self.groups, self.train = parameters, groups, train
         self._feed, self.device = feed, device
@@ -122,11 +126,11 @@ class StepEngine:
         self._gradients = feed(groups, None)
         self.plan = StepPlan(train, groups, dealer)
         self.status, self.history = StepStatus(), StepHistory()
-        decays = [row.decay for row in parameters.table]
-        gradients = self._gradients.gradients()
-        merges = {i: row.merge for i, row in enumerate(parameters.table) if row.merge}
-        masters = parameters.master_tensors
-        self.optimizer = AdamW(masters, gradients, decays, train.optimizer, merges)
+        gradients, masters = self._gradients.gradients(), parameters.master_tensors
+        self.optimizer = make_optimizer(
+            train.optimizer, parameters.table, masters, gradients, user.optimizer
+        )
+        self._rate_function = user.schedule
         self._shares: Shares = ()
         self.batches: list[DeviceMicrobatch] = []  # of the step that is open, or was last
         self._accounts: AccountExchange | None = None
@@ -230,7 +234,7 @@ class StepEngine:
         """`apply`, without what computes on copies: that is brought up to date by a rebuild."""
         status = self.status
         status.record_verdict(verdict)
-        rate = learning_rate(self.train, self.step)
+        rate = self.learning_rate(self.step)
         clip = clip_factor(verdict.mean_norm, self.train.optimizer.clip_norm)
         status.is_torn = True
         divisor, leaves = max(verdict.tokens, 1) / clip, self.plan.leaves(status.step)
@@ -239,6 +243,10 @@ class StepEngine:
         self.history.applied_verdicts.append((status.step, verdict))
         self.history.unreported_step = status.step
         return rate
+
+    def learning_rate(self, step: int) -> float:
+        """The rate that a step is applied with. Raises UserError for a function that fails."""
+        return learning_rate(self.train, step, self._rate_function)
 
     def _vote(self, wishes: Wishes) -> StepVerdict:
         """Raises PeerLostError; `status` says how far it came."""
@@ -325,7 +333,7 @@ class StepEngine:
     # --- state ----------------------------------------------------------------------------
     def state(self) -> list[LocalTensor]:
         """Everything that a checkpoint must hold of this rank; the same storage every time."""
-        return state_tensors(self.parameters, self.optimizer.exp_avg, self.optimizer.exp_avg_sq)
+        return state_tensors(self.parameters, self.optimizer.slots)
 
     def load(self, read: ReadBox) -> None:
         """Fill the state in place from a reader of boxes."""
@@ -333,10 +341,11 @@ class StepEngine:
         self.parameters.refresh()
 
     def initialise(self, seed: int) -> None:
-        """Initial weights, and moments of zero."""
+        """Initial weights, and slots of zero."""
         self.parameters.initialise(seed)
-        for moment in (*self.optimizer.exp_avg, *self.optimizer.exp_avg_sq):
-            moment.zero_()
+        for tensor in (t for slots in self.optimizer.slots for t in slots.tensors):
+            if tensor is not None:
+                tensor.zero_()
 
     def close(self) -> None:
         """Leave the groups in an orderly way."""

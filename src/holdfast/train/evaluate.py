@@ -49,12 +49,34 @@ class ValidationSamples(Protocol):
     def bits_per_byte(self, nats: float) -> float: ...
 
 
+class Validation(Protocol):
+    """Fixed samples in microbatches, as the evaluator asks for them.
+
+    tokens: the divisor of the loss; None: the sum of the weights of all parts.
+    """
+
+    @property
+    def microbatches(self) -> int: ...
+
+    @property
+    def tokens(self) -> int | None: ...
+
+    def part(self, index: int, part: int, parts: int, device: torch.device) -> Any:
+        """Part `part` of `parts` of a microbatch, as the executor takes it. Its `tokens` is its
+        weight, where the divisor is not known."""
+        ...
+
+    def bits_per_byte(self, nats: float) -> float | None:
+        """Of the loss summed over all samples; None where there is no text."""
+        ...
+
+
 @dataclass(frozen=True)
 class Evaluation:
-    """loss: nats per token."""
+    """loss: nats per token, or as the task counts. bits_per_byte: None where there is no text."""
 
     loss: float
-    bits_per_byte: float
+    bits_per_byte: float | None
     tokens: int
 
 
@@ -67,6 +89,30 @@ class _RankRows:
     documents: Tensor | None
 
 
+class TokenValidation:
+    """Validation text of the built-in decoder."""
+
+    def __init__(self, samples: ValidationSamples) -> None:
+        self._samples, self.tokens = samples, samples.tokens
+
+    @property
+    def microbatches(self) -> int:
+        return len(self._samples.microbatches)
+
+    def part(self, index: int, part: int, parts: int, device: torch.device) -> _RankRows:
+        batch = self._samples.microbatches[index]
+
+        def moved(array: NDArray[Any], pad: int) -> Tensor:
+            return torch.from_numpy(rows(array, part, parts, pad)).to(device)
+
+        documents = None if batch.documents is None else moved(batch.documents, 0)
+        inputs = moved(batch.inputs, 0)
+        return _RankRows(inputs, moved(batch.targets, IGNORED_TARGET), documents)
+
+    def bits_per_byte(self, nats: float) -> float:
+        return self._samples.bits_per_byte(nats)
+
+
 class Evaluator:
     """Computes the validation loss of a model; collective over all ranks."""
 
@@ -75,7 +121,7 @@ class Evaluator:
         objective: nn.Module,
         executor: Executor,
         groups: ProcessGroups,
-        validation: ValidationSamples,
+        validation: Validation,
         device: torch.device,
     ):
         self._objective, self._executor = objective, executor
@@ -87,37 +133,32 @@ class Evaluator:
         self._groups = groups
 
     def run(self, on_progress: Callable[[], None] = lambda: None) -> Evaluation | None:
-        """None when there is no validation text. `on_progress` is called before each microbatch.
+        """None without validation samples. `on_progress` is called before each microbatch.
 
         Raises PeerLostError.
         """
-        batches = self._validation.microbatches
-        if not batches or not self._validation.tokens:
+        count, known = self._validation.microbatches, self._validation.tokens
+        if not count or known == 0:
             return None
-        shares = deal(len(batches), self._groups.replica_count)
-        own = shares[self._groups.coordinate.replica]
+        shares = deal(count, self._groups.replica_count)
+        part, parts = self._groups.coordinate.dp_shard, self._groups.degree("dp_shard")
+        batches = [
+            self._validation.part(index, part, parts, self._device)
+            for index in shares[self._groups.coordinate.replica]
+        ]
         with torch.no_grad():
-            found = self._executor.evaluate(
-                [self._rows_on_rank(batches[index]) for index in own], on_progress
-            )
+            found = self._executor.evaluate(batches, on_progress)
         spoken = reports_losses(self._groups.replica, self._groups.coordinate)
         losses = [float(loss) for loss in found] if spoken else []
         self._release()
-        total = ReductionTree(len(batches)).sum(gather_losses(self._groups, shares, losses))
-        tokens = self._validation.tokens
-        return Evaluation(total / tokens, self._validation.bits_per_byte(total), tokens)
-
-    def _rows_on_rank(self, batch: HostMicrobatch) -> _RankRows:
-        part, parts = self._groups.coordinate.dp_shard, self._groups.degree("dp_shard")
-        inputs = self._move(rows(batch.inputs, part, parts, 0))
-        targets = self._move(rows(batch.targets, part, parts, IGNORED_TARGET))
-        documents = None
-        if batch.documents is not None:
-            documents = self._move(rows(batch.documents, part, parts, 0))
-        return _RankRows(inputs, targets, documents)
-
-    def _move(self, array: NDArray[Any]) -> Tensor:
-        return torch.from_numpy(array).to(self._device)
+        tree = ReductionTree(count)
+        total = tree.sum(gather_losses(self._groups, shares, losses))
+        if known is None:
+            weights = [float(batch.tokens) for batch in batches] if spoken else []
+            known = round(tree.sum(gather_losses(self._groups, shares, weights)))
+        if not known:
+            return None
+        return Evaluation(total / known, self._validation.bits_per_byte(total), known)
 
     def _release(self) -> None:
         """Without a backward nothing tells FSDP2 to give gathered parameters back."""

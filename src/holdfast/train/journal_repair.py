@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from holdfast.core.lr_schedule import learning_rate
 from holdfast.events import BatchFed, Event, StepDone
 from holdfast.train.engine import StepEngine
 from holdfast.train.recovery_agreement import Agreement
@@ -65,7 +64,7 @@ def _step_events(engine: StepEngine, agreement: Agreement, max_steps: int) -> li
             loss=verdict.mean_loss,
             tokens=verdict.tokens,
             grad_norm=verdict.mean_norm,
-            learning_rate=learning_rate(engine.train, number),
+            learning_rate=engine.learning_rate(number),
             seconds=0.0,
             samples=engine.plan.samples(number),
             phases={},

@@ -126,6 +126,7 @@ def linear_cross_entropy(
     known = vocabulary or weight.shape[0] if part is None else part.part.vocabulary
     head = _Head(
         needs_gradients=torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad),
+        trains_weight=weight.requires_grad,
         rows=known if part is None else part.part.rows,
         chunk=chunk or chunk_tokens(known, hidden.device),
         losses=losses,
@@ -159,10 +160,11 @@ def _softcapped(logits: Tensor, cap: float) -> Tensor:
 
 
 class _Head(NamedTuple):
-    """How `_LinearCrossEntropy` computes: whether gradients too, with so many of the weight's
-    rows, in such chunks."""
+    """How `_LinearCrossEntropy` computes: whether gradients too (and that of the weight), with so
+    many of the weight's rows, in such chunks."""
 
     needs_gradients: bool
+    trains_weight: bool
     rows: int
     chunk: int
     losses: Losses
@@ -187,6 +189,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
             losses, g = head.slope(logits, t)
             total += losses.sum(dtype=torch.float64)
             torch.mm(g, weight, out=hidden_gradient[start : start + chunk])
+            if not head.trains_weight:
+                continue
             if weight_gradient is None:
                 weight_gradient = _head_gradient(g, h, held.shape[0])
                 if hidden.shape[0] > chunk:  # several chunks add up in at least float32
@@ -195,21 +199,19 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 weight_gradient[: head.rows].addmm_(g.T, h)
             else:
                 weight_gradient[: head.rows].add_(g.T @ h)
-        if hidden_gradient is not None and weight_gradient is not None:
-            ctx.save_for_backward(hidden_gradient, weight_gradient.to(weight.dtype))
+        if weight_gradient is not None:
+            weight_gradient = weight_gradient.to(weight.dtype)
+        ctx.save_for_backward(hidden_gradient, weight_gradient)
         return total
 
     @staticmethod
-    def backward(ctx: Any, scale: Tensor) -> tuple[Tensor, Tensor, None, None]:
+    def backward(ctx: Any, scale: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
         hidden_gradient, weight_gradient = ctx.saved_tensors
         if scale.device.type == "cpu" and scale.item() == 1.0:  # the rule; no pass over memory
             return hidden_gradient, weight_gradient, None, None
-        return (
-            hidden_gradient * scale.to(hidden_gradient.dtype),
-            weight_gradient * scale.to(weight_gradient.dtype),
-            None,
-            None,
-        )
+        if weight_gradient is not None:
+            weight_gradient = weight_gradient * scale.to(weight_gradient.dtype)
+        return hidden_gradient * scale.to(hidden_gradient.dtype), weight_gradient, None, None
 
 
 def _head_gradient(g: Tensor, hidden: Tensor, rows: int) -> Tensor:

@@ -28,8 +28,11 @@ import torch
 from torch import Tensor
 from xxhash import xxh3_64
 
+from holdfast.config.run import RunConfig
 from holdfast.core.sharding.boxes import Box
+from holdfast.core.sharding.run_table import run_state_table
 from holdfast.core.sharding.state_table import StateTable, TensorSpec, mesh_box, stages_of
+from holdfast.errors import TaskError
 from holdfast.layout import Coordinate, Replica, Topology, coordinates_of
 from holdfast.parallel.comm.transport import exchange
 from holdfast.parallel.process_groups import ProcessGroups
@@ -131,6 +134,22 @@ class ReplicaChecker:
         by_position = [lengths[rank] for rank in groups.positions]
         records = exchange(groups.control, record, by_position, tag)
         return {rank: r.tolist() for rank, r in zip(groups.positions, records, strict=True)}
+
+
+def refuse_unequal_start(
+    config: RunConfig, groups: ProcessGroups, state: Sequence[LocalTensor]
+) -> None:
+    """Raise TaskError on every rank if a user's module gave workers other initial values than
+    the rest. Collective."""
+    found = ReplicaChecker(groups.topology, run_state_table(config)).check(groups, state)
+    if found:
+        ranks = " and ".join(map(str, outlier_ranks(found)))
+        raise TaskError(
+            f"workers {ranks} begin with other values of {found[0].tensors[0]} than the rest",
+            where="task",
+            remedy="draw initial values from torch's generator alone, whose seed is set, or return "
+            "them in initial()",
+        )
 
 
 def outliers(words: Mapping[int, int]) -> Holders:

@@ -1,6 +1,6 @@
-"""The state of a run on one rank: parameters and the optimizer's two moments, and nothing else.
+"""The state of a run on one rank: parameters and what the optimizer keeps, and nothing else.
 
-Random numbers and the data position are functions of the step, and AdamW's step count is the
+Random numbers and the data position are functions of the step, and an optimizer's step count is the
 step, so these tensors and one number are a whole checkpoint. Each has the same name under every
 layout, and knows which box of its global shape this rank holds.
 """
@@ -14,8 +14,10 @@ import torch
 from torch import Tensor
 
 from holdfast.core.sharding.boxes import Box
+from holdfast.core.sharding.optimizer_state import slot_prefix
 from holdfast.core.sharding.parameters import Parameter
-from holdfast.core.sharding.state_table import STATE_PREFIXES
+from holdfast.core.sharding.state_table import MODEL_PREFIX
+from holdfast.train.optimizer import SlotTensors
 
 ReadBox = Callable[[Box, Tensor], None]
 """Fills a contiguous CPU tensor with the elements of a box. One that also has a method `many`, of a
@@ -66,11 +68,15 @@ class Parameters:
     compute_tensors: list[Tensor]
     update_compute_tensors: Callable[[], None] = lambda: None
 
-    def local_tensors(self, prefix: str, tensors: Sequence[Tensor]) -> list[LocalTensor]:
-        """Name tensors that are cut as the parameters are."""
+    def local_tensors(self, prefix: str, tensors: Sequence[Tensor | None]) -> list[LocalTensor]:
+        """Name tensors, one for each parameter. One with the shape of the parameter's part here is
+        cut as the parameter is, another one is complete; None: there is none."""
         return [
             LocalTensor(prefix + row.name, tensor, box.offsets, row.shape)
+            if tensor.shape == box.lengths
+            else LocalTensor(prefix + row.name, tensor, (0,) * tensor.dim(), tuple(tensor.shape))
             for row, box, tensor in zip(self.table, self.boxes, tensors, strict=True)
+            if tensor is not None
         ]
 
     @torch.no_grad()
@@ -90,16 +96,13 @@ class Parameters:
         self.update_compute_tensors()
 
 
-def state_tensors(
-    parameters: Parameters, exp_avg: Sequence[Tensor], exp_avg_sq: Sequence[Tensor]
-) -> list[LocalTensor]:
-    """All state of this rank, in the order of the state table: model, exp_avg, exp_avg_sq."""
-    lists = (parameters.master_tensors, exp_avg, exp_avg_sq)
-    return [
-        local
-        for prefix, tensors in zip(STATE_PREFIXES, lists, strict=True)
-        for local in parameters.local_tensors(prefix, tensors)
-    ]
+def state_tensors(parameters: Parameters, slots: Sequence[SlotTensors]) -> list[LocalTensor]:
+    """All state of this rank, in the order of the state table: the parameters, then slot by
+    slot."""
+    found = parameters.local_tensors(MODEL_PREFIX, parameters.master_tensors)
+    for each in slots:
+        found += parameters.local_tensors(slot_prefix(each.slot), each.tensors)
+    return found
 
 
 @torch.no_grad()

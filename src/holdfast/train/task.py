@@ -26,10 +26,11 @@ from holdfast.model.init import initial_box
 from holdfast.model.stage import keep_stage
 from holdfast.parallel.process_groups import ProcessGroups
 from holdfast.parallel.tensor_parallel import apply_tensor_parallel, localise_parameters
-from holdfast.train.evaluate import ValidationSamples
+from holdfast.train.evaluate import TokenValidation, Validation
 from holdfast.train.executors import Executor, make_executor
 from holdfast.train.objective import NextTokenObjective
 from holdfast.train.state import InitialBox
+from holdfast.train.user_parts import UserParts
 
 
 class TaskBatchSource(Protocol):
@@ -37,11 +38,11 @@ class TaskBatchSource(Protocol):
 
     skips: Skips
 
-    def validation(self, samples: int) -> ValidationSamples: ...
-
 
 class EngineTask(Protocol):
-    """One rank's view of what is trained."""
+    """One rank's view of what is trained. user_parts: the run file's own optimizer and schedule."""
+
+    user_parts: UserParts
 
     def objective(self, groups: ProcessGroups) -> nn.Module:
         """The module from a microbatch to a loss sum, on the meta device, cut for this rank."""
@@ -83,6 +84,10 @@ class EngineTask(Protocol):
         """What reads a rank's shares ahead. where: as `Loader` takes them."""
         ...
 
+    def validation(self, batches: TaskBatchSource, samples: int) -> Validation:
+        """Validation data, of so many samples at most."""
+        ...
+
     def read_step(self, dataset: str, step: int) -> list[dict[str, Tensor]]:
         """The microbatches of a step as named tensors. dataset: as for `open_batches`."""
         ...
@@ -98,8 +103,8 @@ class EngineTask(Protocol):
 class DecoderTask:
     """The built-in decoder, trained to predict the next token of a token dataset."""
 
-    def __init__(self, config: RunConfig) -> None:
-        self._config = config
+    def __init__(self, config: RunConfig, user_parts: UserParts | None = None) -> None:
+        self._config, self.user_parts = config, user_parts or UserParts()
 
     def objective(self, groups: ProcessGroups) -> NextTokenObjective:
         """The blocks of this rank's stage, each tensor cut by tp. Raises ConfigError."""
@@ -164,6 +169,9 @@ class DecoderTask:
         self, batches: TaskBatchSource, share: Callable[[int], Sequence[int]], **where: Any
     ) -> Loader:
         return Loader(cast(Batches, batches), share, **where)
+
+    def validation(self, batches: TaskBatchSource, samples: int) -> TokenValidation:
+        return TokenValidation(cast(Batches, batches).validation(samples))
 
     def read_step(self, dataset: str, step: int) -> list[dict[str, Tensor]]:
         batches = self.open_batches(dataset)

@@ -31,6 +31,7 @@ from holdfast.checkpoint.interop.dcp_metadata import (
 from holdfast.checkpoint.restore.reader import Checkpoint
 from holdfast.checkpoint.restore.verify import verify
 from holdfast.config.model import ModelConfig
+from holdfast.config.optimizer import OptimizerConfig
 from holdfast.core.format.flat_names import SCHEMES, FlatName
 from holdfast.core.sharding.boxes import Box, whole_box
 from holdfast.errors import CheckpointError, CorruptError
@@ -206,6 +207,23 @@ def test_what_is_not_this_model_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"no single step.*--weights-only"):
         import_dcp(MemoryStore(), tmp_path / "steps", MODEL)
     assert import_dcp(MemoryStore(), tmp_path / "steps", MODEL, weights_only=True).commit.step == 0
+
+
+def test_the_moments_of_another_optimizer_are_refused(tmp_path: Path) -> None:
+    """The weights alone begin a run of any optimizer, with zeros for what it keeps."""
+    theirs, ours = their_state("holdfast", padded=True)
+    save(tmp_path / "dcp", theirs)
+    factored = OptimizerConfig.model_validate({"name": "adafactor"})
+    with pytest.raises(CheckpointError, match=r"AdamW's moments.* is adafactor.*--weights-only"):
+        import_dcp(MemoryStore(), tmp_path / "dcp", MODEL, optimizer=factored)
+    store = MemoryStore()
+    found = import_dcp(store, tmp_path / "dcp", MODEL, optimizer=factored, weights_only=True)
+    checkpoint = Checkpoint.open(store, found.commit.key)
+    name = "layers.0.ffn.up.weight"
+    weight = read_box(checkpoint, whole_box(f"model.{name}", (24, 16)))
+    assert torch.equal(weight, ours[f"model.{name}"])
+    rows = read_box(checkpoint, whole_box(f"optimizer.row_var.{name}", (24, 1)))
+    assert torch.equal(rows, torch.zeros(24, 1))
 
 
 # --- what a folder may not do ---------------------------------------------------------------

@@ -136,6 +136,26 @@ def test_an_agent_ends_with_a_sentence_if_its_folder_stays_away(
     assert said == [f"{FOLDER_LOST_MESSAGE}; waiting 0.5 s for it"]
 
 
+def test_a_folder_is_known_before_the_first_interval_is_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise an agent does not notice a folder that goes in the first seconds of a run."""
+    monkeypatch.setattr(run_folder_monitor, "FOLDER_CHECK_INTERVAL_S", 3600.0)
+    found = RunFolder(FolderStore(tmp_path))
+
+    async def scene() -> None:
+        monitor = RunFolderMonitor(found, lambda: "", lambda: 0.0, print)
+        ending = asyncio.create_task(monitor.wait_for_end())
+        await asyncio.sleep(0.3)  # it has looked, and has seen no term
+        assert create_term(FolderStore(tmp_path), 1, "127.0.0.1:1", "a") is not None
+        async with asyncio.timeout(20):
+            while not found.is_known:
+                await asyncio.sleep(0.01)
+        ending.cancel()
+
+    asyncio.run(scene())
+
+
 def test_a_disk_that_says_nothing_keeps_nobody_who_is_told_to_go(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -20,6 +20,7 @@ from holdfast.checkpoint.interop.huggingface import ZEROS
 from holdfast.checkpoint.restore.catalog import list_commits
 from holdfast.checkpoint.save.single_writer import TensorSource, write_single
 from holdfast.config.model import ModelConfig
+from holdfast.config.optimizer import OptimizerConfig
 from holdfast.core.format.flat_names import (
     MOMENTS,
     OPTIMIZER_PREFIXES,
@@ -28,7 +29,7 @@ from holdfast.core.format.flat_names import (
     recognise_scheme,
 )
 from holdfast.core.format.manifest import Commit
-from holdfast.core.sharding.state_table import STATE_PREFIXES, TensorSpec, state_table
+from holdfast.core.sharding.state_table import MODEL_PREFIX, TensorSpec, state_table
 from holdfast.errors import CheckpointError
 from holdfast.wire.store.run_store import RunStore
 
@@ -52,13 +53,15 @@ def import_dcp(
     *,
     position_of_step: Callable[[int], int] = lambda step: 0,
     weights_only: bool = False,
+    optimizer: OptimizerConfig | None = None,
     config_hash: str = "",
     dataset_version: str = "",
 ) -> ImportResult:
     """Commit the folder's state. `position(step)` is the number of samples before a step.
+    optimizer: the run's; None: AdamW.
 
     Raises CheckpointError when the run has checkpoints already, or the folder does not hold this
-    complete model.
+    complete model, or has the moments of another optimizer.
     """
     if taken := list_commits(store):
         raise CheckpointError(
@@ -66,7 +69,7 @@ def import_dcp(
             remedy="import into a new run folder, with folder=<path>",
         )
     found = DcpFolder.open(folder)
-    table = state_table(model, precision)
+    table = state_table(model, precision, optimizer)
     choice = recognise_scheme(model, found.tensors)
     if isinstance(choice, str):
         raise CheckpointError(
@@ -76,10 +79,16 @@ def import_dcp(
         )
     scheme, prefix = choice
     rows = {row.ours: row for row in SCHEMES[scheme](model)}
-    optimizer = None if weights_only else _find_optimizer_prefix(found, rows)
-    step = 0 if optimizer is None else _read_step(folder, found, rows, optimizer)
+    state = None if weights_only else _find_optimizer_prefix(found, rows)
+    if state is not None and optimizer is not None and optimizer.name != "adamw":
+        raise CheckpointError(
+            f"it holds AdamW's moments, and the run's train.optimizer.name is {optimizer.name}",
+            where=str(folder),
+            remedy="import the weights alone, with --weights-only",
+        )
+    step = 0 if state is None else _read_step(folder, found, rows, state)
     # ours -> (row, their name or none)
-    names = {spec.name: _find_source(spec, rows, prefix, optimizer) for spec in table}
+    names = {spec.name: _find_source(spec, rows, prefix, state) for spec in table}
     for spec in table:
         _check_source(folder, found, spec, *names[spec.name])
     sources = (
@@ -93,9 +102,9 @@ def import_dcp(
         store, 0, step, sources, meta, config_hash=config_hash, dataset_version=dataset_version
     )
     used = {theirs for _, theirs in names.values()}
-    used |= {row.state_name("step", optimizer) for row in rows.values() if optimizer is not None}
+    used |= {row.state_name("step", state) for row in rows.values() if state is not None}
     left = tuple(name for name in (*found.tensors, *found.non_tensors) if name not in used)
-    return ImportResult(commit, scheme, optimizer is not None, left)
+    return ImportResult(commit, scheme, state is not None, left)
 
 
 def _find_optimizer_prefix(dcp_folder: DcpFolder, rows: dict[str, FlatName]) -> str | None:
@@ -137,15 +146,12 @@ def _find_source(
     spec: TensorSpec, rows: dict[str, FlatName], prefix: str, optimizer: str | None
 ) -> tuple[FlatName, str | None]:
     """The row of a state tensor, and its name in the folder; None: it starts at zero."""
-    for number, ours in enumerate(STATE_PREFIXES):
-        name = spec.name.removeprefix(ours)
-        if spec.name.startswith(ours) and name in rows:
-            row = rows[name]
-            if number == 0:
-                return row, prefix + row.theirs
-            return row, None if optimizer is None else row.state_name(
-                MOMENTS[number - 1], optimizer
-            )
+    name = spec.name.removeprefix(MODEL_PREFIX)
+    if name != spec.name:
+        return rows[name], prefix + rows[name].theirs
+    _, moment, name = spec.name.split(".", 2)  # optimizer.exp_avg.norm.weight
+    if name in rows:
+        return rows[name], None if optimizer is None else rows[name].state_name(moment, optimizer)
     raise AssertionError(f"{spec.name} belongs to no parameter")
 
 

@@ -17,8 +17,9 @@ from holdfast.checkpoint.save.single_writer import TensorSource, write_single
 from holdfast.config.huggingface.convert import shape_differences
 from holdfast.config.model import ModelConfig
 from holdfast.config.model_from import as_overrides, describe_differences
+from holdfast.config.optimizer import OptimizerConfig
 from holdfast.core.format.manifest import Commit
-from holdfast.core.sharding.state_table import STATE_PREFIXES, TensorSpec, state_table
+from holdfast.core.sharding.state_table import MODEL_PREFIX, TensorSpec, state_table
 from holdfast.errors import CheckpointError
 from holdfast.wire.store.run_store import RunStore
 
@@ -34,14 +35,16 @@ def import_huggingface(
     model: ModelConfig,
     precision: str = "fp32",
     *,
+    optimizer: OptimizerConfig | None = None,
     config_hash: str = "",
     dataset_version: str = "",
 ) -> Commit:
     """Commit the weights of a Hugging Face folder as the state after step 0 of a run.
 
-    `model` is the run's, with its vocab_size resolved. Weights are cast to the dtype that
-    parameters have in `precision`. Raises CheckpointError when the run has checkpoints already or
-    its model has another shape, ModelFolderError when the folder is not what it should be.
+    `model` is the run's, with its vocab_size resolved. `optimizer` is the run's too; None: AdamW.
+    Weights are cast to the dtype that parameters have in `precision`. Raises CheckpointError when
+    the run has checkpoints already or its model has another shape, ModelFolderError when the folder
+    is not what it should be.
     """
     # Torch comes with the model room, and this module must import without it.
     from holdfast.model.huggingface import import_folder
@@ -60,7 +63,7 @@ def import_huggingface(
         )
     sources = (
         TensorSource(spec.name, spec.dtype, spec.shape, _tensor_chunks(spec, tensors))
-        for spec in state_table(model, precision)
+        for spec in state_table(model, precision, optimizer)
     )
     meta = {"position": 0, "imported_from": folder.name}
     return write_single(
@@ -70,7 +73,7 @@ def import_huggingface(
 
 def _tensor_chunks(spec: TensorSpec, tensors: FolderTensors) -> Iterator[Bytes]:
     """The bytes of one state tensor: a weight, cast; or zeros, for the optimizer's."""
-    prefix = STATE_PREFIXES[0]
+    prefix = MODEL_PREFIX
     if not spec.name.startswith(prefix):
         for start in range(0, spec.nbytes, len(ZEROS)):
             yield ZEROS[: spec.nbytes - start]

@@ -136,7 +136,8 @@ def from_their_config(config: Mapping[str, Any], where: str) -> ModelConfig:
         raise ModelFolderError(
             f"model_type {kind!r} is not supported",
             where=where,
-            remedy=f"use one of {', '.join(BY_TYPE)}",
+            remedy="train it by its own code with model.code: transformers, or use one of "
+            + ", ".join(BY_TYPE),
         )
     refused = list(_refused_keys(architecture, config))
     values: dict[str, Any] = {"preset": None, "family": architecture.family}

@@ -23,6 +23,13 @@ class Normal:
 
 
 @dataclass(frozen=True, slots=True)
+class Uniform:
+    """Independent draws from [-bound, bound)."""
+
+    bound: float
+
+
+@dataclass(frozen=True, slots=True)
 class Ones:
     """The gain of a norm before training."""
 
@@ -37,7 +44,7 @@ class Own:
     """The values that the task's module gives the parameter when it is made."""
 
 
-Init = Normal | Ones | Zeros | Own
+Init = Normal | Uniform | Ones | Zeros | Own
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +55,7 @@ class Parameter:
         gradients of exactly zero, and so stay zero.
     merge: "" for a parameter. For a buffer that a forward pass changes, it names what the step
         adds: the "mean" or the "sum" of its microbatches' changes. They travel as gradients do.
+    frozen: it keeps its values, and no group of the optimizer's lets it decay.
     """
 
     name: str
@@ -56,6 +64,7 @@ class Parameter:
     init: Init
     padding: int = 0
     merge: str = ""
+    frozen: bool = False
 
     @property
     def size(self) -> int:

@@ -1,14 +1,16 @@
 """The state table: every tensor that a checkpoint holds, and which rank holds which part.
 
-State tensors are `model.<name>`, `optimizer.exp_avg.<name>` and `optimizer.exp_avg_sq.<name>`;
-AdamW's step count is the step itself. Nothing else is state: data position and random numbers
-are functions of the step.
+State tensors are `model.<name>`, and what the optimizer keeps: `optimizer.exp_avg.<name>` and
+`optimizer.exp_avg_sq.<name>` for AdamW (see `optimizer_state.py`). An optimizer's step
+count is the step itself. Nothing else is state: data position and random numbers are functions of
+the step.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from math import prod
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +21,7 @@ from holdfast.layout import Coordinate, Replica, Topology
 
 if TYPE_CHECKING:  # the mover has no use for pydantic
     from holdfast.config.model import ModelConfig
+    from holdfast.config.optimizer import OptimizerConfig
 
 ITEM_BYTES = {
     "F64": 8,
@@ -37,7 +40,7 @@ ITEM_BYTES = {
 STATE_DTYPE = {"fp32": "F32", "bf16": "F32", "float64": "F64"}
 """dtype of parameters and optimizer state by `train.precision` (bf16 computes on fp32 state)."""
 
-STATE_PREFIXES = ("model.", "optimizer.exp_avg.", "optimizer.exp_avg_sq.")
+MODEL_PREFIX = "model."
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,14 +98,26 @@ class TensorSpec:
 StateTable = tuple[TensorSpec, ...]
 
 
-def state_table(model: ModelConfig, precision: str = "fp32") -> StateTable:
-    """All state tensors of a run: parameters first, so that a restore can begin to compute early.
+def state_table(
+    model: ModelConfig, precision: str = "fp32", optimizer: OptimizerConfig | None = None
+) -> StateTable:
+    """All state tensors of a run of the decoder: parameters first, so that a restore can begin to
+    compute early. optimizer: None: AdamW.
 
     dp_shard cuts dim 0 of every tensor, as FSDP2 does; tp and pp cut by `sharding_table`, the
     optimizer's moments as their parameter.
     """
-    rows = parameter_table(model, precision)
-    return tuple(replace(row, name=prefix + row.name) for prefix in STATE_PREFIXES for row in rows)
+    from holdfast.config.optimizer import OptimizerConfig  # the mover has no use for pydantic
+
+    return with_optimizer_state(parameter_table(model, precision), optimizer or OptimizerConfig())
+
+
+def with_optimizer_state(parameters: StateTable, optimizer: OptimizerConfig) -> StateTable:
+    """The rows of the parameters under the names of the state, then the optimizer's rows."""
+    from holdfast.core.sharding.optimizer_state import optimizer_rows
+
+    model = tuple(replace(row, name=MODEL_PREFIX + row.name) for row in parameters)
+    return tuple(chain(model, *optimizer_rows(optimizer, parameters)))
 
 
 def parameter_table(model: ModelConfig, precision: str = "fp32") -> StateTable:

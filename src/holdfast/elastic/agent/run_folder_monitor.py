@@ -23,6 +23,8 @@ from holdfast.wire.term import read_newest_term_object
 FOLDER_RETURN_TIMEOUT_S = 120.0
 """Seconds within which a lost folder may come back."""
 FOLDER_CHECK_INTERVAL_S = 1.0
+FIRST_CHECK_INTERVAL_S = 0.1
+"""Seconds between two checks until a term is seen."""
 LAST_NODE_FOLDER_WAIT_S = 120.0
 """Seconds that the last node, if asked to leave, waits for its folder. No other node holds the
 state."""
@@ -46,6 +48,11 @@ class RunFolder:
     def __init__(self, store: RunStore) -> None:
         self._store = store
         self._newest_term: tuple[str, bytes] | None = None  # key and content
+
+    @property
+    def is_known(self) -> bool:
+        """Return True if a term was seen. Until then, a lost folder cannot be noticed."""
+        return self._newest_term is not None
 
     def check(self) -> None:
         """Raises LostFolderError if the folder is lost, and what the store raises if the disk
@@ -101,7 +108,8 @@ class RunFolderMonitor:
         Cancel it if the node leaves before."""
         present_at, lost_since, leave_timeout_s = self._clock(), inf, inf
         while True:
-            await asyncio.sleep(FOLDER_CHECK_INTERVAL_S)
+            known = self._run_folder.is_known
+            await asyncio.sleep(FOLDER_CHECK_INTERVAL_S if known else FIRST_CHECK_INTERVAL_S)
             await self._check_folder()
             now, is_lost = self._clock(), isinstance(self._problem, LostFolderError)
             if leave_timeout_s == inf and self._leave_reason():

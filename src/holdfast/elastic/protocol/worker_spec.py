@@ -25,13 +25,18 @@ def modules_to_preload(config: RunConfig) -> tuple[str, ...]:
     module.
 
     The fork server imports them for the workers: FSDP2 brings DTensor and torch's compiler, which
-    is as much again as all the rest.
+    is as much again as all the rest. Classes of torch.optim bring the compiler too. transformers
+    takes seconds.
     """
+    from holdfast.config.model_from import TRANSFORMERS_TASK
+
     kinds = [degrees for _, degrees in config.layout.kinds]
     needed = []
+    if config.task.name == TRANSFORMERS_TASK:
+        needed += ["transformers.modeling_utils"]
     if config.layout.zero > 1 and any(degrees.dp_shard > 1 for degrees in kinds):
         needed += ["holdfast.parallel.fsdp", _COMPILER]
-    elif config.train.compile:
+    elif config.train.compile or config.train.optimizer.name != "adamw":
         needed += [_COMPILER]
     if any(degrees.pp > 1 for degrees in kinds):
         needed += ["torch.fx.experimental.symbolic_shapes"]  # a backward that is given a gradient

@@ -189,6 +189,7 @@ def install_faults(worker: Any, folder: Path) -> None:
     from holdfast.train import engine, recover
     from holdfast.train.objective import NextTokenObjective
     from holdfast.train.optimizer import AdamW
+    from holdfast.train.torch_optimizer import OptimizerParts
 
     under = FaultInjector(worker, folder)
     time.time = under.now
@@ -204,7 +205,8 @@ def install_faults(worker: Any, folder: Path) -> None:
     _call_after(steps, "begin", lambda _, step: under.reached("begin", step))
     _call_before(steps, "update", lambda made, *_: under.reached("voted", step_of(made)))
     _call_after(steps, "update", lambda made, *_: under.reached("applied", step_of(made)))
-    _call_before(AdamW, "apply", lambda _, step, *__: under.reached("applying", step))
+    for optimizer in (AdamW, OptimizerParts):  # the first may be a part of the second
+        _call_before(optimizer, "apply", lambda _, step, *__: under.reached("applying", step))
     _call_before(
         engine, "vote", lambda *_: under.reached("reduced", worker.held_session.current.engine.step)
     )

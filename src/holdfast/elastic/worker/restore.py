@@ -40,6 +40,7 @@ from holdfast.elastic.worker.reporter import AgentReporter
 from holdfast.errors import CorruptError, HoldfastError, RunFolderError, StoreError
 from holdfast.events import CheckpointRestored, SourceRejected
 from holdfast.train.build import TrainingSession
+from holdfast.train.replica_check import refuse_unequal_start
 from holdfast.wire.secret import Secret
 from holdfast.wire.store.location import open_store
 from holdfast.wire.store.run_store import FolderStore, MissingKeyError
@@ -71,6 +72,8 @@ def restore(
     if key is None:
         engine = session.engine
         engine.initialise(session.config.seed)
+        if session.config.task.name:  # the decoder's values are a function of the seed
+            refuse_unequal_start(session.config, engine.groups, engine.state())
         session.task.check_first_loss(engine.objective, session.batches, engine.groups)
         return
     begun, opening, tally = time.monotonic(), 0.0, ReadStats()

@@ -176,7 +176,10 @@ class Curve:
 def step_values(record: Record, event: StepDone | Evaluated) -> dict[str, float]:
     """Return the values of a step or of a validation, by the names that trackers show."""
     if isinstance(event, Evaluated):
-        return {"validation/loss": event.loss, "validation/bits_per_byte": event.bits_per_byte}
+        found = {"validation/loss": event.loss}
+        if event.bits_per_byte is not None:
+            found["validation/bits_per_byte"] = event.bits_per_byte
+        return found
     values = {
         "train/loss": event.loss,
         "train/grad_norm": event.grad_norm,

@@ -1,0 +1,96 @@
+"""The adapters of a run as data: which linear layers have one, and the rows of their parameters.
+
+A layer has two names: ours (`layers.0.attention.q`) and that of Hugging Face
+(`model.layers.0.self_attn.q_proj`). A target is one of them, its end (`q_proj`), or a pattern.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING
+
+from holdfast.config.lora import ALL_LINEAR
+from holdfast.core.format.hf_names import huggingface_map
+from holdfast.core.sharding.parameters import (
+    Init,
+    Parameter,
+    Uniform,
+    Zeros,
+    decoder_parameters,
+)
+from holdfast.errors import ConfigError
+
+if TYPE_CHECKING:  # the mover has no use for pydantic
+    from holdfast.config.lora import LoraConfig
+    from holdfast.config.model import ModelConfig
+
+DOWN, UP = "lora_A", "lora_B"
+"""Names of an adapter's matrices, as PEFT has them: [rank, inputs] and [outputs, rank]."""
+_SHOWN = 20  # names in a message
+
+
+def linear_layers(model: ModelConfig) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """Our name -> (theirs, shape of the weight) of each linear layer in a block."""
+    theirs = huggingface_map(model).to_theirs()
+    return {
+        row.name.removesuffix(".weight"): (theirs[row.name][0].theirs[: -len(".weight")], row.shape)
+        for row in decoder_parameters(model)
+        if len(row.shape) == 2 and row.name.startswith("layers.")
+    }
+
+
+def adapted_layers(model: ModelConfig, lora: LoraConfig) -> dict[str, tuple[int, ...]]:
+    """Our name -> shape of the weight of each layer with an adapter, in the module's order."""
+    return {
+        ours: shape
+        for ours, (theirs, shape) in linear_layers(model).items()
+        if any(is_target(target, (ours, theirs)) for target in lora.targets)
+    }
+
+
+def is_target(target: str, names: Iterable[str]) -> bool:
+    """Return True if a target means the layer with these names."""
+    return target == ALL_LINEAR or any(
+        name == target or name.endswith(f".{target}") or fnmatchcase(name, target) for name in names
+    )
+
+
+def refuse_unknown_targets(targets: Iterable[str], layers: Mapping[str, str], where: str) -> None:
+    """Raises ConfigError for targets that mean no layer. layers: our names to theirs."""
+    unknown = [
+        target for target in targets if not any(is_target(target, pair) for pair in layers.items())
+    ]
+    if not unknown:
+        return
+    ends = dict.fromkeys(theirs.rpartition(".")[2] for theirs in layers.values())
+    named = list(ends)[:_SHOWN] + (["..."] if len(ends) > _SHOWN else [])
+    raise ConfigError(
+        f"lora.targets {', '.join(unknown)}: no linear layer has such a name",
+        where=where,
+        remedy=f"use {ALL_LINEAR}, or some of {', '.join(named)}",
+    )
+
+
+def adapter_rows(layers: Mapping[str, tuple[int, ...]], rank: int) -> tuple[Parameter, ...]:
+    """The parameters of adapters."""
+    return tuple(
+        Parameter(name, shape, True, adapter_init(name, shape))
+        for layer, (outputs, inputs) in layers.items()
+        for name, shape in (
+            (f"{layer}.{DOWN}", (rank, inputs)),
+            (f"{layer}.{UP}", (outputs, rank)),
+        )
+    )
+
+
+def adapter_init(name: str, shape: tuple[int, ...]) -> Init:
+    """A begins as PEFT's does (uniform within 1 / sqrt(inputs), which is `kaiming_uniform_` with
+    a = sqrt(5)), B at zero."""
+    return Uniform(1 / math.sqrt(shape[1])) if name.endswith(f".{DOWN}") else Zeros()
+
+
+def lora_parameters(model: ModelConfig, lora: LoraConfig) -> tuple[Parameter, ...]:
+    """The rows of all that a run of adapters trains, in the order of the module's."""
+    return adapter_rows(adapted_layers(model, lora), lora.rank)

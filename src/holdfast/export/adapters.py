@@ -1,0 +1,82 @@
+"""A run of adapters for other programs: a PEFT folder, and the weights with adapters merged in."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from holdfast.checkpoint.restore.reader import Checkpoint
+from holdfast.config.task import refuse_task
+from holdfast.core.sharding.adapters import DOWN, UP, adapted_layers
+from holdfast.core.sharding.parameters import decoder_parameters
+from holdfast.errors import ConfigError
+from holdfast.export.weights import CheckpointWeights, TensorParts
+from holdfast.launch.runs import Run
+
+
+class MergedWeights:
+    """The base's weights with a checkpoint's adapters merged in, in the dtype of the run's state,
+    in full or in part. Raises ModelFolderError for another base than the run's."""
+
+    def __init__(self, run: Run, checkpoint: Checkpoint):
+        from holdfast.train.lora_task import open_base
+
+        config = run.config
+        self._base, self._scale = open_base(config), config.lora.scale
+        self._adapters = CheckpointWeights(run, checkpoint)
+        self._layers = frozenset(adapted_layers(config.model, config.lora))
+        self._rows = {row.name: row for row in decoder_parameters(config.model)}
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(self._rows)
+
+    def whole(self, name: str) -> Any:
+        shape = self._rows[name].shape
+        return self.box(name, (0,) * len(shape), shape)
+
+    def dtype(self, name: str) -> Any:
+        return self._adapters.dtype(self._adapters.names[0])
+
+    def box(self, name: str, offsets: Sequence[int], lengths: Sequence[int]) -> Any:
+        from holdfast.model.lora import merged
+
+        base = self._base.box(name, offsets, lengths).to(self.dtype(name))
+        layer = name.removesuffix(".weight")
+        if layer not in self._layers or len(lengths) != 2:
+            return base
+        rank = self._adapters.shape(f"{layer}.{DOWN}")[0]
+        down = self._adapters.box(f"{layer}.{DOWN}", (0, offsets[1]), (rank, lengths[1]))
+        up = self._adapters.box(f"{layer}.{UP}", (offsets[0], 0), (lengths[0], rank))
+        return merged(base, down, up, self._scale)
+
+
+def run_weights(run: Run, checkpoint: Checkpoint) -> TensorParts:
+    """All weights of the decoder that a run trains, whatever part of it the run keeps."""
+    return (MergedWeights if run.config.lora.rank else CheckpointWeights)(run, checkpoint)
+
+
+def write_peft_folder(to: Path, run: Run, checkpoint: Checkpoint) -> None:
+    """Write the adapters alone, with the run and the step that they are of. Raises ConfigError for
+    a run without adapters, ModelFolderError as `new_folder` does."""
+    from holdfast.model.peft_folder import write_adapter
+
+    refuse_task(run.config.task, "an export for PEFT")
+    lora = run.config.lora
+    if not lora.rank:
+        raise ConfigError(
+            "this run trains the full model, so it has no adapters",
+            where="lora",
+            remedy="use --format hf",
+        )
+    weights = CheckpointWeights(run, checkpoint)
+    version = {
+        "name": lora.name,
+        "run": run.config.name,
+        "run_id": str(run.resolved.get("run_id", "")),
+        "step": checkpoint.step,
+        "base_checksum": lora.base_checksum,
+    }
+    tensors = {name: weights.whole(name) for name in weights.names}
+    write_adapter(to, run.config.model, lora, tensors, version)

@@ -1,0 +1,68 @@
+"""What has to be known of a run's optimizer and schedule before the run begins."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from difflib import get_close_matches
+from fnmatch import fnmatchcase
+
+from holdfast.config.load import LoadedConfig
+from holdfast.config.optimizer import BUILT_IN, PLANNED_KEYS, OptimizerConfig
+from holdfast.core.sharding.run_table import run_parameters
+from holdfast.errors import ConfigError, TaskError
+from holdfast.tasks.ask import OPTIMIZER_KEY, describe_named
+
+PLANNED = (*(f"train.optimizer.{key}" for key in PLANNED_KEYS), "train.schedule.source")
+
+
+def with_named_parts(loaded: LoadedConfig) -> LoadedConfig:
+    """Fill in what a child process finds out about the classes and functions of the run file, and
+    check its patterns of names. Raises UserError."""
+    for key in PLANNED:
+        _, section, name = key.split(".")
+        value = getattr(getattr(loaded.config.train, section), name)
+        if value and loaded.origins[key].kind in ("file", "command line"):
+            raise ConfigError(
+                f"{key} is worked out from what the run file names",
+                where=loaded.where(key),
+                remedy="remove it",
+            )
+    refuse_patterns_of_nothing(loaded)
+    return described_parts(loaded, loaded.config.task.folder or loaded.base or ".")
+
+
+def described_parts(loaded: LoadedConfig, folder: str) -> LoadedConfig:
+    """The same, whatever is there, for modules in `folder`."""
+    train = loaded.config.train
+    if not (train.optimizer.is_class or train.schedule.is_function):
+        return loaded
+    loaded = loaded.with_planned({"task.folder": os.path.abspath(folder)}, "the run file's folder")
+    try:
+        found = describe_named(loaded.config)
+    except TaskError as error:
+        where = loaded.where(error.where or OPTIMIZER_KEY)
+        raise ConfigError(error.message, where=where, remedy=error.remedy) from None
+    return loaded.with_planned(found, "those of what the run file names")
+
+
+def refuse_patterns_of_nothing(loaded: LoadedConfig) -> None:
+    """Raises ConfigError for a pattern that no parameter's name matches."""
+    names = [row.name for row in run_parameters(loaded.config)]
+    for key, pattern in _patterns(loaded.config.train.optimizer):
+        if any(fnmatchcase(name, pattern) for name in names):
+            continue
+        near = get_close_matches(pattern.strip("*"), names, n=3, cutoff=0) or names[:3]
+        raise ConfigError(
+            f"{key} {pattern!r} matches none of the {len(names)} parameters",
+            where=loaded.where(key),
+            remedy=f"the nearest names are {', '.join(near)}",
+        )
+
+
+def _patterns(optimizer: OptimizerConfig) -> Iterator[tuple[str, str]]:
+    for index, group in enumerate(optimizer.groups):
+        yield f"train.optimizer.groups.{index}.match", group.match
+    default = BUILT_IN["muon"].options["adamw_for"]
+    if optimizer.adamw_for != default:
+        yield from (("train.optimizer.adamw_for", pattern) for pattern in optimizer.adamw_for)

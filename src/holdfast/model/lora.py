@@ -1,0 +1,65 @@
+"""Adapters inside a module: y = W x + alpha / rank * B A dropout(x) (Hu et al. 2021, section 4.1).
+
+The base's weights become buffers without memory, which the owner fills. So the module's parameters
+are its adapters, and nothing else knows of the base: no gradient, optimizer or checkpoint.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from holdfast.core.sharding.adapters import DOWN, UP
+from holdfast.model.decoder import Linear
+
+
+class LoraLinear(Linear):
+    """A linear layer with an adapter. scale: of what the adapter adds. Dropout is active in passes
+    that compute gradients."""
+
+    def __init__(self, base: nn.Linear, rank: int, scale: float, dropout: float):
+        super().__init__(base.in_features, base.out_features, base.bias is not None)
+        self.scale, self.dropout = scale, dropout
+        self.lora_A = nn.Parameter(torch.empty(rank, base.in_features))
+        self.lora_B = nn.Parameter(torch.empty(base.out_features, rank))
+
+    def forward(self, input: Tensor) -> Tensor:
+        """input: [..., inputs] -> [..., outputs]"""
+        x = input
+        if self.dropout and torch.is_grad_enabled():
+            x = F.dropout(x, self.dropout)
+        added = F.linear(F.linear(x, self.lora_A), self.lora_B)
+        return super().forward(input) + added * self.scale
+
+
+def add_adapters(
+    module: nn.Module, layers: Collection[str], rank: int, scale: float, dropout: float
+) -> None:
+    """Put an adapter into each of the named linear layers, and take the base out of the module's
+    parameters."""
+    for name in layers:
+        parent, _, key = name.rpartition(".")
+        base = module.get_submodule(name)
+        assert isinstance(base, nn.Linear)
+        setattr(module.get_submodule(parent), key, LoraLinear(base, rank, scale, dropout))
+    for part in module.modules():
+        for key, parameter in list(part._parameters.items()):
+            if parameter is not None and key not in (DOWN, UP):
+                del part._parameters[key]
+                part.register_buffer(key, None, persistent=False)
+
+
+def set_base(module: nn.Module, values: Mapping[str, Tensor]) -> None:
+    """Give the base's weights to a module with adapters, by the names that they had."""
+    for name, value in values.items():
+        parent, _, key = name.rpartition(".")
+        setattr(module.get_submodule(parent), key, value)
+
+
+def merged(base: Tensor, down: Tensor, up: Tensor, scale: float) -> Tensor:
+    """W + scale * B A, computed in at least float32.  [o, i], [r, i], [o, r] -> [o, i]"""
+    wide = torch.promote_types(base.dtype, torch.float32)
+    return base.to(wide) + (up.to(wide) @ down.to(wide)) * scale

@@ -1,0 +1,46 @@
+"""Makes the optimizer that the run file names, for the parameters of one rank."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from holdfast.config.optimizer import OptimizerConfig
+from holdfast.core.sharding.optimizer_state import is_hidden_matrix, parameter_settings
+from holdfast.core.sharding.parameters import Parameter
+from holdfast.train.optimizer import AdamW, Optimizer
+from holdfast.train.torch_optimizer import (
+    MakeOptimizer,
+    OptimizerParts,
+    TorchOptimizer,
+    built_in_class,
+)
+
+
+def make_optimizer(
+    config: OptimizerConfig,
+    rows: Sequence[Parameter],
+    parameters: Sequence[Tensor],
+    gradients: Sequence[Tensor],
+    user_class: MakeOptimizer | None = None,
+) -> Optimizer:
+    """rows: of the parameters that this rank holds a part of. user_class: of a run with a class by
+    its path."""
+    settings = [parameter_settings(config, row) for row in rows]
+    merges = {i: row.merge for i, row in enumerate(rows) if row.merge}
+    if config.name == "adamw":
+        return AdamW(parameters, gradients, settings, config, merges)
+    make = user_class if config.is_class else built_in_class(config)
+    if make is None:
+        raise RuntimeError(f"{config.name} was not loaded")
+    trained = [i for i, row in enumerate(rows) if not (row.merge or row.frozen)]
+    rest: AdamW | None = None
+    slots = config.state_slots
+    if config.name == "muon":
+        hidden = {i for i in trained if is_hidden_matrix(config, rows[i].name, rows[i].shape)}
+        others = [i for i, r in enumerate(rows) if not is_hidden_matrix(config, r.name, r.shape)]
+        rest = AdamW(parameters, gradients, settings, config, merges, others)
+        trained, slots, merges = sorted(hidden), slots[:1], {}
+    part = TorchOptimizer(make, parameters, rows, settings, trained, slots, config)
+    return OptimizerParts(parameters, gradients, [part], rest, merges)

@@ -1,0 +1,153 @@
+"""The section `train.optimizer`: options, layouts and identity of each optimizer."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+
+from holdfast.config.change import Change
+from holdfast.config.fields import change_of
+from holdfast.config.identity import config_differences, config_hash, refuse_other_run
+from holdfast.config.load import resolve_config
+from holdfast.config.optimizer import BUILT_IN, OptimizerConfig, Slot
+from holdfast.config.run import RunConfig
+from holdfast.core.lr_schedule import last_common_step
+from holdfast.core.sharding.run_table import run_state_table
+from holdfast.errors import ConfigError, RunFolderError
+
+
+def _config(optimizer: dict[str, Any], **sections: Any) -> RunConfig:
+    return RunConfig.model_validate({"train": {"optimizer": optimizer}, **sections})
+
+
+@pytest.mark.parametrize("name", BUILT_IN)
+def test_each_has_its_own_defaults_and_reads_its_dump(name: str) -> None:
+    made = OptimizerConfig.model_validate({"name": name})
+    assert {key: getattr(made, key) for key in BUILT_IN[name].options} == BUILT_IN[name].options
+    assert OptimizerConfig.model_validate(made.model_dump(mode="json")) == made
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (
+            "name: lionn",
+            "is none of adamw, sgd, lion, adafactor, muon, nor the path of a class",
+        ),
+        ("name: lionn", "use lion"),
+        (
+            "name: sgd, betas: [0.8, 0.9]",
+            "train.optimizer.betas is no option of sgd, which takes learning_rate, weight_decay, "
+            "clip_norm, groups, momentum, nesterov; remove it",
+        ),
+        ("momentum: 0.9", "train.optimizer.momentum is no option of adamw"),
+        ("name: torch.optim.Adam, eps: 0.1", "groups, args; use train.optimizer.args.eps"),
+        ("name: sgd, momentum: 0, nesterov: true", "use momentum 0.9, or nesterov false"),
+        ("groups: [{weight_decay: 0}]", "train.optimizer.groups.0.match is missing"),
+        ("groups: [{match: a, lr: 1}]", "unknown key train.optimizer.groups.0.lr"),
+    ],
+)
+def test_an_option_that_it_does_not_take(text: str, words: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        resolve_config(f"train:\n  optimizer: {{{text}}}\n", "run.yaml")
+    assert str(refused.value).startswith("run.yaml:2: ")
+    assert words in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "layout", "words"),
+    [
+        ("muon", {"dp_shard": 2}, "layout.dp_shard 2 does not fit train.optimizer.name muon"),
+        ("muon", {"pp": 2}, "use pp 1, with replicas (layout.workers)"),
+        ("adafactor", {"tp": 2}, "use tp 1, with replicas (layout.workers) and pp"),
+        (
+            "adafactor",
+            {"replicas": [{"dp_shard": 2}, {}]},
+            "layout.replicas.0.dp_shard 2 does not fit",
+        ),
+    ],
+)
+def test_an_update_of_complete_parameters_is_cut_by_no_axis(
+    name: str, layout: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(ValueError, match=re.escape(words)):
+        _config({"name": name}, layout=layout)
+
+
+def test_adafactor_is_cut_by_stages_and_muon_has_replicas() -> None:
+    _config({"name": "adafactor"}, layout={"pp": 2, "workers": 4})
+    _config({"name": "muon"}, layout={"workers": 3})
+
+
+def test_what_each_keeps() -> None:
+    def shapes(name: str) -> dict[str, tuple[int, ...]]:
+        model = {"preset": None, "layers": 1, "dim": 8, "heads": 2, "kv_heads": 1, "ffn_dim": 6}
+        config = _config({"name": name}, model=model | {"vocab_size": 16})
+        rows = run_state_table(config)
+        return {s.name: s.shape for s in rows if not s.name.startswith("model.")}
+
+    assert shapes("sgd")["optimizer.momentum_buffer.norm.weight"] == (8,)
+    factored = shapes("adafactor")
+    assert factored["optimizer.row_var.layers.0.ffn.up.weight"] == (6, 1)
+    assert factored["optimizer.col_var.layers.0.ffn.up.weight"] == (1, 8)
+    assert factored["optimizer.variance.norm.weight"] == (8,)
+    assert "optimizer.row_var.norm.weight" not in factored
+    muon = shapes("muon")
+    assert muon["optimizer.momentum_buffer.layers.0.ffn.up.weight"] == (6, 8)
+    assert "optimizer.momentum_buffer.embed.weight" not in muon
+    assert muon["optimizer.exp_avg_sq.embed.weight"] == (16, 8)
+
+
+def test_sgd_without_momentum_keeps_nothing() -> None:
+    assert OptimizerConfig.model_validate({"name": "sgd", "momentum": 0}).state_slots == ()
+
+
+def test_a_slot_as_text() -> None:
+    slot = Slot("row_var", "rows", "matrices")
+    assert Slot.of_text(slot.text) == slot
+    with pytest.raises(ValueError, match="is no slot"):
+        Slot.of_text("a rows nobody")
+
+
+def test_another_optimizer_is_another_run() -> None:
+    """Its name fits no checkpoint; an option of it may change in a branch."""
+    stored = _config({"name": "lion"}).model_dump(mode="json")
+    assert change_of("train.optimizer.name") is Change.NEVER
+    with pytest.raises(RunFolderError, match=r"no checkpoint of the run fits another .*name"):
+        refuse_other_run(stored, _config({"name": "sgd"}), "run")
+    for key in ("momentum", "groups", "betas", "args"):
+        assert change_of(f"train.optimizer.{key}") is Change.BRANCH
+    groups = _config({"name": "lion", "groups": [{"match": "*norm*", "weight_decay": 0}]})
+    found = config_differences(stored, groups)
+    assert {d.key.split(".")[2] for d in found} == {"groups"}
+
+
+def test_a_run_from_before_the_choice_keeps_its_hash() -> None:
+    stored = RunConfig().model_dump(mode="json")
+    for key in list(stored["train"]["optimizer"]):
+        if key not in ("learning_rate", "betas", "eps", "weight_decay", "clip_norm"):
+            del stored["train"]["optimizer"][key]
+    del stored["train"]["schedule"]["source"]
+    assert config_differences(stored, RunConfig()) == []
+    assert config_hash(RunConfig()) == "d574bf92fa772dae9159e57cceb7c135"
+
+
+def test_another_source_is_said_in_words() -> None:
+    def of(source: str) -> RunConfig:
+        return RunConfig.model_validate(
+            {"train": {"schedule": {"kind": "my_schedule:rate", "source": source}}}
+        )
+
+    with pytest.raises(RunFolderError, match=r"another source of train\.schedule\.kind"):
+        refuse_other_run(of("a").model_dump(mode="json"), of("b"), "run")
+
+
+def test_a_schedule_by_name_or_function() -> None:
+    with pytest.raises(ConfigError, match="is none of constant, linear, cosine, wsd, nor"):
+        resolve_config("train: {schedule: {kind: cosin}}\n", "run.yaml")
+    own = resolve_config("train: {schedule: {kind: 'my_schedule:rate'}}\n", "run.yaml").config
+    longer = own.model_copy(update={"train": own.train.model_copy(update={"steps": 2000})})
+    assert last_common_step(own.train, own.train, 100) == 100
+    assert last_common_step(own.train, longer.train, 100) == 0

@@ -1,0 +1,139 @@
+"""A run of adapters by the real commands: a worker is killed, and PEFT itself is asked.
+
+Campaign tests. `tests/export/test_adapters.py` compares with a golden file of PEFT's losses.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+from pathlib import Path
+
+import pytest
+
+from holdfast.checkpoint.restore.catalog import list_commits
+from holdfast.checkpoint.restore.reader import Checkpoint
+from holdfast.core.sharding.boxes import Box
+from holdfast.events import StepDone, WorkerLost, WorkerStarted
+from holdfast.wire.journal import read_journal
+from holdfast.wire.store.run_store import FolderStore
+from tests.support.adapters import write_base, write_run
+from tests.support.commands import here, start
+from tests.support.ranks import wait_until
+
+STEPS = 60
+Capture = pytest.CaptureFixture[str]
+LONGER = (
+    f"train.steps={STEPS}",
+    "train.microbatch_size=1",
+    "checkpoint.every_steps=5",
+    "lora.dropout=0.1",
+)
+
+
+@pytest.mark.slow
+def test_a_killed_run_ends_with_the_bits_of_an_undisturbed_one(
+    tmp_path: Path, capsys: Capture
+) -> None:
+    path = write_run(tmp_path)
+    alone = here(capsys, "train", path, f"folder={tmp_path / 'alone'}", *LONGER)
+    assert alone.code == 0, alone.err
+    expected = _state(tmp_path / "alone")
+    for workers in (2, 3):
+        folder = tmp_path / f"killed-{workers}"
+        _train_with_a_kill(path, folder, workers)
+        found = _state(folder)
+        assert expected.keys() == found.keys()
+        assert [name for name in expected if expected[name] != found[name]] == []
+        audit = here(capsys, "data", "audit", folder)
+        assert audit.code == 0, audit.out
+
+
+@pytest.mark.slow
+def test_a_recovery_refuses_a_base_that_was_changed_meanwhile(
+    tmp_path: Path, capsys: Capture
+) -> None:
+    """A worker that starts again reads the base again."""
+    path = write_run(tmp_path)
+    folder = tmp_path / "run"
+    process = start("train", path, *LONGER, "layout.workers=1", "train.steps=100000")
+    try:
+        wait_until(lambda: bool(_pids(folder, 12)), 240, "some steps")
+        shutil.rmtree(tmp_path / "base")
+        write_base(tmp_path / "base", seed=4)
+        os.kill(_pids(folder, 12)[-1], signal.SIGKILL)
+        out, err = process.communicate(timeout=240)
+    finally:
+        process.kill()
+    assert process.returncode == 2, out + err
+    assert "not those that the run was begun with" in err
+    assert "Traceback" not in err
+
+
+def _pids(folder: Path, at_step: int) -> list[int]:
+    """Of the workers, once the run has come to a step."""
+    records = read_journal(FolderStore(folder)) if (folder / "journal").exists() else []
+    events = [record.event for record in records]
+    steps = [event.step for event in events if isinstance(event, StepDone)]
+    reached = max(steps, default=0) >= at_step
+    return [e.pid for e in events if isinstance(e, WorkerStarted)] if reached else []
+
+
+def _train_with_a_kill(path: Path, folder: Path, workers: int) -> None:
+    process = start("train", path, f"folder={folder}", f"layout.workers={workers}", *LONGER)
+    try:
+        wait_until(
+            lambda: bool(_pids(folder, 22)) or process.poll() is not None, 240, "the step of a kill"
+        )
+        assert process.poll() is None, process.communicate()
+        os.kill(_pids(folder, 22)[-1], signal.SIGKILL)
+        out, err = process.communicate(timeout=240)
+        assert process.returncode == 0, out + err
+    finally:
+        process.kill()
+    events = [record.event for record in read_journal(FolderStore(folder))]
+    assert [e.cause for e in events if isinstance(e, WorkerLost)] == ["SIGKILL"]
+
+
+def _state(folder: Path) -> dict[str, bytes]:
+    store = FolderStore(folder)
+    checkpoint = Checkpoint.open(store, list_commits(store)[0])
+    assert checkpoint.step == STEPS
+    found = {}
+    for spec in checkpoint.tensors:
+        out = bytearray(spec.nbytes)
+        checkpoint.read(Box(spec.name, (0,) * len(spec.shape), spec.shape), memoryview(out))
+        found[spec.name] = bytes(out)
+    return found
+
+
+@pytest.mark.slow
+def test_losses_adapters_and_folders_are_peft_s_own(tmp_path: Path, capsys: Capture) -> None:
+    """The library itself, if it is installed: training, its folder as our start, ours in it."""
+    pytest.importorskip("peft")
+    import torch
+    from benchmarks.lora_parity import our_adapter, our_losses, peft_model, train_peft
+
+    path = write_run(tmp_path)
+    ours = our_losses(path)
+    losses, end = train_peft(path, tmp_path / "peft")
+    assert ours == pytest.approx(losses, abs=1e-5)
+
+    adapter, merged = our_adapter(path, tmp_path / "adapter"), tmp_path / "merged"
+    assert adapter
+    assert here(capsys, "export", path, "--to", merged).code == 0
+    from transformers import AutoModelForCausalLM
+
+    tokens = torch.arange(24).reshape(2, 12) * 7 % 400
+    with torch.no_grad():
+        by_peft = peft_model(path, tmp_path / "adapter")(tokens).logits
+        by_merged = AutoModelForCausalLM.from_pretrained(merged, dtype=torch.float32)(tokens).logits
+    torch.testing.assert_close(by_merged, by_peft, rtol=0, atol=1e-5)
+
+    text = path.read_text()
+    section = text[text.index("lora:") : text.index("train:")]
+    continued = tmp_path / "continued.yaml"
+    continued.write_text(text.replace(section, f"lora: {{from: '{end}'}}\n"))
+    done = here(capsys, "train", continued, f"folder={tmp_path / 'continued'}", "train.steps=1")
+    assert done.code == 0, done.err

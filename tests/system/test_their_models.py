@@ -1,0 +1,138 @@
+"""Promises 1 and 2 for a model of transformers, under the real command, and its way back."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+import holdfast
+from holdfast.events import Evaluated, StepDone, WorkerLost, WorkerStarted
+from holdfast.wire.journal import follow_journal, read_journal
+from holdfast.wire.store.run_store import FolderStore
+from tests.support.commands import apart, start, write_run_file
+from tests.support.their_models import write_model
+
+STEPS = 12
+MODEL = "model: {from: theirs, code: transformers}\n"
+
+
+def _run_file(root: Path, dropout: float = 0.1) -> Path:
+    path = write_run_file(root)
+    write_model(root / "theirs", "gpt2", dropout)
+    lines = path.read_text().splitlines()
+    kept = [line for line in lines if not line.startswith(("model:", "  tokenizer:"))]
+    text = "\n".join(kept).replace("  steps: 6", f"  steps: {STEPS}") + "\n" + MODEL
+    text = text.replace("  microbatch_size: 1", "  microbatch_size: 2")
+    text = text.replace("  processes: 1", "  processes: 1\n  attention: document")
+    path.write_text(text + "cluster: {threads_per_worker: 1}\n")
+    return path
+
+
+def _kill_in(folder: Path, run_file: Path, at: int, *overrides: str) -> None:
+    process = start("train", run_file, f"folder={folder}", *overrides)
+    done, pids = threading.Event(), dict[int, int]()
+    collector = threading.Thread(target=lambda: (process.communicate(timeout=300), done.set()))
+    collector.start()
+    for records in follow_journal(FolderStore(folder), poll_interval_s=0.02, stop=done):
+        for event in (record.event for record in records):
+            if isinstance(event, WorkerStarted):
+                pids[event.rank] = event.pid
+            if isinstance(event, StepDone) and event.step == at:
+                os.kill(pids[max(pids)], signal.SIGKILL)
+                done.set()
+    collector.join(300)
+    assert process.returncode == 0
+
+
+def _tensors(folder: Path) -> dict[str, torch.Tensor]:
+    opened = holdfast.open_checkpoint(folder)
+    assert opened.step == STEPS
+    return {name: opened[name] for name in opened.names}
+
+
+@pytest.mark.slow
+def test_a_model_of_transformers_is_killed_exported_and_branched(tmp_path: Path) -> None:
+    run_file, killed, alone = _run_file(tmp_path), tmp_path / "killed", tmp_path / "alone"
+    _kill_in(killed, run_file, 5, "layout.workers=3")
+    events = [record.event for record in read_journal(FolderStore(killed))]
+    assert [e.cause for e in events if isinstance(e, WorkerLost)] == ["SIGKILL"]
+    validations = [e for e in events if isinstance(e, Evaluated)]
+    assert [e.step for e in validations] == [3, 6, 9, 12]
+    assert all(e.bits_per_byte for e in validations)
+    done = apart("train", run_file, f"folder={alone}", "layout.workers=1", deadline=300)
+    assert done.code == 0, done.err
+    one, other = _tensors(alone), _tensors(killed)
+    assert all(torch.equal(one[name], other[name]) for name in one)
+    audit = apart("data", "audit", killed)
+    assert "none missing, none twice" in audit.out, audit.err
+
+    exported = apart("export", killed, "--to", tmp_path / "out", deadline=300)
+    assert exported.code == 0, exported.err
+    _assert_loads(tmp_path / "out", tmp_path / "theirs", killed)
+
+    made = apart("branch", killed, "--at", "6", "--to", tmp_path / "twin", deadline=300)
+    assert made.code == 0, made.err
+    twin = apart("train", tmp_path / "twin" / "run.yaml", deadline=300)
+    assert twin.code == 0, twin.err
+    branched = _tensors(tmp_path / "twin")
+    assert all(torch.equal(one[name], branched[name]) for name in one)
+
+
+def _assert_loads(folder: Path, source: Path, run: Path) -> None:
+    """from_pretrained gives the logits of the checkpoint's parameters, and the same tokenizer."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    loaded = AutoModelForCausalLM.from_pretrained(folder).eval()
+    expected = AutoModelForCausalLM.from_pretrained(source).eval()
+    text = "the quick brown fox"
+    ids, theirs = (
+        AutoTokenizer.from_pretrained(place)(text, return_tensors="pt").input_ids
+        for place in (folder, source)
+    )
+    assert torch.equal(ids, theirs)
+    with torch.no_grad():
+        before = expected(ids).logits
+        parameters = holdfast.open_checkpoint(run).parameters()
+        expected.load_state_dict(parameters, strict=False)
+        expected.tie_weights()
+        assert torch.equal(loaded(ids).logits, expected(ids).logits)
+        assert not torch.equal(loaded(ids).logits, before)
+
+
+@pytest.mark.slow
+def test_zero_agrees_in_float64_and_is_restored_on_another_layout(tmp_path: Path) -> None:
+    run_file = _run_file(tmp_path, dropout=0.0)
+    wide = "train.precision=float64"
+    alone = apart("train", run_file, "layout.workers=1", wide, f"folder={tmp_path / 'alone'}")
+    assert alone.code == 0, alone.err
+    one = _tensors(tmp_path / "alone")
+    for zero in (1, 2, 3):
+        folder, layout = tmp_path / f"zero{zero}", [f"layout.zero={zero}", "layout.dp_shard=2"]
+        first = apart(
+            "train",
+            run_file,
+            wide,
+            "train.steps=6",
+            f"folder={folder}",
+            *layout,
+            "train.schedule.steps=12",
+            deadline=300,
+        )
+        assert first.code == 0, first.err
+        rest = apart(
+            "train",
+            run_file,
+            wide,
+            f"folder={folder}",
+            "train.schedule.steps=12",
+            "layout.workers=1",
+            deadline=300,
+        )
+        assert rest.code == 0, rest.err
+        for name, value in _tensors(folder).items():
+            assert (value - one[name]).norm() <= 1e-10 * one[name].norm(), name
