@@ -167,11 +167,8 @@ NOT_CARRIED_OUT: dict[str, tuple[str, ...]] = {
         "cli/checkpoint_import.py: the dataset in … was tokenised with another tokenizer: …",
         "cli/checkpoint_import.py: the dataset's tokenizer makes … tokens of texts, and "
         "the model knows …",
-        "cli/checkpoint_import.py: there is no tokenizer.json here, so nothing shows "
-        "that the dataset's tokens are those that the weights have learnt",
         "cli/data.py: … is for text, and this run trains …, which gives its own data",
         "cli/layout.py: … stages by … microbatches are too many to draw",
-        "cli/train.py: model.vocab_size … is smaller than the dataset's vocabulary of …",
         "config/huggingface/convert.py: (from_their_config)",
         "config/huggingface/convert.py: (to_their_config)",
         "config/identity.py: this run was started with another source of task …",
@@ -204,7 +201,6 @@ NOT_CARRIED_OUT: dict[str, tuple[str, ...]] = {
         "export/adapters.py: this run trains the full model, so it has no adapters",
         "export/dcp.py: the format dcp holds AdamW's state, and train.optimizer.name of "
         "this run is …",
-        "export/weights.py: the prompt is not UTF-8 text",
         "export/weights.py: the run's tokenizer is not there",
         "launch/lora_run.py: (with_lora)",
         "launch/lora_run.py: lora.rank is …, and no folder gives the weights of the base",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+import shutil
 from collections.abc import Callable
 from importlib.machinery import ModuleSpec
 from re import Match
@@ -13,10 +14,13 @@ from torch import nn
 from holdfast.checkpoint.restore.reader import Checkpoint
 from holdfast.cli import chaos, join
 from holdfast.cli.read_errors import explain_read_errors
+from holdfast.cli.train import with_vocabulary
+from holdfast.config.load import load_config
 from holdfast.config.run import RunConfig
 from holdfast.config.task import TaskConfig
 from holdfast.core.schedule.table import build_schedule
 from holdfast.core.schedule.timing import Durations, time_schedule
+from holdfast.data.dataset import Dataset
 from holdfast.elastic.notices.clouds import make_notice_source
 from holdfast.elastic.notices.kubernetes import _parse_taints
 from holdfast.elastic.notices.ray import make_ray_source
@@ -27,6 +31,7 @@ from tests.cli.remedies.lab import Case, Lab, case, fixed, setting
 from tests.cli.remedies.of_others import calling, values
 from tests.cli.remedies.of_runs import (
     RUN,
+    add,
     attempt,
     begin_run,
     change_file,
@@ -92,6 +97,17 @@ def see_intact(lab: Lab, found: Match[str]) -> None:
         run_command(words)
     except AssertionError:  # its exit code is 1: a checkpoint is damaged
         lab.settings["line"] = ["checkpoint", "diff", *[lab.path(f"{RUN}@3")] * 2]
+
+
+def vocabulary(lab: Lab) -> None:
+    overrides = [f"model.vocab_size={lab.settings['size']}"]
+    loaded = load_config(lab.folder / "run.yaml", overrides)
+    with_vocabulary(loaded, Dataset.open(loaded.config.data.folder))
+
+
+def no_tokenizer(lab: Lab) -> None:
+    run_command(["export", lab.path(RUN), "--to", lab.path("hf")])
+    shutil.move(lab.folder / "hf/tokenizer.json", lab.folder)
 
 
 # --- runs on several machines, notices ------------------------------------------------------
@@ -230,6 +246,35 @@ CASES: list[Case] = [
         attempt,
         r"see which checkpoints are intact: (holdfast checkpoint verify .*)",
         see_intact,
+    ),
+    case(
+        "cli/train.py: model.vocab_size … is smaller than the dataset's vocabulary of …",
+        lambda lab: (begin_run(lab), lab.settings.update(size=10)),
+        vocabulary,
+        r"use (\d+), or 0 for the dataset's",
+        setting("size", int),
+    ),
+    case(
+        "cli/checkpoint_import.py: there is no tokenizer.json here, so nothing shows that the "
+        "dataset's tokens are those that the weights have learnt",
+        line("checkpoint import {root}/run.yaml --from {root}/hf folder={root}/new", no_tokenizer),
+        attempt,
+        r"put it there, or say that they are with (--tokenizer-unchecked)",
+        add(),
+    ),
+    case(
+        "cli/checkpoint_import.py: there is no tokenizer.json here, so nothing shows that the "
+        "dataset's tokens are those that the weights have learnt",
+        line("checkpoint import {root}/run.yaml --from {root}/hf folder={root}/new", no_tokenizer),
+        attempt,
+        r"put it there, or say that they are with --tokenizer-unchecked",
+        lambda lab, found: shutil.move(lab.folder / "tokenizer.json", lab.folder / "hf"),
+    ),
+    one(
+        "export/weights.py: the prompt is not UTF-8 text",
+        "generate {root}/run \udcff --tokens 1",
+        r"give it in the terminal's encoding, UTF-8",
+        word("\udcff", "the"),
     ),
     case(
         "checkpoint/restore/reader.py: there is no tensor …",
