@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import pickle
 import select
+import shlex
 import signal
 import time
 from collections.abc import Callable
@@ -55,7 +56,8 @@ class Deadlines:
             return call_in_fork(function, seconds)
         except HungError:
             found = f"no answer in {format_duration(seconds)}: the disk or network under it hangs"
-            remedy = "see whether this returns: stat -f; mount the folder again, or wait"
+            command = shlex.join(["stat", "-f", str(self.where)])
+            remedy = f"mount the folder again, or wait until this returns: {command}"
             self.hung.append(Check(name, "fails", found, remedy, str(self.where)))
             return default
 
