@@ -39,7 +39,10 @@ def described(loaded: LoadedConfig, folder: str) -> LoadedConfig:
     try:
         found = describe_task(loaded.config)
     except TaskError as error:
-        where = loaded.where("task.name")
+        key = error.where or "task"
+        is_argument = key.startswith("task.args")
+        place = loaded.where(key if is_argument else "task.name")
+        where = f"{place}: {key}" if is_argument else place
         raise TaskError(error.message, where=where, remedy=error.remedy) from None
     values = {f"task.{key}": found[key] for key in PLANNED_KEYS}
     if BASE_CHECKSUM in found:
