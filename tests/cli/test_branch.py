@@ -19,7 +19,11 @@ from holdfast.config.train import ScheduleConfig, TrainConfig
 from holdfast.errors import CheckpointError, RunFolderError
 from holdfast.events import RunBranched
 from holdfast.launch import branch as branch_module
-from holdfast.launch.resume_checks import branch_command, refuse_unfit_state
+from holdfast.launch.resume_checks import (
+    branch_command,
+    refuse_branch_without_state,
+    refuse_unfit_state,
+)
 from holdfast.launch.runs import open_run
 from holdfast.wire.journal import read_journal
 from holdfast.wire.store.run_store import FolderStore
@@ -155,8 +159,9 @@ def test_a_branch_of_a_branch_is_audited_through_all_parents(
     assert here(capsys, "branch", "one", "--at", "3", "--to", "two").code == 0
     audit = here(capsys, "data", "audit", "two")
     assert audit.code == 0
-    assert f"parent {tmp_path / 'one'}: nothing is committed yet" in audit.out
-    assert f"parent {parent}: 12 samples in 3 steps" in audit.out
+    one = tmp_path / "one"
+    assert f"parent {one}: no step of its own is committed up to step 3" in audit.out
+    assert f"parent of {one}, {parent}: 12 samples in 3 steps" in audit.out
 
 
 # --- refusals -------------------------------------------------------------------------------
@@ -206,6 +211,11 @@ def test_places_and_steps_that_cannot_be(trained: Trained, tmp_path: Path, capsy
     )
     here(capsys, "branch", run, "--at", "3", "--to", run / "in").refuses("outside of it", "--to")
     here(capsys, "branch", run, "--at", "3", "--to", "lr{name}").refuses("{name}", "--to")
+    (tmp_path / "full" / "file").touch()
+    here(capsys, "branch", run, "--at", "3", "--to", "full/file/new").refuses(
+        f"{tmp_path}/full/file/new: {tmp_path}/full/file is a file, not a folder; name another "
+        "folder with --to"
+    )
     assert [path.name for path in tmp_path.iterdir()] == ["full"]
 
 
@@ -227,7 +237,13 @@ def test_a_branch_does_not_begin_at_step_0(parent: Path, capsys: Capture) -> Non
     assert here(capsys, "branch", parent, "--at", "3", "--to", "new").code == 0
     here(capsys, "train", "new/run.yaml", "--fresh").refuses("--fresh would begin it at step 0")
     run_file = shutil.copy("new/run.yaml", "kept.yaml")
-    shutil.rmtree("new")
+    shutil.move("new", "moved")
+    found = here(capsys, "train", "moved/run.yaml")
+    found.refuses("this branch lies in", "moved now", "add folder=")
+    setting = found.err.strip().rpartition("; add ")[2]
+    moved = load_config(Path("moved/run.yaml"), shlex.split(setting))
+    refuse_branch_without_state(Path(moved.config.run_folder), moved, fresh=False)
+    shutil.rmtree("moved")
     here(capsys, "train", run_file).refuses("its first checkpoint is not here", "holdfast branch")
 
 
@@ -270,6 +286,7 @@ def test_a_damaged_checkpoint_makes_no_branch(
     damage(parent, 3)
     found = here(capsys, "branch", parent, "--at", "3", "--to", "new")
     found.refuses("step 3 cannot be copied", "checksum", "holdfast checkpoint verify")
+    assert found.err.count(";") == 1, "one remedy"
     assert [path.name for path in tmp_path.iterdir()] == ["parent"]
 
 
@@ -343,3 +360,30 @@ def test_a_refused_change_names_the_branch_to_type(trained: Trained, capsys: Cap
     command = shlex.split(found.err.strip().rpartition("run of its own: ")[2])
     assert command[:5] == ["holdfast", "branch", str(trained.folder), "--at", "3"]
     assert command[-1] == "train.optimizer.learning_rate=0.0001"
+
+
+def test_another_batch_names_the_branch_that_has_it_from_its_first_step_on(
+    parent: Path, trained: Trained, capsys: Capture
+) -> None:
+    found = here(capsys, "train", trained.run_file, f"folder={parent}", "train.batch_size=8")
+    found.refuses("train.batch_size was 4 and is now 8")
+    command = shlex.split(found.err.strip().rpartition("run of its own: ")[2])
+    assert here(capsys, *command[1:]).code == 0
+    train = load_config(Path(f"{parent}-branch/run.yaml")).config.train
+    sizes = [(stage.from_step, stage.batch_size) for stage in train.batch_warmup]
+    assert (train.batch_size, sizes) == (4, [(4, 8)])
+
+
+def test_fewer_steps_than_are_done_name_the_least(trained: Trained, capsys: Capture) -> None:
+    found = here(capsys, "train", trained.run_file, "train.steps=3")
+    found.refuses("done step 6, and train.steps 3 would cut it; use train.steps=6 or more")
+    assert "is finished" in here(capsys, "train", trained.run_file, "train.steps=6").err
+
+
+def test_the_least_steps_make_the_branch_that_a_refusal_names(
+    parent: Path, trained: Trained, capsys: Capture
+) -> None:
+    os.unlink(next(parent.glob("commits/fffffffffffffff9-*")))
+    found = here(capsys, "train", trained.run_file, f"folder={parent}", "train.steps=3")
+    command = shlex.split(found.err.strip().rpartition("run of its own: ")[2])
+    assert here(capsys, *command[1:]).code == 0, found.err

@@ -6,12 +6,15 @@ import json
 import os
 import shutil
 import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from holdfast.cli import doctor_store
+from holdfast.cli import doctor_deadline, doctor_store
+from holdfast.cli.doctor_deadline import Deadlines
 from holdfast.cli.doctor_nodes import check_links, check_memory, check_nodes, needs_by_node
 from holdfast.cli.doctor_run import diagnose_run
 from holdfast.cli.doctor_store import check_store
@@ -193,6 +196,48 @@ def test_a_run_of_an_older_folder_can_be_named_by_its_run_file(
     found = here(capsys, "doctor", trained.run_file)
     assert found.code == 0, found.out
     assert "finished after step 6" in found.out
+
+
+def test_a_check_that_hangs_is_left_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor_deadline, "AFTER_HANG_S", 0.1)
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    within = Deadlines(tmp_path)
+    assert within.run("size", 60, lambda: len("four"), 0) == 4
+    for name in ("one", "two"):  # no process writes into the pipe
+        assert within.run(name, 0.1, pipe.read_text, "hung") == "hung"
+    assert [check.name for check in within.hung] == ["one", "two"]
+    assert "no answer in" in within.hung[0].found
+    with pytest.raises(FileNotFoundError):
+        within.run("three", 60, (tmp_path / "none").read_text, "")
+
+
+LOOK_AT_A_HUNG_RUN = """
+import pathlib, sys
+from tests.support.commands import within
+from tests.support.faulty_disk import FaultyDisk
+folder, point = map(pathlib.Path, sys.argv[1:])
+disk = FaultyDisk(folder, point)
+assert within("doctor", point).code == 0
+disk.order("hang")
+found = within("doctor", point)
+disk.order("well")
+disk.close()
+print(found.code, found.out)
+"""
+
+
+@pytest.mark.slow
+def test_a_run_on_a_disk_that_hangs_is_reported(runs: Path, tmp_path: Path) -> None:
+    (tmp_path / "point").mkdir()
+    script = [sys.executable, "-c", LOOK_AT_A_HUNG_RUN, runs / "nodes", tmp_path / "point"]
+    command = ["unshare", "-Urm", "--propagation", "private", *script]
+    done = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("1 "), done.stdout
+    assert "FAIL  run folder  no answer in" in done.stdout
 
 
 @pytest.mark.slow

@@ -69,6 +69,11 @@ def test_config_show_as_json(capsys: Capture) -> None:
     assert len(found["hash"]) == 32
 
 
+def test_an_address_in_an_override_stays_as_it_is(capsys: Capture) -> None:
+    found = here(capsys, "config", "show", "task.args.at=http://x//y", "--json")
+    assert json.loads(found.out)["config"]["task"]["args"] == {"at": "http://x//y"}
+
+
 def test_config_mistakes_exit_with_2(tmp_path: Path, capsys: Capture) -> None:
     path = tmp_path / "run.yaml"
     path.write_text("train:\n  stpes: 5\n")

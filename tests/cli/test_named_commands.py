@@ -33,6 +33,7 @@ KEY = re.compile(
 PROSE = ("object", "key id", "import errors", "imports")  # formats and code, not commands
 OF_OTHERS = ("--ulimit", "--head")
 """Options of other programs that a sentence names."""
+EXPANDED_KEYS = (model_from.KEY, model_from.CODE_KEY, lora_from.KEY)
 OTHER_KEYS = (
     "data.md",
     "data.pkl",
@@ -161,7 +162,7 @@ def test_what_a_page_names_exists(path: Path) -> None:
 def unknown_keys(text: str) -> list[str]:
     if " " not in text:
         return []  # an identifier, not a sentence
-    found = set(KEY.findall(text)) - {*OTHER_KEYS, model_from.KEY, lora_from.KEY}
+    found = set(KEY.findall(text)) - {*OTHER_KEYS, *EXPANDED_KEYS}
     return [key for key in sorted(found) if field_at(as_path(key)) is None]
 
 

@@ -19,7 +19,7 @@ Capture = pytest.CaptureFixture[str]
 def test_a_finished_run_comes_to_two_trackers(trained: Trained, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     shutil.copytree(trained.folder, folder)
-    done = apart("track", folder, "--to", "csv", "--to", "tensorboard")
+    done = apart("track", folder, "--to", "csv,tensorboard", "--to", "csv")
     assert done.code == 0, done.err
     assert "csv: everything is delivered: {'train': 6, 'validation': 6}" in done.err
     train = rows(folder / "trackers" / "csv" / "train.csv")

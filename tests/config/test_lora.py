@@ -144,3 +144,8 @@ def test_keys_of_adapters_without_a_rank_have_no_effect() -> None:
     found = [line for line in find_without_effect(loaded) if "lora" in line]
     assert len(found) == 2
     assert "run.yaml:2: lora.alpha has no effect with lora.rank 0" in found[0]
+
+
+def test_a_model_of_transformers_gives_its_own_base(root: Path) -> None:
+    loaded = _loaded(root, "model: {from: base, code: transformers}\nlora: {rank: 4}\n")
+    assert (loaded.config.lora.rank, loaded.config.lora.base) == (4, "")

@@ -140,6 +140,16 @@ def test_steps_after_the_last_commit_do_not_count_yet(source: Batches) -> None:
     assert "nothing is committed" in result.describe()
 
 
+def test_the_steps_of_an_imported_checkpoint_are_not_asked_for(source: Batches) -> None:
+    records = [*feed(source, EVEN, 5, 9), committed(9)]
+    assert not audit_records(records, source).ok, "nothing says that step 4 was imported"
+    key = "commits/fffffffffffffffb-0000000000.json"
+    records[0] = Record(1, "agent", 0, 0.0, GenerationStarted({}, "resume", key, step=4))
+    result = audit_records(records, source)
+    assert (result.ok, result.first_step, result.last_step) == (True, 5, 9)
+    assert result.describe().endswith("the steps up to 4 were imported, and are not checked")
+
+
 def test_a_microbatch_that_nobody_fed(source: Batches) -> None:
     plans: list[Plan] = [lambda _: [0, 1], lambda step: [2] if step == 5 else [2, 3]]
     result = audit_records([*feed(source, plans, 1, 8), committed(8)], source)

@@ -137,3 +137,26 @@ def test_losses_adapters_and_folders_are_peft_s_own(tmp_path: Path, capsys: Capt
     continued.write_text(text.replace(section, f"lora: {{from: '{end}'}}\n"))
     done = here(capsys, "train", continued, f"folder={tmp_path / 'continued'}", "train.steps=1")
     assert done.code == 0, done.err
+
+
+@pytest.mark.slow
+def test_transformers_own_code_begins_with_the_same_loss(tmp_path: Path, capsys: Capture) -> None:
+    """A foreign model: B is zero before the first step, so the first loss is the base's. Adapters
+    alone are kept there, too."""
+    path = write_run(tmp_path)
+    for folder, more in (("ours", ()), ("theirs", ("model.code=transformers",))):
+        done = here(capsys, "train", path, f"folder={tmp_path / folder}", "train.steps=3", *more)
+        assert done.code == 0, done.err
+        assert "lora: trains" in done.err
+    first, second = (_losses(tmp_path / folder) for folder in ("ours", "theirs"))
+    assert second[0] == pytest.approx(first[0], abs=1e-5)
+    assert second[2] < second[0]
+    store = FolderStore(tmp_path / "theirs")
+    names = [spec.name for spec in Checkpoint.open(store, list_commits(store)[0]).tensors]
+    assert names
+    assert all(name.endswith((".lora_A", ".lora_B")) for name in names)
+
+
+def _losses(folder: Path) -> list[float]:
+    events = [record.event for record in read_journal(FolderStore(folder))]
+    return [event.loss for event in events if isinstance(event, StepDone)]

@@ -175,6 +175,7 @@ def test_a_mean_ends_the_run_at_once_and_a_changed_source_is_refused(tmp_path: P
     other.refuses_last("another source of task my_task:Gru", "--fresh")
 
 
+@pytest.mark.slow
 def test_a_branch_of_a_task_ends_like_its_parent(tmp_path: Path) -> None:
     """And the validation of the task is in the journal."""
     run_file, folder = _write(tmp_path, "Gru"), tmp_path / "run"
@@ -198,4 +199,4 @@ def test_a_branch_of_a_task_ends_like_its_parent(tmp_path: Path) -> None:
     assert one.step == other.step == 12
     assert all(torch.equal(one[name], other[name]) for name in one.names)
     refused = apart("branch", folder, "--at", "6", "--to", tmp_path / "x", "task.args.hidden=4")
-    refused.refuses("task.args.hidden cannot change in a branch")
+    refused.refuses("task.args cannot change in a branch")

@@ -28,6 +28,7 @@ def _run_file(root: Path, dropout: float = 0.1) -> Path:
     kept = [line for line in lines if not line.startswith(("model:", "  tokenizer:"))]
     text = "\n".join(kept).replace("  steps: 6", f"  steps: {STEPS}") + "\n" + MODEL
     text = text.replace("  microbatch_size: 1", "  microbatch_size: 2")
+    text = text.replace("  batch_size: 4", "  batch_size: 12")
     text = text.replace("  processes: 1", "  processes: 1\n  attention: document")
     path.write_text(text + "cluster: {threads_per_worker: 1}\n")
     return path
@@ -35,8 +36,13 @@ def _run_file(root: Path, dropout: float = 0.1) -> Path:
 
 def _kill_in(folder: Path, run_file: Path, at: int, *overrides: str) -> None:
     process = start("train", run_file, f"folder={folder}", *overrides)
-    done, pids = threading.Event(), dict[int, int]()
-    collector = threading.Thread(target=lambda: (process.communicate(timeout=300), done.set()))
+    done, pids, output = threading.Event(), dict[int, int](), list[str]()
+
+    def collect() -> None:
+        output.extend(process.communicate(timeout=300))
+        done.set()
+
+    collector = threading.Thread(target=collect)
     collector.start()
     for records in follow_journal(FolderStore(folder), poll_interval_s=0.02, stop=done):
         for event in (record.event for record in records):
@@ -46,7 +52,7 @@ def _kill_in(folder: Path, run_file: Path, at: int, *overrides: str) -> None:
                 os.kill(pids[max(pids)], signal.SIGKILL)
                 done.set()
     collector.join(300)
-    assert process.returncode == 0
+    assert process.returncode == 0, output
 
 
 def _tensors(folder: Path) -> dict[str, torch.Tensor]:

@@ -19,16 +19,16 @@ from holdfast.core.sharding.boxes import whole_box
 from holdfast.core.sharding.parameters import Parameter
 from holdfast.core.sharding.run_table import row_of_text
 from holdfast.errors import ConfigError, TaskError
+from holdfast.launch.task_run import described
 from holdfast.parallel.process_groups import connect
 from holdfast.tasks.batches import TaskBatches, open_samples
-from holdfast.tasks.child import describe
 from holdfast.tasks.loading import load_task
 from holdfast.tasks.module import meta_module, module_rows, refuse_other_rows
 from holdfast.tasks.own import OwnTask
 from holdfast.train.build import build_engine
 from holdfast.train.replica_check import refuse_unequal_start
 from tests.support.own_tasks import task_config, topology_of_layout
-from tests.support.ranks import RankContext, ranks
+from tests.support.ranks import ROOT, RankContext, ranks
 from tests.support.sample_tasks import WIDTH, Classifier, Convolution, Rows
 from tests.support.tiny_training import CPU
 
@@ -318,13 +318,29 @@ def test_names_that_lead_nowhere(name: str, words: str) -> None:
         load_task(TaskConfig(name=name))
 
 
-def test_unknown_arguments() -> None:
-    with pytest.raises(TaskError, match=r"cannot be made: TypeError: .*width"):
-        describe(
-            RunConfig.model_validate(
-                {"task": {"name": "tests.support.sample_tasks:Gru", "args": {"width": 3}}}
-            )
-        )
+class Sized(Classifier):
+    def __init__(self, width: int, depth: int = 2) -> None:
+        self.shape = width, depth
+
+
+@pytest.mark.parametrize(
+    ("args", "where", "words"),
+    [
+        ({"width": 3, "zzz": 3}, "task.args.zzz", "remove it (its arguments: width, depth)"),
+        ({"wdth": 3}, "task.args.wdth", "write task.args.width (its arguments: width, depth)"),
+        ({"depth": 3}, "task.args", "give task.args.width a value (its arguments: width, depth)"),
+    ],
+)
+def test_unknown_and_missing_arguments(args: dict[str, int], where: str, words: str) -> None:
+    with pytest.raises(TaskError) as caught:
+        load_task(TaskConfig(name=f"{__name__}:Sized", args=args))
+    assert (caught.value.where, caught.value.remedy) == (where, words)
+
+
+def test_a_wrong_argument_is_named_with_its_place_in_the_run_file() -> None:
+    text = "task:\n  name: tests.support.sample_tasks:Gru\n  args:\n    width: 3\n"
+    with pytest.raises(TaskError, match=r"run\.yaml:4: task\.args\.width: class Gru takes no"):
+        described(resolve_config(text, "run.yaml"), str(ROOT))
 
 
 @pytest.mark.parametrize("axis", ["tp", "pp"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -19,8 +20,6 @@ from holdfast.report.formatting import format_bytes
 
 if TYPE_CHECKING:
     from holdfast.launch.branch import Branch
-
-MIB = 2**20
 
 app = make_app("Begin a new run from a checkpoint of another one.")
 
@@ -76,10 +75,7 @@ def _make(parent: Run, at: str, to: Path, overrides: list[str], progress: StageP
     from holdfast.launch.branch import make_branch
     from holdfast.plan.hardware import detect_hardware
 
-    def show(done: int, total: int) -> None:
-        if total >= MIB:
-            progress.show("copied MiB", done // MIB, total // MIB)
-
+    show = partial(progress.show_bytes, "copied")
     return make_branch(parent, at, to, overrides, detect_hardware(), show)
 
 

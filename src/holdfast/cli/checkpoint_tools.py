@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
     from holdfast.wire.store.run_store import RunStore
 
 Json = Annotated[bool, typer.Option("--json", help="print JSON")]
-MIB = 2**20
 
 
 # --- diff -----------------------------------------------------------------------------------
@@ -47,9 +47,7 @@ def diff(
 
     (a, where), (b, other) = _named(first), _named(second)
     with explain_read_errors(where), explain_read_errors(other), StageProgress() as progress:
-        found = compare_checkpoints(
-            a, b, lambda done, total: progress.show("compared MiB", done // MIB, total // MIB)
-        )
+        found = compare_checkpoints(a, b, partial(progress.show_bytes, "compared"))
     if json:
         print_json({"first": a.commit.key, "second": b.commit.key, **comparison_to_json(found)})
     elif found.differences:
@@ -123,7 +121,7 @@ def copy(
                 found.store,
                 key,
                 target,
-                lambda part, total: progress.show("copied MiB", part // MIB, total // MIB),
+                partial(progress.show_bytes, "copied"),
                 say=progress.say,
             )
         except CheckpointError as error:

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from holdfast.cli.dispatch import app as make_app
+from holdfast.cli.dispatch import expand_argument
 from holdfast.cli.output import print_json, print_table
 from holdfast.config.explain import format_value as shown
 from holdfast.config.fields import leaves
@@ -20,7 +21,7 @@ app = make_app("Show a run file as it is understood, and what it may contain.")
 
 @app.command()
 def show(
-    run_file: Annotated[Path | None, typer.Argument(help="the run file; none: defaults")] = None,
+    run_file: Annotated[str | None, typer.Argument(help="the run file; none: defaults")] = None,
     overrides: Annotated[list[str] | None, typer.Argument(help="key=value ...")] = None,
     origin: Annotated[bool, typer.Option("--origin", help="say where each value is from")] = False,
     json: Annotated[bool, typer.Option("--json", help="print JSON, origins included")] = False,
@@ -34,11 +35,12 @@ def show(
       holdfast config show run.yaml --origin
       holdfast config show run.yaml train.steps=200 --json
     """
-    given = list(overrides or [])
-    if run_file is not None and "=" in str(run_file) and not run_file.exists():
-        given.insert(0, str(run_file))  # only overrides: the defaults with these
-        run_file = None
-    loaded = load_config(run_file, given)
+    given, path = list(overrides or []), None
+    if run_file is not None and "=" in run_file and not Path(run_file).exists():
+        given.insert(0, run_file)  # only overrides: the defaults with these
+    elif run_file is not None:
+        path = Path(expand_argument("run file", run_file))
+    loaded = load_config(path, given)
     if json:
         print_json(loaded.to_json() | {"hash": config_hash(loaded.config)})
         return

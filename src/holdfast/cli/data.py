@@ -146,8 +146,11 @@ def audit(
             numbers["parents"] = {name: one.to_json() for name, one in results.items() if name}
         print_json(numbers | {"ok": all(one.ok for one in results.values())})
     else:
+        child = ""
         for name, one in results.items():
-            one.print(f"parent {name}: " if name else "")
+            of_child = f" of {child}," if child else ""
+            one.print(f"parent{of_child} {name}: " if name else "")
+            child = name
     return 0 if all(one.ok for one in results.values()) else 1
 
 

@@ -35,6 +35,8 @@ class RunAudit:
             del numbers["unreadable"]
         if self.result.first_step == 1:
             del numbers["first_step"]
+        if not self.result.imported_step:
+            del numbers["imported_step"]
         return numbers | {"ok": self.result.ok, "sentence": self.result.describe()}
 
     def print(self, head: str) -> None:
@@ -80,7 +82,8 @@ def audit_run(found: Run, last_step: int | None = None) -> RunAudit:
 
 
 def audit_parents(found: Run) -> dict[str, RunAudit]:
-    """Audit the runs that a branch continues, each up to the step that was branched from."""
+    """Audit the runs that a branch continues, each up to the step that was branched from. The key
+    is the run's folder; the nearest parent comes first."""
     from holdfast.data.audit import branch_event
     from holdfast.wire.journal import read_journal
 
@@ -95,7 +98,7 @@ def audit_parents(found: Run) -> dict[str, RunAudit]:
                 f"it dealt the samples of the steps up to {event.step}, and is no longer in "
                 f"{event.folder}: these steps are not checked"
             )
-            audits[event.parent] = RunAudit(None, missing=missing)
+            audits[event.folder] = RunAudit(None, missing=missing)
         else:
             audits[event.folder] = audit_run(run, event.step)
     return audits

@@ -118,7 +118,7 @@ def _report_failure(program: str, error: BaseException, folder: Path) -> int:
         return error.exit_code
     usage = getattr(error, "format_message", None)  # the parser's own errors
     if usage is not None and hasattr(error, "exit_code"):
-        words = usage().strip().rstrip(".")
+        words = usage().strip().rstrip(".").replace("Value error, ", "")
         context = getattr(error, "ctx", None)
         path = getattr(context, "command_path", program) if context else program
         print(f"{path}: {words or 'a command is missing'}; see '{path} --help'", file=sys.stderr)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
@@ -9,6 +10,7 @@ from typing import Annotated
 import typer
 
 from holdfast.cli.dispatch import app as make_app
+from holdfast.cli.dispatch import expand_argument
 from holdfast.cli.doctor_checks import Check, run_checks
 from holdfast.cli.output import print_json, print_table, say
 
@@ -18,7 +20,7 @@ app = make_app("Check that this machine can train, or look at a run.")
 @app.command()
 def doctor(
     run: Annotated[
-        Path | None, typer.Argument(help="run folder, or its run file; none: this machine")
+        str | None, typer.Argument(help="run folder, or its run file; none: this machine")
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="print JSON")] = False,
 ) -> int:
@@ -43,15 +45,21 @@ def doctor(
         else:
             print_checks(checks)
         return 1 if any(check.state == "fails" for check in checks) else 0
-    from holdfast.cli.doctor_run import diagnose_run, folder_of
+    from holdfast.cli.doctor_deadline import QUICK_S, Deadlines
+    from holdfast.cli.doctor_run import RunDiagnosis, diagnose_run, folder_of
     from holdfast.launch.holder import HolderWatch
 
-    folder = folder_of(run)
-    found = diagnose_run(folder, HolderWatch(folder, say))
+    given = Path(expand_argument("run", run))  # a Path option would be looked for on its disk
+    within = Deadlines(given)
+    folder = within.run("run folder", QUICK_S, lambda: folder_of(given), None)
+    if folder is None:
+        found = RunDiagnosis(given, within.hung)
+    else:
+        found = diagnose_run(folder, HolderWatch(folder, say))
     if json:
         print_json(found.to_json())
     else:
-        print(f"{folder.resolve()}")
+        print(os.path.abspath(found.folder))
         print_checks(found.checks)
     return 1 if found.will_fail else 0
 

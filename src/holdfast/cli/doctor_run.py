@@ -5,6 +5,7 @@ A part that is broken is one finding, and does not keep the other parts from bei
 
 from __future__ import annotations
 
+import os
 import platform
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from holdfast.cli.doctor_checks import Check
+from holdfast.cli.doctor_deadline import QUICK_S, SLOW_S, Deadlines
 from holdfast.cli.doctor_nodes import check_links, check_memory, check_nodes, nodes_to_json
 from holdfast.cli.doctor_state import RunState, check_dataset, is_at_work, read_state
 from holdfast.cli.doctor_store import StoreFindings, check_folder, check_store
@@ -50,7 +52,7 @@ class RunDiagnosis:
 
     def to_json(self) -> dict[str, Any]:
         return {
-            "folder": str(self.folder.resolve()),
+            "folder": os.path.abspath(self.folder),
             **({} if self.state is None else self.state.to_json()),
             "nodes": nodes_to_json(self.answers, self.nodes),
             "store": {} if self.store is None else self.store.figures,
@@ -59,31 +61,61 @@ class RunDiagnosis:
 
 
 def diagnose_run(folder: Path, watch: HolderWatch) -> RunDiagnosis:
-    """Check the run in `folder`. watch: of its holder."""
-    found = RunDiagnosis(folder)
-    run = _open(folder, found.checks)
-    secrets, secret_checks = _read_run_secrets(folder)
-    try:
-        lives = secrets is not None and is_at_work(folder, watch)
-        found.state = read_state(folder, run.config if run else None, watch, lives)
-        found.checks += found.state.checks
-    except HoldfastError as error:
-        lives = False
-        found.checks.append(_failed("run", error, folder))
-    record = _read_record(folder, found.checks)
+    """Check the run in `folder`. watch: of its holder. A check that hangs is one that fails."""
+    found, within = RunDiagnosis(folder), Deadlines(folder)
+    no_run: tuple[Run | None, list[Check]] = (None, [])
+    unknown: tuple[tuple[Secret, ...] | None, list[Check]] = (None, [])
+    no_record: tuple[GenerationRecord | None, list[Check]] = (None, [])
+    run, checks = within.run("run file", QUICK_S, lambda: _open(folder), no_run)
+    found.checks += checks
+    secrets, secret_checks = within.run(
+        "secret", QUICK_S, lambda: _read_run_secrets(folder), unknown
+    )
+    config = run.config if run else None
+    looked = within.run(
+        "run", SLOW_S, lambda: _look(folder, config, watch, secrets is not None), _Look()
+    )
+    lives, found.state = looked.lives, looked.state
+    found.checks += looked.checks
+    record, checks = within.run("generation", QUICK_S, lambda: _read_record(folder), no_record)
+    found.checks += checks
     if lives:
-        found.answers = ask_agents(_addresses(record, watch), secrets or ())
+        found.answers = ask_agents(_addresses(record, looked.holder), secrets or ())
     found.nodes = () if record is None or record.topology is None else record.topology.nodes
     found.checks += [*check_nodes(record, found.answers), *check_links(found.answers)]
     found.checks += secret_checks
     if run is not None:
-        found.checks += _config_checks(run, found, record, lives)
+        known = run
+        found.checks += within.run(
+            "dataset", SLOW_S, lambda: _config_checks(known, found, record, lives), []
+        )
     size = found.state.next_checkpoint_bytes if found.state is not None else 0
-    found.store = check_folder(folder, size)
+    nothing = StoreFindings([], {})
+    found.store = within.run("run store", SLOW_S, lambda: check_folder(folder, size), nothing)
     found.checks += found.store.checks
-    if run is not None and run.config.checkpoint.bucket:
-        found.checks += _bucket_checks(run.config.checkpoint.bucket)
+    if run is not None and (bucket := run.config.checkpoint.bucket):
+        found.checks += within.run("bucket", SLOW_S, lambda: _bucket_checks(bucket), [])
+    found.checks += within.hung
     return found
+
+
+@dataclass(frozen=True)
+class _Look:
+    """What the run folder tells of the run. holder: of its newest term."""
+
+    holder: dict[str, Any] | None = None
+    lives: bool = False
+    state: RunState | None = None
+    checks: list[Check] = field(default_factory=list)
+
+
+def _look(folder: Path, config: RunConfig | None, watch: HolderWatch, may_ask: bool) -> _Look:
+    try:
+        lives = may_ask and is_at_work(folder, watch)
+        state = read_state(folder, config, watch, lives)
+        return _Look(watch.holder, lives, state, state.checks)
+    except HoldfastError as error:
+        return _Look(watch.holder, checks=[_failed("run", error, folder)])
 
 
 def folder_of(argument: Path) -> Path:
@@ -103,15 +135,14 @@ def folder_of(argument: Path) -> Path:
     return folder
 
 
-def _open(folder: Path, checks: list[Check]) -> Run | None:
+def _open(folder: Path) -> tuple[Run | None, list[Check]]:
     """Return the run; None, with a check, if its description cannot be read."""
     try:
-        return open_run(folder)
+        return open_run(folder), []
     except UserError as error:
         remedy = error.remedy or "restore it from a backup"
         where = str(folder / RESOLVED_FILE)
-        checks.append(Check("run file", "fails", error.message, remedy, where))
-        return None
+        return None, [Check("run file", "fails", error.message, remedy, where)]
 
 
 def _read_run_secrets(folder: Path) -> tuple[tuple[Secret, ...] | None, list[Check]]:
@@ -129,23 +160,24 @@ def _read_run_secrets(folder: Path) -> tuple[tuple[Secret, ...] | None, list[Che
     return (), [Check("secret", "weak", found, remedy, where)]
 
 
-def _read_record(folder: Path, checks: list[Check]) -> GenerationRecord | None:
+def _read_record(folder: Path) -> tuple[GenerationRecord | None, list[Check]]:
     """Return the newest generation; None before the first, or with a check for a broken one."""
     store, newest = FolderStore(folder), 0
     try:
         newest = newest_generation(store)
-        return record_of(store, newest) if newest else None
+        return (record_of(store, newest) if newest else None), []
     except HoldfastError as error:
         where = generation_key(newest)
         remedy = "the next start makes a newer one"
-        checks.append(Check("generation", "weak", str(error), remedy, where))
-        return None
+        return None, [Check("generation", "weak", str(error), remedy, where)]
 
 
-def _addresses(record: GenerationRecord | None, watch: HolderWatch) -> Mapping[str, str]:
+def _addresses(
+    record: GenerationRecord | None, holder: Mapping[str, Any] | None
+) -> Mapping[str, str]:
     """Return the published address of each agent, and of the one that leads."""
     known = {} if record is None else dict(record.addresses)
-    holder = watch.holder or {}
+    holder = holder or {}
     name, address = str(holder.get("node", "")), str(holder.get("address", ""))
     if address and address not in known.values():
         known[name if name not in known else f"{name} (leads)"] = address

@@ -6,6 +6,7 @@ import sys
 import time
 from types import TracebackType
 
+MIB = 2**20
 LINE_INTERVAL_S = 5.0  # between two lines where there is no terminal
 
 
@@ -48,6 +49,11 @@ class StageProgress:
         elif done == total or time.monotonic() - self._last > LINE_INTERVAL_S:
             print(f"{what}: {done} of {total}", file=sys.stderr, flush=True)
             self._last = time.monotonic()
+
+    def show_bytes(self, what: str, done: int, total: int) -> None:
+        """`done` of `total` bytes, in MiB. Less than one is not worth a line."""
+        if total >= MIB:
+            self.show(f"{what} MiB", done // MIB, total // MIB)
 
     def _end_line(self) -> None:
         if self._is_line_open:

@@ -27,7 +27,7 @@ def track(
     run: Annotated[Path, typer.Argument(help="run folder, or the run file it was started with")],
     to: Annotated[
         list[str] | None,
-        typer.Option("--to", help="a tracker; left out: those of the run file; may be repeated"),
+        typer.Option("--to", help="trackers, as csv,tensorboard; left out: those of the run file"),
     ] = None,
     option: Annotated[
         list[str] | None,
@@ -50,7 +50,8 @@ def track(
     from holdfast.report.trackers.registry import options_of, require_tracker, trackers_of
 
     found = open_run(run)
-    names = list(dict.fromkeys(to or trackers_of(found.config)))
+    asked = [name.strip() for given in to or () for name in given.split(",")]
+    names = list(dict.fromkeys(filter(None, asked))) or list(trackers_of(found.config))
     if not names:
         raise UserError(
             "the run has no trackers", where=str(run), remedy="name one, for example: --to csv"

@@ -167,8 +167,21 @@ def config_hash(config: RunConfig) -> str:
     values = decisive_values(config.model_dump(mode="json"))
     if SCHEDULE_STEPS in values:  # under the key that it had when the first runs were trained
         values["train.steps"] = values.pop(SCHEDULE_STEPS)
+    return _digest(values)
+
+
+def _digest(values: Mapping[str, Any]) -> str:
     text = json.dumps(values, sort_keys=True, separators=(",", ":"))
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+def earlier_hash(config: RunConfig) -> str | None:
+    """Return the hash that an older version gave a run without a schedule: `train.steps` was a part
+    of it. None for a run with a schedule, whose length is in both."""
+    values = decisive_values(config.model_dump(mode="json"))
+    if SCHEDULE_STEPS in values:
+        return None
+    return _digest(values | {"train.steps": config.train.steps})
 
 
 def config_differences(stored: Mapping[str, Any], config: RunConfig) -> list[ConfigDifference]:
@@ -216,8 +229,8 @@ def refuse_other_run(
     """Raises RunFolderError, naming the first keys that differ, when `folder` belongs to a run
     that computes something else. The caller compares the datasets' versions.
 
-    branch_command: begins a run from a checkpoint of this one if the changed keys follow it; "" if
-    there is no checkpoint.
+    branch_command: begins a run with the changed keys from a checkpoint of this one; "" if there is
+    no checkpoint.
     """
     found = [d for d in config_differences(stored, config) if not is_place(d.key)]
     if not found:
@@ -245,10 +258,9 @@ def refuse_other_run(
         keep = ""
         if [d.key for d in found] == [SCHEDULE_STEPS]:
             keep = f"keep it with {SCHEDULE_STEPS}={found[0].there}, "
-        changes = " ".join(changed_keys(found, config))
         remedy = (
             f"{keep}put the values back, start over with --fresh, or continue in a run of its own: "
-            f"{branch_command} {changes}"
+            f"{branch_command}"
         )
     raise RunFolderError(
         f"this run folder belongs to another configuration ({named}){fits}",

@@ -110,7 +110,7 @@ def expand(
         adapter = AdapterFolder(path, values, (*taken, "lora.adapter"))
         own = {**values, **own, "adapter": str(path)}
     by_model: tuple[str, ...] = ()
-    if model is not None and not own.get("base"):
+    if model is not None and model.model is not None and not own.get("base"):
         own["base"], by_model = str(model.path), ("lora.base",)
     return {**data, "lora": own}, adapter, by_model
 

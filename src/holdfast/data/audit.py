@@ -34,6 +34,7 @@ from holdfast.core.data.sample_order import BatchSchedule, SampleOrder
 from holdfast.events import (
     BatchFed,
     CheckpointCommitted,
+    GenerationStarted,
     Record,
     RunBranched,
     RunFinished,
@@ -41,6 +42,8 @@ from holdfast.events import (
 )
 
 LOOKUP_POSITIONS = 1 << 16  # positions looked up at a time
+IMPORTED_KEY_END = "-0000000000.json"
+"""Of a commit object of generation 0: an import writes it before the first generation."""
 NEIGHBOUR_STEPS = 2  # steps before and after in which wrong tokens are looked for
 
 
@@ -72,6 +75,7 @@ class AuditResult:
 
     last_step: int
     first_step: int = 1  # a branch's first step: its parent dealt the samples before it
+    imported_step: int = 0  # of a checkpoint that another trainer wrote: nothing tells what it fed
     samples: int = 0  # positions of the steps audited
     skipped: dict[str, int] = field(default_factory=dict)  # reason -> samples
     retold: int = 0  # samples whose entry stands in for that of a worker that was lost
@@ -93,6 +97,8 @@ class AuditResult:
         if self.first_problem is not None:
             return f"{len(self.problems)} problems; the first: {self.first_problem.message}"
         if self.last_step < self.first_step:
+            if self.last_step:
+                return f"no step of its own is committed up to step {self.last_step:,}"
             return "nothing is committed yet, so there is nothing to audit"
         left_out = "".join(f", {n:,} skipped ({why})" for why, n in sorted(self.skipped.items()))
         where = f" ({self.first_step:,} to {self.last_step:,})" if self.first_step > 1 else ""
@@ -101,7 +107,13 @@ class AuditResult:
             f"{self.samples:,} samples in {number:,} steps{where}: none missing, none twice"
             f"{left_out}, each fed as the dataset and the seed say"
             f"{f'; {self.retold:,} by entries made for lost workers' if self.retold else ''}"
+            f"{self._describe_import()}"
         )
+
+    def _describe_import(self) -> str:
+        if not self.imported_step:
+            return ""
+        return f"; the steps up to {self.imported_step:,} were imported, and are not checked"
 
 
 class AuditedData(Protocol):
@@ -140,11 +152,12 @@ def audit_records(
     the run finished with. The audit of a branch begins after the step that it continues.
     """
     effective, superseded = lineage.split_effective(records)
-    parent = branch_event(effective)
+    parent, imported = branch_event(effective), _imported_step(effective)
     if last_step is None:
         done = (CheckpointCommitted, RunFinished, RunBranched)
         last_step = max((r.event.step for r in effective if isinstance(r.event, done)), default=0)
-    result = AuditResult(last_step, parent.step + 1 if parent else 1)
+    result = AuditResult(last_step, parent.step + 1 if parent else imported + 1)
+    result.imported_step = imported
     result.superseded = sum(isinstance(r.event, BatchFed) for r in superseded)
     result.problems += _dataset_problems(effective, batches.dataset)
     steps: dict[int, list[LedgerEntry]] = {}
@@ -188,6 +201,13 @@ def audit_records(
 def branch_event(records: Iterable[Record]) -> RunBranched | None:
     """Return the event of a run that continues another one; None for any other run."""
     return next((r.event for r in records if isinstance(r.event, RunBranched)), None)
+
+
+def _imported_step(records: Iterable[Record]) -> int:
+    """Return the step of the imported checkpoint that a run began from; 0 for any other run."""
+    first = next((r.event for r in records if isinstance(r.event, GenerationStarted)), None)
+    is_imported = first is not None and (first.restored_from or "").endswith(IMPORTED_KEY_END)
+    return first.step if first is not None and is_imported else 0
 
 
 def _dataset_problems(records: Sequence[Record], dataset: AuditedData) -> list[AuditProblem]:

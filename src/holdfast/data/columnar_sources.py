@@ -11,7 +11,8 @@ from typing import Any
 
 from xxhash import xxh3_128
 
-from holdfast.data.containers import empty_error, is_pointer, pointer_error, read_head
+from holdfast.config.git_lfs import is_pointer
+from holdfast.data.containers import empty_error, pointer_error, read_head
 from holdfast.data.source_files import FoundFiles, walk
 from holdfast.data.text_sources import (
     TakeDocument,

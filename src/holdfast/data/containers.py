@@ -12,11 +12,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, BinaryIO
 
+from holdfast.config.git_lfs import POINTER_MESSAGE, POINTER_REMEDY, is_pointer
 from holdfast.data.source_files import unreadable_error
 from holdfast.errors import DataError
 
 HEAD_BYTES = 512
-LFS_HEAD = b"version https://git-lfs.github.com/spec/"
 GZIP, ZSTD = b"\x1f\x8b", b"\x28\xb5\x2f\xfd"
 
 OTHERS = (
@@ -34,11 +34,7 @@ WIDE = ((b"\xff\xfe", "UTF-16"), (b"\xfe\xff", "UTF-16"), (b"\0\0\xfe\xff", "UTF
 
 
 def pointer_error(path: str) -> DataError:
-    return DataError(
-        "this is a git-lfs pointer, not the file",
-        where=path,
-        remedy="run git lfs pull where it was cloned",
-    )
+    return DataError(POINTER_MESSAGE, where=path, remedy=POINTER_REMEDY)
 
 
 def empty_error(path: str, what: str) -> DataError:
@@ -47,10 +43,6 @@ def empty_error(path: str, what: str) -> DataError:
         where=path,
         remedy="fetch it again, or leave it out of the source",
     )
-
-
-def is_pointer(head: bytes) -> bool:
-    return head.startswith(LFS_HEAD)
 
 
 def read_head(path: str) -> bytes:

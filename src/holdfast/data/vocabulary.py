@@ -14,9 +14,10 @@ from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from holdfast.config.git_lfs import is_pointer
 from holdfast.core.data.special_tokens import END, KNOWN_ENDS
 from holdfast.core.json_parsing import parse_json
-from holdfast.data.containers import is_pointer, pointer_error
+from holdfast.data.containers import pointer_error
 from holdfast.errors import DataError
 
 

@@ -11,6 +11,7 @@ therefore no run folder, and the same command resumes it.
 from __future__ import annotations
 
 import os
+import shlex
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
@@ -29,6 +30,7 @@ from holdfast.errors import (
     CorruptError,
     HoldfastError,
     RunFolderError,
+    UserError,
 )
 from holdfast.events import RunBranched
 from holdfast.launch.branch_config import branch_config, refuse_bad_changes
@@ -44,6 +46,8 @@ from holdfast.wire.term import create_generation, newest_generation
 NEWEST = "newest"
 WRITER = "branch"
 """Writer of the journal's first segment."""
+
+OTHER_FOLDER = "name another folder with --to"
 
 OnProgress = Callable[[int, int], None]
 
@@ -95,13 +99,13 @@ def make_branch(
         raise RunFolderError(
             "{name} stands for the run's name in the key folder, so no branch may be called so",
             where=str(target),
-            remedy="name another folder with --to",
+            remedy=OTHER_FOLDER,
         )
     if os.path.lexists(target):
         raise RunFolderError(
             "this exists, and a branch begins in a folder of its own",
             where=str(target),
-            remedy="name another folder with --to",
+            remedy=OTHER_FOLDER,
         )
     problem: HoldfastError | None = None
     step = 0
@@ -115,9 +119,11 @@ def make_branch(
         except (CheckpointError, CorruptError, MissingKeyError) as error:
             problem = problem or error
     assert problem is not None, "there is an origin at least"
+    what = problem.message if isinstance(problem, UserError) else str(problem)
     raise CheckpointError(
-        f"the checkpoint of step {step} cannot be copied: {problem}",
-        remedy=f"see which are intact with: holdfast checkpoint verify {parent.folder}",
+        f"the checkpoint of step {step} cannot be copied: {what}",
+        remedy="see which are intact with: "
+        + shlex.join(["holdfast", "checkpoint", "verify", str(parent.folder)]),
     ) from problem
 
 
@@ -180,7 +186,10 @@ def _make_folder(
     try:
         has_own = loaded.config.task.has_own_data
         dataset = parent.dataset_folder if has_own else Path(loaded.config.data.folder)
-        write_description(part, loaded, machine, dataset, parent.dataset_version)
+        try:
+            write_description(part, loaded, machine, dataset, parent.dataset_version)
+        except RunFolderError as error:
+            raise RunFolderError(error.message, where=str(target), remedy=OTHER_FOLDER) from None
         store = FolderStore(part)
         _create_generation(store, origin.commit.generation, parent.store)
         copied = copy_checkpoint(
@@ -223,5 +232,5 @@ def _publish(part: Path, target: Path) -> None:
         raise RunFolderError(
             f"the branch cannot be made here ({error.strerror})",
             where=str(target),
-            remedy="name another folder with --to",
+            remedy=OTHER_FOLDER,
         ) from None

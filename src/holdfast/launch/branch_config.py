@@ -148,17 +148,23 @@ def _refuse_other_batches(before: TrainConfig, after: TrainConfig, step: int) ->
     starts = {1, *(s.from_step for t in (before, after) for s in t.batch_warmup)}
     if not step or all(old.size(s) == new.size(s) for s in starts if s <= step):
         return
-    stages = [(s.from_step, s.batch_size) for s in before.batch_warmup if s.from_step <= step]
-    stages.append((step + 1, new.size(step + 1)))
-    stages += [(s.from_step, s.batch_size) for s in after.batch_warmup if s.from_step > step + 1]
-    listed = ", ".join(f"{{from_step: {s}, batch_size: {n}}}" for s, n in stages)
     raise ConfigError(
         f"the samples of the steps up to {step} were dealt in other batches (step {step}: "
         f"{old.size(step)} samples)",
         where="command line",
-        remedy=f"use train.batch_size={before.batch_size} "
-        f"{shlex.quote(f'train.batch_warmup=[{listed}]')}",
+        remedy=f"use train.batch_size={before.batch_size} {batches_after(before, after, step)}",
     )
+
+
+def batches_after(before: TrainConfig, after: TrainConfig, step: int) -> str:
+    """Return the `train.batch_warmup=...` to type: the batches of `before` up to `step`, and those
+    of `after` from then on. It needs `train.batch_size` of `before`."""
+    new = _batches(after)
+    stages = [(s.from_step, s.batch_size) for s in before.batch_warmup if s.from_step <= step]
+    stages.append((step + 1, new.size(step + 1)))
+    stages += [(s.from_step, s.batch_size) for s in after.batch_warmup if s.from_step > step + 1]
+    listed = ", ".join(f"{{from_step: {s}, batch_size: {n}}}" for s, n in stages)
+    return shlex.quote(f"train.batch_warmup=[{listed}]")
 
 
 def _batches(train: TrainConfig) -> BatchSchedule:

@@ -15,10 +15,10 @@ from holdfast.config.run import RunConfig
 from holdfast.core.sharding.adapters import (
     adapted_layers,
     linear_layers,
-    lora_parameters,
     refuse_unknown_targets,
 )
 from holdfast.core.sharding.parameters import count_parameters
+from holdfast.core.sharding.run_table import run_parameters
 from holdfast.data.weight_files import refuse_other_weights, weights_checksum
 from holdfast.errors import ConfigError
 from holdfast.launch.runs import read_resolved
@@ -59,7 +59,12 @@ def describe_lora(config: RunConfig) -> list[str]:
     lora = config.lora
     if not lora.rank:
         return []
-    trained = sum(row.size for row in lora_parameters(config.model, lora))
+    trained = sum(row.size for row in run_parameters(config))
+    if config.task.name:
+        return [
+            f"lora: trains {trained} parameters of adapters; those of {config.task.name} itself "
+            f"stay (checksum {lora.base_checksum})"
+        ]
     begins = f", which begin as those of {lora.adapter}" if lora.adapter else ""
     return [
         f"lora: trains {trained} parameters of adapters in "

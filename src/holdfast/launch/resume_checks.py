@@ -15,15 +15,21 @@ from holdfast.checkpoint.bucket.fencing import superseded_keys
 from holdfast.checkpoint.restore.catalog import list_commits, step_of
 from holdfast.checkpoint.restore.reader import Checkpoint
 from holdfast.checkpoint.restore.verify import find_damage
+from holdfast.config.identity import changed_keys, config_differences, is_place
 from holdfast.config.load import LoadedConfig
 from holdfast.config.run import RunConfig
+from holdfast.config.train import TrainConfig
 from holdfast.core.format.manifest import Commit
 from holdfast.core.lr_schedule import last_common_step
 from holdfast.core.sharding.run_table import run_state_table
 from holdfast.errors import CheckpointError, CorruptError, HoldfastError, RunFolderError
+from holdfast.launch.branch_config import batches_after
 from holdfast.launch.runs import drop_unknown_keys, read_resolved
 from holdfast.wire.store.location import open_store
 from holdfast.wire.store.run_store import FolderStore, MissingKeyError, RunStore
+
+BATCH_KEYS = ("train.batch_size", "train.batch_warmup")
+"""A branch changes them from its first step on: the batches before it were dealt."""
 
 
 def usable_commits(store: RunStore) -> list[str]:
@@ -34,7 +40,7 @@ def usable_commits(store: RunStore) -> list[str]:
 
 
 def branch_command(folder: Path, stored: Mapping[str, Any], config: RunConfig) -> str:
-    """Return the command that begins a branch of the run in `folder`, without changed keys.
+    """Return the command that begins a branch of the run in `folder` with the changed keys.
 
     It is "" for a run without a checkpoint. Otherwise it names the newest before the
     last step. If only the schedule gets longer, it names the newest whose steps keep their learning
@@ -43,6 +49,7 @@ def branch_command(folder: Path, stored: Mapping[str, Any], config: RunConfig) -
     if not steps:
         return ""
     at, after = steps[0], config.train
+    before: TrainConfig | None = None
     with suppress(ValidationError):
         before = RunConfig.model_validate(drop_unknown_keys(dict(stored))).train
         if (before.schedule, before.optimizer) == (after.schedule, after.optimizer):
@@ -50,7 +57,14 @@ def branch_command(folder: Path, stored: Mapping[str, Any], config: RunConfig) -
             at = max((step for step in steps if step <= same), default=at)
     at = max((step for step in steps if step <= at and step < after.steps), default=at)
     words = ["holdfast", "branch", str(folder), "--at", str(at), "--to", _free(folder)]
-    return shlex.join(words if at < after.steps else [*words, f"train.steps={2 * at}"])
+    found = [d for d in config_differences(stored, config) if not is_place(d.key)]
+    changes = changed_keys([d for d in found if not d.key.startswith(BATCH_KEYS)], config)
+    if before is not None and any(d.key.startswith(BATCH_KEYS) for d in found):
+        changes.append(batches_after(before, after, at))
+    if at >= after.steps:
+        changes = [change for change in changes if not change.startswith("train.steps=")]
+        changes.append(f"train.steps={2 * at}")
+    return " ".join([shlex.join(words), *changes])
 
 
 def _free(folder: Path, ending: str = "-branch") -> str:
@@ -91,12 +105,23 @@ def refuse_unfit_state(folder: Path, config: RunConfig) -> None:
             commit = Checkpoint.open(store, key).commit
             refuse_other_shapes(commit, config, str(folder))
             if commit.step > steps:
-                raise RunFolderError(
-                    f"this run has done step {commit.step}, and train.steps {steps} would cut it",
-                    where=str(folder),
-                    remedy=f"use train.steps={commit.step} or more",
-                )
+                raise _cut_error(folder, commit.step, steps)
             return
+
+
+def refuse_cut(folder: Path, steps: int) -> None:
+    """Raises RunFolderError if the newest checkpoint lies after the last step."""
+    done = [step_of(key) for key in usable_commits(FolderStore(folder))]
+    if done and done[0] > steps:
+        raise _cut_error(folder, done[0], steps)
+
+
+def _cut_error(folder: Path, done: int, steps: int) -> RunFolderError:
+    return RunFolderError(
+        f"this run has done step {done}, and train.steps {steps} would cut it",
+        where=str(folder),
+        remedy=f"use train.steps={done} or more",
+    )
 
 
 def refuse_branch_without_state(folder: Path, loaded: LoadedConfig, fresh: bool) -> None:
@@ -105,6 +130,14 @@ def refuse_branch_without_state(folder: Path, loaded: LoadedConfig, fresh: bool)
     elsewhere = config.checkpoint.bucket or config.checkpoint.peers
     if not config.branch_of or not (fresh or (read_resolved(folder) is None and not elsewhere)):
         return
+    moved = Path(loaded.base).absolute()
+    stored = {} if fresh or moved == folder.absolute() else read_resolved(moved) or {}
+    if stored.get("config", {}).get("branch_of") == config.branch_of:
+        raise RunFolderError(
+            f"this branch lies in {moved} now, and its run file names the folder where it was made",
+            where=str(folder),
+            remedy=f"add {shlex.quote(f'folder={moved}')}",
+        )
     raise RunFolderError(
         f"this run continues {config.branch_of}, and "
         + ("--fresh would begin it at step 0" if fresh else "its first checkpoint is not here"),

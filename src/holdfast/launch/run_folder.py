@@ -21,9 +21,13 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from holdfast.checkpoint.restore.catalog import list_commits
+from holdfast.checkpoint.restore.reader import Checkpoint
 from holdfast.config.identity import (
+    SCHEDULE_STEPS,
     config_differences,
     config_hash,
+    earlier_hash,
     is_place,
     refuse_other_run,
 )
@@ -31,16 +35,16 @@ from holdfast.config.load import LoadedConfig
 from holdfast.config.run import RunConfig
 from holdfast.data.dataset import Dataset
 from holdfast.elastic.run_result import single_node_run_error
-from holdfast.errors import OutOfSpaceError, RunFolderError
+from holdfast.errors import HoldfastError, OutOfSpaceError, RunFolderError
 from holdfast.launch.addresses import is_loopback_elsewhere
 from holdfast.launch.holder import REMOTE_ANSWER_TIMEOUT_S, HolderWatch, ask_holder
-from holdfast.launch.resume_checks import branch_command
+from holdfast.launch.resume_checks import branch_command, refuse_cut
 from holdfast.launch.runs import RESOLVED_FILE, read_resolved, read_secrets
 from holdfast.plan.hardware import HardwareInfo
 from holdfast.wire.secret import SECRET_FILE_VARIABLE
-from holdfast.wire.store.location import check_location
+from holdfast.wire.store.location import check_location, open_store
 from holdfast.wire.store.publish import publish_file
-from holdfast.wire.store.run_store import FolderStore
+from holdfast.wire.store.run_store import FolderStore, MissingKeyError
 from holdfast.wire.term import GENERATIONS_PREFIX, TERMS_PREFIX, HolderReply, newest_term
 
 FIRST_FILES = frozenset({"run.yaml", "environment.json"})
@@ -121,6 +125,11 @@ def refuse_other(folder: Path, loaded: LoadedConfig, dataset_version: str) -> No
     stored = read_resolved(folder) or _read_just_begun(folder)
     if stored is None:
         return
+    differing = [
+        d for d in config_differences(stored["config"], loaded.config) if not is_place(d.key)
+    ]
+    if [d.key for d in differing] == [SCHEDULE_STEPS]:
+        refuse_cut(folder, loaded.config.train.steps)  # no other length of the schedule helps
     command = branch_command(folder, stored["config"], loaded.config)
     refuse_other_run(stored["config"], loaded.config, str(folder), command)
     before = stored.get("dataset", {}).get("version", dataset_version)
@@ -207,7 +216,21 @@ def run_hash(folder: Path, config: RunConfig) -> str:
     """The identity of the run in `folder`: what its first start computed, also if a later one
     changed a key in place. For a new folder, that of the configuration."""
     stored = read_resolved(folder)
-    return str((stored or {}).get("config_hash") or config_hash(config))
+    return str((stored or {}).get("config_hash") or _hash_in_bucket(config) or config_hash(config))
+
+
+def _hash_in_bucket(config: RunConfig) -> str:
+    """The identity that an older version gave this run, if its bucket's newest checkpoint has it.
+    A bucket that does not answer is a refusal of the start, which asks it again."""
+    earlier = earlier_hash(config)
+    if not config.checkpoint.bucket or earlier is None:
+        return ""
+    with suppress(HoldfastError, MissingKeyError):
+        bucket = open_store(config.checkpoint.bucket)
+        for key in list_commits(bucket)[:1]:
+            if Checkpoint.open(bucket, key).commit.config_hash == earlier:
+                return earlier
+    return ""
 
 
 def is_begun_by_other(
@@ -298,8 +321,10 @@ def write_description(
                 (folder / RESOLVED_FILE).unlink(missing_ok=True)
             raise
     except (FileExistsError, NotADirectoryError) as error:
+        path = Path(str(error.filename))
+        in_the_way = [p for p in (path, *path.parents) if p.exists() and not p.is_dir()]
         raise RunFolderError(
-            f"{error.filename} is a file, not a folder",
+            f"{(in_the_way or [path])[0]} is a file, not a folder",
             where=str(folder),
             remedy="choose another with folder=...",
         ) from None

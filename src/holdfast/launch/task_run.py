@@ -51,7 +51,12 @@ def described(loaded: LoadedConfig, folder: str) -> LoadedConfig:
     try:
         found = describe_task(loaded.config)
     except TaskError as error:
-        where = loaded.where("task.name") if error.where == "task" else error.where
+        key = error.where or "task"
+        is_argument = key.startswith("task.args")
+        place = loaded.where(key if is_argument else "task.name")
+        where = f"{place}: {key}" if is_argument else place
+        if name == SCRIPT_TASK and key != "task":
+            where = key  # a line of the script, or what it may not ask for
         raise TaskError(error.message, where=where, remedy=error.remedy) from None
     values = {f"task.{key}": found[key] for key in PLANNED_KEYS}
     for key, value in found["train"].items():

@@ -22,7 +22,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from holdfast.config.huggingface.convert import to_their_config
-from holdfast.config.huggingface.folder import read_folder_model, read_json_object
+from holdfast.config.huggingface.folder import read_folder_model, read_json_object, refuse_pointer
 from holdfast.config.model import ModelConfig
 from holdfast.core.format.hf_names import NameMap, Piece, huggingface_map
 from holdfast.errors import ModelFolderError
@@ -242,6 +242,7 @@ def _tensor_names(path: Path) -> list[str]:
 
 def _opened(path: Path) -> Any:
     try:
+        refuse_pointer(path)
         return safe_open(path, framework="pt", device="cpu")
     except (SafetensorError, OSError) as error:
         raise ModelFolderError(

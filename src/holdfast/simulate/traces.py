@@ -254,6 +254,12 @@ def parse_lifetimes(
         life = _number(row["lifetime_s"], source, line)
         taken = any(op.endswith("preempted") for op in row["other_ops"].split(";"))
         lives.append((life, taken))
+    if not any(taken for _, taken in lives):
+        raise DataError(
+            "no machine of this table was preempted, so none would ever go",
+            where=source,
+            remedy="give a table in which other_ops of a row ends in preempted",
+        )
     made = renew_machines(survival_curve(lives), nodes, days * 86400, seed)
     return replace(
         made, source=source, kind="lifetimes", rows=len(lives), sha256=_digest(text), step=60.0

@@ -11,8 +11,10 @@ import importlib
 import os
 import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from difflib import get_close_matches
+from inspect import Parameter, signature
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -23,6 +25,7 @@ from holdfast.tasks.importing import importing
 from holdfast.tasks.task import Task
 
 DIGEST_BYTES = 16
+_NAMED = (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
 _INSTALLED = ("site-packages", "dist-packages")
 
 
@@ -39,8 +42,34 @@ def load_task(config: TaskConfig) -> Task:
             where="task",
             remedy="name a class that derives from holdfast.Task",
         )
+    _check_arguments(kind, config.args)
     with user_code(f"task {config.name} cannot be made"):
         return kind(**config.args)
+
+
+def _check_arguments(kind: type[Task], given: Mapping[str, Any]) -> None:
+    """Raises TaskError, with the key, for an argument that the class does not take or lacks."""
+    try:
+        taken = signature(kind).parameters.values()
+    except (ValueError, TypeError):
+        return  # a class that hides its signature
+    named = [p for p in taken if p.kind in _NAMED]
+    names = [p.name for p in named]
+    listed = f"its arguments: {', '.join(names) or 'none'}"
+    takes_any = any(p.kind is Parameter.VAR_KEYWORD for p in taken)
+    if unknown := [] if takes_any else [name for name in given if name not in names]:
+        close = get_close_matches(unknown[0], set(names) - set(given), n=1)
+        raise TaskError(
+            f"class {kind.__name__} takes no argument {unknown[0]}",
+            where=f"task.args.{unknown[0]}",
+            remedy=f"write task.args.{close[0]} ({listed})" if close else f"remove it ({listed})",
+        )
+    if lacking := [p.name for p in named if p.default is Parameter.empty and p.name not in given]:
+        raise TaskError(
+            f"class {kind.__name__} needs the argument {lacking[0]}",
+            where="task.args",
+            remedy=f"give task.args.{lacking[0]} a value ({listed})",
+        )
 
 
 def source_digest(config: TaskConfig, task: Task | None = None) -> str:

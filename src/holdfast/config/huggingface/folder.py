@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from holdfast.config.git_lfs import POINTER_HEAD, POINTER_MESSAGE, POINTER_REMEDY, is_pointer
 from holdfast.config.huggingface.convert import from_their_config
 from holdfast.config.model import ModelConfig
 from holdfast.errors import ModelFolderError
@@ -28,11 +29,20 @@ def read_folder_model(folder: Path) -> ModelConfig:
     return from_their_config(read_json_object(path), where=str(path))
 
 
+def refuse_pointer(path: Path) -> None:
+    """Raises ModelFolderError for a git-lfs pointer, OSError for a file that cannot be read."""
+    with path.open("rb") as file:
+        head = file.read(len(POINTER_HEAD))
+    if is_pointer(head):
+        raise ModelFolderError(POINTER_MESSAGE, where=str(path), remedy=POINTER_REMEDY)
+
+
 def read_json_object(path: Path) -> dict[str, Any]:
     """A file that holds one JSON object. Raises ModelFolderError for any other file."""
     try:
         if path.stat().st_size > MAX_BYTES:
             raise ValueError(f"more than {MAX_BYTES} bytes")
+        refuse_pointer(path)
         value = json.loads(path.read_text("utf-8"))
     except (ValueError, OSError, RecursionError) as error:
         raise ModelFolderError(f"this is not readable JSON ({error})", where=str(path)) from error

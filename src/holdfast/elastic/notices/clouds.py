@@ -130,7 +130,7 @@ def _make_named_source(
             raise ConfigError(
                 "no file is named",
                 where="cluster.notices_at",
-                remedy="the path of the file that will be written when this machine is to go",
+                remedy="name the file that will be written when this machine is to go",
             )
         return FileNoticeSource(Path(where), cluster.grace_seconds or MIN_NOTICE_S)
     if name == "kubernetes":

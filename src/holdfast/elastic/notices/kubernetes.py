@@ -112,7 +112,7 @@ def make_kubernetes_source(
         raise ConfigError(
             "this process runs in no pod: KUBERNETES_SERVICE_HOST is not set",
             where="cluster.notices",
-            remedy="give cluster.notices_at=https://HOST:PORT, or none",
+            remedy="give cluster.notices_at=https://HOST:PORT, or use cluster.notices=none",
         )
     base = cluster.notices_at or f"https://{f'[{host}]' if ':' in str(host) else host}:{port}"
     api = KubernetesApi(base, Path(cluster.notices_account))

@@ -52,7 +52,7 @@ def make_slurm_source(
         raise ConfigError(
             "this process runs in no Slurm job: SLURM_JOB_ID is not set",
             where="cluster.notices",
-            remedy="start it by sbatch or srun, or use none",
+            remedy="start it by sbatch or srun, or use cluster.notices=none",
         )
     return SlurmSource(job, grace_s, environment, clock)
 

@@ -152,7 +152,7 @@ class MetadataClient:
             raise ConfigError(
                 f"{base_url!r} is not the address of a metadata service",
                 where="cluster.notices_at",
-                remedy=f"{schemes[0]}://HOST:PORT",
+                remedy=f"write {schemes[0]}://HOST:PORT",
             )
         self.base_url, self._host, self._port = base_url, parts.hostname, port
         self._path, self._make_tls_context = parts.path.rstrip("/"), make_tls_context

@@ -152,6 +152,10 @@ class FolderStore:
         self._open_root()
         self._unsynced_folders = UnsyncedFolders(self.folder)
 
+    def __reduce__(self) -> tuple[type[FolderStore], tuple[Path]]:
+        """In another process the store is the folder that is there now."""
+        return FolderStore, (self.folder,)
+
     def create(self, key: str, data: Buffer | Iterable[Buffer]) -> None:
         target = self._path(key)
         with self._translate_errors(key):

@@ -1,0 +1,496 @@
+"""Remedies of messages about tasks, plans, trackers, rows and checkpoints: what is left."""
+
+from __future__ import annotations
+
+import shlex
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from re import Match
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from holdfast.checkpoint.bucket.copy import copy_checkpoint
+from holdfast.checkpoint.bucket.recover_folder import recover_folder
+from holdfast.checkpoint.restore.catalog import list_commits
+from holdfast.checkpoint.restore.reader import Checkpoint
+from holdfast.checkpoint.restore.verify import find_newest_verified
+from holdfast.config.load import load_config, resolve_config
+from holdfast.config.run import RunConfig
+from holdfast.data.dataset import Dataset
+from holdfast.data.verify import check_dataset
+from holdfast.launch.branch import make_branch
+from holdfast.launch.resume_checks import refuse_branch_without_state, refuse_other_shapes
+from holdfast.launch.run_folder import refuse_old_base
+from holdfast.launch.runs import open_run
+from holdfast.layout import Replica, Topology
+from holdfast.plan.hardware import detect_hardware
+from holdfast.plan.layouts import check_dealing_of_steps, replicas_of
+from holdfast.report.trackers.cursor import Cursor
+from holdfast.report.trackers.registry import load_tracker
+from holdfast.simulate.traces import load_trace, parse_outages
+from holdfast.tasks.batches import TaskBatches, open_samples
+from holdfast.wire.store.run_store import FolderStore
+from tests.cli.remedies.lab import Case, Lab, case, fixed
+from tests.cli.remedies.of_datasets import begin_damaged, remake
+from tests.cli.remedies.of_datasets_cases import FORM, OTHER, REMAKE, refused_row
+from tests.cli.remedies.of_models import export
+from tests.cli.remedies.of_others import Sized, check_layout, rows_of, values
+from tests.cli.remedies.of_runs import (
+    RUN,
+    attempt,
+    begin_run,
+    damage_first,
+    damage_newest,
+    line,
+    run_command,
+)
+from tests.data import test_chat_templates as chats
+from tests.support.corpus import batches, data_config, make, text_folder, text_source
+
+
+# --- tasks ----------------------------------------------------------------------------------
+class Scalar(Sized):
+    def model(self) -> nn.Module:
+        module = super().model()
+        module.register_parameter("gain", nn.Parameter(torch.tensor(1.0)))
+        return module
+
+
+class Shaped(Sized):
+    def model(self) -> nn.Module:
+        module = super().model()
+        module.register_parameter("gain", nn.Parameter(torch.ones(1)))
+        return module
+
+
+class Merged(Sized):
+    answer: Any = "max"
+
+    def model(self) -> nn.Module:
+        module = super().model()
+        module.register_buffer("seen", torch.ones(3))
+        return module
+
+    def merge(self, name: str) -> Any:
+        return self.answer
+
+
+class MergedAsMean(Merged):
+    answer = "mean"
+
+
+class Samples:
+    def __init__(self, count: int = 4, version: str = "1") -> None:
+        self.count, self.version = count, version
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        return {"x": torch.zeros(8), "y": torch.tensor(1)}
+
+
+def with_data(**given: Any) -> Any:
+    """A task over some samples."""
+    return type("Task", (Sized,), {"data": lambda self: Samples(**given)})()
+
+
+def open_data(lab: Lab) -> None:
+    open_samples(lab.settings["task"])
+
+
+def open_batches(lab: Lab) -> None:
+    config = RunConfig.model_validate({"task": {"name": "a:B"}})
+    known = {"samples": 4, "data": "1"}
+    task = config.task.model_copy(update=known)
+    TaskBatches(lab.settings["task"], config.model_copy(update={"task": task}))
+
+
+# --- checkpoints ----------------------------------------------------------------------------
+def verified(lab: Lab) -> None:
+    store = FolderStore(lab.folder / lab.settings.get("folder", RUN))
+    find_newest_verified(store)
+
+
+def begin_rotten(lab: Lab) -> None:
+    begin_run(lab)
+    damage_newest(lab)
+    damage_first(lab)
+
+
+def start_over(lab: Lab, found: Match[str]) -> None:
+    """What --fresh does: the run begins in an empty folder."""
+    shutil.move(lab.folder / RUN, lab.folder / "old")
+    (lab.folder / RUN).mkdir()
+
+
+def begin_bucket(lab: Lab) -> None:
+    begin_run(lab)
+    store = FolderStore(lab.folder / RUN)
+    copy_checkpoint(store, list_commits(store)[0], FolderStore(lab.folder / "bucket"))
+    (lab.folder / "new").mkdir()
+    lab.settings.update(bucket="bucket", fresh=False)
+
+
+def recover(lab: Lab) -> None:
+    (lab.folder / lab.settings["bucket"]).mkdir(exist_ok=True)
+    where = f"file://{lab.folder}/{lab.settings['bucket']}"
+    recover_folder(FolderStore(lab.folder / "new"), where, "ours", lab.settings["fresh"], print)
+
+
+def begin_fresh_bucket(lab: Lab) -> None:
+    begin_bucket(lab)
+    lab.settings["fresh"] = True
+
+
+def shapes(lab: Lab) -> None:
+    store = FolderStore(lab.folder / RUN)
+    overrides = ["model.vocab_size=300", *lab.settings["overrides"]]
+    config = load_config(lab.folder / "run.yaml", overrides).config
+    refuse_other_shapes(Checkpoint.open(store, list_commits(store)[0]).commit, config)
+
+
+def with_run(**given: Any) -> Callable[[Lab], None]:
+    return lambda lab: (begin_run(lab), lab.settings.update(given))[1]
+
+
+def branch(lab: Lab) -> None:
+    target = lab.folder / lab.settings["to"]
+    make_branch(open_run(lab.folder / RUN), "3", target, (), detect_hardware())
+
+
+def begin_lost_branch(lab: Lab) -> None:
+    begin_run(lab)
+    branch_at(lab, "new")
+    lab.write("kept.yaml", (lab.folder / "new/run.yaml").read_bytes())
+    shutil.rmtree(lab.folder / "new")
+    lab.settings["file"] = "kept.yaml"
+
+
+def branch_at(lab: Lab, to: str) -> None:
+    lab.settings["to"] = to
+    branch(lab)
+
+
+def begin_fresh_branch(lab: Lab) -> None:
+    begin_run(lab)
+    branch_at(lab, "new")
+    lab.settings.update(file="new/run.yaml", fresh=True)
+
+
+def train_branch(lab: Lab) -> None:
+    loaded = load_config(lab.folder / lab.settings["file"])
+    fresh = lab.settings.get("fresh", False)
+    refuse_branch_without_state(Path(loaded.config.run_folder), loaded, fresh)
+
+
+def branch_again(lab: Lab, found: Match[str]) -> None:
+    branch_at(lab, "again")
+    lab.settings.update(file="again/run.yaml", fresh=False)
+
+
+# --- data -----------------------------------------------------------------------------------
+def begin_names(lab: Lab) -> None:
+    text_folder(lab.folder / "in", files=6, words=60)
+    lab.settings["folder"] = "out"
+    make(named(lab, "a"))
+
+
+def named(lab: Lab, name: str) -> Any:
+    source = text_source(lab.folder / "in", name)
+    return data_config(lab.folder / lab.settings["folder"], source)
+
+
+def mix(lab: Lab) -> None:
+    config = named(lab, "b")
+    dataset = Dataset.open(config.folder) if lab.settings["folder"] == "out" else make(config)
+    batches(dataset, config)
+
+
+def begin_swapped(lab: Lab) -> None:
+    """Tokens that changed in place: the sizes are right."""
+    begin_damaged("shards/train-*.bin", lambda content: bytes(reversed(content)))(lab)
+
+
+def check_made(lab: Lab) -> None:
+    check_dataset(Dataset.open(lab.folder / lab.settings["folder"]))
+
+
+def cursor(lab: Lab) -> None:
+    Cursor.load(lab.folder / "cursor.json", "key")
+
+
+# --- plans ----------------------------------------------------------------------------------
+def replicas(lab: Lab) -> None:
+    config = resolve_config(None, "command line", lab.settings["overrides"]).config
+    replicas_of(config.layout)
+
+
+def deal(lab: Lab) -> None:
+    check_dealing_of_steps(resolve_config(None, "command line", lab.settings["overrides"]).config)
+
+
+def overrides(*words: str) -> Callable[[Lab], None]:
+    return values(overrides=list(words))
+
+
+def add(pattern: str) -> Callable[[Lab, Match[str]], None]:
+    return lambda lab, found: lab.settings["overrides"].append(pattern.format(*found.groups()))
+
+
+def staged(*stages: tuple[int, ...]) -> tuple[Replica, ...]:
+    return tuple(
+        Replica(n, (2 * n, 2 * n + 1), (2, 1, 1, 1), each) for n, each in enumerate(stages)
+    )
+
+
+def begin_other_shape(lab: Lab) -> None:
+    export(lab.folder / "hf")
+    lab.settings["overrides"] = [f"model.from={lab.folder}/hf", "model.dim=64"]
+
+
+def resolve(lab: Lab) -> None:
+    resolve_config(None, "command line", lab.settings["overrides"])
+
+
+def old_base(lab: Lab) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(lab.folder)
+        refuse_old_base(load_config(Path("conf/run.yaml"), lab.settings["overrides"]))
+
+
+def begin_old_base(lab: Lab) -> None:
+    lab.write("runs/a/resolved.json", "{}")
+    lab.write("conf/run.yaml", "folder: runs/a\n")
+    lab.settings["overrides"] = []
+
+
+TASK, CHAT = "tasks/", "data/chat_"
+
+CASES: list[Case] = [
+    case(
+        TASK + "module.py: parameter … …",
+        values(task=Scalar),
+        rows_of,
+        r"give it the shape \[1\]",
+        fixed(task=Shaped),
+    ),
+    case(
+        TASK + "module.py: merge() returned … for …",
+        values(task=Merged),
+        rows_of,
+        r'return "mean", "sum" or None',
+        fixed(task=MergedAsMean),
+    ),
+    case(
+        TASK + "batches.py: the data (…) has no version",
+        values(task=with_data(version="")),
+        open_data,
+        r"give it an attribute `version`, a text that changes with its content",
+        fixed(task=with_data()),
+    ),
+    case(
+        TASK + "batches.py: the data had … samples and now has …",
+        values(task=with_data(count=9)),
+        open_batches,
+        r"let the length of a dataset stay, or give new data a new version",
+        fixed(task=with_data()),
+    ),
+    case(
+        TASK + "batches.py: the data's version was … and is now …",
+        values(task=with_data(version="2")),
+        open_batches,
+        r"go back to that data, or start over with --fresh",
+        fixed(task=with_data()),
+    ),
+    case(
+        "checkpoint/restore/verify.py: none of … checkpoints can be trusted",
+        begin_rotten,
+        verified,
+        r"see why with: holdfast checkpoint verify RUN, or start over with --fresh",
+        start_over,
+    ),
+    case(
+        "checkpoint/bucket/recover_folder.py: holds checkpoints of another run",
+        begin_bucket,
+        recover,
+        r"name another prefix",
+        fixed(bucket="other"),
+    ),
+    case(
+        "checkpoint/bucket/recover_folder.py: holds checkpoints of the run that is set aside (step "
+        "…)",
+        begin_fresh_bucket,
+        recover,
+        r"name another prefix",
+        fixed(bucket="other"),
+    ),
+    case(
+        "launch/resume_checks.py: the checkpoint of step … has … for …, and the run file's model "
+        "has …",
+        with_run(overrides=["model.ffn_dim=32"]),
+        shapes,
+        r"use the model and train.precision of the run that wrote it",
+        fixed(overrides=[]),
+    ),
+    case(
+        "launch/resume_checks.py: this run continues …, and --fresh would begin it at step 0 | its "
+        "first checkpoint is not here",
+        begin_lost_branch,
+        train_branch,
+        r"make another branch: holdfast branch RUN --at STEP --to NEW",
+        branch_again,
+    ),
+    case(
+        "launch/resume_checks.py: this run continues …, and --fresh would begin it at step 0 | its "
+        "first checkpoint is not here",
+        begin_fresh_branch,
+        train_branch,
+        r"make another branch: holdfast branch RUN --at STEP --to NEW",
+        branch_again,
+    ),
+    case(
+        "launch/branch.py: {name} stands for the run's name in the key folder, so no branch may be "
+        "called so",
+        with_run(to="lr{name}"),
+        branch,
+        r"name another folder with --to",
+        fixed(to="lr"),
+    ),
+    case(
+        "launch/run_folder.py: … starts at the run file's folder, so it is …, which is empty; … in "
+        "the current folder is not",
+        begin_old_base,
+        old_base,
+        r"add (folder=\S+), or move that folder",
+        add("{0}"),
+    ),
+    case(
+        "config/model_from.py: (refuse_differences)",
+        begin_other_shape,
+        resolve,
+        r"remove (?:it|them) from the run file, for model.from gives (?:it|them)",
+        lambda lab, found: lab.settings["overrides"].pop(),
+    ),
+    case(
+        "data/batch.py: the dataset has the sources …, the run file names …",
+        begin_names,
+        mix,
+        OTHER,
+        fixed(folder="new"),
+    ),
+    case("data/verify.py: (check_dataset)", begin_swapped, check_made, REMAKE, remake),
+    refused_row(
+        "'history' is no list of two texts each",
+        {"instruction": "a", "output": "b", "history": [["c"]]},
+        FORM,
+        {"instruction": "a", "output": "b", "history": [["c", "d"]]},
+        rows="instruction",
+    ),
+    case(
+        CHAT + "rows.py: a message is from …, and the known ones are …",
+        values(row={"conversations": [{"from": "me", "value": "a"}]}, rows="sharegpt"),
+        lambda lab: chats.read(**lab.settings),
+        r".*",
+        fixed(
+            row={
+                "conversations": [
+                    {"from": "human", "value": "a"},
+                    {"from": "gpt", "value": "b"},
+                ]
+            }
+        ),
+    ),
+    case(
+        "simulate/traces.py: no machine of this table was preempted, so none would ever go",
+        values(text="lifetime_s,other_ops\n500000,stop\n"),
+        lambda lab: load_trace(lab.settings["text"], "t"),
+        r"give a table in which other_ops of a row ends in (preempted)",
+        lambda lab, found: lab.settings.update(
+            text=f"lifetime_s,other_ops\n500000,stop\n600000,{found[1]}\n"
+        ),
+    ),
+    case(
+        "simulate/traces.py: there is no column …",
+        values(text="System,nodenumz\n1,2\n"),
+        lambda lab: parse_outages(lab.settings["text"], "t"),
+        r"give a header line with (.*)",
+        lambda lab, found: lab.settings.update(
+            text=found[1].replace(", ", ",") + "\n1,2,1/1/2024 1:00,1/1/2024 2:00\n"
+        ),
+    ),
+    case(
+        "simulate/traces.py: give all … columns of the header",
+        values(text="System,nodenumz,Prob Started,Prob Fixed\n1,2\n"),
+        lambda lab: load_trace(lab.settings["text"], "t"),
+        r"give all 4 columns of the header",
+        lambda lab, found: lab.settings.update(
+            text="System,nodenumz,Prob Started,Prob Fixed\n1,2,1/1/2024 1:00,1/1/2024 2:00\n"
+        ),
+    ),
+    case(
+        "report/trackers/cursor.py: this is not the position of a tracker",
+        lambda lab: lab.write("cursor.json", "{"),
+        cursor,
+        r"remove the file; the tracker then gets the entire run again",
+        lambda lab, found: (lab.folder / "cursor.json").unlink(),
+    ),
+    case(
+        "report/trackers/registry.py: the tracker … is not a subclass of ….Tracker",
+        values(name="collections:Counter"),
+        lambda lab: load_tracker(lab.settings["name"]),
+        r"derive the class from it",
+        fixed(name="csv"),
+    ),
+    case(
+        "plan/layouts.py: the number of workers has not been planned",
+        overrides("layout.workers=0"),
+        replicas,
+        r"use a multiple of (\d+)",
+        add("layout.workers={0}"),
+    ),
+    case(
+        "plan/layouts.py: ….pp … under 1f1b needs … microbatches a replica, but step … has …, of "
+        "which replica … gets …",
+        overrides(
+            "layout.pp=4",
+            "layout.workers=4",
+            "train.batch_size=2",
+            "train.microbatch_size=1",
+            "layout.schedule=1f1b",
+        ),
+        deal,
+        r"use ([\w.]+=\w+|layout\.schedule=gpipe).*|.*(layout\.schedule=gpipe).*",
+        add("layout.schedule=gpipe"),
+    ),
+    case(
+        "layout.py: the stages of replica … hold … blocks, those of replica … …",
+        values(replicas=staged((1, 1), (2, 1)), nodes=("a",) * 4, generation=1),
+        lambda lab: Topology(**lab.settings),
+        r"give every replica all blocks of the model",
+        fixed(replicas=staged((1, 1), (1, 1))),
+    ),
+    case(
+        "parallel/tensor_parallel.py: tp cannot cut a norm that spans all query heads "
+        "(model.qk_norm_width all)",
+        values(tp=2, model={"qk_norm": True, "qk_norm_width": "all"}),
+        check_layout,
+        r"use tp (1)",
+        lambda lab, found: lab.settings.update(tp=int(found[1])),
+    ),
+    case(
+        "cli/data.py: there is no prepared dataset",
+        line("data inspect {root}/run.yaml data.folder={root}/none"),
+        attempt,
+        r"make it: (holdfast data prepare .*)",
+        lambda lab, found: _prepare(found[1]),
+    ),
+]
+
+
+def _prepare(command: str) -> None:
+    run_command(shlex.split(command)[1:])

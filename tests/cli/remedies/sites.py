@@ -1,0 +1,119 @@
+"""The places in `src` that build a message with a remedy, found in the syntax trees.
+
+A site is a call with the keyword `remedy`. If a function gets the remedy as a parameter, its calls
+are the sites. A call that passes on the remedy of a caught error is none: the first place counts.
+The name of a site is its module and its message; what is filled in is `…`.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+from tests.support.ranks import ROOT
+
+SOURCES = ROOT / "src" / "holdfast"
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+@dataclass(frozen=True)
+class Site:
+    name: str
+    first_line: int
+    last_line: int
+
+
+def _text(node: ast.expr | None) -> str:
+    """The message of a call, or the expression that makes it."""
+    if isinstance(node, ast.Constant):
+        return str(node.value)
+    if isinstance(node, ast.JoinedStr):
+        return "".join(_text(v) if isinstance(v, ast.Constant) else "…" for v in node.values)
+    if isinstance(node, ast.IfExp):
+        return f"{_text(node.body)} | {_text(node.orelse)}"
+    if isinstance(node, ast.BinOp):
+        return _text(node.left) + _text(node.right)
+    return "…"
+
+
+def _calls(tree: ast.AST, inside: Function | None = None) -> Iterator[tuple[ast.Call, Function]]:
+    """Every call, and the function that it stands in."""
+    for node in ast.iter_child_nodes(tree):
+        function = node if isinstance(node, Function) else inside
+        if isinstance(node, ast.Call) and function is not None:
+            yield node, function
+        yield from _calls(node, function)
+
+
+def _parameters(function: Function) -> set[str]:
+    arguments = function.args
+    return {a.arg for a in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)}
+
+
+def _remedy(call: ast.Call) -> ast.expr | None:
+    return next((k.value for k in call.keywords if k.arg == "remedy"), None)
+
+
+def _called(call: ast.Call) -> str:
+    return call.func.attr if isinstance(call.func, ast.Attribute) else ast.unparse(call.func)
+
+
+def _first_text(call: ast.Call) -> str:
+    """The message: the first argument that is one, or a name for the place."""
+    texts = [t for argument in call.args if " " in (t := _text(argument))]
+    return texts[0] if texts else f"({_called(call)})"
+
+
+def sites_of(text: str, module: str) -> list[Site]:
+    calls = list(_calls(ast.parse(text)))
+    found, wrappers = [], set()
+    for call, function in calls:
+        remedy = _remedy(call)
+        if remedy is None or (isinstance(remedy, ast.Attribute) and remedy.attr == "remedy"):
+            continue
+        if isinstance(remedy, ast.Name) and remedy.id in _parameters(function):
+            wrappers.add(function.name)
+            continue
+        if function.name in ("_rebuild_user_error", "error_from_json", "_error_from_json"):
+            continue  # an error of another process
+        found.append((call, function))
+    found += [(call, function) for call, function in calls if _called(call) in wrappers]
+    return [
+        Site(f"{module}: {_name(call, function)}", call.lineno, call.end_lineno or call.lineno)
+        for call, function in found
+        if _remedy(call) is not None or _called(call) in wrappers
+    ]
+
+
+def _name(call: ast.Call, function: Function) -> str:
+    text = _first_text(call)
+    return text if not text.startswith("(") else f"({function.name})"
+
+
+@cache
+def all_sites() -> dict[str, tuple[Site, ...]]:
+    """Module, as a path below `src/holdfast`, -> its sites."""
+    found = {}
+    for path in sorted(SOURCES.rglob("*.py")):
+        module = str(path.relative_to(SOURCES))
+        if sites := sites_of(path.read_text("utf-8"), module):
+            found[module] = tuple(sites)
+    return found
+
+
+def site_names() -> set[str]:
+    return {site.name for sites in all_sites().values() for site in sites}
+
+
+def names_at(module: str, line: int) -> set[str]:
+    """The sites of a module that a line belongs to."""
+    sites = all_sites().get(module, ())
+    return {site.name for site in sites if site.first_line <= line <= site.last_line}
+
+
+def module_of(file: str) -> str:
+    path = Path(file)
+    return str(path.relative_to(SOURCES)) if path.is_relative_to(SOURCES) else ""

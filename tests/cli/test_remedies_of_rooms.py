@@ -1,0 +1,57 @@
+"""Every remedy that a message names is carried out by a test, and leads out.
+
+Remedies of the run file are in `tests/config/test_remedies.py`, those of the command line in
+`test_remedies.py`. Here are those of files, stores, models and runs, in tables.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.cli.conftest import Trained
+from tests.cli.remedies import (
+    of_commands,
+    of_datasets_cases,
+    of_models,
+    of_others_cases,
+    of_rest,
+    of_run_files,
+    of_runs_cases,
+    of_sources,
+    of_stores_cases,
+)
+from tests.cli.remedies.lab import Case, Lab, carry_out
+from tests.cli.remedies.not_carried_out import NOT_CARRIED_OUT
+from tests.cli.remedies.sites import site_names
+
+TABLES = (
+    of_sources,
+    of_datasets_cases,
+    of_stores_cases,
+    of_models,
+    of_runs_cases,
+    of_others_cases,
+    of_run_files,
+    of_commands,
+    of_rest,
+)
+CASES: list[Case] = [one for table in TABLES for one in table.CASES]
+
+
+@pytest.mark.parametrize("one", CASES, ids=str)
+def test_the_remedy_leads_out(
+    one: Case, trained: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    carry_out(one, Lab(tmp_path, trained.folder))
+
+
+def test_each_message_with_a_remedy_is_in_a_table_or_has_a_reason() -> None:
+    carried_out = {site for one in CASES for site in one.sites}
+    with_reason = {site for sites in NOT_CARRIED_OUT.values() for site in sites}
+    names = site_names()
+    assert names - carried_out - with_reason == set(), "give it a case in tests/cli/remedies"
+    assert (carried_out | with_reason) - names == set(), "no message is called so"
+    assert carried_out & with_reason == set(), "a case carries it out: no reason is needed"
