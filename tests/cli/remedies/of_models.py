@@ -213,7 +213,7 @@ CASES: list[Case] = [
         "config/huggingface/convert.py: model_type … is not supported",
         with_folder(lambda lab: edit_config(lab, _match('"model_type": "lama"'))),
         read_model,
-        r"use one of .*\bllama\b.*",
+        r".*use one of .*\bllama\b.*",
         lambda lab, found: edit_config(lab, _match('"model_type": "llama"')),
     ),
     case(

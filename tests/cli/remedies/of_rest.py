@@ -29,7 +29,7 @@ from holdfast.launch.runs import open_run
 from holdfast.layout import Replica, Topology
 from holdfast.plan.hardware import detect_hardware
 from holdfast.plan.layouts import check_dealing_of_steps, replicas_of
-from holdfast.report.trackers.cursor import Cursor
+from holdfast.report.trackers.cursor import CURSOR_FILE, Cursor
 from holdfast.report.trackers.registry import load_tracker
 from holdfast.simulate.traces import load_trace, parse_outages
 from holdfast.tasks.batches import TaskBatches, open_samples
@@ -221,7 +221,7 @@ def check_made(lab: Lab) -> None:
 
 
 def cursor(lab: Lab) -> None:
-    Cursor.load(lab.folder / "cursor.json", "key")
+    Cursor.load(lab.folder)
 
 
 # --- plans ----------------------------------------------------------------------------------
@@ -434,10 +434,10 @@ CASES: list[Case] = [
     ),
     case(
         "report/trackers/cursor.py: this is not the position of a tracker",
-        lambda lab: lab.write("cursor.json", "{"),
+        lambda lab: lab.write(CURSOR_FILE, "{"),
         cursor,
         r"remove the file; the tracker then gets the entire run again",
-        lambda lab, found: (lab.folder / "cursor.json").unlink(),
+        lambda lab, found: (lab.folder / CURSOR_FILE).unlink(),
     ),
     case(
         "report/trackers/registry.py: the tracker … is not a subclass of ….Tracker",
@@ -457,6 +457,7 @@ CASES: list[Case] = [
         "plan/layouts.py: ….pp … under 1f1b needs … microbatches a replica, but step … has …, of "
         "which replica … gets …",
         overrides(
+            "model.layers=4",
             "layout.pp=4",
             "layout.workers=4",
             "train.batch_size=2",
