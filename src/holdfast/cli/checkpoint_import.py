@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from holdfast.plan.hardware import HardwareInfo
     from holdfast.wire.store.run_store import RunStore
 
+COMMAND = "holdfast checkpoint import"
+LORA_REMEDY = "name the base in model.from, and an adapter to begin with in lora.from"
 Json = Annotated[bool, typer.Option("--json", help="print JSON")]
 
 
@@ -73,12 +75,8 @@ def import_(
 
     machine = detect_hardware()
     loaded = plan_for_machine(load_config(run_file, overrides or []), machine)
-    refuse_task(loaded.config.task, "holdfast checkpoint import")
-    refuse_lora(
-        loaded.config.lora,
-        "holdfast checkpoint import",
-        "name the base in model.from, and an adapter to begin with in lora.from",
-    )
+    refuse_task(loaded.config.task, COMMAND)
+    refuse_lora(loaded.config.lora, COMMAND, LORA_REMEDY)
     folder = Path(loaded.config.run_folder)
     refuse_in_use(folder, HolderWatch(folder, say))
     size = _vocabulary_of(source, tokenizer_unchecked)  # before hours of tokenising

@@ -84,28 +84,31 @@ def export(
       holdfast export runs/quickstart --to model-dcp --format dcp
       holdfast export runs/tuned --to adapter --format peft
     """
+    _refuse_options(format, dtype, names)
     found = with_base(open_run(run), base)
     if format is Format.DCP:
-        if dtype is not None:
-            raise typer.BadParameter(
-                "it is for hf; dcp keeps the state as it is", param_hint="--dtype"
-            )
         step_done, known = _dcp(found, to, step, (names or Names.HOLDFAST).value), False
     elif format is Format.PEFT:
-        if dtype is not None or names is not None:
-            raise typer.BadParameter(
-                "peft keeps the state as it is, under PEFT's names", param_hint="--dtype, --names"
-            )
         step_done, known = _peft(found, to, step), False
     else:
-        if names is not None:
-            raise typer.BadParameter("it is for --format dcp", param_hint="--names")
         cast = None if dtype is None else dtype.value
         step_done, known = _hf(found, to, step, cast, round(shard_size * GIGABYTE))
     if json:
         print_json({"step": step_done, "folder": str(to), "tokenizer": known})
     else:
         say(f"wrote the state after step {step_done} to {to}")
+
+
+def _refuse_options(format: Format, dtype: Dtype | None, names: Names | None) -> None:
+    """Raises typer.BadParameter for an option of another format."""
+    if format is Format.DCP and dtype is not None:
+        raise typer.BadParameter("it is for hf; dcp keeps the state as it is", param_hint="--dtype")
+    if format is Format.PEFT and (dtype is not None or names is not None):
+        raise typer.BadParameter(
+            "peft keeps the state as it is, under PEFT's names", param_hint="--dtype, --names"
+        )
+    if format is Format.HF and names is not None:
+        raise typer.BadParameter("it is for --format dcp", param_hint="--names")
 
 
 def _peft(found: Run, to: Path, step: int | None) -> int:

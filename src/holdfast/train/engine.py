@@ -24,7 +24,6 @@ import torch
 from torch import Tensor, nn
 
 from holdfast.config.train import TrainConfig
-from holdfast.core.lr_schedule import learning_rate
 from holdfast.core.sharding.reduction_tree import Shares, deal
 from holdfast.core.sharding.step_resume import Computed
 from holdfast.errors import HoldfastError, JumpError, NonFiniteError, PeerLostError
@@ -36,7 +35,7 @@ from holdfast.policy.recovery.step_resolution import StepStage
 from holdfast.train.executors import Executor, GradientListener
 from holdfast.train.make_optimizer import make_optimizer
 from holdfast.train.nonfinite import describe_non_finite, find_non_finite
-from holdfast.train.state import LocalTensor, Parameters, ReadBox, load_state, state_tensors
+from holdfast.train.state import LocalTensor, Parameters, ReadBox, clear, load_state, state_tensors
 from holdfast.train.step_plan import Dealer, StepPlan
 from holdfast.train.step_status import StepHistory, StepProgress, StepStatus
 from holdfast.train.user_parts import UserParts
@@ -116,7 +115,7 @@ class StepEngine:
         dealer: Dealer = deal,
         user: UserParts | None = None,
     ):
-        user = user or UserParts()
+        self._user = user or UserParts()
         self.objective, self.executor = objective, executor
         self.parameters, self.groups, self.train = parameters, groups, train
         self._feed, self.device = feed, device
@@ -128,9 +127,8 @@ class StepEngine:
         self.status, self.history = StepStatus(), StepHistory()
         gradients, masters = self._gradients.gradients(), parameters.master_tensors
         self.optimizer = make_optimizer(
-            train.optimizer, parameters.table, masters, gradients, user.optimizer
+            train.optimizer, parameters.table, masters, gradients, self._user.optimizer
         )
-        self._rate_function, self._rate = user.schedule, user.rate
         self._shares: Shares = ()
         self.batches: list[DeviceMicrobatch] = []  # of the step that is open, or was last
         self._accounts: AccountExchange | None = None
@@ -151,8 +149,7 @@ class StepEngine:
         self._shares = self.plan.shares(step)
         self.batches, self._accounts = [], None
         computed = self.plan.computed_by_replica(step)
-        if not computed:
-            self._losses = {}
+        self._losses = self._losses if computed else {}
         try:
             self._gradients.begin(self.plan.leaves(step), self._shares, computed)
         except PeerLostError:
@@ -168,14 +165,10 @@ class StepEngine:
         replica = self.groups.coordinate.replica
         share, computed = self._shares[replica], self.plan.computed_by_replica(self.step)
         self.batches = list(batches)
-        todo = [
-            (leaf, batch)
-            for leaf, batch in zip(share, self.batches, strict=True)
-            if not computed or leaf not in computed[replica]
-        ]
-        leaves, losses = [leaf for leaf, _ in todo], list[Tensor]()
+        leaves = [leaf for leaf in share if not computed or leaf not in computed[replica]]
+        by_leaf, losses = dict(zip(share, self.batches, strict=True)), list[Tensor]()
         try:
-            self.executor.train(leaves, [batch for _, batch in todo], self._gradients, losses)
+            self.executor.train(leaves, [by_leaf[leaf] for leaf in leaves], self._gradients, losses)
             if self.device.type != "cpu":  # else its work would count as the next phase's
                 torch.accelerator.synchronize(self.device)
         except Exception as error:
@@ -246,9 +239,7 @@ class StepEngine:
 
     def learning_rate(self, step: int) -> float:
         """The rate that a step is applied with. Raises UserError for a function that fails."""
-        if self._rate is not None:
-            return self._rate(step)
-        return learning_rate(self.train, step, self._rate_function)
+        return self._user.learning_rate(self.train, step)
 
     def _vote(self, wishes: Wishes) -> StepVerdict:
         """Raises PeerLostError; `status` says how far it came."""
@@ -262,8 +253,7 @@ class StepEngine:
         self.loss_jump = self.judge_loss(self.step, account) if account.is_finite else None
         if self.loss_jump is not None:
             wishes = replace(wishes, reject=True)
-        rate = self.learning_rate(self.step)
-        ballot = Ballot(self._gradients.squared_norm(), wishes, learning_rate=rate)
+        ballot = Ballot(self._gradients.squared_norm(), wishes, self.learning_rate(self.step))
         return vote(self.groups, account, ballot, self.on_vote_sent)
 
     # --- a loss ---------------------------------------------------------------------------
@@ -346,9 +336,7 @@ class StepEngine:
     def initialise(self, seed: int) -> None:
         """Initial weights, and slots of zero."""
         self.parameters.initialise(seed)
-        for tensor in (t for slots in self.optimizer.slots for t in slots.tensors):
-            if tensor is not None:
-                tensor.zero_()
+        clear(self.optimizer.slots)
 
     def close(self) -> None:
         """Leave the groups in an orderly way."""

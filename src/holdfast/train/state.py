@@ -106,6 +106,14 @@ def state_tensors(parameters: Parameters, slots: Sequence[SlotTensors]) -> list[
 
 
 @torch.no_grad()
+def clear(slots: Sequence[SlotTensors]) -> None:
+    """Set the optimizer's state to zero."""
+    for tensor in (tensor for each in slots for tensor in each.tensors):
+        if tensor is not None:
+            tensor.zero_()
+
+
+@torch.no_grad()
 def load_state(tensors: Sequence[LocalTensor], read: ReadBox) -> None:
     """Fill every tensor in place. What is not contiguous on the CPU goes through a copy there."""
     held = [local for local in tensors if local.tensor.numel()]
