@@ -179,8 +179,8 @@ class StepEngine:
             raise
         finally:
             self._losses.update(zip(leaves, losses, strict=False))
-        tokens = sum(batch.tokens for batch in self.batches)
         told = [float(self._losses[leaf]) for leaf in share] if self._reports_losses else []
+        tokens = sum(batch.tokens for batch in self.batches)
         self._accounts = AccountExchange(self.groups, self._shares, tokens, told)
 
     def reduce(self, wishes: Wishes | None = None) -> StepVerdict:
@@ -246,14 +246,14 @@ class StepEngine:
         self._gradients.finish()
         if self._accounts is None:
             raise RuntimeError("compute() comes before reduce()")
-        account = self._accounts.wait_for_all()
-        self.status.record_account(account)
+        self.status.record_account(account := self._accounts.wait_for_all())
         if self._is_stopping:
             raise _interrupted_error(self.step)
         self.loss_jump = self.judge_loss(self.step, account) if account.is_finite else None
         if self.loss_jump is not None:
             wishes = replace(wishes, reject=True)
-        ballot = Ballot(self._gradients.squared_norm(), wishes, self.learning_rate(self.step))
+        rate, norm = self.learning_rate(self.step), self._gradients.squared_norm()
+        ballot = Ballot(norm, wishes, learning_rate=rate)
         return vote(self.groups, account, ballot, self.on_vote_sent)
 
     # --- a loss ---------------------------------------------------------------------------
