@@ -5,9 +5,8 @@ import torch
 import torch.nn.functional as F
 from accelerate import Accelerator
 from accelerate.utils import ProjectConfiguration, set_seed
+from points import Points
 from torch import nn
-
-from benchmarks.own_loop.points import Points
 
 STEPS, BATCH, MICROBATCH, SAVE_EVERY = 300, 64, 16, 10
 

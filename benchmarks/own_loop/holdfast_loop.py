@@ -1,9 +1,9 @@
 import torch
 import torch.nn.functional as F
+from points import Points
 from torch import nn
 
 import holdfast
-from benchmarks.own_loop.points import Points
 
 STEPS, BATCH, MICROBATCH = 300, 64, 16
 

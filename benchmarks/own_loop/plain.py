@@ -1,8 +1,7 @@
 import torch
 import torch.nn.functional as F
+from points import Points
 from torch import nn
-
-from benchmarks.own_loop.points import Points
 
 STEPS, BATCH, MICROBATCH = 300, 64, 16
 

@@ -5,11 +5,10 @@ from pathlib import Path
 import ray.train
 import torch
 import torch.nn.functional as F
+from points import Points
 from ray.train import FailureConfig, RunConfig, ScalingConfig
 from ray.train.torch import TorchTrainer
 from torch import nn
-
-from benchmarks.own_loop.points import Points
 
 STEPS, BATCH, MICROBATCH, SAVE_EVERY = 300, 64, 16, 10
 

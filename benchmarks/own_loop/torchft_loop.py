@@ -4,10 +4,9 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from points import Points
 from torch import nn
 from torchft import Manager, Optimizer, ProcessGroupGloo
-
-from benchmarks.own_loop.points import Points
 
 STEPS, BATCH, MICROBATCH = 300, 64, 16
 
