@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from holdfast.config.load import LoadedConfig, load_config
-from holdfast.errors import RunFolderError
+from holdfast.errors import ModelFolderError, RunFolderError
 from holdfast.launch import local
+from holdfast.launch.runs import open_run
 from holdfast.wire.store.run_store import FolderStore
 from holdfast.wire.term import newest_term
 
@@ -54,3 +55,21 @@ def test_the_command_that_takes_a_run_up_again(tmp_path: Path) -> None:
     path.write_text("train: {steps: 7}\n")
     command = local.resume_command(load_config(path, ["train.batch_size=32"]))
     assert command == f"holdfast train '{path}' train.batch_size=32"
+
+
+def test_the_command_that_takes_up_a_script_s_run(tmp_path: Path) -> None:
+    own = ['task.args={"script": "my loop.py", "arguments": ["--hidden", 16]}']
+    own += ["name=my-loop", "task.name=holdfast.tasks.script:Script", f"task.folder={tmp_path}"]
+    command = local.resume_command(_loaded(tmp_path / "run", *own, "train.steps=9"))
+    script = f"'{tmp_path}/my loop.py'"
+    sets = (
+        f"--set folder={tmp_path}/run --set device=cpu --set layout.workers=1 --set train.steps=9"
+    )
+    assert command == f"holdfast run {script} {sets} -- --hidden 16"
+
+
+def test_a_run_file_whose_model_folder_is_gone(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text(f"model: {{from: {tmp_path}/moved}}\n")
+    with pytest.raises(ModelFolderError, match="name the run folder in the place of the run file"):
+        open_run(path)

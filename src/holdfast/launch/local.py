@@ -35,6 +35,7 @@ from holdfast.launch.process_limits import raise_open_files, refuse_low_limits
 from holdfast.launch.run_folder import refuse_in_use, run_hash
 from holdfast.launch.trackers import tracker_programs
 from holdfast.plan.planner import plan_layout
+from holdfast.tasks.ask import SCRIPT_TASK
 from holdfast.wire.http.sockets import address_of, bind_listener
 from holdfast.wire.secret import Secret, open_secret
 from holdfast.wire.store.run_store import FolderStore, RunStore
@@ -175,4 +176,13 @@ class _RunOrigin:
 
 def resume_command(loaded: LoadedConfig) -> str:
     """Return the command that resumes this run."""
-    return shlex.join(["holdfast", "train", loaded.name, *loaded.overrides])
+    task = loaded.config.task
+    if task.name != SCRIPT_TASK:
+        return shlex.join(["holdfast", "train", loaded.name, *loaded.overrides])
+    words = ["holdfast", "run", str(Path(task.folder, task.args["script"]))]
+    if loaded.text:
+        words += ["--config", loaded.name]
+    for given in loaded.overrides:
+        if not given.startswith(("task.", "name=")):  # `holdfast run` gives these itself
+            words += ["--set", given]
+    return shlex.join([*words, "--", *map(str, task.args["arguments"])])

@@ -14,7 +14,7 @@ from pydantic import ValidationError
 from holdfast.config.load import load_config
 from holdfast.config.run import RunConfig
 from holdfast.core.json_parsing import parse_json
-from holdfast.errors import RunFolderError
+from holdfast.errors import ModelFolderError, RunFolderError
 from holdfast.wire.secret import SECRET_FILE_VARIABLE, Secret, read_secret
 from holdfast.wire.store.run_store import FolderStore
 
@@ -50,7 +50,14 @@ def open_run(argument: Path) -> Run:
     """
     folder = argument
     if argument.is_file():
-        folder = Path(load_config(argument).config.run_folder)
+        try:
+            folder = Path(load_config(argument).config.run_folder)
+        except ModelFolderError as error:
+            raise ModelFolderError(
+                f"{argument} reads this folder, and {error.message}",
+                where=error.where,
+                remedy="name the run folder in the place of the run file",
+            ) from None
     resolved = read_resolved(folder)
     if resolved is None:
         raise RunFolderError(
