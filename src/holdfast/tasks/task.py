@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from holdfast.core.sharding.parameters import Normal, Ones, Zeros
+from holdfast.errors import TaskError
 
 Batch = Mapping[str, Tensor]
 """One logical microbatch, or a rank's part of it."""
@@ -67,7 +68,11 @@ class Task(ABC):
         first: Any = items[0]
         if not isinstance(first, Mapping):
             kind = type(first).__name__
-            raise TypeError(f"a sample is a {kind}: return a dict of tensors, or write collate()")
+            raise TaskError(
+                f"a sample is a {kind}: return a dict of tensors",
+                where="task",
+                remedy="or write collate(), which an own loop gives as step.batches(..., collate=)",
+            )
         return {name: _stacked(name, [item[name] for item in items]) for name in first}
 
     def initial(self, name: str, shape: tuple[int, ...]) -> Initial:

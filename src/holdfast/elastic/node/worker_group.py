@@ -179,6 +179,7 @@ class WorkerGroup:
     def _decide_after_exit(self, worker: WorkerStatus, log: ProcessLog) -> None:
         """Derive the outcome from a worker that exited while its generation ran."""
         if worker.outcome is not None:
+            self._tell_failure_at_end(worker, log)
             if not self.workers.live_workers:
                 self.decide(_common_outcome(self.workers))
             return
@@ -197,6 +198,18 @@ class WorkerGroup:
                 self._loop.call_later(beat, self._report_dead_worker_unless_decided, worker, log)
             case _:
                 self._report_dead_worker(worker, log, "exit")
+
+    def _tell_failure_at_end(self, worker: WorkerStatus, log: ProcessLog) -> None:
+        """Say that a worker failed after its last step, as a script may after its loop."""
+        assert worker.outcome is not None
+        if (code := worker.exit_code) in (None, exit_codes.DONE):
+            return
+        words = log.last_lines(1) if code in (exit_codes.USER_ERROR, exit_codes.CRASHED) else ""
+        why = words or exit_codes.describe_exit_code(code)
+        self._say(
+            f"worker {worker.rank} failed after its last step ({worker.outcome[1]}): {why}; "
+            f"more is in {log.path}"
+        )
 
     def _report_dead_worker_unless_decided(self, worker: WorkerStatus, log: ProcessLog) -> None:
         if not self.outcome.done():
