@@ -43,6 +43,7 @@ def test_each_has_its_own_defaults_and_reads_its_dump(name: str) -> None:
             "clip_norm, groups, momentum, nesterov; remove it",
         ),
         ("momentum: 0.9", "train.optimizer.momentum is no option of adamw"),
+        ("name: torch.optim.RMSprop, args: {lr: 1}", "args has lr, which learning_rate gives"),
         ("name: torch.optim.Adam, eps: 0.1", "groups, args; use train.optimizer.args.eps"),
         ("name: sgd, momentum: 0, nesterov: true", "use momentum 0.9, or nesterov false"),
         ("groups: [{weight_decay: 0}]", "train.optimizer.groups.0.match is missing"),

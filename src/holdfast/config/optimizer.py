@@ -215,6 +215,8 @@ class OptimizerConfig(Section):
                 raise ValueError(
                     f"{key} is no option of {self.name}, which takes {', '.join(taken)}: {remedy}"
                 )
+        if "lr" in self.args:
+            raise ValueError("args has lr, which learning_rate gives: use learning_rate")
         if self.nesterov and not self.momentum:
             raise ValueError("nesterov needs momentum: use momentum 0.9, or nesterov false")
         return self
