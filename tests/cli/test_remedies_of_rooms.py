@@ -16,6 +16,7 @@ from tests.cli.remedies import (
     of_commands,
     of_datasets_cases,
     of_models,
+    of_named_parts,
     of_others_cases,
     of_own_loops,
     of_rest,
@@ -42,6 +43,7 @@ TABLES = (
     of_adapters,
     of_own_loops,
     of_trainers,
+    of_named_parts,
 )
 CASES: list[Case] = [one for table in TABLES for one in table.CASES]
 
