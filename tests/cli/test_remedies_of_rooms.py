@@ -22,6 +22,7 @@ from tests.cli.remedies import (
     of_rest,
     of_run_files,
     of_runs_cases,
+    of_sets_and_faults,
     of_sources,
     of_stores_cases,
     of_trainers,
@@ -44,6 +45,7 @@ TABLES = (
     of_own_loops,
     of_trainers,
     of_named_parts,
+    of_sets_and_faults,
 )
 CASES: list[Case] = [one for table in TABLES for one in table.CASES]
 

@@ -138,7 +138,7 @@ def _request_by_name(name: str, stages: int, microbatches: int, virtual: int) ->
         raise ConfigError(
             f"{stages} stages by {microbatches} microbatches are too many to draw",
             where="--microbatches",
-            remedy=f"use {MAX_DRAWN_ACTIONS // stages} or fewer",
+            remedy=f"use {MAX_DRAWN_ACTIONS // stages} or fewer, or fewer --stages",
         )
     return ScheduleRequest(
         build_schedule(name, stages // virtual, microbatches, virtual), (1.0,) * stages
