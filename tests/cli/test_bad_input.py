@@ -270,6 +270,7 @@ def test_a_start_that_was_cut_short_does_not_bar_the_next(
     assert tree(run) == before
 
 
+@pytest.mark.slow
 def test_a_node_that_begins_beside_another_finds_a_run_folder(
     trained: Trained, tmp_path: Path
 ) -> None:

@@ -10,6 +10,7 @@ import pytest
 from tests.support.commands import apart, here, write_run_file
 
 
+@pytest.mark.slow
 def test_a_step_of_a_run_is_written_for_a_viewer(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -96,3 +96,17 @@ def train_and_read(path: Path) -> dict[str, Tensor]:
     opened: holdfast.Checkpoint = holdfast.open_checkpoint(run, result.step)
     moments: Tensor = opened[opened.names[-1]]
     return opened.parameters() | {"moments": moments}
+
+
+def own_loop(points: holdfast.Samples) -> None:
+    """A script's loop, as `holdfast run` starts it."""
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    run = holdfast.run()
+    run.keep(model, optimizer, clip_norm=1.0)
+    for step in run.steps(9, batch_size=8, microbatch_size=4):
+        for batch in step.batches(points):
+            loss = nn.functional.mse_loss(model(batch["x"]), batch["y"], reduction="sum")
+            step.backward(loss, weight=len(batch["x"]))
+        if step.apply():
+            print(step.number, run.device)

@@ -55,6 +55,7 @@ def test_nodes_that_never_were_enough_leave_with_a_sentence(run_file: Path, tmp_
         assert nodes.events(GenerationStarted) == []
 
 
+@pytest.mark.slow
 def test_a_node_that_is_named_by_holdfast_notice_is_done_without(
     run_file: Path, tmp_path: Path
 ) -> None:

@@ -109,6 +109,7 @@ def _kill_and_compare(tmp_path: Path, name: str, workers: list[int]) -> None:
         assert f"{12 * STEPS:,} samples in {STEPS} steps: none missing, none twice" in audit.out
 
 
+@pytest.mark.slow
 def test_a_kill_changes_no_bit(tmp_path: Path) -> None:
     _kill_and_compare(tmp_path, "Tied", [3])
     folder = tmp_path / "killed3"
@@ -161,6 +162,7 @@ def test_a_sharded_run_is_killed_resumed_and_restored_on_another_layout(
         assert (one[name] - two[name]).abs().max() < 2e-5, name
 
 
+@pytest.mark.slow
 def test_a_mean_ends_the_run_at_once_and_a_changed_source_is_refused(tmp_path: Path) -> None:
     run_file, module = _write(tmp_path, "Gru"), tmp_path / "my_task.py"
     right = module.read_text()

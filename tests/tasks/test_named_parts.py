@@ -139,6 +139,7 @@ def test_another_source_is_refused_where_it_is_loaded() -> None:
         load_user_parts(RunConfig.model_validate(other))
 
 
+@pytest.mark.slow
 def test_a_start_names_the_line() -> None:
     text = f"train:\n  optimizer: {{name: '{MODULE}:Undeclared'}}\ntask: {{folder: {ROOT}}}\n"
     with pytest.raises(ConfigError, match=r"run\.yaml:2: .*:Undeclared has state 'norm'"):

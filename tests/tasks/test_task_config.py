@@ -62,6 +62,16 @@ def test_keys_of_the_decoder_are_said_to_have_no_effect() -> None:
     ]
 
 
+@pytest.mark.parametrize(("samples", "said"), [(0, True), (5, False)])
+def test_an_evaluation_without_validation_samples_is_said(samples: int, said: bool) -> None:
+    text = "task: my_task:Net\ntrain: {evaluate: {every: 10}}\n"
+    planned = {"task.data": "v1", "task.validation": samples}
+    found = find_without_effect(resolve_config(text, "run.yaml").with_planned(planned, "the task"))
+    assert (
+        any("train.evaluate.every has no effect, as task my_task:Net" in f for f in found) is said
+    )
+
+
 @pytest.mark.parametrize(
     ("row", "text"),
     [

@@ -151,6 +151,9 @@ def _of_the_decoder(loaded: LoadedConfig) -> Iterator[Finding]:
     for key in loaded.origins:
         if key.split(".")[0] in unused and _given(loaded, key):
             yield key, f"has no effect on task {task.name}", "remove it"
+    if task.has_own_data and not task.validation and _given(loaded, "train.evaluate.every"):
+        problem = f"has no effect, as task {task.name} has no validation samples"
+        yield "train.evaluate.every", problem, "remove it, or return samples from validation()"
 
 
 def _switched_off(loaded: LoadedConfig) -> Iterator[Finding]:

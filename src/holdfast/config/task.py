@@ -31,6 +31,9 @@ class TaskConfig(Section):
     source: str = Field("", description="digest of the task's source files (planned)")
     data: str = Field("", description="version of the task's data (planned)")
     samples: int = Field(0, ge=0, description="samples of the task's data (planned)")
+    validation: InPlace[int] = Field(
+        0, ge=0, description="samples of the task's validation data (planned)"
+    )
     parameters: tuple[str, ...] = Field(
         (), description="the task's parameters: name, shape, marks (planned)"
     )

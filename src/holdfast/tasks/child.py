@@ -24,6 +24,7 @@ from holdfast.tasks.module import module_rows, refuse_other_rows
 from holdfast.tasks.named import load_optimizer, load_schedule, sources_of
 from holdfast.tasks.optimizer_probe import probe_optimizer
 from holdfast.tasks.script import Script, load_run_task
+from holdfast.tasks.validation import open_validation
 
 _SAMPLED_STEPS = 10_000
 
@@ -37,7 +38,9 @@ def describe(config: RunConfig) -> dict[str, Any]:
     refuse_other_rows(rows, module_rows(task, trained_module(task, lora)))
     opened = open_samples(task)
     version, samples = ("", 0) if opened is None else (opened[1], len(opened[0]))
+    validation = open_validation(task)
     found = {"source": source, "data": version, "samples": samples, "parameters": list(rows)}
+    found["validation"] = 0 if validation is None else len(validation)
     found["train"] = task.planned_values() if isinstance(task, Script) else {}
     if not lora.rank:
         return found
