@@ -7,17 +7,20 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from re import Match
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import yaml
 
 from holdfast.api.reading import open_checkpoint
 from holdfast.api.training import _task_overrides
+from holdfast.cli.checkpoint_import import refuse_other_tokenizer
 from holdfast.config.huggingface.convert import to_their_config
 from holdfast.config.identity import refuse_other_run
 from holdfast.config.load import load_config
-from holdfast.config.task import TaskConfig
+from holdfast.config.task import TaskConfig, refuse_file_of_task
+from holdfast.data.dataset import Dataset
 from holdfast.launch import task_run
 from holdfast.launch.named_parts import with_named_parts
 from holdfast.tasks import choose
@@ -27,7 +30,7 @@ from tests.cli.remedies.lab import Case, Lab, Mend, case, fetch_again, fixed
 from tests.cli.remedies.of_models import export
 from tests.cli.remedies.of_others import Sized
 from tests.cli.remedies.of_runs import RUN, attempt, begin_run, replace
-from tests.support.models import config
+from tests.support.models import config, train_tokenizer
 
 TASK = f"from {__name__} import Sized\n\n\nclass Net(Sized):\n    pass\n"
 CODE = "model.code=transformers"
@@ -94,6 +97,37 @@ def read_parameters(lab: Lab) -> None:
         assert list(open_checkpoint(lab.folder / RUN).names)
     else:
         attempt(lab)
+
+
+def show_layout(lab: Lab) -> None:
+    refuse_file_of_task(load_config(None, lab.settings["overrides"]).config.task, "holdfast layout")
+
+
+def begin_unknown_activation(lab: Lab) -> None:
+    """A folder of a model with a key that is wrong."""
+    begin(FROM)(lab)
+    path = lab.folder / "hf/config.json"
+    lab.spoil(path, json.dumps(json.loads(path.read_text()) | {"hidden_act": "sillu"}).encode())
+
+
+def write_activation(lab: Lab, found: Match[str]) -> None:
+    path = lab.folder / "hf/config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"hidden_act": found[1]}))
+
+
+def begin_two_tokenizers(lab: Lab) -> None:
+    """A model's folder with another tokenizer than the dataset was made with."""
+    for name in ("hf", "dataset"):
+        (lab.folder / name).mkdir()
+        train_tokenizer(lab.folder / name / "tokenizer.json")
+    path = lab.folder / "hf/tokenizer.json"
+    path.write_text(path.read_text().replace("<|endoftext|>", "</s>"))
+    lab.settings["tokenizer"] = lab.folder / "dataset/tokenizer.json"
+
+
+def begin_import(lab: Lab) -> None:
+    dataset = SimpleNamespace(folder="dataset", tokenizer_path=lab.settings["tokenizer"])
+    refuse_other_tokenizer(lab.folder / "hf", cast(Dataset, dataset))
 
 
 def begin_other_optimizer(lab: Lab) -> None:
@@ -189,8 +223,8 @@ def use_values(lab: Lab, found: Match[str]) -> None:
     )
 
 
-M, P, R = "config/model_from.py: ", "launch/named_parts.py: ", "launch/task_run.py: "
 FROM = "model.from={0}/hf"
+M, P, R = "config/model_from.py: ", "launch/named_parts.py: ", "launch/task_run.py: "
 
 CASES: list[Case] = [
     case(
@@ -227,6 +261,27 @@ CASES: list[Case] = [
         read_parameters,
         r"read its parameters with holdfast\.open_checkpoint \(docs/python\.md\)",
         fixed(reads=True),
+    ),
+    case(
+        "config/task.py: … is for the built-in decoder, and this run file trains …",
+        begin("task.name=nets:Net"),
+        show_layout,
+        r"name a run file without task",
+        remove("task.name"),
+    ),
+    case(
+        "config/huggingface/convert.py: (from_their_config)",
+        begin_unknown_activation,
+        load,
+        r"the decoder knows (silu).*",
+        write_activation,
+    ),
+    case(
+        "cli/checkpoint_import.py: the dataset in … was tokenised with another tokenizer: …",
+        begin_two_tokenizers,
+        begin_import,
+        r"add data\.tokenizer\.path=(\S+) and name another data\.folder",
+        lambda lab, found: lab.settings.update(tokenizer=Path(found[1])),
     ),
     case(
         "export/dcp.py: the format dcp holds AdamW's state, and train.optimizer.name of this run "
