@@ -12,15 +12,20 @@ import pytest
 
 from tests.cli.conftest import Trained
 from tests.cli.remedies import (
+    of_adapters,
     of_commands,
     of_datasets_cases,
     of_models,
+    of_named_parts,
     of_others_cases,
+    of_own_loops,
     of_rest,
     of_run_files,
     of_runs_cases,
+    of_sets_and_faults,
     of_sources,
     of_stores_cases,
+    of_trainers,
 )
 from tests.cli.remedies.lab import Case, Lab, carry_out
 from tests.cli.remedies.not_carried_out import NOT_CARRIED_OUT
@@ -36,6 +41,11 @@ TABLES = (
     of_run_files,
     of_commands,
     of_rest,
+    of_adapters,
+    of_own_loops,
+    of_trainers,
+    of_named_parts,
+    of_sets_and_faults,
 )
 CASES: list[Case] = [one for table in TABLES for one in table.CASES]
 

@@ -10,7 +10,7 @@ import typer
 
 from holdfast.cli.output import print_json, say
 from holdfast.config.lora import refuse_lora
-from holdfast.config.task import refuse_task
+from holdfast.config.task import refuse_file_of_task
 from holdfast.errors import DataError, OutOfSpaceError, UserError
 from holdfast.launch.runs import IMPORTED_FOLDER
 from holdfast.report.formatting import format_bytes
@@ -75,7 +75,7 @@ def import_(
 
     machine = detect_hardware()
     loaded = plan_for_machine(load_config(run_file, overrides or []), machine)
-    refuse_task(loaded.config.task, COMMAND)
+    refuse_file_of_task(loaded.config.task, COMMAND)
     refuse_lora(loaded.config.lora, COMMAND, LORA_REMEDY)
     folder = Path(loaded.config.run_folder)
     refuse_in_use(folder, HolderWatch(folder, say))

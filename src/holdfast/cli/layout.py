@@ -138,7 +138,7 @@ def _request_by_name(name: str, stages: int, microbatches: int, virtual: int) ->
         raise ConfigError(
             f"{stages} stages by {microbatches} microbatches are too many to draw",
             where="--microbatches",
-            remedy=f"use {MAX_DRAWN_ACTIONS // stages} or fewer",
+            remedy=f"use {MAX_DRAWN_ACTIONS // stages} or fewer, or fewer --stages",
         )
     return ScheduleRequest(
         build_schedule(name, stages // virtual, microbatches, virtual), (1.0,) * stages
@@ -167,7 +167,7 @@ def _request_of_run_file(
     """The pipeline of one replica, with the microbatches that the first step deals to it."""
     from holdfast.cli.train import checked_layouts, with_vocabulary
     from holdfast.config.load import load_config
-    from holdfast.config.task import refuse_task
+    from holdfast.config.task import refuse_file_of_task
     from holdfast.core.sharding.pipeline_stages import block_costs
     from holdfast.core.sharding.reduction_tree import deal
     from holdfast.data.dataset import Dataset, exists
@@ -176,7 +176,7 @@ def _request_of_run_file(
     if name is not None:
         overrides = [*overrides, f"layout.schedule={name}"]
     loaded = load_config(path, overrides)
-    refuse_task(loaded.config.task, "holdfast layout schedule")
+    refuse_file_of_task(loaded.config.task, "holdfast layout schedule")
     if loaded.config.layout.workers == 0:
         least = loaded.config.layout.least_workers
         loaded = loaded.with_planned({"layout.workers": least}, "the smallest world")

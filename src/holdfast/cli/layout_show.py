@@ -14,7 +14,7 @@ from holdfast.cli.output import print_json, say
 from holdfast.cli.train import checked_layouts, with_vocabulary
 from holdfast.config.load import LoadedConfig, load_config
 from holdfast.config.run import RunConfig
-from holdfast.config.task import refuse_task
+from holdfast.config.task import refuse_file_of_task
 from holdfast.core.sharding.reduction_tree import deal
 from holdfast.errors import ConfigError, UserError
 from holdfast.layout import Topology, place_replicas
@@ -78,7 +78,7 @@ def _read_request(
     if workers is not None:
         overrides.append(f"layout.workers={workers}")
     loaded, notes = load_config(run_file, overrides), list[str]()
-    refuse_task(loaded.config.task, "holdfast layout")
+    refuse_file_of_task(loaded.config.task, "holdfast layout")
     if loaded.config.layout.workers == 0:
         least = loaded.config.layout.least_workers
         loaded = loaded.with_planned({"layout.workers": least}, "the smallest world")

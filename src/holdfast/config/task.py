@@ -55,9 +55,20 @@ class TaskConfig(Section):
         return {"name": value} if isinstance(value, str) else value
 
 
+def refuse_file_of_task(task: TaskConfig, what: str) -> None:
+    """Raises ConfigError for the run file of a task, where only the built-in decoder is known.
+    what: the subject of the sentence."""
+    if task.name:
+        raise ConfigError(
+            f"{what} is for the built-in decoder, and this run file trains {task.name}",
+            where="task",
+            remedy="name a run file without task",
+        )
+
+
 def refuse_task(task: TaskConfig, what: str) -> None:
-    """Raises ConfigError for a task, where only the built-in decoder is known. what: what was asked
-    for, as the subject of a sentence."""
+    """Raises ConfigError for the run of a task, where only the built-in decoder is known. what: the
+    subject of the sentence."""
     if task.name:
         raise ConfigError(
             f"{what} is for the built-in decoder, and this run trains {task.name}",
