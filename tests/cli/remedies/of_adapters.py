@@ -15,6 +15,7 @@ from holdfast.config.lora import LoraConfig
 from holdfast.config.model import ModelConfig
 from holdfast.core.sharding.adapters import lora_parameters
 from holdfast.launch.lora_run import with_lora
+from holdfast.launch.runs import open_run
 from holdfast.model.init import initial_tensor
 from holdfast.model.peft_folder import WEIGHTS, read_adapter, write_adapter
 from tests.cli.remedies.lab import Case, Lab, Mend, case, fetch_again, fixed
@@ -139,7 +140,23 @@ F, A, W = "config/lora_from.py: ", "model/peft_folder.py: ", "data/weight_files.
 R = "launch/lora_run.py: "
 BASE, PEFT = "model.from={0}/hf", "lora.from={0}/peft"
 
+
+def begin_moved(lab: Lab) -> None:
+    lab.settings["run"] = lab.write("run.yaml", f"folder: {lab.trained}\nmodel: {{from: gone}}\n")
+
+
+def open_it(lab: Lab) -> None:
+    open_run(Path(lab.settings["run"]))
+
+
 CASES: list[Case] = [
+    case(
+        "launch/runs.py: … reads this folder, and …",
+        begin_moved,
+        open_it,
+        r"name the run folder in the place of the run file",
+        lambda lab, found: lab.settings.update(run=lab.trained),
+    ),
     case(
         F + "there is no … here",
         begin(BASE, "lora.from={0}/hf"),
