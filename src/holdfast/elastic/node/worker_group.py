@@ -179,18 +179,14 @@ class WorkerGroup:
     def _decide_after_exit(self, worker: WorkerStatus, log: ProcessLog) -> None:
         """Derive the outcome from a worker that exited while its generation ran."""
         if worker.outcome is not None:
-            self._tell_failure_at_end(worker, log)
+            _tell_failure_at_end(worker, log, self._say)
             if not self.workers.live_workers:
                 self.decide(_common_outcome(self.workers))
             return
         match worker.exit_code:
             case exit_codes.USER_ERROR:
-                self.decide(
-                    FailedOutcome(
-                        log.last_lines(1) or "a worker refused to start",
-                        exit_codes.USER_ERROR,
-                    )
-                )
+                words = log.last_lines(1) or "a worker refused to start"
+                self.decide(FailedOutcome(words, exit_codes.USER_ERROR))
             case exit_codes.PEER_LOST:
                 # The worker that really died is reported at the same moment. Only if none is, this
                 # worker's report counts.
@@ -198,18 +194,6 @@ class WorkerGroup:
                 self._loop.call_later(beat, self._report_dead_worker_unless_decided, worker, log)
             case _:
                 self._report_dead_worker(worker, log, "exit")
-
-    def _tell_failure_at_end(self, worker: WorkerStatus, log: ProcessLog) -> None:
-        """Say that a worker failed after its last step, as a script may after its loop."""
-        assert worker.outcome is not None
-        if (code := worker.exit_code) in (None, exit_codes.DONE):
-            return
-        words = log.last_lines(1) if code in (exit_codes.USER_ERROR, exit_codes.CRASHED) else ""
-        why = words or exit_codes.describe_exit_code(code)
-        self._say(
-            f"worker {worker.rank} failed after its last step ({worker.outcome[1]}): {why}; "
-            f"more is in {log.path}"
-        )
 
     def _report_dead_worker_unless_decided(self, worker: WorkerStatus, log: ProcessLog) -> None:
         if not self.outcome.done():
@@ -320,6 +304,19 @@ def _outcome_of_hold(rank: int, held_state: HeldState) -> LostOutcome:
             return LostOutcome("error", cause, lost_ranks=frozenset({rank}))
         case _:
             return LostOutcome("peer_lost", cause, lost_ranks=frozenset({rank}))
+
+
+def _tell_failure_at_end(worker: WorkerStatus, log: ProcessLog, say: Callable[[str], None]) -> None:
+    """Say that a worker failed after its last step, as a script may after its loop."""
+    assert worker.outcome is not None
+    if (code := worker.exit_code) in (None, exit_codes.DONE):
+        return
+    words = log.last_lines(1) if code in (exit_codes.USER_ERROR, exit_codes.CRASHED) else ""
+    why = words or exit_codes.describe_exit_code(code)
+    say(
+        f"worker {worker.rank} failed after its last step ({worker.outcome[1]}): {why}; "
+        f"more is in {log.path}"
+    )
 
 
 def _common_outcome(workers: WorkerTable) -> GenerationOutcome:
