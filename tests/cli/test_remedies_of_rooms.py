@@ -15,6 +15,7 @@ from tests.cli.remedies import (
     of_adapters,
     of_commands,
     of_datasets_cases,
+    of_imports,
     of_models,
     of_named_parts,
     of_others_cases,
@@ -46,6 +47,7 @@ TABLES = (
     of_trainers,
     of_named_parts,
     of_sets_and_faults,
+    of_imports,
 )
 CASES: list[Case] = [one for table in TABLES for one in table.CASES]
 

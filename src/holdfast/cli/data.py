@@ -164,7 +164,8 @@ def _decoder_config(run_file: Path, overrides: list[str] | None, what: str) -> R
         raise ConfigError(
             f"{what} is for text, and this run trains {config.task.name}, which gives its own data",
             where=f"{run_file}: task",
-            remedy=f"train: holdfast train {shlex.quote(str(run_file))}",
+            remedy="train: "
+            + shlex.join(["holdfast", "train", str(run_file), *(overrides or [])]),
         )
     return config
 

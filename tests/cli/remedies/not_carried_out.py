@@ -151,6 +151,7 @@ NOT_CARRIED_OUT: dict[str, tuple[str, ...]] = {
         "train/task.py: the vocabulary size is not known yet",
     ),
     "an earlier message says it first: the check guards the code": (
+        "data/chat_gate.py: nothing carries loss",
         "tasks/script.py: step.apply() came before step.batches()",
         "tasks/script_engine.py: step … was applied without its batches",
     ),
@@ -162,23 +163,5 @@ NOT_CARRIED_OUT: dict[str, tuple[str, ...]] = {
     ),
     "it takes the metadata service of a cloud, which is asked for credentials": (
         "wire/store/bucket_errors.py: no credentials were found",
-    ),
-    "no case yet": (
-        "checkpoint/bucket/copy.py: holds another checkpoint of step …, generation …",
-        "checkpoint/interop/dcp.py: this is not a checkpoint that can be imported: …",
-        "checkpoint/interop/dcp.py: … is not whole: …",
-        "checkpoint/interop/dcp_import.py: it holds AdamW's moments, and the run's "
-        "train.optimizer.name is …",
-        "checkpoint/interop/dcp_import.py: tensor … is missing, so this is not the run's model",
-        "checkpoint/interop/dcp_import.py: the optimizer's state has no single step: …",
-        "checkpoint/interop/dcp_import.py: the run has checkpoints already (…)",
-        "checkpoint/interop/dcp_import.py: … has the shape …, the run's model needs …",
-        "cli/checkpoint_import.py: the dataset's tokenizer makes … tokens of texts, and "
-        "the model knows …",
-        "cli/data.py: … is for text, and this run trains …, which gives its own data",
-        "data/chat_documents.py: the text ends before message … begins",
-        "data/chat_gate.py: nothing carries loss",
-        "data/chat_preparation.py: no token of any row carries loss",
-        "export/weights.py: the run's tokenizer is not there",
     ),
 }
