@@ -286,7 +286,8 @@ def continuations(
         raise DataError(
             "the run's tokenizer is not there",
             where=str(path),
-            remedy="prepare the dataset again: holdfast data prepare RUN.yaml",
+            remedy="remove the folder if it is there, and prepare the dataset again: "
+            "holdfast data prepare RUN.yaml",
         )
     tokenizer = load_tokenizer(path)
     special = dataset_tokens(run.dataset_folder, tokenizer)

@@ -116,7 +116,7 @@ def of_import(site: str, begin: Any, remedy: str, **settings: Any) -> Case:
 def begin_other_state(lab: Lab) -> None:
     """A target that has another state after the same step of the same run."""
     source, target = FolderStore(lab.folder / RUN), FolderStore(lab.folder / "made")
-    key = list_commits(source)[-1]
+    key = list_commits(source)[0]
     copy_checkpoint(source, key, target)
     commit = Commit.from_bytes(source.get(key), key)
     (lab.folder / "made" / key).write_bytes(replace(commit, meta={"position": 0}).to_bytes())
@@ -138,6 +138,7 @@ def begin_lost_tokenizer(lab: Lab) -> None:
 
 
 def prepare_again(lab: Lab, found: Match[str]) -> None:
+    shutil.rmtree(lab.folder / "dataset")
     words = shlex.split(found[1].replace("RUN.yaml", lab.path("run.yaml")))
     run_command([*words[1:], f"data.folder={lab.path('dataset')}"])
 
@@ -195,6 +196,10 @@ WITHOUT_LAST = (
     "{{ 'U:' + message['content'] }}{% elif not loop.last %}"
     "{{ 'A:' + message['content'] }}{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}{{ 'A:' }}{% endif %}"
+)
+REPLIES_ALONE = (
+    "{% for message in messages %}{% if message['role'] == 'assistant' %}"
+    "{{ message['content'] + '<|im_end|>' }}{% endif %}{% endfor %}"
 )
 TASK = r"train: (holdfast train .*)"
 OF_MODEL = r"name a checkpoint of the model in the run file"
@@ -255,7 +260,8 @@ CASES: list[Case] = [
         "export/weights.py: the run's tokenizer is not there",
         begin_lost_tokenizer,
         attempt,
-        r"prepare the dataset again: (holdfast data prepare RUN\.yaml)",
+        r"remove the folder if it is there, and prepare the dataset again: "
+        r"(holdfast data prepare RUN\.yaml)",
         prepare_again,
     ),
     case(
@@ -282,9 +288,9 @@ CASES: list[Case] = [
     ),
     case(
         "data/chat_preparation.py: no token of any row carries loss",
-        begin_chat(CHATML, chat={"train_on": ["system"]}),
+        begin_chat(REPLIES_ALONE, chat={"train_on": ["user"]}),
         prepare_chat,
         r"look at data\.chat\.train_on, and at the template",
-        fixed(chat={"train_on": ["assistant"]}),
+        fixed(template=CHATML),
     ),
 ]
