@@ -45,6 +45,16 @@ def said(*overrides: str) -> list[str]:
             "train.batch_warmup.1.from_step",
             "1001 comes after the last step 1000",
         ),
+        (
+            ["train.optimizer.name=sgd", "train.optimizer.betas=[0.9, 0.95]"],
+            "train.optimizer.betas",
+            "has no effect on sgd",
+        ),
+        (
+            ["train.optimizer={name: lion, eps: 1e-8}"],
+            "train.optimizer.eps",
+            "has no effect on lion",
+        ),
         (["train.evaluate.every=1001"], "train.evaluate.every", "one evaluation, at the end"),
         (["checkpoint.every_steps=5000"], "checkpoint.every_steps", "it never comes"),
         (["checkpoint.keep_every=5000"], "checkpoint.keep_every", "it never comes"),
@@ -85,6 +95,7 @@ def test_a_default_that_does_nothing_is_not_said() -> None:
     assert said() == []
     assert said("train.steps=30", "train.evaluate.every=10") == []
     assert said("train.steps=1000", "train.schedule.kind=wsd") == []
+    assert said("train.optimizer={name: sgd, momentum: 0}") == []
 
 
 def test_the_line_of_the_run_file_is_named() -> None:

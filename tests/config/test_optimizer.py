@@ -16,6 +16,7 @@ from holdfast.config.run import RunConfig
 from holdfast.core.lr_schedule import last_common_step
 from holdfast.core.sharding.run_table import run_state_table
 from holdfast.errors import ConfigError, RunFolderError
+from holdfast.launch import branch_config
 
 
 def _config(optimizer: dict[str, Any], **sections: Any) -> RunConfig:
@@ -55,6 +56,13 @@ def test_an_option_that_it_does_not_take(text: str, words: str) -> None:
         resolve_config(f"train:\n  optimizer: {{{text}}}\n", "run.yaml")
     assert str(refused.value).startswith("run.yaml:2: ")
     assert words in str(refused.value)
+
+
+def test_the_run_file_of_a_branch_gives_no_option_that_is_not_taken() -> None:
+    values = _config({"name": "lion", "learning_rate": 0.1}).model_dump(mode="json")
+    written = branch_config._without_defaults(values)["train"]["optimizer"]
+    assert written["betas"] == [0.9, 0.99]
+    assert not {"eps", "momentum", "args"} & set(written)
 
 
 @pytest.mark.parametrize(

@@ -76,6 +76,7 @@ def test_every_key_has_its_line() -> None:
         ("a: 1\n---\nb: 2\n", 2, "one YAML document"),
         ("a: &x 1\n", 1, "anchors"),
         ("b: 1\na: *x\n", 2, "aliases"),
+        ("b: 1\na: *x*\n", 2, "put it in quotes if it is text"),
         ("a: !!python/object:os.system x\n", 1, "the tag !!python/object:os.system"),
         ("a: !mine x\n", 1, "the tag !mine"),
         ("? [a]\n: 1\n", 1, "a key must be a word"),

@@ -225,11 +225,26 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
+FOR_OWN_CODE = (
+    "unknown",
+    "several",
+    "longrope",
+    "vision",
+    "in scaling",
+    "layer type",
+    "both ways",
+    "partial",
+    "a list",
+)
+
+
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_is_not_understood_is_named(case: str) -> None:
     changes, message = REFUSED[case]
-    with pytest.raises(ModelFolderError, match=f"here: .*{message}"):
+    with pytest.raises(ModelFolderError, match=f"here: .*{message}") as refused:
         from_their_config(SIZES | changes, "here")
+    own_code = "train it by its own code with model.code: transformers" in str(refused.value)
+    assert own_code == (case in FOR_OWN_CODE)
 
 
 @pytest.mark.slow

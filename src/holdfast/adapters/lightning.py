@@ -125,8 +125,13 @@ def _chosen_optimizer(answer: Any) -> tuple[Optimizer, Any]:
     TaskError for more than one, and for a scheduler that does not count steps."""
     optimizers, schedulers = answer, None
     if isinstance(answer, Mapping):
-        optimizers, schedulers = answer["optimizer"], answer.get("lr_scheduler")
-    elif isinstance(answer, tuple):
+        optimizers, schedulers = answer.get("optimizer"), answer.get("lr_scheduler")
+    elif isinstance(answer, tuple) and not all(isinstance(one, Optimizer) for one in answer):
+        if len(answer) != 2:
+            raise _refused(
+                f"configure_optimizers() returned {len(answer)} values",
+                "return an optimizer, or ([optimizer], [scheduler])",
+            )
         optimizers, schedulers = answer
     optimizer, scheduler = _single(optimizers, "optimizer"), _single(schedulers, "lr_scheduler")
     interval = "epoch"

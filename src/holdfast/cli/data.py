@@ -164,8 +164,7 @@ def _decoder_config(run_file: Path, overrides: list[str] | None, what: str) -> R
         raise ConfigError(
             f"{what} is for text, and this run trains {config.task.name}, which gives its own data",
             where=f"{run_file}: task",
-            remedy="train: "
-            + shlex.join(["holdfast", "train", str(run_file), *(overrides or [])]),
+            remedy="train: " + shlex.join(["holdfast", "train", str(run_file), *(overrides or [])]),
         )
     return config
 

@@ -38,6 +38,8 @@ from holdfast.errors import ConfigError
 
 OriginKind = Literal["file", "command line", "preset", "model folder", "default", "planned"]
 KeyPath = tuple[str | int, ...]
+_ALIAS = re.compile(r"^[*&].*|(?<=[\[{,:\s])[*&][^\],}\s]*", re.DOTALL)
+"""A text that YAML would read as an anchor or alias: a value, or an item of a list."""
 
 
 @dataclass(frozen=True)
@@ -203,7 +205,7 @@ def _override(data: dict[str, Any], override: str) -> str:
         return key
     if field is None:
         raise ConfigError(f"unknown key {key}", where=where, remedy=suggest_key(path))
-    value = yaml_tree.parse_value(text, where)
+    value = _parse(key, text, where)
     if re.search(r"(?:^|\s)#", text) and "#" not in str(value):
         raise ConfigError(
             "what follows the # would be a comment",
@@ -217,6 +219,21 @@ def _override(data: dict[str, Any], override: str) -> str:
         last = depth == len(path) - 1
         holder = _step(holder, path, depth, value if last else None, last, where)
     return key
+
+
+def _parse(key: str, text: str, where: str) -> Any:
+    """The value of an override. Raises ConfigError."""
+    try:
+        return yaml_tree.parse_value(text, where)
+    except ConfigError as error:
+        quoted = _ALIAS.sub(lambda found: json.dumps(found[0]), text.strip())
+        if "aliases (*)" not in error.message or quoted == text.strip():
+            raise
+        raise ConfigError(
+            "a text that begins with * or & has to be in quotes",
+            where=where,
+            remedy=f"write {shlex.quote(f'{key}={quoted}')}",
+        ) from None
 
 
 def _step(holder: Any, path: KeyPath, depth: int, value: Any, last: bool, where: str) -> Any:

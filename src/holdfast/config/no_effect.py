@@ -6,6 +6,7 @@ another key switches it off. `holdfast train` says each of them at the start.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -18,6 +19,7 @@ from holdfast.config.logging import MlflowConfig, WandbConfig
 def find_without_effect(loaded: LoadedConfig) -> list[str]:
     """One sentence for each value, with its place and a remedy."""
     found = [
+        *_optimizer(loaded),
         *_schedule(loaded),
         *_batch_stages(loaded),
         *_intervals(loaded),
@@ -37,14 +39,29 @@ Finding = tuple[str, str, str]  # key, what is wrong, remedy
 def _given(loaded: LoadedConfig, key: str) -> bool:
     """Return True for a value that was written and is not the default: a default that does nothing
     is no surprise."""
-    origin = loaded.origins.get(key)
-    if origin is None or origin.kind not in ("file", "command line"):
+    if not _written(loaded, key):
         return False
     value: Any = loaded.config
     for part in as_path(key):
         value = value[part] if isinstance(part, int) else getattr(value, part)
     info = field_at(as_path(key))
     return info is None or value != info.get_default(call_default_factory=True, validated_data={})
+
+
+def _written(loaded: LoadedConfig, key: str) -> bool:
+    origin = loaded.origins.get(key)
+    return origin is not None and origin.kind in ("file", "command line")
+
+
+def _optimizer(loaded: LoadedConfig) -> Iterator[Finding]:
+    """Options of another optimizer, with their defaults: other values are refused."""
+    optimizer = loaded.config.train.optimizer
+    for name in optimizer.unused_keys:
+        key = f"train.optimizer.{name}"
+        place = loaded.origins[key].place
+        whole = "{" in place and not re.search(rf"\b{name}\b", place)  # a section, without it
+        if _written(loaded, key) and not whole:
+            yield key, f"has no effect on {optimizer.name}", "remove it"
 
 
 def _schedule(loaded: LoadedConfig) -> Iterator[Finding]:

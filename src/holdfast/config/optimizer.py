@@ -204,16 +204,13 @@ class OptimizerConfig(Section):
 
     @model_validator(mode="after")
     def _takes_its_options(self) -> OptimizerConfig:
-        own = self._built_in.options if self._built_in else ("args",)
-        taken = tuple(dict.fromkeys((*OF_ALL, *own)))
-        for key, field in type(self).model_fields.items():
-            if key in taken or key in ("name", *PLANNED_KEYS):
-                continue
-            default = field.get_default(call_default_factory=True)
+        for key in self.unused_keys:
+            default = type(self).model_fields[key].get_default(call_default_factory=True)
             if getattr(self, key) != default:
                 remedy = "remove it" if self._built_in else f"use train.optimizer.args.{key}"
+                taken = ", ".join(self._taken_keys)
                 raise ValueError(
-                    f"{key} is no option of {self.name}, which takes {', '.join(taken)}: {remedy}"
+                    f"{key} is no option of {self.name}, which takes {taken}: {remedy}"
                 )
         if "lr" in self.args:
             raise ValueError("args has lr, which learning_rate gives: use learning_rate")
@@ -224,6 +221,17 @@ class OptimizerConfig(Section):
     @property
     def _built_in(self) -> BuiltIn | None:
         return BUILT_IN.get(self.name)
+
+    @property
+    def _taken_keys(self) -> tuple[str, ...]:
+        own = self._built_in.options if self._built_in else ("args",)
+        return tuple(dict.fromkeys((*OF_ALL, *own)))
+
+    @property
+    def unused_keys(self) -> tuple[str, ...]:
+        """The options of other optimizers."""
+        known = ("name", *PLANNED_KEYS, *self._taken_keys)
+        return tuple(key for key in type(self).model_fields if key not in known)
 
     @property
     def is_class(self) -> bool:

@@ -170,7 +170,8 @@ def _syntax_error(error: yaml.MarkedYAMLError, text: str, name: str) -> ConfigEr
         return ConfigError(
             "a run file is one YAML document", where=where, remedy="remove the '---' line"
         )
-    if "alias" in (error.problem or ""):
+    scanned = f"{error.context} {error.problem}"
+    if "alias" in scanned or "anchor" in scanned:
         return ConfigError(
             "anchors (&) and aliases (*) are not used in a run file",
             where=where,

@@ -174,7 +174,7 @@ def _require_documents(count: SourceCount, name: str) -> None:
     if count.documents > count.empty + count.duplicates:
         return
     causes = ", ".join(count.causes())
-    remedy = "name files that hold text"
+    remedy = "name files that hold text, or for chats their roles in data.chat.train_on"
     if count.duplicates > count.own_duplicates:
         remedy = (
             "set data.deduplicate: within_source to keep what other sources have too, or leave "

@@ -19,6 +19,7 @@ from holdfast.config.identity import is_place
 from holdfast.config.load import LoadedConfig, resolve_config
 from holdfast.config.model import ModelConfig
 from holdfast.config.model_from import yaml_word
+from holdfast.config.optimizer import OptimizerConfig
 from holdfast.config.run import RunConfig
 from holdfast.config.train import TrainConfig
 from holdfast.core.data.sample_order import BatchSchedule
@@ -180,8 +181,11 @@ def _without_defaults(values: dict[str, Any]) -> dict[str, Any]:
     kept = _changed(values, default) or {}
     optimizer = values["train"]["optimizer"]
     if optimizer["name"] != default["train"]["optimizer"]["name"]:  # it has defaults of its own
+        unused = OptimizerConfig.model_validate(optimizer).unused_keys
         kept.setdefault("train", {})["optimizer"] = {
-            key: value for key, value in optimizer.items() if value is not None
+            key: value
+            for key, value in optimizer.items()
+            if value is not None and key not in unused
         }
     for key in PLANNED:  # a start of the branch finds them out
         _, section, name = key.split(".")

@@ -229,7 +229,7 @@ CASES: list[Case] = [
         "data/dedup_split.py: nothing is left of … documents: … | ",
         begin_empty_text,
         prepare,
-        r"name files that hold text",
+        r"name files that hold text, or for chats .*",
         fixed(sources=["in"]),
     ),
     case(

@@ -287,6 +287,13 @@ CASES: list[Case] = [
         fixed(template=CHATML),
     ),
     case(
+        "data/dedup_split.py: nothing is left of … documents: … | ",
+        begin_chat(CHATML, chat={"train_on": ["tool"]}),
+        prepare_chat,
+        r"name files that hold text, or for chats their roles in data\.chat\.train_on",
+        fixed(chat={"train_on": ["assistant"]}),
+    ),
+    case(
         "data/chat_preparation.py: no token of any row carries loss",
         begin_chat(REPLIES_ALONE, chat={"train_on": ["user"]}),
         prepare_chat,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable
 from pathlib import Path
 from re import Match
@@ -142,6 +143,19 @@ CASES: list[Case] = [
         r"put the value in quotes: '(name=.*)'",
         use(),
         (r"'?(\w+)'? would work", use("name={0}")),
+    ),
+    *(
+        case(
+            L + "a text that begins with * or & has to be in quotes",
+            override(wrong),
+            load,
+            r"write (.*)",
+            lambda lab, found: lab.settings.update(overrides=shlex.split(found[1])),
+        )
+        for wrong in (
+            "train.optimizer.groups.0.match=*norm*",
+            "train.optimizer={name: muon, adamw_for: [*embed*, b]}",
+        )
     ),
     case(
         L + "… has no item …",

@@ -228,6 +228,17 @@ CASES: list[Case] = [
         r"return one",
     ),
     module(
+        "configure_optimizers() returned … of …",
+        lambda _: LightningModule(optimizers=lambda one: (one, one)),
+        r"return one",
+    ),
+    module(
+        "configure_optimizers() returned … values",
+        lambda _: LightningModule(optimizers=lambda one: (one, None, None)),
+        r"return an optimizer, or \(\[optimizer\], \[scheduler\]\)",
+        lambda _: LightningModule(optimizers=lambda one: ([one], [])),
+    ),
+    module(
         "the interval of the lr_scheduler is …",
         scheduled("epoch"),
         r'return \{"scheduler": \.\.\., "interval": "step"\}',

@@ -21,6 +21,8 @@ from holdfast.errors import ModelFolderError
 FREE_KEYS = ("preset", "family", "vocab_multiple", "max_position", "init_std")
 """Keys of `model:` that do not decide which numbers the same weights compute."""
 
+OWN_CODE = "train it by its own code with model.code: transformers"
+
 
 def shape_of(model: ModelConfig) -> dict[str, Any]:
     """The keys that decide which numbers the same weights compute. What two ways of writing mean
@@ -136,8 +138,7 @@ def from_their_config(config: Mapping[str, Any], where: str) -> ModelConfig:
         raise ModelFolderError(
             f"model_type {kind!r} is not supported",
             where=where,
-            remedy="train it by its own code with model.code: transformers, or use one of "
-            + ", ".join(BY_TYPE),
+            remedy=f"{OWN_CODE}, or use one of " + ", ".join(BY_TYPE),
         )
     refused = list(_refused_keys(architecture, config))
     values: dict[str, Any] = {"preset": None, "family": architecture.family}
@@ -154,11 +155,21 @@ def from_their_config(config: Mapping[str, Any], where: str) -> ModelConfig:
         except (TypeError, ValueError, OverflowError) as error:
             refused.append(f"{', '.join(rule.keys)}: not what they should be ({error})")
     if refused:
+        remedies += [OWN_CODE] if _fits_own_code(config, refused) else []
         raise ModelFolderError("; ".join(refused), where=where, remedy="; ".join(remedies) or None)
     try:
         return ModelConfig.model_validate(values)
     except ValidationError as error:
         raise ModelFolderError(_sentences(error), where=where) from error
+
+
+def _fits_own_code(config: Mapping[str, Any], refused: list[str]) -> bool:
+    """Return True if only the decoder lacks something. A key that is missing or wrong, and
+    quantized weights, are no better for the model's own code."""
+    lacking = ("is not supported", "is not understood")
+    return not config.get("quantization_config") and all(
+        any(words in sentence for words in lacking) for sentence in refused
+    )
 
 
 def _refused_keys(architecture: Architecture, config: Mapping[str, Any]) -> list[str]:
