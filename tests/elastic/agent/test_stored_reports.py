@@ -41,7 +41,6 @@ def test_a_report_is_answered_while_the_disk_hangs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It says what is durable: what an older report brought counts as soon as the disk has it."""
-    monkeypatch.setattr(stored_reports, "STORE_TIMEOUT_S", 0.05)
     disk = _Disk(tmp_path)
 
     async def go() -> None:
@@ -51,11 +50,13 @@ def test_a_report_is_answered_while_the_disk_hangs(
         log.emit("rank0", _step(1))
         assert await reports.store(1, 0, 1, sync=True)
         assert reports.durable_below(1, 0) == 1
+        monkeypatch.setattr(stored_reports, "STORE_TIMEOUT_S", 0.05)
         disk.answers.clear()
         for number in (2, 3, 4):
             log.emit("rank0", _step(number))
             assert not await reports.store(1, 0, number, sync=True)
         assert reports.durable_below(1, 0) == 1
+        monkeypatch.setattr(stored_reports, "STORE_TIMEOUT_S", 60.0)
         disk.answers.set()
         await until(lambda: reports.durable_below(1, 0) == 2, "the oldest of them to count")
         assert await reports.store(1, 0, 4, sync=True)
