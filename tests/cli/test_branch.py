@@ -62,6 +62,7 @@ def damage(folder: Path, step: int) -> None:
 
 
 # --- the branch -----------------------------------------------------------------------------
+@pytest.mark.slow
 def test_an_unchanged_branch_ends_like_its_parent_to_the_bit(
     parent: Path, tmp_path: Path, capsys: Capture
 ) -> None:

@@ -18,6 +18,7 @@ ROOT = Path(__file__).parents[2]
 FOLDER, PAGE = ROOT / "examples" / "own_model", ROOT / "docs" / "python.md"
 
 
+@pytest.mark.slow
 def test_the_script_trains_and_every_line_of_the_page_is_true(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -127,6 +127,7 @@ def test_an_export_names_the_adapter_s_version(trained: Path) -> None:
     assert (config["r"], config["lora_alpha"], config["peft_type"]) == (4, 8, "LORA")
 
 
+@pytest.mark.slow
 def test_a_run_continues_an_exported_adapter(trained: Path, capsys: Capture) -> None:
     """Its first loss is that of the exported adapters, and the export of its start is the same."""
     root = trained.parent

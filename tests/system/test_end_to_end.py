@@ -50,6 +50,7 @@ class Ran:
     screen: str  # what the second said, to a terminal
 
 
+@pytest.mark.slow
 def test_a_run_that_is_killed_twice_finishes_and_tells_all_about_it(tmp_path: Path) -> None:
     ran = _run(tmp_path / "run")
     _one_curve_both_incidents_and_every_second(ran)

@@ -61,6 +61,7 @@ def _kinds(folder: Path) -> list[type]:
     return [kind for kind in kinds if kind in (RunFinished, RunStopped)]
 
 
+@pytest.mark.slow
 def test_a_run_has_not_ended_before_its_last_checkpoint_is_in_the_bucket(
     tmp_path: Path, proxy: Proxy, gate: Gate
 ) -> None:

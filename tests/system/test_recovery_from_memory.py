@@ -48,6 +48,7 @@ SETTINGS = (
 )
 
 
+@pytest.mark.slow
 def test_killed_workers_go_on_from_memory_and_end_in_the_same_bits(run_file: Path) -> None:
     alone, killed = run_file.parent / "alone", run_file.parent / "killed"
     undisturbed = apart("train", run_file, f"folder={alone}", *SETTINGS, deadline=120)

@@ -107,6 +107,7 @@ def _back(disk: Disk, one: Trainer, step: int) -> None:
     assert len(one.events(GenerationStarted)) == 1
 
 
+@pytest.mark.slow
 def test_one_node_trains_on_while_its_folder_is_not_mounted(tmp_path: Path, disk: Disk) -> None:
     port = _port()
     overrides = ("layout.workers=1", f"cluster.metrics_port={port}")
