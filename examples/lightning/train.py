@@ -18,9 +18,13 @@ class Spirals(lightning.LightningModule):
     def __init__(self):
         super().__init__()
         self.net = nn.Sequential(
-            nn.Linear(2, 64), nn.SiLU(), nn.Dropout(0.1), nn.Linear(64, 64), nn.SiLU(),
+            nn.Linear(2, 64),
+            nn.SiLU(),
+            nn.Dropout(0.1),
+            nn.Linear(64, 64),
+            nn.SiLU(),
             nn.Linear(64, 3),
-        )  # fmt: skip
+        )
 
     def training_step(self, batch, batch_idx):
         points, arms = batch

@@ -14,11 +14,11 @@ import pytest
 
 from holdfast.checkpoint.restore.catalog import list_commits
 from holdfast.checkpoint.restore.reader import Checkpoint
-from holdfast.core.sharding.boxes import Box
 from holdfast.events import StepDone, WorkerLost, WorkerStarted
 from holdfast.wire.journal import read_journal
 from holdfast.wire.store.run_store import FolderStore
 from tests.support.adapters import write_base, write_run
+from tests.support.checkpoints import newest_tensors
 from tests.support.commands import here, start
 from tests.support.ranks import wait_until
 
@@ -39,11 +39,11 @@ def test_a_killed_run_ends_with_the_bits_of_an_undisturbed_one(
     path = write_run(tmp_path)
     alone = here(capsys, "train", path, f"folder={tmp_path / 'alone'}", *LONGER)
     assert alone.code == 0, alone.err
-    expected = _state(tmp_path / "alone")
+    expected = newest_tensors(tmp_path / "alone", STEPS)
     for workers in (2, 3):
         folder = tmp_path / f"killed-{workers}"
         _train_with_a_kill(path, folder, workers)
-        found = _state(folder)
+        found = newest_tensors(folder, STEPS)
         assert expected.keys() == found.keys()
         assert [name for name in expected if expected[name] != found[name]] == []
         audit = here(capsys, "data", "audit", folder)
@@ -94,18 +94,6 @@ def _train_with_a_kill(path: Path, folder: Path, workers: int) -> None:
         process.kill()
     events = [record.event for record in read_journal(FolderStore(folder))]
     assert [e.cause for e in events if isinstance(e, WorkerLost)] == ["SIGKILL"]
-
-
-def _state(folder: Path) -> dict[str, bytes]:
-    store = FolderStore(folder)
-    checkpoint = Checkpoint.open(store, list_commits(store)[0])
-    assert checkpoint.step == STEPS
-    found = {}
-    for spec in checkpoint.tensors:
-        out = bytearray(spec.nbytes)
-        checkpoint.read(Box(spec.name, (0,) * len(spec.shape), spec.shape), memoryview(out))
-        found[spec.name] = bytes(out)
-    return found
 
 
 @pytest.mark.slow

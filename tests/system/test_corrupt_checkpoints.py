@@ -18,11 +18,10 @@ from pathlib import Path
 import pytest
 
 from holdfast.checkpoint.restore.catalog import list_commits, step_of
-from holdfast.checkpoint.restore.reader import Checkpoint
-from holdfast.core.sharding.boxes import whole_box
 from holdfast.events import CheckpointRejected
 from holdfast.wire.journal import read_journal
 from holdfast.wire.store.run_store import FolderStore
+from tests.support.checkpoints import newest_tensors
 from tests.support.commands import Outcome, apart, start, write_run_file
 from tests.support.ranks import wait_until
 
@@ -66,19 +65,6 @@ def undisturbed(killed: Path) -> Path:
 def steps_of(folder: Path) -> list[int]:
     """Newest first. On a machine that is busy a run skips some."""
     return [step_of(key) for key in list_commits(FolderStore(folder))]
-
-
-def tensors(folder: Path) -> dict[str, bytes]:
-    """Every tensor of the newest checkpoint, which is that of the last step."""
-    store = FolderStore(folder)
-    checkpoint = Checkpoint.open(store, list_commits(store)[0])
-    assert checkpoint.step == STEPS
-    found = {}
-    for spec in checkpoint.tensors:
-        out = bytearray(spec.nbytes)
-        checkpoint.read(whole_box(spec.name, spec.shape), memoryview(out))
-        found[spec.name] = bytes(out)
-    return found
 
 
 def go_on(run_file: Path, folder: Path, workers: int) -> Outcome:
@@ -175,7 +161,7 @@ def test_a_run_goes_on_from_the_newest_good_checkpoint(
     steps = damaged(killed.parent / "killed", folder, count, seed, how)
     outcome = go_on(killed, folder, workers)
     assert outcome.code == 0, outcome.err
-    assert tensors(folder) == tensors(undisturbed)
+    assert newest_tensors(folder, STEPS) == newest_tensors(undisturbed, STEPS)
     assert rejected(folder) == steps
 
 
@@ -191,7 +177,7 @@ def test_a_run_is_not_finished_with_a_rotten_last_checkpoint(
         segment.write_text("".join(line for line in lines if "run_finished" not in line))
     outcome = go_on(killed, folder, 3)
     assert outcome.code == 0, outcome.err
-    assert tensors(folder) == tensors(undisturbed)
+    assert newest_tensors(folder, STEPS) == newest_tensors(undisturbed, STEPS)
     assert rejected(folder) == steps == [STEPS]
 
 

@@ -14,14 +14,11 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.checkpoint.restore.catalog import list_commits
-from holdfast.checkpoint.restore.reader import Checkpoint
-from holdfast.core.sharding.boxes import Box
-from holdfast.core.sharding.state_table import ITEM_BYTES
 from holdfast.events import Evaluated, StepDone, WorkerLost, WorkerStarted
 from holdfast.wire.journal import read_journal
 from holdfast.wire.store.run_store import FolderStore
 from tests.support.chat import message_rows, tokenizer_folder, write_rows
+from tests.support.checkpoints import newest_tensors
 from tests.support.commands import here, start, within
 from tests.support.ranks import wait_until
 
@@ -89,7 +86,7 @@ def test_a_killed_run_ends_with_the_bits_of_an_undisturbed_one(
     assert here(capsys, "train", run_file, f"folder={root / 'alone'}").code == 0
     _train_with_a_kill(run_file, root / "killed", at_step=22)
 
-    left, right = _state(root / "alone"), _state(root / "killed")
+    left, right = (newest_tensors(root / run, STEPS) for run in ("alone", "killed"))
     assert left.keys() == right.keys()
     assert [name for name in left if left[name] != right[name]] == []
     assert _losses(root / "alone") == _losses(root / "killed")
@@ -125,19 +122,6 @@ def _train_with_a_kill(run_file: Path, folder: Path, at_step: int) -> None:
         process.kill()
     events = [record.event for record in read_journal(FolderStore(folder))]
     assert [e.cause for e in events if isinstance(e, WorkerLost)] == ["SIGKILL"]
-
-
-def _state(folder: Path) -> dict[str, bytes]:
-    store = FolderStore(folder)
-    checkpoint = Checkpoint.open(store, list_commits(store)[0])
-    assert checkpoint.step == STEPS
-    found = {}
-    for spec in checkpoint.tensors:
-        box = Box(spec.name, (0,) * len(spec.shape), spec.shape)
-        out = bytearray(box.size * ITEM_BYTES[spec.dtype])
-        checkpoint.read(box, memoryview(out))
-        found[spec.name] = bytes(out)
-    return found
 
 
 def _losses(folder: Path) -> dict[tuple[str, int], float]:

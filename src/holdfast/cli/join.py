@@ -12,6 +12,7 @@ import typer
 from holdfast.cli.dispatch import app as make_app
 from holdfast.cli.dispatch import crash_log_in
 from holdfast.cli.early_signals import early_signals_answered
+from holdfast.cli.options import JournalJson
 from holdfast.cli.output import say
 from holdfast.cli.train import finished_step
 from holdfast.cli.views import RunViews
@@ -41,9 +42,7 @@ def join(
     node: Annotated[
         str, typer.Option(help="what this node is called; left out: the machine's name")
     ] = "",
-    json: Annotated[
-        bool, typer.Option("--json", help="print the journal as JSON lines instead of a view")
-    ] = False,
+    json: JournalJson = False,
 ) -> int:
     """Take part in the run of a run folder, as one node of several, until it is over.
 

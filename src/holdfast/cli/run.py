@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from holdfast.cli.dispatch import app as make_app
+from holdfast.cli.options import Fresh, JournalJson
 from holdfast.errors import ConfigError
 from holdfast.tasks.ask import SCRIPT_TASK
 
@@ -32,12 +33,8 @@ def run(
     settings: Annotated[
         list[str] | None, typer.Option("--set", help="key=value of a run file; may be repeated")
     ] = None,
-    fresh: Annotated[
-        bool, typer.Option("--fresh", help="start over; the old folder is moved aside")
-    ] = False,
-    json: Annotated[
-        bool, typer.Option("--json", help="print the journal as JSON lines instead of a view")
-    ] = False,
+    fresh: Fresh = False,
+    json: JournalJson = False,
 ) -> int:
     """Start or resume a run whose loop is your own script.
 

@@ -15,6 +15,7 @@ import typer
 from holdfast.cli.dispatch import app as make_app
 from holdfast.cli.dispatch import crash_log_in
 from holdfast.cli.early_signals import early_signals_answered
+from holdfast.cli.options import Fresh, JournalJson
 from holdfast.cli.output import print_line, say
 from holdfast.cli.progress import StageProgress
 from holdfast.config.load import LoadedConfig, load_config
@@ -57,12 +58,8 @@ app = make_app("Start or resume the run that a run file describes.")
 def train(
     run_file: Annotated[Path, typer.Argument(help="the run file")],
     overrides: Annotated[list[str] | None, typer.Argument(help="key=value ...")] = None,
-    fresh: Annotated[
-        bool, typer.Option("--fresh", help="start over; the old folder is moved aside")
-    ] = False,
-    json: Annotated[
-        bool, typer.Option("--json", help="print the journal as JSON lines instead of a view")
-    ] = False,
+    fresh: Fresh = False,
+    json: JournalJson = False,
 ) -> int:
     """Start or resume the run described by a run file.
 

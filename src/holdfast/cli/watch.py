@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from holdfast.cli.dispatch import app as make_app
+from holdfast.cli.options import JournalJson
 from holdfast.cli.output import say
 from holdfast.events import Record
 from holdfast.launch.holder import HolderWatch, is_holder_gone
@@ -23,9 +24,7 @@ app = make_app("Follow a run from another terminal.")
 @app.command()
 def watch(
     run: Annotated[Path, typer.Argument(help="run folder, or the run file it was started with")],
-    json: Annotated[
-        bool, typer.Option("--json", help="print the journal as JSON lines instead of a view")
-    ] = False,
+    json: JournalJson = False,
 ) -> int:
     """Show a run from its beginning until it ends. Ctrl-C leaves; the run continues.
 
