@@ -11,6 +11,8 @@ from holdfast.errors import TaskError
 from holdfast.tasks.module import put_buffer
 from holdfast.tasks.task import Task
 
+BufferVersions = Mapping[str, tuple[Tensor, int]]
+
 
 class TaskObjective(nn.Module):
     """From a microbatch to its loss sum, a float64 scalar.
@@ -44,10 +46,9 @@ class TaskObjective(nn.Module):
         if not batch:
             device = next(self.parameters()).device
             return torch.zeros((), dtype=torch.float64, device=device, requires_grad=True)
-        before = dict(self.model.named_buffers())
-        versions = {name: buffer._version for name, buffer in before.items()}
+        before = buffer_versions(self.model)
         for name in self.merged:
-            put_buffer(self.model, name, before[name].clone())
+            put_buffer(self.model, name, before[name][0].clone())
         torch.manual_seed(key)
         try:
             loss = self._task.loss(self.model, {name: self._cast(t) for name, t in batch.items()})
@@ -56,10 +57,9 @@ class TaskObjective(nn.Module):
                 self._keep_changes()
         finally:
             for name in self.merged:
-                put_buffer(self.model, name, before[name])
-        for name, buffer in self.model.named_buffers():
-            if buffer is not before.get(name) or buffer._version != versions[name]:
-                raise changed_buffer_error(name)
+                put_buffer(self.model, name, before[name][0])
+        if name := changed_buffer(self.model, before):
+            raise changed_buffer_error(name)
         return loss.to(torch.float64) + self._zero()
 
     def _zero(self) -> Tensor | float:
@@ -86,6 +86,20 @@ class TaskObjective(nn.Module):
                 where="task",
                 remedy="compute it from the output of the module that loss() is given",
             )
+
+
+def buffer_versions(module: nn.Module) -> BufferVersions:
+    """The buffers, and how often each was changed in place."""
+    return {name: (buffer, buffer._version) for name, buffer in module.named_buffers()}
+
+
+def changed_buffer(module: nn.Module, before: BufferVersions) -> str:
+    """Return the name of a buffer that was changed or replaced since then; "" for none."""
+    for name, buffer in module.named_buffers():
+        was, version = before.get(name, (None, -1))
+        if buffer is not was or buffer._version != version:
+            return name
+    return ""
 
 
 def changed_buffer_error(name: str) -> TaskError:

@@ -7,7 +7,7 @@ to compute of it, or another step. So a plain loop is right without knowing of i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -19,6 +19,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from holdfast.errors import TaskError
 from holdfast.tasks.kept_state import KeptState
+from holdfast.tasks.objective import buffer_versions, changed_buffer
 from holdfast.tasks.task import Batch
 from holdfast.tasks.turns import (
     ComputeShare,
@@ -195,7 +196,7 @@ class Step:
             if not batch.tensors:
                 self._skip()
                 continue
-            buffers = _buffer_versions(self._run.kept.module)
+            buffers = buffer_versions(self._run.kept.module)
             torch.manual_seed(batch.key)
             self._has_open_batch = True
             yield {name: self._cast(tensor) for name, tensor in batch.tensors.items()}
@@ -205,7 +206,13 @@ class Step:
                     where="step.batches",
                     remedy="call step.backward(loss, weight) once for each batch",
                 )
-            _refuse_changed_buffers(self._run.kept.module, buffers)
+            if name := changed_buffer(self._run.kept.module, buffers):
+                raise TaskError(
+                    f"the forward pass changes buffer {name}, so the state would depend on which "
+                    "rank computes what",
+                    where="step.batches",
+                    remedy="keep it unchanged, or write a Task with merge() (docs/python.md)",
+                )
 
     def backward(self, loss: Tensor, weight: int) -> None:
         """Add the gradient of a batch to the step's.
@@ -331,19 +338,3 @@ def _check_loss(loss: Any, weight: Any) -> None:
             where="step.backward",
             remedy="give it a whole number: the samples or tokens of the batch",
         )
-
-
-def _buffer_versions(module: nn.Module) -> Mapping[str, tuple[Tensor, int]]:
-    return {name: (buffer, buffer._version) for name, buffer in module.named_buffers()}
-
-
-def _refuse_changed_buffers(module: nn.Module, before: Mapping[str, tuple[Tensor, int]]) -> None:
-    for name, buffer in module.named_buffers():
-        was, version = before.get(name, (None, -1))
-        if buffer is not was or buffer._version != version:
-            raise TaskError(
-                f"the forward pass changes buffer {name}, so the state would depend on which rank "
-                "computes what",
-                where="step.batches",
-                remedy="keep it unchanged, or write a Task with merge() (docs/python.md)",
-            )
