@@ -9,8 +9,11 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+
+from holdfast.errors import ConfigError
 
 
 @dataclass(frozen=True)
@@ -46,3 +49,31 @@ def same_products_on_any_threads() -> None:
     the person has set stands. bfloat16 products on a CPU are oneDNN's, which has no such mode.
     """
     os.environ.setdefault("MKL_CBWR", "AUTO,STRICT")
+
+
+def same_kernels_each_time() -> None:
+    """Call in a worker of an accelerator before it touches the device.
+
+    Some kernels there add in the order in which their threads come: the backward pass of fused
+    attention is one. torch then takes others, and the compiler tries none out, because the one it
+    takes would depend on the machine's load. cuBLAS needs a workspace of a fixed size, which a
+    person may set too. torch would also fill new memory with NaN, which costs time and no bits.
+    """
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+    settings: Any = torch.utils.deterministic
+    settings.fill_uninitialized_memory = False
+
+
+def as_indeterminate(error: BaseException) -> ConfigError | None:
+    """Return the sentence for a kernel that torch refuses since `same_kernels_each_time`, or None
+    for any other error."""
+    said = str(error)
+    if not isinstance(error, RuntimeError) or "use_deterministic_algorithms" not in said:
+        return None
+    kernel = said.split(" does not have a deterministic", 1)[0].strip().splitlines()[-1]
+    return ConfigError(
+        f"{kernel} gives other bits each time on this device",
+        where="train.deterministic",
+        remedy="use train.deterministic=false, or another operation in the model",
+    )
