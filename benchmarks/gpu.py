@@ -5,8 +5,9 @@
     python -m benchmarks.gpu --device cpu --quick    tiny sizes: does it run?
 
 Correctness comes first, then speed. Each row is a process with a time limit. A row that fails says
-its error in one line, and the other rows still run; the file has its traceback. The file is written after
-every row. Exit code 1 if a row failed. `docs/accelerators.md` says what the rows mean and what ran.
+its error in one line, and the other rows still run; the file has its traceback. The file is written
+after every row. Exit code 1 if a row failed. `docs/accelerators.md` says what the rows mean, and
+what ran.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from typing import Any
 from holdfast.plan.hardware import detect_hardware
 
 ROOT = Path(__file__).resolve().parent.parent
+_TOGETHER = 3  # rows at a time that measure no speed
 _ERROR_CHARACTERS = 12_000  # of what a failed row printed
 
 
@@ -49,12 +51,13 @@ ROWS = (
     Row("environment", "floors:environment", 60),
     Row("doctor", "runs:doctor", 60),
     Row("data", "runs:data", 60),
-    Row("bits", "correct:bits", 180, "correct"),
-    Row("parity", "correct:parity", 120, "correct"),
+    Row("bits", "correct:bits", 240, "correct"),
+    Row("parity", "correct:parity", 240, "correct"),
     Row("non-finite", "correct:non_finite", 60, "correct"),
     Row("runs-fp32", "runs:same_bits:fp32", 240, "correct"),
     Row("runs-bf16-compiled", "runs:same_bits:bf16", 240, "correct", on_cpu=False),
-    Row("runs-own-code", "runs:own_code", 200, "correct", on_cpu=False),
+    Row("runs-own-code", "runs:own_code", 240, "correct", on_cpu=False),
+    Row("start", "floors:start", 60),
     Row("floors", "floors:floors", 60),
     Row("capture", "floors:capture", 90),
     Row("1b-mb4", "shape:0", 150),
@@ -77,6 +80,7 @@ def perform(row: Row, device: str, quick: bool, scratch: Path, result: Path) -> 
     ways = ("killed", "noticed") if quick else ("killed", "standby", "stopped", "noticed", "lost")
     works: dict[str, Callable[[], RowResult]] = {
         "floors:environment": lambda: floors.environment(settings),
+        "floors:start": lambda: floors.start(settings),
         "floors:floors": lambda: floors.floors(settings),
         "floors:capture": lambda: floors.capture(settings),
         "correct:bits": lambda: correct.bits(settings),
@@ -104,10 +108,17 @@ def run_row(row: Row, device: str, quick: bool, scratch: Path) -> dict[str, Any]
     result, log = scratch / f"{row.name}.result", scratch / f"{row.name}.output"
     command = [sys.executable, "-m", "benchmarks.gpu", "--row", row.name, "--device", device]
     command += ["--scratch", str(scratch), "--result", str(result), *["--quick"] * quick]
+    # Rows side by side would slow each other down by a factor with a thread per core each.
+    threads = {"OMP_NUM_THREADS": "2"} if row.together else {}
     begun = time.monotonic()
     with log.open("wb") as output:
         process = subprocess.Popen(
-            command, cwd=ROOT, stdout=output, stderr=output, start_new_session=True
+            command,
+            cwd=ROOT,
+            env=os.environ | threads,
+            stdout=output,
+            stderr=output,
+            start_new_session=True,
         )
         is_late = False
         try:
@@ -194,7 +205,7 @@ def run_table(rows: Sequence[Row], device: str, given: argparse.Namespace, scrat
         if time.monotonic() - begun > given.seconds:
             told += [{"row": r.name, "passed": False, "line": "not begun: no time"} for r in group]
             continue
-        jobs = 1 if given.quick else len(group)
+        jobs = 1 if given.quick else min(_TOGETHER, len(group))
         with ThreadPoolExecutor(jobs) as pool:
             for one in pool.map(lambda row: run_row(row, device, given.quick, scratch), group):
                 told.append(one)

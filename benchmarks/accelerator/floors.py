@@ -3,6 +3,7 @@ compared with them."""
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import resource
@@ -11,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -98,6 +100,50 @@ def floors(settings: Settings) -> RowResult:
         f"bf16 product {figures['bf16_product_tflop_s']:,.0f} TFLOP/s",
         figures,
     )
+
+
+def start(settings: Settings) -> RowResult:
+    """Seconds that a worker, forked from a process that has imported torch, needs before its first
+    step: each of these happens once in a process."""
+    read_end, write_end = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        with suppress(BaseException), os.fdopen(write_end, "w") as answer:
+            answer.write(json.dumps(_first_times(settings)))
+        os._exit(0)
+    os.close(write_end)
+    with os.fdopen(read_end) as answer:
+        told = answer.read()
+    os.waitpid(pid, 0)
+    figures = json.loads(told)
+    return RowResult(", ".join(f"{name} {s:.2f} s" for name, s in figures.items()), figures)
+
+
+def _first_times(settings: Settings) -> dict[str, float]:
+    """Each in its order, in this process."""
+    device, found = settings.torch_device, dict[str, float]()
+
+    def timed(name: str, work: Callable[[], object]) -> None:
+        begun = time.perf_counter()
+        work()
+        wait_for(device)
+        found[name] = time.perf_counter() - begun
+
+    def backward(where: torch.device) -> None:
+        x = torch.ones(64, 64, device=where, requires_grad=True)
+        torch.autograd.backward((x @ x).sum())
+
+    begun = time.perf_counter()
+    if settings.device != "cpu":
+        cuda: Any = torch.cuda
+        cuda.init()
+    found["driver"] = time.perf_counter() - begun
+    timed("first tensor", lambda: torch.zeros(1, device=device))
+    timed("backward on the CPU", lambda: backward(torch.device("cpu")))
+    timed("backward on the device", lambda: backward(device))
+    if settings.device != "cpu":
+        timed("locked GiB", lambda: torch.empty(2**30, dtype=torch.uint8, pin_memory=True))
+    return found
 
 
 def capture(settings: Settings) -> RowResult:

@@ -29,6 +29,8 @@ from holdfast.events import (
     Event,
     GenerationStarted,
     StepDone,
+    WorkerLost,
+    WorkerReady,
     WorkerStarted,
 )
 from holdfast.wire.journal import follow_journal
@@ -61,7 +63,7 @@ def run_file(settings: Settings, name: str, **train: Any) -> Path:
         },
         "layout": {"workers": 1},
         "checkpoint": {"every_steps": 5 if quick else 10},
-        "cluster": {"grace_seconds": GRACE_S},
+        "cluster": {"grace_seconds": GRACE_S, "threads_per_worker": 2, "standbys": 0},
     }
     path = settings.scratch / f"{name}.yaml"
     path.write_text(yaml.safe_dump(value))
@@ -209,7 +211,7 @@ def same_bits(
     steps = load_config(path).config.train.steps
 
     def make(folder: Path) -> tuple[str | Path, ...]:
-        standbys = ("cluster.standbys=1",) if folder.name.endswith("standby") else ()
+        standbys = ("cluster.standbys=auto",) if folder.name.endswith("standby") else ()
         return ("train", path, f"folder={folder}", *standbys)
 
     figures, sentences, passed = compared(settings, name, make, ways, steps)
@@ -219,10 +221,11 @@ def same_bits(
 def own_code(settings: Settings) -> RowResult:
     """The examples of a user's model, loop and Trainer, each undisturbed and with a worker
     killed."""
-    device, steps = f"device={settings.device}", 60 if settings.quick else 2000
+    device, steps = f"device={settings.device}", 60 if settings.quick else 400
     examples = ROOT / "examples"
-    model = ("train", examples / "own_model/run.yaml", device, "layout.workers=1")
-    settings_of_loop = ("--workers", "1", "--set", device)
+    threads = "cluster.threads_per_worker=2"
+    model = ("train", examples / "own_model/run.yaml", device, threads, "layout.workers=1")
+    settings_of_loop = ("--workers", "1", "--set", device, "--set", threads)
     loop = ("run", examples / "own_loop/train.py", *settings_of_loop)
     trainer = ("run", examples / "hf_trainer/train.py", *settings_of_loop)
     commands: dict[str, tuple[int, Command]] = {
@@ -246,19 +249,26 @@ def own_code(settings: Settings) -> RowResult:
 
 
 def _recovery(folder: Path) -> dict[str, Any]:
-    """The source of the state at the newest restart, and seconds from the last step before it to
-    the first one after it."""
+    """The source of the state at the newest restart. Seconds from the last step before it to the
+    first one after it, and to what happened between them."""
     records = read_events(folder)
     restored = [e for _, e in records if isinstance(e, CheckpointRestored)]
     begins = [at for at, e in records if isinstance(e, GenerationStarted)]
-    gap = 0.0
-    if len(begins) > 1:
-        done = [at for at, e in records if isinstance(e, StepDone)]
-        before = max((at for at in done if at < begins[-1]), default=begins[-1])
-        gap = min((at for at in done if at > begins[-1]), default=before) - before
-    sources = list(restored[-1].sources) if restored else []
-    seconds = restored[-1].seconds if restored else None
-    return {"restored_from": sources, "restore_s": seconds, "again_after_s": gap}
+    done = [at for at, e in records if isinstance(e, StepDone)]
+    before = max((at for at in done if at < begins[-1]), default=begins[-1])
+    again = min((at for at in done if at > begins[-1]), default=before)
+    kinds = WorkerLost | GenerationStarted | WorkerStarted | CheckpointRestored | WorkerReady
+    between = [
+        (e.kind, round(at - before, 2))
+        for at, e in sorted(records, key=lambda record: record[0])
+        if before <= at <= again and isinstance(e, kinds)
+    ]
+    return {
+        "restored_from": list(restored[-1].sources) if restored else [],
+        "restore_s": restored[-1].seconds if restored else None,
+        "again_after_s": again - before,
+        "between": between,
+    }
 
 
 def train_1b(settings: Settings) -> RowResult:

@@ -8,6 +8,7 @@ refreshed once per step. No autocast: each operation runs in the dtype of its in
 from __future__ import annotations
 
 import os
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,9 +56,9 @@ def same_kernels_each_time() -> None:
     """Call in a worker of an accelerator before it touches the device.
 
     Some kernels there add in the order in which their threads come: the backward pass of fused
-    attention is one. torch then takes others, and the compiler tries none out, because the one it
-    takes would depend on the machine's load. cuBLAS needs a workspace of a fixed size, which a
-    person may set too. torch would also fill new memory with NaN, which costs time and no bits.
+    attention is one. torch then takes another kernel. The compiler tries no kernels out, because
+    its choice would depend on the machine's load. cuBLAS gets a workspace of a fixed size, unless
+    the person has set one. torch would also fill new memory with NaN, which only costs time.
     """
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
@@ -68,12 +69,11 @@ def same_kernels_each_time() -> None:
 def as_indeterminate(error: BaseException) -> ConfigError | None:
     """Return the sentence for a kernel that torch refuses since `same_kernels_each_time`, or None
     for any other error."""
-    said = str(error)
-    if not isinstance(error, RuntimeError) or "use_deterministic_algorithms" not in said:
+    found = re.search(r"(\S+) does not have a deterministic implementation", str(error))
+    if found is None or not isinstance(error, RuntimeError):
         return None
-    kernel = said.split(" does not have a deterministic", 1)[0].strip().splitlines()[-1]
     return ConfigError(
-        f"{kernel} gives other bits each time on this device",
+        f"{found[1]} gives other bits each time on this device",
         where="train.deterministic",
         remedy="use train.deterministic=false, or another operation in the model",
     )
