@@ -76,7 +76,7 @@ def bits(settings: Settings) -> RowResult:
     figures[f"{loose}, not deterministic"] = _trained_twice(modes[loose], device)
     if device.type != "cpu":
         torch.compiler.reset()
-        same_kernels_each_time()
+        same_kernels_each_time(compiled=True)
     figures |= {mode: _trained_twice(config, device) for mode, config in modes.items()}
     counts = {name: len(found["unequal"]) for name, found in figures.items()}
     line = "tensors that differ: " + "; ".join(f"{name} {odd}" for name, odd in counts.items())
@@ -92,7 +92,7 @@ def parity(settings: Settings) -> RowResult:
     """fp32 on the device against fp32 on the CPU, from the same weights and tokens: each
     optimizer, and packed documents."""
     if settings.device != "cpu":
-        same_kernels_each_time()
+        same_kernels_each_time(compiled=False)
     figures: dict[str, Any] = {}
     for name in ("adamw", "documents", "sgd", "lion", "adafactor", "muon"):
         value = small(settings, "fp32").model_dump(exclude_unset=True)

@@ -67,7 +67,7 @@ def train_shape(settings: Settings, variant: Variant) -> RowResult:
     """Tokens a second, utilisation and peak memory of some steps, without the first ones."""
     config, device = shape_config(settings, variant), settings.torch_device
     if variant.is_strict and settings.device != "cpu":
-        same_kernels_each_time()
+        same_kernels_each_time(compiled=config.train.compile)
     engine = lone_engine(config, device)
     with torch.no_grad():
         for tensor in engine.parameters.master_tensors:

@@ -17,17 +17,20 @@ from holdfast.train.precision import as_indeterminate, same_kernels_each_time
 def _strict(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     settings: Any = torch.utils.deterministic
     filled = settings.fill_uninitialized_memory
-    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", "")
-    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG")
-    same_kernels_each_time()
+    for name in ("CUBLAS_WORKSPACE_CONFIG", "TORCHINDUCTOR_DETERMINISTIC"):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    same_kernels_each_time(compiled=False)
     yield
-    torch.use_deterministic_algorithms(False)
+    torch.set_deterministic_debug_mode("default")
     settings.fill_uninitialized_memory = filled
 
 
 @pytest.mark.usefixtures("_strict")
 def test_an_operation_without_a_fixed_order_is_refused_with_one_sentence() -> None:
     assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+    assert os.environ["TORCHINDUCTOR_DETERMINISTIC"] == "1"
+    assert torch.are_deterministic_algorithms_enabled()
     with pytest.raises(RuntimeError) as refused:
         torch.zeros(4).put_(torch.tensor([1, 1]), torch.ones(2))
     found = as_indeterminate(refused.value)

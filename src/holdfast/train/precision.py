@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,7 +53,7 @@ def same_products_on_any_threads() -> None:
     os.environ.setdefault("MKL_CBWR", "AUTO,STRICT")
 
 
-def same_kernels_each_time() -> None:
+def same_kernels_each_time(*, compiled: bool) -> None:
     """Call in a worker of an accelerator before it touches the device.
 
     Some kernels there add in the order in which their threads come: the backward pass of fused
@@ -61,7 +62,11 @@ def same_kernels_each_time() -> None:
     the person has set one. torch would also fill new memory with NaN, which only costs time.
     """
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.use_deterministic_algorithms(True)
+    os.environ["TORCHINDUCTOR_DETERMINISTIC"] = "1"  # for a model that calls the compiler itself
+    if compiled or "torch._inductor.config" in sys.modules:
+        torch.use_deterministic_algorithms(True)
+    else:  # the same, without an import of the compiler, which takes seconds
+        torch.set_deterministic_debug_mode("error")
     settings: Any = torch.utils.deterministic
     settings.fill_uninitialized_memory = False
 

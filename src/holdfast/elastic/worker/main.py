@@ -36,8 +36,8 @@ def run(spec: WorkerSpec, secret: Secret) -> int:
     gc.set_threshold(*_GC_THRESHOLDS)
     if spec.device == "cpu":
         keep_freed_memory()
-    elif spec.config.get("train", {}).get("deterministic", True):
-        same_kernels_each_time()
+    elif (train := spec.config["train"])["deterministic"]:
+        same_kernels_each_time(compiled=train["compile"])
     commands = CommandClient(spec.agent, secret)
     worker = Worker(spec, secret, commands)
     if folder := spec.config.get("cluster", {}).get("faults"):
