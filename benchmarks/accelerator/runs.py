@@ -28,6 +28,7 @@ from holdfast.events import (
     CheckpointRestored,
     Event,
     GenerationStarted,
+    MemoryUsed,
     StepDone,
     WorkerLost,
     WorkerReady,
@@ -292,6 +293,8 @@ def train_1b(settings: Settings) -> RowResult:
         "tokens_per_second": found.tokens_per_second.median,
         "phases": found.phases,
         "whole_s": time.monotonic() - begun,
+        "peak_gib": max((e.device_bytes for e in events if isinstance(e, MemoryUsed)), default=0)
+        / 2**30,
         "captures": [
             {"step": e.step, "blocked_s": e.seconds, "copy_s": e.copy_seconds, "bytes": e.bytes}
             for e in events
