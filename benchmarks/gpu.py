@@ -3,6 +3,7 @@
     python -m benchmarks.gpu                         every row; at most ten minutes on a card
     python -m benchmarks.gpu --only bits             one row; may be given several times
     python -m benchmarks.gpu --device cpu --quick    tiny sizes: does it run?
+    HOLDFAST_GPU_PROFILE=FOLDER python -m benchmarks.gpu --only 1b-mb4    its kernels too, as a text
 
 Correctness comes first, then speed. Each row is a process with a time limit. A row that fails says
 its error in one line, and the other rows still run; the file has its traceback. The file is written
