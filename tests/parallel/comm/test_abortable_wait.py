@@ -16,7 +16,7 @@ from holdfast.errors import PeerLostError
 from holdfast.parallel.comm.abortable_wait import CONNECTION_CLOSED, AbortableWait
 from holdfast.parallel.comm.transport import PeerGroup
 from holdfast.parallel.gradients.buckets import FlatLayout
-from holdfast.parallel.gradients.cell_team import CellTeam, ExchangeKind
+from holdfast.parallel.gradients.cell_team import CellTeam
 from holdfast.parallel.gradients.reducer import Reducer
 from holdfast.parallel.torch_compat import Work, is_peer_loss
 from tests.support.dying_rank import SENDING, dies_sending
@@ -31,19 +31,12 @@ GIVEN_UP = 6.0  # seconds after which gloo ends a wait itself
 
 
 def _begun(
-    rank: RankContext,
-    group: str,
-    me: int,
-    shares: Shares,
-    *,
-    fast: bool = False,
-    how: ExchangeKind = "direct",
+    rank: RankContext, group: str, me: int, shares: Shares, *, fast: bool = False
 ) -> Reducer:
     """A sum over two, of which the own piece is still to come, where there is one."""
     layout = FlatLayout.build([[(SIZE,)]])
     peers = PeerGroup(rank.store(), group, me, 2, seconds=GIVEN_UP)
-    team = CellTeam.of_replicas(peers, how)
-    reducer = Reducer(layout, team, dtype=torch.float32, device=torch.device("cpu"), fast=fast)
+    reducer = Reducer(layout, peers, dtype=torch.float32, device=torch.device("cpu"), fast=fast)
     reducer.begin(sum(map(len, shares)), shares)
     for leaf in shares[me]:
         reducer.start_leaf(leaf)
@@ -63,19 +56,18 @@ def _goes_on_alone(reducer: Reducer, rank: RankContext) -> None:
 
 @ranks(1 + VICTIMS, dies=dict.fromkeys(range(1, 1 + VICTIMS), "SIGALRM"))
 @pytest.mark.slow
-@pytest.mark.parametrize("how", ["direct", "gathered"])
 def test_a_sum_is_given_up_in_the_midst_of_a_piece_and_the_next_one_is_right(
-    rank: RankContext, how: ExchangeKind
+    rank: RankContext,
 ) -> None:
     """Also when gloo gives the old one up at last, while the new one is under way."""
     if rank.rank > 0:
-        reducer = _begun(rank, f"g{rank.rank}/reduce", 1, BY_THE_OTHER, how=how)
+        reducer = _begun(rank, f"g{rank.rank}/reduce", 1, BY_THE_OTHER)
         rank.wait_mark(f"listening{rank.rank}", 0)
         dies_sending(rank, reducer.peers)
         reducer.bucket_done(0)
         reducer.finish()
         rank.wait_mark("never", 0)
-    cut = [left for victim in range(1, 1 + VICTIMS) if (left := _given_up(rank, victim, how))]
+    cut = [left for victim in range(1, 1 + VICTIMS) if (left := _given_up(rank, victim))]
     assert cut, "nobody was in the midst of it"
     reducer, thread = cut[-1]
     _goes_on_alone(reducer, rank)
@@ -84,16 +76,13 @@ def test_a_sum_is_given_up_in_the_midst_of_a_piece_and_the_next_one_is_right(
     assert torch.equal(reducer.gradient, torch.full((SIZE,), 3.0))
 
 
-def _given_up(
-    rank: RankContext, victim: int, how: ExchangeKind
-) -> tuple[Reducer, threading.Thread] | None:
+def _given_up(rank: RankContext, victim: int) -> tuple[Reducer, threading.Thread] | None:
     """The sum with one that ends on the way, and the thread that was left; None where its piece
     did not begin to come, or came whole."""
     before = set(threading.enumerate())
-    reducer = _begun(rank, f"g{victim}/reduce", 0, BY_THE_OTHER, how=how)
+    reducer = _begun(rank, f"g{victim}/reduce", 0, BY_THE_OTHER)
     (thread,) = (t for t in threading.enumerate() if t.name == "reducer" and t not in before)
-    key = "arrivals" if how == "direct" else ("arrivals", 0)
-    arrivals = reducer.scratch(key, reducer.layout.size // 2)
+    arrivals = reducer.scratch("arrivals", reducer.layout.size // 2)
     rank.mark(f"listening{victim}")
     wait_until(lambda: not runs(rank.pid(victim)), 60, "its end")
     ending = threading.Thread(target=reducer.fail, args=(PeerLostError("the end"),))

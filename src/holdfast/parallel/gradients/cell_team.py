@@ -23,8 +23,8 @@ class CellTeam:
     own_index: index of this rank in `members`. positions: each member's number in `peers`, which
     may connect more ranks than these. first_tag: reducers that share peers need `TAGS` tags each.
     recorder: notes when each bucket is summed. exchange: how pieces and sums travel.
-    Raises ValueError if two members contribute the same part of one replica, none receives, or
-    collectives are wanted in a group that connects more ranks than the members.
+    Raises ValueError if two members contribute the same part of one replica, or none receives. It
+    also does if collectives are wanted in a group that connects more ranks than the members.
     """
 
     peers: PeerGroup

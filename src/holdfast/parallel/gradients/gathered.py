@@ -11,8 +11,8 @@ launches them for all reducers of a rank, bucket by bucket and cell by cell, as 
 bucket is summed after the next bucket of the same group has been sent. This order depends on the
 buckets alone. So members may hold unlike numbers of pieces, or none.
 
-A piece waits until its bucket is due. So this costs overlap where a member has several pieces, and
-room for the pieces of two buckets only, where `direct.py` has room for those of all.
+A piece waits until its bucket is due, so a member with several pieces overlaps less. But there is
+room for the pieces of two buckets only. `direct.py` has room for those of all.
 """
 
 from __future__ import annotations
@@ -171,8 +171,8 @@ class _GroupQueue:
 class GatheredRound:
     """The exchange of one step of one reducer; `GatheredLauncher` drives it.
 
-    Members are taken in the order of their place in the group, because that is the order in which
-    a collective lays out what it sends and receives.
+    Members are taken in the order of their place in the group. A collective lays out what it sends
+    and receives in that order.
     """
 
     def __init__(self, launcher: GatheredLauncher, host: ExchangeHost, plan: ReductionPlan):
@@ -239,7 +239,7 @@ class GatheredRound:
         return _Arrivals(tuple(works), sources)
 
     def gather_sums(self, index: int, sources: dict[int, Tensor]) -> _Sums:
-        """Sum my chunk of a bucket, and start to bring all chunks to whoever receives."""
+        """Sum my chunk of a bucket, and start to bring all chunks to all that receive."""
         host, bucket = self.host, self._buckets[index]
         host.is_summed = True
         own_size = self._chunk_size(index, self.team.own_index)
