@@ -316,7 +316,8 @@ def _kept(rank: RankContext, zero: int) -> list[int]:
     def look() -> int:
         storages = _storages()
         for reducer in made.feeder.reducers:  # room for what others send is no state
-            storages.pop(reducer._arrivals.untyped_storage().data_ptr(), None)
+            for room in reducer._scratch.values():
+                storages.pop(room.untyped_storage().data_ptr(), None)
         for buffer in made.objective.buffers():
             storages.pop(buffer.untyped_storage().data_ptr(), None)
         return sum(storages.values())
