@@ -15,8 +15,10 @@ from tests.cli.remedies import (
     of_adapters,
     of_commands,
     of_datasets_cases,
+    of_engine_code,
     of_imports,
     of_models,
+    of_named_code,
     of_named_parts,
     of_others_cases,
     of_own_loops,
@@ -26,6 +28,7 @@ from tests.cli.remedies import (
     of_sets_and_faults,
     of_sources,
     of_stores_cases,
+    of_task_code,
     of_trainers,
 )
 from tests.cli.remedies.lab import Case, Lab, carry_out
@@ -48,6 +51,9 @@ TABLES = (
     of_named_parts,
     of_sets_and_faults,
     of_imports,
+    of_task_code,
+    of_named_code,
+    of_engine_code,
 )
 CASES: list[Case] = [one for table in TABLES for one in table.CASES]
 
