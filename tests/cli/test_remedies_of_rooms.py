@@ -13,13 +13,17 @@ import pytest
 from tests.cli.conftest import Trained
 from tests.cli.remedies import (
     of_adapters,
+    of_campaigns,
     of_commands,
     of_datasets_cases,
+    of_disks,
     of_engine_code,
     of_imports,
+    of_installations,
     of_models,
     of_named_code,
     of_named_parts,
+    of_nodes,
     of_others_cases,
     of_own_loops,
     of_rest,
@@ -54,6 +58,10 @@ TABLES = (
     of_task_code,
     of_named_code,
     of_engine_code,
+    of_campaigns,
+    of_nodes,
+    of_disks,
+    of_installations,
 )
 CASES: list[Case] = [one for table in TABLES for one in table.CASES]
 
