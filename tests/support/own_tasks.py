@@ -31,6 +31,12 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def task_config(name: str, args: dict[str, Any] | None = None, **train: Any) -> RunConfig:
     """A run of one of the tasks: 6 microbatches of 4 samples a step, with clipping."""
+    config = _unplanned(name, args, train)
+    task = config.task.model_copy(update=_planned(config))
+    return config.model_copy(update={"task": task})
+
+
+def _unplanned(name: str, args: dict[str, Any] | None, train: dict[str, Any]) -> RunConfig:
     value = {
         "task": {"name": f"{MODULE}:{name}", "args": args or {}},
         "train": {
@@ -43,9 +49,7 @@ def task_config(name: str, args: dict[str, Any] | None = None, **train: Any) -> 
         | train,
         "layout": {"bucket_mb": 0.001},
     }
-    config = RunConfig.model_validate(value)
-    task = config.task.model_copy(update=_planned(config))
-    return config.model_copy(update={"task": task})
+    return RunConfig.model_validate(value)
 
 
 def _planned(config: RunConfig) -> dict[str, Any]:
@@ -97,7 +101,7 @@ def config_of_task(task: Task, **train: Any) -> RunConfig:
     assert opened is not None
     samples, version = opened
     known = {"samples": len(samples), "data": version}
-    config = task_config("Gru", **train)
+    config = _unplanned("Gru", None, train)
     planned = {"parameters": module_rows(task, meta_module(task)), **known}
     return config.model_copy(update={"task": config.task.model_copy(update=planned)})
 

@@ -182,9 +182,10 @@ def notice(site: str, text: str, remedy: str, mend: Mend, agents: str = "all") -
 # --- peers ----------------------------------------------------------------------------------
 @contextmanager
 def quick_servers() -> Iterator[None]:
-    """Inside, a server of a thread looks often whether it is to end: by default twice a second."""
+    """Inside, a server of a thread looks often whether it is to end, not twice a second."""
+    original = BaseServer.serve_forever
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(BaseServer.serve_forever, "__defaults__", (0.01,))
+        patch.setattr(BaseServer, "serve_forever", lambda server, _: original(server, 0.01))
         yield
 
 
