@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from holdfast.config.run import RunConfig
 from holdfast.data.loader import StepBatch
-from holdfast.errors import ScriptError
 from holdfast.parallel.process_groups import ProcessGroups
 from holdfast.tasks.batches import TaskBatches, TaskLoader, TaskMicrobatch
 from holdfast.tasks.own import OwnTask
@@ -143,9 +142,4 @@ class ScriptEngineTask(OwnTask):
 def _open_step(script: Script, step: int) -> None:
     """Let the script run to its `step.batches`. Raises ScriptError."""
     answer = script.give(OpenStep(step))
-    if not isinstance(answer, DataNamed):
-        raise ScriptError(
-            f"step {step} was applied without its batches",
-            where=script.file,
-            remedy="loop over step.batches(dataset) in each step",
-        )
+    assert isinstance(answer, DataNamed), answer  # `Step.apply` refuses to come first
