@@ -88,7 +88,7 @@ def train_and_read(path: Path) -> dict[str, Tensor]:
         raise SystemExit(str(error)) from error
     run: Path = result.folder
     kinds: list[str] = [record["kind"] for record in holdfast.journal(run)]
-    for record in holdfast.follow(run):
+    for record in holdfast.follow(run, wait=5.0):
         kinds.append(str(record["kind"]))
     losses: dict[str, Any] = holdfast.summary(run, curve=True)
     first: list[dict[str, Tensor]] = holdfast.batches(run, step=1)
