@@ -163,6 +163,24 @@ class Script(Task):
         logger.error("%s", "".join(traceback.format_exception(error)).rstrip())
         raise _script_error(self.file, error) from error
 
+    def check_end(self, answer: Answer) -> None:
+        """Raise ScriptError if the code after the loop has failed."""
+        if not isinstance(answer, ScriptEnded):
+            self.raise_for(answer)
+        error = answer.error
+        if error is None or (isinstance(error, SystemExit) and error.code in (None, 0)):
+            return
+        if isinstance(error, SystemExit):
+            found = ScriptError(f"the script exited with status {error.code}", where=self.file)
+        else:
+            logger.error("%s", "".join(traceback.format_exception(error)).rstrip())
+            found = _script_error(self.file, error)
+        raise ScriptError(
+            f"{found.message}; the run is finished, and the code after the loop does not run again",
+            where=found.where,
+            remedy="read the weights with holdfast.open_checkpoint",
+        ) from error
+
 
 class ScriptSamples:
     """The script's dataset, which it names in its first step. Its version and length are those that

@@ -21,7 +21,6 @@ from holdfast.tasks.turns import (
     DataNamed,
     EndLoop,
     OpenStep,
-    ScriptEnded,
     ShareDone,
 )
 from holdfast.train.executors import GradientListener
@@ -134,10 +133,8 @@ class ScriptEngineTask(OwnTask):
 
     def finish(self, on_wait: Callable[[], None]) -> None:
         """Let the script run what comes after its loop. Raises ScriptError."""
-        answer = self._script.turns.give(EndLoop(), on_wait)
-        is_exit = isinstance(answer, ScriptEnded) and isinstance(answer.error, SystemExit)
-        if not isinstance(answer, ScriptEnded) or (answer.error is not None and not is_exit):
-            self._script.raise_for(answer)
+        on_wait()
+        self._script.check_end(self._script.turns.give(EndLoop(), on_wait))
 
 
 def _open_step(script: Script, step: int) -> None:

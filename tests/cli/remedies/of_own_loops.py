@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import nn
 
+import holdfast
 from holdfast.cli.run import _script_overrides
 from holdfast.config.load import resolve_config
 from holdfast.tasks import own_loop
@@ -148,6 +149,15 @@ def start_file(lab: Lab) -> None:
         patch.setattr(sys, "argv", [])
         patch.setitem(sys.modules, "__main__", sys.modules["__main__"])
         Script("train.py", lab.settings["given"]).begin(config, torch.device("cpu"))
+
+
+def end_file(lab: Lab) -> None:
+    """Let a script run what comes after its loop; or do what its error said."""
+    if lab.settings.get("is_finished"):
+        assert holdfast.open_checkpoint(lab.trained).step
+        return
+    error = FileNotFoundError("no folder")
+    Script("train.py").check_end(ScriptEnded(error))
 
 
 def refuse(lab: Lab) -> None:
@@ -340,6 +350,13 @@ CASES: list[Case] = [
         start_file,
         r"let the loop over run\.steps\(\) run to its end",
         begin_file(FILE),
+    ),
+    case(
+        "tasks/" + FILED + "…; the run is finished, and the code after the loop does not run again",
+        values(),
+        end_file,
+        r"read the weights with holdfast\.open_checkpoint",
+        fixed(is_finished=True),
     ),
     setting(
         "an own loop computes each replica on one device",
