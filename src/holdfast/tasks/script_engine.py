@@ -16,6 +16,7 @@ from holdfast.parallel.process_groups import ProcessGroups
 from holdfast.tasks.batches import TaskBatches, TaskLoader, TaskMicrobatch
 from holdfast.tasks.own import OwnTask
 from holdfast.tasks.script import Script
+from holdfast.tasks.script_validation import ScriptPart, ScriptValidation, compute_losses
 from holdfast.tasks.turns import (
     ComputeShare,
     DataNamed,
@@ -101,15 +102,22 @@ class ScriptExecutor:
             raise answer.error
         return losses
 
-    def evaluate(self, batches: Sequence[Any], on_progress: Callable[[], None]) -> list[Tensor]:
-        return []
+    def evaluate(
+        self, batches: Sequence[ScriptPart], on_progress: Callable[[], None]
+    ) -> list[Tensor]:
+        """Raises ScriptError for what goes wrong in the script's function."""
+        try:
+            return compute_losses(self._script.run.kept.module, batches, on_progress)
+        except Exception as error:
+            raise self._script.error_of(error) from error
 
 
 class ScriptEngineTask(OwnTask):
     """A user's script."""
 
     def __init__(self, script: Script, config: RunConfig) -> None:
-        super().__init__(script, config, UserParts(rate=script.run.kept.rate))
+        kept = script.run.kept.optimizers
+        super().__init__(script, config, UserParts(rate=kept.rate, parts=kept.parts))
         self._script = script
         self._buffers = script.run.kept.buffers
 
@@ -125,6 +133,10 @@ class ScriptEngineTask(OwnTask):
         return ScriptFeed(
             self._script, lambda: TaskLoader(own, share, **where), int(where["first_step"])
         )
+
+    def validation(self, batches: TaskBatchSource, samples: int) -> ScriptValidation:
+        train, seed = self._config.train, self._config.seed
+        return ScriptValidation(self._script.run, samples, train.microbatch_size, seed)
 
     def check_first_loss(
         self, objective: nn.Module, batches: TaskBatchSource, groups: ProcessGroups

@@ -95,7 +95,12 @@ class NodeOutcome:
 def _ending_json(ending: GenerationOutcome | None) -> JsonObject:
     match ending:
         case FinishedOutcome(step, unsaved, missing, error):
-            told = {"kind": "finished", "step": step, "unsaved": unsaved, "missing": missing}
+            told: JsonObject = {
+                "kind": "finished",
+                "step": step,
+                "unsaved": unsaved,
+                "missing": missing,
+            }
             return told if error is None else told | {"script": error}
         case LeftOutcome(step, unsaved, missing):
             return {"kind": "left", "step": step, "unsaved": unsaved, "missing": missing}
@@ -110,9 +115,9 @@ def _ending_json(ending: GenerationOutcome | None) -> JsonObject:
 
 def _ending(value: Mapping[str, Any]) -> GenerationOutcome | None:
     if "kind" in value:
-        told = int(value["step"]), value.get("unsaved"), value.get("missing")
+        ended = int(value["step"]), value.get("unsaved"), value.get("missing")
         is_finished = value["kind"] == "finished"
-        return FinishedOutcome(*told, value.get("script")) if is_finished else LeftOutcome(*told)
+        return FinishedOutcome(*ended, value.get("script")) if is_finished else LeftOutcome(*ended)
     if "failed" in value:
         return FailedOutcome(str(value["failed"]), int(value.get("code", 1)))
     if "cause" in value:
