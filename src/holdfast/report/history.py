@@ -51,6 +51,11 @@ from holdfast.wire.store.run_store import RunStore
 from holdfast.wire.term import newest_term
 
 
+def unit_of(event: StepDone) -> str:
+    """Return what the tokens of a step are: samples, if each counts for one."""
+    return "samples" if event.tokens == event.samples else "tokens"
+
+
 @dataclass(frozen=True)
 class StepPoint:
     """One step done. `elapsed` is the run's time when the agent heard of it."""
@@ -64,6 +69,12 @@ class StepPoint:
     grad_norm: float
     learning_rate: float
     seconds: float
+    unit: str = "tokens"  # that `tokens` counts
+
+    @property
+    def loss_unit(self) -> str:
+        """What the loss is a mean of."""
+        return "nats per token" if self.unit == "tokens" else "per sample"
 
 
 @dataclass(frozen=True)
@@ -186,6 +197,11 @@ class History:
     def tokens(self) -> int:
         """Tokens of the steps that count."""
         return self.steps[-1].total_tokens if self.steps else 0
+
+    @property
+    def unit(self) -> str:
+        """What `tokens` counts."""
+        return self.steps[-1].unit if self.steps else "tokens"
 
     @property
     def recomputed_tokens(self) -> int:
@@ -360,6 +376,7 @@ class _HistoryBuilder:
             event.grad_norm,
             event.learning_rate,
             event.seconds,
+            unit_of(event),
         )
         if counts:
             self.steps[event.step] = point

@@ -19,8 +19,6 @@ from holdfast.errors import TaskError
 from holdfast.wire.child_command import module_command
 
 CHILD = "holdfast.tasks.child"
-SCRIPT_TASK = "holdfast.tasks.script:Script"
-"""The task of a run whose loop is a script."""
 BASE_CHECKSUM = "base_checksum"
 """Key of the checksum of what adapters are for, next to the planned ones."""
 OPTIMIZER_KEY, SCHEDULE_KEY = "train.optimizer.name", "train.schedule.kind"

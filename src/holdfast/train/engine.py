@@ -128,7 +128,7 @@ class StepEngine:
         self.status, self.history = StepStatus(), StepHistory()
         gradients, masters = self._gradients.gradients(), parameters.master_tensors
         self.optimizer = make_optimizer(
-            train.optimizer, parameters.table, masters, gradients, self._user.optimizer
+            train.optimizer, parameters.table, masters, gradients, self._user
         )
         self._shares: Shares = ()
         self.batches: list[DeviceMicrobatch] = []  # of the step that is open, or was last
