@@ -1,8 +1,6 @@
-"""What of a conversation carries loss, and templates and masks of public reports that are refused.
+"""What of a conversation carries loss, and templates and masks that are refused.
 
-The reports: trl #3927 (a mask of another template), trl PR #5988 (the stop token is never trained).
-Megatron-Bridge #3359 has a mask of ones, liquid-finetune #37 one of zeros. The rest is from
-axolotl's FAQ.
+Those of public reports are in `test_chat_reports.py`. The rest is from axolotl's FAQ.
 """
 
 from __future__ import annotations

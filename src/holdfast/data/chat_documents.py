@@ -23,6 +23,7 @@ from holdfast.data.text_sources import clean_text
 from holdfast.errors import DataError
 
 REPLY = "assistant"
+PROMPTS = ("system", "developer", "user")
 SHOWN = 60  # characters of a text in a refusal
 TAIL = 40  # characters of a reply that must be found in the text
 NO_REPLY = "have no message to train on"
@@ -121,7 +122,9 @@ class ChatReader:
         template = compiled(self._format.template, self._format.variables)
         spans = _Spans(template, found, self._format, where)
         marked = template.marks_replies and self._format.train_on == (REPLY,)
-        return spans.marked(trained) if marked else spans.derived(trained)
+        document = spans.marked(trained) if marked else spans.derived(trained)
+        spans.require_prompts()
+        return document
 
 
 class _Spans:
@@ -134,6 +137,17 @@ class _Spans:
         self._messages, self._tools = conversation.messages, conversation.tools
         self._full = template.render(self._messages, where, tools=self._tools)
 
+    def require_prompts(self) -> None:
+        """Raises DataError for a message that the template leaves out."""
+        text = _without_spaces(self._full.text)
+        for place, message in enumerate(self._messages):
+            content = message["content"]
+            if message["role"] in PROMPTS and _without_spaces(content) not in text:
+                raise self._refusal(
+                    f"the template leaves out message {place + 1} of the role {message['role']}, "
+                    f"or a part of it: {content[:SHOWN]!r}"
+                )
+
     def marked(self, trained: list[int]) -> ChatDocument:
         """By `{% generation %}`."""
         text, marked = self._full.text, self._full.marked
@@ -145,7 +159,7 @@ class _Spans:
             )
         chosen = []
         for place, (start, stop) in zip(replies, marked, strict=True):
-            self._require_tail(place, text[start:stop], "between {% generation %} and its end")
+            self._require_reply(place, text[start:stop], "between {% generation %} and its end")
             if place in trained:
                 chosen.append((start, stop))
         return ChatDocument(text, tuple(chosen))
@@ -177,7 +191,7 @@ class _Spans:
 
     def _check_reply(self, place: int, part: str) -> None:
         """The reply is there, and its header is not: that comes from the prompt."""
-        self._require_tail(place, part, "in its place")
+        self._require_reply(place, part, "in its place")
         content = self._messages[place]["content"].strip()
         at = part.find(content) if content else -1
         header = part[: max(at, 0)]
@@ -188,13 +202,19 @@ class _Spans:
                 "template does not begin a reply when add_generation_prompt is true"
             )
 
-    def _require_tail(self, place: int, part: str, what: str) -> None:
-        """A template may leave out the thoughts of a reply, but not its end."""
+    def _require_reply(self, place: int, part: str, what: str) -> None:
+        """A template may leave out the thoughts of an earlier reply, and nothing else."""
         content = self._messages[place]["content"].strip()
         if content[-TAIL:].strip() not in part:
             raise self._refusal(
                 f"the reply in message {place + 1} ends with {content[-TAIL:]!r}, which is not "
                 f"{what}: {part[:SHOWN]!r}"
+            )
+        is_last = place == len(self._messages) - 1
+        if is_last and _without_spaces(content) not in _without_spaces(part):
+            raise self._refusal(
+                f"the template leaves out a part of the reply in message {place + 1}: of "
+                f"{content[:SHOWN]!r} it keeps {part[:SHOWN]!r}"
             )
 
     def _not_a_beginning(self, place: int, part: str, what: str) -> DataError:
@@ -213,6 +233,10 @@ class _Spans:
 
     def _refusal(self, what: str, remedy: str = OWN_TEMPLATE) -> DataError:
         return DataError(what, where=self._where, remedy=remedy)
+
+
+def _without_spaces(text: str) -> str:
+    return "".join(text.split())
 
 
 def _completion(found: Completion) -> ChatDocument | None:

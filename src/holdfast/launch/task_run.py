@@ -8,7 +8,7 @@ from holdfast.config.load import LoadedConfig
 from holdfast.errors import ConfigError, TaskError
 from holdfast.tasks.ask import BASE_CHECKSUM, SCRIPT_TASK, describe_task
 
-PLANNED_KEYS = ("source", "data", "samples", "validation", "parameters")
+PLANNED_KEYS = ("source", "data", "samples", "validation", "flops", "parameters")
 _GIVEN = ("file", "command line")  # kinds of origins
 _BY_OPTIMIZER = ("train.optimizer.", "train.schedule.")
 _CLIP_NORM = "train.optimizer.clip_norm"  # no option of torch's optimizers

@@ -59,8 +59,8 @@ class StepPoint:
     generation: int
     elapsed: float
     loss: float  # nats per token
-    tokens: int
-    total_tokens: int  # of this step and all before it that count
+    tokens: float
+    total_tokens: float  # of this step and all before it that count
     grad_norm: float
     learning_rate: float
     seconds: float
@@ -73,7 +73,7 @@ class EvaluationPoint:
     elapsed: float
     loss: float
     bits_per_byte: float | None
-    tokens: int
+    tokens: float
     seconds: float
 
 
@@ -183,12 +183,12 @@ class History:
         return self.steps[-1].step if self.steps else 0
 
     @property
-    def tokens(self) -> int:
+    def tokens(self) -> float:
         """Tokens of the steps that count."""
         return self.steps[-1].total_tokens if self.steps else 0
 
     @property
-    def recomputed_tokens(self) -> int:
+    def recomputed_tokens(self) -> float:
         """Tokens that were computed a second time: the visible cost of failures."""
         return sum(point.tokens for piece in self.rework for point in piece)
 

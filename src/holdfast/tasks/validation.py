@@ -33,7 +33,7 @@ class ValidationPart:
 
     tensors: Mapping[str, Tensor]
     key: int
-    tokens: int
+    tokens: float
     counts: bool = True
 
     @property

@@ -57,7 +57,7 @@ class DeviceMicrobatch(Protocol):
     The executor knows the rest."""
 
     @property
-    def tokens(self) -> int: ...
+    def tokens(self) -> float: ...
 
 
 class GradientReducer(GradientListener, Protocol):
@@ -230,7 +230,7 @@ class StepEngine:
         rate = self.learning_rate(self.step)
         clip = clip_factor(verdict.mean_norm, self.train.optimizer.clip_norm)
         status.is_torn = True
-        divisor, leaves = max(verdict.tokens, 1) / clip, self.plan.leaves(status.step)
+        divisor, leaves = (verdict.tokens or 1) / clip, self.plan.leaves(status.step)
         self.optimizer.apply(status.step, rate, divisor, leaves)
         status.finish_update()
         self.history.applied_verdicts.append((status.step, verdict))

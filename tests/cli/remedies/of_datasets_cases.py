@@ -71,8 +71,11 @@ MARKED = (
 GOOD_ROW = {"messages": chats.TALK}
 
 
-def refused_template(text: str, site: str, remedy: str = MEND_TEMPLATE) -> Case:
-    return case(S + site, template(text), read_row, remedy, fixed(template=MARKED))
+def refused_template(
+    text: str, site: str, remedy: str = MEND_TEMPLATE, messages: Any = chats.TALK
+) -> Case:
+    begin = row({"messages": messages}, template=text)
+    return case(S + site, begin, read_row, remedy, fixed(template=MARKED))
 
 
 def refused_row(site: str, value: Any, remedy: str, good: Any, **more: Any) -> Case:
@@ -252,6 +255,15 @@ CASES: list[Case] = [
         "add_generation_prompt is true",
     ),
     refused_template(chats.NO_REPLIES, "the reply in message … ends with …, which is not …: …"),
+    refused_template(
+        chats.NO_REPLIES.replace("else ''", "else message['content'][-40:]"),
+        "the template leaves out a part of the reply in message …: of … it keeps …",
+        messages=[chats.TALK[1], chats.TALK[2] | {"content": "One. " * 20}],
+    ),
+    refused_template(
+        chats.CHATML.replace("messages %}", "messages if message['role'] != 'system' %}"),
+        "the template leaves out message … of the role …, or a part of it: …",
+    ),
     refused_template(
         chats.LOOKS_AHEAD,
         "the text … message …, rendered alone, is no beginning of the full text: from character … "
