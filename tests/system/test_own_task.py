@@ -90,7 +90,7 @@ def _events(folder: Path, done: threading.Event) -> Iterator[object]:
 @pytest.mark.slow
 def test_a_task_is_exported_under_its_own_names_and_says_what_it_costs(tmp_path: Path) -> None:
     run_file = _write(tmp_path, "Named")
-    done = apart("train", run_file, "train.steps=4", folder=tmp_path)
+    done = apart("train", run_file, "train.steps=4", f"folder={tmp_path / 'run'}")
     assert done.code == 0, done.err
     done = apart("export", tmp_path / "run", "--to", tmp_path / "out", "--dtype", "bfloat16")
     assert done.code == 0, done.err

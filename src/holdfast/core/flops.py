@@ -30,7 +30,11 @@ CONVENTIONS: dict[Convention, str] = {
 }
 
 TASK = "task"
-FORMULAS: dict[str, str] = {**CONVENTIONS, TASK: "as the task's flops() says, for a weight of 1"}
+FORMULAS: dict[str, str] = {
+    "full": CONVENTIONS["full"],
+    "causal": CONVENTIONS["causal"],
+    TASK: "as the task's flops() says, for a weight of 1",
+}
 """Of `run_flops_per_token`."""
 
 # Dense peaks in FLOP/s, from the makers' data sheets (never the figures with 2:4 sparsity).

@@ -12,7 +12,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from holdfast.core.json_parsing import parse_json
@@ -36,16 +36,18 @@ class ChatFormat:
     """How the rows of a run's chat sources become text. JSON-safe.
 
     template: "" if no row needs one. variables: what the template knows of the tokenizer.
-    special: spellings of special tokens. train_on: roles whose messages carry loss.
+    special: spellings of special tokens. train_on: roles whose messages carry loss. weights:
+    whether messages may have weights other than 0 and 1.
     """
 
     template: str
     variables: tuple[tuple[str, str], ...]
     special: tuple[str, ...]
     train_on: tuple[str, ...]
+    weights: bool = False
 
     def to_json(self) -> dict[str, Any]:
-        return asdict(self)
+        return {key: value for key, value in asdict(self).items() if key != "weights" or value}
 
     @staticmethod
     def from_json(value: Mapping[str, Any]) -> ChatFormat:
@@ -54,27 +56,32 @@ class ChatFormat:
             tuple((str(k), str(v)) for k, v in value["variables"]),
             tuple(value["special"]),
             tuple(value["train_on"]),
+            bool(value.get("weights")),
         )
 
 
 @dataclass(frozen=True)
 class ChatDocument:
-    """text: as it is tokenised. trained: its parts that carry loss. is_framed: a begin token comes
+    """text: as it is tokenised. trained: its parts that carry loss. weights: the byte of each part
+    (`core.data.target_weights`); none: each counts once. is_framed: a begin token comes
     before the text, and the end token, which is trained, after it."""
 
     text: str
     trained: tuple[Span, ...]
     is_framed: bool = False
+    weights: tuple[int, ...] = ()
 
     def encode(self) -> str:
         """One text for all of it: what is hashed and compared."""
-        return json.dumps(asdict(self), ensure_ascii=False, sort_keys=True)
+        value = {key: said for key, said in asdict(self).items() if key != "weights" or said}
+        return json.dumps(value, ensure_ascii=False, sort_keys=True)
 
     @staticmethod
     def decode(text: str) -> ChatDocument:
         value = parse_json(text)
         spans = tuple((int(a), int(b)) for a, b in value["trained"])
-        return ChatDocument(value["text"], spans, bool(value["is_framed"]))
+        weights = tuple(int(byte) for byte in value.get("weights", ()))
+        return ChatDocument(value["text"], spans, bool(value["is_framed"]), weights)
 
 
 class ChatReader:
@@ -109,10 +116,17 @@ class ChatReader:
         trained = [
             place
             for place, message in enumerate(found.messages)
-            if message["role"] in self._format.train_on and place not in found.untrained
+            if message["role"] in self._format.train_on and found.weights.get(place) != 0
         ]
         if not trained:
             return None
+        weights = tuple(found.weights.get(place, 1) for place in trained)
+        if max(weights) > 1 and not self._format.weights:
+            raise DataError(
+                "a message has a weight other than 0 and 1",
+                where=where,
+                remedy="use 1, or 0 for one without loss, or set data.chat.weights=true",
+            )
         if not self._format.template:
             raise DataError(
                 "the row has messages, and the tokenizer's folder has no chat template",
@@ -124,7 +138,7 @@ class ChatReader:
         marked = template.marks_replies and self._format.train_on == (REPLY,)
         document = spans.marked(trained) if marked else spans.derived(trained)
         spans.require_prompts()
-        return document
+        return replace(document, weights=weights) if max(weights) > 1 else document
 
 
 class _Spans:
@@ -251,7 +265,7 @@ def _cleaned(found: Conversation | Completion, where: str) -> Conversation | Com
     if isinstance(found, Completion):
         return Completion(_clean(found.prompt, where), _clean(found.completion, where))
     messages = tuple({k: _clean(v, where) for k, v in m.items()} for m in found.messages)
-    return Conversation(messages, found.untrained, _clean(found.tools, where))
+    return Conversation(messages, found.weights, _clean(found.tools, where))
 
 
 def _clean(value: Any, where: str) -> Any:

@@ -400,7 +400,8 @@ class _HistoryBuilder:
         wall = self.ledger.wall
         if self.sessions and self.sessions[-1].ended == "running":
             self._end_session(wall, "running", "")
-        steps, total = [], 0
+        steps = list[StepPoint]()
+        total: float = 0
         for step in sorted(self.steps):
             total += self.steps[step].tokens
             steps.append(replace(self.steps[step], total_tokens=total))

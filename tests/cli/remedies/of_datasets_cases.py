@@ -282,6 +282,13 @@ CASES: list[Case] = [
         fixed(row=GOOD_ROW),
     ),
     case(
+        S + "a message has a weight other than 0 and 1",
+        row({"messages": [chats.TALK[1], chats.TALK[2] | {"weight": 0.5}]}),
+        read_row,
+        r"use 1, or 0 for one without loss, or set data.chat.weights=(true)",
+        fixed(weights=True),
+    ),
+    case(
         S + "the row has messages, and the tokenizer's folder has no chat template",
         row(GOOD_ROW, template=""),
         read_row,
@@ -325,8 +332,8 @@ CASES: list[Case] = [
     ),
     refused_row(
         "a message has weight …",
-        {"messages": [chats.TALK[1] | {"weight": 0.5}, chats.TALK[2]]},
-        r"use 1, or 0 for one without loss",
+        {"messages": [chats.TALK[1] | {"weight": 0.333}, chats.TALK[2]]},
+        r"use 1, 0 for one without loss, or with data.chat.weights hundredths up to 2.54",
         {"messages": [chats.TALK[1] | {"weight": 1}, chats.TALK[2]]},
     ),
     refused_row(
