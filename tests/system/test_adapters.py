@@ -25,6 +25,7 @@ from tests.support.nodes import QUICK, nodes_of
 from tests.support.ranks import wait_until
 
 STEPS = 60
+TWO = ("cluster.min_nodes=2", "layout.workers=2")
 Capture = pytest.CaptureFixture[str]
 LONGER = (
     f"train.steps={STEPS}",
@@ -81,7 +82,7 @@ def test_another_node_joins_with_the_base_at_another_place(tmp_path: Path, capsy
     write_base(wrong, seed=4)
     alone = here(capsys, "train", path, f"folder={tmp_path / 'alone'}", *LONGER)
     assert alone.code == 0, alone.err
-    with nodes_of(path, tmp_path / "run", *LONGER, "cluster.min_nodes=2") as nodes:
+    with nodes_of(path, tmp_path / "run", *LONGER, *TWO) as nodes:
         nodes.start("a")
         nodes.wait_until(lambda: read_resolved(nodes.folder) and nodes.leader, "no leader")
         refused = apart("join", nodes.folder, *QUICK, f"lora.base={wrong}", "--node", "b")
