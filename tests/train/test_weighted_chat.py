@@ -129,7 +129,7 @@ def _alone(root: Path) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
 @pytest.mark.parametrize("name", ["dp2", "dp3"])
 def test_replicas_are_bit_equal(name: str, corpus: Path) -> None:
     expected, _ = _alone(corpus)
-    assert all(weight % 1 for weight in expected["tokens"])
+    assert any(weight % 1 for weight in expected["tokens"])
     of = case(f"shallow.{name}")
     for value in rank_values(_body, of.world_size, {"name": of.name, "root": str(corpus)}):
         assert value == expected

@@ -204,7 +204,7 @@ class DecoderTask:
 
 
 def _named_tensors(read: Microbatch, is_weighted: bool) -> dict[str, Tensor]:
-    found = {"inputs": read.inputs, "targets": target_ids(read.targets)}
+    found: dict[str, Any] = {"inputs": read.inputs, "targets": target_ids(read.targets)}
     if is_weighted:
         found["weights"] = target_weights(read.targets)
     return {name: torch.from_numpy(rows) for name, rows in found.items()}
