@@ -23,6 +23,7 @@ from holdfast.tasks.huggingface_export import CausalLMSession, open_causal_lm
 from holdfast.tasks.module import known_flops
 from holdfast.tasks.task_export import export_task
 from tests.support.journal_builder import lossy_run
+from tests.support.marks import in_campaign
 from tests.support.own_tasks import MODULE, task_config
 from tests.support.sample_tasks import WIDTH, Named
 from tests.support.their_models import write_model
@@ -118,7 +119,7 @@ def test_flops_that_are_none_are_refused(value: Any, monkeypatch: pytest.MonkeyP
         known_flops(Named())
 
 
-@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+@pytest.mark.parametrize("kind", ["gpt2", in_campaign("llama")])
 def test_a_model_of_transformers_continues_a_text_as_there(kind: str, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 

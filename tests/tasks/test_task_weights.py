@@ -27,6 +27,7 @@ def _trained(rank: RankContext, layout: str) -> list[tuple[float, float]]:
     return found
 
 
+@pytest.mark.slow
 def test_a_curve_with_fractions_has_the_same_bits_on_one_two_and_three_replicas() -> None:
     curves = [
         curve
