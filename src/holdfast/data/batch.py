@@ -99,7 +99,7 @@ class Batches:
         self.document_attention = data.attention == "document"
         stages = [(stage.from_step, stage.batch_size) for stage in train.batch_warmup]
         self.schedule = BatchSchedule(train.batch_size, stages)
-        self._long_rows = data.chat.long_rows
+        self._long_rows, self._is_weighted = data.chat.long_rows, data.chat.weights
         self._streams = dataset.streams("train")
         self.packed = self._pack(self._streams)
         weights = _weights(dataset, data)
@@ -253,14 +253,18 @@ class Batches:
         for row, last in ends.items():
             ended[row] = _padded(last, length)
             bytes_of_row = _padded(carries[row][1:], length)
-            targets[row] = add_weights(targets[row], bytes_of_row)
+            if self._is_weighted:
+                targets[row] = add_weights(targets[row], bytes_of_row)
             targets[row, bytes_of_row == 0] = MASKED_TARGET
         targets[ended | (np.arange(1, length + 1) >= held[:, None])] = MASKED_TARGET
         documents = None
         if self.document_attention:
             documents = np.zeros(inputs.shape, dtype=np.int32)
             np.cumsum(ended[:, :-1], axis=1, out=documents[:, 1:])
-        return Microbatch(inputs, targets, documents, [], total_weight(targets))
+        tokens = (
+            total_weight(targets) if self._is_weighted else int((targets != MASKED_TARGET).sum())
+        )
+        return Microbatch(inputs, targets, documents, [], tokens)
 
 
 def _padded(flags: NDArray[Any], length: int) -> NDArray[Any]:
