@@ -12,10 +12,10 @@ VENV ?= .venv
 BIN = $(VENV)/bin
 SIZE ?= small
 TORCH ?= 2.11
-# Tests wait, for each other and for deadlines: one more than there are processors keeps these busy.
+# Tests wait, for each other and for deadlines: two more than there are processors keep these busy.
 PROCESSORS = import os; print(len(os.sched_getaffinity(0)) \
 	if hasattr(os, "sched_getaffinity") else os.cpu_count())
-JOBS ?= $(shell echo $$(($$($(PYTHON) -c '$(PROCESSORS)') + 1)))
+JOBS ?= $(shell echo $$(($$($(PYTHON) -c '$(PROCESSORS)') + 2)))
 SHARD ?= 1/1
 CHAOS ?= chaos
 # A worker gets the cores that the agent gives it; tests get one each.

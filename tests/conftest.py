@@ -51,7 +51,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """What takes minutes by itself begins first: whoever waits for it at the end waits alone. Each
     pytest worker is dealt one stretch of the list; another stretch begins with another of them."""
     workers = getattr(config, "workerinput", {}).get("workercount", 1)
-    long = [item for item in items if "test_thirty_faults" in item.name]
+    long = [item for item in items if "test_faults_are_recovered" in item.name]
     rest = [item for item in items if item not in long]
     for number, item in enumerate(long):
         rest.insert(len(items) * (number % workers) // workers, item)

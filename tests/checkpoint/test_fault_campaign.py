@@ -19,7 +19,7 @@ from tests.support.checkpoint_faults import bucket, peers, uploads, workers
 from tests.support.checkpoint_faults.catalog import FAULTS, FULL_DISK, Case, cases, run
 from tests.support.ranks import rank_values
 
-PARTS = 3
+PARTS = 6
 CHILDREN = (
     "kill",
     "power",

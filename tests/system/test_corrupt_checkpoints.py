@@ -132,24 +132,24 @@ def rejected(folder: Path) -> list[int]:
     return sorted({e.step for e in events if isinstance(e, CheckpointRejected)}, reverse=True)
 
 
+pytestmark = pytest.mark.slow
+
 CASES = [
-    pytest.param("flip_payload", 2, 3, 1),
-    *(
-        pytest.param(how, count, workers, seed, marks=pytest.mark.slow)
-        for seed, (how, count, workers) in enumerate(
-            [
-                ("cut", 1, 1),
-                ("remove", 1, 3),
-                ("older", 1, 2),
-                ("flip", 1, 3),
-                ("flip_payload", 1, 2),
-                ("cut", 3, 2),
-                ("flip", 2, 1),
-                ("older", 2, 3),
-            ],
-            2,
-        )
-    ),
+    (how, count, workers, seed)
+    for seed, (how, count, workers) in enumerate(
+        [
+            ("flip_payload", 2, 3),
+            ("cut", 1, 1),
+            ("remove", 1, 3),
+            ("older", 1, 2),
+            ("flip", 1, 3),
+            ("flip_payload", 1, 2),
+            ("cut", 3, 2),
+            ("flip", 2, 1),
+            ("older", 2, 3),
+        ],
+        1,
+    )
 ]
 
 
@@ -181,7 +181,6 @@ def test_a_run_is_not_finished_with_a_rotten_last_checkpoint(
     assert rejected(folder) == steps == [STEPS]
 
 
-@pytest.mark.slow
 def test_where_nothing_good_is_left_it_says_so_and_begins_nothing(
     killed: Path, tmp_path: Path
 ) -> None:

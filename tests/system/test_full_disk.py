@@ -15,6 +15,7 @@ from tests.checkpoint.save.test_writer_full_disk import namespaces
 MOUNT = 'mount -t tmpfs -o size=12m none "$0" && exec "$@"'
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not namespaces(), reason="no user and mount namespaces here")
 def test_training_goes_on_through_a_full_disk_and_saving_resumes(tmp_path: Path) -> None:
     """One sentence, events, every step in sight, and a ledger without a hole afterwards."""

@@ -56,6 +56,7 @@ def _same_run(nodes: Nodes, undisturbed: dict[int, float]) -> None:
     assert "none missing, none twice" in audit.out
 
 
+@pytest.mark.slow
 def test_nodes_are_killed_and_the_others_go_on(
     run_file: Path, undisturbed: dict[int, float], tmp_path: Path, gate: FaultOrders
 ) -> None:

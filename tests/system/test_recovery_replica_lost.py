@@ -25,9 +25,8 @@ SETTINGS = (
 )
 
 
-@pytest.mark.parametrize(
-    ("shards", "rel"), [pytest.param(1, 0.0, marks=pytest.mark.slow), (2, 1e-10)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("shards", "rel"), [(1, 0.0), (2, 1e-10)])
 def test_the_others_go_on_at_once_and_are_joined_later(
     run_file: Path, undisturbed: dict[int, float], tmp_path: Path, shards: int, rel: float
 ) -> None:

@@ -165,6 +165,13 @@ CASES: list[Case] = [
         lambda lab, found: lab.settings.update(location=f"s3://b/x?endpoint={found[1]}host"),
     ),
     case(
+        L + "the endpoint in the environment is empty",
+        lambda lab: lab.settings.update(location="s3://b/x", environment={"AWS_ENDPOINT_URL": ""}),
+        open_location,
+        r"unset it, or write the endpoint's address into it",
+        lambda lab, found: lab.settings.update(environment={}),
+    ),
+    case(
         L + "no credentials of the profile … in this file",
         with_file("[other]\n", "s3://b/x?credentials={root}/keys"),
         open_location,

@@ -152,7 +152,7 @@ def _run(
     ("before", "after"),
     [
         pytest.param(Layout(dp_replicate=2), Layout(dp_shard=2), marks=pytest.mark.slow),
-        (Layout(dp_shard=2), Layout(dp_shard=2)),
+        pytest.param(Layout(dp_shard=2), Layout(dp_shard=2), marks=pytest.mark.slow),
         (Layout(tp=2), Layout(pp=2, stages=(1, 1))),
     ],
     ids=["dp2-shard2", "shard2-shard2", "tp2-pp2"],

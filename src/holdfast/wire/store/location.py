@@ -278,6 +278,13 @@ def _endpoint(bucket: BucketLocation) -> str:
     if not found and bucket.scheme == "s3":
         names = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
         found = next((os.environ[name] for name in names if os.environ.get(name)), "")
+        empty = next((name for name in names if name in os.environ), "")
+        if empty and not found:  # obstore panics at the first request
+            raise StoreError(
+                "the endpoint in the environment is empty",
+                where=empty,
+                remedy="unset it, or write the endpoint's address into it",
+            )
     if bucket.endpoint and bucket.scheme == "gs":
         raise StoreError("gs:// takes no endpoint", where=bucket.where, remedy="use s3:// for it")
     _check_plain_address(found, bucket.where)  # the environment's, too
