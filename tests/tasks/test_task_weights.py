@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from holdfast.core.weights import UNIT, read_weight, shortest
+from holdfast.core.weights import UNIT, from_units, read_weight, shortest, to_units
 from holdfast.errors import TaskError
 from holdfast.tasks.batches import batch_weight
 from tests.support.layouts import case
@@ -76,7 +76,9 @@ def test_sums_of_weights_do_not_depend_on_their_order() -> None:
     weights = [read_weight(value) for value in drawn]
     assert None not in weights
     known = [weight for weight in weights if weight is not None]
-    assert sum(known) == sum(reversed(known)) == sum(sorted(known))
+    assert [from_units(to_units(weight)) for weight in known] == known
+    assert from_units(to_units(5) + to_units(2.25)) == 7.25
+    assert sum(map(to_units, known)) == to_units(sum(sorted(known)))
     assert max(abs(a - b) for a, b in zip(known, drawn, strict=True)) <= UNIT / 2
 
 

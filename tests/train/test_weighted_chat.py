@@ -147,8 +147,8 @@ def test_each_layout_gives_the_curve_of_one_process(
     for value in rank_values(_body, of.world_size, arguments, folder=tmp_path, deadline=240):
         np.testing.assert_allclose(value["losses"], expected["losses"], rtol=1e-10, atol=0)
         np.testing.assert_allclose(value["norms"], expected["norms"], rtol=1e-10, atol=0)
-        np.testing.assert_allclose(value["tokens"], expected["tokens"], rtol=1e-7, atol=0)
-    assert_all_state(state, [tmp_path / f"{rank}.npz" for rank in range(of.world_size)], 1e-6)
+        np.testing.assert_allclose(value["tokens"], expected["tokens"], rtol=1e-10, atol=0)
+    assert_all_state(state, [tmp_path / f"{rank}.npz" for rank in range(of.world_size)], 1e-10)
 
 
 def _reference(rank: RankContext, root: str) -> dict[str, float]:

@@ -1,14 +1,14 @@
 """Weights: what the loss and the gradient of a step are divided by.
 
-A weight counts tokens or samples, or is a fraction of them. Fractions are multiples of `UNIT`, so
-float64 adds up to 2**29 of them without rounding, and a sum has the same bits in any order.
+A weight counts tokens or samples, or is a fraction of them. Fractions are multiples of `UNIT`.
+Ranks add up whole numbers of units, so a sum has the same bits in any order.
 """
 
 from __future__ import annotations
 
 from math import isfinite
 
-UNIT = 2.0**-24
+UNIT = 2.0**-32
 
 
 def read_weight(given: object) -> float | None:
@@ -19,6 +19,16 @@ def read_weight(given: object) -> float | None:
     if not isfinite(given) or given < 0:
         return None
     return given if isinstance(given, int) else shortest(round(given / UNIT) * UNIT)
+
+
+def to_units(weight: float) -> int:
+    """How many units a weight has."""
+    return weight << 32 if isinstance(weight, int) else round(weight / UNIT)
+
+
+def from_units(units: int) -> float:
+    """The inverse of `to_units`."""
+    return shortest(units / 2**32)
 
 
 def shortest(weight: float) -> float:

@@ -60,7 +60,7 @@ class Task(ABC):
 
     def weight(self, batch: Batch) -> float:
         """What `batch` adds to the divisor of the step's loss and gradient: its samples or tokens,
-        or the sum of their weights. A fraction is rounded to a multiple of 2**-24: so sums do not
+        or the sum of their weights. A fraction is rounded to a multiple of 2**-32: so sums do not
         depend on their order. It is not asked for prepared tokens: there it is the targets with a
         loss."""
         return len(next(iter(batch.values())))

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from holdfast.config.train import TrainConfig
 from holdfast.core.sharding.reduction_tree import Shares, deal
 from holdfast.core.sharding.step_resume import Computed
+from holdfast.core.weights import to_units
 from holdfast.errors import HoldfastError, JumpError, NonFiniteError, PeerLostError
 from holdfast.parallel.gradients.grad_norm import clip_factor
 from holdfast.parallel.process_groups import ProcessGroups
@@ -180,8 +181,8 @@ class StepEngine:
         finally:
             self._losses.update(zip(leaves, losses, strict=False))
         told = [float(self._losses[leaf]) for leaf in share] if self._reports_losses else []
-        tokens = sum(batch.tokens for batch in self.batches)
-        self._accounts = AccountExchange(self.groups, self._shares, tokens, told)
+        units = sum(to_units(batch.tokens) for batch in self.batches)
+        self._accounts = AccountExchange(self.groups, self._shares, units, told)
 
     def reduce(self, wishes: Wishes | None = None) -> StepVerdict:
         """Wait for the complete gradient and vote.

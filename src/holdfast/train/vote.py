@@ -31,7 +31,7 @@ from operator import or_
 import torch
 
 from holdfast.core.sharding.reduction_tree import ReductionTree, Shares
-from holdfast.core.weights import shortest
+from holdfast.core.weights import from_units, shortest
 from holdfast.errors import PeerLostError, ScriptError
 from holdfast.layout import Coordinate, Replica, Topology
 from holdfast.parallel.comm.transport import exchange
@@ -126,20 +126,18 @@ class StepVerdict:
 class AccountExchange:
     """The account of a step on its way: mine is sent at once, those of other ranks come meanwhile.
 
-    tokens, losses: of my share, one loss per leaf in rising order. Only the ranks that speak send
-    them. `wait_for_all` raises any failure as PeerLostError.
+    units, losses: of my share: its weight in units, and one loss per leaf in rising order. Only
+    the ranks that speak send them. `wait_for_all` raises any failure as PeerLostError.
     """
 
-    def __init__(
-        self, groups: ProcessGroups, shares: Shares, tokens: float, losses: Sequence[float]
-    ):
+    def __init__(self, groups: ProcessGroups, shares: Shares, units: int, losses: Sequence[float]):
         self._reported_leaves = _reported_leaves(groups.topology, shares)
         control, own = groups.control, self._reported_leaves[groups.control.rank]
         self._records = [torch.empty(1 + len(s), dtype=torch.int64) for s in self._reported_leaves]
         self._receives: list[Work] = []
         self._error: RuntimeError | None = None
         if own:
-            words = _float_words((tokens, *losses))
+            words = [units, *_float_words(losses)]
             self._records[control.rank] = torch.tensor(words, dtype=torch.int64)
         try:
             if own and control.size > 1:
@@ -162,11 +160,11 @@ class AccountExchange:
         except RuntimeError as error:
             raise PeerLostError(f"a peer was lost before its losses came: {error}") from error
         said = [
-            _floats(record.tolist()) if own else (0.0,)
+            record.tolist() if own else [0]
             for record, own in zip(self._records, self._reported_leaves, strict=True)
         ]
-        losses = _by_leaf([numbers[1:] for numbers in said], self._reported_leaves)
-        return StepAccount(shortest(sum(numbers[0] for numbers in said)), tuple(losses))
+        losses = _by_leaf([_floats(words[1:]) for words in said], self._reported_leaves)
+        return StepAccount(from_units(sum(words[0] for words in said)), tuple(losses))
 
 
 def vote(
