@@ -38,6 +38,7 @@ LATER_KEYS = (
     "branch_of",
     "data.chat.long_rows",
     "data.chat.train_on",
+    "data.chat.weights",
     "lora.adapter_checksum",
     "lora.alpha",
     "lora.base_checksum",

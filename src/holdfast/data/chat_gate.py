@@ -82,9 +82,10 @@ def show_masked(
     ids: NDArray[Any], mask: NDArray[Any], tokenizer: Tokenizer, limit: int | None = SHOWN
 ) -> str:
     """The text of a row; the parts that carry loss are in double brackets."""
-    edges = np.flatnonzero(np.diff(mask.astype(np.int8))) + 1
+    carries = mask > 0
+    edges = np.flatnonzero(np.diff(carries.astype(np.int8))) + 1
     parts = []
-    for piece, flags in zip(np.split(ids, edges), np.split(mask, edges), strict=True):
+    for piece, flags in zip(np.split(ids, edges), np.split(carries, edges), strict=True):
         if len(piece):
             text = tokenizer.decode([int(i) for i in piece], skip_special_tokens=False)
             parts.append(f"[[{text}]]" if flags[0] else text)

@@ -53,7 +53,7 @@ class Script(Task):
         return self.run._turns
 
     @property
-    def open_weights(self) -> Mapping[int, int]:
+    def open_weights(self) -> Mapping[int, float]:
         """Microbatch -> weight, of the step that is open."""
         return self.run._weights
 

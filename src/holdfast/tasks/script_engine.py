@@ -42,7 +42,7 @@ class ScriptMicrobatch:
         return self.read.entries
 
     @property
-    def tokens(self) -> int:
+    def tokens(self) -> float:
         return self.script.open_weights.get(self.index, 0)
 
 

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from holdfast.config.train import TrainConfig
 from holdfast.core.sharding.reduction_tree import Shares, deal
 from holdfast.core.sharding.step_resume import Computed
+from holdfast.core.weights import to_units
 from holdfast.errors import HoldfastError, JumpError, NonFiniteError, PeerLostError
 from holdfast.parallel.gradients.grad_norm import clip_factor
 from holdfast.parallel.process_groups import ProcessGroups
@@ -58,7 +59,7 @@ class DeviceMicrobatch(Protocol):
     The executor knows the rest."""
 
     @property
-    def tokens(self) -> int: ...
+    def tokens(self) -> float: ...
 
 
 class GradientReducer(GradientListener, Protocol):
@@ -182,8 +183,8 @@ class StepEngine:
         finally:
             self._losses.update(zip(leaves, losses, strict=False))
         told = [float(self._losses[leaf]) for leaf in share] if self._reports_losses else []
-        tokens = sum(batch.tokens for batch in self.batches)
-        self._accounts = AccountExchange(self.groups, self._shares, tokens, told)
+        units = sum(to_units(batch.tokens) for batch in self.batches)
+        self._accounts = AccountExchange(self.groups, self._shares, units, told)
 
     def reduce(self, wishes: Wishes | None = None) -> StepVerdict:
         """Wait for the complete gradient and vote.
@@ -232,7 +233,7 @@ class StepEngine:
         rate = self.learning_rate(self.step)
         clip = clip_factor(verdict.mean_norm, self.train.optimizer.clip_norm)
         status.is_torn = True
-        divisor, leaves = max(verdict.tokens, 1) / clip, self.plan.leaves(status.step)
+        divisor, leaves = (verdict.tokens or 1) / clip, self.plan.leaves(status.step)
         self.optimizer.apply(status.step, rate, divisor, leaves)
         status.finish_update()
         self.history.applied_verdicts.append((status.step, verdict))
