@@ -11,10 +11,5 @@ NOT_CARRIED_OUT: dict[str, tuple[str, ...]] = {
         "cli/train.py: … is here, but torch was built for the CPU alone",
         "train/precision.py: … gives other bits each time on this device",
     ),
-    "it speaks of code: a task's author changes a line of it": (
-        "tasks/module.py: flops() returned …",
-        "tasks/task_export.py: exported() returned …, as for another one | exported() returned …",
-        "tasks/task_export.py: exported() returned None for each parameter",
-    ),
 }
 """Reason -> the names of its messages (`sites.py`)."""
