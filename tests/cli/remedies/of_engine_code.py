@@ -36,6 +36,7 @@ from holdfast.parallel.process_groups import ProcessGroups, connect
 from holdfast.parallel.reshard import move
 from holdfast.tasks.initial import first_values
 from holdfast.tasks.loading import load_task
+from holdfast.train.precision import as_indeterminate
 from holdfast.train.recovery_agreement import (
     NO_STATE,
     RankProgress,
@@ -270,7 +271,29 @@ PLAN, GROUPS = "core/sharding/reshard_plan.py: ", "parallel/process_groups.py: "
 ONE_TOPOLOGY = r"give all of them one topology, and one list of where they came from"
 RESTORE = r"restore this run from a checkpoint"
 
+
+def add_at_places(lab: Lab) -> None:
+    """An operation whose order torch does not fix on a CPU either, in a worker of a device."""
+    before = torch.get_deterministic_debug_mode()
+    torch.set_deterministic_debug_mode("error" if lab.settings["deterministic"] else "default")
+    try:
+        torch.zeros(4).put_(torch.tensor([1, 1]), torch.ones(2))
+    except RuntimeError as error:
+        refused = as_indeterminate(error)
+        assert refused is not None
+        raise refused from error
+    finally:
+        torch.set_deterministic_debug_mode(before)
+
+
 CASES: list[Case] = [
+    case(
+        "train/precision.py: … gives other bits each time on this device",
+        values(deterministic=True),
+        add_at_places,
+        r"use train\.deterministic=(false), or another operation in the model",
+        fixed(deterministic=False),
+    ),
     case(
         GROUPS + "context parallelism is not built yet",
         values(topology=CONTEXT, device="cpu"),
