@@ -39,8 +39,8 @@ class Line(holdfast.Task):
     def loss(self, model: nn.Module, batch: holdfast.Batch) -> Tensor:
         return nn.functional.cross_entropy(model(batch["x"]), batch["y"], reduction="sum")
 
-    def weight(self, batch: holdfast.Batch) -> int:
-        return len(batch["x"])
+    def weight(self, batch: holdfast.Batch) -> float:
+        return 0.5 * len(batch["x"])
 
     def collate(self, items: Sequence[Mapping[str, Any]]) -> holdfast.Batch:
         return super().collate(items)
@@ -66,6 +66,12 @@ class Line(holdfast.Task):
 
     def vocabulary(self) -> int | None:
         return None
+
+    def flops(self) -> float | None:
+        return 6.0 * (2 * 2 + 2)
+
+    def exported(self, name: str) -> str | None:
+        return f"line.{name}"
 
     def files(self) -> Sequence[Path]:
         return []
