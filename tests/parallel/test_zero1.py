@@ -30,8 +30,8 @@ from holdfast.model.init import initial_box
 from holdfast.parallel.comm.comm_stats import TrafficCounter
 from holdfast.parallel.comm.transport import PeerGroup, exchange
 from holdfast.parallel.fsdp import ShardedGradients, apply_fsdp, local_tensor
+from holdfast.parallel.gradients.cell_team import FIRST_TAG, TAGS_PER_REDUCER, CellTeam
 from holdfast.parallel.gradients.feeder import Cells, single_cell
-from holdfast.parallel.gradients.reducer import FIRST_TAG, TAGS_PER_REDUCER, CellTeam
 from holdfast.parallel.replicated import ReplicatedGradients
 from holdfast.parallel.torch_compat import PrefixStore
 from holdfast.parallel.zero1 import OwnedRows
@@ -316,7 +316,8 @@ def _kept(rank: RankContext, zero: int) -> list[int]:
     def look() -> int:
         storages = _storages()
         for reducer in made.feeder.reducers:  # room for what others send is no state
-            storages.pop(reducer._arrivals.untyped_storage().data_ptr(), None)
+            for room in reducer._scratch.values():
+                storages.pop(room.untyped_storage().data_ptr(), None)
         for buffer in made.objective.buffers():
             storages.pop(buffer.untyped_storage().data_ptr(), None)
         return sum(storages.values())

@@ -6,6 +6,7 @@ shard2            dp_shard 2 under ZeRO-3; zero1.2 and zero2.2: under ZeRO-1 and
 pp2-dp2-tp2       a product
 pp3+pp2           unlike replicas side by side
 plain.tp2         without sequence parallelism;  gpipe.pp2: another schedule
+gathered.dp2      gradients between replicas by collectives
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from holdfast.core.sharding.pipeline_stages import balance_stages
 from holdfast.layout import Layout, Topology, place_replicas
 from holdfast.parallel.process_groups import connect
 from holdfast.parallel.torch_compat import Store
-from holdfast.train.build import build_engine
+from holdfast.train.build import build_engine, choose_exchange
 from holdfast.train.engine import StepEngine
 from holdfast.train.vote import StepVerdict
 from tests.support.tiny_training import CPU, LENGTH, changed, feed
@@ -34,6 +35,7 @@ VOCABULARY, STEPS = 61, 8
 _FLAGS: dict[str, dict[str, Any]] = {
     "plain": {"layout__sequence_parallel": False},
     "gpipe": {"layout__schedule": "gpipe"},
+    "gathered": {"layout__exchange": "gathered"},
     "untied": {"model__tied_embeddings": False},
     "qknorm": {"model__qk_norm": True},
     "biased": {"model__attention_bias": "qkv"},
@@ -160,7 +162,7 @@ def engine_of(
     config: RunConfig, topology: Topology, rank: int, store: Store, seconds: float = 60.0
 ) -> StepEngine:
     """Connected and initialised."""
-    groups = connect(topology, rank, store, CPU, seconds=seconds)
+    groups = connect(topology, rank, store, CPU, seconds=seconds, exchange=choose_exchange(config))
     made = build_engine(config, groups, CPU)
     made.initialise(config.seed)
     return made

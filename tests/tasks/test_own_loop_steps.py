@@ -244,11 +244,11 @@ def _vector_loss(current: Run) -> None:
             step.backward(model(batch["x"]), weight=2)
 
 
-def _fractional_weight(current: Run) -> None:
+def _negative_weight(current: Run) -> None:
     model, _ = kept_model(current)
     for step in current.steps(1):
         for batch in step.batches(Data()):
-            step.backward(model(batch["x"]).sum(), weight=0.5)  # type: ignore[arg-type]
+            step.backward(model(batch["x"]).sum(), weight=-0.5)
 
 
 def _no_version(current: Run) -> None:
@@ -276,7 +276,7 @@ def _stepped_scheduler(current: Run) -> None:
         (_own_update, "AdamW.step() was called"),
         (_changed_buffer, "the forward pass changes buffer"),
         (_vector_loss, "step.backward() was given shape [2, 1]"),
-        (_fractional_weight, "the weight 0.5"),
+        (_negative_weight, "the weight -0.5"),
         (_no_version, "the dataset (list) has no version"),
         (_stepped_scheduler, "scheduler.step() was called"),
     ],

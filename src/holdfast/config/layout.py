@@ -53,6 +53,11 @@ class LayoutConfig(DegreesConfig):
     reduction: Literal["tree", "fast"] = Field(
         "tree", description="tree: bit-equal on any number of replicas; fast: the backend's own"
     )
+    exchange: Literal["auto", "direct", "gathered"] = Field(
+        "auto",
+        description="how gradients travel between replicas: direct, messages from worker to "
+        "worker; gathered, collectives, which any backend has; auto: direct on a CPU. Same bits",
+    )
     trace_step: int = Field(
         0,
         ge=0,

@@ -36,6 +36,9 @@ class TaskConfig(Section):
     validation: InPlace[int] = Field(
         0, ge=0, description="samples of the task's validation data (planned)"
     )
+    flops: InPlace[float] = Field(
+        0.0, ge=0, description="FLOPs of training for a weight of 1; 0: not known (planned)"
+    )
     parameters: tuple[str, ...] = Field(
         (), description="the task's parameters: name, shape, marks (planned)"
     )

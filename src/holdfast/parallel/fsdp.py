@@ -30,8 +30,8 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from holdfast.core.sharding.boxes import Box
 from holdfast.parallel.comm.comm_stats import TrafficCounter
+from holdfast.parallel.gradients.exchange import Slot
 from holdfast.parallel.gradients.feeder import Cells, GradientFeeder
-from holdfast.parallel.gradients.reducer import Slot
 from holdfast.parallel.torch_compat import (
     ShardedParameter,
     fsdp_parameters,

@@ -22,7 +22,12 @@ from holdfast.errors import LayoutError, PeerLostError
 from holdfast.layout import AXES, Coordinate, Replica, Topology
 from holdfast.parallel.comm.comm_stats import TrafficCounter
 from holdfast.parallel.comm.transport import PeerGroup
-from holdfast.parallel.gradients.reducer import FIRST_TAG, TAGS_PER_REDUCER, CellTeam
+from holdfast.parallel.gradients.cell_team import (
+    FIRST_TAG,
+    TAGS_PER_REDUCER,
+    CellTeam,
+    ExchangeKind,
+)
 from holdfast.parallel.replica_groups import (
     ConnectSettings,
     ReplicaGroups,
@@ -134,6 +139,7 @@ class ProcessGroups:
                     tuple(order.index(member.rank) for member in cell.members),
                     FIRST_TAG + number * TAGS_PER_REDUCER,
                     self.recorder,
+                    self.settings.exchange,
                 )
             )
         return tuple(teams)
@@ -191,13 +197,14 @@ def connect(
     seconds: float = 1800.0,
     traffic: TrafficCounter | None = None,
     recorder: SpanRecorder | None = None,
+    exchange: ExchangeKind = "direct",
 ) -> ProcessGroups:
     """Join all groups of `rank`. Collective over the topology; `seconds` bounds every wait.
 
     Raises LayoutError for a topology that this version cannot run, and PeerLostError when a
     peer does not come.
     """
-    joining = ConnectSettings(store, interface, seconds, traffic)
+    joining = ConnectSettings(store, interface, seconds, traffic, exchange)
     control = join_control(joining, topology, rank, device)
     return complete(joining, topology, rank, device, control, recorder)
 

@@ -23,6 +23,7 @@ from holdfast.errors import PeerLostError
 from holdfast.layout import AXES, Coordinate, Replica
 from holdfast.parallel.comm.comm_stats import TrafficCounter
 from holdfast.parallel.comm.transport import PeerGroup, close_connections
+from holdfast.parallel.gradients.cell_team import ExchangeKind
 from holdfast.parallel.torch_compat import (
     PrefixStore,
     Store,
@@ -90,12 +91,14 @@ class ReplicaGroups:
 
 @dataclass(frozen=True)
 class ConnectSettings:
-    """The means by which a rank joins its groups. seconds: bounds every wait."""
+    """The means by which a rank joins its groups. seconds: bounds every wait. exchange: how
+    gradients travel between replicas."""
 
     store: Store
     interface: str
     seconds: float
     traffic: TrafficCounter | None
+    exchange: ExchangeKind = "direct"
 
     def connect_peers(self, name: str, rank: int, size: int) -> PeerGroup:
         """A bare group; collective. Raises PeerLostError."""

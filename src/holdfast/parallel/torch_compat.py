@@ -67,6 +67,12 @@ class GlooGroup(Protocol):
 
     def allreduce(self, tensors: list[Tensor]) -> Work: ...
 
+    def alltoall_base(
+        self, out: Tensor, tensor: Tensor, out_sizes: list[int], sizes: list[int], /
+    ) -> Work: ...
+
+    def _allgather_base(self, out: Tensor, part: Tensor, /) -> Work: ...
+
 
 def gloo_device(interface: str) -> object:
     """The device that connects a gloo group; it listens on a port of its own."""

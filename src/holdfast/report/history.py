@@ -64,8 +64,8 @@ class StepPoint:
     generation: int
     elapsed: float
     loss: float  # nats per token
-    tokens: int
-    total_tokens: int  # of this step and all before it that count
+    tokens: float
+    total_tokens: float  # of this step and all before it that count
     grad_norm: float
     learning_rate: float
     seconds: float
@@ -84,7 +84,7 @@ class EvaluationPoint:
     elapsed: float
     loss: float
     bits_per_byte: float | None
-    tokens: int
+    tokens: float
     seconds: float
 
 
@@ -194,7 +194,7 @@ class History:
         return self.steps[-1].step if self.steps else 0
 
     @property
-    def tokens(self) -> int:
+    def tokens(self) -> float:
         """Tokens of the steps that count."""
         return self.steps[-1].total_tokens if self.steps else 0
 
@@ -204,7 +204,7 @@ class History:
         return self.steps[-1].unit if self.steps else "tokens"
 
     @property
-    def recomputed_tokens(self) -> int:
+    def recomputed_tokens(self) -> float:
         """Tokens that were computed a second time: the visible cost of failures."""
         return sum(point.tokens for piece in self.rework for point in piece)
 
@@ -417,7 +417,8 @@ class _HistoryBuilder:
         wall = self.ledger.wall
         if self.sessions and self.sessions[-1].ended == "running":
             self._end_session(wall, "running", "")
-        steps, total = [], 0
+        steps = list[StepPoint]()
+        total: float = 0
         for step in sorted(self.steps):
             total += self.steps[step].tokens
             steps.append(replace(self.steps[step], total_tokens=total))

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from holdfast.core.weights import read_weight
 from holdfast.errors import TaskError
 from holdfast.tasks.kept_optimizers import KeptOptimizers
 from holdfast.tasks.kept_state import KeptState
@@ -89,7 +90,7 @@ class Run:
         self._data: NamedData | None = None
         self._sizes: LoopSizes | None = None
         self.named_validation: NamedValidation | None = None
-        self._weights: dict[int, int] = {}  # microbatch -> weight, of the open step
+        self._weights: dict[int, float] = {}  # microbatch -> weight, of the open step
         self._open_step = 0
 
     def keep(
@@ -267,11 +268,11 @@ class Step:
                     remedy="keep it unchanged, or write a Task with merge() (docs/python.md)",
                 )
 
-    def backward(self, loss: Tensor, weight: int) -> None:
+    def backward(self, loss: Tensor, weight: float) -> None:
         """Add the gradient of a batch to the step's.
 
         loss: the sum over the batch, a scalar. weight: what the batch adds to the divisor of the
-        step's loss and gradient, such as its samples or tokens.
+        step's loss and gradient: its samples or tokens, or the sum of their weights.
         """
         if self._next is not None:
             return
@@ -282,10 +283,10 @@ class Step:
                 where="step.backward",
                 remedy="call it once for each batch of step.batches()",
             )
-        _check_loss(loss, weight)
+        counted = _checked_weight(loss, weight)
         self._has_open_batch = False
         leaf = share.leaves[self._position]
-        self._run._weights[leaf] = weight
+        self._run._weights[leaf] = counted
         summed = loss.to(torch.float64)
         if not self._call_engine(lambda: share.listener.start_leaf(leaf)):
             return
@@ -374,7 +375,7 @@ def enter_run(current: Run) -> None:
     _CURRENT.set(current)
 
 
-def _check_loss(loss: Any, weight: Any) -> None:
+def _checked_weight(loss: Any, weight: Any) -> float:
     if not isinstance(loss, Tensor) or loss.shape != () or not loss.requires_grad:
         what = f"shape {list(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
         raise TaskError(
@@ -382,9 +383,12 @@ def _check_loss(loss: Any, weight: Any) -> None:
             where="step.backward",
             remedy="give it a scalar that depends on trained parameters: the sum over the batch",
         )
-    if isinstance(weight, bool) or not isinstance(weight, int) or weight < 0:
+    counted = read_weight(weight)
+    if counted is None:
         raise TaskError(
             f"step.backward() was given the weight {weight!r}",
             where="step.backward",
-            remedy="give it a whole number: the samples or tokens of the batch",
+            remedy="give it a number from 0 on: the samples or tokens of the batch, or the sum of "
+            "their weights",
         )
+    return counted

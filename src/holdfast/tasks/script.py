@@ -53,7 +53,7 @@ class Script(Task):
         return self.run._turns
 
     @property
-    def open_weights(self) -> Mapping[int, int]:
+    def open_weights(self) -> Mapping[int, float]:
         """Microbatch -> weight, of the step that is open."""
         return self.run._weights
 
@@ -133,12 +133,7 @@ class Script(Task):
         """The dataset, for which a script that only reads is run up to its first batch."""
         if self.run._data is None:
             answer = self.give(OpenStep(1))
-            if not isinstance(answer, DataNamed):
-                raise TaskError(
-                    "step.apply() came before step.batches()",
-                    where=self.file,
-                    remedy="compute the batches of each step",
-                )
+            assert isinstance(answer, DataNamed), answer  # `Step.apply` refuses to come first
         data = self.run._data
         assert data is not None, "the script has named it"
         return data

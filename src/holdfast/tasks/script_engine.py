@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from holdfast.config.run import RunConfig
 from holdfast.data.loader import StepBatch
-from holdfast.errors import ScriptError
 from holdfast.parallel.process_groups import ProcessGroups
 from holdfast.tasks.batches import TaskBatches, TaskLoader, TaskMicrobatch
 from holdfast.tasks.own import OwnTask
@@ -43,7 +42,7 @@ class ScriptMicrobatch:
         return self.read.entries
 
     @property
-    def tokens(self) -> int:
+    def tokens(self) -> float:
         return self.script.open_weights.get(self.index, 0)
 
 
@@ -152,9 +151,4 @@ class ScriptEngineTask(OwnTask):
 def _open_step(script: Script, step: int) -> None:
     """Let the script run to its `step.batches`. Raises ScriptError."""
     answer = script.give(OpenStep(step))
-    if not isinstance(answer, DataNamed):
-        raise ScriptError(
-            f"step {step} was applied without its batches",
-            where=script.file,
-            remedy="loop over step.batches(dataset) in each step",
-        )
+    assert isinstance(answer, DataNamed), answer  # `Step.apply` refuses to come first

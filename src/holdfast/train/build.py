@@ -16,8 +16,8 @@ from holdfast.core.sharding.reduction_tree import deal
 from holdfast.core.sharding.run_table import run_cells, run_parameter_table, run_parameters
 from holdfast.core.sharding.state_table import mesh_box
 from holdfast.layout import Topology
+from holdfast.parallel.gradients.cell_team import CellTeam, ExchangeKind
 from holdfast.parallel.gradients.feeder import Cells, GradientFeeder
-from holdfast.parallel.gradients.reducer import CellTeam
 from holdfast.parallel.process_groups import ProcessGroups, connect
 from holdfast.parallel.replicated import ReplicatedGradients
 from holdfast.parallel.torch_compat import Store, give_memory, give_shards_memory, local_tensor
@@ -103,7 +103,13 @@ def connect_groups(
         interface=config.cluster.gloo_device,
         seconds=seconds,
         recorder=SpanRecorder() if config.layout.trace_step else None,
+        exchange=choose_exchange(config),
     )
+
+
+def choose_exchange(config: RunConfig) -> ExchangeKind:
+    """How gradients travel between replicas. auto: messages, because all groups are gloo's."""
+    return "gathered" if config.layout.exchange == "gathered" else "direct"
 
 
 def make_session(

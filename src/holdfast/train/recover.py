@@ -40,7 +40,12 @@ from holdfast.parallel.reshard import LocalShard, move
 from holdfast.parallel.torch_compat import Store
 from holdfast.parallel.trace import SpanRecorder
 from holdfast.policy.recovery.step_resolution import StepResolution
-from holdfast.train.build import TrainingSession, build_engine, make_session
+from holdfast.train.build import (
+    TrainingSession,
+    build_engine,
+    choose_exchange,
+    make_session,
+)
 from holdfast.train.engine import StepEngine
 from holdfast.train.journal_repair import entries_of_open_step, missing_events
 from holdfast.train.recovery_agreement import (
@@ -178,7 +183,9 @@ def join_generation(
 def _connect_settings(
     config: RunConfig, store: Store, seconds: float, traffic: TrafficCounter | None
 ) -> ConnectSettings:
-    return ConnectSettings(store, config.cluster.gloo_device, seconds, traffic)
+    return ConnectSettings(
+        store, config.cluster.gloo_device, seconds, traffic, choose_exchange(config)
+    )
 
 
 def _catch_up(engine: StepEngine, found: Agreement, kept: bool) -> None:

@@ -296,8 +296,9 @@ CASES: list[Case] = [
     loop(
         OWN + "step.backward() was given the weight …",
         BACKWARD,
-        BACKWARD.replace('len(batch["x"])', "0.5"),
-        r"give it a whole number: the samples or tokens of the batch",
+        BACKWARD.replace('len(batch["x"])', "-1"),
+        r"give it a number from 0 on: the samples or tokens of the batch, or the sum of their "
+        r"weights",
     ),
     loop(
         OWN + "the forward pass changes buffer …, so the state would depend on which rank computes "

@@ -16,7 +16,8 @@ from holdfast.errors import PeerLostError
 from holdfast.parallel.comm.abortable_wait import CONNECTION_CLOSED, AbortableWait
 from holdfast.parallel.comm.transport import PeerGroup
 from holdfast.parallel.gradients.buckets import FlatLayout
-from holdfast.parallel.gradients.reducer import CellTeam, Reducer
+from holdfast.parallel.gradients.cell_team import CellTeam
+from holdfast.parallel.gradients.reducer import Reducer
 from holdfast.parallel.torch_compat import Work, is_peer_loss
 from tests.support.dying_rank import SENDING, dies_sending
 from tests.support.processes import runs
@@ -81,7 +82,7 @@ def _given_up(rank: RankContext, victim: int) -> tuple[Reducer, threading.Thread
     before = set(threading.enumerate())
     reducer = _begun(rank, f"g{victim}/reduce", 0, BY_THE_OTHER)
     (thread,) = (t for t in threading.enumerate() if t.name == "reducer" and t not in before)
-    arrivals = reducer.arrival_buffer(1, reducer.layout.size // 2)
+    arrivals = reducer.scratch("arrivals", reducer.layout.size // 2)
     rank.mark(f"listening{victim}")
     wait_until(lambda: not runs(rank.pid(victim)), 60, "its end")
     ending = threading.Thread(target=reducer.fail, args=(PeerLostError("the end"),))
@@ -89,7 +90,7 @@ def _given_up(rank: RankContext, victim: int) -> tuple[Reducer, threading.Thread
     with pytest.raises(PeerLostError):
         reducer.finish()
     ending.join()
-    cut = bool(arrivals[0, 0] != 0) and bool(arrivals[0, -1] == 0)
+    cut = bool(arrivals[0] != 0) and bool(arrivals[-1] == 0)
     assert not cut or thread.is_alive(), "nobody had to be left"
     return (reducer, thread) if cut else None
 

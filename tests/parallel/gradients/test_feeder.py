@@ -20,8 +20,8 @@ from holdfast.core.sharding.state_table import TensorSpec, mesh_box, parameter_t
 from holdfast.errors import PeerLostError
 from holdfast.layout import Layout, Topology, place_replicas
 from holdfast.parallel.comm.transport import PeerGroup, exchange
+from holdfast.parallel.gradients.cell_team import FIRST_TAG, TAGS_PER_REDUCER, CellTeam
 from holdfast.parallel.gradients.feeder import Cells
-from holdfast.parallel.gradients.reducer import FIRST_TAG, TAGS_PER_REDUCER, CellTeam
 from holdfast.parallel.replicated import ReplicatedGradients
 from tests.support.marks import in_campaign
 from tests.support.ranks import RankContext, rank_values

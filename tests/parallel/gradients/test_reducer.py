@@ -12,6 +12,7 @@ from holdfast.core.sharding.boxes import whole_box
 from holdfast.core.sharding.reduction_tree import ReductionTree, Shares, deal
 from holdfast.errors import PeerLostError
 from holdfast.parallel.comm.transport import PeerGroup, exchange
+from holdfast.parallel.gradients.cell_team import ExchangeKind
 from holdfast.parallel.gradients.feeder import single_cell
 from holdfast.parallel.replicated import ReplicatedGradients
 from tests.support.ranks import RankContext, rank_values, ranks
@@ -42,12 +43,17 @@ def _loss(model: nn.Module, leaf: int) -> Tensor:
     return model(x).square().sum()
 
 
-def _feeder(model: nn.Module, peers: PeerGroup, fast: bool = False) -> ReplicatedGradients:
+def _feeder(
+    model: nn.Module,
+    peers: PeerGroup,
+    fast: bool = False,
+    exchange: ExchangeKind = "direct",
+    dtype: torch.dtype = torch.float32,
+) -> ReplicatedGradients:
     named = dict(model.named_parameters())
     boxes = {name: whole_box(name, p.shape) for name, p in named.items()}
-    return ReplicatedGradients(
-        named, boxes, single_cell(boxes, peers), dtype=torch.float32, bucket_bytes=600, fast=fast
-    )
+    cells = single_cell(boxes, peers, exchange)
+    return ReplicatedGradients(named, boxes, cells, dtype=dtype, bucket_bytes=600, fast=fast)
 
 
 def _step(
@@ -83,11 +89,11 @@ def _leaf_nodes(tree: ReductionTree):  # type: ignore[no-untyped-def]
     return [TreeNode(j, j + 1) for j in range(tree.leaves)]
 
 
-def _all_dealings(rank: RankContext) -> list[str]:
+def _all_dealings(rank: RankContext, how: ExchangeKind) -> list[str]:
     """Each dealing twice in a row on one reducer, as two steps."""
     peers = PeerGroup(rank.store(), "g1/reduce", rank.rank, rank.world_size, seconds=20)
     model = _model()
-    feeder = _feeder(model, peers)
+    feeder = _feeder(model, peers, exchange=how)
     out = []
     for leaves, shares in DEALINGS[rank.world_size]:
         first = None
@@ -104,10 +110,11 @@ def _all_dealings(rank: RankContext) -> list[str]:
 def test_bits_do_not_depend_on_replicas_or_dealing() -> None:
     seen: dict[str, set[str]] = {}
     for size in DEALINGS:
-        for values in rank_values(_all_dealings, size):
-            for value in values:
-                leaves, digest = value.split(":")
-                seen.setdefault(leaves, set()).add(digest)
+        for how in ("direct", "gathered") if size > 1 else ("direct",):
+            for values in rank_values(_all_dealings, size, {"how": how}):
+                for value in values:
+                    leaves, digest = value.split(":")
+                    seen.setdefault(leaves, set()).add(digest)
     assert {leaves: len(digests) for leaves, digests in seen.items()} == {"7": 1, "8": 1, "12": 1}
 
 
@@ -144,13 +151,12 @@ def test_a_parameter_without_gradient_counts_as_zero() -> None:
 
 
 @ranks(3, dies={1: "SIGKILL"}, deadline=30)
-@pytest.mark.parametrize("fast", [False, True])
-def test_a_peer_killed_within_a_step_is_an_error_in_the_others(
-    rank: RankContext, fast: bool
-) -> None:
+@pytest.mark.parametrize("how", ["direct", "gathered", "fast"])
+def test_a_peer_killed_within_a_step_is_an_error_in_the_others(rank: RankContext, how: str) -> None:
     peers = PeerGroup(rank.store(), "g1/reduce", rank.rank, rank.world_size, seconds=600)
     model = _model()
-    feeder = _feeder(model, peers, fast)
+    gathered = how == "gathered"
+    feeder = _feeder(model, peers, how == "fast", "gathered" if gathered else "direct")
     shares = deal(6, 3)
     _step(model, feeder, rank.rank, 6, shares)
     feeder.begin(6, shares)

@@ -126,6 +126,25 @@ class PeerGroup:
             self.traffic.add("reduce", 2 * (self.size - 1) * tensor.nbytes // self.size)
         return self.group.allreduce([tensor])
 
+    def all_to_all(
+        self, out: Tensor, tensor: Tensor, out_sizes: list[int], sizes: list[int]
+    ) -> Work:
+        """Start to send the i-th run of `tensor`, of sizes[i] elements, to rank i, and to receive
+        the i-th run of `out` from it. All ranks must call in the same order."""
+        if self.traffic is not None:
+            elements = sum(sizes) - sizes[self.rank]
+            self.traffic.add("reduce", elements * tensor.element_size())
+        return self.group.alltoall_base(out, tensor, out_sizes, sizes)
+
+    def all_gather(self, out: Tensor, part: Tensor) -> Work:
+        """Start to gather parts of one size in rank order.  part: [t] -> out: [size * t]
+
+        `part` may be this rank's place in `out`. All ranks must call in the same order.
+        """
+        if self.traffic is not None:
+            self.traffic.add("reduce", part.nbytes * (self.size - 1))
+        return self.group._allgather_base(out, part)
+
     def forget_sends(self) -> None:
         """Drop finished sends. Call only when a vote has shown that they arrived."""
         self._pending_sends.clear()
@@ -142,20 +161,28 @@ class PeerGroup:
 
     def start_wait(self, wait: AbortableWait) -> None:
         """Start an errand that waits for messages of this group: it is given up with it."""
+        self.add_wait(wait)
+        wait.start()
+
+    def add_wait(self, wait: AbortableWait) -> None:
+        """An errand, of several groups perhaps, is given up with this group."""
         with self._lock:
             self._waits.add(wait)
             aborted = self._is_aborted
         if aborted:
             wait.abort()
-        wait.start()
 
     def join_wait(self, wait: AbortableWait) -> None:
         """Return when it is over. Raises what `AbortableWait.join` raises."""
         try:
             wait.join()
         finally:
-            with self._lock:
-                self._waits.discard(wait)
+            self.forget_wait(wait)
+
+    def forget_wait(self, wait: AbortableWait) -> None:
+        """An errand is over, or abandoned."""
+        with self._lock:
+            self._waits.discard(wait)
 
     def abort(self) -> None:
         """Close every connection: all waits in this group raise, here and at the peers. Only a

@@ -27,16 +27,21 @@ from holdfast.core.sharding.reduction_tree import Shares
 from holdfast.core.sharding.step_resume import Computed, partial_sums
 from holdfast.parallel.comm.transport import PeerGroup
 from holdfast.parallel.gradients.buckets import arrange_boxes
+from holdfast.parallel.gradients.cell_team import CellTeam, ExchangeKind
+from holdfast.parallel.gradients.exchange import Slot
+from holdfast.parallel.gradients.gathered import GatheredLauncher
 from holdfast.parallel.gradients.grad_norm import sum_of_squares
 from holdfast.parallel.gradients.placement import GradientPlacement
-from holdfast.parallel.gradients.reducer import CellTeam, Reducer, Slot
+from holdfast.parallel.gradients.reducer import Reducer
 
 Cells = Sequence[tuple[Cell, CellTeam]]
 
 
-def single_cell(boxes: Mapping[str, Box], peers: PeerGroup) -> Cells:
+def single_cell(
+    boxes: Mapping[str, Box], peers: PeerGroup, exchange: ExchangeKind = "direct"
+) -> Cells:
     """One cell of all that is held: replicas of one shape, one member of `peers` each."""
-    team = CellTeam.of_replicas(peers)
+    team = CellTeam.of_replicas(peers, exchange)
     return [(Cell(team.members, tuple(box for box in boxes.values() if box.size)), team)]
 
 
@@ -70,6 +75,7 @@ class GradientFeeder:
         self._cells, self._by_unit, self._fast = [cell for cell, _ in cells], by_unit, fast
         self._error: Exception | None = None
         self.reducers: list[Reducer] = []
+        self._launcher = GatheredLauncher()
         arranged: list[list[Box]] = []
         for cell, team in cells:
             order, layout = arrange_boxes(cell.boxes, bucket_bytes, dtype.itemsize, by_unit)
@@ -83,6 +89,7 @@ class GradientFeeder:
                     pairs=pairs,
                     fast=fast and len(cells) == 1,
                     on_error=self.fail,
+                    launcher=self._launcher,
                 )
             )
         self._norm_cells = _norm_cells(cells)
@@ -112,21 +119,18 @@ class GradientFeeder:
             self.placement.forget_slots()
         for peers in self._peers:
             peers.forget_sends()
+        self._launcher.reset()
         for reducer in self.reducers:
             reducer.begin(leaves, shares, computed)
+        self._launcher.start()
         self._spread_errors()
 
     @property
     def computed_leaves(self) -> tuple[int, ...]:
         """Return the leaves of the open step that were computed and can be kept. There are none
         if one was interrupted midway, or if a sum has overwritten what was computed."""
-        kept = (
-            self._open_leaf is None
-            and not self.is_summed
-            and not self._are_slots_moved
-            and not self._fast
-        )
-        return tuple(self._done_leaves) if kept else ()
+        lost = self.is_summed or self._are_slots_moved or self._fast
+        return tuple(self._done_leaves) if self._open_leaf is None and not lost else ()
 
     @property
     def is_summed(self) -> bool:

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from holdfast.core.sharding.boxes import Box
-from holdfast.parallel.gradients.reducer import Reducer, Slot
+from holdfast.parallel.gradients.exchange import Slot
+from holdfast.parallel.gradients.reducer import Reducer
 
 
 @dataclass(frozen=True)

@@ -26,96 +26,28 @@ A step that was interrupted before anything of it was summed may continue among 
 The partial sums that this one holds are then pieces of their own (`keep`). A sum of another owner
 is received only once all pieces of that bucket have come here, so that nothing is overwritten.
 
-Why no send is ever waited for, and why buffers may still be reused:
-
-- A piece arrived if the result came back; a result arrived if its receiver voted.
-- A contributor that does not receive learns from the vote alone. Its piece arrived if the owner
-  voted, because an owner votes after it has summed.
-- An owner that does not contribute reuses nothing but its sum, as any other.
-
-So all sends of a step are over when its vote is. `Peers.forget_sends` belongs between the vote and
-the next `begin`, once for all reducers that share the peers. See `transport.py`.
+The pieces and sums travel in one of two ways: by messages from rank to rank (`direct.py`), or by
+collectives of the group (`gathered.py`). The bits are the same.
 """
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Sequence
 
 import torch
 from torch import Tensor
 
-from holdfast.core.sharding.reduction_cells import Member
 from holdfast.core.sharding.reduction_tree import LeafAction, Shares
 from holdfast.core.sharding.step_resume import Computed, partial_sums
 from holdfast.errors import PeerLostError
-from holdfast.parallel.comm.abortable_wait import AbandonedError, AbortableWait
 from holdfast.parallel.comm.transport import PeerGroup
-from holdfast.parallel.gradients.buckets import FlatLayout, GradientBucket
-from holdfast.parallel.gradients.reduction_plan import (
-    ReductionPlan,
-    execute_additions,
-    make_reduction_plan,
-)
-from holdfast.parallel.torch_compat import Work, is_peer_loss
-from holdfast.parallel.trace import REDUCE, SpanRecorder
-
-FIRST_TAG = 16  # lower tags are free for small exchanges in the same group
-TAGS_PER_REDUCER = 1 << 20  # what one reducer may use from its first tag on
-
-Slot = tuple[int, int]
-"""(piece, 0) is where a piece ends up; (0, depth) with depth > 0 a partial sum above it."""
-
-
-@dataclass(frozen=True)
-class CellTeam:
-    """The members that sum one cell, and how they reach each other.
-
-    own_index: index of this rank in `members`. positions: each member's number in `peers`, which
-    may connect more ranks than these. first_tag: reducers that share peers need `TAGS` tags each.
-    recorder: notes when each bucket is summed.
-    Raises ValueError if two members contribute the same part of one replica, or none receives.
-    """
-
-    peers: PeerGroup
-    members: tuple[Member, ...]
-    own_index: int
-    positions: tuple[int, ...]
-    first_tag: int = FIRST_TAG
-    recorder: SpanRecorder | None = None
-
-    def __post_init__(self) -> None:
-        given = [(m.replica, m.part) for m in self.members if m.contributes]
-        if len(set(given)) != len(given):
-            raise ValueError(f"a part of a replica is contributed twice in {self.members}")
-        if not any(m.receives for m in self.members):
-            raise ValueError(f"nobody receives in {self.members}")
-
-    @staticmethod
-    def of_replicas(peers: PeerGroup) -> CellTeam:
-        """One member per replica, which is its number in `peers`; all contribute and receive."""
-        everybody = range(peers.size)
-        members = tuple(Member(i, i, 0, contributes=True, receives=True) for i in everybody)
-        return CellTeam(peers, members, peers.rank, tuple(everybody))
-
-    @property
-    def own_member(self) -> Member:
-        return self.members[self.own_index]
-
-    @property
-    def others(self) -> tuple[int, ...]:
-        """Every member but this one, beginning with the next, so that not all write to one."""
-        size = len(self.members)
-        return tuple((self.own_index + i) % size for i in range(1, size))
-
-    @property
-    def is_plain_all_reduce(self) -> bool:
-        """Return True if the backend's own all-reduce over `peers` would be the same sum."""
-        return len(self.members) == self.peers.size and all(
-            m.contributes and m.receives for m in self.members
-        )
+from holdfast.parallel.gradients.buckets import FlatLayout
+from holdfast.parallel.gradients.cell_team import TAGS_PER_REDUCER, CellTeam
+from holdfast.parallel.gradients.direct import DirectRound
+from holdfast.parallel.gradients.exchange import ExchangeRound, Slot, bucket_view
+from holdfast.parallel.gradients.gathered import GatheredLauncher
+from holdfast.parallel.gradients.reduction_plan import ReductionPlan, make_reduction_plan
+from holdfast.parallel.torch_compat import is_peer_loss
 
 
 class Reducer:
@@ -131,7 +63,9 @@ class Reducer:
     are_slots_moved: slots do not lie where they do in other steps, because a step was resumed.
     defers_errors: `begin` raises nothing either. Other ranks compute in lockstep with this one, and
         must not wait for it until all of them come to `finish`.
-    A bare `Peers` is a team with one member per replica.
+    launcher: of a rank with several reducers, which all use it; its owner starts it when each of
+        them has begun. Without it this reducer has one of its own.
+    A bare `PeerGroup` is a team with one member per replica.
     """
 
     def __init__(
@@ -144,6 +78,7 @@ class Reducer:
         fast: bool = False,
         pairs: bool = False,
         on_error: Callable[[Exception], None] | None = None,
+        launcher: GatheredLauncher | None = None,
     ):
         self.team = team if isinstance(team, CellTeam) else CellTeam.of_replicas(team)
         self.layout, self.peers, self.pairs = layout, self.team.peers, pairs
@@ -155,9 +90,10 @@ class Reducer:
         self._plan: ReductionPlan | None = None
         self._step_dealing: tuple[int, Shares, Computed] | None = None
         self._leaf_action: LeafAction | None = None
-        self._round: ReductionRound | None = None
+        self._round: ExchangeRound | None = None
+        self._launcher, self._owns_launcher = launcher or GatheredLauncher(), launcher is None
         self._error: Exception | None = None
-        self._arrivals = torch.empty(0, dtype=dtype)
+        self._scratch: dict[Hashable, Tensor] = {}
         self._kept = 0  # pieces that were there when the step began
         self._looks: list[Tensor] = []  # the sum of the elements of each bucket of own pieces
 
@@ -188,7 +124,7 @@ class Reducer:
         if self.fast and not self.plan.leaf_actions:
             self.gradient.zero_()
         try:
-            self._round = ReductionRound(self, self.plan)
+            self._round = self._open_round()
             for index in range(len(self.layout.buckets)):
                 for ordinal in range(self._kept):
                     self._round.piece_ready(index, ordinal)
@@ -197,6 +133,16 @@ class Reducer:
             self.fail(error)
             if not self.defers_errors:
                 self.check()
+
+    def _open_round(self) -> ExchangeRound:
+        if self.team.exchange == "direct" or self.fast or len(self.team.members) == 1:
+            return DirectRound(self, self.plan)
+        if self._owns_launcher:
+            self._launcher.reset()
+        opened = self._launcher.add(self, self.plan)
+        if self._owns_launcher:
+            self._launcher.start()
+        return opened
 
     def regroup(self, team: CellTeam, fast: bool) -> None:
         """Continue with other members, in the same buffers. Only what was kept of an open step
@@ -266,11 +212,11 @@ class Reducer:
         depth = turn.depth
         for _ in range(turn.carries):
             below = (turn.piece, 0) if depth == 1 else (0, depth - 1)
-            _bucket_view(self.slot(below), bucket).add_(_bucket_view(self.slot((0, depth)), bucket))
+            bucket_view(self.slot(below), bucket).add_(bucket_view(self.slot((0, depth)), bucket))
             depth -= 1
         if not turn.completes_piece:
             return
-        self._looks.append(_bucket_view(self.slot((turn.piece, 0)), bucket).sum())
+        self._looks.append(bucket_view(self.slot((turn.piece, 0)), bucket).sum())
         if self._round is not None:
             self._round.piece_ready(index, turn.piece)
 
@@ -322,166 +268,9 @@ class Reducer:
                 f"message tags, there are {TAGS_PER_REDUCER}: use larger buckets"
             )
 
-    def arrival_buffer(self, rows: int, columns: int) -> Tensor:
-        """Room for `rows` pieces of `columns` elements from other replicas, kept between steps."""
-        if self._arrivals.numel() < rows * columns:
-            self._arrivals = torch.empty(rows * columns, dtype=self.gradient.dtype)
-        return self._arrivals[: rows * columns].view(rows, columns)
-
-
-def _bucket_view(flat: Tensor, bucket: GradientBucket) -> Tensor:
-    return flat[bucket.start : bucket.stop]
-
-
-class ReductionRound:
-    """The communication of one step, and the thread that does an owner's part of it."""
-
-    def __init__(self, reducer: Reducer, plan: ReductionPlan):
-        self._reducer, self._plan, self._peers = reducer, plan, reducer.peers
-        self._team = reducer.team
-        self._buckets = reducer.layout.buckets
-        owners = [i for i, member in enumerate(self._team.members) if member.receives]
-        self._owners = {member: number for number, member in enumerate(owners)}
-        self._changed = threading.Condition()
-        self._ready_pieces = [0] * len(self._buckets)  # own pieces finished, per bucket
-        self._is_stopped = False
-        self._pieces: list[list[tuple[int, Tensor, Work]]] = [[] for _ in self._buckets]
-        self._results: list[Work] = []
-        self._wait: AbortableWait | None = None
-        if not self._team.own_member.receives:
-            return
-        if not reducer.fast:
-            self._post_receives()
-        work = self._all_reduce if reducer.fast else self._reduce_own_chunks
-        self._wait = AbortableWait(lambda errand: self._run(work, errand), "reducer")
-        self._peers.start_wait(self._wait)
-
-    def piece_ready(self, index: int, ordinal: int) -> None:
-        """Own piece number `ordinal` of a bucket is final: send it to the owners of its chunks."""
-        if not self._reducer.fast:
-            slot = self._reducer.slot((ordinal, 0))
-            for member in self._team.others:
-                start, stop = self._chunk(index, member)
-                if start < stop:
-                    to = self._team.positions[member]
-                    self._peers.send(slot[start:stop], to, self._tag(index, ordinal))
-        with self._changed:
-            self._ready_pieces[index] += 1
-            self._changed.notify_all()
-
-    def join(self) -> None:
-        """Wait for the thread of this step, or leave it to a message that never comes in full."""
-        if self._wait is not None:
-            try:
-                self._peers.join_wait(self._wait)
-            except RuntimeError as error:
-                self._reducer.fail(error)
-                del self._reducer, self._pieces, self._results  # that thread is not to keep them
-
-    def stop(self) -> None:
-        """Let the thread end at its next look."""
-        with self._changed:
-            self._is_stopped = True
-            self._changed.notify_all()
-
-    def _tag(self, index: int, ordinal: int) -> int:
-        return self._team.first_tag + index * self._plan.stride + ordinal
-
-    def _chunk(self, index: int, member: int) -> tuple[int, int]:
-        """Return the part of a bucket that `member` owns; nothing if it does not receive."""
-        number = self._owners.get(member)
-        return (0, 0) if number is None else self._buckets[index].chunk(number, len(self._owners))
-
-    def _post_receives(self) -> None:
-        """One receive for each piece of my chunks."""
-        team, plan = self._team, self._plan
-        mine = [self._chunk(index, team.own_index) for index in range(len(self._buckets))]
-        firsts = [sum(len(p) for p in plan.pieces[:member]) for member in range(len(plan.pieces))]
-        held = sum(len(plan.pieces[member]) for member in team.others)
-        room = self._reducer.arrival_buffer(held, sum(stop - start for start, stop in mine))
-        at = 0
-        for index, (start, stop) in enumerate(mine):
-            row = 0
-            for member in team.others:
-                peer = team.positions[member]
-                for ordinal in range(len(plan.pieces[member])):
-                    into = room[row, at : at + stop - start]
-                    row += 1
-                    if start < stop:
-                        work = self._peers.receive(into, peer, self._tag(index, ordinal))
-                        self._pieces[index].append((firsts[member] + ordinal, into, work))
-            at += stop - start
-
-    def _expect_results(self, index: int) -> None:
-        """All pieces of a bucket have come: the sums of other owners may overwrite mine."""
-        self._reducer.is_summed = True
-        for member in self._team.others:
-            start, stop = self._chunk(index, member)
-            if start < stop:
-                into = self._reducer.gradient[start:stop]
-                peer, tag = self._team.positions[member], self._tag(index, self._plan.stride - 1)
-                self._results.append(self._peers.receive(into, peer, tag))
-
-    def _run(self, work: Callable[[AbortableWait], None], errand: AbortableWait) -> None:
-        try:
-            work(errand)
-        except AbandonedError:
-            raise
-        except Exception as error:  # stored, and raised by finish()
-            self._reducer.fail(error)
-
-    def _await_own(self, index: int, count: int) -> bool:
-        """Wait until `count` own pieces of a bucket are final; False when the step is given up."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._is_stopped or self._ready_pieces[index] >= count)
-            return not self._is_stopped
-
-    def _reduce_own_chunks(self, errand: AbortableWait) -> None:
-        """Add up my chunk of every bucket and send it to all; then collect the other chunks."""
-        team, plan = self._team, self._plan
-        own, first = (
-            len(plan.pieces[team.own_index]),
-            sum(len(p) for p in plan.pieces[: team.own_index]),
-        )
-        receivers = [team.positions[m] for m in team.others if m in self._owners]
-        unowned: list[int] = []  # buckets of which I have no chunk, so that I do not see them come
-        for index in range(len(self._buckets)):
-            if not self._await_own(index, own):
-                return
-            start, stop = self._chunk(index, team.own_index)
-            if start == stop:
-                unowned.append(index)
-                continue
-            with self._span(f"bucket {index}"):
-                sources: dict[int, Tensor] = {}
-                for source, tensor, work in self._pieces[index]:
-                    errand.wait(work)
-                    sources[source] = tensor
-                self._expect_results(index)
-                for ordinal in range(own):
-                    sources[first + ordinal] = self._reducer.slot((ordinal, 0))[start:stop]
-                total = self._reducer.gradient[start:stop]
-                execute_additions(plan, sources, total)
-                for peer in receivers:
-                    self._peers.send(total, peer, self._tag(index, plan.stride - 1))
-        for index in unowned:
-            self._expect_results(index)
-        with self._span("sums of the others"):
-            for work in self._results:
-                errand.wait(work)
-
-    def _span(self, name: str) -> AbstractContextManager[None]:
-        recorder = self._team.recorder
-        return recorder.span(REDUCE, name) if recorder else nullcontext()
-
-    def _all_reduce(self, errand: AbortableWait) -> None:
-        """`reduction: fast`: the backend's own sum of the same buckets, in bucket order."""
-        works: list[Work] = []
-        expected = 1 if self._plan.leaf_actions else 0
-        for index, bucket in enumerate(self._buckets):
-            if not self._await_own(index, expected):
-                return
-            self._reducer.is_summed = True
-            works.append(self._peers.all_reduce(_bucket_view(self._reducer.gradient, bucket)))
-        for work in works:
-            errand.wait(work)
+    def scratch(self, key: Hashable, elements: int) -> Tensor:
+        """Room for `elements`, kept between steps under `key`; its content is void."""
+        room = self._scratch.get(key)
+        if room is None or room.numel() < elements:
+            room = self._scratch[key] = self.gradient.new_empty(elements)
+        return room[:elements]

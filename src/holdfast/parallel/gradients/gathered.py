@@ -1,0 +1,291 @@
+"""The exchange by collectives of a group, which every backend has. It has the bits of `direct.py`.
+
+For each bucket, once all own pieces of it are final:
+
+    send    one all-to-all for each piece: every owner gets its chunk of it
+    sum     the owner adds the pieces up by the reduction plan
+    gather  one all-gather of the sums. If some members do not receive, one all-to-all instead
+
+A collective matches those of the other ranks by its place in the group's order. So one thread
+launches them for all reducers of a rank, bucket by bucket and cell by cell, as every rank does. A
+bucket is summed after the next bucket of the same group has been sent. This order depends on the
+buckets alone. So members may hold unlike numbers of pieces, or none.
+
+A piece waits until its bucket is due, so a member with several pieces overlaps less. But there is
+room for the pieces of two buckets only. `direct.py` has room for those of all.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from holdfast.parallel.comm.abortable_wait import AbandonedError, AbortableWait
+from holdfast.parallel.comm.transport import PeerGroup
+from holdfast.parallel.gradients.exchange import ExchangeHost, bucket_view, reduce_span
+from holdfast.parallel.gradients.reduction_plan import ReductionPlan, execute_additions
+from holdfast.parallel.torch_compat import Work
+
+
+class GatheredLauncher:
+    """Launches the collectives of one step for all reducers of a rank, in one order."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._is_stopped = False
+        self._rounds: list[GatheredRound] = []
+        self._wait: AbortableWait | None = None
+
+    def reset(self) -> None:
+        """Begin another step."""
+        self.join()
+        self._rounds, self._is_stopped, self._wait = [], False, None
+
+    def add(self, host: ExchangeHost, plan: ReductionPlan) -> GatheredRound:
+        """The round of one more reducer. All ranks add the cells that they share in one order."""
+        made = GatheredRound(self, host, plan)
+        self._rounds.append(made)
+        return made
+
+    def start(self) -> None:
+        """All rounds of the step are there."""
+        if not self._rounds:
+            return
+        rounds = self._rounds
+        self._wait = wait = AbortableWait(lambda errand: self._run(rounds, errand), "reducer")
+        for peers in self._peers():
+            peers.add_wait(wait)
+        wait.start()
+
+    def join(self) -> None:
+        """Wait for the thread of this step, or leave it to a message that never comes in full."""
+        wait, self._wait = self._wait, None
+        if wait is None:
+            return
+        try:
+            wait.join()
+        except RuntimeError as error:
+            self._rounds[0].host.fail(error)
+        finally:
+            for peers in self._peers():
+                peers.forget_wait(wait)
+            for each in self._rounds:
+                each.release()  # an abandoned thread is not to keep the buffers
+
+    def stop(self) -> None:
+        """Let the thread end at its next look."""
+        with self._changed:
+            self._is_stopped = True
+            self._changed.notify_all()
+
+    def on_ready(self, ready: list[int], index: int) -> None:
+        """One more own piece of bucket `index` is final."""
+        with self._changed:
+            ready[index] += 1
+            self._changed.notify_all()
+
+    def _peers(self) -> list[PeerGroup]:
+        return list({id(each.peers): each.peers for each in self._rounds}.values())
+
+    def _run(self, rounds: Sequence[GatheredRound], errand: AbortableWait) -> None:
+        current = rounds[0]
+        queues = {id(each.peers): _GroupQueue(errand) for each in rounds}
+        count = max(each.bucket_count for each in rounds)
+        due = [(i, each) for i in range(count) for each in rounds if i < each.bucket_count]
+        try:
+            for index, each in due:
+                current = each
+                if not self._await_own(each, index):
+                    return
+                queues[id(each.peers)].send(each, index)
+            for queue in queues.values():
+                queue.drain()
+        except AbandonedError:
+            raise
+        except Exception as error:  # stored, and raised by finish()
+            current.host.fail(error)
+
+    def _await_own(self, each: GatheredRound, index: int) -> bool:
+        """Wait until all own pieces of a bucket are final; False when the step is given up."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._is_stopped or each.is_ready(index))
+            return not self._is_stopped
+
+
+@dataclass(frozen=True)
+class _Arrivals:
+    """The pieces of a bucket on their way. sources: by their number in the plan."""
+
+    works: tuple[Work, ...]
+    sources: dict[int, Tensor]
+
+
+@dataclass(frozen=True)
+class _Sums:
+    """The sums of a bucket on their way. copies: (where a sum belongs, where it arrives)."""
+
+    work: Work
+    copies: tuple[tuple[Tensor, Tensor], ...] = ()
+
+
+class _GroupQueue:
+    """What is under way in one group: one bucket's pieces, and the sums of the one before."""
+
+    def __init__(self, errand: AbortableWait) -> None:
+        self._errand = errand
+        self._sent: tuple[GatheredRound, int, _Arrivals] | None = None
+        self._sums: _Sums | None = None
+
+    def send(self, each: GatheredRound, index: int) -> None:
+        """Send a bucket's pieces, and then sum the bucket that was sent before it."""
+        before = self._sent
+        self._sent = each, index, each.send_pieces(index)
+        if before is not None:
+            self._sum(*before)
+
+    def drain(self) -> None:
+        """Bring what is under way to its end."""
+        if self._sent is not None:
+            self._sum(*self._sent)
+        self._collect()
+
+    def _sum(self, each: GatheredRound, index: int, arrivals: _Arrivals) -> None:
+        with reduce_span(each.team, f"bucket {index}"):
+            for work in arrivals.works:
+                self._errand.wait(work)
+            self._collect()
+            self._sums = each.gather_sums(index, arrivals.sources)
+
+    def _collect(self) -> None:
+        """Put the sums that were gathered last where they belong."""
+        if self._sums is not None:
+            self._errand.wait(self._sums.work)
+            for into, arrived in self._sums.copies:
+                into.copy_(arrived)
+            self._sums = None
+
+
+class GatheredRound:
+    """The exchange of one step of one reducer; `GatheredLauncher` drives it.
+
+    Members are taken in the order of their place in the group. A collective lays out what it sends
+    and receives in that order.
+    """
+
+    def __init__(self, launcher: GatheredLauncher, host: ExchangeHost, plan: ReductionPlan):
+        self.host, self.team, self.peers = host, host.team, host.team.peers
+        self._launcher, self._plan = launcher, plan
+        self._buckets = host.layout.buckets
+        team = host.team
+        self._order = sorted(range(len(team.members)), key=team.positions.__getitem__)
+        owners = [member for member in self._order if team.members[member].receives]
+        self._owners = {member: number for number, member in enumerate(owners)}
+        self._firsts = [sum(len(p) for p in plan.pieces[:m]) for m in range(len(plan.pieces))]
+        self._ready_pieces = [0] * len(self._buckets)
+
+    @property
+    def bucket_count(self) -> int:
+        return len(self._buckets)
+
+    def is_ready(self, index: int) -> bool:
+        """Return True if all own pieces of a bucket are final."""
+        return self._ready_pieces[index] >= len(self._plan.pieces[self.team.own_index])
+
+    def piece_ready(self, index: int, ordinal: int) -> None:
+        """Own piece number `ordinal` of bucket `index` is final."""
+        self._launcher.on_ready(self._ready_pieces, index)
+
+    def join(self) -> None:
+        """Return when the exchange of all reducers is over."""
+        self._launcher.join()
+
+    def stop(self) -> None:
+        """Let the exchange of all reducers end at its next look."""
+        self._launcher.stop()
+
+    def release(self) -> None:
+        """Keep no buffer from now on."""
+        del self.host
+
+    # --- the launcher's thread ------------------------------------------------------------
+    def send_pieces(self, index: int) -> _Arrivals:
+        """Start one all-to-all for each piece that any member has of this bucket."""
+        host, plan, own = self.host, self._plan, self.team.own_index
+        chunks = [self._chunk_size(index, member) for member in self._order]
+        mine = self._chunk_size(index, own)
+        total = sum(len(pieces) for pieces in plan.pieces)
+        room = host.scratch(("arrivals", index % 2), total * mine)
+        works, sources, at = [], dict[int, Tensor](), 0
+        for ordinal in range(plan.stride - 1):
+            senders = [m for m in self._order if ordinal < len(plan.pieces[m])]
+            into = room[at : at + len(senders) * mine]
+            at += into.numel()
+            for row, member in enumerate(senders):
+                sources[self._firsts[member] + ordinal] = into[row * mine : (row + 1) * mine]
+            gives = ordinal < len(plan.pieces[own])
+            works.append(
+                self.peers.all_to_all(
+                    into,
+                    bucket_view(host.slot((ordinal, 0)), self._buckets[index])
+                    if gives
+                    else host.gradient[:0],
+                    [mine if member in senders else 0 for member in self._order],
+                    chunks if gives else [0] * len(chunks),
+                )
+            )
+        return _Arrivals(tuple(works), sources)
+
+    def gather_sums(self, index: int, sources: dict[int, Tensor]) -> _Sums:
+        """Sum my chunk of a bucket, and start to bring all chunks to all that receive."""
+        host, bucket = self.host, self._buckets[index]
+        host.is_summed = True
+        own_size = self._chunk_size(index, self.team.own_index)
+        sizes = [self._chunk_size(index, member) for member in self._order]
+        whole = bucket_view(host.gradient, bucket)
+        if len(self._owners) < len(self._order):
+            return self._send_sums(index, sources, whole, sizes)
+        if len(set(sizes)) == 1:  # the sums arrive where they belong
+            number = self._owners[self.team.own_index]
+            part = whole[number * own_size : (number + 1) * own_size]
+            execute_additions(self._plan, sources, part)
+            return _Sums(self.peers.all_gather(whole, part))
+        longest = max(sizes)
+        part = host.scratch(("part", index % 2), longest)
+        execute_additions(self._plan, sources, part[:own_size])
+        part[own_size:].zero_()
+        room = host.scratch(("sums", index % 2), longest * len(sizes))
+        copies, at = [], 0
+        for number, size in enumerate(sizes):
+            copies.append((whole[at : at + size], room[number * longest :][:size]))
+            at += size
+        return _Sums(self.peers.all_gather(room, part), tuple(copies))
+
+    def _send_sums(
+        self, index: int, sources: dict[int, Tensor], whole: Tensor, sizes: list[int]
+    ) -> _Sums:
+        """Send my sum to each member that receives, and to no other."""
+        own_size = self._chunk_size(index, self.team.own_index)
+        receives = self.team.own_member.receives
+        room = self.host.scratch(("part", index % 2), own_size * len(self._owners))
+        if own_size:
+            execute_additions(self._plan, sources, room[:own_size])
+            room.view(-1, own_size)[1:] = room[:own_size]
+        return _Sums(
+            self.peers.all_to_all(
+                whole if receives else whole[:0],
+                room,
+                sizes if receives else [0] * len(sizes),
+                [own_size if member in self._owners else 0 for member in self._order],
+            )
+        )
+
+    def _chunk_size(self, index: int, member: int) -> int:
+        """Elements of a bucket that `member` owns; 0 if it does not receive."""
+        number = self._owners.get(member)
+        if number is None:
+            return 0
+        start, stop = self._buckets[index].chunk(number, len(self._owners))
+        return stop - start
