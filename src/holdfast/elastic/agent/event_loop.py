@@ -7,8 +7,8 @@ import signal
 import threading
 from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from queue import SimpleQueue
+from contextlib import contextmanager, suppress
+from queue import Empty, SimpleQueue
 from typing import Any
 
 from holdfast.wire import lifeline
@@ -16,6 +16,9 @@ from holdfast.wire import lifeline
 Arrived = SimpleQueue[signal.Signals | None]
 """Signals in their order; None: the coroutine has ended. A signal handler may put into it, even if
 it interrupts another call of the queue."""
+WAKE_UP_S = 0.2
+"""Seconds. Python runs the handler of a signal only once the main thread's wait returns, if the
+signal came just before that wait began."""
 
 
 def run_to_end(main: Coroutine[Any, Any, int], on_signal: Callable[[signal.Signals], None]) -> int:
@@ -34,9 +37,15 @@ def run_to_end(main: Coroutine[Any, Any, int], on_signal: Callable[[signal.Signa
     with ThreadPoolExecutor(1, "agent") as pool, _signals_queued(arrived):
         result = pool.submit(asyncio.run, main)
         result.add_done_callback(lambda _: arrived.put(None))
-        while (number := arrived.get()) is not None:
+        while (number := _next(arrived)) is not None:
             on_signal(number)
         return result.result()
+
+
+def _next(arrived: Arrived) -> signal.Signals | None:
+    while True:
+        with suppress(Empty):
+            return arrived.get(timeout=WAKE_UP_S)
 
 
 @contextmanager
