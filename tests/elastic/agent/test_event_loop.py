@@ -57,6 +57,7 @@ def test_signals_in_a_notebook_reach_the_agent_and_handlers_come_back() -> None:
     async def cell() -> int:
         return run_to_end(agent(), passed_on.put)
 
+    assert threading.current_thread() is threading.main_thread()
     before = [signal.getsignal(number) for number in sent]
     assert asyncio.run(cell()) == 130
     assert [signal.getsignal(number) for number in sent] == before

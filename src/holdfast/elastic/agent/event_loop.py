@@ -54,7 +54,7 @@ def _signals_queued(arrived: Arrived) -> Iterator[None]:
     before: dict[signal.Signals, Any] = {}
     if threading.current_thread() is threading.main_thread():  # no other may set handlers
         for number in lifeline.AGENT_SIGNALS:
-            if not lifeline.is_ignored_hangup(number):
+            if signal.getsignal(number) is not None and not lifeline.is_ignored_hangup(number):
                 before[number] = signal.signal(
                     number, lambda found, _: arrived.put(signal.Signals(found))
                 )
