@@ -192,9 +192,14 @@ def draw_from_system(self: Any) -> nn.Module:
     return module
 
 
+def _one(rank: int, step: int) -> int:
+    return 1
+
+
 def cast_votes(lab: Lab) -> None:
     def body(rank: int, store: Any) -> None:
-        ballot = Ballot(1.0, Wishes(), learning_rate=lab.settings["rate"](rank, 1))
+        rate, options = (lab.settings.get(key, _one) for key in ("rate", "options"))
+        ballot = Ballot(1.0, Wishes(), learning_rate=rate(rank, 1), options=options(rank, 1))
         vote(joined(rank, store), StepAccount(8, (1.0,)), ballot)
 
     in_ranks(body)
@@ -376,6 +381,13 @@ CASES: list[Case] = [
         cast_votes,
         r"make the rate a function of step\.number, or give run\.keep\(\) the scheduler",
         fixed(rate=lambda rank, step: 0.1 * step),
+    ),
+    case(
+        "train/vote.py: the groups of the ranks' optimizers have unlike options",
+        values(options=lambda rank, step: rank),
+        cast_votes,
+        r"make each option a function of step\.number, or give run\.keep\(\) the scheduler",
+        fixed(options=lambda rank, step: step),
     ),
     case(
         "checkpoint/restore/reader.py: … has the shape … there, the box … at … is outside",
