@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from holdfast.config.train import TrainConfig
 from holdfast.core.sharding.reduction_tree import Shares, deal
 from holdfast.core.sharding.step_resume import Computed
+from holdfast.core.weights import to_units
 from holdfast.errors import HoldfastError, JumpError, NonFiniteError, PeerLostError
 from holdfast.parallel.gradients.grad_norm import clip_factor
 from holdfast.parallel.process_groups import ProcessGroups
@@ -35,6 +36,7 @@ from holdfast.policy.recovery.step_resolution import StepStage
 from holdfast.train.executors import Executor, GradientListener
 from holdfast.train.make_optimizer import make_optimizer
 from holdfast.train.nonfinite import describe_non_finite, find_non_finite
+from holdfast.train.precision import as_indeterminate
 from holdfast.train.state import LocalTensor, Parameters, ReadBox, clear, load_state, state_tensors
 from holdfast.train.step_plan import Dealer, StepPlan
 from holdfast.train.step_status import StepHistory, StepProgress, StepStatus
@@ -57,7 +59,7 @@ class DeviceMicrobatch(Protocol):
     The executor knows the rest."""
 
     @property
-    def tokens(self) -> int: ...
+    def tokens(self) -> float: ...
 
 
 class GradientReducer(GradientListener, Protocol):
@@ -126,9 +128,8 @@ class StepEngine:
         self.plan = StepPlan(train, groups, dealer)
         self.status, self.history = StepStatus(), StepHistory()
         gradients, masters = self._gradients.gradients(), parameters.master_tensors
-        self.optimizer = make_optimizer(
-            train.optimizer, parameters.table, masters, gradients, self._user.optimizer
-        )
+        table, wanted = parameters.table, train.optimizer
+        self.optimizer = make_optimizer(wanted, table, masters, gradients, self._user)
         self._shares: Shares = ()
         self.batches: list[DeviceMicrobatch] = []  # of the step that is open, or was last
         self._accounts: AccountExchange | None = None
@@ -174,14 +175,15 @@ class StepEngine:
         except Exception as error:
             self._gradients.fail(error)
             self.groups.abort()  # wakes ranks that wait for this one in another group
-            if isinstance(error, RuntimeError) and is_peer_loss(error):
-                raise PeerLostError(f"a peer was lost in step {self.step}: {error}") from error
-            raise
+            known = _known_error(error, self.step)
+            if known is None:
+                raise
+            raise known from error
         finally:
             self._losses.update(zip(leaves, losses, strict=False))
         told = [float(self._losses[leaf]) for leaf in share] if self._reports_losses else []
-        tokens = sum(batch.tokens for batch in self.batches)
-        self._accounts = AccountExchange(self.groups, self._shares, tokens, told)
+        units = sum(to_units(batch.tokens) for batch in self.batches)
+        self._accounts = AccountExchange(self.groups, self._shares, units, told)
 
     def reduce(self, wishes: Wishes | None = None) -> StepVerdict:
         """Wait for the complete gradient and vote.
@@ -230,7 +232,7 @@ class StepEngine:
         rate = self.learning_rate(self.step)
         clip = clip_factor(verdict.mean_norm, self.train.optimizer.clip_norm)
         status.is_torn = True
-        divisor, leaves = max(verdict.tokens, 1) / clip, self.plan.leaves(status.step)
+        divisor, leaves = (verdict.tokens or 1) / clip, self.plan.leaves(status.step)
         self.optimizer.apply(status.step, rate, divisor, leaves)
         status.finish_update()
         self.history.applied_verdicts.append((status.step, verdict))
@@ -379,6 +381,13 @@ def _non_finite_error(engine: StepEngine, gradients: GradientReducer) -> NonFini
         gradients.is_finite,
     )
     return describe_non_finite(engine.step, found, account, shares, groups.topology)
+
+
+def _known_error(error: Exception, step: int) -> HoldfastError | None:
+    """What an error of torch in a pass means, where its text says it."""
+    if isinstance(error, RuntimeError) and is_peer_loss(error):
+        return PeerLostError(f"a peer was lost in step {step}: {error}")
+    return as_indeterminate(error)
 
 
 def _interrupted_error(step: int) -> PeerLostError:

@@ -13,7 +13,8 @@ ranks still have every number of the verdict.
 The ranks of one replica compute in lockstep, and only some of them may see a loss. If there are
 other replicas, they `meet` after the vote. They continue with the verdict if one of them has it.
 
-Token counts are integers; losses add up in float64 in tree order and squares in shard order.
+Weights add up exactly (`core/weights.py`). Losses add up in float64 in tree order, and squares in
+shard order.
 So the reported loss and norm have the same bits for any dealing.
 """
 
@@ -30,6 +31,7 @@ from operator import or_
 import torch
 
 from holdfast.core.sharding.reduction_tree import ReductionTree, Shares
+from holdfast.core.weights import from_units, shortest
 from holdfast.errors import PeerLostError, ScriptError
 from holdfast.layout import Coordinate, Replica, Topology
 from holdfast.parallel.comm.transport import exchange
@@ -73,7 +75,7 @@ _WISH_BITS = {4 << index: wish.name for index, wish in enumerate(fields(Wishes))
 class StepAccount:
     """What was computed in a step. losses: one sum for each microbatch of the global batch."""
 
-    tokens: int
+    tokens: float  # a whole number, unless a task's weights are fractions
     losses: tuple[float, ...]
 
     @property
@@ -103,7 +105,7 @@ class StepVerdict:
     divided by `tokens`.
     """
 
-    tokens: int
+    tokens: float
     loss: float
     norm: float
     is_whole: bool
@@ -113,29 +115,29 @@ class StepVerdict:
     @property
     def mean_loss(self) -> float:
         """Nats per token."""
-        return self.loss / max(self.tokens, 1)
+        return self.loss / (self.tokens or 1)
 
     @property
     def mean_norm(self) -> float:
         """Norm of the gradient of the mean loss."""
-        return self.norm / max(self.tokens, 1)
+        return self.norm / (self.tokens or 1)
 
 
 class AccountExchange:
     """The account of a step on its way: mine is sent at once, those of other ranks come meanwhile.
 
-    tokens, losses: of my share, one loss per leaf in rising order. Only the ranks that speak send
-    them. `wait_for_all` raises any failure as PeerLostError.
+    units, losses: of my share: its weight in units, and one loss per leaf in rising order. Only
+    the ranks that speak send them. `wait_for_all` raises any failure as PeerLostError.
     """
 
-    def __init__(self, groups: ProcessGroups, shares: Shares, tokens: int, losses: Sequence[float]):
+    def __init__(self, groups: ProcessGroups, shares: Shares, units: int, losses: Sequence[float]):
         self._reported_leaves = _reported_leaves(groups.topology, shares)
         control, own = groups.control, self._reported_leaves[groups.control.rank]
         self._records = [torch.empty(1 + len(s), dtype=torch.int64) for s in self._reported_leaves]
         self._receives: list[Work] = []
         self._error: RuntimeError | None = None
         if own:
-            words = [tokens, *_float_words(losses)]
+            words = [units, *_float_words(losses)]
             self._records[control.rank] = torch.tensor(words, dtype=torch.int64)
         try:
             if own and control.size > 1:
@@ -162,7 +164,7 @@ class AccountExchange:
             for record, own in zip(self._records, self._reported_leaves, strict=True)
         ]
         losses = _by_leaf([_floats(words[1:]) for words in said], self._reported_leaves)
-        return StepAccount(sum(words[0] for words in said), tuple(losses))
+        return StepAccount(from_units(sum(words[0] for words in said)), tuple(losses))
 
 
 def vote(
@@ -227,15 +229,15 @@ def verdict_words(verdict: StepVerdict) -> list[int]:
     flags = (
         _WHOLE_BIT * verdict.is_whole | _FINITE_BIT * verdict.is_finite | _flags(verdict.requests)
     )
-    return [verdict.tokens, flags, *_float_words((verdict.loss, verdict.norm))]
+    return [flags, *_float_words((verdict.tokens, verdict.loss, verdict.norm))]
 
 
 def verdict_from_words(words: Sequence[int]) -> StepVerdict:
     """The inverse of `verdict_words`."""
-    tokens, flags, *rest = words
-    loss, norm = _floats(rest)
+    flags, *rest = words
+    tokens, loss, norm = _floats(rest)
     return StepVerdict(
-        tokens,
+        shortest(tokens),
         loss,
         norm,
         bool(flags & _WHOLE_BIT),
