@@ -1,16 +1,16 @@
 """Attention that stays inside the documents of a packed row, without a mask of the row.
 
-A row of S tokens holds several documents, one after another. A mask of [S, S] would tell them apart,
-at a cost in memory that grows with S squared. Two ways need none:
+A row of S tokens holds several documents, one after another. A mask of [S, S] would tell them
+apart, and its memory grows with S squared. Two ways need none:
 
     blocks   Each document goes through causal attention by itself, neighbours of equal length
              together. It runs on every device, for every family and dtype.
-    varlen   One kernel of torch takes all documents and their ends. It needs an accelerator that has
-             it, a dtype of 16 bits, and scores without a limit.
+    varlen   One kernel of torch takes all documents and their ends. It needs an accelerator that
+             has it, a dtype of 16 bits, and scores without a limit.
 
-Both are linear in S where the kernel that they call is. (A limit of scores has no such kernel: then
-memory grows with the square of a document's length.) The two differ in their last bits. So a run
-uses one of them, which `choose_document_attention` decides once for a rank's decoder.
+Memory is linear in S for both. (A limit of scores has no fused kernel: then memory grows with the
+square of a document's length.) The two differ in their last bits. So a run uses one of them, which
+`choose_document_attention` decides once for a rank's decoder.
 
 Shapes: B batch, S sequence, H query heads, K key/value heads, h head dim, L a document's length.
 """
@@ -111,7 +111,7 @@ def choose_document_attention(
     if dtype not in (torch.bfloat16, torch.float16):
         name = str(dtype).removeprefix("torch.")
         return DocumentAttention("blocks", f"varlen computes in 16 bits, and this run in {name}")
-    problem = _varlen_problem(model, dtype, device)
+    problem = varlen_problem(model, dtype, device)
     if problem is not None:
         return DocumentAttention("blocks", f"varlen does not run on {device.type}: {problem}")
     return DocumentAttention("varlen", f"{device.type} has the kernel")
@@ -144,25 +144,23 @@ def _attend_blocks(
     slice would be as large as all tokens, for each document."""
     groups = [(length, len(list(some))) for length, some in groupby(documents.lengths)]
     sizes = [length * count for length, count in groups]
-    parts = [x.flatten(0, 1).split(sizes) for x in (q, k, v)]
+    parts = zip(*(torch.split(x.flatten(0, 1), sizes) for x in (q, k, v)), strict=True)
     mixed = []
-    for (length, count), *part in zip(groups, *parts, strict=True):
-        alone = (x.unflatten(0, (count, length)).transpose(1, 2) for x in part)
-        out = _attend_within(*alone, documents, mix)  # [count, H, length, h]
+    for (length, count), part in zip(groups, parts, strict=True):
+        one, key, value = (x.unflatten(0, (count, length)).transpose(1, 2) for x in part)
+        out = _attend_within(one, key, value, documents, mix)  # [count, H, length, h]
         mixed.append(out.transpose(1, 2).flatten(0, 1))
     return torch.cat(mixed).view(q.shape)
 
 
-def _attend_within(
-    q: Tensor, k: Tensor, v: Tensor, documents: PackedDocuments, mix: Mix
-) -> Tensor:
+def _attend_within(q: Tensor, k: Tensor, v: Tensor, documents: PackedDocuments, mix: Mix) -> Tensor:
     """Causal attention of documents of one length. Under a window shorter than that, chunks of
     `window` queries see their own keys and those of the chunk before.
     q: [n, H, L, h]; k, v: [n, K, L, h] -> [n, H, L, h]"""
     window, bias = documents.window, documents.bias
     if bias is None or q.shape[2] <= window:
         return mix(q, k, v, None)
-    queries, keys, values = (x.split(window, 2) for x in (q, k, v))
+    queries, keys, values = (torch.split(x, window, 2) for x in (q, k, v))
     out = [mix(queries[0], keys[0], values[0], None)]
     for i in range(1, len(queries)):
         size = queries[i].shape[2]
@@ -179,6 +177,7 @@ def _attend_varlen(
 
     before = documents.window - 1 if documents.window else -1
     ends, longest = documents.ends, documents.longest
+    grouped: dict[str, Any] = {"enable_gqa": True} if q.shape[2] != k.shape[2] else {}
     out: Any = varlen_attn(
         q.flatten(0, 1),
         k.flatten(0, 1),
@@ -189,12 +188,12 @@ def _attend_varlen(
         longest,
         scale=scale,
         window_size=(before, 0),
-        enable_gqa=q.shape[2] != k.shape[2],
+        **grouped,
     )
     return out.view(q.shape)  # type: ignore[no-any-return]
 
 
-def _varlen_problem(model: ModelConfig, dtype: torch.dtype, device: torch.device) -> str | None:
+def varlen_problem(model: ModelConfig, dtype: torch.dtype, device: torch.device) -> str | None:
     """Run both ways, forward and backward, on two short documents with the model's heads, and
     return why varlen cannot be used. None: they agree."""
     window, scale = 3 if model.windowed else 0, model.attention_scale or None
@@ -211,7 +210,7 @@ def _varlen_problem(model: ModelConfig, dtype: torch.dtype, device: torch.device
         heads = (model.heads, model.kv_heads, model.kv_heads)
         given = [_wave(8, n, model.head_size).to(device, dtype).requires_grad_() for n in heads]
         out = how.attend(given[0], given[1], given[2], documents, mix, scale)
-        return [out, *torch.autograd.grad(out.sum(), given)]
+        return [out.detach(), *torch.autograd.grad(out.sum(), given)]
 
     try:
         pairs = list(zip(run("varlen"), run("blocks"), strict=True))
