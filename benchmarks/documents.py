@@ -4,9 +4,9 @@
 
 One attention layer (width 512, 8 query heads, 4 key/value heads) runs forward and backward on a row
 of S tokens. The row's documents have lengths that are drawn around a mean. Memory is the peak above
-what the process held before: on a CPU the peak resident size of a process of its own, on a device
-what torch allocated. Time is the median of a few rounds, in which both ways take turns on one
-thread. The outputs and the gradients of both ways are compared first.
+what the process held before. On a CPU that is the resident size of a process of its own. On a
+device it is what torch allocated. Time is the median of a few rounds, in which both ways take turns
+on one thread. The outputs and the gradients of both ways are compared first.
 """
 
 from __future__ import annotations

@@ -33,8 +33,8 @@ class LayerCache(Protocol):
 
 
 Mask = Tensor | PackedDocuments | None
-"""[B | 1, 1, S, S'], true where a query sees a key; the documents that hide each other; or none:
-a query sees all tokens before it."""
+"""[B | 1, 1, S, S'], true where a query sees a key. Or the documents that hide each other. None: a
+query sees all tokens before it."""
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,

@@ -29,8 +29,8 @@ from holdfast.config.model import ModelConfig
 Way = Literal["blocks", "varlen"]
 
 Mix = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
-"""Attention of a decoder's family: q [n, H, L, h]; k, v [n, K, L', h]; what is added to scores
-[1, 1, L, L'], or none: causal  ->  [n, H, L, h]"""
+"""Attention of a decoder's family. It takes q [n, H, L, h], k and v [n, K, L', h], and what is added
+to the scores [1, 1, L, L']. None: it is causal. It returns [n, H, L, h]."""
 
 _PROBE_TOLERANCE = 0.05  # between the two ways, in 16 bits, of numbers between -1 and 1
 
@@ -131,8 +131,8 @@ def document_positions(documents: Tensor) -> Tensor:
 
 
 def window_bias(window: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """What is added to the scores of `window` queries, of which the keys begin `window` tokens
-    before them: 0 for a key that is seen, else -inf.  [1, 1, window, 2 * window]"""
+    """What is added to the scores of `window` queries: 0 for a key that is seen, -inf for another.
+    The keys begin `window` tokens before the queries.  [1, 1, window, 2 * window]"""
     seen = torch.ones(window, 2 * window, dtype=torch.bool, device=device).triu(1).tril(window)
     return torch.zeros(1, 1, *seen.shape, dtype=dtype, device=device).masked_fill(~seen, -torch.inf)
 
