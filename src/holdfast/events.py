@@ -317,6 +317,15 @@ class SettingIgnored(Event):
 
 
 @dataclass(frozen=True)
+class AttentionChosen(Event):
+    """How attention stays inside packed documents in a generation. Written by rank 0."""
+
+    kind: ClassVar[str] = "attention_chosen"
+    way: str  # blocks, varlen
+    reason: str
+
+
+@dataclass(frozen=True)
 class FaultInjected(Event):
     """A fault that was ordered is about to happen: written before it is brought about, by whoever
     does so."""

@@ -112,7 +112,9 @@ class DataConfig(Section):
     chat: ChatConfig = ChatConfig()
     sequence_length: int = Field(256, ge=2, description="tokens of one sample")
     attention: Branch[Literal["full", "document"]] = Field(
-        "full", description="document: a token attends to its own document only"
+        "full",
+        description="document: a token attends to its own document only, without a mask of the "
+        "row (docs/models.md)",
     )
     validation_fraction: float = Field(0.01, ge=0, lt=1, description="share of documents, by hash")
     deduplicate: bool | Literal["within_source"] = Field(

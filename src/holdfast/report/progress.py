@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from holdfast.events import (
+    AttentionChosen,
     CheckpointCommitted,
     Evaluated,
     Event,
@@ -73,6 +74,7 @@ class RunProgress:
     book: IncidentBook = field(default_factory=IncidentBook)
     imported_from: str = ""  # folder that the run's first weights came from
     _ignored_settings: set[str] = field(default_factory=set)
+    _attention: str = ""  # how documents are kept apart
     _stride: int = 1
     _pace: deque[tuple[float, int]] = field(
         default_factory=lambda: deque(maxlen=_PACE_WINDOW_STEPS)
@@ -153,6 +155,12 @@ class RunProgress:
                 return ProgressLine(elapsed, text)
             case SaveInterval():
                 return ProgressLine(elapsed, event.reason)
+            case AttentionChosen():
+                known, self._attention = self._attention, event.way
+                if known == event.way:
+                    return None  # every generation reports it
+                text = f"documents are kept apart by {event.way}: {event.reason}"
+                return ProgressLine(elapsed, text)
             case RunBranched():
                 return ProgressLine(elapsed, notice_text(event))
             case RunFinished():

@@ -74,7 +74,8 @@ class LoraTask(DecoderTask):
         return objective
 
     def fill_constants(self, objective: nn.Module, device: torch.device) -> None:
-        """Give the module the base's weights. Raises ModelFolderError."""
+        """Give the module what a decoder gets, and the base's weights. Raises ModelFolderError."""
+        super().fill_constants(objective, device)
         if not self._base:
             folder = open_base(self._config)
             self._base = {

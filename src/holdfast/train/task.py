@@ -23,6 +23,7 @@ from holdfast.data.dataset import Dataset
 from holdfast.data.loader import Loader
 from holdfast.errors import ConfigError
 from holdfast.model.decoder import Decoder
+from holdfast.model.documents import choose_document_attention
 from holdfast.model.init import initial_box
 from holdfast.model.stage import keep_stage
 from holdfast.parallel.process_groups import ProcessGroups
@@ -30,6 +31,7 @@ from holdfast.parallel.tensor_parallel import apply_tensor_parallel, localise_pa
 from holdfast.train.evaluate import TokenValidation, Validation
 from holdfast.train.executors import Executor, make_executor
 from holdfast.train.objective import NextTokenObjective
+from holdfast.train.precision import Precision
 from holdfast.train.protocols import ShareLoader
 from holdfast.train.state import InitialBox
 from holdfast.train.user_parts import UserParts
@@ -150,7 +152,15 @@ class DecoderTask:
         return list(cast(NextTokenObjective, objective).decoder.layers)
 
     def fill_constants(self, objective: nn.Module, device: torch.device) -> None:
-        """The decoder has none."""
+        """Decide how attention stays inside documents. Other constants the decoder has none."""
+        config = self._config
+        if config.data.attention != "document":
+            return
+        dtype = Precision.of(config.train.precision).compute
+        how = choose_document_attention(config.model, dtype, device)
+        if config.train.compile:
+            how.exclude_from_compilation()
+        cast(NextTokenObjective, objective).decoder.document_attention = how
 
     def initial_values(self, seed: int) -> InitialBox:
         return lambda row, box: initial_box(row, seed, box.offsets, box.lengths)
