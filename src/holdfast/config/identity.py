@@ -71,6 +71,7 @@ LATER_KEYS = (
     "task.parameters",
     "task.samples",
     "task.source",
+    "train.deterministic",
     "train.optimizer.adamw_for",
     "train.optimizer.adjust_rate",
     "train.optimizer.args",

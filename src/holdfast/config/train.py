@@ -78,6 +78,9 @@ class TrainConfig(Section):
         "fp32", description="bf16: fp32 parameters, bf16 compute, fp32 reduction"
     )
     compile: Branch[bool] = Field(False, description="torch.compile of each block")
+    deterministic: Branch[bool] = Field(
+        True, description="on an accelerator, only kernels that give the same bits each time"
+    )
     optimizer: OptimizerConfig = OptimizerConfig()
     schedule: Branch[ScheduleConfig] = ScheduleConfig()
     evaluate: InPlace[EvaluateConfig] = EvaluateConfig()

@@ -35,6 +35,7 @@ from holdfast.policy.recovery.step_resolution import StepStage
 from holdfast.train.executors import Executor, GradientListener
 from holdfast.train.make_optimizer import make_optimizer
 from holdfast.train.nonfinite import describe_non_finite, find_non_finite
+from holdfast.train.precision import as_indeterminate
 from holdfast.train.state import LocalTensor, Parameters, ReadBox, clear, load_state, state_tensors
 from holdfast.train.step_plan import Dealer, StepPlan
 from holdfast.train.step_status import StepHistory, StepProgress, StepStatus
@@ -174,9 +175,10 @@ class StepEngine:
         except Exception as error:
             self._gradients.fail(error)
             self.groups.abort()  # wakes ranks that wait for this one in another group
-            if isinstance(error, RuntimeError) and is_peer_loss(error):
-                raise PeerLostError(f"a peer was lost in step {self.step}: {error}") from error
-            raise
+            known = _known_error(error, self.step)
+            if known is None:
+                raise
+            raise known from error
         finally:
             self._losses.update(zip(leaves, losses, strict=False))
         told = [float(self._losses[leaf]) for leaf in share] if self._reports_losses else []
@@ -379,6 +381,13 @@ def _non_finite_error(engine: StepEngine, gradients: GradientReducer) -> NonFini
         gradients.is_finite,
     )
     return describe_non_finite(engine.step, found, account, shares, groups.topology)
+
+
+def _known_error(error: Exception, step: int) -> HoldfastError | None:
+    """What an error of torch in a pass means, where its text says it."""
+    if isinstance(error, RuntimeError) and is_peer_loss(error):
+        return PeerLostError(f"a peer was lost in step {step}: {error}")
+    return as_indeterminate(error)
 
 
 def _interrupted_error(step: int) -> PeerLostError:

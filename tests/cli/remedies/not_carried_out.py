@@ -88,6 +88,10 @@ NOT_CARRIED_OUT: dict[str, tuple[str, ...]] = {
         "plan/replica_shapes.py: one of the … workers of a replica holds … bytes of "
         "parameters, gradients and moments, but … are allowed",
     ),
+    "it needs an accelerator, which the machine of the tests lacks": (
+        "cli/train.py: … is here, but torch was built for the CPU alone",
+        "train/precision.py: … gives other bits each time on this device",
+    ),
     "tests run as root, who may read each file": (
         "config/load.py: the run file cannot be read (…)",
         "data/source_files.py: cannot be read (…)",
