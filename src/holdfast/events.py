@@ -229,6 +229,8 @@ class StepDone(Event):
     seconds: float  # whole step
     samples: int = 0
     phases: dict[str, float] = field(default_factory=dict)  # data, compute, reduce, apply, capture
+    loss_scale: float = 0.0  # that gradients were computed with; 0: none
+    is_skipped: bool = False  # they were not finite: parameters stay, and the scale is halved
 
 
 @dataclass(frozen=True)
@@ -318,8 +320,7 @@ class SettingIgnored(Event):
 
 @dataclass(frozen=True)
 class FaultInjected(Event):
-    """A fault that was ordered is about to happen: written before it is brought about, by whoever
-    does so."""
+    """A fault that was ordered is about to happen. Written before it is brought about."""
 
     kind: ClassVar[str] = "fault_injected"
     number: int
