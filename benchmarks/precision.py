@@ -54,7 +54,7 @@ def curve_of(precision: str, steps: int, folder: Path, settings: Sequence[str] =
     events = [record.event for record in read_journal(FolderStore(folder / precision))]
     found = {event.step: event for event in events if isinstance(event, StepDone)}
     losses = tuple(found[step].loss for step in sorted(found))
-    return Curve(losses, tuple(step for step in sorted(found) if found[step].is_skipped))
+    return Curve(losses, tuple(step for step in sorted(found) if found[step].skipped_at))
 
 
 def smoothed(losses: Sequence[float]) -> np.ndarray:

@@ -138,7 +138,7 @@ def _news(folder: Path, skip: int, done: threading.Event) -> Iterator[Record]:
 
 def _clipped_in_every_step(events: list[Event]) -> bool:
     done = [event for event in events if isinstance(event, StepDone)]
-    return all(event.is_skipped or event.grad_norm > 0.05 for event in done)
+    return all(event.skipped_at or event.grad_norm > 0.05 for event in done)
 
 
 def _same_state(left: Path, right: Path, steps: int) -> None:

@@ -94,13 +94,13 @@ def test_a_lower_scale_changes_no_parameter_that_float16_can_hold() -> None:
 
 def test_overflows_change_nothing_until_the_scale_fits_and_then_the_run_learns() -> None:
     made = _alone()
-    made.loss_scale.state()[0].tensor[0] = 2
+    made.loss_scale.state()[0].tensor[0] = 8
     before = [held.tensor.clone() for held in made.state()[:-1]]
     verdicts = train(made, 2)
     assert all(v.is_skipped for v in verdicts)
     for old, held in zip(before, made.state(), strict=False):
         assert torch.equal(old, held.tensor)
-    verdicts += train(made, 12, first=3)
+    verdicts += train(made, 17, first=3)
     assert not verdicts[-1].is_skipped
     assert verdicts[-1].mean_loss < verdicts[0].mean_loss - 0.05
 

@@ -201,9 +201,9 @@ def _shorten(cause: str) -> str:
 
 def _skipped_lines(event: StepDone, elapsed: float) -> list[ProgressLine]:
     """Say that a step changed nothing, and why."""
-    if not event.is_skipped:
+    if not event.skipped_at:
         return []
-    text = f"step {event.step} skipped: a gradient overflowed at loss scale {event.loss_scale:,.0f}"
+    text = f"step {event.step} skipped: a gradient overflowed at loss scale {event.skipped_at:,.0f}"
     return [ProgressLine(elapsed, text)]
 
 

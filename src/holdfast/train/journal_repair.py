@@ -67,8 +67,7 @@ def _step_events(engine: StepEngine, agreement: Agreement, max_steps: int) -> li
             seconds=0.0,
             samples=engine.plan.samples(number),
             phases={},
-            loss_scale=verdict.loss_scale,
-            is_skipped=verdict.is_skipped,
+            skipped_at=verdict.skipped_at,
             step=number,
         )
         for number, verdict in sorted(voted.items())

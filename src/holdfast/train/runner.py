@@ -415,8 +415,7 @@ class _TrainingLoop:
                 seconds=sum(phases.values()),
                 samples=self.engine.plan.samples(batch.step),
                 phases=phases,
-                loss_scale=verdict.loss_scale,
-                is_skipped=verdict.is_skipped,
+                skipped_at=verdict.skipped_at,
                 step=batch.step,
             )
         )

@@ -114,6 +114,11 @@ class StepVerdict:
     loss_scale: float = 0.0
 
     @property
+    def skipped_at(self) -> float:
+        """The loss scale of a step that was skipped; 0: it was not."""
+        return self.loss_scale if self.is_skipped else 0.0
+
+    @property
     def can_be_applied(self) -> bool:
         return (self.is_finite or self.is_skipped) and not self.requests.reject
 
