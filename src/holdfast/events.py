@@ -218,7 +218,7 @@ class StepDone(Event):
     kind: ClassVar[str] = "step_done"
     absent_if_empty = frozenset({"skipped_at"})
     loss: float  # nats per token, mean over the global batch
-    tokens: int  # tokens of the global batch that carry loss
+    tokens: float  # of the global batch that carry loss; a task's weights may be fractions
     grad_norm: float  # before clipping
     learning_rate: float
     seconds: float  # whole step
@@ -276,7 +276,7 @@ class Evaluated(Event):
     kind: ClassVar[str] = "evaluated"
     loss: float  # nats per token, or as a task counts
     bits_per_byte: float | None  # None: the data is no text
-    tokens: int
+    tokens: float
     seconds: float
 
 

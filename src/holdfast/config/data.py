@@ -94,6 +94,10 @@ class ChatConfig(Section):
     train_on: tuple[str, ...] = Field(
         ("assistant",), min_length=1, description="roles whose messages carry loss"
     )
+    weights: bool = Field(
+        False,
+        description="messages may have weights of hundredths, from 0 to 2.54; false: only 0 and 1",
+    )
     long_rows: Literal["leave_out", "cut"] = Field(
         "leave_out", description="what happens to a row that is longer than `data.sequence_length`"
     )

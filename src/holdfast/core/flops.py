@@ -30,6 +30,14 @@ CONVENTIONS: dict[Convention, str] = {
     "causal": "6 N + 6 L H h S, causal attention halved (Megatron)",
 }
 
+TASK = "task"
+FORMULAS: dict[str, str] = {
+    "full": CONVENTIONS["full"],
+    "causal": CONVENTIONS["causal"],
+    TASK: "as the task's flops() says, for a weight of 1",
+}
+"""Of `run_flops_per_token`."""
+
 # Dense peaks in FLOP/s of bf16 and fp16, which are alike. From the makers' data sheets (never the
 # figures with 2:4 sparsity).
 _HALF_PEAKS: dict[str, float] = {
@@ -79,9 +87,11 @@ def dense_peak(device: str, precision: str) -> float | None:
 
 
 def run_flops_per_token(config: RunConfig) -> dict[str, float]:
-    """FLOPs of one training token by each convention. Nothing is known of a task's module, and the
-    formulas do not hold for a frozen base."""
-    if config.without_table:
+    """FLOPs of one training token by each convention. Those of a task are known if it says so, and
+    the formulas do not hold for a frozen base."""
+    if config.task.flops and not config.lora.rank:
+        return {TASK: config.task.flops}
+    if config.without_table or not config.model.vocab_size:
         return {}
     length = config.data.sequence_length
     return {str(name): flops_per_token(config.model, length, name) for name in CONVENTIONS}

@@ -31,7 +31,7 @@ from holdfast.report.formatting import (
     format_plural,
     format_validation,
 )
-from holdfast.report.history import notice_text
+from holdfast.report.history import notice_text, unit_of
 from holdfast.report.incidents import RECOVERY_RUNGS, Incident, IncidentBook, WorkerLoss
 from holdfast.report.timeledger import TimeLedger
 
@@ -61,6 +61,7 @@ class RunProgress:
     loss: float = float("nan")
     learning_rate: float = float("nan")
     tokens_per_second: float = 0.0
+    unit: str = "tokens"  # that it counts
     workers: dict[int, str] = field(default_factory=dict)  # rank -> starting, training, lost, held
     nodes: dict[str, bool] = field(default_factory=dict)  # all that ever took part -> does it now
     rung: int = -1  # of the recovery ladder that the generation took
@@ -110,6 +111,7 @@ class RunProgress:
             self.state = "training"
             self.workers = dict.fromkeys(self.workers, "training")
         self.step, self.loss, self.learning_rate = event.step, event.loss, event.learning_rate
+        self.unit = unit_of(event)
         self._pace.append((at, event.step))
         if event.seconds > 0:
             rate = event.tokens / event.seconds

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from holdfast.config.train import TrainConfig
 from holdfast.core.sharding.reduction_tree import Shares, deal
 from holdfast.core.sharding.step_resume import Computed
+from holdfast.core.weights import to_units
 from holdfast.errors import HoldfastError, JumpError, NonFiniteError, PeerLostError
 from holdfast.parallel.gradients.grad_norm import clip_factor
 from holdfast.parallel.process_groups import ProcessGroups
@@ -59,7 +60,7 @@ class DeviceMicrobatch(Protocol):
     The executor knows the rest."""
 
     @property
-    def tokens(self) -> int: ...
+    def tokens(self) -> float: ...
 
 
 class GradientReducer(GradientListener, Protocol):
@@ -129,9 +130,8 @@ class StepEngine:
         self.plan = StepPlan(train, groups, dealer)
         self.status, self.history = StepStatus(), StepHistory()
         gradients, masters = self._gradients.gradients(), parameters.master_tensors
-        self.optimizer = make_optimizer(
-            train.optimizer, parameters.table, masters, gradients, self._user.optimizer
-        )
+        table, wanted = parameters.table, train.optimizer
+        self.optimizer = make_optimizer(wanted, table, masters, gradients, self._user)
         self._shares: Shares = ()
         self.batches: list[DeviceMicrobatch] = []  # of the step that is open, or was last
         self._accounts: AccountExchange | None = None
@@ -183,8 +183,8 @@ class StepEngine:
         finally:
             self._losses.update(zip(leaves, losses, strict=False))
         told = [float(self._losses[leaf]) for leaf in share] if self._reports_losses else []
-        tokens = sum(batch.tokens for batch in self.batches)
-        self._accounts = AccountExchange(self.groups, self._shares, tokens, told)
+        units = sum(to_units(batch.tokens) for batch in self.batches)
+        self._accounts = AccountExchange(self.groups, self._shares, units, told)
 
     def reduce(self, wishes: Wishes | None = None) -> StepVerdict:
         """Wait for the complete gradient and vote.
@@ -233,7 +233,7 @@ class StepEngine:
         clip = clip_factor(verdict.mean_norm, self.train.optimizer.clip_norm)
         status.is_torn = True
         if not verdict.is_skipped:
-            divisor = max(verdict.tokens, 1) / clip * self.loss_scale.factor
+            divisor = (verdict.tokens or 1) / clip * self.loss_scale.factor
             self.optimizer.apply(status.step, rate, divisor, self.plan.leaves(status.step))
         self.history.applied_verdicts.append((status.step, self.loss_scale.settle(verdict)))
         status.finish_update()
@@ -255,8 +255,8 @@ class StepEngine:
         self.loss_jump = self.judge_loss(self.step, account) if account.is_finite else None
         if self.loss_jump is not None:
             wishes = replace(wishes, reject=True)
-        rate = self.learning_rate(self.step)
-        ballot = Ballot(self.squared_norm(), wishes, learning_rate=rate)
+        rate, norm = self.learning_rate(self.step), self.squared_norm()
+        ballot = Ballot(norm, wishes, learning_rate=rate, options=self._user.options(self.step))
         return self.loss_scale.judge(vote(self.groups, account, ballot, self.on_vote_sent))
 
     # --- a loss ---------------------------------------------------------------------------

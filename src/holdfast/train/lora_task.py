@@ -66,7 +66,9 @@ class LoraTask(DecoderTask):
         """The decoder whose parameters are its adapters. Raises ConfigError."""
         config = self._config
         with torch.device("meta"):
-            objective = LoraObjective(Decoder(config.model), config.train.compile)
+            objective = LoraObjective(
+                Decoder(config.model), config.train.compile, config.data.chat.weights
+            )
             layers, lora = adapted_layers(config.model, config.lora), config.lora
             add_adapters(objective.decoder, layers, lora.rank, lora.scale, lora.dropout)
         return objective
