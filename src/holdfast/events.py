@@ -248,7 +248,7 @@ class StateDiffers(Event):
 
 @dataclass(frozen=True)
 class StepTraced(Event):
-    """What a rank did in one step: [track, name, start, stop], seconds of its node's steady clock."""
+    """What a rank did in a step: [track, name, start, stop], seconds of its node's steady clock."""
 
     kind: ClassVar[str] = "step_traced"
     rank: int
