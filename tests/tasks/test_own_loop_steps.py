@@ -21,6 +21,7 @@ from holdfast.tasks.turns import (
     ScriptEnded,
     ShareDone,
 )
+from holdfast.train.loss_scale import NOT_SCALED
 
 
 class Data:
@@ -73,7 +74,8 @@ class Runner:
             )
             for leaf in leaves
         ]
-        return self.run._turns.give(ComputeShare(leaves, batches, listener, self.losses))
+        share = ComputeShare(leaves, batches, listener, self.losses, NOT_SCALED)
+        return self.run._turns.give(share)
 
     def end(self) -> Answer:
         return self.run._turns.give(EndLoop())

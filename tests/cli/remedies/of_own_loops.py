@@ -31,6 +31,7 @@ from holdfast.tasks.turns import (
     ScriptEnded,
 )
 from holdfast.tasks.validation import ValidationPart
+from holdfast.train.loss_scale import NOT_SCALED
 from tests.cli.remedies.lab import Case, Lab, Mend, case, fixed
 from tests.cli.remedies.of_others import values
 from tests.tasks.test_own_loop_steps import Data, Listener
@@ -100,7 +101,7 @@ def _next(current: Run, answer: Answer, steps: int) -> Answer:
         return current._turns.give(OpenStep(1))
     if isinstance(answer, DataNamed):
         batches = [TaskMicrobatch({"x": torch.ones(2, 3)}, 7, [], 0) for _ in range(2)]
-        return current._turns.give(ComputeShare((0, 1), batches, Listener(), []))
+        return current._turns.give(ComputeShare((0, 1), batches, Listener(), [], NOT_SCALED))
     return current._turns.give(OpenStep(steps + 1) if steps < STEPS else EndLoop())
 
 
