@@ -29,8 +29,8 @@ from holdfast.config.model import ModelConfig
 Way = Literal["blocks", "varlen"]
 
 Mix = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
-"""Attention of a decoder's family. It takes q [n, H, L, h], k and v [n, K, L', h], and what is added
-to the scores [1, 1, L, L']. None: it is causal. It returns [n, H, L, h]."""
+"""Attention of a decoder's family. It takes q [n, H, L, h], k and v [n, K, L', h], and what is
+added to the scores [1, 1, L, L']. None: it is causal. It returns [n, H, L, h]."""
 
 _PROBE_TOLERANCE = 0.05  # between the two ways, in 16 bits, of numbers between -1 and 1
 
