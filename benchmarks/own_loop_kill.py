@@ -8,9 +8,10 @@ Once all four are back, the next worker is killed, somewhere in a step.
     python -m benchmarks.own_loop_kill [--peers-python PYTHON] [--step 0.2] [--rounds 8]
 
 The columns are those of `benchmarks.recovery`, whose loops the peers run here, too. Our times are
-those of the journal: when the agent has heard of the step. Below the rows is the median beyond one
-step as a multiple of the floor, and as a share of what each peer needs. The floor is measured in
-the same run: from a SIGKILL to the error in a bare gloo group, and a new group of three.
+those of the journal: when the agent has heard of the step. Below the rows are the floors of the
+same run: SIGKILL to the error in a bare gloo group, a new group of three, `import torch`. The
+median beyond one step is a multiple of the first two. It is below 0 if the kept part of the step
+outweighs the recovery. The last lines compare the median to the next step with each peer's.
 """
 
 from __future__ import annotations
@@ -131,12 +132,14 @@ def main() -> int:
                 continue
             print(row(peer.name, rows[peer.name]), flush=True)
     floor = floors()
-    beyond = {name: statistics.median(f.beyond for f in found) for name, found in rows.items()}
-    own = beyond.pop("own loop")
+    own = rows.pop("own loop")
+    beyond = statistics.median(each.beyond for each in own) / (floor["error"] + floor["regroup"])
+    seconds = statistics.median(each.seconds for each in own)
     print(FOOT)
-    print(f"own loop: {own / (floor['error'] + floor['regroup']):.1f} times the floors' sum")
-    for name, theirs in beyond.items():
-        print(f"own loop: {own / theirs:.3f} of {name}'s")
+    print(f"own loop, beyond a step: {beyond:.1f} times the floors' sum")
+    for name, theirs in rows.items():
+        share = seconds / statistics.median(each.seconds for each in theirs)
+        print(f"own loop, to the next step: {share:.3f} of {name}'s")
     return 0
 
 

@@ -24,21 +24,20 @@ class Event:
 
     step: int = field(default=0, kw_only=True)
     kind: ClassVar[str]  # its name in the journal: part of the format, never changed
+    absent_if_empty: ClassVar[frozenset[str]] = frozenset()  # newer fields: older files lack them
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         if "kind" not in vars(cls):
             raise TypeError(f"event {cls.__name__} needs a kind of its own")
         if cls.kind in _KINDS:
-            raise TypeError(
-                f"event kind {cls.kind!r} is already taken by {_KINDS[cls.kind].__name__}"
-            )
+            raise TypeError(f"event kind {cls.kind!r} is taken by {_KINDS[cls.kind].__name__}")
         _KINDS[cls.kind] = cls
 
     @property
     def body(self) -> dict[str, Any]:
         """Its fields by name, to be written and not to be changed: what they hold is no copy."""
-        return dict(vars(self))
+        return {k: v for k, v in vars(self).items() if v or k not in self.absent_if_empty}
 
 
 @dataclass(frozen=True)
@@ -70,8 +69,7 @@ class RunStarted(Event):
 
 @dataclass(frozen=True)
 class RunBranched(Event):
-    """This run continues another one from the state after `step`. The parent dealt the samples of
-    all steps up to there."""
+    """This run continues another one, which dealt the samples of all steps up to `step`."""
 
     kind: ClassVar[str] = "run_branched"
     parent: str  # name of the parent run
@@ -86,17 +84,13 @@ class GenerationStarted(Event):
     """Membership `generation` of the record begins from the state after `step`."""
 
     kind: ClassVar[str] = "generation_started"
+    absent_if_empty = frozenset({"cause"})
     topology: dict[str, Any]
     reason: str  # start, resume, worker_lost, hang, non_finite, ...
     restored_from: str | None = None  # key of the commit object, None for initial weights
     rung: int = -1  # of the recovery ladder (docs/elastic.md); -1: nothing was recovered
     came_from: list[int | None] | None = None  # live: by rank, whose state it went on with
     cause: str = ""  # what ended the generation before, for people
-
-    @property
-    def body(self) -> dict[str, Any]:
-        """Without an empty cause, as older versions write it."""
-        return {key: value for key, value in vars(self).items() if key != "cause" or value}
 
 
 @dataclass(frozen=True)
@@ -327,8 +321,7 @@ class AttentionChosen(Event):
 
 @dataclass(frozen=True)
 class FaultInjected(Event):
-    """A fault that was ordered is about to happen: written before it is brought about, by whoever
-    does so."""
+    """A fault that was ordered is about to happen. Written before it is brought about."""
 
     kind: ClassVar[str] = "fault_injected"
     number: int

@@ -175,14 +175,25 @@ for step in run.steps(9, batch_size=4, microbatch_size=2):
             0,
             "the ranks have unlike learning rates",
         ),
+        (
+            {
+                "INSIDE": "import os; optimizer.param_groups[0]['eps'] = os.getpid() * 1e-9",
+                "torch.optim.AdamW(model.parameters())": "optimizer",
+                "BEFORE": "pass",
+                "model = nn.Linear(3, 1)": "model = nn.Linear(3, 1)\n"
+                "optimizer = torch.optim.RMSprop(model.parameters())",
+            },
+            0,
+            "the groups of the ranks' optimizers have unlike options",
+        ),
     ],
 )
 def test_an_error_of_the_script_ends_the_run_with_its_line(
     tmp_path: Path, marks: dict[str, str], line: int, words: str
 ) -> None:
     text = FAILING
-    for mark in ("BEFORE", "INSIDE"):
-        text = text.replace(mark, marks.get(mark, "pass"))
+    for mark, words_there in ({"BEFORE": "pass", "INSIDE": "pass"} | marks).items():
+        text = text.replace(mark, words_there)
     script = tmp_path / "failing.py"
     script.write_text(text)
     found = apart("run", script, "--workers", "2", *PLAIN, folder=tmp_path, deadline=DEADLINE)

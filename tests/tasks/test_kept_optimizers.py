@@ -195,6 +195,17 @@ def test_the_options_of_a_step_are_those_at_its_apply() -> None:
     assert all(torch.equal(own, p - 1.0) for own, p in zip(held, before, strict=True))
 
 
+def test_ranks_with_unlike_options_of_any_group_have_unlike_digests() -> None:
+    def digest(**of_vectors: object) -> int:
+        groups = {"lr": 0.1, "betas": (0.9, 0.99), **of_vectors}
+        kept = _kept(_model(), _two(torch.optim.AdamW, {"lr": 0.1}, groups))
+        kept.use_options(1)
+        return kept.digest(1)
+
+    assert digest() == digest(lr=torch.tensor(0.1, dtype=torch.float64))
+    assert len({digest(), digest(lr=0.2), digest(betas=(0.8, 0.99)), digest(foreach=False)}) == 4
+
+
 def _in_two(model: nn.Module) -> Kept:
     return [torch.optim.SGD(model.parameters()), torch.optim.SGD(model.parameters())]
 

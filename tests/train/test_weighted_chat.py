@@ -16,7 +16,9 @@ from holdfast.data.dataset import Dataset
 from holdfast.data.loader import TensorMicrobatch
 from holdfast.data.verify import find_problems
 from holdfast.errors import DataError
+from holdfast.tasks.token_batches import TokenBatches
 from holdfast.train.engine import StepEngine
+from holdfast.train.task import DecoderTask
 from tests.support.chat import message_rows, tokenizer_folder, write_rows
 from tests.support.corpus import data_config, make
 from tests.support.layouts import (
@@ -196,3 +198,18 @@ def test_weights_are_refused_where_the_run_file_does_not_ask_for_them(
     config = _data(corpus, weights=False).model_copy(update={"folder": str(tmp_path / "other")})
     with pytest.raises(DataError, match=r"weight other than 0 and 1; .*data\.chat\.weights=true"):
         make(config)
+
+
+def test_a_task_gets_weights_which_the_ledger_covers(corpus: Path) -> None:
+    config = config_of({"model__vocab_size": 400}).model_copy(update={"data": _data(corpus)})
+    batches = TokenBatches(config, Dataset.open(corpus / "dataset"))
+    read = batches.microbatch(1, 0)
+    tensors = read.tensors
+    assert set(tensors) == {"inputs", "targets", "documents", "weights"}
+    assert int(tensors["targets"].max()) < 400
+    assert bool(((tensors["weights"] > 0) == (tensors["targets"] >= 0)).all())
+    assert float(tensors["weights"].sum()) == pytest.approx(read.tokens, rel=1e-6)
+    assert batches.digest(read) == read.entries[0]["hash"]
+    shown = DecoderTask(config).read_step(str(corpus / "dataset"), 1)[0]
+    assert all(torch.equal(shown[name], tensors[name]) for name in shown)
+    assert "weights" in shown

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from xxhash import xxh3_64
 
 from holdfast.config.optimizer import COLUMNS, OBJECT_PATH, REPLICAS, ROWS, OptimizerConfig, Slot
 from holdfast.core.sharding.parameters import Parameter
@@ -35,6 +36,7 @@ _SHAPES_OF_TORCH: Mapping[type[Optimizer], Mapping[str, str]] = {
     torch.optim.Adafactor: {"row_var": ROWS, "col_var": COLUMNS}
 }
 """The state of torch's own classes that have no `state_shapes`."""
+_COMPARED = (int, float, str, tuple)
 _REMEMBERED_STEPS = 64  # whose options are kept: more than a repaired journal asks for
 _MATRIX, _VECTOR = (6, 4), (5,)
 
@@ -110,6 +112,16 @@ class KeptOptimizers:
     def rate(self, step: int) -> float:
         """Return the rate of the first group in `step`; for an unknown step the present one."""
         return float(self._options_of(step)[0][0]["lr"])
+
+    def digest(self, step: int) -> int:
+        """Of the numbers and texts among the options of `step`: equal on ranks with equal ones."""
+        known = [
+            [(key, _plain(value)) for key, value in sorted(group.items())]
+            for groups in self._options_of(step)
+            for group in groups
+        ]
+        said = [[(k, v) for k, v in group if isinstance(v, _COMPARED)] for group in known]
+        return xxh3_64(repr(said).encode()).intdigest() >> 1  # which an int64 holds
 
     def _options_of(self, step: int) -> Options:
         return self._used.get(step) or self.options()

@@ -116,7 +116,9 @@ class ScriptEngineTask(OwnTask):
 
     def __init__(self, script: Script, config: RunConfig) -> None:
         kept = script.run.kept.optimizers
-        super().__init__(script, config, UserParts(rate=kept.rate, parts=kept.parts))
+        super().__init__(
+            script, config, UserParts(rate=kept.rate, parts=kept.parts, options=kept.digest)
+        )
         self._script = script
         self._buffers = script.run.kept.buffers
 

@@ -255,7 +255,7 @@ class StepEngine:
         if self.loss_jump is not None:
             wishes = replace(wishes, reject=True)
         rate, norm = self.learning_rate(self.step), self._gradients.squared_norm()
-        ballot = Ballot(norm, wishes, learning_rate=rate)
+        ballot = Ballot(norm, wishes, learning_rate=rate, options=self._user.options(self.step))
         return vote(self.groups, account, ballot, self.on_vote_sent)
 
     # --- a loss ---------------------------------------------------------------------------

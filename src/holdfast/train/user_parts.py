@@ -22,12 +22,14 @@ MakeParts = Callable[
 @dataclass(frozen=True)
 class UserParts:
     """None: the run file names one of ours. rate: of a step, by the loop of a script. parts: the
-    optimizers that a script keeps; none of them if the run has AdamW."""
+    optimizers that a script keeps; none of them if the run has AdamW. options: digest of all that
+    a script's optimizers have in a step."""
 
     optimizer: MakeOptimizer | None = None
     schedule: RateFunction | None = None
     rate: Callable[[int], float] | None = None
     parts: MakeParts | None = None
+    options: Callable[[int], int] = lambda step: 0
 
     def learning_rate(self, train: TrainConfig, step: int) -> float:
         """The rate that a step is applied with. Raises UserError for a function that fails."""

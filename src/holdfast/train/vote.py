@@ -89,12 +89,14 @@ class StepAccount:
 
 @dataclass(frozen=True)
 class Ballot:
-    """What one rank says of the gradient that it holds."""
+    """What one rank says of the gradient that it holds. options: digest of what a script's
+    optimizers apply it with, 0 without a script."""
 
     squared_norm: float
     requests: Wishes
     has_whole_gradient: bool = True
     learning_rate: float = 0.0
+    options: int = 0
 
 
 @dataclass(frozen=True)
@@ -174,9 +176,10 @@ def vote(
     on_sent: Callable[[], None] = lambda: None,
 ) -> StepVerdict:
     """Exchange ballots and combine them. on_sent: called when this one's is on its way. Raises
-    PeerLostError when a peer is lost, and on all ranks alike ScriptError if their rates differ."""
+    PeerLostError when a peer is lost, and on all ranks alike ScriptError if their rates or options
+    differ."""
     control = groups.control
-    records = exchange(control, _encode(ballot), [3] * control.size, _BALLOT_TAG, on_sent)
+    records = exchange(control, _encode(ballot), [4] * control.size, _BALLOT_TAG, on_sent)
     ballots = [_decode(record) for record in records]
     rates = sorted({b.learning_rate for b, _ in ballots})
     if len(rates) > 1:  # a rank's own script may say so; the run file says the same to all
@@ -184,6 +187,12 @@ def vote(
             f"the ranks have unlike learning rates: {rates[0]:.6g} and {rates[-1]:.6g}",
             where="step.apply",
             remedy="make the rate a function of step.number, or give run.keep() the scheduler",
+        )
+    if len({b.options for b, _ in ballots}) > 1:
+        raise ScriptError(
+            "the groups of the ranks' optimizers have unlike options",
+            where="step.apply",
+            remedy="make each option a function of step.number, or give run.keep() the scheduler",
         )
     # Replicas of unlike shapes add their squares up in unlike orders: one of them speaks for all.
     norm = combine_norms(
@@ -299,20 +308,21 @@ def _by_leaf(losses: Sequence[Sequence[float]], reported: Sequence[Sequence[int]
 
 
 def _encode(ballot: Ballot) -> torch.Tensor:
-    """[3] int64; floats as their bits."""
+    """[4] int64; floats as their bits."""
     flags = (
         _WHOLE_BIT * ballot.has_whole_gradient
         | _FINITE_BIT * isfinite(ballot.squared_norm)
         | _flags(ballot.requests)
     )
     said = _float_words((ballot.squared_norm, ballot.learning_rate))
-    return torch.tensor([flags, *said], dtype=torch.int64)
+    return torch.tensor([flags, *said, ballot.options], dtype=torch.int64)
 
 
 def _decode(record: torch.Tensor) -> tuple[Ballot, int]:
-    flags, *words = record.tolist()
+    flags, *words, options = record.tolist()
     squares, rate = _floats(words)
-    return Ballot(squares, _wishes_from_flags(flags), bool(flags & _WHOLE_BIT), rate), flags
+    requests, is_whole = _wishes_from_flags(flags), bool(flags & _WHOLE_BIT)
+    return Ballot(squares, requests, is_whole, rate, options), flags
 
 
 def _flags(wishes: Wishes) -> int:

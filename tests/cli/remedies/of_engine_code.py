@@ -36,6 +36,7 @@ from holdfast.parallel.process_groups import ProcessGroups, connect
 from holdfast.parallel.reshard import move
 from holdfast.tasks.initial import first_values
 from holdfast.tasks.loading import load_task
+from holdfast.train.precision import as_indeterminate
 from holdfast.train.recovery_agreement import (
     NO_STATE,
     RankProgress,
@@ -191,9 +192,14 @@ def draw_from_system(self: Any) -> nn.Module:
     return module
 
 
+def _one(rank: int, step: int) -> int:
+    return 1
+
+
 def cast_votes(lab: Lab) -> None:
     def body(rank: int, store: Any) -> None:
-        ballot = Ballot(1.0, Wishes(), learning_rate=lab.settings["rate"](rank, 1))
+        rate, options = (lab.settings.get(key, _one) for key in ("rate", "options"))
+        ballot = Ballot(1.0, Wishes(), learning_rate=rate(rank, 1), options=options(rank, 1))
         vote(joined(rank, store), StepAccount(8, (1.0,)), ballot)
 
     in_ranks(body)
@@ -270,7 +276,29 @@ PLAN, GROUPS = "core/sharding/reshard_plan.py: ", "parallel/process_groups.py: "
 ONE_TOPOLOGY = r"give all of them one topology, and one list of where they came from"
 RESTORE = r"restore this run from a checkpoint"
 
+
+def add_at_places(lab: Lab) -> None:
+    """An operation whose order torch does not fix on a CPU either, in a worker of a device."""
+    before = torch.get_deterministic_debug_mode()
+    torch.set_deterministic_debug_mode("error" if lab.settings["deterministic"] else "default")
+    try:
+        torch.zeros(4).put_(torch.tensor([1, 1]), torch.ones(2))
+    except RuntimeError as error:
+        refused = as_indeterminate(error)
+        assert refused is not None
+        raise refused from error
+    finally:
+        torch.set_deterministic_debug_mode(before)
+
+
 CASES: list[Case] = [
+    case(
+        "train/precision.py: … gives other bits each time on this device",
+        values(deterministic=True),
+        add_at_places,
+        r"use train\.deterministic=(false), or another operation in the model",
+        fixed(deterministic=False),
+    ),
     case(
         GROUPS + "context parallelism is not built yet",
         values(topology=CONTEXT, device="cpu"),
@@ -353,6 +381,13 @@ CASES: list[Case] = [
         cast_votes,
         r"make the rate a function of step\.number, or give run\.keep\(\) the scheduler",
         fixed(rate=lambda rank, step: 0.1 * step),
+    ),
+    case(
+        "train/vote.py: the groups of the ranks' optimizers have unlike options",
+        values(options=lambda rank, step: rank),
+        cast_votes,
+        r"make each option a function of step\.number, or give run\.keep\(\) the scheduler",
+        fixed(options=lambda rank, step: step),
     ),
     case(
         "checkpoint/restore/reader.py: … has the shape … there, the box … at … is outside",

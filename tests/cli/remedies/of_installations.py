@@ -142,8 +142,10 @@ def begin_without_credentials(lab: Lab) -> None:
 def plan(lab: Lab) -> None:
     """On a machine with two accelerators."""
     two = tuple(Accelerator(number, "H100", 80 << 30) for number in range(2))
-    machine = HardwareInfo("a", "Linux", 8, 64 << 30, 32 << 30, two)
-    words = [f"{key}={value}" for key, value in lab.settings.items()]
+    settings = dict(lab.settings)
+    build = settings.pop("torch_computes_on", "")
+    machine = HardwareInfo("a", "Linux", 8, 64 << 30, 32 << 30, two, build)
+    words = [f"{key}={value}" for key, value in settings.items()]
     plan_for_machine(load_config(None, words), machine)
 
 
@@ -261,6 +263,20 @@ CASES: list[Case] = [
         r"set them in the environment \(AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY for S3\), or "
         r"name a file of them with \?credentials=<path>",
         fixed(environment=s3.CREDENTIALS),
+    ),
+    case(
+        "cli/train.py: … is here, but torch was built for the CPU alone",
+        values(device="cuda", torch_computes_on="CPU"),
+        plan,
+        r"install a torch that was built for it, or use device=(cpu)",
+        lambda lab, found: lab.settings.update(device=found[1]),
+    ),
+    case(
+        "cli/train.py: … is here, but torch was built for the CPU alone",
+        values(device="cuda", torch_computes_on="CPU"),
+        plan,
+        r"install a torch that was built for it, or use device=cpu",
+        fixed(torch_computes_on="CUDA 13.0"),
     ),
     case(
         "cli/train.py: layout.workers is …, but more than one worker on cuda has not been run yet",

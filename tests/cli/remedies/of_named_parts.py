@@ -88,7 +88,7 @@ def begin_run_of_task(lab: Lab) -> None:
     resolved = json.loads(path.read_text())
     resolved["config"]["task"].update(name="nets:Net", source="1", data="1", samples=4)
     path.write_text(json.dumps(resolved))
-    lab.settings["line"] = ["export", RUN, "--to", "out"]
+    lab.settings["line"] = ["generate", RUN, "a"]
 
 
 def read_parameters(lab: Lab) -> None:

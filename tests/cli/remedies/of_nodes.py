@@ -99,7 +99,8 @@ def start_beside(check: Callable[..., None]) -> Callable[[Lab], None]:
                 number, _ = newest_term(FolderStore(folder))
                 key = f"terms/{number:010d}-alive"
                 stack.enter_context(growing(FolderStore(folder), key))
-            check(folder, HolderWatch(folder, quiet_s=QUIET, host=ELSEWHERE))
+            quiet = 10 * QUIET if lab.settings["lives"] else QUIET
+            check(folder, HolderWatch(folder, quiet_s=quiet, host=ELSEWHERE))
 
     return start
 

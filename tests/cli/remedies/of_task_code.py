@@ -30,8 +30,9 @@ from holdfast.tasks.ask import Question, describe_task
 from holdfast.tasks.batches import open_samples
 from holdfast.tasks.child import answer
 from holdfast.tasks.initial import first_values
-from holdfast.tasks.module import module_rows
+from holdfast.tasks.module import known_flops, module_rows
 from holdfast.tasks.own import OwnTask
+from holdfast.tasks.task_export import Shaped, _exported
 from holdfast.tasks.validation import open_validation
 from tests.cli.remedies.lab import Case, Lab, case, fixed
 from tests.cli.remedies.of_others import Sized, values
@@ -77,6 +78,17 @@ def open_data(lab: Lab) -> None:
 
 def open_validation_data(lab: Lab) -> None:
     open_validation(lab.settings["task"]())
+
+
+def name_exported(lab: Lab) -> None:
+    """The names under which an export writes the parameters."""
+    shapes = {name: tuple(value.shape) for name, value in Linear().model().named_parameters()}
+    weights = SimpleNamespace(names=list(shapes), shape=shapes.__getitem__)
+    _exported(lab.settings["task"](), cast(Shaped, weights))
+
+
+def count_flops(lab: Lab) -> None:
+    known_flops(lab.settings["task"]())
 
 
 def first_parameters(lab: Lab) -> None:
@@ -190,9 +202,31 @@ NORMED = task(model=normed, merge=merge)
 
 CASES: list[Case] = [
     code(
+        "module.py: flops() returned …",
+        task(flops=lambda self: -2),
+        r"return a number above 0, or None if it is not known",
+        task(flops=lambda self: None),
+        count_flops,
+    ),
+    code(
+        "task_export.py: exported() returned …, as for another one | exported() returned …",
+        task(exported=lambda self, name: "one"),
+        r"return a name of its own for each parameter, or None to leave it out",
+        task(exported=lambda self, name: f"net.{name}"),
+        name_exported,
+    ),
+    code(
+        "task_export.py: exported() returned None for each parameter",
+        task(exported=lambda self, name: None),
+        r"return a name for those that are to be written",
+        task(exported=lambda self, name: f"net.{name}"),
+        name_exported,
+    ),
+    code(
         BATCHES + "weight() returned …",
-        task(weight=lambda self, batch: batch["x"].mean()),
-        r"return a whole number: the samples or tokens of the batch",
+        task(weight=lambda self, batch: -1),
+        r"return a number from 0 on: the samples or tokens of the batch, or the sum of their "
+        r"weights",
         task(weight=lambda self, batch: len(batch["x"])),
     ),
     case(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import queue
 import signal
 import threading
 
@@ -16,8 +17,8 @@ async def thread_id() -> int:
     return threading.get_ident()
 
 
-def never() -> None:
-    raise AssertionError("nothing was interrupted")
+def never(number: signal.Signals) -> None:
+    raise AssertionError(f"{number} came")
 
 
 def test_without_a_loop_the_callers_thread_runs_it() -> None:
@@ -42,22 +43,21 @@ def test_an_error_reaches_the_notebook() -> None:
         asyncio.run(cell())
 
 
-def test_ctrl_c_in_a_notebook_reaches_the_agent() -> None:
-    """Ctrl-C as a kernel gets it, whose handler raises KeyboardInterrupt."""
-    interrupts = threading.Semaphore(0)
+def test_signals_in_a_notebook_reach_the_agent_and_handlers_come_back() -> None:
+    """As a kernel gets them, from its start on."""
+    sent = [signal.SIGINT, signal.SIGINT, signal.SIGTERM]
+    passed_on: queue.SimpleQueue[signal.Signals] = queue.SimpleQueue()
 
     async def agent() -> int:
-        for _ in range(2):
-            os.kill(os.getpid(), signal.SIGINT)
-            while not interrupts.acquire(blocking=False):
-                await asyncio.sleep(0.01)
+        for number in sent:
+            os.kill(os.getpid(), number)
+            assert await asyncio.to_thread(passed_on.get, timeout=60) == number
         return 130
 
     async def cell() -> int:
-        before = signal.signal(signal.SIGINT, signal.default_int_handler)
-        try:
-            return run_to_end(agent(), interrupts.release)
-        finally:
-            signal.signal(signal.SIGINT, before)
+        return run_to_end(agent(), passed_on.put)
 
+    assert threading.current_thread() is threading.main_thread()
+    before = [signal.getsignal(number) for number in sent]
     assert asyncio.run(cell()) == 130
+    assert [signal.getsignal(number) for number in sent] == before

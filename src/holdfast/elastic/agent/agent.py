@@ -64,8 +64,8 @@ CLEANUP_TIMEOUT_S = 60.0
 does not answer may block a thread for ever."""
 IMMEDIATE_EXIT_CODE = 130
 """Exit code after a second Ctrl-C: 128 + SIGINT, as in a shell."""
-INTERRUPT_TIMEOUT_S = 5.0
-"""Seconds for an agent that has just begun, until it can act on Ctrl-C."""
+SIGNAL_TIMEOUT_S = 5.0
+"""Seconds for an agent that has just begun, until it can act on a signal."""
 
 
 class NodeAgent:
@@ -108,7 +108,7 @@ class NodeAgent:
             "agent", it.folder / "logs" / f"agent{it.node_suffix and '.'}{it.node_suffix}.log"
         )
         try:
-            return run_to_end(self._main(), self._on_interrupt)
+            return run_to_end(self._main(), self._pass_on_signal)
         finally:
             process_log.stop()
             if self._cleanup_timer is not None:
@@ -256,11 +256,11 @@ class NodeAgent:
                 )
         self._answers_signals.set()
 
-    def _on_interrupt(self) -> None:
-        """Ctrl-C in the caller's thread, while this agent's loop runs in another."""
-        if self._answers_signals.wait(INTERRUPT_TIMEOUT_S):
+    def _pass_on_signal(self, number: signal.Signals) -> None:
+        """Called in the caller's thread, while this agent's loop runs in another one."""
+        if self._answers_signals.wait(SIGNAL_TIMEOUT_S):
             on_signal = self._parts.shutdown_controller.on_signal
-            self._loop.call_soon_threadsafe(on_signal, signal.SIGINT)
+            self._loop.call_soon_threadsafe(on_signal, number)
 
     def _exit_at_once(self, missing_upload: str) -> None:
         """Exit without waiting for anything. missing_upload: what is not saved then, "" for
