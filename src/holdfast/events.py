@@ -182,8 +182,7 @@ class EmergencyPlanned(Event):
 
 @dataclass(frozen=True)
 class RequestsRefused(Event):
-    """Listeners refused requests since the last such event of this writer's process; a process of
-    the run that came too late is among them, by generation."""
+    """Listeners refused requests since the writer's last such event, latecomers' among them."""
 
     kind: ClassVar[str] = "requests_refused"
     counts: dict[str, dict[str, int]]  # listener -> reason -> how many
@@ -216,6 +215,7 @@ class StepDone(Event):
     """Step `step` is applied everywhere. Written by rank 0. Seconds are of rank 0."""
 
     kind: ClassVar[str] = "step_done"
+    absent_if_empty = frozenset({"skipped_at"})
     loss: float  # nats per token, mean over the global batch
     tokens: float  # of the global batch that carry loss; a task's weights may be fractions
     grad_norm: float  # before clipping
@@ -223,6 +223,7 @@ class StepDone(Event):
     seconds: float  # whole step
     samples: int = 0
     phases: dict[str, float] = field(default_factory=dict)  # data, compute, reduce, apply, capture
+    skipped_at: float = 0.0  # fp16: the loss scale of gradients that overflowed; 0: not skipped
 
 
 @dataclass(frozen=True)
@@ -247,8 +248,7 @@ class StateDiffers(Event):
 
 @dataclass(frozen=True)
 class StepTraced(Event):
-    """What a rank did when in one step: [track, name, start, stop] of every span, in seconds of its
-    machine's monotonic clock, which ranks of one node share and others do not."""
+    """What a rank did in a step: [track, name, start, stop], seconds of its node's steady clock."""
 
     kind: ClassVar[str] = "step_traced"
     rank: int

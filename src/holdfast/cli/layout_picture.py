@@ -10,6 +10,7 @@ from holdfast.cli.output import print_table
 from holdfast.config.run import RunConfig
 from holdfast.core.sharding.parameters import count_parameters as parameters_of
 from holdfast.core.sharding.reduction_tree import deal
+from holdfast.core.sharding.state_table import MIXED
 from holdfast.layout import AXES, Replica, Topology
 from holdfast.plan.layouts import microbatches
 from holdfast.plan.loss_impact import LossImpact
@@ -137,11 +138,13 @@ class LayoutPicture:
             ]
             rows.append([name, *bare, *map(format_bytes, figures)])
         print_table(rows, head)
-        mixed = self.config.train.precision == "bf16"
+        mixed = self.config.train.precision in MIXED
         zero, sharded = self.config.layout.zero, self._used("dp_shard")
         print(
             _BYTES.format(
-                copies=" (fp32 and a bf16 copy)" if mixed and not (sharded and zero == 3) else "",
+                copies=f" (fp32 and a {self.config.train.precision} copy)"
+                if mixed and not (sharded and zero == 3)
+                else "",
                 gathered=",\nand what is gathered of the block at work"
                 if sharded and zero > 1
                 else "",

@@ -74,8 +74,10 @@ class TrainConfig(Section):
         2, ge=1, le=MAX_MICROBATCHES, description="samples of one logical microbatch"
     )
     batch_warmup: Branch[tuple[BatchStage, ...]] = ()
-    precision: Branch[Literal["fp32", "float64", "bf16"]] = Field(
-        "fp32", description="bf16: fp32 parameters, bf16 compute, fp32 reduction"
+    precision: Branch[Literal["fp32", "float64", "bf16", "fp16"]] = Field(
+        "fp32",
+        description="bf16: fp32 parameters, bf16 compute, fp32 reduction; fp16: the same in "
+        "float16, with a loss scale that adapts itself",
     )
     compile: Branch[bool] = Field(False, description="torch.compile of each block")
     deterministic: Branch[bool] = Field(

@@ -18,6 +18,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Literal
 
 from holdfast.core.sharding.parameters import count_parameters
+from holdfast.core.sharding.state_table import MIXED
 
 if TYPE_CHECKING:  # the mover has no use for pydantic
     from holdfast.config.model import ModelConfig
@@ -37,8 +38,9 @@ FORMULAS: dict[str, str] = {
 }
 """Of `run_flops_per_token`."""
 
-# Dense peaks in FLOP/s, from the makers' data sheets (never the figures with 2:4 sparsity).
-_BF16_PEAKS: dict[str, float] = {
+# Dense peaks in FLOP/s of bf16 and fp16, which are alike. From the makers' data sheets (never the
+# figures with 2:4 sparsity).
+_HALF_PEAKS: dict[str, float] = {
     "GB200": 2.5e15,
     "B200": 2.25e15,
     "H200": 989e12,
@@ -76,9 +78,9 @@ def flops_per_token(model: ModelConfig, sequence: int, convention: Convention) -
 def dense_peak(device: str, precision: str) -> float | None:
     """Return a device's peak dense FLOP/s by its reported name ("NVIDIA H100 80GB HBM3"). It is
     that of the run file's precision. None if no figure is known: then no utilisation is quoted."""
-    if precision != "bf16":
+    if precision not in MIXED:
         return None
-    for name, peak in _BF16_PEAKS.items():
+    for name, peak in _HALF_PEAKS.items():
         if all(word.lower() in device.lower() for word in name.split()):
             return peak
     return None

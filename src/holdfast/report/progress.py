@@ -102,6 +102,7 @@ class RunProgress:
         told = [] if ended is None else [ProgressLine(elapsed, _incident_cost(ended), "good")]
         if isinstance(record.event, StepDone):
             self._step(record.event, record.time)
+            told += _skipped_lines(record.event, elapsed)
         elif (found := self._take(record, record.event, elapsed)) is not None:
             told.append(found)
         self.lines.extend(told)
@@ -206,6 +207,14 @@ def _shorten(cause: str) -> str:
     """Return a cause on one line. The rest, which may come from a library, is in the logs."""
     line = cause.strip().partition("\n")[0]
     return line if len(line) <= _MAX_CAUSE_CHARS else f"{line[:_MAX_CAUSE_CHARS]}..."
+
+
+def _skipped_lines(event: StepDone, elapsed: float) -> list[ProgressLine]:
+    """Say that a step changed nothing, and why."""
+    if not event.skipped_at:
+        return []
+    text = f"step {event.step} skipped: a gradient overflowed at loss scale {event.skipped_at:,.0f}"
+    return [ProgressLine(elapsed, text)]
 
 
 def _incident_cost(ended: Incident) -> str:

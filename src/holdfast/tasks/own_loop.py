@@ -290,7 +290,7 @@ class Step:
         summed = loss.to(torch.float64)
         if not self._call_engine(lambda: share.listener.start_leaf(leaf)):
             return
-        torch.autograd.backward(summed)
+        torch.autograd.backward(summed, share.loss_scale.seed(summed))
         self._end_leaf(share, summed.detach())
 
     def apply(self) -> bool:

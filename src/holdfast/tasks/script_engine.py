@@ -24,6 +24,7 @@ from holdfast.tasks.turns import (
     ShareDone,
 )
 from holdfast.train.executors import GradientListener
+from holdfast.train.loss_scale import NOT_SCALED
 from holdfast.train.task import TaskBatchSource
 from holdfast.train.user_parts import UserParts
 
@@ -82,7 +83,7 @@ class ScriptExecutor:
     """Lets the script run its passes."""
 
     def __init__(self, script: Script) -> None:
-        self._script = script
+        self._script, self.loss_scale = script, NOT_SCALED
 
     def train(
         self,
@@ -95,7 +96,7 @@ class ScriptExecutor:
         if not self._script.awaits_share:  # a share is computed once more
             _open_step(self._script, batches[0].step)
         read = [batch.read for batch in batches]
-        answer = self._script.give(ComputeShare(leaves, read, listener, losses))
+        answer = self._script.give(ComputeShare(leaves, read, listener, losses, self.loss_scale))
         assert isinstance(answer, ShareDone), answer
         if answer.error is not None:
             raise answer.error

@@ -232,9 +232,15 @@ class _LinearCrossEntropy(torch.autograd.Function):
         if scale.device.type == "cpu" and scale.item() == 1.0:  # the rule; no pass over memory
             return hidden_gradient, weight_gradient, None, None, None
         if weight_gradient is not None:
-            weight_gradient = weight_gradient * scale.to(weight_gradient.dtype)
-        hidden_gradient = hidden_gradient * scale.to(hidden_gradient.dtype)
-        return hidden_gradient, weight_gradient, None, None, None
+            weight_gradient = _scaled(weight_gradient, scale)
+        return _scaled(hidden_gradient, scale), weight_gradient, None, None, None
+
+
+def _scaled(gradient: Tensor, scale: Tensor) -> Tensor:
+    """gradient * scale. float16 has no room for a loss scale, so that product is float32's."""
+    if gradient.dtype == torch.float16:
+        return (gradient.float() * scale.float()).half()
+    return gradient * scale.to(gradient.dtype)
 
 
 def _times(losses: Tensor, scale: Tensor | None) -> Tensor:

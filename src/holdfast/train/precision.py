@@ -2,7 +2,8 @@
 
 `bf16` is mixed precision as FSDP2 does it. Parameters, moments and every sum of gradients are
 float32. A microbatch's forward and backward run in bfloat16 on a copy of the parameters that is
-refreshed once per step. No autocast: each operation runs in the dtype of its inputs.
+refreshed once per step. No autocast: each operation runs in the dtype of its inputs. `fp16` is the
+same in float16, with a scaled loss (`loss_scale.py`).
 """
 
 from __future__ import annotations
@@ -29,6 +30,11 @@ class Precision:
     def mixed(self) -> bool:
         return self.state != self.compute
 
+    @property
+    def scales_loss(self) -> bool:
+        """Return True if gradients would leave the range of the dtype without a scale."""
+        return self.compute == torch.float16
+
     @staticmethod
     def of(name: str) -> Precision:
         """The precision named in `train.precision`. Raises KeyError for an unknown name."""
@@ -39,6 +45,7 @@ _TABLE = {
     "fp32": Precision(torch.float32, torch.float32),
     "float64": Precision(torch.float64, torch.float64),
     "bf16": Precision(torch.float32, torch.bfloat16),
+    "fp16": Precision(torch.float32, torch.float16),
 }
 
 

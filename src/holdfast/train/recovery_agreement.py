@@ -171,7 +171,7 @@ def conclude(
     heard = (
         s.verdict for s in statements if s.verdict is not None and s.verdict_step == found.step
     )
-    known = next((v for v in heard if v.is_finite and not v.requests.reject), None)
+    known = next((v for v in heard if v.can_be_applied), None)
     if known is None and found.appliers and norm is not None:
         one = statements[min(found.appliers)]
         known = StepVerdict(

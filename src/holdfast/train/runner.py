@@ -322,6 +322,7 @@ class _TrainingLoop:
         verdict = self._reduce(step)
         watch.lap("reduce")
         rate = self.engine.apply(verdict)
+        _, verdict = self.engine.history.applied_verdicts[-1]
         watch.lap("apply")
         self._check_replicas(step)
         self._report_trace(step)
@@ -414,6 +415,7 @@ class _TrainingLoop:
                 seconds=sum(phases.values()),
                 samples=self.engine.plan.samples(batch.step),
                 phases=phases,
+                skipped_at=verdict.skipped_at,
                 step=batch.step,
             )
         )

@@ -40,7 +40,7 @@ from holdfast.parallel.process_groups import ProcessGroups
 from holdfast.parallel.torch_compat import Work
 
 _BALLOT_TAG, _TAG_LOSSES, _TAG_ACCOUNT, _TAG_SHARED_VERDICT, _TAG_PARTING = 1, 3, 4, 5, 6
-_WHOLE_BIT, _FINITE_BIT = 1, 2
+_WHOLE_BIT, _FINITE_BIT, _SKIPPED_BIT = 1, 2, 4
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class Wishes:
     is_node_leaving: bool = False
 
 
-_WISH_BITS = {4 << index: wish.name for index, wish in enumerate(fields(Wishes))}
+_WISH_BITS = {8 << index: wish.name for index, wish in enumerate(fields(Wishes))}
 """The bit of each wish in a record."""
 
 
@@ -104,7 +104,8 @@ class StepVerdict:
     """What all ranks know after the vote: the same on each of them.
 
     loss: sum over the tokens of the global batch. norm: of the summed gradient, before it is
-    divided by `tokens`.
+    divided by `tokens`. is_skipped: the gradient is not finite because it was scaled; the step is
+    applied, and changes nothing but the loss scale. loss_scale: of an applied step; 0: none.
     """
 
     tokens: float
@@ -113,6 +114,17 @@ class StepVerdict:
     is_whole: bool
     is_finite: bool
     requests: Wishes
+    is_skipped: bool = False
+    loss_scale: float = 0.0
+
+    @property
+    def skipped_at(self) -> float:
+        """The loss scale of a step that was skipped; 0: it was not."""
+        return self.loss_scale if self.is_skipped else 0.0
+
+    @property
+    def can_be_applied(self) -> bool:
+        return (self.is_finite or self.is_skipped) and not self.requests.reject
 
     @property
     def mean_loss(self) -> float:
@@ -121,8 +133,8 @@ class StepVerdict:
 
     @property
     def mean_norm(self) -> float:
-        """Norm of the gradient of the mean loss."""
-        return self.norm / (self.tokens or 1)
+        """Norm of the gradient of the mean loss; 0 if the step is skipped."""
+        return 0.0 if self.is_skipped else self.norm / (self.tokens or 1)
 
 
 class AccountExchange:
@@ -235,9 +247,8 @@ VERDICT_WORDS = 4
 
 def verdict_words(verdict: StepVerdict) -> list[int]:
     """A verdict as int64 words; floats as their bits."""
-    flags = (
-        _WHOLE_BIT * verdict.is_whole | _FINITE_BIT * verdict.is_finite | _flags(verdict.requests)
-    )
+    flags = _WHOLE_BIT * verdict.is_whole | _FINITE_BIT * verdict.is_finite
+    flags |= _SKIPPED_BIT * verdict.is_skipped | _flags(verdict.requests)
     return [flags, *_float_words((verdict.tokens, verdict.loss, verdict.norm))]
 
 
@@ -252,6 +263,7 @@ def verdict_from_words(words: Sequence[int]) -> StepVerdict:
         bool(flags & _WHOLE_BIT),
         bool(flags & _FINITE_BIT),
         _wishes_from_flags(flags),
+        bool(flags & _SKIPPED_BIT),
     )
 
 
