@@ -32,6 +32,7 @@ from holdfast.core.sharding.boxes import Box
 from holdfast.parallel.comm.comm_stats import TrafficCounter
 from holdfast.parallel.gradients.exchange import Slot
 from holdfast.parallel.gradients.feeder import Cells, GradientFeeder
+from holdfast.parallel.gradients.reducer import MakeBuffer
 from holdfast.parallel.torch_compat import (
     ShardedParameter,
     fsdp_parameters,
@@ -107,6 +108,7 @@ class ShardedGradients(GradientFeeder):
         dtype: torch.dtype,
         fast: bool = False,
         traffic: TrafficCounter | None = None,
+        buffers: MakeBuffer | None = None,
     ):
         self._parameters = list(named.values())
         super().__init__(
@@ -117,6 +119,7 @@ class ShardedGradients(GradientFeeder):
             fast=fast,
             device=local_tensor(self._parameters[0]).device,
             bucket_bytes=0,
+            buffers=buffers,
         )
         self._units: list[FsdpUnit] = []
         self._slot: Slot | None = None
@@ -209,7 +212,7 @@ class ShardedGradients(GradientFeeder):
         place = self._slot_view(unit)
         if place is not None:
             if self.accumulates:
-                place.add_(output)
+                place.add_(output.to(place.device))
             elif place.data_ptr() != output.data_ptr():
                 place.copy_(output)
         for index, at in unit.placements:
@@ -266,7 +269,7 @@ class OrderedReduceScatter:
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Memory for the input (all shards' parts) or the output (this shard's sum)."""
         slot = self._slot() if prod(size) == self._output_size else None
-        if slot is not None and slot.dtype == dtype:
+        if slot is not None and (slot.dtype, slot.device.type) == (dtype, device.type):
             return slot
         return torch.empty(*size, dtype=dtype, device=device)
 
