@@ -6,7 +6,7 @@
     HOLDFAST_GPU_PROFILE=FOLDER python -m benchmarks.gpu --only 1b-mb4    its kernels too, as a text
 
 Correctness comes first, then speed. `docs/accelerators.md` says what the rows mean, and what ran.
-`benchmarks/accelerator/table.py` says how a row that fails is told.
+`benchmarks/accelerator/table.py` says what a row that fails prints.
 """
 
 from __future__ import annotations

@@ -142,20 +142,20 @@ BUS_FACTORS: dict[str, Callable[[int], float]] = {
     "all_to_all": _factor_others,
 }
 """Bus bandwidth over bytes per second, as nccl-tests defines it (doc/PERFORMANCE.md). The bytes are
-those of the whole buffer: for all_gather and reduce_scatter that of all ranks together."""
+those of the full buffer: for all_gather and reduce_scatter that of all ranks together."""
 
 
-def _call(name: str, whole: Tensor, other: Tensor, part: Tensor) -> None:
-    """whole, other: a buffer of all ranks. part: one rank's."""
+def _call(name: str, full: Tensor, other: Tensor, part: Tensor) -> None:
+    """full, other: a buffer of all ranks. part: one rank's."""
     match name:
         case "all_reduce":
-            dist.all_reduce(whole)
+            dist.all_reduce(full)
         case "all_gather":
-            dist.all_gather_into_tensor(whole, part)
+            dist.all_gather_into_tensor(full, part)
         case "reduce_scatter":
-            dist.reduce_scatter_tensor(part, whole)
+            dist.reduce_scatter_tensor(part, full)
         case "all_to_all":
-            dist.all_to_all_single(other, whole)
+            dist.all_to_all_single(other, full)
 
 
 def _rank(rank: int, ranks: int, device_type: str, sizes: list[int], folder: str) -> None:
@@ -172,16 +172,16 @@ def _rank(rank: int, ranks: int, device_type: str, sizes: list[int], folder: str
     for size in sizes:
         elements = size // 4 // ranks * ranks
         for name in BUS_FACTORS:
-            whole = torch.ones(elements, device=device)
-            other, part = torch.zeros_like(whole), torch.ones(elements // ranks, device=device)
-            _call(name, whole, other, part)
-            _check(name, whole, other, part, ranks)
+            full = torch.ones(elements, device=device)
+            other, part = torch.zeros_like(full), torch.ones(elements // ranks, device=device)
+            _call(name, full, other, part)
+            _check(name, full, other, part, ranks)
             taken = []
             for _ in range(7):
                 dist.barrier()
                 wait_for(device)
                 begun = time.perf_counter()
-                _call(name, whole, other, part)
+                _call(name, full, other, part)
                 wait_for(device)
                 taken.append(time.perf_counter() - begun)
             found[f"{name} {size}"] = statistics.median(taken[2:])
@@ -189,11 +189,11 @@ def _rank(rank: int, ranks: int, device_type: str, sizes: list[int], folder: str
     dist.destroy_process_group()
 
 
-def _check(name: str, whole: Tensor, other: Tensor, part: Tensor, ranks: int) -> None:
+def _check(name: str, full: Tensor, other: Tensor, part: Tensor, ranks: int) -> None:
     """Raises RuntimeError if a sum or a copy of ones is wrong."""
     got, due = {
-        "all_reduce": (whole, float(ranks)),
-        "all_gather": (whole, 1.0),
+        "all_reduce": (full, float(ranks)),
+        "all_gather": (full, 1.0),
         "reduce_scatter": (part, float(ranks)),
         "all_to_all": (other, 1.0),
     }[name]
