@@ -143,6 +143,9 @@ NOT_CARRIED_OUT: dict[str, tuple[str, ...]] = {
         "tasks/own.py: the loss of a batch is …, and of the same samples twice …: it is a mean",
         "tasks/own.py: the same samples are different tensors when they are read again",
         "tasks/own.py: train.compile compiles the module's units, and it has none",
+        "tasks/own.py: train.recompute … runs a unit again, which would change its buffer … a "
+        "second time",
+        "tasks/own.py: train.recompute … runs the module's units again, and it has none",
         "tasks/task.py: a sample is a …: return a dict of tensors",
         "tasks/validation.py: validation() has no samples",
         "train/recovery_agreement.py: (conclude)",
