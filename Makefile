@@ -3,6 +3,7 @@
 # make test         every check that a change has to pass
 # make test-torch   the tests on another release of torch: make test-torch TORCH=2.11
 # make campaign     the long tests (marker slow)
+# make gpu          what runs on one accelerator, in a table and a file (docs/accelerators.md)
 # make endless      what takes hours and many GiB (marker endless)
 # make chaos      over 1,000 faults of a run that several nodes train (docs/chaos.md); SHARD=1/4
 # make rotten       of these, the faults of checkpoints: torn, rotten, killed at every point
@@ -23,7 +24,7 @@ ONE_THREAD = OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
 # Processes start by the hundred: what they import is compiled once, whatever the machine's setting.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: install install-dev quickstart test lint pytest test-torch campaign endless chaos rotten docs clean
+.PHONY: install install-dev quickstart test lint pytest test-torch campaign gpu endless chaos rotten docs clean
 
 install: $(VENV)/.installed
 install-dev: $(VENV)/.installed-dev
@@ -64,6 +65,9 @@ pytest: $(VENV)/.installed-dev
 
 campaign: $(VENV)/.installed-dev
 	$(ONE_THREAD) $(BIN)/python -m pytest -m slow
+
+gpu: $(VENV)/.installed
+	$(BIN)/python -m benchmarks.gpu --out gpu.json
 
 endless: $(VENV)/.installed-dev
 	$(ONE_THREAD) $(BIN)/python -m pytest -m endless

@@ -16,7 +16,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -42,34 +43,42 @@ def table_of(megabytes: int, tensors: int) -> StateTable:
     return tuple(TensorSpec(f"t{i}", "F32", (rows, 1024), 0) for i in range(tensors))
 
 
-def measure(folder: Path, table: StateTable, rounds: int) -> None:
+@contextmanager
+def moving(folder: Path, keep_last: int) -> Iterator[tuple[MoverClient, str]]:
+    """A mover over a run folder, its client, and the run's name."""
     secret = Secret(secrets.token_bytes(32))
-    boot = MoverSpec(
-        str(folder),
-        f"{folder}/mover.sock",
-        MoverSettings("bench", "", "", keep_last=1),
-        secret.hex(),
-    )
-    process = subprocess.Popen(
-        [sys.executable, "-m", "holdfast.checkpoint.mover.main"],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-    )
-    assert process.stdin is not None
-    assert process.stdout is not None
-    process.stdin.write(boot.to_json_line())
-    process.stdin.close()
-    assert json.loads(process.stdout.readline())["ready"]
-    try:
+    folder.mkdir(exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="holdfast-mover-") as place:
+        boot = MoverSpec(
+            str(folder),
+            f"{place}/mover.sock",
+            MoverSettings("bench", "", "", keep_last=keep_last),
+            secret.hex(),
+        )
+        process = subprocess.Popen(
+            [sys.executable, "-m", "holdfast.checkpoint.mover.main"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+        )
+        assert process.stdin is not None
+        assert process.stdout is not None
+        process.stdin.write(boot.to_json_line())
+        process.stdin.close()
+        assert json.loads(process.stdout.readline())["ready"]
+        try:
+            yield MoverClient(boot.socket, secret, 1), "bench"
+        finally:
+            process.terminate()
+            process.wait()
+
+
+def measure(folder: Path, table: StateTable, rounds: int) -> None:
+    with moving(folder, keep_last=1) as (client, run):
         topology = place_layout(Layout(), 1, ("here",))
-        client = MoverClient(boot.socket, secret, 1)
         client.expect(topology, table)
         tensors = {spec.name: torch.randn(spec.shape) for spec in table}
-        capturer = Capturer(client, topology, table, 0, tensors, run="bench")
+        capturer = Capturer(client, topology, table, 0, tensors, run=run)
         report(rounds, capturer, tensors)
-    finally:
-        process.terminate()
-        process.wait()
 
 
 def report(rounds: int, capturer: Capturer, tensors: dict[str, torch.Tensor]) -> None:

@@ -1,137 +1,225 @@
-"""Tokens a second and utilisation of one accelerator, from a real run.
+"""What Holdfast does on one accelerator, in one table and one file that a person can send back.
 
-    python -m benchmarks.gpu                              examples/llama3.2-1b/run.yaml
-    python -m benchmarks.gpu train.microbatch_size=8      with other values of the run file
-    python -m benchmarks.gpu --run-file examples/quickstart/run.yaml device=cpu     does it run?
+    python -m benchmarks.gpu                         every row; at most ten minutes on a card
+    python -m benchmarks.gpu --only bits             one row; may be given several times
+    python -m benchmarks.gpu --device cpu --quick    tiny sizes: does it run?
+    HOLDFAST_GPU_PROFILE=FOLDER python -m benchmarks.gpu --only 1b-mb4    its kernels too, as a text
 
-It is `holdfast train` as a user would type it, with agent, loader, ledger, reports and the last
-checkpoint. It runs in a temporary folder, and is asked to leave after ten minutes. Figures come
-from the run's journal. Steps before `--skip` compile and warm up and are left out. The other steps
-count without the seconds of a capture, which have a line of their own. Tokens are those computed
-on: samples times sequence length. Utilisation has two conventions, both named.
+Correctness comes first, then speed. Each row is a process with a time limit. A row that fails says
+its error in one line, and the other rows still run; the file has its traceback. The file is written
+after every row. Exit code 1 if a row failed. `docs/accelerators.md` says what the rows mean, and
+what ran.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+import os
 import signal
-import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
-from benchmarks.paired import Estimate, estimate
-from holdfast.config.load import load_config
-from holdfast.config.run import RunConfig
-from holdfast.core.flops import CONVENTIONS, utilisation
-from holdfast.events import CheckpointCaptured, Event, StepDone
-from holdfast.plan.hardware import Accelerator, detect_hardware
-from holdfast.wire.journal import read_journal
-from holdfast.wire.store.run_store import FolderStore
+from holdfast.plan.hardware import detect_hardware
 
 ROOT = Path(__file__).resolve().parent.parent
-BAR = 42_000  # tokens/s of Llama 3.2 1B at sequence 4096 on one H100
+_TOGETHER = 3  # rows at a time that measure no speed
+_ERROR_CHARACTERS = 12_000  # of what a failed row printed
 
 
 @dataclass(frozen=True)
-class Speed:
-    """tokens_per_second: median over the steps that count, with its interval. phases: mean
-    seconds of each phase of such a step."""
+class Row:
+    """work: "module:function" under `benchmarks.accelerator`, with an argument after a second
+    colon. seconds: its limit. together: rows of one name run side by side, because no speed is
+    measured there. on_cpu: it says something there too."""
 
-    steps: int
-    tokens_per_second: Estimate
-    phases: dict[str, float]
-
-
-def speed(events: Sequence[Event], sequence: int, skip: int) -> Speed:
-    """Raises SystemExit when no step is left after the first `skip`."""
-    counted = [e for e in events if isinstance(e, StepDone) and e.step > skip]
-    if not counted:
-        sys.exit(f"the run ended before step {skip + 1}: nothing was measured")
-    rates = [
-        e.samples * sequence / (sum(e.phases.values()) - e.phases.get("capture", 0.0))
-        for e in counted
-    ]
-    names = dict.fromkeys(name for e in counted for name in e.phases)
-    phases = {n: statistics.fmean(e.phases.get(n, 0.0) for e in counted) for n in names}
-    return Speed(len(counted), estimate(rates), phases)
+    name: str
+    work: str
+    seconds: float
+    together: str = ""
+    on_cpu: bool = True
 
 
-def train(run_file: Path, overrides: Sequence[str], seconds: float) -> int:
-    """`holdfast train` with a deadline; its exit code."""
-    command = [sys.executable, "-m", "holdfast.cli.main", "train", str(run_file), *overrides]
-    with subprocess.Popen(command, cwd=ROOT) as process:
-        try:
-            return process.wait(seconds)
-        except subprocess.TimeoutExpired:
-            process.send_signal(signal.SIGTERM)  # saves and leaves
-        try:
-            return process.wait(30)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            return process.wait()
+ROWS = (
+    Row("environment", "floors:environment", 60),
+    Row("doctor", "runs:doctor", 60),
+    Row("data", "runs:data", 60),
+    Row("bits", "correct:bits", 240, "correct"),
+    Row("parity", "correct:parity", 240, "correct"),
+    Row("non-finite", "correct:non_finite", 60, "correct"),
+    Row("runs-fp32", "runs:same_bits:fp32", 240, "correct"),
+    Row("runs-bf16-compiled", "runs:same_bits:bf16", 240, "correct", on_cpu=False),
+    Row("runs-own-code", "runs:own_code", 240, "correct", on_cpu=False),
+    Row("start", "floors:start", 60),
+    Row("floors", "floors:floors", 60),
+    Row("capture", "floors:capture", 90),
+    Row("1b-mb4", "shape:0", 150),
+    Row("1b-mb4-not-deterministic", "shape:1", 120, on_cpu=False),
+    Row("1b-mb4-eager", "shape:2", 120, on_cpu=False),
+    Row("1b-mb2", "shape:3", 120, on_cpu=False),
+    Row("1b-mb8", "shape:4", 120, on_cpu=False),
+    Row("train-1b", "runs:train_1b", 300, on_cpu=False),
+)
+NAMES = tuple(row.name for row in ROWS)
 
 
-def show(found: Speed, config: RunConfig, device: Accelerator | None, events: list[Event]) -> None:
-    rate = found.tokens_per_second
-    print(
-        f"\n{config.model.preset}, {config.train.precision}, compile {config.train.compile}, "
-        f"{config.train.microbatch_size} x {config.data.sequence_length} tokens a microbatch, "
-        f"{config.train.batch_size} samples a step, "
-        f"on {device.name if device else 'a CPU'}"
-    )
-    print(
-        f"tokens/s     {rate.median:,.0f} [{rate.low:,.0f}, {rate.high:,.0f}], "
-        f"median of {found.steps} steps"
-    )
-    peak = device.peak_flops(config.train.precision) if device else None
-    if peak is None:
-        print("utilisation  the peak of this device is not known")
+def perform(row: Row, device: str, quick: bool, scratch: Path, result: Path) -> None:
+    """Do a row's work, in its own process, and write what it found."""
+    from benchmarks.accelerator import correct, floors, runs, shape
+    from benchmarks.accelerator.work import RowResult, Settings
+
+    settings = Settings(device, quick, scratch)
+    module, _, argument = row.work.partition(":")
+    ways = ("killed", "noticed") if quick else ("killed", "standby", "stopped", "noticed", "lost")
+    works: dict[str, Callable[[], RowResult]] = {
+        "floors:environment": lambda: floors.environment(settings),
+        "floors:start": lambda: floors.start(settings),
+        "floors:floors": lambda: floors.floors(settings),
+        "floors:capture": lambda: floors.capture(settings),
+        "correct:bits": lambda: correct.bits(settings),
+        "correct:parity": lambda: correct.parity(settings),
+        "correct:non_finite": lambda: correct.non_finite(settings),
+        "runs:doctor": lambda: runs.doctor(settings),
+        "runs:data": lambda: runs.data(settings),
+        "runs:train_1b": lambda: runs.train_1b(settings),
+        "runs:same_bits:fp32": lambda: runs.same_bits(settings, "fp32", ways),
+        "runs:own_code": lambda: runs.own_code(settings),
+        "runs:same_bits:bf16": lambda: runs.same_bits(
+            settings, "bf16", precision="bf16", compile=True
+        ),
+    }
+    if module == "shape":
+        found = shape.train_shape(settings, shape.VARIANTS[int(argument)])
     else:
-        for name, formula in CONVENTIONS.items():
-            share = utilisation(rate.median, config.model, config.data.sequence_length, peak, name)
-            of = f"{100 * share:.1f} % of {peak / 1e12:.0f} TFLOP/s"
-            print(f"utilisation  {of}, {name}: {formula}")
-    print("a step       " + ", ".join(f"{n} {1e3 * s:.1f} ms" for n, s in found.phases.items()))
-    for event in events:
-        if isinstance(event, CheckpointCaptured):
-            print(
-                f"capture      {event.bytes / 1e9:.1f} GB in {event.seconds:.2f} s "
-                f"(step {event.step})"
-            )
+        found = works[row.work]()
+    told = {"passed": found.passed, "line": found.line, "figures": dict(found.figures)}
+    result.write_text(json.dumps(told))
+
+
+def run_row(row: Row, device: str, quick: bool, scratch: Path) -> dict[str, Any]:
+    """A row in a process group of its own, which does not outlive its limit."""
+    result, log = scratch / f"{row.name}.result", scratch / f"{row.name}.output"
+    command = [sys.executable, "-m", "benchmarks.gpu", "--row", row.name, "--device", device]
+    command += ["--scratch", str(scratch), "--result", str(result), *["--quick"] * quick]
+    # Rows side by side would slow each other down by a factor with a thread per core each.
+    threads = {"OMP_NUM_THREADS": "2"} if row.together else {}
+    begun = time.monotonic()
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            command,
+            cwd=ROOT,
+            env=os.environ | threads,
+            stdout=output,
+            stderr=output,
+            start_new_session=True,
+        )
+        is_late = False
+        try:
+            process.wait(row.seconds)
+        except subprocess.TimeoutExpired:
+            is_late = True
+        _end_group(process)
+    told: dict[str, Any] = {"row": row.name, "seconds": round(time.monotonic() - begun, 1)}
+    if not is_late and process.returncode == 0 and result.exists():
+        return told | json.loads(result.read_text())
+    said = log.read_text(errors="replace")[-_ERROR_CHARACTERS:]
+    last = next((line for line in reversed(said.splitlines()) if line.strip()), "it said nothing")
+    why = f"not ended after {row.seconds:.0f} s" if is_late else last.strip()
+    return told | {"passed": False, "line": f"failed: {why}", "error": said}
+
+
+def _end_group(process: subprocess.Popen[bytes]) -> None:
+    """End a row and what it started: its runs get the time to take their workers down."""
+    for number, seconds in ((signal.SIGTERM, 5.0), (signal.SIGKILL, 5.0)):
+        try:
+            os.killpg(process.pid, number)
+        except ProcessLookupError:
+            break
+        try:
+            process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            continue
+    process.wait()
+
+
+def in_groups(rows: Sequence[Row]) -> list[list[Row]]:
+    """Neighbours that may run side by side."""
+    groups: list[list[Row]] = []
+    for row in rows:
+        if groups and row.together and groups[-1][0].together == row.together:
+            groups[-1].append(row)
+        else:
+            groups.append([row])
+    return groups
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--run-file", type=Path, default=ROOT / "examples/llama3.2-1b/run.yaml")
-    parser.add_argument("--skip", type=int, default=10, help="steps that are left out")
-    parser.add_argument("--seconds", type=float, default=540.0, help="deadline of the run")
-    parser.add_argument("--bar", type=float, default=BAR, help="tokens/s to pass; 0: none")
-    parser.add_argument("overrides", nargs="*", help="key=value of the run file")
-    settings = parser.parse_args()
-    given = load_config(settings.run_file, settings.overrides).config
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda if there is one")
+    parser.add_argument("--quick", action="store_true", help="tiny sizes, to see that it runs")
+    parser.add_argument("--only", action="append", choices=NAMES, help="a row; may be repeated")
+    parser.add_argument("--skip", action="append", choices=NAMES, default=[])
+    parser.add_argument("--out", type=Path, default=Path("gpu.json"), help="the file to send")
+    parser.add_argument("--seconds", type=float, default=600.0, help="begin no row after that")
+    parser.add_argument("--row", choices=NAMES, help=argparse.SUPPRESS)
+    parser.add_argument("--scratch", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--result", type=Path, help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if given.row is not None:
+        row = ROWS[NAMES.index(given.row)]
+        perform(row, given.device, given.quick, given.scratch, given.result)
+        return 0
     found = detect_hardware().accelerators
-    if not found and given.device != "cpu":
-        print("there is no accelerator here; with device=cpu it runs, without a verdict")
+    device = given.device or ("cuda" if found else "cpu")
+    if device == "cuda" and not found:
+        print("there is no accelerator here; with --device cpu --quick the command runs")
         return 2
-    begun = time.monotonic()
-    with tempfile.TemporaryDirectory(prefix="holdfast-gpu-") as folder:
-        places = [f"folder={folder}/run", f"data.folder={folder}/dataset"]
-        code = train(settings.run_file, [*settings.overrides, *places], settings.seconds)
-        events = [record.event for record in read_journal(FolderStore(Path(folder) / "run"))]
-    result = speed(events, given.data.sequence_length, settings.skip)
-    device = None if given.device == "cpu" else found[0]
-    show(result, given, device, events)
-    print(f"all of it    {time.monotonic() - begun:.0f} s")
-    if device is None or not settings.bar:
-        return code
-    passed = result.tokens_per_second.median >= settings.bar
-    print(f"bar          {settings.bar:,.0f} tokens/s: {'passed' if passed else 'MISSED'}")
-    return code or int(not passed)
+    wanted = [row for row in ROWS if device != "cpu" or row.on_cpu]
+    wanted = [row for row in wanted if row.name in (given.only or NAMES)]
+    wanted = [row for row in wanted if row.name not in given.skip]
+    if any(row.work.startswith("runs:") for row in wanted):  # they need it
+        data = ROWS[NAMES.index("data")]
+        wanted = wanted if data in wanted else [data, *wanted]
+    with tempfile.TemporaryDirectory(prefix="holdfast-gpu-") as scratch:
+        return run_table(wanted, device, given, Path(scratch))
+
+
+def run_table(rows: Sequence[Row], device: str, given: argparse.Namespace, scratch: Path) -> int:
+    """Run the rows, print each as it ends, and write the file after each; the exit code."""
+    begun, told = time.monotonic(), list[dict[str, Any]]()
+    stored: dict[str, Any] = {
+        "begun": datetime.now(UTC).isoformat(timespec="seconds"),
+        "device": device,
+        "quick": given.quick,
+        "rows": told,
+    }
+    print(f"{'row':26}{'s':>6}  result", flush=True)
+    for group in in_groups(rows):
+        if time.monotonic() - begun > given.seconds:
+            told += [{"row": r.name, "passed": False, "line": "not begun: no time"} for r in group]
+            continue
+        jobs = 1 if given.quick else min(_TOGETHER, len(group))
+        with ThreadPoolExecutor(jobs) as pool:
+            for one in pool.map(lambda row: run_row(row, device, given.quick, scratch), group):
+                told.append(one)
+                mark = "" if one["passed"] else "FAILED  "
+                print(f"{one['row']:26}{one['seconds']:6.1f}  {mark}{one['line']}", flush=True)
+                given.out.write_text(json.dumps(stored, indent=1) + "\n")
+    failed = [one["row"] for one in told if not one["passed"]]
+    stored["seconds"] = round(time.monotonic() - begun, 1)
+    given.out.write_text(json.dumps(stored, indent=1) + "\n")
+    print(f"{stored['seconds']:.0f} s; the file to send: {given.out}")
+    if failed:
+        print(f"failed: {', '.join(failed)}")
+    return int(bool(failed))
 
 
 if __name__ == "__main__":

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from tests.support.adapters import BATCH, DECAY, MICROBATCH, RATE, STEPS, write_run
 from tests.support.commands import within
+from tests.support.models import document_mask
 from torch import Tensor
 
 from holdfast.config.load import load_config
@@ -32,7 +33,7 @@ from holdfast.core.sharding.adapters import lora_parameters
 from holdfast.data.batch import Batches
 from holdfast.data.dataset import Dataset
 from holdfast.events import StepDone
-from holdfast.model.decoder import document_mask, document_positions
+from holdfast.model.documents import document_positions
 from holdfast.model.init import initial_tensor
 from holdfast.model.peft_folder import read_adapter, write_adapter
 from holdfast.wire.journal import read_journal

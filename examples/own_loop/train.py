@@ -46,12 +46,18 @@ model = nn.Sequential(
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, betas=(0.9, 0.95), weight_decay=0.01)
 scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, options.steps)
 
+
+def loss_of(batch):
+    loss = F.cross_entropy(model(batch["point"]), batch["arm"], reduction="sum")
+    return loss, len(batch["arm"])
+
+
 run = holdfast.run()
 run.keep(model, optimizer, scheduler, clip_norm=1.0)
+run.validate(points, loss_of, every=50, samples=429)
 for step in run.steps(options.steps, batch_size=64, microbatch_size=16):
     for batch in step.batches(points):
-        loss = F.cross_entropy(model(batch["point"]), batch["arm"], reduction="sum")
-        step.backward(loss, weight=len(batch["arm"]))
+        step.backward(*loss_of(batch))
     step.apply()
 
 model.eval()

@@ -24,21 +24,20 @@ class Event:
 
     step: int = field(default=0, kw_only=True)
     kind: ClassVar[str]  # its name in the journal: part of the format, never changed
+    absent_if_empty: ClassVar[frozenset[str]] = frozenset()  # newer fields: older files lack them
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         if "kind" not in vars(cls):
             raise TypeError(f"event {cls.__name__} needs a kind of its own")
         if cls.kind in _KINDS:
-            raise TypeError(
-                f"event kind {cls.kind!r} is already taken by {_KINDS[cls.kind].__name__}"
-            )
+            raise TypeError(f"event kind {cls.kind!r} is taken by {_KINDS[cls.kind].__name__}")
         _KINDS[cls.kind] = cls
 
     @property
     def body(self) -> dict[str, Any]:
         """Its fields by name, to be written and not to be changed: what they hold is no copy."""
-        return dict(vars(self))
+        return {k: v for k, v in vars(self).items() if v or k not in self.absent_if_empty}
 
 
 @dataclass(frozen=True)
@@ -70,8 +69,7 @@ class RunStarted(Event):
 
 @dataclass(frozen=True)
 class RunBranched(Event):
-    """This run continues another one from the state after `step`. The parent dealt the samples of
-    all steps up to there."""
+    """This run continues another one, which dealt the samples of all steps up to `step`."""
 
     kind: ClassVar[str] = "run_branched"
     parent: str  # name of the parent run
@@ -86,17 +84,13 @@ class GenerationStarted(Event):
     """Membership `generation` of the record begins from the state after `step`."""
 
     kind: ClassVar[str] = "generation_started"
+    absent_if_empty = frozenset({"cause"})
     topology: dict[str, Any]
     reason: str  # start, resume, worker_lost, hang, non_finite, ...
     restored_from: str | None = None  # key of the commit object, None for initial weights
     rung: int = -1  # of the recovery ladder (docs/elastic.md); -1: nothing was recovered
     came_from: list[int | None] | None = None  # live: by rank, whose state it went on with
     cause: str = ""  # what ended the generation before, for people
-
-    @property
-    def body(self) -> dict[str, Any]:
-        """Without an empty cause, as older versions write it."""
-        return {key: value for key, value in vars(self).items() if key != "cause" or value}
 
 
 @dataclass(frozen=True)
@@ -188,8 +182,7 @@ class EmergencyPlanned(Event):
 
 @dataclass(frozen=True)
 class RequestsRefused(Event):
-    """Listeners refused requests since the last such event of this writer's process; a process of
-    the run that came too late is among them, by generation."""
+    """Listeners refused requests since the writer's last such event, latecomers' among them."""
 
     kind: ClassVar[str] = "requests_refused"
     counts: dict[str, dict[str, int]]  # listener -> reason -> how many
@@ -222,13 +215,15 @@ class StepDone(Event):
     """Step `step` is applied everywhere. Written by rank 0. Seconds are of rank 0."""
 
     kind: ClassVar[str] = "step_done"
+    absent_if_empty = frozenset({"skipped_at"})
     loss: float  # nats per token, mean over the global batch
-    tokens: int  # tokens of the global batch that carry loss
+    tokens: float  # of the global batch that carry loss; a task's weights may be fractions
     grad_norm: float  # before clipping
     learning_rate: float
     seconds: float  # whole step
     samples: int = 0
     phases: dict[str, float] = field(default_factory=dict)  # data, compute, reduce, apply, capture
+    skipped_at: float = 0.0  # fp16: the loss scale of gradients that overflowed; 0: not skipped
 
 
 @dataclass(frozen=True)
@@ -253,8 +248,7 @@ class StateDiffers(Event):
 
 @dataclass(frozen=True)
 class StepTraced(Event):
-    """What a rank did when in one step: [track, name, start, stop] of every span, in seconds of its
-    machine's monotonic clock, which ranks of one node share and others do not."""
+    """What a rank did in a step: [track, name, start, stop], seconds of its node's steady clock."""
 
     kind: ClassVar[str] = "step_traced"
     rank: int
@@ -280,7 +274,7 @@ class Evaluated(Event):
     kind: ClassVar[str] = "evaluated"
     loss: float  # nats per token, or as a task counts
     bits_per_byte: float | None  # None: the data is no text
-    tokens: int
+    tokens: float
     seconds: float
 
 
@@ -317,9 +311,17 @@ class SettingIgnored(Event):
 
 
 @dataclass(frozen=True)
+class AttentionChosen(Event):
+    """How attention stays inside packed documents in a generation. Written by rank 0."""
+
+    kind: ClassVar[str] = "attention_chosen"
+    way: str  # blocks, varlen
+    reason: str
+
+
+@dataclass(frozen=True)
 class FaultInjected(Event):
-    """A fault that was ordered is about to happen: written before it is brought about, by whoever
-    does so."""
+    """A fault that was ordered is about to happen. Written before it is brought about."""
 
     kind: ClassVar[str] = "fault_injected"
     number: int

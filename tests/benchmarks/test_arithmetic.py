@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
-from benchmarks.gpu import speed
+from benchmarks.accelerator.journal import speed
 from benchmarks.paired import Estimate, estimate
 from benchmarks.peers.floor import matrices
 from benchmarks.peers.rebuild import layout_of

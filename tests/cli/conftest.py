@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import json
+import os
+from dataclasses import asdict, dataclass
+from fcntl import LOCK_EX, flock
 from pathlib import Path
 
 import pytest
@@ -26,12 +29,19 @@ class Trained:
 
 @pytest.fixture(scope="session")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
-    """Six steps by two workers, dataset prepared on the way. Do not change it: copy it."""
-    root = tmp_path_factory.mktemp("trained")
-    run_file = write_run_file(root)
-    outcome = apart("train", run_file, folder=root)
-    assert outcome.code == 0, outcome.out + outcome.err
-    return Trained(root, outcome)
+    """Six steps by two workers, dataset prepared on the way. Do not change it: copy it. Processes
+    of one test run share it: the first one trains."""
+    base = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        base = base.parent
+    root, done = base / "trained", base / "trained.json"
+    with (base / "trained.lock").open("w") as turn:
+        flock(turn, LOCK_EX)
+        if not done.exists():
+            outcome = apart("train", write_run_file(root), folder=root)
+            assert outcome.code == 0, outcome.out + outcome.err
+            done.write_text(json.dumps(asdict(outcome)))
+    return Trained(root, Outcome(**json.loads(done.read_text())))
 
 
 @pytest.fixture(autouse=True)

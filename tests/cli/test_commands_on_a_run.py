@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from html import escape
 from pathlib import Path
 
@@ -141,6 +142,15 @@ def test_a_host_with_several_gpus_is_planned_one_worker(tmp_path: Path) -> None:
     found = plan_for_machine(load_config(run_file, ["device=auto", "layout.workers=0"]), HOST)
     assert (found.config.device, found.config.layout.workers) == ("cuda", 1)
     assert found.origins["layout.workers"].place == "more than one GPU has not been run yet"
+
+
+def test_a_gpu_that_torch_was_not_built_for_is_refused(tmp_path: Path) -> None:
+    host = replace(HOST, torch_computes_on="CPU")
+    loaded = load_config(write_run_file(tmp_path), ["device=auto", "layout.workers=1"])
+    with pytest.raises(ConfigError, match="but torch was built for the CPU alone") as refused:
+        plan_for_machine(loaded, host)
+    assert refused.value.remedy == "install a torch that was built for it, or use device=cpu"
+    plan_for_machine(load_config(tmp_path / "run.yaml", ["device=cpu"]), host)
 
 
 @pytest.mark.parametrize(

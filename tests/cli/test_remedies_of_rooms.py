@@ -13,11 +13,17 @@ import pytest
 from tests.cli.conftest import Trained
 from tests.cli.remedies import (
     of_adapters,
+    of_campaigns,
     of_commands,
     of_datasets_cases,
+    of_disks,
+    of_engine_code,
     of_imports,
+    of_installations,
     of_models,
+    of_named_code,
     of_named_parts,
+    of_nodes,
     of_others_cases,
     of_own_loops,
     of_rest,
@@ -26,6 +32,7 @@ from tests.cli.remedies import (
     of_sets_and_faults,
     of_sources,
     of_stores_cases,
+    of_task_code,
     of_trainers,
 )
 from tests.cli.remedies.lab import Case, Lab, carry_out
@@ -48,6 +55,13 @@ TABLES = (
     of_named_parts,
     of_sets_and_faults,
     of_imports,
+    of_task_code,
+    of_named_code,
+    of_engine_code,
+    of_campaigns,
+    of_nodes,
+    of_disks,
+    of_installations,
 )
 CASES: list[Case] = [one for table in TABLES for one in table.CASES]
 

@@ -28,9 +28,9 @@ def test_full_convention_counts_the_real_products(tied: bool, head_dim: int) -> 
         decoder = Decoder(model)
         tokens = torch.zeros(batch, sequence, dtype=torch.long)
         # A mask makes torch compute, and count, attention without skipping the masked half.
-        documents = torch.zeros_like(tokens)
+        mask = torch.ones(1, 1, sequence, sequence, dtype=torch.bool)
     with FlopCounterMode(display=False) as counter:
-        decoder(tokens, documents)
+        decoder(tokens, mask=mask)
     gains = sum(p.numel() for p in decoder.parameters() if p.dim() == 1)
     forward = flops_per_token(model, sequence, "full") / 3 - 2 * gains
     assert counter.get_total_flops() / (batch * sequence) == pytest.approx(forward, rel=1e-9)

@@ -1,8 +1,6 @@
-"""What of a conversation carries loss, and templates and masks of public reports that are refused.
+"""What of a conversation carries loss, and templates and masks that are refused.
 
-The reports: trl #3927 (a mask of another template), trl PR #5988 (the stop token is never trained).
-Megatron-Bridge #3359 has a mask of ones, liquid-finetune #37 one of zeros. The rest is from
-axolotl's FAQ.
+Those of public reports are in `test_chat_reports.py`. The rest is from axolotl's FAQ.
 """
 
 from __future__ import annotations
@@ -54,8 +52,9 @@ def read(
     rows: str = "messages",
     train_on: tuple[str, ...] = ("assistant",),
     left_out: Counter[str] | None = None,
+    weights: bool = False,
 ) -> ChatDocument:
-    form = ChatFormat(template, VARIABLES, SPECIAL, train_on)
+    form = ChatFormat(template, VARIABLES, SPECIAL, train_on, weights)
     counter: Counter[str] = Counter() if left_out is None else left_out
     text = ChatReader(rows, "text", form, counter).read(row, "rows.jsonl:3")
     return ChatDocument.decode(text) if text else ChatDocument("", ())
@@ -284,7 +283,8 @@ def test_a_template_that_is_none_is_refused_with_its_line() -> None:
         ("messages", {"text": "a"}, "'messages' is no list of messages; the row has ['text']"),
         ("messages", {"messages": [{"from": "gpt"}]}, "a message has no role"),
         ("messages", {"messages": [{"role": "user", "content": [{"image": 1}]}]}, "no text"),
-        ("messages", {"messages": [TALK[1] | {"weight": 0.5}]}, "weight 0.5"),
+        ("messages", {"messages": [TALK[1] | {"weight": 0.333}]}, "weight 0.333"),
+        ("messages", {"messages": [TALK[1], TALK[2] | {"weight": 0.5}]}, "other than 0 and 1"),
         ("sharegpt", {"conversations": [{"from": "me", "value": "a"}]}, "from 'me'"),
         ("instruction", {"instruction": "a"}, "'output' is missing"),
         ("prompt", {"prompt": "a", "completion": 1}, "'completion' is no text but int"),

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
+from holdfast.wire.http.auth import Verifier
+from holdfast.wire.http.server import Handler, HttpListener, SignedApplication
+from holdfast.wire.http.sockets import address_of, bind_listener
+from holdfast.wire.secret import Secret
 from holdfast.wire.store.run_store import FolderStore
+from holdfast.wire.term import TERM_PATH
 
 QUIET = 0.3
 """Seconds without growth after which these tests take a holder for dead."""
@@ -28,3 +35,39 @@ def growing(store: FolderStore, key: str = "terms/0000000001-alive") -> Iterator
     finally:
         ended.set()
         thread.join()
+
+
+@contextmanager
+def agent(secret: Secret, handlers: Mapping[str, Handler] | None = None) -> Iterator[str]:
+    """The address of something that answers as an agent's control does. handlers: path -> what
+    answers more than the term's requests."""
+    paths = {TERM_PATH, *(handlers or {})}
+    bound, loop, ended = (
+        bind_listener("127.0.0.1", 0, "cluster.interface"),
+        asyncio.new_event_loop(),
+        [],
+    )
+
+    async def answer(_: int, body: dict[str, object]) -> dict[str, object]:
+        return {"hears": False, "term": 1}
+
+    guard = SignedApplication(
+        {TERM_PATH: answer, **(handlers or {})},
+        secret,
+        Verifier(secret, time.time),
+        lambda: 0,
+        generationless_paths=frozenset(paths),
+    )
+    listener = HttpListener(guard, bound)
+
+    def serve() -> None:
+        loop.run_until_complete(listener.serve())
+        loop.close()
+        ended.append(True)
+
+    thread = threading.Thread(target=serve, daemon=True)
+    thread.start()
+    yield address_of(bound)
+    loop.call_soon_threadsafe(listener.close)
+    thread.join(10)
+    assert ended

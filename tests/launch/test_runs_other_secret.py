@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import signal
 import threading
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
@@ -16,52 +12,15 @@ import pytest
 from holdfast.errors import RunFolderError
 from holdfast.launch.holder import HolderWatch
 from holdfast.launch.run_folder import refuse_alone, refuse_in_use
-from holdfast.wire.http.auth import Verifier
-from holdfast.wire.http.server import HttpListener, SignedApplication
-from holdfast.wire.http.sockets import address_of, bind_listener
 from holdfast.wire.secret import SECRET_FILE_VARIABLE, Secret, open_secret
 from holdfast.wire.store.run_store import FolderStore
-from holdfast.wire.term import TERM_PATH, create_generation, create_term, newest_term
-from tests.launch.holders import QUIET, growing
+from holdfast.wire.term import create_generation, create_term, newest_term
+from tests.launch.holders import QUIET, agent, growing
 from tests.support.commands import here, secret_file
 from tests.support.nodes import QUICK, nodes_of
 
 IN_USE = "another trainer uses this run folder"
 OTHER = "another secret than is known here is the run's"
-
-
-@contextmanager
-def agent(secret: Secret) -> Iterator[str]:
-    """The address of something that answers as an agent's control does."""
-    bound, loop, ended = (
-        bind_listener("127.0.0.1", 0, "cluster.interface"),
-        asyncio.new_event_loop(),
-        [],
-    )
-
-    async def answer(_: int, body: dict[str, object]) -> dict[str, object]:
-        return {"hears": False, "term": 1}
-
-    guard = SignedApplication(
-        {TERM_PATH: answer},
-        secret,
-        Verifier(secret, time.time),
-        lambda: 0,
-        generationless_paths=frozenset({TERM_PATH}),
-    )
-    listener = HttpListener(guard, bound)
-
-    def serve() -> None:
-        loop.run_until_complete(listener.serve())
-        loop.close()
-        ended.append(True)
-
-    thread = threading.Thread(target=serve, daemon=True)
-    thread.start()
-    yield address_of(bound)
-    loop.call_soon_threadsafe(listener.close)
-    thread.join(10)
-    assert ended
 
 
 @pytest.mark.slow

@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from holdfast.model.decoder import Attention, Decoder, document_mask, document_positions
+from holdfast.model.decoder import Attention, Decoder
+from holdfast.model.documents import DocumentAttention, document_positions
 from holdfast.model.rotary import RotaryTable, frequencies, rotate
 from tests.support.models import SCALING, SHAPES, config, decoder, lively, tokens
 
@@ -87,10 +88,7 @@ def test_documents_in_a_row_are_alone(lengths: list[int], seed: int) -> None:
 def test_documents_differ_from_row_to_row() -> None:
     documents = torch.tensor([[4, 4, 4, 9, 9], [1, 2, 2, 2, 2]])
     assert document_positions(documents).tolist() == [[0, 1, 2, 0, 1], [0, 0, 1, 2, 3]]
-    mask = document_mask(documents)
-    assert mask.shape == (2, 1, 5, 5)
-    assert mask[0, 0, 4].tolist() == [False, False, False, True, True]
-    assert mask[1, 0, 2].tolist() == [False, True, True, False, False]
+    assert DocumentAttention().pack(documents).lengths == (3, 2, 1, 4)
 
 
 def test_positions_matter_only_by_their_differences() -> None:
@@ -174,14 +172,12 @@ def test_precisions_agree(shape: str) -> None:
 
 
 @pytest.mark.parametrize("shape", ["llama_grouped_scaled", "qwen3_tied"])
-@pytest.mark.parametrize("documents", [False, True])
-def test_block_compiles_without_a_break(shape: str, documents: bool) -> None:
+def test_block_compiles_without_a_break(shape: str) -> None:
     model, text = lively(config(**SHAPES[shape])), tokens(2, 16)
-    numbers = torch.arange(16).expand(2, 16) // 5 if documents else None
-    plain = model(text, numbers)
+    plain = model(text)
     for index, block in enumerate(model.layers):
         model.layers[index] = torch.compile(block, fullgraph=True, backend="aot_eager")
-    compiled = model(text, numbers)
+    compiled = model(text)
     torch.testing.assert_close(compiled, plain, rtol=1e-5, atol=1e-5)
     compiled.sum().backward()
 

@@ -12,6 +12,7 @@ from holdfast.plan.hardware import (
     cpp_compiler,
     detect_accelerators,
     detect_hardware,
+    torch_build_target,
     visible_accelerators,
 )
 
@@ -42,6 +43,19 @@ def test_visible_devices(chosen: str | None, names: list[str]) -> None:
 def test_memory_is_bytes_and_zero_when_not_told() -> None:
     sizes = [device.memory_bytes for device in visible_accelerators(LISTING, None)]
     assert sizes == [81559 * 2**20, 81559 * 2**20, 0]
+
+
+@pytest.mark.parametrize(
+    ("text", "target"),
+    [
+        ("cuda: Optional[str] = '13.0'\nhip: Optional[str] = None\n", "CUDA 13.0"),
+        ("cuda: Optional[str] = None\nhip: Optional[str] = '7.2.0'\n", "ROCm 7.2.0"),
+        ("cuda: Optional[str] = None\nhip: Optional[str] = None\n", "CPU"),
+        ("", ""),
+    ],
+)
+def test_what_torch_was_built_for(text: str, target: str) -> None:
+    assert torch_build_target(text) == target
 
 
 def test_no_driver_is_no_accelerator(monkeypatch: pytest.MonkeyPatch, tmp_path: object) -> None:

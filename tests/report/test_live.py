@@ -11,7 +11,7 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
-from holdfast.events import GenerationStarted, Record, StepDone, WorkerLost
+from holdfast.events import AttentionChosen, GenerationStarted, Record, StepDone, WorkerLost
 from holdfast.report.braille import braille
 from holdfast.report.live import LiveView, picture, watch_run
 from holdfast.report.progress import RunProgress
@@ -45,6 +45,19 @@ def test_imported_weights_are_not_called_initial() -> None:
     (line,) = progress.observe(replace(record, event=event, generation=1))
     assert line.text == "generation 1, 1 worker, from the weights imported from Llama-3.2-1B"
     assert "from initial weights" in progress_of(lossy_run().records).lines[0].text
+
+
+def test_how_documents_are_kept_apart_is_said_once() -> None:
+    record, event = lossy_run().records[0], AttentionChosen("blocks", "a reason", step=1)
+    progress = RunProgress(30)
+    told = [progress.observe(replace(record, event=event, generation=n)) for n in (1, 2)]
+    changed = AttentionChosen("varlen", "cuda has the kernel", step=9)
+    told.append(progress.observe(replace(record, event=changed, generation=3)))
+    assert [[line.text for line in lines] for lines in told] == [
+        ["documents are kept apart by blocks: a reason"],
+        [],
+        ["documents are kept apart by varlen: cuda has the kernel"],
+    ]
 
 
 def test_plain_lines_tell_the_story_when_nobody_looks_on() -> None:

@@ -16,10 +16,12 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from holdfast.model.decoder import Decoder, document_mask, document_positions
+from holdfast.model.decoder import Decoder
+from holdfast.model.documents import document_positions
 from holdfast.model.rotary import Rotary
 from holdfast.parallel.comm.collectives import Collectives
 from holdfast.parallel.tensor_parallel import DecoderObjective
+from tests.support.models import document_mask
 
 
 class ContextParallel:

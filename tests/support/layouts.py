@@ -55,6 +55,7 @@ _FLAGS: dict[str, dict[str, Any]] = {
     },
     "fp32": {"train__precision": "fp32"},
     "bf16": {"train__precision": "bf16"},
+    "fp16": {"train__precision": "fp16"},
     "small": {"train__batch_size": 8},  # two microbatches
     "shallow": {"model__layers": 2},
     "deep": {"model__layers": 4},
@@ -103,7 +104,8 @@ def case(name: str) -> Case:
 
 def model_flags(name: str) -> str:
     """What of a name's words makes another curve: a single process heeds those."""
-    flags = ("qknorm", "biased", "gemma", "untied", "fp32", "bf16", "small", "shallow", "deep")
+    precisions = ("fp32", "bf16", "fp16")
+    flags = ("qknorm", "biased", "gemma", "untied", *precisions, "small", "shallow", "deep")
     return "".join(f"{flag}." for flag in flags if flag in name)
 
 

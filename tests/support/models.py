@@ -62,6 +62,13 @@ def lively(model: ModelConfig, seed: int = 1, dtype: torch.dtype = torch.float32
     return built
 
 
+def document_mask(documents: torch.Tensor) -> torch.Tensor:
+    """True where a query may see a key: not later, same document.  [B, S] -> [B, 1, S, S]"""
+    length = documents.shape[1]
+    causal = torch.ones(length, length, dtype=torch.bool, device=documents.device).tril()
+    return ((documents[:, :, None] == documents[:, None, :]) & causal)[:, None]
+
+
 def tokens(*shape: int, seed: int = 0, below: int = 96) -> torch.Tensor:
     return torch.randint(0, below, shape, generator=torch.Generator().manual_seed(seed))
 

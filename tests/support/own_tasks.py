@@ -12,12 +12,17 @@ from holdfast.core.data.skips import Skip, Skips
 from holdfast.layout import Topology, place_replicas
 from holdfast.parallel.process_groups import connect
 from holdfast.parallel.torch_compat import Store
-from holdfast.tasks.batches import TaskBatches
+from holdfast.tasks.batches import TaskBatches, open_samples
 from holdfast.tasks.child import describe
 from holdfast.tasks.choose import open_task
+from holdfast.tasks.module import meta_module, module_rows
+from holdfast.tasks.own import OwnTask
+from holdfast.tasks.task import Task
 from holdfast.train.build import build_engine
 from holdfast.train.engine import StepEngine
+from holdfast.train.replica_check import refuse_unequal_start
 from tests.support.layouts import case
+from tests.support.ranks import RankContext
 from tests.support.tiny_training import CPU
 
 MODULE = "tests.support.sample_tasks"
@@ -26,6 +31,12 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def task_config(name: str, args: dict[str, Any] | None = None, **train: Any) -> RunConfig:
     """A run of one of the tasks: 6 microbatches of 4 samples a step, with clipping."""
+    config = _unplanned(name, args, train)
+    task = config.task.model_copy(update=_planned(config))
+    return config.model_copy(update={"task": task})
+
+
+def _unplanned(name: str, args: dict[str, Any] | None, train: dict[str, Any]) -> RunConfig:
     value = {
         "task": {"name": f"{MODULE}:{name}", "args": args or {}},
         "train": {
@@ -38,9 +49,7 @@ def task_config(name: str, args: dict[str, Any] | None = None, **train: Any) -> 
         | train,
         "layout": {"bucket_mb": 0.001},
     }
-    config = RunConfig.model_validate(value)
-    task = config.task.model_copy(update=_planned(config))
-    return config.model_copy(update={"task": task})
+    return RunConfig.model_validate(value)
 
 
 def _planned(config: RunConfig) -> dict[str, Any]:
@@ -84,3 +93,30 @@ def topology_of_layout(layout: str) -> Topology:
 def _with_changes(config: RunConfig, changes: dict[str, Any]) -> RunConfig:
     layout = {key.removeprefix("layout__"): value for key, value in changes.items()}
     return config.model_copy(update={"layout": config.layout.model_copy(update=layout)})
+
+
+def config_of_task(task: Task, **train: Any) -> RunConfig:
+    """A run of a task that is an object of the test."""
+    opened = open_samples(task)
+    assert opened is not None
+    samples, version = opened
+    known = {"samples": len(samples), "data": version}
+    config = _unplanned("Gru", None, train)
+    planned = {"parameters": module_rows(task, meta_module(task)), **known}
+    return config.model_copy(update={"task": config.task.model_copy(update=planned)})
+
+
+def first_loss(task: Task, rank: RankContext, layout: str = "one") -> None:
+    """Build the engine of a task and compute its first loss."""
+    config = config_of_task(task)
+    own = OwnTask(task, config)
+    groups = connect(topology_of_layout(layout), rank.rank, rank.store(), CPU, seconds=60)
+    engine = build_engine(config, groups, CPU, task=own)
+    try:
+        engine.initialise(1)
+        batches = own.open_batches("")
+        refuse_unequal_start(config, groups, engine.state())
+        own.check_first_loss(engine.objective, batches, groups)
+        engine.compute([batches.microbatch(1, leaf) for leaf in engine.begin(1)])
+    finally:
+        engine.close()

@@ -41,6 +41,9 @@ _SERVER = """
     threading.Thread(target=until_closed, daemon=True).start()
     from moto.s3.responses import S3Response
     from moto.server import ThreadedMotoServer
+    from werkzeug.serving import WSGIRequestHandler
+    # Head and body are two segments, of which the second would wait 40 ms for the first one's ACK.
+    WSGIRequestHandler.disable_nagle_algorithm = True
     # moto looks whether an object is there and then puts it: two threads at once may both win.
     lock, put = threading.Lock(), S3Response.put_object
     def alone(response):
@@ -220,6 +223,7 @@ def certificates(folder: Path) -> tuple[Path, ssl.SSLContext]:
 
 class _Handler(http.server.BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True  # as in `_SERVER`
     owner: Proxy
     target: tuple[str, int]
 

@@ -159,6 +159,16 @@ class TiedNet(nn.Module):
         return out
 
 
+class Named(Tied):
+    """Says what it costs, and how its parameters are called elsewhere; `unused` is left out."""
+
+    def flops(self) -> float:
+        return 6.0 * 5 * WIDTH * WIDTH
+
+    def exported(self, name: str) -> str | None:
+        return None if name.startswith("unused.") else f"net.{name}"
+
+
 class Sequences(Rows):
     """Short sequences of tokens that count on from a first one."""
 
@@ -190,6 +200,27 @@ class EncoderDecoder(holdfast.Task):
         tokens = batch["tokens"]
         logits = model(tokens[:, :4], tokens[:, 4:8])
         return F.cross_entropy(logits.flatten(0, 1), tokens[:, 5:].flatten(), reduction="sum")
+
+
+class Weighted(EncoderDecoder):
+    """The same with a weight for each token, and without random numbers."""
+
+    def __init__(self) -> None:
+        super().__init__(dropout=0.0)
+
+    def weight(self, batch: Mapping[str, Tensor]) -> float:
+        return float(token_weights(batch).sum())
+
+    def loss(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+        tokens = batch["tokens"]
+        logits = model(tokens[:, :4], tokens[:, 4:8])
+        losses = F.cross_entropy(logits.transpose(1, 2), tokens[:, 5:], reduction="none")
+        return (losses * token_weights(batch)).sum()
+
+
+def token_weights(batch: Mapping[str, Tensor]) -> Tensor:
+    """[samples, 4]: a tenth of the token, and none for the token 0."""
+    return batch["tokens"][:, 5:] / 10
 
 
 class EncoderDecoderNet(nn.Module):

@@ -38,6 +38,7 @@ from tests.support.tiny_training import CPU, digest, feed
 
 SIZE = 4  # samples of a microbatch
 DIES, LAST = 3, 5  # the step in which a rank is lost, and the last of all
+OVERFLOWING = 12  # doublings of the initial loss scale, with which steps 1 to 4 are skipped in fp16
 
 
 @dataclass(frozen=True)
@@ -96,6 +97,8 @@ class Survivor:
         groups = connect(topology, self.me, self.rank.store(), CPU, seconds=60)
         engine = build_engine(self.config, groups, CPU, dealer=dealer)
         engine.initialise(self.config.seed)
+        for words in engine.loss_scale.state():
+            words.tensor[0] = OVERFLOWING
         self.session = make_session(self.config, engine, DATA, CPU)
         self._count()
 

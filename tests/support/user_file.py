@@ -39,8 +39,8 @@ class Line(holdfast.Task):
     def loss(self, model: nn.Module, batch: holdfast.Batch) -> Tensor:
         return nn.functional.cross_entropy(model(batch["x"]), batch["y"], reduction="sum")
 
-    def weight(self, batch: holdfast.Batch) -> int:
-        return len(batch["x"])
+    def weight(self, batch: holdfast.Batch) -> float:
+        return 0.5 * len(batch["x"])
 
     def collate(self, items: Sequence[Mapping[str, Any]]) -> holdfast.Batch:
         return super().collate(items)
@@ -67,6 +67,12 @@ class Line(holdfast.Task):
     def vocabulary(self) -> int | None:
         return None
 
+    def flops(self) -> float | None:
+        return 6.0 * (2 * 2 + 2)
+
+    def exported(self, name: str) -> str | None:
+        return f"line.{name}"
+
     def files(self) -> Sequence[Path]:
         return []
 
@@ -88,7 +94,7 @@ def train_and_read(path: Path) -> dict[str, Tensor]:
         raise SystemExit(str(error)) from error
     run: Path = result.folder
     kinds: list[str] = [record["kind"] for record in holdfast.journal(run)]
-    for record in holdfast.follow(run):
+    for record in holdfast.follow(run, wait=5.0):
         kinds.append(str(record["kind"]))
     losses: dict[str, Any] = holdfast.summary(run, curve=True)
     first: list[dict[str, Tensor]] = holdfast.batches(run, step=1)

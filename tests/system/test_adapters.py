@@ -15,14 +15,17 @@ import pytest
 from holdfast.checkpoint.restore.catalog import list_commits
 from holdfast.checkpoint.restore.reader import Checkpoint
 from holdfast.events import StepDone, WorkerLost, WorkerStarted
+from holdfast.launch.runs import read_resolved
 from holdfast.wire.journal import read_journal
 from holdfast.wire.store.run_store import FolderStore
 from tests.support.adapters import write_base, write_run
 from tests.support.checkpoints import newest_tensors
-from tests.support.commands import here, start
+from tests.support.commands import apart, here, start
+from tests.support.nodes import QUICK, nodes_of
 from tests.support.ranks import wait_until
 
 STEPS = 60
+TWO = ("cluster.min_nodes=2", "layout.workers=2")
 Capture = pytest.CaptureFixture[str]
 LONGER = (
     f"train.steps={STEPS}",
@@ -69,6 +72,28 @@ def test_a_recovery_refuses_a_base_that_was_changed_meanwhile(
     assert process.returncode == 2, out + err
     assert "not those that the run was begun with" in err
     assert "Traceback" not in err
+
+
+@pytest.mark.slow
+def test_another_node_joins_with_the_base_at_another_place(tmp_path: Path, capsys: Capture) -> None:
+    """And one whose base is another is refused, while the run waits for a second node."""
+    path, copy, wrong = write_run(tmp_path), tmp_path / "elsewhere", tmp_path / "wrong"
+    shutil.copytree(tmp_path / "base", copy)
+    write_base(wrong, seed=4)
+    alone = here(capsys, "train", path, f"folder={tmp_path / 'alone'}", *LONGER)
+    assert alone.code == 0, alone.err
+    with nodes_of(path, tmp_path / "run", *LONGER, *TWO) as nodes:
+        nodes.start("a")
+        nodes.wait_until(lambda: read_resolved(nodes.folder) and nodes.leader, "no leader")
+        refused = apart("join", nodes.folder, *QUICK, f"lora.base={wrong}", "--node", "b")
+        assert refused.code == 2, refused.err
+        assert "not those that the run was begun with" in refused.err
+        assert "Traceback" not in refused.err
+        nodes.join("b", settings=[f"lora.base={copy}"])
+        assert nodes.end() == {"a": 0, "b": 0}, nodes.said
+        assert {"a", "b"} in [nodes.nodes(record.generation) for record in nodes.records()]
+    expected, found = (newest_tensors(tmp_path / name, STEPS) for name in ("alone", "run"))
+    assert expected == found
 
 
 def _pids(folder: Path, at_step: int) -> list[int]:

@@ -6,6 +6,7 @@ bits, and its ledger is complete.
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
@@ -15,6 +16,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 import holdfast
 from holdfast.events import (
@@ -83,6 +85,25 @@ def _events(folder: Path, done: threading.Event) -> Iterator[object]:
     for records in follow_journal(FolderStore(folder), poll_interval_s=0.02, stop=done):
         for record in records:
             yield record.event
+
+
+@pytest.mark.slow
+def test_a_task_is_exported_under_its_own_names_and_says_what_it_costs(tmp_path: Path) -> None:
+    run_file = _write(tmp_path, "Named")
+    done = apart("train", run_file, "train.steps=4", f"folder={tmp_path / 'run'}")
+    assert done.code == 0, done.err
+    done = apart("export", tmp_path / "run", "--to", tmp_path / "out", "--dtype", "bfloat16")
+    assert done.code == 0, done.err
+    assert "tokenizer" not in done.err
+    loaded = load_file(tmp_path / "out" / "model.safetensors")
+    kept = holdfast.open_checkpoint(tmp_path / "run").parameters()
+    assert loaded.keys() == {f"net.{name}" for name in kept if not name.startswith("unused.")}
+    for name, value in loaded.items():
+        assert torch.equal(value, kept[name.removeprefix("net.")].to(torch.bfloat16))
+    planned = json.loads((tmp_path / "run" / "resolved.json").read_text())
+    assert planned["config"]["task"]["flops"] == 6.0 * 5 * 12 * 12
+    refused = apart("generate", tmp_path / "run", "a")
+    assert (refused.code, "generating text is for" in refused.err) == (2, True)
 
 
 def _assert_same_bits(left: Path, right: Path) -> None:

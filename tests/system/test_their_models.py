@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import threading
@@ -80,6 +81,7 @@ def test_a_model_of_transformers_is_killed_exported_and_branched(tmp_path: Path)
     exported = apart("export", killed, "--to", tmp_path / "out", deadline=300)
     assert exported.code == 0, exported.err
     _assert_loads(tmp_path / "out", tmp_path / "theirs", killed)
+    _assert_same_text(tmp_path / "out", killed)
 
     made = apart("branch", killed, "--at", "6", "--to", tmp_path / "twin", deadline=300)
     assert made.code == 0, made.err
@@ -108,6 +110,21 @@ def _assert_loads(folder: Path, source: Path, run: Path) -> None:
         expected.tie_weights()
         assert torch.equal(loaded(ids).logits, expected(ids).logits)
         assert not torch.equal(loaded(ids).logits, before)
+
+
+def _assert_same_text(folder: Path, run: Path) -> None:
+    """`holdfast generate` continues as transformers does with the exported folder."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    options = ["--temperature", "0", "--tokens", "8", "--json"]
+    done = apart("generate", run, "the quick", *options, deadline=300)
+    assert done.code == 0, done.err
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    ids = tokenizer("the quick", return_tensors="pt").input_ids
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    theirs = model.generate(ids, max_new_tokens=8, do_sample=False, pad_token_id=0)
+    expected = tokenizer.decode(theirs[0, ids.shape[1] :], skip_special_tokens=True)
+    assert json.loads(done.out)["text"] == expected
 
 
 @pytest.mark.slow

@@ -78,6 +78,37 @@ def test_a_server_that_hangs_refuses_and_dies_and_a_killed_tracker(tmp_path: Pat
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("mode", ["hang", "refuse", "die"])
+def test_a_server_that_returns_gets_each_point_while_the_run_continues(
+    mode: str, tmp_path: Path
+) -> None:
+    with TrackerServer() as server:
+        settings = (
+            f"logging.trackers={TRACKER}",
+            f"logging.options={TRACKER}.url={server.url}",
+            "logging.timeout_seconds=2",
+            "logging.finish_seconds=60",
+            "layout.workers=2",
+        )
+        with training(tmp_path / "run", ENDLESS, *settings) as trainer:
+            trainer.wait(lambda: len(server.steps()) >= 5, "points before the failure")
+            server.mode = mode
+            trainer.wait(lambda: server.requests[mode], "a request that fails")
+            trainer.wait_step(len(trainer.events(StepDone)) + 20, 1)
+            newest = trainer.events(StepDone)[-1].step
+            assert len(server.steps()) < newest
+            server.mode = "ok"
+            trainer.wait(lambda: server.steps()[-1] > newest, "points after the return")
+            os.kill(trainer.process.pid, signal.SIGTERM)
+            assert trainer.end() == 0, trainer.said
+            steps = [event.step for event in trainer.events(StepDone)]
+            assert steps == list(range(1, len(steps) + 1))
+            assert len(trainer.events(GenerationStarted)) == 1
+        assert server.steps() == steps
+        assert server.messages[-1] == {"finish": "stopped"}
+
+
+@pytest.mark.slow
 def test_a_tracker_that_is_stopped_holds_up_neither_steps_nor_the_end(tmp_path: Path) -> None:
     settings = ("logging.trackers=csv", "logging.finish_seconds=1", "layout.workers=1")
     with training(tmp_path / "run", ENDLESS, *settings) as trainer:

@@ -53,6 +53,11 @@ def test_the_loss_of_a_packed_row_is_that_of_its_documents(kind: str, tmp_path: 
     assert float(packed) == pytest.approx(float(apart), rel=1e-5)
     together = task.loss(model, batch).detach()
     assert abs(float(together) - float(packed)) > 1e-4 * float(packed)
+    counts = torch.rand(targets.shape, generator=torch.Generator().manual_seed(2))
+    weighted = task.loss(model, batch | {"weights": counts}).detach()
+    with torch.no_grad():
+        nats = F.cross_entropy(theirs(ids).logits.transpose(1, 2), targets, reduction="none")
+    assert float(weighted) == pytest.approx(float((nats * counts).sum()), rel=1e-5)
 
 
 def test_places_begin_anew_in_each_document() -> None:

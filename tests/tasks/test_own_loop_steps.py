@@ -21,6 +21,7 @@ from holdfast.tasks.turns import (
     ScriptEnded,
     ShareDone,
 )
+from holdfast.train.loss_scale import NOT_SCALED
 
 
 class Data:
@@ -73,7 +74,8 @@ class Runner:
             )
             for leaf in leaves
         ]
-        return self.run._turns.give(ComputeShare(leaves, batches, listener, self.losses))
+        share = ComputeShare(leaves, batches, listener, self.losses, NOT_SCALED)
+        return self.run._turns.give(share)
 
     def end(self) -> Answer:
         return self.run._turns.give(EndLoop())
@@ -165,8 +167,41 @@ def test_a_scheduler_gives_the_rate_of_each_step_wherever_the_run_continues() ->
     for step in (5, 6, 3, 6):
         runner.open(step)
         runner.share([0], Listener())
-        assert runner.run.kept.rate(step) == 0.5 / step
-    assert runner.run.kept.options["train.optimizer.learning_rate"] == 0.5
+        assert runner.run.kept.optimizers.rate(step) == 0.5 / step
+    planned = runner.run.kept.optimizers.planned_values
+    assert planned["train.optimizer.learning_rate"] == 0.5
+
+
+def test_schedulers_give_all_options_of_each_step() -> None:
+    """One changes betas, one the rates of two groups by the rate before."""
+    found: list[object] = []
+
+    def script(current: Run) -> None:
+        model = nn.Linear(3, 1)
+        first = torch.optim.AdamW([model.weight], lr=0.1, amsgrad=True)
+        second = torch.optim.SGD([model.bias], lr=1.0)
+        cycle = torch.optim.lr_scheduler.OneCycleLR(first, 0.1, total_steps=9)
+        halving = torch.optim.lr_scheduler.StepLR(second, 1, gamma=0.5)
+        current.keep(model, [first, second], [cycle, halving])
+        data = Data()
+        for step in current.steps(9):
+            for batch in step.batches(data):
+                step.backward(model(batch["x"]).sum(), weight=2)
+            group = first.param_groups[0]
+            found.append((step.number, group["lr"], group["betas"], second.param_groups[0]["lr"]))
+            step.apply()
+
+    def run_steps(*steps: int) -> list[object]:
+        found.clear()
+        runner = Runner(script)
+        for step in steps:
+            runner.open(step)
+            runner.share([0], Listener())
+        return list(found)
+
+    straight = run_steps(1, 2, 3, 4, 5, 6)
+    assert run_steps(4, 2, 6) == [straight[3], straight[1], straight[5]]
+    assert len({str(betas) for _, _, betas, _ in straight}) > 1  # type: ignore[misc]
 
 
 def _no_backward(current: Run) -> None:
@@ -211,11 +246,11 @@ def _vector_loss(current: Run) -> None:
             step.backward(model(batch["x"]), weight=2)
 
 
-def _fractional_weight(current: Run) -> None:
+def _negative_weight(current: Run) -> None:
     model, _ = kept_model(current)
     for step in current.steps(1):
         for batch in step.batches(Data()):
-            step.backward(model(batch["x"]).sum(), weight=0.5)  # type: ignore[arg-type]
+            step.backward(model(batch["x"]).sum(), weight=-0.5)
 
 
 def _no_version(current: Run) -> None:
@@ -243,7 +278,7 @@ def _stepped_scheduler(current: Run) -> None:
         (_own_update, "AdamW.step() was called"),
         (_changed_buffer, "the forward pass changes buffer"),
         (_vector_loss, "step.backward() was given shape [2, 1]"),
-        (_fractional_weight, "the weight 0.5"),
+        (_negative_weight, "the weight -0.5"),
         (_no_version, "the dataset (list) has no version"),
         (_stepped_scheduler, "scheduler.step() was called"),
     ],
@@ -258,46 +293,6 @@ def test_a_mistake_in_the_loop_is_named(script: Callable[[Run], None], words: st
     assert isinstance(answer, ScriptEnded)
     assert isinstance(answer.error, TaskError), answer.error
     assert words in str(answer.error)
-
-
-def _adamw(**options: object) -> Callable[[nn.Module], torch.optim.Optimizer]:
-    return lambda module: torch.optim.AdamW(module.parameters(), **options)  # type: ignore[arg-type]
-
-
-def _two_rates(module: nn.Module) -> torch.optim.Optimizer:
-    weight, bias = module.parameters()
-    return torch.optim.AdamW([{"params": [weight], "lr": 1e-3}, {"params": [bias], "lr": 1e-2}])
-
-
-def _two_decays(module: nn.Module) -> torch.optim.Optimizer:
-    weight, bias = module.parameters()
-    groups = [{"params": [weight], "weight_decay": 0.1}, {"params": [bias], "weight_decay": 0.2}]
-    return torch.optim.AdamW(groups)
-
-
-@pytest.mark.parametrize(
-    ("make", "words"),
-    [
-        (
-            lambda m: torch.optim.SGD(m.parameters(), lr=0.1),
-            "the optimizer is SGD; use torch.optim",
-        ),
-        (lambda m: torch.optim.Adam(m.parameters(), weight_decay=0.1), "use AdamW"),
-        (_adamw(amsgrad=True), "use amsgrad=False"),
-        (_two_rates, "several values of lr"),
-        (_two_decays, "several values of weight_decay"),
-        (lambda m: torch.optim.AdamW([m.weight]), "parameter bias is not in the optimizer"),
-        (lambda m: torch.optim.AdamW([nn.Parameter(torch.ones(2))]), "that is not the module's"),
-    ],
-)
-def test_an_optimizer_that_the_engine_cannot_carry_is_refused(
-    make: Callable[[nn.Module], torch.optim.Optimizer], words: str
-) -> None:
-    module = nn.Linear(3, 1)
-    current = Run(torch.device("cpu"), torch.float32, 0, "")
-    with pytest.raises(TaskError) as raised:
-        current.keep(module, make(module))
-    assert words in str(raised.value)
 
 
 def test_without_a_run_the_script_is_told_how_to_begin_one() -> None:

@@ -25,9 +25,7 @@ from holdfast.tasks.batches import TaskBatches, open_samples
 from holdfast.tasks.loading import load_task
 from holdfast.tasks.module import meta_module, module_rows, refuse_other_rows
 from holdfast.tasks.own import OwnTask
-from holdfast.train.build import build_engine
-from holdfast.train.replica_check import refuse_unequal_start
-from tests.support.own_tasks import task_config, topology_of_layout
+from tests.support.own_tasks import first_loss, task_config, topology_of_layout
 from tests.support.ranks import ROOT, RankContext, ranks
 from tests.support.sample_tasks import WIDTH, Classifier, Convolution, Rows
 from tests.support.tiny_training import CPU
@@ -36,31 +34,6 @@ from tests.support.tiny_training import CPU
 class _Linear(Classifier):
     def model(self) -> nn.Module:
         return nn.Linear(WIDTH, 5)
-
-
-def _first_loss(task: Any, rank: RankContext, layout: str = "one") -> None:
-    """Build the engine of a task and compute its first loss."""
-    config = task_config("Gru")
-    opened = open_samples(task)
-    assert opened is not None
-    samples, version = opened
-    planned = {
-        "parameters": module_rows(task, meta_module(task)),
-        "samples": len(samples),
-        "data": version,
-    }
-    config = config.model_copy(update={"task": config.task.model_copy(update=planned)})
-    own = OwnTask(task, config)
-    groups = connect(topology_of_layout(layout), rank.rank, rank.store(), CPU, seconds=60)
-    engine = build_engine(config, groups, CPU, task=own)
-    try:
-        engine.initialise(1)
-        batches = own.open_batches("")
-        refuse_unequal_start(config, groups, engine.state())
-        own.check_first_loss(engine.objective, batches, groups)
-        engine.compute([batches.microbatch(1, leaf) for leaf in engine.begin(1)])
-    finally:
-        engine.close()
 
 
 class _Mean(_Linear):
@@ -133,7 +106,7 @@ class _Weightless(_Linear):
 def test_mistakes_of_a_loss(task: Any, words: list[str], tmp_path: Any) -> None:
     rank = RankContext(0, 1, tmp_path)
     with pytest.raises(TaskError) as refused:
-        _first_loss(task(), rank)
+        first_loss(task(), rank)
     for word in words:
         assert word in str(refused.value)
 
@@ -172,7 +145,7 @@ class _Unequal(_Linear):
 @ranks(3)
 def test_workers_that_begin_with_unequal_parameters(rank: RankContext) -> None:
     with pytest.raises(TaskError, match=r"workers 0 and 1 and 2 begin with other values of "):
-        _first_loss(_Unequal(), rank, "dp3")
+        first_loss(_Unequal(), rank, "dp3")
 
 
 @ranks(2)
@@ -265,7 +238,7 @@ def test_a_dataset_that_draws_random_numbers(tmp_path: Any) -> None:
             return _Augmented()
 
     with pytest.raises(TaskError, match="different tensors when they are read again"):
-        _first_loss(Task(), RankContext(0, 1, tmp_path))
+        first_loss(Task(), RankContext(0, 1, tmp_path))
 
 
 class _Pairs(Rows):

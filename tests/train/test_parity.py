@@ -84,7 +84,7 @@ LOWER = [
     *(("bf16", 1e-3, LOWER_STEPS, name) for name in ("pp2-tp2", "shard2")),
     *(
         pytest.param(precision, tolerance, 20, name, marks=pytest.mark.slow)
-        for precision, tolerance in (("fp32", 2e-5), ("bf16", 1e-3))
+        for precision, tolerance in (("fp32", 2e-5), ("bf16", 1e-3), ("fp16", 1e-3))
         for name in ("tp2", "pp2", "pp2-tp2", "shard2")
     ),
 ]

@@ -26,7 +26,7 @@ _QUIET_CALLBACKS = ("DefaultFlowCallback", "ProgressCallback", "PrinterCallback"
 """Callbacks that only show progress, which Holdfast does itself."""
 
 _REFUSED_ARGUMENTS: Mapping[str, tuple[Any, str]] = {
-    "fp16": (False, "use --set train.precision=bf16"),
+    "fp16": (False, "use --set train.precision=fp16"),
     "bf16": (False, "use --set train.precision=bf16"),
     "torch_compile": (False, "remove it"),
     "gradient_checkpointing": (False, "remove it"),

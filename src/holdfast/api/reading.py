@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,6 +12,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from holdfast.checkpoint.restore.reader import Checkpoint as StoredCheckpoint
+    from holdfast.launch.runs import Run
 
 
 def journal(run: str | Path) -> list[dict[str, Any]]:
@@ -23,24 +25,48 @@ def journal(run: str | Path) -> list[dict[str, Any]]:
 
 
 def follow(
-    run: str | Path, stop: threading.Event | None = None, seconds: float = 0.5
+    run: str | Path,
+    stop: threading.Event | None = None,
+    seconds: float = 0.5,
+    *,
+    wait: float = 0.0,
 ) -> Iterator[dict[str, Any]]:
     """Yield the records of a run's journal, and new ones as they come, until the run is finished or
     `stop` is set.
 
-    seconds: between two looks. Raises RunFolderError."""
+    seconds: between two looks. wait: seconds for a run that has not begun. Raises RunFolderError.
+    """
     from holdfast.events import RunFinished, RunStarted
-    from holdfast.launch.runs import open_run
     from holdfast.wire.journal import follow_journal
 
-    store, is_finished = open_run(Path(run)).store, False
-    for records in follow_journal(store, poll_interval_s=seconds, stop=stop or threading.Event()):
+    ended = stop or threading.Event()
+    found, is_finished = _run_once_begun(Path(run), ended, seconds, wait), False
+    if found is None:
+        return
+    for records in follow_journal(found.store, poll_interval_s=seconds, stop=ended):
         for record in records:
             if isinstance(record.event, RunFinished | RunStarted):  # a longer run starts again
                 is_finished = isinstance(record.event, RunFinished)
             yield _flat(record)
         if is_finished and not records:  # what follows the end is there, too
             return
+
+
+def _run_once_begun(path: Path, stop: threading.Event, seconds: float, wait: float) -> Run | None:
+    """Open a run, which another process or thread may be about to begin. Return None if `stop` was
+    set meanwhile. Raises RunFolderError."""
+    from holdfast.errors import RunFolderError
+    from holdfast.launch.runs import open_run
+
+    deadline = time.monotonic() + wait
+    while True:
+        try:
+            return open_run(path)
+        except RunFolderError:
+            if time.monotonic() >= deadline:
+                raise
+            if stop.wait(seconds):
+                return None
 
 
 def summary(run: str | Path, *, curve: bool = False) -> dict[str, Any]:

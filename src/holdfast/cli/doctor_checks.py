@@ -114,7 +114,14 @@ def _accelerators(machine: HardwareInfo) -> Check:
     if not machine.accelerators:
         return Check("accelerators", "good", "none: device auto means cpu")
     names = ", ".join(f"{a.name} ({a.memory_bytes / GIB:.0f} GiB)" for a in machine.accelerators)
-    return Check("accelerators", "good", names)
+    if machine.torch_computes_on == "CPU":
+        return Check(
+            "accelerators",
+            "fails",
+            f"{names}, but torch was built for the CPU alone",
+            "install a torch that was built for them, or use device=cpu",
+        )
+    return Check("accelerators", "good", f"{names}; torch for {machine.torch_computes_on}")
 
 
 def _python() -> Check:

@@ -21,6 +21,7 @@ from holdfast.config.identity import refuse_other_run
 from holdfast.config.load import LoadedConfig, resolve_config
 from holdfast.errors import RunFolderError
 from holdfast.launch.holder import HolderWatch
+from holdfast.launch.lora_run import with_joining_base
 from holdfast.launch.named_parts import described_parts
 from holdfast.launch.resume_checks import ensure_end_is_intact
 from holdfast.launch.run_folder import dataset_version_in, refuse_alone
@@ -117,6 +118,7 @@ def _with_data(
         loaded = described(loaded, loaded.config.task.folder)
     if loaded is not before:
         refuse_other_run(stored["config"], loaded.config, str(folder))
+    loaded = with_joining_base(loaded)
     if loaded.config.task.has_own_data:
         return loaded, loaded.config.task.data
     return loaded, dataset_version_in(folder, Dataset.open(loaded.config.data.folder))

@@ -10,6 +10,7 @@ from holdfast.cli.output import print_table
 from holdfast.config.run import RunConfig
 from holdfast.core.sharding.parameters import count_parameters as parameters_of
 from holdfast.core.sharding.reduction_tree import deal
+from holdfast.core.sharding.state_table import MIXED
 from holdfast.layout import AXES, Replica, Topology
 from holdfast.plan.activations import activations_of, has_formula
 from holdfast.plan.layouts import microbatches
@@ -20,7 +21,7 @@ from holdfast.report.formatting import format_bytes, format_count, format_plural
 _BYTES = """\
 bytes on a rank while a step's backward runs: parameters{copies}, the sum of
 gradients, AdamW's two moments; on top come activations, messages on their way{gathered}"""
-_NO_FORMULA = "activations: no formula covers this model, its masks or its task"
+_NO_FORMULA = "activations: no formula covers this model, precision, mask or task"
 
 
 @dataclass(frozen=True)
@@ -156,11 +157,13 @@ class LayoutPicture:
             ]
             rows.append([name, *bare, *map(format_bytes, figures)])
         print_table(rows, head)
-        mixed = self.config.train.precision == "bf16"
+        mixed = self.config.train.precision in MIXED
         zero, sharded = self.config.layout.zero, self._used("dp_shard")
         print(
             _BYTES.format(
-                copies=" (fp32 and a bf16 copy)" if mixed and not (sharded and zero == 3) else "",
+                copies=f" (fp32 and a {self.config.train.precision} copy)"
+                if mixed and not (sharded and zero == 3)
+                else "",
                 gathered=",\nand what is gathered of the block at work"
                 if sharded and zero > 1
                 else "",

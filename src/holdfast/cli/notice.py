@@ -81,12 +81,10 @@ def notice(
 def _post(found: Run, notice: Notice) -> EmergencyReply | UnknownNodeReply:
     """Send the notice to the agent that leads the run; return the plan that it answers.
 
-    Raises:
-        UserError: the agent refuses the notice.
-        RunFolderError: the agent cannot be reached.
+    Raises RunFolderError if the agent cannot be reached, or takes no notice now.
     """
     from holdfast.elastic.protocol.notice_messages import NOTICE_PATH, notice_reply_from_json
-    from holdfast.wire.http.client import Client, RequestError
+    from holdfast.wire.http.client import Client
     from holdfast.wire.secret import open_secret
     from holdfast.wire.term import newest_term
 
@@ -94,8 +92,6 @@ def _post(found: Run, notice: Notice) -> EmergencyReply | UnknownNodeReply:
     client = Client(str((holder or {}).get("address", "")), open_secret(found.folder))
     try:
         return notice_reply_from_json(client.post(NOTICE_PATH, notice.to_json()))
-    except RequestError as error:
-        raise UserError(str(error), where="notice", remedy="see holdfast notice --help") from error
     except HoldfastError as error:
         raise RunFolderError(
             str(error), where=str(found.folder), remedy="call this while the run is at work"

@@ -11,8 +11,8 @@ import typer
 
 from holdfast.cli.dispatch import app as make_app
 from holdfast.cli.options import Fresh, JournalJson
+from holdfast.config.task import SCRIPT_TASK
 from holdfast.errors import ConfigError
-from holdfast.tasks.ask import SCRIPT_TASK
 
 app = make_app("Start or resume a run whose loop is your own script.")
 

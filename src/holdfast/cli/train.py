@@ -246,6 +246,12 @@ def plan_for_machine(loaded: LoadedConfig, machine: HardwareInfo) -> LoadedConfi
             where=loaded.where("layout.workers"),
             remedy=f"use {found}, or device=cpu" if found else "use device=cpu",
         )
+    if loaded.config.device == "cuda" and machine.torch_computes_on == "CPU":
+        raise ConfigError(
+            f"{machine.accelerators[0].name} is here, but torch was built for the CPU alone",
+            where=loaded.where("device"),
+            remedy="install a torch that was built for it, or use device=cpu",
+        )
     if loaded.config.device == "cuda" and workers > 1:
         alone = config.layout.least_workers == 1  # else degrees ask for more, whatever workers says
         raise ConfigError(

@@ -98,7 +98,7 @@ class ClusterConfig(Section):
     standbys: Annotated[int, Field(ge=0)] | Literal["auto"] = Field(
         "auto",
         description="idle processes that replace a lost worker at once; each costs memory; "
-        "auto: 1 if the run has several workers",
+        "auto: 1 with several workers or on a device",
     )
     node: str = Field(
         "",

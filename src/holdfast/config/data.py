@@ -94,6 +94,10 @@ class ChatConfig(Section):
     train_on: tuple[str, ...] = Field(
         ("assistant",), min_length=1, description="roles whose messages carry loss"
     )
+    weights: bool = Field(
+        False,
+        description="messages may have weights of hundredths, from 0 to 2.54; false: only 0 and 1",
+    )
     long_rows: Literal["leave_out", "cut"] = Field(
         "leave_out", description="what happens to a row that is longer than `data.sequence_length`"
     )
@@ -108,7 +112,9 @@ class DataConfig(Section):
     chat: ChatConfig = ChatConfig()
     sequence_length: int = Field(256, ge=2, description="tokens of one sample")
     attention: Branch[Literal["full", "document"]] = Field(
-        "full", description="document: a token attends to its own document only"
+        "full",
+        description="document: a token attends to its own document only, without a mask of the "
+        "row (docs/models.md)",
     )
     validation_fraction: float = Field(0.01, ge=0, lt=1, description="share of documents, by hash")
     deduplicate: bool | Literal["within_source"] = Field(

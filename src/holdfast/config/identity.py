@@ -38,6 +38,7 @@ LATER_KEYS = (
     "branch_of",
     "data.chat.long_rows",
     "data.chat.train_on",
+    "data.chat.weights",
     "lora.adapter_checksum",
     "lora.alpha",
     "lora.base_checksum",
@@ -71,6 +72,7 @@ LATER_KEYS = (
     "task.parameters",
     "task.samples",
     "task.source",
+    "train.deterministic",
     "train.optimizer.adamw_for",
     "train.optimizer.adjust_rate",
     "train.optimizer.args",
@@ -238,7 +240,7 @@ def refuse_other_run(
         return
     if any(d.key == "task.source" for d in found) and config.task.name == _stored_task(stored):
         raise RunFolderError(
-            f"this run was started with another source of task {config.task.name}",
+            f"this run was started with another source of {config.task.label}",
             where=folder,
             remedy="put the task's files back, or start over with --fresh",
         )

@@ -14,6 +14,7 @@ from holdfast.config.fields import as_path, field_at
 from holdfast.config.identity import SCHEDULE_STEPS
 from holdfast.config.load import LoadedConfig
 from holdfast.config.logging import MlflowConfig, WandbConfig
+from holdfast.config.task import SCRIPT_TASK
 
 
 def find_without_effect(loaded: LoadedConfig) -> list[str]:
@@ -167,10 +168,13 @@ def _of_the_decoder(loaded: LoadedConfig) -> Iterator[Finding]:
     unused = ("model",) if task.reads_tokens and task.parameters else ("model", "data")
     for key in loaded.origins:
         if key.split(".")[0] in unused and _given(loaded, key):
-            yield key, f"has no effect on task {task.name}", "remove it"
+            yield key, f"has no effect on {task.label}", "remove it"
     if task.has_own_data and not task.validation and _given(loaded, "train.evaluate.every"):
-        problem = f"has no effect, as task {task.name} has no validation samples"
-        yield "train.evaluate.every", problem, "remove it, or return samples from validation()"
+        problem = f"has no effect, as {task.label} has no validation samples"
+        remedy = "return samples from validation()"
+        if task.name == SCRIPT_TASK:
+            remedy = "call run.validate() in it"
+        yield "train.evaluate.every", problem, f"remove it, or {remedy}"
 
 
 def _switched_off(loaded: LoadedConfig) -> Iterator[Finding]:

@@ -36,24 +36,30 @@ class Slot:
     """One tensor that an optimizer keeps for a parameter.
 
     rule: its shape. of: the parameters that have it. MATRICES have two dims or more, VECTORS one.
-    HIDDEN are the matrices that Muon updates, REST is all that it does not.
+    HIDDEN are the matrices that Muon updates, REST is all that it does not. only: the names of
+    those parameters, if a script has several optimizers or groups that differ; "" for all.
     """
 
     name: str
     rule: str = ELEMENTWISE
     of: str = ALL
+    only: str = ""
+
+    def is_of(self, parameter: str) -> bool:
+        """Return True if `only` does not rule the parameter out."""
+        return not self.only or f",{parameter}," in f",{self.only},"
 
     @property
     def text(self) -> str:
-        return f"{self.name} {self.rule} {self.of}"
+        return f"{self.name} {self.rule} {self.of} {self.only}".rstrip()
 
     @staticmethod
     def of_text(text: str) -> Slot:
         """Raises ValueError for what `text` did not write."""
-        name, rule, of = text.split(" ")
+        name, rule, of, only = (text if text.count(" ") > 2 else f"{text} ").split(" ", 3)
         if rule not in (*DECLARED, STEP, COUNT) or of not in OWNERS:
             raise ValueError(f"{text!r} is no slot")
-        return Slot(name, rule, of)
+        return Slot(name, rule, of, only)
 
 
 @dataclass(frozen=True)

@@ -91,7 +91,7 @@ class RunConfig(Section):
         """What is trained if only rows can cut it, as the subject of a sentence; "" for the
         decoder, which has a sharding table."""
         if self.task.name:
-            return f"task {self.task.name}"
+            return self.task.label
         return "lora" if self.lora.rank else ""
 
     @property

@@ -10,6 +10,8 @@ from holdfast.config.base import Section
 from holdfast.config.change import InPlace
 from holdfast.errors import ConfigError
 
+SCRIPT_TASK = "holdfast.tasks.script:Script"
+"""The task of a run whose loop is a script."""
 TASK_NAME = r"^([A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*)?$"
 
 
@@ -34,9 +36,25 @@ class TaskConfig(Section):
     validation: InPlace[int] = Field(
         0, ge=0, description="samples of the task's validation data (planned)"
     )
+    flops: InPlace[float] = Field(
+        0.0, ge=0, description="FLOPs of training for a weight of 1; 0: not known (planned)"
+    )
     parameters: tuple[str, ...] = Field(
         (), description="the task's parameters: name, shape, marks (planned)"
     )
+
+    @property
+    def label(self) -> str:
+        """What is trained, in a sentence."""
+        is_script = self.name == SCRIPT_TASK
+        return f"the script {self.args.get('script')}" if is_script else f"task {self.name}"
+
+    @property
+    def other_run_command(self) -> str:
+        """The command that begins another run of the same task."""
+        if self.name == SCRIPT_TASK:
+            return f"holdfast run {self.args.get('script')} --folder NEW"
+        return "holdfast train RUN.yaml folder=NEW"
 
     @property
     def has_own_data(self) -> bool:
@@ -60,7 +78,7 @@ def refuse_file_of_task(task: TaskConfig, what: str) -> None:
     what: the subject of the sentence."""
     if task.name:
         raise ConfigError(
-            f"{what} is for the built-in decoder, and this run file trains {task.name}",
+            f"{what} is for the built-in decoder, and this run file trains {task.label}",
             where="task",
             remedy="name a run file without task",
         )
@@ -71,7 +89,7 @@ def refuse_task(task: TaskConfig, what: str) -> None:
     subject of the sentence."""
     if task.name:
         raise ConfigError(
-            f"{what} is for the built-in decoder, and this run trains {task.name}",
+            f"{what} is for the built-in decoder, and this run trains {task.label}",
             where="task",
             remedy="read its parameters with holdfast.open_checkpoint (docs/python.md)",
         )

@@ -76,8 +76,10 @@ class TrainConfig(Section):
         2, ge=1, le=MAX_MICROBATCHES, description="samples of one logical microbatch"
     )
     batch_warmup: Branch[tuple[BatchStage, ...]] = ()
-    precision: Branch[Literal["fp32", "float64", "bf16"]] = Field(
-        "fp32", description="bf16: fp32 parameters, bf16 compute, fp32 reduction"
+    precision: Branch[Literal["fp32", "float64", "bf16", "fp16"]] = Field(
+        "fp32",
+        description="bf16: fp32 parameters, bf16 compute, fp32 reduction; fp16: the same in "
+        "float16, with a loss scale that adapts itself",
     )
     compile: Branch[bool] = Field(False, description="torch.compile of each block")
     recompute: InPlace[Recompute] = Field(
@@ -85,6 +87,9 @@ class TrainConfig(Section):
         description="what is run again in the backward pass, so that less is kept; the curve stays "
         "the same. full: each block, of which the input is kept; selective: all of it but the "
         "products with weights",
+    )
+    deterministic: Branch[bool] = Field(
+        True, description="on an accelerator, only kernels that give the same bits each time"
     )
     optimizer: OptimizerConfig = OptimizerConfig()
     schedule: Branch[ScheduleConfig] = ScheduleConfig()

@@ -18,6 +18,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Literal
 
 from holdfast.core.sharding.parameters import count_parameters
+from holdfast.core.sharding.state_table import MIXED
 
 if TYPE_CHECKING:  # the mover has no use for pydantic
     from holdfast.config.model import ModelConfig
@@ -29,8 +30,17 @@ CONVENTIONS: dict[Convention, str] = {
     "causal": "6 N + 6 L H h S, causal attention halved (Megatron)",
 }
 
-# Dense peaks in FLOP/s, from the makers' data sheets (never the figures with 2:4 sparsity).
-_BF16_PEAKS: dict[str, float] = {
+TASK = "task"
+FORMULAS: dict[str, str] = {
+    "full": CONVENTIONS["full"],
+    "causal": CONVENTIONS["causal"],
+    TASK: "as the task's flops() says, for a weight of 1",
+}
+"""Of `run_flops_per_token`."""
+
+# Dense peaks in FLOP/s of bf16 and fp16, which are alike. From the makers' data sheets (never the
+# figures with 2:4 sparsity).
+_HALF_PEAKS: dict[str, float] = {
     "GB200": 2.5e15,
     "B200": 2.25e15,
     "H200": 989e12,
@@ -68,18 +78,20 @@ def flops_per_token(model: ModelConfig, sequence: int, convention: Convention) -
 def dense_peak(device: str, precision: str) -> float | None:
     """Return a device's peak dense FLOP/s by its reported name ("NVIDIA H100 80GB HBM3"). It is
     that of the run file's precision. None if no figure is known: then no utilisation is quoted."""
-    if precision != "bf16":
+    if precision not in MIXED:
         return None
-    for name, peak in _BF16_PEAKS.items():
+    for name, peak in _HALF_PEAKS.items():
         if all(word.lower() in device.lower() for word in name.split()):
             return peak
     return None
 
 
 def run_flops_per_token(config: RunConfig) -> dict[str, float]:
-    """FLOPs of one training token by each convention. Nothing is known of a task's module, and the
-    formulas do not hold for a frozen base."""
-    if config.without_table:
+    """FLOPs of one training token by each convention. Those of a task are known if it says so, and
+    the formulas do not hold for a frozen base."""
+    if config.task.flops and not config.lora.rank:
+        return {TASK: config.task.flops}
+    if config.without_table or not config.model.vocab_size:
         return {}
     length = config.data.sequence_length
     return {str(name): flops_per_token(config.model, length, name) for name in CONVENTIONS}

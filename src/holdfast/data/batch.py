@@ -33,6 +33,8 @@ from holdfast.config.data import DataConfig
 from holdfast.config.train import TrainConfig
 from holdfast.core.data.sample_order import BatchSchedule, SampleOrder
 from holdfast.core.data.skips import Skips
+from holdfast.core.data.target_weights import add_weights, total_weight
+from holdfast.core.weights import shortest
 from holdfast.data.baselines import MAX_TOKENS, TokenCounts, bits_per_byte
 from holdfast.data.dataset import Dataset, TokenStream
 from holdfast.data.packing import PackedSamples
@@ -48,16 +50,17 @@ MASKED_TARGET = -100  # torch's cross entropy leaves such targets out
 class Microbatch:
     """Samples as the model takes them, and what the ledger says of them.
 
-    inputs, targets: int64 [B, S]. documents: int32 [B, S], numbered from 0 in each sample, or
-    None if attention does not stop at documents. tokens: targets that carry loss. entries:
-    ledger entries as in `events.BatchFed`.
+    inputs, targets: int64 [B, S]; with `data.chat.weights` targets have their weights
+    (`core.data.target_weights`). documents: int32 [B, S], numbered from 0 in each sample, or
+    None if attention does not stop at documents. tokens: targets that carry loss, or the sum of
+    their weights. entries: ledger entries as in `events.BatchFed`.
     """
 
     inputs: NDArray[np.int64]
     targets: NDArray[np.int64]
     documents: NDArray[np.int32] | None
     entries: list[dict[str, Any]]
-    tokens: int
+    tokens: float
 
 
 @dataclass(frozen=True)
@@ -65,7 +68,7 @@ class ValidationSet:
     """Validation samples in fixed order, cut into microbatches; tokens: targets with loss."""
 
     microbatches: list[Microbatch]
-    tokens: int
+    tokens: float
     tokens_per_byte: float
 
     @property
@@ -96,7 +99,7 @@ class Batches:
         self.document_attention = data.attention == "document"
         stages = [(stage.from_step, stage.batch_size) for stage in train.batch_warmup]
         self.schedule = BatchSchedule(train.batch_size, stages)
-        self._long_rows = data.chat.long_rows
+        self._long_rows, self._is_weighted = data.chat.long_rows, data.chat.weights
         self._streams = dataset.streams("train")
         self.packed = self._pack(self._streams)
         weights = _weights(dataset, data)
@@ -181,7 +184,7 @@ class Batches:
             self._gather(streams, packed, source[at : at + size], sample[at : at + size])
             for at in range(0, count, size)
         ]
-        tokens = sum(batch.tokens for batch in out)
+        tokens = shortest(sum(batch.tokens for batch in out))
         return ValidationSet(out, tokens, self.dataset.tokens_per_byte("validation"))
 
     def validation_baselines(self, samples: int) -> dict[str, float] | None:
@@ -249,18 +252,24 @@ class Batches:
         ended = inputs == end
         for row, last in ends.items():
             ended[row] = _padded(last, length)
-            targets[row, ~_padded(carries[row][1:] > 0, length)] = MASKED_TARGET
+            bytes_of_row = _padded(carries[row][1:], length)
+            if self._is_weighted:
+                targets[row] = add_weights(targets[row], bytes_of_row)
+            targets[row, bytes_of_row == 0] = MASKED_TARGET
         targets[ended | (np.arange(1, length + 1) >= held[:, None])] = MASKED_TARGET
         documents = None
         if self.document_attention:
             documents = np.zeros(inputs.shape, dtype=np.int32)
             np.cumsum(ended[:, :-1], axis=1, out=documents[:, 1:])
-        return Microbatch(inputs, targets, documents, [], int((targets != MASKED_TARGET).sum()))
+        tokens = (
+            total_weight(targets) if self._is_weighted else int((targets != MASKED_TARGET).sum())
+        )
+        return Microbatch(inputs, targets, documents, [], tokens)
 
 
-def _padded(flags: NDArray[np.bool_], length: int) -> NDArray[np.bool_]:
-    """[n] -> [length], the rest False"""
-    out = np.zeros(length, dtype=np.bool_)
+def _padded(flags: NDArray[Any], length: int) -> NDArray[Any]:
+    """[n] -> [length], the rest zeros"""
+    out = np.zeros(length, dtype=flags.dtype)
     out[: len(flags)] = flags[:length]
     return out
 

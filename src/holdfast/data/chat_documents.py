@@ -12,7 +12,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from holdfast.core.json_parsing import parse_json
@@ -23,6 +23,7 @@ from holdfast.data.text_sources import clean_text
 from holdfast.errors import DataError
 
 REPLY = "assistant"
+PROMPTS = ("system", "developer", "user")
 SHOWN = 60  # characters of a text in a refusal
 TAIL = 40  # characters of a reply that must be found in the text
 NO_REPLY = "have no message to train on"
@@ -35,16 +36,18 @@ class ChatFormat:
     """How the rows of a run's chat sources become text. JSON-safe.
 
     template: "" if no row needs one. variables: what the template knows of the tokenizer.
-    special: spellings of special tokens. train_on: roles whose messages carry loss.
+    special: spellings of special tokens. train_on: roles whose messages carry loss. weights:
+    whether messages may have weights other than 0 and 1.
     """
 
     template: str
     variables: tuple[tuple[str, str], ...]
     special: tuple[str, ...]
     train_on: tuple[str, ...]
+    weights: bool = False
 
     def to_json(self) -> dict[str, Any]:
-        return asdict(self)
+        return {key: value for key, value in asdict(self).items() if key != "weights" or value}
 
     @staticmethod
     def from_json(value: Mapping[str, Any]) -> ChatFormat:
@@ -53,27 +56,32 @@ class ChatFormat:
             tuple((str(k), str(v)) for k, v in value["variables"]),
             tuple(value["special"]),
             tuple(value["train_on"]),
+            bool(value.get("weights")),
         )
 
 
 @dataclass(frozen=True)
 class ChatDocument:
-    """text: as it is tokenised. trained: its parts that carry loss. is_framed: a begin token comes
+    """text: as it is tokenised. trained: its parts that carry loss. weights: the byte of each part
+    (`core.data.target_weights`); none: each counts once. is_framed: a begin token comes
     before the text, and the end token, which is trained, after it."""
 
     text: str
     trained: tuple[Span, ...]
     is_framed: bool = False
+    weights: tuple[int, ...] = ()
 
     def encode(self) -> str:
         """One text for all of it: what is hashed and compared."""
-        return json.dumps(asdict(self), ensure_ascii=False, sort_keys=True)
+        value = {key: said for key, said in asdict(self).items() if key != "weights" or said}
+        return json.dumps(value, ensure_ascii=False, sort_keys=True)
 
     @staticmethod
     def decode(text: str) -> ChatDocument:
         value = parse_json(text)
         spans = tuple((int(a), int(b)) for a, b in value["trained"])
-        return ChatDocument(value["text"], spans, bool(value["is_framed"]))
+        weights = tuple(int(byte) for byte in value.get("weights", ()))
+        return ChatDocument(value["text"], spans, bool(value["is_framed"]), weights)
 
 
 class ChatReader:
@@ -108,10 +116,17 @@ class ChatReader:
         trained = [
             place
             for place, message in enumerate(found.messages)
-            if message["role"] in self._format.train_on and place not in found.untrained
+            if message["role"] in self._format.train_on and found.weights.get(place) != 0
         ]
         if not trained:
             return None
+        weights = tuple(found.weights.get(place, 1) for place in trained)
+        if max(weights) > 1 and not self._format.weights:
+            raise DataError(
+                "a message has a weight other than 0 and 1",
+                where=where,
+                remedy="use 1, or 0 for one without loss, or set data.chat.weights=true",
+            )
         if not self._format.template:
             raise DataError(
                 "the row has messages, and the tokenizer's folder has no chat template",
@@ -121,7 +136,9 @@ class ChatReader:
         template = compiled(self._format.template, self._format.variables)
         spans = _Spans(template, found, self._format, where)
         marked = template.marks_replies and self._format.train_on == (REPLY,)
-        return spans.marked(trained) if marked else spans.derived(trained)
+        document = spans.marked(trained) if marked else spans.derived(trained)
+        spans.require_prompts()
+        return replace(document, weights=weights) if max(weights) > 1 else document
 
 
 class _Spans:
@@ -134,6 +151,17 @@ class _Spans:
         self._messages, self._tools = conversation.messages, conversation.tools
         self._full = template.render(self._messages, where, tools=self._tools)
 
+    def require_prompts(self) -> None:
+        """Raises DataError for a message that the template leaves out."""
+        text = _without_spaces(self._full.text)
+        for place, message in enumerate(self._messages):
+            content = message["content"]
+            if message["role"] in PROMPTS and _without_spaces(content) not in text:
+                raise self._refusal(
+                    f"the template leaves out message {place + 1} of the role {message['role']}, "
+                    f"or a part of it: {content[:SHOWN]!r}"
+                )
+
     def marked(self, trained: list[int]) -> ChatDocument:
         """By `{% generation %}`."""
         text, marked = self._full.text, self._full.marked
@@ -145,7 +173,7 @@ class _Spans:
             )
         chosen = []
         for place, (start, stop) in zip(replies, marked, strict=True):
-            self._require_tail(place, text[start:stop], "between {% generation %} and its end")
+            self._require_reply(place, text[start:stop], "between {% generation %} and its end")
             if place in trained:
                 chosen.append((start, stop))
         return ChatDocument(text, tuple(chosen))
@@ -177,7 +205,7 @@ class _Spans:
 
     def _check_reply(self, place: int, part: str) -> None:
         """The reply is there, and its header is not: that comes from the prompt."""
-        self._require_tail(place, part, "in its place")
+        self._require_reply(place, part, "in its place")
         content = self._messages[place]["content"].strip()
         at = part.find(content) if content else -1
         header = part[: max(at, 0)]
@@ -188,13 +216,19 @@ class _Spans:
                 "template does not begin a reply when add_generation_prompt is true"
             )
 
-    def _require_tail(self, place: int, part: str, what: str) -> None:
-        """A template may leave out the thoughts of a reply, but not its end."""
+    def _require_reply(self, place: int, part: str, what: str) -> None:
+        """A template may leave out the thoughts of an earlier reply, and nothing else."""
         content = self._messages[place]["content"].strip()
         if content[-TAIL:].strip() not in part:
             raise self._refusal(
                 f"the reply in message {place + 1} ends with {content[-TAIL:]!r}, which is not "
                 f"{what}: {part[:SHOWN]!r}"
+            )
+        is_last = place == len(self._messages) - 1
+        if is_last and _without_spaces(content) not in _without_spaces(part):
+            raise self._refusal(
+                f"the template leaves out a part of the reply in message {place + 1}: of "
+                f"{content[:SHOWN]!r} it keeps {part[:SHOWN]!r}"
             )
 
     def _not_a_beginning(self, place: int, part: str, what: str) -> DataError:
@@ -215,6 +249,10 @@ class _Spans:
         return DataError(what, where=self._where, remedy=remedy)
 
 
+def _without_spaces(text: str) -> str:
+    return "".join(text.split())
+
+
 def _completion(found: Completion) -> ChatDocument | None:
     if not found.completion.strip():
         return None
@@ -227,7 +265,7 @@ def _cleaned(found: Conversation | Completion, where: str) -> Conversation | Com
     if isinstance(found, Completion):
         return Completion(_clean(found.prompt, where), _clean(found.completion, where))
     messages = tuple({k: _clean(v, where) for k, v in m.items()} for m in found.messages)
-    return Conversation(messages, found.untrained, _clean(found.tools, where))
+    return Conversation(messages, found.weights, _clean(found.tools, where))
 
 
 def _clean(value: Any, where: str) -> Any:

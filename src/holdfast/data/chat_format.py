@@ -38,6 +38,7 @@ def read_chat_format(config: DataConfig) -> ChatFormat | None:
         tuple(sorted(_variables(tokenizer, path).items())),
         tuple(sorted(special_tokens(tokenizer))),
         config.chat.train_on,
+        config.chat.weights,
     )
 
 
@@ -50,7 +51,8 @@ def compile_template(chat: ChatFormat) -> None:
 def chat_settings(chat: ChatFormat) -> dict[str, Any]:
     """What of it decides the content of a dataset."""
     template = {"text": chat.template, "variables": dict(chat.variables)}
-    return {"template": checksum(canonical_json(template)), "train_on": list(chat.train_on)}
+    found = {"template": checksum(canonical_json(template)), "train_on": list(chat.train_on)}
+    return found | ({"weights": True} if chat.weights else {})
 
 
 def special_tokens(tokenizer: Tokenizer) -> dict[str, int]:

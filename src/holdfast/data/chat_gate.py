@@ -1,8 +1,9 @@
 """The last look at chat data before a dataset is made of it: what is trained, and what is not.
 
 A wrong template or mask leaves the loss curve fine and the model useless. So a set is refused in
-which nothing or everything carries loss, or no reply teaches the model to stop. One sample is shown
-with its mask.
+which everything carries loss, or no reply teaches the model to stop. One sample is shown with its
+mask. (Rows of which no token carries loss are left out before this, and a set of such rows alone is
+refused there.)
 """
 
 from __future__ import annotations
@@ -41,8 +42,6 @@ def check_masks(
     ids, mask = sample
     share = counts.targets / max(counts.tokens - counts.documents, 1)
     shown = show_masked(ids, mask, tokenizer)
-    if not counts.targets:
-        raise _refusal(name, "nothing carries loss", "look at data.chat.train_on", shown)
     if share >= 1:
         raise _refusal(
             name,
@@ -83,9 +82,10 @@ def show_masked(
     ids: NDArray[Any], mask: NDArray[Any], tokenizer: Tokenizer, limit: int | None = SHOWN
 ) -> str:
     """The text of a row; the parts that carry loss are in double brackets."""
-    edges = np.flatnonzero(np.diff(mask.astype(np.int8))) + 1
+    carries = mask > 0
+    edges = np.flatnonzero(np.diff(carries.astype(np.int8))) + 1
     parts = []
-    for piece, flags in zip(np.split(ids, edges), np.split(mask, edges), strict=True):
+    for piece, flags in zip(np.split(ids, edges), np.split(carries, edges), strict=True):
         if len(piece):
             text = tokenizer.decode([int(i) for i in piece], skip_special_tokens=False)
             parts.append(f"[[{text}]]" if flags[0] else text)

@@ -56,8 +56,10 @@ class ChatPreparation:
 
     @property
     def dataset_format(self) -> int:
-        """A dataset of texts alone can be read by older programs."""
-        return 1 if self.format is None else FORMAT
+        """A dataset of texts alone, or without weights, can be read by older programs."""
+        if self.format is None:
+            return 1
+        return FORMAT if self.format.weights else FORMAT - 1
 
     def left_out(self, plan: SourcePlan, path_of: PathOf) -> Iterator[str]:
         """A line about the rows that a source leaves out."""

@@ -9,9 +9,10 @@ prompt        {"prompt", "completion"}: two texts, or two lists of messages
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
+from holdfast.core.data.target_weights import byte_of
 from holdfast.errors import DataError
 
 SHAREGPT_ROLES = {
@@ -29,11 +30,12 @@ SHAREGPT_ROLES = {
 
 @dataclass(frozen=True)
 class Conversation:
-    """Messages with `role` and `content`. untrained: places of those that carry no loss whatever
-    their role. tools: what the row says of tools, for the template."""
+    """Messages with `role` and `content`. weights: place -> byte of its weight
+    (`core.data.target_weights`), of those that do not count once. tools: what the row says of
+    tools, for the template."""
 
     messages: tuple[dict[str, Any], ...]
-    untrained: frozenset[int] = frozenset()
+    weights: Mapping[int, int] = field(default_factory=dict)
     tools: Any = None
 
 
@@ -104,17 +106,20 @@ def _message(given: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 def _messages(row: Mapping[str, Any], field: str, where: str) -> Conversation:
     given = _list(row, field, where)
-    untrained = set()
+    weights = {}
     for place, message in enumerate(given):
         weight = message.get("weight")
-        if weight not in (None, 0, 1):
+        byte = 1 if weight is None else byte_of(weight)
+        if byte is None:
             raise _refusal(
-                f"a message has weight {weight!r}", where, "use 1, or 0 for one without loss"
+                f"a message has weight {weight!r}",
+                where,
+                "use 1, 0 for one without loss, or with data.chat.weights hundredths up to 2.54",
             )
-        if weight == 0:
-            untrained.add(place)
+        if byte != 1:
+            weights[place] = byte
     messages = tuple(_message(message, where) for message in given)
-    return Conversation(messages, frozenset(untrained), row.get("tools"))
+    return Conversation(messages, weights, row.get("tools"))
 
 
 def _sharegpt(row: Mapping[str, Any], field: str, where: str) -> Conversation:
@@ -157,9 +162,9 @@ def _prompt(row: Mapping[str, Any], field: str, where: str) -> Conversation | Co
     if isinstance(row.get("prompt"), list):
         first = _messages(row, "prompt", where).messages
         then = _messages(row, "completion", where)
-        late = {place + len(first) for place in then.untrained}
-        untrained = frozenset({*range(len(first)), *late})
-        return Conversation((*first, *then.messages), untrained, row.get("tools"))
+        weights = dict.fromkeys(range(len(first)), 0)
+        weights |= {place + len(first): byte for place, byte in then.weights.items()}
+        return Conversation((*first, *then.messages), weights, row.get("tools"))
     return Completion(_text(row, "prompt", where), _text(row, "completion", where))
 
 

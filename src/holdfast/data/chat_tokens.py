@@ -26,7 +26,8 @@ class SpecialEncoder(Protocol):
 
 @dataclass(frozen=True)
 class ChatTokens:
-    """ids: [tokens]. mask: uint8 [tokens], 1 for each token that is a target with loss."""
+    """ids: [tokens]. mask: uint8 [tokens], above 0 for each token that is a target with loss
+    (`core.data.target_weights`)."""
 
     ids: NDArray[np.int64]
     mask: NDArray[np.uint8]
@@ -35,7 +36,7 @@ class ChatTokens:
     @property
     def targets(self) -> int:
         """A document's first token has nothing before it, so it is no target."""
-        return int(self.mask[1:].sum())
+        return int(np.count_nonzero(self.mask[1:]))
 
     def stops(self, stop: Sequence[int]) -> bool:
         """Return True if the last trained part has a token that ends a reply."""
@@ -96,9 +97,10 @@ def _masked(document: ChatDocument, encoding: Any, begin: int | None, end: int) 
     ids = np.array(encoding.ids, dtype=np.int64)
     starts, stops = _extents(encoding.offsets)
     mask = np.zeros(len(ids), dtype=np.uint8)
-    for span in document.trained:
-        mask[_touching(starts, stops, span)] = 1
-    size = _bytes(document.text, starts, stops, mask)
+    weights = document.weights or (1,) * len(document.trained)
+    for span, weight in zip(document.trained, weights, strict=True):
+        mask[_touching(starts, stops, span)] = weight
+    size = _bytes(document.text, starts, stops, mask > 0)
     if document.is_framed:
         first = [] if begin is None else [begin]
         ids = np.concatenate((first, ids, [end])).astype(np.int64)
@@ -122,7 +124,7 @@ def _touching(starts: NDArray[np.int64], stops: NDArray[np.int64], span: Span) -
 
 
 def _bytes(
-    text: str, starts: NDArray[np.int64], stops: NDArray[np.int64], mask: NDArray[np.uint8]
+    text: str, starts: NDArray[np.int64], stops: NDArray[np.int64], mask: NDArray[np.bool_]
 ) -> int:
     """UTF-8 bytes of the text that the trained tokens stand for."""
     edges = np.flatnonzero(np.diff(np.concatenate(([0], mask, [0]))))

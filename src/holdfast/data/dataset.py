@@ -20,7 +20,7 @@ from holdfast.data.files import canonical_json, checksum, file_checksum
 from holdfast.data.shards import Shard
 from holdfast.errors import DataError
 
-FORMAT = 2
+FORMAT = 3
 """The newest format that this program reads. A dataset without chat data is written in format 1."""
 
 MANIFEST = "manifest.json"

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 from tokenizers import Tokenizer
 
+from holdfast.core.data.target_weights import target_ids
 from holdfast.data.batch import MASKED_TARGET, Batches, Microbatch
 from holdfast.data.chat_gate import show_masked
 from holdfast.data.dataset import Dataset
@@ -48,7 +49,7 @@ def mask_shares(batches: Batches) -> dict[str, Any]:
     padding) among the first samples of the run."""
     start, stop = 0, min(MASK_SAMPLES, sum(batches.order.sizes))
     batch = batches.read_samples(start, stop)
-    total, documents = batch.targets.size, 1.0
+    documents = 1.0
     if batch.documents is not None:
         documents = float(batch.documents.max(axis=1).mean()) + 1.0
     else:
@@ -57,14 +58,14 @@ def mask_shares(batches: Batches) -> dict[str, Any]:
     return {
         "samples": dict(zip(batches.dataset.source_names, batches.order.sizes, strict=True)),
         "sequence_length": batches.sequence_length,
-        "masked_share": 1.0 - batch.tokens / total,
+        "masked_share": float((batch.targets == MASKED_TARGET).mean()),
         "documents_per_sample": documents,
     }
 
 
 def _render_rows(batch: Microbatch, tokenizer: Tokenizer) -> str:
     """A packed sample, row by row."""
-    inputs, targets = batch.inputs[0], batch.targets[0]
+    inputs, targets = batch.inputs[0], target_ids(batch.targets[0])
     assert batch.documents is not None
     edges = np.flatnonzero(np.diff(batch.documents[0])) + 1
     rows = []

@@ -31,7 +31,7 @@ class TensorMicrobatch:
     targets: torch.Tensor
     documents: torch.Tensor | None
     entries: list[dict[str, Any]]
-    tokens: int
+    tokens: float
     key: int | None = None
 
 
@@ -42,7 +42,7 @@ class LoadedMicrobatch(Protocol):
     def entries(self) -> list[dict[str, Any]]: ...
 
     @property
-    def tokens(self) -> int: ...
+    def tokens(self) -> float: ...
 
 
 M = TypeVar("M", bound=LoadedMicrobatch)
@@ -61,7 +61,7 @@ class StepBatch(Generic[M]):
         return [entry for microbatch in self.microbatches for entry in microbatch.entries]
 
     @property
-    def tokens(self) -> int:
+    def tokens(self) -> float:
         return sum(microbatch.tokens for microbatch in self.microbatches)
 
 

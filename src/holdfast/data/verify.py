@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from holdfast.core.data.permutation import Permutation
-from holdfast.data.dataset import REMAKE_REMEDY, Dataset, file_checksum_or_none
+from holdfast.data.dataset import FORMAT, REMAKE_REMEDY, Dataset, file_checksum_or_none
 from holdfast.data.shards import Shard
 from holdfast.errors import DataError
 
@@ -62,7 +62,7 @@ def _shard_inconsistencies(dataset: Dataset, shard: Shard) -> list[str]:
     if shard.mask_xxh3:  # documents end as the template ends them
         ends = np.sort(starts[1:])
         mask = np.fromfile(dataset.folder / shard.mask_path, dtype=np.uint8)
-        if int(mask.max()) > 1:
+        if int(mask.max()) > 1 and dataset.manifest["format"] < FORMAT:
             return [f"{dataset.folder / shard.mask_path}: a weight is neither 0 nor 1"]
     else:
         ends = np.flatnonzero(tokens == dataset.end) + 1

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
     from holdfast.model.decoder import Decoder
+    from holdfast.model.generate import OpenSession
 
 Used = TypeVar("Used")
 MAX_READ_ATTEMPTS = 5  # to read a checkpoint before the continuing run removes it
@@ -214,7 +215,7 @@ def write_folder(
     template = run.dataset_folder / TEMPLATE_FILE
     chat_template = template if tokenizer is not None and template.is_file() else None
     cast = None if dtype is None else getattr(torch, dtype)
-    if run.config.task.name == TRANSFORMERS_TASK and not run.config.lora.rank:
+    if _is_of_transformers(run):
         from holdfast.tasks.huggingface_export import export_causal_lm
 
         weights = CheckpointWeights(run, checkpoint)
@@ -229,7 +230,13 @@ def write_folder(
             chat_template=chat_template,
         )
         return
-    refuse_task(run.config.task, "an export in Hugging Face's form")
+    if run.config.task.name and not run.config.lora.rank:
+        from holdfast.tasks.task_export import export_task
+
+        parameters = CheckpointWeights(run, checkpoint)
+        export_task(to, run.config.task, parameters, dtype=cast, shard_bytes=shard_bytes)
+        return
+    refuse_task(run.config.task, "merging adapters")
     tokens = None
     if tokenizer is not None:
         tokens = dataset_tokens(run.dataset_folder, load_tokenizer(tokenizer))
@@ -257,6 +264,21 @@ class Sampling:
     seed: int = 0
 
 
+def _is_of_transformers(run: Run) -> bool:
+    """Whether the run trains all of a model of transformers."""
+    return run.config.task.name == TRANSFORMERS_TASK and not run.config.lora.rank
+
+
+def _open_model(run: Run, checkpoint: Checkpoint) -> Decoder | OpenSession:
+    """What `generate` continues a text with."""
+    if not _is_of_transformers(run):
+        return load_decoder(run, checkpoint)
+    from holdfast.tasks.huggingface_export import open_causal_lm
+
+    weights = CheckpointWeights(run, checkpoint)
+    return open_causal_lm(run.config.task, weights.names, weights.whole)
+
+
 def _as_chat(folder: Path, prompt: str) -> str:
     """A prompt as a user's message, up to where the reply begins."""
     known = read_manifest(folder).get("chat")
@@ -280,7 +302,8 @@ def continuations(
 
     from holdfast.model.generate import generate
 
-    refuse_task(run.config.task, "generating text")
+    if not _is_of_transformers(run):
+        refuse_task(run.config.task, "generating text")
     path = run.dataset_folder / "tokenizer.json"
     if not path.is_file():
         raise DataError(
@@ -295,7 +318,7 @@ def continuations(
     if chat:
         prompts = [_as_chat(run.dataset_folder, prompt) for prompt in prompts]
         tokenizer.encode_special_tokens, begin = False, []  # the template writes special tokens
-    model = load_decoder(run, checkpoint)
+    model = _open_model(run, checkpoint)
     texts = []
     for prompt in prompts:
         if any(0xD800 <= ord(c) < 0xE000 for c in prompt):  # how Python carries other bytes

@@ -21,6 +21,7 @@ from holdfast.checkpoint.peers.client import run_identity
 from holdfast.checkpoint.peers.generation_floor import generation_floor
 from holdfast.config.load import LoadedConfig
 from holdfast.config.run import RunConfig
+from holdfast.config.task import SCRIPT_TASK
 from holdfast.data.dataset import Dataset
 from holdfast.elastic.agent.agent import NodeAgent, check_node_name
 from holdfast.elastic.event_log import Observer, Say
@@ -35,7 +36,6 @@ from holdfast.launch.process_limits import raise_open_files, refuse_low_limits
 from holdfast.launch.run_folder import refuse_in_use, run_hash
 from holdfast.launch.trackers import tracker_programs
 from holdfast.plan.planner import plan_layout
-from holdfast.tasks.ask import SCRIPT_TASK
 from holdfast.wire.http.sockets import address_of, bind_listener
 from holdfast.wire.secret import Secret, open_secret
 from holdfast.wire.store.run_store import FolderStore, RunStore

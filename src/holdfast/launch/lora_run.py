@@ -54,6 +54,14 @@ def with_lora(loaded: LoadedConfig, run_folder: Path | None) -> LoadedConfig:
     return loaded.with_planned(values, "the folder's")
 
 
+def with_joining_base(loaded: LoadedConfig) -> LoadedConfig:
+    """The base of a node that joins, compared before the node takes part: a worker that finds
+    another one ends the run. Raises UserError."""
+    if not loaded.config.lora.rank or loaded.config.task.name:
+        return loaded
+    return loaded.with_planned(_checked(loaded, "base", None), "the folder's")
+
+
 def describe_lora(config: RunConfig) -> list[str]:
     """A line about what is trained and what stays."""
     lora = config.lora

@@ -9,6 +9,7 @@ from fnmatch import fnmatchcase
 
 from holdfast.config.load import LoadedConfig
 from holdfast.config.optimizer import BUILT_IN, PLANNED_KEYS, OptimizerConfig
+from holdfast.config.task import SCRIPT_TASK
 from holdfast.core.sharding.run_table import run_parameters
 from holdfast.errors import ConfigError, TaskError
 from holdfast.tasks.ask import OPTIMIZER_KEY, describe_named
@@ -35,7 +36,8 @@ def with_named_parts(loaded: LoadedConfig) -> LoadedConfig:
 def described_parts(loaded: LoadedConfig, folder: str) -> LoadedConfig:
     """The same, whatever is there, for modules in `folder`."""
     train = loaded.config.train
-    if not (train.optimizer.is_class or train.schedule.is_function):
+    is_named = train.optimizer.is_class or train.schedule.is_function
+    if not is_named or loaded.config.task.name == SCRIPT_TASK:  # which keeps its own
         return loaded
     loaded = loaded.with_planned({"task.folder": os.path.abspath(folder)}, "the run file's folder")
     try:

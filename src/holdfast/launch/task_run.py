@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 
 from holdfast.config.load import LoadedConfig
+from holdfast.config.task import SCRIPT_TASK
 from holdfast.errors import ConfigError, TaskError
-from holdfast.tasks.ask import BASE_CHECKSUM, SCRIPT_TASK, describe_task
+from holdfast.tasks.ask import BASE_CHECKSUM, describe_task
 
-PLANNED_KEYS = ("source", "data", "samples", "validation", "parameters")
+PLANNED_KEYS = ("source", "data", "samples", "validation", "flops", "parameters")
 _GIVEN = ("file", "command line")  # kinds of origins
 _BY_OPTIMIZER = ("train.optimizer.", "train.schedule.")
+_OF_THE_DECODER = ("model.", "data.")
 _CLIP_NORM = "train.optimizer.clip_norm"  # no option of torch's optimizers
 
 
@@ -33,15 +35,28 @@ def with_task(loaded: LoadedConfig) -> LoadedConfig:
                 remedy="return the values from initial(), and remove lora.from and lora.base",
             )
     found = described(loaded, loaded.config.task.folder or loaded.base or ".")
-    for key, origin in loaded.origins.items():
-        decided = key.startswith(_BY_OPTIMIZER) and key != _CLIP_NORM
-        if decided and origin.kind in _GIVEN and loaded.config.task.name == SCRIPT_TASK:
+    if loaded.config.task.name == SCRIPT_TASK:
+        _refuse_keys_of_the_script(loaded)
+    return found
+
+
+def _refuse_keys_of_the_script(loaded: LoadedConfig) -> None:
+    """Raises ConfigError for a given key of something that a script has itself."""
+    given = [key for key, origin in loaded.origins.items() if origin.kind in _GIVEN]
+    for key in given:
+        if key.startswith(_BY_OPTIMIZER) and key != _CLIP_NORM:
             raise ConfigError(
                 f"{key} is decided by the script's optimizer",
                 where=loaded.where(key),
                 remedy="remove it, and change the script",
             )
-    return found
+        if key.startswith(_OF_THE_DECODER):
+            raise ConfigError(
+                f"{key} is for the built-in decoder and its texts: a script has a model and data "
+                "of its own",
+                where=loaded.where(key),
+                remedy="remove it",
+            )
 
 
 def described(loaded: LoadedConfig, folder: str) -> LoadedConfig:

@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from holdfast.config.model import ModelConfig
+from holdfast.model.documents import DocumentAttention, PackedDocuments, document_positions
 from holdfast.model.rotary import Rotary, RotaryTable, rotate
 
 
@@ -30,6 +31,10 @@ class LayerCache(Protocol):
         """Take those of new tokens, give those of all: each [B, S, K, h]."""
         ...
 
+
+Mask = Tensor | PackedDocuments | None
+"""[B | 1, 1, S, S'], true where a query sees a key. Or the documents that hide each other. None: a
+query sees all tokens before it."""
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
@@ -104,10 +109,10 @@ class Attention(nn.Module):
         self.o = Linear(query, model.dim, model.attention_bias == "qkvo")
 
     def forward(
-        self, x: Tensor, rotary: Rotary | None, mask: Tensor | None, cache: LayerCache | None = None
+        self, x: Tensor, rotary: Rotary | None, mask: Mask, cache: LayerCache | None = None
     ) -> Tensor:
-        """x: [B, S, D] -> [B, S, D]; mask: [B, 1, S, S'], true where a query sees a key. Without
-        `rotary`, positions do not enter."""
+        """x: [B, S, D] -> [B, S, D]. Without `rotary`, positions do not enter. A cache holds one
+        document, so packed documents do not go with it."""
         heads = (*x.shape[:-1], -1, self.head)
         q, k, v = self.q(x), self.k(x), self.v(x)
         if self.norm_all:
@@ -119,6 +124,9 @@ class Attention(nn.Module):
             q, k = rotate(q, rotary), rotate(k, rotary)  # q: [B, S, H, h]   k, v: [B, S, K, h]
         if cache is not None:
             k, v = cache.append(k, v)
+        if isinstance(mask, PackedDocuments):
+            mixed = mask.how.attend(q, k, v, mask, self._mix, self.scale)  # [B, S, H, h]
+            return self.o(mixed.flatten(2))  # type: ignore[no-any-return]
         mixed = self._mix(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), mask)
         return self.o(mixed.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
 
@@ -150,7 +158,8 @@ def softcapped_attention(
     if causal:
         mask = torch.ones(scores.shape[2:], dtype=torch.bool, device=q.device).tril()
     if mask is not None:
-        scores = scores.masked_fill(~mask, -torch.inf)
+        is_bias = mask.is_floating_point()
+        scores = scores + mask if is_bias else scores.masked_fill(~mask, -torch.inf)
     wide = torch.float64 if scores.dtype == torch.float64 else torch.float32
     return scores.softmax(-1, dtype=wide).to(v.dtype) @ v
 
@@ -191,7 +200,7 @@ class Block(nn.Module):
         self.ffn_post_norm = _norm(model, after, model.dim)
 
     def forward(
-        self, x: Tensor, rotary: Rotary | None, mask: Tensor | None, cache: LayerCache | None = None
+        self, x: Tensor, rotary: Rotary | None, mask: Mask, cache: LayerCache | None = None
     ) -> Tensor:
         """x: [B, S, D] -> [B, S, D]"""
         y = self.attention(_normed(self.attention_norm, x), rotary, mask, cache)
@@ -257,9 +266,9 @@ class AttentionContext(NamedTuple):
     blocks that attend within a window."""
 
     rotary: Rotary
-    mask: Tensor | None
+    mask: Mask
     window_rotary: Rotary
-    window_mask: Tensor | None
+    window_mask: Mask
 
 
 class Decoder(nn.Module):
@@ -281,6 +290,7 @@ class Decoder(nn.Module):
         own = model.windowed and model.window_rope_theta
         self.window_rotary = RotaryTable(model, windowed=True) if own else self.rotary
         self._windowed, self._unturned = set(model.windowed), set(model.no_rope_layers)
+        self.document_attention = DocumentAttention()
 
     def forward(
         self,
@@ -333,16 +343,21 @@ class Decoder(nn.Module):
         `mask` [B | 1, 1, S, S'] says which keys each token sees (none: all of them before it).
         """
         rows = tokens.shape[1] if positions is None else self.config.max_position
+        packed: PackedDocuments | None = None
         if documents is not None:
-            mask = document_mask(documents)
+            packed = self.document_attention.pack(documents)
             positions = document_positions(documents) if positions is None else positions
         rotary = self.rotary(rows, positions, like)
+        far, window = mask if packed is None else packed, self.config.window
         if not self._windowed:
-            return AttentionContext(rotary, mask, rotary, mask)
-        near = window_mask(mask, tokens.shape[1], self.config.window, tokens.device)
+            return AttentionContext(rotary, far, rotary, far)
+        if packed is not None:
+            near: Mask = packed.within(window, like.dtype)
+        else:
+            near = window_mask(mask, tokens.shape[1], window, tokens.device)
         own = self.window_rotary is not self.rotary
         turned = self.window_rotary(rows, positions, like) if own else rotary
-        return AttentionContext(rotary, mask, turned, near)
+        return AttentionContext(rotary, far, turned, near)
 
     def blocks(
         self, x: Tensor, context: AttentionContext, caches: Sequence[LayerCache] | None = None
@@ -380,13 +395,6 @@ class Decoder(nn.Module):
         return part.weight
 
 
-def document_mask(documents: Tensor) -> Tensor:
-    """True where a query may see a key: not later, same document.  [B, S] -> [B, 1, S, S]"""
-    length = documents.shape[1]
-    causal = torch.ones(length, length, dtype=torch.bool, device=documents.device).tril()
-    return ((documents[:, :, None] == documents[:, None, :]) & causal)[:, None]
-
-
 def window_mask(
     mask: Tensor | None, length: int, window: int, device: torch.device
 ) -> Tensor | None:
@@ -399,11 +407,3 @@ def window_mask(
     distance = index[keys - length :, None] - index  # [S, S']
     near = (distance < window)[None, None]
     return near & (distance >= 0) if mask is None else mask & near
-
-
-def document_positions(documents: Tensor) -> Tensor:
-    """Distance of each token from its document's first one in this row.  [B, S] -> [B, S]"""
-    index = torch.arange(documents.shape[1], device=documents.device).expand_as(documents)
-    first = torch.ones_like(documents, dtype=torch.bool)
-    first[:, 1:] = documents[:, 1:] != documents[:, :-1]
-    return index - torch.where(first, index, 0).cummax(dim=1).values

@@ -1,4 +1,4 @@
-"""Sampling from a decoder on one device, with cached keys and values.
+"""Sampling from a model on one device, with cached keys and values.
 
 The prompt is read once; after that each step feeds one token per row, whose query meets the keys
 of all tokens before it. Sampling is nucleus sampling (Holtzman et al. 2020): the smallest set of
@@ -9,6 +9,8 @@ generator keyed by (seed, "generate", n), so that the same call gives the same t
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -39,16 +41,32 @@ class KeyValueCache:
         return self._key[:, :end], self._value[:, :end]
 
 
+class TextSession(Protocol):
+    """A model and the tokens it has read."""
+
+    def read(self, tokens: Tensor) -> Tensor:
+        """tokens: [B, S], following those read before -> logits of the last one: [B, V]"""
+        ...
+
+
+OpenSession = Callable[[int], TextSession]
+"""Opens a session of at most so many tokens. Raises UserError for more than the model's."""
+
+
+def refuse_long_text(capacity: int, limit: int) -> None:
+    """Raises UserError for more tokens than the model has positions."""
+    if capacity > limit:
+        raise UserError(
+            f"{capacity} tokens are more than the model's {limit} positions",
+            remedy=f"ask for at most {limit}, the prompt's included",
+        )
+
+
 class DecodingSession:
     """A decoder and the tokens it has read; `read` continues the text of every row."""
 
     def __init__(self, model: Decoder, capacity: int):
-        limit = model.config.max_position
-        if capacity > limit:
-            raise UserError(
-                f"{capacity} tokens are more than the model's {limit} positions",
-                remedy=f"ask for at most {limit}, the prompt's included",
-            )
+        refuse_long_text(capacity, model.config.max_position)
         self._model = model
         self._caches = [KeyValueCache(capacity) for _ in range(model.config.layers)]
         self._tokens_read = 0
@@ -70,7 +88,7 @@ class DecodingSession:
 
 @torch.no_grad()
 def generate(
-    model: Decoder,
+    model: Decoder | OpenSession,
     tokens: Tensor,
     new_tokens: int,
     *,
@@ -94,7 +112,8 @@ def generate(
         )
     if tokens.shape[1] == 0:
         raise UserError("the prompt is empty", remedy="give at least one token of text")
-    session = DecodingSession(model, tokens.shape[1] + new_tokens)
+    open_session = partial(DecodingSession, model) if isinstance(model, Decoder) else model
+    session = open_session(tokens.shape[1] + new_tokens)
     ended = torch.zeros(tokens.shape[0], dtype=torch.bool, device=tokens.device)
     text, fresh = [tokens], tokens
     for index in range(new_tokens):

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 import shutil
 import subprocess
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 from holdfast.core.flops import dense_peak
@@ -26,7 +29,8 @@ class Accelerator:
 
 @dataclass(frozen=True)
 class HardwareInfo:
-    """`cores` and `memory_bytes` are what this process may use."""
+    """`cores` and `memory_bytes` are what this process may use. torch_computes_on: "CUDA 13.0" or
+    "ROCm 7.2" as torch was built, "CPU" for a build without either, "" without torch."""
 
     node: str
     system: str
@@ -34,6 +38,7 @@ class HardwareInfo:
     memory_bytes: int
     shared_memory_bytes: int
     accelerators: tuple[Accelerator, ...] = ()
+    torch_computes_on: str = ""
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -48,7 +53,28 @@ def detect_hardware(environment: Mapping[str, str] | None = None) -> HardwareInf
         memory_bytes=usable_memory(),
         shared_memory_bytes=_free_shared_memory(),
         accelerators=detect_accelerators(os.environ if environment is None else environment),
+        torch_computes_on=torch_build_target(_torch_version_file()),
     )
+
+
+def torch_build_target(version_file: str) -> str:
+    """What the text of torch's `version.py` says that it was built for; see `HardwareInfo`."""
+    for variable, name in (("cuda", "CUDA"), ("hip", "ROCm")):
+        found = re.search(rf"^{variable}\b[^=]*=\s*'([^']+)'", version_file, re.MULTILINE)
+        if found is not None:
+            return f"{name} {found[1]}"
+    return "CPU" if version_file else ""
+
+
+def _torch_version_file() -> str:
+    """torch itself is not imported."""
+    found = find_spec("torch")
+    if found is None or found.origin is None:
+        return ""
+    try:
+        return (Path(found.origin).parent / "version.py").read_text("utf-8")
+    except OSError:
+        return ""
 
 
 def _free_shared_memory() -> int:

@@ -10,7 +10,7 @@ from math import prod
 from holdfast.config.run import RunConfig
 from holdfast.core.sharding.boxes import Box
 from holdfast.core.sharding.optimizer_state import moments_like
-from holdfast.core.sharding.state_table import TensorSpec, mesh_box
+from holdfast.core.sharding.state_table import MIXED, TensorSpec, mesh_box
 from holdfast.errors import LayoutError
 from holdfast.layout import Coordinate, Replica, Topology, coordinates_of
 from holdfast.plan.memory_use import known_parameters
@@ -64,8 +64,8 @@ def impact_of_loss(config: RunConfig, topology: Topology, lost: frozenset[int]) 
 def _state_tensors(config: RunConfig) -> Iterable[tuple[TensorSpec, int]]:
     """(parameter, tensors of the state that are cut like it): itself and what the optimizer keeps
     in its shape. Under zero 1 every rank of dp_shard has the complete parameter, unless it computes
-    on a bf16 copy."""
-    everywhere = config.layout.zero == 1 and config.train.precision != "bf16"
+    on a copy of two bytes."""
+    everywhere = config.layout.zero == 1 and config.train.precision not in MIXED
     for spec in known_parameters(config):
         moments = moments_like(config.train.optimizer, spec)
         if everywhere:

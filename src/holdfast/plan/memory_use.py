@@ -31,6 +31,7 @@ from holdfast.core.sharding.run_table import run_parameter_table
 from holdfast.core.sharding.sharding_table import tp_part
 from holdfast.core.sharding.state_table import (
     ITEM_BYTES,
+    MIXED,
     STATE_DTYPE,
     StateTable,
     TensorSpec,
@@ -113,7 +114,7 @@ def _contents_of(
 def memory_of(config: RunConfig, table: StateTable, replica: Replica, at: Coordinate) -> RankMemory:
     """Bytes of the parameters in `table` on one rank, as the table of this module says."""
     state = ITEM_BYTES[STATE_DTYPE[config.train.precision]]
-    mixed = config.train.precision == "bf16"
+    mixed = config.train.precision in MIXED
     whole = _elements((replace(spec, shard_dim=None) for spec in table), replica, at)
     cut = _elements(table, replica, at)
     kept = chain.from_iterable(optimizer_rows(config.train.optimizer, table))
@@ -134,7 +135,7 @@ def frozen_bytes(config: RunConfig) -> int:
     if not config.lora.rank or config.task.name:
         return 0
     precision = config.train.precision
-    item = 2 if precision == "bf16" else ITEM_BYTES[STATE_DTYPE[precision]]
+    item = 2 if precision in MIXED else ITEM_BYTES[STATE_DTYPE[precision]]
     return item * count_parameters(config.model)
 
 

@@ -108,7 +108,8 @@ def _curve_axes(history: History, frame: _CurveFrame) -> str:
         parts.append(text(x(value), frame.bottom + 18, format_count(round(value)), class_="mid"))
     parts.append(text(right, frame.bottom + 32, "steps", class_="end"))
     parts.append(_token_axis(history.steps, frame))
-    parts.append(text(0, 12, "nats per token"))
+    label = "nats per token" if history.unit == "tokens" else "loss per sample"
+    parts.append(text(0, 12, label))
     parts.append(line(left, frame.bottom, right, frame.bottom, class_="axis"))
     return "".join(parts)
 
@@ -117,14 +118,14 @@ def _token_axis(steps: Sequence[StepPoint], frame: _CurveFrame) -> str:
     """Tokens seen, above the plot; not evenly spaced when the batch was warmed up."""
     if not steps:
         return ""
-    totals, parts = [p.total_tokens for p in steps], list[str]()
+    totals, parts, unit = [p.total_tokens for p in steps], list[str](), steps[-1].unit
     canvas = frame.canvas
     for value in svg.ticks(0, totals[-1], canvas.labels(5))[1:]:
         point = steps[min(bisect_left(totals, value), len(steps) - 1)]
         x = frame.x(point.step)
         if canvas.start + 90 < x < canvas.stop - 60:
             parts.append(line(x, frame.top, x, frame.top + 4, class_="axis"))
-            parts.append(text(x, frame.top - 7, f"{format_si(value)} tokens", class_="mid"))
+            parts.append(text(x, frame.top - 7, f"{format_si(value)} {unit}", class_="mid"))
     return "".join(parts)
 
 

@@ -77,9 +77,11 @@ def key_line(keys: list[tuple[str, str, str]]) -> str:
 def step_tip(point: StepPoint, ratio: float | None) -> str:
     """Return the tooltip of a step. ratio: bits per byte of one nat per token, None if unknown."""
     bits = f"  ({point.loss * ratio:.3f} bits per byte)" if ratio else ""
-    rate = f"\n{format_si(point.tokens / point.seconds)} tokens/s" if point.seconds > 0 else ""
+    rate = (
+        f"\n{format_si(point.tokens / point.seconds)} {point.unit}/s" if point.seconds > 0 else ""
+    )
     return (
         f"step {point.step:,}, generation {point.generation}"
-        f"\n{point.loss:.4f} nats per token{bits}"
+        f"\n{point.loss:.4f} {point.loss_unit}{bits}"
         f"\ngradient norm {point.grad_norm:.3g}, learning rate {point.learning_rate:.3g}{rate}"
     )

@@ -51,6 +51,11 @@ from holdfast.wire.store.run_store import RunStore
 from holdfast.wire.term import newest_term
 
 
+def unit_of(event: StepDone) -> str:
+    """Return what the tokens of a step are: samples, if each counts for one."""
+    return "samples" if event.tokens == event.samples else "tokens"
+
+
 @dataclass(frozen=True)
 class StepPoint:
     """One step done. `elapsed` is the run's time when the agent heard of it."""
@@ -59,11 +64,17 @@ class StepPoint:
     generation: int
     elapsed: float
     loss: float  # nats per token
-    tokens: int
-    total_tokens: int  # of this step and all before it that count
+    tokens: float
+    total_tokens: float  # of this step and all before it that count
     grad_norm: float
     learning_rate: float
     seconds: float
+    unit: str = "tokens"  # that `tokens` counts
+
+    @property
+    def loss_unit(self) -> str:
+        """What the loss is a mean of."""
+        return "nats per token" if self.unit == "tokens" else "per sample"
 
 
 @dataclass(frozen=True)
@@ -73,7 +84,7 @@ class EvaluationPoint:
     elapsed: float
     loss: float
     bits_per_byte: float | None
-    tokens: int
+    tokens: float
     seconds: float
 
 
@@ -183,12 +194,17 @@ class History:
         return self.steps[-1].step if self.steps else 0
 
     @property
-    def tokens(self) -> int:
+    def tokens(self) -> float:
         """Tokens of the steps that count."""
         return self.steps[-1].total_tokens if self.steps else 0
 
     @property
-    def recomputed_tokens(self) -> int:
+    def unit(self) -> str:
+        """What `tokens` counts."""
+        return self.steps[-1].unit if self.steps else "tokens"
+
+    @property
+    def recomputed_tokens(self) -> float:
         """Tokens that were computed a second time: the visible cost of failures."""
         return sum(point.tokens for piece in self.rework for point in piece)
 
@@ -360,6 +376,7 @@ class _HistoryBuilder:
             event.grad_norm,
             event.learning_rate,
             event.seconds,
+            unit_of(event),
         )
         if counts:
             self.steps[event.step] = point
@@ -400,7 +417,8 @@ class _HistoryBuilder:
         wall = self.ledger.wall
         if self.sessions and self.sessions[-1].ended == "running":
             self._end_session(wall, "running", "")
-        steps, total = [], 0
+        steps = list[StepPoint]()
+        total: float = 0
         for step in sorted(self.steps):
             total += self.steps[step].tokens
             steps.append(replace(self.steps[step], total_tokens=total))

@@ -148,7 +148,7 @@ def step_line(progress: RunProgress) -> str:
     parts = [
         f"step {format_count(progress.step)}/{format_count(progress.total_steps)}",
         f"loss {progress.loss:.4f}",
-        f"{format_si(progress.tokens_per_second)} tokens/s",
+        f"{format_si(progress.tokens_per_second)} {progress.unit}/s",
     ]
     if progress.eta_s is not None and progress.step < progress.total_steps:
         parts.append(f"{format_duration(progress.eta_s)} left")
@@ -210,7 +210,7 @@ def _numbers(progress: RunProgress, width: int) -> Text:
         name = "bits/byte" if is_text else "validation"
         figures.append((name, f"{found.bits_per_byte if is_text else found.loss:.3f}"))
     if progress.tokens_per_second:
-        figures.append(("tokens/s", format_si(progress.tokens_per_second)))
+        figures.append((f"{progress.unit}/s", format_si(progress.tokens_per_second)))
     if progress.curve:
         figures.append(("goodput", format_percent(progress.ledger.goodput_running)))
     text = Text()

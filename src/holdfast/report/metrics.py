@@ -201,7 +201,7 @@ class RunMetrics:
             self._mfu = gauge(
                 "mfu_ratio",
                 "Model FLOP utilisation, by the convention named: full "
-                "counts all attention, causal halves it",
+                "counts all attention, causal halves it, task is what a task says",
                 "convention",
             )
         self._goodput = gauge("goodput_ratio", "Useful training time over wall time", "window")

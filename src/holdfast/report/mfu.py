@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from holdfast.config.run import RunConfig
-from holdfast.core.flops import CONVENTIONS, utilisation
+from holdfast.core.flops import FORMULAS, run_flops_per_token
 from holdfast.plan.hardware import peak_flops
 from holdfast.report.history import History
 
@@ -25,7 +25,7 @@ class Utilisation:
 def utilisations(
     history: History, resolved: Mapping[str, Any], device: str | None
 ) -> tuple[Utilisation, ...]:
-    """By both conventions, at the run's median tokens/s.
+    """By each convention, at the run's median tokens/s.
 
     resolved: what `resolved.json` holds; device: the accelerator's reported name, None on a CPU.
     """
@@ -33,21 +33,11 @@ def utilisations(
         return ()
     config = RunConfig.model_validate(resolved["config"])
     peak = peak_flops(device, config.train.precision)
-    if peak is None or config.without_table or config.model.vocab_size == 0:
+    if peak is None:
         return ()
     devices = max(1, history.generations[-1].workers if history.generations else 1)
+    achieved = history.tokens_per_second / (peak * devices)
     return tuple(
-        Utilisation(
-            utilisation(
-                history.tokens_per_second,
-                config.model,
-                config.data.sequence_length,
-                peak * devices,
-                name,
-            ),
-            name,
-            formula,
-            peak * devices,
-        )
-        for name, formula in CONVENTIONS.items()
+        Utilisation(achieved * flops, name, FORMULAS[name], peak * devices)
+        for name, flops in run_flops_per_token(config).items()
     )

@@ -189,7 +189,11 @@ def _tiles(
         else ""
     )
     tiles += [
-        (format_plural(history.last_step, "step"), f"{format_si(history.tokens)} tokens", again),
+        (
+            format_plural(history.last_step, "step"),
+            f"{format_si(history.tokens)} {history.unit}",
+            again,
+        ),
         (
             format_duration(history.wall - history.time["stopped"]),
             "running time",
@@ -198,7 +202,7 @@ def _tiles(
             else "",
         ),
         (
-            f"{format_si(history.tokens_per_second)}<small> tokens/s</small>",
+            f"{format_si(history.tokens_per_second)}<small> {history.unit}/s</small>",
             "median over the steps",
             "<br>".join(
                 f"{format_percent(u.ratio)} of peak, {u.convention}: {escape(u.formula)}"

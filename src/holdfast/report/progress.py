@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from holdfast.events import (
+    AttentionChosen,
     CheckpointCommitted,
     Evaluated,
     Event,
@@ -31,7 +32,7 @@ from holdfast.report.formatting import (
     format_plural,
     format_validation,
 )
-from holdfast.report.history import notice_text
+from holdfast.report.history import notice_text, unit_of
 from holdfast.report.incidents import RECOVERY_RUNGS, Incident, IncidentBook, WorkerLoss
 from holdfast.report.timeledger import TimeLedger
 
@@ -61,6 +62,7 @@ class RunProgress:
     loss: float = float("nan")
     learning_rate: float = float("nan")
     tokens_per_second: float = 0.0
+    unit: str = "tokens"  # that it counts
     workers: dict[int, str] = field(default_factory=dict)  # rank -> starting, training, lost, held
     nodes: dict[str, bool] = field(default_factory=dict)  # all that ever took part -> does it now
     rung: int = -1  # of the recovery ladder that the generation took
@@ -72,6 +74,7 @@ class RunProgress:
     book: IncidentBook = field(default_factory=IncidentBook)
     imported_from: str = ""  # folder that the run's first weights came from
     _ignored_settings: set[str] = field(default_factory=set)
+    _attention: str = ""  # how documents are kept apart
     _stride: int = 1
     _pace: deque[tuple[float, int]] = field(
         default_factory=lambda: deque(maxlen=_PACE_WINDOW_STEPS)
@@ -99,6 +102,7 @@ class RunProgress:
         told = [] if ended is None else [ProgressLine(elapsed, _incident_cost(ended), "good")]
         if isinstance(record.event, StepDone):
             self._step(record.event, record.time)
+            told += _skipped_lines(record.event, elapsed)
         elif (found := self._take(record, record.event, elapsed)) is not None:
             told.append(found)
         self.lines.extend(told)
@@ -109,6 +113,7 @@ class RunProgress:
             self.state = "training"
             self.workers = dict.fromkeys(self.workers, "training")
         self.step, self.loss, self.learning_rate = event.step, event.loss, event.learning_rate
+        self.unit = unit_of(event)
         self._pace.append((at, event.step))
         if event.seconds > 0:
             rate = event.tokens / event.seconds
@@ -151,6 +156,12 @@ class RunProgress:
                 return ProgressLine(elapsed, text)
             case SaveInterval():
                 return ProgressLine(elapsed, event.reason)
+            case AttentionChosen():
+                known, self._attention = self._attention, event.way
+                if known == event.way:
+                    return None  # every generation reports it
+                text = f"documents are kept apart by {event.way}: {event.reason}"
+                return ProgressLine(elapsed, text)
             case RunBranched():
                 return ProgressLine(elapsed, notice_text(event))
             case RunFinished():
@@ -196,6 +207,14 @@ def _shorten(cause: str) -> str:
     """Return a cause on one line. The rest, which may come from a library, is in the logs."""
     line = cause.strip().partition("\n")[0]
     return line if len(line) <= _MAX_CAUSE_CHARS else f"{line[:_MAX_CAUSE_CHARS]}..."
+
+
+def _skipped_lines(event: StepDone, elapsed: float) -> list[ProgressLine]:
+    """Say that a step changed nothing, and why."""
+    if not event.skipped_at:
+        return []
+    text = f"step {event.step} skipped: a gradient overflowed at loss scale {event.skipped_at:,.0f}"
+    return [ProgressLine(elapsed, text)]
 
 
 def _incident_cost(ended: Incident) -> str:

@@ -44,7 +44,7 @@ def timeline(history: History, canvas: Canvas) -> str:
     # top.
     best = rates[min(len(rates) - 1, int(0.98 * len(rates)))] if rates else 1.0
     y = Scale(0, best * 1.15, bottom, top)
-    parts = [_speed_axes(clock, x, y, canvas)]
+    parts = [text(0, 12, f"{history.unit}/s"), *_speed_axes(clock, x, y, canvas)]
     parts += [_incident_wash(history, clock, x, top, bottom)]
     parts += _speed_lines(shown, clock, x, y)
     for piece in history.rework:
@@ -86,14 +86,14 @@ def _speed_lines(shown: Sequence[StepPoint], clock: _RunClock, x: Scale, y: Scal
     return parts
 
 
-def _speed_axes(clock: _RunClock, x: Scale, y: Scale, canvas: Canvas) -> str:
-    parts = [text(0, 12, "tokens/s")]
+def _speed_axes(clock: _RunClock, x: Scale, y: Scale, canvas: Canvas) -> list[str]:
+    parts = []
     for value in svg.ticks(0, y.high, 4):
         parts.append(line(x.start, y(value), x.stop, y(value), class_="grid"))
         parts.append(text(x.start - 9, y(value) + 4, format_si(value), class_="end"))
     for value in svg.time_ticks(clock.total, canvas.labels(7)):
         parts.append(text(x(value), y.start + 18, moment(value), class_="mid"))
-    return "".join(parts)
+    return parts
 
 
 def _incident_wash(history: History, clock: _RunClock, x: Scale, top: float, bottom: float) -> str:

@@ -19,8 +19,6 @@ from holdfast.errors import TaskError
 from holdfast.wire.child_command import module_command
 
 CHILD = "holdfast.tasks.child"
-SCRIPT_TASK = "holdfast.tasks.script:Script"
-"""The task of a run whose loop is a script."""
 BASE_CHECKSUM = "base_checksum"
 """Key of the checksum of what adapters are for, next to the planned ones."""
 OPTIMIZER_KEY, SCHEDULE_KEY = "train.optimizer.name", "train.schedule.kind"
@@ -66,8 +64,8 @@ class Answer:
 
 
 def describe_task(config: RunConfig) -> dict[str, Any]:
-    """Return the planned keys of the section `task`: source, data, samples, validation, parameters;
-    for adapters also `BASE_CHECKSUM`. Under "train" are keys of the run file that a script decides.
+    """Return the planned keys of the section `task`: `launch.task_run.PLANNED_KEYS`, and for
+    adapters also `BASE_CHECKSUM`. Under "train" are keys of the run file that a script decides.
     Raises TaskError."""
     planned: dict[str, Any] = _ask(Question("describe", config.model_dump(mode="json"), [], [], 0))
     return planned

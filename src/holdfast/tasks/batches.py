@@ -19,6 +19,7 @@ from holdfast.config.run import RunConfig
 from holdfast.core.data.sample_order import BatchSchedule, SampleOrder
 from holdfast.core.data.skips import Skips
 from holdfast.core.seeds import key_seed
+from holdfast.core.weights import read_weight
 from holdfast.data.loader import StepLoader
 from holdfast.errors import TaskError
 from holdfast.tasks.loading import user_code
@@ -38,7 +39,7 @@ class TaskMicrobatch:
     tensors: Mapping[str, Tensor]
     key: int
     entries: list[dict[str, Any]]
-    tokens: int
+    tokens: float
 
     @property
     def arguments(self) -> tuple[Mapping[str, Tensor], int]:
@@ -177,15 +178,17 @@ def collated(
     return batch
 
 
-def batch_weight(task: Task, batch: Mapping[str, Tensor]) -> int:
+def batch_weight(task: Task, batch: Mapping[str, Tensor]) -> float:
     """What the batch adds to the divisor. Raises TaskError."""
     with user_code("weight() failed"):
-        weight = task.weight(batch)
-    if isinstance(weight, bool) or not isinstance(weight, int) or weight < 0:
+        given = task.weight(batch)
+    weight = read_weight(given)
+    if weight is None:
         raise TaskError(
-            f"weight() returned {weight!r}",
+            f"weight() returned {given!r}",
             where="task",
-            remedy="return a whole number: the samples or tokens of the batch",
+            remedy="return a number from 0 on: the samples or tokens of the batch, or the sum of "
+            "their weights",
         )
     return weight
 

@@ -20,7 +20,7 @@ from holdfast.tasks.ask import BASE_CHECKSUM, Answer, Question
 from holdfast.tasks.batches import TaskBatches, open_samples
 from holdfast.tasks.initial import first_values
 from holdfast.tasks.loading import source_digest
-from holdfast.tasks.module import module_rows, refuse_other_rows
+from holdfast.tasks.module import known_flops, module_rows, refuse_other_rows
 from holdfast.tasks.named import load_optimizer, load_schedule, sources_of
 from holdfast.tasks.optimizer_probe import probe_optimizer
 from holdfast.tasks.script import Script, load_run_task
@@ -41,6 +41,7 @@ def describe(config: RunConfig) -> dict[str, Any]:
     validation = open_validation(task)
     found = {"source": source, "data": version, "samples": samples, "parameters": list(rows)}
     found["validation"] = 0 if validation is None else len(validation)
+    found["flops"] = known_flops(task)
     found["train"] = task.planned_values() if isinstance(task, Script) else {}
     if not lora.rank:
         return found

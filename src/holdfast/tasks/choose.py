@@ -29,11 +29,11 @@ def open_task(config: RunConfig, device: torch.device | str = "cpu") -> EngineTa
 
     Raises UserError for a task, an optimizer or a schedule that cannot be made, or whose source
     is not the run's."""
+    task = _load_same(config, device) if config.task.name else None
+    if isinstance(task, Script):
+        return ScriptEngineTask(task, config)
     user = load_user_parts(config)
-    if config.task.name:
-        task = _load_same(config, device)
-        if isinstance(task, Script):
-            return ScriptEngineTask(task, config)
+    if task is not None:
         return OwnTask(task, config, user)
     if not config.lora.rank:
         return DecoderTask(config, user)
@@ -60,8 +60,8 @@ def _load_same(config: RunConfig, device: torch.device | str = "cpu") -> Task:
     task, source = load_run_task(config, device), config.task.source
     if source_digest(config.task, task) != source and describe_task(config)["source"] != source:
         raise TaskError(
-            f"the source of task {config.task.name} has changed since this run was started",
+            f"the source of {config.task.label} has changed since this run was started",
             where="task",
-            remedy="put the files back, or begin another run: holdfast train RUN.yaml folder=NEW",
+            remedy=f"put the files back, or begin another run: {config.task.other_run_command}",
         )
     return task

@@ -90,19 +90,21 @@ class CausalLM(Task):
         return False
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
-        """Cross entropy, summed over the targets."""
+        """Cross entropy, summed over the targets, each by its weight."""
         documents, given = batch.get("documents"), dict[str, Any]()
         if documents is not None:
             self._check_documents_apart(model, batch["inputs"])
             given["position_ids"] = positions_in_documents(documents)
         logits = model(input_ids=batch["inputs"], use_cache=False, **given).logits  # [B, S, V]
         wide = logits if logits.dtype == torch.float64 else logits.float()
-        return F.cross_entropy(
+        weights = batch.get("weights")
+        losses = F.cross_entropy(
             wide.flatten(0, 1),
             batch["targets"].flatten(),
             ignore_index=IGNORED_TARGET,
-            reduction="sum",
+            reduction="sum" if weights is None else "none",
         )
+        return losses if weights is None else (losses * weights.flatten()).sum()
 
     def with_values(self, values: Mapping[str, Tensor]) -> Any:
         """The complete model on the CPU, with these parameters by name."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from math import inf
 
 import torch
 from torch import Tensor, nn
@@ -76,6 +77,21 @@ def merged_buffers(task: Task, module: nn.Module) -> dict[str, str]:
                 remedy='return "mean", "sum" or None',
             )
     return {name: answer for name, answer in answers.items() if answer is not None}
+
+
+def known_flops(task: Task) -> float:
+    """FLOPs for a weight of 1; 0: not known. Raises TaskError."""
+    with user_code("flops() failed"):
+        given = task.flops()
+    if given is None:
+        return 0.0
+    if isinstance(given, bool) or not isinstance(given, int | float) or not 0 < given < inf:
+        raise TaskError(
+            f"flops() returned {given!r}",
+            where="task",
+            remedy="return a number above 0, or None if it is not known",
+        )
+    return float(given)
 
 
 def refuse_other_rows(expected: Sequence[str], found: Sequence[str]) -> None:

@@ -33,10 +33,11 @@ from holdfast.core.sharding.parameters import Own, Parameter
 from holdfast.errors import ConfigError
 from holdfast.tasks.ask import OPTIMIZER_KEY
 from holdfast.tasks.named import one_sentence
-from holdfast.train.torch_optimizer import MakeOptimizer, TorchOptimizer
+from holdfast.train.torch_optimizer import MakeOptimizer, TorchOptimizer, groups_of_settings
 
 _STEPS, _RATE, _DECAY = 3, 0.01, 0.1
-_SHAPES = ((6, 4), (5,))
+Shapes = Sequence[tuple[int, ...]]
+_SHAPES: Shapes = ((6, 4), (5,))
 _NEAR = 1e-6
 """Within which two updates of the same elements are equal, in float64."""
 
@@ -51,22 +52,34 @@ class OptimizerFacts:
 
 def probe_optimizer(make: MakeOptimizer, config: OptimizerConfig) -> OptimizerFacts:
     """Raises ConfigError for a class that a run cannot use."""
-    parameters = _parameters()
+    slots = find_slots(make, config)
+    return OptimizerFacts(slots, _layouts(make, slots, _trained(make, config, list), config))
+
+
+def find_slots(
+    make: MakeOptimizer,
+    config: OptimizerConfig,
+    shapes: Shapes = _SHAPES,
+    known: Mapping[str, str] | None = None,
+) -> tuple[Slot, ...]:
+    """What a class keeps. shapes: of parameters that it updates. known: the shapes of its state, if
+    it does not declare them. Raises ConfigError for a class that a run cannot use."""
+    parameters = _random(0, shapes)
     _check_options(make(_groups(parameters)), config)
     made = make(_groups(parameters))
     states: list[list[dict[str, Any]]] = []
     for step in range(1, _STEPS + 1):
-        _update(made, parameters, _gradients(step), config)
+        _update(made, parameters, _random(step, shapes), config)
         states.append([_copied(made.state[p]) for p in parameters])
-    declared = dict(getattr(type(made), "state_shapes", {}))
-    slots = _slots(states[-2], states[-1], declared, config)
-    if not _same(parameters, _restored(make, slots, config)):
+    declared = dict(getattr(type(made), "state_shapes", known or {}))
+    slots = _slots(states[-2], states[-1], declared, config, shapes)
+    if not _same(parameters, _restored(make, slots, config, shapes)):
         raise _refusal(
             config,
             "keeps more than its state: after a restore, its third update is another one",
             "keep everything in self.state[parameter]",
         )
-    return OptimizerFacts(slots, _layouts(make, slots, parameters, config))
+    return slots
 
 
 def _copied(state: Mapping[str, Any]) -> dict[str, Any]:
@@ -86,11 +99,12 @@ def _slots(
     third: Sequence[Mapping[str, Any]],
     declared: Mapping[str, str],
     config: OptimizerConfig,
+    shapes: Shapes,
 ) -> tuple[Slot, ...]:
     """second, third: each parameter's state after these updates."""
     rules: dict[str, str] = {}
     owners: dict[str, list[int]] = {}
-    for index, shape in enumerate(_SHAPES):
+    for index, shape in enumerate(shapes):
         for name, value in third[index].items():
             if value is None:
                 continue
@@ -102,8 +116,13 @@ def _slots(
                     "give it one shape",
                 )
             owners.setdefault(name, []).append(index)
-    of = {(0,): MATRICES, (1,): VECTORS, (0, 1): ALL}
-    return tuple(Slot(name, rule, of[tuple(owners[name])]) for name, rule in rules.items())
+
+    def owner(of: Sequence[int]) -> str:
+        if len(of) == len(shapes):
+            return ALL
+        return MATRICES if len(shapes[of[0]]) > 1 else VECTORS
+
+    return tuple(Slot(name, rule, owner(owners[name])) for name, rule in rules.items())
 
 
 def _rule(
@@ -157,25 +176,27 @@ def _describe(value: Any) -> str:
     return f"a {type(value).__name__}"
 
 
-def _restored(make: MakeOptimizer, slots: Sequence[Slot], config: OptimizerConfig) -> list[Tensor]:
+def _restored(
+    make: MakeOptimizer, slots: Sequence[Slot], config: OptimizerConfig, shapes: Shapes
+) -> list[Tensor]:
     """The parameters after as many updates, with a restore before the last one."""
     planned = config.model_copy(update={"slots": tuple(slot.text for slot in slots)})
-    parameters = _parameters()
+    parameters = _random(0, shapes)
     rows = [Parameter(f"p{i}", tuple(p.shape), True, Own()) for i, p in enumerate(parameters)]
-    settings = [ParameterSettings(_decay(config))] * len(rows)
+    every = range(len(rows))
+    groups = groups_of_settings([ParameterSettings(_decay(config))] * len(rows), every)
 
     def driver() -> TorchOptimizer:
-        every = range(len(rows))
-        return TorchOptimizer(make, parameters, rows, settings, every, slots, planned)
+        return TorchOptimizer(make, parameters, rows, groups, every, slots, planned)
 
     first, second = driver(), driver()
     for step in range(1, _STEPS):
-        first.apply(step, _RATE, _gradients(step))
+        first.apply(step, _RATE, _random(step, shapes))
     for ours, theirs in zip(second.slots, first.slots, strict=True):
         for to, found in zip(ours.tensors, theirs.tensors, strict=True):
             if to is not None and found is not None:
                 to.copy_(found)
-    second.apply(_STEPS, _RATE, _gradients(_STEPS))
+    second.apply(_STEPS, _RATE, _random(_STEPS, shapes))
     return parameters
 
 
@@ -209,27 +230,20 @@ def _parts(tensors: Sequence[Tensor]) -> list[Tensor]:
 def _trained(
     make: MakeOptimizer,
     config: OptimizerConfig,
-    choose: Callable[[Sequence[Tensor]], list[Tensor]],
+    choose: Callable[[list[Tensor]], list[Tensor]],
 ) -> list[Tensor]:
     """Some parameters, or parts of them, after as many updates."""
-    parameters = [part.clone() for part in choose(_parameters())]
+    parameters = [part.clone() for part in choose(_random(0))]
     made = make(_groups(parameters))
     for step in range(1, _STEPS + 1):
-        _update(made, parameters, choose(_gradients(step)), config)
+        _update(made, parameters, choose(_random(step)), config)
     return parameters
 
 
-def _parameters() -> list[Tensor]:
-    return _random(0)
-
-
-def _gradients(step: int) -> list[Tensor]:
-    return _random(step)
-
-
-def _random(seed: int) -> list[Tensor]:
+def _random(seed: int, shapes: Shapes = _SHAPES) -> list[Tensor]:
+    """Parameters for seed 0, and gradients of a step."""
     generator = torch.Generator().manual_seed(seed)
-    return [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in _SHAPES]
+    return [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
 
 
 def _groups(parameters: Sequence[Tensor]) -> list[dict[str, Any]]:

@@ -164,7 +164,8 @@ class OwnTask:
         """Of the task's own dataset, or of the prepared tokens. Raises TaskError."""
         seed = self._config.seed
         if isinstance(batches, TokenBatches):
-            return TokenTaskValidation(batches.tokens.validation(samples), seed)
+            found = batches.tokens.validation(samples)
+            return TokenTaskValidation(found, seed, self._config.data.chat.weights)
         return TaskValidation(self._task, samples, self._config.train.microbatch_size, seed)
 
     def read_step(self, dataset: str, step: int) -> list[dict[str, Tensor]]:

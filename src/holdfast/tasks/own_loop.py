@@ -1,4 +1,4 @@
-"""The loop of a user's script: `run.keep`, `run.steps`, `step.batches`, `backward`, `apply`.
+"""The loop of a user's script: `run.keep`, `run.validate`, `run.steps`, and those of a step.
 
 A `Step` is one attempt at a step. If a rank is lost, the attempt is over: `batches` ends, `apply`
 returns False, and `run.steps` yields another attempt. That may be the same step with what is left
@@ -17,7 +17,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from holdfast.core.weights import read_weight
 from holdfast.errors import TaskError
+from holdfast.tasks.kept_optimizers import KeptOptimizers
 from holdfast.tasks.kept_state import KeptState
 from holdfast.tasks.objective import buffer_versions, changed_buffer
 from holdfast.tasks.task import Batch
@@ -53,6 +55,17 @@ class NamedData:
 
 
 @dataclass(frozen=True)
+class NamedValidation:
+    """The arguments of `run.validate`; None: what the run file says, and the collate of `Task`."""
+
+    dataset: MapDataset
+    loss: Callable[[Batch], tuple[Tensor, int]]
+    every: int | None
+    samples: int | None
+    collate: Collate | None
+
+
+@dataclass(frozen=True)
 class LoopSizes:
     """The arguments of `run.steps`; None: what the run file says."""
 
@@ -76,14 +89,15 @@ class Run:
         self._kept: KeptState | None = None
         self._data: NamedData | None = None
         self._sizes: LoopSizes | None = None
-        self._weights: dict[int, int] = {}  # microbatch -> weight, of the open step
+        self.named_validation: NamedValidation | None = None
+        self._weights: dict[int, float] = {}  # microbatch -> weight, of the open step
         self._open_step = 0
 
     def keep(
         self,
         model: nn.Module,
-        optimizer: Optimizer,
-        scheduler: LRScheduler | None = None,
+        optimizer: Optimizer | Sequence[Optimizer],
+        scheduler: LRScheduler | Sequence[LRScheduler] | None = None,
         *,
         clip_norm: float = 0.0,
     ) -> None:
@@ -91,16 +105,53 @@ class Run:
 
         Args:
             model: all parameters of it are kept.
-            optimizer: AdamW, or Adam without weight decay. `step.apply` updates in its place.
-            scheduler: gives the rate of each step. `run.steps` moves it. Without one, the rate is
-                what the optimizer's groups say at `step.apply`, and must be a function of the step.
+            optimizer: of torch or a class of your own; or several, each with parameters of its own.
+                `step.apply` updates in its place.
+            scheduler: gives the rates of each step; or several. `run.steps` moves it. Without one,
+                the rates are what the optimizer's groups say at `step.apply`, and must be a
+                function of the step.
             clip_norm: largest global norm of the gradient; 0: no clipping.
         """
         if self._kept is not None:
             raise TaskError(
                 "run.keep() was called twice", where="run.keep", remedy="keep one module"
             )
-        self._kept = KeptState(model, optimizer, scheduler, clip_norm)
+        optimizers = optimizer if isinstance(optimizer, Sequence) else [optimizer]
+        schedulers = scheduler if isinstance(scheduler, Sequence) else [scheduler]
+        self._kept = KeptState(
+            model,
+            KeptOptimizers(model, optimizers),
+            [one for one in schedulers if one is not None],
+            clip_norm,
+        )
+
+    def validate(
+        self,
+        dataset: MapDataset,
+        loss: Callable[[Batch], tuple[Tensor, int]],
+        *,
+        every: int | None = None,
+        samples: int | None = None,
+        collate: Collate | None = None,
+    ) -> None:
+        """Say how the model is validated; call it before `steps`, at most once.
+
+        The journal and the report get the loss every `every` steps, and at the end: the same number
+        for any number of workers. A value of the run file or the command line comes first.
+
+        Args:
+            loss: returns the sum over a batch, a scalar, and its weight. It is called in evaluation
+                mode and without gradients, between two steps.
+            samples: of the dataset, evenly spread; the same each time.
+            collate: as in `step.batches`.
+        """
+        if self.named_validation is not None or self._sizes is not None:
+            raise TaskError(
+                "run.validate() was called twice, or after run.steps()",
+                where="run.validate",
+                remedy="call it once, before the loop",
+            )
+        self.named_validation = NamedValidation(dataset, loss, every, samples, collate)
 
     def steps(
         self, n: int, *, batch_size: int | None = None, microbatch_size: int | None = None
@@ -127,6 +178,9 @@ class Run:
             order = step._close()
 
     # --- for the runner ---------------------------------------------------------------------
+    def _cast(self, tensor: Tensor) -> Tensor:
+        return tensor.to(self._compute) if tensor.is_floating_point() else tensor
+
     @property
     def kept(self) -> KeptState:
         """Raises TaskError before `keep`."""
@@ -199,7 +253,7 @@ class Step:
             buffers = buffer_versions(self._run.kept.module)
             torch.manual_seed(batch.key)
             self._has_open_batch = True
-            yield {name: self._cast(tensor) for name, tensor in batch.tensors.items()}
+            yield {name: self._run._cast(tensor) for name, tensor in batch.tensors.items()}
             if self._has_open_batch:
                 raise TaskError(
                     "a batch had no step.backward()",
@@ -214,11 +268,11 @@ class Step:
                     remedy="keep it unchanged, or write a Task with merge() (docs/python.md)",
                 )
 
-    def backward(self, loss: Tensor, weight: int) -> None:
+    def backward(self, loss: Tensor, weight: float) -> None:
         """Add the gradient of a batch to the step's.
 
         loss: the sum over the batch, a scalar. weight: what the batch adds to the divisor of the
-        step's loss and gradient, such as its samples or tokens.
+        step's loss and gradient: its samples or tokens, or the sum of their weights.
         """
         if self._next is not None:
             return
@@ -229,14 +283,14 @@ class Step:
                 where="step.backward",
                 remedy="call it once for each batch of step.batches()",
             )
-        _check_loss(loss, weight)
+        counted = _checked_weight(loss, weight)
         self._has_open_batch = False
         leaf = share.leaves[self._position]
-        self._run._weights[leaf] = weight
+        self._run._weights[leaf] = counted
         summed = loss.to(torch.float64)
         if not self._call_engine(lambda: share.listener.start_leaf(leaf)):
             return
-        torch.autograd.backward(summed)
+        torch.autograd.backward(summed, share.loss_scale.seed(summed))
         self._end_leaf(share, summed.detach())
 
     def apply(self) -> bool:
@@ -249,7 +303,7 @@ class Step:
                     where="step.apply",
                     remedy="call it after the loop over step.batches()",
                 )
-            self._run.kept.use_rate(self.number)
+            self._run.kept.optimizers.use_options(self.number)
             self._receive(self._run._turns.answer(ShareDone()))
         following = self._next
         return isinstance(following, EndLoop) or (
@@ -299,9 +353,6 @@ class Step:
 
         self._call_engine(end)
 
-    def _cast(self, tensor: Tensor) -> Tensor:
-        return tensor.to(self._run._compute) if tensor.is_floating_point() else tensor
-
 
 _CURRENT: ContextVar[Run | None] = ContextVar("the run of this script", default=None)
 
@@ -324,7 +375,7 @@ def enter_run(current: Run) -> None:
     _CURRENT.set(current)
 
 
-def _check_loss(loss: Any, weight: Any) -> None:
+def _checked_weight(loss: Any, weight: Any) -> float:
     if not isinstance(loss, Tensor) or loss.shape != () or not loss.requires_grad:
         what = f"shape {list(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
         raise TaskError(
@@ -332,9 +383,12 @@ def _check_loss(loss: Any, weight: Any) -> None:
             where="step.backward",
             remedy="give it a scalar that depends on trained parameters: the sum over the batch",
         )
-    if isinstance(weight, bool) or not isinstance(weight, int) or weight < 0:
+    counted = read_weight(weight)
+    if counted is None:
         raise TaskError(
             f"step.backward() was given the weight {weight!r}",
             where="step.backward",
-            remedy="give it a whole number: the samples or tokens of the batch",
+            remedy="give it a number from 0 on: the samples or tokens of the batch, or the sum of "
+            "their weights",
         )
+    return counted

@@ -14,7 +14,7 @@ from contextlib import redirect_stderr
 from io import StringIO
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +25,7 @@ from holdfast.errors import ScriptError, TaskError
 from holdfast.tasks.importing import importing
 from holdfast.tasks.loading import load_task
 from holdfast.tasks.own_loop import NamedData, Run, enter_run
-from holdfast.tasks.task import Batch, Task
+from holdfast.tasks.task import Batch, Samples, Task
 from holdfast.tasks.turns import Answer, DataNamed, LoopReached, OpenStep, Order, ScriptEnded, Turns
 from holdfast.train.precision import Precision
 
@@ -53,7 +53,7 @@ class Script(Task):
         return self.run._turns
 
     @property
-    def open_weights(self) -> Mapping[int, int]:
+    def open_weights(self) -> Mapping[int, float]:
         """Microbatch -> weight, of the step that is open."""
         return self.run._weights
 
@@ -92,7 +92,14 @@ class Script(Task):
             "train.microbatch_size": sizes.microbatch_size,
             "train.optimizer.clip_norm": kept.clip_norm,
         }
-        return kept.options | {key: value for key, value in given.items() if value is not None}
+        if (named := self.run.named_validation) is not None:
+            given |= {
+                "train.evaluate.every": named.every,
+                "train.evaluate.samples": named.samples,
+            }
+        fixed = {"train.schedule.kind": "constant", "train.schedule.warmup_steps": 0}
+        given |= kept.optimizers.planned_values | fixed
+        return {key: value for key, value in given.items() if value is not None}
 
     # --- as a task ------------------------------------------------------------------------------
     def model(self) -> nn.Module:
@@ -100,6 +107,10 @@ class Script(Task):
 
     def data(self) -> ScriptSamples:
         return ScriptSamples(self)
+
+    def validation(self) -> Samples | None:
+        named = self.run.named_validation
+        return None if named is None else cast(Samples, named.dataset)
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         raise RuntimeError("the script computes its losses")
@@ -116,18 +127,13 @@ class Script(Task):
         return self.run.kept.values[name]
 
     def decays(self, name: str, shape: tuple[int, ...]) -> bool:
-        return self.run.kept.decays(name)
+        return self.run.kept.optimizers.decays(name)
 
     def named_data(self) -> NamedData:
         """The dataset, for which a script that only reads is run up to its first batch."""
         if self.run._data is None:
             answer = self.give(OpenStep(1))
-            if not isinstance(answer, DataNamed):
-                raise TaskError(
-                    "step.apply() came before step.batches()",
-                    where=self.file,
-                    remedy="compute the batches of each step",
-                )
+            assert isinstance(answer, DataNamed), answer  # `Step.apply` refuses to come first
         data = self.run._data
         assert data is not None, "the script has named it"
         return data
@@ -160,8 +166,29 @@ class Script(Task):
                 where=self.file,
                 remedy="let the loop over run.steps() run to its end",
             )
+        raise self.error_of(error) from error
+
+    def error_of(self, error: BaseException) -> ScriptError:
+        """One sentence with the line of the script; the traceback is logged."""
         logger.error("%s", "".join(traceback.format_exception(error)).rstrip())
-        raise _script_error(self.file, error) from error
+        return _script_error(self.file, error)
+
+    def check_end(self, answer: Answer) -> None:
+        """Raise ScriptError if the code after the loop has failed."""
+        if not isinstance(answer, ScriptEnded):
+            self.raise_for(answer)
+        error = answer.error
+        if error is None or (isinstance(error, SystemExit) and error.code in (None, 0)):
+            return
+        if isinstance(error, SystemExit):
+            found = ScriptError(f"the script exited with status {error.code}", where=self.file)
+        else:
+            found = self.error_of(error)
+        raise ScriptError(
+            f"{found.message}; the run is finished, and the code after the loop does not run again",
+            where=found.where,
+            remedy="read the weights with holdfast.open_checkpoint",
+        ) from error
 
 
 class ScriptSamples:

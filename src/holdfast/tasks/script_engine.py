@@ -11,20 +11,20 @@ from torch import Tensor, nn
 
 from holdfast.config.run import RunConfig
 from holdfast.data.loader import StepBatch
-from holdfast.errors import ScriptError
 from holdfast.parallel.process_groups import ProcessGroups
 from holdfast.tasks.batches import TaskBatches, TaskLoader, TaskMicrobatch
 from holdfast.tasks.own import OwnTask
 from holdfast.tasks.script import Script
+from holdfast.tasks.script_validation import ScriptPart, ScriptValidation, compute_losses
 from holdfast.tasks.turns import (
     ComputeShare,
     DataNamed,
     EndLoop,
     OpenStep,
-    ScriptEnded,
     ShareDone,
 )
 from holdfast.train.executors import GradientListener
+from holdfast.train.loss_scale import NOT_SCALED
 from holdfast.train.task import TaskBatchSource
 from holdfast.train.user_parts import UserParts
 
@@ -43,7 +43,7 @@ class ScriptMicrobatch:
         return self.read.entries
 
     @property
-    def tokens(self) -> int:
+    def tokens(self) -> float:
         return self.script.open_weights.get(self.index, 0)
 
 
@@ -83,7 +83,7 @@ class ScriptExecutor:
     """Lets the script run its passes."""
 
     def __init__(self, script: Script) -> None:
-        self._script = script
+        self._script, self.loss_scale = script, NOT_SCALED
 
     def train(
         self,
@@ -96,21 +96,30 @@ class ScriptExecutor:
         if not self._script.awaits_share:  # a share is computed once more
             _open_step(self._script, batches[0].step)
         read = [batch.read for batch in batches]
-        answer = self._script.give(ComputeShare(leaves, read, listener, losses))
+        answer = self._script.give(ComputeShare(leaves, read, listener, losses, self.loss_scale))
         assert isinstance(answer, ShareDone), answer
         if answer.error is not None:
             raise answer.error
         return losses
 
-    def evaluate(self, batches: Sequence[Any], on_progress: Callable[[], None]) -> list[Tensor]:
-        return []
+    def evaluate(
+        self, batches: Sequence[ScriptPart], on_progress: Callable[[], None]
+    ) -> list[Tensor]:
+        """Raises ScriptError for what goes wrong in the script's function."""
+        try:
+            return compute_losses(self._script.run.kept.module, batches, on_progress)
+        except Exception as error:
+            raise self._script.error_of(error) from error
 
 
 class ScriptEngineTask(OwnTask):
     """A user's script."""
 
     def __init__(self, script: Script, config: RunConfig) -> None:
-        super().__init__(script, config, UserParts(rate=script.run.kept.rate))
+        kept = script.run.kept.optimizers
+        super().__init__(
+            script, config, UserParts(rate=kept.rate, parts=kept.parts, options=kept.digest)
+        )
         self._script = script
         self._buffers = script.run.kept.buffers
 
@@ -127,6 +136,10 @@ class ScriptEngineTask(OwnTask):
             self._script, lambda: TaskLoader(own, share, **where), int(where["first_step"])
         )
 
+    def validation(self, batches: TaskBatchSource, samples: int) -> ScriptValidation:
+        train, seed = self._config.train, self._config.seed
+        return ScriptValidation(self._script.run, samples, train.microbatch_size, seed)
+
     def check_first_loss(
         self, objective: nn.Module, batches: TaskBatchSource, groups: ProcessGroups
     ) -> None:
@@ -134,18 +147,11 @@ class ScriptEngineTask(OwnTask):
 
     def finish(self, on_wait: Callable[[], None]) -> None:
         """Let the script run what comes after its loop. Raises ScriptError."""
-        answer = self._script.turns.give(EndLoop(), on_wait)
-        is_exit = isinstance(answer, ScriptEnded) and isinstance(answer.error, SystemExit)
-        if not isinstance(answer, ScriptEnded) or (answer.error is not None and not is_exit):
-            self._script.raise_for(answer)
+        on_wait()
+        self._script.check_end(self._script.turns.give(EndLoop(), on_wait))
 
 
 def _open_step(script: Script, step: int) -> None:
     """Let the script run to its `step.batches`. Raises ScriptError."""
     answer = script.give(OpenStep(step))
-    if not isinstance(answer, DataNamed):
-        raise ScriptError(
-            f"step {step} was applied without its batches",
-            where=script.file,
-            remedy="loop over step.batches(dataset) in each step",
-        )
+    assert isinstance(answer, DataNamed), answer  # `Step.apply` refuses to come first

@@ -58,9 +58,11 @@ class Task(ABC):
         """Samples that are not trained on; None: none, or those of the prepared tokens."""
         return None
 
-    def weight(self, batch: Batch) -> int:
-        """What `batch` adds to the divisor of the step's loss and gradient: its samples, or
-        tokens. It is not asked for prepared tokens: there it is the targets with a loss."""
+    def weight(self, batch: Batch) -> float:
+        """What `batch` adds to the divisor of the step's loss and gradient: its samples or tokens,
+        or the sum of their weights. A fraction is rounded to a multiple of 2**-32: so sums do not
+        depend on their order. It is not asked for prepared tokens: there it is the targets with a
+        loss."""
         return len(next(iter(batch.values())))
 
     def collate(self, items: Sequence[Mapping[str, Any]]) -> Batch:
@@ -87,6 +89,15 @@ class Task(ABC):
     def vocabulary(self) -> int | None:
         """How many token ids the module knows; None: prepared tokens are not checked."""
         return None
+
+    def flops(self) -> float | None:
+        """Floating-point operations of training, forward and backward, for a weight of 1: one
+        sample or token, as `weight` counts. None: no utilisation is reported."""
+        return None
+
+    def exported(self, name: str) -> str | None:
+        """The name of a parameter, or merged buffer, in an exported file; None: it is left out."""
+        return name
 
     def files(self) -> Sequence[Path]:
         """Files that `model()` reads, such as a config: a part of the task's source."""

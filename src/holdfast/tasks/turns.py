@@ -29,6 +29,7 @@ from torch import Tensor
 
 from holdfast.tasks.batches import TaskMicrobatch
 from holdfast.train.executors import GradientListener
+from holdfast.train.loss_scale import LossScale
 
 _ALIVE_EVERY_S = 0.5
 """Seconds after which a runner that waits for the script's end reports that it is alive."""
@@ -43,12 +44,14 @@ class OpenStep:
 
 @dataclass(frozen=True)
 class ComputeShare:
-    """Compute these microbatches. losses: takes the loss of each, as it comes."""
+    """Compute these microbatches. losses: takes the loss of each, as it comes. loss_scale: what the
+    backward passes begin with."""
 
     leaves: Sequence[int]
     batches: Sequence[TaskMicrobatch]
     listener: GradientListener
     losses: list[Tensor]
+    loss_scale: LossScale
 
 
 @dataclass(frozen=True)

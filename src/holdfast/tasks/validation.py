@@ -23,7 +23,7 @@ from holdfast.tasks.token_batches import tensors_of
 from holdfast.train.evaluate import rows
 from holdfast.train.objective import IGNORED_TARGET
 
-_PADS = {"inputs": 0, "targets": IGNORED_TARGET, "documents": 0}
+_PADS = {"inputs": 0, "targets": IGNORED_TARGET, "documents": 0, "weights": 0}
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class ValidationPart:
 
     tensors: Mapping[str, Tensor]
     key: int
-    tokens: int
+    tokens: float
     counts: bool = True
 
     @property
@@ -76,8 +76,9 @@ class TaskValidation:
 class TokenTaskValidation:
     """The validation split of the prepared tokens."""
 
-    def __init__(self, samples: ValidationSet, seed: int) -> None:
+    def __init__(self, samples: ValidationSet, seed: int, is_weighted: bool) -> None:
         self._samples, self._seed, self.tokens = samples, seed, samples.tokens
+        self._is_weighted = is_weighted
 
     @property
     def microbatches(self) -> int:
@@ -85,7 +86,7 @@ class TokenTaskValidation:
 
     def part(self, index: int, part: int, parts: int, device: torch.device) -> ValidationPart:
         """Part `part` of `parts` of a microbatch, padded with rows without loss."""
-        whole = tensors_of(self._samples.microbatches[index])
+        whole = tensors_of(self._samples.microbatches[index], self._is_weighted)
         cut = {
             name: torch.from_numpy(rows(tensor.numpy(), part, parts, _PADS[name]))
             for name, tensor in whole.items()

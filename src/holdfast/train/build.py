@@ -25,6 +25,7 @@ from holdfast.parallel.trace import SpanRecorder
 from holdfast.parallel.zero1 import OwnedRows
 from holdfast.train.engine import GradientFeed, GradientReducer, StepEngine
 from holdfast.train.evaluate import Evaluator
+from holdfast.train.loss_scale import LossScale
 from holdfast.train.precision import Precision
 from holdfast.train.protocols import ShareLoader
 from holdfast.train.recompute import apply_recompute
@@ -152,7 +153,16 @@ def build_engine(
     parameters, feed = make(_Parts(config, task, groups, device, precision), objective)
     executor = task.executor(objective, groups, precision.compute, device)
     return StepEngine(
-        objective, executor, parameters, feed, groups, config.train, device, dealer, task.user_parts
+        objective,
+        executor,
+        parameters,
+        feed,
+        groups,
+        config.train,
+        device,
+        dealer,
+        task.user_parts,
+        LossScale(_tokens(config), device, is_dynamic=precision.scales_loss),
     )
 
 
@@ -166,6 +176,12 @@ def _prepare_units(config: RunConfig, units: Sequence[nn.Module]) -> None:
     elif config.train.compile:
         for unit in units:
             unit.compile()
+
+
+def _tokens(config: RunConfig) -> int:
+    """Tokens of a microbatch, or its samples if a task of the user counts."""
+    length = 1 if config.task.name else config.data.sequence_length
+    return config.train.microbatch_size * length
 
 
 @dataclass(frozen=True)

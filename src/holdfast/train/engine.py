@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from holdfast.config.train import TrainConfig
 from holdfast.core.sharding.reduction_tree import Shares, deal
 from holdfast.core.sharding.step_resume import Computed
+from holdfast.core.weights import to_units
 from holdfast.errors import HoldfastError, JumpError, NonFiniteError, PeerLostError
 from holdfast.parallel.gradients.grad_norm import clip_factor
 from holdfast.parallel.process_groups import ProcessGroups
@@ -33,8 +34,10 @@ from holdfast.parallel.torch_compat import is_peer_loss
 from holdfast.policy.detection.loss_spikes import LossJump
 from holdfast.policy.recovery.step_resolution import StepStage
 from holdfast.train.executors import Executor, GradientListener
+from holdfast.train.loss_scale import NOT_SCALED, LossScale
 from holdfast.train.make_optimizer import make_optimizer
 from holdfast.train.nonfinite import describe_non_finite, find_non_finite
+from holdfast.train.precision import as_indeterminate
 from holdfast.train.state import LocalTensor, Parameters, ReadBox, clear, load_state, state_tensors
 from holdfast.train.step_plan import Dealer, StepPlan
 from holdfast.train.step_status import StepHistory, StepProgress, StepStatus
@@ -57,7 +60,7 @@ class DeviceMicrobatch(Protocol):
     The executor knows the rest."""
 
     @property
-    def tokens(self) -> int: ...
+    def tokens(self) -> float: ...
 
 
 class GradientReducer(GradientListener, Protocol):
@@ -99,8 +102,8 @@ class StepEngine:
     plan: who computes which microbatch. status: how far it has come. history: of earlier steps; a
     rebuilt session keeps it. user: what the run file names by a path.
     on_vote_sent: called when this rank's vote is on its way.
-    judge_loss: is shown the account of a step before this rank votes; whether it has jumped, on the
-    one rank that knows. loss_jump: what it found of the newest step.
+    judge_loss: is shown the account of a step before this rank votes; whether it has jumped, on one
+    rank. loss_jump: what it found of the newest step. loss_scale: see `Executor`.
     """
 
     def __init__(
@@ -114,9 +117,10 @@ class StepEngine:
         device: torch.device,
         dealer: Dealer = deal,
         user: UserParts | None = None,
+        loss_scale: LossScale = NOT_SCALED,
     ):
-        self._user = user or UserParts()
-        self.objective, self.executor = objective, executor
+        self._user, self.objective, self.executor = user or UserParts(), objective, executor
+        executor.loss_scale = self.loss_scale = loss_scale
         self.parameters, self.groups, self.train = parameters, groups, train
         self._feed, self.device = feed, device
         self.on_vote_sent: Callable[[], None] = lambda: None
@@ -126,15 +130,13 @@ class StepEngine:
         self.plan = StepPlan(train, groups, dealer)
         self.status, self.history = StepStatus(), StepHistory()
         gradients, masters = self._gradients.gradients(), parameters.master_tensors
-        self.optimizer = make_optimizer(
-            train.optimizer, parameters.table, masters, gradients, self._user.optimizer
-        )
+        table, wanted = parameters.table, train.optimizer
+        self.optimizer = make_optimizer(wanted, table, masters, gradients, self._user)
         self._shares: Shares = ()
         self.batches: list[DeviceMicrobatch] = []  # of the step that is open, or was last
         self._accounts: AccountExchange | None = None
         self._losses: dict[int, Tensor] = {}  # of my share, if this rank receives them
-        # A leaving rank does not wait inside its replica.
-        self._is_stopping = self._is_leaving = False
+        self._is_stopping = self._is_leaving = False  # leaving: it waits for no peer any more
         self._on_groups_changed()
 
     def _on_groups_changed(self) -> None:
@@ -146,8 +148,8 @@ class StepEngine:
     def begin(self, step: int) -> tuple[int, ...]:
         """Open step `step` and return my share. Raises PeerLostError."""
         self.status.begin(step)
-        self._shares = self.plan.shares(step)
-        self.batches, self._accounts = [], None
+        self.loss_scale.begin()
+        self._shares, self.batches, self._accounts = self.plan.shares(step), [], None
         computed = self.plan.computed_by_replica(step)
         self._losses = self._losses if computed else {}
         try:
@@ -174,14 +176,15 @@ class StepEngine:
         except Exception as error:
             self._gradients.fail(error)
             self.groups.abort()  # wakes ranks that wait for this one in another group
-            if isinstance(error, RuntimeError) and is_peer_loss(error):
-                raise PeerLostError(f"a peer was lost in step {self.step}: {error}") from error
-            raise
+            known = _known_error(error, self.step)
+            if known is None:
+                raise
+            raise known from error
         finally:
             self._losses.update(zip(leaves, losses, strict=False))
         told = [float(self._losses[leaf]) for leaf in share] if self._reports_losses else []
-        tokens = sum(batch.tokens for batch in self.batches)
-        self._accounts = AccountExchange(self.groups, self._shares, tokens, told)
+        units = sum(to_units(batch.tokens) for batch in self.batches)
+        self._accounts = AccountExchange(self.groups, self._shares, units, told)
 
     def reduce(self, wishes: Wishes | None = None) -> StepVerdict:
         """Wait for the complete gradient and vote.
@@ -210,7 +213,7 @@ class StepEngine:
                 self.status.record_verdict(verdict)
         if verdict is None:
             raise lost
-        if verdict.is_finite and not verdict.requests.reject:
+        if verdict.can_be_applied:
             return verdict
         found = _rejection_error(self, verdict, self._gradients)
         self._is_leaving = True
@@ -225,15 +228,15 @@ class StepEngine:
 
     def update(self, verdict: StepVerdict) -> float:
         """`apply`, without what computes on copies: that is brought up to date by a rebuild."""
-        status = self.status
+        status, rate = self.status, self.learning_rate(self.step)
         status.record_verdict(verdict)
-        rate = self.learning_rate(self.step)
         clip = clip_factor(verdict.mean_norm, self.train.optimizer.clip_norm)
         status.is_torn = True
-        divisor, leaves = max(verdict.tokens, 1) / clip, self.plan.leaves(status.step)
-        self.optimizer.apply(status.step, rate, divisor, leaves)
+        if not verdict.is_skipped:
+            divisor = (verdict.tokens or 1) / clip * self.loss_scale.factor
+            self.optimizer.apply(status.step, rate, divisor, self.plan.leaves(status.step))
+        self.history.applied_verdicts.append((status.step, self.loss_scale.settle(verdict)))
         status.finish_update()
-        self.history.applied_verdicts.append((status.step, verdict))
         self.history.unreported_step = status.step
         return rate
 
@@ -252,9 +255,9 @@ class StepEngine:
         self.loss_jump = self.judge_loss(self.step, account) if account.is_finite else None
         if self.loss_jump is not None:
             wishes = replace(wishes, reject=True)
-        rate, norm = self.learning_rate(self.step), self._gradients.squared_norm()
-        ballot = Ballot(norm, wishes, learning_rate=rate)
-        return vote(self.groups, account, ballot, self.on_vote_sent)
+        rate, norm = self.learning_rate(self.step), self.squared_norm()
+        ballot = Ballot(norm, wishes, learning_rate=rate, options=self._user.options(self.step))
+        return self.loss_scale.judge(vote(self.groups, account, ballot, self.on_vote_sent))
 
     # --- a loss ---------------------------------------------------------------------------
     @property
@@ -289,8 +292,8 @@ class StepEngine:
         self._gradients.keep(self._shares[self.groups.coordinate.replica])
 
     def squared_norm(self) -> float:
-        """Return this rank's sum of squares of the complete gradient."""
-        return self._gradients.squared_norm()
+        """Return this rank's sum of squares of the complete gradient, without the loss scale."""
+        return self._gradients.squared_norm() / self.loss_scale.factor**2
 
     def interrupt(self, inside_replica: bool) -> None:
         """End the step that another thread is in: wake all waits between replicas, and with
@@ -311,9 +314,8 @@ class StepEngine:
         """
         self._gradients = self._feed(groups, self._gradients)
         self.optimizer.set_gradients(self._gradients.gradients())
-        self.groups = groups
+        self.groups, self._shares = groups, ()
         self.plan.regroup(groups, dealer)
-        self._shares = ()
         self.status.reopen()
         self._is_stopping = self._is_leaving = False
         self._on_groups_changed()
@@ -326,7 +328,7 @@ class StepEngine:
     # --- state ----------------------------------------------------------------------------
     def state(self) -> list[LocalTensor]:
         """Everything that a checkpoint must hold of this rank; the same storage every time."""
-        return state_tensors(self.parameters, self.optimizer.slots)
+        return state_tensors(self.parameters, self.optimizer.slots) + self.loss_scale.state()
 
     def load(self, read: ReadBox) -> None:
         """Fill the state in place from a reader of boxes."""
@@ -337,6 +339,7 @@ class StepEngine:
         """Initial weights, and slots of zero."""
         self.parameters.initialise(seed)
         clear(self.optimizer.slots)
+        self.loss_scale.reset()
 
     def close(self) -> None:
         """Leave the groups in an orderly way."""
@@ -355,7 +358,7 @@ def _rejection_error(
     engine: StepEngine, verdict: StepVerdict, gradients: GradientReducer
 ) -> HoldfastError:
     """Why the step was voted down, alike on every rank."""
-    if not verdict.is_finite:
+    if not (verdict.is_finite or verdict.is_skipped):
         return _non_finite_error(engine, gradients)
     jump = engine.loss_jump
     if jump is None:  # another rank knows more
@@ -379,6 +382,13 @@ def _non_finite_error(engine: StepEngine, gradients: GradientReducer) -> NonFini
         gradients.is_finite,
     )
     return describe_non_finite(engine.step, found, account, shares, groups.topology)
+
+
+def _known_error(error: Exception, step: int) -> HoldfastError | None:
+    """What an error of torch in a pass means, where its text says it."""
+    if isinstance(error, RuntimeError) and is_peer_loss(error):
+        return PeerLostError(f"a peer was lost in step {step}: {error}")
+    return as_indeterminate(error)
 
 
 def _interrupted_error(step: int) -> PeerLostError:

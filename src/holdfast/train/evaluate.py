@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from holdfast.core.sharding.reduction_tree import ReductionTree, deal
+from holdfast.core.weights import shortest
 from holdfast.parallel.process_groups import ProcessGroups
 from holdfast.train.executors import Executor
 from holdfast.train.objective import IGNORED_TARGET
@@ -44,7 +45,7 @@ class ValidationSamples(Protocol):
     def microbatches(self) -> Sequence[HostMicrobatch]: ...
 
     @property
-    def tokens(self) -> int: ...
+    def tokens(self) -> float: ...
 
     def bits_per_byte(self, nats: float) -> float: ...
 
@@ -59,7 +60,7 @@ class Validation(Protocol):
     def microbatches(self) -> int: ...
 
     @property
-    def tokens(self) -> int | None: ...
+    def tokens(self) -> float | None: ...
 
     def part(self, index: int, part: int, parts: int, device: torch.device) -> Any:
         """Part `part` of `parts` of a microbatch, as the executor takes it. Its `tokens` is its
@@ -77,7 +78,7 @@ class Evaluation:
 
     loss: float
     bits_per_byte: float | None
-    tokens: int
+    tokens: float
 
 
 @dataclass(frozen=True)
@@ -155,7 +156,7 @@ class Evaluator:
         total = tree.sum(gather_losses(self._groups, shares, losses))
         if known is None:
             weights = [float(batch.tokens) for batch in batches] if spoken else []
-            known = round(tree.sum(gather_losses(self._groups, shares, weights)))
+            known = shortest(tree.sum(gather_losses(self._groups, shares, weights)))
         if not known:
             return None
         return Evaluation(total / known, self._validation.bits_per_byte(total), known)

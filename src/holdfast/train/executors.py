@@ -25,6 +25,7 @@ from holdfast.parallel.pipeline import PipelineInterpreter
 from holdfast.parallel.process_groups import ProcessGroups
 from holdfast.parallel.tensor_parallel import residual_shape
 from holdfast.parallel.trace import COMPUTE, SpanRecorder
+from holdfast.train.loss_scale import NOT_SCALED, LossScale
 
 Objective = Callable[..., Tensor]
 
@@ -53,7 +54,12 @@ class GradientListener(Protocol):
 
 
 class Executor(Protocol):
-    """Runs the passes of this rank's part of a replica. Batches are what the task feeds."""
+    """Runs the passes of this rank's part of a replica. Batches are what the task feeds.
+
+    loss_scale: what its backward passes begin with.
+    """
+
+    loss_scale: LossScale
 
     def train(
         self,
@@ -89,6 +95,7 @@ class SingleStageExecutor:
         arguments: Callable[[Any], tuple[Any, ...]] = token_arguments,
     ):
         self._objective, self._recorder, self.arguments = objective, recorder, arguments
+        self.loss_scale = NOT_SCALED
 
     def train(
         self,
@@ -103,7 +110,7 @@ class SingleStageExecutor:
             with self._span(f"F{leaf}"):
                 loss = self._objective(*self.arguments(batch))
             with self._span(f"B{leaf}"):
-                loss.backward()
+                loss.backward(self.loss_scale.seed(loss))
             listener.end_leaf()
             losses.append(loss.detach())
             listener.check()
@@ -138,7 +145,7 @@ class PipelinedExecutor:
         sequence_parallel: bool,
     ):
         assert groups.pipeline is not None
-        self.arguments = token_arguments
+        self.arguments, self.loss_scale = token_arguments, NOT_SCALED
         self._objective, self._schedule, self._dtype = objective, schedule, dtype
         self._stages, self._tp = groups.degree("pp"), groups.degree("tp")
         self._dim, self._sequence_parallel = dim, sequence_parallel
@@ -223,6 +230,8 @@ class _ShareWork:
         assert self._listener is not None
         incoming, out = self._activations.pop(microbatch)
         self._listener.start_leaf(self._leaves[microbatch])
+        if gradient is None:  # the last stage: what came out is a loss
+            gradient = self._stage.loss_scale.seed(out)
         torch.autograd.backward(out, gradient)
         self._listener.end_leaf()
         self._listener.check()

@@ -1,28 +1,41 @@
-"""Settings of the layout that a generation cannot follow everywhere: each is said once."""
+"""Settings that a generation cannot follow everywhere, and how it keeps documents apart: each is
+said once."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
+from torch import nn
+
 from holdfast.config.run import RunConfig
 from holdfast.core.sharding.reduction_tree import Shares
 from holdfast.core.sharding.run_table import run_cells
-from holdfast.events import Event, SettingIgnored
+from holdfast.events import AttentionChosen, Event, SettingIgnored
 from holdfast.layout import Topology
+from holdfast.model.decoder import Decoder
+from holdfast.model.documents import DocumentAttention
 
 
 class Fallbacks:
     """What one rank looks at in each step, for all of them."""
 
     def __init__(
-        self, config: RunConfig, topology: Topology, emit: Callable[[Event], None]
+        self,
+        config: RunConfig,
+        topology: Topology,
+        emit: Callable[[Event], None],
+        objective: nn.Module,
     ) -> None:
         self._config, self._topology, self._emit = config, topology, emit
+        self._attention = _document_attention(config, objective)
         self._reduction = config.layout.reduction == "fast"  # as long as it is to be looked at
         self._schedule = config.layout.schedule == "1f1b"
 
     def look(self, step: int, shares: Shares) -> None:
         """shares: how the microbatches of `step` were dealt to the replicas."""
+        if self._attention is not None:
+            how, self._attention = self._attention, None
+            self._emit(AttentionChosen(how.way, how.reason, step=step))
         if self._reduction:
             self._reduction = False
             if not one_sum(self._config, self._topology):
@@ -48,6 +61,14 @@ class Fallbacks:
                         step=step,
                     )
                 )
+
+
+def _document_attention(config: RunConfig, objective: nn.Module) -> DocumentAttention | None:
+    """None: the run does not keep documents apart, or its model is not the built-in decoder."""
+    decoder = getattr(objective, "decoder", None)
+    if config.data.attention == "document" and isinstance(decoder, Decoder):
+        return decoder.document_attention
+    return None
 
 
 def one_sum(config: RunConfig, topology: Topology) -> bool:

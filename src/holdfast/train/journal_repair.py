@@ -56,9 +56,8 @@ def _step_events(engine: StepEngine, agreement: Agreement, max_steps: int) -> li
     """Return the last `max_steps` steps that this rank knows of. Some may have been reported
     before."""
     step = agreement.resolution.step
-    voted = dict(engine.history.applied_verdicts)
-    if agreement.verdict is not None:
-        voted[step] = agreement.verdict
+    voted = {} if agreement.verdict is None else {step: agreement.verdict}
+    voted.update(engine.history.applied_verdicts)  # with their loss scales
     return [
         StepDone(
             loss=verdict.mean_loss,
@@ -68,6 +67,7 @@ def _step_events(engine: StepEngine, agreement: Agreement, max_steps: int) -> li
             seconds=0.0,
             samples=engine.plan.samples(number),
             phases={},
+            skipped_at=verdict.skipped_at,
             step=number,
         )
         for number, verdict in sorted(voted.items())

@@ -66,13 +66,16 @@ class LoraTask(DecoderTask):
         """The decoder whose parameters are its adapters. Raises ConfigError."""
         config = self._config
         with torch.device("meta"):
-            objective = LoraObjective(Decoder(config.model), config.train.compile)
+            objective = LoraObjective(
+                Decoder(config.model), config.train.compile, config.data.chat.weights
+            )
             layers, lora = adapted_layers(config.model, config.lora), config.lora
             add_adapters(objective.decoder, layers, lora.rank, lora.scale, lora.dropout)
         return objective
 
     def fill_constants(self, objective: nn.Module, device: torch.device) -> None:
-        """Give the module the base's weights. Raises ModelFolderError."""
+        """Give the module what a decoder gets, and the base's weights. Raises ModelFolderError."""
+        super().fill_constants(objective, device)
         if not self._base:
             folder = open_base(self._config)
             self._base = {

@@ -11,11 +11,12 @@ from holdfast.core.sharding.optimizer_state import is_hidden_matrix, parameter_s
 from holdfast.core.sharding.parameters import Parameter
 from holdfast.train.optimizer import AdamW, Optimizer
 from holdfast.train.torch_optimizer import (
-    MakeOptimizer,
     OptimizerParts,
     TorchOptimizer,
     built_in_class,
+    groups_of_settings,
 )
+from holdfast.train.user_parts import UserParts
 
 
 def make_optimizer(
@@ -23,15 +24,18 @@ def make_optimizer(
     rows: Sequence[Parameter],
     parameters: Sequence[Tensor],
     gradients: Sequence[Tensor],
-    user_class: MakeOptimizer | None = None,
+    user: UserParts | None = None,
 ) -> Optimizer:
-    """rows: of the parameters that this rank holds a part of. user_class: of a run with a class by
-    its path."""
+    """rows: of the parameters that this rank holds a part of. user: what the run file names by a
+    path, or a script keeps."""
+    user = user or UserParts()
     settings = [parameter_settings(config, row) for row in rows]
     merges = {i: row.merge for i, row in enumerate(rows) if row.merge}
     if config.name == "adamw":
         return AdamW(parameters, gradients, settings, config, merges)
-    make = user_class if config.is_class else built_in_class(config)
+    if user.parts is not None and (parts := user.parts(config, rows, parameters)):
+        return OptimizerParts(parameters, gradients, parts, None, merges)
+    make = user.optimizer if config.is_class else built_in_class(config)
     if make is None:
         raise RuntimeError(f"{config.name} was not loaded")
     trained = [i for i, row in enumerate(rows) if not (row.merge or row.frozen)]
@@ -42,5 +46,6 @@ def make_optimizer(
         others = [i for i, r in enumerate(rows) if not is_hidden_matrix(config, r.name, r.shape)]
         rest = AdamW(parameters, gradients, settings, config, merges, others)
         trained, slots, merges = sorted(hidden), slots[:1], {}
-    part = TorchOptimizer(make, parameters, rows, settings, trained, slots, config)
+    groups = groups_of_settings(settings, trained)
+    part = TorchOptimizer(make, parameters, rows, groups, trained, slots, config)
     return OptimizerParts(parameters, gradients, [part], rest, merges)

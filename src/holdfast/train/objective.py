@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from holdfast.core.data.target_weights import ID_BITS, PER_ONE, SHIFT
 from holdfast.model.decoder import Decoder, soft_limit
 from holdfast.parallel.tensor_parallel import TensorParallel
 from holdfast.parallel.vocab_parallel import VocabularySoftmax
@@ -39,15 +40,17 @@ class NextTokenObjective(nn.Module):
 
     The loss is inside the module so that one forward covers everything that a sharded model
     must gather. compiled: torch's compiler fuses the softmax and its gradient (not that of a
-    vocabulary that is cut, whose ranks talk in the midst of it).
+    vocabulary that is cut, whose ranks talk in the midst of it). weighted: targets may have
+    weights (`core.data.target_weights`).
 
     tensor: set by `apply_tensor_parallel` where the decoder is one rank's part of tensor
     parallelism.
     """
 
-    def __init__(self, decoder: Decoder, compiled: bool = False):
+    def __init__(self, decoder: Decoder, compiled: bool = False, weighted: bool = False):
         super().__init__()
         self.decoder = decoder
+        self._is_weighted = weighted
         self.tensor: TensorParallel | None = None
         self._loss_and_gradient: LossAndGradient = (
             torch.compile(loss_and_gradient) if compiled else _loss_and_gradient_in_place
@@ -77,15 +80,26 @@ class NextTokenObjective(nn.Module):
         hidden = decoder.head_input(decoder.norm(x))
         if tensor is not None:
             hidden = tensor.enter_region(hidden)
+        ids, scale = targets.flatten(), None
+        if self._is_weighted:
+            ids, scale = split_weights(ids, _wide_dtype(hidden.dtype))
         return linear_cross_entropy(
             hidden.flatten(0, 1),
             decoder.head_weight,
-            targets.flatten(),
+            ids,
+            scale=scale,
             slope=self._loss_and_gradient,
             vocabulary=decoder.config.vocab_size,
             part=None if tensor is None else tensor.softmax,
             softcap=decoder.config.logit_softcap,
         )
+
+
+def split_weights(targets: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """targets: int64 [T] -> (token ids, or what is below 0; what each counts, in `dtype`)"""
+    hundredths = targets >> SHIFT
+    weights = torch.where(hundredths > 0, hundredths.to(dtype) / PER_ONE, 1.0)
+    return torch.where(targets < 0, targets, targets & ID_BITS), weights.to(dtype)
 
 
 def chunk_tokens(vocabulary: int, device: torch.device) -> int:
@@ -108,6 +122,7 @@ def linear_cross_entropy(
     vocabulary: int | None = None,
     part: VocabularySoftmax | None = None,
     softcap: float = 0.0,
+    scale: Tensor | None = None,
 ) -> Tensor:
     """Sum of -log softmax(hidden weight^T)[target], in float64, over targets that are not -100.
 
@@ -118,6 +133,7 @@ def linear_cross_entropy(
     part: given if the vocabulary is cut over ranks. `weight` then has this rank's rows. Each rank
         gets the full loss, the gradient of its rows, and a summand of the gradient of `hidden`.
     softcap: the softmax is of softcap * tanh(logits / softcap); 0: of the logits.
+    scale: what each target counts [T]; None: once.
     """
     losses: Losses = _losses if part is None else part.losses
     slope = (slope or _loss_and_gradient_in_place) if part is None else part.losses_and_gradient
@@ -133,7 +149,7 @@ def linear_cross_entropy(
         slope=slope,
     )
     out: Tensor = _LinearCrossEntropy.apply(  # type: ignore[no-untyped-call]
-        hidden, weight, targets, head
+        hidden, weight, targets, scale, head
     )
     return out
 
@@ -175,20 +191,26 @@ class _LinearCrossEntropy(torch.autograd.Function):
     """Loss and gradients in one pass; the backward only scales what the forward found."""
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, held: Tensor, targets: Tensor, head: _Head) -> Tensor:
+    def forward(
+        ctx: Any, hidden: Tensor, held: Tensor, targets: Tensor, scale: Tensor | None, head: _Head
+    ) -> Tensor:
         weight, chunk = held[: head.rows], head.chunk
         total = torch.zeros((), dtype=torch.float64, device=hidden.device)
         hidden_gradient = torch.empty_like(hidden) if head.needs_gradients else None
         weight_gradient: Tensor | None = None
         for start in range(0, hidden.shape[0], chunk):
             h, t = hidden[start : start + chunk], targets[start : start + chunk]  # [c, D], [c]
+            once = None if scale is None else scale[start : start + chunk]  # [c]
             logits = F.linear(h, weight)  # [c, V]
             if hidden_gradient is None:
-                total += head.losses(logits, t).sum(dtype=torch.float64)
+                total += _times(head.losses(logits, t), once).sum(dtype=torch.float64)
                 continue
             losses, g = head.slope(logits, t)
-            total += losses.sum(dtype=torch.float64)
+            total += _times(losses, once).sum(dtype=torch.float64)
             torch.mm(g, weight, out=hidden_gradient[start : start + chunk])
+            if once is not None:  # the rows of h, as those of g are a vocabulary long
+                hidden_gradient[start : start + chunk].mul_(once[:, None])
+                h = h * once[:, None].to(h.dtype)
             if not head.trains_weight:
                 continue
             if weight_gradient is None:
@@ -205,13 +227,24 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return total
 
     @staticmethod
-    def backward(ctx: Any, scale: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
+    def backward(ctx: Any, scale: Tensor) -> tuple[Tensor, Tensor | None, None, None, None]:
         hidden_gradient, weight_gradient = ctx.saved_tensors
         if scale.device.type == "cpu" and scale.item() == 1.0:  # the rule; no pass over memory
-            return hidden_gradient, weight_gradient, None, None
+            return hidden_gradient, weight_gradient, None, None, None
         if weight_gradient is not None:
-            weight_gradient = weight_gradient * scale.to(weight_gradient.dtype)
-        return hidden_gradient * scale.to(hidden_gradient.dtype), weight_gradient, None, None
+            weight_gradient = _scaled(weight_gradient, scale)
+        return _scaled(hidden_gradient, scale), weight_gradient, None, None, None
+
+
+def _scaled(gradient: Tensor, scale: Tensor) -> Tensor:
+    """gradient * scale. float16 has no room for a loss scale, so that product is float32's."""
+    if gradient.dtype == torch.float16:
+        return (gradient.float() * scale.float()).half()
+    return gradient * scale.to(gradient.dtype)
+
+
+def _times(losses: Tensor, scale: Tensor | None) -> Tensor:
+    return losses if scale is None else losses * scale
 
 
 def _head_gradient(g: Tensor, hidden: Tensor, rows: int) -> Tensor:

@@ -22,6 +22,7 @@ from math import isfinite
 import torch
 
 from holdfast.core.sharding.step_resume import Computed
+from holdfast.core.weights import shortest
 from holdfast.errors import LayoutError
 from holdfast.layout import Replica, Topology
 from holdfast.parallel.comm.transport import PeerGroup, exchange
@@ -66,7 +67,7 @@ class RankStatement:
     verdict_step: int = 0
     validated_step: int = 0
     has_counts: bool = False
-    tokens: int = 0
+    tokens: float = 0
     loss: float = 0.0
     squared_norm: float = 0.0
     computed_leaves: tuple[int, ...] = ()
@@ -170,7 +171,7 @@ def conclude(
     heard = (
         s.verdict for s in statements if s.verdict is not None and s.verdict_step == found.step
     )
-    known = next((v for v in heard if v.is_finite and not v.requests.reject), None)
+    known = next((v for v in heard if v.can_be_applied), None)
     if known is None and found.appliers and norm is not None:
         one = statements[min(found.appliers)]
         known = StepVerdict(
@@ -262,7 +263,7 @@ def _encode(said: RankStatement, most: int) -> list[int]:
     flags |= _VERDICT * (said.verdict is not None) | _COUNTED * said.has_counts
     verdict = [0] * VERDICT_WORDS if said.verdict is None else verdict_words(said.verdict)
     applied = -1 if said.progress.applied_step is None else said.progress.applied_step
-    numbers = struct.unpack("2q", struct.pack("2d", said.loss, said.squared_norm))
+    numbers = struct.unpack("3q", struct.pack("3d", said.tokens, said.loss, said.squared_norm))
     stage = _STAGES.index(said.progress.stage)
     bits = sum(1 << leaf for leaf in said.computed_leaves)
     mask = [bits >> at & (1 << _BITS_PER_WORD) - 1 for at in range(0, most, _BITS_PER_WORD)]
@@ -270,7 +271,6 @@ def _encode(said: RankStatement, most: int) -> list[int]:
         applied,
         stage,
         flags,
-        said.tokens,
         *numbers,
         said.verdict_step,
         said.validated_step,
@@ -288,7 +288,7 @@ def _decode(words: Sequence[int]) -> RankStatement:
         for bit in range(_BITS_PER_WORD)
         if word >> bit & 1
     )
-    numbers = struct.unpack("2d", struct.pack("2q", loss, squares))
+    numbers = struct.unpack("3d", struct.pack("3q", tokens, loss, squares))
     return RankStatement(
         RankProgress(None if applied < 0 else applied, _STAGES[stage], bool(flags & _SUMMED)),
         bool(flags & _INTACT),
@@ -296,8 +296,8 @@ def _decode(words: Sequence[int]) -> RankStatement:
         step,
         validated,
         bool(flags & _COUNTED),
-        tokens,
-        numbers[0],
+        shortest(numbers[0]),
         numbers[1],
+        numbers[2],
         computed,
     )

@@ -301,7 +301,7 @@ class _TrainingLoop:
             cadence, saver, reporter, config, rank, start_step, self.timer, durations
         )
         self.retry = retry
-        self.fallbacks = Fallbacks(config, engine.groups.topology, reporter.emit)
+        self.fallbacks = Fallbacks(config, engine.groups.topology, reporter.emit, engine.objective)
         judges = rank == 0 and config.cluster.loss_jumps == "roll_back"
         # An engine outlives generations, and this rank may have been 0 in the one before.
         engine.judge_loss = self._judge_loss if judges else lambda step, account: None
@@ -322,6 +322,7 @@ class _TrainingLoop:
         verdict = self._reduce(step)
         watch.lap("reduce")
         rate = self.engine.apply(verdict)
+        _, verdict = self.engine.history.applied_verdicts[-1]
         watch.lap("apply")
         self._check_replicas(step)
         self._report_trace(step)
@@ -414,6 +415,7 @@ class _TrainingLoop:
                 seconds=sum(phases.values()),
                 samples=self.engine.plan.samples(batch.step),
                 phases=phases,
+                skipped_at=verdict.skipped_at,
                 step=batch.step,
             )
         )

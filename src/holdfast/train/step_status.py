@@ -80,7 +80,7 @@ class StepStatus:
     def record_verdict(self, verdict: StepVerdict) -> None:
         """Every vote is known."""
         self.verdict, self.verdict_step = verdict, self.step
-        if verdict.is_finite and not verdict.requests.reject and self.stage is StepStage.REDUCED:
+        if verdict.can_be_applied and self.stage is StepStage.REDUCED:
             self.stage = advance(self.stage, StepStage.VOTED)
 
     def finish_update(self) -> None:
@@ -102,7 +102,7 @@ class StepStatus:
         """Return True if the open step was voted down, though its gradient is complete."""
         if self.verdict is None or self.verdict_step != self.step:
             return False
-        return not self.verdict.is_finite or self.verdict.requests.reject
+        return not self.verdict.can_be_applied
 
     def progress(self, is_replica_intact: bool) -> StepProgress:
         """What this process has, now that it has stopped."""

@@ -15,13 +15,15 @@ from torch import Tensor, nn
 
 from holdfast.config.run import RunConfig
 from holdfast.core.data.skips import Skips
+from holdfast.core.data.target_weights import target_ids, target_weights
 from holdfast.core.sharding.boxes import Box
 from holdfast.core.sharding.state_table import mesh_box, parameter_table
-from holdfast.data.batch import Batches
+from holdfast.data.batch import Batches, Microbatch
 from holdfast.data.dataset import Dataset
 from holdfast.data.loader import Loader
 from holdfast.errors import ConfigError
 from holdfast.model.decoder import Decoder
+from holdfast.model.documents import choose_document_attention
 from holdfast.model.init import initial_box
 from holdfast.model.stage import keep_stage
 from holdfast.parallel.process_groups import ProcessGroups
@@ -29,6 +31,7 @@ from holdfast.parallel.tensor_parallel import apply_tensor_parallel, localise_pa
 from holdfast.train.evaluate import TokenValidation, Validation
 from holdfast.train.executors import Executor, make_executor
 from holdfast.train.objective import NextTokenObjective
+from holdfast.train.precision import Precision
 from holdfast.train.protocols import ShareLoader
 from holdfast.train.state import InitialBox
 from holdfast.train.user_parts import UserParts
@@ -122,7 +125,9 @@ class DecoderTask:
             )
         replica, place = groups.replica, groups.coordinate
         with torch.device("meta"):
-            objective = NextTokenObjective(Decoder(config.model), config.train.compile)
+            objective = NextTokenObjective(
+                Decoder(config.model), config.train.compile, config.data.chat.weights
+            )
         decoder = objective.decoder
         blocks = replica.blocks(place.pp)
         if blocks is not None:
@@ -147,7 +152,15 @@ class DecoderTask:
         return list(cast(NextTokenObjective, objective).decoder.layers)
 
     def fill_constants(self, objective: nn.Module, device: torch.device) -> None:
-        """The decoder has none."""
+        """Decide how attention stays inside documents. Other constants the decoder has none."""
+        config = self._config
+        if config.data.attention != "document":
+            return
+        dtype = Precision.of(config.train.precision).compute
+        how = choose_document_attention(config.model, dtype, device)
+        if config.train.compile:
+            how.exclude_from_compilation()
+        cast(NextTokenObjective, objective).decoder.document_attention = how
 
     def initial_values(self, seed: int) -> InitialBox:
         return lambda row, box: initial_box(row, seed, box.offsets, box.lengths)
@@ -181,10 +194,8 @@ class DecoderTask:
     def read_step(self, dataset: str, step: int) -> list[dict[str, Tensor]]:
         batches = self.open_batches(dataset)
         read = [batches.microbatch(step, index) for index in range(batches.microbatches(step))]
-        return [
-            {"inputs": torch.from_numpy(m.inputs), "targets": torch.from_numpy(m.targets)}
-            for m in read
-        ]
+        is_weighted = self._config.data.chat.weights
+        return [_named_tensors(one, is_weighted) for one in read]
 
     def check_first_loss(
         self, objective: nn.Module, batches: TaskBatchSource, groups: ProcessGroups
@@ -200,3 +211,10 @@ class DecoderTask:
         rows = {row.name: replace(row, shard_dim=None) for row in table}
         names = [name for name, _ in decoder.named_parameters()]
         return {name: mesh_box(rows[name], groups.replica, groups.coordinate) for name in names}
+
+
+def _named_tensors(read: Microbatch, is_weighted: bool) -> dict[str, Tensor]:
+    found: dict[str, Any] = {"inputs": read.inputs, "targets": target_ids(read.targets)}
+    if is_weighted:
+        found["weights"] = target_weights(read.targets)
+    return {name: torch.from_numpy(rows) for name, rows in found.items()}

@@ -21,14 +21,18 @@ from holdfast.train.lion import Lion
 from holdfast.train.optimizer import AdamW, SlotTensors, group_by_settings, merge_buffers
 
 MakeOptimizer = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
-"""From parameter groups with the keys params, lr and weight_decay."""
+"""From parameter groups with the keys params and, as a rule, lr and weight_decay."""
+Groups = list[tuple[Sequence[int], Mapping[str, Any]]]
+"""For each group, the indices of its parameters, and its options."""
+GroupsOfStep = Callable[[int, float], Groups]
+"""From a step and its learning rate."""
 
 
 class TorchOptimizer:
     """One class of `torch.optim` on some of a rank's parameters.
 
     rows: of all parameters of the rank, as `parameters`. indices: those that it updates.
-    slots: what the class keeps, see `config.optimizer.Slot`.
+    groups: of these. slots: what the class keeps, see `config.optimizer.Slot`.
     """
 
     def __init__(
@@ -36,7 +40,7 @@ class TorchOptimizer:
         make: MakeOptimizer,
         parameters: Sequence[Tensor],
         rows: Sequence[Parameter],
-        settings: Sequence[ParameterSettings],
+        groups: GroupsOfStep,
         indices: Sequence[int],
         slots: Sequence[Slot],
         config: OptimizerConfig,
@@ -46,7 +50,7 @@ class TorchOptimizer:
         self._held = [i for i in indices if parameters[i].numel()]
         # Tensors of their own: no other code uses their `grad`, and the storage is the parameter's.
         self._handles = {i: parameters[i].detach() for i in self._held}
-        self._settings = settings
+        self._groups_of, self._rows = groups, rows
         self._counts = [slot for slot in slots if slot.rule in (STEP, COUNT)]
         self.slots: list[SlotTensors] = []
         for slot in slots:
@@ -62,15 +66,17 @@ class TorchOptimizer:
         """Update `step` with divided gradients, one for each parameter of the rank."""
         if not self._held:
             return
+        groups = self._groups(step, learning_rate)
         if step == 1 or self._made is None:
-            self._made = self._make(self._groups(learning_rate))
+            self._made = self._make(
+                [{"params": [self._handles[i] for i in own], **options} for own, options in groups]
+            )
         made = self._made
         if step > 1:
             for index, handle in self._handles.items():
                 made.state[handle] = self._state_of(index, step - 1)
-        groups = group_by_settings(self._held, self._settings)
-        for group, (settings, _) in zip(made.param_groups, groups, strict=True):
-            group["lr"] = learning_rate * settings.rate_scale
+        for group, (_, options) in zip(made.param_groups, groups, strict=True):
+            group.update(options)
         for index, handle in self._handles.items():
             handle.grad = gradients[index]
         try:
@@ -84,21 +90,20 @@ class TorchOptimizer:
         """Those of the parameters that it updates."""
         return [gradients[i] for i in self._held]
 
-    def _groups(self, learning_rate: float) -> list[dict[str, Any]]:
-        return [
-            {
-                "params": [self._handles[i] for i in indices],
-                "lr": learning_rate * settings.rate_scale,
-                "weight_decay": settings.weight_decay,
-            }
-            for settings, indices in group_by_settings(self._held, self._settings)
+    def _groups(self, step: int, learning_rate: float) -> Groups:
+        """Those with a parameter that this rank has a part of."""
+        found = [
+            ([i for i in indices if i in self._handles], options)
+            for indices, options in self._groups_of(step, learning_rate)
         ]
+        return [(indices, options) for indices, options in found if indices]
 
     def _state_of(self, index: int, updates: int) -> dict[str, Any]:
         """What the class finds as the state of a parameter after so many updates."""
         state: dict[str, Any] = {
             slot.name: torch.tensor(float(updates)) if slot.rule == STEP else updates
             for slot in self._counts
+            if slot.is_of(self._rows[index].name)
         }
         for slots in self.slots:
             tensor = slots.tensors[index]
@@ -117,6 +122,21 @@ class TorchOptimizer:
                 if found.data_ptr() != tensor.data_ptr():
                     tensor.copy_(found.view(tensor.shape))
                     made.state[handle][slots.slot.name] = tensor
+
+
+def groups_of_settings(
+    settings: Sequence[ParameterSettings], indices: Sequence[int]
+) -> GroupsOfStep:
+    """Groups of parameters with equal settings."""
+    found = group_by_settings(indices, settings)
+
+    def groups(step: int, learning_rate: float) -> Groups:
+        return [
+            (own, {"lr": learning_rate * s.rate_scale, "weight_decay": s.weight_decay})
+            for s, own in found
+        ]
+
+    return groups
 
 
 class OptimizerParts:

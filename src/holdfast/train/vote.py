@@ -13,7 +13,8 @@ ranks still have every number of the verdict.
 The ranks of one replica compute in lockstep, and only some of them may see a loss. If there are
 other replicas, they `meet` after the vote. They continue with the verdict if one of them has it.
 
-Token counts are integers; losses add up in float64 in tree order and squares in shard order.
+Weights add up exactly (`core/weights.py`). Losses add up in float64 in tree order, and squares in
+shard order.
 So the reported loss and norm have the same bits for any dealing.
 """
 
@@ -30,6 +31,7 @@ from operator import or_
 import torch
 
 from holdfast.core.sharding.reduction_tree import ReductionTree, Shares
+from holdfast.core.weights import from_units, shortest
 from holdfast.errors import PeerLostError, ScriptError
 from holdfast.layout import Coordinate, Replica, Topology
 from holdfast.parallel.comm.transport import exchange
@@ -38,7 +40,7 @@ from holdfast.parallel.process_groups import ProcessGroups
 from holdfast.parallel.torch_compat import Work
 
 _BALLOT_TAG, _TAG_LOSSES, _TAG_ACCOUNT, _TAG_SHARED_VERDICT, _TAG_PARTING = 1, 3, 4, 5, 6
-_WHOLE_BIT, _FINITE_BIT = 1, 2
+_WHOLE_BIT, _FINITE_BIT, _SKIPPED_BIT = 1, 2, 4
 
 
 @dataclass(frozen=True)
@@ -65,7 +67,7 @@ class Wishes:
     is_node_leaving: bool = False
 
 
-_WISH_BITS = {4 << index: wish.name for index, wish in enumerate(fields(Wishes))}
+_WISH_BITS = {8 << index: wish.name for index, wish in enumerate(fields(Wishes))}
 """The bit of each wish in a record."""
 
 
@@ -73,7 +75,7 @@ _WISH_BITS = {4 << index: wish.name for index, wish in enumerate(fields(Wishes))
 class StepAccount:
     """What was computed in a step. losses: one sum for each microbatch of the global batch."""
 
-    tokens: int
+    tokens: float  # a whole number, unless a task's weights are fractions
     losses: tuple[float, ...]
 
     @property
@@ -87,12 +89,14 @@ class StepAccount:
 
 @dataclass(frozen=True)
 class Ballot:
-    """What one rank says of the gradient that it holds."""
+    """What one rank says of the gradient that it holds. options: digest of what a script's
+    optimizers apply it with, 0 without a script."""
 
     squared_norm: float
     requests: Wishes
     has_whole_gradient: bool = True
     learning_rate: float = 0.0
+    options: int = 0
 
 
 @dataclass(frozen=True)
@@ -100,42 +104,54 @@ class StepVerdict:
     """What all ranks know after the vote: the same on each of them.
 
     loss: sum over the tokens of the global batch. norm: of the summed gradient, before it is
-    divided by `tokens`.
+    divided by `tokens`. is_skipped: the gradient is not finite because it was scaled; the step is
+    applied, and changes nothing but the loss scale. loss_scale: of an applied step; 0: none.
     """
 
-    tokens: int
+    tokens: float
     loss: float
     norm: float
     is_whole: bool
     is_finite: bool
     requests: Wishes
+    is_skipped: bool = False
+    loss_scale: float = 0.0
+
+    @property
+    def skipped_at(self) -> float:
+        """The loss scale of a step that was skipped; 0: it was not."""
+        return self.loss_scale if self.is_skipped else 0.0
+
+    @property
+    def can_be_applied(self) -> bool:
+        return (self.is_finite or self.is_skipped) and not self.requests.reject
 
     @property
     def mean_loss(self) -> float:
         """Nats per token."""
-        return self.loss / max(self.tokens, 1)
+        return self.loss / (self.tokens or 1)
 
     @property
     def mean_norm(self) -> float:
-        """Norm of the gradient of the mean loss."""
-        return self.norm / max(self.tokens, 1)
+        """Norm of the gradient of the mean loss; 0 if the step is skipped."""
+        return 0.0 if self.is_skipped else self.norm / (self.tokens or 1)
 
 
 class AccountExchange:
     """The account of a step on its way: mine is sent at once, those of other ranks come meanwhile.
 
-    tokens, losses: of my share, one loss per leaf in rising order. Only the ranks that speak send
-    them. `wait_for_all` raises any failure as PeerLostError.
+    units, losses: of my share: its weight in units, and one loss per leaf in rising order. Only
+    the ranks that speak send them. `wait_for_all` raises any failure as PeerLostError.
     """
 
-    def __init__(self, groups: ProcessGroups, shares: Shares, tokens: int, losses: Sequence[float]):
+    def __init__(self, groups: ProcessGroups, shares: Shares, units: int, losses: Sequence[float]):
         self._reported_leaves = _reported_leaves(groups.topology, shares)
         control, own = groups.control, self._reported_leaves[groups.control.rank]
         self._records = [torch.empty(1 + len(s), dtype=torch.int64) for s in self._reported_leaves]
         self._receives: list[Work] = []
         self._error: RuntimeError | None = None
         if own:
-            words = [tokens, *_float_words(losses)]
+            words = [units, *_float_words(losses)]
             self._records[control.rank] = torch.tensor(words, dtype=torch.int64)
         try:
             if own and control.size > 1:
@@ -162,7 +178,7 @@ class AccountExchange:
             for record, own in zip(self._records, self._reported_leaves, strict=True)
         ]
         losses = _by_leaf([_floats(words[1:]) for words in said], self._reported_leaves)
-        return StepAccount(sum(words[0] for words in said), tuple(losses))
+        return StepAccount(from_units(sum(words[0] for words in said)), tuple(losses))
 
 
 def vote(
@@ -172,9 +188,10 @@ def vote(
     on_sent: Callable[[], None] = lambda: None,
 ) -> StepVerdict:
     """Exchange ballots and combine them. on_sent: called when this one's is on its way. Raises
-    PeerLostError when a peer is lost, and on all ranks alike ScriptError if their rates differ."""
+    PeerLostError when a peer is lost, and on all ranks alike ScriptError if their rates or options
+    differ."""
     control = groups.control
-    records = exchange(control, _encode(ballot), [3] * control.size, _BALLOT_TAG, on_sent)
+    records = exchange(control, _encode(ballot), [4] * control.size, _BALLOT_TAG, on_sent)
     ballots = [_decode(record) for record in records]
     rates = sorted({b.learning_rate for b, _ in ballots})
     if len(rates) > 1:  # a rank's own script may say so; the run file says the same to all
@@ -182,6 +199,12 @@ def vote(
             f"the ranks have unlike learning rates: {rates[0]:.6g} and {rates[-1]:.6g}",
             where="step.apply",
             remedy="make the rate a function of step.number, or give run.keep() the scheduler",
+        )
+    if len({b.options for b, _ in ballots}) > 1:
+        raise ScriptError(
+            "the groups of the ranks' optimizers have unlike options",
+            where="step.apply",
+            remedy="make each option a function of step.number, or give run.keep() the scheduler",
         )
     # Replicas of unlike shapes add their squares up in unlike orders: one of them speaks for all.
     norm = combine_norms(
@@ -224,23 +247,23 @@ VERDICT_WORDS = 4
 
 def verdict_words(verdict: StepVerdict) -> list[int]:
     """A verdict as int64 words; floats as their bits."""
-    flags = (
-        _WHOLE_BIT * verdict.is_whole | _FINITE_BIT * verdict.is_finite | _flags(verdict.requests)
-    )
-    return [verdict.tokens, flags, *_float_words((verdict.loss, verdict.norm))]
+    flags = _WHOLE_BIT * verdict.is_whole | _FINITE_BIT * verdict.is_finite
+    flags |= _SKIPPED_BIT * verdict.is_skipped | _flags(verdict.requests)
+    return [flags, *_float_words((verdict.tokens, verdict.loss, verdict.norm))]
 
 
 def verdict_from_words(words: Sequence[int]) -> StepVerdict:
     """The inverse of `verdict_words`."""
-    tokens, flags, *rest = words
-    loss, norm = _floats(rest)
+    flags, *rest = words
+    tokens, loss, norm = _floats(rest)
     return StepVerdict(
-        tokens,
+        shortest(tokens),
         loss,
         norm,
         bool(flags & _WHOLE_BIT),
         bool(flags & _FINITE_BIT),
         _wishes_from_flags(flags),
+        bool(flags & _SKIPPED_BIT),
     )
 
 
@@ -297,20 +320,21 @@ def _by_leaf(losses: Sequence[Sequence[float]], reported: Sequence[Sequence[int]
 
 
 def _encode(ballot: Ballot) -> torch.Tensor:
-    """[3] int64; floats as their bits."""
+    """[4] int64; floats as their bits."""
     flags = (
         _WHOLE_BIT * ballot.has_whole_gradient
         | _FINITE_BIT * isfinite(ballot.squared_norm)
         | _flags(ballot.requests)
     )
     said = _float_words((ballot.squared_norm, ballot.learning_rate))
-    return torch.tensor([flags, *said], dtype=torch.int64)
+    return torch.tensor([flags, *said, ballot.options], dtype=torch.int64)
 
 
 def _decode(record: torch.Tensor) -> tuple[Ballot, int]:
-    flags, *words = record.tolist()
+    flags, *words, options = record.tolist()
     squares, rate = _floats(words)
-    return Ballot(squares, _wishes_from_flags(flags), bool(flags & _WHOLE_BIT), rate), flags
+    requests, is_whole = _wishes_from_flags(flags), bool(flags & _WHOLE_BIT)
+    return Ballot(squares, requests, is_whole, rate, options), flags
 
 
 def _flags(wishes: Wishes) -> int:

@@ -79,7 +79,7 @@ def carry_out(one: Case, lab: Lab) -> None:
     """Attempt, and follow the remedies until the attempt succeeds."""
     one.begin(lab)
     told: list[str] = []
-    with recorded_sites() as met:
+    with recorded_places() as places:
         for _ in range(MOST_ROUNDS):
             try:
                 one.attempt(lab)
@@ -90,6 +90,7 @@ def carry_out(one: Case, lab: Lab) -> None:
                 _follow(one, lab, sentence, str(error.remedy or ""))
                 continue
             assert told, "this was no mistake"
+            met = {name for place in places for name in names_at(*place)}
             assert set(one.sites) <= met, f"met {sorted(met)}; {told}"
             return
     raise AssertionError("\n".join(told))
@@ -104,22 +105,22 @@ def _follow(one: Case, lab: Lab, sentence: str, remedy: str) -> None:
 
 
 @contextmanager
-def recorded_sites() -> Iterator[set[str]]:
-    """Inside, each message that is built adds the sites that it came from."""
-    met: set[str] = set()
+def recorded_places() -> Iterator[set[tuple[str, int]]]:
+    """Inside, each message that is built adds the modules and lines that it came from."""
+    places: set[tuple[str, int]] = set()
     original = UserError.__init__
 
     def noting(self: UserError, message: str, **more: Any) -> None:
         frame: Any = sys._getframe(1)
         while frame is not None:
             if module := module_of(frame.f_code.co_filename):
-                met.update(names_at(module, frame.f_lineno))
+                places.add((module, frame.f_lineno))
             frame = frame.f_back
         original(self, message, **more)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(UserError, "__init__", noting)
-        yield met
+        yield places
 
 
 # --- what users do --------------------------------------------------------------------------

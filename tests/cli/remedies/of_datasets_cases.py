@@ -71,8 +71,11 @@ MARKED = (
 GOOD_ROW = {"messages": chats.TALK}
 
 
-def refused_template(text: str, site: str, remedy: str = MEND_TEMPLATE) -> Case:
-    return case(S + site, template(text), read_row, remedy, fixed(template=MARKED))
+def refused_template(
+    text: str, site: str, remedy: str = MEND_TEMPLATE, messages: Any = chats.TALK
+) -> Case:
+    begin = row({"messages": messages}, template=text)
+    return case(S + site, begin, read_row, remedy, fixed(template=MARKED))
 
 
 def refused_row(site: str, value: Any, remedy: str, good: Any, **more: Any) -> Case:
@@ -253,6 +256,15 @@ CASES: list[Case] = [
     ),
     refused_template(chats.NO_REPLIES, "the reply in message … ends with …, which is not …: …"),
     refused_template(
+        chats.NO_REPLIES.replace("else ''", "else message['content'][-40:]"),
+        "the template leaves out a part of the reply in message …: of … it keeps …",
+        messages=[chats.TALK[1], chats.TALK[2] | {"content": "One. " * 20}],
+    ),
+    refused_template(
+        chats.CHATML.replace("messages %}", "messages if message['role'] != 'system' %}"),
+        "the template leaves out message … of the role …, or a part of it: …",
+    ),
+    refused_template(
         chats.LOOKS_AHEAD,
         "the text … message …, rendered alone, is no beginning of the full text: from character … "
         "on it has …, not …",
@@ -268,6 +280,13 @@ CASES: list[Case] = [
         read_row,
         r"write one object a row",
         fixed(row=GOOD_ROW),
+    ),
+    case(
+        S + "a message has a weight other than 0 and 1",
+        row({"messages": [chats.TALK[1], chats.TALK[2] | {"weight": 0.5}]}),
+        read_row,
+        r"use 1, or 0 for one without loss, or set data.chat.weights=(true)",
+        fixed(weights=True),
     ),
     case(
         S + "the row has messages, and the tokenizer's folder has no chat template",
@@ -313,8 +332,8 @@ CASES: list[Case] = [
     ),
     refused_row(
         "a message has weight …",
-        {"messages": [chats.TALK[1] | {"weight": 0.5}, chats.TALK[2]]},
-        r"use 1, or 0 for one without loss",
+        {"messages": [chats.TALK[1] | {"weight": 0.333}, chats.TALK[2]]},
+        r"use 1, 0 for one without loss, or with data.chat.weights hundredths up to 2.54",
         {"messages": [chats.TALK[1] | {"weight": 1}, chats.TALK[2]]},
     ),
     refused_row(

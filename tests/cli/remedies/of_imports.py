@@ -201,6 +201,10 @@ REPLIES_ALONE = (
     "{% for message in messages %}{% if message['role'] == 'assistant' %}"
     "{{ message['content'] + '<|im_end|>' }}{% endif %}{% endfor %}"
 )
+TOOL_ROWS = [
+    {"messages": [{"role": "tool", "content": f"{i}"}, {"role": "assistant", "content": f"{i}."}]}
+    for i in range(12)
+]
 TASK = r"train: (holdfast train .*)"
 OF_MODEL = r"name a checkpoint of the model in the run file"
 WEIGHTS = r"import the weights alone, with --weights-only"
@@ -295,7 +299,7 @@ CASES: list[Case] = [
     ),
     case(
         "data/chat_preparation.py: no token of any row carries loss",
-        begin_chat(REPLIES_ALONE, chat={"train_on": ["user"]}),
+        begin_chat(REPLIES_ALONE, chat={"train_on": ["tool"]}, rows=TOOL_ROWS),
         prepare_chat,
         r"look at data\.chat\.train_on, and at the template",
         fixed(template=CHATML),

@@ -19,12 +19,11 @@ from holdfast.cli.checkpoint_import import refuse_other_tokenizer
 from holdfast.config.huggingface.convert import to_their_config
 from holdfast.config.identity import refuse_other_run
 from holdfast.config.load import load_config
-from holdfast.config.task import TaskConfig, refuse_file_of_task
+from holdfast.config.task import SCRIPT_TASK, TaskConfig, refuse_file_of_task
 from holdfast.data.dataset import Dataset
 from holdfast.launch import task_run
 from holdfast.launch.named_parts import with_named_parts
 from holdfast.tasks import choose
-from holdfast.tasks.ask import SCRIPT_TASK
 from holdfast.tasks.loading import load_task, source_digest
 from tests.cli.remedies.lab import Case, Lab, Mend, case, fetch_again, fixed
 from tests.cli.remedies.of_models import export
@@ -89,7 +88,7 @@ def begin_run_of_task(lab: Lab) -> None:
     resolved = json.loads(path.read_text())
     resolved["config"]["task"].update(name="nets:Net", source="1", data="1", samples=4)
     path.write_text(json.dumps(resolved))
-    lab.settings["line"] = ["export", RUN, "--to", "out"]
+    lab.settings["line"] = ["generate", RUN, "a"]
 
 
 def read_parameters(lab: Lab) -> None:
@@ -307,6 +306,13 @@ CASES: list[Case] = [
         remove("task.samples"),
     ),
     case(
+        R + "… is for the built-in decoder and its texts: a script has a model and data of its own",
+        begin(f"task.name={SCRIPT_TASK}", "model.layers=4"),
+        load_task_run,
+        r"remove it",
+        remove("model.layers"),
+    ),
+    case(
         R + "… is decided by the script's optimizer",
         begin(f"task.name={SCRIPT_TASK}", "train.optimizer.learning_rate=1"),
         load_task_run,
@@ -328,7 +334,7 @@ CASES: list[Case] = [
         remove("train.optimizer", "train.optimizer.groups=[{{match: '{0}', weight_decay: 0}}]"),
     ),
     case(
-        "config/identity.py: this run was started with another source of task …",
+        "config/identity.py: this run was started with another source of …",
         begin_changed_source,
         resume,
         r"put the task's files back, or start over with --fresh",
@@ -342,7 +348,7 @@ CASES: list[Case] = [
         fetch_again,
     ),
     case(
-        "tasks/choose.py: the source of task … has changed since this run was started",
+        "tasks/choose.py: the source of … has changed since this run was started",
         begin_changed_source,
         load_same,
         r"put the files back, or begin another run: holdfast train RUN\.yaml folder=NEW",

@@ -13,12 +13,14 @@ import pytest
 import torch
 from torch import nn
 
+import holdfast
 from holdfast.cli.run import _script_overrides
 from holdfast.config.load import resolve_config
 from holdfast.tasks import own_loop
 from holdfast.tasks.batches import TaskMicrobatch
 from holdfast.tasks.own_loop import Run, enter_run
 from holdfast.tasks.script import Script, _refuse_settings
+from holdfast.tasks.script_validation import ScriptPart, compute_losses
 from holdfast.tasks.turns import (
     Answer,
     ComputeShare,
@@ -28,6 +30,8 @@ from holdfast.tasks.turns import (
     OpenStep,
     ScriptEnded,
 )
+from holdfast.tasks.validation import ValidationPart
+from holdfast.train.loss_scale import NOT_SCALED
 from tests.cli.remedies.lab import Case, Lab, Mend, case, fixed
 from tests.cli.remedies.of_others import values
 from tests.tasks.test_own_loop_steps import Data, Listener
@@ -97,7 +101,7 @@ def _next(current: Run, answer: Answer, steps: int) -> Answer:
         return current._turns.give(OpenStep(1))
     if isinstance(answer, DataNamed):
         batches = [TaskMicrobatch({"x": torch.ones(2, 3)}, 7, [], 0) for _ in range(2)]
-        return current._turns.give(ComputeShare((0, 1), batches, Listener(), []))
+        return current._turns.give(ComputeShare((0, 1), batches, Listener(), [], NOT_SCALED))
     return current._turns.give(OpenStep(steps + 1) if steps < STEPS else EndLoop())
 
 
@@ -114,7 +118,31 @@ def rest(site: str, text: str, remedy: str, right: str) -> Case:
 
 def optimizer(site: str, wrong: str, remedy: str, right: str) -> Case:
     wrong, right = f"torch.optim.{wrong}", f"torch.optim.{right}"
-    return loop(f"kept_state.py: {site}", OPTIMIZER, wrong, remedy, right)
+    return loop(f"kept_optimizers.py: {site}", OPTIMIZER, wrong, remedy, right)
+
+
+def two_groups(of_bias: str) -> str:
+    """A script that sets the rate of one of two groups in its loop."""
+    groups = f"[{{'params': [model.weight]}}, {{'params': [model.bias]{of_bias}}}]"
+    text = SCRIPT.replace(OPTIMIZER, f"torch.optim.AdamW({groups})")
+    return text.replace(APPLY, f"    optimizer.param_groups[0]['lr'] = 0.2\n{APPLY}")
+
+
+NORM_KEPT = nn.BatchNorm1d(3)
+VALIDATE = "run.validate(data, lambda batch: (batch['x'].sum(), 1))"
+
+
+def lab_norm(is_training: bool) -> nn.Module:
+    return NORM_KEPT.train(is_training)
+
+
+def validate(lab: Lab) -> None:
+    """Compute the loss of one microbatch of the validation."""
+    current = Run(torch.device("cpu"), torch.float32, 0, "")
+    current.keep(NORM_KEPT, torch.optim.SGD(NORM_KEPT.parameters()))
+    current.validate(Data(), lab.settings["loss"])
+    read = ValidationPart({"x": torch.ones(4, 3)}, 7, 0)
+    compute_losses(NORM_KEPT, [ScriptPart(read, current)], lambda: None)
 
 
 # --- a script in a file ---------------------------------------------------------------------
@@ -150,6 +178,15 @@ def start_file(lab: Lab) -> None:
         Script("train.py", lab.settings["given"]).begin(config, torch.device("cpu"))
 
 
+def end_file(lab: Lab) -> None:
+    """Let a script run what comes after its loop; or do what its error said."""
+    if lab.settings.get("is_finished"):
+        assert holdfast.open_checkpoint(lab.trained).step
+        return
+    error = FileNotFoundError("no folder")
+    Script("train.py").check_end(ScriptEnded(error))
+
+
 def refuse(lab: Lab) -> None:
     _refuse_settings(resolve_config(None, "command line", lab.settings["overrides"]).config)
 
@@ -174,12 +211,16 @@ def take_part(lab: Lab) -> None:
         own_loop.run()
 
 
-OWN, KEPT, FILED = "own_loop.py: ", "kept_state.py: ", "script.py: "
+OWN, KEPT, FILED = "own_loop.py: ", "kept_optimizers.py: ", "script.py: "
+TIMES = "kept_state.py: "
 NORM = "nn.Sequential(nn.Linear(3, 1), nn.BatchNorm1d(1{0}))"
 WITH_SCHEDULER = SCRIPT.replace(KEEP, "{0}\nrun.keep(model, optimizer, scheduler)")
 SCHEDULER = "scheduler = torch.optim.lr_scheduler."
 STEP_LR = SCHEDULER + "StepLR(optimizer, 1)"
-PARTS = "torch.optim.AdamW([{{'params': [model.weight]{0}}}, {{'params': [model.bias]{1}}}])"
+CYCLE = (
+    "run.keep(model, optimizer, torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.5, total_steps=9"
+    "{0}))"
+)
 
 CASES: list[Case] = [
     loop(OWN + "run.keep() was called twice", KEEP, f"{KEEP}\n{KEEP}", r"keep one module"),
@@ -188,6 +229,27 @@ CASES: list[Case] = [
         SCRIPT.replace(KEEP, ""),
         r"call run\.keep\(model, optimizer\) before the loop",
         SCRIPT,
+    ),
+    loop(
+        OWN + "run.validate() was called twice, or after run.steps()",
+        "data = Data()",
+        f"data = Data(); {VALIDATE}; {VALIDATE}",
+        r"call it once, before the loop",
+        f"data = Data(); {VALIDATE}",
+    ),
+    case(
+        "tasks/script_validation.py: the function of run.validate() returned …",
+        values(loss=lambda batch: batch["x"].sum()),
+        validate,
+        r"return the loss as a sum, a scalar, and its weight, a whole number",
+        fixed(loss=lambda batch: (batch["x"].sum(), 4)),
+    ),
+    case(
+        "tasks/script_validation.py: the function of run.validate() changes buffer …",
+        values(loss=lambda batch: (lab_norm(True)(batch["x"]).sum(), 4)),
+        validate,
+        r"compute the loss alone in it: the module is in evaluation mode",
+        fixed(loss=lambda batch: (lab_norm(False)(batch["x"]).sum(), 4)),
     ),
     loop(
         OWN + "run.steps() was called twice",
@@ -235,8 +297,9 @@ CASES: list[Case] = [
     loop(
         OWN + "step.backward() was given the weight …",
         BACKWARD,
-        BACKWARD.replace('len(batch["x"])', "0.5"),
-        r"give it a whole number: the samples or tokens of the batch",
+        BACKWARD.replace('len(batch["x"])', "-1"),
+        r"give it a number from 0 on: the samples or tokens of the batch, or the sum of their "
+        r"weights",
     ),
     loop(
         OWN + "the forward pass changes buffer …, so the state would depend on which rank computes "
@@ -266,36 +329,41 @@ CASES: list[Case] = [
         fixed(started=True),
     ),
     optimizer(
-        "Adam with weight_decay adds it to the gradient",
-        "Adam(model.parameters(), weight_decay=0.1)",
-        r"use AdamW",
-        "AdamW(model.parameters(), weight_decay=0.1)",
+        "(_slots_of)",
+        "NAdam(model.parameters())",
+        r"declare it in a class derived from it: state_shapes = .* \(docs/optimizers\.md\)",
+        "RMSprop(model.parameters())",
     ),
     optimizer(
-        "the optimizer is …",
-        "SGD(model.parameters(), lr=0.5)",
-        r"use torch\.optim\.AdamW, or Adam",
-        "Adam(model.parameters(), lr=0.5)",
-    ),
-    optimizer(
-        "the optimizer has …",
-        "AdamW(model.parameters(), amsgrad=True)",
-        r"use amsgrad=False",
-        "AdamW(model.parameters(), amsgrad=False)",
+        "the optimizer … has …",
+        "SGD(model.parameters(), fused=True)",
+        r"use fused=False",
+        "SGD(model.parameters(), fused=False)",
     ),
     loop(
-        KEPT + "the optimizer's groups have several values of weight_decay",
-        OPTIMIZER,
-        PARTS.format(", 'weight_decay': 0.1", ", 'weight_decay': 0.2"),
-        r"use one value, and 0",
-        PARTS.format(", 'weight_decay': 0.1", ", 'weight_decay': 0"),
+        KEPT + "run.keep() was given … as an optimizer",
+        KEEP,
+        "run.keep(model, [model])",
+        r"give it a torch\.optim\.Optimizer, or a list of them",
     ),
     loop(
-        KEPT + "the optimizer's groups have several values of …",
-        OPTIMIZER,
-        PARTS.format(", 'lr': 0.1", ", 'lr': 0.2"),
-        r"use one value in all groups",
-        PARTS.format(", 'lr': 0.1", ", 'lr': 0.1"),
+        KEPT + "parameter … is in two optimizers",
+        KEEP,
+        f"run.keep(model, [optimizer, {OPTIMIZER}])",
+        r"give each parameter to one optimizer",
+    ),
+    rest(
+        KEPT + "the groups had one lr at run.keep(), and now have several",
+        two_groups(""),
+        r"use one value in all groups, or several from the start",
+        two_groups(", 'lr': 0.3"),
+    ),
+    loop(
+        KEPT + "… of … has changed since run.keep()",
+        KEEP,
+        CYCLE.format(""),
+        r"keep it as it was: a scheduler may need cycle_momentum=False",
+        CYCLE.format(", cycle_momentum=False"),
     ),
     optimizer(
         "parameter … is not in the optimizer",
@@ -310,13 +378,13 @@ CASES: list[Case] = [
         "AdamW(model.parameters(), lr=0.5)",
     ),
     rest(
-        KEPT + "ReduceLROnPlateau follows a metric, so that the rate is no function of the step",
+        TIMES + "ReduceLROnPlateau follows a metric, so that the rate is no function of the step",
         WITH_SCHEDULER.format(SCHEDULER + "ReduceLROnPlateau(optimizer)"),
         r"use a scheduler that counts steps",
         WITH_SCHEDULER.format(STEP_LR),
     ),
     rest(
-        KEPT + "scheduler.step() was called for a scheduler that run.keep() was given",
+        TIMES + "scheduler.step() was called for a scheduler that run.keep() was given",
         WITH_SCHEDULER.format(STEP_LR).replace(APPLY, f"{APPLY}    scheduler.step()\n"),
         r"remove the call: run\.steps\(\) sets the rate of each step",
         WITH_SCHEDULER.format(STEP_LR),
@@ -340,6 +408,13 @@ CASES: list[Case] = [
         start_file,
         r"let the loop over run\.steps\(\) run to its end",
         begin_file(FILE),
+    ),
+    case(
+        "tasks/" + FILED + "…; the run is finished, and the code after the loop does not run again",
+        values(),
+        end_file,
+        r"read the weights with holdfast\.open_checkpoint",
+        fixed(is_finished=True),
     ),
     setting(
         "an own loop computes each replica on one device",

@@ -173,7 +173,7 @@ def scheduled(interval: str) -> Call:
 OWN_LOOP = r"write the loop yourself with holdfast\.run\(\)"
 
 CASES: list[Case] = [
-    argument("…", "fp16", True, r"use --set train\.precision=bf16", False),
+    argument("…", "fp16", True, r"use --set train\.precision=fp16", False),
     argument("train_sampling_strategy", "train_sampling_strategy", "length", r"use '(\w+)'", None),
     argument(
         "eval_strategy",

@@ -39,13 +39,16 @@ def _text(node: ast.expr | None) -> str:
     return "…"
 
 
-def _calls(tree: ast.AST, inside: Function | None = None) -> Iterator[tuple[ast.Call, Function]]:
+def _calls(tree: ast.AST) -> Iterator[tuple[ast.Call, Function]]:
     """Every call, and the function that it stands in."""
-    for node in ast.iter_child_nodes(tree):
-        function = node if isinstance(node, Function) else inside
-        if isinstance(node, ast.Call) and function is not None:
-            yield node, function
-        yield from _calls(node, function)
+    waiting: list[tuple[ast.AST, Function | None]] = [(tree, None)]
+    while waiting:
+        node, inside = waiting.pop()
+        if isinstance(node, Function):
+            inside = node
+        elif isinstance(node, ast.Call) and inside is not None:
+            yield node, inside
+        waiting += [(inner, inside) for inner in ast.iter_child_nodes(node)]
 
 
 def _parameters(function: Function) -> set[str]:
@@ -94,23 +97,20 @@ def _name(call: ast.Call, function: Function) -> str:
 
 
 @cache
-def all_sites() -> dict[str, tuple[Site, ...]]:
-    """Module, as a path below `src/holdfast`, -> its sites."""
-    found = {}
-    for path in sorted(SOURCES.rglob("*.py")):
-        module = str(path.relative_to(SOURCES))
-        if sites := sites_of(path.read_text("utf-8"), module):
-            found[module] = tuple(sites)
-    return found
+def _sites_of_module(module: str) -> tuple[Site, ...]:
+    """module: a path below `src/holdfast`."""
+    text = (SOURCES / module).read_text("utf-8")
+    return tuple(sites_of(text, module)) if "remedy" in text else ()
 
 
 def site_names() -> set[str]:
-    return {site.name for sites in all_sites().values() for site in sites}
+    modules = (str(path.relative_to(SOURCES)) for path in SOURCES.rglob("*.py"))
+    return {site.name for module in modules for site in _sites_of_module(module)}
 
 
 def names_at(module: str, line: int) -> set[str]:
     """The sites of a module that a line belongs to."""
-    sites = all_sites().get(module, ())
+    sites = _sites_of_module(module)
     return {site.name for site in sites if site.first_line <= line <= site.last_line}
 
 

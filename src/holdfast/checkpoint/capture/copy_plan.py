@@ -4,6 +4,7 @@ by every capture. `capturer.py` says when a copy runs, `chunked_copy.py` moves t
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -17,6 +18,8 @@ from holdfast.checkpoint.memory.arena import Arena
 from holdfast.core.format.manifest import PlacedBox
 from holdfast.core.sharding.boxes import Box
 from holdfast.errors import CheckpointError
+
+logger = logging.getLogger(__name__)
 
 TORCH_DTYPE = {
     "F64": torch.float64,
@@ -66,12 +69,16 @@ class CopyPlan:
         self._memory = torch.frombuffer(arena.memory, dtype=torch.uint8)
         self.spans, self._strided = self._lay_out(tensors, arena.slots)
         devices = sorted({g.device for g in self._strided if g.device.type != "cpu"}, key=str)
-        _pin_pages(arena, devices)
+        self._has_pinned_pages = _pin_pages(self._memory, devices)
         self._streams = {device: torch.Stream(device) for device in devices}
 
     def close(self) -> None:
-        """Refer to nothing of the state any more."""
+        """Refer to nothing of the state any more, and unlock the arena's pages: another arena may
+        be mapped at the same address later."""
         self.spans, self._strided = [], []
+        if self._has_pinned_pages:
+            self._has_pinned_pages = False
+            _cuda_runtime().cudaHostUnregister(self._memory.data_ptr())
 
     def _lay_out(
         self, tensors: Mapping[str, torch.Tensor], slots: int
@@ -163,17 +170,28 @@ def _copy(group: _ForeachGroup, slot: int) -> None:
         torch._foreach_copy_(group.targets[slot], group.sources, non_blocking=True)
 
 
-def _pin_pages(arena: Arena, devices: list[torch.device]) -> None:
-    """Lock the arena's pages for direct copies from a CUDA or ROCm device.
+def _pin_pages(memory: torch.Tensor, devices: list[torch.device]) -> bool:
+    """Lock the arena's pages for direct copies from a CUDA or ROCm device; whether that was done.
 
     Without it every copy goes through a bounce buffer at a fraction of the link's speed. A refusal
-    costs only speed, so it is not an error.
+    costs only speed, so it is not an error, and the worker's log says it.
     """
-    if any(device.type == "cuda" for device in devices):
-        memory = torch.frombuffer(arena.memory, dtype=torch.uint8)
-        runtime: Any = torch.cuda  # cudart has no annotations
-        code = runtime.cudart().cudaHostRegister(memory.data_ptr(), memory.numel(), 0)
-        if int(code) != 0:
-            # The runtime remembers the refusal, and torch's next launch would raise it.
-            with suppress(RuntimeError):
-                torch.zeros(1, device=devices[0])
+    if not any(device.type == "cuda" for device in devices):
+        return False
+    code = int(_cuda_runtime().cudaHostRegister(memory.data_ptr(), memory.numel(), 0))
+    if code == 0:
+        return True
+    logger.warning(
+        "the device does not lock the arena's %d bytes (CUDA error %d): captures are slow",
+        memory.numel(),
+        code,
+    )
+    # The runtime remembers the refusal, and torch's next launch would raise it.
+    with suppress(RuntimeError):
+        torch.zeros(1, device=devices[0])
+    return False
+
+
+def _cuda_runtime() -> Any:
+    module: Any = torch.cuda  # cudart has no annotations
+    return module.cudart()

@@ -29,7 +29,12 @@ from holdfast.core.format.flat_names import (
     recognise_scheme,
 )
 from holdfast.core.format.manifest import Commit
-from holdfast.core.sharding.state_table import MODEL_PREFIX, TensorSpec, state_table
+from holdfast.core.sharding.state_table import (
+    LOSS_SCALE_ROW,
+    MODEL_PREFIX,
+    TensorSpec,
+    state_table,
+)
 from holdfast.errors import CheckpointError
 from holdfast.wire.store.run_store import RunStore
 
@@ -69,7 +74,8 @@ def import_dcp(
             remedy="import into a new run folder, with folder=<path>",
         )
     found = DcpFolder.open(folder)
-    table = state_table(model, precision, optimizer)
+    rows_here = state_table(model, precision, optimizer)
+    table = tuple(spec for spec in rows_here if spec != LOSS_SCALE_ROW)
     choice = recognise_scheme(model, found.tensors)
     if isinstance(choice, str):
         raise CheckpointError(
@@ -91,12 +97,10 @@ def import_dcp(
     names = {spec.name: _find_source(spec, rows, prefix, state) for spec in table}
     for spec in table:
         _check_source(folder, found, spec, *names[spec.name])
-    sources = (
-        TensorSource(
-            spec.name, spec.dtype, spec.shape, _tensor_chunks(found, spec, *names[spec.name])
-        )
-        for spec in table
-    )
+    chunks = {spec.name: _tensor_chunks(found, spec, *names[spec.name]) for spec in table}
+    for spec in rows_here[len(table) :]:  # zeros: the scale that a run begins with
+        chunks[spec.name] = iter([bytes(spec.nbytes)])
+    sources = [TensorSource(s.name, s.dtype, s.shape, chunks[s.name]) for s in rows_here]
     meta = {"position": position_of_step(step + 1) if step else 0, "imported_from": folder.name}
     commit = write_single(
         store, 0, step, sources, meta, config_hash=config_hash, dataset_version=dataset_version

@@ -44,7 +44,7 @@ def is_hidden_matrix(optimizer: OptimizerConfig, name: str, shape: Shape) -> boo
 
 def slot_shape(optimizer: OptimizerConfig, slot: Slot, name: str, shape: Shape) -> Shape | None:
     """Return the shape of a slot of a parameter; None if the parameter does not have it."""
-    if slot.rule in (STEP, COUNT):
+    if slot.rule in (STEP, COUNT) or not slot.is_of(name):
         return None
     hidden = is_hidden_matrix(optimizer, name, shape)
     owners = {ALL, MATRICES if len(shape) >= 2 else VECTORS, HIDDEN if hidden else REST}

@@ -73,7 +73,8 @@ def run_parameter_table(config: RunConfig) -> StateTable:
 
 def run_state_table(config: RunConfig) -> StateTable:
     """All state tensors: parameters first, then what the optimizer keeps."""
-    return with_optimizer_state(run_parameter_table(config), config.train.optimizer)
+    train = config.train
+    return with_optimizer_state(run_parameter_table(config), train.optimizer, train.precision)
 
 
 def run_cells(config: RunConfig, topology: Topology, rank: int) -> tuple[Cell, ...]:

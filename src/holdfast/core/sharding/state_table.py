@@ -37,8 +37,11 @@ ITEM_BYTES = {
 }
 """Bytes of one element, by safetensors' name of the dtype."""
 
-STATE_DTYPE = {"fp32": "F32", "bf16": "F32", "float64": "F64"}
-"""dtype of parameters and optimizer state by `train.precision` (bf16 computes on fp32 state)."""
+STATE_DTYPE = {"fp32": "F32", "bf16": "F32", "fp16": "F32", "float64": "F64"}
+"""dtype of parameters and optimizer state by `train.precision`. bf16 and fp16 compute on copies."""
+
+MIXED = ("bf16", "fp16")
+"""The precisions that compute in two bytes, on fp32 state."""
 
 MODEL_PREFIX = "model."
 
@@ -97,6 +100,9 @@ class TensorSpec:
 
 StateTable = tuple[TensorSpec, ...]
 
+LOSS_SCALE_ROW = TensorSpec("optimizer.loss_scale", "I64", (2,))
+"""The state of fp16's loss scaling (`train/loss_scale.py`); complete on every rank."""
+
 
 def state_table(
     model: ModelConfig, precision: str = "fp32", optimizer: OptimizerConfig | None = None
@@ -109,15 +115,21 @@ def state_table(
     """
     from holdfast.config.optimizer import OptimizerConfig  # the mover has no use for pydantic
 
-    return with_optimizer_state(parameter_table(model, precision), optimizer or OptimizerConfig())
+    return with_optimizer_state(
+        parameter_table(model, precision), optimizer or OptimizerConfig(), precision
+    )
 
 
-def with_optimizer_state(parameters: StateTable, optimizer: OptimizerConfig) -> StateTable:
-    """The rows of the parameters under the names of the state, then the optimizer's rows."""
+def with_optimizer_state(
+    parameters: StateTable, optimizer: OptimizerConfig, precision: str
+) -> StateTable:
+    """The rows of the parameters under the names of the state, then the optimizer's rows, then the
+    loss scale of fp16."""
     from holdfast.core.sharding.optimizer_state import optimizer_rows
 
     model = tuple(replace(row, name=MODEL_PREFIX + row.name) for row in parameters)
-    return tuple(chain(model, *optimizer_rows(optimizer, parameters)))
+    scale = (LOSS_SCALE_ROW,) if precision == "fp16" else ()
+    return tuple(chain(model, *optimizer_rows(optimizer, parameters), scale))
 
 
 def parameter_table(model: ModelConfig, precision: str = "fp32") -> StateTable:

@@ -28,12 +28,14 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import socket
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
+from holdfast.elastic.agent.event_loop import run_to_end
 from holdfast.elastic.agent.health import HealthApplication
 from holdfast.elastic.agent.monitors import check_progress_forever
 from holdfast.elastic.agent.node_result import NodeResult
@@ -62,6 +64,8 @@ CLEANUP_TIMEOUT_S = 60.0
 does not answer may block a thread for ever."""
 IMMEDIATE_EXIT_CODE = 130
 """Exit code after a second Ctrl-C: 128 + SIGINT, as in a shell."""
+SIGNAL_TIMEOUT_S = 5.0
+"""Seconds for an agent that has just begun, until it can act on a signal."""
 
 
 class NodeAgent:
@@ -89,6 +93,7 @@ class NodeAgent:
         self._is_exiting_at_once = False  # exit at once, wait for nothing
         self._exit_code = 1  # the exit code known so far
         self._cleanup_timer: threading.Timer | None = None
+        self._answers_signals = threading.Event()
 
     def run(self) -> int:
         """Run until the run is over or this node leaves it; return the exit code: 0, 1 or 130.
@@ -103,7 +108,7 @@ class NodeAgent:
             "agent", it.folder / "logs" / f"agent{it.node_suffix and '.'}{it.node_suffix}.log"
         )
         try:
-            return asyncio.run(self._main())
+            return run_to_end(self._main(), self._pass_on_signal)
         finally:
             process_log.stop()
             if self._cleanup_timer is not None:
@@ -249,6 +254,13 @@ class NodeAgent:
                 self._loop.add_signal_handler(
                     number, self._parts.shutdown_controller.on_signal, number
                 )
+        self._answers_signals.set()
+
+    def _pass_on_signal(self, number: signal.Signals) -> None:
+        """Called in the caller's thread, while this agent's loop runs in another one."""
+        if self._answers_signals.wait(SIGNAL_TIMEOUT_S):
+            on_signal = self._parts.shutdown_controller.on_signal
+            self._loop.call_soon_threadsafe(on_signal, number)
 
     def _exit_at_once(self, missing_upload: str) -> None:
         """Exit without waiting for anything. missing_upload: what is not saved then, "" for

@@ -78,7 +78,10 @@ def threads_per_worker(config: RunConfig, cores: int) -> int:
 def standby_count(config: RunConfig) -> int:
     """Return the number of idle processes to keep."""
     wanted = config.cluster.standbys
-    return wanted if wanted != "auto" else int(config.layout.workers > 1)
+    if wanted != "auto":
+        return wanted
+    # A process that finds its device for the first time needs seconds for it.
+    return int(config.layout.workers > 1 or config.device != "cpu")
 
 
 def max_worker_count(config: RunConfig) -> int:

@@ -25,7 +25,7 @@ from holdfast.elastic.protocol.generation_outcome import (
     LostOutcome,
 )
 from holdfast.elastic.protocol.hung_worker import ALL_RANKS, HungWorker, StallReport
-from holdfast.elastic.protocol.worker_messages import WorkerReport
+from holdfast.elastic.protocol.worker_messages import SCRIPT_END, WorkerReport
 from holdfast.elastic.protocol.worker_pace import WorkerPace
 from holdfast.events import (
     Event,
@@ -179,7 +179,7 @@ class WorkerGroup:
     def _decide_after_exit(self, worker: WorkerStatus, log: ProcessLog) -> None:
         """Derive the outcome from a worker that exited while its generation ran."""
         if worker.outcome is not None:
-            _tell_failure_at_end(worker, log, self._say)
+            worker.script_error = _failure_at_end(worker, log, self._say)
             if not self.workers.live_workers:
                 self.decide(_common_outcome(self.workers))
             return
@@ -306,17 +306,22 @@ def _outcome_of_hold(rank: int, held_state: HeldState) -> LostOutcome:
             return LostOutcome("peer_lost", cause, lost_ranks=frozenset({rank}))
 
 
-def _tell_failure_at_end(worker: WorkerStatus, log: ProcessLog, say: Callable[[str], None]) -> None:
-    """Say that a worker failed after its last step, as a script may after its loop."""
+def _failure_at_end(
+    worker: WorkerStatus, log: ProcessLog, say: Callable[[str], None]
+) -> str | None:
+    """Say that a worker failed after its last step. Return why, if a script failed after its loop:
+    the run is complete, but the script is not."""
     assert worker.outcome is not None
     if (code := worker.exit_code) in (None, exit_codes.DONE):
-        return
+        return None
     words = log.last_lines(1) if code in (exit_codes.USER_ERROR, exit_codes.CRASHED) else ""
     why = words or exit_codes.describe_exit_code(code)
     say(
         f"worker {worker.rank} failed after its last step ({worker.outcome[1]}): {why}; "
         f"more is in {log.path}"
     )
+    is_script = code == exit_codes.USER_ERROR or worker.phase == SCRIPT_END
+    return (words or f"worker {worker.rank} ended after the loop: {why}") if is_script else None
 
 
 def _common_outcome(workers: WorkerTable) -> GenerationOutcome:
@@ -326,7 +331,10 @@ def _common_outcome(workers: WorkerTable) -> GenerationOutcome:
         return LostOutcome("worker_lost", f"the workers ended differently: {outcomes}")
     ((kind, step),) = (outcome for outcome in outcomes if outcome is not None)
     unsaved = next((m.unsaved_reason for m in workers if m.unsaved_reason is not None), None)
-    return FinishedOutcome(step, unsaved) if kind == "finished" else LeftOutcome(step, unsaved)
+    if kind != "finished":
+        return LeftOutcome(step, unsaved)
+    error = next((m.script_error for m in workers if m.script_error is not None), None)
+    return FinishedOutcome(step, unsaved, script_error=error)
 
 
 def _worker_paces(topology: Topology, workers: Iterable[WorkerStatus]) -> tuple[WorkerPace, ...]:

@@ -33,6 +33,7 @@ class WorkerStatus:
     is_ready: bool = False
     outcome: tuple[str, int] | None = None  # ("finished" or "left", step)
     unsaved_reason: str | None = None  # why the state after that step is not durable
+    script_error: str | None = None  # how its script failed after the loop
     held_state: HeldState | None = None  # it has stopped, and waits for what comes next
     exit_code: int | None = None  # as os.waitstatus_to_exitcode gives it
     is_loss_reported: bool = False  # and that has been said

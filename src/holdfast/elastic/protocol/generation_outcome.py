@@ -14,12 +14,13 @@ from holdfast.policy.recovery.survivors import HeldState
 class FinishedOutcome:
     """Every step of the run file is done; committed, unless `unsaved_reason` gives a reason.
 
-    missing_upload: what the bucket does not have.
+    missing_upload: what the bucket does not have. script_error: how a script failed after its loop.
     """
 
     step: int
     unsaved_reason: str | None = None
     missing_upload: str | None = None
+    script_error: str | None = None
 
 
 @dataclass(frozen=True)
@@ -93,9 +94,16 @@ class NodeOutcome:
 
 def _ending_json(ending: GenerationOutcome | None) -> JsonObject:
     match ending:
-        case FinishedOutcome(step, unsaved, missing) | LeftOutcome(step, unsaved, missing):
-            kind = "finished" if isinstance(ending, FinishedOutcome) else "left"
-            return {"kind": kind, "step": step, "unsaved": unsaved, "missing": missing}
+        case FinishedOutcome(step, unsaved, missing, error):
+            told: JsonObject = {
+                "kind": "finished",
+                "step": step,
+                "unsaved": unsaved,
+                "missing": missing,
+            }
+            return told if error is None else told | {"script": error}
+        case LeftOutcome(step, unsaved, missing):
+            return {"kind": "left", "step": step, "unsaved": unsaved, "missing": missing}
         case FailedOutcome(sentence, code):
             return {"failed": sentence, "code": code}
         case LostOutcome("", cause, None):
@@ -107,8 +115,9 @@ def _ending_json(ending: GenerationOutcome | None) -> JsonObject:
 
 def _ending(value: Mapping[str, Any]) -> GenerationOutcome | None:
     if "kind" in value:
-        ended = FinishedOutcome if value["kind"] == "finished" else LeftOutcome
-        return ended(int(value["step"]), value.get("unsaved"), value.get("missing"))
+        ended = int(value["step"]), value.get("unsaved"), value.get("missing")
+        is_finished = value["kind"] == "finished"
+        return FinishedOutcome(*ended, value.get("script")) if is_finished else LeftOutcome(*ended)
     if "failed" in value:
         return FailedOutcome(str(value["failed"]), int(value.get("code", 1)))
     if "cause" in value:

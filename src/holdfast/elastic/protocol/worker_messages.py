@@ -14,6 +14,8 @@ REPORT_PATH = "/report"
 
 STEP_PHASES = ("compute", "reduce", "vote")
 """Phases of a step; the time between two steps may be long."""
+SCRIPT_END = "finish"
+"""The phase in which a script runs what comes after its loop."""
 
 
 MAX_POLL_WAIT_S = 20.0

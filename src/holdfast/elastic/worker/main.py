@@ -19,7 +19,7 @@ from holdfast.elastic.worker.commands import CommandClient
 from holdfast.elastic.worker.generation_loop import run_generations
 from holdfast.elastic.worker.worker import Worker
 from holdfast.train.malloc import keep_freed_memory
-from holdfast.train.precision import same_products_on_any_threads
+from holdfast.train.precision import same_kernels_each_time, same_products_on_any_threads
 from holdfast.wire.secret import Secret
 
 _GC_THRESHOLDS = (700, 10, 1000)
@@ -36,6 +36,8 @@ def run(spec: WorkerSpec, secret: Secret) -> int:
     gc.set_threshold(*_GC_THRESHOLDS)
     if spec.device == "cpu":
         keep_freed_memory()
+    elif (train := spec.config["train"])["deterministic"]:
+        same_kernels_each_time(compiled=train["compile"])
     commands = CommandClient(spec.agent, secret)
     worker = Worker(spec, secret, commands)
     if folder := spec.config.get("cluster", {}).get("faults"):

@@ -8,6 +8,7 @@ from dataclasses import replace
 from functools import partial
 
 from holdfast.elastic.protocol.worker_commands import Begin
+from holdfast.elastic.protocol.worker_messages import SCRIPT_END
 from holdfast.elastic.protocol.worker_spec import WorkerSpec
 from holdfast.elastic.worker.checkpointer import SnapshotSaver, save_last_step
 from holdfast.elastic.worker.commands import CommandClient
@@ -192,7 +193,7 @@ class Worker:
     def finish_task(self, outcome: TrainingOutcome) -> None:
         """Let a script of a finished run do what comes after its loop. Raises ScriptError."""
         if outcome.kind == "finished":
-            alive = partial(self.reporter.progress, outcome.step, "finish")
+            alive = partial(self.reporter.progress, outcome.step, SCRIPT_END)
             self.held_session.current.task.finish(alive)
 
     def close(self) -> None:

@@ -129,13 +129,8 @@ class GradientFeeder:
     def computed_leaves(self) -> tuple[int, ...]:
         """Return the leaves of the open step that were computed and can be kept. There are none
         if one was interrupted midway, or if a sum has overwritten what was computed."""
-        kept = (
-            self._open_leaf is None
-            and not self.is_summed
-            and not self._are_slots_moved
-            and not self._fast
-        )
-        return tuple(self._done_leaves) if kept else ()
+        lost = self.is_summed or self._are_slots_moved or self._fast
+        return tuple(self._done_leaves) if self._open_leaf is None and not lost else ()
 
     @property
     def is_summed(self) -> bool:

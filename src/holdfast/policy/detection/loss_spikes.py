@@ -35,16 +35,16 @@ class LossJump:
 def find_loss_jump(
     previous_losses: Sequence[float],
     losses: Sequence[float],
-    tokens: int,
+    tokens: float,
     limits: LossJumpLimits | None = None,
 ) -> LossJump | None:
     """previous_losses: the losses of the steps before, means per token. losses: of each microbatch,
     sums, over `tokens` tokens in all; each microbatch is taken to have as many as any other."""
     limit = _jump_threshold(previous_losses, limits or LossJumpLimits())
-    mean = sum(losses) / max(tokens, 1)
+    mean = sum(losses) / (tokens or 1)
     if limit is None or mean <= limit:
         return None
-    each = max(tokens, 1) / max(1, sum(loss != 0 for loss in losses))
+    each = (tokens or 1) / max(1, sum(loss != 0 for loss in losses))
     above = [loss / each - limit for loss in losses]
     high = tuple(leaf for leaf, rise in enumerate(above) if rise > 0 and 2 * rise >= max(above))
     return LossJump(mean, limit, high)

@@ -1,0 +1,141 @@
+"""Rows about bits: two equal trainings on the device, and the device against a CPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from benchmarks.accelerator.work import (
+    RowResult,
+    Settings,
+    lone_engine,
+    one_step,
+    trained,
+    unequal,
+)
+from holdfast.config.run import RunConfig
+from holdfast.errors import NonFiniteError
+from holdfast.train.precision import same_kernels_each_time
+
+PARITY = 1e-4  # relative difference of losses in fp32; products of a device add in another order
+
+
+def small(settings: Settings, precision: str, *, compiled: bool = False) -> RunConfig:
+    """A decoder that is trained in a second, with grouped heads and several microbatches."""
+    quick = settings.quick
+    model = {
+        "preset": None,
+        "layers": 2 if quick else 4,
+        "dim": 32 if quick else 512,
+        "heads": 4 if quick else 8,
+        "kv_heads": 2,
+        "ffn_dim": 64 if quick else 1536,
+        "vocab_size": 256 if quick else 8192,
+        "tied_embeddings": True,
+    }
+    return RunConfig.model_validate(
+        {
+            "device": settings.device,
+            "model": model,
+            "data": {"sequence_length": 32 if quick else 1024},
+            "train": {
+                "steps": 100,
+                "batch_size": 6,
+                "microbatch_size": 2,
+                "precision": precision,
+                "compile": compiled,
+                "optimizer": {"learning_rate": 1e-3},
+                "schedule": {"warmup_steps": 2},
+            },
+        }
+    )
+
+
+def wide(settings: Settings) -> RunConfig:
+    """Two blocks of Llama 3.2 1B's width at its sequence: kernels as in a real run."""
+    config = small(settings, "bf16", compiled=True)
+    model = {"layers": 2, "dim": 2048, "heads": 32, "kv_heads": 8, "ffn_dim": 8192}
+    value = config.model_dump()
+    value["model"] |= model
+    value["data"]["sequence_length"] = 4096
+    return RunConfig.model_validate(value)
+
+
+def bits(settings: Settings) -> RowResult:
+    """Two equal trainings in the mode that a worker trains in, and one mode without it."""
+    device, figures = settings.torch_device, dict[str, Any]()
+    modes = {"fp32": small(settings, "fp32"), "bf16": small(settings, "bf16")}
+    documents = modes["bf16"].model_dump()
+    documents["data"]["attention"] = "document"
+    modes["documents"] = RunConfig.model_validate(documents)
+    loose = "bf16"
+    if device.type != "cpu":
+        loose = "wide, compiled"
+        modes[loose] = wide(settings)
+    figures[f"{loose}, not deterministic"] = _trained_twice(modes[loose], device)
+    if device.type != "cpu":
+        torch.compiler.reset()
+        same_kernels_each_time(compiled=True)
+    figures |= {mode: _trained_twice(config, device) for mode, config in modes.items()}
+    counts = {name: len(found["unequal"]) for name, found in figures.items()}
+    line = "tensors that differ: " + "; ".join(f"{name} {odd}" for name, odd in counts.items())
+    return RowResult(line, figures, not any(counts[mode] for mode in modes))
+
+
+def _trained_twice(config: RunConfig, device: torch.device) -> dict[str, Any]:
+    (losses, one), (_, other) = (trained(config, device, 3) for _ in range(2))
+    return {"losses": losses, "tensors": len(one), "unequal": list(unequal(one, other))}
+
+
+def parity(settings: Settings) -> RowResult:
+    """fp32 on the device against fp32 on the CPU, from the same weights and tokens: each
+    optimizer, and packed documents."""
+    if settings.device != "cpu":
+        same_kernels_each_time(compiled=False)
+    figures: dict[str, Any] = {}
+    for name in ("adamw", "documents", "sgd", "lion", "adafactor", "muon"):
+        value = small(settings, "fp32").model_dump(exclude_unset=True)
+        value["model"]["layers"] = 2
+        value["data"]["sequence_length"] = 32 if settings.quick else 256
+        if name == "documents":
+            value["data"]["attention"] = "document"
+        else:
+            value["train"]["optimizer"] = {"name": name, "learning_rate": 1e-3}
+        figures[name] = _against_cpu(RunConfig.model_validate(value), settings)
+    worst = {name: found["worst_loss"] for name, found in figures.items()}
+    line = "losses within " + ", ".join(f"{name} {off:.0e}" for name, off in worst.items())
+    return RowResult(line, figures, max(worst.values()) < PARITY)
+
+
+def _against_cpu(config: RunConfig, settings: Settings) -> dict[str, Any]:
+    """Relative differences of losses, and of weights after the last step."""
+    steps = 3 if settings.quick else 5
+    ours, state = trained(config, settings.torch_device, steps)
+    theirs, reference = trained(config, torch.device("cpu"), steps)
+    moved = max(
+        float((state[name] - held).norm() / held.norm().clamp_min(1e-30))
+        for name, held in reference.items()
+        if name.startswith("model.")
+    )
+    worst = max(abs(a - b) / abs(b) for a, b in zip(ours, theirs, strict=True))
+    return {"losses": ours, "on_cpu": theirs, "worst_loss": worst, "worst_weight": moved}
+
+
+def non_finite(settings: Settings) -> RowResult:
+    """A NaN in a weight: the step is refused, and the weight is named."""
+    config = small(settings, "bf16")
+    engine = lone_engine(config, settings.torch_device)
+    engine.initialise(config.seed)
+    one_step(engine, config, 1)
+    rows = [row.name for row in engine.parameters.table]
+    name = next(row for row in rows if "layers.1" in row and "down" in row)
+    with torch.no_grad():
+        engine.parameters.master_tensors[rows.index(name)][0, 0] = torch.nan
+        engine.parameters.refresh()
+    try:
+        one_step(engine, config, 2)
+    except NonFiniteError as error:
+        figures = {"named": error.parameter, "expected": name}
+        return RowResult(f"named {error.parameter}", figures, error.parameter == name)
+    return RowResult("the step was applied", {}, False)
