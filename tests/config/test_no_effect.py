@@ -58,6 +58,11 @@ def said(*overrides: str) -> list[str]:
         (["train.evaluate.every=1001"], "train.evaluate.every", "one evaluation, at the end"),
         (["checkpoint.every_steps=5000"], "checkpoint.every_steps", "it never comes"),
         (["checkpoint.keep_every=5000"], "checkpoint.keep_every", "it never comes"),
+        (
+            ["layout.exchange=gathered", "layout.reduction=fast"],
+            "layout.exchange",
+            "no effect with layout.reduction fast",
+        ),
         (["layout.trace_step=1001"], "layout.trace_step", "nothing is recorded"),
         (
             ["checkpoint.interval=adaptive", "checkpoint.every_steps=5"],

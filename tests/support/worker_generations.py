@@ -70,6 +70,12 @@ def _prepare_deeds(rank: RankContext, deeds: dict[str, Any]) -> None:
 
     def computing(self: StepEngine, batches: Any) -> None:
         at = self.groups.topology.generation, self.step
+        if at[0] == 1:
+            rank.mark(f"step{self.step}")
+        if any(due(deed, *at) for deed in ("die", "stand still", "raise")):
+            # A peer may still be in the exchange of the step before.
+            for peer in range(self.groups.topology.world_size):
+                rank.wait_mark(f"step{self.step}", peer)
         if due("die", *at):
             os.kill(os.getpid(), signal.SIGKILL)
         if due("stand still", *at):

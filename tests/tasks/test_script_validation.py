@@ -81,7 +81,7 @@ _NORM = nn.BatchNorm1d(1, dtype=torch.float64)
     [
         (lambda batch: batch["x"].sum(), "returned shape []"),
         (lambda batch: (batch["x"], 1), "return the loss as a sum"),
-        (lambda batch: (batch["x"].sum(), 0.5), "its weight, a whole number"),
+        (lambda batch: (batch["x"].sum(), -0.5), "its weight, a number from 0 on"),
         (_touch, "changes buffer num_batches_tracked"),
     ],
 )

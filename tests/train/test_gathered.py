@@ -6,8 +6,12 @@ compared bit by bit after each step.
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
+from holdfast.parallel.comm.transport import PeerGroup
+from holdfast.parallel.torch_compat import Work
 from tests.support.layouts import case, config_of, engine_of, one_step, pieces, topology_of
 from tests.support.ranks import RankContext, rank_values
 from tests.train.test_parity import LAYOUTS
@@ -26,7 +30,14 @@ CASES = [
 
 
 def _both(rank: RankContext, layout: str) -> None:
-    seen = []
+    seen, collectives = [], []
+    all_to_all = PeerGroup.all_to_all
+
+    def counted(peers: PeerGroup, *arguments: Any) -> Work:
+        collectives.append(exchange)
+        return all_to_all(peers, *arguments)
+
+    PeerGroup.all_to_all = counted  # type: ignore[method-assign]  # in this rank's process
     for exchange in ("direct", "gathered"):
         found = case(layout)
         config = config_of({**found.changes, "layout__exchange": exchange})
@@ -36,9 +47,11 @@ def _both(rank: RankContext, layout: str) -> None:
             verdict = one_step(made, step)
             state = [(name, at, values.tobytes()) for name, at, values in pieces(made)]
             steps.append((verdict.loss, verdict.norm, state))
+        shared = any(len(each.team.members) > 1 for each in made._gradients.reducers)
         seen.append(steps)
         made.close()
     assert seen[0] == seen[1]
+    assert set(collectives) == ({"gathered"} if shared else set()), "the key had no effect"
 
 
 @pytest.mark.parametrize("layout", CASES)

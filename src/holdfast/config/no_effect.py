@@ -152,6 +152,12 @@ def _intervals(loaded: LoadedConfig) -> Iterator[Finding]:
                 f"{value} is longer than the run of {steps} steps, so it never comes",
                 f"use {max(1, steps // 4)}, or remove it",
             )
+    if config.layout.exchange == "gathered" and config.layout.reduction == "fast":
+        yield (
+            "layout.exchange",
+            "gathered has no effect with layout.reduction fast, which is the backend's all-reduce",
+            "use layout.reduction=tree, or remove it",
+        )
     if config.layout.trace_step > steps:
         yield (
             "layout.trace_step",

@@ -132,7 +132,9 @@ class Attention(nn.Module):
 
     def _mix(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
         """q: [B, H, S, h]; k, v: [B, K, S', h] -> [B, H, S, h]"""
-        causal = mask is None and q.shape[2] == k.shape[2]
+        causal = mask is None
+        if q.shape[2] != k.shape[2]:  # a branch: the kernel takes no symbol of the compiler
+            causal = False
         if self.softcap:
             return softcapped_attention(q, k, v, mask, causal, self.scale, self.softcap)
         return F.scaled_dot_product_attention(

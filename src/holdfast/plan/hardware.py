@@ -53,7 +53,7 @@ def detect_hardware(environment: Mapping[str, str] | None = None) -> HardwareInf
         memory_bytes=usable_memory(),
         shared_memory_bytes=_free_shared_memory(),
         accelerators=detect_accelerators(os.environ if environment is None else environment),
-        torch_computes_on=torch_build_target(_torch_version_file()),
+        torch_computes_on=torch_build_target(torch_version_file()),
     )
 
 
@@ -66,8 +66,8 @@ def torch_build_target(version_file: str) -> str:
     return "CPU" if version_file else ""
 
 
-def _torch_version_file() -> str:
-    """torch itself is not imported."""
+def torch_version_file() -> str:
+    """The text of torch's `version.py`, which names its build. torch itself is not imported."""
     found = find_spec("torch")
     if found is None or found.origin is None:
         return ""

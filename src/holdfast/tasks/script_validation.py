@@ -13,6 +13,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from holdfast.core.weights import read_weight
 from holdfast.errors import TaskError
 from holdfast.tasks.executor import evaluation_mode
 from holdfast.tasks.objective import buffer_versions, changed_buffer
@@ -51,7 +52,7 @@ class ScriptPart:
 
     read: ValidationPart
     run: Run
-    tokens: int = 0
+    tokens: float = 0
 
     def loss(self) -> Tensor:
         """Compute the loss sum. Raises TaskError, and what the script raises."""
@@ -103,14 +104,16 @@ def compute_losses(
     return losses
 
 
-def _checked(found: Any) -> tuple[Tensor, int]:
+def _checked(found: Any) -> tuple[Tensor, float]:
     match found:
-        case Tensor() as loss, int() as weight if loss.shape == () and weight >= 0:
-            return loss, weight
+        case Tensor() as loss, given if loss.shape == ():
+            weight = read_weight(given)
+            if weight is not None:
+                return loss, weight
     raise TaskError(
         f"the function of run.validate() returned {_described(found)}",
         where="run.validate",
-        remedy="return the loss as a sum, a scalar, and its weight, a whole number",
+        remedy="return the loss as a sum, a scalar, and its weight, a number from 0 on",
     )
 
 

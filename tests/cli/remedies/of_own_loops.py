@@ -241,8 +241,15 @@ CASES: list[Case] = [
         "tasks/script_validation.py: the function of run.validate() returned …",
         values(loss=lambda batch: batch["x"].sum()),
         validate,
-        r"return the loss as a sum, a scalar, and its weight, a whole number",
+        r"return the loss as a sum, a scalar, and its weight, a number from 0 on",
         fixed(loss=lambda batch: (batch["x"].sum(), 4)),
+    ),
+    case(
+        "tasks/script_validation.py: the function of run.validate() returned …",
+        values(loss=lambda batch: (batch["x"].sum(), -0.5)),
+        validate,
+        r"return the loss as a sum, a scalar, and its weight, a number from 0 on",
+        fixed(loss=lambda batch: (batch["x"].sum(), 0.5)),
     ),
     case(
         "tasks/script_validation.py: the function of run.validate() changes buffer …",

@@ -7,11 +7,11 @@ import os
 import re
 from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, distributions, version
-from importlib.util import find_spec
 from pathlib import Path
 
 from holdfast.config.identity import values_alike_on_all_nodes
 from holdfast.config.run import RunConfig
+from holdfast.plan.hardware import torch_version_file
 from holdfast.policy.membership.node_identity import NodeIdentity
 
 PRESETS = (
@@ -61,7 +61,7 @@ def torch_build() -> str:
         found = version("torch")
     except PackageNotFoundError:
         return ""
-    parts = [f"{line[1]}={line[2]}" for line in _BUILD_LINE.finditer(_torch_version_file())]
+    parts = [f"{line[1]}={line[2]}" for line in _BUILD_LINE.finditer(torch_version_file())]
     parts += sorted(
         f"{name}=={one.version}"
         for one in distributions()
@@ -69,17 +69,6 @@ def torch_build() -> str:
     )
     digest = hashlib.blake2b("\n".join(parts).encode(), digest_size=_DIGEST_BYTES)
     return f"{found} (build {digest.hexdigest()})"
-
-
-def _torch_version_file() -> str:
-    """Return torch's `version.py`, which names its build. Torch is not imported."""
-    found = find_spec("torch")
-    if found is None or found.origin is None:
-        return ""
-    try:
-        return (Path(found.origin).parent / "version.py").read_text("utf-8")
-    except OSError:
-        return ""
 
 
 def processor_identity(
