@@ -57,7 +57,6 @@ LAYOUTS = [
             ("fp32.one", 8),
             ("bf16.one", 4),
             ("fp32.qknorm.one", 2),
-            ("fp32.shard2", 4),
             ("fp32.tp2", 4),
             ("plain.fp32.tp2", 4),
             ("fp32.tp4", 4),
