@@ -17,6 +17,7 @@ from holdfast.config.run import RunConfig
 from holdfast.core.flops import run_flops_per_token
 from holdfast.events import Record, to_json
 from holdfast.plan.hardware import HardwareInfo
+from holdfast.report.device_metrics import DeviceMetrics
 from holdfast.report.live import LiveView
 from holdfast.report.metrics import RunMetrics
 from holdfast.wire import journal
@@ -47,6 +48,9 @@ class RunViews:
         metrics = metrics_of(config, dataset_version, machine)
         replays: list[Callable[[list[Record]], None]] = [metrics.replay]
         self.render_metrics = metrics.render
+        if config.device != "cpu":
+            devices = DeviceMetrics(config.name)
+            self.render_metrics = lambda: metrics.render() + devices.render()
         shown.append(metrics.observe)
         if json:
             lines = JsonLinePrinter()
