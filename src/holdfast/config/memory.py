@@ -1,4 +1,4 @@
-"""The section `train.memory`: where the state of a rank lies, and how much of a device it may use.
+"""The section `train.memory`: the places of a rank's state, and how much of a device it may use.
 
 The names are those of ZeRO-Offload (Ren et al., 2021) and ZeRO-Infinity (Rajbhandari et al., 2021).
 None of these keys changes a bit of the curve.
@@ -16,6 +16,8 @@ Place = Literal["device", "host", "file"]
 DEVICE, HOST, FILE = "device", "host", "file"
 PLACES: tuple[Place, ...] = ("device", "host", "file")
 GB = 10**9
+MOVABLE = ("optimizer", "gradients", "parameters")
+"""Keys that name a place."""
 
 
 class MemoryConfig(Section):
@@ -34,6 +36,11 @@ class MemoryConfig(Section):
         "copies; updated on the device, piece by piece",
     )
     gradients: Place = Field("device", description="place of the sums of gradients")
+    parameters: Place = Field(
+        "device",
+        description="place of the shards of parameters between uses (layout.zero 2 or 3); each "
+        "block is gathered on the device",
+    )
     folder: str = Field("", description="existing folder of the files, on a local disk (NVMe)")
     piece_mb: float = Field(
         16, gt=0, description="MB of one tensor that an update brings to the device at a time"
@@ -41,17 +48,22 @@ class MemoryConfig(Section):
 
     @model_validator(mode="after")
     def _has_a_folder(self) -> MemoryConfig:
-        for key in ("optimizer", "gradients"):
+        for key in MOVABLE:
             if getattr(self, key) == FILE and not self.folder:
                 raise ValueError(
-                    f"{key} is file, but no folder is named: set folder, or use {key}: host"
+                    f"{key} file needs a folder: use {key}: host, or name one in memory.folder"
                 )
         return self
 
     @property
     def is_default(self) -> bool:
         """Return True if all lies on the device, without a limit."""
-        return (self.optimizer, self.gradients, self.device_gb) == (DEVICE, DEVICE, 0)
+        return not self.device_gb and not self.moves_state
+
+    @property
+    def moves_state(self) -> bool:
+        """Return True if an update has to bring something to the device."""
+        return any(getattr(self, key) != DEVICE for key in MOVABLE)
 
     @property
     def limit(self) -> int:

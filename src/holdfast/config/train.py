@@ -11,7 +11,7 @@ from pydantic import Field, field_validator, model_validator
 
 from holdfast.config.base import Section
 from holdfast.config.change import Branch, InPlace, Never
-from holdfast.config.memory import DEVICE, MemoryConfig
+from holdfast.config.memory import DEVICE, MOVABLE, MemoryConfig
 from holdfast.config.optimizer import OptimizerConfig
 
 MAX_MICROBATCHES = 2**20
@@ -104,7 +104,7 @@ class TrainConfig(Section):
 
     @model_validator(mode="after")
     def _offloads(self) -> TrainConfig:
-        for key in ("optimizer", "gradients"):
+        for key in MOVABLE:
             place = getattr(self.memory, key)
             if place != DEVICE and self.optimizer.name != "adamw":
                 raise ValueError(

@@ -26,7 +26,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
 
 from holdfast.core.sharding.boxes import Box
 from holdfast.parallel.comm.comm_stats import TrafficCounter
@@ -47,6 +53,8 @@ def apply_fsdp(
     mesh: DeviceMesh,
     compute: torch.dtype | None,
     zero: int = 3,
+    *,
+    is_offloaded: bool = False,
 ) -> None:
     """Shard `root` over the mesh in place: each of `blocks` as a unit, the rest as the last one.
 
@@ -55,6 +63,7 @@ def apply_fsdp(
         are not cast, so that the rotary tables keep their precision.
     zero: 3 shards parameters between forward and backward too; 2 gathers them once for both
         (Rajbhandari et al., 2020, section 5: stages of ZeRO). State is sharded alike.
+    is_offloaded: shards lie on the host, and each unit is gathered on the device.
     """
     policy = MixedPrecisionPolicy(
         param_dtype=compute,
@@ -70,6 +79,7 @@ def apply_fsdp(
             mp_policy=policy,
             reshard_after_forward=again,
             ignored_params=nothing,
+            offload_policy=CPUOffloadPolicy(pin_memory=False) if is_offloaded else OffloadPolicy(),
         )
         assert isinstance(module, FSDPModule)
         module.set_gradient_divide_factor(1.0)

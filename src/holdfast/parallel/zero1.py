@@ -25,7 +25,7 @@ all-reduce moves.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import prod
@@ -40,13 +40,9 @@ from holdfast.errors import PeerLostError
 from holdfast.parallel.comm.collectives import Collectives
 from holdfast.parallel.comm.comm_stats import TrafficCounter
 from holdfast.parallel.gradients.buckets import cut_into_runs
-from holdfast.parallel.torch_compat import is_peer_loss
+from holdfast.parallel.torch_compat import MakeMemory, is_peer_loss
 
 _DIRECT_GATHER_BYTES = 1 << 16  # bytes from which a parameter is gathered where it lies
-
-
-MakeMasters = Callable[[Sequence[tuple[int, ...]], torch.dtype], list[Tensor]]
-"""Returns memory for tensors of these shapes."""
 
 
 def _on_device(
@@ -89,7 +85,7 @@ class OwnedRows:
         state: torch.dtype,
         bucket_bytes: int = 1 << 25,
         traffic: TrafficCounter | None = None,
-        make_masters: MakeMasters | None = None,
+        make_masters: MakeMemory | None = None,
     ):
         self._collectives = Collectives(group, traffic, kind="gather")
         self._size, self._rank = self._collectives.size, self._collectives.rank

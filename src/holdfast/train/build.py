@@ -24,7 +24,13 @@ from holdfast.parallel.gradients.cell_team import CellTeam, ExchangeKind
 from holdfast.parallel.gradients.feeder import Cells, GradientFeeder
 from holdfast.parallel.process_groups import ProcessGroups, connect
 from holdfast.parallel.replicated import ReplicatedGradients
-from holdfast.parallel.torch_compat import Store, give_memory, give_shards_memory, local_tensor
+from holdfast.parallel.torch_compat import (
+    Store,
+    give_memory,
+    give_shards_memory,
+    local_tensor,
+    place_shards,
+)
 from holdfast.parallel.trace import SpanRecorder
 from holdfast.parallel.zero1 import OwnedRows
 from holdfast.train.engine import GradientFeed, GradientReducer, StepEngine
@@ -316,8 +322,11 @@ def _sharded(parts: _Parts, objective: nn.Module) -> BuiltParameters:
     config, precision = parts.config, parts.precision
     compute = precision.compute if precision.mixed else None
     blocks = parts.task.units(objective)
-    apply_fsdp(objective, blocks, parts.groups.shard_mesh(), compute, config.layout.zero)
-    give_shards_memory(objective, parts.device)
+    moved, mesh = parts.memory.place_of("parameters") != DEVICE, parts.groups.shard_mesh()
+    apply_fsdp(objective, blocks, mesh, compute, config.layout.zero, is_offloaded=moved)
+    give_shards_memory(objective, torch.device("cpu") if moved else parts.device)
+    if moved:
+        place_shards(objective, partial(parts.memory.zeros, "parameters"))
     parts.task.fill_constants(objective, parts.device)
     table, boxes, named = parts.rows_on_rank(objective)
     traffic = parts.groups.traffic
@@ -336,7 +345,8 @@ def _sharded(parts: _Parts, objective: nn.Module) -> BuiltParameters:
         )
 
     held = [local_tensor(p) for p in named.values()]
-    parts.memory.count("parameters", map(local_tensor, _all_tensors(objective)))
+    if not moved:
+        parts.memory.count("parameters", map(local_tensor, _all_tensors(objective)))
     if config.layout.zero == 2:  # what stays gathered between the two passes
         elements = sum(prod(p.shape) for p in named.values())
         parts.memory.ledger.add(DEVICE, "gathered", elements * precision.compute.itemsize)

@@ -52,15 +52,12 @@ class StateMemory:
     @property
     def stages_updates(self) -> bool:
         """Return True if an update has to bring something to the device."""
-        return (self.config.optimizer, self.config.gradients) != (DEVICE, DEVICE)
+        return self.config.moves_state
 
     def place_of(self, kind: str) -> Place:
-        """Return the place of `optimizer` or `gradients`; all else is on the device."""
-        places: dict[str, Place] = {
-            "optimizer": self.config.optimizer,
-            "gradients": self.config.gradients,
-        }
-        return places.get(kind, "device")
+        """Return the place of `optimizer`, `gradients` or `parameters` (shards of them)."""
+        place: Place = getattr(self.config, kind)
+        return place
 
     def zeros(self, kind: str, shapes: Sequence[Shape], dtype: torch.dtype) -> list[Tensor]:
         """Return tensors of zeros in the place of their kind, outside of the device in one run.
@@ -75,7 +72,7 @@ class StateMemory:
         for shape in shapes:
             starts.append(size)
             size += -(-prod(shape) // ALIGNMENT) * ALIGNMENT
-        flat = self._reserve(place, kind, size, dtype)
+        flat = self._reserve(place, kind, max(ALIGNMENT, size), dtype)
         self.ledger.add(place, kind, flat.nbytes)
         return [
             flat.narrow(0, start, prod(shape)).view(shape)
