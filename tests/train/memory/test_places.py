@@ -105,7 +105,7 @@ def _train(rank: RankContext, layout: str, memory: dict[str, Any]) -> list[str]:
 
 def _config(layout: str, memory: dict[str, Any]) -> Any:
     """A model that is large enough for the padding of buffers to be small."""
-    wide = {"model__dim": 64, "model__ffn_dim": 192, "train__precision": "fp32"}
+    wide = {"model__dim": 128, "model__ffn_dim": 384, "train__precision": "fp32"}
     if memory.get("parameters", "device") != "device":
         wide["layout__dp_shard"] = case(layout).replicas[0].dp_shard
     return config_of(wide | case(layout).changes | {"train__memory": memory})
