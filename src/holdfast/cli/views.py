@@ -18,6 +18,7 @@ from holdfast.core.devices import is_accelerator
 from holdfast.core.flops import run_flops_per_token
 from holdfast.events import Record, to_json
 from holdfast.plan.hardware import HardwareInfo
+from holdfast.report.device_metrics import DeviceMetrics
 from holdfast.report.live import LiveView
 from holdfast.report.metrics import RunMetrics
 from holdfast.wire import journal
@@ -48,6 +49,9 @@ class RunViews:
         metrics = metrics_of(config, dataset_version, machine)
         replays: list[Callable[[list[Record]], None]] = [metrics.replay]
         self.render_metrics = metrics.render
+        if config.device != "cpu":
+            devices = DeviceMetrics(config.name)
+            self.render_metrics = lambda: metrics.render() + devices.render()
         shown.append(metrics.observe)
         if json:
             lines = JsonLinePrinter()
