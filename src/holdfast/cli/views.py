@@ -16,6 +16,7 @@ from holdfast.cli.output import say
 from holdfast.config.run import RunConfig
 from holdfast.core.flops import run_flops_per_token
 from holdfast.events import Record, to_json
+from holdfast.launch.lora_run import describe_first_weights
 from holdfast.plan.hardware import HardwareInfo
 from holdfast.report.live import LiveView
 from holdfast.report.metrics import RunMetrics
@@ -54,7 +55,11 @@ class RunViews:
             shown.append(lines.observe)
         else:
             origin = origin_of_weights(FolderStore(folder))
-            view = LiveView(config.train.steps, imported_from=origin)
+            view = LiveView(
+                config.train.steps,
+                imported_from=origin,
+                first_weights=describe_first_weights(config),
+            )
             replays.append(view.replay)
             self._stack.enter_context(view)
             shown.append(view.observe)
