@@ -108,6 +108,7 @@ class WorkerReady(Event):
     kind: ClassVar[str] = "worker_ready"
     rank: int
     seconds: float  # from fork to ready
+    device: str = ""  # with its backends and their versions: "cuda:1, nccl 2.28.9"
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ from xxhash import xxh3_64
 from holdfast.config.run import RunConfig
 from holdfast.core.data.sample_order import BatchSchedule, SampleOrder
 from holdfast.core.data.skips import Skips
+from holdfast.core.devices import device_kind
 from holdfast.core.seeds import key_seed
 from holdfast.core.weights import read_weight
 from holdfast.data.loader import StepLoader
@@ -250,7 +251,7 @@ class TaskLoader(StepLoader[TaskMicrobatch]):
 
     def _load(self, step: int, index: int) -> TaskMicrobatch:
         read = self._batches.microbatch(step, index, self._part, self._parts)
-        if self._device.type != "cuda":
+        if not device_kind(self._device.type).pins_batches:
             return read
         return replace(read, tensors=_each(read.tensors, Tensor.pin_memory))
 

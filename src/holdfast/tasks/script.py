@@ -239,6 +239,12 @@ def _refuse_settings(config: RunConfig) -> None:
         raise TaskError(
             "an own loop is not compiled by Holdfast", where="train.compile", remedy="use false"
         )
+    if config.train.recompute != "none":
+        raise TaskError(
+            "an own loop runs its own passes",
+            where="train.recompute",
+            remedy="use none, and torch.utils.checkpoint in the loop",
+        )
 
 
 def _script_error(script: str, error: BaseException) -> ScriptError:

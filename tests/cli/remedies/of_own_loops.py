@@ -457,6 +457,11 @@ CASES: list[Case] = [
     ),
     setting("an own loop has no adapters", ["lora.rank=4"], r"use 0"),
     setting("an own loop is not compiled by Holdfast", ["train.compile=true"], r"use false"),
+    setting(
+        "an own loop runs its own passes",
+        ["train.recompute=full"],
+        r"use none, and torch\.utils\.checkpoint in the loop",
+    ),
     case(
         "cli/run.py: there is no such script",
         values(script="train.py"),

@@ -22,6 +22,7 @@ from holdfast.elastic.worker.checkpointer import (
 from holdfast.elastic.worker.generation_connection import GenerationConnection
 from holdfast.elastic.worker.held_session import HeldSession
 from holdfast.events import CheckpointSkipped, SettingIgnored, WorkerReady
+from holdfast.parallel.devices import describe_device
 from holdfast.wire.secret import Secret
 
 _MOVER_EXPECT_TIMEOUT_S = 20.0
@@ -93,7 +94,9 @@ class SaverFactory:
 
         def connect_first() -> Capturer | NoRoomCapturer:
             first = retry_until_mover_is_up(connect_once_announced, halts.wait)
-            reporter.emit(WorkerReady(rank, time.monotonic() - begun_at, step=step))
+            seconds = time.monotonic() - begun_at
+            device = describe_device(self.held_session.current.device)
+            reporter.emit(WorkerReady(rank, seconds, device, step=step))
             return first
 
         capturer = ReconnectingCapturer(
