@@ -199,9 +199,13 @@ class RunStopped(Event):
 
 @dataclass(frozen=True)
 class RunFinished(Event):
-    """Every step of the run file is done and committed."""
+    """Every step of the run file is done and committed.
+
+    script_error: what went wrong in a script after its loop."""
 
     kind: ClassVar[str] = "run_finished"
+    absent_if_empty = frozenset({"script_error"})
+    script_error: str = ""
 
 
 @dataclass(frozen=True)
