@@ -50,7 +50,7 @@ class RunViews:
         metrics = metrics_of(config, dataset_version, machine)
         replays: list[Callable[[list[Record]], None]] = [metrics.replay]
         self.render_metrics = metrics.render
-        if config.device != "cpu":
+        if is_accelerator(config.device):
             devices = DeviceMetrics(config.name)
             self.render_metrics = lambda: metrics.render() + devices.render()
         shown.append(metrics.observe)
