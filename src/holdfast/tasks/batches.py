@@ -179,7 +179,7 @@ def collated(
         with user_code(f"sample {index} cannot be read"):
             items.append(samples[index])
     with user_code(f"collate() failed for samples {_shortened(indices)}"):
-        batch = task.collate(items * times)
+        batch: Any = task.collate(items * times)
     if not isinstance(batch, Mapping):
         kind = type(batch).__name__
         raise TaskError(f"collate() returned {kind}, no dict of tensors", where="task")
@@ -192,7 +192,8 @@ def collated(
         )
     if not batch:
         raise TaskError("a batch has no tensors", where="task")
-    return batch
+    found: Mapping[str, Tensor] = batch
+    return found
 
 
 def _shortened(indices: Sequence[int]) -> str:
