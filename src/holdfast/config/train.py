@@ -93,6 +93,16 @@ class TrainConfig(Section):
         return self.schedule.steps or self.steps
 
     @model_validator(mode="after")
+    def _state_is_no_shorter(self) -> TrainConfig:
+        short = self.optimizer.state_dtype
+        if self.precision == "float64" and short != "fp32":
+            raise ValueError(
+                f"optimizer.state_dtype {short} would lose the digits of precision float64: use "
+                "optimizer.state_dtype fp32, which keeps float64 there, or precision fp32"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _divides(self) -> TrainConfig:
         sizes = {"batch_size": self.batch_size}
         for index, stage in enumerate(self.batch_warmup):

@@ -54,7 +54,15 @@ def write_dcp_folder(to: Path, run: Run, checkpoint: Checkpoint, scheme: str) ->
 
 
 def _refuse_other_optimizer(run: Run) -> None:
-    name = run.config.train.optimizer.name
+    optimizer = run.config.train.optimizer
+    name = optimizer.name
+    if optimizer.state_dtype != "fp32":
+        raise ConfigError(
+            "the format dcp holds moments as numbers of the parameters' dtype, and "
+            f"train.optimizer.state_dtype of this run is {optimizer.state_dtype}",
+            where=str(run.folder),
+            remedy="export the weights with --format hf",
+        )
     if name != "adamw":
         raise ConfigError(
             f"the format dcp holds AdamW's state, and train.optimizer.name of this run is {name}",

@@ -92,6 +92,13 @@ def import_dcp(
             where=str(folder),
             remedy="import the weights alone, with --weights-only",
         )
+    if state is not None and optimizer is not None and optimizer.state_dtype != "fp32":
+        raise CheckpointError(
+            "it holds moments as numbers, and the run's train.optimizer.state_dtype is "
+            f"{optimizer.state_dtype}",
+            where=str(folder),
+            remedy="import the weights alone, with --weights-only",
+        )
     step = 0 if state is None else _read_step(folder, found, rows, state)
     # ours -> (row, their name or none)
     names = {spec.name: _find_source(spec, rows, prefix, state) for spec in table}
