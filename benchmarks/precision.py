@@ -3,6 +3,7 @@ and model.
 
     python -m benchmarks.precision                  400 steps in each precision, one worker
     python -m benchmarks.precision --states         400 steps with each state_dtype
+    python -m benchmarks.precision --states --rate 1e-3
     python -m benchmarks.precision --steps 100
 
 Each run has the same seed, batches and initial weights. The loss is smoothed by a mean over the
@@ -40,9 +41,9 @@ Settings = dict[str, str]
 PRECISIONS: dict[str, Settings] = {p: {"train.precision": p} for p in ("fp32", "bf16", "fp16")}
 STATES: dict[str, Settings] = {
     **{f"{s} state": {"train.optimizer.state_dtype": s} for s in ("fp32", "bf16", "8bit")},
-    "other seed": {"seed": "2"},
+    "fp32, tp 2": {"layout.tp": "2", "layout.workers": "2"},
 }
-"""The last shows how much a loss depends on chance."""
+"""The last has other last bits in each sum, and shows how much a loss depends on them."""
 
 
 @dataclass(frozen=True)
@@ -58,9 +59,13 @@ class Curve:
     state_bytes: float
 
 
-def curve_of(name: str, changes: Settings, steps: int, folder: Path) -> Curve:
+def curve_of(
+    name: str, changes: Settings, steps: int, folder: Path, rate: float | None = None
+) -> Curve:
     """Train the quickstart, and read the curve from its journal."""
-    run = folder / name.replace(" ", "-")
+    run = folder / name.replace(", ", "-").replace(" ", "-")
+    if rate is not None:
+        changes = changes | {"train.optimizer.learning_rate": str(rate)}
     done = within(
         "train",
         RUN_FILE,
@@ -68,8 +73,7 @@ def curve_of(name: str, changes: Settings, steps: int, folder: Path) -> Curve:
         f"data.folder={folder / 'dataset'}",
         f"train.steps={steps}",
         "train.evaluate.every=0",
-        "layout.workers=1",
-        *[f"{key}={value}" for key, value in changes.items()],
+        *[f"{key}={value}" for key, value in ({"layout.workers": "1"} | changes).items()],
     )
     if done.code:
         raise SystemExit(done.err)
@@ -107,10 +111,14 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--states", action="store_true")
+    parser.add_argument("--rate", type=float, help="learning rate; without it, the quickstart's")
     given = parser.parse_args()
     cases = STATES if given.states else PRECISIONS
     with tempfile.TemporaryDirectory() as folder:
-        curves = {name: curve_of(name, c, given.steps, Path(folder)) for name, c in cases.items()}
+        curves = {
+            name: curve_of(name, changes, given.steps, Path(folder), given.rate)
+            for name, changes in cases.items()
+        }
     first = next(iter(curves.values()))
     print(
         "run         last loss  largest and last difference  validation  difference  bytes  skipped"

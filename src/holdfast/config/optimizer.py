@@ -254,6 +254,12 @@ class OptimizerConfig(Section):
         return tuple(key for key in type(self).model_fields if key not in known)
 
     @property
+    def name_with_state(self) -> str:
+        """The name; with state_dtype, if its state is no moments in the parameters' dtype."""
+        short = self.state_dtype != "fp32"
+        return f"{self.name} with state_dtype {self.state_dtype}" if short else self.name
+
+    @property
     def is_class(self) -> bool:
         """Return True for a class by its path."""
         return self.name not in BUILT_IN

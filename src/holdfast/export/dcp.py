@@ -54,15 +54,7 @@ def write_dcp_folder(to: Path, run: Run, checkpoint: Checkpoint, scheme: str) ->
 
 
 def _refuse_other_optimizer(run: Run) -> None:
-    optimizer = run.config.train.optimizer
-    name = optimizer.name
-    if optimizer.state_dtype != "fp32":
-        raise ConfigError(
-            "the format dcp holds moments as numbers of the parameters' dtype, and "
-            f"train.optimizer.state_dtype of this run is {optimizer.state_dtype}",
-            where=str(run.folder),
-            remedy="export the weights with --format hf",
-        )
+    name = run.config.train.optimizer.name_with_state
     if name != "adamw":
         raise ConfigError(
             f"the format dcp holds AdamW's state, and train.optimizer.name of this run is {name}",

@@ -39,16 +39,19 @@ def dynamic_map(*, signed: bool) -> tuple[float, ...]:
 
 
 class EightBitCode:
-    """Packs float32 rows into codes and scales, and unpacks them. signed: for a first moment."""
+    """Packs float32 rows into codes and scales, and unpacks them. signed: for a first moment.
+
+    values: of each code. codes: for each pattern of upper bits.
+    """
 
     def __init__(self, device: torch.device, *, signed: bool) -> None:
         values = dynamic_map(signed=signed)
-        self._values = torch.tensor(values, dtype=torch.float32, device=device)
-        self._codes = _codes_of_upper_bits(values).to(device)
+        self.values = torch.tensor(values, dtype=torch.float32, device=device)
+        self.codes = _codes_of_upper_bits(values).to(device)
 
     def unpack(self, codes: Tensor, scales: Tensor) -> Tensor:
         """codes: [r, n] uint8, scales: [r, blocks] -> [r, n] float32"""
-        found = self._values.index_select(0, codes.reshape(-1).int()).view(codes.shape)
+        found = self.values.index_select(0, codes.reshape(-1).int()).view(codes.shape)
         return _by_block(found).mul_(scales.unsqueeze(-1)).flatten(1)[:, : codes.shape[1]]
 
     def pack(self, values: Tensor, codes: Tensor, scales: Tensor) -> None:
@@ -60,8 +63,8 @@ class EightBitCode:
         torch.amax(blocks.abs(), dim=-1, out=scales)
         quotients = blocks / scales.clamp_min(_SMALLEST_NORMAL).unsqueeze(-1)
         upper = quotients.view(torch.int32).bitwise_right_shift_(_LOWER_BITS)
-        upper.bitwise_and_(len(self._codes) - 1)
-        found = self._codes.index_select(0, upper.view(-1)).view(len(values), -1)
+        upper.bitwise_and_(len(self.codes) - 1)
+        found = self.codes.index_select(0, upper.view(-1)).view(len(values), -1)
         codes.copy_(found[:, : codes.shape[1]])
 
 

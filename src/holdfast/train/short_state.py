@@ -117,25 +117,31 @@ class Bfloat16Moment:
     def __init__(self, part: Tensor, shape: tuple[int, ...], box: Box, key: str) -> None:
         self.tensor = torch.zeros_like(part, dtype=torch.bfloat16)
         self._key, self._rows = key, _as_rows(self.tensor)
-        strides = [_wrap(prod(shape[dim + 1 :])) for dim in range(len(shape))]
-        places = [
-            (torch.arange(length, dtype=torch.int32, device=part.device) + offset) * stride
-            for offset, length, stride in zip(box.offsets, box.lengths, strides, strict=True)
-        ]
-        self._first = places[0]
-        columns = part.new_zeros(1, dtype=torch.int32)
-        for place in places[1:]:
-            columns = (columns.unsqueeze(-1) + place).flatten()
-        self._columns = columns
+        self._shape, self._box = shape, box
 
     def unpack(self, rows: slice) -> Tensor:
         return self._rows[rows].float()
 
     def pack(self, rows: slice, values: Tensor, step: int) -> None:
-        places = self._first[rows].unsqueeze(-1) + self._columns
-        random = _hash(places, key_seed(0, "bfloat16", self._key, step)).bitwise_and_(0xFFFF)
+        random = _hash(self._places(rows), key_seed(0, "bfloat16", self._key, step)).bitwise_and_(
+            0xFFFF
+        )
         bits = random.add_(values.view(torch.int32)).bitwise_and_(-0x10000)
         self._rows[rows].copy_(bits.view(torch.float32))
+
+    def _places(self, rows: slice) -> Tensor:
+        """The number of each element in the complete parameter, as 32 bits.  -> [r, n]"""
+        found = torch.zeros(1, dtype=torch.int32, device=self.tensor.device)
+        for dim, (offset, length) in enumerate(
+            zip(self._box.offsets, self._box.lengths, strict=True)
+        ):
+            start, stop = (rows.start, rows.stop) if dim == 0 else (0, length)
+            indices = torch.arange(
+                offset + start, offset + stop, dtype=torch.int32, device=found.device
+            )
+            stride = _wrap(prod(self._shape[dim + 1 :]))
+            found = (found.unsqueeze(-1) + indices * stride).flatten()
+        return found.view(rows.stop - rows.start, -1)
 
 
 @dataclass(frozen=True)
@@ -153,7 +159,8 @@ Update = Callable[[Tensor, Tensor, Sequence[Tensor], ParameterSettings], None]
 
 class ShortStateOptimizer:
     """See `train.optimizer.Optimizer`. rows, boxes: of all parameters of the rank. Raises
-    LayoutError if a box cuts a block of 8-bit state."""
+    LayoutError if a box cuts a block of 8-bit state. codes: for signed moments and for others; they
+    take 1 MiB."""
 
     def __init__(
         self,
@@ -168,9 +175,10 @@ class ShortStateOptimizer:
         self._merges = {i: row.merge for i, row in enumerate(rows) if row.merge}
         self._slots = [slot for slot in config.state_slots if slot.rule != BLOCKS]
         device = parameters[0].device
-        codes = {signed: EightBitCode(device, signed=signed) for signed in (True, False)}
+        is_used = config.state_dtype == "8bit"
+        self.codes = {s: EightBitCode(device, signed=s) for s in (True, False) if is_used}
         self._moments = [
-            tuple(self._moment(slot, *each, codes) for slot in self._slots)
+            tuple(self._moment(slot, *each) for slot in self._slots)
             for each in zip(parameters, rows, boxes, strict=True)
         ]
         self._held = [
@@ -180,13 +188,11 @@ class ShortStateOptimizer:
         ]
         self._chunk = CHUNK_ELEMENTS.get(device.type, _CHUNK_ELSEWHERE)
 
-    def _moment(
-        self, slot: Slot, part: Tensor, row: Parameter, box: Box, codes: dict[bool, EightBitCode]
-    ) -> Moment:
+    def _moment(self, slot: Slot, part: Tensor, row: Parameter, box: Box) -> Moment:
         if self._config.state_dtype == "bf16":
             return Bfloat16Moment(part, row.shape, box, f"{slot.name}.{row.name}")
         if self._config.is_in_8bit(row.shape):
-            return EightBitMoment(part, row, box, codes[slot.name != "exp_avg_sq"])
+            return EightBitMoment(part, row, box, self.codes[slot.name != "exp_avg_sq"])
         return PlainMoment(part)
 
     @property
