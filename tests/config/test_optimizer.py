@@ -88,7 +88,7 @@ def test_an_update_of_complete_parameters_is_cut_by_no_axis(
 
 
 def test_short_state_that_does_not_fit() -> None:
-    with pytest.raises(ValueError, match="use optimizer.state_dtype fp32, which keeps float64"):
+    with pytest.raises(ValueError, match=r"use optimizer\.state_dtype fp32, which keeps float64"):
         RunConfig.model_validate(
             {"train": {"precision": "float64", "optimizer": {"state_dtype": "bf16"}}}
         )

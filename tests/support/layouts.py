@@ -8,6 +8,7 @@ pp3+pp2           unlike replicas side by side
 plain.tp2         without sequence parallelism;  gpipe.pp2: another schedule
 gathered.dp2      gradients between replicas by collectives
 state8bit.dp2     moments in 8 bits, of a model that is wide enough;  statebf16.dp2: in bf16
+full.tp2          blocks are run again in the backward pass; selective.tp2, compiled.tp2
 """
 
 from __future__ import annotations
@@ -38,6 +39,9 @@ _FLAGS: dict[str, dict[str, Any]] = {
     "plain": {"layout__sequence_parallel": False},
     "gpipe": {"layout__schedule": "gpipe"},
     "gathered": {"layout__exchange": "gathered"},
+    "full": {"train__recompute": "full"},
+    "selective": {"train__recompute": "selective"},
+    "compiled": {"train__compile": True},
     "untied": {"model__tied_embeddings": False},
     "qknorm": {"model__qk_norm": True},
     "biased": {"model__attention_bias": "qkv"},

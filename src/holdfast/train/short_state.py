@@ -159,7 +159,7 @@ Update = Callable[[Tensor, Tensor, Sequence[Tensor], ParameterSettings], None]
 
 class ShortStateOptimizer:
     """See `train.optimizer.Optimizer`. rows, boxes: of all parameters of the rank. Raises
-    LayoutError if a box cuts a block of 8-bit state. codes: for signed moments and for others; they
+    LayoutError if a box cuts a block of 8-bit state. codes: for signed moments and the rest; they
     take 1 MiB."""
 
     def __init__(
