@@ -92,7 +92,7 @@ def test_short_state_that_does_not_fit() -> None:
         RunConfig.model_validate(
             {"train": {"precision": "float64", "optimizer": {"state_dtype": "bf16"}}}
         )
-    model = {"preset": None, "layers": 2, "dim": 256, "heads": 8, "ffn_dim": 256}
+    model = {"preset": None, "layers": 2, "dim": 256, "heads": 8, "kv_heads": 8, "ffn_dim": 256}
     for tp, words in (
         (2, ""),
         (4, ""),
