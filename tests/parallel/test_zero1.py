@@ -113,7 +113,7 @@ class Rank:
         self.refresh()
         config = OptimizerConfig(learning_rate=0.01, state_dtype=state_dtype)
         gradients, boxes = self.feeder.gradients(), list(self.boxes.values())
-        self.optimizer = make_optimizer(config, rows, self.held, gradients, None, boxes)
+        self.optimizer = make_optimizer(config, rows, self.held, gradients, boxes=boxes)
         self.codes: list[EightBitCode] = []
         if isinstance(self.optimizer, ShortStateOptimizer):
             self.codes += self.optimizer.codes.values()

@@ -53,7 +53,7 @@ class Part:
         self.parameters = self._own(_values(0))
         self._gradients = [torch.zeros_like(p) for p in self.parameters]
         self.made: Optimizer = make_optimizer(
-            config, self.rows, self.parameters, self._gradients, None, boxes
+            config, self.rows, self.parameters, self._gradients, boxes=boxes
         )
 
     def _own(self, complete: dict[str, Tensor]) -> list[Tensor]:
@@ -169,4 +169,4 @@ def test_a_cut_of_a_block_is_refused() -> None:
         part = torch.zeros(64, columns)
         box = Box("w", (0, 0), (64, columns))
         with pytest.raises(LayoutError, match="use state_dtype bf16, or tp 1"):
-            make_optimizer(_config("adamw", "8bit"), [row], [part], [part], None, [box])
+            make_optimizer(_config("adamw", "8bit"), [row], [part], [part], boxes=[box])

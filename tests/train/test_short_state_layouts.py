@@ -74,9 +74,7 @@ def _run(layout: str, to: str | Path = "", start: str | Path = "") -> list[list[
 @pytest.mark.parametrize("short", ["state8bit", in_campaign("statebf16")])
 def test_replicas_change_no_bit(short: str) -> None:
     curves = {
-        tuple(found)
-        for layout in ("one", "dp3")
-        for found in _run(f"shallow.{short}.{layout}")
+        tuple(found) for layout in ("one", "dp3") for found in _run(f"shallow.{short}.{layout}")
     }
     assert len(curves) == 1
 

@@ -11,6 +11,7 @@ from pydantic import Field, field_validator, model_validator
 
 from holdfast.config.base import Section
 from holdfast.config.change import Branch, InPlace, Never
+from holdfast.config.memory import DEVICE, MOVABLE, MemoryConfig
 from holdfast.config.optimizer import OptimizerConfig
 
 MAX_MICROBATCHES = 2**20
@@ -94,6 +95,7 @@ class TrainConfig(Section):
     optimizer: OptimizerConfig = OptimizerConfig()
     schedule: Branch[ScheduleConfig] = ScheduleConfig()
     evaluate: InPlace[EvaluateConfig] = EvaluateConfig()
+    memory: InPlace[MemoryConfig] = MemoryConfig()
 
     @property
     def schedule_steps(self) -> int:
@@ -108,6 +110,20 @@ class TrainConfig(Section):
                 f"optimizer.state_dtype {short} would lose the digits of precision float64: use "
                 "optimizer.state_dtype fp32, which keeps float64 there, or precision fp32"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _offloads(self) -> TrainConfig:
+        for key in MOVABLE:
+            place = getattr(self.memory, key)
+            if place != DEVICE and self.optimizer.name_with_state != "adamw":
+                is_short = self.optimizer.state_dtype != "fp32"
+                raise ValueError(
+                    f"memory.{key} {place} needs an update in pieces, which only adamw has, and "
+                    f"optimizer.name is {self.optimizer.name_with_state}: use memory.{key}: "
+                    "device, or optimizer.name: adamw"
+                    + (" and optimizer.state_dtype: fp32" if is_short else "")
+                )
         return self
 
     @model_validator(mode="after")

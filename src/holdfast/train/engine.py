@@ -130,8 +130,10 @@ class StepEngine:
         self.plan = StepPlan(train, groups, dealer)
         self.status, self.history = StepStatus(), StepHistory()
         gradients, masters = self._gradients.gradients(), parameters.master_tensors
-        table, boxes, wanted = parameters.table, parameters.boxes, train.optimizer
-        self.optimizer = make_optimizer(wanted, table, masters, gradients, self._user, boxes)
+        table, wanted = parameters.table, train.optimizer
+        self.optimizer = make_optimizer(
+            wanted, table, masters, gradients, self._user, parameters.memory, parameters.boxes
+        )
         self._shares: Shares = ()
         self.batches: list[DeviceMicrobatch] = []  # of the step that is open, or was last
         self._accounts: AccountExchange | None = None
