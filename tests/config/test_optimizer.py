@@ -92,7 +92,7 @@ def test_short_state_that_does_not_fit() -> None:
         RunConfig.model_validate(
             {"train": {"precision": "float64", "optimizer": {"state_dtype": "bf16"}}}
         )
-    with pytest.raises(ValueError, match="adamw with state_dtype 8bit: use .*state_dtype: fp32"):
+    with pytest.raises(ValueError, match=r"adamw with state_dtype 8bit: use .*state_dtype: fp32"):
         RunConfig.model_validate(
             {"train": {"memory": {"optimizer": "host"}, "optimizer": {"state_dtype": "8bit"}}}
         )
