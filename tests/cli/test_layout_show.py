@@ -55,6 +55,10 @@ def test_which_rank_holds_what_on_which_node(run_file: Path, capsys: Capture) ->
     assert table[1][:9] == ["1", "left", "0", "0", "1", "embedding, blocks 0-1", "1", "1", "32-63"]
     assert table[6][:9] == ["6", "right", "1", "1", "0", "blocks 2-3, norm, head", "0", "0", "0-31"]
     assert "\nreplica  4 microbatches a step\n0        0-1 (2)\n1        2-3 (2)\n" in outcome.out
+    kept = re.search(
+        r"activations kept .* on rank 0 \(microbatches in flight 2, each ", outcome.out
+    )
+    assert kept is not None
 
 
 def test_what_a_lost_rank_leaves(run_file: Path, capsys: Capture) -> None:

@@ -7,6 +7,7 @@ pp2-dp2-tp2       a product
 pp3+pp2           unlike replicas side by side
 plain.tp2         without sequence parallelism;  gpipe.pp2: another schedule
 gathered.dp2      gradients between replicas by collectives
+full.tp2          blocks are run again in the backward pass; selective.tp2, compiled.tp2
 """
 
 from __future__ import annotations
@@ -36,6 +37,9 @@ _FLAGS: dict[str, dict[str, Any]] = {
     "plain": {"layout__sequence_parallel": False},
     "gpipe": {"layout__schedule": "gpipe"},
     "gathered": {"layout__exchange": "gathered"},
+    "full": {"train__recompute": "full"},
+    "selective": {"train__recompute": "selective"},
+    "compiled": {"train__compile": True},
     "untied": {"model__tied_embeddings": False},
     "qknorm": {"model__qk_norm": True},
     "biased": {"model__attention_bias": "qkv"},

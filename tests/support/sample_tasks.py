@@ -113,6 +113,13 @@ class Normed(Convolution):
         return "sum" if buffer.endswith("num_batches_tracked") else "mean"
 
 
+class NormedUnits(Normed):
+    """The same with units, one of which changes merged buffers."""
+
+    def units(self, model: nn.Module) -> list[nn.Module]:
+        return list(model.children())[:2]
+
+
 class Tied(Classifier):
     """Dropout, an output matrix tied to the input's, a frozen part, and a part without use. With
     `sometimes`, one that only some microbatches use."""

@@ -62,6 +62,43 @@ def test_replicas_change_no_bit(name: str) -> None:
     assert len(curves) == 1
 
 
+def _recomputed(rank: RankContext, name: str, layout: str, policy: str) -> list[str]:
+    config = task_config(name, TASKS[name], recompute=policy)
+    made = TaskTraining(config, layout, rank.rank, rank.store())
+    found = [made.step(step).hex() for step in (1, 2, 3)] + [digest(made.engine)]
+    made.engine.close()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [
+        in_campaign("EncoderDecoder", "one"),
+        in_campaign("Gpt2", "one"),
+        in_campaign("Gpt2", "shard2"),
+        in_campaign("Tied", "zero1.2"),
+        in_campaign("Convolution", "dp2"),
+    ],
+)
+def test_recomputation_draws_the_same_random_numbers(name: str, layout: str) -> None:
+    curves: list[list[list[str]]] = []
+    for policy in ("none", "selective", "full"):
+        arguments = {"name": name, "layout": layout, "policy": policy}
+        curves.append(rank_values(_recomputed, case(layout).world_size, arguments))
+    assert curves[0] == curves[1] == curves[2]
+
+
+@ranks(1)
+def test_recomputation_that_is_refused(rank: RankContext) -> None:
+    for name, words in (
+        ("Gru", "runs the module's units again, and it has none; name some in units(), or use"),
+        ("NormedUnits", "would change its buffer"),
+    ):
+        with pytest.raises(TaskError) as refused:
+            TaskTraining(task_config(name, recompute="full"), "one", rank.rank, rank.store(name))
+        assert words in str(refused.value)
+
+
 def _trained(rank: RankContext, name: str, args: dict[str, Any], layout: str, to: str) -> None:
     config = task_config(name, args, precision="float64")
     made = TaskTraining(config, layout, rank.rank, rank.store())

@@ -47,8 +47,11 @@ def test_a_layout_agrees_with_one_process(layout: str, tmp_path: Path) -> None:
     assert_all_state(whole, sorted(tmp_path.glob(f"{layout}-*.npz")), 1e-10)
 
 
-def _curve(rank: RankContext, args: dict[str, Any], layout: str) -> list[str]:
-    made = TaskTraining(task_config("Heads", args), layout, rank.rank, rank.store())
+def _curve(
+    rank: RankContext, args: dict[str, Any], layout: str, recompute: str = "none"
+) -> list[str]:
+    config = task_config("Heads", args, recompute=recompute)
+    made = TaskTraining(config, layout, rank.rank, rank.store())
     found = [made.step(step).hex() for step in range(1, 5)] + [digest(made.engine)]
     made.engine.close()
     return found
@@ -64,6 +67,15 @@ def test_replicas_of_a_cut_module_change_no_bit() -> None:
         curves[layout] = {tuple(curve) for curve in found}
         assert len({curve[:-1] for curve in curves[layout]}) == 1
     assert curves["tp2"] == curves["dp2-tp2"] == curves["dp3-tp2"]
+
+
+@pytest.mark.slow
+def test_recomputation_draws_the_same_numbers_again() -> None:
+    curves = set()
+    for policy in ("none", "selective", "full"):
+        arguments = {"args": {"dropout": 0.2}, "layout": "tp2", "recompute": policy}
+        curves.add(tuple(rank_values(_curve, 2, arguments)[0]))
+    assert len(curves) == 1
 
 
 def test_a_table_changes_nothing_without_tp() -> None:

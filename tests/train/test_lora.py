@@ -120,6 +120,25 @@ def test_dropout_belongs_to_the_microbatch(rank: RankContext) -> None:
     assert loss(1, gradients=False) == loss(2, gradients=False)
 
 
+@ranks(1)
+def test_dropout_is_the_same_where_blocks_are_run_again(rank: RankContext) -> None:
+    found = []
+    for policy in ("none", "selective", "full"):
+        base = rank.folder / "base"
+        config = tiny_adapters(base, lora__dropout=0.5, train__recompute=policy)
+        made = _engine(config, rank, policy)
+        train_state(made)
+        fed = feed(1, 0)
+        loss = made.objective(fed.inputs, fed.targets, None, 7)
+        torch.rand(3)
+        loss.backward()
+        gradients = [p.grad.clone() for p in made.objective.parameters() if p.grad is not None]
+        found.append([loss.detach(), *gradients])
+        made.close()
+    for other in found[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(found[0], other, strict=True))
+
+
 def train_state(made: StepEngine) -> None:
     """Adapters that add something: B is zero before the first step."""
     for parameter in made.objective.parameters():

@@ -12,6 +12,7 @@ from holdfast.core.sharding.parameters import count_parameters as parameters_of
 from holdfast.core.sharding.reduction_tree import deal
 from holdfast.core.sharding.state_table import MIXED
 from holdfast.layout import AXES, Replica, Topology
+from holdfast.plan.activations import activations_of, has_formula
 from holdfast.plan.layouts import microbatches
 from holdfast.plan.loss_impact import LossImpact
 from holdfast.plan.memory_use import RankContents, Span
@@ -20,6 +21,7 @@ from holdfast.report.formatting import format_bytes, format_count, format_plural
 _BYTES = """\
 bytes on a rank while a step's backward runs: parameters{copies}, the sum of
 gradients, AdamW's two moments; on top come activations, messages on their way{gathered}"""
+_NO_FORMULA = "activations: no formula covers this model, precision, mask or task"
 
 
 @dataclass(frozen=True)
@@ -37,6 +39,7 @@ class LayoutPicture:
             self._grid(replica)
         print()
         self._ranks()
+        self._activations()
         print()
         self._dealing()
         if self.loss is not None:
@@ -100,6 +103,22 @@ class LayoutPicture:
         return f"{rank} on {self.topology.nodes[rank]}{mark}"
 
     # --- the ranks ------------------------------------------------------------------------
+    def _activations(self) -> None:
+        """The largest of all ranks, and how it comes about."""
+        if not has_formula(self.config):
+            print(_NO_FORMULA)
+            return
+        found = [activations_of(self.config, self.topology, each.at) for each in self.holdings]
+        most = max(range(len(found)), key=lambda index: found[index].total)
+        largest = found[most]
+        print(
+            f"activations kept for the backward, at most: {format_bytes(largest.total)} on rank "
+            f"{self.holdings[most].rank} "
+            f"(microbatches in flight {largest.in_flight}, each "
+            f"{format_bytes(largest.per_microbatch)}); "
+            f"train.recompute {self.config.train.recompute}"
+        )
+
     def _ranks(self) -> None:
         used = [axis for axis in ("pp", "dp_shard", "tp") if self._used(axis)]
         cut = ("heads", "kv heads", "vocabulary") if self._used("tp") else ()

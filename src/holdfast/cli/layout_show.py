@@ -18,6 +18,7 @@ from holdfast.config.task import refuse_file_of_task
 from holdfast.core.sharding.reduction_tree import deal
 from holdfast.errors import ConfigError, UserError
 from holdfast.layout import Topology, place_replicas
+from holdfast.plan.activations import activations_of, has_formula
 from holdfast.plan.layouts import microbatches
 from holdfast.plan.loss_impact import LossImpact, impact_of_loss
 from holdfast.plan.memory_use import contents_by_rank
@@ -179,6 +180,10 @@ def _as_json(
     for each in contents_by_rank(config, topology):
         row = asdict(each)
         row |= {"at": asdict(each.at), "held": asdict(each.held) | {"total": each.held.total}}
+        row["activations"] = None
+        if has_formula(config):
+            kept = activations_of(config, topology, each.at)
+            row["activations"] = asdict(kept) | {"total": kept.total}
         ranks.append(row)
     value: dict[str, Any] = {
         "topology": topology.to_json(),

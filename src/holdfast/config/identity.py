@@ -104,6 +104,7 @@ SHARED_KEYS = (
     "layout",
     "train.steps",
     "train.evaluate",
+    "train.recompute",
     "checkpoint.every_steps",
     "checkpoint.every_seconds",
     "checkpoint.interval",

@@ -17,6 +17,8 @@ MAX_MICROBATCHES = 2**20
 """Microbatches of a step, a plan of which has an entry for each; also samples of a microbatch."""
 
 
+Recompute = Literal["none", "selective", "full"]
+
 SCHEDULES = ("constant", "linear", "cosine", "wsd")
 FUNCTION_PATH = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 
@@ -80,6 +82,12 @@ class TrainConfig(Section):
         "float16, with a loss scale that adapts itself",
     )
     compile: Branch[bool] = Field(False, description="torch.compile of each block")
+    recompute: InPlace[Recompute] = Field(
+        "none",
+        description="what is run again in the backward pass, so that less is kept; the curve stays "
+        "the same. full: each block, of which the input is kept; selective: all of it but the "
+        "products with weights",
+    )
     deterministic: Branch[bool] = Field(
         True, description="on an accelerator, only kernels that give the same bits each time"
     )
@@ -91,6 +99,15 @@ class TrainConfig(Section):
     def schedule_steps(self) -> int:
         """The step at which the learning rate reaches its last value."""
         return self.schedule.steps or self.steps
+
+    @model_validator(mode="after")
+    def _recomputes(self) -> TrainConfig:
+        if self.compile and self.recompute == "selective":
+            raise ValueError(
+                "recompute selective chooses among operations, which compile true fuses: use "
+                "recompute full, or compile false"
+            )
+        return self
 
     @model_validator(mode="after")
     def _divides(self) -> TrainConfig:

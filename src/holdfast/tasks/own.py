@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from holdfast.config.run import RunConfig
+from holdfast.config.train import TrainConfig
 from holdfast.core.sharding.boxes import Box
 from holdfast.core.sharding.parameters import Parameter
 from holdfast.data.dataset import Dataset
@@ -88,12 +89,7 @@ class OwnTask:
             refuse_other_rows(self._config.task.sharding, sharding_rows(self._task, module))
             cut_module(self._task, module, groups)
         units = usable_units(module, self._task.units(module))
-        if self._config.train.compile and not units:
-            raise TaskError(
-                "train.compile compiles the module's units, and it has none",
-                where="task",
-                remedy="name some in units(), or use train.compile=false",
-            )
+        _refuse_without_units(self._config.train, module, units, merged)
         self._ties, self._merged = tied_names(module), merged
         cut = groups.degree("dp_shard") > 1 and self._config.layout.zero > 1
         always = names_outside(module, units) if cut else []
@@ -261,6 +257,35 @@ def _peer_loss_as_such() -> Iterator[None]:
         if isinstance(cause, RuntimeError) and is_peer_loss(cause):
             raise PeerLostError(f"a peer was lost before the first step: {cause}") from error
         raise
+
+
+def _refuse_without_units(
+    train: TrainConfig, module: nn.Module, units: Sequence[nn.Module], merged: Sequence[str]
+) -> None:
+    """Raises TaskError for a setting that needs units, or other units."""
+    if train.compile and not units:
+        raise TaskError(
+            "train.compile compiles the module's units, and it has none",
+            where="task",
+            remedy="name some in units(), or use train.compile=false",
+        )
+    if train.recompute == "none":
+        return
+    if not units:
+        raise TaskError(
+            f"train.recompute {train.recompute} runs the module's units again, and it has none",
+            where="task",
+            remedy="name some in units(), or use train.recompute=none",
+        )
+    changed = {id(module.get_buffer(name)): name for name in merged}
+    for buffer in (buffer for unit in units for buffer in unit.buffers()):
+        if name := changed.get(id(buffer)):
+            raise TaskError(
+                f"train.recompute {train.recompute} runs a unit again, which would change its "
+                f"buffer {name} a second time",
+                where="task",
+                remedy="leave that unit out in units(), or use train.recompute=none",
+            )
 
 
 def _own(objective: nn.Module) -> TaskObjective:

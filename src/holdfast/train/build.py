@@ -28,6 +28,7 @@ from holdfast.train.evaluate import Evaluator
 from holdfast.train.loss_scale import LossScale
 from holdfast.train.precision import Precision
 from holdfast.train.protocols import ShareLoader
+from holdfast.train.recompute import apply_recompute
 from holdfast.train.state import Parameters
 from holdfast.train.step_plan import Dealer
 from holdfast.train.task import DecoderTask, EngineTask, TaskBatchSource
@@ -103,7 +104,7 @@ def connect_groups(
         device,
         interface=config.cluster.gloo_device,
         seconds=seconds,
-        recorder=SpanRecorder() if config.layout.trace_step else None,
+        recorder=SpanRecorder(device) if config.layout.trace_step else None,
         exchange=choose_exchange(config),
     )
 
@@ -146,9 +147,7 @@ def build_engine(
     precision = Precision.of(config.train.precision)
     objective = task.objective(groups)
     objective.to(precision.state)
-    if config.train.compile:
-        for block in task.units(objective):
-            block.compile()
+    _prepare_units(config, task.units(objective))
     shards = groups.degree("dp_shard")
     make = _replicated if shards == 1 else _zero1 if config.layout.zero == 1 else _sharded
     parameters, feed = make(_Parts(config, task, groups, device, precision), objective)
@@ -165,6 +164,18 @@ def build_engine(
         task.user_parts,
         LossScale(_tokens(config), device, is_dynamic=precision.scales_loss),
     )
+
+
+def _prepare_units(config: RunConfig, units: Sequence[nn.Module]) -> None:
+    """Let units be compiled, and run again in the backward pass, as the run file says."""
+    if config.train.recompute != "none":
+        is_random = bool(config.task.name or config.lora.dropout)
+        apply_recompute(
+            units, config.train.recompute, is_random=is_random, is_compiled=config.train.compile
+        )
+    elif config.train.compile:
+        for unit in units:
+            unit.compile()
 
 
 def _tokens(config: RunConfig) -> int:

@@ -65,7 +65,11 @@ def first_step(lab: Lab) -> None:
 def open_module(lab: Lab) -> None:
     """What a worker does with the module, in a replica of `dp_shard` ranks."""
     made = lab.settings["task"]()
-    config = config_of_task(made, compile=lab.settings.get("compile", False))
+    config = config_of_task(
+        made,
+        compile=lab.settings.get("compile", False),
+        recompute=lab.settings.get("recompute", "none"),
+    )
     groups = SimpleNamespace(degree=lambda axis: lab.settings.get(axis, 1))
     OwnTask(made, config).objective(cast(ProcessGroups, groups))
 
@@ -198,6 +202,12 @@ def merge(self: Any, name: str) -> str:
 
 
 OWN, OBJECTIVE, BATCHES = "own.py: ", "objective.py: ", "batches.py: "
+
+
+def list_children(self: Any, model: nn.Module) -> list[nn.Module]:
+    return list(model.children())
+
+
 NORMED = task(model=normed, merge=merge)
 
 CASES: list[Case] = [
@@ -281,6 +291,21 @@ CASES: list[Case] = [
         open_module,
         r"name some in units\(\), or use train\.compile=false",
         fixed(task=task(units=lambda self, model: [model])),
+    ),
+    case(
+        "tasks/" + OWN + "train.recompute … runs the module's units again, and it has none",
+        values(task=Linear, recompute="full"),
+        open_module,
+        r"name some in units\(\), or use train\.recompute=none",
+        fixed(task=task(units=lambda self, model: [model])),
+    ),
+    case(
+        "tasks/" + OWN + "train.recompute … runs a unit again, which would change its buffer … a "
+        "second time",
+        values(task=task(model=normed, merge=merge, units=list_children), recompute="full"),
+        open_module,
+        r"leave that unit out in units\(\), or use train\.recompute=none",
+        fixed(recompute="none"),
     ),
     code(
         "task.py: a sample is a …: return a dict of tensors",

@@ -1,0 +1,72 @@
+"""Blocks that are run again in the backward pass: the curve keeps its bits."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from tests.support.layouts import case, config_of, engine_of, one_step, topology_of
+from tests.support.marks import in_campaign
+from tests.support.ranks import RankContext, rank_values
+from tests.support.tiny_training import digest
+
+STEPS = 3
+
+
+def _curves(rank: RankContext, name: str, policies: Sequence[str]) -> dict[str, list[str]]:
+    """Losses, norms and the final state under each policy, in full precision."""
+    found: dict[str, list[str]] = {}
+    for policy in policies:
+        of = case(name)
+        config = config_of({**of.changes, "train__recompute": policy, "train__batch_size": 16})
+        made = engine_of(config, topology_of(of, config), rank.rank, rank.store(policy))
+        verdicts = [one_step(made, step) for step in range(1, STEPS + 1)]
+        found[policy] = [f"{v.mean_loss.hex()} {v.mean_norm.hex()}" for v in verdicts]
+        found[policy].append(digest(made))
+        made.close()
+    return found
+
+
+POLICIES = ["none", "selective", "full"]
+LAYOUTS = ["tp2", "shard2"]
+MORE = [
+    "pp2",
+    "zero1.2",
+    "one",
+    "plain.tp2",
+    "gpipe.pp2",
+    "zero2.2",
+    "dp2",
+    "gathered.dp2",
+    "pp2-tp2",
+    "pp2-shard2",
+    "shard2-tp2",
+    "tp2+one",
+    "gemma.pp2-tp2",
+    "gemma.zero2.2",
+    "biased.shard2",
+    "qknorm.tp2",
+    "fp32.tp2",
+    "bf16.pp2",
+    "bf16.shard2",
+    "bf16.zero1.2",
+]
+
+
+@pytest.mark.parametrize("name", [*LAYOUTS, *map(in_campaign, MORE)])
+def test_no_bit_changes(name: str) -> None:
+    world, arguments = case(name).world_size, {"name": f"shallow.{name}", "policies": POLICIES}
+    for value in rank_values(_curves, world, arguments, deadline=240):
+        assert value["selective"] == value["full"] == value["none"]
+
+
+@pytest.mark.parametrize("name", list(map(in_campaign, ["one", "tp2", "pp2", "shard2", "zero1.2"])))
+def test_no_bit_changes_in_compiled_blocks(name: str) -> None:
+    arguments: dict[str, Any] = {
+        "name": f"compiled.fp32.shallow.{name}",
+        "policies": ["none", "full"],
+    }
+    for value in rank_values(_curves, case(name).world_size, arguments, deadline=600):
+        assert value["full"] == value["none"]
