@@ -265,6 +265,41 @@ class Gpt2(EncoderDecoder):
         return F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten(), reduction="sum")
 
 
+class Planned(Gpt2):
+    """A model of transformers with its own plan for tensor parallelism. kind: its family."""
+
+    def __init__(self, kind: str = "Qwen2") -> None:
+        super().__init__(dropout=0.0)
+        self.kind = kind
+
+    def model(self) -> nn.Module:
+        import transformers
+
+        config = getattr(transformers, f"{self.kind}Config")(
+            vocab_size=WIDTH,
+            hidden_size=16,
+            intermediate_size=24,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            bos_token_id=0,
+            eos_token_id=0,
+            pad_token_id=None,
+            use_cache=False,
+        )
+        made: nn.Module = transformers.AutoModelForCausalLM.from_config(config)
+        return made
+
+    def casts(self, buffer: str) -> bool:
+        return False
+
+    def sharding(self) -> Mapping[str, str | tuple[str, int]]:
+        from holdfast.tasks.huggingface_plan import tensor_plan
+
+        with torch.device("meta"):
+            return tensor_plan(self.model())
+
+
 class Heads(EncoderDecoder):
     """Decoder blocks with a sharding table. Attention has a norm inside, and the output matrix is
     that of the embeddings. dropout: inside the cut layers and outside. table: whether it has one.

@@ -12,18 +12,21 @@ from torch import Tensor, nn
 from holdfast.config.load import resolve_config
 from holdfast.errors import ConfigError, PeerLostError, TaskError
 from holdfast.parallel.tensor_layers import TensorRegions
+from holdfast.tasks.huggingface_plan import tensor_plan
 from holdfast.tasks.module import meta_module
 from holdfast.tasks.sharding import sharding_rows
 from tests.support.layouts import assert_all_state, case, load_pieces, pieces, save_pieces
 from tests.support.marks import in_campaign
 from tests.support.own_tasks import TaskTraining, first_loss, task_config
 from tests.support.ranks import RankContext, rank_values
-from tests.support.sample_tasks import Heads, HeadsNet
+from tests.support.sample_tasks import WIDTH, Gpt2, Heads, HeadsNet, Planned
 from tests.support.tiny_training import digest
 
 
-def _trained(rank: RankContext, args: dict[str, Any], layout: str, to: str) -> list[float]:
-    config = task_config("Heads", args, precision="float64")
+def _trained(
+    rank: RankContext, args: dict[str, Any], layout: str, to: str, name: str = "Heads"
+) -> list[float]:
+    config = task_config(name, args, precision="float64")
     made = TaskTraining(config, layout, rank.rank, rank.store())
     losses = [made.step(step) for step in range(1, 7)]
     save_pieces(f"{to}-{rank.rank}.npz", pieces(made.engine))
@@ -47,6 +50,29 @@ def test_a_layout_agrees_with_one_process(layout: str, tmp_path: Path) -> None:
     assert_all_state(whole, sorted(tmp_path.glob(f"{layout}-*.npz")), 1e-10)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["Qwen2", "Qwen3", "Olmo", "Cohere"])
+def test_a_plan_of_transformers_agrees_with_one_process(kind: str, tmp_path: Path) -> None:
+    """To float32, in which these models compute norms and angles. Cohere's head is tied."""
+    found = {}
+    for layout in ("one", "tp2", "shard2-tp2"):
+        arguments = {"args": {"kind": kind}, "layout": layout, "to": f"{tmp_path}/{layout}"}
+        count = case(layout).world_size
+        found[layout] = rank_values(_trained, count, arguments | {"name": "Planned"})[0]
+    assert found["tp2"] == pytest.approx(found["one"], rel=1e-6)
+    assert found["shard2-tp2"] == pytest.approx(found["one"], rel=1e-6)
+
+
+def test_plans_of_transformers_become_tables() -> None:
+    """Of a family with a norm inside attention, and of two without a plan that can be followed."""
+    rows = sharding_rows(Planned("Qwen3"), meta_module(Planned("Qwen3")))
+    assert "model.layers.1.self_attn.k_proj.weight 0 2" in rows
+    assert "model.layers.1.self_attn.q_norm.weight partial" in rows
+    assert f"lm_head.weight 0 {WIDTH}" in rows
+    assert Planned("Phi3").sharding() == {}
+    assert tensor_plan(Gpt2().model()) == {}
+
+
 def _curve(
     rank: RankContext, args: dict[str, Any], layout: str, recompute: str = "none"
 ) -> list[str]:
@@ -67,6 +93,24 @@ def test_replicas_of_a_cut_module_change_no_bit() -> None:
         curves[layout] = {tuple(curve) for curve in found}
         assert len({curve[:-1] for curve in curves[layout]}) == 1
     assert curves["tp2"] == curves["dp2-tp2"] == curves["dp3-tp2"]
+
+
+def _losses(rank: RankContext, layout: str) -> list[float]:
+    config = task_config("Heads", precision="bf16")
+    made = TaskTraining(config, layout, rank.rank, rank.store())
+    losses = [made.step(step) for step in range(1, 7)]
+    made.engine.close()
+    return losses
+
+
+@pytest.mark.slow
+def test_mixed_precision_is_near() -> None:
+    found = [
+        rank_values(_losses, case(layout).world_size, {"layout": layout})[0]
+        for layout in ("one", "tp2", "shard2-tp2")
+    ]
+    assert found[1] == pytest.approx(found[0], rel=0.02)
+    assert found[2] == pytest.approx(found[0], rel=0.02)
 
 
 @pytest.mark.slow
