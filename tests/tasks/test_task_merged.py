@@ -21,6 +21,7 @@ from holdfast.tasks.huggingface_export import export_causal_lm, open_causal_lm
 from holdfast.tasks.initial import first_values
 from holdfast.tasks.loading import load_task
 from holdfast.tasks.merged import MergedTaskWeights
+from holdfast.tasks.module import own_values, set_buffers
 from holdfast.tasks.task_export import export_task
 from tests.support.marks import in_campaign
 from tests.support.own_tasks import MODULE
@@ -43,6 +44,8 @@ class Adapted:
         self.config = config.model_copy(update={"lora": lora})
         self.module = trained_module(task, LoraConfig(rank=2, alpha=4)).to_empty(device="cpu")
         set_base(self.module, frozen)
+        buffers = own_values(task, config.seed).buffers
+        set_buffers(self.module, buffers, torch.device("cpu"), torch.float32, {})
         generator = torch.Generator().manual_seed(3)
         self.trained = {
             name: torch.randn(parameter.shape, generator=generator) / 9
