@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -29,11 +29,20 @@ from holdfast.tasks.objective import TaskObjective
 from holdfast.tasks.task import Task
 from holdfast.train.precision import Precision
 
-_TOLERANCE, _TOLERANCE_OF_HALF = 1e-2, 0.25
-"""Relative distance of two gradients within which they count as equal; the second one for a pass in
-two bytes. Some modules compute norms in float32, whatever the precision."""
-_NOTHING = 1e-3
-"""Part of the complete gradient below which one of a parameter is rounding."""
+
+@dataclass(frozen=True)
+class _Rounding:
+    """How far two gradients of a parameter may be apart. near: relative distance within which they
+    are equal. nothing: part of the complete gradient below which one is rounding."""
+
+    near: float
+    nothing: float
+
+
+_ROUNDING = _Rounding(near=1e-2, nothing=1e-3)
+"""Some modules compute norms in float32, whatever the precision."""
+_ROUNDING_OF_HALF = _Rounding(near=0.25, nothing=0.1)
+"""Of a pass in two bytes: differences of attention's weights cancel."""
 
 ValueOf = Callable[[Parameter], Tensor]
 
@@ -63,7 +72,7 @@ def refuse_wrong_table(
     sums_shards = groups.degree("dp_shard") > 1 and config.layout.zero > 1
     expected = _complete_gradients(task, config, batch, key, value_of)
     total = float(torch.stack([g.norm() for g in expected.values()]).norm())
-    tolerance = _TOLERANCE_OF_HALF if config.train.precision in MIXED else _TOLERANCE
+    rounding = _ROUNDING_OF_HALF if config.train.precision in MIXED else _ROUNDING
     partial = {
         name for name, cut in map(sharding_of_text, config.task.sharding) if cut.tp_dim is None
     }
@@ -73,7 +82,7 @@ def refuse_wrong_table(
         ours = found[spec.name] / (groups.degree("dp_shard") if sums_shards else 1)
         theirs = _cut(expected[spec.name], spec, groups, with_shards=sums_shards)
         distance = float((ours.to(theirs) - theirs).norm())
-        if distance > tolerance * (float(theirs.norm()) + _NOTHING * total):
+        if distance > rounding.near * (float(theirs.norm()) + rounding.nothing * total):
             raise TaskError(
                 f"with layout.tp {groups.degree('tp')} the gradient of {spec.name} is not that of "
                 "the complete module: read the rules for sharding() in docs/python.md",
