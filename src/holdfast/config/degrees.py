@@ -7,7 +7,8 @@ that depend on how microbatches are dealt are in `plan/layouts.py`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from math import gcd, lcm
 
 from holdfast.config.layout import DegreesConfig, LayoutConfig
@@ -16,24 +17,40 @@ from holdfast.config.optimizer import BLOCK, REPLICAS, OptimizerConfig
 from holdfast.config.train import TrainConfig
 
 
+@dataclass(frozen=True)
+class ModuleCuts:
+    """How a module that is not the decoder may be cut.
+
+    trained: the subject of a sentence. parts: name of each parameter that tp cuts -> its parts that
+    stay in one piece. is_known: False before the task was asked. can_have_table: a task may.
+    """
+
+    trained: str
+    parts: Mapping[str, int]
+    is_known: bool
+    can_have_table: bool
+
+
 def find_impossible_degrees(
-    layout: LayoutConfig, model: ModelConfig, train: TrainConfig, without_table: str = ""
+    layout: LayoutConfig, model: ModelConfig, train: TrainConfig, cuts: ModuleCuts | None = None
 ) -> str | None:
     """Return the sentence of the first violated rule, "... : use ..."; None if there is none.
-    without_table: what is trained if it has no sharding table (`RunConfig.without_table`)."""
+    cuts: of what is trained if it is not the decoder (`RunConfig.module_cuts`)."""
     if sentence := _degrees_in_two_places(layout):
         return sentence
     shards = lcm(*(degrees.dp_shard for _, degrees in layout.kinds))
     for key, degrees in layout.kinds:
-        cuts = (
-            [_without_table(key, degrees, without_table)]
-            if without_table
-            else [_tensor(key, degrees.tp, model), _pipeline(key, degrees, model.layers)]
+        by_table = (
+            [
+                _tensor(key, degrees.tp, model),
+                _pipeline(key, degrees, model.layers),
+                _blocks(key, degrees.tp, model, train.optimizer),
+            ]
+            if cuts is None
+            else [_module_tensor(key, degrees.tp, cuts, train), _no_stages(key, degrees.pp, cuts)]
         )
         optimizer = _optimizer(key, degrees, train.optimizer)
-        if not without_table:
-            cuts.append(_blocks(key, degrees.tp, model, train.optimizer))
-        for sentence in (_shard(key, degrees.dp_shard, shards, train), *cuts, optimizer):
+        for sentence in (_shard(key, degrees.dp_shard, shards, train), *by_table, optimizer):
             if sentence:
                 return sentence
     return _workers(layout) or None if layout.workers else None
@@ -117,14 +134,33 @@ def _pipeline(key: str, degrees: DegreesConfig, layers: int) -> str:
     return ""
 
 
-def _without_table(key: str, degrees: DegreesConfig, trained: str) -> str:
-    """Check that a model without a table is cut by nothing but rows."""
-    axis = next((axis for axis in ("tp", "pp") if getattr(degrees, axis) > 1), None)
-    if axis is None:
+def _module_tensor(key: str, tp: int, cuts: ModuleCuts, train: TrainConfig) -> str:
+    """Check that a module that is not the decoder has a table, whose parts tp divides."""
+    if tp == 1 or not cuts.is_known:
+        return ""
+    if not cuts.parts:
+        write = "write sharding() in it, or " if cuts.can_have_table else ""
+        return (
+            f"{key}.tp {tp} needs a sharding table, which says how each parameter is cut, and "
+            f"{cuts.trained} has none: {write}use tp 1, with dp_shard or replicas"
+        )
+    if train.compile:
+        return f"{key}.tp {tp} of a task does not work with train.compile: use train.compile false"
+    name, parts = next(((n, p) for n, p in cuts.parts.items() if p % tp), ("", 0))
+    if not name:
+        return ""
+    common = gcd(*cuts.parts.values())
+    near = nearest_degrees(tp, lambda d: common % d == 0, common)
+    return f"{key}.tp {tp} does not divide the {parts} parts of {name}: use {near}"
+
+
+def _no_stages(key: str, pp: int, cuts: ModuleCuts) -> str:
+    """Check that a module that is not the decoder is one stage."""
+    if pp == 1:
         return ""
     return (
-        f"{key}.{axis} {getattr(degrees, axis)} needs a sharding table, which says how each "
-        f"parameter is cut, and {trained} has none: use {axis} 1, with dp_shard or replicas"
+        f"{key}.pp {pp} needs a sharding table with stages, and {cuts.trained} has none: use pp 1, "
+        "with dp_shard or replicas"
     )
 
 

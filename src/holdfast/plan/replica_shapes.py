@@ -179,8 +179,8 @@ class _DegreeRules:
     def _is_allowed(self, axis: str, degree: int) -> bool:
         if (axis, degree) not in self._known:
             alone = LayoutConfig.model_validate({axis: degree})
-            config, trained = self._config, self._config.without_table
-            refused = find_impossible_degrees(alone, config.model, config.train, trained)
+            config = self._config
+            refused = find_impossible_degrees(alone, config.model, config.train, config.module_cuts)
             self._known[axis, degree] = refused is None
         return self._known[axis, degree]
 
