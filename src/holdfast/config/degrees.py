@@ -41,13 +41,15 @@ def find_impossible_degrees(
     shards = lcm(*(degrees.dp_shard for _, degrees in layout.kinds))
     for key, degrees in layout.kinds:
         by_table = (
-            [_tensor(key, degrees.tp, model), _pipeline(key, degrees, model.layers)]
+            [
+                _tensor(key, degrees.tp, model),
+                _pipeline(key, degrees, model.layers),
+                _blocks(key, degrees.tp, model, train.optimizer),
+            ]
             if cuts is None
             else [_module_tensor(key, degrees.tp, cuts, train), _no_stages(key, degrees.pp, cuts)]
         )
         optimizer = _optimizer(key, degrees, train.optimizer)
-        if cuts is None:
-            by_table.append(_blocks(key, degrees.tp, model, train.optimizer))
         for sentence in (_shard(key, degrees.dp_shard, shards, train), *by_table, optimizer):
             if sentence:
                 return sentence
