@@ -196,6 +196,9 @@ def test_degrees_that_do_not_fit_the_table() -> None:
     resolve_config(f"{text}layout: {{tp: 3}}\n", "run.yaml")
     with pytest.raises(ConfigError, match=r"use train\.compile false"):
         resolve_config(f"{text}layout: {{tp: 3}}\ntrain: {{compile: true}}\n", "run.yaml")
+    small = "train: {optimizer: {state_dtype: 8bit}}\n"
+    with pytest.raises(ConfigError, match=r"does not work with .*8bit; use state_dtype bf16"):
+        resolve_config(f"{text}layout: {{tp: 3}}\n{small}", "run.yaml")
     with pytest.raises(ConfigError, match=r"sharding table.*and lora has none"):
         resolve_config(f"{text}layout: {{tp: 3}}\nlora: {{rank: 2}}\n", "run.yaml")
 

@@ -146,6 +146,11 @@ def _module_tensor(key: str, tp: int, cuts: ModuleCuts, train: TrainConfig) -> s
         )
     if train.compile:
         return f"{key}.tp {tp} of a task does not work with train.compile: use train.compile false"
+    if train.optimizer.state_dtype == "8bit":
+        return (
+            f"{key}.tp {tp} of a task does not work with train.optimizer.state_dtype 8bit: use "
+            "state_dtype bf16"
+        )
     name, parts = next(((n, p) for n, p in cuts.parts.items() if p % tp), ("", 0))
     if not name:
         return ""
