@@ -12,7 +12,7 @@ from math import gcd, lcm
 
 from holdfast.config.layout import DegreesConfig, LayoutConfig
 from holdfast.config.model import ModelConfig
-from holdfast.config.optimizer import REPLICAS, OptimizerConfig
+from holdfast.config.optimizer import BLOCK, REPLICAS, OptimizerConfig
 from holdfast.config.train import TrainConfig
 
 
@@ -31,6 +31,8 @@ def find_impossible_degrees(
             else [_tensor(key, degrees.tp, model), _pipeline(key, degrees, model.layers)]
         )
         optimizer = _optimizer(key, degrees, train.optimizer)
+        if not without_table:
+            cuts.append(_blocks(key, degrees.tp, model, train.optimizer))
         for sentence in (_shard(key, degrees.dp_shard, shards, train), *cuts, optimizer):
             if sentence:
                 return sentence
@@ -139,6 +141,30 @@ def _optimizer(key: str, degrees: DegreesConfig, optimizer: OptimizerConfig) -> 
     return (
         f"{key}.{axis} {getattr(degrees, axis)} does not fit train.optimizer.name "
         f"{optimizer.name}, which needs complete parameters: use {axis} 1, with {works}"
+    )
+
+
+def _blocks(key: str, tp: int, model: ModelConfig, optimizer: OptimizerConfig) -> str:
+    """Check that tp cuts no block of 8-bit state. It cuts rows of `attention.o` and `ffn.down`."""
+    widths = {
+        "model.heads x model.head_dim": model.heads * model.head_size,
+        "model.ffn_dim": model.ffn_dim,
+    }
+
+    def cut(degree: int) -> list[str]:
+        return [
+            name
+            for name, width in widths.items()
+            if degree > 1 and optimizer.is_in_8bit((model.dim, width)) and width % (degree * BLOCK)
+        ]
+
+    if not (found := cut(tp)):
+        return ""
+    near = nearest_degrees(tp, lambda d: not cut(d), model.heads)
+    return (
+        f"{key}.tp {tp} cuts blocks of {BLOCK} elements of train.optimizer.state_dtype 8bit: "
+        f"{found[0]} {widths[found[0]]} is no multiple of {tp} x {BLOCK}: use tp {near}, or "
+        "state_dtype bf16"
     )
 
 
