@@ -217,6 +217,7 @@ WITH_TOOLS = (
     )
 )
 CALL = {"role": REPLY, "content": None, "tool_calls": [{"function": {"name": "add"}}]}
+QUOTED = CALL | {"tool_calls": [{"function": {"name": "add", "arguments": '{"a": 1}'}}]}
 CALLED = [TALK[1], CALL, {"role": "tool", "content": "2"}, TALK[2]]
 
 
@@ -237,6 +238,11 @@ def test_tools_may_be_a_list_or_a_text_of_json() -> None:
     ("row", "template", "words"),
     [
         ({"messages": CALLED}, CHATML, "leaves out the call of 'add' in message 2"),
+        (
+            {"messages": [TALK[1], QUOTED, *CALLED[2:]]},
+            WITH_TOOLS,
+            "writes the arguments of 'add' in message 2 as a quoted text",
+        ),
         ({"messages": TALK, "tools": [ADD]}, CHATML, "leaves out the tool 'add'"),
         ({"messages": TALK, "tools": "add"}, WITH_TOOLS, "a text, and no JSON"),
         ({"messages": TALK, "tools": {"add": 1}}, WITH_TOOLS, "no list of objects"),

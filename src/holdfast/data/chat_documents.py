@@ -154,8 +154,8 @@ class _Spans:
     def require_prompts(self) -> None:
         """Raises DataError for a message or a tool that the template leaves out."""
         text = _without_spaces(self._full.text)
-        for name in _function_names(self._tools):
-            if name not in self._full.text:
+        for function in _functions(self._tools):
+            if (name := function["name"]) not in self._full.text:
                 raise self._refusal(f"the template leaves out the tool {name!r} of the row")
         for place, message in enumerate(self._messages):
             content = message["content"]
@@ -233,11 +233,22 @@ class _Spans:
                 f"the template leaves out a part of the reply in message {place + 1}: of "
                 f"{content[:SHOWN]!r} it keeps {part[:SHOWN]!r}"
             )
-        for name in _function_names(self._messages[place].get("tool_calls")):
-            if name not in part:
-                raise self._refusal(
-                    f"the template leaves out the call of {name!r} in message {place + 1}"
-                )
+        for function in _functions(self._messages[place].get("tool_calls")):
+            self._require_call(place, part, function)
+
+    def _require_call(self, place: int, part: str, function: Mapping[str, Any]) -> None:
+        """Many files have a call's arguments as a text of JSON, which a template quotes again."""
+        name, arguments = function["name"], function.get("arguments")
+        if name not in part:
+            raise self._refusal(
+                f"the template leaves out the call of {name!r} in message {place + 1}"
+            )
+        if isinstance(arguments, str) and '"' in arguments and _quoted(arguments) in part:
+            raise self._refusal(
+                f"the template writes the arguments of {name!r} in message {place + 1} as a quoted "
+                f"text: {_quoted(arguments)[:SHOWN]}",
+                "write arguments as an object, not as a text of JSON",
+            )
 
     def _not_a_beginning(self, place: int, part: str, what: str) -> DataError:
         text = self._full.text
@@ -257,13 +268,16 @@ class _Spans:
         return DataError(what, where=self._where, remedy=remedy)
 
 
-def _function_names(tools: Any) -> Iterator[str]:
-    """Names of a list of tools, or of calls of tools."""
+def _functions(tools: Any) -> Iterator[Mapping[str, Any]]:
+    """The functions that have a name, of a list of tools or of calls."""
     for tool in tools if isinstance(tools, list) else ():
         function = tool.get("function", tool) if isinstance(tool, Mapping) else None
-        name = function.get("name") if isinstance(function, Mapping) else None
-        if isinstance(name, str):
-            yield name
+        if isinstance(function, Mapping) and isinstance(function.get("name"), str):
+            yield function
+
+
+def _quoted(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)
 
 
 def _without_spaces(text: str) -> str:

@@ -146,12 +146,22 @@ class CausalLM(Task):
         return {"local_files_only": True, "trust_remote_code": self._trust_remote_code}
 
     def _of_config(self, config: Any) -> nn.Module:
-        made: nn.Module = _transformers().AutoModelForCausalLM.from_config(
-            config,
-            attn_implementation="sdpa",
-            dtype=torch.float32,
-            trust_remote_code=self._trust_remote_code,
-        )
+        """Raises TaskError for a model without attention by SDPA."""
+        try:
+            made: nn.Module = _transformers().AutoModelForCausalLM.from_config(
+                config,
+                attn_implementation="sdpa",
+                dtype=torch.float32,
+                trust_remote_code=self._trust_remote_code,
+            )
+        except ValueError as error:
+            if "scaled_dot_product_attention" not in str(error):
+                raise
+            raise TaskError(
+                f"{config.model_type} has no attention by SDPA in transformers",
+                where="task.args.folder",
+                remedy="use another model, or write a task of your own for it (docs/python.md)",
+            ) from error
         return made.train()
 
     def _loaded(self) -> nn.Module:

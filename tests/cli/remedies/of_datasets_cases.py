@@ -288,6 +288,13 @@ CASES: list[Case] = [
         r"mend the template in a copy of the folder, or name another in data.chat",
         fixed(template=chats.WITH_TOOLS),
     ),
+    case(
+        S + "the template writes the arguments of … in message … as a quoted text: …",
+        row({"messages": [chats.TALK[1], chats.QUOTED]}, template=chats.WITH_TOOLS),
+        read_row,
+        r"write arguments as an object, not as a text of JSON",
+        fixed(row={"messages": [chats.TALK[1], chats.CALL]}),
+    ),
     refused_row("'tools' is a text, and no JSON", GOOD_ROW | {"tools": "add"}, FORM, GOOD_ROW),
     refused_row("'tools' is no list of objects", GOOD_ROW | {"tools": ["a"]}, FORM, GOOD_ROW),
     case(

@@ -142,12 +142,15 @@ def installed(lab: Lab) -> Any:
         stored = (folder / "model.safetensors").read_text().split()
         return TheirModel(), {"missing_keys": {"head.weight"} - set(stored)}
 
+    def make(config: Any, **_: Any) -> TheirModel:
+        if config.model_type == "bloom":
+            raise ValueError("no attention by torch.nn.functional.scaled_dot_product_attention")
+        return TheirModel()
+
     logs = SimpleNamespace(disable_progress_bar=lambda: None)
     return SimpleNamespace(
         AutoConfig=SimpleNamespace(from_pretrained=read),
-        AutoModelForCausalLM=SimpleNamespace(
-            from_pretrained=load, from_config=lambda *_, **__: TheirModel()
-        ),
+        AutoModelForCausalLM=SimpleNamespace(from_pretrained=load, from_config=make),
         utils=SimpleNamespace(logging=logs),
     )
 
@@ -338,6 +341,12 @@ CASES: list[Case] = [
         "… is an encoder-decoder, which does not continue a text",
         begin_theirs("t5"),
         r"write a task of your own for it \(docs/python\.md\)",
+        lambda lab, found: lab.settings.update(task=EncoderDecoder()),
+    ),
+    theirs(
+        "… has no attention by SDPA in transformers",
+        begin_theirs("bloom"),
+        r"use another model, or write a task of your own for it \(docs/python\.md\)",
         lambda lab, found: lab.settings.update(task=EncoderDecoder()),
     ),
     theirs("the weights in … lack …", cut_weights, r"fetch it again", fetch_again),
