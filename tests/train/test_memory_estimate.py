@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from holdfast.config.run import RunConfig
-from holdfast.layout import Topology
 from holdfast.plan.estimate import rank_estimate
 from holdfast.train.engine import StepEngine
 from holdfast.train.tensor_account import TensorAccount

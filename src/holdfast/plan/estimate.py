@@ -10,14 +10,14 @@ pieces: `fragmentation` allows for that.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import prod
 
 from holdfast.config.run import RunConfig
 from holdfast.core.schedule.table import ActionKind, actions_of, build_schedule
-from holdfast.core.sharding.reduction_tree import Shares, deal
+from holdfast.core.sharding.reduction_tree import deal
 from holdfast.core.sharding.sharding_table import tp_part
 from holdfast.core.sharding.state_table import mesh_box
 from holdfast.layout import Coordinate, Replica, Topology
@@ -29,6 +29,9 @@ from holdfast.plan.pass_memory import Moment, Stage, backward_moments, forward_m
 
 FRAGMENTATION = 0.05
 """Part of what is not state that an accelerator's allocator may lose between pieces."""
+
+_ALL_COMPUTED = 64
+"""Ranks up to which each is computed for itself: like ones may have shares of unlike pieces."""
 
 _PACKED_BELOW, _PACK_BYTES = 1 << 16, 1 << 25
 """Bytes of a parameter that ZeRO 1 gathers through a buffer, and of the buffer (`zero1.py`)."""
@@ -63,7 +66,7 @@ class RankEstimate:
 
 @dataclass(frozen=True)
 class _Pass:
-    """A pass: of how many microbatches something is kept while it runs, its own included. after_one
+    """A pass. in_flight: microbatches of which something is kept while it runs, its own included.
     waits: gradients of the microbatch before wait. stays: those of this one will."""
 
     is_forward: bool
@@ -107,16 +110,24 @@ def rank_estimate(
     )
 
 
-def largest_estimate(
-    config: RunConfig, topology: Topology, device: str = "cpu"
-) -> tuple[int, RankEstimate]:
-    """Return the rank with the highest peak, and its estimate. Like ranks are computed once."""
-    found: dict[object, tuple[int, RankEstimate]] = {}
+def device_kind(config: RunConfig) -> str:
+    """Return "cpu", or "accelerator" for a run file that names one."""
+    return "cpu" if config.device in ("cpu", "auto") else "accelerator"
+
+
+def estimates_by_rank(config: RunConfig, topology: Topology) -> tuple[RankEstimate, ...]:
+    """The estimate of each rank, in order. Ranks at the same place of like replicas, with as many
+    microbatches, are computed once."""
+    shares = deal(max(microbatches(config).values()), len(topology.replicas))
+    device, found = device_kind(config), dict[object, RankEstimate]()
+    estimates = []
     for rank in range(topology.world_size):
         at = topology.coordinate(rank)
-        key = (at.replica, at.mesh_rank)
-        found[key] = (rank, rank_estimate(config, topology, at, device))
-    return max(found.values(), key=lambda each: each[1].peak)
+        key = topology.replica_of(rank).kind, at.mesh_rank, len(shares[at.replica])
+        if key not in found or topology.world_size <= _ALL_COMPUTED:
+            found[key] = rank_estimate(config, topology, at, device)
+        estimates.append(found[key])
+    return tuple(estimates)
 
 
 def _worst(

@@ -60,7 +60,7 @@ def gradient_buffers(
     for cell in cells:
         own = cell.member(rank)
         buckets = _buckets(cell.boxes, bucket, by_unit=by_unit)
-        size = -(-sum(buckets) // BUFFER_ELEMENTS) * BUFFER_ELEMENTS
+        size = _round_up(sum(buckets), BUFFER_ELEMENTS)
         actions: Sequence[LeafAction] = ()
         if own.contributes and not is_fast:
             actions = plan_accumulation(tree, shares[own.replica], pairs)
@@ -77,6 +77,10 @@ def gradient_buffers(
     return GradientBuffers(sums, arrivals, staying)
 
 
+def _round_up(number: int, to: int) -> int:
+    return -(-number // to) * to
+
+
 def _is_plain(cell: Cell) -> bool:
     """A team of which each member contributes and receives, one for each replica."""
     return all(m.contributes and m.receives and m.part == 0 for m in cell.members)
@@ -91,7 +95,7 @@ def _buckets(boxes: Sequence[Box], bucket: int, *, by_unit: bool) -> list[int]:
         if not found or (name != block if by_unit else held >= bucket):
             found.append(0)
             held, block = 0, name
-        found[-1] += -(-prod(box.lengths) // SLICE_ELEMENTS) * SLICE_ELEMENTS
+        found[-1] += _round_up(prod(box.lengths), SLICE_ELEMENTS)
         held += box.size
     return found
 
@@ -105,7 +109,7 @@ def _arrivals(
     owners = sum(member.receives for member in cell.members)
     if not cell.member(rank).receives:
         return 0
-    chunks = [-(-(-(-size // owners)) // SLICE_ELEMENTS) * SLICE_ELEMENTS for size in buckets]
+    chunks = [_round_up(_round_up(size, owners) // owners, SLICE_ELEMENTS) for size in buckets]
     of_others = sum(pieces[m.replica] for m in cell.members if m.contributes and m.rank != rank)
     if config.layout.exchange != "gathered":
         return of_others * sum(min(c, b) for c, b in zip(chunks, buckets, strict=True))
