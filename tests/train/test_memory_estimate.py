@@ -1,4 +1,4 @@
-"""The estimate of a rank's memory against an account of all its tensors over a whole step."""
+"""The estimate of a rank's memory against an account of all its tensors over a step."""
 
 from __future__ import annotations
 

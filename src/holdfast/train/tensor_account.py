@@ -1,4 +1,4 @@
-"""An exact account of the bytes of tensors on a device, for a whole step.
+"""An exact account of the bytes of tensors on a device, through a step.
 
 While it is entered, it notes the memory of each tensor that an operation makes, once, whatever
 views there are of it. After each operation it adds up what still exists. Enter it before the engine
