@@ -4,6 +4,7 @@
 # make test-torch   the tests on another release of torch: make test-torch TORCH=2.11
 # make campaign     the long tests (marker slow)
 # make gpu          what runs on one accelerator, in a table and a file (docs/accelerators.md)
+# make gpus         the same for all accelerators of this machine
 # make endless      what takes hours and many GiB (marker endless)
 # make chaos      over 1,000 faults of a run that several nodes train (docs/chaos.md); SHARD=1/4
 # make rotten       of these, the faults of checkpoints: torn, rotten, killed at every point
@@ -24,7 +25,7 @@ ONE_THREAD = OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
 # Processes start by the hundred: what they import is compiled once, whatever the machine's setting.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: install install-dev quickstart test lint pytest test-torch campaign gpu endless chaos rotten docs clean
+.PHONY: install install-dev quickstart test lint pytest test-torch campaign gpu gpus endless chaos rotten docs clean
 
 install: $(VENV)/.installed
 install-dev: $(VENV)/.installed-dev
@@ -68,6 +69,9 @@ campaign: $(VENV)/.installed-dev
 
 gpu: $(VENV)/.installed
 	$(BIN)/python -m benchmarks.gpu --out gpu.json
+
+gpus: $(VENV)/.installed
+	$(BIN)/python -m benchmarks.gpus --out gpus.json
 
 endless: $(VENV)/.installed-dev
 	$(ONE_THREAD) $(BIN)/python -m pytest -m endless

@@ -6,14 +6,8 @@ from typing import Any
 
 import torch
 
-from benchmarks.accelerator.work import (
-    RowResult,
-    Settings,
-    lone_engine,
-    one_step,
-    trained,
-    unequal,
-)
+from benchmarks.accelerator.settings import RowResult, Settings
+from benchmarks.accelerator.work import lone_engine, one_step, trained, unequal
 from holdfast.config.run import RunConfig
 from holdfast.errors import NonFiniteError
 from holdfast.train.precision import same_kernels_each_time

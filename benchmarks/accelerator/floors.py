@@ -17,7 +17,8 @@ from typing import Any
 
 import torch
 
-from benchmarks.accelerator.work import RowResult, Settings, wait_for
+from benchmarks.accelerator.settings import RowResult, Settings
+from benchmarks.accelerator.work import wait_for
 from benchmarks.capture import moving, table_of
 from holdfast.checkpoint.capture.capturer import Capturer
 from holdfast.checkpoint.capture.chunked_copy import ChunkedCopy, CopyTiming
@@ -50,13 +51,13 @@ def environment(settings: Settings) -> RowResult:
         "hip": torch.version.hip,
         "cudnn": torch.backends.cudnn.version(),
         "nccl": list(cuda.nccl.version()),
-        "nvidia_smi": _said_by(["nvidia-smi", asked, "--format=csv,noheader"]),
+        "nvidia_smi": said_by(["nvidia-smi", asked, "--format=csv,noheader"]),
     }
     versions = f"torch {torch.__version__}, CUDA {found['cuda']}, NCCL {found['nccl']}"
     return RowResult(f"{found['nvidia_smi'] or properties.name}; {versions}", found)
 
 
-def _said_by(command: list[str]) -> str:
+def said_by(command: list[str]) -> str:
     try:
         return subprocess.run(command, capture_output=True, text=True, timeout=20).stdout.strip()
     except OSError:

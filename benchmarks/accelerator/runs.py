@@ -17,7 +17,7 @@ from typing import Any
 import yaml
 
 from benchmarks.accelerator.journal import read_events, show_speed, speed
-from benchmarks.accelerator.work import RowResult, Settings
+from benchmarks.accelerator.settings import RowResult, Settings
 from benchmarks.texts import write_texts
 from holdfast.chaos.compare import compare_runs
 from holdfast.config.load import load_config

@@ -12,11 +12,12 @@ from typing import Any
 
 import torch
 
-from benchmarks.accelerator.work import RowResult, Settings, lone_engine, one_step, wait_for
+from benchmarks.accelerator.settings import RowResult, Settings
+from benchmarks.accelerator.work import lone_engine, one_step, wait_for
 from holdfast.config.load import load_config
 from holdfast.config.run import RunConfig
 from holdfast.core.flops import CONVENTIONS, utilisation
-from holdfast.plan.hardware import peak_flops
+from holdfast.plan.accelerators import peak_flops
 from holdfast.train.engine import StepEngine
 from holdfast.train.precision import same_kernels_each_time
 

@@ -1,4 +1,4 @@
-"""What the rows of `benchmarks.gpu` share: their settings, their result, and an engine to time.
+"""The engine that the rows of `benchmarks.gpu` time.
 
 The engine is the one that a worker has, alone on its device. It computes on random tokens, so that
 no data, agent or checkpoint enters a figure.
@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -23,30 +21,6 @@ from holdfast.parallel.process_groups import connect
 from holdfast.train.build import build_engine
 from holdfast.train.engine import StepEngine
 from holdfast.train.vote import StepVerdict
-
-
-@dataclass(frozen=True)
-class Settings:
-    """device: cpu or cuda. quick: tiny sizes, to see that the command works. scratch: a folder
-    that all rows share."""
-
-    device: str
-    quick: bool
-    scratch: Path
-
-    @property
-    def torch_device(self) -> torch.device:
-        return torch.device("cpu") if self.device == "cpu" else torch.device(self.device, 0)
-
-
-@dataclass(frozen=True)
-class RowResult:
-    """line: for the table. figures: for the file. passed: False where a promise does not hold or a
-    bar is missed."""
-
-    line: str
-    figures: Mapping[str, Any] = field(default_factory=dict)
-    passed: bool = True
 
 
 @dataclass(frozen=True)

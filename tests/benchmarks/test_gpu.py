@@ -9,13 +9,19 @@ import sys
 from pathlib import Path
 
 import pytest
-from benchmarks.gpu import NAMES, ROWS, Row, in_groups, run_row
+from benchmarks.accelerator.settings import Settings
+from benchmarks.accelerator.several import BUS_FACTORS, NodeLayout, parity
+from benchmarks.accelerator.table import Row, in_groups
+from benchmarks.gpu import ROWS, SUITE
+from benchmarks.gpus import SUITE as SEVERAL
 
 from tests.support.ranks import ROOT
 
 
-def quick(out: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "benchmarks.gpu", "--device", "cpu", "--quick"]
+def quick(
+    out: Path, *arguments: str, module: str = "benchmarks.gpu"
+) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", module, "--device", "cpu", "--quick"]
     return subprocess.run(
         [*command, "--out", str(out), *arguments],
         cwd=ROOT,
@@ -44,8 +50,32 @@ def test_every_row_that_a_cpu_has_passes(tmp_path: Path) -> None:
     assert [row["row"] for row in stored["rows"]] == [row.name for row in ROWS if row.on_cpu]
 
 
+@pytest.mark.slow
+def test_the_rows_for_several_devices_pass_on_a_cpu(tmp_path: Path) -> None:
+    out = tmp_path / "gpus.json"
+    done = quick(out, "--workers", "4", module="benchmarks.gpus")
+    assert done.returncode == 0, done.stdout + done.stderr
+    told = {row["row"]: row["line"] for row in json.loads(out.read_text())["rows"]}
+    assert list(told) == [row.name for row in SEVERAL.rows if row.on_cpu]
+    assert not [name for name, line in told.items() if "not run" in line]
+    assert "same bits" in told["dp-gathered-killed"]
+
+
+def test_a_layout_that_needs_more_devices_says_so(tmp_path: Path) -> None:
+    layout = NodeLayout("pp-tp", 4, ())
+    found = parity(Settings("cpu", True, tmp_path, workers=3), layout)
+    assert found.line == "not run: it needs 4 devices"
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks", "gigabytes"), [("all_reduce", 4, 1.5), ("all_gather", 4, 0.75)]
+)
+def test_bus_bandwidth_is_that_of_nccl_tests(name: str, ranks: int, gigabytes: float) -> None:
+    assert BUS_FACTORS[name](ranks) == gigabytes  # for a buffer of 1 GB in a second
+
+
 def test_a_row_that_fails_says_its_error_in_one_line(tmp_path: Path) -> None:
-    told = run_row(Row("no such row", "floors:floors", 60), "cpu", True, tmp_path)
+    told = SUITE.run_row(Row("no such row", 60), Settings("cpu", True, tmp_path))
     assert not told["passed"]
     assert told["line"].startswith("failed: ")
     assert "\n" not in told["line"]
@@ -54,7 +84,12 @@ def test_a_row_that_fails_says_its_error_in_one_line(tmp_path: Path) -> None:
 
 def test_nothing_runs_beside_a_row_that_is_timed() -> None:
     groups = [[row.name for row in group] for group in in_groups(ROWS)]
-    assert [name for group in groups for name in group] == list(NAMES)
-    timed = {"floors", "capture", "train-1b", *(name for name in NAMES if name.startswith("1b-"))}
+    assert [name for group in groups for name in group] == list(SUITE.names)
+    timed = {
+        "floors",
+        "capture",
+        "train-1b",
+        *(name for name in SUITE.names if name.startswith("1b-")),
+    }
     assert all(len(group) == 1 for group in groups if timed & set(group))
     assert max(map(len, groups)) > 1

@@ -16,7 +16,8 @@ from holdfast.config.load import load_config
 from holdfast.errors import ConfigError
 from holdfast.export.weights import Sampling, choose_checkpoint, continuations
 from holdfast.launch.runs import open_run
-from holdfast.plan.hardware import Accelerator, HardwareInfo
+from holdfast.plan.accelerators import Accelerator
+from holdfast.plan.hardware import HardwareInfo
 from tests.cli.conftest import Trained
 from tests.support.commands import here, write_run_file
 
@@ -141,7 +142,7 @@ def test_a_host_with_several_gpus_is_planned_one_worker(tmp_path: Path) -> None:
     run_file = write_run_file(tmp_path)
     found = plan_for_machine(load_config(run_file, ["device=auto", "layout.workers=0"]), HOST)
     assert (found.config.device, found.config.layout.workers) == ("cuda", 1)
-    assert found.origins["layout.workers"].place == "more than one GPU has not been run yet"
+    assert found.origins["layout.workers"].place == "several devices have not been run yet"
 
 
 def test_a_gpu_that_torch_was_not_built_for_is_refused(tmp_path: Path) -> None:

@@ -113,7 +113,7 @@ def test_unknown_key_names_line_and_nearest_name() -> None:
         ),
         (
             "device: gpu\n",
-            "run.yaml:1: device is 'gpu', not one of auto, cpu, cuda; did you mean cpu?",
+            "run.yaml:1: device: gpu is no kind of device; use auto",
         ),
         ("model:\n  preset: tinny\n", "run.yaml:2: model.preset 'tinny' is unknown; nearest: tiny"),
         ("model:\n  preset: [1]\n", "run.yaml:2: model.preset is [1], not text; 'tiny' would work"),

@@ -7,14 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.plan.hardware import (
+from holdfast.plan.accelerators import (
     Accelerator,
-    cpp_compiler,
     detect_accelerators,
-    detect_hardware,
-    torch_build_target,
     visible_accelerators,
 )
+from holdfast.plan.hardware import cpp_compiler, detect_hardware, torch_build_target
 
 LISTING = """\
 0, GPU-aaaa-1, NVIDIA H100 80GB HBM3, 81559
@@ -50,6 +48,7 @@ def test_memory_is_bytes_and_zero_when_not_told() -> None:
     [
         ("cuda: Optional[str] = '13.0'\nhip: Optional[str] = None\n", "CUDA 13.0"),
         ("cuda: Optional[str] = None\nhip: Optional[str] = '7.2.0'\n", "ROCm 7.2.0"),
+        ("cuda: Optional[str] = None\nxpu: Optional[str] = '20250101'\n", "XPU 20250101"),
         ("cuda: Optional[str] = None\nhip: Optional[str] = None\n", "CPU"),
         ("", ""),
     ],
@@ -61,6 +60,36 @@ def test_what_torch_was_built_for(text: str, target: str) -> None:
 def test_no_driver_is_no_accelerator(monkeypatch: pytest.MonkeyPatch, tmp_path: object) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     assert detect_accelerators({}) == ()
+
+
+def write(folder: Path, **files: str) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, text in files.items():
+        (folder / name).write_text(text)
+
+
+def test_devices_of_amd_are_the_kernels_nodes_with_vector_units(tmp_path: Path) -> None:
+    nodes = tmp_path / "class/kfd/kfd/topology/nodes"
+    write(nodes / "0", properties="simd_count 0\n", name="")
+    for number in (1, 2):
+        write(nodes / str(number), properties="simd_count 304\n", name=f"gfx94{number}")
+        write(nodes / str(number) / "mem_banks/0", properties="size_in_bytes 1024\n")
+    found = detect_accelerators({}, "ROCm 7.2", tmp_path)
+    assert found == (Accelerator(0, "gfx941", 1024), Accelerator(1, "gfx942", 1024))
+    for variable in ("HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"):
+        (one,) = detect_accelerators({variable: "1"}, "ROCm 7.2", tmp_path)
+        assert (one.index, one.name) == (0, "gfx942")
+    assert detect_accelerators({}, "ROCm 7.2", tmp_path / "none") == ()
+
+
+def test_devices_of_intel_are_its_cards_if_torch_is_for_them(tmp_path: Path) -> None:
+    for name, vendor in (("card0", "0x1a03"), ("card1", "0x8086"), ("card2", "0x8086")):
+        write(tmp_path / "class/drm" / name / "device", vendor=f"{vendor}\n")
+    write(tmp_path / "class/drm/card1-DP-1/device", vendor="0x8086\n")
+    found = detect_accelerators({}, "XPU 20250101", tmp_path)
+    assert [(each.index, each.kind) for each in found] == [(0, "xpu"), (1, "xpu")]
+    assert len(detect_accelerators({"ZE_AFFINITY_MASK": "1.0"}, "XPU 1", tmp_path)) == 1
+    assert detect_accelerators({"PATH": ""}, "CPU", tmp_path) == ()
 
 
 def test_peaks_are_known_by_name_or_not_at_all() -> None:

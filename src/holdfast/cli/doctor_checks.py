@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from holdfast.checkpoint.mover.socket_place import SOCKET_NAME, MoverSocket, make_socket_folder
+from holdfast.core.devices import DEVICES
 from holdfast.errors import RunFolderError
 from holdfast.launch.process_limits import (
     OPEN_FILES_OF_AGENT,
@@ -121,7 +122,19 @@ def _accelerators(machine: HardwareInfo) -> Check:
             f"{names}, but torch was built for the CPU alone",
             "install a torch that was built for them, or use device=cpu",
         )
-    return Check("accelerators", "good", f"{names}; torch for {machine.torch_computes_on}")
+    kind = DEVICES[machine.accelerators[0].kind]
+    backends = " and ".join(sorted({kind.inside, kind.between}))
+    library = ", ".join(f"{each} {found}" for each in kind.packages if (found := _installed(each)))
+    found = f"{names}; device {kind.name}, backend {backends}{f' ({library})' if library else ''}"
+    return Check("accelerators", "good", f"{found}; torch for {machine.torch_computes_on}")
+
+
+def _installed(package: str) -> str:
+    """Return the version of an installed package; "" if it is not installed."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return ""
 
 
 def _python() -> Check:

@@ -12,6 +12,7 @@ from typing import Any
 
 from holdfast.cli.doctor_checks import Check
 from holdfast.config.run import RunConfig
+from holdfast.core.devices import is_accelerator
 from holdfast.core.sharding.ownership import Ownership
 from holdfast.core.sharding.run_table import run_state_table
 from holdfast.core.sharding.state_table import ITEM_BYTES
@@ -151,7 +152,7 @@ def check_memory(
         reason = error.message if isinstance(error, LayoutError) else str(error)
         return [Check("memory", "weak", f"what the run needs cannot be computed: {reason}")]
     return [
-        _memory_check(name, need, memories[name], config.device == "cuda", lives)
+        _memory_check(name, need, memories[name], is_accelerator(config.device), lives)
         for name, need in needs.items()
         if name in memories
     ]

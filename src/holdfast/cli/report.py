@@ -12,6 +12,7 @@ import typer
 
 from holdfast.cli.dispatch import app as make_app
 from holdfast.cli.output import print_json, say
+from holdfast.core.devices import is_accelerator
 from holdfast.errors import ConfigError, DataError, RunFolderError
 from holdfast.events import Record
 from holdfast.launch.holder import HolderWatch, is_holder_gone
@@ -232,7 +233,7 @@ def baselines_of(run: Run) -> dict[str, float] | None:
 
 def device_of(run: Run) -> str | None:
     """Name of the accelerator that the run used, None on a CPU."""
-    if run.config.device != "cuda":
+    if not is_accelerator(run.config.device):
         return None
     devices: list[dict[str, Any]] = (
         read_environment(run.folder).get("hardware", {}).get("accelerators", [])

@@ -19,7 +19,9 @@ from holdfast.cli.options import Fresh, JournalJson
 from holdfast.cli.output import print_line, say
 from holdfast.cli.progress import StageProgress
 from holdfast.config.load import LoadedConfig, load_config
+from holdfast.core.devices import is_accelerator
 from holdfast.errors import ConfigError, LayoutError
+from holdfast.launch.devices import refuse_devices
 from holdfast.launch.holder import HolderWatch
 from holdfast.launch.lora_run import describe_lora, with_lora
 from holdfast.launch.named_parts import with_named_parts
@@ -233,32 +235,14 @@ def plan_for_machine(loaded: LoadedConfig, machine: HardwareInfo) -> LoadedConfi
     """
     config, found = loaded.config, len(machine.accelerators)
     if config.device == "auto":
-        device = "cuda" if found else "cpu"
+        device = machine.accelerators[0].kind if found else "cpu"
         loaded = loaded.with_planned({"device": device}, f"{found} accelerators on {machine.node}")
     if config.layout.workers == 0:
-        on_gpu = loaded.config.device == "cuda"
-        why = "more than one GPU has not been run yet" if on_gpu else "one on a CPU"
+        on_device = is_accelerator(loaded.config.device)
+        why = "several devices have not been run yet" if on_device else "one on a CPU"
         loaded = loaded.with_planned({"layout.workers": max_workers(config, 1)}, why)
+    refuse_devices(loaded, machine)
     workers = loaded.config.layout.workers
-    if loaded.config.device == "cuda" and workers > found:
-        raise ConfigError(
-            f"layout.workers is {workers}, but this machine has {found} accelerators",
-            where=loaded.where("layout.workers"),
-            remedy=f"use {found}, or device=cpu" if found else "use device=cpu",
-        )
-    if loaded.config.device == "cuda" and machine.torch_computes_on == "CPU":
-        raise ConfigError(
-            f"{machine.accelerators[0].name} is here, but torch was built for the CPU alone",
-            where=loaded.where("device"),
-            remedy="install a torch that was built for it, or use device=cpu",
-        )
-    if loaded.config.device == "cuda" and workers > 1:
-        alone = config.layout.least_workers == 1  # else degrees ask for more, whatever workers says
-        raise ConfigError(
-            f"layout.workers is {workers}, but more than one worker on cuda has not been run yet",
-            where=loaded.where("layout.workers"),
-            remedy="use 1, or device=cpu" if alone else "use a layout of one rank, or device=cpu",
-        )
     if (
         loaded.config.train.compile
         and loaded.config.device == "cpu"

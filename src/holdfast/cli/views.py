@@ -14,9 +14,12 @@ from holdfast.checkpoint.restore.catalog import origin_of_weights
 from holdfast.cli.journal_follower import JournalFollower
 from holdfast.cli.output import say
 from holdfast.config.run import RunConfig
+from holdfast.core.devices import is_accelerator
 from holdfast.core.flops import run_flops_per_token
 from holdfast.events import Record, to_json
+from holdfast.launch.lora_run import describe_first_weights
 from holdfast.plan.hardware import HardwareInfo
+from holdfast.report.device_metrics import DeviceMetrics
 from holdfast.report.live import LiveView
 from holdfast.report.metrics import RunMetrics
 from holdfast.wire import journal
@@ -47,6 +50,9 @@ class RunViews:
         metrics = metrics_of(config, dataset_version, machine)
         replays: list[Callable[[list[Record]], None]] = [metrics.replay]
         self.render_metrics = metrics.render
+        if is_accelerator(config.device):
+            devices = DeviceMetrics(config.name)
+            self.render_metrics = lambda: metrics.render() + devices.render()
         shown.append(metrics.observe)
         if json:
             lines = JsonLinePrinter()
@@ -54,7 +60,11 @@ class RunViews:
             shown.append(lines.observe)
         else:
             origin = origin_of_weights(FolderStore(folder))
-            view = LiveView(config.train.steps, imported_from=origin)
+            view = LiveView(
+                config.train.steps,
+                imported_from=origin,
+                first_weights=describe_first_weights(config),
+            )
             replays.append(view.replay)
             self._stack.enter_context(view)
             shown.append(view.observe)
@@ -105,7 +115,7 @@ class RunViews:
 def metrics_of(config: RunConfig, dataset_version: str, machine: HardwareInfo) -> RunMetrics:
     """Return what `/metrics` shows; it has utilisation only if the device's peak is known."""
     peak = None
-    if config.device == "cuda" and machine.accelerators:
+    if is_accelerator(config.device) and machine.accelerators:
         one = machine.accelerators[0].peak_flops(config.train.precision)
         peak = one * config.layout.workers if one is not None else None
     model = config.task.name or config.model.preset or config.model.family

@@ -40,8 +40,10 @@ class RunConfig(Section):
     seed: Never[int] = Field(
         1, ge=0, lt=2**63, description="seed of the initial weights and of the order of samples"
     )
-    device: InPlace[Literal["auto", "cpu", "cuda"]] = Field(
-        "auto", description="auto: cuda if there is an accelerator, cpu otherwise (planned)"
+    device: InPlace[Literal["auto", "cpu", "cuda", "xpu", "mps"]] = Field(
+        "auto",
+        description="auto: the machine's accelerator if it has one, cpu otherwise (planned). cuda "
+        "is NVIDIA and AMD, xpu Intel, mps Apple",
     )
     tensorboard: InPlace[bool] = Field(
         False, description="short for logging.trackers: [tensorboard]"
@@ -55,6 +57,15 @@ class RunConfig(Section):
     checkpoint: InPlace[CheckpointConfig] = CheckpointConfig()
     cluster: InPlace[ClusterConfig] = ClusterConfig()
     logging: InPlace[LoggingConfig] = LoggingConfig()
+
+    @field_validator("device", mode="before")
+    @classmethod
+    def _is_supported(cls, device: object) -> object:
+        if device in ("tpu", "xla"):
+            raise ValueError(f"{device} is refused, as Holdfast does not train on TPUs: use cpu")
+        if device == "gpu":
+            raise ValueError("gpu is no kind of device: use auto")
+        return device
 
     @field_validator("folder")
     @classmethod

@@ -12,6 +12,7 @@ from typing import Any, Generic, Protocol, Self, TypeVar
 
 import torch
 
+from holdfast.core.devices import device_kind
 from holdfast.core.seeds import key_seed
 from holdfast.data.batch import Microbatch, fed_hash
 
@@ -188,7 +189,7 @@ class Loader(StepLoader[TensorMicrobatch]):
         read = self._batches.microbatch(step, index, self._part, self._parts)
         inputs, targets = torch.from_numpy(read.inputs), torch.from_numpy(read.targets)
         documents = None if read.documents is None else torch.from_numpy(read.documents)
-        if self._device.type == "cuda":
+        if device_kind(self._device.type).pins_batches:
             inputs, targets = inputs.pin_memory(), targets.pin_memory()
             documents = None if documents is None else documents.pin_memory()
         key = None

@@ -4,15 +4,23 @@ A `SpanRecorder` belongs to one rank and may be written by several of its thread
 `time.monotonic`, which all processes of one machine share. So spans of ranks on one machine can be
 compared. Across machines only lengths mean anything. A span costs about a microsecond, and its name
 is what the schedule prints for the action (`1F0`).
+
+On an accelerator the host only queues the work of an action. So the compute spans of
+a traced step come from events in the device's queue. A `DeviceTimeline` puts them on the host's
+clock. Waits are the host's, and keep its times.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    import torch
 
 COMPUTE = "compute"  # an action of the schedule
 RECEIVE = "receive wait"  # an action could have begun, but for what it needs from another rank
@@ -55,15 +63,125 @@ class _OpenSpan:
         self._spans.append(TraceSpan(self._track, self._name, self._start, time.monotonic()))
 
 
+class DeviceEvent(Protocol):
+    """What `torch.Event(enable_timing=True)` does."""
+
+    def record(self) -> None:
+        """Put it at the end of the current stream."""
+
+    def synchronize(self) -> None:
+        """Wait until the device has come to it."""
+
+    def elapsed_time(self, other: Any, /) -> float:
+        """Milliseconds from this event to the other one, by the device's clock."""
+        ...
+
+
+class DeviceTimeline:
+    """When a device came to a place in its queue, in seconds of the host's monotonic clock.
+
+    It waits once for the device, when it is made. Make one for each step: an event's milliseconds
+    are float32, so they are exact to 1 us for some seconds only.
+    """
+
+    def __init__(self, make_event: Callable[[], DeviceEvent]) -> None:
+        self._make_event = make_event
+        self._first = self.mark()
+        self._first.synchronize()
+        self._first_s = time.monotonic()
+
+    def mark(self) -> DeviceEvent:
+        """An event behind all that the current stream has been given."""
+        event = self._make_event()
+        event.record()
+        return event
+
+    def seconds(self, event: DeviceEvent) -> float:
+        """Wait for the event, and return its time."""
+        event.synchronize()
+        return self._first_s + self._first.elapsed_time(event) / 1e3
+
+
+class _DeviceSpan:
+    """A span between two places in a device's queue."""
+
+    __slots__ = ("_found", "_name", "_start", "_timeline", "_track")
+
+    def __init__(
+        self, found: list[_DeviceInterval], timeline: DeviceTimeline, track: str, name: str
+    ) -> None:
+        self._found, self._timeline = found, timeline
+        self._track, self._name = track, name
+
+    def __enter__(self) -> None:
+        self._start = self._timeline.mark()
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        stop = self._timeline.mark()
+        self._found.append(_DeviceInterval(self._track, self._name, self._start, stop))
+
+
+@dataclass(frozen=True, slots=True)
+class _DeviceInterval:
+    track: str
+    name: str
+    start: DeviceEvent
+    stop: DeviceEvent
+
+
 class SpanRecorder:
-    """The spans of one rank, in order of their ends. Appending to a list is atomic in Python."""
+    """The spans of one rank, in order of their ends. Appending to a list is atomic in Python.
 
-    def __init__(self) -> None:
-        self.spans: list[TraceSpan] = []
+    device: None, or a CPU: all times are the host's.
+    make_event: of the device; a test has one of its own.
+    """
 
-    def span(self, track: str, name: str) -> _OpenSpan:
+    def __init__(
+        self,
+        device: torch.device | None = None,
+        make_event: Callable[[], DeviceEvent] | None = None,
+    ) -> None:
+        is_on_host = device is None or device.type == "cpu"
+        self._make_event = make_event
+        if make_event is None and not is_on_host:
+            import torch  # the report reads traces without it
+
+            self._make_event = lambda: torch.Event(device, enable_timing=True)
+        self._on_host: list[TraceSpan] = []
+        self._on_device: list[_DeviceInterval] = []
+        self._timeline: DeviceTimeline | None = None
+
+    def begin(self, *, is_traced: bool) -> None:
+        """Forget all spans. is_traced: those that follow are reported, so each is worth two
+        events of the device, and all of them one wait."""
+        self._on_host, self._on_device, self._timeline = [], [], None
+        if is_traced and self._make_event is not None:
+            self._timeline = DeviceTimeline(self._make_event)
+
+    @property
+    def spans(self) -> list[TraceSpan]:
+        """All of them; it waits for the device."""
+        timeline = self._timeline
+        if timeline is None:
+            return self._on_host
+        on_device = [
+            TraceSpan(
+                each.track, each.name, timeline.seconds(each.start), timeline.seconds(each.stop)
+            )
+            for each in self._on_device
+        ]
+        return sorted([*self._on_host, *on_device], key=lambda span: span.stop)
+
+    def span(self, track: str, name: str) -> AbstractContextManager[None]:
         """`with recorder.span(COMPUTE, "1F0"): ...`"""
-        return _OpenSpan(self.spans, track, name)
+        if track == COMPUTE and self._timeline is not None:
+            return _DeviceSpan(self._on_device, self._timeline, track, name)
+        return _OpenSpan(self._on_host, track, name)
 
 
 @dataclass(frozen=True)

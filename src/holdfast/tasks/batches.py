@@ -13,11 +13,13 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.utils.data import DataLoader
 from xxhash import xxh3_64
 
 from holdfast.config.run import RunConfig
 from holdfast.core.data.sample_order import BatchSchedule, SampleOrder
 from holdfast.core.data.skips import Skips
+from holdfast.core.devices import device_kind
 from holdfast.core.seeds import key_seed
 from holdfast.core.weights import read_weight
 from holdfast.data.loader import StepLoader
@@ -148,8 +150,14 @@ def open_samples(task: Task) -> tuple[Samples, str] | None:
     return samples, version
 
 
-def sample_count(samples: Samples, what: str) -> int:
+def sample_count(samples: Any, what: str) -> int:
     """The length. Raises TaskError for data that can only be iterated over. what: the subject."""
+    if isinstance(samples, DataLoader):
+        raise TaskError(
+            f"{what} is a DataLoader, which has an order and batches of its own",
+            where="task",
+            remedy="give the dataset that it loads, and its collate_fn as collate",
+        )
     if not hasattr(samples, "__len__") or not hasattr(samples, "__getitem__"):
         raise TaskError(
             f"{what} ({type(samples).__name__}) has no length and no index, so a step cannot ask "
@@ -158,7 +166,8 @@ def sample_count(samples: Samples, what: str) -> int:
             remedy="write it to shards first, and read them by number (docs/python.md)",
         )
     with user_code(f"the length of {what} cannot be read"):
-        return len(samples)
+        count: int = len(samples)
+    return count
 
 
 def collated(
@@ -169,13 +178,19 @@ def collated(
     for index in indices:
         with user_code(f"sample {index} cannot be read"):
             items.append(samples[index])
-    with user_code("collate() failed"):
+    with user_code(f"collate() failed for samples {_shortened(indices)}"):
         batch = task.collate(items * times)
     if not isinstance(batch, Mapping) or not all(isinstance(t, Tensor) for t in batch.values()):
         raise TaskError("a batch is no mapping from names to tensors", where="task")
     if not batch:
         raise TaskError("a batch has no tensors", where="task")
     return batch
+
+
+def _shortened(indices: Sequence[int]) -> str:
+    most = 8
+    shown = ", ".join(map(str, indices[:most]))
+    return shown if len(indices) <= most else f"{shown}, ..."
 
 
 def batch_weight(task: Task, batch: Mapping[str, Tensor]) -> float:
@@ -236,7 +251,7 @@ class TaskLoader(StepLoader[TaskMicrobatch]):
 
     def _load(self, step: int, index: int) -> TaskMicrobatch:
         read = self._batches.microbatch(step, index, self._part, self._parts)
-        if self._device.type != "cuda":
+        if not device_kind(self._device.type).pins_batches:
             return read
         return replace(read, tensors=_each(read.tensors, Tensor.pin_memory))
 

@@ -104,7 +104,7 @@ def connect_groups(
         device,
         interface=config.cluster.gloo_device,
         seconds=seconds,
-        recorder=SpanRecorder() if config.layout.trace_step else None,
+        recorder=SpanRecorder(device) if config.layout.trace_step else None,
         exchange=choose_exchange(config),
     )
 

@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from holdfast.core.data.target_weights import ID_BITS, PER_ONE, SHIFT
+from holdfast.core.devices import device_kind
 from holdfast.model.decoder import Decoder, soft_limit
 from holdfast.parallel.tensor_parallel import TensorParallel
 from holdfast.parallel.vocab_parallel import VocabularySoftmax
@@ -31,8 +32,6 @@ LossAndGradient = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 Losses = Callable[[Tensor, Tensor], Tensor]
 """(logits [c, V], targets [c]) -> losses [c]"""
-
-_CHUNK_ELEMENTS = {"cpu": 2**24, "cuda": 2**28}  # logits held at a time
 
 
 class NextTokenObjective(nn.Module):
@@ -106,10 +105,9 @@ def chunk_tokens(vocabulary: int, device: torch.device) -> int:
     """Return the tokens whose logits are held at a time. They depend on the model and the device
     kind, not on any layout, because they decide the order of additions in the head's gradient.
     An accelerator gets a power of two: full tiles of its matrix units, and no odd last chunk."""
-    if device.type == "cpu":
-        return max(64, _CHUNK_ELEMENTS["cpu"] // vocabulary)
-    fitting = max(64, _CHUNK_ELEMENTS["cuda"] // vocabulary)
-    return 1 << (fitting.bit_length() - 1)
+    kind = device_kind(device.type)
+    fitting = max(64, kind.chunk_elements // vocabulary)
+    return fitting if kind.is_host else 1 << (fitting.bit_length() - 1)
 
 
 def linear_cross_entropy(

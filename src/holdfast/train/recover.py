@@ -276,7 +276,7 @@ class _GenerationEntry:
     def build(self, config: RunConfig, control: PeerGroup, task: EngineTask | None) -> StepEngine:
         """Build a new engine and its groups, on top of `control`."""
         gc.collect()  # modules and their hooks refer to each other; the new ones need their room
-        recorder = SpanRecorder() if config.layout.trace_step else None
+        recorder = SpanRecorder(self.device) if config.layout.trace_step else None
         groups = complete(self.settings, self.topology, self.rank, self.device, control, recorder)
         try:
             return build_engine(config, groups, self.device, dealer=self.dealer, task=task)

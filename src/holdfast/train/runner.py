@@ -311,7 +311,8 @@ class _TrainingLoop:
         step, watch = batch.step, self.timer
         watch.lap("data")
         if self.recorder is not None:
-            self.recorder.spans = []  # what a validation left is not of this step
+            # What a validation left is not of this step.
+            self.recorder.begin(is_traced=step == self.config.layout.trace_step)
         self.reporter.progress(step, "compute")
         self.engine.begin(step)
         if self.rank == 0:

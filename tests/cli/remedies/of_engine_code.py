@@ -22,6 +22,7 @@ from holdfast.checkpoint.restore.catalog import list_commits
 from holdfast.checkpoint.restore.reader import Checkpoint
 from holdfast.checkpoint.save.single_writer import TensorSource, write_single
 from holdfast.config.task import TaskConfig
+from holdfast.core.devices import device_kind
 from holdfast.core.format import manifest
 from holdfast.core.format.manifest import seal_manifest, unseal_manifest
 from holdfast.core.schedule.csv import from_csv
@@ -31,6 +32,7 @@ from holdfast.core.sharding.reshard_plan import plan_reshard
 from holdfast.core.sharding.run_table import row_of_text, run_state_table
 from holdfast.layout import Layout, Replica, Topology, place_layout
 from holdfast.parallel.comm.transport import PeerGroup
+from holdfast.parallel.devices import check_backends, select_device
 from holdfast.parallel.pipeline import PipelineInterpreter, make_pipeline_plan
 from holdfast.parallel.process_groups import ProcessGroups, connect
 from holdfast.parallel.reshard import move
@@ -305,6 +307,21 @@ CASES: list[Case] = [
         join,
         r"set cp to (1)",
         fixed(topology=replicas(1)),
+    ),
+    case(
+        "parallel/devices.py: this worker was given …, but torch sees …",
+        values(device="cuda:1"),
+        lambda lab: select_device(torch.device(lab.settings["device"])),
+        r"use device=(cpu)",
+        lambda lab, found: lab.settings.update(device=found[1]),
+    ),
+    case(
+        "parallel/devices.py: several workers on … need the backend …, which this torch does not "
+        "have",
+        values(device="cuda"),
+        lambda lab: check_backends(device_kind(lab.settings["device"])),
+        r"use 1 worker, or device: (cpu)",
+        lambda lab, found: lab.settings.update(device=found[1]),
     ),
     case(
         GROUPS + "more than one worker on … has not been run yet and is refused",

@@ -24,7 +24,8 @@ from holdfast.cli.train import plan_for_machine
 from holdfast.config.load import load_config
 from holdfast.data.columnar_sources import _open_huggingface
 from holdfast.elastic.coordinator.generation_planner import _refuse_empty_branch
-from holdfast.plan.hardware import Accelerator, HardwareInfo
+from holdfast.plan.accelerators import Accelerator
+from holdfast.plan.hardware import HardwareInfo
 from holdfast.plan.interface import NodePlaces
 from holdfast.plan.planner import plan_layout
 from holdfast.plan.replica_shapes import AllowedShapes
@@ -141,9 +142,9 @@ def begin_without_credentials(lab: Lab) -> None:
 # --- machines -------------------------------------------------------------------------------
 def plan(lab: Lab) -> None:
     """On a machine with two accelerators."""
-    two = tuple(Accelerator(number, "H100", 80 << 30) for number in range(2))
     settings = dict(lab.settings)
-    build = settings.pop("torch_computes_on", "")
+    build, kind = settings.pop("torch_computes_on", ""), settings.pop("kind", "cuda")
+    two = tuple(Accelerator(number, "H100", 80 << 30, kind) for number in range(2))
     machine = HardwareInfo("a", "Linux", 8, 64 << 30, 32 << 30, two, build)
     words = [f"{key}={value}" for key, value in settings.items()]
     plan_for_machine(load_config(None, words), machine)
@@ -265,21 +266,43 @@ CASES: list[Case] = [
         fixed(environment=s3.CREDENTIALS),
     ),
     case(
-        "cli/train.py: … is here, but torch was built for the CPU alone",
+        "launch/devices.py: … is here, but torch was built for the CPU alone",
         values(device="cuda", torch_computes_on="CPU"),
         plan,
         r"install a torch that was built for it, or use device=(cpu)",
         lambda lab, found: lab.settings.update(device=found[1]),
     ),
     case(
-        "cli/train.py: … is here, but torch was built for the CPU alone",
+        "launch/devices.py: … is here, but torch was built for the CPU alone",
         values(device="cuda", torch_computes_on="CPU"),
         plan,
         r"install a torch that was built for it, or use device=cpu",
         fixed(torch_computes_on="CUDA 13.0"),
     ),
     case(
-        "cli/train.py: layout.workers is …, but more than one worker on cuda has not been run yet",
+        "launch/devices.py: device … needs a torch for …, and this one is for …",
+        values(device="xpu", torch_computes_on="CUDA 13.0", kind="xpu"),
+        plan,
+        r"install another torch, or use device=(cpu)",
+        lambda lab, found: lab.settings.update(device=found[1]),
+    ),
+    case(
+        "launch/devices.py: device … needs a torch for …, and this one is for …",
+        values(device="xpu", torch_computes_on="CUDA 13.0", kind="xpu"),
+        plan,
+        r"install another torch, or use device=cpu",
+        fixed(torch_computes_on="XPU 20250101"),
+    ),
+    case(
+        "launch/devices.py: layout.workers is …, but a run on … has one worker",
+        lambda lab: lab.settings.update({"device": "mps", "layout.workers": 2, "kind": "mps"}),
+        plan,
+        r"use (1), or device=cpu",
+        lambda lab, found: lab.settings.update({"layout.workers": found[1]}),
+    ),
+    case(
+        "launch/devices.py: layout.workers is …, but more than one worker on … has not been run "
+        "yet",
         lambda lab: lab.settings.update({"device": "cuda", "layout.workers": 2}),
         plan,
         r"use (1), or device=cpu",

@@ -281,7 +281,7 @@ CASES: list[Case] = [
         set_workers,
     ),
     case(
-        T + "layout.workers is …, but this machine has … accelerators",
+        "launch/devices.py: … is …, but this machine has … accelerators",
         on_machine("device=cuda", "layout.workers=2"),
         plan,
         r"use (device=cpu)",

@@ -15,6 +15,7 @@ import torch
 
 from holdfast.checkpoint.capture.chunked_copy import CopySpan, Piece, copy_spans, cut_into_pieces
 from holdfast.checkpoint.memory.arena import Arena
+from holdfast.core.devices import device_kind
 from holdfast.core.format.manifest import PlacedBox
 from holdfast.core.sharding.boxes import Box
 from holdfast.errors import CheckpointError
@@ -171,12 +172,12 @@ def _copy(group: _ForeachGroup, slot: int) -> None:
 
 
 def _pin_pages(memory: torch.Tensor, devices: list[torch.device]) -> bool:
-    """Lock the arena's pages for direct copies from a CUDA or ROCm device; whether that was done.
+    """Lock the arena's pages for direct copies from a device that can; whether that was done.
 
     Without it every copy goes through a bounce buffer at a fraction of the link's speed. A refusal
     costs only speed, so it is not an error, and the worker's log says it.
     """
-    if not any(device.type == "cuda" for device in devices):
+    if not any(device_kind(device.type).can_pin for device in devices):
         return False
     code = int(_cuda_runtime().cudaHostRegister(memory.data_ptr(), memory.numel(), 0))
     if code == 0:

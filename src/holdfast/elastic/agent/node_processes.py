@@ -7,9 +7,11 @@ import os
 from collections.abc import Awaitable, Callable
 
 from holdfast.checkpoint.peers.config import Peer
+from holdfast.core.devices import device_kind
 from holdfast.elastic.agent.final_upload import FinalUpload
 from holdfast.elastic.agent.run_progress import LearntProgress
 from holdfast.elastic.event_log import Say
+from holdfast.elastic.node.device_places import DevicePlaces
 from holdfast.elastic.node.identity import find_identity
 from holdfast.elastic.node.launch_specs import make_mover_settings
 from holdfast.elastic.node.mover_supervisor import MoverSupervisor
@@ -70,6 +72,7 @@ class NodeProcesses:
             on_mover_exit=self._on_mover_exit,
             on_fork_server_exit=self._on_fork_server_exit,
             say=self._say,
+            devices=DevicePlaces(device_kind(it.config.device), it.places),
         )
         self.final_upload = FinalUpload(
             self.mover, it.config.checkpoint.bucket_wait_seconds, self._say

@@ -10,7 +10,7 @@ import asyncio
 import os
 import signal
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -123,6 +123,7 @@ class ForkServer(Child):
         on_exit: Callable[[], None],
         run: str = "",
         computes_reference: bool = False,
+        environment: Mapping[str, str] | None = None,
     ) -> ForkServer:
         """Start a fork server of a run that imports `preloads` too.
 
@@ -130,6 +131,7 @@ class ForkServer(Child):
             on_message: gets its messages about workers.
             on_exit: called when the fork server has exited.
             computes_reference: it computes the reference checksum of this node.
+            environment: of it and its workers, in addition to the agent's.
         """
         ours, theirs = socket.socketpair()
         ours.setblocking(False)
@@ -151,6 +153,7 @@ class ForkServer(Child):
                 relay,
                 log,
                 (theirs.fileno(), lifeline),
+                environment=environment,
             )
         return ForkServer(process, output, on_exit, ours, on_message)
 
@@ -244,8 +247,9 @@ async def _spawn(
     log: Path,
     fds: Sequence[int],
     use_pipes: bool = False,
+    environment: Mapping[str, str] | None = None,
 ) -> tuple[asyncio.subprocess.Process, ProcessOutput]:
-    environment = dict(os.environ)
+    environment = {**os.environ, **(environment or {})}
     # A pool of threads that exists before a fork is lost in it; workers set their own number.
     environment["OMP_NUM_THREADS"] = "1"
     # A thread that spins at a barrier takes the core of the worker it waits for.

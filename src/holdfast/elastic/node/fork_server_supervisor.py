@@ -13,9 +13,9 @@ import os
 import signal
 import sys
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
@@ -49,6 +49,7 @@ class ForkServerSettings:
     secret: Secret
     run: str = ""  # its name, for the titles of processes
     computes_reference: bool = False
+    environment: Mapping[str, str] = field(default_factory=dict)  # in addition to the agent's
 
 
 class ForkListener(Protocol):
@@ -134,6 +135,7 @@ class ForkServerSupervisor:
             self._adopt_orphans,
             self._settings.run,
             self._settings.computes_reference,
+            self._settings.environment,
         )
         await server.wait_until_ready()
         await self._listener.on_fork_server_started()

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from holdfast.checkpoint.mover.service import MoverSettings
 from holdfast.config.run import RunConfig
+from holdfast.core.devices import is_accelerator
 from holdfast.elastic.node.output_relay import make_log_folder
 from holdfast.elastic.protocol.generation_record import GenerationRecord
 from holdfast.elastic.protocol.worker_spec import WorkerSpec
@@ -81,7 +82,7 @@ def standby_count(config: RunConfig) -> int:
     if wanted != "auto":
         return wanted
     # A process that finds its device for the first time needs seconds for it.
-    return int(config.layout.workers > 1 or config.device != "cpu")
+    return int(config.layout.workers > 1 or is_accelerator(config.device))
 
 
 def max_worker_count(config: RunConfig) -> int:
@@ -158,7 +159,7 @@ def make_worker_specs(
             dataset=config.data.folder,
             restore_key=restore_key,
             start_step=start_step,
-            device="cpu" if config.device == "cpu" else f"{config.device}:{rank}",
+            device=config.device,
             log=str(worker_log_path(folder, topology.generation, rank)),
             gloo_interface=config.cluster.gloo_device,
             heartbeat_seconds=config.cluster.heartbeat_seconds,

@@ -24,6 +24,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
+from holdfast.core.devices import DEVICES
+from holdfast.elastic.node.device_places import DevicePlaces
 from holdfast.elastic.node.fork_server_supervisor import (
     ForkServerSettings,
     ForkServerSupervisor,
@@ -98,6 +100,7 @@ class ProcessManager:
         on_mover_exit: Callable[[], None],
         on_fork_server_exit: Callable[[], None],
         say: Callable[[str], None],
+        devices: DevicePlaces | None = None,
     ) -> None:
         """Set up without starting any process.
 
@@ -108,14 +111,12 @@ class ProcessManager:
             lifeline: descriptor that ends every child when the agent exits.
             on_mover_exit, on_fork_server_exit: called when one has exited.
             say: gets a sentence for the log.
+            devices: of this node; None: the run computes on the CPU.
         """
-        self.mover = mover
+        self.mover, self._devices = mover, devices or DevicePlaces(DEVICES["cpu"], 1)
         self._folder, self._lifeline = folder, lifeline
-        self._listener, self._on_mover_exit, self._on_fork_server_exit = (
-            listener,
-            on_mover_exit,
-            on_fork_server_exit,
-        )
+        self._listener = listener
+        self._on_mover_exit, self._on_fork_server_exit = on_mover_exit, on_fork_server_exit
         self.on_ready_change: Callable[[], None] = lambda: None
         """Called when the number of ready processes may have changed."""
         self._command_server = CommandServer(self._on_held, lambda: self.on_ready_change())
@@ -130,6 +131,7 @@ class ProcessManager:
                 secret,
                 mover.run_name,
                 computes_reference=bool(mover.node_suffix),  # to compare with other nodes
+                environment=self._devices.kind.settings,
             ),
             self._command_server,
             self,
@@ -210,20 +212,25 @@ class ProcessManager:
 
     async def _start_newcomer(self, assignment: NodeAssignment, spec: WorkerSpec) -> None:
         idle = [process for process in self._idle_processes if process.pid]
-        process = next((p for p in idle if p.acked_command >= 0), idle[0] if idle else None)
+        process = self._devices.choose_standby(idle, self._processes)
         if process is not None:
             self._send_begin(process, assignment, spec)
             self._listener.on_joined(assignment.generation, spec.rank, process.pid)
         elif assignment.came_from is None:
-            await self._fork_server.fork(spec, spec.rank, assignment.generation)
+            placed = self._devices.place(spec, None, self._processes)
+            process = await self._fork_server.fork(placed, spec.rank, assignment.generation)
+            process.device = placed.device
         else:  # the others send it the state: it is told how, as a standby is
             process = await self._fork_server.fork(
                 replace(spec, rank=STANDBY_RANK), spec.rank, assignment.generation
             )
             self._send_begin(process, assignment, spec)
 
-    @staticmethod
-    def _send_begin(process: WorkerProcess, assignment: NodeAssignment, spec: WorkerSpec) -> None:
+    def _send_begin(
+        self, process: WorkerProcess, assignment: NodeAssignment, spec: WorkerSpec
+    ) -> None:
+        spec = self._devices.place(spec, process, self._processes)
+        process.device = spec.device
         process.begin_rank(Begin(spec, assignment.came_from, assignment.previous_state))
 
     async def keep_standbys(self, count: int, spec: WorkerSpec) -> None:
@@ -231,11 +238,8 @@ class ProcessManager:
         self._wanted_standbys = count, spec
         for _ in range(count - len(self._idle_processes) if self._fork_server.is_alive else 0):
             self._forked_standbys += 1
-            log = (
-                self._folder
-                / "logs"
-                / f"standby{self._forked_standbys}{self.mover.node_suffix}.log"
-            )
+            name = f"standby{self._forked_standbys}{self.mover.node_suffix}.log"
+            log = self._folder / "logs" / name
             await self._fork_server.fork(
                 replace(spec, rank=STANDBY_RANK, log=str(log)), STANDBY_RANK, 0
             )
@@ -320,14 +324,8 @@ class ProcessManager:
 
     def _report_exit(self, process: WorkerProcess) -> None:
         code = -signal.SIGKILL if process.exit_code is None else process.exit_code
-        self._listener.on_exited(
-            process.generation,
-            process.rank,
-            process.pid,
-            code,
-            process.log,
-            process.kill_reason,
-        )
+        whose = process.generation, process.rank, process.pid
+        self._listener.on_exited(*whose, code, process.log, process.kill_reason)
 
     def _on_held(self, process: WorkerProcess) -> None:
         assert process.held_state is not None, "only processes that hold are reported"

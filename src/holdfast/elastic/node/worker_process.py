@@ -56,6 +56,7 @@ class WorkerProcess:
     acked_command: int = -1
     held_state: HeldState | None = None
     kill_pending: bool = False  # to be killed as soon as it is known
+    device: str = ""  # that it computes on, for as long as it lives; "": none yet
     kill_reason: str = ""  # it was given up by its host: the cause, in words
     state_changed: asyncio.Event = field(default_factory=asyncio.Event)
 

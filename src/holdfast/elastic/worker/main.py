@@ -14,6 +14,7 @@ from __future__ import annotations
 import gc
 from pathlib import Path
 
+from holdfast.core.devices import device_kind
 from holdfast.elastic.protocol.worker_spec import WorkerSpec
 from holdfast.elastic.worker.commands import CommandClient
 from holdfast.elastic.worker.generation_loop import run_generations
@@ -34,7 +35,7 @@ def run(spec: WorkerSpec, secret: Secret) -> int:
     """Run a worker; return the exit code that tells the agent how it ended."""
     same_products_on_any_threads()
     gc.set_threshold(*_GC_THRESHOLDS)
-    if spec.device == "cpu":
+    if device_kind(spec.device).is_host:
         keep_freed_memory()
     elif (train := spec.config["train"])["deterministic"]:
         same_kernels_each_time(compiled=train["compile"])

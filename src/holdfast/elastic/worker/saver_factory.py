@@ -22,6 +22,7 @@ from holdfast.elastic.worker.checkpointer import (
 from holdfast.elastic.worker.generation_connection import GenerationConnection
 from holdfast.elastic.worker.held_session import HeldSession
 from holdfast.events import CheckpointSkipped, SettingIgnored, WorkerReady
+from holdfast.parallel.devices import describe_device
 from holdfast.wire.secret import Secret
 
 _MOVER_EXPECT_TIMEOUT_S = 20.0
@@ -93,7 +94,7 @@ class SaverFactory:
 
         def connect_first() -> Capturer | NoRoomCapturer:
             first = retry_until_mover_is_up(connect_once_announced, halts.wait)
-            reporter.emit(WorkerReady(rank, time.monotonic() - begun_at, step=step))
+            self._report_ready(time.monotonic() - begun_at, step)
             return first
 
         capturer = ReconnectingCapturer(
@@ -103,6 +104,12 @@ class SaverFactory:
             in_background=in_background,
         )
         return SnapshotSaver(capturer, reporter, rank, self.config, halts.check)
+
+    def _report_ready(self, seconds: float, step: int) -> None:
+        """Note that this worker trains from now on, `seconds` after its fork."""
+        device = describe_device(self.held_session.current.device)
+        event = WorkerReady(self.connection.rank, seconds, device, step=step)
+        self.connection.reporter.emit(event)
 
     def _on_capture_skipped(self, skipped: SkippedCapture) -> None:
         """Note that a snapshot was not captured."""

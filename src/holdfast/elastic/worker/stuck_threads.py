@@ -20,6 +20,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import psutil
 import torch
@@ -66,7 +67,7 @@ class ThreadWatcher:
         """
         place = _frame_position(self._thread.ident)
         same, self._last_position = place is not None and place == self._last_position, place
-        return same and _is_sleeping(self._thread.native_id) and not _uses_cuda()
+        return same and _is_sleeping(self._thread.native_id) and not _uses_device()
 
 
 class StackDumpTimer:
@@ -121,7 +122,7 @@ def is_any_stuck(threads: Sequence[ThreadId], seconds: float) -> bool:
     False if the answer is unknown. A device computes unseen; a thread that was stopped, or waits
     for a core or a disk, does not sleep.
     """
-    known = not _uses_cuda()
+    known = not _uses_device()
     places, used = (
         {thread: _frame_position(thread.ident) for thread in threads},
         time.process_time(),
@@ -138,8 +139,13 @@ def is_any_stuck(threads: Sequence[ThreadId], seconds: float) -> bool:
     return known and still and not busy
 
 
-def _uses_cuda() -> bool:
-    return bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
+def _uses_device() -> bool:
+    """Return True if a device computes for this process, which no thread of it shows."""
+    found = torch.accelerator.current_accelerator()
+    if found is None:
+        return False
+    module: Any = torch.get_device_module(found)
+    return bool(getattr(module, "is_initialized", module.is_available)())
 
 
 def _frame_position(thread: int) -> tuple[int, int] | None:

@@ -7,6 +7,7 @@ import torch
 from holdfast.config.run import RunConfig
 from holdfast.core.data.skips import Skips
 from holdfast.elastic.protocol.worker_spec import WorkerSpec
+from holdfast.parallel.devices import select_device
 from holdfast.tasks.choose import open_task
 from holdfast.train.task import EngineTask, TaskBatchSource
 from holdfast.wire import process_log
@@ -21,6 +22,7 @@ class WorkerSetup:
         self.config = RunConfig.model_validate(spec.config)
         self._task: EngineTask | None = None
         self._batches: TaskBatchSource | None = None
+        self._use_device()
 
     @property
     def device(self) -> torch.device:
@@ -36,6 +38,12 @@ class WorkerSetup:
         process_log.enter(spec.generation, spec.rank)
         set_process_title(f"worker {spec.rank}", self.config.name)
         self.spec = spec
+        self._use_device()
+
+    def _use_device(self) -> None:
+        """Let this process compute on the spec's device. A standby has none yet."""
+        if self.spec.topology is not None:
+            select_device(self.device)
 
     @property
     def task(self) -> EngineTask:

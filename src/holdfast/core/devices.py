@@ -1,0 +1,127 @@
+"""The kinds of devices that a worker may compute on, and what each of them can do.
+
+It is the only place that asks for a device's name. All other code reads a capability from the
+table. `parallel/devices.py` has the part that needs torch.
+
+Nothing here has run on several devices: the entries come from the source of torch 2.13 and of NCCL
+(docs/accelerators.md says which). ROCm is `cuda`, as in torch, and its backend is then RCCL.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+
+
+@dataclass(frozen=True)
+class DeviceKind:
+    """One kind of device.
+
+    name: torch's name of the kind, and the run file's.
+    inside, between: torch's backends for tensors on the device: inside a replica and between
+        replicas. With `gloo`, tensors travel through the host's memory.
+    has_index: a process chooses one of several devices by its index.
+    most_workers: of a run; 0: any number.
+    ranks_per_device: processes that may compute on one device; 0: any number.
+    can_abort: `abort()` of a group frees every wait in it, and the process survives.
+    can_regroup: a process can make new groups after old ones were aborted.
+    regroups_per_process: groups of a backend leak device memory; after so many new sets of groups
+        a process is replaced. 0: never.
+    can_pin: the pages of a shared mapping can be locked for direct copies.
+    pins_batches: batches are copied to the device from locked pages.
+    chunk_elements: logits that the loss holds at a time.
+    settings: environment of a worker, set before torch is imported. They replace a person's own.
+    packages: installed packages whose versions decide what the backend does.
+    """
+
+    name: str
+    inside: str
+    between: str
+    has_index: bool = True
+    most_workers: int = 0
+    ranks_per_device: int = 1
+    can_abort: bool = True
+    can_regroup: bool = True
+    regroups_per_process: int = 0
+    can_pin: bool = False
+    pins_batches: bool = True
+    chunk_elements: int = 2**28
+    settings: Mapping[str, str] = field(default_factory=dict, hash=False)
+    packages: tuple[str, ...] = ()
+
+    def device(self, index: int) -> str:
+        """Return the name of one device of this kind, as torch reads it."""
+        return f"{self.name}:{index}" if self.has_index else self.name
+
+    @property
+    def is_host(self) -> bool:
+        """Return True if the device's memory is the host's."""
+        return self.name == "cpu"
+
+
+_NCCL_SETTINGS = MappingProxyType(
+    {
+        # Without these the backend's watchdog ends a process that has lost a peer.
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+        "TORCH_NCCL_ENABLE_MONITORING": "0",
+        "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",
+        # The watchdog would ask our store once a second, or write to it.
+        "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+        "TORCH_NCCL_PROPAGATE_ERROR": "0",
+        # It sleeps four times this after an error, and the end of a group waits for it.
+        "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "100",
+        "TORCH_INCLUDE_STACK_TRACE": "0",  # a dump that waits for the interpreter can deadlock
+        "TORCH_NCCL_BLOCKING_WAIT": "0",
+        "TORCH_NCCL_NONBLOCKING_TIMEOUT": "60",  # seconds that a new communicator may take
+        "NCCL_NVLS_ENABLE": "0",  # it can neither be made again nor repeat its bits
+        "NCCL_LAUNCH_ORDER_IMPLICIT": "1",  # several communicators on one device
+    }
+)
+
+DEVICES: Mapping[str, DeviceKind] = MappingProxyType(
+    {
+        kind.name: kind
+        for kind in (
+            DeviceKind(
+                "cpu",
+                inside="gloo",
+                between="gloo",
+                has_index=False,
+                ranks_per_device=0,
+                pins_batches=False,
+                chunk_elements=2**24,
+            ),
+            DeviceKind(
+                "cuda",
+                inside="nccl",
+                between="nccl",
+                regroups_per_process=32,  # not measured
+                can_pin=True,
+                settings=_NCCL_SETTINGS,
+                packages=("nvidia-nccl-cu13", "nvidia-nccl-cu12"),
+            ),
+            DeviceKind("xpu", inside="xccl", between="gloo", can_abort=False, can_regroup=False),
+            DeviceKind(
+                "mps",
+                inside="gloo",
+                between="gloo",
+                has_index=False,
+                most_workers=1,
+                pins_batches=False,
+            ),
+        )
+    }
+)
+"""By torch's name of the kind."""
+
+
+def device_kind(device: str) -> DeviceKind:
+    """Return the kind of a device by its name ("cuda:1", "cpu"). Raises KeyError for an unknown
+    kind."""
+    return DEVICES[device.partition(":")[0]]
+
+
+def is_accelerator(device: str) -> bool:
+    """Return True if a device of the run file is a planned accelerator."""
+    return device in DEVICES and not DEVICES[device].is_host

@@ -1,0 +1,56 @@
+"""Whether this machine and its torch have the devices that a run asks for."""
+
+from __future__ import annotations
+
+from holdfast.config.load import LoadedConfig
+from holdfast.core.devices import DEVICES, is_accelerator
+from holdfast.errors import ConfigError
+from holdfast.plan.hardware import HardwareInfo
+
+_BUILDS = {"cuda": ("CUDA", "ROCm"), "xpu": ("XPU",)}
+"""What torch must have been built for, by kind of device."""
+
+
+def refuse_devices(loaded: LoadedConfig, machine: HardwareInfo) -> None:
+    """Raises ConfigError if the run's device, or so many of them, are not here."""
+    config = loaded.config
+    if not is_accelerator(config.device):
+        return
+    kind = DEVICES[config.device]
+    found = [each for each in machine.accelerators if each.kind == kind.name]
+    key = "cluster.places" if config.cluster.node else "layout.workers"
+    workers = (config.cluster.places or 1) if config.cluster.node else config.layout.workers
+    if workers > len(found) and kind.ranks_per_device:
+        raise ConfigError(
+            f"{key} is {workers}, but this machine has {len(found)} accelerators",
+            where=loaded.where(key),
+            remedy=f"use {len(found)}, or device=cpu" if found else "use device=cpu",
+        )
+    if machine.torch_computes_on == "CPU" and kind.name in _BUILDS:
+        raise ConfigError(
+            f"{found[0].name} is here, but torch was built for the CPU alone",
+            where=loaded.where("device"),
+            remedy="install a torch that was built for it, or use device=cpu",
+        )
+    build = machine.torch_computes_on.partition(" ")[0]
+    if build and kind.name in _BUILDS and build not in _BUILDS[kind.name]:
+        raise ConfigError(
+            f"device {kind.name} needs a torch for {' or '.join(_BUILDS[kind.name])}, and this one "
+            f"is for {build}",
+            where=loaded.where("device"),
+            remedy="install another torch, or use device=cpu",
+        )
+    if kind.most_workers and config.layout.workers > kind.most_workers:
+        raise ConfigError(
+            f"layout.workers is {config.layout.workers}, but a run on {kind.name} has one worker",
+            where=loaded.where("layout.workers"),
+            remedy="use 1, or device=cpu",
+        )
+    if config.layout.workers > 1:
+        alone = config.layout.least_workers == 1  # else degrees ask for more, whatever workers says
+        raise ConfigError(
+            f"layout.workers is {config.layout.workers}, but more than one worker on {kind.name} "
+            "has not been run yet",
+            where=loaded.where("layout.workers"),
+            remedy="use 1, or device=cpu" if alone else "use a layout of one rank, or device=cpu",
+        )

@@ -1,0 +1,59 @@
+"""The part of the device table that needs torch. `core/devices.py` has the table itself."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from holdfast.core.devices import DeviceKind, device_kind
+from holdfast.errors import LayoutError, UserError
+
+
+def select_device(device: torch.device) -> None:
+    """Let this process compute on `device` from now on. Call it after the fork and before the first
+    tensor: other devices then get no context of this process. Raises UserError if torch does not
+    see the device."""
+    kind = device_kind(device.type)
+    if kind.is_host:
+        return
+    found = torch.accelerator.current_accelerator()
+    count = torch.accelerator.device_count() if found is not None else 0
+    index = device.index or 0
+    if found is None or found.type != kind.name or index >= count:
+        there = "no device" if found is None else f"{count} of {found.type}"
+        raise UserError(
+            f"this worker was given {device}, but torch sees {there}",
+            where="device",
+            remedy="use device=cpu",
+        )
+    if kind.has_index:
+        torch.accelerator.set_device_index(index)
+
+
+def check_backends(kind: DeviceKind) -> None:
+    """Raises LayoutError if this torch lacks a backend that several workers need."""
+    for backend in sorted({kind.inside, kind.between}):
+        if not dist.is_backend_available(backend):
+            raise LayoutError(
+                f"several workers on {kind.name} need the backend {backend}, which this torch does "
+                "not have",
+                where="layout.workers",
+                remedy="use 1 worker, or device: cpu",
+            )
+
+
+def describe_device(device: torch.device) -> str:
+    """Return a device with the backends that its workers use, for the journal: "cuda:1, nccl
+    2.28.9" for example."""
+    kind = device_kind(device.type)
+    backends = sorted({kind.inside, kind.between})
+    words = [f"{name} {backend_version(name)}".rstrip() for name in backends]
+    return f"{device}, {', '.join(words)}"
+
+
+def backend_version(backend: str) -> str:
+    """Return the version of a backend's library; "" if torch does not say it."""
+    if backend != "nccl" or not dist.is_nccl_available():
+        return ""
+    version = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
+    return ".".join(map(str, version)) if isinstance(version, tuple) else str(version)

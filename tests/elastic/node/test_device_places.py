@@ -1,0 +1,58 @@
+"""The devices of a node and its processes: by place on the node, not by rank in the run."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any, cast
+
+from holdfast.core.devices import DEVICES
+from holdfast.elastic.node.device_places import DevicePlaces
+from holdfast.elastic.node.worker_process import STANDBY_RANK, WorkerProcess
+from holdfast.elastic.protocol.worker_spec import WorkerSpec
+
+LOG = cast(Any, SimpleNamespace(send_to=lambda path: None))
+SPEC = WorkerSpec({}, None, 1, 0, 1, "", "", "", "", None, 0, "cuda", "")
+
+
+def process(rank: int, device: str = "", *, prepared: bool = True) -> WorkerProcess:
+    return WorkerProcess(LOG, rank, device=device, acked_command=0 if prepared else -1)
+
+
+def test_ranks_of_a_second_node_get_its_devices_from_the_first_on() -> None:
+    places, processes = DevicePlaces(DEVICES["cuda"], 2), list[WorkerProcess]()
+    for rank in (6, 7):
+        spec = places.place(replace(SPEC, rank=rank), None, processes)
+        processes.append(process(rank, spec.device))
+    assert [each.device for each in processes] == ["cuda:0", "cuda:1"]
+
+
+def test_a_standby_takes_the_device_of_the_worker_that_it_replaces() -> None:
+    places = DevicePlaces(DEVICES["cuda"], 3)
+    lost, standby = process(1, "cuda:1"), process(STANDBY_RANK)
+    processes = [process(0, "cuda:0"), lost, process(2, "cuda:2"), standby]
+    lost.on_exited(-9)
+    assert places.choose_standby([standby], processes) is standby
+    assert places.place(SPEC, standby, processes).device == "cuda:1"
+
+
+def test_a_process_keeps_its_device() -> None:
+    places = DevicePlaces(DEVICES["cuda"], 2)
+    stays = process(0, "cuda:1")
+    assert places.place(SPEC, stays, [stays]).device == "cuda:1"
+
+
+def test_a_standby_on_a_device_in_use_gets_no_rank() -> None:
+    places = DevicePlaces(DEVICES["cuda"], 2)
+    idle, works = process(STANDBY_RANK, "cuda:0"), process(0, "cuda:0")
+    assert places.choose_standby([idle], [idle, works]) is None
+    free = process(STANDBY_RANK, prepared=False)
+    assert places.choose_standby([idle, free], [idle, free, works]) is free
+    assert DevicePlaces(DEVICES["cpu"], 2).choose_standby([idle], [idle, works]) is idle
+
+
+def test_a_device_that_no_living_process_holds_comes_first() -> None:
+    places = DevicePlaces(DEVICES["cuda"], 2)
+    idle = process(STANDBY_RANK, "cuda:0")
+    assert places.place(SPEC, None, [idle]).device == "cuda:1"
+    assert DevicePlaces(DEVICES["cpu"], 2).place(SPEC, None, [idle]).device == "cpu"
