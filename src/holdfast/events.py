@@ -12,7 +12,6 @@ from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar
 
 JOURNAL_VERSION = 1
-
 _KINDS: dict[str, type[Event]] = {}
 
 
@@ -104,6 +103,7 @@ class WorkerReady(Event):
     """The worker restored its state and is about to compute step `step` + 1."""
 
     kind: ClassVar[str] = "worker_ready"
+    absent_if_empty = frozenset({"device"})
     rank: int
     seconds: float  # from fork to ready
     device: str = ""  # with its backends and their versions: "cuda:1, nccl 2.28.9"
@@ -486,8 +486,7 @@ def to_json(record: Record) -> dict[str, Any]:
 
 def from_json(value: dict[str, Any]) -> Record | None:
     """The record, or None for a kind that this version does not know."""
-    kind = _KINDS.get(value["kind"])
-    if kind is None:
+    if value["kind"] not in _KINDS:
         return None
     place = value["generation"], value["writer"], value["sequence"], value["time"]
     return Record(*place, event_from_json(value["kind"], value["event"]))

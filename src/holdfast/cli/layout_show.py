@@ -24,6 +24,7 @@ from holdfast.plan.activations import activations_of, has_formula
 from holdfast.plan.layouts import microbatches
 from holdfast.plan.loss_impact import LossImpact, impact_of_loss
 from holdfast.plan.memory_use import contents_by_rank
+from holdfast.plan.placed_memory import placed_by_rank
 from holdfast.report.formatting import format_plural
 
 
@@ -180,10 +181,12 @@ def _as_json(
 ) -> dict[str, Any]:
     replicas = len(topology.replicas)
     ranks = []
-    estimates = estimates_as_json(config, topology)
-    for each, estimate in zip(contents_by_rank(config, topology), estimates, strict=True):
+    estimates, placed = estimates_as_json(config, topology), placed_by_rank(config, topology)
+    contents = contents_by_rank(config, topology)
+    for each, estimate, places in zip(contents, estimates, placed, strict=True):
         row = asdict(each)
         row |= {"at": asdict(each.at), "held": asdict(each.held) | {"total": each.held.total}}
+        row["places"] = asdict(places)
         row["activations"] = None
         if has_formula(config):
             kept = activations_of(config, topology, each.at)

@@ -8,7 +8,8 @@
 
 A failure within a generation does not end the process. The exception is a UserError on the way into
 a generation that begins from a checkpoint or from nothing: the user must correct it. A ScriptError
-ends the process in any case, as a script cannot be run twice in it.
+ends the process in any case, as a script cannot be run twice in it. So does a StateMemoryError: the
+state has no place.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from holdfast.errors import (
     NonFiniteError,
     PeerLostError,
     ScriptError,
+    StateMemoryError,
     UserError,
 )
 from holdfast.policy.recovery.survivors import HeldState, RejectedStep
@@ -109,7 +111,8 @@ def _run_generation(
         logger.error("%s: %s", type(error).__name__, error)
         return _stop_and_hold(worker, "rotten", str(error))
     except Exception as error:
-        if isinstance(error, ScriptError) or (is_fresh and isinstance(error, UserError)):
+        is_final = isinstance(error, ScriptError | StateMemoryError)
+        if is_final or (is_fresh and isinstance(error, UserError)):
             raise
         if commands.is_halted(worker.generation):  # whatever it was woken with
             return _stop_and_hold(worker, "halt", f"{type(error).__name__}: {error}")
