@@ -185,6 +185,7 @@ def prepare_run_data(
         loaded = with_lora(loaded, None if fresh else run_folder)
         refuse_other_tokenizer(Path(loaded.config.lora.base), dataset)
     loaded = with_microbatch_size(loaded, None if fresh else run_folder)
+    checked_layouts(loaded)  # again: how many microbatches there are is known from now on
     config = loaded.config
     version = dataset.version if fresh else dataset_version_in(run_folder, dataset)
     use = describe_use(dataset, config.data, config.train, config.seed)
