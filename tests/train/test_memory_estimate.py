@@ -119,7 +119,7 @@ def test_the_microbatch_that_is_chosen_is_the_one_that_a_sweep_finds(name: str) 
 
 
 def test_the_estimate_of_a_pipeline_is_the_accounted_peak() -> None:
-    _compare("shallow.full.fp32.pp2", {"train__batch_size": 8, "data__sequence_length": 32})
+    _compare("shallow.full.fp32.pp2", {"train__batch_size": 12, "data__sequence_length": 64})
 
 
 @pytest.mark.slow
