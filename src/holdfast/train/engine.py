@@ -129,11 +129,9 @@ class StepEngine:
         self._gradients = feed(groups, None)
         self.plan = StepPlan(train, groups, dealer)
         self.status, self.history = StepStatus(), StepHistory()
-        gradients, masters = self._gradients.gradients(), parameters.master_tensors
-        table, wanted = parameters.table, train.optimizer
-        self.optimizer = make_optimizer(
-            wanted, table, masters, gradients, self._user, parameters.memory, parameters.boxes
-        )
+        held, gradients = (parameters.table, parameters.master_tensors), self._gradients.gradients()
+        where = parameters.memory, parameters.boxes
+        self.optimizer = make_optimizer(train.optimizer, *held, gradients, self._user, *where)
         self._shares: Shares = ()
         self.batches: list[DeviceMicrobatch] = []  # of the step that is open, or was last
         self._accounts: AccountExchange | None = None

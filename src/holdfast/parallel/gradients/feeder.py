@@ -80,34 +80,27 @@ class GradientFeeder:
         self.reducers: list[Reducer] = []
         self._launcher = GatheredLauncher()
         arranged: list[list[Box]] = []
+        make_reducer = partial(
+            Reducer,
+            dtype=dtype,
+            device=device,
+            pairs=pairs,
+            fast=fast and len(cells) == 1,
+            on_error=self.fail,
+            launcher=self._launcher,
+            buffers=buffers,
+        )
         for cell, team in cells:
             order, layout = arrange_boxes(cell.boxes, bucket_bytes, dtype.itemsize, by_unit)
             arranged.append([cell.boxes[i] for i in order])
-            self.reducers.append(
-                Reducer(
-                    layout,
-                    team,
-                    dtype=dtype,
-                    device=device,
-                    pairs=pairs,
-                    fast=fast and len(cells) == 1,
-                    on_error=self.fail,
-                    launcher=self._launcher,
-                    buffers=buffers,
-                )
-            )
+            self.reducers.append(make_reducer(layout, team))
         self._norm_cells = _norm_cells(cells)
-        self.placement = GradientPlacement(
-            self.reducers,
-            arranged,
-            boxes,
-            boxes if wanted is None else wanted,
-            buffers or partial(torch.zeros, dtype=dtype, device=device),
-        )
+        make_buffer = buffers or partial(torch.zeros, dtype=dtype, device=device)
+        needed = boxes if wanted is None else wanted
+        self.placement = GradientPlacement(self.reducers, arranged, boxes, needed, make_buffer)
         self._contributed_cells = self.placement.contributed_cells
         self._target: list[list[Tensor]] = []
-        # How many slices a bucket waits for, by cell and bucket.
-        self._missing_slices: list[list[int]] = []
+        self._missing_slices: list[list[int]] = []  # by cell and bucket
         self._peers = list({id(r.peers): r.peers for r in self.reducers}.values())
         self._defers_errors = False
         self._done_leaves: list[int] = []  # leaves of the step that is open
