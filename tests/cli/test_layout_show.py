@@ -59,6 +59,10 @@ def test_which_rank_holds_what_on_which_node(run_file: Path, capsys: Capture) ->
         r"activations kept .* on rank 0 \(microbatches in flight 2, each ", outcome.out
     )
     assert kept is not None
+    estimate = outcome.out[outcome.out.index("estimate of each rank") :].split("\n")
+    assert estimate[1].split()[:3] == ["rank", "parameters", "gradients"]
+    assert [line.split()[0] for line in estimate[2:10]] == list("01234567")
+    assert "no fragmentation is added on a CPU" in estimate[10]
 
 
 def test_what_a_lost_rank_leaves(run_file: Path, capsys: Capture) -> None:
@@ -92,6 +96,9 @@ def test_as_json(run_file: Path, capsys: Capture) -> None:
     assert [rank["at"]["pp"] for rank in value["ranks"]] == [0, 0, 1, 1] * 2
     held = value["ranks"][0]["held"]
     assert held["total"] == held["parameters"] + held["gradients"] + held["moments"]
+    estimate = value["ranks"][0]["estimate"]
+    parts = [part for key, part in estimate.items() if key not in ("peak", "moment")]
+    assert estimate["peak"] == sum(parts) > held["total"]
     assert value["microbatches"] == [{"from_step": 1, "number": 4, "shares": [[0, 1], [2, 3]]}]
     assert (value["what_if"]["lost"], value["what_if"]["broken"]) == ([0, 5], [0, 1])
     assert value["what_if"]["waiting"] == [1, 2, 3, 4, 6, 7]
@@ -104,6 +111,7 @@ def test_what_is_not_known_is_said(run_file: Path, capsys: Capture) -> None:
     assert "shown for 1; see --workers" in outcome.err
     assert "add model.vocab_size=N" in outcome.err
     assert "vocabulary not known yet" in outcome.out
+    assert "an estimate of each rank's memory needs model.vocab_size=N" in outcome.out
 
 
 def test_batch_warm_up_has_a_column_of_its_own(run_file: Path, capsys: Capture) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
 
+from holdfast.cli.layout_estimate import print_estimate
 from holdfast.cli.layout_places import print_places
 from holdfast.cli.output import print_table
 from holdfast.config.run import RunConfig
@@ -22,7 +23,6 @@ from holdfast.report.formatting import format_bytes, format_count, format_plural
 _BYTES = """\
 bytes on a rank while a step's backward runs: parameters{copies}, the sum of
 gradients, AdamW's two moments; on top come activations, messages on their way{gathered}"""
-_NO_FORMULA = "activations: no formula covers this model, precision, mask or task"
 
 
 @dataclass(frozen=True)
@@ -42,6 +42,8 @@ class LayoutPicture:
         self._ranks()
         self._activations()
         print_places(self.config, self.topology)
+        print()
+        print_estimate(self.config, self.topology)
         print()
         self._dealing()
         if self.loss is not None:
@@ -108,8 +110,7 @@ class LayoutPicture:
     def _activations(self) -> None:
         """The largest of all ranks, and how it comes about."""
         if not has_formula(self.config):
-            print(_NO_FORMULA)
-            return
+            return  # the estimate says so
         found = [activations_of(self.config, self.topology, each.at) for each in self.holdings]
         most = max(range(len(found)), key=lambda index: found[index].total)
         largest = found[most]

@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
+from holdfast.cli.layout_estimate import estimates_as_json
 from holdfast.cli.layout_picture import LayoutPicture
 from holdfast.cli.output import print_json, say
 from holdfast.cli.train import checked_layouts, with_vocabulary
@@ -178,8 +179,9 @@ def _as_json(
 ) -> dict[str, Any]:
     replicas = len(topology.replicas)
     ranks = []
-    placed = placed_by_rank(config, topology)
-    for each, places in zip(contents_by_rank(config, topology), placed, strict=True):
+    placed, estimates = placed_by_rank(config, topology), estimates_as_json(config, topology)
+    contents = contents_by_rank(config, topology)
+    for each, places, estimate in zip(contents, placed, estimates, strict=True):
         row = asdict(each)
         row |= {"at": asdict(each.at), "held": asdict(each.held) | {"total": each.held.total}}
         row["places"] = asdict(places)
@@ -187,6 +189,7 @@ def _as_json(
         if has_formula(config):
             kept = activations_of(config, topology, each.at)
             row["activations"] = asdict(kept) | {"total": kept.total}
+        row["estimate"] = estimate
         ranks.append(row)
     value: dict[str, Any] = {
         "topology": topology.to_json(),

@@ -63,7 +63,7 @@ def activations_of(config: RunConfig, topology: Topology, at: Coordinate) -> Ran
     replica = topology.replicas[at.replica]
     share = deal(max(microbatches(config).values()), len(topology.replicas))[at.replica]
     stages, tp = replica.degree("pp"), replica.degree("tp")
-    rank = _Rank.of(config, replica, at)
+    rank = RankShape.of(config, replica, at)
     is_last, is_cut = at.pp == stages - 1, tp > 1 and config.layout.sequence_parallel
     blocks = replica.blocks(at.pp) or range(config.model.layers)
     kept = len(blocks) * rank.block(config.train.recompute)
@@ -94,7 +94,7 @@ def _in_flight(config: RunConfig, stages: int, stage: int, number: int) -> int:
 
 
 @dataclass(frozen=True)
-class _Rank:
+class RankShape:
     """What the formulas need of one rank: see the module."""
 
     model: ModelConfig
@@ -107,12 +107,12 @@ class _Rank:
     wide: int
 
     @staticmethod
-    def of(config: RunConfig, replica: Replica, at: Coordinate) -> _Rank:
+    def of(config: RunConfig, replica: Replica, at: Coordinate) -> RankShape:
         model, tp = config.model, replica.degree("tp")
         samples = config.train.microbatch_size // replica.degree("dp_shard")
         tokens = samples * config.data.sequence_length
         item = _COMPUTE_BYTES[config.train.precision]
-        return _Rank(
+        return RankShape(
             model,
             tokens,
             -(-tokens // tp) if config.layout.sequence_parallel else tokens,

@@ -1,0 +1,57 @@
+"""The estimate of memory in `holdfast layout show`: a row for each rank."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+from holdfast.cli.output import print_table
+from holdfast.config.run import RunConfig
+from holdfast.layout import Topology
+from holdfast.plan.activations import has_formula
+from holdfast.plan.estimate import RankEstimate, device_kind, estimates_by_rank
+from holdfast.report.formatting import format_bytes
+
+NO_FORMULA = "activations: no formula covers this model, precision, mask or task"
+_COLUMNS = {
+    "parameters": "parameters",
+    "gradients": "gradients",
+    "moments": "optimizer",
+    "activations": "activations",
+    "logits": "logits",
+    "gathered": "gathered",
+    "communication": "messages",
+    "working": "working",
+    "fragmentation": "fragments",
+    "peak": "peak",
+}
+_CPU = "no fragmentation is added on a CPU; with device=cuda 5 % of what is not state is"
+_DEVICE = (
+    "fragments: 5 % of what is not state, for the device's allocator (an allowance, not measured)"
+)
+
+
+def print_estimate(config: RunConfig, topology: Topology) -> None:
+    """Print what each rank holds at its fullest moment, or that no formula says it."""
+    if not has_formula(config):
+        print(NO_FORMULA)
+        return
+    if not config.model.vocab_size:
+        print("an estimate of each rank's memory needs model.vocab_size=N")
+        return
+    print("estimate of each rank's memory at the fullest moment of a step")
+    found = estimates_by_rank(config, topology)
+    rows = [[rank, *_figures(each), each.moment] for rank, each in enumerate(found)]
+    print_table(rows, ["rank", *_COLUMNS.values(), "moment"])
+    print(_CPU if device_kind(config) == "cpu" else _DEVICE)
+
+
+def _figures(estimate: RankEstimate) -> list[str]:
+    return [format_bytes(getattr(estimate, field)) for field in _COLUMNS]
+
+
+def estimates_as_json(config: RunConfig, topology: Topology) -> list[dict[str, Any] | None]:
+    """A value for each rank; None where no formula says it."""
+    if not has_formula(config) or not config.model.vocab_size:
+        return [None] * topology.world_size
+    return [asdict(each) | {"peak": each.peak} for each in estimates_by_rank(config, topology)]

@@ -1,0 +1,196 @@
+"""The moments of a microbatch's passes at which most memory is in use, by formulas.
+
+Each is on top of the rank's state, and of what other microbatches in flight keep.
+
+    head        the forward's end: the logits of a chunk, their softmax, their and the head's
+                gradient
+    forward     the forward's end on a stage without a head
+    norm        the backward of the last norm
+    last block  the backward of the feed-forward in the last block, from which most is kept
+    first block the same in the first block, when gradients stay where they were computed
+    unit        FSDP2 reduces the gradients of the last block
+    next block  the feed-forward of the block ahead, while it keeps what it reduced
+    embedding   the gradient of the embedding's rows, at the end
+    root        FSDP2 reduces the gradients outside of the blocks
+
+FSDP2 keeps the buffer of the block that it gathered last until the forward pass is over. In the
+backward pass it gathers a block before the one after it is done. It keeps what it sends of a
+block's gradients until the next block's are ready.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from holdfast.plan.activations import RankShape
+
+CHUNK_ELEMENTS = {"cpu": 2**24, "accelerator": 2**28}
+"""Logits at a time (`train.objective.chunk_tokens`)."""
+
+
+@dataclass(frozen=True)
+class Moment:
+    """Bytes at one moment, without the state. activations: that the pass keeps. logits: of a chunk,
+    and what the loss makes of them. gathered: parameters that other ranks hold. working: results of
+    operations that are not kept, gradients on their way among them."""
+
+    name: str
+    activations: int = 0
+    logits: int = 0
+    gathered: int = 0
+    working: int = 0
+
+    @property
+    def total(self) -> int:
+        return self.activations + self.logits + self.gathered + self.working
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A rank's part of the model.
+
+    rows: of the head that it computes with; 0 on a stage that is not the last. held: rows of the
+    vocabulary that it holds. tied: embedding and head are one. embeds: it has the embedding.
+    is_cut: tokens are cut over tp. edges: bytes that it keeps of what came in and goes out.
+    unit, root: elements of a block, and of what is outside of the blocks. gathers: FSDP2's stage
+    of ZeRO, 2 or 3; 0 without it. shards: that it reduces to, where a sum is added to an earlier
+    one; 0 where it replaces that. device: a key of CHUNK_ELEMENTS.
+    """
+
+    shape: RankShape
+    blocks: int
+    recompute: str
+    vocabulary: int
+    rows: int
+    held: int
+    embeds: bool
+    tied: bool
+    is_cut: bool
+    edges: int
+    unit: int
+    root: int
+    gathers: int
+    shards: int
+    device: str = "cpu"
+
+    @property
+    def is_mixed(self) -> bool:
+        return self.shape.item < self.shape.wide
+
+    @property
+    def stream(self) -> int:
+        return self.shape.item * self.shape.stream_tokens * self.shape.model.dim
+
+    @property
+    def whole(self) -> int:
+        return self.shape.item * self.shape.tokens * self.shape.model.dim
+
+    @property
+    def head_gradient(self) -> int:
+        return self.shape.item * self.held * self.shape.model.dim
+
+    def kept(self, blocks: int) -> int:
+        """Bytes that so many blocks keep, and the stage's ends."""
+        return blocks * self.shape.block(self.recompute) + self.edges
+
+    def gathered(self, blocks: int, more: int) -> int:
+        """Bytes that FSDP2 has gathered when the backward is to come of so many blocks.
+
+        more: blocks that stage 3 has gathered then.
+        """
+        if not self.gathers:
+            return 0
+        units = blocks if self.gathers == 2 else min(blocks, more)
+        return self.shape.item * (self.root + units * self.unit)
+
+    def reduced(self, elements: int) -> int:
+        """Bytes of the sum of gradients that is added to an earlier one."""
+        return self.shape.wide * elements // self.shards if self.shards else 0
+
+
+def forward_moment(stage: Stage) -> Moment:
+    """The moment of a forward pass."""
+    kept, gathered = stage.kept(stage.blocks), stage.gathered(stage.blocks, 0)
+    gathered += stage.shape.item * stage.unit if stage.gathers else 0
+    if not stage.rows:
+        return Moment("forward", kept, 0, gathered)
+    working = 2 * stage.whole + stage.is_mixed * stage.stream
+    return Moment("head", kept + stage.shape.norm(), _logits(stage), gathered, working)
+
+
+def backward_moments(stage: Stage, *, stays: bool) -> Iterator[Moment]:
+    """The moments of a backward pass. stays: its gradients stay where they are computed."""
+    shape, blocks = stage.shape, stage.blocks
+    has_head = stage.rows > 0
+    waits = stays or bool(stage.gathers) or (stage.tied and stage.embeds)
+    head = stage.head_gradient if has_head and waits else 0
+    if has_head:
+        wide = shape.wide * shape.stream_tokens * shape.model.dim
+        working = stage.whole + (stage.stream if stage.is_cut else 0) + head + 2 * wide
+        working += stage.is_mixed * stage.stream
+        kept = stage.kept(blocks) + shape.norm()
+        yield Moment("norm", kept, 0, stage.gathered(blocks, 1), working)
+    again = _again(stage)
+    working = head + stage.stream + _feed_forward(stage, stays=stays or bool(stage.gathers))
+    yield Moment("last block", stage.kept(blocks) + again, 0, stage.gathered(blocks, 2), working)
+    if stays:
+        grown = (blocks - 1) * shape.item * stage.unit
+        yield Moment("first block", stage.kept(1) + again, 0, 0, working + grown)
+    if stage.gathers:
+        working = head + stage.stream + _reduce(stage, stage.unit)
+        kept, gathered = stage.kept(blocks - 1), stage.gathered(blocks - 1, 1)
+        yield Moment("unit", kept, 0, gathered, working)
+    if stage.gathers and blocks > 1:
+        working = head + stage.stream + _feed_forward(stage, stays=True)
+        working += shape.wide * stage.unit + stage.reduced(stage.unit)
+        kept, gathered = stage.kept(blocks - 1), stage.gathered(blocks - 1, 2)
+        yield Moment("next block", kept + again, 0, gathered, working)
+    if stage.embeds:
+        grown = blocks * shape.item * stage.unit if stays else 0
+        sent = shape.wide * stage.unit + stage.reduced(stage.unit) if stage.gathers else 0
+        rows = 3 if stage.tied and has_head else 1
+        working = grown + sent + rows * stage.head_gradient
+        yield Moment("embedding", 0, 0, stage.gathered(0, 0), working)
+    if stage.gathers and stage.root:
+        yield Moment("root", 0, 0, stage.gathered(0, 0), _reduce(stage, stage.root))
+
+
+def _again(stage: Stage) -> int:
+    """Bytes that a block has once it is run again, on top of what it kept."""
+    if stage.recompute == "none":
+        return 0
+    shape = stage.shape
+    again = shape.block("none") - shape.block(stage.recompute) + stage.is_mixed * stage.stream
+    return again + (stage.whole if stage.recompute == "selective" else 0)
+
+
+def _feed_forward(stage: Stage, *, stays: bool) -> int:
+    """Bytes of gradients inside a feed-forward. The product that it keeps is dropped on the way."""
+    shape = stage.shape
+    inner = shape.item * shape.tokens * shape.inner
+    weight = shape.item * shape.inner * shape.model.dim
+    gathered = stage.whole if stage.is_cut else 0
+    return max(2 * inner + (weight if stays else 0), inner + weight + gathered)
+
+
+def _reduce(stage: Stage, elements: int) -> int:
+    """Bytes while FSDP2 reduces gradients: those, what is sent, and as much that comes."""
+    sent = stage.shape.wide * elements
+    return sent + max(stage.shape.item * elements, sent + stage.reduced(elements))
+
+
+def _logits(stage: Stage) -> int:
+    """The most bytes of a chunk of logits, with what is made of it, and the head's gradient."""
+    shape = stage.shape
+    chunk = max(64, CHUNK_ELEMENTS[stage.device] // stage.vocabulary)
+    tokens = min(shape.tokens, chunk)
+    again = shape.tokens > chunk
+    one, wide = tokens * stage.rows * shape.item, tokens * stage.rows * shape.wide
+    rows = stage.held * shape.model.dim
+    head = rows * (shape.wide if again else shape.item)
+    softmax = one + wide + (wide if stage.is_mixed else 0)
+    if again:
+        softmax += head + (one if stage.is_mixed else wide)
+    slope = 2 * one if stage.is_mixed else one + wide
+    return max(softmax, slope + head + (rows * shape.item if again and stage.is_mixed else 0))
