@@ -10,6 +10,7 @@ import torch
 
 from holdfast.config.run import RunConfig
 from holdfast.plan.estimate import rank_estimate
+from holdfast.plan.microbatch_size import choose_microbatch_size, microbatch_choices
 from holdfast.train.engine import StepEngine
 from holdfast.train.tensor_account import TensorAccount
 from tests.support.layouts import case, config_of, engine_of, topology_of
@@ -51,13 +52,15 @@ def _drawn(seed: int) -> tuple[str, dict[str, Any]]:
     return f"{draw.choice(['fp32', 'bf16'])}.{replicas}", changes
 
 
-def _accounted(rank: RankContext, name: str, changes: dict[str, Any]) -> tuple[int, int]:
+def _accounted(
+    rank: RankContext, name: str, changes: dict[str, Any], store: str = "run"
+) -> tuple[int, int]:
     """(accounted peak, estimate) of this rank, in a step that is not the first."""
     of = case(name)
     config = config_of({**of.changes, **changes})
     topology, account = topology_of(of, config), TensorAccount()
     with account:
-        made = engine_of(config, topology, rank.rank, rank.store())
+        made = engine_of(config, topology, rank.rank, rank.store(store))
         _step(made, config, 1)
         for tensor in _buffers(made):
             account.add(tensor)
@@ -83,7 +86,40 @@ def _buffers(made: StepEngine) -> list[torch.Tensor]:
     return [tensor for each in reducers.reducers for tensor in each._scratch.values()]
 
 
-@pytest.mark.parametrize("seed", [seed if seed == 5 else in_campaign(seed) for seed in SEEDS])
+def _swept(rank: RankContext, name: str, changes: dict[str, Any], sizes: list[int]) -> list[int]:
+    """The accounted peak of this rank for each size of a microbatch."""
+    return [
+        _accounted(rank, name, {**changes, "train__microbatch_size": size}, f"size {size}")[0]
+        for size in sizes
+    ]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["fp32.one", "bf16.shard2", "full.fp32.pp2"])
+def test_the_microbatch_that_is_chosen_is_the_one_that_a_sweep_finds(name: str) -> None:
+    of = case(name)
+    layout = of.replicas[0]
+    changes = {
+        "train__batch_size": 16,
+        "data__sequence_length": 64,
+        "layout__workers": of.world_size,
+        "layout__pp": layout.pp,
+        "layout__dp_shard": layout.dp_shard,
+    }
+    config = config_of({**of.changes, **changes, "train__microbatch_size": 2})
+    sizes = [choice.size for choice in microbatch_choices(config)]
+    arguments = {"name": name, "changes": changes, "sizes": sizes}
+    columns = rank_values(_swept, of.world_size, arguments, deadline=600)
+    peaks = [max(column) for column in zip(*columns, strict=True)]
+    assert sorted(set(peaks), reverse=True) == peaks, "a larger microbatch needs more"
+    for size, peak, above in zip(sizes, peaks, [2 * peaks[0], *peaks], strict=False):
+        found, _ = choose_microbatch_size(config, (peak + above) // 2)
+        assert found is not None
+        assert found.size == size, peaks
+    assert choose_microbatch_size(config, int(0.9 * peaks[-1]))[0] is None
+
+
+@pytest.mark.parametrize("seed", [seed if seed == 0 else in_campaign(seed) for seed in SEEDS])
 def test_the_estimate_is_the_accounted_peak(seed: int) -> None:
     name, changes = _drawn(seed)
     arguments = {"name": name, "changes": changes}

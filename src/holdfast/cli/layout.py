@@ -171,6 +171,7 @@ def _request_of_run_file(
     from holdfast.core.sharding.pipeline_stages import block_costs
     from holdfast.core.sharding.reduction_tree import deal
     from holdfast.data.dataset import Dataset, exists
+    from holdfast.launch.microbatch_size import with_microbatch_size
     from holdfast.plan.layouts import microbatches
 
     if name is not None:
@@ -182,6 +183,7 @@ def _request_of_run_file(
         loaded = loaded.with_planned({"layout.workers": least}, "the smallest world")
     if exists(loaded.config.data.folder):
         loaded = with_vocabulary(loaded, Dataset.open(loaded.config.data.folder))
+    loaded = with_microbatch_size(loaded, Path(loaded.config.run_folder))
     config, layouts = loaded.config, checked_layouts(loaded)
     if which >= len(layouts):
         raise ConfigError(

@@ -18,6 +18,7 @@ from holdfast.config.run import RunConfig
 from holdfast.config.task import refuse_file_of_task
 from holdfast.core.sharding.reduction_tree import deal
 from holdfast.errors import ConfigError, UserError
+from holdfast.launch.microbatch_size import describe_microbatch, with_microbatch_size
 from holdfast.layout import Topology, place_replicas
 from holdfast.plan.activations import activations_of, has_formula
 from holdfast.plan.layouts import microbatches
@@ -87,13 +88,14 @@ def _read_request(
         loaded = loaded.with_planned({"layout.workers": least}, "the smallest world")
         notes.append(f"layout.workers is 0, the machine's choice: shown for {least}; see --workers")
     if exists(loaded.config.data.folder):
-        return with_vocabulary(loaded, Dataset.open(loaded.config.data.folder)), notes
-    if loaded.config.model.vocab_size == 0:
+        loaded = with_vocabulary(loaded, Dataset.open(loaded.config.data.folder))
+    elif loaded.config.model.vocab_size == 0:
         notes.append(
             "the vocabulary is the dataset's, which is not prepared: embedding and head count as "
             "nothing here; add model.vocab_size=N to see them"
         )
-    return loaded, notes
+    loaded = with_microbatch_size(loaded, Path(loaded.config.run_folder))
+    return loaded, [*notes, *describe_microbatch(loaded)]
 
 
 def nodes_of(world: int, names: str | None, per_node: int | None) -> tuple[str, ...]:
@@ -179,9 +181,9 @@ def _as_json(
 ) -> dict[str, Any]:
     replicas = len(topology.replicas)
     ranks = []
-    placed, estimates = placed_by_rank(config, topology), estimates_as_json(config, topology)
+    estimates, placed = estimates_as_json(config, topology), placed_by_rank(config, topology)
     contents = contents_by_rank(config, topology)
-    for each, places, estimate in zip(contents, placed, estimates, strict=True):
+    for each, estimate, places in zip(contents, estimates, placed, strict=True):
         row = asdict(each)
         row |= {"at": asdict(each.at), "held": asdict(each.held) | {"total": each.held.total}}
         row["places"] = asdict(places)

@@ -24,6 +24,7 @@ from holdfast.errors import ConfigError, LayoutError
 from holdfast.launch.devices import refuse_devices
 from holdfast.launch.holder import HolderWatch
 from holdfast.launch.lora_run import describe_lora, with_lora
+from holdfast.launch.microbatch_size import describe_microbatch, with_microbatch_size
 from holdfast.launch.named_parts import with_named_parts
 from holdfast.launch.resume_checks import (
     ensure_end_is_intact,
@@ -183,6 +184,7 @@ def prepare_run_data(
 
         loaded = with_lora(loaded, None if fresh else run_folder)
         refuse_other_tokenizer(Path(loaded.config.lora.base), dataset)
+    loaded = with_microbatch_size(loaded, None if fresh else run_folder)
     config = loaded.config
     version = dataset.version if fresh else dataset_version_in(run_folder, dataset)
     use = describe_use(dataset, config.data, config.train, config.seed)
@@ -208,7 +210,8 @@ def describe_start(loaded: LoadedConfig, use: Sequence[str], begins: bool = Fals
 
     lora = describe_lora(loaded.config)
     origin = _describe_model_origin(loaded) if begins and not lora else []
-    return [*find_without_effect(loaded), *use, *origin, *lora]
+    size = describe_microbatch(loaded)
+    return [*find_without_effect(loaded), *size, *use, *origin, *lora]
 
 
 def _describe_model_origin(loaded: LoadedConfig) -> list[str]:

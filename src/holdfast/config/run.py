@@ -83,6 +83,11 @@ class RunConfig(Section):
         refused = find_impossible_degrees(self.layout, self.model, self.train, self.without_table)
         if refused is not None:
             raise ValueError(refused)
+        if self.task.name and not self.train.microbatch_size:
+            raise ValueError(
+                "train.microbatch_size auto needs formulas of the memory, which know no task: use "
+                "a number"
+            )
         if (unknown := explain_no_architecture(self.model)) is not None:
             raise ValueError(unknown)
         if self.cluster.loss_jumps == "roll_back" and self.cluster.replaces_all_workers:

@@ -74,7 +74,11 @@ class TrainConfig(Section):
     steps: InPlace[int] = Field(1000, ge=1, description="steps of the run")
     batch_size: Branch[int] = Field(16, ge=1, description="samples of one step, over all workers")
     microbatch_size: Branch[int] = Field(
-        2, ge=1, le=MAX_MICROBATCHES, description="samples of one logical microbatch"
+        2,
+        ge=0,
+        le=MAX_MICROBATCHES,
+        description="samples of one logical microbatch; auto or 0: as many as fit "
+        "memory.device_gb or the device, chosen by formulas when the run begins",
     )
     batch_warmup: Branch[tuple[BatchStage, ...]] = ()
     precision: Branch[Literal["fp32", "float64", "bf16", "fp16"]] = Field(
@@ -96,6 +100,11 @@ class TrainConfig(Section):
     schedule: Branch[ScheduleConfig] = ScheduleConfig()
     evaluate: InPlace[EvaluateConfig] = EvaluateConfig()
     memory: InPlace[MemoryConfig] = MemoryConfig()
+
+    @field_validator("microbatch_size", mode="before")
+    @classmethod
+    def _is_number(cls, value: object) -> object:
+        return 0 if value == "auto" else value
 
     @property
     def schedule_steps(self) -> int:
@@ -128,7 +137,7 @@ class TrainConfig(Section):
         sizes = {"batch_size": self.batch_size}
         for index, stage in enumerate(self.batch_warmup):
             sizes[f"batch_warmup.{index}.batch_size"] = stage.batch_size
-        for key, size in sizes.items():
+        for key, size in sizes.items() if self.microbatch_size else ():
             if size % self.microbatch_size:
                 nearest = max(1, round(size / self.microbatch_size)) * self.microbatch_size
                 raise ValueError(

@@ -3,9 +3,9 @@
 Parameters and optimizer states are those of `memory_use.py`, gradients those of
 `gradient_buffers.py`. Activations, logits and gathered parameters are by the formulas of
 `activations.py` and `pass_memory.py`. The order of passes says how many microbatches are in flight
-at each of them. On a CPU the peak is what an account of all tensors finds
-(`train/tensor_account.py`). The allocator of an accelerator needs more, because free memory lies in
-pieces: `fragmentation` allows for that.
+at each of them. What `train.memory` moves from the device is not counted. On a CPU the peak is
+what an account of all tensors finds (`train/tensor_account.py`). The allocator of an accelerator
+needs more, because free memory lies in pieces: `fragmentation` allows for that.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import prod
 
+from holdfast.config.memory import DEVICE
 from holdfast.config.run import RunConfig
 from holdfast.core.schedule.table import ActionKind, actions_of, build_schedule
 from holdfast.core.sharding.reduction_tree import deal
@@ -26,6 +27,7 @@ from holdfast.plan.gradient_buffers import gradient_buffers
 from holdfast.plan.layouts import microbatches
 from holdfast.plan.memory_use import known_parameters, memory_of
 from holdfast.plan.pass_memory import Moment, Stage, backward_moments, forward_moment
+from holdfast.plan.placed_memory import placed_memory
 
 FRAGMENTATION = 0.05
 """Part of what is not state that an accelerator's allocator may lose between pieces."""
@@ -82,10 +84,13 @@ def rank_estimate(
 
     device: "cpu", or "accelerator".
     """
-    replica = topology.replicas[at.replica]
+    replica, memory = topology.replicas[at.replica], config.train.memory
     shares = deal(max(microbatches(config).values()), len(topology.replicas))
-    held = memory_of(config, known_parameters(config), replica, at)
+    table = known_parameters(config)
+    held = memory_of(config, table, replica, at)
     buffers = gradient_buffers(config, topology, replica.ranks[at.mesh_rank], shares)
+    if memory.gradients != DEVICE:
+        buffers = replace(buffers, sums=0, arrivals=0)
     kept, stage = activations_of(config, topology, at), stage_of(config, topology, at, device)
     waiting = stage.shape.item * (stage.blocks * stage.unit + stage.root)
     sequence = _passes(config, stage, replica, at.pp, len(shares[at.replica]), buffers.staying)
@@ -93,13 +98,15 @@ def rank_estimate(
     messages = buffers.arrivals + kept.waiting + _messages(config, replica, at, stage)
     inputs = 16 * stage.shape.tokens * len(shares[at.replica])  # tokens and targets
     parameters = held.parameters
+    parameters -= held.masters if memory.optimizer != DEVICE else 0
+    parameters -= held.shards if memory.parameters != DEVICE else 0
     if stage.gathers == 2:  # counted with what is gathered
         parameters -= stage.shape.item * (stage.blocks * stage.unit + stage.root)
     passing = worst.total + others + messages
-    return RankEstimate(
+    found = RankEstimate(
         parameters,
         buffers.sums + base,
-        held.moments,
+        held.moments if memory.optimizer == DEVICE else 0,
         inputs + others + worst.activations,
         worst.logits,
         worst.gathered,
@@ -107,6 +114,23 @@ def rank_estimate(
         worst.working,
         0 if device == "cpu" else int(FRAGMENTATION * passing),
         worst.name,
+    )
+    staging = placed_memory(config, table, replica, at, held, 0).staging
+    return found if staging <= passing + base else _update(found, staging, base)
+
+
+def _update(found: RankEstimate, staging: int, waiting: int) -> RankEstimate:
+    """The estimate of a rank that holds most while an update brings state to the device."""
+    return replace(
+        found,
+        gradients=found.gradients - waiting,
+        activations=0,
+        logits=0,
+        gathered=0,
+        communication=0,
+        working=staging,
+        fragmentation=0,
+        moment="update",
     )
 
 

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 
+from holdfast.config.memory import DEVICE
 from holdfast.config.run import RunConfig
 from holdfast.core.sharding.boxes import Box
 from holdfast.core.sharding.reduction_cells import Cell
@@ -32,9 +33,9 @@ SLICE_ELEMENTS, BUFFER_ELEMENTS = 16, 4096
 
 @dataclass(frozen=True)
 class GradientBuffers:
-    """Bytes. sums: the buffers of the sum, and of partial sums. arrivals: of pieces from other
-    ranks. staying: places in the rank's share, of microbatches whose gradients wait where they were
-    computed for those of the next one."""
+    """Bytes, whatever their place. sums: the buffers of the sum, and of partial sums. arrivals: of
+    pieces from other ranks. staying: places in the rank's share, of microbatches whose gradients
+    wait where they were computed for those of the next one."""
 
     sums: int
     arrivals: int
@@ -49,7 +50,8 @@ def gradient_buffers(
     shards = max(replica.degree("dp_shard") for replica in topology.replicas)
     by_unit = shards > 1 and config.layout.zero > 1
     in_fsdp = topology.replica_of(rank).degree("dp_shard") > 1 and config.layout.zero > 1
-    pairs = config.train.precision not in MIXED and not in_fsdp
+    is_here = config.train.memory.gradients == DEVICE
+    pairs = config.train.precision not in MIXED and not in_fsdp and is_here
     bucket = 0 if by_unit else int(config.layout.bucket_mb * 1e6) // item
     cells = run_cells(config, topology, rank)
     is_fast = config.layout.reduction == "fast" and len(cells) == 1 and _is_plain(cells[0])

@@ -68,7 +68,7 @@ class TensorAccount(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 _weak_reference: Callable[[torch.UntypedStorage], Any] = StorageWeakRef
-_open: Callable[[int], torch.UntypedStorage] = torch.UntypedStorage._new_with_weak_ptr  # type: ignore[attr-defined]
+_open: Callable[[int], torch.UntypedStorage] = torch.UntypedStorage._new_with_weak_ptr
 
 
 def plain_tensors(values: Any) -> Iterator[Tensor]:

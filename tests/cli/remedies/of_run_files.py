@@ -13,6 +13,7 @@ import pytest
 from holdfast.cli.train import plan_for_machine
 from holdfast.config.identity import config_differences, refuse_other_run
 from holdfast.config.load import load_config, resolve_config
+from holdfast.launch.microbatch_size import with_microbatch_size
 from holdfast.plan.hardware import detect_hardware
 from holdfast.plan.layouts import check_dealing_of_steps, layouts_of
 from tests.cli.remedies.lab import Case, Lab, case, fixed
@@ -93,14 +94,60 @@ def resume(lab: Lab) -> None:
     assert config_differences(stored.model_dump(mode="json"), now) == []
 
 
+def size_microbatch(lab: Lab) -> None:
+    """Choose the microbatch as a start does, of a model whose vocabulary is known."""
+    words = ["train.microbatch_size=auto", *lab.settings["overrides"]]
+    loaded = resolve_config(None, "command line", ["layout.workers=1", "device=cpu", *words])
+    with_microbatch_size(loaded, None)
+
+
 def deal(lab: Lab) -> None:
     check_dealing_of_steps(resolve_config(None, "command line", lab.settings["overrides"]).config)
 
 
+A = "launch/microbatch_size.py: "
+KNOWN = ("model.vocab_size=512", "model.preset=tiny")
+ROOM = "train.memory.device_gb=1"
 L, P, T = ("config/load.py: ", "config/paths.py: ", "cli/train.py: ")
 DEEP = "a: " + "[" * 200 + "]" * 200
 
 CASES: list[Case] = [
+    case(
+        A + "… auto needs a formula of the memory, and none covers this model, precision, mask or "
+        "task",
+        on_machine(*KNOWN, "train.precision=fp16"),
+        size_microbatch,
+        r"name a number: (train\.microbatch_size=\d+)",
+        add,
+    ),
+    case(
+        A + "… auto needs the vocabulary, and the dataset is not prepared",
+        on_machine("model.preset=tiny", ROOM),
+        size_microbatch,
+        r"name it with (model\.vocab_size=\d+), or prepare: holdfast data prepare",
+        add,
+    ),
+    case(
+        A + "… auto needs a limit, and the device … has none that is known",
+        on_machine(*KNOWN),
+        size_microbatch,
+        r"name one with (train\.memory\.device_gb=\d+), or a number: train\.microbatch_size=2",
+        add,
+    ),
+    case(
+        A + "no microbatch fits: one of … needs … on a rank, and there are …",
+        on_machine(*KNOWN, "train.memory.device_gb=0.001"),
+        size_microbatch,
+        r"use (train\.memory\.device_gb=[\d.]+) or more",
+        add,
+    ),
+    case(
+        "plan/microbatch_size.py: a step of … samples has no microbatch that … shards can share",
+        on_machine(*KNOWN, ROOM, "layout.dp_shard=3", "layout.workers=3", "train.batch_size=16"),
+        size_microbatch,
+        r"use (\d+)",
+        lambda lab, found: lab.settings["overrides"].append(f"train.batch_size={found[1]}"),
+    ),
     case(
         L + "there is no such run file",
         lambda lab: lab.settings.update(overrides=[]),
