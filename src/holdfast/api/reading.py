@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -86,7 +87,11 @@ def batches(run: str | Path, step: int) -> list[dict[str, Tensor]]:
     from holdfast.tasks.choose import open_task
 
     found = open_run(Path(run))
-    return open_task(found.config).read_step(str(found.dataset_folder), step)
+    before = sys.modules["__main__"], sys.argv
+    try:
+        return open_task(found.config).read_step(str(found.dataset_folder), step)
+    finally:  # a script takes their place
+        sys.modules["__main__"], sys.argv = before
 
 
 class Checkpoint:

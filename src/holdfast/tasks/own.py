@@ -23,7 +23,7 @@ from holdfast.tasks.batches import (
     TaskBatches,
     TaskLoader,
     TaskMicrobatch,
-    tensor_hash,
+    refuse_random_samples,
 )
 from holdfast.tasks.executor import TaskExecutor
 from holdfast.tasks.initial import first_adapter, first_values, is_adapter
@@ -181,12 +181,7 @@ class OwnTask:
         own = cast(BatchesOfTask, batches)
         part, parts = groups.coordinate.dp_shard, groups.degree("dp_shard")
         start, stop = own.positions(1, 0, part, parts)
-        if len({tensor_hash(own.read_samples(start, stop)) for _ in range(2)}) > 1:
-            raise TaskError(
-                "the same samples are different tensors when they are read again",
-                where="task",
-                remedy="draw random numbers in loss(), where their seed is set",
-            )
+        refuse_random_samples(own, start, stop)
         device = next(objective.parameters()).device
         buffers = {name: value.clone() for name, value in _model(objective).named_buffers()}
         found = [
