@@ -166,9 +166,8 @@ def _peak(rank: RankContext, layout: str, memory: dict[str, Any]) -> tuple[int, 
     return found, said
 
 
-@pytest.mark.parametrize(
-    "layout", [name if name == "dp2" else in_campaign(name) for name in WITHOUT_SHARDS]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", WITHOUT_SHARDS)
 def test_the_peak_of_the_device_with_activations_is_the_estimate(
     layout: str, tmp_path: Path
 ) -> None:
@@ -184,10 +183,11 @@ def test_the_peak_of_the_device_with_activations_is_the_estimate(
 
 def test_a_step_that_needs_more_than_the_limit_is_not_applied() -> None:
     """The state fits, its activations do not."""
-    state = placed_by_rank(_config("one", {}), topology_of(case("one"), _config("one", {})))
-    limit = (state[0].device + 10_000) / GB
-    config = _config("one", {"device_gb": limit})
-    made = engine_of(config, topology_of(case("one"), config), 0, HashStore())
+    small = {"train__precision": "fp32", "model__layers": 1}
+    plain, of = config_of(small), case("one")
+    (state,) = placed_by_rank(plain, topology_of(of, plain))
+    config = config_of(small | {"train__memory": {"device_gb": (state.device + 9_000) / GB}})
+    made = engine_of(config, topology_of(of, config), 0, HashStore())
     before = digest(made)
     with pytest.raises(StateMemoryError, match="activations"):
         one_step(made, 1)
