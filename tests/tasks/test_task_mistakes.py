@@ -395,11 +395,13 @@ def test_a_wrong_argument_is_named_with_its_place_in_the_run_file() -> None:
         described(resolve_config(text, "run.yaml"), str(ROOT))
 
 
-@pytest.mark.parametrize("axis", ["tp", "pp"])
-def test_axes_that_need_a_sharding_table_are_refused(axis: str) -> None:
-    text = f"task: my_task:Net\nlayout: {{{axis}: 2}}\n"
-    with pytest.raises(ConfigError, match=f"layout.{axis} 2 needs a sharding table.*my_task:Net"):
-        resolve_config(text, "run.yaml")
+def test_axes_that_need_a_sharding_table_are_refused() -> None:
+    """tp once it is known that there is none, pp at once."""
+    for axis, known in (("tp", "parameters: [w 4x4]"), ("pp", "args: {}")):
+        text = f"task: {{name: my_task:Net, {known}}}\nlayout: {{{axis}: 2}}\n"
+        with pytest.raises(ConfigError, match=f"layout.{axis} 2 needs a sharding table.*:Net has"):
+            resolve_config(text, "run.yaml")
+    resolve_config("task: my_task:Net\nlayout: {tp: 2}\n", "run.yaml")
 
 
 def test_the_short_form_and_the_long_form_are_the_same() -> None:

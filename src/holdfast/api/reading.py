@@ -15,6 +15,15 @@ if TYPE_CHECKING:
     from holdfast.checkpoint.restore.reader import Checkpoint as StoredCheckpoint
     from holdfast.launch.runs import Run
 
+_TORCH_NAMES = {
+    "F64": "float64",
+    "F32": "float32",
+    "BF16": "bfloat16",
+    "I64": "int64",
+    "U8": "uint8",
+}
+"""torch's names of the dtypes that state has, by safetensors' names."""
+
 
 def journal(run: str | Path) -> list[dict[str, Any]]:
     """Return the records of a run's journal, each as a flat dict: `pandas.DataFrame(...)` takes
@@ -120,9 +129,7 @@ class Checkpoint:
         if name not in self.names:
             raise KeyError(name)
         spec = self._stored.spec(name)
-        out = torch.empty(
-            spec.shape, dtype={"F32": torch.float32, "F64": torch.float64}[spec.dtype]
-        )
+        out = torch.empty(spec.shape, dtype=getattr(torch, _TORCH_NAMES[spec.dtype]))
         box = Box(name, (0,) * len(spec.shape), spec.shape)
         self._stored.read(box, out.reshape(-1).view(torch.uint8).numpy().data)
         return out

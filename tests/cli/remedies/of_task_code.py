@@ -285,8 +285,7 @@ CASES: list[Case] = [
         task(loss=lambda self, model, batch: noisy(model, batch)),
     ),
     case(
-        "tasks/" + OWN + "buffer … is merged, and dp_shard … cuts the microbatch that it is "
-        "computed from",
+        "tasks/" + OWN + "buffer … is merged, and … … cuts what it is computed from",
         values(task=NORMED, dp_shard=2),
         open_module,
         r"use dp_shard (1)",
