@@ -1,8 +1,8 @@
 """A model whose state is three times what the device may have trains with files.
 
-The device is a number of bytes on a CPU (`train.memory.device_gb`). Without files the run is
-refused. With files it ends with the bits of an undisturbed run without a limit, although its
-agent, and before that a worker, is killed.
+The device is a number of bytes on a CPU (`train.memory.device_gb`), activations included. Without
+files the run is refused. With files it ends with the bits of an undisturbed run without a limit,
+although its agent, and before that a worker, is killed.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from tests.support.journal_reader import Journal
 from tests.support.ranks import wait_until
 
 STEPS, DEADLINE = 60, 300.0
-MODEL = "model={preset: null, layers: 2, dim: 128, heads: 2, kv_heads: 1, ffn_dim: 384}"
+MODEL = "model={preset: null, layers: 4, dim: 192, heads: 2, kv_heads: 1, ffn_dim: 576}"
 SETTINGS = (
     MODEL,
     f"train.steps={STEPS}",

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import _lru_cache_wrapper
@@ -18,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, Store
+from torch.utils import _python_dispatch
 
 from holdfast.errors import UserError
 
@@ -206,6 +208,12 @@ def give_shards_memory(module: nn.Module, device: torch.device) -> None:
     apply: Any = module._apply
     with torch.no_grad():
         apply(given)
+
+
+def unobserved() -> AbstractContextManager[object]:
+    """Inside, no dispatch mode sees what operations make."""
+    found: AbstractContextManager[object] = _python_dispatch._disable_current_modes()
+    return found
 
 
 def place_shards(module: nn.Module, allocate: MakeMemory) -> None:

@@ -89,6 +89,8 @@ def rank_estimate(
     table = known_parameters(config)
     held = memory_of(config, table, replica, at)
     buffers = gradient_buffers(config, topology, replica.ranks[at.mesh_rank], shares)
+    if memory.gradients != DEVICE:
+        buffers = replace(buffers, sums=0, arrivals=0)
     kept, stage = activations_of(config, topology, at), stage_of(config, topology, at, device)
     waiting = stage.shape.item * (stage.blocks * stage.unit + stage.root)
     sequence = _passes(config, stage, replica, at.pp, len(shares[at.replica]), buffers.staying)
@@ -113,7 +115,7 @@ def rank_estimate(
         0 if device == "cpu" else int(FRAGMENTATION * passing),
         worst.name,
     )
-    staging = placed_memory(config, table, replica, at, held, [shares]).staging
+    staging = placed_memory(config, table, replica, at, held, 0).staging
     return found if staging <= passing + base else _update(found, staging, base)
 
 

@@ -33,9 +33,9 @@ SLICE_ELEMENTS, BUFFER_ELEMENTS = 16, 4096
 
 @dataclass(frozen=True)
 class GradientBuffers:
-    """Bytes on the device. sums: the buffers of the sum, and of partial sums. arrivals: of pieces
-    from other ranks. staying: places in the rank's share, of microbatches whose gradients wait
-    where they were computed for those of the next one."""
+    """Bytes, whatever their place. sums: the buffers of the sum, and of partial sums. arrivals: of
+    pieces from other ranks. staying: places in the rank's share, of microbatches whose gradients
+    wait where they were computed for those of the next one."""
 
     sums: int
     arrivals: int
@@ -76,7 +76,7 @@ def gradient_buffers(
             arrivals += item * _arrivals(config, cell, rank, pieces, buckets)
     times = Counter(name for name, _ in received)
     sums += item * sum(size for name, size in received if times[name] > 1)
-    return GradientBuffers(sums, arrivals, staying) if is_here else GradientBuffers(0, 0, staying)
+    return GradientBuffers(sums, arrivals, staying)
 
 
 def _round_up(number: int, to: int) -> int:

@@ -2,9 +2,8 @@
 
 With the letters of `memory_use.py`, `optimizer` moves the moments. Under zero 1 it moves the
 4 Psi/n of the fp32 copy of bf16 too. `parameters` moves the 4 Psi/n of zero 2 and 3. `gradients`
-moves the sums of gradients, and the sums of some microbatches. An update brings pieces to the
-device. They take min(3, pieces) times the largest piece, for each tensor that does not lie there.
-A sum of gradients ends at a multiple of 4,096 elements.
+moves all buffers that sum gradients (`gradient_buffers.py`). An update brings pieces to the device.
+They take min(3, pieces) times the largest piece, for each tensor that does not lie there.
 """
 
 from __future__ import annotations
@@ -14,31 +13,34 @@ from dataclasses import dataclass
 from holdfast.config.memory import DEVICE, FILE, PLACES
 from holdfast.config.run import RunConfig
 from holdfast.core.sharding.optimizer_state import ParameterSettings, parameter_settings
-from holdfast.core.sharding.reduction_tree import ReductionTree, Shares, deal, plan_accumulation
+from holdfast.core.sharding.reduction_tree import deal
 from holdfast.core.sharding.run_table import run_parameters
 from holdfast.core.sharding.state_table import (
     ITEM_BYTES,
-    MIXED,
     STATE_DTYPE,
     StateTable,
     mesh_box,
 )
 from holdfast.core.sharding.update_pieces import cut_into_pieces, staged_elements
 from holdfast.layout import Coordinate, Replica, Topology
+from holdfast.plan.gradient_buffers import gradient_buffers
 from holdfast.plan.layouts import microbatches
 from holdfast.plan.memory_use import RankMemory, contents_by_rank, known_parameters
+
+_ALL_COMPUTED = 64
+"""Ranks up to which each is computed by itself."""
 
 
 @dataclass(frozen=True)
 class PlacedMemory:
     """Bytes of one rank's state by place. staging: those of the device that the pieces of an update
-    take. partial_sums: sums of some microbatches, in the place of gradients."""
+    take. gradients: all buffers that sum gradients, in their place."""
 
     device: int
     host: int
     file: int
     staging: int
-    partial_sums: int
+    gradients: int
 
 
 def placed_memory(
@@ -47,28 +49,34 @@ def placed_memory(
     replica: Replica,
     at: Coordinate,
     held: RankMemory,
-    dealings: list[Shares],
+    gradients: int,
 ) -> PlacedMemory:
-    """Return the bytes in each place. dealings: of each size of step, to all replicas."""
+    """Return the bytes in each place. gradients: of all buffers that sum them."""
     memory = config.train.memory
     places: dict[str, int] = dict.fromkeys(PLACES, 0)
-    partial = held.gradients * extra_sums(config, replica, dealings)
     staging = _staged_bytes(config, table, replica, at, held)
     places[DEVICE] += held.parameters - held.masters - held.shards + staging
     places[memory.parameters] += held.shards
     places[memory.optimizer] += held.moments + held.masters
-    places[memory.gradients] += held.gradients + partial
-    return PlacedMemory(**places, staging=staging, partial_sums=partial)
+    places[memory.gradients] += gradients
+    return PlacedMemory(**places, staging=staging, gradients=gradients)
 
 
 def placed_by_rank(config: RunConfig, topology: Topology) -> tuple[PlacedMemory, ...]:
-    """All ranks, in order."""
-    table, sizes = known_parameters(config), set(microbatches(config).values())
-    dealings = [deal(number, len(topology.replicas)) for number in sizes]
-    return tuple(
-        placed_memory(config, table, topology.replica_of(each.rank), each.at, each.held, dealings)
-        for each in contents_by_rank(config, topology)
-    )
+    """All ranks, in order. Ranks at the same place of like replicas, with as many microbatches, are
+    computed once if there are many."""
+    shares = deal(max(microbatches(config).values()), len(topology.replicas))
+    table, found = known_parameters(config), dict[object, PlacedMemory]()
+    placed = []
+    for each in contents_by_rank(config, topology):
+        replica, rank = topology.replica_of(each.rank), each.rank
+        key = replica.kind, each.at.mesh_rank, len(shares[each.at.replica])
+        if key not in found or topology.world_size <= _ALL_COMPUTED:
+            buffers = gradient_buffers(config, topology, rank, shares)
+            sums = buffers.sums + buffers.arrivals
+            found[key] = placed_memory(config, table, replica, each.at, each.held, sums)
+        placed.append(found[key])
+    return tuple(placed)
 
 
 def bytes_in_memory(config: RunConfig, held: RankMemory) -> int:
@@ -80,25 +88,6 @@ def bytes_in_memory(config: RunConfig, held: RankMemory) -> int:
         "parameters": held.shards,
     }
     return held.total - sum(n for key, n in in_file.items() if getattr(memory, key) == FILE)
-
-
-def extra_sums(config: RunConfig, replica: Replica, dealings: list[Shares]) -> int:
-    """Return how many sums of some microbatches a rank keeps next to the sum of all, at most."""
-    if config.layout.reduction == "fast":
-        return 0
-    train, is_cut = config.train, replica.degree("dp_shard") > 1 and config.layout.zero > 1
-    holds_leaf = not is_cut and train.precision not in MIXED and train.memory.gradients == DEVICE
-    most = 0
-    for shares in dealings:
-        tree = ReductionTree(sum(map(len, shares)))
-        actions = plan_accumulation(tree, shares[replica.index], holds_leaf)
-        slots = {
-            (action.piece, 0) if action.depth == 0 else (0, action.depth)
-            for action in actions
-            if not action.stays_in_place
-        }
-        most = max(most, len(slots | {(0, 0)}) - 1)
-    return most
 
 
 def _staged_bytes(

@@ -36,6 +36,7 @@ from holdfast.parallel.zero1 import OwnedRows
 from holdfast.train.engine import GradientFeed, GradientReducer, StepEngine
 from holdfast.train.evaluate import Evaluator
 from holdfast.train.loss_scale import LossScale
+from holdfast.train.memory.metered_executor import MeteredExecutor
 from holdfast.train.memory.places import StateMemory
 from holdfast.train.precision import Precision
 from holdfast.train.protocols import ShareLoader
@@ -164,9 +165,11 @@ def build_engine(
     memory = StateMemory(config.train.memory, device, f"{config.name}-rank{groups.rank}")
     parameters, feed = make(_Parts(config, task, groups, device, precision, memory), objective)
     executor = task.executor(objective, groups, precision.compute, device)
+    compiled_here = config.train.compile and device.type == "cpu"
+    is_metered = memory.ledger.limit > 0 and not compiled_here
     engine = StepEngine(
         objective,
-        executor,
+        MeteredExecutor(executor, memory) if is_metered else executor,
         parameters,
         feed,
         groups,
@@ -347,7 +350,8 @@ def _sharded(parts: _Parts, objective: nn.Module) -> BuiltParameters:
     held = [local_tensor(p) for p in named.values()]
     if not moved:
         parts.memory.count("parameters", map(local_tensor, _all_tensors(objective)))
-    if config.layout.zero == 2:  # what stays gathered between the two passes
+    if config.layout.zero == 2 and not parts.memory.ledger.limit:
+        # What stays gathered between the two passes. With a limit it counts with the passes.
         elements = sum(prod(p.shape) for p in named.values())
         parts.memory.ledger.add(DEVICE, "gathered", elements * precision.compute.itemsize)
     feed = _gradient_feed(config, parts.memory, feeder, lambda groups: True)

@@ -9,12 +9,14 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed import HashStore  # type: ignore[attr-defined]
 
-from holdfast.config.memory import MOVABLE, MemoryConfig
+from holdfast.config.memory import GB, MOVABLE, MemoryConfig
 from holdfast.config.optimizer import OptimizerConfig
 from holdfast.core.sharding.optimizer_state import ParameterSettings
 from holdfast.core.sharding.update_pieces import GRAIN, cut_into_pieces, staged_elements
 from holdfast.errors import StateMemoryError
+from holdfast.plan.estimate import rank_estimate
 from holdfast.plan.placed_memory import placed_by_rank
 from holdfast.train.memory.ledger import MemoryLedger
 from holdfast.train.memory.offloaded_adamw import OffloadedAdamW
@@ -31,6 +33,7 @@ LAYOUTS = (
     *("one", "dp2", "dp3", "zero1.2", "zero2.2", "shard2", "tp2", "pp2", "pp4"),
     *("dp2-zero1.2", "dp2-shard2", "dp2-tp2", "pp2-shard2", "pp2-dp2", "pp3+pp2"),
 )
+WITHOUT_SHARDS = ("one", "dp2", "dp3", "tp2", "pp2", "pp4", "dp2-tp2", "pp2-dp2")
 MOVED = (
     ("file", "host", "file"),
     ("host", "file", "host"),
@@ -147,6 +150,49 @@ def test_places_change_no_bit_and_the_device_has_what_the_formula_says(
     layout: str, tmp_path: Path
 ) -> None:
     _compare(layout, MOVED[:1] if layout in QUICK else MOVED, tmp_path)
+
+
+def _peak(rank: RankContext, layout: str, memory: dict[str, Any]) -> tuple[int, int]:
+    """(most bytes of the device, the estimate), under a limit that is never reached."""
+    config, of = _config(layout, memory), case(layout)
+    topology = topology_of(of, config)
+    made = engine_of(config, topology, rank.rank, rank.store())
+    for step in (1, 2):
+        one_step(made, step)
+    assert made.parameters.memory is not None
+    found = made.parameters.memory.ledger.peak("device")
+    said = rank_estimate(config, topology, made.groups.coordinate).peak
+    made.close()
+    return found, said
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", WITHOUT_SHARDS)
+def test_the_peak_of_the_device_with_activations_is_the_estimate(
+    layout: str, tmp_path: Path
+) -> None:
+    for places in (("device", "device", "device"), MOVED[0]):
+        memory = _memory(tmp_path, layout, places) | {"device_gb": 1}
+        arguments = {"layout": layout, "memory": memory}
+        for rank, (found, said) in enumerate(
+            rank_values(_peak, case(layout).world_size, arguments)
+        ):
+            print(f"{layout} {places} {rank}: {found} {said} {said / found - 1:+.1%}")
+            assert said == pytest.approx(found, rel=0.05)
+
+
+def test_a_step_that_needs_more_than_the_limit_is_not_applied() -> None:
+    """The state fits, its activations do not."""
+    small = {"train__precision": "fp32", "model__layers": 1}
+    plain, of = config_of(small), case("one")
+    (state,) = placed_by_rank(plain, topology_of(of, plain))
+    config = config_of(small | {"train__memory": {"device_gb": (state.device + 9_000) / GB}})
+    made = engine_of(config, topology_of(of, config), 0, HashStore())
+    before = digest(made)
+    with pytest.raises(StateMemoryError, match="activations"):
+        one_step(made, 1)
+    assert digest(made) == before
+    made.close()
 
 
 # --- what does not fit ----------------------------------------------------------------------

@@ -279,5 +279,5 @@ class Reducer:
         """Room for `elements`, kept between steps under `key`; its content is void."""
         room = self._scratch.get(key)
         if room is None or room.numel() < elements:
-            room = self._scratch[key] = self.gradient.new_empty(elements)
+            room = self._scratch[key] = self._make_buffer(elements)
         return room[:elements]

@@ -11,8 +11,10 @@ it reads and writes a file by calls, which fail with an error, and not by the ma
 
 from __future__ import annotations
 
+import threading
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from math import prod
 
@@ -21,6 +23,7 @@ from torch import Tensor
 
 from holdfast.config.memory import DEVICE, FILE, HOST, MemoryConfig, Place
 from holdfast.core.sharding.update_pieces import ALIGNMENT
+from holdfast.parallel.torch_compat import unobserved
 from holdfast.train.memory.ledger import MemoryLedger
 from holdfast.train.memory.scratch_file import ScratchFile
 
@@ -46,7 +49,7 @@ class StateMemory:
     def __init__(self, config: MemoryConfig, device: torch.device, label: str = "") -> None:
         self.config, self.device = config, device
         self.ledger = MemoryLedger(config.limit)
-        self._label = label
+        self._label, self._lock = label, threading.Lock()
         self._regions: list[_Region] = []  # outside of the device, by rising addresses
 
     @property
@@ -64,6 +67,11 @@ class StateMemory:
 
         Raises StateMemoryError if they do not fit there.
         """
+        # With a limit passes are counted too. Then these must not be counted twice.
+        with unobserved() if self.ledger.limit else nullcontext():
+            return self._zeros(kind, shapes, dtype)
+
+    def _zeros(self, kind: str, shapes: Sequence[Shape], dtype: torch.dtype) -> list[Tensor]:
         place = self.place_of(kind)
         if place == DEVICE:
             self.ledger.add(DEVICE, kind, dtype.itemsize * sum(map(prod, shapes)))
@@ -95,7 +103,8 @@ class StateMemory:
         for file in (region.file for region in self._regions if region.kind == kind):
             if file is not None:
                 file.close()
-        self._regions = [region for region in self._regions if region.kind != kind]
+        with self._lock:
+            self._regions = [region for region in self._regions if region.kind != kind]
 
     def load(self, part: Tensor, into: Tensor) -> None:
         """Fill a buffer of the host with a contiguous part of a tensor of the state. Raises
@@ -125,18 +134,17 @@ class StateMemory:
             file = ScratchFile(self.config.folder, self._label, elements * dtype.itemsize)
             flat = torch.frombuffer(file.map, dtype=dtype, count=elements)
         start = flat.data_ptr()
-        self._regions.append(_Region(kind, start, start + flat.nbytes, file))
-        self._regions.sort(key=lambda region: region.start)
+        added = _Region(kind, start, start + flat.nbytes, file)
+        with self._lock:  # buffers of messages are made by threads
+            self._regions = sorted([*self._regions, added], key=lambda region: region.start)
         return flat
 
     def _region_of(self, tensor: Tensor) -> _Region | None:
         if tensor.device.type != "cpu":
             return None
-        address = tensor.data_ptr()
-        found = bisect_right(self._regions, address, key=lambda region: region.start) - 1
-        if found < 0 or address >= self._regions[found].stop:
-            return None
-        return self._regions[found]
+        address, regions = tensor.data_ptr(), self._regions
+        found = bisect_right(regions, address, key=lambda region: region.start) - 1
+        return regions[found] if found >= 0 and address < regions[found].stop else None
 
 
 def _as_bytes(tensor: Tensor) -> memoryview:
