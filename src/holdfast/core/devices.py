@@ -55,6 +55,16 @@ class DeviceKind:
         return f"{self.name}:{index}" if self.has_index else self.name
 
     @property
+    def inside_has_tags(self) -> bool:
+        """Return True if messages inside a replica have tags, and end when a peer is lost."""
+        return self.inside == "gloo"
+
+    @property
+    def between_has_tags(self) -> bool:
+        """Return True if the same holds between replicas."""
+        return self.between == "gloo"
+
+    @property
     def is_host(self) -> bool:
         """Return True if the device's memory is the host's."""
         return self.name == "cpu"
