@@ -33,6 +33,7 @@ from torch._C._distributed_c10d import FakeProcessGroup
 
 from holdfast.core import devices
 from holdfast.core.devices import DeviceKind
+from holdfast.elastic.worker import stuck_threads
 from holdfast.parallel.comm import lanes
 from holdfast.parallel.comm.transport import PeerGroup
 
@@ -58,6 +59,7 @@ def install(**changes: Any) -> None:
     kind = replace(KIND, **changes)
     devices.DEVICES = MappingProxyType({**devices.DEVICES, "cpu": kind})
     lanes.DeviceLane = FakeLane  # type: ignore[misc]
+    stuck_threads._uses_device = lambda: True  # a device computes unseen
 
 
 def register() -> None:
