@@ -16,6 +16,7 @@ from tests.train.test_parity import LAYOUTS
 STEPS = 2
 QUICK = ["dp3", "tp2+one", "bf16.pp2-dp2"]
 MORE = ["small.dp3", "zero1.2-dp2", "bf16.pp2-tp2", "fp32.tp2+one", "dp6"]
+IN_RANK_ORDER = ["plain.tp4"]
 CASES = [
     *QUICK,
     *(
@@ -41,7 +42,11 @@ def _both(rank: RankContext, layout: str) -> None:
             steps.append((verdict.loss, verdict.norm, state))
         seen.append(steps)
         made.close()
-    assert seen[0] == seen[1]
+    if layout in IN_RANK_ORDER:  # gloo adds these up in a ring
+        for one, other in zip(*seen, strict=True):
+            assert one[:2] == pytest.approx(other[:2], rel=1e-12)
+    else:
+        assert seen[0] == seen[1]
 
 
 @pytest.mark.parametrize("layout", CASES)

@@ -21,7 +21,7 @@ from holdfast.cli.progress import StageProgress
 from holdfast.config.load import LoadedConfig, load_config
 from holdfast.core.devices import is_accelerator
 from holdfast.errors import ConfigError, LayoutError
-from holdfast.launch.devices import refuse_devices
+from holdfast.launch.devices import describe_devices, refuse_devices
 from holdfast.launch.holder import HolderWatch
 from holdfast.launch.lora_run import describe_lora, with_lora
 from holdfast.launch.named_parts import with_named_parts
@@ -208,7 +208,8 @@ def describe_start(loaded: LoadedConfig, use: Sequence[str], begins: bool = Fals
 
     lora = describe_lora(loaded.config)
     origin = _describe_model_origin(loaded) if begins and not lora else []
-    return [*find_without_effect(loaded), *use, *origin, *lora]
+    devices = describe_devices(loaded.config)
+    return [*find_without_effect(loaded), *use, *origin, *lora, *devices]
 
 
 def _describe_model_origin(loaded: LoadedConfig) -> list[str]:

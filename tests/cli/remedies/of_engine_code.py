@@ -324,8 +324,8 @@ CASES: list[Case] = [
         lambda lab, found: lab.settings.update(device=found[1]),
     ),
     case(
-        GROUPS + "more than one worker on … has not been run yet and is refused",
-        values(topology=replicas(2), device="cuda"),
+        GROUPS + "a run on … has one worker",
+        values(topology=replicas(2), device="mps"),
         join,
         r"use 1 worker, or device: (cpu)",
         lambda lab, found: lab.settings.update(device=found[1]),

@@ -64,7 +64,10 @@ def on_device(
     return begin
 
 
-def replicas(count: int, generation: int = 1, **layout: int) -> Topology:
+PIPELINE = {"pp": 2, "stages": (1, 1)}
+
+
+def replicas(count: int, generation: int = 1, **layout: Any) -> Topology:
     made = Layout(dp_replicate=count, **layout)
     return place_layout(made, generation, one_node(made.world_size))
 
@@ -113,9 +116,9 @@ def test_rung_0_the_inside_of_a_complete_replica_stays(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", [{}, {"tp": 2}, {"pp": 2}])
+@pytest.mark.parametrize("layout", [{}, {"tp": 2}, PIPELINE])
 def test_rung_1_an_exception_ends_no_process(
-    on_device: Callable[..., Journal], whole: Undisturbed, layout: dict[str, int]
+    on_device: Callable[..., Journal], whole: Undisturbed, layout: dict[str, Any]
 ) -> None:
     count = 3 if not layout else 1
     everybody = list(range(replicas(count, **layout).world_size))
@@ -149,10 +152,10 @@ def test_rung_2_a_standby_takes_the_place(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", [{"dp_shard": 2}, {"tp": 2}, {"pp": 2}])
+@pytest.mark.parametrize("layout", [{"dp_shard": 2}, {"tp": 2}, PIPELINE])
 @pytest.mark.parametrize("rung", [3, 4])
 def test_rungs_3_and_4_a_broken_replica_begins_from_memory(
-    on_device: Callable[..., Journal], whole: Undisturbed, rung: int, layout: dict[str, int]
+    on_device: Callable[..., Journal], whole: Undisturbed, rung: int, layout: dict[str, Any]
 ) -> None:
     """With a standby in the lost place (3), and with one rank less (4)."""
     config = whole.config.model_copy(

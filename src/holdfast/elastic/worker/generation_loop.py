@@ -44,8 +44,8 @@ def run_generations(worker: Worker, spec: WorkerSpec, commands: CommandClient) -
     """Run generations until the run or the agent ends the process; return the exit code.
 
     A standby first waits for a place. If the device does not end what a group of lost peers had
-    begun, only a new process can use it: this one exits. Raises UserError, and any BaseException that
-    is no `Exception`.
+    begun, this process exits, because only a new one can use the device. Raises UserError, and any
+    BaseException that is no `Exception`.
     """
     try:
         return _run_until_end(worker, spec, commands)
