@@ -8,7 +8,7 @@
   hangs until it returns.
 - No operation makes its caller wait. Those of a group run one after another, later.
 - The end of a peer is not reported: waits hang until this process calls `abort`. Nor does the abort
-  of one holder tell the others.
+  of one holder tell the other ranks.
 - After `abort` all operations under way end without an error, and their outputs hold garbage.
 - `shutdown` waits for all ranks.
 
@@ -221,7 +221,7 @@ class FakeNccl(dist.ProcessGroup):
                 found = run(self._peers)
                 if found is not None:
                     found.wait()
-            except Exception:  # a peer is lost: nobody says so
+            except Exception:  # a peer is lost, and no call says so
                 self._aborted.wait()
                 work.end(with_garbage=True)
                 return

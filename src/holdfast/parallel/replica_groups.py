@@ -132,7 +132,7 @@ class ConnectSettings:
         return device_kind(self.device.type)
 
     def is_given_up(self) -> bool:
-        """Return True if this rank is not to wait for others any more."""
+        """Return True if this rank is not to wait for other ranks any more."""
         return bool(getattr(self.store, "is_aborted", False))
 
     def connect_device(self, backend: str, name: str, rank: int, size: int) -> DeviceGroup:
@@ -200,7 +200,7 @@ def _join_pipes(
     settings: ConnectSettings, generation: int, replica: Replica, at: Coordinate
 ) -> PipelinePipes:
     """The groups between my stage and its neighbours. Every rank opens those towards the first
-    stage before the others, so no cycle of waits arises."""
+    stage before those towards the last, so no cycle of waits arises."""
     line = f"generation{generation}/pipes{replica.index}.{at.dp_shard}.{at.cp}.{at.tp}"
     groups: dict[tuple[int, bool], DeviceGroup] = {}
     for lower in (at.pp - 1, at.pp):

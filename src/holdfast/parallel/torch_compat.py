@@ -50,6 +50,13 @@ def is_peer_loss(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and bool(_PEER_LOSS_PATTERN.search(str(error)))
 
 
+def is_device_loss(error: BaseException) -> bool:
+    """Return True if an error is the device's own. Every later call of this process ends with it,
+    such as after an access to memory of a peer that is lost."""
+    kind: Any = getattr(torch, "AcceleratorError", None)
+    return kind is not None and isinstance(error, kind)
+
+
 class Work(Protocol):
     """An operation of a process group that was started."""
 

@@ -1,4 +1,4 @@
-"""The recovery ladder over a backend with NCCL's habits: nobody but the agent says who is lost.
+"""The recovery ladder over a backend with NCCL's habits: only the agent says which rank is lost.
 
 As `test_generation_loop.py`: real workers and a real mover, and the coordinator is the test. The
 stand-in of `tests/support/fake_nccl.py` reports no lost peer. So the survivors hang until the

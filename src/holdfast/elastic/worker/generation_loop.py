@@ -32,6 +32,7 @@ from holdfast.errors import (
     ScriptError,
     UserError,
 )
+from holdfast.parallel.torch_compat import is_device_loss
 from holdfast.policy.recovery.survivors import HeldState, RejectedStep
 
 logger = logging.getLogger(__name__)
@@ -44,8 +45,9 @@ def run_generations(worker: Worker, spec: WorkerSpec, commands: CommandClient) -
     """Run generations until the run or the agent ends the process; return the exit code.
 
     A standby first waits for a place. If the device does not end what a group of lost peers had
-    begun, this process exits, because only a new one can use the device. Raises UserError, and any
-    BaseException that is no `Exception`.
+    begun, this process exits, because only a new one can use the device.
+
+    Raises UserError, and any BaseException that is no `Exception`.
     """
     try:
         return _run_until_end(worker, spec, commands)
@@ -121,6 +123,8 @@ def _run_generation(
         logger.error("%s: %s", type(error).__name__, error)
         return _stop_and_hold(worker, "rotten", str(error))
     except Exception as error:
+        if is_device_loss(error):
+            raise DeviceStuckError(f"the device has failed: {error}") from error
         if isinstance(error, ScriptError) or (is_fresh and isinstance(error, UserError)):
             raise
         if commands.is_halted(worker.generation):  # whatever it was woken with

@@ -69,7 +69,7 @@ class Worker:
         """Return True if this process has joined as many generations as its device bears.
 
         Groups leave some device memory behind. Ranks reach the number one after another, so that
-        others still have the state.
+        other ranks still have the state.
         """
         most = device_kind(self._setup.device.type).regroups_per_process
         return bool(most) and self._regroups >= most + _WEAR_SPACING * max(0, self.connection.rank)

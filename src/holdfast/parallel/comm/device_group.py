@@ -1,12 +1,12 @@
 """A group over a device's own backend: NCCL, or another one with its habits.
 
 - Its communicator is made by the first collective. If a peer is missing, that call hangs, and
-  nothing can end it. So a group is opened only after all ranks have met in another group, by one
-  tiny collective that a thread of its own makes (`open`).
-- A lost peer is not reported: operations hang until `abort`, which every holder has to call. Who
-  says that a peer is lost is the agent, which sees the end of its process.
-- `abort` may hang itself. So each group has a thread for it: those of several groups abort at the
-  same time, because one after the other they can wait for each other.
+  nothing can end it. So all ranks meet in another group before. Then a thread of its own makes one
+  tiny collective (`open`).
+- A lost peer is not reported: operations hang until `abort`, which every holder has to call. The
+  agent, which sees the end of a process, says that a peer is lost.
+- `abort` may hang itself. So each group has a thread for it, and those of several groups abort at
+  the same time. One after the other, they can wait for each other.
 - After `abort` the operations under way end without an error, and with void results.
 - An orderly end of a group (`shutdown`) waits for the peers. So `close` aborts, too. It is called
   when a vote has shown that all traffic arrived.
@@ -142,7 +142,7 @@ class DeviceGroup(AbortableGroup):
         return self._group
 
     def lane(self, errand: AbortableWait) -> lanes.Lane:
-        """Where work on what arrives belongs."""
+        """Return the place for work on what arrives."""
         return lanes.DeviceLane(self._device, errand, self._seconds)
 
     def mark(self) -> object:

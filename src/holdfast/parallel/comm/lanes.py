@@ -1,4 +1,4 @@
-"""Work beside the passes: a thread on the host, or a stream of the device.
+"""Work next to the passes: a thread on the host, or a stream of the device.
 
 A backend for a device does not make its caller wait. `work.wait()` only orders what the calling
 stream does later. So code that reads an arrived tensor runs in a lane, after the lane's `wait`.
@@ -28,7 +28,7 @@ SETTLE_TIMEOUT_S = 10.0
 
 
 class Lane(Protocol):
-    """An order of work beside the calling thread's. One thread uses it."""
+    """An order of work next to the calling thread's. One thread uses it."""
 
     runs_later: bool
     """Whether `run` returns before the work is done."""

@@ -148,7 +148,7 @@ class PeerGroup(AbortableGroup):
         return staged(out, lambda host: self.group._allgather_base(host, given))
 
     def lane(self, errand: AbortableWait) -> Lane:
-        """Where work on what arrives belongs: gloo's waits block."""
+        """Return the place for work on what arrives: gloo's waits block."""
         return HostLane(errand)
 
     def mark(self) -> object:

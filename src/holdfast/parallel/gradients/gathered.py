@@ -14,7 +14,7 @@ buckets alone. So members may hold unlike numbers of pieces, or none.
 A piece waits until its bucket is due, so a member with several pieces overlaps less. But there is
 room for the pieces of two buckets only. `direct.py` has room for those of all.
 
-On a device the collectives, and the sums between them, are work of a stream beside the passes
+On a device the collectives, and the sums between them, are work of a stream next to the passes
 (`comm/lanes.py`). On a CPU the same code runs in the launching thread.
 """
 
