@@ -242,7 +242,8 @@ class FakeEvent:
 class FakeLane(lanes.DeviceLane):
     """A stream as a thread: what is run, runs later, in order."""
 
-    def _open(self) -> Any:
+    @staticmethod
+    def open(device: torch.device) -> Any:
         jobs: queue.Queue[Callable[[], object]] = queue.Queue()
 
         def serve() -> None:

@@ -152,11 +152,14 @@ class OwnedRows:
         return -(-rows // self._size) * prod(rest)
 
     def _split_direct_and_packed(self) -> tuple[list[int], list[int]]:
-        """Return the parameters gathered in place, and the rest; empty ones are in neither."""
+        """Return the parameters gathered in place, and the rest; empty ones are in neither. In place
+        this rank's rows, which are its state, are a part of the output. So none is gathered so by a
+        backend that leaves a void output behind."""
         direct: list[int] = []
         packed: list[int] = []
         for index, tensor in enumerate(self._tensors):
             even = tensor.numel() > 0 and tensor.shape[0] % self._size == 0
+            even = even and self._collectives.reports_loss
             if even and tensor.nbytes >= _DIRECT_GATHER_BYTES and tensor.is_contiguous():
                 direct.append(index)
             elif tensor.numel():

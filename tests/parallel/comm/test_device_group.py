@@ -118,10 +118,11 @@ def test_a_worker_selects_its_device_before_the_first_tensor(
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
     monkeypatch.setattr(torch.accelerator, "set_device_index", chosen.append)
+    monkeypatch.setattr(torch.cuda, "init", lambda: chosen.append(-1))
     select_device(CPU)
     assert not chosen
     select_device(torch.device("cuda:1"))
-    assert chosen == [1]
+    assert chosen == [1, -1]
     with pytest.raises(UserError, match="was given cuda:2, but torch sees 2 of cuda"):
         select_device(torch.device("cuda:2"))
 

@@ -44,8 +44,8 @@ if TYPE_CHECKING:
 def run_generations(worker: Worker, spec: WorkerSpec, commands: CommandClient) -> int:
     """Run generations until the run or the agent ends the process; return the exit code.
 
-    A standby first waits for a place. If the device does not end what a group of lost peers had
-    begun, this process exits, because only a new one can use the device.
+    A standby first waits for a place. If the device does not end what a lost group had begun, this
+    process exits: only a new one can use the device.
 
     Raises UserError, and any BaseException that is no `Exception`.
     """

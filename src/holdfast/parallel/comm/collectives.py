@@ -40,8 +40,9 @@ _TAG = 7  # the messages of a group come in the order in which they were sent: o
 class Collectives:
     """Collectives over one process group; `traffic` counts what leaves this rank.
 
-    kind: of that traffic. A group has one `Collectives`, whose calls come from one thread.
-    All raise RuntimeError with the backend's text when a peer is lost.
+    kind: of that traffic. reports_loss: an operation raises if a peer is lost. Otherwise it ends
+    when the group is given up, and its output is void. A group has one `Collectives`, whose calls come from one thread.
+    If it `reports_loss`, all raise RuntimeError with the backend's text when a peer is lost.
     """
 
     def __init__(
@@ -51,7 +52,7 @@ class Collectives:
         self._others = [(self.rank + i) % self.size for i in range(1, self.size)]
         self._traffic, self._kind = traffic, kind
         self._pending_sends: list[tuple[object, Tensor]] = []
-        self._by_messages = dist.get_backend(group) == "gloo"
+        self.reports_loss = self._by_messages = dist.get_backend(group) == "gloo"
 
     # --- without gradient -----------------------------------------------------------------
     def all_gather(self, part: Tensor, out: Tensor | None = None) -> Tensor:

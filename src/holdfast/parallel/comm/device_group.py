@@ -125,6 +125,7 @@ class DeviceGroup(AbortableGroup):
         self._kept = store
         self._group: BulkGroup | None = bulk_group(backend, self._store, rank, size, seconds)
         self._abort: Abort | None = None
+        self._stream: object | None = None
 
     def open(self, is_given_up: Callable[[], bool]) -> None:
         """Connect; collective. is_given_up: whether this rank need not wait any more. Raises
@@ -143,7 +144,9 @@ class DeviceGroup(AbortableGroup):
 
     def lane(self, errand: AbortableWait) -> lanes.Lane:
         """Return the place for work on what arrives."""
-        return lanes.DeviceLane(self._device, errand, self._seconds)
+        if self._stream is None:
+            self._stream = lanes.DeviceLane.open(self._device)
+        return lanes.DeviceLane(self._device, self._stream, errand, self._seconds)
 
     def mark(self) -> object:
         """Return an event after all that the calling thread has given to the device."""

@@ -74,16 +74,20 @@ class HostLane:
 
 
 class DeviceLane:
-    """A stream of a device. seconds: that `finish` waits at most."""
+    """A stream of a device, which `open` made. seconds: that `finish` waits at most."""
 
     runs_later = True
 
-    def __init__(self, device: torch.device, errand: AbortableWait, seconds: float) -> None:
-        self._device, self._errand, self._seconds = device, errand, seconds
-        self._stream: Any = self._open()
+    def __init__(
+        self, device: torch.device, stream: Any, errand: AbortableWait, seconds: float
+    ) -> None:
+        self._device, self._stream = device, stream
+        self._errand, self._seconds = errand, seconds
 
-    def _open(self) -> Any:
-        return torch.Stream(self._device)
+    @staticmethod
+    def open(device: torch.device) -> Any:
+        """Return a stream, of which a group has one: its buffers belong to that."""
+        return torch.Stream(device)
 
     def follow(self, mark: Any) -> None:
         self._stream.wait_event(mark)
