@@ -152,9 +152,10 @@ class OwnedRows:
         return -(-rows // self._size) * prod(rest)
 
     def _split_direct_and_packed(self) -> tuple[list[int], list[int]]:
-        """Return the parameters gathered in place, and the rest; empty ones are in neither. In place
-        this rank's rows, which are its state, are a part of the output. So none is gathered so by a
-        backend that leaves a void output behind."""
+        """Return the parameters gathered in place, and the rest; empty ones are in neither.
+
+        In place, this rank's rows are a part of the output, and they are its state. So a backend
+        that leaves a void output behind gathers none of them so."""
         direct: list[int] = []
         packed: list[int] = []
         for index, tensor in enumerate(self._tensors):

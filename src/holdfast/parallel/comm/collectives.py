@@ -41,7 +41,8 @@ class Collectives:
     """Collectives over one process group; `traffic` counts what leaves this rank.
 
     kind: of that traffic. reports_loss: an operation raises if a peer is lost. Otherwise it ends
-    when the group is given up, and its output is void. A group has one `Collectives`, whose calls come from one thread.
+    when the group is given up, and its output is void. A group has one `Collectives`, whose calls
+    come from one thread.
     If it `reports_loss`, all raise RuntimeError with the backend's text when a peer is lost.
     """
 
