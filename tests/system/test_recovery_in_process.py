@@ -307,6 +307,27 @@ def test_on_a_device_a_broken_replica_begins_from_memory(
 
 
 @pytest.mark.slow
+def test_where_a_backend_has_no_abort_the_agent_replaces_who_hangs(
+    run_file: Path, alone: Path
+) -> None:
+    settings = (
+        "layout.dp_shard=2",
+        "layout.workers=2",
+        "checkpoint.memory_every_steps=1",
+        "train.microbatch_size=2",
+    )
+    deeds = {"on a device": {**ON_A_DEVICE, "can_abort": False}, "last": [[3, 12, 250]]}
+    with _befallen(run_file, "no-abort", deeds, *settings) as run:
+        run.until_step(5, 1)
+        before = dict(run.pids)
+        os.kill(before[1], signal.SIGKILL)
+        run.until_step(9, 2)
+        assert not set(run.pids.values()) & set(before.values())
+        run.finish()
+    _every_step_once(run.folder, alone, 1e-10)
+
+
+@pytest.mark.slow
 def test_a_process_that_has_made_enough_groups_is_replaced(run_file: Path, alone: Path) -> None:
     """Rank 0 joins the second generation as its last: it ends when that is halted."""
     deeds = {"on a device": {**ON_A_DEVICE, "regroups_per_process": 2}, "raise": [[2, 1, 9]]}

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from holdfast.core.devices import DeviceKind, device_kind
-from holdfast.errors import PeerLostError
+from holdfast.errors import DeviceStuckError, PeerLostError
 from holdfast.layout import AXES, Coordinate, Replica
 from holdfast.parallel.comm.comm_stats import TrafficCounter
 from holdfast.parallel.comm.device_group import Abort, DeviceGroup, open_group, wait_for_aborts
@@ -84,14 +84,21 @@ class ReplicaGroups:
         """Begin to abort the groups of a backend that waits for lost peers, all at a time."""
         if self.pipes is not None:
             self.pipes.abort()
-        if self.mesh is not None and not self.kind.inside_has_tags and not self._aborts:
+        has_groups = self.mesh is not None and not self.kind.inside_has_tags
+        if has_groups and self.kind.can_abort and not self._aborts:
             self._aborts = [Abort(group) for group in registered_groups()]
 
     def close(self) -> None:
-        """Nothing stays in torch's registry. Raises DeviceStuckError."""
+        """Nothing stays in torch's registry.
+
+        Raises DeviceStuckError if the groups do not end, or were given up and cannot be."""
+        if self.is_aborted and self.mesh is not None and not self.kind.can_abort:
+            raise DeviceStuckError(
+                f"groups of {self.kind.inside} cannot be given up: another process takes the place"
+            )
         for peers in self.bare_groups():
             peers.close()
-        if self.kind.inside_has_tags:
+        if self.kind.inside_has_tags or not self.kind.can_abort:
             if self.mesh is not None:
                 dist.destroy_process_group()
         else:
