@@ -1,11 +1,9 @@
 """Every typed event of the journal.
 
-An event says what happened; the `Record` around it says who wrote it, in which generation, and
-in which order. Records merge by (generation, step, writer, sequence); `time` is the writer's
-wall clock and is compared only between records of one writer.
-
-Metrics, reports, the goodput ledger and the data audit derive from these and nothing else.
-Formats carry a version: a newer program reads all older ones, and drops keys it does not know.
+The `Record` around an event says who wrote it, and when. Records merge by (generation, step,
+writer, sequence); `time` is compared only between records of one writer. Metrics, reports, the
+goodput ledger and the data audit derive from these and nothing else. A newer program reads all
+older versions, and drops keys that it does not know.
 """
 
 from __future__ import annotations
@@ -14,7 +12,6 @@ from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar
 
 JOURNAL_VERSION = 1
-
 _KINDS: dict[str, type[Event]] = {}
 
 
@@ -106,6 +103,7 @@ class WorkerReady(Event):
     """The worker restored its state and is about to compute step `step` + 1."""
 
     kind: ClassVar[str] = "worker_ready"
+    absent_if_empty = frozenset({"device"})
     rank: int
     seconds: float  # from fork to ready
     device: str = ""  # with its backends and their versions: "cuda:1, nccl 2.28.9"
@@ -202,6 +200,8 @@ class RunFinished(Event):
     """Every step of the run file is done and committed."""
 
     kind: ClassVar[str] = "run_finished"
+    absent_if_empty = frozenset({"script_error"})
+    script_error: str = ""  # what went wrong in a script after its loop
 
 
 @dataclass(frozen=True)
@@ -480,18 +480,16 @@ class PeerFailed(Event):
 
 def to_json(record: Record) -> dict[str, Any]:
     """A flat, JSON-safe dictionary; the event's fields stand beside the envelope's."""
-    envelope = {"v": JOURNAL_VERSION, "kind": record.event.kind, **vars(record)}
-    return envelope | {"event": record.event.body}
+    kind, body = record.event.kind, record.event.body
+    return {"v": JOURNAL_VERSION, "kind": kind, **vars(record), "event": body}
 
 
 def from_json(value: dict[str, Any]) -> Record | None:
     """The record, or None for a kind that this version does not know."""
-    kind = _KINDS.get(value["kind"])
-    if kind is None:
+    if value["kind"] not in _KINDS:
         return None
-    generation, writer, sequence = value["generation"], value["writer"], value["sequence"]
-    event = event_from_json(value["kind"], value["event"])
-    return Record(generation, writer, sequence, value["time"], event)
+    place = value["generation"], value["writer"], value["sequence"], value["time"]
+    return Record(*place, event_from_json(value["kind"], value["event"]))
 
 
 def event_from_json(kind: str, value: dict[str, Any]) -> Event:

@@ -15,6 +15,7 @@ import pytest
 
 from holdfast.data.chat_documents import (
     NO_REPLY,
+    REPLY,
     SPELLS_TOKEN,
     ChatDocument,
     ChatFormat,
@@ -140,34 +141,28 @@ def test_other_roles_can_carry_loss_and_single_messages_can_not() -> None:
         assert [text.rstrip() for text in trained(found)] == ["Two, of course.<|im_end|>"]
 
 
-@pytest.mark.parametrize(
-    ("rows", "row"),
-    [
-        (
-            "sharegpt",
-            {
-                "system": "Be brief.",
-                "conversations": [
-                    {"from": "human", "value": "Say one."},
-                    {"from": "gpt", "value": "One."},
-                    {"from": "human", "value": "And two?"},
-                    {"from": "gpt", "value": "Two, of course."},
-                ],
-            },
-        ),
-        (
-            "instruction",
-            {
-                "system": "Be brief.",
-                "history": [["Say one.", "One."]],
-                "instruction": "And",
-                "input": "two?",
-                "output": "Two, of course.",
-            },
-        ),
-        ("prompt", {"prompt": TALK[:4], "completion": TALK[4:]}),
-    ],
-)
+FORM_ROWS: dict[str, dict[str, Any]] = {
+    "sharegpt": {
+        "system": "Be brief.",
+        "conversations": [
+            {"from": "human", "value": "Say one."},
+            {"from": "gpt", "value": "One."},
+            {"from": "human", "value": "And two?"},
+            {"from": "gpt", "value": "Two, of course."},
+        ],
+    },
+    "instruction": {
+        "system": "Be brief.",
+        "history": [["Say one.", "One."]],
+        "instruction": "And",
+        "input": "two?",
+        "output": "Two, of course.",
+    },
+    "prompt": {"prompt": TALK[:4], "completion": TALK[4:]},
+}
+
+
+@pytest.mark.parametrize(("rows", "row"), FORM_ROWS.items())
 def test_each_form_of_rows_becomes_the_same_messages(rows: str, row: dict[str, Any]) -> None:
     found = read(row, rows=rows)
     expected = read({"messages": TALK})
@@ -210,6 +205,48 @@ def test_rows_without_a_reply_or_with_a_special_token_are_left_out_and_counted()
     ):
         assert not read({"messages": talk}, left_out=left_out).text
     assert left_out == {NO_REPLY: 2, SPELLS_TOKEN: 1}
+
+
+# --- tools -------------------------------------------------------------------------------------
+ADD = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
+WITH_TOOLS = (
+    "{% for tool in tools or [] %}{{ tool | tojson }}{{ '<|im_end|>' }}{% endfor %}"
+    + CHATML.replace(
+        "message['content']",
+        "message['content'] + (message.tool_calls | tojson if message.tool_calls else '')",
+    )
+)
+CALL = {"role": REPLY, "content": None, "tool_calls": [{"function": {"name": "add"}}]}
+CALLED = [TALK[1], CALL, {"role": "tool", "content": "2"}, TALK[2]]
+
+
+def test_tools_may_be_a_list_or_a_text_of_json() -> None:
+    found = [
+        read({"messages": CALLED, "tools": tools}, WITH_TOOLS)
+        for tools in ([ADD], json.dumps([ADD]))
+    ]
+    assert found[0] == found[1]
+    assert found[0].text.startswith(json.dumps(ADD))
+    for rows, row in FORM_ROWS.items():
+        assert '"add"' in read(row | {"tools": json.dumps([ADD])}, WITH_TOOLS, rows=rows).text
+    for none in (None, "", [], "[]"):
+        assert read({"messages": TALK, "tools": none}, WITH_TOOLS) == read({"messages": TALK})
+
+
+@pytest.mark.parametrize(
+    ("row", "template", "words"),
+    [
+        ({"messages": CALLED}, CHATML, "leaves out the call of 'add' in message 2"),
+        ({"messages": TALK, "tools": [ADD]}, CHATML, "leaves out the tool 'add'"),
+        ({"messages": TALK, "tools": "add"}, WITH_TOOLS, "a text, and no JSON"),
+        ({"messages": TALK, "tools": {"add": 1}}, WITH_TOOLS, "no list of objects"),
+    ],
+)
+def test_tools_that_would_not_be_trained_on_are_refused(
+    row: dict[str, Any], template: str, words: str
+) -> None:
+    with pytest.raises(DataError, match=words):
+        read(row, template)
 
 
 # --- broken templates --------------------------------------------------------------------------

@@ -32,9 +32,11 @@ def test_an_empty_validation_set_is_said_with_its_cause(tmp_path: Path) -> None:
 
     two = text_folder(tmp_path / "two", files=4, words=60)
     config = data_config(tmp_path / "none", text_source(two), validation_fraction=0.0)
-    _, said = describe_use(make(config), config, train_config(evaluate={"every": 0}))
+    _, said = describe_use(make(config), config, train_config(evaluate={"every": 7}))
     assert "(data.validation_fraction is 0)" in said
-    assert "the evaluation at the end never comes" in said
+    assert "train.evaluate.every 7 never comes" in said
+    for none_is_wanted in (train_config(evaluate={"every": 0}), train_config()):
+        assert len(describe_use(make(config), config, none_is_wanted)) == 1
 
 
 def test_a_source_with_most_of_the_training_and_no_validation_is_named(tmp_path: Path) -> None:

@@ -44,6 +44,10 @@ def test_imported_weights_are_not_called_initial() -> None:
     progress = RunProgress(30, imported_from="Llama-3.2-1B")
     (line,) = progress.observe(replace(record, event=event, generation=1))
     assert line.text == "generation 1, 1 worker, from the weights imported from Llama-3.2-1B"
+    adapters = RunProgress(30, first_weights="the base model and new adapters")
+    begun = replace(event, restored_from=None)
+    (line,) = adapters.observe(replace(record, event=begun, generation=1))
+    assert line.text == "generation 1, 1 worker, from the base model and new adapters"
     assert "from initial weights" in progress_of(lossy_run().records).lines[0].text
 
 

@@ -165,7 +165,7 @@ for step in run.steps(9, batch_size=4, microbatch_size=2):
     [
         ({"BEFORE": "raise ValueError('no room')"}, 10, "ValueError: no room"),
         ({"BEFORE": "import sys; sys.exit('no')"}, 0, "exited with status no"),
-        ({"BEFORE": "raise SystemExit"}, 0, "the script ended before the last step of the run"),
+        ({"BEFORE": "raise SystemExit"}, 0, "the script ended, and has no loop over run.steps()"),
         ({"INSIDE": "if step.number == 4: model.weigth"}, 13, "AttributeError: 'Linear' object"),
         (
             {

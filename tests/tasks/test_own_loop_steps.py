@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from holdfast.errors import PeerLostError, TaskError
@@ -253,6 +255,33 @@ def _negative_weight(current: Run) -> None:
             step.backward(model(batch["x"]).sum(), weight=-0.5)
 
 
+def _mean_loss(loss_of: Callable[[Tensor], Tensor]) -> Callable[[Run], None]:
+    def script(current: Run) -> None:
+        model, _ = kept_model(current)
+        for step in current.steps(1):
+            for batch in step.batches(Data()):
+                step.backward(loss_of(model(batch["x"])), weight=2)
+
+    return script
+
+
+def _given(dataset: Any) -> Callable[[Run], None]:
+    def script(current: Run) -> None:
+        kept_model(current)
+        for step in current.steps(1):
+            list(step.batches(dataset, version="1"))
+
+    return script
+
+
+class Stream(torch.utils.data.IterableDataset):  # type: ignore[type-arg]
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(3))
+
+
+LOADER: Any = torch.utils.data.DataLoader(Data())  # type: ignore[arg-type]
+
+
 def _no_version(current: Run) -> None:
     kept_model(current)
     for step in current.steps(1):
@@ -279,6 +308,10 @@ def _stepped_scheduler(current: Run) -> None:
         (_changed_buffer, "the forward pass changes buffer"),
         (_vector_loss, "step.backward() was given shape [2, 1]"),
         (_negative_weight, "the weight -0.5"),
+        (_mean_loss(Tensor.mean), "was given a mean, with the weight 2"),
+        (_mean_loss(lambda out: F.mse_loss(out, torch.ones(2, 1))), "was given a mean"),
+        (_given(LOADER), "the dataset is a DataLoader, which has an order"),
+        (_given(Stream()), "the dataset (Stream) has no length and no index"),
         (_no_version, "the dataset (list) has no version"),
         (_stepped_scheduler, "scheduler.step() was called"),
     ],
@@ -293,6 +326,24 @@ def test_a_mistake_in_the_loop_is_named(script: Callable[[Run], None], words: st
     assert isinstance(answer, ScriptEnded)
     assert isinstance(answer.error, TaskError), answer.error
     assert words in str(answer.error)
+
+
+def test_a_mean_of_a_weight_of_one_and_a_weight_of_a_tensor_are_taken() -> None:
+    def script(current: Run) -> None:
+        model, _ = kept_model(current)
+        for step in current.steps(1):
+            batches = step.batches(Data())
+            next(batches)
+            step.backward(model(torch.ones(2, 3)).mean(), weight=1)
+            batch = next(batches)
+            step.backward(model(batch["x"]).mean() * 2, torch.ones(2).sum())  # type: ignore[arg-type]
+            next(batches, None)
+            step.apply()
+
+    runner = Runner(script)
+    runner.open(1)
+    assert runner.share([0, 1], Listener()) == ShareDone()
+    assert runner.run._weights == {0: 1, 1: 2}
 
 
 def test_without_a_run_the_script_is_told_how_to_begin_one() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import warnings
 from collections.abc import Iterator, Mapping
@@ -252,11 +253,30 @@ class _Texts(Rows):
         return {"text": "one"}
 
 
+class _Holes(Rows):
+    def __getitem__(self, index: int) -> Any:
+        return super().__getitem__(index) if index % 2 else None
+
+
+class _Unlike(Rows):
+    def __getitem__(self, index: int) -> Any:
+        found = dict(super().__getitem__(index))
+        return found if index % 2 else found | {"z": 1}
+
+
+class _Broken(Rows):
+    def __getitem__(self, index: int) -> Any:
+        return json.loads("no json")  # fails in the standard library
+
+
 @pytest.mark.parametrize(
     ("data", "words"),
     [
         (_Pairs, "a sample is a tuple: return a dict"),
-        (_Texts, "'text' of the samples cannot be stacked"),
+        (_Texts, "'text' of the samples cannot be stacked: .*[^)]$"),  # no line is the user's
+        (_Holes, "a sample is a NoneType: return a dict"),
+        (_Unlike, r"collate\(\) failed for samples .*: samples have unlike names"),
+        (_Broken, r"cannot be read: .* \(test_task_mistakes.py:\d+\)$"),
     ],
 )
 def test_samples_that_are_no_tensors_by_name(data: Any, words: str) -> None:

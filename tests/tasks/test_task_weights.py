@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -88,6 +89,13 @@ def test_what_is_no_weight_is_refused(value: Any, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(Weighted, "weight", lambda self, batch: value)
     with pytest.raises(TaskError, match=r"weight\(\) returned .*; return a number from 0 on"):
         batch_weight(Weighted(), {})
+
+
+def test_a_tensor_or_an_array_of_one_number_is_a_weight() -> None:
+    for given in (torch.tensor(3), torch.tensor(3.0), np.int64(3), np.float32(3), np.array(3)):
+        assert repr(read_weight(given)) == "3"
+    for given in (torch.ones(1), torch.tensor(True), torch.tensor(-1), np.float32("nan")):
+        assert read_weight(given) is None
 
 
 def test_whole_numbers_stay_whole_in_the_journal() -> None:

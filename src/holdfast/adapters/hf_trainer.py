@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from math import ceil
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from holdfast.errors import TaskError
@@ -41,13 +42,15 @@ _NO_SAMPLING = ("random", "random_sampler")
 """Values of `train_sampling_strategy` that leave the order of samples to Holdfast."""
 
 Weight = Callable[[Mapping[str, Tensor]], int]
+Collate = Callable[[Sequence[Any]], Mapping[str, Tensor]]
 
 
 def train(trainer: Any, *, version: str, weight: Weight | None = None) -> None:
     """Train to the last step of `trainer.args`; afterwards `trainer.model` has the result.
 
     A step has `per_device_train_batch_size * gradient_accumulation_steps` samples, whatever the
-    number of workers is. One logical microbatch has `per_device_train_batch_size`.
+    number of workers is. One logical microbatch has `per_device_train_batch_size`. The run has the
+    loss of `eval_dataset` as often as `eval_strategy` says.
 
     Args:
         trainer: a `transformers.Trainer` that has not trained yet.
@@ -73,6 +76,8 @@ def train(trainer: Any, *, version: str, weight: Weight | None = None) -> None:
     clip_norm = float(args.max_grad_norm or 0.0)
     current.keep(model, trainer.optimizer, trainer.lr_scheduler, clip_norm=clip_norm)
     collate, weigh = _collator(trainer), weight or _counted_labels(trainer)
+    if (every := _steps_between_validations(trainer, steps, batch_size)) is not None:
+        _validate(trainer, every, collate, weigh)
     for step in current.steps(steps, batch_size=batch_size, microbatch_size=micro):
         for batch in step.batches(dataset, version=version, collate=collate):
             mean, parts = trainer.compute_loss(model, dict(batch)), weigh(batch)
@@ -84,7 +89,41 @@ def train(trainer: Any, *, version: str, weight: Weight | None = None) -> None:
     model.eval()
 
 
-def _collator(trainer: Any) -> Callable[[Sequence[Any]], Mapping[str, Tensor]]:
+def _steps_between_validations(trainer: Any, steps: int, batch_size: int) -> int | None:
+    """By `eval_strategy`; None for no validation."""
+    args = trainer.args
+    strategy = str(getattr(args.eval_strategy, "value", args.eval_strategy))
+    if strategy == "no":
+        return None
+    if strategy == "epoch":
+        return ceil(len(trainer.train_dataset) / batch_size)
+    share = float(args.eval_steps)
+    return ceil(steps * share if share < 1 else share)
+
+
+def _validate(trainer: Any, every: int, collate: Collate, weigh: Weight) -> None:
+    """Let the run measure the loss of `eval_dataset`. Raises TaskError."""
+    dataset, model = trainer.eval_dataset, trainer.model
+    if dataset is None or isinstance(dataset, Mapping):
+        raise _refused(
+            f"eval_dataset is {type(dataset).__name__}, and eval_strategy asks for validations",
+            "give the trainer one dataset, or use eval_strategy='no'",
+        )
+    if trainer.compute_metrics is not None:
+        raise _refused(
+            "the validation computes the loss alone, and the trainer has compute_metrics",
+            "use eval_strategy='no', and call trainer.evaluate() after the training",
+        )
+
+    def loss(batch: Mapping[str, Tensor]) -> tuple[Tensor, float]:
+        parts = weigh(batch)
+        mean = trainer.compute_loss(model, dict(batch)) if parts else torch.zeros(())
+        return mean * parts, parts
+
+    run().validate(dataset, loss, every=every, samples=len(dataset), collate=collate)
+
+
+def _collator(trainer: Any) -> Collate:
     """Return the trainer's collator, after the columns that the model does not take are removed."""
     collator = trainer.data_collator
     if getattr(collator, "mlm", False):
@@ -128,12 +167,6 @@ def _refuse_arguments(args: Any) -> None:
     strategy = getattr(args, "train_sampling_strategy", "random")
     if str(getattr(strategy, "value", strategy)) not in _NO_SAMPLING:
         raise _refused(f"TrainingArguments.train_sampling_strategy is {strategy!r}", "use 'random'")
-    evaluates = str(getattr(args.eval_strategy, "value", args.eval_strategy))
-    if evaluates != "no":
-        raise _refused(
-            f"TrainingArguments.eval_strategy is {evaluates!r}",
-            "use 'no', and call trainer.evaluate() after the training",
-        )
 
 
 def _refuse_callbacks(trainer: Any) -> None:

@@ -58,7 +58,7 @@ def fit(
     weight: Weight | None = None,
     clip_norm: float = 0.0,
 ) -> None:
-    """Train `module` for `steps` steps; afterwards it has the result.
+    """Train `module` for `steps` steps; afterwards it has the result. Raises TaskError.
 
     Args:
         module: a LightningModule with `training_step` and `configure_optimizers`. `training_step`
@@ -69,16 +69,17 @@ def fit(
         weight: the number of things that the loss of a batch is the mean of; by default its
             samples.
         clip_norm: largest global norm of the gradient; 0: no clipping.
-
-    Raises TaskError.
     """
     current = run()
     _refuse_hooks(module)
+    kind, done = type(module), [0]
+    module.__class__ = _counting(kind, done)
     module.to(current.device)
     module.train()
     optimizer, scheduler = _chosen_optimizer(module.configure_optimizers())
     current.keep(module, optimizer, scheduler, clip_norm=clip_norm)
     for step in current.steps(steps, batch_size=batch_size, microbatch_size=microbatch_size):
+        done[0] = step.number - 1
         named = step.batches(
             dataset, version=version, collate=lambda items: _as_named(collate(items))
         )
@@ -87,11 +88,22 @@ def fit(
             parts = len(next(iter(tensors.values()))) if weight is None else weight(batch)
             step.backward(_loss(module.training_step(batch, step.number - 1)) * parts, parts)
         step.apply()
+    module.__class__ = kind
     module.eval()
 
 
 _POSITION, _SINGLE = "item ", "batch"
 """Names of the tensors of a batch that is a sequence of tensors, or one tensor."""
+
+
+def _counting(kind: type, done: Sequence[int]) -> type:
+    """The class with the counters that else come from a trainer. done: the steps before."""
+    counters = {"global_step": property(lambda _: done[0]), "current_epoch": property(_no_epoch)}
+    return type(kind.__name__, (kind,), counters)
+
+
+def _no_epoch(module: Any) -> int:
+    raise _refused("the module reads current_epoch, and steps are counted", "read global_step")
 
 
 def _as_named(batch: Any) -> Mapping[str, Tensor]:

@@ -17,6 +17,7 @@ from holdfast.config.run import RunConfig
 from holdfast.core.devices import is_accelerator
 from holdfast.core.flops import run_flops_per_token
 from holdfast.events import Record, to_json
+from holdfast.launch.lora_run import describe_first_weights
 from holdfast.plan.hardware import HardwareInfo
 from holdfast.report.device_metrics import DeviceMetrics
 from holdfast.report.live import LiveView
@@ -49,7 +50,7 @@ class RunViews:
         metrics = metrics_of(config, dataset_version, machine)
         replays: list[Callable[[list[Record]], None]] = [metrics.replay]
         self.render_metrics = metrics.render
-        if config.device != "cpu":
+        if is_accelerator(config.device):
             devices = DeviceMetrics(config.name)
             self.render_metrics = lambda: metrics.render() + devices.render()
         shown.append(metrics.observe)
@@ -59,7 +60,11 @@ class RunViews:
             shown.append(lines.observe)
         else:
             origin = origin_of_weights(FolderStore(folder))
-            view = LiveView(config.train.steps, imported_from=origin)
+            view = LiveView(
+                config.train.steps,
+                imported_from=origin,
+                first_weights=describe_first_weights(config),
+            )
             replays.append(view.replay)
             self._stack.enter_context(view)
             shown.append(view.observe)

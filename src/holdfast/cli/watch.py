@@ -38,6 +38,7 @@ def watch(
     """
     from holdfast.checkpoint.restore.catalog import origin_of_weights
     from holdfast.cli.views import record_line
+    from holdfast.launch.lora_run import describe_first_weights
     from holdfast.report import live
     from holdfast.report.ordering import order_records
     from holdfast.report.progress import RunProgress
@@ -57,7 +58,11 @@ def watch(
                     return 0
         else:
             origin = origin_of_weights(found.store)
-            with live.LiveView(found.config.train.steps, imported_from=origin) as view:
+            with live.LiveView(
+                found.config.train.steps,
+                imported_from=origin,
+                first_weights=describe_first_weights(found.config),
+            ) as view:
                 live.watch_run(news, view)
             progress = view.progress
     except KeyboardInterrupt:

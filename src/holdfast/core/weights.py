@@ -13,7 +13,9 @@ UNIT = 2.0**-32
 
 def read_weight(given: object) -> float | None:
     """A weight that a user's code gave, rounded to a multiple of `UNIT`; None if it is no number
-    from 0 on. A whole number stays an int."""
+    from 0 on. A whole number stays an int. A tensor or array of one number counts as it."""
+    if callable(item := getattr(given, "item", None)) and getattr(given, "shape", None) == ():
+        given = item()
     if isinstance(given, bool) or not isinstance(given, int | float):
         return None
     if not isfinite(given) or given < 0:

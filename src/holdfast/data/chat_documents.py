@@ -152,8 +152,11 @@ class _Spans:
         self._full = template.render(self._messages, where, tools=self._tools)
 
     def require_prompts(self) -> None:
-        """Raises DataError for a message that the template leaves out."""
+        """Raises DataError for a message or a tool that the template leaves out."""
         text = _without_spaces(self._full.text)
+        for name in _function_names(self._tools):
+            if name not in self._full.text:
+                raise self._refusal(f"the template leaves out the tool {name!r} of the row")
         for place, message in enumerate(self._messages):
             content = message["content"]
             if message["role"] in PROMPTS and _without_spaces(content) not in text:
@@ -230,6 +233,11 @@ class _Spans:
                 f"the template leaves out a part of the reply in message {place + 1}: of "
                 f"{content[:SHOWN]!r} it keeps {part[:SHOWN]!r}"
             )
+        for name in _function_names(self._messages[place].get("tool_calls")):
+            if name not in part:
+                raise self._refusal(
+                    f"the template leaves out the call of {name!r} in message {place + 1}"
+                )
 
     def _not_a_beginning(self, place: int, part: str, what: str) -> DataError:
         text = self._full.text
@@ -247,6 +255,15 @@ class _Spans:
 
     def _refusal(self, what: str, remedy: str = OWN_TEMPLATE) -> DataError:
         return DataError(what, where=self._where, remedy=remedy)
+
+
+def _function_names(tools: Any) -> Iterator[str]:
+    """Names of a list of tools, or of calls of tools."""
+    for tool in tools if isinstance(tools, list) else ():
+        function = tool.get("function", tool) if isinstance(tool, Mapping) else None
+        name = function.get("name") if isinstance(function, Mapping) else None
+        if isinstance(name, str):
+            yield name
 
 
 def _without_spaces(text: str) -> str:

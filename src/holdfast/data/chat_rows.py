@@ -1,8 +1,8 @@
 """Rows of chat data, in four forms, to one: a list of messages.
 
 messages      {"messages": [{"role", "content"}, ...]}, with "tools" if there are any
-sharegpt      {"conversations": [{"from", "value"}, ...]}, with "system" or without
-instruction   {"instruction", "input", "output"}, with "system" and "history" or without
+sharegpt      {"conversations": [{"from", "value"}, ...]}, with "system" and "tools" or without
+instruction   {"instruction", "input", "output"}, with "system", "history" and "tools" or without
 prompt        {"prompt", "completion"}: two texts, or two lists of messages
 """
 
@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from holdfast.core.data.target_weights import byte_of
+from holdfast.core.json_parsing import parse_json
 from holdfast.errors import DataError
 
 SHAREGPT_ROLES = {
@@ -82,6 +83,19 @@ def _list(row: Mapping[str, Any], key: str, where: str) -> list[Mapping[str, Any
     return value
 
 
+def _tools(row: Mapping[str, Any], where: str) -> list[Any] | None:
+    """What the row says of tools: a list, which some files have as a text of JSON."""
+    given = row.get("tools")
+    if isinstance(given, str):
+        try:
+            given = parse_json(given) if given.strip() else None
+        except ValueError:
+            raise _refusal("'tools' is a text, and no JSON", where, _FORM_REMEDY) from None
+    if given is None or (isinstance(given, list) and all(isinstance(t, Mapping) for t in given)):
+        return given
+    raise _refusal("'tools' is no list of objects", where, _FORM_REMEDY)
+
+
 def _content(value: Any, where: str) -> str:
     """A text, or a list of parts that are all text."""
     if value is None:
@@ -119,7 +133,7 @@ def _messages(row: Mapping[str, Any], field: str, where: str) -> Conversation:
         if byte != 1:
             weights[place] = byte
     messages = tuple(_message(message, where) for message in given)
-    return Conversation(messages, weights, row.get("tools"))
+    return Conversation(messages, weights, _tools(row, where))
 
 
 def _sharegpt(row: Mapping[str, Any], field: str, where: str) -> Conversation:
@@ -136,7 +150,7 @@ def _sharegpt(row: Mapping[str, Any], field: str, where: str) -> Conversation:
                 "rename it, or use rows: messages, which takes any role",
             )
         messages.append({"role": role, "content": _text(given, "value", where)})
-    return Conversation(tuple(messages))
+    return Conversation(tuple(messages), tools=_tools(row, where))
 
 
 def _instruction(row: Mapping[str, Any], field: str, where: str) -> Conversation:
@@ -151,7 +165,7 @@ def _instruction(row: Mapping[str, Any], field: str, where: str) -> Conversation
     parts = [_text(row, "instruction", where), _text(row, "input", where, needed=False)]
     messages.append({"role": "user", "content": "\n".join(part for part in parts if part)})
     messages.append({"role": "assistant", "content": _text(row, "output", where)})
-    return Conversation(tuple(messages))
+    return Conversation(tuple(messages), tools=_tools(row, where))
 
 
 def _is_text(value: Any) -> bool:
@@ -164,7 +178,7 @@ def _prompt(row: Mapping[str, Any], field: str, where: str) -> Conversation | Co
         then = _messages(row, "completion", where)
         weights = dict.fromkeys(range(len(first)), 0)
         weights |= {place + len(first): byte for place, byte in then.weights.items()}
-        return Conversation((*first, *then.messages), weights, row.get("tools"))
+        return Conversation((*first, *then.messages), weights, _tools(row, where))
     return Completion(_text(row, "prompt", where), _text(row, "completion", where))
 
 

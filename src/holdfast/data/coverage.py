@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from holdfast.config.data import DataConfig
-from holdfast.config.train import TrainConfig
+from holdfast.config.train import EvaluateConfig, TrainConfig
 from holdfast.data.batch import Batches
 from holdfast.data.dataset import Dataset
 
@@ -71,6 +71,8 @@ def _missing_validation(batches: Batches, train: TrainConfig) -> Iterator[str]:
     if not batches.validation(train.evaluate.samples).tokens:
         documents = dataset.counts("train")["documents"]
         if dataset.manifest["settings"]["validation_fraction"] == 0:
+            if every in (0, EvaluateConfig.model_fields["every"].default):
+                return  # the run file asks for no validation
             why, remedy = "data.validation_fraction is 0", "set it to 0.01 or so"
         elif documents == 1:
             why = "the dataset is one document, which is trained on"

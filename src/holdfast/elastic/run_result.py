@@ -122,8 +122,10 @@ def run_result(
     if missing is not None:
         return _stopped_result(step, missing, 1)
     failed = (end.script_error for end in node_outcomes if isinstance(end, FinishedOutcome))
-    error = next((UserError(said) for said in failed if said is not None), None)
-    return RunResult(RunFinished(step=step), "", error.exit_code if error else 0, error)
+    said = next((said for said in failed if said is not None), "")
+    error = UserError(said) if said else None
+    event = RunFinished(said, step=step)
+    return RunResult(event, "", error.exit_code if error else 0, error)
 
 
 def _aborted_result(end_message: str, end_reason: str, committed_step: int) -> RunResult:

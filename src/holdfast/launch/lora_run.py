@@ -10,7 +10,7 @@ from holdfast.config.huggingface.convert import shape_differences
 from holdfast.config.huggingface.folder import read_folder_model
 from holdfast.config.load import LoadedConfig
 from holdfast.config.lora import LoraConfig
-from holdfast.config.model_from import describe_differences
+from holdfast.config.model_from import TRANSFORMERS_TASK, describe_differences
 from holdfast.config.run import RunConfig
 from holdfast.core.sharding.adapters import (
     adapted_layers,
@@ -80,6 +80,19 @@ def describe_lora(config: RunConfig) -> list[str]:
         f"the {count_parameters(config.model)} of {lora.base} stay "
         f"(checksum {lora.base_checksum})"
     ]
+
+
+def describe_first_weights(config: RunConfig) -> str:
+    """What a run begins with if it has no checkpoint."""
+    if config.lora.rank:
+        adapters = (
+            f"the adapters of {config.lora.adapter}" if config.lora.adapter else "new adapters"
+        )
+        return f"the base model and {adapters}"
+    task = config.task
+    if task.name == TRANSFORMERS_TASK and task.args.get("pretrained", True):
+        return f"the weights of {task.args['folder']}"
+    return "initial weights"
 
 
 def _checked(loaded: LoadedConfig, part: str, stored: LoraConfig | None) -> dict[str, Any]:

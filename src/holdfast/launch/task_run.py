@@ -61,7 +61,7 @@ def _refuse_keys_of_the_script(loaded: LoadedConfig) -> None:
 
 def described(loaded: LoadedConfig, folder: str) -> LoadedConfig:
     """The same, whatever is there, for the task in `folder`. Raises TaskError."""
-    name = loaded.config.task.name
+    is_script = loaded.config.task.name == SCRIPT_TASK
     loaded = loaded.with_planned({"task.folder": os.path.abspath(folder)}, "the run file's folder")
     try:
         found = describe_task(loaded.config)
@@ -70,8 +70,8 @@ def described(loaded: LoadedConfig, folder: str) -> LoadedConfig:
         is_argument = key.startswith("task.args")
         place = loaded.where(key if is_argument else "task.name")
         where = f"{place}: {key}" if is_argument else place
-        if name == SCRIPT_TASK and key != "task":
-            where = key  # a line of the script, or what it may not ask for
+        if is_script:  # a line of the script, or what it may not ask for
+            where = str(loaded.config.task.args["script"]) if key == "task" else key
         raise TaskError(error.message, where=where, remedy=error.remedy) from None
     values = {f"task.{key}": found[key] for key in PLANNED_KEYS}
     for key, value in found["train"].items():
@@ -79,4 +79,4 @@ def described(loaded: LoadedConfig, folder: str) -> LoadedConfig:
             values[key] = value
     if BASE_CHECKSUM in found:
         values[f"lora.{BASE_CHECKSUM}"] = found[BASE_CHECKSUM]
-    return loaded.with_planned(values, f"those of {name}")
+    return loaded.with_planned(values, f"given by {loaded.config.task.label}")

@@ -307,7 +307,7 @@ class _HistoryBuilder:
                 self._end_session(before, "lost", "")
             self.sessions.append(RunSession(elapsed, elapsed, record.time, "running"))
         elif isinstance(event, RunFinished):
-            self._end_session(elapsed, "finished", "")
+            self._end_session(elapsed, "finished", event.script_error)
         elif isinstance(event, RunStopped):
             self._end_session(elapsed, "stopped", event.reason)
         elif isinstance(event, RunFailed):

@@ -70,8 +70,11 @@ class LiveView:
         every_seconds: float = 5.0,
         now: Callable[[], float] = time.monotonic,
         imported_from: str = "",
+        first_weights: str = "initial weights",
     ) -> None:
-        self.progress = RunProgress(total_steps, imported_from=imported_from)
+        self.progress = RunProgress(
+            total_steps, imported_from=imported_from, first_weights=first_weights
+        )
         self._console = console or Console()
         self._every = every_seconds
         self._now = now

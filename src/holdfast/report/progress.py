@@ -73,6 +73,7 @@ class RunProgress:
     ledger: TimeLedger = field(default_factory=TimeLedger)
     book: IncidentBook = field(default_factory=IncidentBook)
     imported_from: str = ""  # folder that the run's first weights came from
+    first_weights: str = "initial weights"  # what a run without imported ones begins with
     _ignored_settings: set[str] = field(default_factory=set)
     _attention: str = ""  # how documents are kept apart
     _stride: int = 1
@@ -194,7 +195,7 @@ class RunProgress:
         self.state = "recovering" if self.book.current is not None else "starting"
         origin = f"from the state after step {event.step}"
         if not event.step:
-            origin = "from initial weights"
+            origin = f"from {self.first_weights}"
             if event.restored_from is not None:
                 origin = f"from the weights imported from {self.imported_from or 'another trainer'}"
         text = f"generation {number}, {format_plural(len(self.workers), 'worker')}, {origin}"

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.utils.data import DataLoader
 from xxhash import xxh3_64
 
 from holdfast.config.run import RunConfig
@@ -149,8 +150,14 @@ def open_samples(task: Task) -> tuple[Samples, str] | None:
     return samples, version
 
 
-def sample_count(samples: Samples, what: str) -> int:
+def sample_count(samples: Any, what: str) -> int:
     """The length. Raises TaskError for data that can only be iterated over. what: the subject."""
+    if isinstance(samples, DataLoader):
+        raise TaskError(
+            f"{what} is a DataLoader, which has an order and batches of its own",
+            where="task",
+            remedy="give the dataset that it loads, and its collate_fn as collate",
+        )
     if not hasattr(samples, "__len__") or not hasattr(samples, "__getitem__"):
         raise TaskError(
             f"{what} ({type(samples).__name__}) has no length and no index, so a step cannot ask "
@@ -159,7 +166,8 @@ def sample_count(samples: Samples, what: str) -> int:
             remedy="write it to shards first, and read them by number (docs/python.md)",
         )
     with user_code(f"the length of {what} cannot be read"):
-        return len(samples)
+        count: int = len(samples)
+    return count
 
 
 def collated(
@@ -170,13 +178,19 @@ def collated(
     for index in indices:
         with user_code(f"sample {index} cannot be read"):
             items.append(samples[index])
-    with user_code("collate() failed"):
+    with user_code(f"collate() failed for samples {_shortened(indices)}"):
         batch = task.collate(items * times)
     if not isinstance(batch, Mapping) or not all(isinstance(t, Tensor) for t in batch.values()):
         raise TaskError("a batch is no mapping from names to tensors", where="task")
     if not batch:
         raise TaskError("a batch has no tensors", where="task")
     return batch
+
+
+def _shortened(indices: Sequence[int]) -> str:
+    most = 8
+    shown = ", ".join(map(str, indices[:most]))
+    return shown if len(indices) <= most else f"{shown}, ..."
 
 
 def batch_weight(task: Task, batch: Mapping[str, Tensor]) -> float:

@@ -27,6 +27,7 @@ from holdfast.tasks.task import Task
 DIGEST_BYTES = 16
 _NAMED = (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
 _INSTALLED = ("site-packages", "dist-packages")
+_HOLDFAST, _PYTHON = Path(__file__).parents[1], Path(os.__file__).parent
 
 
 def load_task(config: TaskConfig) -> Task:
@@ -94,14 +95,25 @@ def user_code(what: str) -> Iterator[None]:
     except (TaskError, OSError):
         raise
     except Exception as error:
-        frames = traceback.extract_tb(error.__traceback__)
-        own = [f for f in frames if not set(_INSTALLED) & set(Path(f.filename).parts)]
-        last = own[-1] if len(own) > 1 else frames[-1]  # the first is this function
-        place = f"{os.path.basename(last.filename)}:{last.lineno}"
         text = " ".join(str(error).split())[:300]
         raise TaskError(
-            f"{what}: {type(error).__name__}: {text} ({place})", where="task"
+            f"{what}: {type(error).__name__}: {text}{_place_in_user_code(error)}", where="task"
         ) from error
+
+
+def _place_in_user_code(error: Exception) -> str:
+    """The last line of the user's own files that was running, in brackets; without one that of a
+    library; "" if Holdfast alone was running."""
+    frames = [(f, Path(f.filename)) for f in traceback.extract_tb(error.__traceback__)]
+    others = [(f, path) for f, path in frames if not path.is_relative_to(_HOLDFAST)]
+    own = [f for f, path in others if not _is_library(path)]
+    last = (own or [f for f, _ in others])[-1:]
+    return "".join(f" ({os.path.basename(f.filename)}:{f.lineno})" for f in last)
+
+
+def _is_library(path: Path) -> bool:
+    is_installed = path.is_relative_to(_PYTHON) or bool(set(_INSTALLED) & set(path.parts))
+    return is_installed or str(path).startswith("<")  # code without a file
 
 
 def import_module(name: str, folder: str) -> ModuleType:

@@ -19,6 +19,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from holdfast.core.weights import read_weight
 from holdfast.errors import TaskError
+from holdfast.tasks.batches import sample_count
 from holdfast.tasks.kept_optimizers import KeptOptimizers
 from holdfast.tasks.kept_state import KeptState
 from holdfast.tasks.objective import buffer_versions, changed_buffer
@@ -59,7 +60,7 @@ class NamedValidation:
     """The arguments of `run.validate`; None: what the run file says, and the collate of `Task`."""
 
     dataset: MapDataset
-    loss: Callable[[Batch], tuple[Tensor, int]]
+    loss: Callable[[Batch], tuple[Tensor, float]]
     every: int | None
     samples: int | None
     collate: Collate | None
@@ -128,7 +129,7 @@ class Run:
     def validate(
         self,
         dataset: MapDataset,
-        loss: Callable[[Batch], tuple[Tensor, int]],
+        loss: Callable[[Batch], tuple[Tensor, float]],
         *,
         every: int | None = None,
         samples: int | None = None,
@@ -178,6 +179,11 @@ class Run:
             order = step._close()
 
     # --- for the runner ---------------------------------------------------------------------
+    @property
+    def has_loop(self) -> bool:
+        """Whether `steps` was called."""
+        return self._sizes is not None
+
     def _cast(self, tensor: Tensor) -> Tensor:
         return tensor.to(self._compute) if tensor.is_floating_point() else tensor
 
@@ -202,6 +208,9 @@ class Run:
                     remedy="make one dataset before the loop",
                 )
             return
+        length = sample_count(dataset, "the dataset")
+        if length < 1:
+            raise TaskError("the dataset has no samples", where="step.batches")
         named = version or getattr(dataset, "version", None)
         if not isinstance(named, str) or not named:
             raise TaskError(
@@ -209,9 +218,6 @@ class Run:
                 where="step.batches",
                 remedy="give step.batches(..., version=...) a text that changes with the content",
             )
-        length = len(dataset)
-        if length < 1:
-            raise TaskError("the dataset has no samples", where="step.batches")
         if self._samples and (length, named) != (self._samples, self._version):
             raise TaskError(
                 f"the dataset had {self._samples} samples of version {self._version!r}, and now "
@@ -391,4 +397,19 @@ def _checked_weight(loss: Any, weight: Any) -> float:
             remedy="give it a number from 0 on: the samples or tokens of the batch, or the sum of "
             "their weights",
         )
+    if counted > 1 and _is_mean(loss):
+        raise TaskError(
+            f"step.backward() was given a mean, with the weight {counted}",
+            where="step.backward",
+            remedy='give it the sum over the batch (reduction="sum"), or the mean times the weight',
+        )
     return counted
+
+
+def _is_mean(loss: Tensor) -> bool:
+    """Return True if the last operation was a mean; one further back is not seen."""
+    last = loss.grad_fn
+    if last is None:
+        return False
+    reduced_by = getattr(last, "_saved_reduction", None)  # of torch's losses; 1: "mean"
+    return last.name().startswith("MeanBackward") or reduced_by == 1

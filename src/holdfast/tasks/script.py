@@ -149,7 +149,8 @@ class Script(Task):
             module.__file__ = str(path)
             sys.modules["__main__"], sys.argv = module, [str(path), *self._arguments]
             torch.manual_seed(key_seed(config.seed, "task"))
-            exec(compile(path.read_bytes(), str(path), "exec"), vars(module))
+            code = compile(path.read_bytes(), str(path), "exec", dont_inherit=True)
+            exec(code, vars(module))
 
     def raise_for(self, answer: Answer, last_words: str = "") -> NoReturn:
         """Raise what the end of the script means. last_words: the last line of its stderr."""
@@ -159,6 +160,13 @@ class Script(Task):
                 f"the script exited with status {error.code}" + (last_words and f": {last_words}"),
                 where=self.file,
                 remedy="correct the arguments after --",
+            )
+        if (error is None or isinstance(error, SystemExit)) and not self.run.has_loop:
+            raise ScriptError(
+                "the script ended, and has no loop over run.steps()",
+                where=self.file,
+                remedy="let it train by such a loop (docs/python.md), or start it by: python "
+                f"{self.file}",
             )
         if error is None or isinstance(error, SystemExit):
             raise ScriptError(

@@ -67,15 +67,18 @@ class Task(ABC):
 
     def collate(self, items: Sequence[Mapping[str, Any]]) -> Batch:
         """Make a batch of samples. By default the tensors of each name are stacked."""
-        first: Any = items[0]
-        if not isinstance(first, Mapping):
-            kind = type(first).__name__
+        given: Sequence[Any] = items
+        if other := [item for item in given if not isinstance(item, Mapping)]:
+            kind = type(other[0]).__name__
             raise TaskError(
                 f"a sample is a {kind}: return a dict of tensors",
                 where="task",
                 remedy="or write collate(), which an own loop gives as step.batches(..., collate=)",
             )
-        return {name: _stacked(name, [item[name] for item in items]) for name in first}
+        for item in items:
+            if item.keys() != items[0].keys():
+                raise TypeError(f"samples have unlike names: {[*items[0]]} and {[*item]}")
+        return {name: _stacked(name, [item[name] for item in items]) for name in items[0]}
 
     def initial(self, name: str, shape: tuple[int, ...]) -> Initial:
         """The initial values of a parameter. A parameter with None gets those of `model()`."""

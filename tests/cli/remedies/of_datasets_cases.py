@@ -275,6 +275,22 @@ CASES: list[Case] = [
         "the row has … replies, and the template marks … parts with {% generation %}",
     ),
     case(
+        S + "the template leaves out the tool … of the row",
+        row(GOOD_ROW | {"tools": [chats.ADD]}),
+        read_row,
+        r"mend the template in a copy of the folder, or name another in data.chat",
+        fixed(template=chats.WITH_TOOLS),
+    ),
+    case(
+        S + "the template leaves out the call of … in message …",
+        row({"messages": chats.CALLED}),
+        read_row,
+        r"mend the template in a copy of the folder, or name another in data.chat",
+        fixed(template=chats.WITH_TOOLS),
+    ),
+    refused_row("'tools' is a text, and no JSON", GOOD_ROW | {"tools": "add"}, FORM, GOOD_ROW),
+    refused_row("'tools' is no list of objects", GOOD_ROW | {"tools": ["a"]}, FORM, GOOD_ROW),
+    case(
         S + "the row is no object",
         row(["a"]),
         read_row,

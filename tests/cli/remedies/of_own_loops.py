@@ -59,7 +59,13 @@ class Bare(Data):
     version = ""
 
 
-NAMES = {"torch": torch, "nn": nn, "Data": Data, "Bare": Bare}
+NAMES = {
+    "torch": torch,
+    "nn": nn,
+    "Data": Data,
+    "Bare": Bare,
+    "DataLoader": torch.utils.data.DataLoader,
+}
 
 
 def begin(old: str, new: str) -> Callable[[Lab], None]:
@@ -170,12 +176,14 @@ def begin_file(text: str, *arguments: str) -> Callable[..., None]:
 
 
 def start_file(lab: Lab) -> None:
-    """Run the script up to its loop."""
+    """Run the script up to its first batch."""
     config = resolve_config(None, "command line", [f"task.folder={lab.folder}"]).config
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "argv", [])
         patch.setitem(sys.modules, "__main__", sys.modules["__main__"])
-        Script("train.py", lab.settings["given"]).begin(config, torch.device("cpu"))
+        script = Script("train.py", lab.settings["given"])
+        script.begin(config, torch.device("cpu"))
+        script.named_data()
 
 
 def end_file(lab: Lab) -> None:
@@ -302,6 +310,18 @@ CASES: list[Case] = [
         r"give it a scalar that depends on trained parameters: the sum over the batch",
     ),
     loop(
+        OWN + "step.backward() was given a mean, with the weight …",
+        BACKWARD,
+        BACKWARD.replace(".sum()", ".mean()"),
+        r'give it the sum over the batch \(reduction="sum"\), or the mean times the weight',
+    ),
+    loop(
+        "batches.py: … is a DataLoader, which has an order and batches of its own",
+        BATCHES,
+        "step.batches(DataLoader(data))",
+        r"give the dataset that it loads, and its collate_fn as collate",
+    ),
+    loop(
         OWN + "step.backward() was given the weight …",
         BACKWARD,
         BACKWARD.replace('len(batch["x"])', "-1"),
@@ -410,8 +430,15 @@ CASES: list[Case] = [
         fixed(given=()),
     ),
     case(
-        "tasks/" + FILED + "the script ended before the last step of the run",
+        "tasks/" + FILED + "the script ended, and has no loop over run.steps()",
         begin_file(FILE.replace(LOOP, "")),
+        start_file,
+        r"let it train by such a loop \(docs/python\.md\), or start it by: python train\.py",
+        begin_file(FILE),
+    ),
+    case(
+        "tasks/" + FILED + "the script ended before the last step of the run",
+        begin_file(FILE.replace(LOOP, "next(run.steps(2))\n")),
         start_file,
         r"let the loop over run\.steps\(\) run to its end",
         begin_file(FILE),

@@ -38,6 +38,9 @@ class Trainer:
         self.state = SimpleNamespace(global_step=0)
         self.lr_scheduler = None
 
+        self.eval_dataset: Any = given.get("evaluated")
+        self.compute_metrics = given.get("metrics")
+
     def create_optimizer_and_scheduler(self, steps: int) -> None:
         self.optimizer = torch.optim.AdamW(self.model.parameters())
 
@@ -132,6 +135,7 @@ class LightningModule(nn.Module):
 
     def training_step(self, batch: Any, index: int) -> Any:
         loss = self.layer(batch["x"]).mean()
+        self.given.get("reads", lambda one: None)(self)
         return self.given.get("answer", lambda one: one)(loss)
 
 
@@ -175,12 +179,17 @@ OWN_LOOP = r"write the loop yourself with holdfast\.run\(\)"
 CASES: list[Case] = [
     argument("…", "fp16", True, r"use --set train\.precision=fp16", False),
     argument("train_sampling_strategy", "train_sampling_strategy", "length", r"use '(\w+)'", None),
-    argument(
-        "eval_strategy",
-        "eval_strategy",
-        "steps",
-        r"use '(\w+)', and call trainer\.evaluate\(\) after the training",
-        None,
+    trainer(
+        "eval_dataset is …, and eval_strategy asks for validations",
+        lambda _: Trainer(eval_strategy="epoch"),
+        r"give the trainer one dataset, or use eval_strategy='no'",
+        lambda _: Trainer(eval_strategy="epoch", evaluated=[0] * 4),
+    ),
+    trainer(
+        "the validation computes the loss alone, and the trainer has compute_metrics",
+        lambda _: Trainer(eval_strategy="steps", eval_steps=2, evaluated=[0] * 4, metrics=print),
+        r"use eval_strategy='(\w+)', and call trainer\.evaluate\(\) after the training",
+        lambda found: Trainer(eval_strategy=found[1], metrics=print),
     ),
     trainer(
         "a batch has no label that counts",
@@ -205,6 +214,12 @@ CASES: list[Case] = [
         lambda _: masked(),
         r"mask in the dataset, from a seed for each index",
         lambda _: Trainer(),
+    ),
+    module(
+        "the module reads current_epoch, and steps are counted",
+        lambda _: LightningModule(reads=lambda one: one.current_epoch),
+        r"read (global_step)",
+        lambda found: LightningModule(reads=lambda one: getattr(one, found[1])),
     ),
     module("… is no LightningModule", lambda _: nn.Linear(3, 1), r"derive it from that"),
     module(

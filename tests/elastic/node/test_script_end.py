@@ -71,6 +71,6 @@ def test_the_script_of_a_worker_fails_after_the_loop(
     received = NodeOutcome.from_json(NodeOutcome(ending=outcome).to_json())
     assert received.done == outcome
     result = run_result("", "", [FinishedOutcome(5), outcome], "", 5)
-    assert result.event == RunFinished(step=5)
+    assert result.event == RunFinished(error or "", step=5)
     assert result.exit_code == (2 if error else 0)
     assert (None if result.error is None else str(result.error)) == error

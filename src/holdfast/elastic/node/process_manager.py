@@ -115,11 +115,8 @@ class ProcessManager:
         """
         self.mover, self._devices = mover, devices or DevicePlaces(DEVICES["cpu"], 1)
         self._folder, self._lifeline = folder, lifeline
-        self._listener, self._on_mover_exit, self._on_fork_server_exit = (
-            listener,
-            on_mover_exit,
-            on_fork_server_exit,
-        )
+        self._listener = listener
+        self._on_mover_exit, self._on_fork_server_exit = on_mover_exit, on_fork_server_exit
         self.on_ready_change: Callable[[], None] = lambda: None
         """Called when the number of ready processes may have changed."""
         self._command_server = CommandServer(self._on_held, lambda: self.on_ready_change())
@@ -241,11 +238,8 @@ class ProcessManager:
         self._wanted_standbys = count, spec
         for _ in range(count - len(self._idle_processes) if self._fork_server.is_alive else 0):
             self._forked_standbys += 1
-            log = (
-                self._folder
-                / "logs"
-                / f"standby{self._forked_standbys}{self.mover.node_suffix}.log"
-            )
+            name = f"standby{self._forked_standbys}{self.mover.node_suffix}.log"
+            log = self._folder / "logs" / name
             await self._fork_server.fork(
                 replace(spec, rank=STANDBY_RANK, log=str(log)), STANDBY_RANK, 0
             )
@@ -330,14 +324,8 @@ class ProcessManager:
 
     def _report_exit(self, process: WorkerProcess) -> None:
         code = -signal.SIGKILL if process.exit_code is None else process.exit_code
-        self._listener.on_exited(
-            process.generation,
-            process.rank,
-            process.pid,
-            code,
-            process.log,
-            process.kill_reason,
-        )
+        whose = process.generation, process.rank, process.pid
+        self._listener.on_exited(*whose, code, process.log, process.kill_reason)
 
     def _on_held(self, process: WorkerProcess) -> None:
         assert process.held_state is not None, "only processes that hold are reported"

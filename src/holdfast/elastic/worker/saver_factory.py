@@ -94,9 +94,7 @@ class SaverFactory:
 
         def connect_first() -> Capturer | NoRoomCapturer:
             first = retry_until_mover_is_up(connect_once_announced, halts.wait)
-            seconds = time.monotonic() - begun_at
-            device = describe_device(self.held_session.current.device)
-            reporter.emit(WorkerReady(rank, seconds, device, step=step))
+            self._report_ready(time.monotonic() - begun_at, step)
             return first
 
         capturer = ReconnectingCapturer(
@@ -106,6 +104,12 @@ class SaverFactory:
             in_background=in_background,
         )
         return SnapshotSaver(capturer, reporter, rank, self.config, halts.check)
+
+    def _report_ready(self, seconds: float, step: int) -> None:
+        """Note that this worker trains from now on, `seconds` after its fork."""
+        device = describe_device(self.held_session.current.device)
+        event = WorkerReady(self.connection.rank, seconds, device, step=step)
+        self.connection.reporter.emit(event)
 
     def _on_capture_skipped(self, skipped: SkippedCapture) -> None:
         """Note that a snapshot was not captured."""
