@@ -167,7 +167,7 @@ def test_several_workers_get_a_device_each_and_the_person_a_warning(tmp_path: Pa
     ) as caught:
         plan_for_machine(load_config(run_file, ["device=cuda", "layout.workers=5"]), HOST)
     assert "command line: layout.workers=5" in str(caught.value.where)
-    of_a_node = ["device=cuda", "layout.workers=8", "cluster.node=a", "cluster.places=4"]
+    of_a_node = ["device=cuda", "layout.workers=4", "cluster.node=a", "cluster.places=4"]
     plan_for_machine(load_config(run_file, of_a_node), HOST)
     with pytest.raises(ConfigError, match=r"cluster\.places is 6, but this machine has 4"):
         plan_for_machine(load_config(run_file, [*of_a_node[:3], "cluster.places=6"]), HOST)

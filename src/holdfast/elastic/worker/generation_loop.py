@@ -149,7 +149,8 @@ def _stop_and_hold(
     held = worker.held_state(kind, text, bad_step)
     if worker.is_worn:
         raise DeviceStuckError(
-            "this process has made so many sets of groups that their device memory is taken back"
+            "this process has joined as many generations as its device bears; another one takes "
+            "the place"
         )
     state = "no state" if held.torn else f"the state after step {held.applied}"
     logger.info("holds %s (%s): %s", state, kind, text)
