@@ -97,6 +97,10 @@ class OtherKeyError(StoreError):
     """An object is sealed with another key than ours, or the end that names its key is rotten."""
 
 
+class StateMemoryError(UserError):
+    """A rank's state does not fit its place, or that place fails. Its process cannot continue."""
+
+
 class OutOfSpaceError(UserError):
     """A disk is full."""
 

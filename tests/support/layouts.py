@@ -6,6 +6,7 @@ shard2            dp_shard 2 under ZeRO-3; zero1.2 and zero2.2: under ZeRO-1 and
 pp2-dp2-tp2       a product
 pp3+pp2           unlike replicas side by side
 plain.tp2         without sequence parallelism;  gpipe.pp2: another schedule
+files.dp2         optimizer state in a file, gradients on the host
 gathered.dp2      gradients between replicas by collectives
 full.tp2          blocks are run again in the backward pass; selective.tp2, compiled.tp2
 """
@@ -17,6 +18,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
 from pathlib import Path
+from tempfile import gettempdir
 from typing import Any
 
 import numpy as np
@@ -57,6 +59,14 @@ _FLAGS: dict[str, dict[str, Any]] = {
     "bf16": {"train__precision": "bf16"},
     "fp16": {"train__precision": "fp16"},
     "small": {"train__batch_size": 8},  # two microbatches
+    "files": {
+        "train__memory": {
+            "optimizer": "file",
+            "gradients": "host",
+            "folder": gettempdir(),
+            "piece_mb": 0.05,
+        }
+    },
     "shallow": {"model__layers": 2},
     "deep": {"model__layers": 4},
     **{

@@ -83,6 +83,9 @@ LAYOUTS = {
     "qknorm.tp4": "qknorm.pp2-dp2",
     "qknorm.untied.pp2-tp2": "qknorm.untied.dp4",
     "pp3": "dp3",
+    "files.dp2": "files.tp2",
+    "files.zero1.2": "files.shard2",
+    "files.pp2-shard2": "files.dp2-shard2",
 }
 """Every kind of layout (the names are those of `tests/support/layouts.py`), and the other one that
 it becomes."""

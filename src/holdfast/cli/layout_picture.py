@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
 
+from holdfast.cli.layout_places import print_places
 from holdfast.cli.output import print_table
 from holdfast.config.run import RunConfig
 from holdfast.core.sharding.parameters import count_parameters as parameters_of
@@ -40,6 +41,7 @@ class LayoutPicture:
         print()
         self._ranks()
         self._activations()
+        print_places(self.config, self.topology)
         print()
         self._dealing()
         if self.loss is not None:

@@ -22,6 +22,7 @@ from holdfast.plan.activations import activations_of, has_formula
 from holdfast.plan.layouts import microbatches
 from holdfast.plan.loss_impact import LossImpact, impact_of_loss
 from holdfast.plan.memory_use import contents_by_rank
+from holdfast.plan.placed_memory import placed_by_rank
 from holdfast.report.formatting import format_plural
 
 
@@ -177,9 +178,11 @@ def _as_json(
 ) -> dict[str, Any]:
     replicas = len(topology.replicas)
     ranks = []
-    for each in contents_by_rank(config, topology):
+    placed = placed_by_rank(config, topology)
+    for each, places in zip(contents_by_rank(config, topology), placed, strict=True):
         row = asdict(each)
         row |= {"at": asdict(each.at), "held": asdict(each.held) | {"total": each.held.total}}
+        row["places"] = asdict(places)
         row["activations"] = None
         if has_formula(config):
             kept = activations_of(config, topology, each.at)

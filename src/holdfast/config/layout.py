@@ -74,6 +74,11 @@ class LayoutConfig(DegreesConfig):
         return tuple((f"layout.replicas.{i}", each) for i, each in enumerate(self.replicas))
 
     @property
+    def cuts_parameters(self) -> bool:
+        """Return True if some kind of replica keeps its parameters in shards."""
+        return self.zero > 1 and any(degrees.dp_shard > 1 for _, degrees in self.kinds)
+
+    @property
     def least_workers(self) -> int:
         """Workers of the smallest world: one replica, or all the unlike ones."""
         return sum(degrees.ranks for _, degrees in self.kinds)

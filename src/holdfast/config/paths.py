@@ -31,6 +31,7 @@ FREE_PATHS = (
     "task.folder",
     "lora.base",
     "lora.adapter",
+    "train.memory.folder",
 )
 PLACES = ("data.tokenizer.path", "data.sources.*.path")
 OPTIONAL = (
@@ -41,6 +42,7 @@ OPTIONAL = (
     "task.folder",
     "lora.base",
     "lora.adapter",
+    "train.memory.folder",
 )
 """Keys for which an empty text means none."""
 

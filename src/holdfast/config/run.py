@@ -19,6 +19,7 @@ from holdfast.config.huggingface.convert import explain_no_architecture
 from holdfast.config.layout import LayoutConfig
 from holdfast.config.logging import LoggingConfig
 from holdfast.config.lora import LoraConfig
+from holdfast.config.memory import DEVICE
 from holdfast.config.model import ModelConfig
 from holdfast.config.task import TaskConfig
 from holdfast.config.train import TrainConfig
@@ -88,6 +89,12 @@ class RunConfig(Section):
             raise ValueError(
                 "cluster.loss_jumps: roll_back does a step again in the same processes: "
                 "use cluster.recovery: live, or loss_jumps: ignore"
+            )
+        if self.train.memory.parameters != DEVICE and not self.layout.cuts_parameters:
+            raise ValueError(
+                f"train.memory.parameters {self.train.memory.parameters} moves shards, and only "
+                "layout.zero 2 or 3 with dp_shard above 1 makes them: use "
+                "train.memory.parameters: device"
             )
         if self.data.sequence_length > self.model.max_position:
             raise ValueError(

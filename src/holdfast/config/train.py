@@ -11,6 +11,7 @@ from pydantic import Field, field_validator, model_validator
 
 from holdfast.config.base import Section
 from holdfast.config.change import Branch, InPlace, Never
+from holdfast.config.memory import DEVICE, MOVABLE, MemoryConfig
 from holdfast.config.optimizer import OptimizerConfig
 
 MAX_MICROBATCHES = 2**20
@@ -94,11 +95,24 @@ class TrainConfig(Section):
     optimizer: OptimizerConfig = OptimizerConfig()
     schedule: Branch[ScheduleConfig] = ScheduleConfig()
     evaluate: InPlace[EvaluateConfig] = EvaluateConfig()
+    memory: InPlace[MemoryConfig] = MemoryConfig()
 
     @property
     def schedule_steps(self) -> int:
         """The step at which the learning rate reaches its last value."""
         return self.schedule.steps or self.steps
+
+    @model_validator(mode="after")
+    def _offloads(self) -> TrainConfig:
+        for key in MOVABLE:
+            place = getattr(self.memory, key)
+            if place != DEVICE and self.optimizer.name != "adamw":
+                raise ValueError(
+                    f"memory.{key} {place} needs an update in pieces, which only adamw has, and "
+                    f"optimizer.name is {self.optimizer.name}: use memory.{key}: device, or "
+                    "optimizer.name: adamw"
+                )
+        return self
 
     @model_validator(mode="after")
     def _recomputes(self) -> TrainConfig:

@@ -26,12 +26,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
 
 from holdfast.core.sharding.boxes import Box
 from holdfast.parallel.comm.comm_stats import TrafficCounter
 from holdfast.parallel.gradients.exchange import Slot
 from holdfast.parallel.gradients.feeder import Cells, GradientFeeder
+from holdfast.parallel.gradients.reducer import MakeBuffer
 from holdfast.parallel.torch_compat import (
     ShardedParameter,
     fsdp_parameters,
@@ -46,6 +53,8 @@ def apply_fsdp(
     mesh: DeviceMesh,
     compute: torch.dtype | None,
     zero: int = 3,
+    *,
+    is_offloaded: bool = False,
 ) -> None:
     """Shard `root` over the mesh in place: each of `blocks` as a unit, the rest as the last one.
 
@@ -54,6 +63,7 @@ def apply_fsdp(
         are not cast, so that the rotary tables keep their precision.
     zero: 3 shards parameters between forward and backward too; 2 gathers them once for both
         (Rajbhandari et al., 2020, section 5: stages of ZeRO). State is sharded alike.
+    is_offloaded: shards lie on the host, and each unit is gathered on the device.
     """
     policy = MixedPrecisionPolicy(
         param_dtype=compute,
@@ -69,6 +79,7 @@ def apply_fsdp(
             mp_policy=policy,
             reshard_after_forward=again,
             ignored_params=nothing,
+            offload_policy=CPUOffloadPolicy(pin_memory=False) if is_offloaded else OffloadPolicy(),
         )
         assert isinstance(module, FSDPModule)
         module.set_gradient_divide_factor(1.0)
@@ -107,6 +118,7 @@ class ShardedGradients(GradientFeeder):
         dtype: torch.dtype,
         fast: bool = False,
         traffic: TrafficCounter | None = None,
+        buffers: MakeBuffer | None = None,
     ):
         self._parameters = list(named.values())
         super().__init__(
@@ -117,6 +129,7 @@ class ShardedGradients(GradientFeeder):
             fast=fast,
             device=local_tensor(self._parameters[0]).device,
             bucket_bytes=0,
+            buffers=buffers,
         )
         self._units: list[FsdpUnit] = []
         self._slot: Slot | None = None
@@ -209,7 +222,7 @@ class ShardedGradients(GradientFeeder):
         place = self._slot_view(unit)
         if place is not None:
             if self.accumulates:
-                place.add_(output)
+                place.add_(output.to(place.device))
             elif place.data_ptr() != output.data_ptr():
                 place.copy_(output)
         for index, at in unit.placements:
@@ -266,7 +279,7 @@ class OrderedReduceScatter:
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Memory for the input (all shards' parts) or the output (this shard's sum)."""
         slot = self._slot() if prod(size) == self._output_size else None
-        if slot is not None and slot.dtype == dtype:
+        if slot is not None and (slot.dtype, slot.device.type) == (dtype, device.type):
             return slot
         return torch.empty(*size, dtype=dtype, device=device)
 

@@ -6,7 +6,7 @@ is needed. Buckets fill in the order of the backward pass and leave while it con
 
 Of two sibling leaves the left one is held in `.grad`, and autograd itself adds the right one. That
 saves one pass over the gradients. It is not done in mixed precision, where autograd would add in
-bfloat16.
+bfloat16. Nor is it done if the sums do not lie on the device, which has no room for them.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from holdfast.core.sharding.boxes import Box
 from holdfast.core.sharding.reduction_tree import Shares
 from holdfast.core.sharding.step_resume import Computed
 from holdfast.parallel.gradients.feeder import Cells, GradientFeeder
+from holdfast.parallel.gradients.reducer import MakeBuffer
 
 
 class ReplicatedGradients(GradientFeeder):
@@ -42,6 +43,8 @@ class ReplicatedGradients(GradientFeeder):
         by_unit: bool = False,
         fast: bool = False,
         wanted: Mapping[str, Box] | None = None,
+        buffers: MakeBuffer | None = None,
+        may_hold_leaf: bool = True,
     ):
         self._parameters = list(named.values())
         for name, parameter in named.items():
@@ -57,7 +60,8 @@ class ReplicatedGradients(GradientFeeder):
             by_unit=by_unit,
             fast=fast,
             wanted=wanted,
-            pairs=first.dtype == dtype,
+            pairs=may_hold_leaf and first.dtype == dtype,
+            buffers=buffers,
         )
         self._missing_parameters: set[int] = set()
         self._is_listening = False

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import _lru_cache_wrapper
@@ -55,6 +55,10 @@ def is_device_loss(error: BaseException) -> bool:
     such as after an access to memory of a peer that is lost."""
     kind: Any = getattr(torch, "AcceleratorError", None)
     return kind is not None and isinstance(error, kind)
+
+
+MakeMemory = Callable[[Sequence[tuple[int, ...]], torch.dtype], list[Tensor]]
+"""Returns memory for tensors of these shapes."""
 
 
 class Work(Protocol):
@@ -268,6 +272,29 @@ def give_shards_memory(module: nn.Module, device: torch.device) -> None:
     apply: Any = module._apply
     with torch.no_grad():
         apply(given)
+
+
+def place_shards(module: nn.Module, allocate: MakeMemory) -> None:
+    """Move the shards of a module that FSDP2 has sharded along dim 0 into other memory, padded as
+    FSDP2 pads them. It gathers from there afterwards. Their values are lost."""
+    from torch.distributed.fsdp import FSDPModule
+
+    groups: Any = [
+        each._get_fsdp_state()._fsdp_param_group
+        for each in module.modules()
+        if isinstance(each, FSDPModule)
+    ]
+    members = [member for group in groups if group is not None for member in group.fsdp_params]
+    if not members:
+        return
+    shapes = [tuple(member.padded_sharded_param_size) for member in members]
+    homes = allocate(shapes, members[0].sharded_param.dtype)
+    for member, home in zip(members, homes, strict=True):
+        local = member.sharded_param._local_tensor
+        member._sharded_param_data = home.view(-1)
+        member.sharded_param._local_tensor = home.narrow(
+            0, 0, local.shape[0] if local.numel() else 0
+        )
 
 
 def forget_meshes() -> None:

@@ -27,6 +27,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 
 import torch
@@ -39,9 +40,15 @@ from holdfast.errors import PeerLostError
 from holdfast.parallel.comm.collectives import Collectives
 from holdfast.parallel.comm.comm_stats import TrafficCounter
 from holdfast.parallel.gradients.buckets import cut_into_runs
-from holdfast.parallel.torch_compat import is_peer_loss
+from holdfast.parallel.torch_compat import MakeMemory, is_peer_loss
 
 _DIRECT_GATHER_BYTES = 1 << 16  # bytes from which a parameter is gathered where it lies
+
+
+def _on_device(
+    shapes: Sequence[tuple[int, ...]], dtype: torch.dtype, device: torch.device
+) -> list[Tensor]:
+    return [torch.empty(shape, dtype=dtype, device=device) for shape in shapes]
 
 
 @dataclass(frozen=True)
@@ -64,6 +71,7 @@ class OwnedRows:
     `whole`: the boxes of `named`. group: the ranks of the dp_shard axis, in its order.
     state: dtype of what is trained. If the model computes in another, `master_tensors` are copies
         of their own (the fp32 masters); otherwise views of the rows in place.
+    make_masters: gives the memory of the fp32 masters; None: on the device.
     Raises ValueError if a box is not the part that this rank's place in the group has.
     """
 
@@ -77,6 +85,7 @@ class OwnedRows:
         state: torch.dtype,
         bucket_bytes: int = 1 << 25,
         traffic: TrafficCounter | None = None,
+        make_masters: MakeMemory | None = None,
     ):
         self._collectives = Collectives(group, traffic, kind="gather")
         self._size, self._rank = self._collectives.size, self._collectives.rank
@@ -92,7 +101,11 @@ class OwnedRows:
         self._own_rows = rows
         mixed = self._tensors[0].dtype != state
         self.master_tensors = (
-            [torch.empty_like(part, dtype=state) for part in rows] if mixed else rows
+            (make_masters or partial(_on_device, device=self._tensors[0].device))(
+                [tuple(part.shape) for part in rows], state
+            )
+            if mixed
+            else rows
         )
         self._direct, indirect = self._split_direct_and_packed()
         shapes = [tuple(self._tensors[i].shape) for i in indirect]

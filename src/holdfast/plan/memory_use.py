@@ -45,11 +45,14 @@ Span = tuple[int, int]
 
 @dataclass(frozen=True)
 class RankMemory:
-    """Bytes on one rank."""
+    """Bytes on one rank. masters: those of the parameters that the model does not compute with.
+    shards: those from which FSDP2 gathers."""
 
     parameters: int
     gradients: int
     moments: int
+    masters: int = 0
+    shards: int = 0
 
     @property
     def total(self) -> int:
@@ -127,7 +130,9 @@ def memory_of(config: RunConfig, table: StateTable, replica: Replica, at: Coordi
     else:  # zero 1 updates its rows of the parameters in place; zero 2 gathers a second copy
         parameters = state * whole + (state * cut if zero == 2 else 0)
     parameters += frozen_bytes(config)
-    return RankMemory(parameters, state * (whole if zero == 1 else cut), moments)
+    masters = state * cut if mixed and zero == 1 else 0
+    shards = state * cut if zero > 1 else 0
+    return RankMemory(parameters, state * (whole if zero == 1 else cut), moments, masters, shards)
 
 
 def frozen_bytes(config: RunConfig) -> int:

@@ -22,6 +22,7 @@ from holdfast.core.sharding.state_table import ITEM_BYTES, STATE_DTYPE
 from holdfast.errors import LayoutError
 from holdfast.layout import Coordinate, MeshShape, Replica, Stages, coordinates_of, index_of
 from holdfast.plan.memory_use import known_parameters, memory_of
+from holdfast.plan.placed_memory import bytes_in_memory
 
 
 @dataclass(frozen=True)
@@ -68,11 +69,14 @@ class AllowedShapes:
         return self.memory is None or self.needed_bytes(shape) <= self.memory
 
     def needed_bytes(self, shape: ReplicaShape) -> int:
-        """Bytes on the worker that holds the most: no part is larger than the first."""
+        """Bytes of memory on the worker that holds the most: no part is larger than the first."""
         if shape.mesh_shape not in self._needed_bytes_of:
             replica, pp = shape.replica(0, 0), shape.mesh_shape[0]
             self._needed_bytes_of[shape.mesh_shape] = max(
-                memory_of(self.config, self._table, replica, self._at(replica, stage)).total
+                bytes_in_memory(
+                    self.config,
+                    memory_of(self.config, self._table, replica, self._at(replica, stage)),
+                )
                 for stage in range(pp)
             )
         return self._needed_bytes_of[shape.mesh_shape]

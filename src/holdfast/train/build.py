@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from itertools import chain
+from math import prod
 
 import torch
 from torch import nn
 
+from holdfast.config.memory import DEVICE
 from holdfast.config.run import RunConfig
 from holdfast.core.devices import device_kind
 from holdfast.core.sharding.boxes import Box
@@ -21,12 +25,19 @@ from holdfast.parallel.gradients.cell_team import CellTeam, ExchangeKind
 from holdfast.parallel.gradients.feeder import Cells, GradientFeeder
 from holdfast.parallel.process_groups import ProcessGroups, connect
 from holdfast.parallel.replicated import ReplicatedGradients
-from holdfast.parallel.torch_compat import Store, give_memory, give_shards_memory, local_tensor
+from holdfast.parallel.torch_compat import (
+    Store,
+    give_memory,
+    give_shards_memory,
+    local_tensor,
+    place_shards,
+)
 from holdfast.parallel.trace import SpanRecorder
 from holdfast.parallel.zero1 import OwnedRows
 from holdfast.train.engine import GradientFeed, GradientReducer, StepEngine
 from holdfast.train.evaluate import Evaluator
 from holdfast.train.loss_scale import LossScale
+from holdfast.train.memory.places import StateMemory
 from holdfast.train.precision import Precision
 from holdfast.train.protocols import ShareLoader
 from holdfast.train.recompute import apply_recompute
@@ -155,9 +166,10 @@ def build_engine(
     _prepare_units(config, task.units(objective))
     shards = groups.degree("dp_shard")
     make = _replicated if shards == 1 else _zero1 if config.layout.zero == 1 else _sharded
-    parameters, feed = make(_Parts(config, task, groups, device, precision), objective)
+    memory = StateMemory(config.train.memory, device, f"{config.name}-rank{groups.rank}")
+    parameters, feed = make(_Parts(config, task, groups, device, precision, memory), objective)
     executor = task.executor(objective, groups, precision.compute, device)
-    return StepEngine(
+    engine = StepEngine(
         objective,
         executor,
         parameters,
@@ -169,6 +181,9 @@ def build_engine(
         task.user_parts,
         LossScale(_tokens(config), device, is_dynamic=precision.scales_loss),
     )
+    if not memory.stages_updates:
+        memory.count("optimizer", (t for slot in engine.optimizer.slots for t in slot.tensors))
+    return engine
 
 
 def _prepare_units(config: RunConfig, units: Sequence[nn.Module]) -> None:
@@ -198,6 +213,11 @@ class _Parts:
     groups: ProcessGroups
     device: torch.device
     precision: Precision
+    memory: StateMemory
+
+    def make_sum(self, elements: int) -> torch.Tensor:
+        """Memory for a sum of gradients, in their place."""
+        return self.memory.zeros("gradients", [(elements,)], self.precision.state)[0]
 
     def boxes(self, names: Sequence[str], *, sharded: bool) -> dict[str, Box]:
         """What this rank has of some parameters, by dp_shard's cut too or only by those before."""
@@ -216,6 +236,11 @@ class _Parts:
         return table, self.boxes(list(named), sharded=True), named
 
 
+def _all_tensors(module: nn.Module) -> Iterator[torch.Tensor]:
+    """Parameters, and buffers such as the base of adapters."""
+    return chain(module.parameters(), module.buffers())
+
+
 BuiltParameters = tuple[Parameters, GradientFeed]
 
 
@@ -227,10 +252,12 @@ def _replicated(parts: _Parts, objective: nn.Module) -> BuiltParameters:
     parts.task.fill_constants(objective, parts.device)
     table, boxes, named = parts.rows_on_rank(objective)
     held = [p.detach() for p in named.values()]
+    parts.memory.count("parameters", _all_tensors(objective))
     computed: list[torch.Tensor] = []
     if precision.mixed:
         computed = held
-        held = [torch.empty_like(p, dtype=precision.state) for p in computed]
+        shapes = [tuple(p.shape) for p in computed]
+        held = parts.memory.zeros("optimizer", shapes, precision.state)
 
     def feeder(cells: Cells, by_unit: bool) -> GradientFeeder:
         return ReplicatedGradients(
@@ -241,10 +268,14 @@ def _replicated(parts: _Parts, objective: nn.Module) -> BuiltParameters:
             fast=config.layout.reduction == "fast",
             bucket_bytes=int(config.layout.bucket_mb * 1e6),
             by_unit=by_unit,
+            buffers=parts.make_sum,
+            may_hold_leaf=parts.memory.place_of("gradients") == DEVICE,
         )
 
-    feed = _gradient_feed(config, feeder, lambda groups: _any_fsdp(config, groups))
-    return Parameters(table, tuple(boxes.values()), held, parts.task.initial_values, computed), feed
+    feed = _gradient_feed(config, parts.memory, feeder, lambda groups: _any_fsdp(config, groups))
+    initial = parts.task.initial_values
+    found = Parameters(table, tuple(boxes.values()), held, initial, computed, memory=parts.memory)
+    return found, feed
 
 
 def _zero1(parts: _Parts, objective: nn.Module) -> BuiltParameters:
@@ -254,6 +285,7 @@ def _zero1(parts: _Parts, objective: nn.Module) -> BuiltParameters:
     parts.task.fill_constants(objective, parts.device)
     table, boxes, named = parts.rows_on_rank(objective)
     whole, groups = parts.boxes(list(named), sharded=False), parts.groups
+    parts.memory.count("parameters", _all_tensors(objective))
     rows = OwnedRows(
         named,
         whole,
@@ -261,6 +293,7 @@ def _zero1(parts: _Parts, objective: nn.Module) -> BuiltParameters:
         groups.axis("dp_shard"),
         state=precision.state,
         traffic=groups.traffic,
+        make_masters=partial(parts.memory.zeros, "optimizer"),
     )
 
     def feeder(cells: Cells, by_unit: bool) -> GradientFeeder:
@@ -271,14 +304,17 @@ def _zero1(parts: _Parts, objective: nn.Module) -> BuiltParameters:
             dtype=precision.state,
             wanted=boxes,
             by_unit=by_unit,
+            buffers=parts.make_sum,
+            may_hold_leaf=parts.memory.place_of("gradients") == DEVICE,
             fast=config.layout.reduction == "fast",
             bucket_bytes=int(config.layout.bucket_mb * 1e6),
         )
 
-    feed = _gradient_feed(config, feeder, lambda groups: False)
+    feed = _gradient_feed(config, parts.memory, feeder, lambda groups: False)
     initial = parts.task.initial_values
     held = rows.master_tensors
-    return Parameters(table, tuple(boxes.values()), held, initial, [], rows.gather), feed
+    lengths = tuple(boxes.values())
+    return Parameters(table, lengths, held, initial, [], rows.gather, parts.memory), feed
 
 
 def _sharded(parts: _Parts, objective: nn.Module) -> BuiltParameters:
@@ -291,8 +327,11 @@ def _sharded(parts: _Parts, objective: nn.Module) -> BuiltParameters:
     config, precision = parts.config, parts.precision
     compute = precision.compute if precision.mixed else None
     blocks = parts.task.units(objective)
-    apply_fsdp(objective, blocks, parts.groups.shard_mesh(), compute, config.layout.zero)
-    give_shards_memory(objective, parts.device)
+    moved, mesh = parts.memory.place_of("parameters") != DEVICE, parts.groups.shard_mesh()
+    apply_fsdp(objective, blocks, mesh, compute, config.layout.zero, is_offloaded=moved)
+    give_shards_memory(objective, torch.device("cpu") if moved else parts.device)
+    if moved:
+        place_shards(objective, partial(parts.memory.zeros, "parameters"))
     parts.task.fill_constants(objective, parts.device)
     table, boxes, named = parts.rows_on_rank(objective)
     traffic = parts.groups.traffic
@@ -307,15 +346,23 @@ def _sharded(parts: _Parts, objective: nn.Module) -> BuiltParameters:
             dtype=precision.state,
             fast=config.layout.reduction == "fast",
             traffic=traffic,
+            buffers=parts.make_sum,
         )
 
     held = [local_tensor(p) for p in named.values()]
-    feed = _gradient_feed(config, feeder, lambda groups: True)
-    return Parameters(table, tuple(boxes.values()), held, parts.task.initial_values, []), feed
+    if not moved:
+        parts.memory.count("parameters", map(local_tensor, _all_tensors(objective)))
+    if config.layout.zero == 2:  # what stays gathered between the two passes
+        elements = sum(prod(p.shape) for p in named.values())
+        parts.memory.ledger.add(DEVICE, "gathered", elements * precision.compute.itemsize)
+    feed = _gradient_feed(config, parts.memory, feeder, lambda groups: True)
+    initial, lengths = parts.task.initial_values, tuple(boxes.values())
+    return Parameters(table, lengths, held, initial, [], memory=parts.memory), feed
 
 
 def _gradient_feed(
     config: RunConfig,
+    memory: StateMemory,
     make: Callable[[Cells, bool], GradientFeeder],
     by_unit: Callable[[ProcessGroups], bool],
 ) -> GradientFeed:
@@ -325,6 +372,7 @@ def _gradient_feed(
         cells, units = _cells_and_teams(config, groups), by_unit(groups)
         if isinstance(old, GradientFeeder) and old.regroup(cells, units):
             return old
+        memory.forget("gradients")
         return make(cells, units)
 
     return feed

@@ -131,7 +131,9 @@ class StepEngine:
         self.status, self.history = StepStatus(), StepHistory()
         gradients, masters = self._gradients.gradients(), parameters.master_tensors
         table, wanted = parameters.table, train.optimizer
-        self.optimizer = make_optimizer(wanted, table, masters, gradients, self._user)
+        self.optimizer = make_optimizer(
+            wanted, table, masters, gradients, self._user, parameters.memory
+        )
         self._shares: Shares = ()
         self.batches: list[DeviceMicrobatch] = []  # of the step that is open, or was last
         self._accounts: AccountExchange | None = None

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 from torch import nn
 
+from holdfast.config.memory import DEVICE
 from holdfast.config.run import RunConfig
 from holdfast.core.sharding.reduction_tree import Shares
 from holdfast.core.sharding.run_table import run_cells
@@ -30,6 +31,7 @@ class Fallbacks:
         self._attention = _document_attention(config, objective)
         self._reduction = config.layout.reduction == "fast"  # as long as it is to be looked at
         self._schedule = config.layout.schedule == "1f1b"
+        self._shards = config.train.memory.parameters != DEVICE
 
     def look(self, step: int, shares: Shares) -> None:
         """shares: how the microbatches of `step` were dealt to the replicas."""
@@ -48,6 +50,7 @@ class Fallbacks:
                         step=step,
                     )
                 )
+        self._look_for_shards(step)
         for replica, share in zip(self._topology.replicas, shares, strict=True):
             stages = replica.degree("pp")
             if self._schedule and 0 < len(share) < stages:
@@ -61,6 +64,13 @@ class Fallbacks:
                         step=step,
                     )
                 )
+
+    def _look_for_shards(self, step: int) -> None:
+        whole = [r.index for r in self._topology.replicas if r.degree("dp_shard") == 1]
+        if self._shards and whole:
+            self._shards = False
+            why = f"replica {whole[0]} is not cut by dp_shard: its parameters stay on the device"
+            self._emit(SettingIgnored("train.memory.parameters", why, step=step))
 
 
 def _document_attention(config: RunConfig, objective: nn.Module) -> DocumentAttention | None:

@@ -9,6 +9,8 @@ from torch import Tensor
 from holdfast.config.optimizer import OptimizerConfig
 from holdfast.core.sharding.optimizer_state import is_hidden_matrix, parameter_settings
 from holdfast.core.sharding.parameters import Parameter
+from holdfast.train.memory.offloaded_adamw import OffloadedAdamW
+from holdfast.train.memory.places import StateMemory
 from holdfast.train.optimizer import AdamW, Optimizer
 from holdfast.train.torch_optimizer import (
     OptimizerParts,
@@ -25,12 +27,15 @@ def make_optimizer(
     parameters: Sequence[Tensor],
     gradients: Sequence[Tensor],
     user: UserParts | None = None,
+    memory: StateMemory | None = None,
 ) -> Optimizer:
     """rows: of the parameters that this rank holds a part of. user: what the run file names by a
-    path, or a script keeps."""
+    path, or a script keeps. memory: where the state lies; None: on the device."""
     user = user or UserParts()
     settings = [parameter_settings(config, row) for row in rows]
     merges = {i: row.merge for i, row in enumerate(rows) if row.merge}
+    if config.name == "adamw" and memory is not None and memory.stages_updates:
+        return OffloadedAdamW(parameters, gradients, settings, config, merges, memory)
     if config.name == "adamw":
         return AdamW(parameters, gradients, settings, config, merges)
     if user.parts is not None and (parts := user.parts(config, rows, parameters)):

@@ -139,4 +139,5 @@ def merge_buffers(
     """Add to each merged buffer its sum over the step, or the mean of its microbatches."""
     for index, merge in merges.items():
         part = 1.0 / microbatches if merge == "mean" else 1.0
-        parameters[index].add_(gradients[index], alpha=part)
+        found = gradients[index].to(parameters[index].device)  # it may lie on the host
+        parameters[index].add_(found, alpha=part)

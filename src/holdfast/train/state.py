@@ -17,6 +17,7 @@ from holdfast.core.sharding.boxes import Box
 from holdfast.core.sharding.optimizer_state import slot_prefix
 from holdfast.core.sharding.parameters import Parameter
 from holdfast.core.sharding.state_table import MODEL_PREFIX
+from holdfast.train.memory.places import StateMemory
 from holdfast.train.optimizer import SlotTensors
 
 ReadBox = Callable[[Box, Tensor], None]
@@ -59,6 +60,7 @@ class Parameters:
     update_compute_tensors: called after `master_tensors` has changed, where others compute with
     what this rank updates
         (ZeRO-1); collective over a replica's shards.
+    memory: gave the memory of the state; None: all is on the device.
     """
 
     table: tuple[Parameter, ...]
@@ -67,6 +69,7 @@ class Parameters:
     initial_values: Callable[[int], InitialBox]
     compute_tensors: list[Tensor]
     update_compute_tensors: Callable[[], None] = lambda: None
+    memory: StateMemory | None = None
 
     def local_tensors(self, prefix: str, tensors: Sequence[Tensor | None]) -> list[LocalTensor]:
         """Name tensors, one for each parameter. One with the shape of the parameter's part here is

@@ -8,6 +8,7 @@ from __future__ import annotations
 import builtins
 import errno
 import io
+import mmap
 import os
 import shutil
 import threading
@@ -27,6 +28,7 @@ from holdfast.launch.run_folder import run_id, set_aside
 from holdfast.launch.runs import open_run
 from holdfast.model.new_folder import new_folder
 from holdfast.report.trackers.process import TrackerSpec, serve
+from holdfast.train.memory.scratch_file import ScratchFile
 from holdfast.wire.store import publish
 from holdfast.wire.store.run_store import FolderStore
 from tests.cli.remedies.lab import Case, Lab, Mend, case, fixed
@@ -128,6 +130,22 @@ def create_without_links(lab: Lab) -> None:
         create_object(lab)
 
 
+def place_state(lab: Lab) -> None:
+    """Reserve a file for state; a disk that is full or broken answers `fails`."""
+    folder, fails = lab.folder / lab.settings["folder"], lab.settings.get("fails", 0)
+    if "fault" in lab.settings:
+        folder.mkdir(exist_ok=True)
+
+    def reserve(fd: int, start: int, length: int) -> None:
+        if fails:
+            raise OSError(fails, os.strerror(fails))
+
+    with pytest.MonkeyPatch.context() as patch, disk(lab):
+        patch.setattr(os, "posix_fallocate", reserve)
+        patch.setattr(mmap, "mmap", lambda fd, length: b"")
+        ScratchFile(str(folder), "tiny", 4096).close()
+
+
 # --- files without rights -------------------------------------------------------------------
 @contextmanager
 def ordinary_user() -> Iterator[None]:
@@ -199,10 +217,40 @@ def restore_description(lab: Lab, found: Match[str]) -> None:
     path.write_bytes(lab.settings["kept"])
 
 
+SCRATCH = "train/memory/scratch_file.py: "
 STORE, FOLDER, FILES = "wire/store/run_store.py: ", "launch/run_folder.py: ", "data/files.py: "
 MOVED = r"move it yourself, or choose another folder"
 
 CASES: list[Case] = [
+    case(
+        SCRATCH + "there is no folder … for the state of a rank",
+        lambda lab: lab.settings.update(folder="not-mounted"),
+        place_state,
+        r"mount its disk or make it, or name another folder",
+        lambda lab, found: (lab.folder / "not-mounted").mkdir(),
+    ),
+    bad(
+        SCRATCH + "… cannot be written (…)",
+        "open",
+        errno.EACCES,
+        place_state,
+        r"change its permissions, or name another folder",
+        elsewhere,
+    ),
+    case(
+        SCRATCH + "the state of a rank needs … GB more in …, which has … GB free",
+        lambda lab: lab.settings.update(folder=".", fails=errno.ENOSPC),
+        place_state,
+        r"make room and run the same command again, or name another folder",
+        fixed(fails=0),
+    ),
+    case(
+        SCRATCH + "the state of a rank in … cannot be used (…)",
+        lambda lab: lab.settings.update(folder=".", fails=errno.EIO),
+        place_state,
+        r"check that disk and run the same command again, or name another folder",
+        fixed(fails=0),
+    ),
     bad(
         FILES + "the disk is full; what is finished stays and is not done again",
         "mkdir",

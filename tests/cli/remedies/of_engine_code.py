@@ -38,6 +38,7 @@ from holdfast.parallel.process_groups import ProcessGroups, connect
 from holdfast.parallel.reshard import move
 from holdfast.tasks.initial import first_values
 from holdfast.tasks.loading import load_task
+from holdfast.train.memory.ledger import MemoryLedger
 from holdfast.train.precision import as_indeterminate
 from holdfast.train.recovery_agreement import (
     NO_STATE,
@@ -51,7 +52,7 @@ from holdfast.train.state import LocalTensor
 from holdfast.train.task import DecoderTask
 from holdfast.train.vote import Ballot, StepAccount, Wishes, vote
 from holdfast.wire.store.run_store import FolderStore
-from tests.cli.remedies.lab import Case, Lab, case, fixed
+from tests.cli.remedies.lab import Case, Lab, case, fixed, setting
 from tests.cli.remedies.of_others import values
 from tests.cli.remedies.of_task_code import task
 from tests.parallel.test_pipeline import stages_of
@@ -294,6 +295,17 @@ def add_at_places(lab: Lab) -> None:
 
 
 CASES: list[Case] = [
+    case(
+        "train/memory/ledger.py: a rank needs … GB of its device (…), which is … GB more than the "
+        "limit of … GB",
+        values(device_gb=0.001),
+        lambda lab: MemoryLedger(int(lab.settings["device_gb"] * 1e9)).add(
+            "device", "parameters", 1_234_567
+        ),
+        r"use train\.memory\.device_gb=(\S+), or move state with train\.memory\.optimizer=host and "
+        r"train\.memory\.gradients=host",
+        setting("device_gb", float),
+    ),
     case(
         "train/precision.py: … gives other bits each time on this device",
         values(deterministic=True),

@@ -8,7 +8,8 @@
 
 A failure within a generation does not end the process. The exception is a UserError on the way into
 a generation that begins from a checkpoint or from nothing: the user must correct it. A ScriptError
-ends the process in any case, as a script cannot be run twice in it.
+ends the process in any case, as a script cannot be run twice in it. So does a StateMemoryError: the
+state has no place.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from holdfast.errors import (
     NonFiniteError,
     PeerLostError,
     ScriptError,
+    StateMemoryError,
     UserError,
 )
 from holdfast.parallel.torch_compat import is_device_loss
@@ -125,7 +127,8 @@ def _run_generation(
     except Exception as error:
         if is_device_loss(error):
             raise DeviceStuckError(f"the device has failed: {error}") from error
-        if isinstance(error, ScriptError) or (is_fresh and isinstance(error, UserError)):
+        is_final = isinstance(error, ScriptError | StateMemoryError)
+        if is_final or (is_fresh and isinstance(error, UserError)):
             raise
         if commands.is_halted(worker.generation):  # whatever it was woken with
             return _stop_and_hold(worker, "halt", f"{type(error).__name__}: {error}")

@@ -17,6 +17,7 @@ and `parallel/fsdp.py` (FSDP2's units). The engine drives either by the same cal
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -32,7 +33,7 @@ from holdfast.parallel.gradients.exchange import Slot
 from holdfast.parallel.gradients.gathered import GatheredLauncher
 from holdfast.parallel.gradients.grad_norm import sum_of_squares
 from holdfast.parallel.gradients.placement import GradientPlacement
-from holdfast.parallel.gradients.reducer import Reducer
+from holdfast.parallel.gradients.reducer import MakeBuffer, Reducer
 
 Cells = Sequence[tuple[Cell, CellTeam]]
 
@@ -53,6 +54,7 @@ class GradientFeeder:
     cells: every cell that this rank is a member of.
     dtype: of all sums, whatever the gradients' own is.
     by_unit: a bucket is a block, as FSDP2 produces them; all ranks must be given the same.
+    buffers: gives the memory of the sums; None: on the device.
     fast: the backend's own all-reduce, where one cell is all there is and its team allows it.
     Raises ValueError where a cell has a box that this rank does not hold, or the cells do not
     give it all that it needs.
@@ -70,6 +72,7 @@ class GradientFeeder:
         fast: bool = False,
         pairs: bool = False,
         wanted: Mapping[str, Box] | None = None,
+        buffers: MakeBuffer | None = None,
     ):
         self.device = device
         self._cells, self._by_unit, self._fast = [cell for cell, _ in cells], by_unit, fast
@@ -90,11 +93,16 @@ class GradientFeeder:
                     fast=fast and len(cells) == 1,
                     on_error=self.fail,
                     launcher=self._launcher,
+                    buffers=buffers,
                 )
             )
         self._norm_cells = _norm_cells(cells)
         self.placement = GradientPlacement(
-            self.reducers, arranged, boxes, boxes if wanted is None else wanted, dtype, device
+            self.reducers,
+            arranged,
+            boxes,
+            boxes if wanted is None else wanted,
+            buffers or partial(torch.zeros, dtype=dtype, device=device),
         )
         self._contributed_cells = self.placement.contributed_cells
         self._target: list[list[Tensor]] = []
@@ -279,7 +287,7 @@ class GradientFeeder:
                 if not accumulate:
                     target.zero_()
             elif accumulate:
-                target.add_(patch.of(gradient))
+                target.add_(patch.of(gradient).to(target.device))
             else:
                 target.copy_(patch.of(gradient))
         self._on_slices_filled(index)

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from holdfast.core.sharding.boxes import Box
 from holdfast.parallel.gradients.exchange import Slot
-from holdfast.parallel.gradients.reducer import Reducer
+from holdfast.parallel.gradients.reducer import MakeBuffer, Reducer
 
 
 @dataclass(frozen=True)
@@ -35,8 +34,9 @@ class GradientPlacement:
     sum.
 
     reducers: of all cells; arranged: the boxes of each cell, in the order of its buffer. boxes,
-    wanted, dtype: see `feeder.GradientFeeder`. contributed_cells: those that this rank adds
-    gradients to. patches: of each parameter, in these cells. results: the sum of each wanted box.
+    wanted: see `feeder.GradientFeeder`. make_buffer: of a sum that lies in several cells.
+    contributed_cells: those that this rank adds gradients to. patches: of each parameter, in these
+    cells. results: the sum of each wanted box.
     """
 
     def __init__(
@@ -45,8 +45,7 @@ class GradientPlacement:
         arranged: Sequence[Sequence[Box]],
         boxes: Mapping[str, Box],
         wanted: Mapping[str, Box],
-        dtype: torch.dtype,
-        device: torch.device,
+        make_buffer: MakeBuffer,
     ):
         self._reducers, self._arranged = reducers, arranged
         self.contributed_cells = [
@@ -54,7 +53,7 @@ class GradientPlacement:
         ]
         self.patches = self._cut_into_patches(boxes, self.contributed_cells)
         self._copies: list[tuple[Tensor, Tensor]] = []  # (part of a gradient, its slice)
-        self.results = self._result_views(wanted, dtype, device)
+        self.results = self._result_views(wanted, make_buffer)
         self._views: dict[Slot, list[list[Tensor]]] = {}
 
     def slot_views(self, slot: Slot) -> list[list[Tensor]]:
@@ -95,9 +94,7 @@ class GradientPlacement:
                 patches[box.name].append(GradientPatch(cell, number, bucket, _region(box, held)))
         return list(patches.values())
 
-    def _result_views(
-        self, wanted: Mapping[str, Box], dtype: torch.dtype, device: torch.device
-    ) -> list[Tensor]:
+    def _result_views(self, wanted: Mapping[str, Box], make_buffer: MakeBuffer) -> list[Tensor]:
         """Return the sum of each wanted box, in place if possible."""
         received = [i for i, r in enumerate(self._reducers) if r.team.own_member.receives]
         results: list[Tensor] = []
@@ -111,7 +108,7 @@ class GradientPlacement:
             if len(patches) == 1 and patches[0].region is None:
                 results.append(found[0])
                 continue
-            whole = torch.zeros(box.lengths, dtype=dtype, device=device)
+            whole = make_buffer(box.size).view(box.lengths)
             results.append(whole)
             self._copies += [(p.of(whole), part) for p, part in zip(patches, found, strict=True)]
         return results

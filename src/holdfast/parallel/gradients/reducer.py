@@ -33,6 +33,7 @@ collectives of the group (`gathered.py`). The bits are the same.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -49,6 +50,9 @@ from holdfast.parallel.gradients.gathered import GatheredLauncher
 from holdfast.parallel.gradients.reduction_plan import ReductionPlan, make_reduction_plan
 from holdfast.parallel.torch_compat import is_peer_loss
 
+MakeBuffer = Callable[[int], Tensor]
+"""Returns zeros: so many elements of the dtype of the sums."""
+
 
 class Reducer:
     """Sums a step's gradients into `gradient`, a flat buffer laid out by `layout`.
@@ -63,6 +67,7 @@ class Reducer:
     are_slots_moved: slots do not lie where they do in other steps, because a step was resumed.
     defers_errors: `begin` raises nothing either. Other ranks compute in lockstep with this one, and
         must not wait for it until all of them come to `finish`.
+    buffers: gives the memory of the sums, zeros for a number of elements; None: on the device.
     launcher: of a rank with several reducers, which all use it; its owner starts it when each of
         them has begun. Without it this reducer has one of its own.
     A bare `PeerGroup` is a team with one member per replica.
@@ -79,13 +84,15 @@ class Reducer:
         pairs: bool = False,
         on_error: Callable[[Exception], None] | None = None,
         launcher: GatheredLauncher | None = None,
+        buffers: MakeBuffer | None = None,
     ):
         self.team = team if isinstance(team, CellTeam) else CellTeam.of_replicas(team)
         self.layout, self.peers, self.pairs = layout, self.team.peers, pairs
         self.fast, self._on_error = fast and self.team.is_plain_all_reduce, on_error
         self.defers_errors = self.is_summed = self.are_slots_moved = False
         self._spare_buffers: list[Tensor] = []  # buffers of slots that are not used now
-        self.gradient = torch.zeros(layout.size, dtype=dtype, device=device)
+        self._make_buffer = buffers or partial(torch.zeros, dtype=dtype, device=device)
+        self.gradient = self._make_buffer(layout.size)
         self._slots: dict[Slot, Tensor] = {(0, 0): self.gradient}
         self._plan: ReductionPlan | None = None
         self._step_dealing: tuple[int, Shares, Computed] | None = None
@@ -201,7 +208,7 @@ class Reducer:
         """The flat buffer of a slot. Made on first use and kept for later steps."""
         if slot not in self._slots:
             spare = self._spare_buffers.pop() if self._spare_buffers else None
-            self._slots[slot] = torch.zeros_like(self.gradient) if spare is None else spare
+            self._slots[slot] = self._make_buffer(self.layout.size) if spare is None else spare
         return self._slots[slot]
 
     def bucket_done(self, index: int) -> None:
