@@ -14,8 +14,8 @@ from tests.support.ranks import RankContext, rank_values
 from tests.train.test_parity import LAYOUTS
 
 STEPS = 2
-QUICK = ["dp3", "tp2+one", "bf16.pp2-dp2"]
-MORE = ["small.dp3", "zero1.2-dp2", "bf16.pp2-tp2", "fp32.tp2+one", "dp6"]
+QUICK = ["bf16.pp2-tp2"]
+MORE = ["dp3", "tp2+one", "bf16.pp2-dp2", "small.dp3", "zero1.2-dp2", "fp32.tp2+one", "dp6"]
 IN_RANK_ORDER = ["plain.tp4"]
 CASES = [
     *QUICK,

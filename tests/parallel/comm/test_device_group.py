@@ -31,6 +31,7 @@ def joined(rank: RankContext, name: str) -> DeviceGroup:
     return made
 
 
+@pytest.mark.slow
 @ranks(3, dies={2: "SIGKILL"})
 def test_a_lost_peer_is_not_reported_and_an_abort_leaves_garbage(rank: RankContext) -> None:
     group, sums = joined(rank, "first"), torch.ones(4)
