@@ -1,11 +1,15 @@
-"""Losses of bf16 and fp16 against fp32, on the quickstart's data and model.
+"""Losses of bf16 and fp16, and of short optimizer state, against fp32. On the quickstart's data
+and model.
 
     python -m benchmarks.precision                  400 steps in each precision, one worker
+    python -m benchmarks.precision --states         400 steps with each state_dtype
+    python -m benchmarks.precision --states --rate 1e-3
     python -m benchmarks.precision --steps 100
 
 Each run has the same seed, batches and initial weights. The loss is smoothed by a mean over the
 last `WINDOW` steps. The table has the largest relative difference of the smoothed loss from
-fp32's, that of the last step, and the steps that fp16 skipped.
+fp32's, and that of the last step. It also has the loss on validation data, its difference, the
+bytes of optimizer state per parameter, and the steps that fp16 skipped.
 """
 
 from __future__ import annotations
@@ -14,12 +18,16 @@ import argparse
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 
 import numpy as np
 from tests.support.commands import within
 
-from holdfast.events import StepDone
+from holdfast.core.sharding.state_table import MODEL_PREFIX
+from holdfast.events import Evaluated, StepDone
+from holdfast.export.weights import choose_checkpoint
+from holdfast.launch.runs import open_run
 from holdfast.wire.journal import read_journal
 from holdfast.wire.store.run_store import FolderStore
 
@@ -28,33 +36,64 @@ WINDOW = 20
 """Steps of the mean that smooths a loss."""
 
 
+Settings = dict[str, str]
+"""Key of the run file -> value."""
+PRECISIONS: dict[str, Settings] = {p: {"train.precision": p} for p in ("fp32", "bf16", "fp16")}
+STATES: dict[str, Settings] = {
+    **{f"{s} state": {"train.optimizer.state_dtype": s} for s in ("fp32", "bf16", "8bit")},
+    "fp32, tp 2": {"layout.tp": "2", "layout.workers": "2"},
+}
+"""The last has other last bits in each sum, and shows how much a loss depends on them."""
+
+
 @dataclass(frozen=True)
 class Curve:
-    """The loss of each step in one precision, and the steps that were skipped."""
+    """The loss of each step, that on validation data at the end, and the steps that were skipped.
+
+    state_bytes: of the optimizer, per parameter.
+    """
 
     losses: tuple[float, ...]
+    validation: float
     skipped: tuple[int, ...]
+    state_bytes: float
 
 
-def curve_of(precision: str, steps: int, folder: Path, settings: Sequence[str] = ()) -> Curve:
+def curve_of(
+    name: str, changes: Settings, steps: int, folder: Path, rate: float | None = None
+) -> Curve:
     """Train the quickstart, and read the curve from its journal."""
+    run = folder / name.replace(", ", "-").replace(" ", "-")
+    if rate is not None:
+        changes = changes | {"train.optimizer.learning_rate": str(rate)}
     done = within(
         "train",
         RUN_FILE,
-        f"folder={folder / precision}",
+        f"folder={run}",
         f"data.folder={folder / 'dataset'}",
-        f"train.precision={precision}",
         f"train.steps={steps}",
         "train.evaluate.every=0",
-        "layout.workers=1",
-        *settings,
+        *[f"{key}={value}" for key, value in ({"layout.workers": "1"} | changes).items()],
     )
     if done.code:
         raise SystemExit(done.err)
-    events = [record.event for record in read_journal(FolderStore(folder / precision))]
+    events = [record.event for record in read_journal(FolderStore(run))]
     found = {event.step: event for event in events if isinstance(event, StepDone)}
-    losses = tuple(found[step].loss for step in sorted(found))
-    return Curve(losses, tuple(step for step in sorted(found) if found[step].skipped_at))
+    (validation,) = [event.loss for event in events if isinstance(event, Evaluated)]
+    return Curve(
+        tuple(found[step].loss for step in sorted(found)),
+        validation,
+        tuple(step for step in sorted(found) if found[step].skipped_at),
+        _state_bytes(run),
+    )
+
+
+def _state_bytes(run: Path) -> float:
+    """Bytes of the optimizer's state in the last checkpoint, per parameter."""
+    table = choose_checkpoint(open_run(run), None, lambda line: None).tensors
+    parameters = sum(prod(row.shape) for row in table if row.name.startswith(MODEL_PREFIX))
+    state = sum(row.nbytes for row in table if not row.name.startswith(MODEL_PREFIX))
+    return state / parameters
 
 
 def smoothed(losses: Sequence[float]) -> np.ndarray:
@@ -71,16 +110,27 @@ def differences(losses: Sequence[float], reference: Sequence[float]) -> np.ndarr
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--steps", type=int, default=400)
-    steps = parser.parse_args().steps
+    parser.add_argument("--states", action="store_true")
+    parser.add_argument("--rate", type=float, help="learning rate; without it, the quickstart's")
+    given = parser.parse_args()
+    cases = STATES if given.states else PRECISIONS
     with tempfile.TemporaryDirectory() as folder:
-        curves = {p: curve_of(p, steps, Path(folder)) for p in ("fp32", "bf16", "fp16")}
-    reference = curves["fp32"].losses
-    print("precision  last loss  largest difference  last difference  skipped steps")
-    for precision, curve in curves.items():
-        found = differences(curve.losses, reference)
-        last = smoothed(curve.losses)[-1]
-        figures = f"{last:9.4f}  {found.max():18.4%}  {found[-1]:15.4%}"
-        print(f"{precision:9}  {figures}  {list(curve.skipped)}")
+        curves = {
+            name: curve_of(name, changes, given.steps, Path(folder), given.rate)
+            for name, changes in cases.items()
+        }
+    first = next(iter(curves.values()))
+    print(
+        "run         last loss  largest and last difference  validation  difference  bytes  skipped"
+    )
+    for name, curve in curves.items():
+        found, last = differences(curve.losses, first.losses), smoothed(curve.losses)[-1]
+        other = curve.validation / first.validation - 1
+        print(
+            f"{name:10}  {last:9.4f}  {found.max():16.3%} {found[-1]:10.3%}  "
+            f"{curve.validation:10.4f}  {other:+10.3%}  {curve.state_bytes:5.3f}  "
+            f"{list(curve.skipped)}"
+        )
 
 
 if __name__ == "__main__":

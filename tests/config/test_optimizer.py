@@ -38,10 +38,12 @@ def test_each_has_its_own_defaults_and_reads_its_dump(name: str) -> None:
             "is none of adamw, sgd, lion, adafactor, muon, nor the path of a class",
         ),
         ("name: lionn", "use lion"),
+        ("name: muon, state_dtype: 8bit", "train.optimizer.state_dtype is no option of muon"),
+        ("name: torch.optim.Adam, state_dtype: bf16", "clip_norm, groups, args; remove it"),
         (
             "name: sgd, betas: [0.8, 0.9]",
             "train.optimizer.betas is no option of sgd, which takes learning_rate, weight_decay, "
-            "clip_norm, groups, momentum, nesterov; remove it",
+            "clip_norm, groups, momentum, nesterov, state_dtype; remove it",
         ),
         ("momentum: 0.9", "train.optimizer.momentum is no option of adamw"),
         ("name: torch.optim.RMSprop, args: {lr: 1}", "args has lr, which learning_rate gives"),
@@ -83,6 +85,38 @@ def test_an_update_of_complete_parameters_is_cut_by_no_axis(
 ) -> None:
     with pytest.raises(ValueError, match=re.escape(words)):
         _config({"name": name}, layout=layout)
+
+
+def test_short_state_that_does_not_fit() -> None:
+    with pytest.raises(ValueError, match=r"use optimizer\.state_dtype fp32, which keeps float64"):
+        RunConfig.model_validate(
+            {"train": {"precision": "float64", "optimizer": {"state_dtype": "bf16"}}}
+        )
+    with pytest.raises(ValueError, match=r"adamw with state_dtype 8bit: use .*state_dtype: fp32"):
+        RunConfig.model_validate(
+            {"train": {"memory": {"optimizer": "host"}, "optimizer": {"state_dtype": "8bit"}}}
+        )
+    model = {"preset": None, "layers": 2, "dim": 256, "heads": 8, "kv_heads": 8, "ffn_dim": 256}
+    for tp, words in (
+        (2, ""),
+        (4, ""),
+        (8, "model.ffn_dim 256 is no multiple of 8 x 64: use tp 4"),
+    ):
+        make = {"model": model | {"head_dim": 64}, "layout": {"tp": tp}}
+        if words:
+            with pytest.raises(ValueError, match=words):
+                _config({"state_dtype": "8bit"}, **make)
+        else:
+            _config({"state_dtype": "8bit"}, **make)
+        _config({"state_dtype": "bf16"}, **make)
+
+
+def test_another_dtype_of_state_is_another_run() -> None:
+    stored = _config({"state_dtype": "8bit"}).model_dump(mode="json")
+    with pytest.raises(
+        RunFolderError, match=r"no checkpoint of the run fits another .*state_dtype"
+    ):
+        refuse_other_run(stored, _config({}), "run")
 
 
 def test_adafactor_is_cut_by_stages_and_muon_has_replicas() -> None:

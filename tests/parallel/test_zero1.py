@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -17,9 +17,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from holdfast.config.model import ModelConfig
-from holdfast.config.optimizer import OptimizerConfig
+from holdfast.config.optimizer import BLOCK, OptimizerConfig
 from holdfast.core.sharding.boxes import Box
-from holdfast.core.sharding.optimizer_state import parameter_settings
 from holdfast.core.sharding.parameters import decoder_parameters
 from holdfast.core.sharding.reduction_cells import reduction_cells
 from holdfast.core.sharding.reduction_tree import deal
@@ -35,8 +34,10 @@ from holdfast.parallel.gradients.feeder import Cells, single_cell
 from holdfast.parallel.replicated import ReplicatedGradients
 from holdfast.parallel.torch_compat import PrefixStore
 from holdfast.parallel.zero1 import OwnedRows
+from holdfast.train.eight_bit import EightBitCode
+from holdfast.train.make_optimizer import make_optimizer
 from holdfast.train.objective import NextTokenObjective
-from holdfast.train.optimizer import AdamW
+from holdfast.train.short_state import ShortStateOptimizer
 from tests.support.marks import in_campaign
 from tests.support.ranks import RankContext, rank_values
 
@@ -79,6 +80,7 @@ class Rank:
         compute: torch.dtype | None = None,
         samples: int = 6,
         length: int = 4,
+        state_dtype: Literal["fp32", "bf16", "8bit"] = "fp32",
     ):
         self.samples, self.length = samples, length
         self.model = ModelConfig.model_validate(shape)
@@ -109,9 +111,12 @@ class Rank:
         for row, tensor, box in zip(rows, self.held, self.boxes.values(), strict=True):
             tensor.copy_(initial_box(row, 5, box.offsets, box.lengths))
         self.refresh()
-        config = OptimizerConfig(learning_rate=0.01)
-        settings = [parameter_settings(config, row) for row in rows]
-        self.optimizer = AdamW(self.held, self.feeder.gradients(), settings, config)
+        config = OptimizerConfig(learning_rate=0.01, state_dtype=state_dtype)
+        gradients, boxes = self.feeder.gradients(), list(self.boxes.values())
+        self.optimizer = make_optimizer(config, rows, self.held, gradients, boxes=boxes)
+        self.codes: list[EightBitCode] = []
+        if isinstance(self.optimizer, ShortStateOptimizer):
+            self.codes += self.optimizer.codes.values()
 
     def _cells(self, topology: Any, rank: int, zero: int) -> Cells:
         """Of dp_shard alone, each rank's part is a cell with tags of its own."""
@@ -296,8 +301,11 @@ def _storages() -> dict[int, int]:
     return found
 
 
-def _kept(rank: RankContext, zero: int) -> list[int]:
-    """(bytes of all tensors after a forward, model elements, elements outside of the blocks).
+def _kept(
+    rank: RankContext, zero: int, compute: str, moments: Literal["fp32", "bf16", "8bit"]
+) -> list[int]:
+    """(bytes of all tensors after a forward, model elements, elements outside of the blocks,
+    elements whose moments stay fp32 under 8bit).
 
     One token a rank, so that activations are next to nothing.
     """
@@ -307,7 +315,8 @@ def _kept(rank: RankContext, zero: int) -> list[int]:
         zero,
         [rank.world_size],
         state=torch.float32,
-        compute=torch.bfloat16,
+        compute=torch.bfloat16 if compute == "bf16" else None,
+        state_dtype=moments,
         samples=rank.world_size,
         length=1,
     )
@@ -318,6 +327,8 @@ def _kept(rank: RankContext, zero: int) -> list[int]:
         for reducer in made.feeder.reducers:  # room for what others send is no state
             for room in reducer._scratch.values():
                 storages.pop(room.untyped_storage().data_ptr(), None)
+        for code in made.codes:  # of one size for any model
+            storages.pop(code.codes.untyped_storage().data_ptr())
         for buffer in made.objective.buffers():
             storages.pop(buffer.untyped_storage().data_ptr(), None)
         return sum(storages.values())
@@ -338,19 +349,41 @@ def _kept(rank: RankContext, zero: int) -> list[int]:
     made.step(1, 1)
     made.step(1, 2, measure)
     ends = sum(box.size for name, box in made.whole.items() if not name.startswith("layers."))
-    return [held[0], sum(box.size for box in made.whole.values()), ends]
+    rest = sum(box.size for box in made.whole.values() if not _is_in_8bit(box.lengths))
+    return [held[0], sum(box.size for box in made.whole.values()), ends, rest]
 
 
-@pytest.mark.parametrize("size", [2, 4])
-@pytest.mark.parametrize("zero", [1, 2, 3])
-def test_bytes_of_state_are_the_papers(zero: int, size: int) -> None:
-    """Rajbhandari et al., 2020, section 5, with a gradient sum in fp32: 2, 4 and K = 12 bytes."""
-    for held, model, ends in rank_values(_kept, size, {"zero": zero}):
+def _is_in_8bit(shape: tuple[int, ...]) -> bool:
+    return OptimizerConfig(state_dtype="8bit").is_in_8bit(shape)
+
+
+CASES_OF_BYTES = [
+    *[(zero, size, "bf16", "fp32") for zero in (1, 2, 3) for size in (2, 4)],
+    (2, 2, "fp32", "fp32"),
+    *[in_campaign(zero, 2, "fp32", "fp32") for zero in (1, 3)],
+    *[in_campaign(zero, 4, "fp32", "fp32") for zero in (1, 2, 3)],
+    *[in_campaign(zero, 4, "bf16", short) for zero in (1, 2, 3) for short in ("bf16", "8bit")],
+]
+MOMENTS = {"fp32": 8.0, "bf16": 4.0, "8bit": 2 * (1 + 4 / BLOCK)}
+"""Bytes of AdamW's two, per parameter."""
+
+
+@pytest.mark.parametrize(("zero", "size", "compute", "moments"), CASES_OF_BYTES)
+def test_bytes_of_state_are_the_papers(zero: int, size: int, compute: str, moments: str) -> None:
+    """Rajbhandari et al., 2020, section 5, with a gradient sum in fp32. For bf16 these are 2, 4
+    and K = 12 bytes. For fp32, where no copy is computed with, they are 4, 4 and K = 8. Stage 2
+    gathers a copy also there."""
+    arguments = {"zero": zero, "compute": compute, "moments": moments}
+    copy, kept = (2, MOMENTS[moments] + 4) if compute == "bf16" else (4, MOMENTS[moments])
+    for held, model, ends, rest in rank_values(_kept, size, arguments):
+        own = kept if compute == "bf16" else kept + 4
         formula = {
-            1: 2 * model + 4 * model + 12 * model / size,
-            2: 2 * model + (4 + 12) * model / size,
-            3: 2 * ends + (4 + 12) * model / size,
+            1: copy * model + 4 * model + kept * model / size,
+            2: copy * model + (4 + own) * model / size,
+            3: copy * ends + (4 + own) * model / size,
         }[zero]
+        if moments == "8bit":
+            formula += (MOMENTS["fp32"] - MOMENTS["8bit"]) * rest / size
         assert held == pytest.approx(formula, rel=0.02)
 
 

@@ -8,6 +8,7 @@ pp3+pp2           unlike replicas side by side
 plain.tp2         without sequence parallelism;  gpipe.pp2: another schedule
 files.dp2         optimizer state in a file, gradients on the host
 gathered.dp2      gradients between replicas by collectives
+state8bit.dp2     moments in 8 bits, of a model that is wide enough;  statebf16.dp2: in bf16
 full.tp2          blocks are run again in the backward pass; selective.tp2, compiled.tp2
 """
 
@@ -22,6 +23,7 @@ from tempfile import gettempdir
 from typing import Any
 
 import numpy as np
+import torch
 
 from holdfast.config.run import RunConfig
 from holdfast.core.sharding.pipeline_stages import balance_stages
@@ -73,6 +75,16 @@ _FLAGS: dict[str, dict[str, Any]] = {
         name: {"train__optimizer": {"name": name, "learning_rate": 0.01, "clip_norm": 0.05}}
         for name in ("sgd", "lion", "adafactor", "muon")
     },
+    **{
+        f"state{short}": {
+            "train__precision": "fp32",
+            "train__optimizer": {"learning_rate": 0.01, "clip_norm": 0.05, "state_dtype": short},
+            "model__dim": 64,
+            "model__ffn_dim": 128,
+        }
+        for short in ("bf16", "8bit")
+    },
+    "wide": {"model__dim": 256, "model__ffn_dim": 256},
 }
 
 
@@ -198,8 +210,16 @@ Piece = tuple[str, tuple[int, ...], np.ndarray]
 
 
 def pieces(made: StepEngine) -> list[Piece]:
-    """All state that this rank holds: name, offsets, values."""
-    return [(t.name, t.offsets, t.tensor.numpy().copy()) for t in made.state()]
+    """All state that this rank holds: name, offsets, values. bfloat16 comes as its bits."""
+    return [(t.name, t.offsets, as_numpy(t.tensor).copy()) for t in made.state()]
+
+
+def as_numpy(tensor: torch.Tensor) -> np.ndarray:
+    """A view. bfloat16 comes as its bits."""
+    found: np.ndarray = (
+        tensor.view(torch.int16) if tensor.dtype == torch.bfloat16 else tensor
+    ).numpy()
+    return found
 
 
 def save_pieces(path: Any, found: list[Piece]) -> None:

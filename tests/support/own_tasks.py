@@ -17,6 +17,7 @@ from holdfast.tasks.child import describe
 from holdfast.tasks.choose import open_task
 from holdfast.tasks.module import meta_module, module_rows
 from holdfast.tasks.own import OwnTask
+from holdfast.tasks.sharding import sharding_rows
 from holdfast.tasks.task import Task
 from holdfast.train.build import build_engine
 from holdfast.train.engine import StepEngine
@@ -54,7 +55,7 @@ def _unplanned(name: str, args: dict[str, Any] | None, train: dict[str, Any]) ->
 
 def _planned(config: RunConfig) -> dict[str, Any]:
     found = describe(config)
-    return found | {"parameters": tuple(found["parameters"])}
+    return found | {key: tuple(found[key]) for key in ("parameters", "sharding")}
 
 
 class TaskTraining:
@@ -102,7 +103,9 @@ def config_of_task(task: Task, **train: Any) -> RunConfig:
     samples, version = opened
     known = {"samples": len(samples), "data": version}
     config = _unplanned("Gru", None, train)
-    planned = {"parameters": module_rows(task, meta_module(task)), **known}
+    module = meta_module(task)
+    planned = {"parameters": module_rows(task, module), "sharding": sharding_rows(task, module)}
+    planned |= known
     return config.model_copy(update={"task": config.task.model_copy(update=planned)})
 
 

@@ -263,3 +263,113 @@ class Gpt2(EncoderDecoder):
         tokens = batch["tokens"]
         logits = model(input_ids=tokens[:, :-1]).logits
         return F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten(), reduction="sum")
+
+
+class Planned(Gpt2):
+    """A model of transformers with its own plan for tensor parallelism. kind: its family."""
+
+    def __init__(self, kind: str = "Qwen2") -> None:
+        super().__init__(dropout=0.0)
+        self.kind = kind
+
+    def model(self) -> nn.Module:
+        import transformers
+
+        config = getattr(transformers, f"{self.kind}Config")(
+            vocab_size=WIDTH,
+            hidden_size=16,
+            intermediate_size=24,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            bos_token_id=0,
+            eos_token_id=0,
+            pad_token_id=None,
+            use_cache=False,
+        )
+        made: nn.Module = transformers.AutoModelForCausalLM.from_config(config)
+        return made
+
+    def casts(self, buffer: str) -> bool:
+        return False
+
+    def sharding(self) -> Mapping[str, str | tuple[str, int]]:
+        from holdfast.tasks.huggingface_plan import tensor_plan
+
+        with torch.device("meta"):
+            return tensor_plan(self.model())
+
+
+class Heads(EncoderDecoder):
+    """Decoder blocks with a sharding table. Attention has a norm inside, and the output matrix is
+    that of the embeddings. dropout: inside the cut layers and outside. table: whether it has one.
+    """
+
+    def __init__(self, dropout: float = 0.0, table: bool = True) -> None:
+        super().__init__(dropout)
+        self.table = table
+
+    def model(self) -> nn.Module:
+        return HeadsNet(self.dropout)
+
+    def weight(self, batch: Mapping[str, Tensor]) -> int:
+        return 8 * len(batch["tokens"])
+
+    def loss(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+        tokens = batch["tokens"]
+        logits = model(tokens[:, :-1])
+        return F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten(), reduction="sum")
+
+    def sharding(self) -> dict[str, str | tuple[str, int]]:
+        if not self.table:
+            return {}
+        return {
+            "embed": "embedding_rowwise",
+            "blocks.*.[qkv]": ("colwise", 4),
+            "blocks.*.norm": "replicated_with_grad_allreduce",
+            "blocks.*.o": ("rowwise", 4),
+            "blocks.*.up": "colwise",
+            "blocks.*.down": "rowwise",
+            "head": "colwise_gather_output",
+        }
+
+
+class HeadsNet(nn.Module):
+    def __init__(self, dropout: float) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(WIDTH, 8)
+        self.places = nn.Parameter(torch.randn(8, 8))
+        self.blocks = nn.ModuleList(HeadsBlock(dropout) for _ in range(2))
+        self.head = nn.Linear(8, WIDTH, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens) + self.places
+        for block in self.blocks:
+            x = block(x)
+        out: Tensor = self.head(x)
+        return out
+
+
+class HeadsBlock(nn.Module):
+    """Four heads of two numbers."""
+
+    def __init__(self, dropout: float) -> None:
+        super().__init__()
+        self.q, self.k, self.v = (nn.Linear(8, 8, bias=name != "k") for name in "qkv")
+        self.norm = nn.LayerNorm(2)
+        self.o = nn.Linear(8, 8)
+        self.before = nn.LayerNorm(8)
+        self.up, self.down = nn.Linear(8, 24), nn.Linear(24, 8)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (
+            layer(x).unflatten(-1, (-1, 2)).transpose(1, 2) for layer in (self.q, self.k, self.v)
+        )
+        rate = self.dropout.p if self.training else 0.0
+        seen = F.scaled_dot_product_attention(self.norm(q), k, v, is_causal=True, dropout_p=rate)
+        x = x + self.dropout(self.o(seen.transpose(1, 2).flatten(2)))
+        inner = self.dropout(F.gelu(self.up(self.before(x))))
+        out: Tensor = x + self.dropout(self.down(inner))
+        return out

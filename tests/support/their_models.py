@@ -29,7 +29,7 @@ def write_tokenizer(folder: Path) -> None:
 
 def config_of(kind: str, dropout: float = 0.0) -> Any:
     """The config of a tiny model. gpt2 has dropout, learned positions and a tied head; llama has
-    rotary positions, and heads that share keys."""
+    rotary positions, and heads that share keys. qwen2 has keys for each head, and biases."""
     import transformers
 
     if kind == "gpt2":
@@ -43,6 +43,17 @@ def config_of(kind: str, dropout: float = 0.0) -> Any:
             bos_token_id=0,
             eos_token_id=0,
             **rates,
+        )
+    if kind == "qwen2":
+        return transformers.Qwen2Config(
+            vocab_size=TOKENS,
+            hidden_size=16,
+            intermediate_size=24,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            num_key_value_heads=2,
+            bos_token_id=0,
+            eos_token_id=0,
         )
     return transformers.LlamaConfig(
         vocab_size=TOKENS,

@@ -135,5 +135,5 @@ def digest(made: StepEngine) -> str:
     state = hashlib.sha256()
     for local in made.state():
         state.update(local.name.encode())
-        state.update(local.tensor.contiguous().numpy().tobytes())
+        state.update(local.tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
     return state.hexdigest()

@@ -76,6 +76,9 @@ class Line(holdfast.Task):
     def files(self) -> Sequence[Path]:
         return []
 
+    def sharding(self) -> Mapping[str, str | tuple[str, int]]:
+        return {"0": "colwise_gather_output"}
+
     def units(self, model: nn.Module) -> Sequence[nn.Module]:
         return list(model.children())
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 import holdfast
 from holdfast.events import Evaluated, StepDone, WorkerLost, WorkerStarted
@@ -22,9 +23,9 @@ STEPS = 12
 MODEL = "model: {from: theirs, code: transformers}\n"
 
 
-def _run_file(root: Path, dropout: float = 0.1) -> Path:
+def _run_file(root: Path, dropout: float = 0.1, kind: str = "gpt2") -> Path:
     path = write_run_file(root)
-    write_model(root / "theirs", "gpt2", dropout)
+    write_model(root / "theirs", kind, dropout)
     lines = path.read_text().splitlines()
     kept = [line for line in lines if not line.startswith(("model:", "  tokenizer:"))]
     text = "\n".join(kept).replace("  steps: 6", f"  steps: {STEPS}") + "\n" + MODEL
@@ -159,3 +160,46 @@ def test_zero_agrees_in_float64_and_is_restored_on_another_layout(tmp_path: Path
         assert rest.code == 0, rest.err
         for name, value in _tensors(folder).items():
             assert (value - one[name]).norm() <= 1e-10 * one[name].norm(), name
+
+
+@pytest.mark.slow
+def test_adapters_and_a_plan_for_tensor_parallelism(tmp_path: Path) -> None:
+    """By the folder's own plan, two workers compute the curve of one. Adapters are merged into an
+    export and a text."""
+    from transformers import AutoModelForCausalLM
+
+    run_file, curves = _run_file(tmp_path, kind="qwen2"), []
+    for name, *layout in (("one", "layout.workers=1"), ("two", "layout.workers=2", "layout.tp=2")):
+        folder = tmp_path / name
+        done = apart("train", run_file, f"folder={folder}", *layout, deadline=300)
+        assert done.code == 0, done.err
+        events = [record.event for record in read_journal(FolderStore(folder))]
+        losses = [event.loss for event in events if isinstance(event, StepDone)]
+        validations = [event.loss for event in events if isinstance(event, Evaluated)]
+        assert (len(losses), len(validations)) == (STEPS, 4)
+        curves.append(losses + validations)
+    assert curves[1] == pytest.approx(curves[0], rel=2e-5)
+    refused = apart(
+        "train", run_file, f"folder={tmp_path / 'x'}", "layout.workers=4", "layout.tp=4"
+    )
+    refused.refuses_last("layout.tp 4 does not divide the 2 parts of", "use 2")
+
+    tuned = tmp_path / "tuned"
+    lora = ("lora.rank=2", "lora.targets=[q_proj,down_proj]")
+    done = apart("train", run_file, f"folder={tuned}", *lora, deadline=300)
+    assert done.code == 0, done.err
+    done = apart("export", tuned, "--to", tmp_path / "out")
+    assert done.code == 0, done.err
+    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "out").state_dict()
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "theirs").state_dict()
+    changed = {name for name in base if not torch.equal(base[name], exported[name])}
+    assert {name.split(".")[-2] for name in changed} == {"q_proj", "down_proj"}
+    done = apart("export", tuned, "--to", tmp_path / "adapter", "--format", "peft")
+    assert done.code == 0, done.err
+    there = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+    assert (there["r"], there["target_modules"]) == (2, ["down_proj", "q_proj"])
+    kept = holdfast.open_checkpoint(tuned).parameters()
+    written = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+    assert written.keys() == {f"base_model.model.{name}.weight" for name in kept}
+    done = apart("generate", tuned, "the quick", "--temperature", "0", "--tokens", "5")
+    assert (done.code, "the quick" in done.out) == (0, True), done.err

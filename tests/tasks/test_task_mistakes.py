@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import random
+import re
 import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -22,10 +25,14 @@ from holdfast.core.sharding.run_table import row_of_text
 from holdfast.errors import ConfigError, TaskError
 from holdfast.launch.task_run import described
 from holdfast.parallel.process_groups import connect
+from holdfast.tasks import child
+from holdfast.tasks.ask import Question
 from holdfast.tasks.batches import TaskBatches, open_samples
 from holdfast.tasks.loading import load_task
 from holdfast.tasks.module import meta_module, module_rows, refuse_other_rows
+from holdfast.tasks.objective import TaskObjective
 from holdfast.tasks.own import OwnTask
+from holdfast.tasks.task import Batch
 from tests.support.own_tasks import first_loss, task_config, topology_of_layout
 from tests.support.ranks import ROOT, RankContext, ranks
 from tests.support.sample_tasks import WIDTH, Classifier, Convolution, Rows
@@ -189,9 +196,21 @@ class _Frozen(_Linear):
         return nn.Linear(WIDTH, 5).requires_grad_(False)
 
 
+class _Lazy(_Linear):
+    def model(self) -> nn.Module:
+        return nn.LazyLinear(5)
+
+
+class _Read(_Linear):
+    def model(self) -> nn.Module:
+        return nn.Linear(WIDTH, 1 + int(torch.ones(()).item()))
+
+
 @pytest.mark.parametrize(
     ("task", "words"),
     [
+        (_Lazy, "parameter weight has no shape yet"),
+        (_Read, "on the meta device, where no tensor has values: .*test_task_mistakes.py:"),
         (_Plain, "shift is a plain tensor of the module"),
         (_Complex, "parameter weight is torch.complex64"),
         (_Scalar, r"parameter temperature is a scalar; give it the shape \[1\]"),
@@ -231,6 +250,29 @@ class _Augmented(Rows):
     def __getitem__(self, index: int) -> Mapping[str, Any]:
         found = super().__getitem__(index)
         return {**found, "x": found["x"] + torch.rand(WIDTH)}
+
+
+def test_a_file_that_a_task_does_not_find_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(config: Any) -> Any:
+        raise FileNotFoundError(2, "No such file", "weights.pt")
+
+    monkeypatch.setattr(child, "describe", missing)
+    question = Question("describe", RunConfig().model_dump(mode="json"), [], [], 0)
+    assert re.fullmatch(
+        r"FileNotFoundError: \[Errno 2\] No such file: 'weights.pt' \(test_task_mistakes.py:\d+\)",
+        child.answer(question).message,
+    )
+
+
+def test_what_a_loss_draws_depends_on_its_seed_alone() -> None:
+    class Task(_Linear):
+        def loss(self, model: nn.Module, batch: Batch) -> Tensor:
+            drawn = random.random() + np.random.rand() + float(torch.rand(()))
+            return model(batch["x"]).sum() * drawn
+
+    objective = TaskObjective(Task(), nn.Linear(WIDTH, 5), torch.float32)
+    same = [objective({"x": torch.ones(1, WIDTH)}, key).item() for key in (7, 8, 7)]
+    assert same[0] == same[2] != same[1]
 
 
 def test_a_dataset_that_draws_random_numbers(tmp_path: Any) -> None:
@@ -289,6 +331,23 @@ def test_samples_that_are_no_tensors_by_name(data: Any, words: str) -> None:
         TaskBatches(Task(), task_config("Gru")).microbatch(1, 0)
 
 
+@pytest.mark.parametrize(
+    ("batch", "words"),
+    [
+        ([1], "returned list, no dict of tensors"),
+        ({"x": torch.ones(1), "names": ["a"]}, "its 'names' is list; leave it out"),
+        ({}, "a batch has no tensors"),
+    ],
+)
+def test_batches_that_are_no_tensors_by_name(batch: Any, words: str) -> None:
+    class Task(_Linear):
+        def collate(self, items: Any) -> Any:
+            return batch
+
+    with pytest.raises(TaskError, match=words):
+        TaskBatches(Task(), task_config("Gru")).microbatch(1, 0)
+
+
 def test_a_dataset_without_a_version() -> None:
     class Task(_Linear):
         def data(self) -> Rows:
@@ -336,11 +395,13 @@ def test_a_wrong_argument_is_named_with_its_place_in_the_run_file() -> None:
         described(resolve_config(text, "run.yaml"), str(ROOT))
 
 
-@pytest.mark.parametrize("axis", ["tp", "pp"])
-def test_axes_that_need_a_sharding_table_are_refused(axis: str) -> None:
-    text = f"task: my_task:Net\nlayout: {{{axis}: 2}}\n"
-    with pytest.raises(ConfigError, match=f"layout.{axis} 2 needs a sharding table.*my_task:Net"):
-        resolve_config(text, "run.yaml")
+def test_axes_that_need_a_sharding_table_are_refused() -> None:
+    """tp once it is known that there is none, pp at once."""
+    for axis, known in (("tp", "parameters: [w 4x4]"), ("pp", "args: {}")):
+        text = f"task: {{name: my_task:Net, {known}}}\nlayout: {{{axis}: 2}}\n"
+        with pytest.raises(ConfigError, match=f"layout.{axis} 2 needs a sharding table.*:Net has"):
+            resolve_config(text, "run.yaml")
+    resolve_config("task: my_task:Net\nlayout: {tp: 2}\n", "run.yaml")
 
 
 def test_the_short_form_and_the_long_form_are_the_same() -> None:

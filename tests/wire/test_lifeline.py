@@ -71,3 +71,35 @@ def test_a_child_that_comes_too_late_ends_at_once() -> None:
     assert child.stdout is not None
     child.stdout.close()
     assert child.wait(timeout=20) in (-signal.SIGKILL, lifeline.LIFELINE_EXIT_CODE)
+
+
+def test_children_of_a_users_code_can_be_terminated() -> None:
+    script = """
+        import multiprocessing, os, signal, subprocess, sys, threading, time
+        from holdfast.wire import lifeline
+
+        def users_code():  # a script runs in a thread
+            program = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+            forked = multiprocessing.get_context("fork").Process(target=time.sleep, args=(600,))
+            forked.start()
+            for child in (program, forked):
+                child.terminate()
+            forked.join(60)
+            print(program.wait(60), forked.exitcode)
+
+        lifeline.ignore_agent_signals()
+        lifeline.let_children_be_ended()
+        thread = threading.Thread(target=users_code)
+        thread.start()
+        for number in lifeline.AGENT_SIGNALS:
+            os.kill(os.getpid(), number)
+        thread.join()
+    """
+    found = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script)],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=200,
+    )
+    assert found.stdout.split() == [str(-signal.SIGTERM)] * 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -13,6 +14,15 @@ if TYPE_CHECKING:
 
     from holdfast.checkpoint.restore.reader import Checkpoint as StoredCheckpoint
     from holdfast.launch.runs import Run
+
+_TORCH_NAMES = {
+    "F64": "float64",
+    "F32": "float32",
+    "BF16": "bfloat16",
+    "I64": "int64",
+    "U8": "uint8",
+}
+"""torch's names of the dtypes that state has, by safetensors' names."""
 
 
 def journal(run: str | Path) -> list[dict[str, Any]]:
@@ -86,7 +96,11 @@ def batches(run: str | Path, step: int) -> list[dict[str, Tensor]]:
     from holdfast.tasks.choose import open_task
 
     found = open_run(Path(run))
-    return open_task(found.config).read_step(str(found.dataset_folder), step)
+    before = sys.modules["__main__"], sys.argv
+    try:
+        return open_task(found.config).read_step(str(found.dataset_folder), step)
+    finally:  # a script takes their place
+        sys.modules["__main__"], sys.argv = before
 
 
 class Checkpoint:
@@ -115,9 +129,7 @@ class Checkpoint:
         if name not in self.names:
             raise KeyError(name)
         spec = self._stored.spec(name)
-        out = torch.empty(
-            spec.shape, dtype={"F32": torch.float32, "F64": torch.float64}[spec.dtype]
-        )
+        out = torch.empty(spec.shape, dtype=getattr(torch, _TORCH_NAMES[spec.dtype]))
         box = Box(name, (0,) * len(spec.shape), spec.shape)
         self._stored.read(box, out.reshape(-1).view(torch.uint8).numpy().data)
         return out

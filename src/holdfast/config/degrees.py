@@ -7,31 +7,50 @@ that depend on how microbatches are dealt are in `plan/layouts.py`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from math import gcd, lcm
 
 from holdfast.config.layout import DegreesConfig, LayoutConfig
 from holdfast.config.model import ModelConfig
-from holdfast.config.optimizer import REPLICAS, OptimizerConfig
+from holdfast.config.optimizer import BLOCK, REPLICAS, OptimizerConfig
 from holdfast.config.train import TrainConfig
 
 
+@dataclass(frozen=True)
+class ModuleCuts:
+    """How a module that is not the decoder may be cut.
+
+    trained: the subject of a sentence. parts: name of each parameter that tp cuts -> its parts that
+    stay in one piece. is_known: False before the task was asked. can_have_table: a task may.
+    """
+
+    trained: str
+    parts: Mapping[str, int]
+    is_known: bool
+    can_have_table: bool
+
+
 def find_impossible_degrees(
-    layout: LayoutConfig, model: ModelConfig, train: TrainConfig, without_table: str = ""
+    layout: LayoutConfig, model: ModelConfig, train: TrainConfig, cuts: ModuleCuts | None = None
 ) -> str | None:
     """Return the sentence of the first violated rule, "... : use ..."; None if there is none.
-    without_table: what is trained if it has no sharding table (`RunConfig.without_table`)."""
+    cuts: of what is trained if it is not the decoder (`RunConfig.module_cuts`)."""
     if sentence := _degrees_in_two_places(layout):
         return sentence
     shards = lcm(*(degrees.dp_shard for _, degrees in layout.kinds))
     for key, degrees in layout.kinds:
-        cuts = (
-            [_without_table(key, degrees, without_table)]
-            if without_table
-            else [_tensor(key, degrees.tp, model), _pipeline(key, degrees, model.layers)]
+        by_table = (
+            [
+                _tensor(key, degrees.tp, model),
+                _pipeline(key, degrees, model.layers),
+                _blocks(key, degrees.tp, model, train.optimizer),
+            ]
+            if cuts is None
+            else [_module_tensor(key, degrees.tp, cuts, train), _no_stages(key, degrees.pp, cuts)]
         )
         optimizer = _optimizer(key, degrees, train.optimizer)
-        for sentence in (_shard(key, degrees.dp_shard, shards, train), *cuts, optimizer):
+        for sentence in (_shard(key, degrees.dp_shard, shards, train), *by_table, optimizer):
             if sentence:
                 return sentence
     return _workers(layout) or None if layout.workers else None
@@ -115,14 +134,33 @@ def _pipeline(key: str, degrees: DegreesConfig, layers: int) -> str:
     return ""
 
 
-def _without_table(key: str, degrees: DegreesConfig, trained: str) -> str:
-    """Check that a model without a table is cut by nothing but rows."""
-    axis = next((axis for axis in ("tp", "pp") if getattr(degrees, axis) > 1), None)
-    if axis is None:
+def _module_tensor(key: str, tp: int, cuts: ModuleCuts, train: TrainConfig) -> str:
+    """Check that a module that is not the decoder has a table, whose parts tp divides."""
+    if tp == 1 or not cuts.is_known:
+        return ""
+    if not cuts.parts:
+        write = "write sharding() in it, or " if cuts.can_have_table else ""
+        return (
+            f"{key}.tp {tp} needs a sharding table, which says how each parameter is cut, and "
+            f"{cuts.trained} has none: {write}use tp 1, with dp_shard or replicas"
+        )
+    if train.compile:
+        return f"{key}.tp {tp} of a task does not work with train.compile: use train.compile false"
+    name, parts = next(((n, p) for n, p in cuts.parts.items() if p % tp), ("", 0))
+    if not name:
+        return ""
+    common = gcd(*cuts.parts.values())
+    near = nearest_degrees(tp, lambda d: common % d == 0, common)
+    return f"{key}.tp {tp} does not divide the {parts} parts of {name}: use {near}"
+
+
+def _no_stages(key: str, pp: int, cuts: ModuleCuts) -> str:
+    """Check that a module that is not the decoder is one stage."""
+    if pp == 1:
         return ""
     return (
-        f"{key}.{axis} {getattr(degrees, axis)} needs a sharding table, which says how each "
-        f"parameter is cut, and {trained} has none: use {axis} 1, with dp_shard or replicas"
+        f"{key}.pp {pp} needs a sharding table with stages, and {cuts.trained} has none: use pp 1, "
+        "with dp_shard or replicas"
     )
 
 
@@ -139,6 +177,30 @@ def _optimizer(key: str, degrees: DegreesConfig, optimizer: OptimizerConfig) -> 
     return (
         f"{key}.{axis} {getattr(degrees, axis)} does not fit train.optimizer.name "
         f"{optimizer.name}, which needs complete parameters: use {axis} 1, with {works}"
+    )
+
+
+def _blocks(key: str, tp: int, model: ModelConfig, optimizer: OptimizerConfig) -> str:
+    """Check that tp cuts no block of 8-bit state. It cuts rows of `attention.o` and `ffn.down`."""
+    widths = {
+        "model.heads x model.head_dim": model.heads * model.head_size,
+        "model.ffn_dim": model.ffn_dim,
+    }
+
+    def cut(degree: int) -> list[str]:
+        return [
+            name
+            for name, width in widths.items()
+            if degree > 1 and optimizer.is_in_8bit((model.dim, width)) and width % (degree * BLOCK)
+        ]
+
+    if not (found := cut(tp)):
+        return ""
+    near = nearest_degrees(tp, lambda d: not cut(d), model.heads)
+    return (
+        f"{key}.tp {tp} cuts blocks of {BLOCK} elements of train.optimizer.state_dtype 8bit: "
+        f"{found[0]} {widths[found[0]]} is no multiple of {tp} x {BLOCK}: use tp {near}, or "
+        "state_dtype bf16"
     )
 
 

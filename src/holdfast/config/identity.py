@@ -87,6 +87,7 @@ LATER_KEYS = (
     "train.optimizer.slots",
     "train.optimizer.smallest_scale",
     "train.optimizer.source",
+    "train.optimizer.state_dtype",
     "train.schedule.source",
 )
 SOURCE_KEYS = {

@@ -10,6 +10,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
+from math import prod
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
@@ -21,6 +22,11 @@ Beta = Annotated[float, Field(ge=0, lt=1)]
 
 ELEMENTWISE, ROWS, COLUMNS, SCALAR = "elementwise", "rows", "columns", "scalar"
 STEP, COUNT = "step", "count"
+BLOCKS = "blocks"
+"""A scale for each `BLOCK` elements of a row. Only a built-in optimizer has it."""
+BLOCK = 64
+SMALLEST_IN_8BIT = 4096
+"""Elements of a parameter whose state is kept in 8 bits (Dettmers et al., 2022)."""
 DECLARED = (ELEMENTWISE, ROWS, COLUMNS, SCALAR)
 """Shapes that a class may declare. STEP and COUNT are the number of updates, as a tensor and as a
 number: they follow from the step."""
@@ -75,12 +81,14 @@ class BuiltIn:
 
 
 _ADAMW_OPTIONS = {"betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
+_SHORT_STATE = {"state_dtype": "fp32"}
 BUILT_IN = {
-    "adamw": BuiltIn(_ADAMW_OPTIONS, (Slot("exp_avg"), Slot("exp_avg_sq"))),
+    "adamw": BuiltIn(_ADAMW_OPTIONS | _SHORT_STATE, (Slot("exp_avg"), Slot("exp_avg_sq"))),
     "sgd": BuiltIn(
-        {"momentum": 0.9, "nesterov": False, "weight_decay": 0.0}, (Slot("momentum_buffer"),)
+        {"momentum": 0.9, "nesterov": False, "weight_decay": 0.0} | _SHORT_STATE,
+        (Slot("momentum_buffer"),),
     ),
-    "lion": BuiltIn({"betas": (0.9, 0.99), "weight_decay": 0.1}, (Slot("exp_avg"),)),
+    "lion": BuiltIn({"betas": (0.9, 0.99), "weight_decay": 0.1} | _SHORT_STATE, (Slot("exp_avg"),)),
     "adafactor": BuiltIn(
         {
             "beta2_decay": -0.8,
@@ -174,6 +182,11 @@ class OptimizerConfig(Section):
     adamw_for: Never[tuple[str, ...]] = Field(
         (), description="muon: patterns of matrices that AdamW updates: embeddings and head"
     )
+    state_dtype: Never[Literal["fp32", "bf16", "8bit"]] = Field(
+        "fp32",
+        description="adamw, sgd, lion: what a moment is kept in between two steps; fp32: as the "
+        "parameters",
+    )
     groups: Branch[tuple[GroupConfig, ...]] = ()
     args: Branch[dict[str, Any]] = Field(
         default_factory=dict, description="a class: its other keyword arguments"
@@ -213,7 +226,8 @@ class OptimizerConfig(Section):
         for key in self.unused_keys:
             default = type(self).model_fields[key].get_default(call_default_factory=True)
             if getattr(self, key) != default:
-                remedy = "remove it" if self._built_in else f"use train.optimizer.args.{key}"
+                own = not self._built_in and key != "state_dtype"
+                remedy = f"use train.optimizer.args.{key}" if own else "remove it"
                 taken = ", ".join(self._taken_keys)
                 raise ValueError(
                     f"{key} is no option of {self.name}, which takes {taken}: {remedy}"
@@ -240,6 +254,12 @@ class OptimizerConfig(Section):
         return tuple(key for key in type(self).model_fields if key not in known)
 
     @property
+    def name_with_state(self) -> str:
+        """The name; with state_dtype, if its state is no moments in the parameters' dtype."""
+        short = self.state_dtype != "fp32"
+        return f"{self.name} with state_dtype {self.state_dtype}" if short else self.name
+
+    @property
     def is_class(self) -> bool:
         """Return True for a class by its path."""
         return self.name not in BUILT_IN
@@ -249,7 +269,18 @@ class OptimizerConfig(Section):
         """What it keeps for each parameter."""
         if self._built_in is None:
             return tuple(map(Slot.of_text, self.slots))
-        return () if self.name == "sgd" and not self.momentum else self._built_in.slots
+        if self.name == "sgd" and not self.momentum:
+            return ()
+        slots = self._built_in.slots
+        if self.state_dtype == "8bit":
+            slots += tuple(Slot(f"{slot.name}_scale", BLOCKS) for slot in slots)
+        return slots
+
+    def is_in_8bit(self, shape: tuple[int, ...]) -> bool:
+        """Return True for a parameter whose state is kept in 8 bits. Its rows have a block at
+        least."""
+        long = prod(shape[1:]) >= BLOCK and prod(shape) >= SMALLEST_IN_8BIT
+        return self.state_dtype == "8bit" and len(shape) > 1 and long
 
     @property
     def allowed_axes(self) -> tuple[str, ...]:

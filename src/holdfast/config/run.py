@@ -14,14 +14,14 @@ from holdfast.config.change import InPlace, Never
 from holdfast.config.checkpoint import CheckpointConfig
 from holdfast.config.cluster import ClusterConfig
 from holdfast.config.data import DataConfig
-from holdfast.config.degrees import find_impossible_degrees
+from holdfast.config.degrees import ModuleCuts, find_impossible_degrees
 from holdfast.config.huggingface.convert import explain_no_architecture
 from holdfast.config.layout import LayoutConfig
 from holdfast.config.logging import LoggingConfig
 from holdfast.config.lora import LoraConfig
 from holdfast.config.memory import DEVICE
 from holdfast.config.model import ModelConfig
-from holdfast.config.task import TaskConfig
+from holdfast.config.task import SCRIPT_TASK, TaskConfig
 from holdfast.config.train import TrainConfig
 
 
@@ -80,7 +80,7 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _cross_section(self) -> RunConfig:
-        refused = find_impossible_degrees(self.layout, self.model, self.train, self.without_table)
+        refused = find_impossible_degrees(self.layout, self.model, self.train, self.module_cuts)
         if refused is not None:
             raise ValueError(refused)
         if (unknown := explain_no_architecture(self.model)) is not None:
@@ -105,12 +105,22 @@ class RunConfig(Section):
         return self
 
     @property
-    def without_table(self) -> str:
-        """What is trained if only rows can cut it, as the subject of a sentence; "" for the
-        decoder, which has a sharding table."""
-        if self.task.name:
-            return self.task.label
-        return "lora" if self.lora.rank else ""
+    def trains_decoder(self) -> bool:
+        """Whether all of the built-in decoder is trained."""
+        return not (self.task.name or self.lora.rank)
+
+    @property
+    def module_cuts(self) -> ModuleCuts | None:
+        """How what is trained may be cut, if it is not the decoder, which has a table of its
+        own."""
+        if self.trains_decoder:
+            return None
+        if self.lora.rank:
+            return ModuleCuts("lora", {}, is_known=True, can_have_table=False)
+        task = self.task
+        is_known = bool(task.parameters)
+        is_script = task.name == SCRIPT_TASK
+        return ModuleCuts(task.label, task.tensor_parts, is_known, not is_script)
 
     @property
     def run_folder(self) -> str:

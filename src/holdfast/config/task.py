@@ -42,6 +42,11 @@ class TaskConfig(Section):
     parameters: tuple[str, ...] = Field(
         (), description="the task's parameters: name, shape, marks (planned)"
     )
+    sharding: InPlace[tuple[str, ...]] = Field(
+        (),
+        description="how tensor parallelism cuts the task's parameters: name, dim and parts, or "
+        "partial (planned)",
+    )
 
     @property
     def label(self) -> str:
@@ -66,6 +71,12 @@ class TaskConfig(Section):
     def reads_tokens(self) -> bool:
         """Whether a task trains on the prepared tokens. Known once the planned keys are."""
         return bool(self.name and not self.data)
+
+    @property
+    def tensor_parts(self) -> dict[str, int]:
+        """Name -> number of parts, of each parameter that tensor parallelism cuts."""
+        rows = (row.split(" ") for row in self.sharding)
+        return {row[0]: int(row[2]) for row in rows if len(row) == 3}
 
     @model_validator(mode="before")
     @classmethod

@@ -103,14 +103,26 @@ class TrainConfig(Section):
         return self.schedule.steps or self.steps
 
     @model_validator(mode="after")
+    def _state_is_no_shorter(self) -> TrainConfig:
+        short = self.optimizer.state_dtype
+        if self.precision == "float64" and short != "fp32":
+            raise ValueError(
+                f"optimizer.state_dtype {short} would lose the digits of precision float64: use "
+                "optimizer.state_dtype fp32, which keeps float64 there, or precision fp32"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _offloads(self) -> TrainConfig:
         for key in MOVABLE:
             place = getattr(self.memory, key)
-            if place != DEVICE and self.optimizer.name != "adamw":
+            if place != DEVICE and self.optimizer.name_with_state != "adamw":
+                is_short = self.optimizer.state_dtype != "fp32"
                 raise ValueError(
                     f"memory.{key} {place} needs an update in pieces, which only adamw has, and "
-                    f"optimizer.name is {self.optimizer.name}: use memory.{key}: device, or "
-                    "optimizer.name: adamw"
+                    f"optimizer.name is {self.optimizer.name_with_state}: use memory.{key}: "
+                    "device, or optimizer.name: adamw"
+                    + (" and optimizer.state_dtype: fp32" if is_short else "")
                 )
         return self
 

@@ -91,7 +91,7 @@ def run_flops_per_token(config: RunConfig) -> dict[str, float]:
     the formulas do not hold for a frozen base."""
     if config.task.flops and not config.lora.rank:
         return {TASK: config.task.flops}
-    if config.without_table or not config.model.vocab_size:
+    if not config.trains_decoder or not config.model.vocab_size:
         return {}
     length = config.data.sequence_length
     return {str(name): flops_per_token(config.model, length, name) for name in CONVENTIONS}

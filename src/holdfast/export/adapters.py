@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from holdfast.checkpoint.restore.reader import Checkpoint
+from holdfast.config.model_from import TRANSFORMERS_TASK
 from holdfast.config.task import refuse_task
 from holdfast.core.sharding.adapters import DOWN, UP, adapted_layers
 from holdfast.core.sharding.parameters import decoder_parameters
@@ -32,8 +33,11 @@ class MergedWeights:
     def names(self) -> tuple[str, ...]:
         return tuple(self._rows)
 
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self._rows[name].shape)
+
     def whole(self, name: str) -> Any:
-        shape = self._rows[name].shape
+        shape = self.shape(name)
         return self.box(name, (0,) * len(shape), shape)
 
     def dtype(self, name: str) -> Any:
@@ -53,17 +57,24 @@ class MergedWeights:
 
 
 def run_weights(run: Run, checkpoint: Checkpoint) -> TensorParts:
-    """All weights of the decoder that a run trains, whatever part of it the run keeps."""
-    return (MergedWeights if run.config.lora.rank else CheckpointWeights)(run, checkpoint)
+    """All weights of the model that a run trains, whatever part of it the run keeps."""
+    if not run.config.lora.rank:
+        return CheckpointWeights(run, checkpoint)
+    if not run.config.task.name:
+        return MergedWeights(run, checkpoint)
+    from holdfast.tasks.merged import MergedTaskWeights
+
+    return MergedTaskWeights(run.config, CheckpointWeights(run, checkpoint))
 
 
 def write_peft_folder(to: Path, run: Run, checkpoint: Checkpoint) -> None:
     """Write the adapters alone, with the run and the step that they are of. Raises ConfigError for
     a run without adapters, ModelFolderError as `new_folder` does."""
-    from holdfast.model.peft_folder import write_adapter
+    from holdfast.model.peft_folder import write_adapter, write_module_adapter
 
-    refuse_task(run.config.task, "an export for PEFT")
-    lora = run.config.lora
+    task, lora = run.config.task, run.config.lora
+    if task.name != TRANSFORMERS_TASK:
+        refuse_task(task, "an export for PEFT")
     if not lora.rank:
         raise ConfigError(
             "this run trains the full model, so it has no adapters",
@@ -79,4 +90,12 @@ def write_peft_folder(to: Path, run: Run, checkpoint: Checkpoint) -> None:
         "base_checksum": lora.base_checksum,
     }
     tensors = {name: weights.whole(name) for name in weights.names}
-    write_adapter(to, run.config.model, lora, tensors, version)
+    if not task.name:
+        write_adapter(to, run.config.model, lora, tensors, version)
+        return
+    from holdfast.tasks.adapters import linear_layers
+    from holdfast.tasks.loading import load_task
+    from holdfast.tasks.module import meta_module
+
+    layers = linear_layers(meta_module(load_task(task)))
+    write_module_adapter(to, str(task.args["folder"]), lora, layers, tensors, version)

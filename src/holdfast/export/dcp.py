@@ -54,7 +54,7 @@ def write_dcp_folder(to: Path, run: Run, checkpoint: Checkpoint, scheme: str) ->
 
 
 def _refuse_other_optimizer(run: Run) -> None:
-    name = run.config.train.optimizer.name
+    name = run.config.train.optimizer.name_with_state
     if name != "adamw":
         raise ConfigError(
             f"the format dcp holds AdamW's state, and train.optimizer.name of this run is {name}",

@@ -116,6 +116,8 @@ class TensorParts(Protocol):
     @property
     def names(self) -> tuple[str, ...]: ...
 
+    def shape(self, name: str) -> tuple[int, ...]: ...
+
     def whole(self, name: str) -> Any: ...
 
     def dtype(self, name: str) -> Any: ...
@@ -215,10 +217,10 @@ def write_folder(
     template = run.dataset_folder / TEMPLATE_FILE
     chat_template = template if tokenizer is not None and template.is_file() else None
     cast = None if dtype is None else getattr(torch, dtype)
+    weights = run_weights(run, checkpoint)
     if _is_of_transformers(run):
         from holdfast.tasks.huggingface_export import export_causal_lm
 
-        weights = CheckpointWeights(run, checkpoint)
         export_causal_lm(
             to,
             run.config.task,
@@ -230,13 +232,11 @@ def write_folder(
             chat_template=chat_template,
         )
         return
-    if run.config.task.name and not run.config.lora.rank:
+    if run.config.task.name:
         from holdfast.tasks.task_export import export_task
 
-        parameters = CheckpointWeights(run, checkpoint)
-        export_task(to, run.config.task, parameters, dtype=cast, shard_bytes=shard_bytes)
+        export_task(to, run.config.task, weights, dtype=cast, shard_bytes=shard_bytes)
         return
-    refuse_task(run.config.task, "merging adapters")
     tokens = None
     if tokenizer is not None:
         tokens = dataset_tokens(run.dataset_folder, load_tokenizer(tokenizer))
@@ -244,7 +244,7 @@ def write_folder(
     export_folder(
         to,
         run.config.model,
-        run_weights(run, checkpoint),
+        weights,
         tokenizer,
         dtype=cast,
         shard_bytes=shard_bytes,
@@ -265,17 +265,18 @@ class Sampling:
 
 
 def _is_of_transformers(run: Run) -> bool:
-    """Whether the run trains all of a model of transformers."""
-    return run.config.task.name == TRANSFORMERS_TASK and not run.config.lora.rank
+    """Whether the run trains a model of transformers."""
+    return run.config.task.name == TRANSFORMERS_TASK
 
 
 def _open_model(run: Run, checkpoint: Checkpoint) -> Decoder | OpenSession:
     """What `generate` continues a text with."""
     if not _is_of_transformers(run):
         return load_decoder(run, checkpoint)
+    from holdfast.export.adapters import run_weights
     from holdfast.tasks.huggingface_export import open_causal_lm
 
-    weights = CheckpointWeights(run, checkpoint)
+    weights = run_weights(run, checkpoint)
     return open_causal_lm(run.config.task, weights.names, weights.whole)
 
 

@@ -9,7 +9,7 @@ from holdfast.config.task import SCRIPT_TASK
 from holdfast.errors import ConfigError, TaskError
 from holdfast.tasks.ask import BASE_CHECKSUM, describe_task
 
-PLANNED_KEYS = ("source", "data", "samples", "validation", "flops", "parameters")
+PLANNED_KEYS = ("source", "data", "samples", "validation", "flops", "parameters", "sharding")
 _GIVEN = ("file", "command line")  # kinds of origins
 _BY_OPTIMIZER = ("train.optimizer.", "train.schedule.")
 _OF_THE_DECODER = ("model.", "data.")

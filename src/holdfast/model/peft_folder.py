@@ -7,7 +7,7 @@ base_model.model.<layer of Hugging Face>.lora_B.weight    [outputs, rank]
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -92,29 +92,55 @@ def write_adapter(
     adapter, which gets a file of its own and stands in the weights' metadata.
 
     Raises ModelFolderError as `new_folder` does, and for a layer that PEFT does not have."""
-    names = peft_names(model, lora)
+    names, layers = peft_names(model, lora), linear_layers(model)
+    chosen = {layers[ours][0] for ours in adapted_layers(model, lora)}
+    targets = _target_modules(chosen, [name for name, _ in layers.values()])
+    named = {names[ours]: value for ours, value in tensors.items()}
+    _write(folder, named, peft_config(lora, lora.base, targets), version)
+
+
+def write_module_adapter(
+    folder: Path,
+    base: str,
+    lora: LoraConfig,
+    layers: Iterable[str],
+    tensors: Mapping[str, Tensor],
+    version: Mapping[str, Any],
+) -> None:
+    """The same for a module that has the names of transformers itself. base: its folder. layers:
+    the linear ones of the module. tensors: by the names of the module with adapters."""
+    chosen = {name.rpartition(".")[0] for name in tensors}
+    config = peft_config(lora, base, _target_modules(chosen, list(layers)))
+    named = {f"{PREFIX}{name}.weight": value for name, value in tensors.items()}
+    _write(folder, named, config, version)
+
+
+def _write(
+    folder: Path,
+    named: Mapping[str, Tensor],
+    config: Mapping[str, Any],
+    version: Mapping[str, Any],
+) -> None:
+    """named: tensors by PEFT's names."""
     with new_folder(folder) as partial:
         metadata = {f"holdfast.{key}": str(value) for key, value in version.items()}
-        named = {names[ours]: value.contiguous() for ours, value in tensors.items()}
-        (partial / WEIGHTS).write_bytes(save(named, {"format": "pt", **metadata}))
-        for name, content in (
-            (VERSION_FILE, dict(version)),
-            ("adapter_config.json", peft_config(model, lora)),
-        ):
-            (partial / name).write_text(json.dumps(content, indent=2) + "\n", "utf-8")
+        values = {name: value.contiguous() for name, value in named.items()}
+        (partial / WEIGHTS).write_bytes(save(values, {"format": "pt", **metadata}))
+        for name, content in ((VERSION_FILE, version), ("adapter_config.json", config)):
+            (partial / name).write_text(json.dumps(dict(content), indent=2) + "\n", "utf-8")
 
 
-def peft_config(model: ModelConfig, lora: LoraConfig) -> dict[str, Any]:
+def peft_config(lora: LoraConfig, base: str, targets: list[str]) -> dict[str, Any]:
     """adapter_config.json of the run's adapters."""
     alpha = int(lora.alpha) if lora.alpha == int(lora.alpha) else lora.alpha
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": lora.base,
+        "base_model_name_or_path": base,
         "r": lora.rank,
         "lora_alpha": alpha,
         "lora_dropout": lora.dropout,
-        "target_modules": _target_modules(model, lora),
+        "target_modules": targets,
         "bias": "none",
         "fan_in_fan_out": False,
         "init_lora_weights": True,
@@ -124,10 +150,9 @@ def peft_config(model: ModelConfig, lora: LoraConfig) -> dict[str, Any]:
     }
 
 
-def _target_modules(model: ModelConfig, lora: LoraConfig) -> list[str]:
-    """The layers' last names, if they mean these layers alone; full names otherwise."""
-    layers = linear_layers(model)
-    chosen = {layers[ours][0] for ours in adapted_layers(model, lora)}
+def _target_modules(chosen: set[str], layers: Sequence[str]) -> list[str]:
+    """The chosen layers' last names, if they mean these of all layers alone; full names
+    otherwise."""
     ends = {name.rpartition(".")[2] for name in chosen}
-    meant = {name for name, _ in layers.values() if name.rpartition(".")[2] in ends}
+    meant = {name for name in layers if name.rpartition(".")[2] in ends}
     return sorted(ends if meant == chosen else chosen)

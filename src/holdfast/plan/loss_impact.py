@@ -9,7 +9,7 @@ from math import prod
 
 from holdfast.config.run import RunConfig
 from holdfast.core.sharding.boxes import Box
-from holdfast.core.sharding.optimizer_state import moments_like
+from holdfast.core.sharding.optimizer_state import bytes_like
 from holdfast.core.sharding.state_table import MIXED, TensorSpec, mesh_box
 from holdfast.errors import LayoutError
 from holdfast.layout import Coordinate, Replica, Topology, coordinates_of
@@ -50,29 +50,29 @@ def impact_of_loss(config: RunConfig, topology: Topology, lost: frozenset[int]) 
     )
     gone, of = 0, 0
     positions: set[int] = set()
-    for spec, copies in _state_tensors(config):
-        of += copies * spec.nbytes
+    for spec, nbytes in _state_tensors(config):
+        of += nbytes
         if whole:
             continue  # a replica that lost no rank holds everything
         missing = _missing_elements(spec, topology.replicas, lost)
         if missing:
-            gone += copies * missing * (spec.nbytes // prod(spec.shape))
+            gone += nbytes * missing // prod(spec.shape)
             positions.update(spec.positions)
     return LossImpact(broken, whole, waiting, gone, of, tuple(sorted(positions)))
 
 
 def _state_tensors(config: RunConfig) -> Iterable[tuple[TensorSpec, int]]:
-    """(parameter, tensors of the state that are cut like it): itself and what the optimizer keeps
+    """(parameter, bytes of the state that is cut like it): itself and what the optimizer keeps
     in its shape. Under zero 1 every rank of dp_shard has the complete parameter, unless it computes
     on a copy of two bytes."""
     everywhere = config.layout.zero == 1 and config.train.precision not in MIXED
     for spec in known_parameters(config):
-        moments = moments_like(config.train.optimizer, spec)
+        moments = bytes_like(config.train.optimizer, spec)
         if everywhere:
-            yield replace(spec, shard_dim=None), 1
+            yield replace(spec, shard_dim=None), spec.nbytes
             yield spec, moments
         else:
-            yield spec, 1 + moments
+            yield spec, spec.nbytes + moments
 
 
 def _missing_elements(spec: TensorSpec, replicas: tuple[Replica, ...], lost: frozenset[int]) -> int:

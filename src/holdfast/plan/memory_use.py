@@ -1,7 +1,8 @@
 """The state that every rank of a Topology holds, in words of the model and in bytes.
 
 Bytes are counted while a step's backward runs, because a rank holds the most then: parameters,
-gradients, AdamW's two moments. Another optimizer's state takes their place. Psi is the number of
+gradients, AdamW's two moments. Another optimizer's state takes their place, and so do moments of
+fewer bytes (`train.optimizer.state_dtype`). Psi is the number of
 elements on a rank after tp and pp have cut, and n the degree of dp_shard. The table is for the run
 file's precision (Rajbhandari et al. 2020, section 5). Our sizes differ: bf16 computes on a copy of
 fp32 parameters, and sums gradients in fp32.
@@ -121,7 +122,7 @@ def memory_of(config: RunConfig, table: StateTable, replica: Replica, at: Coordi
     whole = _elements((replace(spec, shard_dim=None) for spec in table), replica, at)
     cut = _elements(table, replica, at)
     kept = chain.from_iterable(optimizer_rows(config.train.optimizer, table))
-    moments = state * _elements(kept, replica, at)
+    moments = sum(mesh_box(row, replica, at).size * ITEM_BYTES[row.dtype] for row in kept)
     zero = config.layout.zero if replica.degree("dp_shard") > 1 else 1
     if zero == 3:
         parameters = state * cut

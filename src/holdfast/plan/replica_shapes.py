@@ -179,8 +179,8 @@ class _DegreeRules:
     def _is_allowed(self, axis: str, degree: int) -> bool:
         if (axis, degree) not in self._known:
             alone = LayoutConfig.model_validate({axis: degree})
-            config, trained = self._config, self._config.without_table
-            refused = find_impossible_degrees(alone, config.model, config.train, trained)
+            config = self._config
+            refused = find_impossible_degrees(alone, config.model, config.train, config.module_cuts)
             self._known[axis, degree] = refused is None
         return self._known[axis, degree]
 
@@ -192,9 +192,10 @@ class StateOverlap:
 
     def __init__(self, config: RunConfig):
         costs = run_block_costs(config)
-        slots = config.train.optimizer.state_slots
-        copies = 1 + sum(slot.rule == ELEMENTWISE and slot.of == ALL for slot in slots)
-        one = ITEM_BYTES[STATE_DTYPE[config.train.precision]] * copies
+        train = config.train
+        moments = sum(s.rule == ELEMENTWISE and s.of == ALL for s in train.optimizer.state_slots)
+        item = ITEM_BYTES[STATE_DTYPE[train.precision]]
+        one = item + moments * {"fp32": item, "bf16": 2, "8bit": 1}[train.optimizer.state_dtype]
         self._before = [one * n for n in accumulate(costs.parameters, initial=0)]
         self._first, self._last = one * costs.first[1], one * costs.last[1]
         self._known: dict[tuple[MeshShape, Stages, int, MeshShape, Stages, int], int] = {}

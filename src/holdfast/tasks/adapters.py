@@ -30,7 +30,7 @@ def trained_module(task: Task, lora: LoraConfig) -> nn.Module:
     module = meta_module(task)
     if not lora.rank:
         return module
-    layers = {name for name, part in module.named_modules() if type(part) is nn.Linear} - {""}
+    layers = linear_layers(module)
     refuse_unknown_targets(lora.targets, {name: name for name in sorted(layers)}, "task")
     chosen = [
         name
@@ -47,6 +47,11 @@ def trained_module(task: Task, lora: LoraConfig) -> nn.Module:
             )
     add_adapters(module, chosen, lora.rank, lora.scale, lora.dropout)
     return module
+
+
+def linear_layers(module: nn.Module) -> set[str]:
+    """The names of the layers that may have an adapter."""
+    return {name for name, part in module.named_modules() if type(part) is nn.Linear} - {""}
 
 
 def frozen_values(task: Task, first_value: FirstValue) -> dict[str, Tensor]:

@@ -179,12 +179,21 @@ def collated(
         with user_code(f"sample {index} cannot be read"):
             items.append(samples[index])
     with user_code(f"collate() failed for samples {_shortened(indices)}"):
-        batch = task.collate(items * times)
-    if not isinstance(batch, Mapping) or not all(isinstance(t, Tensor) for t in batch.values()):
-        raise TaskError("a batch is no mapping from names to tensors", where="task")
+        batch: Any = task.collate(items * times)
+    if not isinstance(batch, Mapping):
+        kind = type(batch).__name__
+        raise TaskError(f"collate() returned {kind}, no dict of tensors", where="task")
+    if other := [name for name, value in batch.items() if not isinstance(value, Tensor)]:
+        kind = type(batch[other[0]]).__name__
+        raise TaskError(
+            f"a batch holds tensors alone, and its {other[0]!r} is {kind}",
+            where="task",
+            remedy="leave it out in collate(), or make a tensor of it",
+        )
     if not batch:
         raise TaskError("a batch has no tensors", where="task")
-    return batch
+    found: Mapping[str, Tensor] = batch
+    return found
 
 
 def _shortened(indices: Sequence[int]) -> str:
@@ -265,3 +274,13 @@ def _each(
     tensors: Mapping[str, Tensor], change: Callable[[Tensor], Tensor]
 ) -> Mapping[str, Tensor]:
     return {name: change(tensor) for name, tensor in tensors.items()}
+
+
+def refuse_random_samples(batches: BatchesOfTask, start: int, stop: int) -> None:
+    """Read these samples twice. Raises TaskError if they differ."""
+    if len({tensor_hash(batches.read_samples(start, stop)) for _ in range(2)}) > 1:
+        raise TaskError(
+            "the same samples are different tensors when they are read again",
+            where="task",
+            remedy="draw random numbers where the loss is computed: their seed is set there",
+        )

@@ -19,11 +19,12 @@ from holdfast.tasks.adapters import frozen_values, trained_module, values_checks
 from holdfast.tasks.ask import BASE_CHECKSUM, Answer, Question
 from holdfast.tasks.batches import TaskBatches, open_samples
 from holdfast.tasks.initial import first_values
-from holdfast.tasks.loading import source_digest
-from holdfast.tasks.module import known_flops, module_rows, refuse_other_rows
+from holdfast.tasks.loading import place_in_user_code, source_digest
+from holdfast.tasks.module import known_flops, meta_module, module_rows, refuse_other_rows
 from holdfast.tasks.named import load_optimizer, load_schedule, sources_of
 from holdfast.tasks.optimizer_probe import probe_optimizer
 from holdfast.tasks.script import Script, load_run_task
+from holdfast.tasks.sharding import sharding_rows
 from holdfast.tasks.validation import open_validation
 
 _SAMPLED_STEPS = 10_000
@@ -42,6 +43,7 @@ def describe(config: RunConfig) -> dict[str, Any]:
     found = {"source": source, "data": version, "samples": samples, "parameters": list(rows)}
     found["validation"] = 0 if validation is None else len(validation)
     found["flops"] = known_flops(task)
+    found["sharding"] = [] if lora.rank else list(sharding_rows(task, meta_module(task)))
     found["train"] = task.planned_values() if isinstance(task, Script) else {}
     if not lora.rank:
         return found
@@ -82,6 +84,9 @@ def answer(question: Question) -> Answer:
         return Answer(stand_in_entries(batches, question.missing, question.last_step))
     except UserError as error:
         return Answer(None, error.message, error.remedy or "", error.where or "task")
+    except OSError as error:  # of the user's code
+        said = " ".join(str(error).split())
+        return Answer(None, f"{type(error).__name__}: {said}{place_in_user_code(error)}")
 
 
 def main() -> None:

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from holdfast.config.huggingface.folder import CONFIG
 from holdfast.errors import TaskError
 from holdfast.tasks.executor import evaluation_mode
+from holdfast.tasks.huggingface_plan import tensor_plan
 from holdfast.tasks.task import Batch, Task
 from holdfast.train.objective import IGNORED_TARGET
 
@@ -89,6 +90,10 @@ class CausalLM(Task):
         has it."""
         return False
 
+    def sharding(self) -> Mapping[str, str | tuple[str, int]]:
+        """The model's own plan; none if it has none that Holdfast can follow."""
+        return tensor_plan(self._meta)
+
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         """Cross entropy, summed over the targets, each by its weight."""
         documents, given = batch.get("documents"), dict[str, Any]()
@@ -107,10 +112,16 @@ class CausalLM(Task):
         return losses if weights is None else (losses * weights.flatten()).sum()
 
     def with_values(self, values: Mapping[str, Tensor]) -> Any:
-        """The complete model on the CPU, with these parameters by name."""
+        """The complete model on the CPU, with these parameters by name. Layers that share one in
+        the folder have a matrix each if `values` has one for each."""
         model: Any = self.model()
+        own = {name for name, _ in model.named_parameters()}
         for name, parameter in model.named_parameters():
             parameter.data = values[name]
+        for name in values.keys() - own:
+            layer, _, key = name.rpartition(".")
+            setattr(model.get_submodule(layer), key, nn.Parameter(values[name]))
+            model.config.tie_word_embeddings = False
         return model
 
     @cached_property

@@ -97,11 +97,11 @@ def user_code(what: str) -> Iterator[None]:
     except Exception as error:
         text = " ".join(str(error).split())[:300]
         raise TaskError(
-            f"{what}: {type(error).__name__}: {text}{_place_in_user_code(error)}", where="task"
+            f"{what}: {type(error).__name__}: {text}{place_in_user_code(error)}", where="task"
         ) from error
 
 
-def _place_in_user_code(error: Exception) -> str:
+def place_in_user_code(error: Exception) -> str:
     """The last line of the user's own files that was running, in brackets; without one that of a
     library; "" if Holdfast alone was running."""
     frames = [(f, Path(f.filename)) for f in traceback.extract_tb(error.__traceback__)]

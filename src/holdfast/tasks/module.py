@@ -8,18 +8,23 @@ from math import inf
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import UninitializedParameter
 
 from holdfast.core.seeds import key_seed
 from holdfast.core.sharding.parameters import Own, Parameter
 from holdfast.core.sharding.run_table import MERGES, row_text
 from holdfast.errors import TaskError
+from holdfast.tasks.generators import seed_generators
 from holdfast.tasks.loading import user_code
 from holdfast.tasks.task import Task
 
 
 def meta_module(task: Task) -> nn.Module:
     """The module without memory. Raises TaskError for what cannot be trained."""
-    with user_code("model() failed on the meta device"), torch.device("meta"):
+    with (
+        user_code("model() failed on the meta device, where no tensor has values"),
+        torch.device("meta"),
+    ):
         module = task.model()
     if not isinstance(module, nn.Module):
         raise TaskError(f"model() returned {type(module).__name__}, no module", where="task")
@@ -53,6 +58,8 @@ def module_rows(task: Task, module: nn.Module) -> tuple[str, ...]:
 
 def _problem(name: str, parameter: nn.Parameter) -> tuple[str, str] | None:
     """What keeps a parameter out of the table, and a remedy."""
+    if isinstance(parameter, UninitializedParameter):
+        return "has no shape yet", "give the size where the module is made, not later (no Lazy...)"
     if not parameter.is_floating_point():
         return f"is {parameter.dtype}", "use floating-point parameters"
     if not parameter.shape:
@@ -123,7 +130,7 @@ def own_values(task: Task, seed: int) -> ModuleValues:
     torch.set_num_threads(1)
     try:
         with torch.random.fork_rng(devices=[]), user_code("model() failed"):
-            torch.manual_seed(key_seed(seed, "task"))
+            seed_generators(key_seed(seed, "task"))
             module = task.model()
     finally:
         torch.set_num_threads(threads)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from holdfast.errors import TaskError
+from holdfast.tasks.generators import seed_generators
 from holdfast.tasks.module import put_buffer
 from holdfast.tasks.task import Task
 
@@ -49,7 +50,7 @@ class TaskObjective(nn.Module):
         before = buffer_versions(self.model)
         for name in self.merged:
             put_buffer(self.model, name, before[name][0].clone())
-        torch.manual_seed(key)
+        seed_generators(key)
         try:
             loss = self._task.loss(self.model, {name: self._cast(t) for name, t in batch.items()})
             self._check(loss)

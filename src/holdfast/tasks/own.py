@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
@@ -14,16 +15,17 @@ from holdfast.core.sharding.boxes import Box
 from holdfast.core.sharding.parameters import Parameter
 from holdfast.data.dataset import Dataset
 from holdfast.data.dataset_match import needed_vocabulary
-from holdfast.errors import TaskError
+from holdfast.errors import PeerLostError, TaskError
 from holdfast.model.lora import set_base
 from holdfast.parallel.process_groups import ProcessGroups
+from holdfast.parallel.torch_compat import is_peer_loss
 from holdfast.tasks.adapters import frozen_values, refuse_other_values, trained_module
 from holdfast.tasks.batches import (
     BatchesOfTask,
     TaskBatches,
     TaskLoader,
     TaskMicrobatch,
-    tensor_hash,
+    refuse_random_samples,
 )
 from holdfast.tasks.executor import TaskExecutor
 from holdfast.tasks.initial import first_adapter, first_values, is_adapter
@@ -41,6 +43,8 @@ from holdfast.tasks.module import (
     usable_units,
 )
 from holdfast.tasks.objective import TaskObjective, changed_buffer_error
+from holdfast.tasks.sharding import cut_module, sharding_rows
+from holdfast.tasks.sharding_check import refuse_wrong_table
 from holdfast.tasks.task import Task
 from holdfast.tasks.token_batches import TokenBatches
 from holdfast.tasks.validation import TaskValidation, TokenTaskValidation
@@ -73,13 +77,17 @@ class OwnTask:
         module = trained_module(self._task, self._config.lora)
         refuse_other_rows(self._config.task.parameters, module_rows(self._task, module))
         merged = tuple(merged_buffers(self._task, module))
-        if merged and groups.degree("dp_shard") > 1:
+        axis = next((axis for axis in ("dp_shard", "tp") if groups.degree(axis) > 1), None)
+        if merged and axis is not None:
             raise TaskError(
-                f"buffer {merged[0]} is merged, and dp_shard {groups.degree('dp_shard')} cuts the "
-                "microbatch that it is computed from",
+                f"buffer {merged[0]} is merged, and {axis} {groups.degree(axis)} cuts what it is "
+                "computed from",
                 where="task",
-                remedy="use dp_shard 1",
+                remedy=f"use {axis} 1",
             )
+        if groups.degree("tp") > 1:
+            refuse_other_rows(self._config.task.sharding, sharding_rows(self._task, module))
+            cut_module(self._task, module, groups)
         units = usable_units(module, self._task.units(module))
         _refuse_without_units(self._config.train, module, units, merged)
         self._ties, self._merged = tied_names(module), merged
@@ -178,15 +186,15 @@ class OwnTask:
     ) -> None:
         """Compute the first microbatch once and doubled. Raises TaskError for a loss that is a
         mean, and for all else that goes wrong there. Collective over a replica."""
-        own = cast(BatchesOfTask, batches)
+        with _peer_loss_as_such():
+            self._check_first_loss(objective, cast(BatchesOfTask, batches), groups)
+
+    def _check_first_loss(
+        self, objective: nn.Module, own: BatchesOfTask, groups: ProcessGroups
+    ) -> None:
         part, parts = groups.coordinate.dp_shard, groups.degree("dp_shard")
         start, stop = own.positions(1, 0, part, parts)
-        if len({tensor_hash(own.read_samples(start, stop)) for _ in range(2)}) > 1:
-            raise TaskError(
-                "the same samples are different tensors when they are read again",
-                where="task",
-                remedy="draw random numbers in loss(), where their seed is set",
-            )
+        refuse_random_samples(own, start, stop)
         device = next(objective.parameters()).device
         buffers = {name: value.clone() for name, value in _model(objective).named_buffers()}
         found = [
@@ -205,6 +213,17 @@ class OwnTask:
                 where="task",
                 remedy="return the sum, and let weight() return what to divide by",
             )
+        if groups.degree("tp") > 1:
+            first, _ = own.positions(1, 0)
+            refuse_wrong_table(
+                self._task,
+                self._config,
+                groups,
+                _own(objective),
+                self.named_parameters(objective),
+                own.read_samples(first, first + 1),
+                first_values(self._task, self._config.seed),
+            )
 
     def finish(self, on_wait: Callable[[], None]) -> None:
         """Nothing is left to do."""
@@ -221,6 +240,18 @@ class OwnTask:
             if reshard is not None:
                 reshard()
         return loss
+
+
+@contextmanager
+def _peer_loss_as_such() -> Iterator[None]:
+    """A lost peer is no mistake in the user's code, where a collective may stand."""
+    try:
+        yield
+    except (TaskError, RuntimeError) as error:
+        cause = error.__cause__ if isinstance(error, TaskError) else error
+        if isinstance(cause, RuntimeError) and is_peer_loss(cause):
+            raise PeerLostError(f"a peer was lost before the first step: {cause}") from error
+        raise
 
 
 def _refuse_without_units(

@@ -20,6 +20,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from holdfast.core.weights import read_weight
 from holdfast.errors import TaskError
 from holdfast.tasks.batches import sample_count
+from holdfast.tasks.generators import seed_generators
 from holdfast.tasks.kept_optimizers import KeptOptimizers
 from holdfast.tasks.kept_state import KeptState
 from holdfast.tasks.objective import buffer_versions, changed_buffer
@@ -244,7 +245,7 @@ class Step:
     ) -> Iterator[Batch]:
         """Yield the logical microbatches that this rank computes in this attempt: perhaps none.
 
-        Torch's generators are seeded for each, so that dropout depends on no rank.
+        Random generators are seeded for each, so that dropout depends on no rank.
         version: names the dataset's content, if it has no attribute `version`. collate: makes a
         dict of tensors of samples; without it the tensors of each name are stacked.
         """
@@ -257,7 +258,7 @@ class Step:
                 self._skip()
                 continue
             buffers = buffer_versions(self._run.kept.module)
-            torch.manual_seed(batch.key)
+            seed_generators(batch.key)
             self._has_open_batch = True
             yield {name: self._run._cast(tensor) for name, tensor in batch.tensors.items()}
             if self._has_open_batch:

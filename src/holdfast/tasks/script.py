@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from holdfast.config.run import RunConfig
 from holdfast.core.seeds import key_seed
 from holdfast.errors import ScriptError, TaskError
+from holdfast.tasks.generators import seed_generators
 from holdfast.tasks.importing import importing
 from holdfast.tasks.loading import load_task
 from holdfast.tasks.own_loop import NamedData, Run, enter_run
@@ -148,7 +149,7 @@ class Script(Task):
             module = ModuleType("__main__")
             module.__file__ = str(path)
             sys.modules["__main__"], sys.argv = module, [str(path), *self._arguments]
-            torch.manual_seed(key_seed(config.seed, "task"))
+            seed_generators(key_seed(config.seed, "task"))
             code = compile(path.read_bytes(), str(path), "exec", dont_inherit=True)
             exec(code, vars(module))
 

@@ -12,7 +12,12 @@ from torch import Tensor, nn
 from holdfast.config.run import RunConfig
 from holdfast.data.loader import StepBatch
 from holdfast.parallel.process_groups import ProcessGroups
-from holdfast.tasks.batches import TaskBatches, TaskLoader, TaskMicrobatch
+from holdfast.tasks.batches import (
+    TaskBatches,
+    TaskLoader,
+    TaskMicrobatch,
+    refuse_random_samples,
+)
 from holdfast.tasks.own import OwnTask
 from holdfast.tasks.script import Script
 from holdfast.tasks.script_validation import ScriptPart, ScriptValidation, compute_losses
@@ -50,8 +55,14 @@ class ScriptMicrobatch:
 class ScriptFeed:
     """This worker's shares. Before each, the script gets a turn up to its `step.batches`."""
 
-    def __init__(self, script: Script, open_loader: Callable[[], TaskLoader], first: int) -> None:
-        self._script, self._open, self._step = script, open_loader, first
+    def __init__(
+        self,
+        script: Script,
+        batches: TaskBatches,
+        open_loader: Callable[[], TaskLoader],
+        first: int,
+    ) -> None:
+        self._script, self._batches, self._open, self._step = script, batches, open_loader, first
         self._loader = open_loader() if script.run._data is not None else None
 
     def __enter__(self) -> Self:
@@ -67,6 +78,7 @@ class ScriptFeed:
     def __next__(self) -> StepBatch[ScriptMicrobatch]:
         _open_step(self._script, self._step)
         if self._loader is None:
+            refuse_random_samples(self._batches, *self._batches.positions(self._step, 0))
             self._loader = self._open()
         share = next(self._loader)
         self._step += 1
@@ -133,7 +145,7 @@ class ScriptEngineTask(OwnTask):
     ) -> ScriptFeed:
         own = cast(TaskBatches, batches)
         return ScriptFeed(
-            self._script, lambda: TaskLoader(own, share, **where), int(where["first_step"])
+            self._script, own, lambda: TaskLoader(own, share, **where), int(where["first_step"])
         )
 
     def validation(self, batches: TaskBatchSource, samples: int) -> ScriptValidation:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from holdfast.core.weights import read_weight
 from holdfast.errors import TaskError
 from holdfast.tasks.executor import evaluation_mode
+from holdfast.tasks.generators import seed_generators
 from holdfast.tasks.objective import buffer_versions, changed_buffer
 from holdfast.tasks.own_loop import NamedValidation, Run
 from holdfast.tasks.task import Batch, Samples, Task
@@ -59,7 +60,7 @@ class ScriptPart:
         named, kept = self.run.named_validation, self.run.kept
         assert named is not None, "there are microbatches"
         buffers = buffer_versions(kept.module)
-        torch.manual_seed(self.read.key)
+        seed_generators(self.read.key)
         found = named.loss({name: self.run._cast(t) for name, t in self.read.tensors.items()})
         loss, self.tokens = _checked(found)
         if name := changed_buffer(kept.module, buffers):

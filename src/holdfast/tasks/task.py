@@ -120,6 +120,13 @@ class Task(ABC):
         the parameters. False: in the buffer's own dtype."""
         return True
 
+    def sharding(self) -> Mapping[str, str | tuple[str, int]]:
+        """How tensor parallelism (`layout.tp`) cuts layers: {"blocks.*.up": "colwise",
+        "blocks.*.down": "rowwise"}. A `*` stands for a part of a name. ("colwise", 8): the dim that
+        is cut has 8 parts, such as heads, and each stays in one piece. docs/python.md has the
+        styles. Without a table no layout has tp."""
+        return {}
+
     def units(self, model: nn.Module) -> Sequence[nn.Module]:
         """The modules that ZeRO 3 gathers one by one, and that are compiled. Each is used by
         calling it. By default the items of the longest ModuleList."""

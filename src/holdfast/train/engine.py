@@ -132,7 +132,7 @@ class StepEngine:
         gradients, masters = self._gradients.gradients(), parameters.master_tensors
         table, wanted = parameters.table, train.optimizer
         self.optimizer = make_optimizer(
-            wanted, table, masters, gradients, self._user, parameters.memory
+            wanted, table, masters, gradients, self._user, parameters.memory, parameters.boxes
         )
         self._shares: Shares = ()
         self.batches: list[DeviceMicrobatch] = []  # of the step that is open, or was last

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 
 
 class Lion(torch.optim.Optimizer):
@@ -28,9 +29,28 @@ class Lion(torch.optim.Optimizer):
                     continue
                 if not state:
                     state["exp_avg"] = torch.zeros_like(parameter)
-                momentum = state["exp_avg"]
-                update = momentum.lerp(gradient, 1 - first).sign_()
-                parameter.mul_(1 - group["lr"] * group["weight_decay"])
-                parameter.add_(update, alpha=-group["lr"])
-                momentum.lerp_(gradient, 1 - second)
+                lion_update(
+                    parameter,
+                    gradient,
+                    state["exp_avg"],
+                    learning_rate=group["lr"],
+                    betas=(first, second),
+                    weight_decay=group["weight_decay"],
+                )
         return None
+
+
+def lion_update(
+    parameter: Tensor,
+    gradient: Tensor,
+    momentum: Tensor,
+    *,
+    learning_rate: float,
+    betas: tuple[float, float],
+    weight_decay: float,
+) -> None:
+    """One update of a parameter and its momentum, in place."""
+    update = momentum.lerp(gradient, 1 - betas[0]).sign_()
+    parameter.mul_(1 - learning_rate * weight_decay)
+    parameter.add_(update, alpha=-learning_rate)
+    momentum.lerp_(gradient, 1 - betas[1])

@@ -7,11 +7,13 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from holdfast.config.optimizer import OptimizerConfig
+from holdfast.core.sharding.boxes import Box
 from holdfast.core.sharding.optimizer_state import is_hidden_matrix, parameter_settings
 from holdfast.core.sharding.parameters import Parameter
 from holdfast.train.memory.offloaded_adamw import OffloadedAdamW
 from holdfast.train.memory.places import StateMemory
 from holdfast.train.optimizer import AdamW, Optimizer
+from holdfast.train.short_state import ShortStateOptimizer
 from holdfast.train.torch_optimizer import (
     OptimizerParts,
     TorchOptimizer,
@@ -28,12 +30,17 @@ def make_optimizer(
     gradients: Sequence[Tensor],
     user: UserParts | None = None,
     memory: StateMemory | None = None,
+    boxes: Sequence[Box] | None = None,
 ) -> Optimizer:
     """rows: of the parameters that this rank holds a part of. user: what the run file names by a
-    path, or a script keeps. memory: where the state lies; None: on the device."""
+    path, or a script keeps. memory: where the state lies; None: on the device. boxes: the parts;
+    None: it holds all of each."""
     user = user or UserParts()
     settings = [parameter_settings(config, row) for row in rows]
     merges = {i: row.merge for i, row in enumerate(rows) if row.merge}
+    if config.state_dtype != "fp32":
+        boxes = boxes or [Box(row.name, (0,) * len(row.shape), row.shape) for row in rows]
+        return ShortStateOptimizer(parameters, gradients, rows, boxes, config)
     if config.name == "adamw" and memory is not None and memory.stages_updates:
         return OffloadedAdamW(parameters, gradients, settings, config, merges, memory)
     if config.name == "adamw":

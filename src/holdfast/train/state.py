@@ -13,8 +13,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from holdfast.config.optimizer import BLOCK, BLOCKS
 from holdfast.core.sharding.boxes import Box
-from holdfast.core.sharding.optimizer_state import slot_prefix
+from holdfast.core.sharding.optimizer_state import blocks_of, slot_prefix
 from holdfast.core.sharding.parameters import Parameter
 from holdfast.core.sharding.state_table import MODEL_PREFIX
 from holdfast.train.memory.places import StateMemory
@@ -71,6 +72,19 @@ class Parameters:
     update_compute_tensors: Callable[[], None] = lambda: None
     memory: StateMemory | None = None
 
+    def local_blocks(self, prefix: str, tensors: Sequence[Tensor | None]) -> list[LocalTensor]:
+        """Name the scales of 8-bit state: one for each block of a row of the parameter's part."""
+        return [
+            LocalTensor(
+                prefix + row.name,
+                tensor,
+                (box.offsets[0], box.offsets[1] // BLOCK),
+                (row.shape[0], blocks_of(row.shape)),
+            )
+            for row, box, tensor in zip(self.table, self.boxes, tensors, strict=True)
+            if tensor is not None
+        ]
+
     def local_tensors(self, prefix: str, tensors: Sequence[Tensor | None]) -> list[LocalTensor]:
         """Name tensors, one for each parameter. One with the shape of the parameter's part here is
         cut as the parameter is, another one is complete; None: there is none."""
@@ -104,7 +118,9 @@ def state_tensors(parameters: Parameters, slots: Sequence[SlotTensors]) -> list[
     slot."""
     found = parameters.local_tensors(MODEL_PREFIX, parameters.master_tensors)
     for each in slots:
-        found += parameters.local_tensors(slot_prefix(each.slot), each.tensors)
+        is_scale = each.slot.rule == BLOCKS
+        named = parameters.local_blocks if is_scale else parameters.local_tensors
+        found += named(slot_prefix(each.slot), each.tensors)
     return found
 
 

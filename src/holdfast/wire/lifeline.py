@@ -41,6 +41,38 @@ def ignore_agent_signals(*but: signal.Signals) -> None:
             signal.signal(number, signal.SIG_IGN)
 
 
+def let_children_be_ended() -> None:
+    """Let the children of this process have the default for signals that it ignores itself.
+
+    A child inherits that a signal is ignored, and `terminate()` would not end it. A handler is not
+    inherited by another program. A forked child sets the default itself; what is sent to it before
+    waits for that.
+    """
+    ignored = [n for n in AGENT_SIGNALS if signal.getsignal(n) is signal.SIG_IGN]
+    for number in ignored:
+        signal.signal(number, _do_nothing)
+        signal.siginterrupt(number, False)
+
+    def unblock() -> None:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, ignored)
+
+    def become_default() -> None:
+        for number in ignored:
+            if signal.getsignal(number) is _do_nothing:
+                signal.signal(number, signal.SIG_DFL)
+        unblock()
+
+    if ignored:
+        os.register_at_fork(
+            before=lambda: signal.pthread_sigmask(signal.SIG_BLOCK, ignored),
+            after_in_parent=unblock,
+            after_in_child=become_default,
+        )
+
+
+def _do_nothing(number: int, frame: object) -> None: ...
+
+
 def is_ignored_hangup(number: signal.Signals) -> bool:
     """Return True for SIGHUP if our starter ignores it, as nohup does: a closed terminal does not
     concern this process. Other signals count even if they are ignored: a shell ignores SIGINT for

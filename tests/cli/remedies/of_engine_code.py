@@ -22,6 +22,7 @@ import holdfast
 from holdfast.checkpoint.restore.catalog import list_commits
 from holdfast.checkpoint.restore.reader import Checkpoint
 from holdfast.checkpoint.save.single_writer import TensorSource, write_single
+from holdfast.config.optimizer import OptimizerConfig
 from holdfast.config.task import TaskConfig
 from holdfast.core.devices import device_kind
 from holdfast.core.format import manifest
@@ -29,6 +30,7 @@ from holdfast.core.format.manifest import seal_manifest, unseal_manifest
 from holdfast.core.schedule.csv import from_csv
 from holdfast.core.schedule.table import build_schedule
 from holdfast.core.sharding.boxes import Box
+from holdfast.core.sharding.parameters import Own, Parameter
 from holdfast.core.sharding.reshard_plan import plan_reshard
 from holdfast.core.sharding.run_table import row_of_text, run_state_table
 from holdfast.layout import Layout, Replica, Topology, place_layout
@@ -40,6 +42,7 @@ from holdfast.parallel.process_groups import ProcessGroups, connect
 from holdfast.parallel.reshard import move
 from holdfast.tasks.initial import first_values
 from holdfast.tasks.loading import load_task
+from holdfast.train.make_optimizer import make_optimizer
 from holdfast.train.memory.ledger import MemoryLedger
 from holdfast.train.precision import as_indeterminate
 from holdfast.train.recovery_agreement import (
@@ -73,6 +76,13 @@ def in_ranks(body: Callable[[int, Any], object], count: int = 2) -> None:
         found = [pool.submit(body, rank, store) for rank in range(count)]
     for one in found:
         one.result()
+
+
+def make_cut_optimizer(lab: Lab) -> None:
+    """Of the first third of the columns of a matrix, as a table of a user may cut it."""
+    part, row = torch.zeros(64, 96), Parameter("w", (64, 288), True, Own())
+    config = OptimizerConfig(state_dtype=lab.settings["state_dtype"])
+    make_optimizer(config, [row], [part], [part], boxes=[Box("w", (0, 0), (64, 96))])
 
 
 def replicas(count: int, generation: int = 1) -> Topology:
@@ -456,6 +466,14 @@ CASES: list[Case] = [
         read_manifest,
         r"use the version of Holdfast that wrote it",
         fixed(is_newer=True),
+    ),
+    case(
+        "train/short_state.py: tp cuts … … into other parts than equal ones of complete blocks of "
+        "… elements",
+        values(state_dtype="8bit"),
+        make_cut_optimizer,
+        r"use state_dtype (bf16), or tp 1",
+        lambda lab, found: lab.settings.update(state_dtype=found[1]),
     ),
     case(
         "train/task.py: the vocabulary size is not known yet",

@@ -260,6 +260,12 @@ CASES: list[Case] = [
         Linear,
     ),
     code(
+        BATCHES + "a batch holds tensors alone, and its … is …",
+        task(data=lambda self: Pairs(), collate=lambda *a: {**stack_pairs(*a), "names": ["a"]}),
+        r"leave it out in collate\(\), or make a tensor of it",
+        task(data=lambda self: Pairs(), collate=stack_pairs),
+    ),
+    code(
         OBJECTIVE + "the forward pass changes buffer …, so the state would depend on which rank "
         "computes what",
         task(model=normed),
@@ -273,14 +279,13 @@ CASES: list[Case] = [
         task(weight=lambda self, batch: len(batch["y"])),
     ),
     code(
-        OWN + "the same samples are different tensors when they are read again",
+        BATCHES + "the same samples are different tensors when they are read again",
         task(data=lambda self: Augmented()),
-        r"draw random numbers in loss\(\), where their seed is set",
+        r"draw random numbers where the loss is computed: their seed is set there",
         task(loss=lambda self, model, batch: noisy(model, batch)),
     ),
     case(
-        "tasks/" + OWN + "buffer … is merged, and dp_shard … cuts the microbatch that it is "
-        "computed from",
+        "tasks/" + OWN + "buffer … is merged, and … … cuts what it is computed from",
         values(task=NORMED, dp_shard=2),
         open_module,
         r"use dp_shard (1)",

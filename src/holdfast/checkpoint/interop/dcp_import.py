@@ -86,9 +86,10 @@ def import_dcp(
     scheme, prefix = choice
     rows = {row.ours: row for row in SCHEMES[scheme](model)}
     state = None if weights_only else _find_optimizer_prefix(found, rows)
-    if state is not None and optimizer is not None and optimizer.name != "adamw":
+    name = "adamw" if optimizer is None else optimizer.name_with_state
+    if state is not None and name != "adamw":
         raise CheckpointError(
-            f"it holds AdamW's moments, and the run's train.optimizer.name is {optimizer.name}",
+            f"it holds AdamW's moments, and the run's train.optimizer.name is {name}",
             where=str(folder),
             remedy="import the weights alone, with --weights-only",
         )

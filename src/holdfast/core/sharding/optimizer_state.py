@@ -1,18 +1,22 @@
 """Shapes of what the run's optimizer keeps for each parameter, and each parameter's settings.
 
 The names of the state are `optimizer.SLOT.PARAMETER`. A slot of the parameter's own shape is cut as
-the parameter is. Each other slot is complete on each rank that has the parameter. `config.degrees`
-refuses layouts in which a rank would have a part of it.
+the parameter is. Scales of 8-bit state are cut with the rows and blocks that they belong to. Each
+other slot is complete on each rank that has the parameter. `config.degrees` refuses layouts in
+which a rank would have a part of it, or of a block.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
+from math import prod
 from typing import TYPE_CHECKING
 
 from holdfast.config.optimizer import (
     ALL,
+    BLOCK,
+    BLOCKS,
     COLUMNS,
     COUNT,
     ELEMENTWISE,
@@ -48,6 +52,8 @@ def slot_shape(optimizer: OptimizerConfig, slot: Slot, name: str, shape: Shape) 
         return None
     hidden = is_hidden_matrix(optimizer, name, shape)
     owners = {ALL, MATRICES if len(shape) >= 2 else VECTORS, HIDDEN if hidden else REST}
+    if slot.rule == BLOCKS:
+        return (shape[0], blocks_of(shape)) if optimizer.is_in_8bit(shape) else None
     return shape_of_rule(slot.rule, shape) if slot.of in owners else None
 
 
@@ -61,6 +67,20 @@ def shape_of_rule(rule: str, shape: Shape) -> Shape:
     }[rule]
 
 
+def blocks_of(shape: Shape) -> int:
+    """Blocks of one row: of all elements with one index of dim 0. The last may be shorter."""
+    return -(-prod(shape[1:]) // BLOCK)
+
+
+def state_dtype(optimizer: OptimizerConfig, slot: Slot, parameter: TensorSpec) -> str:
+    """The dtype of a slot of a parameter, by safetensors' name."""
+    if slot.rule != ELEMENTWISE:
+        return parameter.dtype
+    if optimizer.is_in_8bit(parameter.shape):
+        return "U8"
+    return "BF16" if optimizer.state_dtype == "bf16" else parameter.dtype
+
+
 def optimizer_rows(optimizer: OptimizerConfig, parameters: StateTable) -> Iterator[StateTable]:
     """The rows of the state, slot by slot. parameters: their rows, under their own names."""
     for slot in optimizer.state_slots:
@@ -69,20 +89,26 @@ def optimizer_rows(optimizer: OptimizerConfig, parameters: StateTable) -> Iterat
             shape = slot_shape(optimizer, slot, row.name, row.shape)
             if shape is None:
                 continue
-            named = replace(row, name=f"{slot_prefix(slot)}{row.name}", shape=shape)
-            if slot.rule != ELEMENTWISE:
+            dtype = state_dtype(optimizer, slot, row)
+            named = replace(row, name=f"{slot_prefix(slot)}{row.name}", dtype=dtype, shape=shape)
+            if slot.rule == BLOCKS:
+                if row.tp_dim:
+                    named = replace(named, tp_dim=1, tp_units=shape[1])
+            elif slot.rule != ELEMENTWISE:
                 named = replace(named, shard_dim=None, tp_dim=None, tp_units=1)
             rows.append(named)
         yield tuple(rows)
 
 
-def moments_like(optimizer: OptimizerConfig, parameter: TensorSpec) -> int:
-    """Return how many tensors of a parameter's own shape the optimizer keeps for it."""
-    return sum(
-        slot.rule == ELEMENTWISE
-        and slot_shape(optimizer, slot, parameter.name, parameter.shape) is not None
-        for slot in optimizer.state_slots
-    )
+def bytes_like(optimizer: OptimizerConfig, parameter: TensorSpec) -> int:
+    """Return the bytes of the optimizer's state that is cut as a parameter is."""
+    found = 0
+    for slot in optimizer.state_slots:
+        shape = slot_shape(optimizer, slot, parameter.name, parameter.shape)
+        if shape is not None and slot.rule in (ELEMENTWISE, BLOCKS):
+            dtype = state_dtype(optimizer, slot, parameter)
+            found += replace(parameter, dtype=dtype, shape=shape).nbytes
+    return found
 
 
 def slot_prefix(slot: Slot) -> str:

@@ -6,18 +6,20 @@ here, so that agent, mover and planner know no model.
 
 A run of adapters (`lora`) trains their rows alone: the base's are none of the state.
 
-A task's rows have no tensor or pipeline cut. Each is cut along dim 0 by dp_shard, as FSDP2 does.
+A task's rows have no pipeline cut. tp cuts those of its sharding table (`task.sharding`), and
+dp_shard cuts each along dim 0, as FSDP2 does.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from holdfast.core.sharding.adapters import lora_parameters
 from holdfast.core.sharding.parameters import Own, Parameter, decoder_parameters
 from holdfast.core.sharding.pipeline_stages import BlockCosts, block_costs
 from holdfast.core.sharding.reduction_cells import Cell, GradientRow, cells_of_rows, decoder_rows
+from holdfast.core.sharding.sharding_table import Sharding, gradient_is_partial
 from holdfast.core.sharding.state_table import (
     STATE_DTYPE,
     StateTable,
@@ -30,7 +32,7 @@ from holdfast.layout import Topology
 if TYPE_CHECKING:  # the mover has no use for pydantic
     from holdfast.config.run import RunConfig
 
-DECAYS, FROZEN = "decay", "frozen"
+DECAYS, FROZEN, PARTIAL = "decay", "frozen", "partial"
 MERGES = ("mean", "sum")
 """Marks of a row in `task.parameters`. A row with one of the latter is a buffer's."""
 
@@ -52,6 +54,32 @@ def row_of_text(text: str) -> Parameter:
     return Parameter(name, sizes, DECAYS in marks, Own(), merge=merge, frozen=frozen)
 
 
+def sharding_text(name: str, sharding: Sharding) -> str:
+    """A row of `task.sharding`: "name 0 4" or "name partial". In the first, tp cuts dim 0, which
+    has 4 parts. In the second, each rank has all of it, and a part of its gradient."""
+    if sharding.tp_dim is None:
+        return f"{name} {PARTIAL}"
+    return f"{name} {sharding.tp_dim} {sharding.tp_units}"
+
+
+def sharding_of_text(text: str) -> tuple[str, Sharding]:
+    """The name and the cut that `sharding_text` wrote. Raises ValueError for another text."""
+    name, *cut = text.split(" ")
+    if cut == [PARTIAL]:
+        return name, Sharding(None, 1, (), per_token=False)
+    dim, units = (int(number) for number in cut)
+    return name, Sharding(dim, units, (), per_token=False)
+
+
+def _task_shardings(config: RunConfig) -> Iterator[Sharding]:
+    """The cut of each row of a task. A row that the table does not name is complete, with its
+    complete gradient, on each rank."""
+    known = dict(map(sharding_of_text, config.task.sharding))
+    complete = Sharding(None, 1, (), per_token=True)
+    for row in run_parameters(config):
+        yield known.get(row.name, complete)
+
+
 def run_parameters(config: RunConfig) -> tuple[Parameter, ...]:
     """The rows of all parameters, in the order of the module's."""
     if config.task.name:
@@ -64,11 +92,13 @@ def run_parameters(config: RunConfig) -> tuple[Parameter, ...]:
 def run_parameter_table(config: RunConfig) -> StateTable:
     """The same, with dtypes and cuts."""
     precision = config.train.precision
-    if config.without_table:
-        return tuple(
-            TensorSpec(p.name, STATE_DTYPE[precision], p.shape, 0) for p in run_parameters(config)
-        )
-    return parameter_table(config.model, precision)
+    if config.trains_decoder:
+        return parameter_table(config.model, precision)
+    dtype = STATE_DTYPE[precision]
+    return tuple(
+        TensorSpec(p.name, dtype, p.shape, 0, cut.tp_dim, cut.tp_units)
+        for p, cut in zip(run_parameters(config), _task_shardings(config), strict=True)
+    )
 
 
 def run_state_table(config: RunConfig) -> StateTable:
@@ -80,20 +110,21 @@ def run_state_table(config: RunConfig) -> StateTable:
 def run_cells(config: RunConfig, topology: Topology, rank: int) -> tuple[Cell, ...]:
     """The reduction cells that `rank` is a member of."""
     layout = config.layout
-    rows: Sequence[GradientRow] = (
-        [
-            GradientRow(spec, True, not row.merge)
-            for spec, row in zip(run_parameter_table(config), run_parameters(config), strict=True)
+    rows: Sequence[GradientRow]
+    if config.trains_decoder:
+        rows = decoder_rows(config.model, layout.sequence_parallel)
+    else:
+        found = run_parameter_table(config), run_parameters(config), _task_shardings(config)
+        rows = [
+            GradientRow(spec, gradient_is_partial(cut, sequence_parallel=False), not row.merge)
+            for spec, row, cut in zip(*found, strict=True)
         ]
-        if config.without_table
-        else decoder_rows(config.model, layout.sequence_parallel)
-    )
     return cells_of_rows(topology, rows, rank, zero=layout.zero)
 
 
 def run_block_costs(config: RunConfig) -> BlockCosts:
-    """What a move of blocks between stages costs. A module without a sharding table is
+    """What a move of blocks between stages costs. All but the decoder is
     one block."""
-    if config.without_table:
+    if not config.trains_decoder:
         return BlockCosts((0.0,), (sum(p.size for p in run_parameters(config)),))
     return block_costs(config.model, config.data.sequence_length)

@@ -10,7 +10,7 @@ from holdfast.elastic.protocol.worker_spec import WorkerSpec
 from holdfast.parallel.devices import select_device
 from holdfast.tasks.choose import open_task
 from holdfast.train.task import EngineTask, TaskBatchSource
-from holdfast.wire import process_log
+from holdfast.wire import lifeline, process_log
 from holdfast.wire.process_title import set_process_title
 
 
@@ -49,6 +49,8 @@ class WorkerSetup:
     def task(self) -> EngineTask:
         """What is trained, made once. Raises TaskError for a task that is not the run's."""
         if self._task is None:
+            if self.config.task.name:
+                lifeline.let_children_be_ended()
             self._task = open_task(self.config, self.device)
         return self._task
 
