@@ -117,6 +117,11 @@ class PeerLostError(HoldfastError):
     """A collective failed because another rank is gone. The step was not applied."""
 
 
+class DeviceStuckError(HoldfastError):
+    """The device, or its backend, does not answer after the groups on it were given up. Only a new
+    process can use the device again."""
+
+
 class NonFiniteError(HoldfastError):
     """A loss or gradient is NaN or infinite; `rank` and `parameter` say where it was seen first.
 

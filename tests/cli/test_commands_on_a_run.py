@@ -15,6 +15,7 @@ from holdfast.cli.train import plan_for_machine
 from holdfast.config.load import load_config
 from holdfast.errors import ConfigError
 from holdfast.export.weights import Sampling, choose_checkpoint, continuations
+from holdfast.launch.devices import describe_devices
 from holdfast.launch.runs import open_run
 from holdfast.plan.accelerators import Accelerator
 from holdfast.plan.hardware import HardwareInfo
@@ -154,27 +155,22 @@ def test_a_gpu_that_torch_was_not_built_for_is_refused(tmp_path: Path) -> None:
     plan_for_machine(load_config(tmp_path / "run.yaml", ["device=cpu"]), host)
 
 
-@pytest.mark.parametrize(
-    ("overrides", "place", "remedy"),
-    [
-        (["layout.workers=2"], "command line: layout.workers=2", "use 1, or device=cpu"),
-        ([], "run.yaml:", "use 1, or device=cpu"),
-        (
-            ["layout.workers=0", "layout.tp=2", "model.kv_heads=2"],
-            "run.yaml",
-            "use a layout of one rank, or device=cpu",
-        ),
-    ],
-)
-def test_several_workers_on_cuda_are_refused_before_anything_starts(
-    overrides: list[str], place: str, remedy: str, tmp_path: Path
-) -> None:
+def test_several_workers_get_a_device_each_and_the_person_a_warning(tmp_path: Path) -> None:
     run_file = write_run_file(tmp_path)
-    with pytest.raises(ConfigError, match="more than one worker on cuda has not been") as caught:
-        plan_for_machine(load_config(run_file, ["device=cuda", *overrides]), HOST)
-    assert place in str(caught.value.where)
-    assert caught.value.remedy == remedy
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["run.yaml", "texts"]
+    asked = load_config(run_file, ["device=cuda", "layout.workers=4"])
+    found = plan_for_machine(asked, HOST)
+    assert (found.config.device, found.config.layout.workers) == ("cuda", 4)
+    (line,) = describe_devices(found.config)
+    assert "only been run with stand-ins" in line
+    with pytest.raises(
+        ConfigError, match=r"layout\.workers is 5, but this machine has 4"
+    ) as caught:
+        plan_for_machine(load_config(run_file, ["device=cuda", "layout.workers=5"]), HOST)
+    assert "command line: layout.workers=5" in str(caught.value.where)
+    of_a_node = ["device=cuda", "layout.workers=4", "cluster.node=a", "cluster.places=4"]
+    plan_for_machine(load_config(run_file, of_a_node), HOST)
+    with pytest.raises(ConfigError, match=r"cluster\.places is 6, but this machine has 4"):
+        plan_for_machine(load_config(run_file, [*of_a_node[:3], "cluster.places=6"]), HOST)
 
 
 def test_audit_checkpoints_and_data_are_in_order(trained: Trained, capsys: Capture) -> None:

@@ -3,7 +3,8 @@ RUN_FILE [key=value ...]`.
 
 The faults are in the environment, as JSON: {"raise": [[generation, rank, step], ...], "die
 agreeing": [[generation, rank], ...], "last": [[first step, last step, milliseconds], ...]}. "last"
-gives the duration of steps of the first generation.
+gives the duration of steps of the first generation. "on a device": the workers communicate by
+`fake_nccl`, with these changes of its row in the device table.
 """
 
 from __future__ import annotations
@@ -30,6 +31,10 @@ def run(boot: WorkerSpec, secret: Secret) -> int:
     from holdfast.train.engine import StepEngine
 
     deeds = json.loads(os.environ[DEEDS])
+    if deeds.get("on a device"):
+        from tests.support import fake_nccl
+
+        fake_nccl.install(**deeds["on a device"])
     compute, agree = StepEngine.compute, recovering.agree  # type: ignore[attr-defined]
 
     def computing(self: StepEngine, batches: Any) -> None:

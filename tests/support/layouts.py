@@ -190,7 +190,9 @@ def engine_of(
     config: RunConfig, topology: Topology, rank: int, store: Store, seconds: float = 60.0
 ) -> StepEngine:
     """Connected and initialised."""
-    groups = connect(topology, rank, store, CPU, seconds=seconds, exchange=choose_exchange(config))
+    groups = connect(
+        topology, rank, store, CPU, seconds=seconds, exchange=choose_exchange(config, CPU)
+    )
     made = build_engine(config, groups, CPU)
     made.initialise(config.seed)
     return made

@@ -32,7 +32,7 @@ from holdfast.events import (
 )
 from holdfast.layout import Topology
 from holdfast.wire.secret import Secret
-from tests.support import control_server
+from tests.support import control_server, fake_nccl
 from tests.support.control_server import Control, Desk, controlling
 from tests.support.corpus import data_config, make, text_folder, text_source
 from tests.support.mover_process import Mover
@@ -50,6 +50,8 @@ def work(rank: RankContext, boot: dict[str, Any], secret: str, deeds: dict[str, 
 
     world = len(boot["topology"]["nodes"])
     boot |= {"rank": rank.rank if rank.rank < world else -1, "forked": time.monotonic()}
+    if deeds.pop("on a device", None):
+        fake_nccl.install()
     _prepare_deeds(rank, deeds)
     return worker.run(WorkerSpec.from_json(boot), Secret.from_hex(secret))
 
@@ -308,9 +310,11 @@ def run(
     standbys: int = 0,
     deeds: dict[str, list[int]] | None = None,
     dies: Sequence[int] = (),
+    on_device: bool = False,
 ) -> Journal:
     """Real workers from the first step to the last. script: what the coordinator does meanwhile.
-    deeds: {what: [generation, process, step]}. dies: the processes that are killed."""
+    deeds: {what: [generation, process, step]}. dies: the processes that are killed. on_device: the
+    workers communicate by `fake_nccl`."""
     (folder / "run").mkdir(parents=True)
     (folder / "ranks").mkdir()
     mover = Mover(folder / "run", run=config.name)
@@ -344,7 +348,7 @@ def run(
                 arguments = {
                     "boot": boot.to_json(),
                     "secret": mover.secret.hex(),
-                    "deeds": deeds or {},
+                    "deeds": (deeds or {}) | {"on a device": on_device},
                 }
                 codes = rank_values(
                     work,

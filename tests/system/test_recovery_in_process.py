@@ -15,7 +15,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import pytest
@@ -155,7 +155,7 @@ def _train(run_file: Path, name: str, *settings: str) -> AbstractContextManager[
 
 
 def _befallen(
-    run_file: Path, name: str, deeds: dict[str, list[list[int]]], *settings: str
+    run_file: Path, name: str, deeds: dict[str, Any], *settings: str
 ) -> AbstractContextManager[Run]:
     folder = run_file.parent / name
     process = subprocess.Popen(
@@ -259,6 +259,88 @@ def test_of_four_replicas_whoever_is_not_hit_stays(run_file: Path, alone: Path) 
     assert sum(incident.steps_lost for incident in story.incidents) <= len(begun) - 1
     assert story.time["recovery"] > 0
     assert sum(story.time.values()) == pytest.approx(story.wall)
+
+
+ON_A_DEVICE = {"ranks_per_device": 0}
+"""The stand-in, with all of its row as it is."""
+
+
+@pytest.mark.slow
+def test_on_a_device_whoever_is_not_hit_stays(run_file: Path, alone: Path) -> None:
+    """Nothing but the agent says that a rank is lost (`tests/support/fake_nccl.py`)."""
+    deeds = {"on a device": ON_A_DEVICE}
+    with _befallen(run_file, "device", deeds, "layout.workers=3", ALONE) as run:
+        run.until_step(3, 1)
+        first = dict(run.pids)
+        os.kill(first[0], signal.SIGKILL)
+        run.until_step(8, 2)
+        assert sorted(run.pids.values()) == sorted([first[1], first[2]])
+        run.finish()
+    begun = run.events(GenerationStarted)[1:]
+    assert [(event.reason, event.rung) for event in begun] == [("worker_lost", 0)]
+    _every_step_once(run.folder, alone, 0.0)
+    _same_bits(run.folder, alone)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["dp_shard", "tp"])
+def test_on_a_device_a_broken_replica_begins_from_memory(
+    run_file: Path, alone: Path, layout: str
+) -> None:
+    settings = (
+        f"layout.{layout}=2",
+        "layout.workers=2",
+        "checkpoint.memory_every_steps=1",
+        "train.microbatch_size=2",
+    )
+    deeds = {"on a device": ON_A_DEVICE, "last": [[3, 12, 250]]}
+    with _befallen(run_file, f"device-{layout}", deeds, *settings) as run:
+        run.until_step(5, 1)
+        before = dict(run.pids)
+        os.kill(before[1], signal.SIGKILL)
+        run.until_step(9, 2)
+        assert run.pids[0] == before[0], "its aborts came to an end, so it stays"
+        run.finish()
+    second = run.events(GenerationStarted)[1]
+    assert (second.reason, second.rung, second.came_from) == ("worker_lost", 2, None)
+    _every_step_once(run.folder, alone, 1e-10)
+
+
+@pytest.mark.slow
+def test_where_a_backend_has_no_abort_the_agent_replaces_who_hangs(
+    run_file: Path, alone: Path
+) -> None:
+    settings = (
+        "layout.dp_shard=2",
+        "layout.workers=2",
+        "checkpoint.memory_every_steps=1",
+        "train.microbatch_size=2",
+    )
+    deeds = {"on a device": {**ON_A_DEVICE, "can_abort": False}, "last": [[3, 12, 250]]}
+    with _befallen(run_file, "no-abort", deeds, *settings) as run:
+        run.until_step(5, 1)
+        before = dict(run.pids)
+        os.kill(before[1], signal.SIGKILL)
+        run.until_step(9, 2)
+        assert not set(run.pids.values()) & set(before.values())
+        run.finish()
+    _every_step_once(run.folder, alone, 1e-10)
+
+
+@pytest.mark.slow
+def test_a_process_that_has_made_enough_groups_is_replaced(run_file: Path, alone: Path) -> None:
+    """Rank 0 joins the second generation as its last: it ends when that is halted."""
+    deeds = {"on a device": {**ON_A_DEVICE, "regroups_per_process": 2}, "raise": [[2, 1, 9]]}
+    settings = ("layout.workers=3", ALONE)
+    with _befallen(run_file, "worn", deeds, *settings) as run:
+        run.until_step(3, 1)
+        first = dict(run.pids)
+        os.kill(first[2], signal.SIGKILL)
+        run.finish()
+    third = run.events(GenerationStarted)[2]
+    assert (third.reason, third.came_from) == ("error", [1]), "rank 0 has ended"
+    _every_step_once(run.folder, alone, 0.0)
+    _same_bits(run.folder, alone)
 
 
 @pytest.mark.parametrize("layout", ["dp_shard", pytest.param("tp", marks=pytest.mark.slow)])

@@ -21,7 +21,7 @@ from holdfast.cli.progress import StageProgress
 from holdfast.config.load import LoadedConfig, load_config
 from holdfast.core.devices import is_accelerator
 from holdfast.errors import ConfigError, LayoutError
-from holdfast.launch.devices import refuse_devices
+from holdfast.launch.devices import describe_devices, refuse_devices
 from holdfast.launch.holder import HolderWatch
 from holdfast.launch.lora_run import describe_lora, with_lora
 from holdfast.launch.microbatch_size import describe_microbatch, with_microbatch_size
@@ -211,8 +211,8 @@ def describe_start(loaded: LoadedConfig, use: Sequence[str], begins: bool = Fals
 
     lora = describe_lora(loaded.config)
     origin = _describe_model_origin(loaded) if begins and not lora else []
-    size = describe_microbatch(loaded)
-    return [*find_without_effect(loaded), *size, *use, *origin, *lora]
+    size, devices = describe_microbatch(loaded), describe_devices(loaded.config)
+    return [*find_without_effect(loaded), *size, *use, *origin, *lora, *devices]
 
 
 def _describe_model_origin(loaded: LoadedConfig) -> list[str]:

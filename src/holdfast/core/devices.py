@@ -24,8 +24,8 @@ class DeviceKind:
     has_index: a process chooses one of several devices by its index.
     most_workers: of a run; 0: any number.
     ranks_per_device: processes that may compute on one device; 0: any number.
-    can_abort: `abort()` of a group frees every wait in it, and the process survives.
-    can_regroup: a process can make new groups after old ones were aborted.
+    can_abort: `abort()` of a group inside a replica frees every wait in it, and the process can
+        make new groups then. Otherwise a process that has lost a peer there is replaced.
     regroups_per_process: groups of a backend leak device memory; after so many new sets of groups
         a process is replaced. 0: never.
     can_pin: the pages of a shared mapping can be locked for direct copies.
@@ -42,7 +42,6 @@ class DeviceKind:
     most_workers: int = 0
     ranks_per_device: int = 1
     can_abort: bool = True
-    can_regroup: bool = True
     regroups_per_process: int = 0
     can_pin: bool = False
     pins_batches: bool = True
@@ -53,6 +52,16 @@ class DeviceKind:
     def device(self, index: int) -> str:
         """Return the name of one device of this kind, as torch reads it."""
         return f"{self.name}:{index}" if self.has_index else self.name
+
+    @property
+    def inside_has_tags(self) -> bool:
+        """Return True if messages inside a replica have tags, and end when a peer is lost."""
+        return self.inside == "gloo"
+
+    @property
+    def between_has_tags(self) -> bool:
+        """Return True if the same holds between replicas."""
+        return self.between == "gloo"
 
     @property
     def is_host(self) -> bool:
@@ -101,7 +110,7 @@ DEVICES: Mapping[str, DeviceKind] = MappingProxyType(
                 settings=_NCCL_SETTINGS,
                 packages=("nvidia-nccl-cu13", "nvidia-nccl-cu12"),
             ),
-            DeviceKind("xpu", inside="xccl", between="gloo", can_abort=False, can_regroup=False),
+            DeviceKind("xpu", inside="xccl", between="gloo", can_abort=False),
             DeviceKind(
                 "mps",
                 inside="gloo",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from holdfast.config.load import LoadedConfig
+from holdfast.config.run import RunConfig
 from holdfast.core.devices import DEVICES, is_accelerator
 from holdfast.errors import ConfigError
 from holdfast.plan.hardware import HardwareInfo
@@ -46,11 +47,13 @@ def refuse_devices(loaded: LoadedConfig, machine: HardwareInfo) -> None:
             where=loaded.where("layout.workers"),
             remedy="use 1, or device=cpu",
         )
-    if config.layout.workers > 1:
-        alone = config.layout.least_workers == 1  # else degrees ask for more, whatever workers says
-        raise ConfigError(
-            f"layout.workers is {config.layout.workers}, but more than one worker on {kind.name} "
-            "has not been run yet",
-            where=loaded.where("layout.workers"),
-            remedy="use 1, or device=cpu" if alone else "use a layout of one rank, or device=cpu",
-        )
+
+
+def describe_devices(config: RunConfig) -> list[str]:
+    """Lines about what of the run's devices has not run on real ones."""
+    if not is_accelerator(config.device) or config.layout.workers == 1:
+        return []
+    return [
+        f"{config.layout.workers} workers on {config.device}: several devices have only been run "
+        "with stand-ins so far (docs/accelerators.md)"
+    ]

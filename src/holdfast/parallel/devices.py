@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 
@@ -28,6 +30,9 @@ def select_device(device: torch.device) -> None:
         )
     if kind.has_index:
         torch.accelerator.set_device_index(index)
+        # Now: torch's DeviceMesh takes another device, by rank, if the process has used none yet.
+        module: Any = torch.get_device_module(device)
+        module.init()
 
 
 def check_backends(kind: DeviceKind) -> None:

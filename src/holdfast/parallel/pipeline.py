@@ -44,6 +44,7 @@ from holdfast.core.schedule.table import (
     value_produced,
 )
 from holdfast.errors import LayoutError, PeerLostError
+from holdfast.parallel.comm.pipes import PipelinePipes
 from holdfast.parallel.comm.transport import PeerGroup
 from holdfast.parallel.torch_compat import Work, is_peer_loss
 from holdfast.parallel.trace import COMPUTE, RECEIVE, SEND, SpanRecorder
@@ -125,11 +126,12 @@ class PlannedAction:
 @dataclass(frozen=True)
 class PipelinePlan:
     """A schedule as one rank sees it. receipt_senders: peers that owe a receipt at the end of the
-    run."""
+    run. needs_tags: some peer uses what it receives in another order than it was sent."""
 
     schedule: Schedule
     steps: tuple[PlannedAction, ...]
     receipt_senders: tuple[int, ...]
+    needs_tags: bool
 
     def receives(self, gradient: bool) -> Iterator[Message]:
         """Arrivals in one direction, in order of use."""
@@ -143,6 +145,7 @@ class PipelineInterpreter:
 
     A run that fails closes every connection of the line, so that its peers stop too. The line and
     this interpreter are then of no more use, and nothing of them can reach a line built later.
+    pipes: carry activations and gradients between devices; None: the line does, through the host.
     It keeps what was sent until it has arrived, so it must live as long as its line is used.
     Only one thread may call.
     """
@@ -154,7 +157,9 @@ class PipelineInterpreter:
         *,
         recorder: SpanRecorder | None = None,
         first_tag: int = FIRST_TAG,
+        pipes: PipelinePipes | None = None,
     ):
+        self.pipes = pipes
         self.peers, self.device, self.recorder, self.first_tag = peers, device, recorder, first_tag
         self._plans: deque[PipelinePlan] = deque(maxlen=8)
         self._unconfirmed_sends: dict[int, list[tuple[Tensor, Work]]] = {}
@@ -209,6 +214,13 @@ class PipelineInterpreter:
             )
         check_schedule(schedule)
         plan = make_pipeline_plan(schedule, self.peers.rank, self.first_tag)
+        if self.pipes is not None and plan.needs_tags:
+            raise LayoutError(
+                f"the schedule {schedule.name} needs messages with tags, which the device's "
+                "backend does not have",
+                where="layout.schedule",
+                remedy="use 1f1b or gpipe",
+            )
         self._plans.append(plan)
         return plan
 
@@ -249,6 +261,8 @@ class PipelineInterpreter:
     def _fail(self, error: BaseException) -> None:
         """Close the line, so that no peer waits for this rank."""
         self._is_closed = True
+        if self.pipes is not None:
+            self.pipes.abort()
         self.peers.abort()
         if is_peer_loss(error):
             raise PeerLostError(f"a peer of the pipeline was lost: {error}") from error
@@ -260,6 +274,7 @@ class PipelineRun:
     def __init__(self, interpreter: PipelineInterpreter, plan: PipelinePlan, work: StageWork):
         self._interpreter, self._plan, self._work = interpreter, plan, work
         self._peers, self._device = interpreter.peers, interpreter.device
+        self._pipes = interpreter.pipes
         self._expected = {gradient: plan.receives(gradient) for gradient in (False, True)}
         self._posted: dict[Value, tuple[Tensor, Work]] = {}
         self._sends: dict[Value, tuple[int, Tensor, Work]] = {}
@@ -296,8 +311,12 @@ class PipelineRun:
         message = next(self._expected[gradient], None)
         if message is not None:
             shape, dtype = self._work.boundary(message.boundary, message.value.microbatch)
-            buffer = torch.empty(shape, dtype=dtype)
-            work = self._peers.receive(buffer, message.peer, message.tag)
+            if self._pipes is None:
+                buffer = torch.empty(shape, dtype=dtype)
+                work = self._peers.receive(buffer, message.peer, message.tag)
+            else:
+                buffer = torch.empty(shape, dtype=dtype, device=self._device)
+                work = self._pipes.receive(buffer, message.peer, gradient)
             self._posted[message.value] = (buffer, work)
 
     def _take(self, step: PlannedAction) -> Tensor | None:
@@ -331,6 +350,11 @@ class PipelineRun:
         out = out.detach()
         if message is None:
             self._local_values[value] = out
+            return
+        if self._pipes is not None:
+            wire = out.contiguous()
+            work = self._pipes.send(wire, message.peer, value.gradient)
+            self._sends[value] = (message.peer, wire, work)
             return
         wire = out.cpu().contiguous()
         if self._peers.traffic is not None:
@@ -378,7 +402,7 @@ def make_pipeline_plan(schedule: Schedule, rank: int, first_tag: int = FIRST_TAG
             receipt_to=receipts.get(source) if source else None,
         )
         steps.append(step)
-    return PipelinePlan(schedule, tuple(steps), debtors)
+    return PipelinePlan(schedule, tuple(steps), debtors, traffic.has_unequal_orders)
 
 
 class _ValueRoutes:
@@ -403,6 +427,18 @@ class _ValueRoutes:
         stages, microbatches = self._schedule.stages, self._schedule.microbatches
         number = (value.gradient * stages + value.stage) * microbatches + value.microbatch
         return Message(value, taker if giver == rank else giver, first_tag + 1 + number)
+
+    @property
+    def has_unequal_orders(self) -> bool:
+        """Return True if what goes one way between two ranks is used in another order than sent."""
+        last: dict[tuple[int, int, bool], int] = {}
+        for value in sorted(self._sender, key=self._sender.__getitem__):
+            (giver, _), (taker, used) = self._sender[value], self._receiver[value]
+            way = giver, taker, value.gradient
+            if giver != taker and used < last.get(way, -1):
+                return True
+            last[way] = used
+        return False
 
     def arrival_proofs(self, sender: int, receiver: int) -> dict[Value, Value | None]:
         """Of all that `sender` sends to `receiver`: the first to come back that proves arrival.

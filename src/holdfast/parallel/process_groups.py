@@ -17,11 +17,15 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from holdfast.core.devices import device_kind
 from holdfast.core.sharding.reduction_cells import Cell
 from holdfast.errors import LayoutError, PeerLostError
 from holdfast.layout import AXES, Coordinate, Replica, Topology
+from holdfast.parallel.comm import transport
 from holdfast.parallel.comm.comm_stats import TrafficCounter
+from holdfast.parallel.comm.device_group import DeviceGroup
 from holdfast.parallel.comm.transport import PeerGroup
+from holdfast.parallel.devices import check_backends
 from holdfast.parallel.gradients.cell_team import (
     FIRST_TAG,
     TAGS_PER_REDUCER,
@@ -36,6 +40,8 @@ from holdfast.parallel.replica_groups import (
 )
 from holdfast.parallel.torch_compat import Store, check_version
 from holdfast.parallel.trace import SpanRecorder
+
+_READY_TAG = 13  # of the exchange in `control` before groups of a device are made
 
 
 @dataclass
@@ -54,7 +60,7 @@ class ProcessGroups:
     replica_groups: ReplicaGroups
     recorder: SpanRecorder | None
     settings: ConnectSettings
-    _groups_by_ranks: dict[tuple[int, ...], PeerGroup] = field(default_factory=dict)
+    _groups_by_ranks: dict[tuple[int, ...], PeerGroup | DeviceGroup] = field(default_factory=dict)
 
     # --- where I am -----------------------------------------------------------------------
     @property
@@ -123,7 +129,11 @@ class ProcessGroups:
         """A team for each of this rank's reduction cells; collective over their members.
 
         Groups are joined in one order of their ranks on every rank, so no cycle of waits arises.
+        Those of a device's backend are made once all ranks have said that they are ready for it.
         """
+        if self._uses_device_groups:
+            generation = torch.tensor([self.topology.generation])
+            transport.exchange(self.control, generation, [1] * self.control.size, _READY_TAG)
         for ranks in sorted({cell.ranks for cell in cells}):
             self._join_ranks(ranks)
         used: dict[tuple[int, ...], int] = {}
@@ -147,13 +157,23 @@ class ProcessGroups:
     def _join_ranks(self, ranks: tuple[int, ...]) -> None:
         if ranks in self._groups_by_ranks:
             return
-        if len(ranks) == self.topology.world_size:
+        on_device = self._uses_device_groups and len(ranks) > 1
+        if len(ranks) == self.topology.world_size and not on_device:
             self._groups_by_ranks[ranks] = self.control
             return
         name = f"generation{self.topology.generation}/cell/{'-'.join(map(str, ranks))}"
-        self._groups_by_ranks[ranks] = self.settings.connect_peers(
-            name, ranks.index(self.rank), len(ranks)
+        order = self.positions if len(ranks) == self.topology.world_size else ranks
+        at, size = order.index(self.rank), len(ranks)
+        self._groups_by_ranks[ranks] = (
+            self.settings.connect_device(self.settings.kind.between, name, at, size)
+            if on_device
+            else self.settings.connect_peers(name, at, size)
         )
+
+    @property
+    def _uses_device_groups(self) -> bool:
+        """Return True if gradients travel between replicas by the device's own backend."""
+        return self.settings.exchange == "gathered" and not self.settings.kind.between_has_tags
 
     # --- the end --------------------------------------------------------------------------
     def abort_between_replicas(self) -> None:
@@ -164,12 +184,14 @@ class ProcessGroups:
 
     def abort(self) -> None:
         """Wake the ranks that wait for this one, inside its replica as well; the groups are of no
-        use afterwards."""
+        use afterwards. Those of a device abort at the same time: none of these calls waits."""
         self.abort_between_replicas()
         self.replica_groups.abort()
 
     def close_between_replicas(self) -> None:
         """Leave the groups between replicas; another `ProcessGroups` owns the inside now."""
+        for peers in self._groups_between_replicas():
+            peers.abort() if isinstance(peers, DeviceGroup) else peers.close()
         for peers in self._groups_between_replicas():
             peers.close()
         self._groups_by_ranks.clear()
@@ -179,11 +201,11 @@ class ProcessGroups:
         self.close_between_replicas()
         self.replica_groups.close()
 
-    def _groups_between_replicas(self) -> list[PeerGroup]:
-        known = (self.control, *self._groups_by_ranks.values())
+    def _groups_between_replicas(self) -> list[PeerGroup | DeviceGroup]:
+        known = (*self._groups_by_ranks.values(), self.control)
         return list({id(peers): peers for peers in known}.values())
 
-    def _all_groups(self) -> list[PeerGroup]:
+    def _all_groups(self) -> list[PeerGroup | DeviceGroup]:
         return [*self._groups_between_replicas(), *self.replica_groups.bare_groups()]
 
 
@@ -204,7 +226,7 @@ def connect(
     Raises LayoutError for a topology that this version cannot run, and PeerLostError when a
     peer does not come.
     """
-    joining = ConnectSettings(store, interface, seconds, traffic, exchange)
+    joining = ConnectSettings(store, interface, seconds, traffic, exchange, device)
     control = join_control(joining, topology, rank, device)
     return complete(joining, topology, rank, device, control, recorder)
 
@@ -257,9 +279,12 @@ def _check(topology: Topology, device: torch.device) -> None:
         raise LayoutError(
             "context parallelism is not built yet", where="layout.cp", remedy="set cp to 1"
         )
-    if device.type != "cpu" and topology.world_size > 1:
+    kind = device_kind(device.type)
+    if topology.world_size > 1:
+        check_backends(kind)
+    if kind.most_workers and topology.world_size > kind.most_workers:
         raise LayoutError(
-            f"more than one worker on {device.type} has not been run yet and is refused",
+            f"a run on {kind.name} has one worker",
             where="layout.workers",
             remedy="use 1 worker, or device: cpu",
         )

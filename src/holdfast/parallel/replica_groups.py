@@ -12,22 +12,28 @@ not be the present one. This file alone feeds torch's registry, and tears it dow
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from holdfast.errors import PeerLostError
+from holdfast.core.devices import DeviceKind, device_kind
+from holdfast.errors import DeviceStuckError, PeerLostError
 from holdfast.layout import AXES, Coordinate, Replica
 from holdfast.parallel.comm.comm_stats import TrafficCounter
+from holdfast.parallel.comm.device_group import Abort, DeviceGroup, open_group, wait_for_aborts
+from holdfast.parallel.comm.pipes import PipelinePipes
 from holdfast.parallel.comm.transport import PeerGroup, close_connections
 from holdfast.parallel.gradients.cell_team import ExchangeKind
 from holdfast.parallel.torch_compat import (
     PrefixStore,
     Store,
     forget_meshes,
+    forget_registered_groups,
+    registered_groups,
     reset_group_count,
 )
 
@@ -38,8 +44,10 @@ class ReplicaGroups:
 
     pipeline: the stages of my pipeline, numbered by stage; None without a pipeline. mesh: the cut
     axes of the replica, registered with torch; None where it is one rank. lockstep: all its ranks,
-    numbered by mesh rank; None until there is more than one replica. is_aborted: a rank has given
-    it up, so no rank may communicate in it any more. store: kept for as long as torch may use it.
+    numbered by mesh rank; None until there is more than one replica. pipes: on a device whose
+    backend has no tags, what travels between neighbouring stages instead of over `pipeline`.
+    is_aborted: a rank has given it up, so no rank may communicate in it any more. store: kept for
+    as long as torch may use it. kind: of the device.
     """
 
     generation: int
@@ -47,7 +55,10 @@ class ReplicaGroups:
     mesh: DeviceMesh | None
     lockstep: PeerGroup | None
     store: Store
+    kind: DeviceKind
+    pipes: PipelinePipes | None = None
     is_aborted: bool = False
+    _aborts: list[Abort] = field(default_factory=list)
 
     def axis(self, name: str) -> dist.ProcessGroup:
         """torch's group along one cut axis of the mesh."""
@@ -63,18 +74,40 @@ class ReplicaGroups:
         """Wake all threads that wait inside the replica, also in torch's own groups (such as a
         sharded layer's gather)."""
         self.is_aborted = True
+        self._abort_device_groups()  # first: each has a thread that does not wait
         for peers in self.bare_groups():
             peers.abort()
-        for group in self._registered_groups():
+        for group in self._gloo_groups():
             close_connections(group, [peer for peer in range(group.size()) if peer != group.rank()])
 
+    def _abort_device_groups(self) -> None:
+        """Begin to abort the groups of a backend that waits for lost peers, all at a time."""
+        if self.pipes is not None:
+            self.pipes.abort()
+        has_groups = self.mesh is not None and not self.kind.inside_has_tags
+        if has_groups and self.kind.can_abort and not self._aborts:
+            self._aborts = [Abort(group) for group in registered_groups()]
+
     def close(self) -> None:
-        """Nothing stays in torch's registry."""
+        """Nothing stays in torch's registry.
+
+        Raises DeviceStuckError if the groups do not end, or were given up and cannot be."""
+        if self.is_aborted and self.mesh is not None and not self.kind.can_abort:
+            raise DeviceStuckError(
+                f"groups of {self.kind.inside} cannot be given up: another process takes the place"
+            )
         for peers in self.bare_groups():
             peers.close()
+        if self.kind.inside_has_tags or not self.kind.can_abort:
+            if self.mesh is not None:
+                dist.destroy_process_group()
+        else:
+            self._abort_device_groups()
+            wait_for_aborts([*self._aborts, *(self.pipes.aborts if self.pipes else ())])
+            if self.mesh is not None:
+                forget_registered_groups()
         if self.mesh is not None:
             self.mesh = None
-            dist.destroy_process_group()
             forget_meshes()
 
     def bare_groups(self) -> list[PeerGroup]:
@@ -83,22 +116,47 @@ class ReplicaGroups:
         known = [peers for peers in (self.pipeline, self.lockstep) if peers is not None]
         return list({id(peers): peers for peers in known}.values())
 
-    def _registered_groups(self) -> list[dist.ProcessGroup]:
-        if self.mesh is None or self.mesh.device_type != "cpu":
+    def _gloo_groups(self) -> list[dist.ProcessGroup]:
+        if self.mesh is None or not self.kind.inside_has_tags:
             return []
         return [self.mesh.get_group(name) for name in self.mesh.mesh_dim_names or ()]
 
 
 @dataclass(frozen=True)
 class ConnectSettings:
-    """The means by which a rank joins its groups. seconds: bounds every wait. exchange: how
-    gradients travel between replicas."""
+    """The means by which a rank joins its groups. device: of the tensors that travel. seconds:
+    bounds every wait. exchange: how gradients travel between replicas."""
 
     store: Store
     interface: str
     seconds: float
     traffic: TrafficCounter | None
     exchange: ExchangeKind = "direct"
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+
+    @property
+    def kind(self) -> DeviceKind:
+        return device_kind(self.device.type)
+
+    def is_given_up(self) -> bool:
+        """Return True if this rank is not to wait for other ranks any more."""
+        return bool(getattr(self.store, "is_aborted", False))
+
+    def connect_device(self, backend: str, name: str, rank: int, size: int) -> DeviceGroup:
+        """A group of the device's backend; collective. The ranks have just met in another group.
+        Raises PeerLostError."""
+        made = DeviceGroup(
+            backend,
+            self.store,
+            name,
+            rank,
+            size,
+            self.device,
+            seconds=self.seconds,
+            traffic=self.traffic,
+        )
+        made.open(self.is_given_up)
+        return made
 
     def connect_peers(self, name: str, rank: int, size: int) -> PeerGroup:
         """A bare group; collective. Raises PeerLostError."""
@@ -126,15 +184,50 @@ def join_replica_groups(
 
     Raises PeerLostError when one of its ranks does not come.
     """
-    inside = ReplicaGroups(generation, None, None, None, settings.store)
+    inside = ReplicaGroups(generation, None, None, None, settings.store, settings.kind)
     if replica.mesh_shape[0] > 1:
         name = f"generation{generation}/line{replica.index}.{at.dp_shard}.{at.cp}.{at.tp}"
         inside.pipeline = settings.connect_peers(name, at.pp, replica.mesh_shape[0])
     if not is_only_replica:
         join_lockstep(inside, settings, generation, replica, at)
-    if len(replica.ranks) > 1:
-        inside.mesh = _register(settings, generation, replica, at, device)
+    try:
+        if replica.mesh_shape[0] > 1 and not settings.kind.inside_has_tags:
+            inside.pipes = _join_pipes(settings, generation, replica, at)
+        if len(replica.ranks) > 1:
+            inside.mesh = _register(settings, generation, replica, at, device)
+            if not settings.kind.inside_has_tags:
+                _open_axes(settings, inside.mesh)
+    except PeerLostError:
+        inside.abort()
+        raise
     return inside
+
+
+def _join_pipes(
+    settings: ConnectSettings, generation: int, replica: Replica, at: Coordinate
+) -> PipelinePipes:
+    """The groups between my stage and its neighbours. Every rank opens those towards the first
+    stage before those towards the last, so no cycle of waits arises."""
+    line = f"generation{generation}/pipes{replica.index}.{at.dp_shard}.{at.cp}.{at.tp}"
+    groups: dict[tuple[int, bool], DeviceGroup] = {}
+    for lower in (at.pp - 1, at.pp):
+        if lower < 0 or lower + 1 >= replica.mesh_shape[0]:
+            continue
+        for gradient in (False, True):
+            name = f"{line}/{lower}.{'gradient' if gradient else 'activation'}"
+            peer = lower if lower < at.pp else lower + 1
+            groups[peer, gradient] = settings.connect_device(
+                settings.kind.inside, name, at.pp - lower, 2
+            )
+    return PipelinePipes(groups)
+
+
+def _open_axes(settings: ConnectSettings, mesh: DeviceMesh) -> None:
+    """Make the communicators of all axes now, while it is known that every rank is there. Raises
+    PeerLostError."""
+    for name in mesh.mesh_dim_names or ():
+        group: Any = mesh.get_group(name)
+        open_group(group, settings.device, settings.is_given_up, f"the device group {name}")
 
 
 def join_lockstep(
@@ -168,7 +261,7 @@ def _register(
     cut = [(axis, n) for axis, n in zip(AXES, replica.mesh_shape, strict=True) if n > 1]
     try:
         dist.init_process_group(
-            "gloo",
+            settings.kind.inside,
             store=PrefixStore(name, settings.store),
             rank=at.mesh_rank,
             world_size=len(replica.ranks),
@@ -181,7 +274,11 @@ def _register(
         )
     except BaseException as error:  # a store that was interrupted raises an error of its own
         if dist.is_initialized():
-            dist.destroy_process_group()
+            if settings.kind.inside_has_tags:
+                dist.destroy_process_group()
+            else:
+                wait_for_aborts([Abort(group) for group in registered_groups()])
+                forget_registered_groups()
         reset_group_count()
         if not isinstance(error, RuntimeError):
             raise

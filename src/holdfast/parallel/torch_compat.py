@@ -52,6 +52,13 @@ def is_peer_loss(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and bool(_PEER_LOSS_PATTERN.search(str(error)))
 
 
+def is_device_loss(error: BaseException) -> bool:
+    """Return True if an error is the device's own. Every later call of this process ends with it,
+    such as after an access to memory of a peer that is lost."""
+    kind: Any = getattr(torch, "AcceleratorError", None)
+    return kind is not None and isinstance(error, kind)
+
+
 MakeMemory = Callable[[Sequence[tuple[int, ...]], torch.dtype], list[Tensor]]
 """Returns memory for tensors of these shapes."""
 
@@ -100,6 +107,74 @@ def gloo_group(
     return group
 
 
+class BulkGroup(Protocol):
+    """The part of a device's backend that we use. No operation makes its caller wait."""
+
+    def allreduce(self, tensors: list[Tensor], /) -> Work: ...
+
+    def alltoall_base(
+        self, out: Tensor, tensor: Tensor, out_sizes: list[int], sizes: list[int], /
+    ) -> Work: ...
+
+    def _allgather_base(self, out: Tensor, part: Tensor, /) -> Work: ...
+
+    def send(self, tensors: list[Tensor], peer: int, tag: int, /) -> Work: ...
+
+    def recv(self, tensors: list[Tensor], peer: int, tag: int, /) -> Work: ...
+
+    def abort(self) -> None: ...
+
+
+def bulk_group(backend: str, store: Store, rank: int, size: int, seconds: float) -> BulkGroup:
+    """A bare group of a device's backend, unknown to torch's registry. It connects at its first
+    collective."""
+    kind: Any = dist.Backend
+    timeout = timedelta(seconds=seconds)
+    plugin = kind._plugins.get(backend.upper())
+    if plugin is not None:
+        made: BulkGroup = plugin.creator_fn(store, rank, size, timeout)
+        return made
+    backends: Any = dist.distributed_c10d
+    group_class = getattr(backends, f"ProcessGroup{backend.upper()}")
+    options = group_class.Options()
+    options._timeout = timeout
+    if hasattr(options, "config"):
+        options.config.blocking = 0  # an abort reaches a communicator that is being made
+    found: Any = group_class(store, rank, size, options)
+    found._set_sequence_number_for_group()
+    bulk: BulkGroup = found
+    return bulk
+
+
+def set_group_timeout(group: BulkGroup, seconds: float) -> None:
+    """Bound what a group's calls wait from now on, its abort included."""
+    found: Any = group
+    setter = getattr(found, "_set_default_timeout", None) or getattr(found, "set_timeout", None)
+    if setter is not None:
+        setter(timedelta(seconds=seconds))
+
+
+def registered_groups() -> list[BulkGroup]:
+    """Every group in torch's registry, the newest first."""
+    world: Any = dist.distributed_c10d._world
+    return sorted(world.pg_names, key=lambda group: str(world.pg_names[group]), reverse=True)
+
+
+def forget_registered_groups() -> None:
+    """Take all groups, which were aborted, out of torch's registry. The orderly way waits for the
+    peers."""
+    private: Any = dist.distributed_c10d
+    world = private._world
+    private._update_default_pg(None)
+    for name in (
+        *("pg_map", "pg_names", "pg_group_ranks", "pg_backend_config"),
+        *("pg_to_tag", "tags_to_pg", "pg_coalesce_state"),
+    ):
+        getattr(world, name).clear()
+    private._unregister_all_process_groups()
+    world.group_count = 0
+
+
 def reset_group_count() -> None:
     """Reset torch's count of groups after a default group could not be made. All ranks have to
     come to the same number to meet. Destroying the default group resets the count. If it was
@@ -118,15 +193,6 @@ def gather_parts(
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     work: dist.Work | None = gather(out, part, group=group, async_op=async_op)
     return work
-
-
-def scatter_sum(out: Tensor, whole: Tensor, group: dist.ProcessGroup) -> None:
-    """torch's reduce-scatter into equal parts, under the name it has.
-
-    `whole`: [ranks * t, ...] -> out: [t, ...]
-    """
-    scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-    scatter(out, whole, group=group)
 
 
 def fused_adamw(

@@ -165,11 +165,15 @@ class OwnedRows:
         return -(-rows // self._size) * prod(rest)
 
     def _split_direct_and_packed(self) -> tuple[list[int], list[int]]:
-        """Return the parameters gathered in place, and the rest; empty ones are in neither."""
+        """Return the parameters gathered in place, and the rest; empty ones are in neither.
+
+        In place, this rank's rows are a part of the output, and they are its state. So a backend
+        that leaves a void output behind gathers none of them so."""
         direct: list[int] = []
         packed: list[int] = []
         for index, tensor in enumerate(self._tensors):
             even = tensor.numel() > 0 and tensor.shape[0] % self._size == 0
+            even = even and self._collectives.reports_loss
             if even and tensor.nbytes >= _DIRECT_GATHER_BYTES and tensor.is_contiguous():
                 direct.append(index)
             elif tensor.numel():

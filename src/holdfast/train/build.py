@@ -13,6 +13,7 @@ from torch import nn
 
 from holdfast.config.memory import DEVICE
 from holdfast.config.run import RunConfig
+from holdfast.core.devices import device_kind
 from holdfast.core.sharding.boxes import Box
 from holdfast.core.sharding.parameters import Parameter
 from holdfast.core.sharding.reduction_cells import Cell
@@ -117,13 +118,17 @@ def connect_groups(
         interface=config.cluster.gloo_device,
         seconds=seconds,
         recorder=SpanRecorder(device) if config.layout.trace_step else None,
-        exchange=choose_exchange(config),
+        exchange=choose_exchange(config, device),
     )
 
 
-def choose_exchange(config: RunConfig) -> ExchangeKind:
-    """How gradients travel between replicas. auto: messages, because all groups are gloo's."""
-    return "gathered" if config.layout.exchange == "gathered" else "direct"
+def choose_exchange(config: RunConfig, device: torch.device) -> ExchangeKind:
+    """How gradients travel between replicas. auto: messages over gloo, and collectives over a
+    device's own backend. Messages between devices go through the host's memory."""
+    asked = config.layout.exchange
+    if asked == "auto":
+        return "direct" if device_kind(device.type).between_has_tags else "gathered"
+    return asked
 
 
 def make_session(

@@ -149,7 +149,12 @@ class PipelinedExecutor:
         self._objective, self._schedule, self._dtype = objective, schedule, dtype
         self._stages, self._tp = groups.degree("pp"), groups.degree("tp")
         self._dim, self._sequence_parallel = dim, sequence_parallel
-        self._interpreter = PipelineInterpreter(groups.pipeline, device, recorder=groups.recorder)
+        self._interpreter = PipelineInterpreter(
+            groups.pipeline,
+            device,
+            recorder=groups.recorder,
+            pipes=groups.replica_groups.pipes,
+        )
 
     def schedule_for(self, microbatches: int) -> Schedule:
         """Return the schedule of a share. A share with too few microbatches for 1F1B to fill the

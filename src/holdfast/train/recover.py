@@ -110,7 +110,7 @@ def recover(
     """
     engine, old, config = session.engine, session.engine.groups, session.config
     old_topology = old_topology or old.topology
-    joining = _connect_settings(config, store, seconds, old.traffic)
+    joining = _connect_settings(config, store, seconds, old.traffic, session.device)
     entry = _GenerationEntry(
         config, session.device, topology, rank, joining, old_topology, dealer, on_meeting
     )
@@ -162,7 +162,7 @@ def join_generation(
 ) -> RecoveryResult:
     """As `recover`, for a process that holds nothing: it is sent its part of the state. task: what
     is trained; None: the decoder."""
-    joining = _connect_settings(config, store, seconds, None)
+    joining = _connect_settings(config, store, seconds, None, device)
     entry = _GenerationEntry(
         config, device, topology, rank, joining, old_topology, dealer, on_meeting
     )
@@ -181,11 +181,14 @@ def join_generation(
 
 
 def _connect_settings(
-    config: RunConfig, store: Store, seconds: float, traffic: TrafficCounter | None
+    config: RunConfig,
+    store: Store,
+    seconds: float,
+    traffic: TrafficCounter | None,
+    device: torch.device,
 ) -> ConnectSettings:
-    return ConnectSettings(
-        store, config.cluster.gloo_device, seconds, traffic, choose_exchange(config)
-    )
+    exchange = choose_exchange(config, device)
+    return ConnectSettings(store, config.cluster.gloo_device, seconds, traffic, exchange, device)
 
 
 def _catch_up(engine: StepEngine, found: Agreement, kept: bool) -> None:

@@ -301,14 +301,6 @@ CASES: list[Case] = [
         lambda lab, found: lab.settings.update({"layout.workers": found[1]}),
     ),
     case(
-        "launch/devices.py: layout.workers is …, but more than one worker on … has not been run "
-        "yet",
-        lambda lab: lab.settings.update({"device": "cuda", "layout.workers": 2}),
-        plan,
-        r"use (1), or device=cpu",
-        lambda lab, found: lab.settings.update({"layout.workers": found[1]}),
-    ),
-    case(
         "elastic/coordinator/generation_planner.py: this run continues …, and no checkpoint is "
         "left",
         begin_empty_branch,

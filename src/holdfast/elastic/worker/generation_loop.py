@@ -25,6 +25,7 @@ from holdfast.elastic.protocol.worker_spec import WorkerSpec
 from holdfast.elastic.worker.commands import CommandClient, HaltedError
 from holdfast.elastic.worker.restore import CorruptCheckpointError
 from holdfast.errors import (
+    DeviceStuckError,
     FencedError,
     JumpError,
     NonFiniteError,
@@ -33,6 +34,7 @@ from holdfast.errors import (
     StateMemoryError,
     UserError,
 )
+from holdfast.parallel.torch_compat import is_device_loss
 from holdfast.policy.recovery.survivors import HeldState, RejectedStep
 
 logger = logging.getLogger(__name__)
@@ -44,9 +46,19 @@ if TYPE_CHECKING:
 def run_generations(worker: Worker, spec: WorkerSpec, commands: CommandClient) -> int:
     """Run generations until the run or the agent ends the process; return the exit code.
 
-    A standby first waits for a place. Raises UserError, and any BaseException that is no
-    `Exception`.
+    A standby first waits for a place. If the device does not end what a lost group had begun, this
+    process exits: only a new one can use the device.
+
+    Raises UserError, and any BaseException that is no `Exception`.
     """
+    try:
+        return _run_until_end(worker, spec, commands)
+    except DeviceStuckError as error:
+        logger.error("exiting: %s", error)
+        return exit_codes.PEER_LOST
+
+
+def _run_until_end(worker: Worker, spec: WorkerSpec, commands: CommandClient) -> int:
     held: HeldState | None = None
     if spec.rank < 0:
         worker.prepare()
@@ -107,10 +119,14 @@ def _run_generation(
         return _stop_and_hold(
             worker, "loss_jump", str(error), is_orderly=True, bad_step=_loss_jump_step(error)
         )
+    except DeviceStuckError:
+        raise
     except CorruptCheckpointError as error:
         logger.error("%s: %s", type(error).__name__, error)
         return _stop_and_hold(worker, "rotten", str(error))
     except Exception as error:
+        if is_device_loss(error):
+            raise DeviceStuckError(f"the device has failed: {error}") from error
         is_final = isinstance(error, ScriptError | StateMemoryError)
         if is_final or (is_fresh and isinstance(error, UserError)):
             raise
@@ -134,6 +150,11 @@ def _stop_and_hold(
     """
     worker.stop_generation(is_orderly)
     held = worker.held_state(kind, text, bad_step)
+    if worker.is_worn:
+        raise DeviceStuckError(
+            "this process has joined as many generations as its device bears; another one takes "
+            "the place"
+        )
     state = "no state" if held.torn else f"the state after step {held.applied}"
     logger.info("holds %s (%s): %s", state, kind, text)
     return held

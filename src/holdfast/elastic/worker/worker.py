@@ -7,6 +7,7 @@ import time
 from dataclasses import replace
 from functools import partial
 
+from holdfast.core.devices import device_kind
 from holdfast.elastic.protocol.worker_commands import Begin
 from holdfast.elastic.protocol.worker_messages import SCRIPT_END
 from holdfast.elastic.protocol.worker_spec import WorkerSpec
@@ -31,6 +32,9 @@ from holdfast.train.save_cadence import FailureStats
 from holdfast.wire.secret import Secret
 
 logger = logging.getLogger(__name__)
+
+_WEAR_SPACING = 4
+"""Generations between the replacements of two ranks: one makes two, a loss and a return."""
 
 _ANNOUNCE_FLUSH_TIMEOUT_S = 0.5
 """Seconds that a stopping worker waits for its snapshots' announcements, if no other replica has
@@ -58,6 +62,17 @@ class Worker:
         self._snapshot_saver: SnapshotSaver | None = None
         self._had_capturer = False  # whether there has been one
         self._connection: GenerationConnection | None = None
+        self._regroups = 0  # generations that this process has taken part in
+
+    @property
+    def is_worn(self) -> bool:
+        """Return True if this process has joined as many generations as its device bears.
+
+        Groups leave some device memory behind. Ranks reach the number one after another, so that
+        other ranks still have the state.
+        """
+        most = device_kind(self._setup.device.type).regroups_per_process
+        return bool(most) and self._regroups >= most + _WEAR_SPACING * max(0, self.connection.rank)
 
     @property
     def step(self) -> int:
@@ -228,7 +243,7 @@ class Worker:
     def _connect_reporter(self, topology: Topology, rank: int, start_step: int = 0) -> None:
         """Connect to the agent as `rank` of a generation that continues from the state after
         `start_step`. Unsent events of the previous generation are sent now."""
-        old = self._connection
+        old, self._regroups = self._connection, self._regroups + 1
         unsent = None if old is None else old.close_for_next(topology.generation, start_step)
         self._connection = GenerationConnection.open(
             self._setup.spec, self._secret, self._commands, topology, rank, unsent

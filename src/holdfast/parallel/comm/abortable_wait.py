@@ -43,12 +43,25 @@ class AbortableWait:
     def wait(self, work: Work) -> None:
         """Until the message is there; on this errand's thread. Raises RuntimeError when it does not
         come."""
+        self.block(work.wait)
+
+    def check(self) -> None:
+        """Raise RuntimeError if the group was given up: what arrives from now on is void."""
+        if self._is_aborted:
+            raise RuntimeError(CONNECTION_CLOSED)
+
+    def pause(self, seconds: float) -> None:
+        """Sleep, but not after the group was given up."""
         with self._changed:
-            if self._is_aborted:
-                raise RuntimeError(CONNECTION_CLOSED)
+            self._changed.wait_for(lambda: self._is_aborted, seconds)
+
+    def block(self, call: Callable[[], object]) -> None:
+        """Call what may wait for other ranks, as `wait` does."""
+        with self._changed:
+            self.check()
             self._is_waiting = True
         try:
-            work.wait()
+            call()
         finally:
             with self._changed:
                 self._is_waiting = False

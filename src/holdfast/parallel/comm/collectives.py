@@ -12,11 +12,14 @@ Tensor parallelism uses the pairs:
 4.2.2, for the first two.) Rank i's part is the i-th contiguous part of dim 0, so a gather writes
 into one buffer and nothing is permuted.
 
-On the CPU, gathers and scatters are direct messages: received where they belong, and added up in
+Over gloo, gathers and scatters are direct messages: received where they belong, and added up in
 rank order. gloo's own gather copies everything once more and its reduce-scatter moves twice the
 bytes. A send is not waited for, because a send to a dead receiver may never return. It has arrived
 when its receiver's part of the next collective comes. Its memory is held until then. So every rank
 must call the same collectives in the same order, as always.
+
+Over a device's backend they are collectives that add nothing, and the sums are taken here, in rank
+order. A backend's own sum depends on how it connects the ranks, which a recovery may change.
 """
 
 from __future__ import annotations
@@ -29,7 +32,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from holdfast.parallel.comm.comm_stats import TrafficCounter
-from holdfast.parallel.torch_compat import gather_parts, scatter_sum
+from holdfast.parallel.torch_compat import gather_parts
 
 _TAG = 7  # the messages of a group come in the order in which they were sent: one tag will do
 
@@ -37,8 +40,10 @@ _TAG = 7  # the messages of a group come in the order in which they were sent: o
 class Collectives:
     """Collectives over one process group; `traffic` counts what leaves this rank.
 
-    kind: of that traffic. A group has one `Collectives`, whose calls come from one thread.
-    All raise RuntimeError with the backend's text when a peer is lost.
+    kind: of that traffic. reports_loss: an operation raises if a peer is lost. Otherwise it ends
+    when the group is given up, and its output is void. A group has one `Collectives`, whose calls
+    come from one thread.
+    If it `reports_loss`, all raise RuntimeError with the backend's text when a peer is lost.
     """
 
     def __init__(
@@ -48,6 +53,7 @@ class Collectives:
         self._others = [(self.rank + i) % self.size for i in range(1, self.size)]
         self._traffic, self._kind = traffic, kind
         self._pending_sends: list[tuple[object, Tensor]] = []
+        self.reports_loss = self._by_messages = dist.get_backend(group) == "gloo"
 
     # --- without gradient -----------------------------------------------------------------
     def all_gather(self, part: Tensor, out: Tensor | None = None) -> Tensor:
@@ -60,7 +66,7 @@ class Collectives:
         self._count(part.nbytes * (self.size - 1))
         if out is None:
             out = part.new_empty(self.size * part.shape[0], *part.shape[1:])
-        if part.device.type == "cpu":
+        if self._by_messages:
             places = out.view(self.size, *part.shape)
             receipts = self._exchange([part] * self.size, places)
             places[self.rank].copy_(part)
@@ -78,21 +84,28 @@ class Collectives:
         whole = whole.contiguous()
         self._count(whole.nbytes // self.size * (self.size - 1))
         parts = whole.view(self.size, -1, *whole.shape[1:])
-        if whole.device.type == "cpu":
-            received = torch.empty_like(parts)
+        received = torch.empty_like(parts)
+        if self._by_messages:
             self._wait(self._exchange(parts, received))
             inputs = [parts[i] if i == self.rank else received[i] for i in range(self.size)]
             return _sum_in_order(inputs)
-        out = torch.empty_like(parts[0])
-        scatter_sum(out, whole, self.group)
-        return out
+        dist.all_to_all_single(received.view_as(whole), whole, group=self.group)
+        return _sum_in_order(list(received))
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         """The sum over ranks, of the same bits on each; a new tensor."""
         out = tensor.clone(memory_format=torch.contiguous_format)
         self._count(2 * out.nbytes * (self.size - 1) // self.size)
-        dist.all_reduce(out, group=self.group)
-        return out
+        if self._by_messages:
+            dist.all_reduce(out, group=self.group)
+            return out
+        part = -(-out.numel() // self.size)
+        padded = out.new_zeros(self.size, part)
+        padded.view(-1)[: out.numel()] = out.view(-1)
+        received = torch.empty_like(padded)
+        dist.all_to_all_single(received, padded, group=self.group)
+        gather_parts(padded, _sum_in_order(list(received))[None], self.group)
+        return padded.view(-1)[: out.numel()].view_as(out)
 
     # --- with gradient --------------------------------------------------------------------
     def gather(self, part: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
 """Direct messages between the ranks of a bare gloo group that torch's registry never sees.
 
 Every message goes straight from its sender to its receiver. So a rank's loss reaches each rank
-that waits for it at once, and no rank depends on a neighbour in a ring. Three properties of
+that waits for it at once, and no rank depends on a neighbour in a ring. Four properties of
 gloo shape this file (all observed with torch 2.13):
 
 - A wait on a *send* may never return after its peer has died. Sends are therefore never waited
@@ -11,6 +11,7 @@ gloo shape this file (all observed with torch 2.13):
   group's own. `abort` is a deliberate short wait for a message that never comes. It wakes every
   thread blocked in this group, here and, through closed connections, elsewhere. That takes
   10 ms a peer, so known connections are shut down before (`gloo_sockets.py`).
+- gloo reads and writes the host's memory only: tensors of a device go through it (`staging.py`).
 - A receive posted before its message arrives lets the data go straight into its buffer. A receive
   that has got a part is never woken. So large messages are waited for by an errand
   (`abortable_wait.py`).
@@ -18,7 +19,6 @@ gloo shape this file (all observed with torch 2.13):
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from datetime import timedelta
@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 
 from holdfast.errors import PeerLostError
+from holdfast.parallel.comm.abortable_group import AbortableGroup
 from holdfast.parallel.comm.abortable_wait import AbortableWait
 from holdfast.parallel.comm.batched_store import make_batched_store
 from holdfast.parallel.comm.comm_stats import TrafficCounter
@@ -38,6 +39,8 @@ from holdfast.parallel.comm.gloo_sockets import (
     cut_connections,
     listening_addresses,
 )
+from holdfast.parallel.comm.lanes import HostLane, Lane
+from holdfast.parallel.comm.staging import staged, to_host
 from holdfast.parallel.torch_compat import GlooGroup, Store, Work, gloo_device, gloo_group
 
 _UNUSED_TAG = 0x7FFFFFF0  # a tag on which no rank sends
@@ -51,7 +54,7 @@ class CanReceive(Protocol):
     def recv(self, tensors: list[Tensor], peer: int, tag: int, /) -> Work: ...
 
 
-class PeerGroup:
+class PeerGroup(AbortableGroup):
     """A fully connected group of `size` ranks under `name` in `store`.
 
     Construction is collective: it returns when all ranks have connected, and raises
@@ -70,12 +73,9 @@ class PeerGroup:
         seconds: float = 1800.0,
         traffic: TrafficCounter | None = None,
     ):
-        self.rank, self.size, self.traffic = rank, size, traffic
+        super().__init__(rank, size, traffic)
         self._pending_sends: list[object] = []
         self._exchange_sends: list[object] = []  # the sends of the last exchange
-        self._waits: set[AbortableWait] = set()
-        self._is_aborted = False
-        self._lock = threading.Lock()  # of the two
         self._group: GlooGroup | None = None
         self._addresses: tuple[Address, tuple[Address, ...]] | None = None
         if size == 1:
@@ -114,17 +114,17 @@ class PeerGroup:
         """Start to send; `tensor` must stay as it is until `forget_sends`. kind: of traffic."""
         if self.traffic is not None:
             self.traffic.add(kind, tensor.nbytes)
-        self._pending_sends.append(self.group.send([tensor], peer, tag))
+        self._pending_sends.append(self.group.send([to_host(tensor)], peer, tag))
 
     def receive(self, tensor: Tensor, peer: int, tag: int) -> Work:
         """Post a receive into `tensor`, which must have the sender's dtype and size."""
-        return self.group.recv([tensor], peer, tag)
+        return staged(tensor, lambda host: self.group.recv([host], peer, tag))
 
     def all_reduce(self, tensor: Tensor) -> Work:
         """Start gloo's own sum in place. All ranks must call in the same order."""
         if self.traffic is not None:
             self.traffic.add("reduce", 2 * (self.size - 1) * tensor.nbytes // self.size)
-        return self.group.allreduce([tensor])
+        return staged(tensor, lambda host: self.group.allreduce([host]), reads=True)
 
     def all_to_all(
         self, out: Tensor, tensor: Tensor, out_sizes: list[int], sizes: list[int]
@@ -134,7 +134,8 @@ class PeerGroup:
         if self.traffic is not None:
             elements = sum(sizes) - sizes[self.rank]
             self.traffic.add("reduce", elements * tensor.element_size())
-        return self.group.alltoall_base(out, tensor, out_sizes, sizes)
+        given = to_host(tensor)
+        return staged(out, lambda host: self.group.alltoall_base(host, given, out_sizes, sizes))
 
     def all_gather(self, out: Tensor, part: Tensor) -> Work:
         """Start to gather parts of one size in rank order.  part: [t] -> out: [size * t]
@@ -143,7 +144,16 @@ class PeerGroup:
         """
         if self.traffic is not None:
             self.traffic.add("reduce", part.nbytes * (self.size - 1))
-        return self.group._allgather_base(out, part)
+        given = to_host(part)
+        return staged(out, lambda host: self.group._allgather_base(host, given))
+
+    def lane(self, errand: AbortableWait) -> Lane:
+        """Return the place for work on what arrives: gloo's waits block."""
+        return HostLane(errand)
+
+    def mark(self) -> object:
+        """Return None: what a thread has computed is final, or `staging.py` waits for it."""
+        return None
 
     def forget_sends(self) -> None:
         """Drop finished sends. Call only when a vote has shown that they arrived."""
@@ -159,31 +169,6 @@ class PeerGroup:
         """Forget the sends of the exchange before: all ranks ended it, as this one has ended."""
         del self._exchange_sends[: len(self._exchange_sends) - len(self.others)]
 
-    def start_wait(self, wait: AbortableWait) -> None:
-        """Start an errand that waits for messages of this group: it is given up with it."""
-        self.add_wait(wait)
-        wait.start()
-
-    def add_wait(self, wait: AbortableWait) -> None:
-        """An errand, of several groups perhaps, is given up with this group."""
-        with self._lock:
-            self._waits.add(wait)
-            aborted = self._is_aborted
-        if aborted:
-            wait.abort()
-
-    def join_wait(self, wait: AbortableWait) -> None:
-        """Return when it is over. Raises what `AbortableWait.join` raises."""
-        try:
-            wait.join()
-        finally:
-            self.forget_wait(wait)
-
-    def forget_wait(self, wait: AbortableWait) -> None:
-        """An errand is over, or abandoned."""
-        with self._lock:
-            self._waits.discard(wait)
-
     def abort(self) -> None:
         """Close every connection: all waits in this group raise, here and at the peers. Only a
         wait for a message of which a part has come does not, unless an errand waits for it."""
@@ -196,11 +181,7 @@ class PeerGroup:
             self.others,
             CLOSE_AFTER_CUT_TIMEOUT_S if self._addresses is not None else CLOSE_TIMEOUT_S,
         )
-        with self._lock:
-            self._is_aborted = True
-            errands = list(self._waits)
-        for errand in errands:
-            errand.abort()
+        self._abort_waits()
 
     def close(self) -> None:
         """Give the group up after an orderly end."""

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from holdfast.core.sharding.reduction_cells import Member
+from holdfast.parallel.comm.device_group import DeviceGroup
 from holdfast.parallel.comm.transport import PeerGroup
 from holdfast.parallel.trace import SpanRecorder
 
@@ -27,7 +28,7 @@ class CellTeam:
     also does if collectives are wanted in a group that connects more ranks than the members.
     """
 
-    peers: PeerGroup
+    peers: PeerGroup | DeviceGroup
     members: tuple[Member, ...]
     own_index: int
     positions: tuple[int, ...]

@@ -15,10 +15,14 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from functools import partial
 
 from torch import Tensor
 
 from holdfast.parallel.comm.abortable_wait import AbandonedError, AbortableWait
+from holdfast.parallel.comm.lanes import Lane
+from holdfast.parallel.comm.transport import PeerGroup
+from holdfast.parallel.gradients.buckets import GradientBucket
 from holdfast.parallel.gradients.exchange import ExchangeHost, bucket_view, reduce_span
 from holdfast.parallel.gradients.reduction_plan import ReductionPlan, execute_additions
 from holdfast.parallel.torch_compat import Work
@@ -36,6 +40,8 @@ class DirectRound:
         self._changed = threading.Condition()
         self._ready_pieces = [0] * len(self._buckets)  # own pieces finished, per bucket
         self._is_stopped = False
+        self._marks: list[list[object]] = [[] for _ in self._buckets]
+        self._lane: Lane | None = None
         self._pieces: list[list[tuple[int, Tensor, Work]]] = [[] for _ in self._buckets]
         self._results: list[Work] = []
         self._wait: AbortableWait | None = None
@@ -49,31 +55,44 @@ class DirectRound:
 
     def piece_ready(self, index: int, ordinal: int) -> None:
         """Own piece number `ordinal` of a bucket is final: send it to the owners of its chunks."""
-        if not self._reducer.fast:
+        if self._reducer.fast:
+            self._marks[index].append(self._peers.mark())
+        else:
             slot = self._reducer.slot((ordinal, 0))
             for member in self._team.others:
                 start, stop = self._chunk(index, member)
                 if start < stop:
                     to = self._team.positions[member]
-                    self._peers.send(slot[start:stop], to, self._tag(index, ordinal))
+                    self._messages.send(slot[start:stop], to, self._tag(index, ordinal))
         with self._changed:
             self._ready_pieces[index] += 1
             self._changed.notify_all()
 
     def join(self) -> None:
-        """Wait for the thread of this step, or leave it to a message that never comes in full."""
+        """Wait for the thread of this step, or leave it to a message that never comes in full.
+
+        Raises DeviceStuckError if a device does not end what it was given."""
         if self._wait is not None:
             try:
                 self._peers.join_wait(self._wait)
             except RuntimeError as error:
                 self._reducer.fail(error)
                 del self._reducer, self._pieces, self._results  # that thread is not to keep them
+            finally:
+                if self._lane is not None:
+                    self._lane.settle()
 
     def stop(self) -> None:
         """Let the thread end at its next look."""
         with self._changed:
             self._is_stopped = True
             self._changed.notify_all()
+
+    @property
+    def _messages(self) -> PeerGroup:
+        """The group, which has tags: a backend without them is for `gathered` and `fast`."""
+        assert isinstance(self._peers, PeerGroup)
+        return self._peers
 
     def _tag(self, index: int, ordinal: int) -> int:
         return self._team.first_tag + index * self._plan.stride + ordinal
@@ -100,7 +119,7 @@ class DirectRound:
                     into = room[row, at : at + stop - start]
                     row += 1
                     if start < stop:
-                        work = self._peers.receive(into, peer, self._tag(index, ordinal))
+                        work = self._messages.receive(into, peer, self._tag(index, ordinal))
                         self._pieces[index].append((firsts[member] + ordinal, into, work))
             at += stop - start
 
@@ -112,7 +131,7 @@ class DirectRound:
             if start < stop:
                 into = self._reducer.gradient[start:stop]
                 peer, tag = self._team.positions[member], self._tag(index, self._plan.stride - 1)
-                self._results.append(self._peers.receive(into, peer, tag))
+                self._results.append(self._messages.receive(into, peer, tag))
 
     def _run(self, work: Callable[[AbortableWait], None], errand: AbortableWait) -> None:
         try:
@@ -155,7 +174,7 @@ class DirectRound:
                 total = self._reducer.gradient[start:stop]
                 execute_additions(plan, sources, total)
                 for peer in receivers:
-                    self._peers.send(total, peer, self._tag(index, plan.stride - 1))
+                    self._messages.send(total, peer, self._tag(index, plan.stride - 1))
         for index in unowned:
             self._expect_results(index)
         with reduce_span(self._team, "sums of the others"):
@@ -166,10 +185,21 @@ class DirectRound:
         """`reduction: fast`: the backend's own sum of the same buckets, in bucket order."""
         works: list[Work] = []
         expected = 1 if self._plan.leaf_actions else 0
+        self._lane = lane = self._peers.lane(errand)
+
+        def start(bucket: GradientBucket) -> None:
+            works.append(self._peers.all_reduce(bucket_view(self._reducer.gradient, bucket)))
+
+        def wait() -> None:
+            for work in works:
+                lane.wait(work)
+
         for index, bucket in enumerate(self._buckets):
             if not self._await_own(index, expected):
                 return
             self._reducer.is_summed = True
-            works.append(self._peers.all_reduce(bucket_view(self._reducer.gradient, bucket)))
-        for work in works:
-            errand.wait(work)
+            for mark in self._marks[index]:
+                lane.follow(mark)
+            lane.run(partial(start, bucket))
+        lane.run(wait)
+        lane.finish()

@@ -13,6 +13,9 @@ buckets alone. So members may hold unlike numbers of pieces, or none.
 
 A piece waits until its bucket is due, so a member with several pieces overlaps less. But there is
 room for the pieces of two buckets only. `direct.py` has room for those of all.
+
+On a device the collectives, and the sums between them, are work of a stream next to the passes
+(`comm/lanes.py`). On a CPU the same code runs in the launching thread.
 """
 
 from __future__ import annotations
@@ -24,6 +27,8 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from holdfast.parallel.comm.abortable_wait import AbandonedError, AbortableWait
+from holdfast.parallel.comm.device_group import DeviceGroup
+from holdfast.parallel.comm.lanes import Lane
 from holdfast.parallel.comm.transport import PeerGroup
 from holdfast.parallel.gradients.exchange import ExchangeHost, bucket_view, reduce_span
 from holdfast.parallel.gradients.reduction_plan import ReductionPlan, execute_additions
@@ -37,12 +42,14 @@ class GatheredLauncher:
         self._changed = threading.Condition()
         self._is_stopped = False
         self._rounds: list[GatheredRound] = []
+        self._lanes: list[Lane] = []
         self._wait: AbortableWait | None = None
 
     def reset(self) -> None:
         """Begin another step."""
         self.join()
-        self._rounds, self._is_stopped, self._wait = [], False, None
+        self._rounds, self._lanes = [], []
+        self._is_stopped, self._wait = False, None
 
     def add(self, host: ExchangeHost, plan: ReductionPlan) -> GatheredRound:
         """The round of one more reducer. All ranks add the cells that they share in one order."""
@@ -61,7 +68,9 @@ class GatheredLauncher:
         wait.start()
 
     def join(self) -> None:
-        """Wait for the thread of this step, or leave it to a message that never comes in full."""
+        """Wait for the thread of this step, or leave it to a message that never comes in full.
+
+        Raises DeviceStuckError if a device does not end what it was given."""
         wait, self._wait = self._wait, None
         if wait is None:
             return
@@ -72,6 +81,8 @@ class GatheredLauncher:
         finally:
             for peers in self._peers():
                 peers.forget_wait(wait)
+            for lane in self._lanes:
+                lane.settle()
             for each in self._rounds:
                 each.release()  # an abandoned thread is not to keep the buffers
 
@@ -87,12 +98,13 @@ class GatheredLauncher:
             ready[index] += 1
             self._changed.notify_all()
 
-    def _peers(self) -> list[PeerGroup]:
+    def _peers(self) -> list[PeerGroup | DeviceGroup]:
         return list({id(each.peers): each.peers for each in self._rounds}.values())
 
     def _run(self, rounds: Sequence[GatheredRound], errand: AbortableWait) -> None:
         current = rounds[0]
-        queues = {id(each.peers): _GroupQueue(errand) for each in rounds}
+        queues = {id(peers): _GroupQueue(peers.lane(errand)) for peers in self._peers()}
+        self._lanes = [queue.lane for queue in queues.values()]
         count = max(each.bucket_count for each in rounds)
         due = [(i, each) for i in range(count) for each in rounds if i < each.bucket_count]
         try:
@@ -103,6 +115,8 @@ class GatheredLauncher:
                 queues[id(each.peers)].send(each, index)
             for queue in queues.values():
                 queue.drain()
+            for queue in queues.values():
+                queue.lane.finish()
         except AbandonedError:
             raise
         except Exception as error:  # stored, and raised by finish()
@@ -132,22 +146,34 @@ class _Sums:
 
 
 class _GroupQueue:
-    """What is under way in one group: one bucket's pieces, and the sums of the one before."""
+    """What is under way in one group: one bucket's pieces, and the sums of the one before.
 
-    def __init__(self, errand: AbortableWait) -> None:
-        self._errand = errand
+    All that touches an arrived tensor runs in the lane."""
+
+    def __init__(self, lane: Lane) -> None:
+        self.lane = lane
         self._sent: tuple[GatheredRound, int, _Arrivals] | None = None
         self._sums: _Sums | None = None
 
     def send(self, each: GatheredRound, index: int) -> None:
         """Send a bucket's pieces, and then sum the bucket that was sent before it."""
+        for mark in each.marks(index):
+            self.lane.follow(mark)
+        if self.lane.runs_later:  # a sum may begin at any time from here on
+            each.host.is_summed = True
+        self.lane.run(lambda: self._send(each, index))
+
+    def drain(self) -> None:
+        """Bring what is under way to its end."""
+        self.lane.run(self._drain)
+
+    def _send(self, each: GatheredRound, index: int) -> None:
         before = self._sent
         self._sent = each, index, each.send_pieces(index)
         if before is not None:
             self._sum(*before)
 
-    def drain(self) -> None:
-        """Bring what is under way to its end."""
+    def _drain(self) -> None:
         if self._sent is not None:
             self._sum(*self._sent)
         self._collect()
@@ -155,14 +181,14 @@ class _GroupQueue:
     def _sum(self, each: GatheredRound, index: int, arrivals: _Arrivals) -> None:
         with reduce_span(each.team, f"bucket {index}"):
             for work in arrivals.works:
-                self._errand.wait(work)
+                self.lane.wait(work)
             self._collect()
             self._sums = each.gather_sums(index, arrivals.sources)
 
     def _collect(self) -> None:
         """Put the sums that were gathered last where they belong."""
         if self._sums is not None:
-            self._errand.wait(self._sums.work)
+            self.lane.wait(self._sums.work)
             for into, arrived in self._sums.copies:
                 into.copy_(arrived)
             self._sums = None
@@ -185,6 +211,7 @@ class GatheredRound:
         self._owners = {member: number for number, member in enumerate(owners)}
         self._firsts = [sum(len(p) for p in plan.pieces[:m]) for m in range(len(plan.pieces))]
         self._ready_pieces = [0] * len(self._buckets)
+        self._marks: list[list[object]] = [[] for _ in self._buckets]
 
     @property
     def bucket_count(self) -> int:
@@ -195,8 +222,14 @@ class GatheredRound:
         return self._ready_pieces[index] >= len(self._plan.pieces[self.team.own_index])
 
     def piece_ready(self, index: int, ordinal: int) -> None:
-        """Own piece number `ordinal` of bucket `index` is final."""
+        """Own piece number `ordinal` of bucket `index` is final, once the device has done what the
+        calling thread gave to it."""
+        self._marks[index].append(self.peers.mark())
         self._launcher.on_ready(self._ready_pieces, index)
+
+    def marks(self, index: int) -> list[object]:
+        """Return what `piece_ready` has marked of a bucket."""
+        return self._marks[index]
 
     def join(self) -> None:
         """Return when the exchange of all reducers is over."""

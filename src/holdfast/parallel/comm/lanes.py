@@ -1,0 +1,128 @@
+"""Work next to the passes: a thread on the host, or a stream of the device.
+
+A backend for a device does not make its caller wait. `work.wait()` only orders what the calling
+stream does later. So code that reads an arrived tensor runs in a lane, after the lane's `wait`.
+A lane of the host is the thread itself, and its `wait` blocks. The code is the same for both.
+
+Nothing on a device reports a lost peer. So `finish` polls: it ends when all is done, when the group
+is given up, or when its time is over. After a group was given up its operations end with void
+results. `settle` waits for that, because the buffers are free only then.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+
+from holdfast.errors import DeviceStuckError
+from holdfast.parallel.comm.abortable_wait import AbortableWait
+from holdfast.parallel.torch_compat import Work
+
+_POLL_S = 0.0005
+"""Seconds between two looks at a device. A look costs some microseconds."""
+SETTLE_TIMEOUT_S = 10.0
+"""Seconds in which a device has to end what a group that was given up had begun."""
+
+
+class Lane(Protocol):
+    """An order of work next to the calling thread's. One thread uses it."""
+
+    runs_later: bool
+    """Whether `run` returns before the work is done."""
+
+    def follow(self, mark: object) -> None:
+        """What is run later comes after `mark`, which the group's `mark` returned."""
+
+    def run(self, job: Callable[[], object]) -> None:
+        """Add work, in which `wait` may be called."""
+
+    def wait(self, work: Work) -> None:
+        """What is run later in the lane comes after `work`."""
+
+    def finish(self) -> None:
+        """Return when all that was run is done. Raises RuntimeError when it cannot be."""
+
+    def settle(self) -> None:
+        """Return when nothing that was run is under way. Raises DeviceStuckError."""
+
+
+class HostLane:
+    """The calling thread."""
+
+    runs_later = False
+
+    def __init__(self, errand: AbortableWait) -> None:
+        self._errand = errand
+
+    def follow(self, mark: object) -> None:
+        """Do nothing: a mark of the host lies in the past."""
+
+    def run(self, job: Callable[[], object]) -> None:
+        job()
+
+    def wait(self, work: Work) -> None:
+        self._errand.wait(work)
+
+    def finish(self) -> None:
+        """Do nothing: all was done when `run` returned."""
+
+    def settle(self) -> None:
+        """Do nothing: a group that is given up ends its waits by itself."""
+
+
+class DeviceLane:
+    """A stream of a device, which `open` made. seconds: that `finish` waits at most."""
+
+    runs_later = True
+
+    def __init__(
+        self, device: torch.device, stream: Any, errand: AbortableWait, seconds: float
+    ) -> None:
+        self._device, self._stream = device, stream
+        self._errand, self._seconds = errand, seconds
+
+    @staticmethod
+    def open(device: torch.device) -> Any:
+        """Return a stream, of which a group has one: its buffers belong to that."""
+        return torch.Stream(device)
+
+    def follow(self, mark: Any) -> None:
+        self._stream.wait_event(mark)
+
+    def run(self, job: Callable[[], object]) -> None:
+        def on_stream() -> None:
+            with self._stream:
+                job()
+
+        self._errand.block(on_stream)  # to launch may wait for the device
+
+    def wait(self, work: Work) -> None:
+        work.wait()
+
+    def finish(self) -> None:
+        ended, deadline = self.record(), time.monotonic() + self._seconds
+        while not ended.query():
+            self._errand.check()
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"NCCL: nothing came from the other ranks in {self._seconds} s")
+            self._errand.pause(_POLL_S)
+        self._errand.check()  # it may have ended because the group was given up
+
+    def settle(self) -> None:
+        ended, deadline = self.record(), time.monotonic() + SETTLE_TIMEOUT_S
+        while not ended.query():
+            if time.monotonic() > deadline:
+                raise DeviceStuckError(
+                    f"{self._device} still works on a group that was given up "
+                    f"{SETTLE_TIMEOUT_S:g} s ago"
+                )
+            time.sleep(_POLL_S)
+
+    def record(self) -> Any:
+        """Return an event after all that was run."""
+        ended: Any = torch.Event(self._device)
+        self._stream.record_event(ended)
+        return ended

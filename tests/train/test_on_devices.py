@@ -1,0 +1,54 @@
+"""Training over a backend with NCCL's habits: the bits of gloo, in each layout.
+
+The stand-in (`tests/support/fake_nccl.py`) takes the place of the device's backend. All code that a
+device would run is run: groups made after a vote, sums in a lane, pipes between stages.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.support import fake_nccl
+from tests.support.layouts import case, config_of, engine_of, one_step, pieces, topology_of
+from tests.support.ranks import RankContext, rank_values
+from tests.train.test_parity import LAYOUTS
+
+STEPS = 2
+QUICK = ["bf16.pp2-tp2"]
+MORE = ["dp3", "tp2+one", "bf16.pp2-dp2", "small.dp3", "zero1.2-dp2", "fp32.tp2+one", "dp6"]
+IN_RANK_ORDER = ["plain.tp4"]
+CASES = [
+    *QUICK,
+    *(
+        pytest.param(name, marks=pytest.mark.slow)
+        for name in dict.fromkeys([*LAYOUTS, *MORE])
+        if name not in QUICK
+    ),
+]
+
+
+def _both(rank: RankContext, layout: str) -> None:
+    seen = []
+    for backend in ("gloo", fake_nccl.NAME):
+        if backend == fake_nccl.NAME:
+            fake_nccl.install()
+        found = case(layout)
+        config = config_of(found.changes)
+        made = engine_of(config, topology_of(found, config), rank.rank, rank.store(backend))
+        steps = []
+        for step in range(1, STEPS + 1):
+            verdict = one_step(made, step)
+            state = [(name, at, values.tobytes()) for name, at, values in pieces(made)]
+            steps.append((verdict.loss, verdict.norm, state))
+        seen.append(steps)
+        made.close()
+    if layout in IN_RANK_ORDER:  # gloo adds these up in a ring
+        for one, other in zip(*seen, strict=True):
+            assert one[:2] == pytest.approx(other[:2], rel=1e-12)
+    else:
+        assert seen[0] == seen[1]
+
+
+@pytest.mark.parametrize("layout", CASES)
+def test_a_device_without_tags_has_the_bits_of_gloo(layout: str) -> None:
+    rank_values(_both, case(layout).world_size, {"layout": layout})
