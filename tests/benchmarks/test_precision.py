@@ -23,8 +23,11 @@ def test_bf16_and_fp16_stay_near_fp32(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_short_state_stays_near_fp32(tmp_path: Path) -> None:
-    """Within 1 % at equal tokens."""
-    curves = {name: curve_of(name, STATES[name], STEPS, tmp_path) for name in list(STATES)[:3]}
+    """Within 1 % at equal tokens. The quickstart's own rate is so high that any rounding moves the
+    loss by more."""
+    curves = {
+        name: curve_of(name, STATES[name], STEPS, tmp_path, rate=1e-3) for name in list(STATES)[:3]
+    }
     reference = curves["fp32 state"]
     for name, most in (("bf16 state", 4.0), ("8bit state", 2.2)):
         assert differences(curves[name].losses, reference.losses).max() < 0.01

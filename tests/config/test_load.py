@@ -115,6 +115,10 @@ def test_unknown_key_names_line_and_nearest_name() -> None:
             "device: gpu\n",
             "run.yaml:1: device: gpu is no kind of device; use auto",
         ),
+        (
+            "train:\n  precision: fp8\n",
+            "run.yaml:2: train.precision: fp8 is refused, as Holdfast computes nothing in fp8; use bf16",
+        ),
         ("model:\n  preset: tinny\n", "run.yaml:2: model.preset 'tinny' is unknown; nearest: tiny"),
         ("model:\n  preset: [1]\n", "run.yaml:2: model.preset is [1], not text; 'tiny' would work"),
         (

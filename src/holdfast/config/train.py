@@ -101,6 +101,13 @@ class TrainConfig(Section):
     evaluate: InPlace[EvaluateConfig] = EvaluateConfig()
     memory: InPlace[MemoryConfig] = MemoryConfig()
 
+    @field_validator("precision", mode="before")
+    @classmethod
+    def _is_computed(cls, value: object) -> object:
+        if isinstance(value, str) and value.startswith("fp8"):
+            raise ValueError(f"{value} is refused, as Holdfast computes nothing in fp8: use bf16")
+        return value
+
     @field_validator("microbatch_size", mode="before")
     @classmethod
     def _is_number(cls, value: object) -> object:
