@@ -7,9 +7,9 @@ from typing import Any
 import torch
 
 from benchmarks.accelerator.settings import RowResult, Settings
-from benchmarks.accelerator.work import lone_engine, one_step, trained, unequal
 from holdfast.config.run import RunConfig
 from holdfast.errors import NonFiniteError
+from holdfast.train.equal_steps import lone_engine, one_step, trained, unequal
 from holdfast.train.precision import same_kernels_each_time
 
 PARITY = 1e-4  # relative difference of losses in fp32; products of a device add in another order

@@ -13,12 +13,13 @@ from typing import Any
 import torch
 
 from benchmarks.accelerator.settings import RowResult, Settings
-from benchmarks.accelerator.work import lone_engine, one_step, wait_for
+from benchmarks.accelerator.work import wait_for
 from holdfast.config.load import load_config
 from holdfast.config.run import RunConfig
 from holdfast.core.flops import CONVENTIONS, utilisation
 from holdfast.plan.accelerators import peak_flops
 from holdfast.train.engine import StepEngine
+from holdfast.train.equal_steps import lone_engine, one_step
 from holdfast.train.precision import same_kernels_each_time
 
 ROOT = Path(__file__).resolve().parents[2]

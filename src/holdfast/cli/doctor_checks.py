@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import resource
 import shutil
 import socket
+import subprocess
 import sys
 import tempfile
 import time
@@ -25,9 +27,12 @@ from holdfast.launch.process_limits import (
     TORCH_ADDRESS_BYTES,
 )
 from holdfast.plan.hardware import HardwareInfo, cpp_compiler, detect_hardware
+from holdfast.report.formatting import format_plural
 
 CheckState = Literal["good", "weak", "fails"]
 GIB = 2**30
+EQUAL_STEPS_S = 120.0
+"""Seconds for two small trainings on a device, with an import of torch."""
 TORCH_RANGE = ((2, 11), (2, 13))  # oldest and newest release that is supported
 
 
@@ -68,6 +73,7 @@ def run_checks(folder: Path | None = None) -> list[Check]:
     )
     return [
         *(check(machine) for check in with_machine),
+        *_equal_steps(machine),
         _python(),
         _torch(),
         _compiler(),
@@ -127,6 +133,34 @@ def _accelerators(machine: HardwareInfo) -> Check:
     library = ", ".join(f"{each} {found}" for each in kind.packages if (found := _installed(each)))
     found = f"{names}; device {kind.name}, backend {backends}{f' ({library})' if library else ''}"
     return Check("accelerators", "good", f"{found}; torch for {machine.torch_computes_on}")
+
+
+def _equal_steps(machine: HardwareInfo) -> list[Check]:
+    """Train twice on the accelerator and compare the bits. A CPU's kernels add in a fixed order."""
+    if not machine.accelerators or machine.torch_computes_on == "CPU":
+        return []
+    device = DEVICES[machine.accelerators[0].kind].device(0)
+    return [check_equal_steps(device)]
+
+
+def check_equal_steps(device: str) -> Check:
+    """Two equal trainings of a small decoder on a device, in a process of their own."""
+    name, command = "equal steps", [sys.executable, "-m", "holdfast.train.equal_steps", device]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=EQUAL_STEPS_S)
+    except subprocess.TimeoutExpired:
+        found = f"a small training on {device} did not end within {EQUAL_STEPS_S:.0f} s"
+        return Check(name, "fails", found, "look at the device's driver, or use device=cpu")
+    if done.returncode:
+        said = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
+        found = f"a small training on {device} failed: {said}"
+        return Check(name, "fails", found, "look at the device's driver, or use device=cpu")
+    told = json.loads(done.stdout)
+    if told["unequal"]:
+        count = format_plural(len(told["unequal"]), "tensor")
+        found = f"two equal trainings on {device} differ in {count}"
+        return Check(name, "weak", found, "a killed run may end at other bits on this device")
+    return Check(name, "good", f"two equal trainings on {device} have the same bits")
 
 
 def _installed(package: str) -> str:
