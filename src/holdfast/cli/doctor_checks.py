@@ -28,6 +28,7 @@ from holdfast.launch.process_limits import (
 )
 from holdfast.plan.hardware import HardwareInfo, cpp_compiler, detect_hardware
 from holdfast.report.formatting import format_plural
+from holdfast.wire.child_command import module_command
 
 CheckState = Literal["good", "weak", "fails"]
 GIB = 2**30
@@ -145,7 +146,7 @@ def _equal_steps(machine: HardwareInfo) -> list[Check]:
 
 def check_equal_steps(device: str) -> Check:
     """Two equal trainings of a small decoder on a device, in a process of their own."""
-    name, command = "equal steps", [sys.executable, "-m", "holdfast.train.equal_steps", device]
+    name, command = "equal steps", module_command("holdfast.train.equal_steps", device)
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=EQUAL_STEPS_S)
     except subprocess.TimeoutExpired:
