@@ -12,6 +12,7 @@ from holdfast.cli.doctor_checks import check_equal_steps
 from holdfast.train.equal_steps import unequal
 
 
+@pytest.mark.slow
 def test_a_cpu_gives_the_same_bits() -> None:
     check = check_equal_steps("cpu")
     assert (check.state, check.found) == ("good", "two equal trainings on cpu have the same bits")
