@@ -30,7 +30,7 @@ from holdfast.events import (
     WorkerReady,
     event_from_json,
 )
-from holdfast.layout import Topology
+from holdfast.layout import Layout, Topology, place_layout
 from holdfast.wire.secret import Secret
 from tests.support import control_server, fake_nccl
 from tests.support.control_server import Control, Desk, controlling
@@ -386,3 +386,22 @@ def _scripted(run: Run, script: Callable[[Run], None] | None) -> Iterator[None]:
         thread.join()
         if failed:
             raise failed[0]
+
+
+@dataclass(frozen=True)
+class Undisturbed:
+    """What a run gives that nothing disturbs. fed: (step, sample position)."""
+
+    config: RunConfig
+    losses: dict[int, float]
+    fed: list[tuple[int, int]]
+
+
+def undisturbed(folder: Path) -> Undisturbed:
+    """One worker on the CPU, from the first step to the last."""
+    with pytest.MonkeyPatch.context() as patch:
+        config = config_in(folder)
+        journal = run(folder / "alone", config, place_layout(Layout(), 1, one_node(1)), patch)
+    losses = journal.losses()
+    assert sorted(losses) == list(range(1, STEPS + 1))
+    return Undisturbed(config, losses, journal.fed())

@@ -6,38 +6,31 @@ where only replicas changed) and every sample once, read from what the journal w
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 from holdfast.checkpoint.restore.verify import find_newest_verified
-from holdfast.config.run import RunConfig
 from holdfast.core.sharding.state_table import state_table
 from holdfast.layout import Layout, Topology, place_layout
 from holdfast.wire.store.run_store import FolderStore
 from tests.support.processes import STOPPED, runs, state
 from tests.support.ranks import wait_until
-from tests.support.worker_generations import FAULT, SECONDS, STEPS, Run, config_in, one_node, run
-
-
-@dataclass(frozen=True)
-class Undisturbed:
-    config: RunConfig
-    losses: dict[int, float]
-    fed: list[tuple[int, int]]
+from tests.support.worker_generations import (
+    FAULT,
+    SECONDS,
+    STEPS,
+    Run,
+    Undisturbed,
+    one_node,
+    run,
+    undisturbed,
+)
 
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Undisturbed:
-    """One worker, from the first step to the last."""
-    folder = tmp_path_factory.mktemp("whole")
-    with pytest.MonkeyPatch.context() as patch:
-        config = config_in(folder)
-        journal = run(folder / "alone", config, place_layout(Layout(), 1, one_node(1)), patch)
-    losses = journal.losses()
-    assert sorted(losses) == list(range(1, STEPS + 1))
-    return Undisturbed(config, losses, journal.fed())
+    return undisturbed(tmp_path_factory.mktemp("whole"))
 
 
 def _three(generation: int = 1) -> Topology:

@@ -8,13 +8,11 @@ coordinator, which sees the end of a process, halts them.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from holdfast.config.run import RunConfig
 from holdfast.core.sharding.state_table import state_table
 from holdfast.layout import Layout, Topology, place_layout
 from tests.support.processes import runs
@@ -22,32 +20,18 @@ from tests.support.ranks import wait_until
 from tests.support.worker_generations import (
     FAULT,
     SECONDS,
-    STEPS,
     Journal,
     Run,
-    config_in,
+    Undisturbed,
     one_node,
     run,
+    undisturbed,
 )
-
-
-@dataclass(frozen=True)
-class Undisturbed:
-    config: RunConfig
-    losses: dict[int, float]
-    fed: list[tuple[int, int]]
 
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Undisturbed:
-    """One worker on the CPU, from the first step to the last."""
-    folder = tmp_path_factory.mktemp("whole")
-    with pytest.MonkeyPatch.context() as patch:
-        config = config_in(folder)
-        journal = run(folder / "alone", config, place_layout(Layout(), 1, one_node(1)), patch)
-    losses = journal.losses()
-    assert sorted(losses) == list(range(1, STEPS + 1))
-    return Undisturbed(config, losses, journal.fed())
+    return undisturbed(tmp_path_factory.mktemp("whole"))
 
 
 Play = Callable[[Run], None]
@@ -75,7 +59,7 @@ def replicas(count: int, generation: int = 1, **layout: Any) -> Topology:
 def halt_survivors(run: Run, lost: int, left: list[int], *, inside: bool) -> None:
     """As the agent does when it has seen the end of a process."""
     wait_until(lambda: not runs(run.pid(lost)), SECONDS, "the loss")
-    assert not run.desk.held, "somebody knew of it before the agent had said so"
+    assert not run.desk.held, "a process knew of it before the agent had said so"
     run.halt(left, 1, inside=inside)
     held = run.wait_held(left, 1)
     assert {(h["applied"], h["torn"]) for h in held} == {(FAULT - 1, False)}
