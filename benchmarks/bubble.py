@@ -24,7 +24,8 @@ from tests.support.ranks import RankContext, Result, Server, expect, run_ranks
 
 from benchmarks.waiting_stages import WaitingStages
 from holdfast.core.schedule.csv import from_csv, to_csv
-from holdfast.core.schedule.table import Schedule, actions_of, build_schedule
+from holdfast.core.schedule.named import build_schedule
+from holdfast.core.schedule.table import Schedule, actions_of
 from holdfast.core.schedule.timing import Durations, Timeline, time_schedule
 from holdfast.parallel.comm.transport import PeerGroup, exchange
 from holdfast.parallel.pipeline import PipelineInterpreter

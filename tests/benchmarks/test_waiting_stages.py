@@ -7,7 +7,8 @@ from benchmarks.bubble import SPLIT_V, execute, in_order
 from benchmarks.waiting_stages import WaitingStages
 
 from holdfast.core.schedule.csv import from_csv
-from holdfast.core.schedule.table import ActionKind, Schedule, build_schedule
+from holdfast.core.schedule.named import build_schedule
+from holdfast.core.schedule.table import ActionKind, Schedule
 from holdfast.core.schedule.timing import Durations, Timeline, time_schedule
 from holdfast.parallel.trace import (
     COMPUTE,

@@ -7,13 +7,27 @@ the head. Parameters keep their names. A tied embedding is held by both ends: th
 
 from __future__ import annotations
 
+from collections.abc import Collection
+from dataclasses import dataclass
+
 from holdfast.model.decoder import Decoder
 
 
-def keep_stage(decoder: Decoder, blocks: range, first: bool, last: bool) -> None:
-    """Drop in place what other stages hold; call it before the decoder gets its memory.
+@dataclass(frozen=True)
+class StagePart:
+    """One pipeline stage of a decoder that holds one or several.
 
-    blocks: positions of the stage's blocks, a part of range(layers), not empty.
+    blocks: positions of its blocks. is_last: it has the final norm and the head.
+    """
+
+    blocks: Collection[int]
+    is_last: bool
+
+
+def keep_stage(decoder: Decoder, blocks: Collection[int], first: bool, last: bool) -> None:
+    """Drop in place what other ranks' stages hold; call it before the decoder gets its memory.
+
+    blocks: positions of the blocks of this rank's stages, a part of range(layers), not empty.
     Raises ValueError for blocks that the decoder does not have.
     """
     if not blocks or not set(blocks) <= set(decoder.layers.positions):

@@ -17,7 +17,8 @@ from math import prod
 
 from holdfast.config.memory import DEVICE
 from holdfast.config.run import RunConfig
-from holdfast.core.schedule.table import ActionKind, actions_of, build_schedule
+from holdfast.core.schedule.named import build_schedule
+from holdfast.core.schedule.table import ActionKind, actions_of
 from holdfast.core.sharding.reduction_tree import deal
 from holdfast.core.sharding.sharding_table import tp_part
 from holdfast.core.sharding.state_table import mesh_box

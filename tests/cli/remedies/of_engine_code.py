@@ -28,7 +28,7 @@ from holdfast.core.devices import device_kind
 from holdfast.core.format import manifest
 from holdfast.core.format.manifest import seal_manifest, unseal_manifest
 from holdfast.core.schedule.csv import from_csv
-from holdfast.core.schedule.table import build_schedule
+from holdfast.core.schedule.named import build_schedule
 from holdfast.core.sharding.boxes import Box
 from holdfast.core.sharding.parameters import Own, Parameter
 from holdfast.core.sharding.reshard_plan import plan_reshard

@@ -11,7 +11,7 @@ from holdfast.chaos.layouts import parse_layout
 from holdfast.chaos.sample_run import write_run_file
 from holdfast.chaos.schedule import parse_faults_option
 from holdfast.core.schedule.csv import from_csv
-from holdfast.core.schedule.table import build_schedule
+from holdfast.core.schedule.named import build_schedule
 from holdfast.core.sharding.pipeline_stages import balance_stages
 from holdfast.errors import ConfigError
 from holdfast.layout import Layout, Replica

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from holdfast.core.schedule.check import check_schedule
-from holdfast.core.schedule.table import SCHEDULES, build_schedule, forward_only, gpipe, one_f_one_b
+from holdfast.core.schedule.named import SCHEDULES, build_schedule
+from holdfast.core.schedule.table import forward_only, gpipe, one_f_one_b
 from holdfast.errors import LayoutError
 
 SIZES = [(p, m) for p in (1, 2, 3, 4, 7) for m in (1, 2, 3, 4, 8, 11)]
