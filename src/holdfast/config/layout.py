@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from holdfast.config.base import Section
-from holdfast.core.schedule.named import SCHEDULES
+from holdfast.config.pipeline_schedules import SCHEDULE_KINDS
 
 
 class DegreesConfig(Section):
@@ -83,7 +83,9 @@ class LayoutConfig(DegreesConfig):
     @property
     def stages_a_worker(self) -> int:
         """Pipeline stages that each worker has, where pp is above 1."""
-        return SCHEDULES[self.schedule].virtual or self.virtual_stages or self._virtual_by_default
+        return (
+            SCHEDULE_KINDS[self.schedule].virtual or self.virtual_stages or self._virtual_by_default
+        )
 
     @property
     def _virtual_by_default(self) -> int:
@@ -92,7 +94,7 @@ class LayoutConfig(DegreesConfig):
     @property
     def is_folded(self) -> bool:
         """Return True if stages go down the workers and up again."""
-        return SCHEDULES[self.schedule].is_folded
+        return SCHEDULE_KINDS[self.schedule].is_folded
 
     @property
     def cuts_parameters(self) -> bool:

@@ -6,8 +6,8 @@ Each returns the sentence of a violated rule, or "". `config/degrees.py` asks th
 from __future__ import annotations
 
 from holdfast.config.layout import DegreesConfig, LayoutConfig
+from holdfast.config.pipeline_schedules import SCHEDULE_KINDS
 from holdfast.config.train import TrainConfig
-from holdfast.core.schedule.named import SCHEDULES
 
 
 def check_pipeline(key: str, degrees: DegreesConfig, layout: LayoutConfig, layers: int) -> str:
@@ -58,7 +58,7 @@ def check_split_backward(
     leave a part of their backward for later.
     """
     name = layout.schedule
-    is_split = SCHEDULES[name].splits_backward
+    is_split = SCHEDULE_KINDS[name].splits_backward
     if degrees.pp == 1 or not (is_split or layout.stages_a_worker > 1):
         return ""
     if degrees.dp_shard > 1 and layout.zero > 1:

@@ -8,13 +8,13 @@ the layer's input and the gradient of its output, which are kept until then.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -54,16 +54,6 @@ class LateGradients:
         """Return what the pass that has ended left."""
         kept, self._kept = self._kept, []
         return kept
-
-
-def leave_weight_gradients(layers: Iterable[nn.Module]) -> LateGradients:
-    """Let the backward passes of linear `layers` keep what their weights' gradients need. Other
-    modules are left alone, and so are frozen weights."""
-    found = LateGradients()
-    for layer in layers:
-        if hasattr(layer, "late_gradients"):
-            layer.late_gradients = found
-    return found
 
 
 def late_linear(

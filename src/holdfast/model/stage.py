@@ -10,7 +10,10 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from holdfast.model.decoder import Decoder
+from torch import nn
+
+from holdfast.model.decoder import Decoder, Linear
+from holdfast.model.late_gradients import LateGradients
 
 
 @dataclass(frozen=True)
@@ -37,3 +40,13 @@ def keep_stage(decoder: Decoder, blocks: Collection[int], first: bool, last: boo
         decoder.embed = None
     if not last:
         decoder.norm = decoder.head = None
+
+
+def leave_weight_gradients(module: nn.Module) -> LateGradients:
+    """Let the backward passes of a decoder's linear layers keep what their weights' gradients need.
+    Frozen weights are left alone."""
+    found = LateGradients()
+    for layer in module.modules():
+        if isinstance(layer, Linear):
+            layer.late_gradients = found
+    return found

@@ -8,9 +8,9 @@ warm-up included, and how many of them each replica gets (`core.sharding.reducti
 from __future__ import annotations
 
 from holdfast.config.layout import DegreesConfig, LayoutConfig
+from holdfast.config.pipeline_schedules import SCHEDULE_KINDS
 from holdfast.config.run import RunConfig
 from holdfast.core.data.sample_order import BatchSchedule
-from holdfast.core.schedule.named import SCHEDULES
 from holdfast.core.sharding.pipeline_stages import balance_stages
 from holdfast.core.sharding.reduction_tree import deal
 from holdfast.errors import LayoutError
@@ -84,7 +84,7 @@ def max_workers(config: RunConfig, workers: int) -> int:
     layout = config.layout
     if layout.replicas:
         return layout.least_workers
-    each = SCHEDULES[layout.schedule].least_microbatches(layout.pp)
+    each = SCHEDULE_KINDS[layout.schedule].least_microbatches(layout.pp)
     busy = min(microbatches(config).values()) // each
     return max(1, min(workers // layout.ranks, busy)) * layout.ranks
 
@@ -97,7 +97,7 @@ def check_dealing_of_steps(config: RunConfig) -> None:
     if least < len(replicas):
         raise _idle_replica_error(config, step, least, len(replicas))
     name = config.layout.schedule
-    kind = SCHEDULES[name]
+    kind = SCHEDULE_KINDS[name]
     for step, number in by_number:
         shares = deal(number, len(replicas))
         for index, ((key, degrees), share) in enumerate(zip(replicas, shares, strict=True)):
@@ -132,7 +132,7 @@ def _idle_replica_error(config: RunConfig, step: int, least: int, replicas: int)
 def _pipeline_remedy(config: RunConfig, key: str, degrees: DegreesConfig, least: int) -> str:
     """Return remedies that give every pipeline enough: another schedule, a shorter one, fewer
     replicas."""
-    layout, kind = config.layout, SCHEDULES[config.layout.schedule]
+    layout, kind = config.layout, SCHEDULE_KINDS[config.layout.schedule]
     offers = ["layout.schedule=gpipe"]
     if layout.stages_a_worker > 1 and degrees.stages:
         offers[0] += f" with {key}.stages=[]"

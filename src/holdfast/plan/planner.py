@@ -21,8 +21,8 @@ from dataclasses import replace
 from functools import reduce
 from math import gcd
 
+from holdfast.config.pipeline_schedules import SCHEDULE_KINDS
 from holdfast.config.run import RunConfig
-from holdfast.core.schedule.named import SCHEDULES
 from holdfast.core.sharding.reduction_tree import Shares, deal
 from holdfast.errors import LayoutError
 from holdfast.layout import Replica, Topology
@@ -94,7 +94,7 @@ def dealer_of(topology: Topology, schedule: str) -> Callable[[int, int], Shares]
     least one for a replica, and as many as its schedule needs to fill the pipeline. `schedule` is
     the run file's."""
     replicas = topology.replicas
-    least = tuple(SCHEDULES[schedule].least_microbatches(r.degree("pp")) for r in replicas)
+    least = tuple(SCHEDULE_KINDS[schedule].least_microbatches(r.degree("pp")) for r in replicas)
     weights = tuple(r.weight for r in replicas)
 
     def dealer(leaves: int, number: int) -> Shares:
@@ -154,6 +154,6 @@ def _idle_reason(config: RunConfig, idle: int, over: int, number: int) -> str:
         key = "layout.replicas" if config.layout.replicas else "layout.workers"
         return f"{key} asks for {_max_workers(config)} workers"
     most = f"a step has {number} microbatches, and every replica needs "
-    each = SCHEDULES[config.layout.schedule].least_a_rank
+    each = SCHEDULE_KINDS[config.layout.schedule].least_a_rank
     most += {0: "one", 1: "one for each stage"}.get(each, f"{each} for each worker along pp")
     return f"no replica of {idle - over} workers or fewer can be added: {most}"

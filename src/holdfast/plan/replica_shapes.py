@@ -15,8 +15,8 @@ from itertools import accumulate
 from holdfast.config.degrees import find_impossible_degrees
 from holdfast.config.layout import DegreesConfig, LayoutConfig
 from holdfast.config.optimizer import ALL, ELEMENTWISE
+from holdfast.config.pipeline_schedules import SCHEDULE_KINDS
 from holdfast.config.run import RunConfig
-from holdfast.core.schedule.named import SCHEDULES
 from holdfast.core.sharding.pipeline_stages import balance_stages
 from holdfast.core.sharding.run_table import run_block_costs
 from holdfast.core.sharding.state_table import ITEM_BYTES, STATE_DTYPE
@@ -117,7 +117,7 @@ class AllowedShapes:
         return inside and possible and cp == 1 and self.fits_memory(self._shape_of_mesh(mesh_shape))
 
     def min_microbatches(self, pp: int) -> int:
-        return SCHEDULES[self.config.layout.schedule].least_microbatches(pp)
+        return SCHEDULE_KINDS[self.config.layout.schedule].least_microbatches(pp)
 
     # --- parts ------------------------------------------------------------------------------
     def _shape_of_mesh(self, mesh_shape: MeshShape) -> ReplicaShape:

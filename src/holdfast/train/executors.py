@@ -21,11 +21,11 @@ from typing import Any, Protocol, cast
 import torch
 from torch import Tensor, nn
 
-from holdfast.core.schedule.named import SCHEDULES, build_schedule
+from holdfast.config.pipeline_schedules import SCHEDULE_KINDS
+from holdfast.core.schedule.named import build_schedule
 from holdfast.core.schedule.table import Schedule, forward_only
 from holdfast.layout import AXES, Replica
-from holdfast.model.late_gradients import leave_weight_gradients
-from holdfast.model.stage import StagePart
+from holdfast.model.stage import StagePart, leave_weight_gradients
 from holdfast.parallel.gradients.leaf_progress import StageParameters
 from holdfast.parallel.pipeline import PipelineInterpreter
 from holdfast.parallel.process_groups import ProcessGroups
@@ -151,8 +151,8 @@ class PipelinedExecutor:
         self._is_folded = groups.replica.is_folded
         self._dim, self._sequence_parallel = dim, sequence_parallel
         late = None
-        if SCHEDULES[schedule].splits_backward:
-            late = leave_weight_gradients(objective.modules())
+        if SCHEDULE_KINDS[schedule].splits_backward:
+            late = leave_weight_gradients(objective)
         held = self._held_stages(groups.replica, groups.coordinate.pp)
         self._stages = RankStages(held, self._ranks * self._virtual - 1, self.boundary, late)
         self._interpreter = PipelineInterpreter(

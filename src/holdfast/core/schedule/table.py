@@ -169,15 +169,9 @@ def one_f_one_b(ranks: int, microbatches: int, virtual: int = 1) -> Schedule:
     Rank r runs p - r - 1 forwards ahead, and then a backward after every forward. So it keeps the
     activations of at most p - r microbatches. The bubble is GPipe's.
 
-    Raises LayoutError with fewer microbatches than ranks, and with `virtual` above 1. That would be
-    another schedule (interleaved), with an order of its own.
+    Raises LayoutError with fewer microbatches than ranks. `virtual` is 1: with more stages it would
+    be another schedule (interleaved), with an order of its own.
     """
-    if virtual != 1:
-        raise LayoutError(
-            f"the schedule 1f1b has one stage a rank, not {virtual}",
-            where="layout.schedule",
-            remedy="use the schedule gpipe, or one stage a rank",
-        )
     _require_microbatches("1f1b", ranks, microbatches, ranks)
     rows = []
     for rank in range(ranks):
