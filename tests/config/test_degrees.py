@@ -95,7 +95,8 @@ def sentence(*overrides: str) -> str:
         (["layout.zero=4"], "layout.zero is 4, not one of 1, 2, 3; use 1"),
         (
             ["layout.schedule=1f1"],
-            "layout.schedule is '1f1', not one of 1f1b, gpipe; did you mean 1f1b?",
+            "layout.schedule is '1f1', not one of 1f1b, gpipe, interleaved, zb-h1, zbv, dualpipev; "
+            "did you mean 1f1b?",
         ),
     ],
 )

@@ -310,7 +310,7 @@ CASES: list[Case] = [
     ),
     places(PLANNER + "there is no place for a worker", r"wait for a node", wait_for_nodes, 0),
     places(
-        PLANNER + "a step has … microbatches, and a pipeline under 1f1b needs more",
+        PLANNER + "a step has … microbatches, and a pipeline under … needs more",
         r"use layout\.schedule=(gpipe)",
         lambda lab, found: lab.settings.update(layout={"pp": 4, "schedule": found[1]}),
         4,
