@@ -48,7 +48,7 @@ class LayoutConfig(DegreesConfig):
     schedule: Literal["1f1b", "gpipe", "interleaved", "zb-h1", "zbv", "dualpipev"] = Field(
         "1f1b",
         description="with pp: order of the passes. gpipe takes fewer microbatches than 1f1b, and "
-        "keeps more activations; interleaved has several stages a worker; zb-h1, zbv and dualpipev "
+        "keeps more activations. interleaved has several stages a worker. zb-h1, zbv and dualpipev "
         "fill bubbles with gradients of weights",
     )
     virtual_stages: int = Field(

@@ -1,9 +1,9 @@
 """Linear layers whose backward leaves the gradient of the weight for later.
 
-A zero-bubble schedule splits a stage's backward: the gradient of the input at once, that of the
-weights when the rank would wait otherwise (Qi et al. 2023, arXiv 2401.10241, section 2). Of a
-linear layer these are two products, so the second needs no second pass over the graph. It needs
-the layer's input and the gradient of its output, which are kept until then.
+A zero-bubble schedule splits a stage's backward (Qi et al. 2023, arXiv 2401.10241, section 2). The
+gradient of the input comes at once. That of the weights comes when the rank would otherwise wait.
+Of a linear layer these are two products, so the second needs no second pass over the graph. It
+needs the layer's input and the gradient of its output, which are kept until then.
 """
 
 from __future__ import annotations

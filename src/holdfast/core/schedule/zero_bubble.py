@@ -1,8 +1,10 @@
 """Schedules that split the backward, and fill the bubbles with the gradients of weights.
 
 `I` is the gradient of a stage's input, which the stage before waits for. `W` is the gradient of its
-weights, for which nobody waits (Qi et al. 2023, arXiv 2401.10241). In a placement that is a V, rank
-r of p has the stages r and 2 p - 1 - r, so the first rank has both ends of the model.
+weights, for which no stage waits (Qi et al. 2023, arXiv 2401.10241).
+
+In a placement that is a V, rank r of p has the stages r and 2 p - 1 - r. So the first rank has both
+ends of the model.
 """
 
 from __future__ import annotations
@@ -83,8 +85,10 @@ def zb_h1(ranks: int, microbatches: int, virtual: int = 1) -> Schedule:
 
 
 def zbv(ranks: int, microbatches: int, virtual: int = 2) -> Schedule:
-    """ZBV (Qi et al. 2024, arXiv 2405.15362, section 3 and figure 5): no bubble if F, I and W take
-    equally long, in the memory of 1F1B. Its placement is a V.
+    """ZBV (Qi et al. 2024, arXiv 2405.15362, section 3 and figure 5). Its placement is a V.
+
+    It keeps as much as the first rank of 1F1B. If F, I and W take equally long, the ranks wait only
+    at the beginning and the end.
     """
     full = max(microbatches, 2 * ranks - 1)
     rows = tuple(_zbv_row(rank, ranks, full) for rank in range(ranks))
@@ -127,11 +131,12 @@ def _zbv_row(rank: int, ranks: int, microbatches: int) -> tuple[ScheduleCell, ..
 
 
 def dualpipev(ranks: int, microbatches: int, virtual: int = 2) -> Schedule:
-    """DualPipeV: DualPipe (DeepSeek-AI 2024, arXiv 2412.19437, section 3.2.1), cut in half so that
-    each rank has each stage once. Its placement is a V.
+    """DualPipeV: one half of DualPipe (DeepSeek-AI 2024, arXiv 2412.19437, section 3.2.1).
+
+    No stage is on two ranks, as in DualPipe. Its placement is a V.
 
     A forward of one direction and a backward of the other are one cell, so transfers of the one
-    hide behind the arithmetic of the other. The phases are those of DeepSeek's `dualpipev.py`.
+    can hide behind the arithmetic of the other. The phases are those of DeepSeek's `dualpipev.py`.
     """
     full = max(microbatches, 2 * ranks)
     rows = tuple(_dualpipev_row(rank, ranks, full) for rank in range(ranks))

@@ -6,7 +6,7 @@ its owners once its last gradient has come. Neither depends on the number of rep
 Only the cuts of a bucket into chunks do, and a sum does not depend on its cuts.
 
 FSDP2 produces the gradients of a block at once and in parameter order. So in a replica sharded by
-it a bucket is a block in that order; the embedding, and the last norm with the head, come last.
+it a bucket is a block in that order. The embedding, and the last norm with the head, come last.
 No bucket is then of two pipeline stages. A rank with several stages needs that: each of them has
 come to another microbatch.
 """

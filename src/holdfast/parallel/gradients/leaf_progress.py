@@ -44,8 +44,8 @@ class LeafProgress:
 
     @property
     def done(self) -> list[int]:
-        """The leaves that are complete, in the order in which they began to be; none while one is
-        open, or while stages have done unequal parts."""
+        """The leaves that are complete, in the order in which they were begun. There are none while
+        one is open, or while stages have done unequal parts."""
         if self._open is not None or any(n < self._stages for n in self._stages_done.values()):
             return []
         return list(self._stages_done)
