@@ -105,7 +105,8 @@ def sentence(*overrides: str) -> str:
         ),
         (
             ["layout.schedule=interleaved", "layout.pp=2", "layout.stages=[3, 3]"],
-            "layout.stages [3, 3] has 2 of layout.pp 2 x 2 stages; use [2, 2, 1, 1], or []",
+            "layout.stages [3, 3] has 2 of layout.pp 2 x 2 stages; use [2, 2, 1, 1], or [] to have them "
+            "balanced by cost",
         ),
         (
             ["layout.schedule=zb-h1", "layout.virtual_stages=2"],
@@ -113,12 +114,12 @@ def sentence(*overrides: str) -> str:
             "use layout.schedule interleaved, or virtual_stages 0",
         ),
         (
-            ["layout.schedule=zb-h1", "layout.pp=2", "layout.dp_shard=2"],
+            ["layout.pp=2", "layout.dp_shard=2", "layout.schedule=zb-h1"],
             "layout.schedule zb-h1 does not work with layout.zero 3 and layout.dp_shard 2; "
             "use layout.zero 1, or layout.schedule 1f1b",
         ),
         (
-            ["layout.schedule=zbv", "layout.pp=2", "train.compile=true"],
+            ["layout.pp=2", "train.compile=true", "layout.schedule=zbv"],
             "layout.schedule zbv does not work with train.compile; "
             "use train.compile false, or layout.schedule interleaved",
         ),
