@@ -105,8 +105,8 @@ def sentence(*overrides: str) -> str:
         ),
         (
             ["layout.schedule=interleaved", "layout.pp=2", "layout.stages=[3, 3]"],
-            "layout.stages [3, 3] has 2 of layout.pp 2 x 2 stages; use [2, 2, 1, 1], or [] to have them "
-            "balanced by cost",
+            "layout.stages [3, 3] has 2 of layout.pp 2 x 2 stages; use [2, 2, 1, 1], "
+            "or [] to have them balanced by cost",
         ),
         (
             ["layout.schedule=zb-h1", "layout.virtual_stages=2"],

@@ -64,8 +64,8 @@ def _assert_in_order(rows: Any, kind: ActionKind) -> None:
 
 def test_bubbles_are_those_of_the_papers() -> None:
     """Idle time of a rank, in forwards. It is (p - 1)(F + B) for 1F1B, and half of it for two
-    stages a rank (arXiv 2104.04473, section 2.2). For ZB-H1 it is (p - 1)(F + B - W) (arXiv 2401.10241,
-    table 1)."""
+    stages a rank (arXiv 2104.04473, section 2.2). For ZB-H1 it is (p - 1)(F + B - W)
+    (arXiv 2401.10241, table 1)."""
     for ranks, microbatches in ((4, 8), (4, 16), (8, 16)):
         idle = {
             name: timed(name, ranks, microbatches).makespan - 3 * microbatches
