@@ -135,8 +135,8 @@ def dualpipev(ranks: int, microbatches: int, virtual: int = 2) -> Schedule:
 
     No stage is on two ranks, as in DualPipe. Its placement is a V.
 
-    A forward of one direction and a backward of the other are one cell, so transfers of the one
-    can hide behind the arithmetic of the other. The phases are those of DeepSeek's `dualpipev.py`.
+    A forward of one direction and a backward of the other are one cell. So transfers of the one
+    can hide behind the arithmetic of the other. DeepSeek's own `dualpipev.py` has these phases.
     """
     full = max(microbatches, 2 * ranks)
     rows = tuple(_dualpipev_row(rank, ranks, full) for rank in range(ranks))
