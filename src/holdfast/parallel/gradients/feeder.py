@@ -16,6 +16,7 @@ and `parallel/fsdp.py` (FSDP2's units). The engine drives either by the same cal
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Mapping, Sequence
 from functools import partial
 
@@ -213,7 +214,12 @@ class GradientFeeder:
             reducer.check()
 
     def fail(self, error: Exception) -> None:
-        """Give the step up in all cells: who waits is woken, here and at the peers."""
+        """Give the step up in all cells: who waits is woken, here and at the peers.
+
+        The error is kept, and the frames of its traceback with it. Their variables are cleared.
+        Otherwise the graph of the pass, which the collector does not see, would keep the model.
+        """
+        traceback.clear_frames(error.__traceback__)
         self._error = self._error or error
         for reducer in self.reducers:
             reducer.fail(error)
