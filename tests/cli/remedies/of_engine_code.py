@@ -322,8 +322,8 @@ CASES: list[Case] = [
         lambda lab: MemoryLedger(int(lab.settings["device_gb"] * 1e9), ["gradients"]).add(
             "device", "parameters", 1_234_567
         ),
-        r"use train\.memory\.device_gb=(\S+) or more \(holdfast layout show prints an estimate\), or "
-        r"move state with train\.memory\.gradients=host",
+        r"use train\.memory\.device_gb=(\S+) or more \(holdfast layout show prints an estimate\), "
+        r"or move state with train\.memory\.gradients=host",
         setting("device_gb", float),
     ),
     case(

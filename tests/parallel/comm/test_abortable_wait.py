@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import threading
 import time
+from functools import partial
 from typing import Any
 
 import pytest
@@ -150,13 +151,11 @@ def test_a_collective_is_given_up_in_the_midst_of_a_piece(rank: RankContext) -> 
             reducer.bucket_done(0)
             rank.wait_mark("never", 0)
         rank.mark(f"listening{victim}")
-        wait_until(lambda: not runs(rank.pid(victim)), 60, "its end")
-        ending = threading.Thread(target=reducer.fail, args=(PeerLostError("the end"),))
-        ending.start()
+        pid = rank.pid(victim)
+        wait_until(partial(lambda pid: not runs(pid), pid), 60, "its end")
+        reducer.fail(PeerLostError("the end"))
         with pytest.raises(PeerLostError):
             reducer.finish()
-        ending.join()
-        reducer.peers.abort()
         begun = time.monotonic()
         _goes_on_alone(reducer, rank)
         reducer.finish()
