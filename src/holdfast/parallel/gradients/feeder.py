@@ -214,11 +214,8 @@ class GradientFeeder:
             reducer.check()
 
     def fail(self, error: Exception) -> None:
-        """Give the step up in all cells: who waits is woken, here and at the peers.
-
-        The error is kept, and the frames of its traceback with it. Their variables are cleared.
-        Otherwise the graph of the pass, which the collector does not see, would keep the model.
-        """
+        """Give the step up in all cells: who waits is woken, here and at the peers."""
+        # The error stays. The graph in its frames, unseen by the collector, would hold the model.
         traceback.clear_frames(error.__traceback__)
         self._error = self._error or error
         for reducer in self.reducers:
