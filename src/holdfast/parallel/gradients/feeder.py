@@ -215,8 +215,7 @@ class GradientFeeder:
 
     def fail(self, error: Exception) -> None:
         """Give the step up in all cells: who waits is woken, here and at the peers."""
-        # The error stays. The graph in its frames, unseen by the collector, would hold the model.
-        traceback.clear_frames(error.__traceback__)
+        traceback.clear_frames(error.__traceback__)  # a graph there, unseen by gc, holds the model
         self._error = self._error or error
         for reducer in self.reducers:
             reducer.fail(error)
