@@ -167,7 +167,8 @@ def build_engine(
     _prepare_units(config, task.units(objective))
     shards = groups.degree("dp_shard")
     make = _replicated if shards == 1 else _zero1 if config.layout.zero == 1 else _sharded
-    memory = StateMemory(config.train.memory, device, f"{config.name}-rank{groups.rank}")
+    label, movable = f"{config.name}-rank{groups.rank}", config.train.movable_state
+    memory = StateMemory(config.train.memory, device, label, movable)
     parameters, feed = make(_Parts(config, task, groups, device, precision, memory), objective)
     executor = task.executor(objective, groups, precision.compute, device)
     compiled_here = config.train.compile and device.type == "cpu"

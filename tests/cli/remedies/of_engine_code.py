@@ -319,11 +319,11 @@ CASES: list[Case] = [
         "train/memory/ledger.py: a rank needs … GB of its device (…), which is … GB more than the "
         "limit of … GB",
         values(device_gb=0.001),
-        lambda lab: MemoryLedger(int(lab.settings["device_gb"] * 1e9)).add(
+        lambda lab: MemoryLedger(int(lab.settings["device_gb"] * 1e9), ["gradients"]).add(
             "device", "parameters", 1_234_567
         ),
-        r"use train\.memory\.device_gb=(\S+), or move state with train\.memory\.optimizer=host and "
-        r"train\.memory\.gradients=host",
+        r"use train\.memory\.device_gb=(\S+) or more \(holdfast layout show prints an estimate\), "
+        r"or move state with train\.memory\.gradients=host",
         setting("device_gb", float),
     ),
     case(
