@@ -4,9 +4,10 @@ Korthikanti et al. (2022, section 4) count the bytes of a GPT block. Here they a
 this decoder: gated feed-forward, RMSNorm, grouped keys and values, an attention kernel that keeps
 no scores, no dropout.
 
-T is the tokens of a rank's microbatch, R those of its residual stream: T / tp with sequence
-parallelism. D is the stream's width. Q, K, F are the widths of a rank's queries, keys and inner
-units, and H is its query heads. i: bytes of an element that is computed with. w: 4, in float64 8.
+T is the tokens of a rank's microbatch, 1 / cp of them all. R is those of its residual stream:
+T / tp with sequence parallelism. D is the stream's width. Q, K, F are the widths of a rank's
+queries, keys and inner units, and H is its query heads. i: bytes of an element that is computed
+with. w: 4, in float64 8.
 
     norm         w R (2 D + 1)
     none         2 norms + i T (2 D + 2 Q + 2 K + 4 F) + w T H
@@ -110,7 +111,7 @@ class RankShape:
     def of(config: RunConfig, replica: Replica, at: Coordinate) -> RankShape:
         model, tp = config.model, replica.degree("tp")
         samples = config.train.microbatch_size // replica.degree("dp_shard")
-        tokens = samples * config.data.sequence_length
+        tokens = samples * config.data.sequence_length // replica.degree("cp")
         item = _COMPUTE_BYTES[config.train.precision]
         return RankShape(
             model,

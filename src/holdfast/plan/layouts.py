@@ -29,7 +29,13 @@ def layouts_of(config: RunConfig) -> tuple[Layout, ...]:
         if degrees not in stages:
             stages[degrees] = _stages(config, degrees)
         layouts.append(
-            Layout(pp=degrees.pp, dp_shard=degrees.dp_shard, tp=degrees.tp, stages=stages[degrees])
+            Layout(
+                pp=degrees.pp,
+                dp_shard=degrees.dp_shard,
+                cp=degrees.cp,
+                tp=degrees.tp,
+                stages=stages[degrees],
+            )
         )
     return tuple(layouts)
 
