@@ -1,8 +1,8 @@
 """Attention of some queries to some of their keys, which can be put together with the rest.
 
 A kernel returns the result for the keys that it is given. It also returns the logarithm of the sum
-of the scores' exponentials. With these two, results of several sets of keys are merged (Milakov and
-Gimelshein 2018; Liu et al. 2023, arXiv 2310.01889). The backward of a set of keys needs the merged
+of the scores' exponentials. With these two, results of several sets of keys are merged (Liu et al.
+2023, arXiv 2310.01889). The backward of a set of keys needs the merged
 result and the merged logarithm, and nothing of the other keys (Dao et al. 2022, section 3.1).
 
     fused    torch's own kernel for a CPU, of every dtype; scores are never kept
@@ -31,8 +31,9 @@ class PartialAttention(Protocol):
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool, scale: float
     ) -> tuple[Tensor, Tensor]:
-        """q: [B, H, L, h]; k, v: [B, K, M, h] -> the result [B, H, L, h] in q's dtype, logarithms
-        [B, H, L] in at least float32. They are -inf for a query that sees no key."""
+        """q: [B, H, L, h]; k, v: [B, K, M, h] -> the result [B, H, L, h], logarithms [B, H, L]
+
+        The result has q's dtype. A logarithm is -inf for a query that sees no key."""
         ...
 
     def backward(
