@@ -1,9 +1,9 @@
 """Attention of some queries to some of their keys, which can be put together with the rest.
 
 A kernel returns the result for the keys that it is given. It also returns the logarithm of the sum
-of the scores' exponentials. With these two, results of several sets of keys are merged (Liu et al.
-2023, arXiv 2310.01889). The backward of a set of keys needs the merged
-result and the merged logarithm, and nothing of the other keys (Dao et al. 2022, section 3.1).
+of the scores' exponentials. With these two, results of several sets of keys are merged, as in ring
+attention. The backward of a set of keys needs the merged result and logarithm, and no other keys
+(Dao et al. 2022, section 3.1).
 
     fused    torch's own kernel for a CPU, of every dtype; scores are never kept
     scores   products, for limits of scores and for devices: some queries at a time
