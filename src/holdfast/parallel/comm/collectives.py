@@ -32,7 +32,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -68,7 +68,7 @@ class Collectives:
         self._others = [(self.rank + i) % self.size for i in range(1, self.size)]
         self._traffic, self._kind = traffic, kind
         self._pending_sends: list[tuple[object, Tensor]] = []
-        self._rotations: deque[tuple[object, Tensor]] = deque()
+        self._rotations: deque[_Sent] = deque()
         self._sent = self._received = 0  # rotations
         self.reports_loss = self._by_messages = dist.get_backend(group) == "gloo"
 
@@ -142,15 +142,15 @@ class Collectives:
 
     def rotate(self, tensor: Tensor) -> Rotation:
         """Start to send to the next rank and to receive as much from the one before. Rotations are
-        waited for in their order, each at most two after the next was started. The tensor must not
-        change."""
+        waited for in their order, and all before another collective. The tensor must not change."""
         tensor = tensor.contiguous()
         self._count(tensor.nbytes)
         into = torch.empty_like(tensor)
         before, after = (self._members[(self.rank + i) % self.size] for i in (-1, 1))
         if self._by_messages:
             receipt = self.group.recv([into], before, _TAG)
-            self._rotations.append((self.group.send([tensor], after, _TAG), tensor))
+            sending = self.group.send([tensor], after, _TAG)
+            self._rotations.append(_Sent(sending, tensor, self._received))
             self._sent += 1
             return Rotation(into, receipt, self._take_rotation)
         # On a device this is one batch of two messages: empty ones are not sent.
@@ -202,15 +202,28 @@ class Collectives:
         self._rotations.clear()
 
     def _take_rotation(self) -> None:
-        """A rotation has come. Each rank on the way sent it at most two later than it received."""
+        """A rotation has come. When it was sent, the rank before had received as many as I had
+        when I sent the same one. So it goes on to the rank after me."""
         self._received += 1
-        first = self._sent - len(self._rotations) + 1
-        for _ in range(self._received - 2 * (self.size - 1) - first + 1):
+        first, arrived = self._sent - len(self._rotations) + 1, self._received
+        for _ in range(self.size - 1):
+            if arrived < first:
+                return
+            arrived = self._rotations[arrived - first].received
+        for _ in range(first, arrived + 1):
             self._rotations.popleft()
 
     def _count(self, nbytes: int) -> None:
         if self._traffic is not None:
             self._traffic.add(self._kind, nbytes)
+
+
+class _Sent(NamedTuple):
+    """A rotation's message. received: rotations that had come before it was sent."""
+
+    sending: object
+    tensor: Tensor
+    received: int
 
 
 class Rotation:
