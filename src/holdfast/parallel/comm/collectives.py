@@ -202,8 +202,8 @@ class Collectives:
         self._rotations.clear()
 
     def _take_rotation(self) -> None:
-        """A rotation has come. When it was sent, the rank before had received as many as I had
-        when I sent the same one. So it goes on to the rank after me."""
+        """A rotation has come. The rank before sent it after it had received as many as I had when
+        I sent mine. The same holds for each rank before that, up to the one after me."""
         self._received += 1
         first, arrived = self._sent - len(self._rotations) + 1, self._received
         for _ in range(self.size - 1):
