@@ -170,7 +170,7 @@ def test_partial_attention_adds_up(
 
     relations = TokenRelations(size, documents).within(window)
     heads = [x.detach().transpose(1, 2) for x in (q, k, v, g)]
-    moved = [torch.cat([x.split(size, 2)[c] for c in order], 2) for x in heads[1:3]]
+    moved = [torch.cat([torch.split(x, size, 2)[c] for c in order], 2) for x in heads[1:3]]
     merged = MergedAttention(q.detach())
     totals = [torch.zeros_like(x) for x in (heads[0], *moved)]
     parts = list(find_parts(range(len(order)), order, relations.look))
@@ -191,7 +191,10 @@ def test_partial_attention_adds_up(
     torch.testing.assert_close(merged.out.transpose(1, 2), want, rtol=1e-11, atol=1e-12)
     back = [
         totals[0],
-        *(torch.cat([x.split(size, 2)[order.index(c)] for c in range(4)], 2) for x in totals[1:]),
+        *(
+            torch.cat([torch.split(x, size, 2)[order.index(c)] for c in range(4)], 2)
+            for x in totals[1:]
+        ),
     ]
     for ours, theirs in zip(back, wanted, strict=True):
         torch.testing.assert_close(ours.transpose(1, 2), theirs, rtol=1e-11, atol=1e-12)

@@ -189,7 +189,9 @@ def _attend(
     chunks = [half for part in parts for half in part.chunk(2, 1)]
     order = all_chunks(swap.size)
     together = torch.cat([chunks[order.index(c)] for c in range(len(chunks))], 1)
-    mixed = tokens.attend_swapped(*together.split(sizes, 2), mix, scale)  # [B, u * T, H / u, h]
+    mixed = tokens.attend_swapped(
+        *torch.split(together, sizes, 2), mix, scale
+    )  # [B, u * T, H / u, h]
     chunks = list(mixed.chunk(len(order), 1))
     owned = [torch.cat([chunks[c] for c in chunks_of(i, swap.size)], 1) for i in range(swap.size)]
     return torch.cat(list(swap.swap(torch.stack(owned))), 2)
