@@ -97,6 +97,8 @@ MORE_CONTEXT = [
     "heads.ulysses.pp2-cp2-tp2",
     "ring.cp2+one",
     "gpipe.pp2-cp2",
+    "deep.zbv.pp2-cp2",
+    "deep.interleaved.ring.pp2-cp2",
 ]
 LAYOUTS = [*AXES, *PAIRS, *PRODUCTS, *UNLIKE, *MODES]
 SOME = [

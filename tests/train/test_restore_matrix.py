@@ -53,6 +53,9 @@ MIXED = [
     ("pp3+pp2", "shard2-tp2"),
     ("pp2-shard2", "tp2"),
     ("tp2", "pp2-shard2"),
+    ("pp2", "zbv.pp2"),
+    ("interleaved.pp2", "pp2"),
+    ("zbv.pp2", "interleaved.pp2"),
 ]
 CONTEXT = [("ring.cp2", "tp2"), ("shard2", "ring.cp2"), ("pp2-cp2", "shard2-cp2")]
 CHOSEN = {*NEAR[::3], *MIXED[::2], *CONTEXT[:2]}

@@ -14,6 +14,7 @@ from math import gcd, lcm
 from holdfast.config.layout import DegreesConfig, LayoutConfig
 from holdfast.config.model import ModelConfig
 from holdfast.config.optimizer import BLOCK, REPLICAS, OptimizerConfig
+from holdfast.config.pipeline import check_pipeline, check_split_backward, check_virtual_stages
 from holdfast.config.train import TrainConfig
 from holdfast.layout import AXES
 
@@ -42,7 +43,7 @@ def find_impossible_degrees(
     """Return the sentence of the first violated rule, "... : use ..."; None if there is none.
     length: of a sample. cuts: of what is trained if it is not the decoder
     (`RunConfig.module_cuts`)."""
-    if sentence := _degrees_in_two_places(layout):
+    if sentence := _degrees_in_two_places(layout) or check_virtual_stages(layout):
         return sentence
     shards = lcm(*(degrees.dp_shard for _, degrees in layout.kinds))
     for key, degrees in layout.kinds:
@@ -50,7 +51,8 @@ def find_impossible_degrees(
             [
                 _tensor(key, degrees.tp, model),
                 _context(key, degrees, layout, model, length),
-                _pipeline(key, degrees, model.layers),
+                check_pipeline(key, degrees, layout, model.layers),
+                check_split_backward(key, degrees, layout, train),
                 _blocks(key, degrees.tp, model, train.optimizer),
             ]
             if cuts is None
@@ -167,23 +169,6 @@ def _no_context(key: str, cp: int, cuts: ModuleCuts) -> str:
         f"{key}.cp {cp} cuts samples of the built-in decoder, and {cuts.trained} is trained: use "
         "cp 1, with dp_shard or replicas"
     )
-
-
-def _pipeline(key: str, degrees: DegreesConfig, layers: int) -> str:
-    """Check that every stage holds at least one block, and named stages hold all blocks."""
-    pp, stages = degrees.pp, list(degrees.stages)
-    if pp > layers:
-        return f"{key}.pp {pp} is more than model.layers {layers}: use {layers} or less"
-    even = [layers // pp + (stage < layers % pp) for stage in range(pp)]
-    instead = f"use {even}, or [] to have them balanced by cost"
-    if stages and len(stages) != pp:
-        return f"{key}.stages {stages} has {len(stages)} of {key}.pp {pp} stages: {instead}"
-    if stages and sum(stages) != layers:
-        return (
-            f"{key}.stages {stages} holds {sum(stages)} blocks, but model.layers is {layers}: "
-            f"{instead}"
-        )
-    return ""
 
 
 def _module_tensor(key: str, tp: int, cuts: ModuleCuts, train: TrainConfig) -> str:

@@ -17,6 +17,7 @@ from math import prod
 from holdfast.config.degrees import find_impossible_degrees
 from holdfast.config.layout import DegreesConfig, LayoutConfig
 from holdfast.config.optimizer import ALL, ELEMENTWISE
+from holdfast.config.pipeline_schedules import SCHEDULE_KINDS
 from holdfast.config.run import RunConfig
 from holdfast.core.sharding.pipeline_stages import balance_stages
 from holdfast.core.sharding.run_table import run_block_costs
@@ -29,11 +30,13 @@ from holdfast.plan.placed_memory import bytes_in_memory
 
 @dataclass(frozen=True)
 class ReplicaShape:
-    """A replica before it has ranks. min_microbatches: microbatches that it needs in every step."""
+    """A replica before it has ranks. min_microbatches: microbatches that it needs in every step.
+    is_folded: as in `layout.Replica`."""
 
     mesh_shape: MeshShape
     stages: Stages
     min_microbatches: int
+    is_folded: bool = False
 
     @property
     def size(self) -> int:
@@ -46,7 +49,7 @@ class ReplicaShape:
     def replica(self, index: int, first: int, weight: int = 1) -> Replica:
         """On the ranks from `first` on."""
         ranks = tuple(range(first, first + self.size))
-        return Replica(index, ranks, self.mesh_shape, self.stages, weight)
+        return Replica(index, ranks, self.mesh_shape, self.stages, weight, self.is_folded)
 
 
 class AllowedShapes:
@@ -62,7 +65,7 @@ class AllowedShapes:
         self._table = known_parameters(config)
         self._needed_bytes_of: dict[MeshShape, int] = {}
         kinds: Sequence[DegreesConfig] = config.layout.replicas or (config.layout,)
-        self.configured = tuple(map(self._shape, kinds))
+        self.configured = tuple(self._shape(_mesh_shape_of(d), d.stages) for d in kinds)
         if memory is not None and not any(self.fits_memory(shape) for shape in self.configured):
             raise self._too_large_error(kinds)
 
@@ -113,27 +116,30 @@ class AllowedShapes:
         return inside and possible and self.fits_memory(self._shape_of_mesh(mesh_shape))
 
     def min_microbatches(self, pp: int) -> int:
-        return pp if self.config.layout.schedule == "1f1b" else 1
+        return SCHEDULE_KINDS[self.config.layout.schedule].least_microbatches(pp)
 
     # --- parts ------------------------------------------------------------------------------
     def _shape_of_mesh(self, mesh_shape: MeshShape) -> ReplicaShape:
         """Return the run file's shape, or one with balanced stages if the file names none."""
-        pp = mesh_shape[0]
         wanted = next((s for s in self.configured if s.mesh_shape == mesh_shape), None)
-        return wanted or ReplicaShape(mesh_shape, self._stages(pp), self.min_microbatches(pp))
+        return wanted or self._shape(mesh_shape, ())
 
-    def _shape(self, degrees: DegreesConfig) -> ReplicaShape:
-        pp = degrees.pp
-        mesh_shape = tuple(getattr(degrees, axis) for axis in AXES)
-        stages = degrees.stages or self._stages(pp)
-        return ReplicaShape(mesh_shape, stages, self.min_microbatches(pp))
+    def _shape(self, mesh_shape: MeshShape, stages: Stages) -> ReplicaShape:
+        pp = mesh_shape[0]
+        return ReplicaShape(
+            mesh_shape,
+            stages or self._stages(pp),
+            self.min_microbatches(pp),
+            pp > 1 and self.config.layout.is_folded,
+        )
 
     def _stages(self, pp: int) -> Stages:
         if pp == 1:
             return ()
         if pp not in self._balanced_stages:
             length = self.config.data.sequence_length
-            self._balanced_stages[pp] = balance_stages(self.config.model, pp, length)
+            number = pp * self.config.layout.stages_a_worker
+            self._balanced_stages[pp] = balance_stages(self.config.model, number, length)
         return self._balanced_stages[pp]
 
     @cached_property
@@ -159,6 +165,10 @@ class AllowedShapes:
             where="layout.replicas" if self.config.layout.replicas else "layout",
             remedy="raise dp_shard, tp or pp, or allow more memory",
         )
+
+
+def _mesh_shape_of(degrees: DegreesConfig) -> MeshShape:
+    return tuple(getattr(degrees, axis) for axis in AXES)
 
 
 class _DegreeRules:

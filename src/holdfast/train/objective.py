@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from holdfast.core.data.target_weights import ID_BITS, PER_ONE, SHIFT
 from holdfast.core.devices import device_kind
 from holdfast.model.decoder import Decoder, soft_limit
+from holdfast.model.stage import StagePart
 from holdfast.parallel.context import ContextParallel
 from holdfast.parallel.tensor_parallel import TensorParallel
 from holdfast.parallel.vocab_parallel import VocabularySoftmax
@@ -63,13 +64,15 @@ class NextTokenObjective(nn.Module):
         targets: Tensor,
         documents: Tensor | None = None,
         incoming: Tensor | None = None,
+        part: StagePart | None = None,
     ) -> Tensor:
         """tokens, targets, documents: [B, S] -> loss sum: float64 scalar
 
         On a pipeline stage that is not the first, `incoming` [B, S, D] is the residual stream of
         the stage before. A stage that is not the last returns its own instead of a loss. (Its
         shape over several tp ranks: `parallel.tensor_parallel.residual_shape`.) Over several cp
-        ranks, it is that of this rank's tokens, and a loss is that of all tokens.
+        ranks, it is that of this rank's tokens, and a loss is that of all tokens. part: the stage
+        to run, if this rank has several.
         """
         decoder, tensor, x, share = self.decoder, self.tensor, incoming, None
         if self.context is not None:
@@ -84,8 +87,8 @@ class NextTokenObjective(nn.Module):
             if share is None
             else share.attention_context(decoder, x)
         )
-        x = decoder.blocks(x, context)
-        if decoder.norm is None:
+        x = decoder.blocks(x, context, positions=None if part is None else part.blocks)
+        if decoder.norm is None or (part is not None and not part.is_last):
             return x
         hidden = decoder.head_input(decoder.norm(x))
         if tensor is not None:
