@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from holdfast.core.devices import device_kind
 from holdfast.core.sharding.reduction_cells import Cell
 from holdfast.errors import LayoutError, PeerLostError
-from holdfast.layout import AXES, Coordinate, Replica, Topology
+from holdfast.layout import Coordinate, Replica, Topology
 from holdfast.parallel.comm import transport
 from holdfast.parallel.comm.comm_stats import TrafficCounter
 from holdfast.parallel.comm.device_group import DeviceGroup
@@ -277,10 +277,6 @@ def complete(
 def _check(topology: Topology, device: torch.device) -> None:
     if [r.index for r in topology.replicas] != list(range(len(topology.replicas))):
         raise LayoutError("replicas must be numbered from 0 in order", where="topology")
-    if any(replica.mesh_shape[AXES.index("cp")] > 1 for replica in topology.replicas):
-        raise LayoutError(
-            "context parallelism is not built yet", where="layout.cp", remedy="set cp to 1"
-        )
     kind = device_kind(device.type)
     if topology.world_size > 1:
         check_backends(kind)
