@@ -116,7 +116,7 @@ class WorkerLost(Event):
     pid: int  # 0: not known
     cause: str  # "SIGKILL", "exit 1", "no progress for 30 s", ...
     noticed_by: str  # exit, peer, halt; heartbeat: of its node; of one that stands still: stopped,
-    # silent, behind, progress
+    # silent, behind, device, progress
     node: str = ""  # where it sat
 
 

@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from holdfast.config.load import LoadedConfig
 from holdfast.config.run import RunConfig
 from holdfast.core.devices import DEVICES, is_accelerator
 from holdfast.errors import ConfigError
+from holdfast.plan.accelerators import Accelerator
 from holdfast.plan.hardware import HardwareInfo
 
 _BUILDS = {"cuda": ("CUDA", "ROCm"), "xpu": ("XPU",)}
 """What torch must have been built for, by kind of device."""
+
+
+def default_places(config: RunConfig, machine: HardwareInfo) -> tuple[int, str]:
+    """Return the places for workers if the run file names no number, and why there are so many."""
+    kind = DEVICES.get(config.device)
+    if kind is None or not kind.fills_node or config.cluster.node:
+        return 1, "one copy of the model"
+    count = sum(each.kind == kind.name for each in machine.accelerators)
+    return max(1, count), f"for the {kind.name} devices of {machine.node}, of which it has {count}"
 
 
 def refuse_devices(loaded: LoadedConfig, machine: HardwareInfo) -> None:
@@ -33,6 +45,7 @@ def refuse_devices(loaded: LoadedConfig, machine: HardwareInfo) -> None:
             where=loaded.where("device"),
             remedy="install a torch that was built for it, or use device=cpu",
         )
+    _refuse_unlike_devices(loaded, found[:workers])
     build = machine.torch_computes_on.partition(" ")[0]
     if build and kind.name in _BUILDS and build not in _BUILDS[kind.name]:
         raise ConfigError(
@@ -49,11 +62,25 @@ def refuse_devices(loaded: LoadedConfig, machine: HardwareInfo) -> None:
         )
 
 
-def describe_devices(config: RunConfig) -> list[str]:
-    """Lines about what of the run's devices has not run on real ones."""
+def _refuse_unlike_devices(loaded: LoadedConfig, used: Sequence[Accelerator]) -> None:
+    names = sorted({each.name for each in used})
+    if len(names) > 1 and loaded.config.train.deterministic:
+        raise ConfigError(
+            f"the run's devices are of several kinds ({', '.join(names)}), which compute other "
+            "bits than one another",
+            where=loaded.where("train.deterministic"),
+            remedy="hide some of them (CUDA_VISIBLE_DEVICES), or use train.deterministic=false",
+        )
+
+
+def describe_devices(loaded: LoadedConfig) -> list[str]:
+    """Lines about a number of workers that is planned, and about what has not run on devices."""
+    config, planned = loaded.config, loaded.origins["layout.workers"]
     if not is_accelerator(config.device) or config.layout.workers == 1:
         return []
+    workers, key = f"{config.layout.workers} workers on {config.device}", "layout.workers"
+    why = f" ({planned.place}; set {key} for another number)" if planned.kind == "planned" else ""
     return [
-        f"{config.layout.workers} workers on {config.device}: several devices have only been run "
-        "with stand-ins so far (docs/accelerators.md)"
+        f"{workers}{why}: several devices have only been run with stand-ins so far "
+        "(docs/accelerators.md)"
     ]

@@ -149,7 +149,8 @@ def plan(lab: Lab) -> None:
     """On a machine with two accelerators."""
     settings = dict(lab.settings)
     build, kind = settings.pop("torch_computes_on", ""), settings.pop("kind", "cuda")
-    two = tuple(Accelerator(number, "H100", 80 << 30, kind) for number in range(2))
+    names = settings.pop("names", ("H100", "H100"))
+    two = tuple(Accelerator(at, name, 80 << 30, kind) for at, name in enumerate(names))
     machine = HardwareInfo("a", "Linux", 8, 64 << 30, 32 << 30, two, build)
     words = [f"{key}={value}" for key, value in settings.items()]
     plan_for_machine(load_config(None, words), machine)
@@ -297,6 +298,14 @@ CASES: list[Case] = [
         plan,
         r"install a torch that was built for it, or use device=cpu",
         fixed(torch_computes_on="CUDA 13.0"),
+    ),
+    case(
+        "launch/devices.py: the run's devices are of several kinds (…), which compute other bits "
+        "than one another",
+        values(device="cuda", names=("A100", "H100")),
+        plan,
+        r"hide some of them \(CUDA_VISIBLE_DEVICES\), or use train\.deterministic=(false)",
+        lambda lab, found: lab.settings.update({"train.deterministic": found[1]}),
     ),
     case(
         "launch/devices.py: device … needs a torch for …, and this one is for …",
