@@ -160,16 +160,6 @@ def test_a_host_with_several_gpus_is_planned_a_worker_for_each(
         assert f"{workers} workers on cuda (for the cuda devices of host, of which it has 4" in line
 
 
-def test_devices_of_several_kinds_are_refused_if_bits_are_promised(tmp_path: Path) -> None:
-    cards = (*HOST.accelerators[:2], Accelerator(2, "NVIDIA A100-SXM4-80GB", 80 * 2**30))
-    host, run_file = replace(HOST, accelerators=cards), write_run_file(tmp_path)
-    with pytest.raises(ConfigError, match=r"NVIDIA A100-SXM4-80GB, NVIDIA H100") as refused:
-        plan_for_machine(load_config(run_file, ["device=cuda", "layout.workers=3"]), host)
-    assert "train.deterministic=false" in str(refused.value.remedy)
-    for more in (["layout.workers=2"], ["layout.workers=3", "train.deterministic=false"]):
-        plan_for_machine(load_config(run_file, ["device=cuda", *more]), host)
-
-
 def test_a_gpu_that_torch_was_not_built_for_is_refused(tmp_path: Path) -> None:
     host = replace(HOST, torch_computes_on="CPU")
     loaded = load_config(write_run_file(tmp_path), ["device=auto", "layout.workers=1"])

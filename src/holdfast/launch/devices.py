@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from holdfast.config.load import LoadedConfig
 from holdfast.config.run import RunConfig
 from holdfast.core.devices import DEVICES, is_accelerator
 from holdfast.errors import ConfigError
-from holdfast.plan.accelerators import Accelerator
 from holdfast.plan.hardware import HardwareInfo
 
 _BUILDS = {"cuda": ("CUDA", "ROCm"), "xpu": ("XPU",)}
@@ -45,7 +42,6 @@ def refuse_devices(loaded: LoadedConfig, machine: HardwareInfo) -> None:
             where=loaded.where("device"),
             remedy="install a torch that was built for it, or use device=cpu",
         )
-    _refuse_unlike_devices(loaded, found[:workers])
     build = machine.torch_computes_on.partition(" ")[0]
     if build and kind.name in _BUILDS and build not in _BUILDS[kind.name]:
         raise ConfigError(
@@ -54,22 +50,18 @@ def refuse_devices(loaded: LoadedConfig, machine: HardwareInfo) -> None:
             where=loaded.where("device"),
             remedy="install another torch, or use device=cpu",
         )
+    names = sorted({each.name for each in found[:workers]})
+    if len(names) > 1 and config.train.deterministic:
+        raise ConfigError(
+            f"the workers' devices differ ({', '.join(names)}), so they give unlike bits",
+            where=loaded.where("train.deterministic"),
+            remedy=f"choose like ones by {kind.visible_by}, or use train.deterministic=false",
+        )
     if kind.most_workers and config.layout.workers > kind.most_workers:
         raise ConfigError(
             f"layout.workers is {config.layout.workers}, but a run on {kind.name} has one worker",
             where=loaded.where("layout.workers"),
             remedy="use 1, or device=cpu",
-        )
-
-
-def _refuse_unlike_devices(loaded: LoadedConfig, used: Sequence[Accelerator]) -> None:
-    names = sorted({each.name for each in used})
-    if len(names) > 1 and loaded.config.train.deterministic:
-        raise ConfigError(
-            f"the run's devices are of several kinds ({', '.join(names)}), which compute other "
-            "bits than one another",
-            where=loaded.where("train.deterministic"),
-            remedy="hide some of them (CUDA_VISIBLE_DEVICES), or use train.deterministic=false",
         )
 
 

@@ -300,14 +300,6 @@ CASES: list[Case] = [
         fixed(torch_computes_on="CUDA 13.0"),
     ),
     case(
-        "launch/devices.py: the run's devices are of several kinds (…), which compute other bits "
-        "than one another",
-        values(device="cuda", names=("A100", "H100")),
-        plan,
-        r"hide some of them \(CUDA_VISIBLE_DEVICES\), or use train\.deterministic=(false)",
-        lambda lab, found: lab.settings.update({"train.deterministic": found[1]}),
-    ),
-    case(
         "launch/devices.py: device … needs a torch for …, and this one is for …",
         values(device="xpu", torch_computes_on="CUDA 13.0", kind="xpu"),
         plan,
@@ -320,6 +312,15 @@ CASES: list[Case] = [
         plan,
         r"install another torch, or use device=cpu",
         fixed(torch_computes_on="XPU 20250101"),
+    ),
+    case(
+        "launch/devices.py: the workers' devices differ (…), so they give unlike bits",
+        lambda lab: lab.settings.update(
+            {"device": "cuda", "layout.workers": 2, "names": ("H100", "A100")}
+        ),
+        plan,
+        r"choose like ones by CUDA_VISIBLE_DEVICES, or use (train\.deterministic)=(false)",
+        lambda lab, found: lab.settings.update({found[1]: found[2]}),
     ),
     case(
         "launch/devices.py: layout.workers is …, but a run on … has one worker",
@@ -345,7 +346,7 @@ CASES: list[Case] = [
     ),
     places(PLANNER + "there is no place for a worker", r"wait for a node", wait_for_nodes, 0),
     places(
-        PLANNER + "a step has … microbatches, and a pipeline under 1f1b needs more",
+        PLANNER + "a step has … microbatches, and a pipeline under … needs more",
         r"use layout\.schedule=(gpipe)",
         lambda lab, found: lab.settings.update(layout={"pp": 4, "schedule": found[1]}),
         4,
