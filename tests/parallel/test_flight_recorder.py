@@ -30,6 +30,7 @@ def entry(name: str, state: str, **more: object) -> dict[str, object]:
 def test_operations_that_have_not_ended_get_a_line() -> None:
     entries = [
         entry("nccl:all_reduce", "completed"),
+        entry("gloo:all_reduce", "scheduled", retired=True),  # gloo's have no other state
         entry("nccl:_all_gather_base", "started"),
         entry("nccl:send 0->1", "scheduled", is_p2p=True, process_group=["7", "undefined"]),
     ]

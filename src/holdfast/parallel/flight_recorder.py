@@ -43,7 +43,8 @@ def _dump() -> str:
 def describe_pending(text: str) -> list[str]:
     """Return a line for each operation in the recorder's JSON that has not ended, oldest first."""
     entries = json.loads(text).get("entries", []) if text else []
-    return [_describe(each) for each in entries if each.get("state") != "completed"]
+    open_ones = (each for each in entries if not each.get("retired"))
+    return [_describe(each) for each in open_ones if each.get("state") != "completed"]
 
 
 def _describe(entry: dict[str, Any]) -> str:
