@@ -106,7 +106,7 @@ class WorkerReady(Event):
     absent_if_empty = frozenset({"device"})
     rank: int
     seconds: float  # from fork to ready
-    device: str = ""  # with its backends and their versions: "cuda:1, nccl 2.28.9"
+    device: str = ""  # with backends, versions and transport: "cuda:1, nccl 2.28.9, NVLink"
 
 
 @dataclass(frozen=True)
