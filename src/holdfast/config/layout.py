@@ -38,7 +38,10 @@ class LayoutConfig(DegreesConfig):
     """Replicas of pp x dp_shard x cp x tp workers, as many as the number of workers allows."""
 
     workers: int = Field(
-        0, ge=0, le=2**20, description="workers; 0: one copy of the model (planned)"
+        0,
+        ge=0,
+        le=2**20,
+        description="workers; 0: one copy of the model, on cuda one for each device (planned)",
     )
     zero: Literal[1, 2, 3] = Field(
         3,

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from holdfast.core.device_progress import GroupProgress
 from holdfast.core.devices import device_kind
 from holdfast.core.sharding.reduction_cells import Cell
 from holdfast.errors import LayoutError, PeerLostError
@@ -176,6 +177,11 @@ class ProcessGroups:
     def _uses_device_groups(self) -> bool:
         """Return True if gradients travel between replicas by the device's own backend."""
         return self.settings.exchange == "gathered" and not self.settings.kind.between_has_tags
+
+    def device_progress(self) -> tuple[GroupProgress, ...]:
+        """Return how far this rank's device is with the exchanges between replicas."""
+        known = tuple(self._groups_by_ranks.values())
+        return tuple(each.progress() for each in known if isinstance(each, DeviceGroup))
 
     # --- the end --------------------------------------------------------------------------
     def abort_between_replicas(self) -> None:
