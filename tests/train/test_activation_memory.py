@@ -40,6 +40,8 @@ def _measured(
         _step(made, 1, size)
         meter = ActivationMeter(made.objective)
         _step(made, 2, size)
+        meter.peak = 0  # what one step's messages leave to the next is noted from here on
+        _step(made, 3, size)
         at = made.groups.coordinate
         said = activations_of(config, topology, at).total
         found[policy] = (meter.peak, said, _late_sum(config, topology, at))

@@ -6,13 +6,27 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
+import torch
 
+from holdfast.train.recompute import OPERATIONS, drops_out
 from tests.support.layouts import RECOMPUTE, case, config_of, engine_of, one_step, topology_of
 from tests.support.marks import in_campaign
 from tests.support.ranks import RankContext, rank_values
 from tests.support.tiny_training import digest
 
 STEPS = 3
+
+
+@pytest.mark.parametrize("name", ["flash", "efficient", "cudnn"])
+def test_a_kernel_that_drops_out_is_seen(name: str) -> None:
+    op = getattr(torch.ops.aten, f"_scaled_dot_product_{name}_attention").default
+    assert op in OPERATIONS["attention"]
+    names = [argument.name for argument in op._schema.arguments]
+    given = [0.1 if each == "dropout_p" else None for each in names]
+    assert drops_out(op, given, {})
+    assert drops_out(op, [], {"dropout_p": 0.1})
+    assert not drops_out(op, [0.0] * len(names), {})
+    assert not drops_out(op, [], {})
 
 
 def _curves(rank: RankContext, name: str, policies: Sequence[str]) -> dict[str, list[str]]:

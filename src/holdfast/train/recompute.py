@@ -94,16 +94,16 @@ def _run_again(
 
 
 def _choose(operations: frozenset[Any], _: Any, op: Any, *given: Any, **named: Any) -> Any:
-    """Whether the result of an operation is kept. One that draws random numbers is run again: the
-    numbers after it are the same only then."""
     from torch.utils.checkpoint import CheckpointPolicy
 
-    if op not in operations or _draws(op, given, named):
-        return CheckpointPolicy.PREFER_RECOMPUTE
-    return CheckpointPolicy.MUST_SAVE
+    if op in operations and not drops_out(op, given, named):
+        return CheckpointPolicy.MUST_SAVE
+    return CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def _draws(op: Any, given: Sequence[Any], named: Mapping[str, Any]) -> bool:
+def drops_out(op: Any, given: Sequence[Any], named: Mapping[str, Any]) -> bool:
+    """Return True if this call of an operation draws random numbers. Its result is not kept: only
+    if it is run again are the numbers that are drawn after it the same."""
     names = [argument.name for argument in op._schema.arguments]
     if "dropout_p" not in names:
         return False
