@@ -151,6 +151,12 @@ class TrainConfig(Section):
         """The word for one stage of a pipeline of so many."""
         return word_of_stage(self.recompute, stage, stages)
 
+    @property
+    def movable_state(self) -> list[str]:
+        """Keys of `memory` that could take more of the device's state elsewhere."""
+        keys = ("optimizer", "gradients") if self.optimizer.name_with_state == "adamw" else ()
+        return [key for key in keys if getattr(self.memory, key) == DEVICE]
+
     @model_validator(mode="after")
     def _state_is_no_shorter(self) -> TrainConfig:
         short = self.optimizer.state_dtype
