@@ -53,14 +53,14 @@ def main() -> None:
             found = timed(objectives[policy], tokens)
             if number:  # the first one warms up
                 times[policy].append(found)
-    print(f"{'policy':<27}wall s   CPU s   counted MB   formula MB")
+    print(f"{'policy':<27}  wall s   CPU s   counted MB   formula MB")
     for policy, objective in objectives.items():
         wall, cpu = (statistics.median(column) for column in zip(*times[policy], strict=True))
         meter = ActivationMeter(objective)
         objective(tokens, tokens).backward()
         meter.close()
         said = formula(given.shape, policy, given.batch, given.sequence)
-        print(f"{policy:<25}{wall:8.3f}{cpu:8.3f}{meter.peak / 1e6:13.2f}{said / 1e6:13.2f}")
+        print(f"{policy:<27}{wall:8.3f}{cpu:8.3f}{meter.peak / 1e6:13.2f}{said / 1e6:13.2f}")
 
 
 def config_of(shape: str, policy: str, batch: int = 2, sequence: int = 512) -> RunConfig:
