@@ -41,6 +41,27 @@ from tests.support.tiny_training import CPU, LENGTH, changed, feed
 
 VOCABULARY, STEPS = 61, 8
 
+RECOMPUTE: dict[str, dict[str, Any]] = {
+    "none": {},
+    "full": {"train__recompute": "full"},
+    "selective": {"train__recompute": "selective"},
+    "attention": {"train__recompute": "selective", "train__recompute_keep": ["attention"]},
+    "activation": {"train__recompute": "selective", "train__recompute_keep": ["activation"]},
+    "most": {
+        "train__recompute": "selective",
+        "train__recompute_keep": ["matmul", "attention", "activation"],
+    },
+    "cut": {"train__recompute": "full", "train__partition_activations": True},
+    "cut-most": {
+        "train__recompute": "selective",
+        "train__recompute_keep": ["matmul", "attention", "activation"],
+        "train__partition_activations": True,
+    },
+    "staged": {"train__recompute": ["full", "none"], "layout__pp": 2},
+    "unstaged": {"train__recompute": ["none", "selective"], "layout__pp": 2},
+}
+"""Ways to keep less of a forward pass. The last two are for two stages."""
+
 _FLAGS: dict[str, dict[str, Any]] = {
     "plain": {"layout__sequence_parallel": False},
     "gpipe": {"layout__schedule": "gpipe"},
@@ -55,8 +76,7 @@ _FLAGS: dict[str, dict[str, Any]] = {
     "zbv": {"layout__schedule": "zbv"},
     "dualpipev": {"layout__schedule": "dualpipev"},
     "gathered": {"layout__exchange": "gathered"},
-    "full": {"train__recompute": "full"},
-    "selective": {"train__recompute": "selective"},
+    **RECOMPUTE,
     "compiled": {"train__compile": True},
     "untied": {"model__tied_embeddings": False},
     "qknorm": {"model__qk_norm": True},
