@@ -126,10 +126,18 @@ class RankShape:
     def norm(self) -> int:
         return self.wide * self.stream_tokens * (2 * self.model.dim + 1)
 
+    def stream(self) -> int:
+        """Bytes of the residual stream."""
+        return self.item * self.stream_tokens * self.model.dim
+
+    def moved(self, recompute: str) -> int:
+        """Bytes of a block that hooks of autograd see: with recomputation, its input."""
+        return self.block("none" if recompute == "none" else "full")
+
     def block(self, recompute: str) -> int:
         dim, head = self.model.dim, self.model.head_size
         query, key = self.heads * head, self.kv_heads * head
-        stream = self.item * self.stream_tokens * dim
+        stream = self.stream()
         if recompute == "full":
             return stream
         if recompute == "selective":

@@ -37,6 +37,7 @@ from holdfast.parallel.zero1 import OwnedRows
 from holdfast.train.engine import GradientFeed, GradientReducer, StepEngine
 from holdfast.train.evaluate import Evaluator
 from holdfast.train.loss_scale import LossScale
+from holdfast.train.memory.activations import move_activations
 from holdfast.train.memory.metered_executor import MeteredExecutor
 from holdfast.train.memory.places import StateMemory
 from holdfast.train.precision import Precision
@@ -164,10 +165,10 @@ def build_engine(
     precision = Precision.of(config.train.precision)
     objective = task.objective(groups)
     objective.to(precision.state)
-    _prepare_units(config, task.units(objective))
+    memory = StateMemory(config.train.memory, device, f"{config.name}-rank{groups.rank}")
+    _prepare_units(config, task.units(objective), memory)
     shards = groups.degree("dp_shard")
     make = _replicated if shards == 1 else _zero1 if config.layout.zero == 1 else _sharded
-    memory = StateMemory(config.train.memory, device, f"{config.name}-rank{groups.rank}")
     parameters, feed = make(_Parts(config, task, groups, device, precision, memory), objective)
     executor = task.executor(objective, groups, precision.compute, device)
     compiled_here = config.train.compile and device.type == "cpu"
@@ -189,16 +190,21 @@ def build_engine(
     return engine
 
 
-def _prepare_units(config: RunConfig, units: Sequence[nn.Module]) -> None:
-    """Let units be compiled, and run again in the backward pass, as the run file says."""
+def _prepare_units(config: RunConfig, units: Sequence[nn.Module], memory: StateMemory) -> None:
+    """Let units be compiled, and run again in the backward pass, and what they keep be moved, as
+    the run file says."""
+    moves = memory.config.moves_activations
     if config.train.recompute != "none":
         is_random = bool(config.task.name or config.lora.dropout)
         apply_recompute(
             units, config.train.recompute, is_random=is_random, is_compiled=config.train.compile
         )
-    elif config.train.compile:
+    elif config.train.compile and not moves:
         for unit in units:
             unit.compile()
+    if moves:
+        is_plain = config.train.recompute == "none"
+        move_activations(units, memory, is_compiled=config.train.compile and is_plain)
 
 
 def _tokens(config: RunConfig) -> int:
@@ -298,6 +304,8 @@ def _zero1(parts: _Parts, objective: nn.Module) -> BuiltParameters:
         traffic=groups.traffic,
         make_masters=partial(parts.memory.zeros, "optimizer"),
     )
+    if parts.memory.ledger.limit:  # with a limit, all that the device holds is counted
+        parts.memory.ledger.add(DEVICE, "messages", rows.waiting_bytes)
 
     def feeder(cells: Cells, by_unit: bool) -> GradientFeeder:
         return ReplicatedGradients(
@@ -350,6 +358,7 @@ def _sharded(parts: _Parts, objective: nn.Module) -> BuiltParameters:
             fast=config.layout.reduction == "fast",
             traffic=traffic,
             buffers=parts.make_sum,
+            are_sums_here=parts.memory.place_of("gradients") == DEVICE,
         )
 
     held = [local_tensor(p) for p in named.values()]
