@@ -17,7 +17,8 @@ from math import prod
 
 from holdfast.config.memory import DEVICE
 from holdfast.config.run import RunConfig
-from holdfast.core.schedule.table import ActionKind, actions_of, build_schedule
+from holdfast.core.schedule.named import build_schedule
+from holdfast.core.schedule.table import ActionKind, actions_of
 from holdfast.core.sharding.reduction_tree import deal
 from holdfast.core.sharding.sharding_table import tp_part
 from holdfast.core.sharding.state_table import mesh_box
@@ -140,14 +141,16 @@ def device_kind(config: RunConfig) -> str:
 
 
 def estimates_by_rank(config: RunConfig, topology: Topology) -> tuple[RankEstimate, ...]:
-    """The estimate of each rank, in order. Ranks at the same place of like replicas, with as many
-    microbatches, are computed once."""
+    """The estimate of each rank, in order. In a large world, ranks at the same place of like
+    replicas, with as many microbatches, are computed once. The first of dp_shard stands for its
+    others there: none holds more."""
     shares = deal(max(microbatches(config).values()), len(topology.replicas))
     device, found = device_kind(config), dict[object, RankEstimate]()
     estimates = []
     for rank in range(topology.world_size):
         at = topology.coordinate(rank)
-        key = topology.replica_of(rank).kind, at.mesh_rank, len(shares[at.replica])
+        replica = topology.replica_of(rank)
+        key = replica.kind, at.pp, at.cp, at.tp, len(shares[at.replica])
         if key not in found or topology.world_size <= _ALL_COMPUTED:
             found[key] = rank_estimate(config, topology, at, device)
         estimates.append(found[key])
@@ -214,7 +217,7 @@ def stage_of(config: RunConfig, topology: Topology, at: Coordinate, device: str)
     first, held = tp_part(model.vocab_rows, tp, at.tp) if model.vocab_rows else (0, 0)
     stream = shape.item * shape.stream_tokens * model.dim
     comes_in = at.pp > 0 and config.train.recompute == "none" and shape.item < shape.wide
-    unit = _elements(config, replica, at, f"layers.{blocks.start}.")
+    unit = _elements(config, replica, at, f"layers.{blocks[0]}.")
     moves = config.train.memory.moves_activations
     gathers = config.layout.zero if replica.degree("dp_shard") > 1 and config.layout.zero > 1 else 0
     adds = max(microbatches(config).values()) > len(topology.replicas)

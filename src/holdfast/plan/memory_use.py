@@ -37,6 +37,7 @@ from holdfast.core.sharding.state_table import (
     StateTable,
     TensorSpec,
     mesh_box,
+    stages_of,
 )
 from holdfast.layout import Coordinate, Replica, Topology
 
@@ -67,7 +68,7 @@ class RankContents:
     rank: int
     node: str
     at: Coordinate
-    blocks: Span
+    blocks: tuple[int, ...]
     embedding: bool
     head: bool
     heads: Span
@@ -100,14 +101,14 @@ def _contents_of(
     config: RunConfig, replica: Replica, at: Coordinate, rank: int, node: str, held: RankMemory
 ) -> RankContents:
     model, tp = config.model, replica.degree("tp")
-    blocks = replica.blocks(at.pp) or range(model.layers)
+    blocks = replica.blocks(at.pp) or tuple(range(model.layers))
     return RankContents(
         rank,
         node,
         at,
-        (blocks.start, len(blocks)),
-        embedding=replica.stage_of(-1) == at.pp,
-        head=replica.stage_of(model.layers) == at.pp,
+        blocks,
+        embedding=replica.holder_of(-1) == at.pp,
+        head=replica.holder_of(model.layers) == at.pp,
         heads=tp_part(model.heads, tp, at.tp),
         kv_heads=tp_part(model.kv_heads, tp, at.tp),
         vocabulary=tp_part(model.vocab_rows, tp, at.tp) if model.vocab_rows else (0, 0),
@@ -119,6 +120,7 @@ def memory_of(config: RunConfig, table: StateTable, replica: Replica, at: Coordi
     """Bytes of the parameters in `table` on one rank, as the table of this module says."""
     state = ITEM_BYTES[STATE_DTYPE[config.train.precision]]
     mixed = config.train.precision in MIXED
+    table = tuple(row for row in table if at.pp in stages_of(row, replica))  # the rest is empty
     whole = _elements((replace(spec, shard_dim=None) for spec in table), replica, at)
     cut = _elements(table, replica, at)
     kept = chain.from_iterable(optimizer_rows(config.train.optimizer, table))

@@ -55,8 +55,11 @@ def _moving(
         found = whose()
         assert found is not None
         staying = chain(found.parameters(), found.buffers())
-        without = (t for t in plain_tensors((given, named)) if not t.requires_grad)
-        pack = mover.begin(index, chain(staying, without))
+        tensors = list(plain_tensors((given, named)))
+        without = (tensor for tensor in tensors if not tensor.requires_grad)
+        # What comes in from another stage is a leaf.
+        is_first = index == 0 or any(t.is_leaf and t.requires_grad for t in tensors)
+        pack = mover.begin(chain(staying, without), is_first=is_first)
         with torch.autograd.graph.saved_tensors_hooks(pack, mover.unpack):
             out = forward(*given, **named)
         mover.end()
@@ -129,13 +132,14 @@ class _Mover:
         self._leaving: _Record | None = None  # being copied
 
     # --- forward --------------------------------------------------------------------------
-    def begin(self, index: int, staying: Iterator[Tensor]) -> Callable[[Tensor], object]:
-        """A block begins. Return the hook for what it keeps. staying: tensors that do not move."""
+    def begin(self, staying: Iterator[Tensor], *, is_first: bool) -> Callable[[Tensor], object]:
+        """A block begins. Return the hook for what it keeps. staying: tensors that do not move.
+        is_first: no block of this pass came before."""
         self._let_go()
         newest, self._newest = self._newest, None
         if newest is not None:
             self._send(newest)
-        record = self._open = _Record(self._room, newest if index else None)
+        record = self._open = _Record(self._room, None if is_first else newest)
         fixed = {tensor.untyped_storage()._cdata for tensor in plain_tensors(list(staying))}
         known: dict[tuple[int, int], weakref.ref[_Memory]] = {}
         return functools.partial(self._pack, record, fixed, known)
