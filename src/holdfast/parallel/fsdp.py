@@ -12,7 +12,8 @@ written into the slot directly.
 
 Gradients are sums, so FSDP2's own division is switched off. Its sharded `.grad` is dropped after
 each microbatch, because FSDP2 would continue to add in sequence. The optimizer reads the reducer's
-buffer instead, through the same offsets.
+buffer instead, through the same offsets. A unit's `.grad` is dropped when the next unit is reduced:
+all of them at once would be a second copy of the rank's gradients.
 """
 
 from __future__ import annotations
@@ -106,6 +107,7 @@ class ShardedGradients(GradientFeeder):
 
     named: the parameters by name in forward order: what FSDP2 made of them, or plain ones of no
         elements. boxes: what this rank holds of each. traffic: counts FSDP2's own collectives.
+    are_sums_here: the sums lie on the device, so FSDP2 may write to them.
     See `GradientFeeder` for the rest.
     """
 
@@ -120,6 +122,7 @@ class ShardedGradients(GradientFeeder):
         fast: bool = False,
         traffic: TrafficCounter | None = None,
         buffers: MakeBuffer | None = None,
+        are_sums_here: bool = True,
     ):
         self._parameters = list(named.values())
         super().__init__(
@@ -134,6 +137,8 @@ class ShardedGradients(GradientFeeder):
         )
         self._units: list[FsdpUnit] = []
         self._slot: Slot | None = None
+        self._are_sums_here = are_sums_here
+        self._stored_units: list[FsdpUnit] = []  # FSDP2 has their sums in `.grad` still
         self._missing_units: set[int] = set()
         index_of = {id(parameter): i for i, parameter in enumerate(self._parameters)}
         for module in root.modules():
@@ -157,6 +162,7 @@ class ShardedGradients(GradientFeeder):
                 self._store_partial_unit(self._units[number])
         self._progress.close()
         self._slot = None
+        self._stored_units.clear()
         for parameter in self._parameters:
             parameter.grad = None
 
@@ -186,16 +192,25 @@ class ShardedGradients(GradientFeeder):
         unit = self._units[number]
         module.set_all_reduce_hook(self._hook(number))
         module.set_custom_reduce_scatter(
-            OrderedReduceScatter(unit.size, lambda: self._direct_output(unit), traffic)
+            OrderedReduceScatter(
+                unit.size, lambda: self._direct_output(unit), traffic, self._drop_stored
+            )
         )
         if traffic is not None:
             module.set_custom_all_gather(CountedGather(traffic))
 
     def _direct_output(self, unit: FsdpUnit) -> Tensor | None:
         """Return the slot's place that FSDP2 may write a unit's sum to, if that is replaced."""
-        if self._slot is None or self.accumulates:
+        if self._slot is None or self.accumulates or not self._are_sums_here:
             return None
         return self._slot_view(unit)
+
+    def _drop_stored(self) -> None:
+        """Drop the gradients that FSDP2 has of units whose sums are in the slot."""
+        for unit in self._stored_units:
+            for index, _ in unit.placements:
+                self._parameters[index].grad = None
+        self._stored_units.clear()
 
     def _slot_view(self, unit: FsdpUnit) -> Tensor | None:
         if self._slot is None or unit.cell_run is None:
@@ -214,6 +229,9 @@ class ShardedGradients(GradientFeeder):
             try:
                 self._missing_units.discard(number)
                 self._store_output(unit, output)
+                if output.device.type != "cpu":  # this stream is not the one it was made on
+                    output.record_stream(torch.accelerator.current_stream(output.device))
+                self._stored_units.append(unit)
             except Exception as error:  # raised by check(), not inside the backward
                 self.fail(error)
 
@@ -268,6 +286,7 @@ class OrderedReduceScatter:
     """FSDP2's reduce-scatter of one unit (`fully_shard`'s custom communication interface).
 
     output_size: elements of the result. output_slot: where the result may be written, or None.
+    on_start: called before memory for a unit is taken.
     """
 
     def __init__(
@@ -275,12 +294,16 @@ class OrderedReduceScatter:
         output_size: int,
         output_slot: Callable[[], Tensor | None],
         traffic: TrafficCounter | None = None,
+        on_start: Callable[[], None] = lambda: None,
     ):
         self._output_size, self._slot, self._traffic = output_size, output_slot, traffic
+        self._on_start = on_start
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Memory for the input (all shards' parts) or the output (this shard's sum)."""
         slot = self._slot() if prod(size) == self._output_size else None
+        if prod(size) != self._output_size:
+            self._on_start()
         if slot is not None and (slot.dtype, slot.device.type) == (dtype, device.type):
             return slot
         return torch.empty(*size, dtype=dtype, device=device)
@@ -302,3 +325,4 @@ class OrderedReduceScatter:
         torch.add(first, second, out=output_tensor)
         for part in rest:
             output_tensor.add_(part)
+        received.untyped_storage().resize_(0)  # a thread of gloo may hold it for some time

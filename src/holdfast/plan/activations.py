@@ -157,6 +157,17 @@ class RankShape:
     def norm(self) -> int:
         return self.wide * self.stream_tokens * (2 * self.model.dim + 1)
 
+    def stream(self) -> int:
+        """Bytes of the residual stream."""
+        return self.item * self.stream_tokens * self.model.dim
+
+    def moved(self, policy: RecomputePolicy) -> int:
+        """Bytes of a block that hooks of autograd see: with recomputation, its input, unless that
+        is cut."""
+        if policy.word == "none":
+            return self.block(policy)
+        return self.kept_input(policy) if policy.input_parts == 1 else 0
+
     def kept_input(self, policy: RecomputePolicy) -> int:
         """Bytes of a block's input that are kept, where a block is run again."""
         return self.item * -(-self.stream_tokens * self.model.dim // policy.input_parts)
@@ -166,7 +177,7 @@ class RankShape:
         embedding keeps a row's number and whether it is here, 9 bytes a token."""
         if stage == 0:
             return 9 * self.tokens if tp > 1 else 0
-        stream = self.item * self.stream_tokens * self.model.dim
+        stream = self.stream()
         if policy.word == "none":  # the norm keeps a wide copy of what came in
             return stream if self.item < self.wide else 0
         return stream - self.kept_input(policy)
