@@ -116,8 +116,12 @@ def test_unknown_key_names_line_and_nearest_name() -> None:
             "run.yaml:1: device: gpu is no kind of device; use auto",
         ),
         (
-            "train:\n  precision: fp8\n",
-            "run.yaml:2: train.precision: fp8 is refused, as Holdfast computes nothing in fp8; use bf16",
+            "train:\n  precision: fp8\nmodel:\n  ffn_dim: 200\n",
+            "run.yaml:2: train.precision fp8 needs lengths that are multiples of 16, and model.ffn_dim 200 is none; use train.precision bf16",
+        ),
+        (
+            "train:\n  precision: fp8\ndata:\n  sequence_length: 100\n",
+            "run.yaml:2: train.precision fp8 needs microbatches of a multiple of 16 tokens, and a rank of layout has 200; use data.sequence_length 112, or train.microbatch_size 4",
         ),
         ("model:\n  preset: tinny\n", "run.yaml:2: model.preset 'tinny' is unknown; nearest: tiny"),
         ("model:\n  preset: [1]\n", "run.yaml:2: model.preset is [1], not text; 'tiny' would work"),

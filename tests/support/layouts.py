@@ -8,6 +8,8 @@ pp3+pp2           unlike replicas side by side
 plain.tp2         without sequence parallelism;  gpipe.pp2: another schedule
 files.dp2         optimizer state in a file, gradients on the host
 gathered.dp2      gradients between replicas by collectives
+fp8.dp2           float8 products, of a model that is wide enough;  wider.bf16.one: its shapes
+qboth.shard2      shards send each other codes of few bits;  qweights.shard2, qgradients.shard2
 state8bit.dp2     moments in 8 bits, of a model that is wide enough;  statebf16.dp2: in bf16
 full.tp2          blocks are run again in the backward pass; selective.tp2, compiled.tp2
 """
@@ -60,6 +62,16 @@ _FLAGS: dict[str, dict[str, Any]] = {
     "fp32": {"train__precision": "fp32"},
     "bf16": {"train__precision": "bf16"},
     "fp16": {"train__precision": "fp16"},
+    "fp8": {
+        "train__precision": "fp8",
+        "data__sequence_length": 16,  # in the run file: on a device 12 would be too odd
+        "model__dim": 64,
+        "model__ffn_dim": 128,
+    },
+    "wider": {"model__dim": 64, "model__ffn_dim": 128},
+    "qweights": {"layout__quantized": "weights"},
+    "qgradients": {"layout__quantized": "gradients"},
+    "qboth": {"layout__quantized": "both"},
     "small": {"train__batch_size": 8},  # two microbatches
     "files": {
         "train__memory": {
@@ -126,7 +138,7 @@ def case(name: str) -> Case:
 
 def model_flags(name: str) -> str:
     """What of a name's words makes another curve: a single process heeds those."""
-    precisions = ("fp32", "bf16", "fp16")
+    precisions = ("fp32", "bf16", "fp16", "fp8", "wider")
     flags = ("qknorm", "biased", "gemma", "untied", *precisions, "small", "shallow", "deep")
     return "".join(f"{flag}." for flag in flags if flag in name)
 

@@ -36,6 +36,7 @@ from holdfast.parallel.trace import SpanRecorder
 from holdfast.parallel.zero1 import OwnedRows
 from holdfast.train.engine import GradientFeed, GradientReducer, StepEngine
 from holdfast.train.evaluate import Evaluator
+from holdfast.train.float8 import apply_float8
 from holdfast.train.loss_scale import LossScale
 from holdfast.train.memory.metered_executor import MeteredExecutor
 from holdfast.train.memory.places import StateMemory
@@ -164,7 +165,7 @@ def build_engine(
     precision = Precision.of(config.train.precision)
     objective = task.objective(groups)
     objective.to(precision.state)
-    _prepare_units(config, task.units(objective))
+    _prepare_units(config, task.units(objective), device)
     shards = groups.degree("dp_shard")
     make = _replicated if shards == 1 else _zero1 if config.layout.zero == 1 else _sharded
     memory = StateMemory(config.train.memory, device, f"{config.name}-rank{groups.rank}")
@@ -189,8 +190,12 @@ def build_engine(
     return engine
 
 
-def _prepare_units(config: RunConfig, units: Sequence[nn.Module]) -> None:
-    """Let units be compiled, and run again in the backward pass, as the run file says."""
+def _prepare_units(config: RunConfig, units: Sequence[nn.Module], device: torch.device) -> None:
+    """Let units multiply in float8, be compiled, and run again in the backward pass, as the run
+    file says."""
+    if Precision.of(config.train.precision).has_float8:
+        has_kernels = bool(device_kind(device.type).float8_capability)
+        apply_float8(units, is_emulated=not has_kernels)
     if config.train.recompute != "none":
         is_random = bool(config.task.name or config.lora.dropout)
         apply_recompute(
@@ -350,6 +355,8 @@ def _sharded(parts: _Parts, objective: nn.Module) -> BuiltParameters:
             fast=config.layout.reduction == "fast",
             traffic=traffic,
             buffers=parts.make_sum,
+            weight_bits=WEIGHT_BITS if config.layout.quantizes_weights else 0,
+            gradient_bits=GRADIENT_BITS if config.layout.quantizes_gradients else 0,
         )
 
     held = [local_tensor(p) for p in named.values()]
@@ -393,5 +400,8 @@ def _cells_and_teams(config: RunConfig, groups: ProcessGroups) -> list[tuple[Cel
     cells = run_cells(config, groups.topology, groups.rank)
     return list(zip(cells, groups.teams(cells), strict=True))
 
+
+WEIGHT_BITS, GRADIENT_BITS = 8, 4
+"""Of what shards send each other under `layout.quantized`."""
 
 Table = tuple[tuple[Parameter, ...], dict[str, Box], Mapping[str, torch.Tensor]]
