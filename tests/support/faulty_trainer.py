@@ -4,8 +4,9 @@ RUN_FILE [key=value ...]`.
 The faults are in the environment, as JSON: {"raise": [[generation, rank, step], ...], "die
 agreeing": [[generation, rank], ...], "last": [[first step, last step, milliseconds], ...]}. "last"
 gives the duration of steps of the first generation. "on a device": the workers communicate by
-`fake_nccl`, with these changes of its row in the device table. "float8 anywhere": the command takes
-`train.precision: fp8` on a CPU, which computes the same products slowly.
+`fake_nccl`, with these changes of its row in the device table. "system": a folder in place of
+`/sys`, for the links of the node. "float8 anywhere": the command takes `train.precision: fp8` on a
+CPU, where torchao emulates it.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import os
 import signal
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 from holdfast.cli import train
@@ -29,6 +31,7 @@ DEEDS = "HOLDFAST_TEST_DEEDS"
 def run(boot: WorkerSpec, secret: Secret) -> int:
     """A worker's entry."""
     from holdfast.elastic.worker import main as worker
+    from holdfast.plan import links
     from holdfast.train import recover as recovering
     from holdfast.train.engine import StepEngine
 
@@ -37,6 +40,7 @@ def run(boot: WorkerSpec, secret: Secret) -> int:
         from tests.support import fake_nccl
 
         fake_nccl.install(**deeds["on a device"])
+        links.SYSTEM = Path(deeds.get("system", links.SYSTEM))
     compute, agree = StepEngine.compute, recovering.agree  # type: ignore[attr-defined]
 
     def computing(self: StepEngine, batches: Any) -> None:

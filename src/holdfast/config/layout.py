@@ -63,6 +63,11 @@ class LayoutConfig(DegreesConfig):
         description="what dp_shard sends as codes of few bits, with zero 2 or 3: weights 8 bits, "
         "gradients 4. The curve then depends on dp_shard",
     )
+    allow_tcp: bool = Field(
+        False,
+        description="train on devices whose data goes over TCP or the host's memory although a "
+        "faster link is there; false: refuse that",
+    )
     trace_step: int = Field(
         0,
         ge=0,
