@@ -5,6 +5,7 @@ and model.
     python -m benchmarks.precision --states         400 steps with each state_dtype
     python -m benchmarks.precision --states --rate 1e-3
     python -m benchmarks.precision --roundings      400 steps in fp32, rounded in other places
+    python -m benchmarks.precision --float8         fp8 against bf16; torchao emulates it on a CPU
     python -m benchmarks.precision --quantized --seeds 3 --rate 1e-3 --steps 100
     python -m benchmarks.precision --steps 100
 
@@ -26,6 +27,7 @@ from pathlib import Path
 import numpy as np
 from tests.support.commands import within
 
+from holdfast.cli import train
 from holdfast.core.sharding.state_table import MODEL_PREFIX
 from holdfast.events import Evaluated, StepDone
 from holdfast.export.weights import choose_checkpoint
@@ -55,6 +57,7 @@ ROUNDINGS: dict[str, Settings] = {
 """The same data, weights and formulas, with other last bits in each sum."""
 
 
+FLOAT8: dict[str, Settings] = {p: {"train.precision": p} for p in ("bf16", "fp8")}
 QUANTIZED: dict[str, Settings] = {
     name: {"layout.dp_shard": "2", "layout.workers": "2", "layout.quantized": name}
     for name in ("none", "weights", "gradients", "both")
@@ -82,10 +85,12 @@ def curve_of(
     rate: float | None = None,
     seed: int = 1,
 ) -> Curve:
-    """Train the quickstart, and read the curve from its journal."""
+    """Train the quickstart, and read the curve from its journal. In fp8 too, though the command
+    refuses it on a CPU."""
     run = folder / f"{name.replace(', ', '-').replace(' ', '-')}-{seed}"
     if rate is not None:
         changes = changes | {"train.optimizer.learning_rate": str(rate)}
+    train.refuse_float8 = lambda loaded, machine: None
     done = within(
         "train",
         RUN_FILE,
@@ -133,11 +138,12 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--states", action="store_true")
     parser.add_argument("--roundings", action="store_true")
+    parser.add_argument("--float8", action="store_true")
     parser.add_argument("--quantized", action="store_true")
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--rate", type=float, help="learning rate; without it, the quickstart's")
     given = parser.parse_args()
-    sets = {"states": STATES, "roundings": ROUNDINGS, "quantized": QUANTIZED}
+    sets = {"states": STATES, "roundings": ROUNDINGS, "quantized": QUANTIZED, "float8": FLOAT8}
     cases = next((of for key, of in sets.items() if getattr(given, key)), PRECISIONS)
     with tempfile.TemporaryDirectory() as folder:
         for seed in range(1, given.seeds + 1):

@@ -34,7 +34,7 @@ class BlockCode:
     """
 
     def __init__(self, sizes: Sequence[int], bits: int) -> None:
-        self._sizes, self._bits = tuple(sizes), bits
+        self._sizes, self._bits = list(sizes), bits
         self._blocks = [-(-size // BLOCK) for size in sizes]
         self._largest = 2 ** (bits - 1) - 1
         codes = sum(self._code_bytes(size) for size in sizes)
@@ -46,7 +46,7 @@ class BlockCode:
         packed = torch.zeros(len(rows), self.row_bytes, dtype=torch.uint8, device=rows.device)
         scales = self._scales(packed)
         block, at = 0, self._scale_bytes
-        for part, count in zip(rows.split(self._sizes, dim=1), self._blocks, strict=True):
+        for part, count in zip(torch.split(rows, self._sizes, dim=1), self._blocks, strict=True):
             size = part.shape[1]
             blocks = F.pad(part.float(), (0, -size % BLOCK)).view(len(rows), count, BLOCK)
             scale = blocks.abs().amax(dim=-1).div_(self._largest)
@@ -62,7 +62,7 @@ class BlockCode:
         """packed: [r, row_bytes] uint8 -> out: [r, sum of sizes], floating"""
         scales = self._scales(packed)
         block, at = 0, self._scale_bytes
-        for part, count in zip(out.split(self._sizes, dim=1), self._blocks, strict=True):
+        for part, count in zip(torch.split(out, self._sizes, dim=1), self._blocks, strict=True):
             size = part.shape[1]
             room = packed[:, at : at + self._code_bytes(size)]
             codes = room.view(torch.int8) if self._bits == 8 else _split(room)[:, :size]
