@@ -69,9 +69,9 @@ _FLAGS: dict[str, dict[str, Any]] = {
         "model__ffn_dim": 128,
     },
     "wider": {"model__dim": 64, "model__ffn_dim": 128},
-    "qweights": {"layout__quantized": "weights"},
-    "qgradients": {"layout__quantized": "gradients"},
-    "qboth": {"layout__quantized": "both"},
+    "qweights": {"layout__quantized": "weights", "layout__dp_shard": 2},
+    "qgradients": {"layout__quantized": "gradients", "layout__dp_shard": 2},
+    "qboth": {"layout__quantized": "both", "layout__dp_shard": 2},
     "small": {"train__batch_size": 8},  # two microbatches
     "files": {
         "train__memory": {
