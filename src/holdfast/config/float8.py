@@ -11,6 +11,7 @@ from math import gcd
 
 from holdfast.config.layout import DegreesConfig, LayoutConfig
 from holdfast.config.model import ModelConfig
+from holdfast.config.pipeline_schedules import SCHEDULE_KINDS
 from holdfast.config.train import TrainConfig
 
 MULTIPLE = 16
@@ -36,6 +37,7 @@ def find_impossible_float8(
             _lengths(key, degrees, model),
             _tokens(key, degrees, train.microbatch_size, length),
             _shared_bias(key, degrees, model),
+            _split_backward(key, degrees, layout.schedule),
         ):
             if sentence:
                 return sentence
@@ -71,6 +73,16 @@ def _tokens(key: str, degrees: DegreesConfig, microbatch: int, length: int) -> s
         f"train.precision fp8 needs microbatches of a multiple of {MULTIPLE} tokens, and a rank of "
         f"{key} has {tokens}: use data.sequence_length {-(-length // MULTIPLE) * MULTIPLE}, or "
         f"train.microbatch_size {samples}"
+    )
+
+
+def _split_backward(key: str, degrees: DegreesConfig, schedule: str) -> str:
+    """Check that no half of a layer's backward is left for later: torchao's cannot be."""
+    if degrees.pp == 1 or not SCHEDULE_KINDS[schedule].splits_backward:
+        return ""
+    return (
+        f"train.precision fp8 does not work with layout.schedule {schedule} and {key}.pp "
+        f"{degrees.pp}: use layout.schedule 1f1b"
     )
 
 

@@ -33,6 +33,7 @@ class DeviceKind:
     chunk_elements: logits that the loss holds at a time.
     float8_capability: the least compute capability with float8 products; (): no device of the kind.
     settings: environment of a worker, set before torch is imported. They replace a person's own.
+    visible_by: the environment variable that chooses among a node's devices.
     packages: installed packages whose versions decide what the backend does.
     log_variable: environment variable that names a file, in which the backend tells how it
         connects; "": it does not tell. log_settings: environment that makes it do so.
@@ -51,6 +52,7 @@ class DeviceKind:
     chunk_elements: int = 2**28
     float8_capability: tuple[int, ...] = ()
     settings: Mapping[str, str] = field(default_factory=dict, hash=False)
+    visible_by: str = ""
     packages: tuple[str, ...] = ()
     log_variable: str = ""
     log_settings: Mapping[str, str] = field(default_factory=dict, hash=False)
@@ -117,11 +119,18 @@ DEVICES: Mapping[str, DeviceKind] = MappingProxyType(
                 can_pin=True,
                 float8_capability=(8, 9),
                 settings=_NCCL_SETTINGS,
+                visible_by="CUDA_VISIBLE_DEVICES",
                 packages=("nvidia-nccl-cu13", "nvidia-nccl-cu12"),
                 log_variable="NCCL_DEBUG_FILE",
                 log_settings=_NCCL_LOG,
             ),
-            DeviceKind("xpu", inside="xccl", between="gloo", can_abort=False),
+            DeviceKind(
+                "xpu",
+                inside="xccl",
+                between="gloo",
+                can_abort=False,
+                visible_by="ZE_AFFINITY_MASK",
+            ),
             DeviceKind(
                 "mps",
                 inside="gloo",
