@@ -1,6 +1,6 @@
 """A training step under each axis of a layout, against the same axis in other loops.
 
-The axes are tp2 (tensor with sequence parallelism), pp2 (8 microbatches, 1F1B and GPipe) and
+The axes are tp2 (tensor with sequence parallelism), pp2 (8 microbatches, each schedule) and
 dp_shard2, on two workers with one thread each. The other loops are by hand from PyTorch's own
 pieces (parallelize_module, the pipelining schedules, fully_shard), in DeepSpeed and with
 torchtitan's plans. Every loop has the same weights, decoder maths and tokens, fused AdamW, and
@@ -34,6 +34,18 @@ PAIRS = (
         0.97,
         microbatches=8,
         floor="floor-pp2",
+    ),
+    *(
+        Pair(
+            f"pp2-{name}",
+            f"pipeline-{name}",
+            f"holdfast-pp2-{name}",
+            HAND,
+            0.97,
+            microbatches=8,
+            floor="floor-pp2",
+        )
+        for name in ("interleaved", "zb-h1", "zbv", "dualpipev")
     ),
     Pair("dp_shard2", "fsdp", "holdfast-zero3", HAND, 0.97, floor="floor-dp2"),
     Pair("deepspeed-tp2", "deepspeed-tp2", "holdfast-tp2", AHEAD, 1.0, True, floor="floor-tp2"),

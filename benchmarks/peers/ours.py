@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks.peers.work import Bench, Work
+from holdfast.config.layout import LayoutConfig
 from holdfast.config.run import RunConfig
 from holdfast.layout import AXES, Layout, place_layout
 from holdfast.parallel.process_groups import connect
@@ -76,12 +77,14 @@ def run(
     same_products_on_any_threads()  # as a worker does: its cost is ours
     keep_freed_memory()
     work = bench.work
+    named = LayoutConfig(schedule=schedule)
     layout = Layout(
         dp_replicate=bench.world // (pp * shards * tp),
         pp=pp,
         dp_shard=shards,
         tp=tp,
-        stages=work.stages(pp) if pp > 1 else (),
+        stages=work.stages(pp * named.stages_a_worker) if pp > 1 else (),
+        is_folded=named.is_folded and pp > 1,
     )
     config = run_config(work, bench.world, layout, zero, schedule)
     topology = place_layout(layout, 1, ("local",) * bench.world)

@@ -20,6 +20,10 @@ NAMES: dict[str, tuple[str, dict[str, object]]] = {
     "holdfast-tp2": ("ours", {"tp": 2}),
     "holdfast-pp2": ("ours", {"pp": 2}),
     "holdfast-pp2-gpipe": ("ours", {"pp": 2, "schedule": "gpipe"}),
+    **{
+        f"holdfast-pp2-{name}": ("ours", {"pp": 2, "schedule": name})
+        for name in ("interleaved", "zb-h1", "zbv", "dualpipev")
+    },
     "rebuild": ("rebuild", {}),
     "recover": ("recover", {}),
     "floor-dp2": ("floor", {}),
@@ -28,6 +32,10 @@ NAMES: dict[str, tuple[str, dict[str, object]]] = {
     "tensor": ("tensor", {}),
     "pipeline-1f1b": ("pipeline", {"schedule": "1f1b"}),
     "pipeline-gpipe": ("pipeline", {"schedule": "gpipe"}),
+    **{
+        f"pipeline-{name}": ("pipeline", {"schedule": name})
+        for name in ("interleaved", "zb-h1", "zbv", "dualpipev")
+    },
     "ddp": ("ddp", {}),
     "fsdp": ("fsdp", {}),
     "accelerate": ("accelerate", {}),
