@@ -64,14 +64,16 @@ def _lengths(key: str, degrees: DegreesConfig, model: ModelConfig) -> str:
 
 
 def _tokens(key: str, degrees: DegreesConfig, microbatch: int, length: int) -> str:
-    """Check the tokens of a microbatch, as dp_shard deals its samples. 0: chosen later."""
-    tokens = microbatch // degrees.dp_shard * length
+    """Check the tokens of a microbatch, as dp_shard and cp cut it. 0: chosen later."""
+    part = length // degrees.cp
+    tokens = microbatch // degrees.dp_shard * part
     if tokens % MULTIPLE == 0:
         return ""
-    samples = MULTIPLE // gcd(MULTIPLE, length) * degrees.dp_shard
+    samples = MULTIPLE // gcd(MULTIPLE, part) * degrees.dp_shard
+    unit = MULTIPLE * degrees.cp
     return (
         f"train.precision fp8 needs microbatches of a multiple of {MULTIPLE} tokens, and a rank of "
-        f"{key} has {tokens}: use data.sequence_length {-(-length // MULTIPLE) * MULTIPLE}, or "
+        f"{key} has {tokens}: use data.sequence_length {-(-length // unit) * unit}, or "
         f"train.microbatch_size {samples}"
     )
 
