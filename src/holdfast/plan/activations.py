@@ -60,7 +60,8 @@ class RankActivations:
 
 def has_formula(config: RunConfig) -> bool:
     """Return True for a run that the formulas cover. They know no task, no adapters, no masks of
-    documents or windows, no limits of scores, and norms before attention and feed-forward alone."""
+    documents or windows, no limits of scores, no codes of few bits. Norms come before attention and
+    feed-forward alone."""
     model = config.model
     plain = model.norms == "pre" and not (model.attention_softcap or model.windowed)
     trained = not (config.task.name or config.lora.rank)
@@ -68,6 +69,7 @@ def has_formula(config: RunConfig) -> bool:
     if any(degrees.pp > 1 for _, degrees in config.layout.kinds):
         kind = SCHEDULE_KINDS[config.layout.schedule]
         known = known and not kind.splits_backward and config.layout.stages_a_worker == 1
+    known = known and config.layout.quantized == "none"
     return trained and plain and known and config.data.attention == "full"
 
 

@@ -38,6 +38,7 @@ from holdfast.parallel.trace import SpanRecorder
 from holdfast.parallel.zero1 import OwnedRows
 from holdfast.train.engine import GradientFeed, GradientReducer, StepEngine
 from holdfast.train.evaluate import Evaluator
+from holdfast.train.float8 import apply_float8
 from holdfast.train.loss_scale import LossScale
 from holdfast.train.memory.activations import move_activations
 from holdfast.train.memory.metered_executor import MeteredExecutor
@@ -168,9 +169,12 @@ def build_engine(
     precision = Precision.of(config.train.precision)
     objective = task.objective(groups)
     objective.to(precision.state)
+    units = task.units(objective)
+    if precision.has_float8:
+        apply_float8(units, is_emulated=not device_kind(device.type).float8_capability)
     label, movable = f"{config.name}-rank{groups.rank}", config.train.movable_state
     memory = StateMemory(config.train.memory, device, label, movable)
-    _prepare_units(config, groups, task.units(objective), objective, memory)
+    _prepare_units(config, groups, units, objective, memory)
     shards = groups.degree("dp_shard")
     make = _replicated if shards == 1 else _zero1 if config.layout.zero == 1 else _sharded
     parameters, feed = make(_Parts(config, task, groups, device, precision, memory), objective)
@@ -376,6 +380,8 @@ def _sharded(parts: _Parts, objective: nn.Module) -> BuiltParameters:
             traffic=traffic,
             buffers=parts.make_sum,
             are_sums_here=parts.memory.place_of("gradients") == DEVICE,
+            weight_bits=WEIGHT_BITS if config.layout.quantizes_weights else 0,
+            gradient_bits=GRADIENT_BITS if config.layout.quantizes_gradients else 0,
         )
 
     held = [local_tensor(p) for p in named.values()]
@@ -422,5 +428,8 @@ def _cells_and_teams(config: RunConfig, groups: ProcessGroups) -> list[tuple[Cel
     cells = run_cells(config, groups.topology, groups.rank)
     return list(zip(cells, groups.teams(cells), strict=True))
 
+
+WEIGHT_BITS, GRADIENT_BITS = 8, 4
+"""Of what shards send each other under `layout.quantized`."""
 
 Table = tuple[tuple[Parameter, ...], dict[str, Box], Mapping[str, torch.Tensor]]
