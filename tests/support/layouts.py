@@ -9,6 +9,7 @@ plain.tp2         without sequence parallelism;  gpipe.pp2: another schedule
 files.dp2         optimizer state in a file, gradients on the host
 gathered.dp2      gradients between replicas by collectives
 state8bit.dp2     moments in 8 bits, of a model that is wide enough;  statebf16.dp2: in bf16
+experts.tp2       with experts; experts.ep2.shard2: spread over two ranks
 full.tp2          blocks are run again in the backward pass; selective.tp2, compiled.tp2
 """
 
@@ -57,6 +58,12 @@ _FLAGS: dict[str, dict[str, Any]] = {
         "model__attention_softcap": 3.0,
         "model__logit_softcap": 4.0,
     },
+    "experts": {
+        "model__family": "mixtral",
+        "model__experts": {"count": 4, "top_k": 2, "balance_loss": 0.02, "z_loss": 0.001},
+    },
+    "ep2": {"layout__ep": 2},
+    "ep4": {"layout__ep": 4},
     "fp32": {"train__precision": "fp32"},
     "bf16": {"train__precision": "bf16"},
     "fp16": {"train__precision": "fp16"},
@@ -121,13 +128,25 @@ def case(name: str) -> Case:
             keys = {"dp": "dp_replicate", "shard": "dp_shard"}
             layout = replace(layout, **{keys.get(axis, axis): degree})
         replicas += [replace(layout, dp_replicate=1)] * layout.dp_replicate
+    if "layout__ep" in changes:
+        changes["layout__dp_shard"] = max(layout.dp_shard for layout in replicas)
     return Case(name, tuple(replicas), changes)
 
 
 def model_flags(name: str) -> str:
     """What of a name's words makes another curve: a single process heeds those."""
     precisions = ("fp32", "bf16", "fp16")
-    flags = ("qknorm", "biased", "gemma", "untied", *precisions, "small", "shallow", "deep")
+    flags = (
+        "experts",
+        "qknorm",
+        "biased",
+        "gemma",
+        "untied",
+        *precisions,
+        "small",
+        "shallow",
+        "deep",
+    )
     return "".join(f"{flag}." for flag in flags if flag in name)
 
 
@@ -191,7 +210,13 @@ def engine_of(
 ) -> StepEngine:
     """Connected and initialised."""
     groups = connect(
-        topology, rank, store, CPU, seconds=seconds, exchange=choose_exchange(config, CPU)
+        topology,
+        rank,
+        store,
+        CPU,
+        seconds=seconds,
+        exchange=choose_exchange(config, CPU),
+        ep=config.layout.ep,
     )
     made = build_engine(config, groups, CPU)
     made.initialise(config.seed)

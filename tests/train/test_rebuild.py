@@ -83,6 +83,8 @@ LAYOUTS = {
     "qknorm.tp4": "qknorm.pp2-dp2",
     "qknorm.untied.pp2-tp2": "qknorm.untied.dp4",
     "pp3": "dp3",
+    "experts.ep2.shard4": "experts.pp2-tp2",
+    "experts.pp2-shard2": "experts.ep4.shard4",
     "files.dp2": "files.tp2",
     "files.zero1.2": "files.shard2",
     "files.pp2-shard2": "files.dp2-shard2",

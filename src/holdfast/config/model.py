@@ -7,6 +7,7 @@ from typing import Any, Literal
 from pydantic import Field, model_validator
 
 from holdfast.config.base import Section
+from holdfast.config.experts import ExpertsConfig
 from holdfast.config.presets import PRESETS, nearest_preset
 
 MAX_PARTS = 2**16
@@ -24,6 +25,8 @@ Family = Literal[
     "gemma",
     "gemma2",
     "gemma3",
+    "mixtral",
+    "qwen3_moe",
 ]
 
 
@@ -75,6 +78,7 @@ class ModelConfig(Section):
     kv_heads: int = Field(ge=1, le=MAX_PARTS, description="key/value heads K, a divisor of heads")
     head_dim: int = Field(0, ge=0, description="0: dim / heads")
     ffn_dim: int = Field(ge=1, description="SwiGLU's inner dim")
+    experts: ExpertsConfig | None = None
     vocab_size: int = Field(0, ge=0, description="0: the dataset's (planned)")
     vocab_multiple: int = Field(
         1, ge=1, description="rows of embedding and head are rounded up to a multiple of it"
@@ -199,6 +203,11 @@ class ModelConfig(Section):
         if not self.window:
             return ()
         return self.window_layers or tuple(range(self.layers))
+
+    @property
+    def inner_dim(self) -> int:
+        """Inner dim of a feed-forward, or of one expert."""
+        return (self.experts.width if self.experts else 0) or self.ffn_dim
 
     @property
     def head_size(self) -> int:

@@ -20,7 +20,15 @@ from holdfast.core.sharding.pipeline_stages import balance_stages
 from holdfast.core.sharding.run_table import run_block_costs
 from holdfast.core.sharding.state_table import ITEM_BYTES, STATE_DTYPE
 from holdfast.errors import LayoutError
-from holdfast.layout import Coordinate, MeshShape, Replica, Stages, coordinates_of, index_of
+from holdfast.layout import (
+    Coordinate,
+    MeshShape,
+    Replica,
+    Stages,
+    coordinates_of,
+    expert_degree,
+    index_of,
+)
 from holdfast.plan.memory_use import known_parameters, memory_of
 from holdfast.plan.placed_memory import bytes_in_memory
 
@@ -178,8 +186,9 @@ class _DegreeRules:
 
     def _is_allowed(self, axis: str, degree: int) -> bool:
         if (axis, degree) not in self._known:
-            alone = LayoutConfig.model_validate({axis: degree})
             config = self._config
+            ep = expert_degree(config.layout.ep, degree) if axis == "dp_shard" else 1
+            alone = LayoutConfig.model_validate({axis: degree, "ep": ep})
             refused = find_impossible_degrees(alone, config.model, config.train, config.module_cuts)
             self._known[axis, degree] = refused is None
         return self._known[axis, degree]

@@ -15,6 +15,10 @@ if TYPE_CHECKING:  # the mover has no use for pydantic
     from holdfast.config.model import ModelConfig
 
 
+EXPERTS = ".ffn.experts."
+"""In the names of the matrices of experts, whose dim 0 counts experts."""
+
+
 @dataclass(frozen=True, slots=True)
 class Normal:
     """Independent draws from N(0, std^2)."""
@@ -94,7 +98,7 @@ def decoder_parameters(model: ModelConfig) -> tuple[Parameter, ...]:
 
 def _block(model: ModelConfig, prefix: str) -> Iterator[Parameter]:
     """The rows of one block: attention, then the feed-forward, each between its norms."""
-    dim, head, ffn = model.dim, model.head_size, model.ffn_dim
+    dim, head, ffn = model.dim, model.head_size, model.inner_dim
     query, key_value = model.heads * head, model.kv_heads * head
     normal = Normal(model.init_std)
     residual = Normal(model.init_std / math.sqrt(2 * model.layers))
@@ -117,15 +121,28 @@ def _block(model: ModelConfig, prefix: str) -> Iterator[Parameter]:
         yield _gain(model, f"{prefix}attention_post_norm.weight", dim)
     if before:
         yield _gain(model, f"{prefix}ffn_norm.weight", dim)
-    yield Parameter(f"{prefix}ffn.gate.weight", (ffn, dim), True, normal)
-    yield Parameter(f"{prefix}ffn.up.weight", (ffn, dim), True, normal)
-    yield Parameter(f"{prefix}ffn.down.weight", (dim, ffn), True, residual)
+    inner, each = f"{prefix}ffn.", tuple[int, ...]()
+    if model.experts is not None:
+        each = (model.experts.count,)
+        yield Parameter(f"{prefix}ffn.router.weight", (*each, dim), True, normal)
+        inner = prefix + EXPERTS.removeprefix(".")
+    yield Parameter(f"{inner}gate.weight", (*each, ffn, dim), True, normal)
+    yield Parameter(f"{inner}up.weight", (*each, ffn, dim), True, normal)
+    yield Parameter(f"{inner}down.weight", (*each, dim, ffn), True, residual)
     if after:
         yield _gain(model, f"{prefix}ffn_post_norm.weight", dim)
 
 
 def _gain(model: ModelConfig, name: str, size: int) -> Parameter:
     return Parameter(name, (size,), False, Zeros() if model.norm_plus_one else Ones())
+
+
+def count_idle_parameters(model: ModelConfig) -> int:
+    """Number of parameters that a token does not use: those of the experts that it has not."""
+    if model.experts is None:
+        return 0
+    idle = model.experts.count - model.experts.top_k
+    return model.layers * idle * 3 * model.dim * model.inner_dim
 
 
 def count_parameters(model: ModelConfig, *, embeddings: bool = True) -> int:

@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import threading
 
-TRAFFIC_KINDS = ("reduce", "gather", "scatter", "tp", "pp", "control")
+TRAFFIC_KINDS = ("reduce", "gather", "scatter", "tp", "pp", "ep", "control")
 """reduce: gradients between the members of a cell. gather, scatter: parameters and gradients on
-the dp_shard axis. tp: activations of tensor parallelism. pp: between pipeline stages. control:
+the dp_shard axis. tp: activations of tensor parallelism. pp: between pipeline stages. ep: tokens
+on their way to experts and back, and their numbers. control:
 votes and other small exchanges."""
 
 

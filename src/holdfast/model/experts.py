@@ -1,0 +1,221 @@
+"""A feed-forward of experts: a router gives each token to `top_k` of them.
+
+The router takes the softmax of its scores in at least float32, and the largest ones choose
+(Mixtral: Jiang et al. 2024, section 2.1). No token is dropped. Tokens are sorted by expert, in
+their own order inside each, so an expert computes one contiguous part. bfloat16 has one grouped
+product for all experts, if their dims are multiples of 8; every other dtype has a loop. The choice
+follows from the dtype and the shapes alone, so a run does not change it.
+
+Losses of the router are sums over tokens t, as the main loss is. The balance loss is count * sum
+of f(e) * p(t, e) over t and experts e. The z loss is the sum of logsumexp(scores of t)^2.
+Here p is the softmax. Of all choices in the complete microbatch, the part f(e) fell on e (Fedus et
+al. 2021, section 2.2; Zoph et al. 2022, section 3.3). It is a count, so ranks that share a
+microbatch add it up exactly. The losses add gradients and do not show in the reported loss.
+
+Shapes: T tokens, D model dim, E experts, k = top_k, F inner dim, N = T k choices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from holdfast.config.experts import ExpertsConfig
+from holdfast.config.model import ModelConfig
+from holdfast.model.feed_forward import ACTIVATIONS, Linear
+
+_GROUPED_MULTIPLE = 8  # elements of a row's alignment that the grouped product asks for
+
+
+class Routing(NamedTuple):
+    """The experts of a microbatch's tokens.
+
+    experts, weights: of each token, largest first [T, k]. counts: choices by expert [E].
+    scores, shares: before and after the softmax [T, E].
+    """
+
+    experts: Tensor
+    weights: Tensor
+    counts: Tensor
+    scores: Tensor
+    shares: Tensor
+
+
+class Router(Linear):
+    """Scores of all experts for each token, and the choice."""
+
+    def __init__(self, dim: int, experts: ExpertsConfig):
+        super().__init__(dim, experts.count)
+        self._top_k, self._normalise = experts.top_k, experts.normalise
+
+    def forward(self, input: Tensor) -> Routing:  # type: ignore[override]
+        """input: [T, D]"""
+        wide = torch.float64 if input.dtype == torch.float64 else torch.float32
+        scores = F.linear(input.to(wide), self.weight.to(wide))  # [T, E]
+        shares = scores.softmax(-1)
+        weights, chosen = shares.topk(self._top_k, dim=-1)  # [T, k]
+        if self._normalise:
+            weights = weights / weights.sum(-1, keepdim=True)
+        counts = torch.bincount(chosen.flatten(), minlength=scores.shape[1])
+        return Routing(chosen, weights, counts, scores, shares)
+
+
+class ExpertMatrices(nn.Module):
+    """One matrix of each expert, in one parameter [E, outputs, inputs]."""
+
+    def __init__(self, count: int, inputs: int, outputs: int):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(count, outputs, inputs))
+
+
+class Experts(nn.Module):
+    """Gated feed-forwards next to each other: those that this rank computes."""
+
+    def __init__(self, count: int, dim: int, inner: int, activation: str):
+        super().__init__()
+        self.gate = ExpertMatrices(count, dim, inner)
+        self.up = ExpertMatrices(count, dim, inner)
+        self.down = ExpertMatrices(count, inner, dim)
+        self.activation = ACTIVATIONS[activation]
+
+    def forward(self, tokens: Tensor, counts: Sequence[int]) -> Tensor:
+        """tokens: [N, D], those of the first expert first; counts: of each expert -> [N, D]"""
+        gate, up, down = self.gate.weight, self.up.weight, self.down.weight
+        if tokens.shape[0] and _has_grouped_product(tokens.dtype, *gate.shape[1:]):
+            ends = torch.tensor(counts, device=tokens.device).cumsum(0).to(torch.int32)
+            inner = self.activation(_grouped(tokens, gate, ends)) * _grouped(tokens, up, ends)
+            return _grouped(inner, down, ends)
+        parts = zip(
+            torch.split(tokens, list(counts)),
+            gate.unbind(0),
+            up.unbind(0),
+            down.unbind(0),
+            strict=True,
+        )
+        return torch.cat(
+            [F.linear(self.activation(F.linear(x, g)) * F.linear(x, u), d) for x, g, u, d in parts]
+        )
+
+
+RunExperts = Callable[[Experts, Tensor, Tensor], Tensor]
+"""(experts, tokens [N, D] sorted by expert, counts [E]) -> their results [N, D]"""
+
+
+class RoutedFeedForward(nn.Module):
+    """Takes the place of the dense feed-forward.
+
+    sum_counts: adds up the choices of the ranks that share a microbatch. has_loss: False on a rank
+        whose twin, with the same tokens, adds the router's losses. run_experts: computes them, here
+        or on other ranks.
+    """
+
+    def __init__(self, model: ModelConfig, config: ExpertsConfig):
+        super().__init__()
+        width = config.width or model.ffn_dim
+        self.config = config
+        self.router = Router(model.dim, config)
+        self.experts = Experts(config.count, model.dim, width, model.activation)
+        self.sum_counts: Callable[[Tensor], Tensor] = lambda counts: counts
+        self.has_loss = config.has_loss
+        self.run_experts: RunExperts = _run_here
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: [B, S, D] -> [B, S, D]"""
+        tokens = x.flatten(0, 1)
+        routing = self.router(tokens)
+        order = routing.experts.flatten().argsort(stable=True)  # [N]
+        place = order.argsort()  # of each choice
+        sorted_tokens = _SortTokens.apply(tokens, order, place)  # type: ignore[no-untyped-call]
+        results = self.run_experts(self.experts, sorted_tokens, routing.counts)
+        by_token = permute(results, place, order)
+        weights = routing.weights.to(x.dtype)[..., None]  # [T, k, 1]
+        out = (by_token.view(*routing.experts.shape, -1) * weights).sum(1)
+        if self.has_loss and torch.is_grad_enabled():
+            out = _WithLoss.apply(out, self._loss(routing))  # type: ignore[no-untyped-call]
+        return out.view_as(x)  # type: ignore[no-any-return]
+
+    def exclude_from_compilation(self) -> None:
+        """The blocks around are to be: the sizes of an expert's work are not for the compiler."""
+        aside: Any = torch.compiler.disable
+        self.forward = aside(self.forward)  # type: ignore[method-assign]
+
+    def _loss(self, routing: Routing) -> Tensor:
+        """The router's losses, summed over these tokens: a scalar."""
+        config = self.config
+        loss = routing.scores.new_zeros(())
+        if config.balance_loss:
+            counts = self.sum_counts(routing.counts).to(loss.dtype)
+            parts = counts / counts.sum()
+            balance = config.count * (parts * routing.shares.sum(0)).sum()
+            loss = loss + config.balance_loss * balance
+        if config.z_loss:
+            loss = loss + config.z_loss * routing.scores.logsumexp(-1).square().sum()
+        return loss
+
+
+def _run_here(experts: Experts, tokens: Tensor, counts: Tensor) -> Tensor:
+    """All experts on this rank."""
+    return experts(tokens, counts.tolist())  # type: ignore[no-any-return]
+
+
+def _has_grouped_product(dtype: torch.dtype, *dims: int) -> bool:
+    return dtype == torch.bfloat16 and not any(dim % _GROUPED_MULTIPLE for dim in dims)
+
+
+def _grouped(tokens: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
+    """tokens: [N, inputs], matrices: [E, outputs, inputs] -> [N, outputs]"""
+    grouped: Any = F.grouped_mm
+    return grouped(tokens, matrices.transpose(1, 2), offs=ends)  # type: ignore[no-any-return]
+
+
+def permute(rows: Tensor, there: Tensor, back: Tensor) -> Tensor:
+    """rows[there]; `back` is the inverse permutation. Both are [N]."""
+    return _Permute.apply(rows, there, back)  # type: ignore[no-any-return, no-untyped-call]
+
+
+class _SortTokens(torch.autograd.Function):
+    """A copy of each token for each of its choices, sorted. The gradient of a token is the sum over
+    its choices, in their order: no scattered additions, which an accelerator makes in any order."""
+
+    @staticmethod
+    def forward(ctx: Any, tokens: Tensor, order: Tensor, place: Tensor) -> Tensor:
+        """tokens: [T, D]; order, place: [N] -> [N, D]"""
+        ctx.save_for_backward(place)
+        ctx.rows = tokens.shape[0]
+        return tokens[order // (order.shape[0] // ctx.rows)]
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        (place,) = ctx.saved_tensors
+        return gradient[place].view(ctx.rows, -1, gradient.shape[1]).sum(1), None, None
+
+
+class _Permute(torch.autograd.Function):
+    """rows[there], with its gradient by `back`, the inverse permutation."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, there: Tensor, back: Tensor) -> Tensor:
+        ctx.save_for_backward(back)
+        return rows[there]
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        (back,) = ctx.saved_tensors
+        return gradient[back], None, None
+
+
+class _WithLoss(torch.autograd.Function):
+    """`out` unchanged. Its backward pass begins that of `loss` too, with 1."""
+
+    @staticmethod
+    def forward(ctx: Any, out: Tensor, loss: Tensor) -> Tensor:
+        ctx.like = loss
+        return out.view_as(out)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        return gradient, torch.ones_like(ctx.like)
