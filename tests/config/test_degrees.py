@@ -55,6 +55,11 @@ def sentence(*overrides: str) -> str:
             "layout.ep 2 does not work with layout.zero 1; use layout.zero 2",
         ),
         (
+            [*EXPERTS, "train.recompute=selective", "layout.dp_shard=2", "layout.ep=2"],
+            "layout.ep 2 gathers parameters inside of blocks, which train.recompute selective does "
+            "not run again; use train.recompute full",
+        ),
+        (
             [*EXPERTS, "model.experts.width=20", "layout.tp=4", "layout.tp=3"],
             "layout.tp 3 does not divide model.experts.width 20; use 2 or 4",
         ),

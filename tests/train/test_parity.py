@@ -100,7 +100,6 @@ SPREAD = [
         "ep4.pp2-shard4",
         "ep2.shard4+shard2",
         "full.ep2.shard4",
-        "selective.ep2.shard2",
     )
 ]
 LAYOUTS = [*AXES, *PAIRS, *PRODUCTS, *UNLIKE, *MODES, *EXPERTS, *SPREAD]

@@ -38,7 +38,7 @@ def find_impossible_degrees(
     cuts: of what is trained if it is not the decoder (`RunConfig.module_cuts`)."""
     if sentence := _degrees_in_two_places(layout):
         return sentence
-    if sentence := _experts(layout, model, cuts):
+    if sentence := _experts(layout, model, train, cuts):
         return sentence
     shards = lcm(*(degrees.dp_shard for _, degrees in layout.kinds))
     for key, degrees in layout.kinds:
@@ -96,7 +96,9 @@ def _shard(key: str, degree: int, shards: int, train: TrainConfig) -> str:
     )
 
 
-def _experts(layout: LayoutConfig, model: ModelConfig, cuts: ModuleCuts | None) -> str:
+def _experts(
+    layout: LayoutConfig, model: ModelConfig, train: TrainConfig, cuts: ModuleCuts | None
+) -> str:
     """Check that ep spreads experts evenly over the shards of every replica."""
     ep, experts = layout.ep, model.experts
     if ep == 1:
@@ -105,6 +107,11 @@ def _experts(layout: LayoutConfig, model: ModelConfig, cuts: ModuleCuts | None) 
         return f"layout.ep {ep} needs experts, and there is no model.experts: use layout.ep 1"
     if layout.zero == 1:
         return f"layout.ep {ep} does not work with layout.zero 1: use layout.zero 2"
+    if train.recompute == "selective":
+        return (
+            f"layout.ep {ep} gathers parameters inside of blocks, which train.recompute selective "
+            "does not run again: use train.recompute full"
+        )
     count, every = experts.count, gcd(*(each.dp_shard for _, each in layout.kinds))
     both = gcd(every, count)
     for key, degrees in layout.kinds:

@@ -45,7 +45,5 @@ def heat_map(load: Mapping[int, Sequence[int]]) -> str:
             f'{format_percent(part)}, {format_count(load[block][expert])} choices"></td>'
             for expert, part in enumerate(row)
         )
-        rows.append(
-            f"<tr><th>{block}</th>{cells}<td>{load_entropy(load[block]):.3f}</td></tr>"
-        )
+        rows.append(f"<tr><th>{block}</th>{cells}<td>{load_entropy(load[block]):.3f}</td></tr>")
     return f'<table class="heat">{"".join(rows)}</table>'
