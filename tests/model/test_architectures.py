@@ -92,6 +92,18 @@ CASES: dict[str, dict[str, Any]] = {
         "moe_intermediate_size": 24,
         "router_aux_loss_coef": 0.01,
     },
+    "dots1": {
+        "model_type": "dots1",
+        "head_dim": 16,
+        "n_routed_experts": 6,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24,
+        "n_shared_experts": 2,
+        "first_k_dense_replace": 1,
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 1.5,
+        "sliding_window": None,
+    },
     "phi3": {"model_type": "phi3", "sliding_window": 11},
     "phi3_partial": {
         "model_type": "phi3",
@@ -164,7 +176,8 @@ def test_config_goes_there_and_back(case: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "case", ["qwen2_window", "phi3_partial", "gemma2", "smollm3_window", "mixtral", "qwen3_moe"]
+    "case",
+    ["qwen2_window", "phi3_partial", "gemma2", "smollm3_window", "mixtral", "qwen3_moe", "dots1"],
 )
 def test_folder_comes_back_byte_for_byte(case: str, tmp_path: Path) -> None:
     """Without transformers: export, import, export."""
@@ -284,7 +297,8 @@ def test_logits_and_bytes_are_transformers(
     other = transformers.AutoModelForCausalLM.from_config(kind, attn_implementation="eager")
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
-        for parameter in other.parameters():
+        biases = [b for name, b in other.named_buffers() if name.endswith("correction_bias")]
+        for parameter in (*other.parameters(), *biases):
             parameter.add_(0.2 * torch.randn(parameter.shape, generator=generator))
     other.eval().save_pretrained(tmp_path / "in")
 

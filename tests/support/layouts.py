@@ -62,6 +62,20 @@ _FLAGS: dict[str, dict[str, Any]] = {
         "model__family": "mixtral",
         "model__experts": {"count": 4, "top_k": 2, "balance_loss": 0.02, "z_loss": 0.001},
     },
+    "deepseek": {
+        "model__family": "dots1",
+        "model__qk_norm": True,
+        "model__experts": {
+            "count": 4,
+            "top_k": 2,
+            "width": 16,
+            "scores": "sigmoid",
+            "shared": 1,
+            "scale": 1.5,
+            "choice_bias": True,
+            "bias_rate": 0.01,
+        },
+    },
     "ep2": {"layout__ep": 2},
     "ep4": {"layout__ep": 4},
     "fp32": {"train__precision": "fp32"},
@@ -138,6 +152,7 @@ def model_flags(name: str) -> str:
     precisions = ("fp32", "bf16", "fp16")
     flags = (
         "experts",
+        "deepseek",
         "qknorm",
         "biased",
         "gemma",

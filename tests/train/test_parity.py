@@ -84,6 +84,18 @@ EXPERTS = [
         "shard2+tp2",
     )
 ] + ["plain.experts.tp2", "full.experts.shard2", "selective.experts.pp2"]
+DEEPSEEK = [
+    f"deepseek.{name}"
+    for name in (
+        "dp2",
+        "zero1.2",
+        "shard2-tp2",
+        "plain.tp2",
+        "pp2-shard2",
+        "full.ep2.shard4",
+        "ep2.pp2-shard2",
+    )
+]
 SPREAD = [
     f"experts.{name}"
     for name in (
@@ -102,7 +114,7 @@ SPREAD = [
         "full.ep2.shard4",
     )
 ]
-LAYOUTS = [*AXES, *PAIRS, *PRODUCTS, *UNLIKE, *MODES, *EXPERTS, *SPREAD]
+LAYOUTS = [*AXES, *PAIRS, *PRODUCTS, *UNLIKE, *MODES, *EXPERTS, *SPREAD, *DEEPSEEK]
 SOME = [
     "dp4",
     "shard4",
@@ -156,7 +168,7 @@ def choice_margins(objective: torch.nn.Module) -> list[float]:
     found: list[float] = []
 
     def note(router: Any, tokens: Any, routing: Routing) -> None:
-        largest = routing.shares.detach().topk(routing.experts.shape[1] + 1, dim=-1).values
+        largest = routing.ranked.topk(routing.experts.shape[1] + 1, dim=-1).values
         found.append(float((largest[:, -2] - largest[:, -1]).min()))
 
     for module in objective.modules():

@@ -27,6 +27,7 @@ Family = Literal[
     "gemma3",
     "mixtral",
     "qwen3_moe",
+    "dots1",
 ]
 
 
@@ -181,6 +182,11 @@ class ModelConfig(Section):
                     f"{key} {list(given)} are not rising numbers from 0 to {self.layers - 1}: "
                     f"use {legal}"
                 )
+        if self.experts is not None and self.experts.first >= self.layers:
+            raise ValueError(
+                f"experts.first {self.experts.first} leaves no block with experts: "
+                f"use {self.layers - 1} or less"
+            )
         if self.window_layers and not self.window:
             raise ValueError("window_layers are given without a window: use window 4096")
         if self.qk_norm_width == "all" and not self.qk_norm:
@@ -208,6 +214,10 @@ class ModelConfig(Section):
     def inner_dim(self) -> int:
         """Inner dim of a feed-forward, or of one expert."""
         return (self.experts.width if self.experts else 0) or self.ffn_dim
+
+    def has_experts(self, block: int) -> bool:
+        """Return True for a block with experts in place of its feed-forward."""
+        return self.experts is not None and block >= self.experts.first
 
     @property
     def head_size(self) -> int:

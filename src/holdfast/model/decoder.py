@@ -153,7 +153,7 @@ class Block(nn.Module):
     """x + attention(norm(x)), then x + ffn(norm(x)); the unit of sharding and compilation. The
     norms stand before, after, or both."""
 
-    def __init__(self, model: ModelConfig):
+    def __init__(self, model: ModelConfig, number: int = 0):
         super().__init__()
         before, after = model.norms != "post", model.norms != "pre"
         self.residual_multiplier = model.residual_multiplier
@@ -163,7 +163,7 @@ class Block(nn.Module):
         self.ffn_norm = _norm(model, before, model.dim)
         self.ffn = (
             GatedFeedForward(model.dim, model.ffn_dim, model.activation)
-            if model.experts is None
+            if model.experts is None or not model.has_experts(number)
             else RoutedFeedForward(model, model.experts)
         )
         self.ffn_post_norm = _norm(model, after, model.dim)
@@ -252,7 +252,7 @@ class Decoder(nn.Module):
         super().__init__()
         self.config = model
         self.embed: Embedding | None = Embedding(model.vocab_rows, model.dim)
-        self.layers = Blocks(Block(model) for _ in range(model.layers))
+        self.layers = Blocks(Block(model, number) for number in range(model.layers))
         self.norm = _norm(model, True, model.dim)
         self.head = None if model.tied_embeddings else Linear(model.dim, model.vocab_rows)
         self.rotary = RotaryTable(model)

@@ -1,16 +1,22 @@
 """A feed-forward of experts: a router gives each token to `top_k` of them.
 
-The router takes the softmax of its scores in at least float32, and the largest ones choose
-(Mixtral: Jiang et al. 2024, section 2.1). No token is dropped. Tokens are sorted by expert, in
+The router takes the softmax of its scores in at least float32, and the largest ones choose (Jiang
+et al. 2024, section 2.1). DeepSeek-V3 (2024, section 2.1.2) takes sigmoids, and a bias enters the
+choice alone. No token is dropped. Tokens are sorted by expert, in
 their own order inside each, so an expert computes one contiguous part. bfloat16 has one grouped
 product for all experts, if their dims are multiples of 8; every other dtype has a loop. The choice
 follows from the dtype and the shapes alone, so a run does not change it.
 
 Losses of the router are sums over tokens t, as the main loss is. The balance loss is count * sum
 of f(e) * p(t, e) over t and experts e. The z loss is the sum of logsumexp(scores of t)^2.
-Here p is the softmax. Of all choices in the complete microbatch, the part f(e) fell on e (Fedus et
-al. 2021, section 2.2; Zoph et al. 2022, section 3.3). It is a count, so ranks that share a
-microbatch add it up exactly. The losses add gradients and do not show in the reported loss.
+Here p is the softmax, or the sigmoids over their sum. Of all choices in the complete microbatch,
+the part f(e) fell on e (Fedus et al. 2021, section 2.2; Zoph et al. 2022, section 3.3). It is a
+count, so ranks that share a microbatch add it up exactly. The losses add gradients and do not show
+in the reported loss.
+
+A bias of the choice takes the choices of a microbatch as its gradient. They add up over the batch
+as gradients do, and the step moves each bias by `bias_rate` (Wang et al. 2024, algorithm 1). So
+replicas keep the same bits, and a checkpoint has the bias as it has every parameter.
 
 Shapes: T tokens, D model dim, E experts, k = top_k, F inner dim, N = T k choices.
 """
@@ -18,6 +24,7 @@ Shapes: T tokens, D model dim, E experts, k = top_k, F inner dim, N = T k choice
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -26,7 +33,7 @@ from torch import Tensor, nn
 
 from holdfast.config.experts import ExpertsConfig
 from holdfast.config.model import ModelConfig
-from holdfast.model.feed_forward import ACTIVATIONS, Linear
+from holdfast.model.feed_forward import ACTIVATIONS, GatedFeedForward, Linear
 
 _GROUPED_MULTIPLE = 8  # elements of a row's alignment that the grouped product asks for
 
@@ -35,13 +42,14 @@ class Routing(NamedTuple):
     """The experts of a microbatch's tokens.
 
     experts, weights: of each token, largest first [T, k]. counts: choices by expert [E].
-    scores, shares: before and after the softmax [T, E].
+    scores: of each expert; ranked: by what they were chosen; shares: parts that add up to 1 [T, E].
     """
 
     experts: Tensor
     weights: Tensor
     counts: Tensor
     scores: Tensor
+    ranked: Tensor
     shares: Tensor
 
 
@@ -50,18 +58,27 @@ class Router(Linear):
 
     def __init__(self, dim: int, experts: ExpertsConfig):
         super().__init__(dim, experts.count)
-        self._top_k, self._normalise = experts.top_k, experts.normalise
+        self._config = experts
+        self.choice_bias = nn.Parameter(torch.empty(experts.count)) if experts.choice_bias else None
 
     def forward(self, input: Tensor) -> Routing:  # type: ignore[override]
         """input: [T, D]"""
         wide = torch.float64 if input.dtype == torch.float64 else torch.float32
+        config, is_sigmoid = self._config, self._config.scores == "sigmoid"
         scores = F.linear(input.to(wide), self.weight.to(wide))  # [T, E]
-        shares = scores.softmax(-1)
-        weights, chosen = shares.topk(self._top_k, dim=-1)  # [T, k]
-        if self._normalise:
-            weights = weights / weights.sum(-1, keepdim=True)
+        parts = scores.sigmoid() if is_sigmoid else scores.softmax(-1)
+        ranked = parts.detach()
+        if self.choice_bias is not None:
+            ranked = ranked + self.choice_bias.detach().to(wide)
+        chosen = ranked.topk(config.top_k, dim=-1).indices  # [T, k]
+        weights = parts.gather(1, chosen)
+        if config.normalise:
+            weights = weights / (weights.sum(-1, keepdim=True) + (1e-20 if is_sigmoid else 0.0))
+        if config.scale != 1.0:
+            weights = weights * config.scale
         counts = torch.bincount(chosen.flatten(), minlength=scores.shape[1])
-        return Routing(chosen, weights, counts, scores, shares)
+        shares = parts / parts.sum(-1, keepdim=True) if is_sigmoid else parts
+        return Routing(chosen, weights, counts, scores, ranked, shares)
 
 
 class ExpertMatrices(nn.Module):
@@ -108,9 +125,9 @@ RunExperts = Callable[[Experts, Tensor, Tensor], Tensor]
 class RoutedFeedForward(nn.Module):
     """Takes the place of the dense feed-forward.
 
-    sum_counts: adds up the choices of the ranks that share a microbatch. has_loss: False on a rank
-        whose twin, with the same tokens, adds the router's losses. run_experts: computes them, here
-        or on other ranks.
+    sum_counts: adds up the choices of the ranks that share a microbatch. answers_for_tokens: False
+        on a rank whose twin, with the same tokens, adds the router's losses and counts choices.
+        run_experts: computes them, here or on other ranks.
     """
 
     def __init__(self, model: ModelConfig, config: ExpertsConfig):
@@ -119,9 +136,12 @@ class RoutedFeedForward(nn.Module):
         self.config = config
         self.router = Router(model.dim, config)
         self.experts = Experts(config.count, model.dim, width, model.activation)
+        inner = width * config.shared
+        self.shared = GatedFeedForward(model.dim, inner, model.activation) if inner else None
         self.sum_counts: Callable[[Tensor], Tensor] = lambda counts: counts
-        self.has_loss = config.has_loss
+        self.answers_for_tokens = True
         self.run_experts: RunExperts = _run_here
+        self._counts: Tensor | None = None
 
     def forward(self, x: Tensor) -> Tensor:
         """x: [B, S, D] -> [B, S, D]"""
@@ -129,19 +149,41 @@ class RoutedFeedForward(nn.Module):
         routing = self.router(tokens)
         order = routing.experts.flatten().argsort(stable=True)  # [N]
         place = order.argsort()  # of each choice
-        sorted_tokens = _SortTokens.apply(tokens, order, place)  # type: ignore[no-untyped-call]
+        note = partial(self._count, routing.counts)
+        sorted_tokens = _SortTokens.apply(tokens, order, place, note)  # type: ignore[no-untyped-call]
         results = self.run_experts(self.experts, sorted_tokens, routing.counts)
         by_token = permute(results, place, order)
         weights = routing.weights.to(x.dtype)[..., None]  # [T, k, 1]
         out = (by_token.view(*routing.experts.shape, -1) * weights).sum(1)
-        if self.has_loss and torch.is_grad_enabled():
-            out = _WithLoss.apply(out, self._loss(routing))  # type: ignore[no-untyped-call]
-        return out.view_as(x)  # type: ignore[no-any-return]
+        if torch.is_grad_enabled():
+            out = self._with_gradients(out, routing)
+        out = out.view_as(x)
+        return out if self.shared is None else out + self.shared(x)
+
+    def _with_gradients(self, out: Tensor, routing: Routing) -> Tensor:
+        """`out`, whose backward pass gives the router what does not come from the main loss."""
+        bias, loss, counts = self.router.choice_bias, None, routing.counts
+        if self.answers_for_tokens and self.config.has_loss:
+            loss = self._loss(routing)
+        if bias is not None and not self.answers_for_tokens:
+            counts = torch.zeros_like(counts)
+        if loss is None and bias is None:
+            return out
+        both: Tensor = _WithGradients.apply(out, loss, bias, counts)  # type: ignore[no-untyped-call]
+        return both
 
     def exclude_from_compilation(self) -> None:
         """The blocks around are to be: the sizes of an expert's work are not for the compiler."""
         aside: Any = torch.compiler.disable
         self.forward = aside(self.forward)  # type: ignore[method-assign]
+
+    def take_counts(self) -> list[int]:
+        """Choices by expert in the backward passes since the last call; [] if there were none."""
+        counts, self._counts = self._counts, None
+        return [] if counts is None else counts.tolist()  # type: ignore[no-any-return]
+
+    def _count(self, counts: Tensor) -> None:
+        self._counts = counts if self._counts is None else self._counts + counts
 
     def _loss(self, routing: Routing) -> Tensor:
         """The router's losses, summed over these tokens: a scalar."""
@@ -179,19 +221,23 @@ def permute(rows: Tensor, there: Tensor, back: Tensor) -> Tensor:
 
 class _SortTokens(torch.autograd.Function):
     """A copy of each token for each of its choices, sorted. The gradient of a token is the sum over
-    its choices, in their order: no scattered additions, which an accelerator makes in any order."""
+    its choices, in their order: no scattered additions, which an accelerator makes in any order.
+    note: called by each backward pass, of which a microbatch has one, run again or not."""
 
     @staticmethod
-    def forward(ctx: Any, tokens: Tensor, order: Tensor, place: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, tokens: Tensor, order: Tensor, place: Tensor, note: Callable[[], None]
+    ) -> Tensor:
         """tokens: [T, D]; order, place: [N] -> [N, D]"""
         ctx.save_for_backward(place)
-        ctx.rows = tokens.shape[0]
+        ctx.rows, ctx.note = tokens.shape[0], note
         return tokens[order // (order.shape[0] // ctx.rows)]
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
         (place,) = ctx.saved_tensors
-        return gradient[place].view(ctx.rows, -1, gradient.shape[1]).sum(1), None, None
+        ctx.note()
+        return gradient[place].view(ctx.rows, -1, gradient.shape[1]).sum(1), None, None, None
 
 
 class _Permute(torch.autograd.Function):
@@ -208,14 +254,18 @@ class _Permute(torch.autograd.Function):
         return gradient[back], None, None
 
 
-class _WithLoss(torch.autograd.Function):
-    """`out` unchanged. Its backward pass begins that of `loss` too, with 1."""
+class _WithGradients(torch.autograd.Function):
+    """`out` unchanged. Its backward pass begins that of `loss` too, with 1, and gives `bias` the
+    choices as its gradient."""
 
     @staticmethod
-    def forward(ctx: Any, out: Tensor, loss: Tensor) -> Tensor:
-        ctx.like = loss
+    def forward(
+        ctx: Any, out: Tensor, loss: Tensor | None, bias: Tensor | None, counts: Tensor
+    ) -> Tensor:
+        ctx.loss = None if loss is None else torch.ones_like(loss)
+        ctx.counts = None if bias is None else counts.to(bias.dtype)
         return out.view_as(out)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
-        return gradient, torch.ones_like(ctx.like)
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None, None]:
+        return gradient, ctx.loss, ctx.counts, None

@@ -114,7 +114,7 @@ def apply_tensor_parallel(
         _wrap_region(block.attention, tensor)
         _wrap_region(block.ffn, tensor)
         if isinstance(block.ffn, RoutedFeedForward):
-            block.ffn.has_loss &= collectives.rank == 0  # all ranks of tp have the same tokens
+            block.ffn.answers_for_tokens = collectives.rank == 0  # all ranks have the same ones
     if decoder.embed is not None:
         decoder.embed = VocabularyEmbedding(decoder.embed, part)
         decoder.embed.register_forward_hook(lambda _, tokens, x: tensor.leave_region(x))

@@ -60,6 +60,8 @@ def summary(
     }
     if history.branch:
         out["branch"] = history.branch.body
+    if history.experts:
+        out["experts"] = {str(block): counts for block, counts in history.experts.items()}
     if history.memory:
         out["memory"] = _newest_memory(history)
     if history.holes:

@@ -43,6 +43,11 @@ _POST_NAMES = {
     "attention_post_norm": "post_attention_layernorm",
     "ffn_post_norm": "post_feedforward_layernorm",
 }
+_QWEN_EXPERTS = {
+    "ffn.experts.gate": "mlp.experts.{}.gate_proj",
+    "ffn.experts.up": "mlp.experts.{}.up_proj",
+    "ffn.experts.down": "mlp.experts.{}.down_proj",
+}
 _BOTH_NAMES = _NAMES | _POST_NAMES | {"ffn_norm": "pre_feedforward_layernorm"}
 OUTSIDE_NAMES = {
     "embed.weight": "model.embed_tokens.weight",
@@ -285,11 +290,40 @@ ARCHITECTURES: dict[str, Architecture] = {
             always={"qk_norm": True},
             fixed={"decoder_sparse_step": (1, None), "mlp_only_layers": ([], None)},
             names=_NAMES | {"ffn.router": "mlp.gate"},
-            by_expert={
-                "ffn.experts.gate": "mlp.experts.{}.gate_proj",
-                "ffn.experts.up": "mlp.experts.{}.up_proj",
-                "ffn.experts.down": "mlp.experts.{}.down_proj",
+            by_expert=_QWEN_EXPERTS,
+        ),
+        Architecture(
+            "dots1",
+            "Dots1ForCausalLM",
+            (
+                *_shape(1e-6),
+                heads(always_head=True),
+                _SILU,
+                rotary(),
+                _OPTIONAL_BIAS,
+                window_by_block(
+                    lambda config, block: block >= (config.get("max_window_layers") or 62),
+                    also=("max_window_layers",),
+                ),
+                experts(
+                    ("n_routed_experts", "num_local_experts"),
+                    (8, 2),
+                    "moe_intermediate_size",
+                    "norm_topk_prob",
+                    is_deepseek=True,
+                ),
+            ),
+            always={"qk_norm": True},
+            fixed={"n_group": (1, None), "topk_group": (1, None)},
+            names=_NAMES
+            | {
+                "ffn.router": "mlp.gate",
+                "ffn.router.choice_bias": "mlp.gate.e_score_correction_bias",
+                "ffn.shared.gate": "mlp.shared_experts.gate_proj",
+                "ffn.shared.up": "mlp.shared_experts.up_proj",
+                "ffn.shared.down": "mlp.shared_experts.down_proj",
             },
+            by_expert=_QWEN_EXPERTS,
         ),
         Architecture(
             "phi3",

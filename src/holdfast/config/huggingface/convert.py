@@ -21,7 +21,17 @@ from holdfast.errors import ModelFolderError
 FREE_KEYS = ("preset", "family", "vocab_multiple", "max_position", "init_std")
 """Keys of `model:` that do not decide which numbers the same weights compute."""
 
-EXPERT_SHAPE = ("count", "top_k", "width", "normalise")
+EXPERT_SHAPE = (
+    "count",
+    "top_k",
+    "width",
+    "normalise",
+    "scores",
+    "scale",
+    "shared",
+    "first",
+    "choice_bias",
+)
 """Keys of `model.experts:` that do."""
 
 OWN_CODE = "train it by its own code with model.code: transformers"
@@ -40,7 +50,9 @@ def shape_of(model: ModelConfig) -> dict[str, Any]:
         names = _scaling_names(scaling.type)
         shape["rope_scaling"] = {name: getattr(scaling, name) for name in ("type", *names)}
     if model.experts is not None:
-        shape["ffn_dim"] = shape["experts"]["width"] = model.inner_dim
+        shape["experts"]["width"] = model.inner_dim
+        if not model.experts.first:
+            shape["ffn_dim"] = model.inner_dim
         shape["experts"] = {key: shape["experts"][key] for key in EXPERT_SHAPE}
     same = model.window_rope_theta == model.rope_theta and scaling is None
     if same or not model.windowed:

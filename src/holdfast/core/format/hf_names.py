@@ -190,7 +190,8 @@ def _decoder_entries(model: ModelConfig, architecture: Architecture) -> Iterator
                 yield pick(name, f"model.layers.{layer}.{inside}.{kind}", expert, row.shape)
             continue
         if part not in fused:
-            theirs = f"model.layers.{layer}.{architecture.names[part]}.{kind}"
+            whole = architecture.names.get(inside) or f"{architecture.names[part]}.{kind}"
+            theirs = f"model.layers.{layer}.{whole}"
             yield rename(name, theirs, row.shape)
             continue
         whole, parts = fused[part]

@@ -66,6 +66,9 @@ _CUTS: dict[str, tuple[int, str | None]] = {
     "ffn.experts.gate": (1, None),
     "ffn.experts.up": (1, None),
     "ffn.experts.down": (2, None),
+    "ffn.shared.gate": (0, None),
+    "ffn.shared.up": (0, None),
+    "ffn.shared.down": (1, None),
 }
 """layer -> (dim of its weight that tp cuts, field of ModelConfig that counts the units; None: each
 index of the dim is one)."""
