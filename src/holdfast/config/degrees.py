@@ -137,6 +137,9 @@ def _tensor(key: str, tp: int, model: ModelConfig) -> str:
     if tp > 1 and model.qk_norm_width == "all":
         return f"{key}.tp {tp} cannot cut a norm that spans all heads (qk_norm_width all): use 1"
 
+    if model.experts is not None and model.experts.first:
+        inner = gcd(inner, model.ffn_dim)
+
     def works(d: int) -> bool:
         return heads % d == inner % d == 0 and (kv_heads % d == 0 or d % kv_heads == 0)
 
