@@ -83,7 +83,7 @@ EXPERTS = [
         "pp2-dp2-tp2",
         "shard2+tp2",
     )
-] + ["plain.experts.tp2", "full.experts.shard2", "selective.experts.pp2"]
+] + ["plain.experts.tp2", "full.experts.shard2", "selective.experts.pp2", "experts.zbv.pp2"]
 DEEPSEEK = [
     f"deepseek.{name}"
     for name in (
@@ -92,6 +92,7 @@ DEEPSEEK = [
         "shard2-tp2",
         "plain.tp2",
         "pp2-shard2",
+        "zbv.pp2-tp2",
         "full.ep2.shard4",
         "ep2.pp2-shard2",
     )

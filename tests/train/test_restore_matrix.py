@@ -54,6 +54,9 @@ MIXED = [
     ("pp3+pp2", "shard2-tp2"),
     ("pp2-shard2", "tp2"),
     ("tp2", "pp2-shard2"),
+    ("pp2", "zbv.pp2"),
+    ("interleaved.pp2", "pp2"),
+    ("zbv.pp2", "interleaved.pp2"),
 ]
 WITH_EXPERTS = [
     ("experts.ep2.shard4", "experts.pp2-tp2"),

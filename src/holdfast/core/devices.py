@@ -32,7 +32,10 @@ class DeviceKind:
     pins_batches: batches are copied to the device from locked pages.
     chunk_elements: logits that the loss holds at a time.
     settings: environment of a worker, set before torch is imported. They replace a person's own.
+    visible_by: the environment variable that chooses among a node's devices.
     packages: installed packages whose versions decide what the backend does.
+    log_variable: environment variable that names a file, in which the backend tells how it
+        connects; "": it does not tell. log_settings: environment that makes it do so.
     """
 
     name: str
@@ -47,7 +50,10 @@ class DeviceKind:
     pins_batches: bool = True
     chunk_elements: int = 2**28
     settings: Mapping[str, str] = field(default_factory=dict, hash=False)
+    visible_by: str = ""
     packages: tuple[str, ...] = ()
+    log_variable: str = ""
+    log_settings: Mapping[str, str] = field(default_factory=dict, hash=False)
 
     def device(self, index: int) -> str:
         """Return the name of one device of this kind, as torch reads it."""
@@ -88,6 +94,8 @@ _NCCL_SETTINGS = MappingProxyType(
     }
 )
 
+_NCCL_LOG = MappingProxyType({"NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "INIT,NET,P2P,SHM,ENV"})
+
 DEVICES: Mapping[str, DeviceKind] = MappingProxyType(
     {
         kind.name: kind
@@ -108,9 +116,18 @@ DEVICES: Mapping[str, DeviceKind] = MappingProxyType(
                 regroups_per_process=32,  # not measured
                 can_pin=True,
                 settings=_NCCL_SETTINGS,
+                visible_by="CUDA_VISIBLE_DEVICES",
                 packages=("nvidia-nccl-cu13", "nvidia-nccl-cu12"),
+                log_variable="NCCL_DEBUG_FILE",
+                log_settings=_NCCL_LOG,
             ),
-            DeviceKind("xpu", inside="xccl", between="gloo", can_abort=False),
+            DeviceKind(
+                "xpu",
+                inside="xccl",
+                between="gloo",
+                can_abort=False,
+                visible_by="ZE_AFFINITY_MASK",
+            ),
             DeviceKind(
                 "mps",
                 inside="gloo",

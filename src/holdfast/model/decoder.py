@@ -13,7 +13,7 @@ F feed-forward dim, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import NamedTuple, Protocol
 
 import torch
@@ -329,10 +329,19 @@ class Decoder(nn.Module):
         return AttentionContext(rotary, far, turned, near)
 
     def blocks(
-        self, x: Tensor, context: AttentionContext, caches: Sequence[LayerCache] | None = None
+        self,
+        x: Tensor,
+        context: AttentionContext,
+        caches: Sequence[LayerCache] | None = None,
+        positions: Collection[int] | None = None,
     ) -> Tensor:
-        """The residual stream through the blocks that are here.  x: [B, S, D] -> [B, S, D]"""
+        """The residual stream through the blocks that are here, or those at `positions`.
+
+        x: [B, S, D] -> [B, S, D]
+        """
         for index, (position, block) in enumerate(self.layers.items()):
+            if positions is not None and position not in positions:
+                continue
             near = position in self._windowed
             rotary = context.window_rotary if near else context.rotary
             mask = context.window_mask if near else context.mask

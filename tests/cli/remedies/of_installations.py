@@ -21,9 +21,14 @@ from pyarrow import ipc, parquet
 from holdfast.checkpoint.mover.client import RestorePoint
 from holdfast.checkpoint.restore.catalog import list_commits, step_of
 from holdfast.cli.train import plan_for_machine
+from holdfast.config.layout import LayoutConfig
 from holdfast.config.load import load_config
+from holdfast.core.devices import device_kind
+from holdfast.core.transports import SlowTransport
 from holdfast.data.columnar_sources import _open_huggingface
 from holdfast.elastic.coordinator.generation_planner import _refuse_empty_branch
+from holdfast.elastic.worker.transport_watch import TransportWatch
+from holdfast.layout import Layout, Topology, place_layout
 from holdfast.plan.accelerators import Accelerator
 from holdfast.plan.hardware import HardwareInfo
 from holdfast.plan.interface import NodePlaces
@@ -144,7 +149,8 @@ def plan(lab: Lab) -> None:
     """On a machine with two accelerators."""
     settings = dict(lab.settings)
     build, kind = settings.pop("torch_computes_on", ""), settings.pop("kind", "cuda")
-    two = tuple(Accelerator(number, "H100", 80 << 30, kind) for number in range(2))
+    names = settings.pop("names", ("H100", "H100"))
+    two = tuple(Accelerator(at, name, 80 << 30, kind) for at, name in enumerate(names))
     machine = HardwareInfo("a", "Linux", 8, 64 << 30, 32 << 30, two, build)
     words = [f"{key}={value}" for key, value in settings.items()]
     plan_for_machine(load_config(None, words), machine)
@@ -197,6 +203,20 @@ def branch_again(lab: Lab, found: Match[str]) -> None:
 
 COLUMNS, PLANNER = "data/columnar_sources.py: ", "planner.py: "
 DATA = r"pip install 'holdfast\[data\]'"
+
+
+class OverTcp(TransportWatch):
+    """A backend that says that it uses TCP."""
+
+    def find_slow(self, topology: Topology) -> SlowTransport:
+        return SlowTransport("data between nodes goes over TCP", "unset NCCL_NET=Socket")
+
+
+def connect_over_tcp(lab: Lab) -> None:
+    layout = LayoutConfig(allow_tcp=lab.settings["allow_tcp"])
+    topology = place_layout(Layout(), 1, ("node",))
+    OverTcp(device_kind("cpu")).refuse_slow(topology, layout)
+
 
 CASES: list[Case] = [
     package(
@@ -294,11 +314,27 @@ CASES: list[Case] = [
         fixed(torch_computes_on="XPU 20250101"),
     ),
     case(
+        "launch/devices.py: the workers' devices differ (…), so they give unlike bits",
+        lambda lab: lab.settings.update(
+            {"device": "cuda", "layout.workers": 2, "names": ("H100", "A100")}
+        ),
+        plan,
+        r"choose like ones by CUDA_VISIBLE_DEVICES, or use (train\.deterministic)=(false)",
+        lambda lab, found: lab.settings.update({found[1]: found[2]}),
+    ),
+    case(
         "launch/devices.py: layout.workers is …, but a run on … has one worker",
         lambda lab: lab.settings.update({"device": "mps", "layout.workers": 2, "kind": "mps"}),
         plan,
         r"use (1), or device=cpu",
         lambda lab, found: lab.settings.update({"layout.workers": found[1]}),
+    ),
+    case(
+        "elastic/worker/transport_watch.py: (refuse_slow)",
+        values(allow_tcp=False),
+        connect_over_tcp,
+        r"unset NCCL_NET=Socket, or use layout\.allow_tcp=(true)",
+        fixed(allow_tcp=True),
     ),
     case(
         "elastic/coordinator/generation_planner.py: this run continues …, and no checkpoint is "
@@ -310,7 +346,7 @@ CASES: list[Case] = [
     ),
     places(PLANNER + "there is no place for a worker", r"wait for a node", wait_for_nodes, 0),
     places(
-        PLANNER + "a step has … microbatches, and a pipeline under 1f1b needs more",
+        PLANNER + "a step has … microbatches, and a pipeline under … needs more",
         r"use layout\.schedule=(gpipe)",
         lambda lab, found: lab.settings.update(layout={"pp": 4, "schedule": found[1]}),
         4,

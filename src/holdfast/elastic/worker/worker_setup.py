@@ -6,8 +6,10 @@ import torch
 
 from holdfast.config.run import RunConfig
 from holdfast.core.data.skips import Skips
+from holdfast.core.devices import device_kind
 from holdfast.elastic.protocol.worker_spec import WorkerSpec
-from holdfast.parallel.devices import select_device
+from holdfast.elastic.worker.transport_watch import TransportWatch
+from holdfast.parallel.devices import describe_device, select_device
 from holdfast.tasks.choose import open_task
 from holdfast.train.task import EngineTask, TaskBatchSource
 from holdfast.wire import lifeline, process_log
@@ -23,10 +25,15 @@ class WorkerSetup:
         self._task: EngineTask | None = None
         self._batches: TaskBatchSource | None = None
         self._use_device()
+        self.transport = TransportWatch(device_kind(self.device.type))
 
     @property
     def device(self) -> torch.device:
         return torch.device(self.spec.device)
+
+    def describe_device(self) -> str:
+        """Return the device with its backends and what carries their data, for the journal."""
+        return ", ".join(filter(None, (describe_device(self.device), self.transport.names)))
 
     def apply(self, spec: WorkerSpec) -> None:
         """Apply a newer spec to this process."""
