@@ -60,8 +60,7 @@ def summary(
     }
     if history.branch:
         out["branch"] = history.branch.body
-    if history.experts:
-        out["experts"] = {str(block): counts for block, counts in history.experts.items()}
+    out |= _experts(history)
     if history.memory:
         out["memory"] = _newest_memory(history)
     if history.holes:
@@ -71,6 +70,13 @@ def summary(
         out["steps_done_again"] = [[asdict(p) for p in piece] for piece in history.rework]
         out["validations"] = [asdict(e) for e in history.evaluations]
     return out
+
+
+def _experts(history: History) -> dict[str, Any]:
+    """Choices by block and expert; nothing of a run without experts."""
+    if not history.experts:
+        return {}
+    return {"experts": {str(block): counts for block, counts in history.experts.items()}}
 
 
 def _newest_memory(history: History) -> list[dict[str, Any]]:
