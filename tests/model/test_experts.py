@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -71,14 +72,36 @@ def test_choices_are_the_gradient_of_a_bias_which_moves_by_its_rate() -> None:
     assert bias is not None
     before, x = bias.detach().clone(), torch.randn(2, 8, 32, dtype=torch.float64)
     layer(x).sum().backward()
-    counts = layer.take_counts()
+    counts, dropped = layer.take_counts()
+    assert dropped == 0
     assert bias.grad is not None
     assert sum(counts) == 16 * 3
     assert bias.grad.tolist() == counts
-    assert layer.take_counts() == []
+    assert layer.take_counts() == ([], 0)
     merge_buffers([bias.detach()], [bias.grad], {0: "balance 0.01 12.0"}, 1)
     moved = [round(m, 9) for m in (bias.detach() - before).tolist()]
     assert moved == [0.01 * ((c < 12) - (c > 12)) for c in counts]
+
+
+def test_an_expert_computes_the_first_choices_up_to_its_capacity() -> None:
+    layer = layer_of({**MIXTRAL, "capacity": 0.5})
+    x = torch.randn(1, 40, 32, dtype=torch.float64)
+    routing, room = layer.router(x[0]), math.ceil(0.5 * 40 * 2 / 4)
+    seen = [0] * 4
+    for token, experts in enumerate(routing.experts.tolist()):
+        for choice, expert in enumerate(experts):
+            seen[expert] += 1
+            if seen[expert] > room:
+                routing.weights[token, choice] = 0.0
+    layer.router.forward = lambda _: routing  # type: ignore[method-assign]
+    want, _ = by_definition(layer, x)
+    out = layer(x.requires_grad_())
+    torch.testing.assert_close(out, want, rtol=1e-12, atol=1e-12)
+    out.sum().backward()
+    counts, dropped = layer.take_counts()
+    assert dropped == sum(max(0, count - room) for count in counts) > 0
+    with torch.no_grad():  # nothing is dropped where nothing is trained
+        assert not torch.equal(layer_of({**MIXTRAL, "capacity": 0.5})(x), out)
 
 
 def test_a_step_in_bfloat16_takes_the_grouped_product() -> None:

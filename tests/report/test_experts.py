@@ -19,11 +19,12 @@ def test_the_load_adds_up_over_ranks_and_is_a_heat_map() -> None:
     assert "Load of the experts" not in page.render_page(build_history(run.records), {})
     for rank, counts in ((0, [30, 10, 0, 0]), (1, [20, 20, 0, 0])):
         run.write(ExpertsRouted(rank, {"1": counts}, step=2))
-    run.write(ExpertsRouted(2, {"0": [5, 5, 5, 5]}, step=3))
+    run.write(ExpertsRouted(2, {"0": [5, 5, 5, 5]}, 7, step=3))
     history = build_history(run.records)
     assert history.experts == {0: [5, 5, 5, 5], 1: [50, 30, 0, 0]}
     content = page.render_page(history, {})
     assert "Load of the experts" in content
+    assert "7.0 % of the choices were dropped" in content
     assert 'title="block 1, expert 0: 62.5 %, 50 choices"' in content
     assert content.index(">1.000</td>") < content.index(">0.477</td>")
     assert summary(history)["experts"] == {"0": [5, 5, 5, 5], "1": [50, 30, 0, 0]}

@@ -67,6 +67,10 @@ _FLAGS: dict[str, dict[str, Any]] = {
         "model__family": "mixtral",
         "model__experts": {"count": 4, "top_k": 2, "balance_loss": 0.02, "z_loss": 0.001},
     },
+    "dropping": {
+        "model__family": "mixtral",
+        "model__experts": {"count": 4, "top_k": 2, "balance_loss": 0.02, "capacity": 0.7},
+    },
     "deepseek": {
         "model__family": "dots1",
         "model__qk_norm": True,
@@ -159,6 +163,7 @@ def model_flags(name: str) -> str:
     flags = (
         "experts",
         "deepseek",
+        "dropping",
         "qknorm",
         "biased",
         "gemma",

@@ -67,23 +67,31 @@ MODES = [
     "gemma.zero2.2",
     "pp3",
 ]
-EXPERTS = [
-    f"experts.{name}"
-    for name in (
-        "dp2",
-        "shard2",
-        "shard4",
-        "zero1.2",
-        "zero2.2",
-        "tp2",
-        "tp4",
-        "pp2-tp2",
-        "pp2-shard2",
-        "shard2-tp2",
-        "pp2-dp2-tp2",
-        "shard2+tp2",
-    )
-] + ["plain.experts.tp2", "full.experts.shard2", "selective.experts.pp2", "experts.zbv.pp2"]
+EXPERTS = (
+    [
+        f"experts.{name}"
+        for name in (
+            "dp2",
+            "shard2",
+            "shard4",
+            "zero1.2",
+            "zero2.2",
+            "tp2",
+            "tp4",
+            "pp2-tp2",
+            "pp2-shard2",
+            "shard2-tp2",
+            "pp2-dp2-tp2",
+            "shard2+tp2",
+        )
+    ]
+    + [
+        "dropping.zero1.2",
+        "dropping.ep2.shard4",
+        "dropping.pp2-tp2",
+    ]
+    + ["plain.experts.tp2", "full.experts.shard2", "selective.experts.pp2", "experts.zbv.pp2"]
+)
 DEEPSEEK = [
     f"deepseek.{name}"
     for name in (

@@ -37,6 +37,12 @@ class ExpertsConfig(Section):
         description="by which a step moves each expert's bias towards an even load (Wang et al. "
         "2024); 0: it stays",
     )
+    capacity: float = Field(
+        0.0,
+        ge=0,
+        description="most choices that an expert computes of a microbatch, in even parts: 1.25; "
+        "later ones are dropped in training. 0: none is dropped",
+    )
     balance_loss: float = Field(
         0.0,
         ge=0,

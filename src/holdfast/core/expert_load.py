@@ -15,8 +15,10 @@ class ExpertsRouted(Event):
     """Choices that the routers made for tokens of one rank, since its last event of this kind."""
 
     kind: ClassVar[str] = "experts_routed"
+    absent_if_empty = frozenset({"dropped"})
     rank: int
     counts: dict[str, list[int]]  # number of a block -> choices by expert
+    dropped: int = 0  # of these choices: those that no expert computed, for lack of capacity
 
 
 def load_entropy(counts: Sequence[int]) -> float:

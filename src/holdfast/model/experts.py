@@ -2,10 +2,13 @@
 
 The router takes the softmax of its scores in at least float32, and the largest ones choose (Jiang
 et al. 2024, section 2.1). DeepSeek-V3 (2024, section 2.1.2) takes sigmoids, and a bias enters the
-choice alone. No token is dropped. Tokens are sorted by expert, in
-their own order inside each, so an expert computes one contiguous part. bfloat16 has one grouped
-product for all experts, if their dims are multiples of 8; every other dtype has a loop. The choice
-follows from the dtype and the shapes alone, so a run does not change it.
+choice alone. No choice is dropped without `capacity`. With it, an expert computes the first choices
+of a microbatch, in the order of its tokens, and a dropped choice adds nothing.
+
+Tokens are sorted by expert, in their own order inside each, so an expert computes one contiguous
+part. bfloat16 has one grouped product for all experts, if their dims are multiples of 8; every
+other dtype has a loop. The choice follows from the dtype and the shapes alone, so a run does not
+change it.
 
 Losses of the router are sums over tokens t, as the main loss is. The balance loss is count * sum
 of f(e) * p(t, e) over t and experts e. The z loss is the sum of logsumexp(scores of t)^2.
@@ -23,6 +26,7 @@ Shapes: T tokens, D model dim, E experts, k = top_k, F inner dim, N = T k choice
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -122,12 +126,26 @@ RunExperts = Callable[[Experts, Tensor, Tensor], Tensor]
 """(experts, tokens [N, D] sorted by expert, counts [E]) -> their results [N, D]"""
 
 
+GatherCounts = Callable[[Tensor], tuple[Tensor, int]]
+"""choices by expert [E] -> (those of each rank [n, E], number of this rank)"""
+
+
+class _Kept(NamedTuple):
+    """Choices that are computed. rows: among the sorted ones; None: all. counts: by expert [E].
+    dropped: how many are not [1]."""
+
+    rows: Tensor | None
+    counts: Tensor
+    dropped: Tensor
+
+
 class RoutedFeedForward(nn.Module):
     """Takes the place of the dense feed-forward.
 
-    sum_counts: adds up the choices of the ranks that share a microbatch. answers_for_tokens: False
-        on a rank whose twin, with the same tokens, adds the router's losses and counts choices.
-        run_experts: computes them, here or on other ranks.
+    gather_counts: choices on each rank that shares a microbatch, in the order of its tokens, and
+        this rank's number among them. answers_for_tokens: False on a rank whose twin, with the same
+        tokens, adds the router's losses and counts choices. run_experts: computes them, here or on
+        other ranks.
     """
 
     def __init__(self, model: ModelConfig, config: ExpertsConfig):
@@ -138,10 +156,10 @@ class RoutedFeedForward(nn.Module):
         self.experts = Experts(config.count, model.dim, width, model.activation)
         inner = width * config.shared
         self.shared = GatedFeedForward(model.dim, inner, model.activation) if inner else None
-        self.sum_counts: Callable[[Tensor], Tensor] = lambda counts: counts
+        self.gather_counts: GatherCounts = lambda counts: (counts[None], 0)
         self.answers_for_tokens = True
         self.run_experts: RunExperts = _run_here
-        self._counts: Tensor | None = None
+        self._counts: Tensor | None = None  # [E + 1]: the last number is of dropped choices
 
     def forward(self, x: Tensor) -> Tensor:
         """x: [B, S, D] -> [B, S, D]"""
@@ -149,27 +167,34 @@ class RoutedFeedForward(nn.Module):
         routing = self.router(tokens)
         order = routing.experts.flatten().argsort(stable=True)  # [N]
         place = order.argsort()  # of each choice
-        note = partial(self._count, routing.counts)
-        sorted_tokens = _SortTokens.apply(tokens, order, place, note)  # type: ignore[no-untyped-call]
-        results = self.run_experts(self.experts, sorted_tokens, routing.counts)
+        kept = _Kept(None, routing.counts, routing.counts.new_zeros(1))
+        if self.config.capacity and torch.is_grad_enabled():
+            kept = self._keep(routing.counts, tokens.shape[0])
+        sorted_tokens = _SortTokens.apply(tokens, order, place)  # type: ignore[no-untyped-call]
+        if kept.rows is None:
+            results = self.run_experts(self.experts, sorted_tokens, kept.counts)
+        else:
+            chosen = _Select.apply(sorted_tokens, kept.rows)  # type: ignore[no-untyped-call]
+            results = self.run_experts(self.experts, chosen, kept.counts)
+            results = _Restore.apply(results, kept.rows, order.shape[0])  # type: ignore[no-untyped-call]
         by_token = permute(results, place, order)
         weights = routing.weights.to(x.dtype)[..., None]  # [T, k, 1]
         out = (by_token.view(*routing.experts.shape, -1) * weights).sum(1)
         if torch.is_grad_enabled():
-            out = self._with_gradients(out, routing)
+            out = self._with_gradients(out, routing, kept.dropped)
         out = out.view_as(x)
         return out if self.shared is None else out + self.shared(x)
 
-    def _with_gradients(self, out: Tensor, routing: Routing) -> Tensor:
-        """`out`, whose backward pass gives the router what does not come from the main loss."""
+    def _with_gradients(self, out: Tensor, routing: Routing, dropped: Tensor) -> Tensor:
+        """`out`, whose backward pass gives the router what does not come from the main loss, and
+        counts choices: it comes once for each microbatch, run again or not."""
         bias, loss, counts = self.router.choice_bias, None, routing.counts
         if self.answers_for_tokens and self.config.has_loss:
             loss = self._loss(routing)
         if bias is not None and not self.answers_for_tokens:
             counts = torch.zeros_like(counts)
-        if loss is None and bias is None:
-            return out
-        both: Tensor = _WithGradients.apply(out, loss, bias, counts)  # type: ignore[no-untyped-call]
+        note = partial(self._count, torch.cat((routing.counts, dropped)))
+        both: Tensor = _WithGradients.apply(out, loss, bias, counts, note)  # type: ignore[no-untyped-call]
         return both
 
     def exclude_from_compilation(self) -> None:
@@ -177,10 +202,24 @@ class RoutedFeedForward(nn.Module):
         aside: Any = torch.compiler.disable
         self.forward = aside(self.forward)  # type: ignore[method-assign]
 
-    def take_counts(self) -> list[int]:
-        """Choices by expert in the backward passes since the last call; [] if there were none."""
+    def take_counts(self) -> tuple[list[int], int]:
+        """(choices by expert, choices dropped) in the backward passes since the last call; no
+        experts if there were none."""
         counts, self._counts = self._counts, None
-        return [] if counts is None else counts.tolist()  # type: ignore[no-any-return]
+        *by_expert, dropped = [0] if counts is None else counts.tolist()
+        return by_expert, dropped
+
+    def _keep(self, counts: Tensor, tokens: int) -> _Kept:
+        """What the capacity leaves of this rank's sorted choices. tokens: of this rank."""
+        of_ranks, own = self.gather_counts(counts)
+        even = of_ranks.shape[0] * tokens * self.config.top_k / self.config.count
+        room = (math.ceil(self.config.capacity * even) - of_ranks[:own].sum(0)).clamp_min(0)  # [E]
+        begin = counts.cumsum(0) - counts  # of each expert's part
+        place = torch.arange(tokens * self.config.top_k, device=counts.device)
+        place = place - begin.repeat_interleave(counts)
+        rows = (place < room.repeat_interleave(counts)).nonzero()[:, 0]
+        computed = torch.minimum(counts, room)
+        return _Kept(rows, computed, (counts - computed).sum()[None])
 
     def _count(self, counts: Tensor) -> None:
         self._counts = counts if self._counts is None else self._counts + counts
@@ -190,7 +229,7 @@ class RoutedFeedForward(nn.Module):
         config = self.config
         loss = routing.scores.new_zeros(())
         if config.balance_loss:
-            counts = self.sum_counts(routing.counts).to(loss.dtype)
+            counts = self.gather_counts(routing.counts)[0].sum(0).to(loss.dtype)
             parts = counts / counts.sum()
             balance = config.count * (parts * routing.shares.sum(0)).sum()
             loss = loss + config.balance_loss * balance
@@ -221,23 +260,19 @@ def permute(rows: Tensor, there: Tensor, back: Tensor) -> Tensor:
 
 class _SortTokens(torch.autograd.Function):
     """A copy of each token for each of its choices, sorted. The gradient of a token is the sum over
-    its choices, in their order: no scattered additions, which an accelerator makes in any order.
-    note: called by each backward pass, of which a microbatch has one, run again or not."""
+    its choices, in their order: no scattered additions, which an accelerator makes in any order."""
 
     @staticmethod
-    def forward(
-        ctx: Any, tokens: Tensor, order: Tensor, place: Tensor, note: Callable[[], None]
-    ) -> Tensor:
+    def forward(ctx: Any, tokens: Tensor, order: Tensor, place: Tensor) -> Tensor:
         """tokens: [T, D]; order, place: [N] -> [N, D]"""
         ctx.save_for_backward(place)
-        ctx.rows, ctx.note = tokens.shape[0], note
+        ctx.rows = tokens.shape[0]
         return tokens[order // (order.shape[0] // ctx.rows)]
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         (place,) = ctx.saved_tensors
-        ctx.note()
-        return gradient[place].view(ctx.rows, -1, gradient.shape[1]).sum(1), None, None, None
+        return gradient[place].view(ctx.rows, -1, gradient.shape[1]).sum(1), None, None
 
 
 class _Permute(torch.autograd.Function):
@@ -254,18 +289,62 @@ class _Permute(torch.autograd.Function):
         return gradient[back], None, None
 
 
+class _Select(torch.autograd.Function):
+    """rows[kept], of which each is taken once."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, kept: Tensor) -> Tensor:
+        ctx.save_for_backward(kept)
+        ctx.rows = rows.shape[0]
+        return rows[kept]
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        (kept,) = ctx.saved_tensors
+        return _placed(gradient, kept, ctx.rows), None
+
+
+class _Restore(torch.autograd.Function):
+    """The inverse of `_Select`, with zeros for the rows that are missing."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, kept: Tensor, count: int) -> Tensor:
+        ctx.save_for_backward(kept)
+        return _placed(rows, kept, count)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        (kept,) = ctx.saved_tensors
+        return gradient[kept], None, None
+
+
+def _placed(rows: Tensor, places: Tensor, count: int) -> Tensor:
+    """[n, D] -> [count, D]"""
+    out = rows.new_zeros(count, rows.shape[1])
+    out[places] = rows
+    return out
+
+
 class _WithGradients(torch.autograd.Function):
-    """`out` unchanged. Its backward pass begins that of `loss` too, with 1, and gives `bias` the
-    choices as its gradient."""
+    """`out` unchanged. Its backward pass begins that of `loss` too, with 1. It gives `bias` the
+    choices as its gradient, and calls `note`."""
 
     @staticmethod
     def forward(
-        ctx: Any, out: Tensor, loss: Tensor | None, bias: Tensor | None, counts: Tensor
+        ctx: Any,
+        out: Tensor,
+        loss: Tensor | None,
+        bias: Tensor | None,
+        counts: Tensor,
+        note: Callable[[], None],
     ) -> Tensor:
-        ctx.loss = None if loss is None else torch.ones_like(loss)
+        ctx.note, ctx.loss = note, None if loss is None else torch.ones_like(loss)
         ctx.counts = None if bias is None else counts.to(bias.dtype)
         return out.view_as(out)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None, None]:
-        return gradient, ctx.loss, ctx.counts, None
+    def backward(
+        ctx: Any, gradient: Tensor
+    ) -> tuple[Tensor, Tensor | None, Tensor | None, None, None]:
+        ctx.note()
+        return gradient, ctx.loss, ctx.counts, None, None

@@ -15,8 +15,8 @@ many. Numbers of choices are (n - 1) / n * experts int64 more in a forward pass.
 Blocks that run again in the backward pass send once more what the forward pass sent. Under tp each
 rank has a part of each expert's inner units and all tokens, so each of them sends this.
 
-The balance loss of a router counts the choices of a complete microbatch. Ranks along `dp_shard` and
-`cp` have parts of it, so each block adds up the numbers of choices over them.
+The balance loss and the capacity count the choices of a complete microbatch. Ranks along `dp_shard`
+and `cp` have parts of it, so each block gathers the numbers of choices over them.
 """
 
 from __future__ import annotations
@@ -51,17 +51,19 @@ def shared_experts(objective: nn.Module, groups: ProcessGroups) -> list[nn.Modul
 def share_counts(
     decoder: Decoder, groups: Sequence[dist.ProcessGroup], traffic: TrafficCounter | None = None
 ) -> None:
-    """Let the routers count the choices of complete microbatches. groups: along each axis whose
-    ranks have other tokens of the same microbatch."""
+    """Let the routers know the choices of complete microbatches. groups: along each axis whose
+    ranks have other tokens of the same microbatch, in the order of its tokens."""
     axes = [Collectives(group, traffic, kind="ep") for group in groups]
 
-    def summed(counts: Tensor) -> Tensor:
+    def gathered(counts: Tensor) -> tuple[Tensor, int]:
+        found, own = counts[None], 0
         for axis in axes:
-            counts = axis.all_reduce(counts)
-        return counts
+            own += axis.rank * found.shape[0]
+            found = axis.all_gather(found)
+        return found, own
 
     for layer in routed_layers(decoder):
-        layer.sum_counts = summed
+        layer.gather_counts = gathered
 
 
 def apply_expert_parallel(

@@ -16,9 +16,11 @@ class ExpertLoad:
 
     def __init__(self) -> None:
         self._counts: dict[int, list[int]] = {}
+        self.dropped = 0
 
     def add(self, event: ExpertsRouted) -> None:
         """Count one rank's sample."""
+        self.dropped += event.dropped
         for block, counts in event.counts.items():
             known = self._counts.setdefault(int(block), [0] * len(counts))
             for expert, count in enumerate(counts):
@@ -28,6 +30,15 @@ class ExpertLoad:
     def by_block(self) -> dict[int, list[int]]:
         """Number of a block -> choices by expert, in order."""
         return dict(sorted(self._counts.items()))
+
+
+def load_note(load: Mapping[int, Sequence[int]], dropped: int) -> str:
+    """Return what stands above the heat map."""
+    note = "Choices of all tokens by block and expert. An entropy of 1 is an even load."
+    choices = sum(map(sum, load.values()))
+    if dropped:
+        note += f" {format_percent(dropped / choices)} of the choices were dropped."
+    return note
 
 
 def heat_map(load: Mapping[int, Sequence[int]]) -> str:

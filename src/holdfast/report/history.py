@@ -181,6 +181,7 @@ class History:
     holes: tuple[str, ...] = ()  # sentences: what the journal should have and does not tell
     memory: tuple[MemoryPoint, ...] = ()  # of all workers, in the order of the journal
     experts: Mapping[int, list[int]] = field(default_factory=dict)  # block -> choices by expert
+    dropped_choices: int = 0  # of these, for lack of capacity
 
     @property
     def breaks(self) -> tuple[Incident, ...]:
@@ -449,6 +450,7 @@ class _HistoryBuilder:
             branch=self.branch,
             memory=tuple(self.memory),
             experts=self.experts.by_block,
+            dropped_choices=self.experts.dropped,
         )
 
 

@@ -76,7 +76,8 @@ def _experts(history: History) -> dict[str, Any]:
     """Choices by block and expert; nothing of a run without experts."""
     if not history.experts:
         return {}
-    return {"experts": {str(block): counts for block, counts in history.experts.items()}}
+    counts = {str(block): counts for block, counts in history.experts.items()}
+    return {"experts": counts, "dropped_choices": history.dropped_choices}
 
 
 def _newest_memory(history: History) -> list[dict[str, Any]]:

@@ -37,5 +37,7 @@ class ExpertMeter:
         if not self._layers or (now < self._next_at and step < self._last_step):
             return None
         self._next_at = now + SAMPLE_INTERVAL_S
-        counts = {name: layer.take_counts() for name, layer in self._layers.items()}
-        return ExpertsRouted(rank, counts, step=step) if any(counts.values()) else None
+        found = {name: layer.take_counts() for name, layer in self._layers.items()}
+        counts = {name: counts for name, (counts, _) in found.items() if counts}
+        dropped = sum(dropped for _, dropped in found.values())
+        return ExpertsRouted(rank, counts, dropped, step=step) if counts else None

@@ -155,7 +155,8 @@ class DecoderTask:
         """Let routers know the ranks that share a microbatch with this one, and cut experts."""
         experts = self._config.model.experts
         shared = [groups.axis(axis) for axis in ("dp_shard", "cp") if groups.degree(axis) > 1]
-        if experts is not None and experts.balance_loss and shared:
+        counted = experts is not None and (experts.balance_loss or experts.capacity)
+        if counted and shared:
             share_counts(decoder, shared, groups.traffic)
         if groups.expert_degree > 1:
             apply_expert_parallel(decoder, groups.axis("ep"), groups.traffic)
