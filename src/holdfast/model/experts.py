@@ -203,8 +203,8 @@ class RoutedFeedForward(nn.Module):
         self.forward = aside(self.forward)  # type: ignore[method-assign]
 
     def take_counts(self) -> tuple[list[int], int]:
-        """(choices by expert, choices dropped) in the backward passes since the last call; no
-        experts if there were none."""
+        """Return (choices by expert, choices dropped) of the backward passes since the last call.
+        Without any there are no experts."""
         counts, self._counts = self._counts, None
         *by_expert, dropped = [0] if counts is None else counts.tolist()
         return by_expert, dropped
