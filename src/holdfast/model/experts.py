@@ -186,8 +186,8 @@ class RoutedFeedForward(nn.Module):
         return out if self.shared is None else out + self.shared(x)
 
     def _with_gradients(self, out: Tensor, routing: Routing, dropped: Tensor) -> Tensor:
-        """`out`, whose backward pass gives the router what does not come from the main loss, and
-        counts choices: it comes once for each microbatch, run again or not."""
+        """Return `out`, whose backward pass gives the router what the main loss does not give. It
+        counts choices too, as there is one for each microbatch, run again or not."""
         bias, loss, counts = self.router.choice_bias, None, routing.counts
         if self.answers_for_tokens and self.config.has_loss:
             loss = self._loss(routing)
