@@ -60,7 +60,7 @@ class ExpertsConfig(Section):
                 f"top_k {self.top_k} is more than the {self.count} experts: use {self.count}"
             )
         if self.bias_rate and not self.choice_bias:
-            raise ValueError(f"bias_rate {self.bias_rate} needs a bias: use choice_bias true")
+            raise ValueError(f"bias_rate {self.bias_rate} needs a bias: use 0, or choice_bias true")
         return self
 
     @property
