@@ -20,6 +20,8 @@ LONG = [
     for name in ("interleaved", "zbh1", "zbv", "dualpipev")
     for axes in ("pp2", "pp2-dp2", "pp2-tp2", "pp2-zero1.2", "pp4", "pp2+one", "pp2-tp2-dp2")
 ]
+LONG += ["full.zbh1.pp2", "selective.zbv.pp2-tp2", "files.zbv.pp2", "biased.dualpipev.pp2"]
+LONG += ["full.interleaved.pp2", "gathered.zbv.pp2-dp2", "plain.zbv.pp2-tp2", "gemma.zbh1.pp2"]
 CASES = [
     *((name, 3) for name in QUICK),
     *(pytest.param(name, 20, marks=pytest.mark.slow) for name in LONG),

@@ -74,13 +74,14 @@ class _LateLinear(torch.autograd.Function):
         bias_share: float,
         late: LateGradients,
     ) -> Tensor:
-        ctx.save_for_backward(input, weight, bias)
-        ctx.bias_share, ctx.late = bias_share, late
+        ctx.save_for_backward(input)
+        # Not saved: if the block is run again, autograd returns copies, which are no parameters.
+        ctx.weight, ctx.bias, ctx.bias_share, ctx.late = weight, bias, bias_share, late
         whole = bias is None or bias_share == 1.0
         return F.linear(input, weight, bias if whole or bias is None else bias * bias_share)
 
     @staticmethod
     def backward(ctx: Any, slope: Tensor) -> tuple[Tensor | None, None, None, None, None]:
-        input, weight, bias = ctx.saved_tensors
-        ctx.late.keep(LateGradient(weight, bias, ctx.bias_share, input, slope))
-        return slope.matmul(weight) if ctx.needs_input_grad[0] else None, None, None, None, None
+        (input,) = ctx.saved_tensors
+        ctx.late.keep(LateGradient(ctx.weight, ctx.bias, ctx.bias_share, input, slope))
+        return slope.matmul(ctx.weight) if ctx.needs_input_grad[0] else None, None, None, None, None

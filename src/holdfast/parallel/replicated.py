@@ -91,10 +91,9 @@ class ReplicatedGradients(GradientFeeder):
 
     def give(self, parameter: Tensor, gradient: Tensor) -> None:
         """Add to a parameter's gradient of the open leaf what no backward pass of autograd does."""
-        held = parameter.grad
-        parameter.grad = gradient if held is None else held.add_(gradient)
+        index, held = self._index_of[id(parameter)], parameter.grad
+        parameter.grad = gradient if held is None else held + gradient
         if self._is_listening:
-            index = self._index_of[id(parameter)]
             self._missing_parameters.discard(index)
             self._on_gradient(index, parameter)
 
