@@ -71,7 +71,7 @@ _FLAGS: dict[str, dict[str, Any]] = {
         "model__family": "mixtral",
         "model__experts": {"count": 4, "top_k": 2, "balance_loss": 0.02, "capacity": 0.7},
     },
-    "deepseek": {
+    "sigmoid": {
         "model__family": "dots1",
         "model__qk_norm": True,
         "model__experts": {
@@ -162,7 +162,7 @@ def model_flags(name: str) -> str:
     precisions = ("fp32", "bf16", "fp16")
     flags = (
         "experts",
-        "deepseek",
+        "sigmoid",
         "dropping",
         "qknorm",
         "biased",

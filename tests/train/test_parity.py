@@ -92,8 +92,8 @@ EXPERTS = (
     ]
     + ["plain.experts.tp2", "full.experts.shard2", "selective.experts.pp2", "experts.zbv.pp2"]
 )
-DEEPSEEK = [
-    f"deepseek.{name}"
+SIGMOID = [
+    f"sigmoid.{name}"
     for name in (
         "dp2",
         "zero1.2",
@@ -123,7 +123,7 @@ SPREAD = [
         "full.ep2.shard4",
     )
 ]
-LAYOUTS = [*AXES, *PAIRS, *PRODUCTS, *UNLIKE, *MODES, *EXPERTS, *SPREAD, *DEEPSEEK]
+LAYOUTS = [*AXES, *PAIRS, *PRODUCTS, *UNLIKE, *MODES, *EXPERTS, *SPREAD, *SIGMOID]
 SOME = [
     "dp4",
     "shard4",

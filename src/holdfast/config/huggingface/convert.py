@@ -88,7 +88,7 @@ def differences_in(architecture: Architecture, model: ModelConfig) -> dict[str, 
     for rule in architecture.rules:
         try:
             values |= rule.read(theirs)
-        except NotSupportedError:
+        except (NotSupportedError, KeyError):  # a key that the model has no value for
             continue  # its keys stay at their defaults, and differ
     try:
         became = ModelConfig.model_validate({"preset": None, **values})
