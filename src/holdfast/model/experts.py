@@ -183,7 +183,7 @@ class RoutedFeedForward(nn.Module):
         if torch.is_grad_enabled():
             out = self._with_gradients(out, routing, kept.dropped)
         out = out.view_as(x)
-        return out if self.shared is None else out + self.shared(x)
+        return out if self.shared is None else out + self.shared(x)  # type: ignore[no-any-return]
 
     def _with_gradients(self, out: Tensor, routing: Routing, dropped: Tensor) -> Tensor:
         """Return `out`, whose backward pass gives the router what the main loss does not give. It
