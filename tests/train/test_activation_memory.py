@@ -32,9 +32,9 @@ def _measured(
         assert has_formula(config)
         topology = place(of, config)
         made = engine_of(config, topology, rank.rank, rank.store(policy))
-        _step(made, 1, size)
+        _step(made, 1, size, config.data.sequence_length)
         meter = ActivationMeter(made.objective)
-        _step(made, 2, size)
+        _step(made, 2, size, config.data.sequence_length)
         said = activations_of(config, topology, made.groups.coordinate).total
         found[policy] = (meter.peak, said, meter.live_bytes())
         meter.close()
@@ -42,14 +42,16 @@ def _measured(
     return found
 
 
-def _step(made: Any, step: int, size: int) -> None:
+def _step(made: Any, step: int, size: int, length: int) -> None:
     shard, shards = made.groups.coordinate.dp_shard, made.groups.degree("dp_shard")
-    made.compute([feed(step, leaf, size, shard, shards, VOCABULARY) for leaf in made.begin(step)])
+    share = made.begin(step)
+    made.compute([feed(step, j, size, shard, shards, VOCABULARY, length) for j in share])
     made.apply(made.reduce())
 
 
 LAYOUTS = [
     ("fp32.pp2", 4),
+    ("ring.fp32.cp2", 4),
     *(
         in_campaign(name, size)
         for name, size in (
@@ -65,6 +67,10 @@ LAYOUTS = [
             ("fp32.pp2-tp2", 4),
             ("bf16.pp2", 4),
             ("zero1.2", 4),
+            ("fp32.cp2", 4),
+            ("heads.ulysses.fp32.cp2", 4),
+            ("long.fp32.cp4", 4),
+            ("long.ring.fp32.pp2-cp2", 4),
         )
     ),
 ]

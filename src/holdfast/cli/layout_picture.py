@@ -66,6 +66,7 @@ class LayoutPicture:
             ""
             if not self._used("tp")
             else f"sequence parallel {'on' if layout.sequence_parallel else 'off'}",
+            f"context parallel by {layout.cp_method}" if self._used("cp") else "",
             f"schedule {layout.schedule}" if self._used("pp") else "",
             f"ep {layout.ep}, {_experts_a_rank(self.config)}" if layout.ep > 1 else "",
         ]
@@ -126,7 +127,7 @@ class LayoutPicture:
         )
 
     def _ranks(self) -> None:
-        used = [axis for axis in ("pp", "dp_shard", "tp") if self._used(axis)]
+        used = [axis for axis in AXES if self._used(axis)]
         cut = ("heads", "kv heads", "vocabulary") if self._used("tp") else ()
         head = [
             "rank",

@@ -141,14 +141,16 @@ def device_kind(config: RunConfig) -> str:
 
 
 def estimates_by_rank(config: RunConfig, topology: Topology) -> tuple[RankEstimate, ...]:
-    """The estimate of each rank, in order. Ranks at the same place of like replicas, with as many
-    microbatches, are computed once."""
+    """The estimate of each rank, in order. In a large world, ranks at the same place of like
+    replicas, with as many microbatches, are computed once. The first rank along dp_shard
+    stands for all of them there: none holds more."""
     shares = deal(max(microbatches(config).values()), len(topology.replicas))
     device, found = device_kind(config), dict[object, RankEstimate]()
     estimates = []
     for rank in range(topology.world_size):
         at = topology.coordinate(rank)
-        key = topology.replica_of(rank).kind, at.mesh_rank, len(shares[at.replica])
+        replica = topology.replica_of(rank)
+        key = replica.kind, at.pp, at.cp, at.tp, len(shares[at.replica])
         if key not in found or topology.world_size <= _ALL_COMPUTED:
             found[key] = rank_estimate(config, topology, at, device)
         estimates.append(found[key])
