@@ -48,6 +48,9 @@ class LayoutConfig(DegreesConfig):
         description="what dp_shard cuts: 1 optimizer state; 2 gradients too; 3 parameters too, "
         "gathered for each use",
     )
+    ep: int = Field(
+        1, ge=1, description="workers of dp_shard that share the experts of model.experts"
+    )
     sequence_parallel: bool = Field(
         True, description="with tp: cut norms and residuals by tokens, at the same traffic"
     )

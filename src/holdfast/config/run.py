@@ -97,6 +97,8 @@ class RunConfig(Section):
                 "train.microbatch_size auto needs formulas of the memory, which know no task: use "
                 "a number"
             )
+        if (refused := self._refuse_experts()) is not None:
+            raise ValueError(refused)
         if (unknown := explain_no_architecture(self.model)) is not None:
             raise ValueError(unknown)
         if self.cluster.loss_jumps == "roll_back" and self.cluster.replaces_all_workers:
@@ -123,6 +125,20 @@ class RunConfig(Section):
                 f"use {self.model.max_position} or less"
             )
         return self
+
+    def _refuse_experts(self) -> str | None:
+        """One sentence if the run's experts do not go with its other keys."""
+        experts = self.model.experts
+        if experts is None:
+            return None
+        if self.lora.rank:
+            return "lora has no adapters for model.experts: use a folder without experts"
+        if self.train.precision == "fp16" and experts.has_loss:
+            return (
+                "train.precision fp16 scales the loss, but not those of model.experts: use bf16, "
+                "or balance_loss 0 and z_loss 0"
+            )
+        return None
 
     @property
     def trains_decoder(self) -> bool:

@@ -10,14 +10,15 @@ utilisation by 5 to 20 %. So a number is never given without its convention's na
     "causal"  attention halved: Megatron's and MaxText's
 
 Both count every parameter but the embedding table (a lookup), and count the head, also when it is
-tied to that table. Recomputation never counts: this is model FLOPs, not hardware's.
+tied to that table. Of experts they count those that compute a token. Recomputation never counts:
+this is model FLOPs, not hardware's.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal
 
-from holdfast.core.sharding.parameters import count_parameters
+from holdfast.core.sharding.parameters import count_idle_parameters, count_parameters
 from holdfast.core.sharding.state_table import MIXED
 
 if TYPE_CHECKING:  # the mover has no use for pydantic
@@ -55,10 +56,11 @@ _HALF_PEAKS: dict[str, float] = {
 
 
 def counted_parameters(model: ModelConfig) -> int:
-    """N of the formulas: all parameters less the embedding table, with the head even if tied.
+    """N of the formulas: all parameters that compute a token, with the head even if tied.
     Rows of the head that belong to no token are not computed with."""
     head_rows = 0 if model.tied_embeddings else model.vocab_rows  # in the count already
     without_head = count_parameters(model, embeddings=False) - head_rows * model.dim
+    without_head -= count_idle_parameters(model)
     return without_head + model.vocab_size * model.dim
 
 

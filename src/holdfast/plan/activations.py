@@ -60,10 +60,11 @@ class RankActivations:
 
 def has_formula(config: RunConfig) -> bool:
     """Return True for a run that the formulas cover. They know no task, no adapters, no masks of
-    documents or windows, no limits of scores, no codes of few bits. Norms come before attention and
-    feed-forward alone."""
+    documents or windows, no limits of scores, no experts, no codes of few bits. Norms come before
+    attention and feed-forward alone."""
     model = config.model
     plain = model.norms == "pre" and not (model.attention_softcap or model.windowed)
+    plain = plain and model.experts is None
     trained = not (config.task.name or config.lora.rank)
     known = config.train.precision in _COMPUTE_BYTES
     if any(degrees.pp > 1 for _, degrees in config.layout.kinds):

@@ -22,6 +22,7 @@ from holdfast.core.sharding.reduction_tree import deal
 from holdfast.core.sharding.run_table import run_cells, run_parameter_table, run_parameters
 from holdfast.core.sharding.state_table import mesh_box
 from holdfast.layout import Topology
+from holdfast.parallel.expert_parallel import shared_experts
 from holdfast.parallel.gradients.cell_team import CellTeam, ExchangeKind
 from holdfast.parallel.gradients.feeder import Cells, GradientFeeder
 from holdfast.parallel.partitioned_input import PartitionedInput
@@ -124,6 +125,7 @@ def connect_groups(
         seconds=seconds,
         recorder=SpanRecorder(device) if config.layout.trace_step else None,
         exchange=choose_exchange(config, device),
+        ep=config.layout.ep,
     )
 
 
@@ -360,7 +362,10 @@ def _sharded(parts: _Parts, objective: nn.Module) -> BuiltParameters:
     compute = precision.compute if precision.mixed else None
     blocks = parts.task.units(objective)
     moved, mesh = parts.memory.place_of("parameters") != DEVICE, parts.groups.shard_mesh()
-    apply_fsdp(objective, blocks, mesh, compute, config.layout.zero, is_offloaded=moved)
+    how = compute, config.layout.zero
+    for each in shared_experts(objective, parts.groups):
+        apply_fsdp(each, (), parts.groups.replica_groups.expert_mesh(), *how, is_offloaded=moved)
+    apply_fsdp(objective, blocks, mesh, *how, is_offloaded=moved)
     give_shards_memory(objective, torch.device("cpu") if moved else parts.device)
     if moved:
         place_shards(objective, partial(parts.memory.zeros, "parameters"))
