@@ -29,6 +29,7 @@ class DeviceKind:
     regroups_per_process: groups of a backend leak device memory; after so many new sets of groups
         a process is replaced. 0: never.
     can_pin: the pages of a shared mapping can be locked for direct copies.
+    lowest_stream_priority: of a stream that copies while other streams compute.
     pins_batches: batches are copied to the device from locked pages.
     chunk_elements: logits that the loss holds at a time.
     settings: environment of a worker, set before torch is imported. They replace a person's own.
@@ -44,6 +45,7 @@ class DeviceKind:
     can_abort: bool = True
     regroups_per_process: int = 0
     can_pin: bool = False
+    lowest_stream_priority: int = 0
     pins_batches: bool = True
     chunk_elements: int = 2**28
     settings: Mapping[str, str] = field(default_factory=dict, hash=False)
@@ -110,7 +112,9 @@ DEVICES: Mapping[str, DeviceKind] = MappingProxyType(
                 settings=_NCCL_SETTINGS,
                 packages=("nvidia-nccl-cu13", "nvidia-nccl-cu12"),
             ),
-            DeviceKind("xpu", inside="xccl", between="gloo", can_abort=False),
+            DeviceKind(
+                "xpu", inside="xccl", between="gloo", can_abort=False, lowest_stream_priority=1
+            ),
             DeviceKind(
                 "mps",
                 inside="gloo",
