@@ -164,7 +164,7 @@ def build_engine(
     precision = Precision.of(config.train.precision)
     objective = task.objective(groups)
     objective.to(precision.state)
-    _prepare_units(config, task.units(objective))
+    prepare_units(config, task.units(objective))
     shards = groups.degree("dp_shard")
     make = _replicated if shards == 1 else _zero1 if config.layout.zero == 1 else _sharded
     memory = StateMemory(config.train.memory, device, f"{config.name}-rank{groups.rank}")
@@ -189,7 +189,7 @@ def build_engine(
     return engine
 
 
-def _prepare_units(config: RunConfig, units: Sequence[nn.Module]) -> None:
+def prepare_units(config: RunConfig, units: Sequence[nn.Module]) -> None:
     """Let units be compiled, and run again in the backward pass, as the run file says."""
     if config.train.recompute != "none":
         is_random = bool(config.task.name or config.lora.dropout)

@@ -6,6 +6,7 @@ import torch
 
 from holdfast.config.run import RunConfig
 from holdfast.core.data.skips import Skips
+from holdfast.core.devices import device_kind
 from holdfast.elastic.protocol.worker_spec import WorkerSpec
 from holdfast.parallel.devices import select_device
 from holdfast.tasks.choose import open_task
@@ -28,6 +29,13 @@ class WorkerSetup:
     def device(self) -> torch.device:
         return torch.device(self.spec.device)
 
+    @property
+    def known_device(self) -> torch.device | None:
+        """Return the device that this process computes on; None: it has not been given one."""
+        name = self.spec.device
+        is_known = ":" in name or not device_kind(name).has_index
+        return self.device if is_known else None
+
     def apply(self, spec: WorkerSpec) -> None:
         """Apply a newer spec to this process."""
         if spec.config != self.spec.config or spec.dataset != self.spec.dataset:
@@ -41,9 +49,9 @@ class WorkerSetup:
         self._use_device()
 
     def _use_device(self) -> None:
-        """Let this process compute on the spec's device. A standby has none yet."""
-        if self.spec.topology is not None:
-            select_device(self.device)
+        """Let this process compute on the spec's device. A standby may have none yet."""
+        if (device := self.known_device) is not None:
+            select_device(device)
 
     @property
     def task(self) -> EngineTask:
