@@ -105,7 +105,7 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory(prefix="holdfast-warm-") as folder:
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = f"{folder}/compiled"
-        os.environ["TORCH_LOGS"] = "graph_sizes"
+        os.environ["TORCH_LOGS"] = "graph_code"
         settings = Settings(options.device, True, Path(folder))
         data(settings)
         print(f"{'':<24}{'graphs':>8}{'standby':>9}{'after':>8}{'gap s':>9}  differs")

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from holdfast.cli import doctor_checks
 from holdfast.config.load import load_config
+from holdfast.core.transports import CardLink, NetworkPort, NodeLinks
+from holdfast.plan.accelerators import Accelerator
+from holdfast.plan.hardware import detect_hardware
 from tests.support.commands import here
 
 Capture = pytest.CaptureFixture[str]
@@ -119,3 +123,17 @@ def test_doctor_sees_a_folder_that_cannot_be_written() -> None:
     found = {check.name: check for check in doctor_checks.run_checks(Path("/proc"))}
     assert found["disk"].state == "fails"
     assert found["disk"].remedy
+
+
+def test_doctor_names_the_links_of_the_cards() -> None:
+    cards = tuple(Accelerator(at, "NVIDIA H100 80GB HBM3", 0) for at in range(3))
+    machine = replace(detect_hardware({"CUDA_VISIBLE_DEVICES": ""}), accelerators=cards)
+    joined = NodeLinks(
+        (CardLink(0, 1, "NVLink NV18"), CardLink(1, 2, "NVLink NV18")),
+        tuple(NetworkPort(f"mlx5_{at}", "InfiniBand", "400 Gb/sec") for at in range(6)),
+    )
+    found = doctor_checks.check_links(machine, joined).found
+    assert found.startswith("NVLink NV18 between 2 of 3 pairs of cards; active: mlx5_0 (InfiniBand")
+    assert "mlx5_3 (InfiniBand, 400 Gb/sec) and 2 more" in found
+    found = doctor_checks.check_links(machine, NodeLinks()).found
+    assert found.startswith("no NVLink or xGMI between 3 cards; no active port of InfiniBand")

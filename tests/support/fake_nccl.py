@@ -11,6 +11,7 @@
   of one holder tell the other ranks.
 - After `abort` all operations under way end without an error, and their outputs hold garbage.
 - `shutdown` waits for all ranks.
+- What carries the data stands in a log alone.
 
 A stream of a device is a thread here (`FakeLane`). Code that reads a tensor outside of its lane
 finds it unfinished, as on a device.
@@ -18,6 +19,7 @@ finds it unfinished, as on a device.
 
 from __future__ import annotations
 
+import os
 import queue
 import threading
 from collections.abc import Callable, Sequence
@@ -49,13 +51,19 @@ KIND = DeviceKind(
     ranks_per_device=0,
     pins_batches=False,
     chunk_elements=2**24,
+    log_variable="NCCL_DEBUG_FILE",
 )
 """The stand-in's row of the device table: computes as the CPU does, and communicates as CUDA."""
 
 
-def install(**changes: Any) -> None:
-    """Give the device "cpu" of this process the stand-in. changes: of its row in the table."""
+_said = {"transport": "P2P/CUMEM/read"}
+
+
+def install(transport: str = "P2P/CUMEM/read", **changes: Any) -> None:
+    """Give the device "cpu" of this process the stand-in. transport: that its log names, as in
+    `core/transports.py`. changes: of its row in the table."""
     register()
+    _said["transport"] = transport
     kind = replace(KIND, **changes)
     devices.DEVICES = MappingProxyType({**devices.DEVICES, "cpu": kind})
     lanes.DeviceLane = FakeLane  # type: ignore[misc]
@@ -211,7 +219,17 @@ class FakeNccl(dist.ProcessGroup):
             if self._peers is None:
                 seconds = self._timeout.total_seconds()
                 self._peers = PeerGroup(self._store, NAME, self._at, self._count, seconds=seconds)
+                self._tell_transport()
                 threading.Thread(target=self._serve, name=NAME, daemon=True).start()
+
+    def _tell_transport(self) -> None:
+        """Write the log of a communicator, as NCCL does when it makes one."""
+        at, peer, way = self._at, (self._at + 1) % self._count, _said["transport"]
+        end = " [send]" if way.startswith("NET") else ""
+        if path := os.environ.get(KIND.log_variable):
+            with open(path, "a") as log:
+                print(f"node:1:1 [{at}] NCCL INFO Channel 00/0 : {at}[{at}] -> {peer}[{peer}]"
+                      f"{end} via {way}", file=log)  # fmt: skip
 
     def _serve(self) -> None:
         assert self._peers is not None

@@ -4,7 +4,8 @@ RUN_FILE [key=value ...]`.
 The faults are in the environment, as JSON: {"raise": [[generation, rank, step], ...], "die
 agreeing": [[generation, rank], ...], "last": [[first step, last step, milliseconds], ...]}. "last"
 gives the duration of steps of the first generation. "on a device": the workers communicate by
-`fake_nccl`, with these changes of its row in the device table.
+`fake_nccl`, with these changes of its row in the device table. "system": a folder in place of
+`/sys`, for the links of the node.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import os
 import signal
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 from holdfast.cli.main import main as command
@@ -27,6 +29,7 @@ DEEDS = "HOLDFAST_TEST_DEEDS"
 def run(boot: WorkerSpec, secret: Secret) -> int:
     """A worker's entry."""
     from holdfast.elastic.worker import main as worker
+    from holdfast.plan import links
     from holdfast.train import recover as recovering
     from holdfast.train.engine import StepEngine
 
@@ -35,6 +38,7 @@ def run(boot: WorkerSpec, secret: Secret) -> int:
         from tests.support import fake_nccl
 
         fake_nccl.install(**deeds["on a device"])
+        links.SYSTEM = Path(deeds.get("system", links.SYSTEM))
     compute, agree = StepEngine.compute, recovering.agree  # type: ignore[attr-defined]
 
     def computing(self: StepEngine, batches: Any) -> None:

@@ -20,6 +20,7 @@ from typing import Any, Literal
 
 from holdfast.checkpoint.mover.socket_place import SOCKET_NAME, MoverSocket, make_socket_folder
 from holdfast.core.devices import DEVICES
+from holdfast.core.transports import NodeLinks
 from holdfast.errors import RunFolderError
 from holdfast.launch.process_limits import (
     OPEN_FILES_OF_AGENT,
@@ -27,6 +28,7 @@ from holdfast.launch.process_limits import (
     TORCH_ADDRESS_BYTES,
 )
 from holdfast.plan.hardware import HardwareInfo, cpp_compiler, detect_hardware
+from holdfast.plan.links import detect_links
 from holdfast.report.formatting import format_plural
 from holdfast.wire.child_command import module_command
 
@@ -34,6 +36,7 @@ CheckState = Literal["good", "weak", "fails"]
 GIB = 2**30
 EQUAL_STEPS_S = 120.0
 """Seconds for two small trainings on a device, with an import of torch."""
+_NAMED_PORTS = 4
 TORCH_RANGE = ((2, 11), (2, 13))  # oldest and newest release that is supported
 
 
@@ -74,6 +77,7 @@ def run_checks(folder: Path | None = None) -> list[Check]:
     )
     return [
         *(check(machine) for check in with_machine),
+        *([check_links(machine, detect_links())] if machine.accelerators else []),
         *_equal_steps(machine),
         _python(),
         _torch(),
@@ -134,6 +138,31 @@ def _accelerators(machine: HardwareInfo) -> Check:
     library = ", ".join(f"{each} {found}" for each in kind.packages if (found := _installed(each)))
     found = f"{names}; device {kind.name}, backend {backends}{f' ({library})' if library else ''}"
     return Check("accelerators", "good", f"{found}; torch for {machine.torch_computes_on}")
+
+
+def check_links(machine: HardwareInfo, links: NodeLinks) -> Check:
+    """How the cards are joined, to one another and to other machines."""
+    count = len(machine.accelerators)
+    found = f"{_describe_cards(count, links)}; {_describe_ports(links)}"
+    return Check("links", "good", f"{found}; `worker_ready` in the journal names what is used")
+
+
+def _describe_cards(count: int, links: NodeLinks) -> str:
+    if count == 1:
+        return "one card"
+    pairs = count * (count - 1) // 2
+    names = ", ".join(sorted({link.name for link in links.cards}))
+    if not names:
+        return f"no NVLink or xGMI between {count} cards"
+    return f"{names} between {len(links.cards)} of {format_plural(pairs, 'pair')} of cards"
+
+
+def _describe_ports(links: NodeLinks) -> str:
+    if not links.ports:
+        return "no active port of InfiniBand, RoCE or EFA, so nodes are joined by TCP"
+    named = ", ".join(str(port) for port in links.ports[:_NAMED_PORTS])
+    more = len(links.ports) - _NAMED_PORTS
+    return f"active: {named}{f' and {more} more' if more > 0 else ''}"
 
 
 def _equal_steps(machine: HardwareInfo) -> list[Check]:

@@ -58,6 +58,11 @@ class LayoutConfig(DegreesConfig):
         description="how gradients travel between replicas: direct, messages from worker to "
         "worker; gathered, collectives, which any backend has; auto: direct on a CPU. Same bits",
     )
+    allow_tcp: bool = Field(
+        False,
+        description="train on devices whose data goes over TCP or the host's memory although a "
+        "faster link is there; false: refuse that",
+    )
     trace_step: int = Field(
         0,
         ge=0,

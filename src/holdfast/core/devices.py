@@ -34,6 +34,8 @@ class DeviceKind:
     chunk_elements: logits that the loss holds at a time.
     settings: environment of a worker, set before torch is imported. They replace a person's own.
     packages: installed packages whose versions decide what the backend does.
+    log_variable: environment variable that names a file, in which the backend tells how it
+        connects; "": it does not tell. log_settings: environment that makes it do so.
     """
 
     name: str
@@ -50,6 +52,8 @@ class DeviceKind:
     chunk_elements: int = 2**28
     settings: Mapping[str, str] = field(default_factory=dict, hash=False)
     packages: tuple[str, ...] = ()
+    log_variable: str = ""
+    log_settings: Mapping[str, str] = field(default_factory=dict, hash=False)
 
     def device(self, index: int) -> str:
         """Return the name of one device of this kind, as torch reads it."""
@@ -90,6 +94,8 @@ _NCCL_SETTINGS = MappingProxyType(
     }
 )
 
+_NCCL_LOG = MappingProxyType({"NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "INIT,NET,P2P,SHM,ENV"})
+
 DEVICES: Mapping[str, DeviceKind] = MappingProxyType(
     {
         kind.name: kind
@@ -111,6 +117,8 @@ DEVICES: Mapping[str, DeviceKind] = MappingProxyType(
                 can_pin=True,
                 settings=_NCCL_SETTINGS,
                 packages=("nvidia-nccl-cu13", "nvidia-nccl-cu12"),
+                log_variable="NCCL_DEBUG_FILE",
+                log_settings=_NCCL_LOG,
             ),
             DeviceKind(
                 "xpu", inside="xccl", between="gloo", can_abort=False, lowest_stream_priority=1

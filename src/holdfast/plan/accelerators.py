@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from holdfast.core.flops import dense_peak
+from holdfast.plan.kernel_files import read_property, read_text
 from holdfast.plan.limits import usable_memory
 
 _INTEL = "0x8086"
@@ -100,11 +101,11 @@ def _amd_devices(environment: Mapping[str, str], system: Path) -> tuple[Accelera
     found: list[tuple[str, int]] = []
     nodes = system / "class" / "kfd" / "kfd" / "topology" / "nodes"
     for node in sorted(_folders(nodes), key=lambda each: _number(each.name)):
-        if _property(node / "properties", "simd_count") == 0:
+        if read_property(node / "properties", "simd_count") == 0:
             continue
         banks = _folders(node / "mem_banks")
-        memory = sum(_property(bank / "properties", "size_in_bytes") for bank in banks)
-        found.append((_text(node / "name") or "AMD GPU", memory))
+        memory = sum(read_property(bank / "properties", "size_in_bytes") for bank in banks)
+        found.append((read_text(node / "name") or "AMD GPU", memory))
     for variable in ("ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES"):
         found = _chosen(found, environment.get(variable))
     return tuple(Accelerator(i, name, size, "cuda") for i, (name, size) in enumerate(found))
@@ -115,7 +116,7 @@ def _intel_devices(environment: Mapping[str, str], system: Path) -> tuple[Accele
     found = [
         ("Intel GPU", 0)
         for card in sorted(cards, key=lambda each: _number(each.name))
-        if _text(card / "device" / "vendor") == _INTEL
+        if read_text(card / "device" / "vendor") == _INTEL
     ]
     found = _chosen(found, environment.get("ZE_AFFINITY_MASK"))
     return tuple(Accelerator(i, name, size, "xpu") for i, (name, size) in enumerate(found))
@@ -143,15 +144,3 @@ def _folders(parent: Path) -> list[Path]:
 
 def _number(name: str) -> int:
     return int("".join(c for c in name if c.isdigit()) or 0)
-
-
-def _property(file: Path, name: str) -> int:
-    found = re.search(rf"^{name}\s+(\d+)", _text(file), re.MULTILINE)
-    return 0 if found is None else int(found[1])
-
-
-def _text(file: Path) -> str:
-    try:
-        return file.read_text("utf-8").strip()
-    except OSError:
-        return ""

@@ -21,9 +21,14 @@ from pyarrow import ipc, parquet
 from holdfast.checkpoint.mover.client import RestorePoint
 from holdfast.checkpoint.restore.catalog import list_commits, step_of
 from holdfast.cli.train import plan_for_machine
+from holdfast.config.layout import LayoutConfig
 from holdfast.config.load import load_config
+from holdfast.core.devices import device_kind
+from holdfast.core.transports import SlowTransport
 from holdfast.data.columnar_sources import _open_huggingface
 from holdfast.elastic.coordinator.generation_planner import _refuse_empty_branch
+from holdfast.elastic.worker.transport_watch import TransportWatch
+from holdfast.layout import Layout, Topology, place_layout
 from holdfast.plan.accelerators import Accelerator
 from holdfast.plan.hardware import HardwareInfo
 from holdfast.plan.interface import NodePlaces
@@ -198,6 +203,20 @@ def branch_again(lab: Lab, found: Match[str]) -> None:
 COLUMNS, PLANNER = "data/columnar_sources.py: ", "planner.py: "
 DATA = r"pip install 'holdfast\[data\]'"
 
+
+class OverTcp(TransportWatch):
+    """A backend that says that it uses TCP."""
+
+    def find_slow(self, topology: Topology) -> SlowTransport:
+        return SlowTransport("data between nodes goes over TCP", "unset NCCL_NET=Socket")
+
+
+def connect_over_tcp(lab: Lab) -> None:
+    layout = LayoutConfig(allow_tcp=lab.settings["allow_tcp"])
+    topology = place_layout(Layout(), 1, ("node",))
+    OverTcp(device_kind("cpu")).refuse_slow(topology, layout)
+
+
 CASES: list[Case] = [
     package(
         "data/chat_render.py: chat templates need jinja2 … or newer, and …",
@@ -299,6 +318,13 @@ CASES: list[Case] = [
         plan,
         r"use (1), or device=cpu",
         lambda lab, found: lab.settings.update({"layout.workers": found[1]}),
+    ),
+    case(
+        "elastic/worker/transport_watch.py: (refuse_slow)",
+        values(allow_tcp=False),
+        connect_over_tcp,
+        r"unset NCCL_NET=Socket, or use layout\.allow_tcp=(true)",
+        fixed(allow_tcp=True),
     ),
     case(
         "elastic/coordinator/generation_planner.py: this run continues …, and no checkpoint is "

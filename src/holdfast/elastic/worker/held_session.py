@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from holdfast.elastic.worker.generation_connection import GenerationConnection
 from holdfast.elastic.worker.http_store import HttpStore
 from holdfast.elastic.worker.worker_setup import WorkerSetup
+from holdfast.events import SettingIgnored
 from holdfast.layout import Topology
 from holdfast.plan.planner import dealer_of
 from holdfast.policy.recovery.survivors import HeldState, RejectedStep
@@ -60,10 +61,12 @@ class HeldSession:
         return self.has_state and engine is not None and not engine.status.is_torn
 
     def build(self, setup: WorkerSetup, connection: GenerationConnection) -> None:
-        """Connect the generation's groups, and build this rank's engine, without values."""
+        """Connect the generation's groups, and build this rank's engine, without values. Raises
+        LayoutError if their data takes a slow way without need."""
         self.session = _build_session(
             setup, connection.topology, connection.rank, connection.rendezvous.store
         )
+        setup.transport.refuse_slow(connection.topology, setup.config.layout)
 
     def recover(
         self,
@@ -104,6 +107,10 @@ class HeldSession:
                 task=setup.task,
             )
         self._enter_recovered(found, connection)
+        slow = setup.transport.find_slow(topology)
+        if slow is not None and not setup.config.layout.allow_tcp:  # a run that trains continues
+            reason = f"{slow.sentence}; {slow.advice}"
+            connection.reporter.emit(SettingIgnored("layout.allow_tcp", reason, step=self.step))
 
     def _enter_recovered(self, recovered: RecoveryResult, connection: GenerationConnection) -> None:
         """Take over the new generation's session, and emit events of the old one that the journal

@@ -22,7 +22,7 @@ from holdfast.elastic.worker.checkpointer import (
 from holdfast.elastic.worker.generation_connection import GenerationConnection
 from holdfast.elastic.worker.held_session import HeldSession
 from holdfast.events import CheckpointSkipped, SettingIgnored, WorkerReady
-from holdfast.parallel.devices import describe_device, near_numa_node
+from holdfast.parallel.devices import near_numa_node
 from holdfast.wire.secret import Secret
 
 _MOVER_EXPECT_TIMEOUT_S = 20.0
@@ -33,7 +33,8 @@ _MOVER_EXPECT_TIMEOUT_S = 20.0
 class SaverFactory:
     """Makes the saver of one generation, which refers to the state.
 
-    held_session: the session whose state is saved. connection: of the saver's generation.
+    held_session: the session whose state is saved. connection: of the saver's generation. device:
+    what the worker computes on, for the journal.
     has_released_old_memory: an older generation's capturer of this process has been closed.
     """
 
@@ -42,6 +43,7 @@ class SaverFactory:
     secret: Secret
     connection: GenerationConnection
     held_session: HeldSession
+    device: str
     has_released_old_memory: bool
 
     def make(self, begun_at: float, *, in_background: bool) -> SnapshotSaver:
@@ -105,8 +107,7 @@ class SaverFactory:
 
     def _report_ready(self, seconds: float, step: int) -> None:
         """Note that this worker trains from now on, `seconds` after its fork."""
-        device = describe_device(self.held_session.current.device)
-        event = WorkerReady(self.connection.rank, seconds, device, step=step)
+        event = WorkerReady(self.connection.rank, seconds, self.device, step=step)
         self.connection.reporter.emit(event)
 
     def _on_capture_skipped(self, skipped: SkippedCapture) -> None:

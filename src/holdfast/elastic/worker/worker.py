@@ -259,6 +259,7 @@ class Worker:
             self._secret,
             self.connection,
             self.held_session,
+            self._setup.describe_device(),
             has_released_old_memory=self._had_capturer,
         )
         self._had_capturer = True

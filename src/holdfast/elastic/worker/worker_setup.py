@@ -8,7 +8,8 @@ from holdfast.config.run import RunConfig
 from holdfast.core.data.skips import Skips
 from holdfast.core.devices import device_kind
 from holdfast.elastic.protocol.worker_spec import WorkerSpec
-from holdfast.parallel.devices import select_device
+from holdfast.elastic.worker.transport_watch import TransportWatch
+from holdfast.parallel.devices import describe_device, select_device
 from holdfast.tasks.choose import open_task
 from holdfast.train.task import EngineTask, TaskBatchSource
 from holdfast.wire import lifeline, process_log
@@ -24,6 +25,7 @@ class WorkerSetup:
         self._task: EngineTask | None = None
         self._batches: TaskBatchSource | None = None
         self._use_device()
+        self.transport = TransportWatch(device_kind(self.device.type))
 
     @property
     def device(self) -> torch.device:
@@ -35,6 +37,10 @@ class WorkerSetup:
         name = self.spec.device
         is_known = ":" in name or not device_kind(name).has_index
         return self.device if is_known else None
+
+    def describe_device(self) -> str:
+        """Return the device with its backends and what carries their data, for the journal."""
+        return ", ".join(filter(None, (describe_device(self.device), self.transport.names)))
 
     def apply(self, spec: WorkerSpec) -> None:
         """Apply a newer spec to this process."""
