@@ -24,7 +24,8 @@ from tests.support.ranks import RankContext, Result, Server, expect, run_ranks
 
 from benchmarks.waiting_stages import WaitingStages
 from holdfast.core.schedule.csv import from_csv, to_csv
-from holdfast.core.schedule.table import Schedule, actions_of, build_schedule
+from holdfast.core.schedule.named import build_schedule
+from holdfast.core.schedule.table import Schedule, actions_of
 from holdfast.core.schedule.timing import Durations, Timeline, time_schedule
 from holdfast.parallel.comm.transport import PeerGroup, exchange
 from holdfast.parallel.pipeline import PipelineInterpreter
@@ -93,8 +94,9 @@ def late(seconds: float, times: int = 20) -> float:
 
 
 def cases(forward: float, microbatches: int) -> dict[str, tuple[Schedule, Durations]]:
-    """What is executed; the backward takes two forwards."""
+    """What is executed; the backward takes two forwards. A rank of two stages has twice half."""
     even = Durations.uniform(4, forward, 2 * forward)
+    halves = Durations.uniform(8, forward / 2, forward)
     uneven = tuple(forward * factor for factor in (0.75, 1.5, 1.0, 1.25))
     return {
         "1f1b pp4": (build_schedule("1f1b", 4, microbatches), even),
@@ -103,6 +105,10 @@ def cases(forward: float, microbatches: int) -> dict[str, tuple[Schedule, Durati
             build_schedule("1f1b", 4, microbatches),
             Durations(uneven, tuple(2 * f for f in uneven)),
         ),
+        "interleaved pp4": (build_schedule("interleaved", 4, microbatches, 2), halves),
+        "zb-h1 pp4": (build_schedule("zb-h1", 4, microbatches), even),
+        "zbv pp4": (build_schedule("zbv", 4, microbatches), halves),
+        "dualpipev pp4": (build_schedule("dualpipev", 4, microbatches), halves),
         "split V pp2": (from_csv(SPLIT_V, "split V"), even),
     }
 

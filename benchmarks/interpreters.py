@@ -33,7 +33,8 @@ from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
 
 from benchmarks.paired import estimate
 from holdfast.core.schedule.csv import to_csv
-from holdfast.core.schedule.table import Schedule, build_schedule
+from holdfast.core.schedule.named import build_schedule
+from holdfast.core.schedule.table import Schedule
 from holdfast.parallel.comm.transport import PeerGroup, exchange
 from holdfast.parallel.pipeline import PipelineInterpreter
 

@@ -56,16 +56,30 @@ def test_lines_run_along_one_axis() -> None:
 
 def test_stages_hold_blocks_in_order_and_the_ends() -> None:
     replica = Replica(0, (0, 1, 2), (3, 1, 1, 1), (1, 2, 2))
-    assert [replica.blocks(pp) for pp in range(3)] == [range(1), range(1, 3), range(3, 5)]
-    assert [replica.stage_of(p) for p in range(-1, 6)] == [0, 0, 1, 1, 2, 2, 2]
+    assert [replica.blocks(pp) for pp in range(3)] == [(0,), (1, 2), (3, 4)]
+    assert [replica.holder_of(p) for p in range(-1, 6)] == [0, 0, 1, 1, 2, 2, 2]
     alone = Replica(0, (0,))
     assert alone.blocks(0) is None
-    assert {alone.stage_of(p) for p in range(-1, 6)} == {0}
+    assert {alone.holder_of(p) for p in range(-1, 6)} == {0}
+
+
+def test_several_stages_go_round_the_ranks_or_down_and_up_again() -> None:
+    round_ranks = Replica(0, (0, 1), (2, 1, 1, 1), (1, 2, 1, 1))
+    assert [round_ranks.blocks(pp) for pp in range(2)] == [(0, 3), (1, 2, 4)]
+    assert round_ranks.last_pp == 1
+    folded = Replica(0, (0, 1), (2, 1, 1, 1), (1, 2, 1, 1), is_folded=True)
+    assert [folded.blocks(pp) for pp in range(2)] == [(0, 4), (1, 2, 3)]
+    assert [folded.stages_at(pp) for pp in range(2)] == [(0, 3), (1, 2)]
+    assert [folded.holder_of(p) for p in (-1, 0, 3, 4, 5)] == [0, 0, 1, 0, 0]
+    topo = place_replicas((Layout(pp=2, stages=(1, 2, 1, 1), is_folded=True),), 1, nodes(2))
+    assert Topology.from_json(json.loads(json.dumps(topo.to_json()))) == topo
+    with pytest.raises(LayoutError, match="give 4 numbers of blocks"):
+        Layout(pp=2, stages=(2, 2), is_folded=True)
 
 
 def test_a_pipeline_without_planned_stages_has_no_blocks() -> None:
     replica = Replica(0, (0, 1), (2, 1, 1, 1))
-    for ask in (lambda: replica.blocks(1), lambda: replica.stage_of(0)):
+    for ask in (lambda: replica.blocks(1), lambda: replica.holder_of(0)):
         with pytest.raises(LayoutError, match="which blocks each holds"):
             ask()
 

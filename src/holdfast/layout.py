@@ -28,7 +28,8 @@ class Layout:
     """Degrees of every axis; `dp_replicate` is the number of replicas.
 
     `stages`: decoder blocks of each pipeline stage, in order; () where there is no pipeline, or
-    where nobody has planned it yet (such a layout can be placed, but has no model on it).
+    where nobody has planned it yet (such a layout can be placed, but has no model on it). Several
+    stages a rank go round the ranks, or, `is_folded`, down the ranks and up again.
     """
 
     dp_replicate: int = 1
@@ -37,6 +38,7 @@ class Layout:
     cp: int = 1
     tp: int = 1
     stages: Stages = ()
+    is_folded: bool = False
 
     def __post_init__(self) -> None:
         for name in ("dp_replicate", *AXES):
@@ -45,7 +47,7 @@ class Layout:
                 raise LayoutError(
                     f"degree {degree} is impossible", where=f"layout.{name}", remedy="use 1 or more"
                 )
-        _check_stages(self.stages, self.pp, "layout.stages")
+        _check_stages(self.stages, self.pp, self.is_folded, "layout.stages")
 
     @property
     def mesh_shape(self) -> MeshShape:
@@ -64,9 +66,9 @@ class Layout:
 class Replica:
     """One complete copy of the model: ranks in mesh order, over (pp, dp_shard, cp, tp).
 
-    `stages` as in Layout. A position in the model is -1 for the embedding, i for block i, and
-    the number of blocks for the last norm and the head. `weight`: how much of a step's work it
-    is given, beside the other replicas' weights.
+    `stages`, `is_folded` as in Layout. A position in the model is -1 for the embedding, i for block
+    i, and the number of blocks for the last norm and the head. `weight`: how much of a step's work
+    it is given, beside the other replicas' weights.
     """
 
     index: int
@@ -74,6 +76,7 @@ class Replica:
     mesh_shape: MeshShape = (1, 1, 1, 1)
     stages: Stages = ()
     weight: int = 1
+    is_folded: bool = False
 
     def __post_init__(self) -> None:
         where = f"replica {self.index}"
@@ -87,7 +90,7 @@ class Replica:
             raise LayoutError(
                 f"the weight {self.weight} gives no work", where=where, remedy="use 1 or more"
             )
-        _check_stages(self.stages, self.degree("pp"), where)
+        _check_stages(self.stages, self.degree("pp"), self.is_folded, where)
 
     @property
     def kind(self) -> tuple[MeshShape, Stages]:
@@ -97,8 +100,13 @@ class Replica:
     def degree(self, axis: str) -> int:
         return self.mesh_shape[AXES.index(axis)]
 
-    def stage_of(self, position: int) -> int:
-        """The pipeline stage that holds a position of the model.
+    @property
+    def last_pp(self) -> int:
+        """The index on `pp` of the ranks with the last stage."""
+        return self.pp_of(len(self.stages) - 1) if self.stages else self.degree("pp") - 1
+
+    def holder_of(self, position: int) -> int:
+        """The index on `pp` of the ranks that hold a position of the model.
 
         Raises LayoutError for a pipeline whose stages are not planned.
         """
@@ -106,17 +114,33 @@ class Replica:
             return 0
         ends = accumulate(self._planned_stages())
         last = len(self.stages) - 1
-        return next((stage for stage, end in enumerate(ends) if position < end), last)
+        found = next((stage for stage, end in enumerate(ends) if position < end), last)
+        return self.pp_of(found)
 
-    def blocks(self, pp: int) -> range | None:
-        """The blocks of one stage; None is all of them, because there is no pipeline.
+    def pp_of(self, stage: int) -> int:
+        """The index on `pp` that a pipeline stage has."""
+        pp = self.degree("pp")
+        return 2 * pp - 1 - stage if self.is_folded and stage >= pp else stage % pp
+
+    def stages_at(self, pp: int) -> tuple[int, ...]:
+        """The pipeline stages of the ranks at an index on `pp`, rising."""
+        return tuple(s for s in range(max(1, len(self.stages))) if self.pp_of(s) == pp)
+
+    def stage_blocks(self, stage: int) -> range:
+        """The blocks of one pipeline stage. Raises LayoutError if the stages are not planned."""
+        first = sum(self._planned_stages()[:stage])
+        return range(first, first + self.stages[stage])
+
+    def blocks(self, pp: int) -> tuple[int, ...] | None:
+        """The blocks that ranks at an index on `pp` hold, rising; None is all of them, because
+        there is no pipeline.
 
         Raises LayoutError for a pipeline whose stages are not planned.
         """
         if self.degree("pp") == 1:
             return None
-        first = sum(self._planned_stages()[:pp])
-        return range(first, first + self.stages[pp])
+        self._planned_stages()
+        return tuple(b for stage in self.stages_at(pp) for b in self.stage_blocks(stage))
 
     def _planned_stages(self) -> Stages:
         if not self.stages:
@@ -143,14 +167,14 @@ class Replica:
         return tuple(out)
 
 
-def _check_stages(stages: Stages, pp: int, where: str) -> None:
+def _check_stages(stages: Stages, pp: int, is_folded: bool, where: str) -> None:
     if not stages:
         return
-    if len(stages) != pp:
+    if len(stages) != 2 * pp if is_folded else len(stages) % pp:
         raise LayoutError(
             f"a pipeline of {pp} cannot have the stages {stages}",
             where=where,
-            remedy=f"give {pp} numbers of blocks",
+            remedy=f"give {2 * pp if is_folded else pp} numbers of blocks",
         )
     for stage, blocks in enumerate(stages):
         if blocks < 1:  # also of the embedding's and of the head's: they have none alone
@@ -258,14 +282,16 @@ class Topology:
         raise LayoutError(f"rank {rank} is not in a world of {self.world_size}")
 
     def to_json(self) -> dict[str, Any]:
-        """`stages` is written only where there are any, and a weight only where it is not 1, so
-        that a topology without a pipeline, of equal replicas, reads as it always has."""
+        """`stages` is written only where there are any, a weight only where it is not 1, and
+        `is_folded` only where it is true. So a topology without a pipeline, of equal replicas,
+        reads as it always has."""
         return {
             "generation": self.generation,
             "replicas": [
                 {"index": r.index, "ranks": list(r.ranks), "mesh_shape": list(r.mesh_shape)}
                 | ({"stages": list(r.stages)} if r.stages else {})
                 | ({"weight": r.weight} if r.weight != 1 else {})
+                | ({"is_folded": True} if r.is_folded else {})
                 for r in self.replicas
             ],
             "nodes": list(self.nodes),
@@ -280,6 +306,7 @@ class Topology:
                 tuple(r["mesh_shape"]),
                 tuple(r.get("stages", ())),
                 r.get("weight", 1),
+                r.get("is_folded", False),
             )
             for r in value["replicas"]
         )
@@ -328,6 +355,14 @@ def place_replicas(layouts: Sequence[Layout], generation: int, nodes: tuple[str,
     for layout in layouts:
         for _ in range(layout.dp_replicate):
             ranks = tuple(range(first, first + layout.replica_size))
-            replicas.append(Replica(len(replicas), ranks, layout.mesh_shape, layout.stages))
+            replicas.append(
+                Replica(
+                    len(replicas),
+                    ranks,
+                    layout.mesh_shape,
+                    layout.stages,
+                    is_folded=layout.is_folded,
+                )
+            )
             first += layout.replica_size
     return Topology(generation, tuple(replicas), nodes)

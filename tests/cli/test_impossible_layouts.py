@@ -45,7 +45,7 @@ UNLIKE = "layout.replicas=[{pp: 3}, {pp: 2}]"
         (["layout.dp_shard=3"], ["layout.dp_shard 3 does not divide", "dp_shard 2 or 4"]),
         (["layout.dp_shard=0"], ["layout.dp_shard is 0", "at least 1"]),
         (["layout.zero=0"], ["layout.zero is 0, not one of 1, 2, 3"]),
-        (["layout.schedule=zb"], ["layout.schedule is 'zb', not one of 1f1b, gpipe"]),
+        (["layout.schedule=zb"], ["layout.schedule is 'zb', not one of 1f1b, gpipe, interl"]),
         (
             ["layout.pp=2", "layout.tp=2", "layout.workers=6"],
             ["layout.workers 6 is not a multiple of layout.pp 2 x layout.tp 2", "use 4 or 8"],

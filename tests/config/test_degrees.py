@@ -95,7 +95,33 @@ def sentence(*overrides: str) -> str:
         (["layout.zero=4"], "layout.zero is 4, not one of 1, 2, 3; use 1"),
         (
             ["layout.schedule=1f1"],
-            "layout.schedule is '1f1', not one of 1f1b, gpipe; did you mean 1f1b?",
+            "layout.schedule is '1f1', not one of 1f1b, gpipe, interleaved, zb-h1, zbv, dualpipev; "
+            "did you mean 1f1b?",
+        ),
+        (
+            ["layout.schedule=zbv", "layout.pp=4"],
+            "layout.pp 4 under layout.schedule zbv has 8 stages, but model.layers is 6; "
+            "use layout.pp 3, or layout.schedule 1f1b",
+        ),
+        (
+            ["layout.schedule=interleaved", "layout.pp=2", "layout.stages=[3, 3]"],
+            "layout.stages [3, 3] has 2 of layout.pp 2 x 2 stages; use [2, 2, 1, 1], "
+            "or [] to have them balanced by cost",
+        ),
+        (
+            ["layout.schedule=zb-h1", "layout.virtual_stages=2"],
+            "layout.virtual_stages 2 has no effect on layout.schedule zb-h1; "
+            "use layout.schedule interleaved, or virtual_stages 0",
+        ),
+        (
+            ["layout.pp=2", "layout.dp_shard=2", "layout.schedule=zb-h1"],
+            "layout.schedule zb-h1 does not work with layout.zero 3 and layout.dp_shard 2; "
+            "use layout.zero 1, or layout.schedule 1f1b",
+        ),
+        (
+            ["layout.pp=2", "train.compile=true", "layout.schedule=zbv"],
+            "layout.schedule zbv does not work with train.compile; "
+            "use train.compile false, or layout.schedule interleaved",
         ),
     ],
 )

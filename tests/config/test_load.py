@@ -116,6 +116,18 @@ def test_unknown_key_names_line_and_nearest_name() -> None:
             "run.yaml:1: device: gpu is no kind of device; use auto",
         ),
         (
+            "train: {steps: 3}\ndevice: tpu\n",
+            "run.yaml:2: device: tpu is refused, as Holdfast does not train on TPUs; use cpu",
+        ),
+        (
+            "device: rocm\n",
+            "run.yaml:1: device is 'rocm', not one of auto, cpu, cuda, xpu, mps; did you mean cuda?",
+        ),
+        (
+            "train:\n  precision: bfloat16\n",
+            "run.yaml:2: train.precision is 'bfloat16', not one of fp32, float64, bf16, fp16; did you mean bf16?",
+        ),
+        (
             "train:\n  precision: fp8\n",
             "run.yaml:2: train.precision: fp8 is refused, as Holdfast computes nothing in fp8; use bf16",
         ),

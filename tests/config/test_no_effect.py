@@ -63,6 +63,8 @@ def said(*overrides: str) -> list[str]:
             "layout.exchange",
             "no effect with layout.reduction fast",
         ),
+        (["train.memory.folder=/tmp"], "train.memory.folder", "no state in a file"),
+        (["train.memory.piece_mb=4"], "train.memory.piece_mb", "all state on the device"),
         (["layout.trace_step=1001"], "layout.trace_step", "nothing is recorded"),
         (
             ["checkpoint.interval=adaptive", "checkpoint.every_steps=5"],

@@ -13,13 +13,13 @@ from benchmarks.interpreters import ModuleStages, compare, make_stage
 from torch import Tensor, nn
 
 from holdfast.core.schedule.csv import from_csv, to_csv
+from holdfast.core.schedule.named import build_schedule
 from holdfast.core.schedule.table import (
     Action,
     ActionKind,
     Schedule,
     Value,
     actions_of,
-    build_schedule,
 )
 from holdfast.core.schedule.timing import max_in_flight
 from holdfast.errors import LayoutError, PeerLostError

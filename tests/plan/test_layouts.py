@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.config.run import RunConfig
-from holdfast.core.schedule.table import build_schedule
+from holdfast.core.schedule.named import build_schedule
 from holdfast.core.sharding.reduction_tree import deal
 from holdfast.elastic.node.launch_specs import plan_topology
 from holdfast.errors import LayoutError

@@ -86,7 +86,7 @@ def test_moments_are_those_of_the_state_table() -> None:
 def test_shares_of_the_model() -> None:
     _, ranks = held(workers=4, pp=2, tp=2, stages=[4, 2])
     assert [(each.at.pp, each.at.tp) for each in ranks] == [(0, 0), (0, 1), (1, 0), (1, 1)]
-    assert [each.blocks for each in ranks] == [(0, 4), (0, 4), (4, 2), (4, 2)]
+    assert [each.blocks for each in ranks] == [(0, 1, 2, 3), (0, 1, 2, 3), (4, 5), (4, 5)]
     assert [each.embedding for each in ranks] == [True, True, False, False]
     assert [each.head for each in ranks] == [False, False, True, True]
     assert [each.heads for each in ranks] == [(0, 2), (2, 2)] * 2

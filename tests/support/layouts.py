@@ -4,6 +4,7 @@ one               a single process, the reference
 dp2 tp2 pp4       replicas, tensor parallel, pipeline
 shard2            dp_shard 2 under ZeRO-3; zero1.2 and zero2.2: under ZeRO-1 and ZeRO-2
 pp2-dp2-tp2       a product
+zbv.pp2           a pipeline schedule: interleaved, zbh1, zbv, dualpipev, gpipe
 pp3+pp2           unlike replicas side by side
 plain.tp2         without sequence parallelism;  gpipe.pp2: another schedule
 files.dp2         optimizer state in a file, gradients on the host
@@ -40,6 +41,10 @@ VOCABULARY, STEPS = 61, 8
 _FLAGS: dict[str, dict[str, Any]] = {
     "plain": {"layout__sequence_parallel": False},
     "gpipe": {"layout__schedule": "gpipe"},
+    "interleaved": {"layout__schedule": "interleaved"},
+    "zbh1": {"layout__schedule": "zb-h1"},
+    "zbv": {"layout__schedule": "zbv"},
+    "dualpipev": {"layout__schedule": "dualpipev"},
     "gathered": {"layout__exchange": "gathered"},
     "full": {"train__recompute": "full"},
     "selective": {"train__recompute": "selective"},
@@ -71,6 +76,7 @@ _FLAGS: dict[str, dict[str, Any]] = {
     },
     "shallow": {"model__layers": 2},
     "deep": {"model__layers": 4},
+    "eight": {"model__layers": 8},
     **{
         name: {"train__optimizer": {"name": name, "learning_rate": 0.01, "clip_norm": 0.05}}
         for name in ("sgd", "lion", "adafactor", "muon")
@@ -127,15 +133,30 @@ def case(name: str) -> Case:
 def model_flags(name: str) -> str:
     """What of a name's words makes another curve: a single process heeds those."""
     precisions = ("fp32", "bf16", "fp16")
-    flags = ("qknorm", "biased", "gemma", "untied", *precisions, "small", "shallow", "deep")
+    flags = (
+        "qknorm",
+        "biased",
+        "gemma",
+        "untied",
+        *precisions,
+        "small",
+        "shallow",
+        "deep",
+        "eight",
+    )
     return "".join(f"{flag}." for flag in flags if flag in name)
 
 
 def of_one_model(*names: str) -> list[str]:
     """These layouts, of a model no deeper than their longest pipeline needs: it takes half the
     time."""
-    longest = max(layout.pp for name in names for layout in case(name).replicas)
-    return [f"{'deep' if longest > 2 else 'shallow'}.{name}" for name in names]
+    longest = max(
+        layout.pp * config_of(case(name).changes).layout.stages_a_worker
+        for name in names
+        for layout in case(name).replicas
+    )
+    depth = "eight" if longest > 4 else "deep" if longest > 2 else "shallow"
+    return [f"{depth}.{name}" for name in names]
 
 
 def config_of(changes: dict[str, Any]) -> RunConfig:
@@ -171,7 +192,15 @@ def topology_of(
 ) -> Topology:
     """Replicas in order, `ranks` (in rising order) in mesh order inside each."""
     layouts = [
-        replace(layout, stages=balance_stages(config.model, layout.pp, config.data.sequence_length))
+        replace(
+            layout,
+            stages=balance_stages(
+                config.model,
+                layout.pp * config.layout.stages_a_worker,
+                config.data.sequence_length,
+            ),
+            is_folded=config.layout.is_folded,
+        )
         if layout.pp > 1
         else layout
         for layout in of.replicas

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import math
+import weakref
 from typing import Any
 
 import pytest
@@ -238,3 +240,26 @@ def test_a_step_given_up_between_leaves_leaves_nothing_behind(where: str, broken
     train(made, 2)
     train(clean, 2)
     assert digest(made) == digest(clean)
+
+
+@ranks(2)
+def test_an_engine_of_an_interrupted_pass_can_be_collected(rank: RankContext) -> None:
+    """Each recovery left the state of the generation before in memory, while it could not."""
+    made = engine(tiny(), rank.rank, rank.store(), replicas=1, dp_shard=2)
+    train(made, 1)
+    share = made.begin(2)
+    batches = [feed(2, leaf, 2, made.groups.coordinate.dp_shard, 2) for leaf in share]
+    block = made.objective.get_submodule("decoder.layers.0")
+    block.register_full_backward_pre_hook(lambda *_: _connection_is_closed())
+    with pytest.raises(PeerLostError):
+        made.compute(batches)
+    made.groups.abort()
+    made.close()
+    left = weakref.ref(made.objective)
+    del made, block
+    gc.collect()
+    assert left() is None
+
+
+def _connection_is_closed() -> None:
+    raise RuntimeError("Connection closed by peer")

@@ -73,6 +73,8 @@ LAYOUTS = {
     "zero1.2-dp2": "dp2-tp2",
     "pp2-zero1.2": "tp4",
     "plain.tp2": "plain.pp2",
+    "zbv.pp2": "zbv.tp2",
+    "interleaved.dp2": "interleaved.pp2",
     "plain.tp4": "plain.shard4",
     "plain.pp2-tp2": "plain.dp4",
     "plain.tp2-shard2": "plain.pp4",

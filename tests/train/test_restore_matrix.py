@@ -53,6 +53,9 @@ MIXED = [
     ("pp3+pp2", "shard2-tp2"),
     ("pp2-shard2", "tp2"),
     ("tp2", "pp2-shard2"),
+    ("pp2", "zbv.pp2"),
+    ("interleaved.pp2", "pp2"),
+    ("zbv.pp2", "interleaved.pp2"),
 ]
 CHOSEN = {*NEAR[::3], *MIXED[::2]}
 """Each axis is saved under and resumed under; the campaign takes all pairs."""

@@ -57,6 +57,8 @@ CHAOS_LAYOUTS: Mapping[str, ChaosLayout] = {
         _make_layout("dp_shard", 4, 1, "dp_shard=2"),
         _make_layout("tp", 4, 1, "tp=2"),
         _make_layout("pp", 4, 1, "pp=2"),
+        _make_layout("interleaved", 4, 1, "pp=2", "schedule=interleaved"),
+        _make_layout("zbv", 4, 1, "pp=2", "schedule=zbv"),
         _make_layout("zero", 4, 1, "dp_shard=2", "zero=1"),
         _make_layout("mixed", 4, 2, "pp=2", "tp=2"),
         _make_layout("uneven", 3, 1, "replicas=[{tp: 2}, {tp: 1}]"),

@@ -22,7 +22,7 @@ data:
   sequence_length: 16
   validation_fraction: 0.2
   processes: 1
-model: {{preset: null, layers: 2, dim: 16, heads: 2, kv_heads: 2, ffn_dim: 24}}
+model: {{preset: null, layers: 4, dim: 16, heads: 2, kv_heads: 2, ffn_dim: 24}}
 train: {{batch_size: 12, microbatch_size: 2, optimizer: {{clip_norm: 0.05}}}}
 """
 SAMPLE_OVERRIDES = (

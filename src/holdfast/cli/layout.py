@@ -20,7 +20,8 @@ from holdfast.core.schedule.check import check_schedule
 from holdfast.core.schedule.csv import from_csv, to_csv
 from holdfast.core.schedule.draw import draw_svg as picture
 from holdfast.core.schedule.draw import draw_text as drawing
-from holdfast.core.schedule.table import SCHEDULES, Schedule, build_schedule
+from holdfast.core.schedule.named import SCHEDULES, build_schedule
+from holdfast.core.schedule.table import Schedule
 from holdfast.core.schedule.timing import Durations, Timeline, time_schedule
 from holdfast.errors import ConfigError, UserError
 

@@ -92,7 +92,7 @@ class LayoutPicture:
             ranks = [replica.rank_at(pp=pp, **dict(zip(axes, at, strict=True))) for at in places]
             rows.append(
                 [
-                    f"  stage {pp}" if replica.degree("pp") > 1 else "  ",
+                    _describe_stages(replica, pp),
                     *(self._cell(rank) for rank in ranks),
                 ]
             )
@@ -225,9 +225,15 @@ class LayoutPicture:
         return ", ".join(words)
 
 
+def _describe_stages(replica: Replica, pp: int) -> str:
+    stages = replica.stages_at(pp)
+    if replica.degree("pp") == 1:
+        return "  "
+    return f"  stage{'s' if len(stages) > 1 else ''} {_runs(stages or (pp,))}"
+
+
 def _describe_contents(each: RankContents) -> str:
-    first, number = each.blocks
-    blocks = f"block {first}" if number == 1 else f"blocks {first}-{first + number - 1}"
+    blocks = f"block{'s' if len(each.blocks) > 1 else ''} {_runs(each.blocks)}"
     return ", ".join(["embedding"] * each.embedding + [blocks] + ["norm, head"] * each.head)
 
 

@@ -14,6 +14,7 @@ from math import gcd, lcm
 from holdfast.config.layout import DegreesConfig, LayoutConfig
 from holdfast.config.model import ModelConfig
 from holdfast.config.optimizer import BLOCK, REPLICAS, OptimizerConfig
+from holdfast.config.pipeline import check_pipeline, check_split_backward, check_virtual_stages
 from holdfast.config.train import TrainConfig
 
 
@@ -36,14 +37,15 @@ def find_impossible_degrees(
 ) -> str | None:
     """Return the sentence of the first violated rule, "... : use ..."; None if there is none.
     cuts: of what is trained if it is not the decoder (`RunConfig.module_cuts`)."""
-    if sentence := _degrees_in_two_places(layout):
+    if sentence := _degrees_in_two_places(layout) or check_virtual_stages(layout):
         return sentence
     shards = lcm(*(degrees.dp_shard for _, degrees in layout.kinds))
     for key, degrees in layout.kinds:
         by_table = (
             [
                 _tensor(key, degrees.tp, model),
-                _pipeline(key, degrees, model.layers),
+                check_pipeline(key, degrees, layout, model.layers),
+                check_split_backward(key, degrees, layout, train),
                 _blocks(key, degrees.tp, model, train.optimizer),
             ]
             if cuts is None
@@ -115,23 +117,6 @@ def _tensor(key: str, tp: int, model: ModelConfig) -> str:
     else:
         what = f"neither divides model.kv_heads {kv_heads} nor is a multiple of it"
     return f"{key}.tp {tp} {what}: use {nearest_degrees(tp, works, heads)}"
-
-
-def _pipeline(key: str, degrees: DegreesConfig, layers: int) -> str:
-    """Check that every stage holds at least one block, and named stages hold all blocks."""
-    pp, stages = degrees.pp, list(degrees.stages)
-    if pp > layers:
-        return f"{key}.pp {pp} is more than model.layers {layers}: use {layers} or less"
-    even = [layers // pp + (stage < layers % pp) for stage in range(pp)]
-    instead = f"use {even}, or [] to have them balanced by cost"
-    if stages and len(stages) != pp:
-        return f"{key}.stages {stages} has {len(stages)} of {key}.pp {pp} stages: {instead}"
-    if stages and sum(stages) != layers:
-        return (
-            f"{key}.stages {stages} holds {sum(stages)} blocks, but model.layers is {layers}: "
-            f"{instead}"
-        )
-    return ""
 
 
 def _module_tensor(key: str, tp: int, cuts: ModuleCuts, train: TrainConfig) -> str:

@@ -46,6 +46,28 @@ _ELSEWHERE = {
     "save_every": "checkpoint.every_steps",
 }
 
+# The same for values, by the words in which other trainers, or torch, name them.
+_VALUES_ELSEWHERE = {
+    "bfloat16": "bf16",
+    "float16": "fp16",
+    "half": "fp16",
+    "float32": "fp32",
+    "float": "fp32",
+    "double": "float64",
+    "fp64": "float64",
+    "int8": "8bit",
+    "rocm": "cuda",
+    "hip": "cuda",
+    "nvidia": "cuda",
+    "amd": "cuda",
+    "intel": "xpu",
+    "metal": "mps",
+    "cpu": "host",
+    "nvme": "file",
+    "disk": "file",
+    "gpu": "device",
+}
+
 MAX_NUMBER = 2**53
 """Largest whole number of a run file: larger ones are no exact steps, bytes or samples any more."""
 _LIST_REMEDY = "name at least one, or remove the key"
@@ -137,7 +159,8 @@ def _sentence(details: ErrorDetails, path: tuple[str | int, ...]) -> tuple[str, 
     if kind == "literal_error":
         expected = str(context.get("expected", ""))  # "'a', 'b' or 'c'", "1, 2 or 3"
         choices = [choice.strip("'") for choice in re.split(r", | or ", expected)]
-        close = get_close_matches(str(value), choices, n=1)
+        meant = _VALUES_ELSEWHERE.get(str(value).lower().removeprefix("torch."))
+        close = [meant] if meant in choices else get_close_matches(str(value), choices, n=1)
         remedy = f"did you mean {close[0]}?" if close else f"use {choices[0]}"
         return f"{key} ", f"is {format_value(value)}, not one of {', '.join(choices)}", remedy
     if kind in _BOUNDS:
@@ -294,8 +317,11 @@ def _where(path: tuple[str | int, ...], rule: str, place: Place) -> str | None:
     """Return the place of the key itself.
 
     A rule over several keys names them in its sentence. It is reported at the first of them that
-    the user wrote.
+    the user wrote. A rule of one key is reported there.
     """
+    info = field_at(path)
+    if info is not None and section_of(info.annotation) is None and (found := place(path)):
+        return found
     for word in re.findall(r"[a-z_]+(?:\.(?:[a-z_]+|[0-9]+))*", rule):
         parts = as_path(word)
         for candidate in ((*path, *parts), parts):

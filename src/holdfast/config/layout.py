@@ -10,6 +10,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from holdfast.config.base import Section
+from holdfast.config.pipeline_schedules import SCHEDULE_KINDS
 
 
 class DegreesConfig(Section):
@@ -44,8 +45,14 @@ class LayoutConfig(DegreesConfig):
     sequence_parallel: bool = Field(
         True, description="with tp: cut norms and residuals by tokens, at the same traffic"
     )
-    schedule: Literal["1f1b", "gpipe"] = Field(
-        "1f1b", description="with pp: 1f1b keeps fewer activations, gpipe takes fewer microbatches"
+    schedule: Literal["1f1b", "gpipe", "interleaved", "zb-h1", "zbv", "dualpipev"] = Field(
+        "1f1b",
+        description="with pp: order of the passes. gpipe takes fewer microbatches than 1f1b, and "
+        "keeps more activations. interleaved has several stages a worker. zb-h1, zbv and dualpipev "
+        "fill bubbles with gradients of weights",
+    )
+    virtual_stages: int = Field(
+        0, ge=0, description="stages of each worker under schedule interleaved; 0: 2"
     )
     replicas: tuple[DegreesConfig, ...] = Field(
         (), description="replicas that differ; []: all have the degrees above"
@@ -77,6 +84,22 @@ class LayoutConfig(DegreesConfig):
         if not self.replicas:
             return (("layout", self),)
         return tuple((f"layout.replicas.{i}", each) for i, each in enumerate(self.replicas))
+
+    @property
+    def stages_a_worker(self) -> int:
+        """Pipeline stages that each worker has, where pp is above 1."""
+        return (
+            SCHEDULE_KINDS[self.schedule].virtual or self.virtual_stages or self._virtual_by_default
+        )
+
+    @property
+    def _virtual_by_default(self) -> int:
+        return 2 if self.schedule == "interleaved" else 1
+
+    @property
+    def is_folded(self) -> bool:
+        """Return True if stages go down the workers and up again."""
+        return SCHEDULE_KINDS[self.schedule].is_folded
 
     @property
     def cuts_parameters(self) -> bool:

@@ -6,6 +6,7 @@ None of these keys changes a bit of the curve.
 
 from __future__ import annotations
 
+from math import ceil
 from typing import Literal
 
 from pydantic import Field, model_validator
@@ -68,4 +69,4 @@ class MemoryConfig(Section):
     @property
     def limit(self) -> int:
         """Bytes of the device; 0: no limit."""
-        return int(self.device_gb * GB)
+        return ceil(self.device_gb * GB)

@@ -14,6 +14,7 @@ from holdfast.config.fields import as_path, field_at
 from holdfast.config.identity import SCHEDULE_STEPS
 from holdfast.config.load import LoadedConfig
 from holdfast.config.logging import MlflowConfig, WandbConfig
+from holdfast.config.memory import FILE, MOVABLE
 from holdfast.config.task import SCRIPT_TASK
 
 
@@ -187,9 +188,13 @@ def _switched_off(loaded: LoadedConfig) -> Iterator[Finding]:
     """Values that another key switches off."""
     config = loaded.config
     save, cluster, data = config.checkpoint, config.cluster, config.data
+    memory = config.train.memory
+    in_files = any(getattr(memory, key) == FILE for key in MOVABLE)
     adaptive = save.interval == "adaptive"
     no_peers = not save.peers
     rules = [
+        ("train.memory.folder", not in_files, "no state in a file"),
+        ("train.memory.piece_mb", not memory.moves_state, "all state on the device"),
         ("checkpoint.every_steps", adaptive, "checkpoint.interval adaptive"),
         ("checkpoint.every_seconds", adaptive, "checkpoint.interval adaptive"),
         ("checkpoint.min_seconds", not adaptive, "checkpoint.interval fixed"),

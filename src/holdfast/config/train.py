@@ -118,6 +118,12 @@ class TrainConfig(Section):
         """The step at which the learning rate reaches its last value."""
         return self.schedule.steps or self.steps
 
+    @property
+    def movable_state(self) -> list[str]:
+        """Keys of `memory` that could take more of the device's state elsewhere."""
+        keys = ("optimizer", "gradients") if self.optimizer.name_with_state == "adamw" else ()
+        return [key for key in keys if getattr(self.memory, key) == DEVICE]
+
     @model_validator(mode="after")
     def _state_is_no_shorter(self) -> TrainConfig:
         short = self.optimizer.state_dtype

@@ -33,6 +33,7 @@ class DeviceKind:
     pins_batches: batches are copied to the device from locked pages.
     chunk_elements: logits that the loss holds at a time.
     settings: environment of a worker, set before torch is imported. They replace a person's own.
+    visible_by: the environment variable that chooses among a node's devices.
     packages: installed packages whose versions decide what the backend does.
     log_variable: environment variable that names a file, in which the backend tells how it
         connects; "": it does not tell. log_settings: environment that makes it do so.
@@ -51,6 +52,7 @@ class DeviceKind:
     pins_batches: bool = True
     chunk_elements: int = 2**28
     settings: Mapping[str, str] = field(default_factory=dict, hash=False)
+    visible_by: str = ""
     packages: tuple[str, ...] = ()
     log_variable: str = ""
     log_settings: Mapping[str, str] = field(default_factory=dict, hash=False)
@@ -116,12 +118,18 @@ DEVICES: Mapping[str, DeviceKind] = MappingProxyType(
                 regroups_per_process=32,  # not measured
                 can_pin=True,
                 settings=_NCCL_SETTINGS,
+                visible_by="CUDA_VISIBLE_DEVICES",
                 packages=("nvidia-nccl-cu13", "nvidia-nccl-cu12"),
                 log_variable="NCCL_DEBUG_FILE",
                 log_settings=_NCCL_LOG,
             ),
             DeviceKind(
-                "xpu", inside="xccl", between="gloo", can_abort=False, lowest_stream_priority=1
+                "xpu",
+                inside="xccl",
+                between="gloo",
+                can_abort=False,
+                visible_by="ZE_AFFINITY_MASK",
+                lowest_stream_priority=1,
             ),
             DeviceKind(
                 "mps",

@@ -41,6 +41,13 @@ def refuse_devices(loaded: LoadedConfig, machine: HardwareInfo) -> None:
             where=loaded.where("device"),
             remedy="install another torch, or use device=cpu",
         )
+    names = sorted({each.name for each in found[:workers]})
+    if len(names) > 1 and config.train.deterministic:
+        raise ConfigError(
+            f"the workers' devices differ ({', '.join(names)}), so they give unlike bits",
+            where=loaded.where("train.deterministic"),
+            remedy=f"choose like ones by {kind.visible_by}, or use train.deterministic=false",
+        )
     if kind.most_workers and config.layout.workers > kind.most_workers:
         raise ConfigError(
             f"layout.workers is {config.layout.workers}, but a run on {kind.name} has one worker",

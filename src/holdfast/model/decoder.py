@@ -12,7 +12,7 @@ F feed-forward dim, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import NamedTuple, Protocol
 
 import torch
@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from holdfast.config.model import ModelConfig
 from holdfast.model.documents import DocumentAttention, PackedDocuments, document_positions
+from holdfast.model.late_gradients import LateGradients, late_linear
 from holdfast.model.rotary import Rotary, RotaryTable, rotate
 
 
@@ -47,14 +48,19 @@ class Linear(nn.Linear):
     """x W^T + b, by default without b, and without torch's own random start (see `init.py`).
 
     bias_share: the part of b that this module adds, where the outputs of several are summed.
+    late_gradients: takes what the gradients of W and b need, if the backward leaves them for later.
     """
 
     def __init__(self, inputs: int, outputs: int, bias: bool = False):
         super().__init__(inputs, outputs, bias=bias)
         self.bias_share = 1.0
+        self.late_gradients: LateGradients | None = None
 
     def forward(self, input: Tensor) -> Tensor:
         """input: [..., inputs] -> [..., outputs]"""
+        late = self.late_gradients
+        if late is not None and torch.is_grad_enabled() and self.weight.requires_grad:
+            return late_linear(input, self.weight, self.bias, self.bias_share, late)
         whole = self.bias is None or self.bias_share == 1.0
         return F.linear(input, self.weight, self.bias if whole else self.bias * self.bias_share)
 
@@ -362,10 +368,19 @@ class Decoder(nn.Module):
         return AttentionContext(rotary, far, turned, near)
 
     def blocks(
-        self, x: Tensor, context: AttentionContext, caches: Sequence[LayerCache] | None = None
+        self,
+        x: Tensor,
+        context: AttentionContext,
+        caches: Sequence[LayerCache] | None = None,
+        positions: Collection[int] | None = None,
     ) -> Tensor:
-        """The residual stream through the blocks that are here.  x: [B, S, D] -> [B, S, D]"""
+        """The residual stream through the blocks that are here, or those at `positions`.
+
+        x: [B, S, D] -> [B, S, D]
+        """
         for index, (position, block) in enumerate(self.layers.items()):
+            if positions is not None and position not in positions:
+                continue
             near = position in self._windowed
             rotary = context.window_rotary if near else context.rotary
             mask = context.window_mask if near else context.mask

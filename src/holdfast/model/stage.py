@@ -7,13 +7,30 @@ the head. Parameters keep their names. A tied embedding is held by both ends: th
 
 from __future__ import annotations
 
-from holdfast.model.decoder import Decoder
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from torch import nn
+
+from holdfast.model.decoder import Decoder, Linear
+from holdfast.model.late_gradients import LateGradients
 
 
-def keep_stage(decoder: Decoder, blocks: range, first: bool, last: bool) -> None:
-    """Drop in place what other stages hold; call it before the decoder gets its memory.
+@dataclass(frozen=True)
+class StagePart:
+    """One pipeline stage of a decoder that holds one or several.
 
-    blocks: positions of the stage's blocks, a part of range(layers), not empty.
+    blocks: positions of its blocks. is_last: it has the final norm and the head.
+    """
+
+    blocks: Collection[int]
+    is_last: bool
+
+
+def keep_stage(decoder: Decoder, blocks: Collection[int], first: bool, last: bool) -> None:
+    """Drop in place what other ranks' stages hold; call it before the decoder gets its memory.
+
+    blocks: positions of the blocks of this rank's stages, a part of range(layers), not empty.
     Raises ValueError for blocks that the decoder does not have.
     """
     if not blocks or not set(blocks) <= set(decoder.layers.positions):
@@ -23,3 +40,13 @@ def keep_stage(decoder: Decoder, blocks: range, first: bool, last: bool) -> None
         decoder.embed = None
     if not last:
         decoder.norm = decoder.head = None
+
+
+def leave_weight_gradients(module: nn.Module) -> LateGradients:
+    """Let the backward passes of a decoder's linear layers keep what their weights' gradients need.
+    Frozen weights are left alone."""
+    found = LateGradients()
+    for layer in module.modules():
+        if isinstance(layer, Linear):
+            layer.late_gradients = found
+    return found

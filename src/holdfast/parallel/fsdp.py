@@ -38,6 +38,7 @@ from holdfast.core.sharding.boxes import Box
 from holdfast.parallel.comm.comm_stats import TrafficCounter
 from holdfast.parallel.gradients.exchange import Slot
 from holdfast.parallel.gradients.feeder import Cells, GradientFeeder
+from holdfast.parallel.gradients.leaf_progress import StageParameters
 from holdfast.parallel.gradients.reducer import MakeBuffer
 from holdfast.parallel.torch_compat import (
     ShardedParameter,
@@ -142,8 +143,9 @@ class ShardedGradients(GradientFeeder):
                 self._units.append(self._make_unit(members, index_of))
                 self._install_hooks(module, number, traffic)
 
-    def start_leaf(self, leaf: int) -> None:
-        """The next backward pass belongs to `leaf`."""
+    def start_leaf(self, leaf: int, part: StageParameters | None = None) -> None:
+        """The next backward pass belongs to `leaf`. A part cannot be told apart from the rest."""
+        assert part is None, "the run file's rules refuse stages of a rank with ZeRO 2 and 3"
         self._slot = self._open_slot(leaf)
         self._missing_units = set(range(len(self._units)))
 
@@ -153,7 +155,7 @@ class ShardedGradients(GradientFeeder):
         if self._slot is not None:
             for number in sorted(self._missing_units):
                 self._store_partial_unit(self._units[number])
-        self._close_leaf()
+        self._progress.close()
         self._slot = None
         for parameter in self._parameters:
             parameter.grad = None

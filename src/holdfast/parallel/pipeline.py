@@ -214,7 +214,7 @@ class PipelineInterpreter:
             )
         check_schedule(schedule)
         plan = make_pipeline_plan(schedule, self.peers.rank, self.first_tag)
-        if self.pipes is not None and plan.needs_tags:
+        if self.pipes is not None and (plan.needs_tags or schedule.stages > schedule.ranks):
             raise LayoutError(
                 f"the schedule {schedule.name} needs messages with tags, which the device's "
                 "backend does not have",

@@ -88,11 +88,13 @@ class ProcessGroups:
 
     @property
     def is_first_stage(self) -> bool:
+        """Return True if this rank has the first stage of its pipeline."""
         return self.coordinate.pp == 0
 
     @property
     def is_last_stage(self) -> bool:
-        return self.coordinate.pp == self.degree("pp") - 1
+        """Return True if this rank has the last stage of its pipeline."""
+        return self.coordinate.pp == self.replica.last_pp
 
     @property
     def feeds_ledger(self) -> bool:

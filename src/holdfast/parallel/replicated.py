@@ -21,6 +21,7 @@ from holdfast.core.sharding.boxes import Box
 from holdfast.core.sharding.reduction_tree import Shares
 from holdfast.core.sharding.step_resume import Computed
 from holdfast.parallel.gradients.feeder import Cells, GradientFeeder
+from holdfast.parallel.gradients.leaf_progress import StageParameters
 from holdfast.parallel.gradients.reducer import MakeBuffer
 
 
@@ -64,6 +65,7 @@ class ReplicatedGradients(GradientFeeder):
             buffers=buffers,
         )
         self._missing_parameters: set[int] = set()
+        self._index_of = {id(p): index for index, p in enumerate(self._parameters)}
         self._is_listening = False
         for index, parameter in enumerate(self._parameters):
             if not parameter.requires_grad:
@@ -80,11 +82,20 @@ class ReplicatedGradients(GradientFeeder):
             parameter.grad = None
         super().begin(leaves, shares, computed)
 
-    def start_leaf(self, leaf: int) -> None:
-        """The next backward pass belongs to `leaf`."""
-        if self._open_slot(leaf) is not None:
-            self._missing_parameters = set(range(len(self._parameters)))
+    def start_leaf(self, leaf: int, part: StageParameters | None = None) -> None:
+        """The next backward pass belongs to `leaf`, see `GradientFeeder.start_leaf`."""
+        if self._open_slot(leaf, 1 if part is None else part.stages) is not None:
+            held = self._parameters if part is None else part.parameters
+            self._missing_parameters = {self._index_of[id(p)] for p in held}
             self._is_listening = True
+
+    def give(self, parameter: Tensor, gradient: Tensor) -> None:
+        """Add to a parameter's gradient of the open leaf what no backward pass of autograd does."""
+        index, held = self._index_of[id(parameter)], parameter.grad
+        parameter.grad = gradient if held is None else held + gradient
+        if self._is_listening:
+            self._missing_parameters.discard(index)
+            self._on_gradient(index, parameter)
 
     def end_leaf(self) -> None:
         """The backward pass is over. Parameters without a gradient count as zero."""
@@ -92,7 +103,7 @@ class ReplicatedGradients(GradientFeeder):
             self._is_listening = False
             for index in self._missing_parameters:
                 self._on_gradient(index, self._parameters[index])
-        self._close_leaf()
+        self._progress.close()
 
     def _flush_held_leaf(self, target: list[list[Tensor]]) -> None:
         for index, parameter in enumerate(self._parameters):

@@ -25,6 +25,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from holdfast.config.model import ModelConfig
+from holdfast.config.pipeline_schedules import SCHEDULE_KINDS
 from holdfast.config.run import RunConfig
 from holdfast.core.sharding.reduction_tree import deal
 from holdfast.core.sharding.sharding_table import tp_part
@@ -55,6 +56,9 @@ def has_formula(config: RunConfig) -> bool:
     plain = model.norms == "pre" and not (model.attention_softcap or model.windowed)
     trained = not (config.task.name or config.lora.rank)
     known = config.train.precision in _COMPUTE_BYTES
+    if any(degrees.pp > 1 for _, degrees in config.layout.kinds):
+        kind = SCHEDULE_KINDS[config.layout.schedule]
+        known = known and not kind.splits_backward and config.layout.stages_a_worker == 1
     return trained and plain and known and config.data.attention == "full"
 
 

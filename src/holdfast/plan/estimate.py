@@ -17,7 +17,8 @@ from math import prod
 
 from holdfast.config.memory import DEVICE
 from holdfast.config.run import RunConfig
-from holdfast.core.schedule.table import ActionKind, actions_of, build_schedule
+from holdfast.core.schedule.named import build_schedule
+from holdfast.core.schedule.table import ActionKind, actions_of
 from holdfast.core.sharding.reduction_tree import deal
 from holdfast.core.sharding.sharding_table import tp_part
 from holdfast.core.sharding.state_table import mesh_box
@@ -211,7 +212,7 @@ def stage_of(config: RunConfig, topology: Topology, at: Coordinate, device: str)
     first, held = tp_part(model.vocab_rows, tp, at.tp) if model.vocab_rows else (0, 0)
     stream = shape.item * shape.stream_tokens * model.dim
     comes_in = at.pp > 0 and config.train.recompute == "none" and shape.item < shape.wide
-    unit = _elements(config, replica, at, f"layers.{blocks.start}.")
+    unit = _elements(config, replica, at, f"layers.{blocks[0]}.")
     gathers = config.layout.zero if replica.degree("dp_shard") > 1 and config.layout.zero > 1 else 0
     accumulates = max(microbatches(config).values()) > len(topology.replicas)
     return Stage(

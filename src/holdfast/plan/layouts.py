@@ -8,6 +8,7 @@ warm-up included, and how many of them each replica gets (`core.sharding.reducti
 from __future__ import annotations
 
 from holdfast.config.layout import DegreesConfig, LayoutConfig
+from holdfast.config.pipeline_schedules import SCHEDULE_KINDS
 from holdfast.config.run import RunConfig
 from holdfast.core.data.sample_order import BatchSchedule
 from holdfast.core.sharding.pipeline_stages import balance_stages
@@ -29,7 +30,13 @@ def layouts_of(config: RunConfig) -> tuple[Layout, ...]:
         if degrees not in stages:
             stages[degrees] = _stages(config, degrees)
         layouts.append(
-            Layout(pp=degrees.pp, dp_shard=degrees.dp_shard, tp=degrees.tp, stages=stages[degrees])
+            Layout(
+                pp=degrees.pp,
+                dp_shard=degrees.dp_shard,
+                tp=degrees.tp,
+                stages=stages[degrees],
+                is_folded=degrees.pp > 1 and config.layout.is_folded,
+            )
         )
     return tuple(layouts)
 
@@ -37,7 +44,8 @@ def layouts_of(config: RunConfig) -> tuple[Layout, ...]:
 def _stages(config: RunConfig, degrees: DegreesConfig) -> tuple[int, ...]:
     if degrees.pp == 1:
         return ()
-    return degrees.stages or balance_stages(config.model, degrees.pp, config.data.sequence_length)
+    number = degrees.pp * config.layout.stages_a_worker
+    return degrees.stages or balance_stages(config.model, number, config.data.sequence_length)
 
 
 def replicas_of(layout: LayoutConfig) -> tuple[tuple[str, DegreesConfig], ...]:
@@ -76,7 +84,7 @@ def max_workers(config: RunConfig, workers: int) -> int:
     layout = config.layout
     if layout.replicas:
         return layout.least_workers
-    each = layout.pp if layout.schedule == "1f1b" else 1
+    each = SCHEDULE_KINDS[layout.schedule].least_microbatches(layout.pp)
     busy = min(microbatches(config).values()) // each
     return max(1, min(workers // layout.ranks, busy)) * layout.ranks
 
@@ -88,12 +96,15 @@ def check_dealing_of_steps(config: RunConfig) -> None:
     step, least = by_number[0]
     if least < len(replicas):
         raise _idle_replica_error(config, step, least, len(replicas))
-    for step, number in by_number if config.layout.schedule == "1f1b" else ():
+    name = config.layout.schedule
+    kind = SCHEDULE_KINDS[name]
+    for step, number in by_number:
         shares = deal(number, len(replicas))
         for index, ((key, degrees), share) in enumerate(zip(replicas, shares, strict=True)):
-            if len(share) < degrees.pp:
+            needed = kind.least_microbatches(degrees.pp)
+            if len(share) < needed:
                 raise LayoutError(
-                    f"{key}.pp {degrees.pp} under 1f1b needs {degrees.pp} microbatches a replica, "
+                    f"{key}.pp {degrees.pp} under {name} needs {needed} microbatches a replica, "
                     f"but step {step} has {number}, of which replica {index} gets {len(share)}",
                     where=f"{key}.pp",
                     remedy=_pipeline_remedy(config, key, degrees, least),
@@ -121,22 +132,28 @@ def _idle_replica_error(config: RunConfig, step: int, least: int, replicas: int)
 def _pipeline_remedy(config: RunConfig, key: str, degrees: DegreesConfig, least: int) -> str:
     """Return remedies that give every pipeline enough: another schedule, a shorter one, fewer
     replicas."""
-    layout = config.layout
+    layout, kind = config.layout, SCHEDULE_KINDS[config.layout.schedule]
     offers = ["layout.schedule=gpipe"]
+    if layout.stages_a_worker > 1 and degrees.stages:
+        offers[0] += f" with {key}.stages=[]"
     one = degrees.ranks // degrees.pp  # ranks of a stage
+    needed = max(1, kind.least_a_rank)  # microbatches for each of them
     if layout.replicas:
-        pp = least // len(layout.replicas)
+        pp = least // len(layout.replicas) // needed
         workers = layout.least_workers - (degrees.pp - pp) * one
         return f"use {offers[0]} or {_shorter_pipeline_remedy(key, degrees, pp, workers)}"
     for pp in range(degrees.pp - 1, 0, -1):
         ranks = one * pp
-        if layout.workers % ranks == 0 and least // (layout.workers // ranks) >= pp:
+        share = least // (layout.workers // ranks)
+        if layout.workers % ranks == 0 and share >= kind.least_microbatches(pp):
             offers.append(_shorter_pipeline_remedy(key, degrees, pp))
             break
     else:
-        if least < degrees.pp:  # nor are fewer replicas enough: one with a shorter pipeline is
-            offers.append(_shorter_pipeline_remedy(key, degrees, least, least * one))
-    if fewer := least // degrees.pp:
+        if least < kind.least_microbatches(degrees.pp):
+            # nor are fewer replicas enough: one with a shorter pipeline is
+            pp = max(1, least // needed)
+            offers.append(_shorter_pipeline_remedy(key, degrees, pp, pp * one))
+    if fewer := least // kind.least_microbatches(degrees.pp):
         offers.append(f"layout.workers {fewer * degrees.ranks}")
     return "use " + (", ".join(offers[:-1]) + " or " if len(offers) > 1 else "") + offers[-1]
 

@@ -67,7 +67,7 @@ class RankContents:
     rank: int
     node: str
     at: Coordinate
-    blocks: Span
+    blocks: tuple[int, ...]
     embedding: bool
     head: bool
     heads: Span
@@ -100,14 +100,14 @@ def _contents_of(
     config: RunConfig, replica: Replica, at: Coordinate, rank: int, node: str, held: RankMemory
 ) -> RankContents:
     model, tp = config.model, replica.degree("tp")
-    blocks = replica.blocks(at.pp) or range(model.layers)
+    blocks = replica.blocks(at.pp) or tuple(range(model.layers))
     return RankContents(
         rank,
         node,
         at,
-        (blocks.start, len(blocks)),
-        embedding=replica.stage_of(-1) == at.pp,
-        head=replica.stage_of(model.layers) == at.pp,
+        blocks,
+        embedding=replica.holder_of(-1) == at.pp,
+        head=replica.holder_of(model.layers) == at.pp,
         heads=tp_part(model.heads, tp, at.tp),
         kv_heads=tp_part(model.kv_heads, tp, at.tp),
         vocabulary=tp_part(model.vocab_rows, tp, at.tp) if model.vocab_rows else (0, 0),

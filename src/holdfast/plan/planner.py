@@ -21,6 +21,7 @@ from dataclasses import replace
 from functools import reduce
 from math import gcd
 
+from holdfast.config.pipeline_schedules import SCHEDULE_KINDS
 from holdfast.config.run import RunConfig
 from holdfast.core.sharding.reduction_tree import Shares, deal
 from holdfast.errors import LayoutError
@@ -90,10 +91,10 @@ def _topology(
 
 def dealer_of(topology: Topology, schedule: str) -> Callable[[int, int], Shares]:
     """Return the function that deals microbatches in this topology. It deals by weight, with at
-    least one for a replica, and under 1f1b as many as its pipeline has stages. `schedule` is the
-    run file's."""
+    least one for a replica, and as many as its schedule needs to fill the pipeline. `schedule` is
+    the run file's."""
     replicas = topology.replicas
-    least = tuple(r.degree("pp") if schedule == "1f1b" else 1 for r in replicas)
+    least = tuple(SCHEDULE_KINDS[schedule].least_microbatches(r.degree("pp")) for r in replicas)
     weights = tuple(r.weight for r in replicas)
 
     def dealer(leaves: int, number: int) -> Shares:
@@ -141,7 +142,8 @@ def _no_replica_error(shapes: AllowedShapes, workers: int, number: int) -> Layou
             remedy=f"wait for {smallest.size - workers} more, or allow more memory",
         )
     return LayoutError(
-        f"a step has {number} microbatches, and a pipeline under 1f1b needs more",
+        f"a step has {number} microbatches, and a pipeline under "
+        f"{shapes.config.layout.schedule} needs more",
         where="layout.pp",
         remedy="use layout.schedule=gpipe",
     )
@@ -152,5 +154,6 @@ def _idle_reason(config: RunConfig, idle: int, over: int, number: int) -> str:
         key = "layout.replicas" if config.layout.replicas else "layout.workers"
         return f"{key} asks for {_max_workers(config)} workers"
     most = f"a step has {number} microbatches, and every replica needs "
-    most += "one for each stage" if config.layout.schedule == "1f1b" else "one"
+    each = SCHEDULE_KINDS[config.layout.schedule].least_a_rank
+    most += {0: "one", 1: "one for each stage"}.get(each, f"{each} for each worker along pp")
     return f"no replica of {idle - over} workers or fewer can be added: {most}"

@@ -15,6 +15,7 @@ from itertools import accumulate
 from holdfast.config.degrees import find_impossible_degrees
 from holdfast.config.layout import DegreesConfig, LayoutConfig
 from holdfast.config.optimizer import ALL, ELEMENTWISE
+from holdfast.config.pipeline_schedules import SCHEDULE_KINDS
 from holdfast.config.run import RunConfig
 from holdfast.core.sharding.pipeline_stages import balance_stages
 from holdfast.core.sharding.run_table import run_block_costs
@@ -27,11 +28,13 @@ from holdfast.plan.placed_memory import bytes_in_memory
 
 @dataclass(frozen=True)
 class ReplicaShape:
-    """A replica before it has ranks. min_microbatches: microbatches that it needs in every step."""
+    """A replica before it has ranks. min_microbatches: microbatches that it needs in every step.
+    is_folded: as in `layout.Replica`."""
 
     mesh_shape: MeshShape
     stages: Stages
     min_microbatches: int
+    is_folded: bool = False
 
     @property
     def size(self) -> int:
@@ -45,7 +48,7 @@ class ReplicaShape:
     def replica(self, index: int, first: int, weight: int = 1) -> Replica:
         """On the ranks from `first` on."""
         ranks = tuple(range(first, first + self.size))
-        return Replica(index, ranks, self.mesh_shape, self.stages, weight)
+        return Replica(index, ranks, self.mesh_shape, self.stages, weight, self.is_folded)
 
 
 class AllowedShapes:
@@ -114,18 +117,21 @@ class AllowedShapes:
         return inside and possible and cp == 1 and self.fits_memory(self._shape_of_mesh(mesh_shape))
 
     def min_microbatches(self, pp: int) -> int:
-        return pp if self.config.layout.schedule == "1f1b" else 1
+        return SCHEDULE_KINDS[self.config.layout.schedule].least_microbatches(pp)
 
     # --- parts ------------------------------------------------------------------------------
     def _shape_of_mesh(self, mesh_shape: MeshShape) -> ReplicaShape:
         """Return the run file's shape, or one with balanced stages if the file names none."""
         pp = mesh_shape[0]
         wanted = next((s for s in self.configured if s.mesh_shape == mesh_shape), None)
-        return wanted or ReplicaShape(mesh_shape, self._stages(pp), self.min_microbatches(pp))
+        return wanted or self._shape(pp, mesh_shape[1], mesh_shape[3], ())
 
     def _shape(self, pp: int, dp_shard: int, tp: int, stages: Stages) -> ReplicaShape:
         return ReplicaShape(
-            (pp, dp_shard, 1, tp), stages or self._stages(pp), self.min_microbatches(pp)
+            (pp, dp_shard, 1, tp),
+            stages or self._stages(pp),
+            self.min_microbatches(pp),
+            pp > 1 and self.config.layout.is_folded,
         )
 
     def _stages(self, pp: int) -> Stages:
@@ -133,7 +139,8 @@ class AllowedShapes:
             return ()
         if pp not in self._balanced_stages:
             length = self.config.data.sequence_length
-            self._balanced_stages[pp] = balance_stages(self.config.model, pp, length)
+            number = pp * self.config.layout.stages_a_worker
+            self._balanced_stages[pp] = balance_stages(self.config.model, number, length)
         return self._balanced_stages[pp]
 
     @cached_property

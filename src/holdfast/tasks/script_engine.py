@@ -28,8 +28,8 @@ from holdfast.tasks.turns import (
     OpenStep,
     ShareDone,
 )
-from holdfast.train.executors import GradientListener
 from holdfast.train.loss_scale import NOT_SCALED
+from holdfast.train.stage_work import GradientListener
 from holdfast.train.task import TaskBatchSource
 from holdfast.train.user_parts import UserParts
 

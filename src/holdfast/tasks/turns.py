@@ -28,8 +28,8 @@ import torch
 from torch import Tensor
 
 from holdfast.tasks.batches import TaskMicrobatch
-from holdfast.train.executors import GradientListener
 from holdfast.train.loss_scale import LossScale
+from holdfast.train.stage_work import GradientListener
 
 _ALIVE_EVERY_S = 0.5
 """Seconds after which a runner that waits for the script's end reports that it is alive."""

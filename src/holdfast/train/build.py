@@ -167,7 +167,8 @@ def build_engine(
     prepare_units(config, task.units(objective))
     shards = groups.degree("dp_shard")
     make = _replicated if shards == 1 else _zero1 if config.layout.zero == 1 else _sharded
-    memory = StateMemory(config.train.memory, device, f"{config.name}-rank{groups.rank}")
+    label, movable = f"{config.name}-rank{groups.rank}", config.train.movable_state
+    memory = StateMemory(config.train.memory, device, label, movable)
     parameters, feed = make(_Parts(config, task, groups, device, precision, memory), objective)
     executor = task.executor(objective, groups, precision.compute, device)
     compiled_here = config.train.compile and device.type == "cpu"
@@ -275,7 +276,7 @@ def _replicated(parts: _Parts, objective: nn.Module) -> BuiltParameters:
             may_hold_leaf=parts.memory.place_of("gradients") == DEVICE,
         )
 
-    feed = _gradient_feed(config, parts.memory, feeder, lambda groups: _any_fsdp(config, groups))
+    feed = _gradient_feed(config, parts.memory, feeder, lambda groups: _by_unit(config, groups))
     initial = parts.task.initial_values
     found = Parameters(table, tuple(boxes.values()), held, initial, computed, memory=parts.memory)
     return found, feed
@@ -313,7 +314,7 @@ def _zero1(parts: _Parts, objective: nn.Module) -> BuiltParameters:
             bucket_bytes=int(config.layout.bucket_mb * 1e6),
         )
 
-    feed = _gradient_feed(config, parts.memory, feeder, lambda groups: False)
+    feed = _gradient_feed(config, parts.memory, feeder, lambda groups: _by_unit(config, groups))
     initial = parts.task.initial_values
     held = rows.master_tensors
     lengths = tuple(boxes.values())
@@ -382,10 +383,13 @@ def _gradient_feed(
     return feed
 
 
-def _any_fsdp(config: RunConfig, groups: ProcessGroups) -> bool:
-    """Whether some replica's gradients come by FSDP2's units: then all reduce by unit."""
-    shards = max(replica.degree("dp_shard") for replica in groups.topology.replicas)
-    return shards > 1 and config.layout.zero > 1
+def _by_unit(config: RunConfig, groups: ProcessGroups) -> bool:
+    """Whether some replica's gradients come by FSDP2's units, or from several stages of a rank:
+    then all reduce by unit."""
+    replicas = groups.topology.replicas
+    shards = max(replica.degree("dp_shard") for replica in replicas)
+    has_stages = any(len(replica.stages) > replica.degree("pp") for replica in replicas)
+    return has_stages or (shards > 1 and config.layout.zero > 1)
 
 
 def _cells_and_teams(config: RunConfig, groups: ProcessGroups) -> list[tuple[Cell, CellTeam]]:

@@ -33,11 +33,12 @@ from holdfast.parallel.process_groups import ProcessGroups
 from holdfast.parallel.torch_compat import is_peer_loss
 from holdfast.policy.detection.loss_spikes import LossJump
 from holdfast.policy.recovery.step_resolution import StepStage
-from holdfast.train.executors import Executor, GradientListener
+from holdfast.train.executors import Executor
 from holdfast.train.loss_scale import NOT_SCALED, LossScale
 from holdfast.train.make_optimizer import make_optimizer
 from holdfast.train.nonfinite import describe_non_finite, find_non_finite
 from holdfast.train.precision import as_indeterminate
+from holdfast.train.stage_work import GradientListener
 from holdfast.train.state import LocalTensor, Parameters, ReadBox, clear, load_state, state_tensors
 from holdfast.train.step_plan import Dealer, StepPlan
 from holdfast.train.step_status import StepHistory, StepProgress, StepStatus

@@ -1,9 +1,10 @@
 """The forward and backward passes of a share: what runs them, and in which order.
 
 A replica that is one stage runs microbatch after microbatch. A pipeline runs a schedule: a table
-of actions per stage (`core/schedule/table.py`), executed by `parallel/pipeline.py`; here stands
-what an action does to the model. In both, gradients reach the reducer in rising order of
-microbatches, because its tree counts on it, and losses are known on the last stage.
+of actions per stage (`core/schedule/table.py`), executed by `parallel/pipeline.py`.
+`stage_work.py` has what an action does to the model. In both, gradients of a stage reach the
+reducer in rising order of microbatches, because its tree counts on it. Losses are known on the last
+stage.
 
 Every rank of a replica is fed the tokens of its samples. The first stage embeds them, the last
 one reads their targets, and all of them need the documents. So only activations and their
@@ -14,18 +15,25 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Protocol
+from functools import partial
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
 
-from holdfast.core.schedule.table import Schedule, build_schedule, forward_only
-from holdfast.layout import AXES
+from holdfast.config.pipeline_schedules import SCHEDULE_KINDS
+from holdfast.core.schedule.named import build_schedule
+from holdfast.core.schedule.table import Schedule, forward_only
+from holdfast.layout import AXES, Replica
+from holdfast.model.stage import StagePart, leave_weight_gradients
+from holdfast.parallel.gradients.leaf_progress import StageParameters
 from holdfast.parallel.pipeline import PipelineInterpreter
 from holdfast.parallel.process_groups import ProcessGroups
 from holdfast.parallel.tensor_parallel import residual_shape
 from holdfast.parallel.trace import COMPUTE, SpanRecorder
 from holdfast.train.loss_scale import NOT_SCALED, LossScale
+from holdfast.train.objective import NextTokenObjective
+from holdfast.train.stage_work import GradientListener, RankStage, RankStages, ShareWork
 
 Objective = Callable[..., Tensor]
 
@@ -41,16 +49,6 @@ class Inputs(Protocol):
 
     @property
     def documents(self) -> Tensor | None: ...
-
-
-class GradientListener(Protocol):
-    """Receiver of the gradients of a microbatch while its backward pass runs."""
-
-    def start_leaf(self, leaf: int) -> None: ...
-
-    def end_leaf(self) -> None: ...
-
-    def check(self) -> None: ...
 
 
 class Executor(Protocol):
@@ -128,9 +126,10 @@ class SingleStageExecutor:
 
 
 class PipelinedExecutor:
-    """One stage of several: runs this rank's column of a schedule.
+    """One or several stages of a pipeline: runs this rank's row of a schedule.
 
-    schedule: "gpipe" or "1f1b". dim, dtype: of the residual stream that passes between stages.
+    schedule: a name of `core.schedule.named`. dim, dtype: of the residual stream that passes
+    between stages.
     """
 
     def __init__(
@@ -147,8 +146,15 @@ class PipelinedExecutor:
         assert groups.pipeline is not None
         self.arguments, self.loss_scale = token_arguments, NOT_SCALED
         self._objective, self._schedule, self._dtype = objective, schedule, dtype
-        self._stages, self._tp = groups.degree("pp"), groups.degree("tp")
+        self._ranks, self._tp = groups.degree("pp"), groups.degree("tp")
+        self._virtual = max(1, len(groups.replica.stages) // self._ranks)
+        self._is_folded = groups.replica.is_folded
         self._dim, self._sequence_parallel = dim, sequence_parallel
+        late = None
+        if SCHEDULE_KINDS[schedule].splits_backward:
+            late = leave_weight_gradients(objective)
+        held = self._held_stages(groups.replica, groups.coordinate.pp)
+        self._stages = RankStages(held, self._ranks * self._virtual - 1, self.boundary, late)
         self._interpreter = PipelineInterpreter(
             groups.pipeline,
             device,
@@ -159,8 +165,10 @@ class PipelinedExecutor:
     def schedule_for(self, microbatches: int) -> Schedule:
         """Return the schedule of a share. A share with too few microbatches for 1F1B to fill the
         pipeline runs as GPipe. A plan refuses that, but a dealing may leave a replica little."""
-        name = self._schedule if microbatches >= self._stages else "gpipe"
-        return build_schedule(name, self._stages, microbatches)
+        name = self._schedule
+        if name == "1f1b" and microbatches < self._ranks:
+            name = "gpipe"
+        return build_schedule(name, self._ranks, microbatches, self._virtual)
 
     def train(
         self,
@@ -171,7 +179,7 @@ class PipelinedExecutor:
     ) -> list[Tensor]:
         if not batches:
             return []
-        work = _ShareWork(self, leaves, batches, listener)
+        work = ShareWork(self._stages, self.loss_scale, leaves, batches, listener)
         work.losses = work.losses if losses is None else losses
         self._interpreter.run(self.schedule_for(len(batches)), work)
         return work.losses
@@ -179,13 +187,15 @@ class PipelinedExecutor:
     def evaluate(self, batches: Sequence[Inputs], on_progress: Callable[[], None]) -> list[Tensor]:
         if not batches:
             return []
-        work = _ShareWork(self, range(len(batches)), batches, None, on_progress)
-        self._interpreter.run(forward_only(self._stages, len(batches)), work)
+        leaves = range(len(batches))
+        work = ShareWork(self._stages, self.loss_scale, leaves, batches, None, on_progress)
+        schedule = forward_only(self._ranks, len(batches), self._virtual, self._is_folded)
+        self._interpreter.run(schedule, work)
         return work.losses
 
-    def run_stage(self, batch: Inputs, incoming: Tensor | None) -> Tensor:
-        """The stage's own part of the forward: its residual stream, or on the last stage a loss."""
-        out: Tensor = self._objective(*self.arguments(batch), incoming)
+    def run_stage(self, part: StagePart | None, batch: Inputs, incoming: Tensor | None) -> Tensor:
+        """A stage's own part of the forward: its residual stream, or on the last stage a loss."""
+        out: Tensor = self._objective(*self.arguments(batch), incoming, part)
         return out
 
     def boundary(self, batch: Inputs) -> tuple[tuple[int, ...], torch.dtype]:
@@ -194,53 +204,29 @@ class PipelinedExecutor:
         shape = residual_shape(rows, length, self._dim, self._tp, self._sequence_parallel)
         return shape, self._dtype
 
-    @property
-    def last_stage(self) -> int:
-        return self._stages - 1
-
-
-class _ShareWork:
-    """What the interpreter's actions do: `StageWork` for one share."""
-
-    def __init__(
-        self,
-        stage: PipelinedExecutor,
-        leaves: Sequence[int],
-        batches: Sequence[Inputs],
-        listener: GradientListener | None,
-        on_progress: Callable[[], None] = lambda: None,
-    ):
-        self._stage, self._leaves, self._batches = stage, leaves, batches
-        self._listener, self._alive = listener, on_progress
-        # what came in, what went out
-        self._activations: dict[int, tuple[Tensor | None, Tensor]] = {}
-        self.losses: list[Tensor] = []
-
-    def boundary(self, stage: int, microbatch: int) -> tuple[tuple[int, ...], torch.dtype]:
-        return self._stage.boundary(self._batches[microbatch])
-
-    def forward(self, stage: int, microbatch: int, incoming: Tensor | None) -> Tensor | None:
-        self._alive()
-        if incoming is not None and self._listener is not None:
-            incoming.requires_grad_()
-        out = self._stage.run_stage(self._batches[microbatch], incoming)
-        if self._listener is not None:
-            self._activations[microbatch] = incoming, out
-        if stage == self._stage.last_stage:
-            self.losses.append(out.detach())
-            return None
-        return out.detach()
-
-    def backward(self, stage: int, microbatch: int, gradient: Tensor | None) -> Tensor | None:
-        assert self._listener is not None
-        incoming, out = self._activations.pop(microbatch)
-        self._listener.start_leaf(self._leaves[microbatch])
-        if gradient is None:  # the last stage: what came out is a loss
-            gradient = self._stage.loss_scale.seed(out)
-        torch.autograd.backward(out, gradient)
-        self._listener.end_leaf()
-        self._listener.check()
-        return None if incoming is None else incoming.grad
+    def _held_stages(self, replica: Replica, pp: int) -> dict[int, RankStage]:
+        """The stages of this rank. A tied embedding belongs to the first."""
+        trained = [p for p in self._objective.parameters() if p.requires_grad]
+        numbers = replica.stages_at(pp)
+        if self._virtual == 1:
+            return {pp: RankStage(partial(self.run_stage, None), trained, None)}
+        decoder = cast(NextTokenObjective, self._objective).decoder
+        held: dict[int, RankStage] = {}
+        for number in numbers:
+            is_last = number == len(replica.stages) - 1
+            part = StagePart(replica.stage_blocks(number), is_last)
+            modules: list[nn.Module | None] = [decoder.layers[b] for b in part.blocks]
+            modules += [decoder.embed] if number == 0 else []
+            modules += [decoder.norm, decoder.head] if is_last else []
+            found = [p for m in modules if m is not None for p in m.parameters()]
+            own = StageParameters(found, len(numbers))
+            reached = [p for p in found if p.requires_grad]
+            if is_last and decoder.config.tied_embeddings and decoder.embed is not None:
+                reached += [p for p in decoder.embed.parameters() if p.requires_grad]
+                if 0 not in numbers:
+                    own = StageParameters([*found, *decoder.embed.parameters()], len(numbers))
+            held[number] = RankStage(partial(self.run_stage, part), reached, own)
+        return held
 
 
 def make_executor(

@@ -149,8 +149,12 @@ def _without_compilation() -> AbstractContextManager[Any]:
 class _IgnoreGradients:
     """Takes no gradients: they stay where autograd leaves them."""
 
-    def start_leaf(self, leaf: int) -> None:
+    def start_leaf(self, leaf: int, part: object = None) -> None:
         """Nothing listens."""
+
+    def give(self, parameter: Tensor, gradient: Tensor) -> None:
+        """Let autograd carry it, which calls the parameter's hooks."""
+        torch.autograd.backward(parameter, gradient)
 
     def end_leaf(self) -> None:
         """Nothing listens."""

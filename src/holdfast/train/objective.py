@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from holdfast.core.data.target_weights import ID_BITS, PER_ONE, SHIFT
 from holdfast.core.devices import device_kind
 from holdfast.model.decoder import Decoder, soft_limit
+from holdfast.model.stage import StagePart
 from holdfast.parallel.tensor_parallel import TensorParallel
 from holdfast.parallel.vocab_parallel import VocabularySoftmax
 
@@ -61,20 +62,23 @@ class NextTokenObjective(nn.Module):
         targets: Tensor,
         documents: Tensor | None = None,
         incoming: Tensor | None = None,
+        part: StagePart | None = None,
     ) -> Tensor:
         """tokens, targets, documents: [B, S] -> loss sum: float64 scalar
 
         On a pipeline stage that is not the first, `incoming` [B, S, D] is the residual stream of
         the stage before. A stage that is not the last returns its own instead of a loss. (Its
-        shape over several tp ranks: `parallel.tensor_parallel.residual_shape`.)
+        shape over several tp ranks: `parallel.tensor_parallel.residual_shape`.) part: the stage to
+        run, if this rank has several.
         """
         decoder, tensor, x = self.decoder, self.tensor, incoming
         if tensor is not None:
             tensor.begin_forward(*tokens.shape)
         if x is None:
             x = decoder.embed_tokens(tokens)  # [B, S, D]
-        x = decoder.blocks(x, decoder.attention_context(tokens, x, documents))
-        if decoder.norm is None:
+        context = decoder.attention_context(tokens, x, documents)
+        x = decoder.blocks(x, context, positions=None if part is None else part.blocks)
+        if decoder.norm is None or (part is not None and not part.is_last):
             return x
         hidden = decoder.head_input(decoder.norm(x))
         if tensor is not None:

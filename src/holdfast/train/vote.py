@@ -295,7 +295,7 @@ def _do_all_have(groups: ProcessGroups, have: bool) -> bool:
 def reports_losses(replica: Replica, coordinate: Coordinate) -> bool:
     """Return True if this rank reports losses. The last stage does; of its context- and
     tensor-parallel ranks, which all hold the same loss, only the first."""
-    return (coordinate.pp, coordinate.cp, coordinate.tp) == (replica.degree("pp") - 1, 0, 0)
+    return (coordinate.pp, coordinate.cp, coordinate.tp) == (replica.last_pp, 0, 0)
 
 
 @lru_cache(maxsize=16)

@@ -18,7 +18,7 @@ from holdfast.cli.train import with_vocabulary
 from holdfast.config.load import load_config
 from holdfast.config.run import RunConfig
 from holdfast.config.task import TaskConfig
-from holdfast.core.schedule.table import build_schedule
+from holdfast.core.schedule.named import build_schedule
 from holdfast.core.schedule.timing import Durations, time_schedule
 from holdfast.data.dataset import Dataset
 from holdfast.elastic.notices.clouds import make_notice_source

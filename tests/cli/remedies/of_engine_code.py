@@ -28,7 +28,7 @@ from holdfast.core.devices import device_kind
 from holdfast.core.format import manifest
 from holdfast.core.format.manifest import seal_manifest, unseal_manifest
 from holdfast.core.schedule.csv import from_csv
-from holdfast.core.schedule.table import build_schedule
+from holdfast.core.schedule.named import build_schedule
 from holdfast.core.sharding.boxes import Box
 from holdfast.core.sharding.parameters import Own, Parameter
 from holdfast.core.sharding.reshard_plan import plan_reshard
@@ -319,11 +319,11 @@ CASES: list[Case] = [
         "train/memory/ledger.py: a rank needs … GB of its device (…), which is … GB more than the "
         "limit of … GB",
         values(device_gb=0.001),
-        lambda lab: MemoryLedger(int(lab.settings["device_gb"] * 1e9)).add(
+        lambda lab: MemoryLedger(int(lab.settings["device_gb"] * 1e9), ["gradients"]).add(
             "device", "parameters", 1_234_567
         ),
-        r"use train\.memory\.device_gb=(\S+), or move state with train\.memory\.optimizer=host and "
-        r"train\.memory\.gradients=host",
+        r"use train\.memory\.device_gb=(\S+) or more \(holdfast layout show prints an estimate\), "
+        r"or move state with train\.memory\.gradients=host",
         setting("device_gb", float),
     ),
     case(

@@ -149,7 +149,8 @@ def plan(lab: Lab) -> None:
     """On a machine with two accelerators."""
     settings = dict(lab.settings)
     build, kind = settings.pop("torch_computes_on", ""), settings.pop("kind", "cuda")
-    two = tuple(Accelerator(number, "H100", 80 << 30, kind) for number in range(2))
+    names = settings.pop("names", ("H100", "H100"))
+    two = tuple(Accelerator(at, name, 80 << 30, kind) for at, name in enumerate(names))
     machine = HardwareInfo("a", "Linux", 8, 64 << 30, 32 << 30, two, build)
     words = [f"{key}={value}" for key, value in settings.items()]
     plan_for_machine(load_config(None, words), machine)
@@ -313,6 +314,15 @@ CASES: list[Case] = [
         fixed(torch_computes_on="XPU 20250101"),
     ),
     case(
+        "launch/devices.py: the workers' devices differ (…), so they give unlike bits",
+        lambda lab: lab.settings.update(
+            {"device": "cuda", "layout.workers": 2, "names": ("H100", "A100")}
+        ),
+        plan,
+        r"choose like ones by CUDA_VISIBLE_DEVICES, or use (train\.deterministic)=(false)",
+        lambda lab, found: lab.settings.update({found[1]: found[2]}),
+    ),
+    case(
         "launch/devices.py: layout.workers is …, but a run on … has one worker",
         lambda lab: lab.settings.update({"device": "mps", "layout.workers": 2, "kind": "mps"}),
         plan,
@@ -336,7 +346,7 @@ CASES: list[Case] = [
     ),
     places(PLANNER + "there is no place for a worker", r"wait for a node", wait_for_nodes, 0),
     places(
-        PLANNER + "a step has … microbatches, and a pipeline under 1f1b needs more",
+        PLANNER + "a step has … microbatches, and a pipeline under … needs more",
         r"use layout\.schedule=(gpipe)",
         lambda lab, found: lab.settings.update(layout={"pp": 4, "schedule": found[1]}),
         4,

@@ -11,7 +11,7 @@ from holdfast.chaos.layouts import parse_layout
 from holdfast.chaos.sample_run import write_run_file
 from holdfast.chaos.schedule import parse_faults_option
 from holdfast.core.schedule.csv import from_csv
-from holdfast.core.schedule.table import build_schedule
+from holdfast.core.schedule.named import build_schedule
 from holdfast.core.sharding.pipeline_stages import balance_stages
 from holdfast.errors import ConfigError
 from holdfast.layout import Layout, Replica
@@ -54,6 +54,7 @@ SIM, CHAOS, LAYOUT, TP = (
     "parallel/tensor_parallel.py: ",
 )
 TABLE, CSV = "core/schedule/table.py: ", "core/schedule/csv.py: "
+NAMED = "core/schedule/named.py: "
 
 
 def of_trace(site: str, content: str, remedy: str, good: str) -> Case:
@@ -201,17 +202,17 @@ CASES: list[Case] = [
         lambda lab, found: lab.settings.update(text="0F0,0B0\n"),
     ),
     case(
-        TABLE + "there is no schedule …",
+        NAMED + "there is no schedule …",
         values(name="gpip", ranks=2, microbatches=4),
         calling(build_schedule),
         r"did you mean '(\w+)'\?",
         setting("name"),
     ),
     case(
-        TABLE + "the schedule 1f1b has one stage a rank, not …",
+        NAMED + "the schedule … has … a rank, not …",
         values(name="1f1b", ranks=2, microbatches=4, virtual=2),
         calling(build_schedule),
-        r"use the schedule (gpipe), or one stage a rank",
+        r"use the schedule interleaved or (gpipe), or one stage a rank",
         setting("name"),
     ),
     case(
@@ -222,7 +223,7 @@ CASES: list[Case] = [
         setting("microbatches", int),
     ),
     case(
-        TABLE + "… ranks with … stages each are no pipeline",
+        NAMED + "… ranks with … stages each are no pipeline",
         values(name="gpipe", ranks=0, microbatches=2),
         calling(build_schedule),
         r"use (1) or more of both",

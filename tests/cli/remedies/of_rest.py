@@ -454,7 +454,7 @@ CASES: list[Case] = [
         add("layout.workers={0}"),
     ),
     case(
-        "plan/layouts.py: ….pp … under 1f1b needs … microbatches a replica, but step … has …, of "
+        "plan/layouts.py: ….pp … under … needs … microbatches a replica, but step … has …, of "
         "which replica … gets …",
         overrides(
             "model.layers=4",

@@ -19,14 +19,13 @@ from torch.distributed.pipelining.schedules import _Action, _PipelineScheduleRun
 
 from holdfast.core.schedule.check import check_schedule
 from holdfast.core.schedule.csv import from_csv, to_csv
+from holdfast.core.schedule.named import SCHEDULES, build_schedule
 from holdfast.core.schedule.table import (
-    SCHEDULES,
     Action,
     ActionKind,
     OverlappedActions,
     Schedule,
     ScheduleError,
-    build_schedule,
 )
 from holdfast.core.schedule.timing import Durations, max_in_flight, time_schedule
 from tests.support.schedules import random_table
@@ -227,7 +226,16 @@ def test_empty_cells_are_moments_without_work() -> None:
 def test_the_form_is_plain(name: str) -> None:
     first = to_csv(build_schedule(name, 2, 2)).split("\n")[0]
     assert (
-        first == {"gpipe": "0F0,0F1,0B0,0B1", "1f1b": "0F0,0F1,0B0,0B1", "forward": "0F0,0F1"}[name]
+        first
+        == {
+            "gpipe": "0F0,0F1,0B0,0B1",
+            "1f1b": "0F0,0F1,0B0,0B1",
+            "interleaved": "0F0,0F1,0B0,0B1",
+            "zb-h1": "0F0,0F1,0I0,0W0,0I1,0W1",
+            "zbv": "0F0,0F1,3F0,3I0,3W0,3F1,3I1,3W1,0I0,0W0,0I1,0W1",
+            "dualpipev": "0F0,0F1,3F0,3I0,3W0,3F1,3B1,0B0,0B1",
+            "forward": "0F0,0F1",
+        }[name]
     )
 
 

@@ -9,12 +9,12 @@ import pytest
 
 from holdfast.core.schedule.csv import from_csv
 from holdfast.core.schedule.draw import KIND_STYLES, draw_svg, draw_text
+from holdfast.core.schedule.named import build_schedule
 from holdfast.core.schedule.table import (
     Action,
     ActionKind,
     OverlappedActions,
     Schedule,
-    build_schedule,
     gpipe,
     one_f_one_b,
 )

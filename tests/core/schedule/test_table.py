@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from holdfast.core.schedule.check import check_schedule
-from holdfast.core.schedule.table import SCHEDULES, build_schedule, forward_only, gpipe, one_f_one_b
+from holdfast.core.schedule.named import SCHEDULES, build_schedule
+from holdfast.core.schedule.table import forward_only, gpipe, one_f_one_b
 from holdfast.errors import LayoutError
 
 SIZES = [(p, m) for p in (1, 2, 3, 4, 7) for m in (1, 2, 3, 4, 8, 11)]
@@ -91,7 +92,7 @@ def test_looped_tables_can_run(name: str) -> None:
             4,
             2,
             "layout.schedule: the schedule 1f1b has one stage a rank, not 2; use "
-            "the schedule gpipe, or one stage a rank",
+            "the schedule interleaved or gpipe, or one stage a rank",
         ),
         ("1f1p", 2, 4, 1, "layout.schedule: there is no schedule '1f1p'; did you mean '1f1b'?"),
         (
@@ -99,7 +100,8 @@ def test_looped_tables_can_run(name: str) -> None:
             2,
             4,
             1,
-            "layout.schedule: there is no schedule 'zigzag'; use one of 1f1b, gpipe, forward",
+            "layout.schedule: there is no schedule 'zigzag'; use one of 1f1b, gpipe, interleaved, "
+            "zb-h1, zbv, dualpipev, forward",
         ),
         (
             "gpipe",

@@ -11,12 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from holdfast.core.schedule.csv import from_csv
+from holdfast.core.schedule.named import build_schedule
 from holdfast.core.schedule.table import (
     Action,
     OverlappedActions,
     Schedule,
     ScheduleError,
-    build_schedule,
     forward_only,
     gpipe,
     one_f_one_b,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,8 @@ from holdfast.elastic.node.identity import (
     torch_build,
 )
 from holdfast.elastic.protocol.coordinator_messages import AgentFacts, JoinRequest
+from holdfast.plan.accelerators import Accelerator
+from holdfast.plan.hardware import detect_hardware
 from holdfast.policy.membership.node_identity import NodeIdentity
 from holdfast.policy.membership.state import NodeStage
 from tests.support.ranks import RankContext, ranks
@@ -52,6 +55,14 @@ def test_torch_is_known_by_its_build_without_an_import() -> None:
     from importlib.metadata import version
 
     assert torch_build().startswith(f"{version('torch')} (build ")
+
+
+def test_the_devices_of_a_run_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    cards = (Accelerator(0, "NVIDIA A100", 40 << 30), Accelerator(0, "GPU", 8 << 30, "xpu"))
+    machine = replace(detect_hardware(), accelerators=cards)
+    monkeypatch.setattr("holdfast.elastic.node.identity.detect_hardware", lambda: machine)
+    assert _identity("device=cuda").processor["devices"] == "NVIDIA A100"
+    assert "devices" not in _identity().processor
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import threading
 import time
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -16,7 +18,7 @@ from holdfast.errors import PeerLostError
 from holdfast.parallel.comm.abortable_wait import CONNECTION_CLOSED, AbortableWait
 from holdfast.parallel.comm.transport import PeerGroup
 from holdfast.parallel.gradients.buckets import FlatLayout
-from holdfast.parallel.gradients.cell_team import CellTeam
+from holdfast.parallel.gradients.cell_team import CellTeam, ExchangeKind
 from holdfast.parallel.gradients.reducer import Reducer
 from holdfast.parallel.torch_compat import Work, is_peer_loss
 from tests.support.dying_rank import SENDING, dies_sending
@@ -31,12 +33,19 @@ GIVEN_UP = 6.0  # seconds after which gloo ends a wait itself
 
 
 def _begun(
-    rank: RankContext, group: str, me: int, shares: Shares, *, fast: bool = False
+    rank: RankContext,
+    group: str,
+    me: int,
+    shares: Shares,
+    *,
+    fast: bool = False,
+    exchange: ExchangeKind = "direct",
+    seconds: float = GIVEN_UP,
 ) -> Reducer:
     """A sum over two, of which the own piece is still to come, where there is one."""
     layout = FlatLayout.build([[(SIZE,)]])
-    peers = PeerGroup(rank.store(), group, me, 2, seconds=GIVEN_UP)
-    reducer = Reducer(layout, peers, dtype=torch.float32, device=torch.device("cpu"), fast=fast)
+    team = CellTeam.of_replicas(PeerGroup(rank.store(), group, me, 2, seconds=seconds), exchange)
+    reducer = Reducer(layout, team, dtype=torch.float32, device=torch.device("cpu"), fast=fast)
     reducer.begin(sum(map(len, shares)), shares)
     for leaf in shares[me]:
         reducer.start_leaf(leaf)
@@ -93,6 +102,65 @@ def _given_up(rank: RankContext, victim: int) -> tuple[Reducer, threading.Thread
     cut = bool(arrivals[0] != 0) and bool(arrivals[-1] == 0)
     assert not cut or thread.is_alive(), "nobody had to be left"
     return (reducer, thread) if cut else None
+
+
+class Collective:
+    """A group of gloo, of which a collective is not over. ended: it is."""
+
+    def __init__(self, ended: threading.Event) -> None:
+        self._ended = ended
+
+    def recv(self, *_: object) -> Work:
+        raise RuntimeError("Connection closed by peer")
+
+    def __del__(self) -> None:
+        self._ended.wait(120)
+
+
+@ranks(1)
+def test_a_group_is_left_whose_collective_does_not_end(rank: RankContext) -> None:
+    peers, ended = PeerGroup(rank.store(), "g", 0, 1), threading.Event()
+    group: Any = Collective(ended)
+    peers._group = group
+    del group
+    peers.abort()
+    begun = time.monotonic()
+    peers.close()
+    assert time.monotonic() - begun < 60
+    ended.set()
+
+
+@ranks(1 + VICTIMS, dies=dict.fromkeys(range(1, 1 + VICTIMS), "SIGALRM"))
+@pytest.mark.slow
+def test_a_collective_is_given_up_in_the_midst_of_a_piece(rank: RankContext) -> None:
+    """gloo's own time is ten minutes here: the next sum does not wait for it."""
+    for victim in range(1, 1 + VICTIMS):
+        if rank.rank not in (0, victim):
+            continue
+        reducer = _begun(
+            rank,
+            f"g{victim}/reduce",
+            int(rank.rank > 0),
+            BY_THE_OTHER,
+            exchange="gathered",
+            seconds=600,
+        )
+        if rank.rank > 0:
+            rank.wait_mark(f"listening{victim}", 0)
+            rank.die_within(SENDING)
+            reducer.bucket_done(0)
+            rank.wait_mark("never", 0)
+        rank.mark(f"listening{victim}")
+        pid = rank.pid(victim)
+        wait_until(partial(lambda pid: not runs(pid), pid), 60, "its end")
+        reducer.fail(PeerLostError("the end"))
+        with pytest.raises(PeerLostError):
+            reducer.finish()
+        begun = time.monotonic()
+        _goes_on_alone(reducer, rank)
+        reducer.finish()
+        assert time.monotonic() - begun < 60
+        assert torch.equal(reducer.gradient, torch.full((SIZE,), 3.0))
 
 
 @ranks(2, dies={1: "SIGALRM"})

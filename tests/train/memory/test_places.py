@@ -13,6 +13,7 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from holdfast.config.memory import GB, MOVABLE, MemoryConfig
 from holdfast.config.optimizer import OptimizerConfig
+from holdfast.config.train import TrainConfig
 from holdfast.core.sharding.optimizer_state import ParameterSettings
 from holdfast.core.sharding.update_pieces import GRAIN, cut_into_pieces, staged_elements
 from holdfast.errors import StateMemoryError
@@ -196,6 +197,14 @@ def test_a_step_that_needs_more_than_the_limit_is_not_applied() -> None:
 
 
 # --- what does not fit ----------------------------------------------------------------------
+def test_only_what_can_move_is_named_as_movable() -> None:
+    on_host, other = {"memory": {"gradients": "host"}}, {"optimizer": {"name": "sgd"}}
+    assert TrainConfig().movable_state == ["optimizer", "gradients"]
+    assert TrainConfig.model_validate(on_host).movable_state == ["optimizer"]
+    assert TrainConfig.model_validate(other).movable_state == []
+    assert MemoryConfig(device_gb=1e-10).limit == 1, "no limit is 0 only"
+
+
 def test_the_limit_of_the_device_is_hard() -> None:
     ledger = MemoryLedger(limit=1000)
     ledger.add("device", "parameters", 600)
@@ -203,7 +212,8 @@ def test_the_limit_of_the_device_is_hard() -> None:
         assert ledger.now("device") == 1000
     with pytest.raises(StateMemoryError, match="activations") as refused:
         ledger.add("device", "activations", 401)
-    assert "use train.memory.device_gb=1.001e-06" in str(refused.value)
+    assert "use train.memory.device_gb=1.001e-06 or more" in str(refused.value)
+    assert "move state" not in str(refused.value)
     assert ledger.now("device") == 600
     assert ledger.peak("device") == 1000
     ledger.add("host", "optimizer", 10**6)  # other places have none

@@ -21,11 +21,8 @@ rank of the neighbouring stage once it exists, and no sender waits for its recei
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from difflib import get_close_matches
+from dataclasses import dataclass, replace
 from enum import StrEnum
-from types import MappingProxyType
 
 from holdfast.errors import LayoutError
 
@@ -162,7 +159,7 @@ def gpipe(ranks: int, microbatches: int, virtual: int = 1) -> Schedule:
                 for m in range(microbatches)
             )
         )
-    return Schedule("gpipe", microbatches, _loop_stages(ranks, virtual), tuple(rows))
+    return Schedule("gpipe", microbatches, loop_stages(ranks, virtual), tuple(rows))
 
 
 def one_f_one_b(ranks: int, microbatches: int, virtual: int = 1) -> Schedule:
@@ -172,15 +169,9 @@ def one_f_one_b(ranks: int, microbatches: int, virtual: int = 1) -> Schedule:
     Rank r runs p - r - 1 forwards ahead, and then a backward after every forward. So it keeps the
     activations of at most p - r microbatches. The bubble is GPipe's.
 
-    Raises LayoutError with fewer microbatches than ranks, and with `virtual` above 1. That would be
-    another schedule (interleaved), with an order of its own.
+    Raises LayoutError with fewer microbatches than ranks. `virtual` is 1: with more stages it would
+    be another schedule (interleaved), with an order of its own.
     """
-    if virtual != 1:
-        raise LayoutError(
-            f"the schedule 1f1b has one stage a rank, not {virtual}",
-            where="layout.schedule",
-            remedy="use the schedule gpipe, or one stage a rank",
-        )
     _require_microbatches("1f1b", ranks, microbatches, ranks)
     rows = []
     for rank in range(ranks):
@@ -195,53 +186,51 @@ def one_f_one_b(ranks: int, microbatches: int, virtual: int = 1) -> Schedule:
             Action(rank, ActionKind.BACKWARD, m) for m in range(microbatches - ahead, microbatches)
         ]
         rows.append(tuple(row))
-    return Schedule("1f1b", microbatches, _loop_stages(ranks, 1), tuple(rows))
+    return Schedule("1f1b", microbatches, loop_stages(ranks, 1), tuple(rows))
 
 
-def forward_only(ranks: int, microbatches: int, virtual: int = 1) -> Schedule:
-    """Forwards alone, for validation: nothing is kept, any number of microbatches will do."""
+def forward_only(
+    ranks: int, microbatches: int, virtual: int = 1, is_folded: bool = False
+) -> Schedule:
+    """Forwards alone, for validation: nothing is kept, any number of microbatches will do.
+    is_folded: the placement of the two stages of a rank is a V."""
     _require_microbatches("forward", ranks, microbatches, 1)
+    rank_of = v_stages(ranks) if is_folded else loop_stages(ranks, virtual)
     rows = tuple(
         tuple(
             Action(s, ActionKind.FORWARD, m)
-            for s in range(rank, ranks * virtual, ranks)
+            for s, holder in enumerate(rank_of)
+            if holder == rank
             for m in range(microbatches)
         )
         for rank in range(ranks)
     )
-    return Schedule("forward", microbatches, _loop_stages(ranks, virtual), rows)
+    return Schedule("forward", microbatches, rank_of, rows)
 
 
-Builder = Callable[[int, int, int], Schedule]
-
-# name in the run file -> builder from (ranks, microbatches, virtual stages a rank)
-SCHEDULES: Mapping[str, Builder] = MappingProxyType(
-    {"1f1b": one_f_one_b, "gpipe": gpipe, "forward": forward_only}
-)
-
-
-def build_schedule(name: str, ranks: int, microbatches: int, virtual: int = 1) -> Schedule:
-    """The table of schedule `name`; LayoutError, one sentence, where it cannot be."""
-    if name not in SCHEDULES:
-        close = get_close_matches(name, SCHEDULES, n=1)
-        known = ", ".join(SCHEDULES)
-        raise LayoutError(
-            f"there is no schedule {name!r}",
-            where="layout.schedule",
-            remedy=f"did you mean {close[0]!r}?" if close else f"use one of {known}",
-        )
-    if ranks < 1 or virtual < 1:
-        raise LayoutError(
-            f"{ranks} ranks with {virtual} stages each are no pipeline",
-            where="layout.schedule",
-            remedy="use 1 or more of both",
-        )
-    return SCHEDULES[name](ranks, microbatches, virtual)
-
-
-def _loop_stages(ranks: int, virtual: int) -> tuple[int, ...]:
+def loop_stages(ranks: int, virtual: int) -> tuple[int, ...]:
     """Stage s on rank s % ranks."""
     return tuple(range(ranks)) * virtual
+
+
+def v_stages(ranks: int) -> tuple[int, ...]:
+    """Two stages a rank, down and up again: rank r has the stages r and 2 ranks - 1 - r."""
+    return (*range(ranks), *reversed(range(ranks)))
+
+
+def first_microbatches(schedule: Schedule, microbatches: int) -> Schedule:
+    """The same table without the microbatches from `microbatches` on. A table that can run can
+    also run without all actions of some microbatches, because no other one needs them."""
+    rows = tuple(
+        tuple(kept for cell in row if (kept := _without_late(cell, microbatches)) is not None)
+        for row in schedule.actions
+    )
+    return replace(schedule, microbatches=microbatches, actions=rows)
+
+
+def _without_late(cell: ScheduleCell, microbatches: int) -> ScheduleCell | None:
+    kept = tuple(a for a in actions_of(cell) if a.microbatch < microbatches)
+    return OverlappedActions(kept) if len(kept) > 1 else next(iter(kept), None)
 
 
 def _require_microbatches(name: str, ranks: int, microbatches: int, least: int) -> None:

@@ -143,11 +143,11 @@ def parameter_table(model: ModelConfig, precision: str = "fp32") -> StateTable:
 
 
 def stages_of(spec: TensorSpec, replica: Replica) -> tuple[int, ...]:
-    """The pipeline stages of `replica` that hold the tensor, rising."""
+    """The indices on `pp` of the ranks of `replica` that hold the tensor, rising."""
     degree = replica.degree("pp")
     if degree == 1 or not spec.positions:
         return tuple(range(degree))
-    return tuple(sorted({replica.stage_of(position) for position in spec.positions}))
+    return tuple(sorted({replica.holder_of(position) for position in spec.positions}))
 
 
 def mesh_box(spec: TensorSpec, replica: Replica, coordinate: Coordinate) -> Box:

@@ -11,7 +11,8 @@ from pathlib import Path
 
 from holdfast.config.identity import values_alike_on_all_nodes
 from holdfast.config.run import RunConfig
-from holdfast.plan.hardware import torch_version_file
+from holdfast.core.devices import is_accelerator
+from holdfast.plan.hardware import detect_hardware, torch_version_file
 from holdfast.policy.membership.node_identity import NodeIdentity
 
 PRESETS = (
@@ -41,7 +42,10 @@ def find_identity(
         code_digest(),
         torch_build(),
         values_alike_on_all_nodes(config.model_dump(mode="json")),
-        processor_identity(os.environ if environment is None else environment),
+        {
+            **processor_identity(os.environ if environment is None else environment),
+            **_device_identity(config),
+        },
         reference,
     )
 
@@ -69,6 +73,14 @@ def torch_build() -> str:
     )
     digest = hashlib.blake2b("\n".join(parts).encode(), digest_size=_DIGEST_BYTES)
     return f"{found} (build {digest.hexdigest()})"
+
+
+def _device_identity(config: RunConfig) -> dict[str, str]:
+    """Return the names of the accelerators that the run would use here."""
+    if not is_accelerator(config.device):
+        return {}
+    here = detect_hardware().accelerators
+    return {"devices": ", ".join(sorted({d.name for d in here if d.kind == config.device}))}
 
 
 def processor_identity(

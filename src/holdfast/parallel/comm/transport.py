@@ -19,6 +19,7 @@ gloo shape this file (all observed with torch 2.13):
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from datetime import timedelta
@@ -184,10 +185,16 @@ class PeerGroup(AbortableGroup):
         self._abort_waits()
 
     def close(self) -> None:
-        """Give the group up after an orderly end."""
+        """Give the group up after an orderly end, or after `abort`.
+
+        gloo ends a group when its collectives are over. One that waits for the rest of a message
+        is never woken (`abortable_wait.py`). So a thread of its own ends a group that was aborted.
+        """
         self._pending_sends.clear()
         self._exchange_sends.clear()
-        self._group = None
+        last, self._group = [self._group], None
+        if self._is_aborted:
+            threading.Thread(target=last.clear, name="end of a group", daemon=True).start()
 
 
 def close_connections(

@@ -6,7 +6,9 @@ its owners once its last gradient has come. Neither depends on the number of rep
 Only the cuts of a bucket into chunks do, and a sum does not depend on its cuts.
 
 FSDP2 produces the gradients of a block at once and in parameter order. So in a replica sharded by
-it a bucket is a block in that order, and the rest of the model is the last one.
+it a bucket is a block in that order. The embedding, and the last norm with the head, come last.
+No bucket is then of two pipeline stages. A rank with several stages needs that: each of them has
+come to another microbatch.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from holdfast.core.sharding.boxes import Box
 from holdfast.parallel.gradients.grad_norm import NORM_BLOCK
 
 ALIGNMENT = 16
+_EMBEDDING, _HEAD = "embed", "head"  # the buckets of what is in no block
 
 
 def align(size: int, to: int = ALIGNMENT) -> int:
@@ -109,8 +112,8 @@ def arrange_boxes(
         units: dict[str, list[int]] = {}
         for index, box in enumerate(boxes):
             units.setdefault(_block_of(box.name), []).append(index)
-        rest = units.pop("", [])
-        groups = [*reversed(units.values()), *([rest] if rest else [])]
+        ends = [units.pop(name) for name in list(units) if name in (_EMBEDDING, _HEAD)]
+        groups = [*reversed(units.values()), *ends]
     else:
         last = len(boxes) - 1
         shapes = [box.lengths for box in reversed(boxes)]
@@ -122,6 +125,8 @@ def arrange_boxes(
 
 
 def _block_of(name: str) -> str:
-    """The block that a parameter belongs to; "" outside of the blocks."""
+    """The block that a parameter belongs to, or the end of the model."""
     first, _, rest = name.partition(".")
-    return f"{first}.{rest.partition('.')[0]}" if first == "layers" else ""
+    if first == "layers":
+        return f"{first}.{rest.partition('.')[0]}"
+    return _EMBEDDING if first == "embed" else _HEAD

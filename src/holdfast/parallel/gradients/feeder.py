@@ -16,6 +16,7 @@ and `parallel/fsdp.py` (FSDP2's units). The engine drives either by the same cal
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Mapping, Sequence
 from functools import partial
 
@@ -32,6 +33,7 @@ from holdfast.parallel.gradients.cell_team import CellTeam, ExchangeKind
 from holdfast.parallel.gradients.exchange import Slot
 from holdfast.parallel.gradients.gathered import GatheredLauncher
 from holdfast.parallel.gradients.grad_norm import sum_of_squares
+from holdfast.parallel.gradients.leaf_progress import LeafProgress, StageParameters
 from holdfast.parallel.gradients.placement import GradientPlacement
 from holdfast.parallel.gradients.reducer import MakeBuffer, Reducer
 
@@ -103,8 +105,7 @@ class GradientFeeder:
         self._missing_slices: list[list[int]] = []  # by cell and bucket
         self._peers = list({id(r.peers): r.peers for r in self.reducers}.values())
         self._defers_errors = False
-        self._done_leaves: list[int] = []  # leaves of the step that is open
-        self._open_leaf: int | None = None
+        self._progress = LeafProgress()  # of the step that is open
 
     # --- a step ---------------------------------------------------------------------------
     def begin(self, leaves: int, shares: Shares, computed: Computed = ()) -> None:
@@ -114,8 +115,7 @@ class GradientFeeder:
         The step before must have been voted on: its sends are forgotten here, once for all
         cells. Raises PeerLostError when a peer is known to be lost, unless it is patient.
         """
-        self._error = None
-        self._done_leaves, self._open_leaf = [], None
+        self._error, self._progress = None, LeafProgress()
         if self._are_slots_moved:
             self.placement.forget_slots()
         for peers in self._peers:
@@ -131,7 +131,7 @@ class GradientFeeder:
         """Return the leaves of the open step that were computed and can be kept. There are none
         if one was interrupted midway, or if a sum has overwritten what was computed."""
         lost = self.is_summed or self._are_slots_moved or self._fast
-        return tuple(self._done_leaves) if self._open_leaf is None and not lost else ()
+        return () if lost else tuple(self._progress.done)
 
     @property
     def is_summed(self) -> bool:
@@ -148,17 +148,18 @@ class GradientFeeder:
         next."""
         for reducer in self.reducers:
             reducer.join()
+        done = self._progress.done
         held = (
-            self._done_leaves
+            done
             and self._contributed_cells
             and self.reducers[self._contributed_cells[0]].stays_in_place
         )
         if held:
             leaves = self.reducers[self._contributed_cells[0]].plan.tree.leaves
-            _, slot = partial_sums(leaves, share, self._done_leaves)[-1]
+            _, slot = partial_sums(leaves, share, done)[-1]
             self._flush_held_leaf(self.placement.slot_views(slot))
         for cell in self._contributed_cells:
-            self.reducers[cell].keep(share, self._done_leaves)
+            self.reducers[cell].keep(share, done)
 
     @property
     def _are_slots_moved(self) -> bool:
@@ -202,7 +203,7 @@ class GradientFeeder:
             return False
         for (_, team), reducer in zip(cells, self.reducers, strict=True):
             reducer.regroup(team, self._fast and len(cells) == 1)
-        self._done_leaves, self._open_leaf = [], None
+        self._progress = LeafProgress()
         self._cells, self._norm_cells = [cell for cell, _ in cells], _norm_cells(cells)
         self._peers = list({id(r.peers): r.peers for r in self.reducers}.values())
         return True
@@ -214,6 +215,7 @@ class GradientFeeder:
 
     def fail(self, error: Exception) -> None:
         """Give the step up in all cells: who waits is woken, here and at the peers."""
+        traceback.clear_frames(error.__traceback__)  # a graph there, unseen by gc, holds the model
         self._error = self._error or error
         for reducer in self.reducers:
             reducer.fail(error)
@@ -237,19 +239,24 @@ class GradientFeeder:
         return sum(float(sum_of_squares(self.reducers[cell].gradient)) for cell in self._norm_cells)
 
     # --- a leaf ---------------------------------------------------------------------------
-    def start_leaf(self, leaf: int) -> None:
-        """The next backward pass belongs to `leaf`."""
+    def start_leaf(self, leaf: int, part: StageParameters | None = None) -> None:
+        """The next backward pass belongs to `leaf`. part: gives gradients to nothing else; None:
+        to all parameters. Each stage of a rank comes to the leaves in rising order."""
         raise NotImplementedError
 
     def end_leaf(self) -> None:
         """The backward pass is over."""
         raise NotImplementedError
 
-    def _open_slot(self, leaf: int) -> Slot | None:
+    def give(self, parameter: Tensor, gradient: Tensor) -> None:
+        """Add to a parameter's gradient of the open leaf what no backward pass of autograd does."""
+        raise NotImplementedError
+
+    def _open_slot(self, leaf: int, stages: int = 1) -> Slot | None:
         """The gradients that come now belong to `leaf`. Returns the slot they go to, which is the
         same in all cells; None where they are to stay in `.grad`."""
         slot: Slot = (0, 0)
-        self._open_leaf = leaf
+        self._progress.open(leaf, stages)
         for cell in self._contributed_cells:
             slot = self.reducers[cell].start_leaf(leaf)
         if self._contributed_cells and self.reducers[self._contributed_cells[0]].stays_in_place:
@@ -257,12 +264,6 @@ class GradientFeeder:
         self._target = self.placement.slot_views(slot)
         self._missing_slices = [[b.last - b.first for b in r.layout.buckets] for r in self.reducers]
         return slot
-
-    def _close_leaf(self) -> None:
-        """All gradients of the leaf have come."""
-        if self._open_leaf is not None:
-            self._done_leaves.append(self._open_leaf)
-            self._open_leaf = None
 
     @property
     def accumulates(self) -> bool:

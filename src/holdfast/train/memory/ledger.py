@@ -6,7 +6,7 @@ On a CPU the place `device` is a number only. So a limit means the same there as
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from holdfast.config.memory import DEVICE, GB, PLACES
@@ -16,12 +16,14 @@ from holdfast.errors import StateMemoryError
 class MemoryLedger:
     """Bytes by place (`device`, `host`, `file`) and kind, now and at most.
 
-    limit: bytes of the device; 0: none. Kinds are words for a person: `parameters`, `gradients`,
+    limit: bytes of the device; 0: none. movable: keys of `train.memory` by which a person may move
+    state from there. Kinds are words for a person: `parameters`, `gradients`,
     `optimizer`, `staging`, `activations`. Any thread may call it.
     """
 
-    def __init__(self, limit: int = 0) -> None:
+    def __init__(self, limit: int = 0, movable: Sequence[str] = ()) -> None:
         self.limit = limit
+        self._moves = " and ".join(f"train.memory.{key}=host" for key in movable)
         self._lock = threading.Lock()
         self._now: dict[str, dict[str, int]] = {place: {} for place in PLACES}
         self._peak: dict[str, int] = dict.fromkeys(PLACES, 0)
@@ -67,8 +69,8 @@ class MemoryLedger:
             f"a rank needs {format_gb(total)} GB of its device ({parts}), which is "
             f"{format_gb(total - self.limit)} GB more than the limit of {format_gb(self.limit)} GB",
             where="train.memory.device_gb",
-            remedy=f"use train.memory.device_gb={_round_up(total)}, or move state with "
-            "train.memory.optimizer=host and train.memory.gradients=host",
+            remedy=f"use train.memory.device_gb={_round_up(total)} or more (holdfast layout show "
+            "prints an estimate)" + (f", or move state with {self._moves}" if self._moves else ""),
         )
 
 

@@ -16,9 +16,10 @@ import torch
 from torch import Tensor
 
 from holdfast.config.memory import DEVICE
-from holdfast.train.executors import Executor, GradientListener
+from holdfast.train.executors import Executor
 from holdfast.train.loss_scale import LossScale
 from holdfast.train.memory.places import StateMemory
+from holdfast.train.stage_work import GradientListener
 from holdfast.train.tensor_account import TensorAccount
 
 

@@ -43,12 +43,19 @@ class _Region:
 class StateMemory:
     """Gives memory of zeros for state, and moves parts of it to and from buffers of the device.
 
-    label: names the rank, for the moment in which its file has a name. ledger: counts the bytes.
+    label: names the rank, for the moment in which its file has a name. movable: keys of `config`
+    that a person may still change to use less of the device. ledger: counts the bytes.
     """
 
-    def __init__(self, config: MemoryConfig, device: torch.device, label: str = "") -> None:
+    def __init__(
+        self,
+        config: MemoryConfig,
+        device: torch.device,
+        label: str = "",
+        movable: Sequence[str] = (),
+    ) -> None:
         self.config, self.device = config, device
-        self.ledger = MemoryLedger(config.limit)
+        self.ledger = MemoryLedger(config.limit, movable)
         self._label, self._lock = label, threading.Lock()
         self._regions: list[_Region] = []  # outside of the device, by rising addresses
 

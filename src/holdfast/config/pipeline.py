@@ -1,0 +1,74 @@
+"""Rules for pipelines, to the extent that the run file alone decides them.
+
+Each returns the sentence of a violated rule, or "". `config/degrees.py` asks them.
+"""
+
+from __future__ import annotations
+
+from holdfast.config.layout import DegreesConfig, LayoutConfig
+from holdfast.config.pipeline_schedules import SCHEDULE_KINDS
+from holdfast.config.train import TrainConfig
+
+
+def check_pipeline(key: str, degrees: DegreesConfig, layout: LayoutConfig, layers: int) -> str:
+    """Check that every stage holds at least one block, and named stages hold all blocks."""
+    pp, stages = degrees.pp, list(degrees.stages)
+    number = pp * layout.stages_a_worker if pp > 1 else 1
+    if pp > layers:
+        return f"{key}.pp {pp} is more than model.layers {layers}: use {layers} or less"
+    if number > layers:
+        return (
+            f"{key}.pp {pp} under layout.schedule {layout.schedule} has {number} stages, but "
+            f"model.layers is {layers}: use {_fewer_stages(key, layers, layout)}"
+        )
+    even = [layers // number + (stage < layers % number) for stage in range(number)]
+    instead = f"use {even}, or [] to have them balanced by cost"
+    if stages and len(stages) != number:
+        stages_of = f"{key}.pp {pp}" + (f" x {number // pp}" if number > pp else "")
+        return f"{key}.stages {stages} has {len(stages)} of {stages_of} stages: {instead}"
+    if stages and sum(stages) != layers:
+        return (
+            f"{key}.stages {stages} holds {sum(stages)} blocks, but model.layers is {layers}: "
+            f"{instead}"
+        )
+    return ""
+
+
+def _fewer_stages(key: str, layers: int, layout: LayoutConfig) -> str:
+    fewer = layers // layout.stages_a_worker
+    return (f"{key}.pp {fewer}, or " if fewer > 1 else "") + "layout.schedule 1f1b"
+
+
+def check_virtual_stages(layout: LayoutConfig) -> str:
+    """Check that only a schedule that takes a number of stages is given one."""
+    if layout.virtual_stages and layout.schedule != "interleaved":
+        return (
+            f"layout.virtual_stages {layout.virtual_stages} has no effect on layout.schedule "
+            f"{layout.schedule}: use layout.schedule interleaved, or virtual_stages 0"
+        )
+    return ""
+
+
+def check_split_backward(
+    key: str, degrees: DegreesConfig, layout: LayoutConfig, train: TrainConfig
+) -> str:
+    """Check what several stages a worker, or a backward in two halves, do not go with.
+
+    FSDP2 (ZeRO 2 and 3) expects one forward and one backward of its root. Compiled blocks cannot
+    leave a part of their backward for later.
+    """
+    name = layout.schedule
+    is_split = SCHEDULE_KINDS[name].splits_backward
+    if degrees.pp == 1 or not (is_split or layout.stages_a_worker > 1):
+        return ""
+    if degrees.dp_shard > 1 and layout.zero > 1:
+        return (
+            f"layout.schedule {name} does not work with layout.zero {layout.zero} and "
+            f"{key}.dp_shard {degrees.dp_shard}: use layout.zero 1, or layout.schedule 1f1b"
+        )
+    if is_split and train.compile:
+        return (
+            f"layout.schedule {name} does not work with train.compile: use train.compile false, or "
+            "layout.schedule interleaved"
+        )
+    return ""
