@@ -34,8 +34,8 @@ LIMIT_S = 400.0
 
 @dataclass(frozen=True)
 class Row:
-    """graphs: compiled by the first worker, by the standby before the kill, and after the kill by
-    the process that took the place. gap_s: without a step. differs: from the undisturbed run."""
+    """graphs: compiled by the first worker, by all standbys, and by the process that took the place
+    after that. gap_s: without a step. differs: from the undisturbed run."""
 
     name: str
     graphs: tuple[int, int, int]
@@ -58,6 +58,7 @@ def measure(settings: Settings, steps: int) -> list[Row]:
             *("train", path, f"folder={folder}", f"train.steps={steps}"),
             f"cluster.standbys={standbys}",
             "checkpoint.memory_every_steps=1",
+            "train.microbatch_size=1",  # an evaluation then has the same shape
         )
         if name != "undisturbed":
             run.at_step(3, _killer(folder, standbys), LIMIT_S)

@@ -23,5 +23,5 @@ def test_a_standby_has_compiled_before_it_is_needed() -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     (row,) = [line for line in done.stdout.splitlines() if line.startswith("killed, standby")]
     first, standby, after = row.removeprefix("killed, standby").split()[:3]
-    assert int(first) == int(standby) > 0
+    assert int(standby) >= int(first) > 0
     assert after == "0"

@@ -95,9 +95,8 @@ def first_steps(run: RunConfig, how: str) -> tuple[int, int, list[str], int]:
     [
         config(model={"vocab_size": 350_000, "layers": 3}),  # chunks of 64 tokens, and one of 32
         config(data={"attention": "document"}, model={"vocab_size": 500}),
-        config(model={"vocab_size": 500, "logit_softcap": 30.0}),
     ],
-    ids=["chunks", "documents", "softcap"],
+    ids=["chunks", "documents"],
 )
 def test_the_first_step_of_a_warm_process_compiles_nothing(run: RunConfig) -> None:
     cold, warm = first_steps(run, "cold"), first_steps(run, "warm")

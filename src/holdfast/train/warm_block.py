@@ -48,7 +48,8 @@ def has_room(device: torch.device) -> bool:
 
 
 def run_block(config: RunConfig, device: torch.device) -> None:
-    """Run a block, and the loss of a chunk of tokens, forward and backward; keep nothing of it."""
+    """Run a block, and the loss of chunks of tokens, as the first step and the first evaluation
+    do. Keep nothing of it."""
     model = config.model.model_copy(update={"layers": 1})
     alone = config.model_copy(update={"model": model})
     task, dtype = DecoderTask(alone), Precision.of(config.train.precision).compute
@@ -69,7 +70,11 @@ def run_block(config: RunConfig, device: torch.device) -> None:
     torch.autograd.backward(y, torch.zeros_like(y))
     if config.train.compile:
         objective.run_compiled_loss(tokens.flatten(), dtype)
-    del objective, decoder, x, y, tokens
+    with torch.no_grad():  # as an evaluation does, later than the first step
+        seen = x.detach()
+        context = decoder.attention_context(tokens, seen, _documents(config, tokens))
+        decoder.blocks(seen, context)
+    del objective, decoder, x, y, tokens, seen, context
     gc.collect()
     if not device_kind(device.type).is_host:
         torch.accelerator.synchronize(device)
