@@ -9,17 +9,18 @@ compiler would make other kernels, with other bits.
 from __future__ import annotations
 
 import gc
+from collections.abc import Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from holdfast.config.run import RunConfig
 from holdfast.core.devices import device_kind
 from holdfast.model.decoder import Decoder
 from holdfast.parallel.torch_compat import give_memory
-from holdfast.train.build import prepare_units
 from holdfast.train.objective import NextTokenObjective
 from holdfast.train.precision import Precision
+from holdfast.train.recompute import apply_recompute
 from holdfast.train.task import DecoderTask
 
 LEAST_FREE = 0.25
@@ -29,11 +30,11 @@ LEAST_FREE = 0.25
 def has_warm_block(config: RunConfig, device: torch.device) -> bool:
     """Return True if a block can be run ahead, and if that saves time.
 
-    A block that tp or FSDP2 cuts needs the other ranks, and another block than the decoder's is not
-    known here. On a CPU only the compiler takes time.
+    A block that tp, cp or FSDP2 cuts needs the other ranks, and another block than the decoder's is
+    not known here. On a CPU only the compiler takes time.
     """
     is_cut = config.layout.cuts_parameters or any(
-        degrees.tp > 1 for _, degrees in config.layout.kinds
+        degrees.tp > 1 or degrees.cp > 1 for _, degrees in config.layout.kinds
     )
     takes_time = config.train.compile or not device_kind(device.type).is_host
     return takes_time and not (is_cut or config.task.name or config.lora.rank)
@@ -58,7 +59,7 @@ def run_block(config: RunConfig, device: torch.device) -> None:
             Decoder(model), config.train.compile, config.data.chat.weights
         )
     decoder = objective.decoder
-    prepare_units(alone, task.units(objective))
+    _prepare(alone, task.units(objective))
     give_memory(decoder.layers.to(dtype), device)
     for parameter in decoder.layers.parameters():
         torch.nn.init.zeros_(parameter)
@@ -79,6 +80,17 @@ def run_block(config: RunConfig, device: torch.device) -> None:
     if not device_kind(device.type).is_host:
         torch.accelerator.synchronize(device)
         torch.accelerator.empty_cache()
+
+
+def _prepare(config: RunConfig, units: Sequence[nn.Module]) -> None:
+    """Let units be compiled and run again as in a first stage: the standby's may be another one."""
+    stages = max(degrees.pp for _, degrees in config.layout.kinds)
+    policy = config.recompute_policy(0, stages, 1)
+    if policy.word != "none":
+        apply_recompute(units, policy, is_random=False, is_compiled=config.train.compile)
+    elif config.train.compile:
+        for unit in units:
+            unit.compile()
 
 
 def _documents(config: RunConfig, tokens: Tensor) -> Tensor | None:
