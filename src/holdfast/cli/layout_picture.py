@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
 
-from holdfast.cli.layout_estimate import print_estimate
+from holdfast.cli.layout_estimate import print_communicators, print_estimate
 from holdfast.cli.layout_places import print_places
 from holdfast.cli.output import print_table
 from holdfast.config.recompute import RecomputePolicy
@@ -46,6 +46,7 @@ class LayoutPicture:
         print_places(self.config, self.topology)
         print()
         print_estimate(self.config, self.topology)
+        print_communicators(self.config, self.topology)
         print()
         self._dealing()
         if self.loss is not None:

@@ -32,6 +32,7 @@ class DeviceKind:
     regroup_growth_bytes: the same, for the device memory that is used next to torch's own, compared
         with the first generation. 0: it is not read.
     can_pin: the pages of a shared mapping can be locked for direct copies.
+    lowest_stream_priority: of a stream that copies while other streams compute.
     pins_batches: batches are copied to the device from locked pages.
     chunk_elements: logits that the loss holds at a time.
     float8_capability: the least compute capability with float8 products; (): no device of the kind.
@@ -53,6 +54,7 @@ class DeviceKind:
     regroups_per_process: int = 0
     regroup_growth_bytes: int = 0
     can_pin: bool = False
+    lowest_stream_priority: int = 0
     pins_batches: bool = True
     chunk_elements: int = 2**28
     float8_capability: tuple[int, ...] = ()
@@ -138,6 +140,7 @@ DEVICES: Mapping[str, DeviceKind] = MappingProxyType(
                 between="gloo",
                 can_abort=False,
                 visible_by="ZE_AFFINITY_MASK",
+                lowest_stream_priority=1,
             ),
             DeviceKind(
                 "mps",

@@ -77,7 +77,7 @@ class WorkerSpec:
     dataset: str  # folder of the prepared dataset
     restore_key: str | None
     start_step: int
-    device: str  # "cpu", "cuda:0", ...; a standby has the kind alone
+    device: str  # "cpu", "cuda:0", ...; a standby may have the kind alone
     log: str  # file that the worker's output goes to
     gloo_interface: str = "lo"
     heartbeat_seconds: float = 0.2
