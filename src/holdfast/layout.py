@@ -11,7 +11,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, islice
+from functools import lru_cache
+from itertools import islice
 from math import prod
 from typing import Any
 
@@ -112,10 +113,8 @@ class Replica:
         """
         if self.degree("pp") == 1 or position < 0:
             return 0
-        ends = accumulate(self._planned_stages())
-        last = len(self.stages) - 1
-        found = next((stage for stage, end in enumerate(ends) if position < end), last)
-        return self.pp_of(found)
+        stages = _stages_by_block(self._planned_stages())
+        return self.pp_of(stages[position] if position < len(stages) else len(self.stages) - 1)
 
     def pp_of(self, stage: int) -> int:
         """The index on `pp` that a pipeline stage has."""
@@ -165,6 +164,11 @@ class Replica:
             at[number] = index
             out.append(self.ranks[index_of(at, self.mesh_shape)])
         return tuple(out)
+
+
+@lru_cache(maxsize=64)
+def _stages_by_block(stages: Stages) -> tuple[int, ...]:
+    return tuple(stage for stage, blocks in enumerate(stages) for _ in range(blocks))
 
 
 def _check_stages(stages: Stages, pp: int, is_folded: bool, where: str) -> None:

@@ -65,6 +65,20 @@ def test_which_rank_holds_what_on_which_node(run_file: Path, capsys: Capture) ->
     assert "no fragmentation is added on a CPU" in estimate[10]
 
 
+def test_activations_fall_with_the_ranks_that_share_tokens(run_file: Path, capsys: Capture) -> None:
+    """By 1 / cp, but for the gradient of the head's rows, which the loss computes at once."""
+    kept = []
+    for cp in (1, 2, 4):
+        layout = (f"layout.cp={cp}", f"layout.workers={cp}", "layout.cp_method=ring")
+        wide = ("model.vocab_size=64", "train.microbatch_size=8", "train.batch_size=8")
+        out = here(capsys, "layout", "show", run_file, *wide, *layout, "--json").out
+        ranks = json.loads(out)["ranks"]
+        assert [rank["at"]["cp"] for rank in ranks] == list(range(cp))
+        kept.append(ranks[0]["activations"]["per_microbatch"])
+    assert kept[0] - kept[1] == 2 * (kept[1] - kept[2])
+    assert kept[0] > 3.5 * kept[2]
+
+
 def test_what_a_lost_rank_leaves(run_file: Path, capsys: Capture) -> None:
     out = here(capsys, "layout", "show", run_file, *EIGHT, "--what-if", "lost=3").out
     assert "replica 0: pp 2 x tp 2, blocks [2, 2] (broken)" in out
@@ -181,3 +195,23 @@ def test_a_thousand_ranks_need_no_torch(run_file: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert "1,024 ranks on 1 node, 32 replicas" in done.stdout
+
+
+@pytest.mark.slow
+def test_the_example_of_175_billion_parameters(capsys: Capture) -> None:
+    """By hand, on the first stage of 6 blocks. A block has 12 D^2 parameters (attention 4,
+    feed-forward 8) and two norms. Activations: the formulas of docs/memory.md, selective, of 16
+    microbatches."""
+    example = Path(__file__).parents[2] / "examples" / "175b" / "run.yaml"
+    outcome = here(capsys, "layout", "show", example, "--ranks-per-node", "8", "--json")
+    assert (outcome.code, outcome.err) == (0, "")
+    found = json.loads(outcome.out)
+    assert len(found["ranks"]) == 1024
+    dim, tokens, tp, shards = 12_288, 2048, 8, 8
+    blocks = 6 * (12 * dim * dim // tp + 2 * dim)
+    first = found["ranks"][0]
+    assert first["held"]["moments"] == pytest.approx(8 * blocks / shards, rel=0.06)  # the embedding
+    inner = 2 * dim + dim // tp + 2 * dim // tp + 2 * 32_768 // tp
+    kept = 6 * (2 * (tokens // tp) * dim + 2 * tokens * inner) + 2 * (tokens // tp) * dim
+    assert first["activations"]["total"] == pytest.approx(16 * kept, rel=0.01)
+    assert max(each["estimate"]["peak"] for each in found["ranks"]) < 80e9

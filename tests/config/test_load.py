@@ -40,7 +40,7 @@ def test_unknown_key_names_line_and_nearest_name() -> None:
         ),
         (
             "train: {'¹': 1}\n",
-            "run.yaml:1: unknown key train.¹; train has steps, batch_size, microbatch_size, batch_warmup, precision, compile, recompute, deterministic, optimizer, schedule, evaluate, memory",
+            "run.yaml:1: unknown key train.¹; train has steps, batch_size, microbatch_size, batch_warmup, precision, compile, recompute, recompute_keep, partition_activations, deterministic, optimizer, schedule, evaluate, memory",
         ),
         (
             "model:\n  n_layers: 2\n",

@@ -9,11 +9,12 @@ from itertools import product
 from holdfast.cli.layout_estimate import print_estimate
 from holdfast.cli.layout_places import print_places
 from holdfast.cli.output import print_table
+from holdfast.config.recompute import RecomputePolicy
 from holdfast.config.run import RunConfig
 from holdfast.core.sharding.parameters import count_parameters as parameters_of
 from holdfast.core.sharding.reduction_tree import deal
 from holdfast.core.sharding.state_table import MIXED
-from holdfast.layout import AXES, Replica, Topology
+from holdfast.layout import AXES, Coordinate, Replica, Topology
 from holdfast.plan.activations import activations_of, has_formula
 from holdfast.plan.layouts import microbatches
 from holdfast.plan.loss_impact import LossImpact
@@ -64,6 +65,7 @@ class LayoutPicture:
             ""
             if not self._used("tp")
             else f"sequence parallel {'on' if layout.sequence_parallel else 'off'}",
+            f"context parallel by {layout.cp_method}" if self._used("cp") else "",
             f"schedule {layout.schedule}" if self._used("pp") else "",
         ]
         said = "".join(f"; {setting}" for setting in settings if setting)
@@ -119,11 +121,15 @@ class LayoutPicture:
             f"{self.holdings[most].rank} "
             f"(microbatches in flight {largest.in_flight}, each "
             f"{format_bytes(largest.per_microbatch)}); "
-            f"train.recompute {self.config.train.recompute}"
+            f"train.recompute {self._policy(self.holdings[most].at)}"
         )
 
+    def _policy(self, at: Coordinate) -> RecomputePolicy:
+        replica = self.topology.replicas[at.replica]
+        return self.config.recompute_policy(at.pp, replica.degree("pp"), replica.degree("tp"))
+
     def _ranks(self) -> None:
-        used = [axis for axis in ("pp", "dp_shard", "tp") if self._used(axis)]
+        used = [axis for axis in AXES if self._used(axis)]
         cut = ("heads", "kv heads", "vocabulary") if self._used("tp") else ()
         head = [
             "rank",

@@ -51,6 +51,9 @@ PRESETS: dict[str, dict[str, Any]] = {
     "medium": _shape(12, 512, 8, 1536, kv_heads=4),
     "125m": _shape(12, 768, 12, 2048, kv_heads=12),
     "350m": _shape(24, 1024, 16, 2816, kv_heads=16),
+    "175b": _shape(  # GPT-3's width and depth; the gated feed-forward has as many parameters as its
+        96, 12_288, 96, 32_768, kv_heads=96, vocab_size=51_200, tied_embeddings=True
+    ),
     "llama3.2-1b": _LLAMA32 | _shape(16, 2048, 32, 8192, head_dim=64),
     "llama3.2-3b": _LLAMA32 | _shape(28, 3072, 24, 8192),
     "llama3.1-8b": _LLAMA31 | _shape(32, 4096, 32, 14_336),

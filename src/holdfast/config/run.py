@@ -21,6 +21,7 @@ from holdfast.config.logging import LoggingConfig
 from holdfast.config.lora import LoraConfig
 from holdfast.config.memory import DEVICE
 from holdfast.config.model import ModelConfig
+from holdfast.config.recompute import RecomputePolicy
 from holdfast.config.task import SCRIPT_TASK, TaskConfig
 from holdfast.config.train import TrainConfig
 
@@ -80,7 +81,10 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _cross_section(self) -> RunConfig:
-        refused = find_impossible_degrees(self.layout, self.model, self.train, self.module_cuts)
+        length = self.data.sequence_length
+        refused = find_impossible_degrees(
+            self.layout, self.model, self.train, length, self.module_cuts
+        )
         if refused is not None:
             raise ValueError(refused)
         if self.task.name and not self.train.microbatch_size:
@@ -113,6 +117,13 @@ class RunConfig(Section):
     def trains_decoder(self) -> bool:
         """Whether all of the built-in decoder is trained."""
         return not (self.task.name or self.lora.rank)
+
+    def recompute_policy(self, stage: int, stages: int, tp: int) -> RecomputePolicy:
+        """What the blocks of a stage keep, of a pipeline of so many and with that degree of tp."""
+        word = self.train.recompute_of(stage, stages)
+        is_cut = self.train.partition_activations and self.trains_decoder and word != "none"
+        is_cut = is_cut and not self.layout.sequence_parallel
+        return RecomputePolicy(word, self.train.recompute_keep, tp if is_cut else 1)
 
     @property
     def module_cuts(self) -> ModuleCuts | None:

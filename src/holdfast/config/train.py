@@ -13,12 +13,16 @@ from holdfast.config.base import Section
 from holdfast.config.change import Branch, InPlace, Never
 from holdfast.config.memory import DEVICE, MOVABLE, MemoryConfig
 from holdfast.config.optimizer import OptimizerConfig
+from holdfast.config.recompute import (
+    DEFAULT_KEPT,
+    KeptOperation,
+    Recompute,
+    check_words,
+    word_of_stage,
+)
 
 MAX_MICROBATCHES = 2**20
 """Microbatches of a step, a plan of which has an entry for each; also samples of a microbatch."""
-
-
-Recompute = Literal["none", "selective", "full"]
 
 SCHEDULES = ("constant", "linear", "cosine", "wsd")
 FUNCTION_PATH = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
@@ -87,11 +91,21 @@ class TrainConfig(Section):
         "float16, with a loss scale that adapts itself",
     )
     compile: Branch[bool] = Field(False, description="torch.compile of each block")
-    recompute: InPlace[Recompute] = Field(
+    recompute: InPlace[Recompute | tuple[Recompute, ...]] = Field(
         "none",
         description="what is run again in the backward pass, so that less is kept; the curve stays "
-        "the same. full: each block, of which the input is kept; selective: all of it but the "
-        "products with weights",
+        "the same. full: each block, of which the input is kept; selective: all of it but "
+        "recompute_keep. A list has a word for each stage of layout.pp",
+    )
+    recompute_keep: InPlace[tuple[KeptOperation, ...]] = Field(
+        DEFAULT_KEPT,
+        description="operations whose results recompute selective keeps: matmul, products with "
+        "weights; attention, its fused kernel; activation, that of the feed-forward",
+    )
+    partition_activations: InPlace[bool] = Field(
+        False,
+        description="with recompute and tp: a rank keeps a part of each block's input, and the "
+        "backward pass gathers it. With layout.sequence_parallel it has a part anyway",
     )
     deterministic: Branch[bool] = Field(
         True, description="on an accelerator, only kernels that give the same bits each time"
@@ -108,6 +122,11 @@ class TrainConfig(Section):
             raise ValueError(f"{value} is refused, as Holdfast computes nothing in fp8: use bf16")
         return value
 
+    @field_validator("recompute", mode="before")
+    @classmethod
+    def _is_policy(cls, value: object) -> object:
+        return check_words(value)
+
     @field_validator("microbatch_size", mode="before")
     @classmethod
     def _is_number(cls, value: object) -> object:
@@ -117,6 +136,20 @@ class TrainConfig(Section):
     def schedule_steps(self) -> int:
         """The step at which the learning rate reaches its last value."""
         return self.schedule.steps or self.steps
+
+    @property
+    def recompute_words(self) -> tuple[Recompute, ...]:
+        """The words of `recompute`: one, or one for each stage."""
+        return (self.recompute,) if isinstance(self.recompute, str) else self.recompute
+
+    @property
+    def recomputes(self) -> bool:
+        """Return True if blocks of some stage are run again."""
+        return set(self.recompute_words) != {"none"}
+
+    def recompute_of(self, stage: int, stages: int) -> Recompute:
+        """The word for one stage of a pipeline of so many."""
+        return word_of_stage(self.recompute, stage, stages)
 
     @property
     def movable_state(self) -> list[str]:
@@ -150,10 +183,16 @@ class TrainConfig(Section):
 
     @model_validator(mode="after")
     def _recomputes(self) -> TrainConfig:
-        if self.compile and self.recompute == "selective":
+        is_selective = "selective" in self.recompute_words
+        if self.compile and is_selective:
             raise ValueError(
                 "recompute selective chooses among operations, which compile true fuses: use "
                 "recompute full, or compile false"
+            )
+        if is_selective and not self.recompute_keep:
+            raise ValueError(
+                "recompute_keep [] keeps no results, as recompute full does: use recompute full, "
+                "or recompute_keep [matmul]"
             )
         return self
 

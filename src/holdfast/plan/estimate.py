@@ -141,14 +141,16 @@ def device_kind(config: RunConfig) -> str:
 
 
 def estimates_by_rank(config: RunConfig, topology: Topology) -> tuple[RankEstimate, ...]:
-    """The estimate of each rank, in order. Ranks at the same place of like replicas, with as many
-    microbatches, are computed once."""
+    """The estimate of each rank, in order. In a large world, ranks at the same place of like
+    replicas, with as many microbatches, are computed once. The first rank along dp_shard
+    stands for all of them there: none holds more."""
     shares = deal(max(microbatches(config).values()), len(topology.replicas))
     device, found = device_kind(config), dict[object, RankEstimate]()
     estimates = []
     for rank in range(topology.world_size):
         at = topology.coordinate(rank)
-        key = topology.replica_of(rank).kind, at.mesh_rank, len(shares[at.replica])
+        replica = topology.replica_of(rank)
+        key = replica.kind, at.pp, at.cp, at.tp, len(shares[at.replica])
         if key not in found or topology.world_size <= _ALL_COMPUTED:
             found[key] = rank_estimate(config, topology, at, device)
         estimates.append(found[key])
@@ -211,21 +213,21 @@ def stage_of(config: RunConfig, topology: Topology, at: Coordinate, device: str)
     is_last, embeds = at.pp == replica.degree("pp") - 1, at.pp == 0
     first, held = tp_part(model.vocab_rows, tp, at.tp) if model.vocab_rows else (0, 0)
     stream = shape.item * shape.stream_tokens * model.dim
-    comes_in = at.pp > 0 and config.train.recompute == "none" and shape.item < shape.wide
+    policy = config.recompute_policy(at.pp, replica.degree("pp"), tp)
     unit = _elements(config, replica, at, f"layers.{blocks[0]}.")
     gathers = config.layout.zero if replica.degree("dp_shard") > 1 and config.layout.zero > 1 else 0
     accumulates = max(microbatches(config).values()) > len(topology.replicas)
     return Stage(
         shape,
         len(blocks),
-        config.train.recompute,
+        policy,
         max(1, model.vocab_size),
         max(0, min(held, model.vocab_size - first)) if is_last else 0,
         held if is_last or embeds else 0,
         embeds,
         model.tied_embeddings,
         tp > 1 and config.layout.sequence_parallel,
-        stream * ((not is_last) + comes_in),
+        stream * (not is_last) + shape.extra_of_first(policy, at.pp, tp),
         unit,
         _elements(config, replica, at) - len(blocks) * unit,
         gathers,

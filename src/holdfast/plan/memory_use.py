@@ -37,6 +37,7 @@ from holdfast.core.sharding.state_table import (
     StateTable,
     TensorSpec,
     mesh_box,
+    stages_of,
 )
 from holdfast.layout import Coordinate, Replica, Topology
 
@@ -119,6 +120,7 @@ def memory_of(config: RunConfig, table: StateTable, replica: Replica, at: Coordi
     """Bytes of the parameters in `table` on one rank, as the table of this module says."""
     state = ITEM_BYTES[STATE_DTYPE[config.train.precision]]
     mixed = config.train.precision in MIXED
+    table = tuple(row for row in table if at.pp in stages_of(row, replica))  # the rest is empty
     whole = _elements((replace(spec, shard_dim=None) for spec in table), replica, at)
     cut = _elements(table, replica, at)
     kept = chain.from_iterable(optimizer_rows(config.train.optimizer, table))

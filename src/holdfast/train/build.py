@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 from math import prod
+from typing import cast
 
 import torch
 from torch import nn
@@ -23,6 +24,7 @@ from holdfast.core.sharding.state_table import mesh_box
 from holdfast.layout import Topology
 from holdfast.parallel.gradients.cell_team import CellTeam, ExchangeKind
 from holdfast.parallel.gradients.feeder import Cells, GradientFeeder
+from holdfast.parallel.partitioned_input import PartitionedInput
 from holdfast.parallel.process_groups import ProcessGroups, connect
 from holdfast.parallel.replicated import ReplicatedGradients
 from holdfast.parallel.torch_compat import (
@@ -39,6 +41,7 @@ from holdfast.train.evaluate import Evaluator
 from holdfast.train.loss_scale import LossScale
 from holdfast.train.memory.metered_executor import MeteredExecutor
 from holdfast.train.memory.places import StateMemory
+from holdfast.train.objective import NextTokenObjective
 from holdfast.train.precision import Precision
 from holdfast.train.protocols import ShareLoader
 from holdfast.train.recompute import apply_recompute
@@ -164,7 +167,7 @@ def build_engine(
     precision = Precision.of(config.train.precision)
     objective = task.objective(groups)
     objective.to(precision.state)
-    _prepare_units(config, task.units(objective))
+    _prepare_units(config, groups, task.units(objective), objective)
     shards = groups.degree("dp_shard")
     make = _replicated if shards == 1 else _zero1 if config.layout.zero == 1 else _sharded
     label, movable = f"{config.name}-rank{groups.rank}", config.train.movable_state
@@ -190,13 +193,23 @@ def build_engine(
     return engine
 
 
-def _prepare_units(config: RunConfig, units: Sequence[nn.Module]) -> None:
+def _prepare_units(
+    config: RunConfig, groups: ProcessGroups, units: Sequence[nn.Module], objective: nn.Module
+) -> None:
     """Let units be compiled, and run again in the backward pass, as the run file says."""
-    if config.train.recompute != "none":
+    stage, stages = groups.coordinate.pp, groups.degree("pp")
+    policy = config.recompute_policy(stage, stages, groups.degree("tp"))
+    if policy.word != "none":
         is_random = bool(config.task.name or config.lora.dropout)
-        apply_recompute(
-            units, config.train.recompute, is_random=is_random, is_compiled=config.train.compile
-        )
+        make = partial(apply_recompute, is_random=is_random, is_compiled=config.train.compile)
+        first = 0  # of the units whose input can be cut
+        if policy.input_parts > 1:
+            first = int(stage > 0)  # the stage holds all of what came in
+            make(units[:first], policy)
+            tensor = cast(NextTokenObjective, objective).tensor
+            assert tensor is not None, "tp made it"
+            make = partial(make, partition=PartitionedInput(tensor.collectives))
+        make(units[first:], policy)
     elif config.train.compile:
         for unit in units:
             unit.compile()
