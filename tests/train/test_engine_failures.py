@@ -243,14 +243,18 @@ def test_a_step_given_up_between_leaves_leaves_nothing_behind(where: str, broken
 
 
 @ranks(2)
-def test_an_engine_of_an_interrupted_pass_can_be_collected(rank: RankContext) -> None:
+@pytest.mark.parametrize("when", ["forward", "backward"])
+def test_an_engine_of_an_interrupted_pass_can_be_collected(rank: RankContext, when: str) -> None:
     """Each recovery left the state of the generation before in memory, while it could not."""
     made = engine(tiny(), rank.rank, rank.store(), replicas=1, dp_shard=2)
     train(made, 1)
     share = made.begin(2)
     batches = [feed(2, leaf, 2, made.groups.coordinate.dp_shard, 2) for leaf in share]
-    block = made.objective.get_submodule("decoder.layers.0")
-    block.register_full_backward_pre_hook(lambda *_: _connection_is_closed())
+    block = made.objective.get_submodule(f"decoder.layers.{int(when == 'forward')}")
+    if when == "forward":
+        block.register_forward_pre_hook(lambda *_: _connection_is_closed())
+    else:
+        block.register_full_backward_pre_hook(lambda *_: _connection_is_closed())
     with pytest.raises(PeerLostError):
         made.compute(batches)
     made.groups.abort()

@@ -388,6 +388,8 @@ def _non_finite_error(engine: StepEngine, gradients: GradientReducer) -> NonFini
 def _known_error(error: Exception, step: int) -> HoldfastError | None:
     """What an error of torch in a pass means, where its text says it."""
     if isinstance(error, RuntimeError) and is_peer_loss(error):
+        # It is kept. A graph in its frames, which the collector does not see, would hold the model.
+        error.__traceback__ = None
         return PeerLostError(f"a peer was lost in step {step}: {error}")
     return as_indeterminate(error)
 

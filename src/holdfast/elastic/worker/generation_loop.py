@@ -130,10 +130,12 @@ def _run_generation(
         is_final = isinstance(error, ScriptError | StateMemoryError)
         if is_final or (is_fresh and isinstance(error, UserError)):
             raise
-        if commands.is_halted(worker.generation):  # whatever it was woken with
-            return _stop_and_hold(worker, "halt", f"{type(error).__name__}: {error}")
-        logger.exception("the step failed")
-        return _stop_and_hold(worker, "error", f"{type(error).__name__}: {error}")
+        is_halted = commands.is_halted(worker.generation)  # whatever it was woken with
+        if not is_halted:
+            logger.exception("the step failed")
+        error.__traceback__ = None  # the engine keeps the error: `engine._known_error`
+        kind = "halt" if is_halted else "error"
+        return _stop_and_hold(worker, kind, f"{type(error).__name__}: {error}")
 
 
 def _stop_and_hold(

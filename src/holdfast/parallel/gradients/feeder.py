@@ -16,7 +16,6 @@ and `parallel/fsdp.py` (FSDP2's units). The engine drives either by the same cal
 
 from __future__ import annotations
 
-import traceback
 from collections.abc import Mapping, Sequence
 from functools import partial
 
@@ -215,7 +214,6 @@ class GradientFeeder:
 
     def fail(self, error: Exception) -> None:
         """Give the step up in all cells: who waits is woken, here and at the peers."""
-        traceback.clear_frames(error.__traceback__)  # a graph there, unseen by gc, holds the model
         self._error = self._error or error
         for reducer in self.reducers:
             reducer.fail(error)
