@@ -73,7 +73,8 @@ class _Memory:
     piece of the record's room."""
 
     def __init__(self, record: _Record, device: Tensor) -> None:
-        self.record, self.device, self.nbytes = record, device, device.nbytes
+        self.record, self.nbytes = record, device.nbytes
+        self.device: Tensor | None = device
         self.offset = 0
 
 
@@ -169,7 +170,7 @@ class _Mover:
             memory = _Memory(record, flat)
             known[key] = weakref.ref(memory)
             record.memories.append(known[key])
-        start = tensor.storage_offset()
+        start = int(tensor.storage_offset())
         return _Kept(memory, tensor.dtype, tensor.shape, tensor.stride(), start)
 
     def _send(self, record: _Record) -> None:
@@ -181,7 +182,7 @@ class _Mover:
         if not size:
             return
         record.spot = self._room.take(size)
-        parts = [(memory.device, memory.offset) for memory in memories]
+        parts = [(m.device, m.offset) for m in memories if m.device is not None]
         record.ticket = self._copies.push(record.spot, parts)
         self._leaving = record
 
