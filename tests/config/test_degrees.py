@@ -22,6 +22,9 @@ layout:
 """
 
 
+EXPERTS = ["model.family=mixtral", "model.experts={count: 6}"]
+
+
 def sentence(*overrides: str) -> str:
     with pytest.raises(ConfigError) as caught:
         resolve_config(TEXT, "run.yaml", overrides)
@@ -34,6 +37,37 @@ def sentence(*overrides: str) -> str:
     ("overrides", "words"),
     [
         (["layout.tp=5"], "layout.tp 5 does not divide model.heads 12; use 4 or 12"),
+        (
+            ["layout.ep=2"],
+            "layout.ep 2 needs experts, and there is no model.experts; use layout.ep 1",
+        ),
+        (
+            [*EXPERTS, "layout.dp_shard=3", "layout.ep=2"],
+            "layout.ep 2 does not divide layout.dp_shard 3; use layout.ep 1 or 3",
+        ),
+        (
+            [*EXPERTS, "model.experts.count=4", "layout.dp_shard=6", "layout.ep=2"],
+            "layout.ep 2 needs as many experts on each of layout.dp_shard 6 workers, and "
+            "model.experts.count is 4; use layout.ep 1, or layout.dp_shard 4",
+        ),
+        (
+            [*EXPERTS, "layout.dp_shard=2", "layout.zero=1", "layout.ep=2"],
+            "layout.ep 2 does not work with layout.zero 1; use layout.zero 2",
+        ),
+        (
+            [*EXPERTS, "train.recompute=selective", "layout.dp_shard=2", "layout.ep=2"],
+            "layout.ep 2 gathers parameters inside of blocks, which train.recompute selective does "
+            "not run again; use train.recompute full",
+        ),
+        (
+            [*EXPERTS, "model.experts.capacity=1.5", "layout.cp=2"],
+            "model.experts.capacity 1.5 drops the last tokens, and layout.cp changes their order; "
+            "use model.experts.capacity 0",
+        ),
+        (
+            [*EXPERTS, "model.experts.width=20", "layout.tp=4", "layout.tp=3"],
+            "layout.tp 3 does not divide model.experts.width 20; use 2 or 4",
+        ),
         (["layout.tp=24"], "layout.tp 24 does not divide model.heads 12; use 12"),
         (
             ["model.ffn_dim=22", "layout.tp=4"],
@@ -42,6 +76,19 @@ def sentence(*overrides: str) -> str:
         (
             ["layout.tp=6"],
             "layout.tp 6 neither divides model.kv_heads 4 nor is a multiple of it; use 4 or 12",
+        ),
+        (
+            ["layout.cp=5"],
+            "layout.cp 5 does not cut data.sequence_length 256 into 10 equal chunks; use 4 or 8",
+        ),
+        (
+            ["layout.cp_method=ulysses", "layout.cp=8"],
+            "layout.cp 8 with layout.cp_method ulysses has 8 workers that swap heads, which do not "
+            "divide the 4 key/value heads of a worker; use 4, or layout.cp_method ring",
+        ),
+        (
+            ["layout.cp_method=ulysses-ring", "layout.cp_ring=4", "layout.cp=2"],
+            "layout.cp 2 is no multiple of layout.cp_ring 4; use 1 or 4",
         ),
         (["layout.pp=7"], "layout.pp 7 is more than model.layers 6; use 6 or less"),
         (
@@ -150,6 +197,9 @@ degree = st.integers(1, 9)
     pp=degree,
     dp_shard=degree,
     tp=degree,
+    cp=degree,
+    method=st.sampled_from(["ring", "ulysses", "ulysses-ring"]),
+    length=st.sampled_from([8, 12, 32]),
     workers=st.integers(0, 24),
     batches=st.lists(st.integers(1, 12), min_size=1, max_size=2),
     larger=st.booleans(),
@@ -163,6 +213,9 @@ def test_what_a_refusal_offers_works(
     pp: int,
     dp_shard: int,
     tp: int,
+    cp: int,
+    method: str,
+    length: int,
     workers: int,
     batches: list[int],
     larger: bool,
@@ -184,7 +237,15 @@ def test_what_a_refusal_offers_works(
             "microbatch_size": microbatch,
             "batch_warmup": [{"from_step": 1, "batch_size": batches[-1] * microbatch}],
         },
-        "layout": {"pp": pp, "dp_shard": dp_shard, "tp": tp, "workers": workers},
+        "data": {"sequence_length": length},
+        "layout": {
+            "pp": pp,
+            "dp_shard": dp_shard,
+            "cp": cp,
+            "cp_method": method,
+            "tp": tp,
+            "workers": workers,
+        },
     }
     mended: set[str] = set()
     while (said := _refusal(value)) is not None:
@@ -201,6 +262,7 @@ def test_what_a_refusal_offers_works(
     degrees = config.layout
     assert heads % degrees.tp == ffn_dim % degrees.tp == 0
     assert config.train.microbatch_size % degrees.dp_shard == 0
+    assert degrees.cp == 1 or length % (2 * degrees.cp) == 0
     assert degrees.pp <= layers
     assert degrees.workers % degrees.ranks == 0
 

@@ -5,7 +5,9 @@ The faults are in the environment, as JSON: {"raise": [[generation, rank, step],
 agreeing": [[generation, rank], ...], "last": [[first step, last step, milliseconds], ...]}. "last"
 gives the duration of steps of the first generation. "on a device": the workers communicate by
 `fake_nccl`, with these changes of its row in the device table. "system": a folder in place of
-`/sys`, for the links of the node.
+`/sys`, for the links of the node. "kernel hangs": [generation, rank, step]: from there on the
+device does nothing more. "float8 anywhere": the command takes `train.precision: fp8` on a CPU,
+where torchao emulates it.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from holdfast.cli import train
 from holdfast.cli.main import main as command
 from holdfast.elastic.protocol.worker_spec import WorkerSpec
 from holdfast.launch import local
@@ -32,11 +35,10 @@ def run(boot: WorkerSpec, secret: Secret) -> int:
     from holdfast.plan import links
     from holdfast.train import recover as recovering
     from holdfast.train.engine import StepEngine
+    from tests.support import fake_nccl
 
     deeds = json.loads(os.environ[DEEDS])
     if deeds.get("on a device"):
-        from tests.support import fake_nccl
-
         fake_nccl.install(**deeds["on a device"])
         links.SYSTEM = Path(deeds.get("system", links.SYSTEM))
     compute, agree = StepEngine.compute, recovering.agree  # type: ignore[attr-defined]
@@ -45,6 +47,8 @@ def run(boot: WorkerSpec, secret: Secret) -> int:
         groups = self.groups
         if [groups.topology.generation, groups.rank, self.step] in deeds.get("raise", []):
             raise ValueError("the test broke it")
+        if [groups.topology.generation, groups.rank, self.step] == deeds.get("kernel hangs"):
+            fake_nccl.hang_kernels()
         if groups.topology.generation == 1:
             for first, last, milliseconds in deeds.get("last", []):
                 if first <= self.step <= last:
@@ -77,6 +81,8 @@ def run(boot: WorkerSpec, secret: Secret) -> int:
 
 def main() -> int:
     """The command itself, with another entry for its workers."""
+    if json.loads(os.environ[DEEDS]).get("float8 anywhere"):
+        train.refuse_float8 = lambda loaded, machine: None
     local.train_locally.__kwdefaults__["entry"] = "tests.support.faulty_trainer:run"
     return command(["train", *sys.argv[1:]])
 

@@ -2,6 +2,7 @@
 
 one               a single process, the reference
 dp2 tp2 pp4       replicas, tensor parallel, pipeline
+cp2               context parallel by all-gather; ring.cp2, ulysses.cp2, hybrid.cp4: otherwise
 shard2            dp_shard 2 under ZeRO-3; zero1.2 and zero2.2: under ZeRO-1 and ZeRO-2
 pp2-dp2-tp2       a product
 zbv.pp2           a pipeline schedule: interleaved, zbh1, zbv, dualpipev, gpipe
@@ -9,7 +10,11 @@ pp3+pp2           unlike replicas side by side
 plain.tp2         without sequence parallelism;  gpipe.pp2: another schedule
 files.dp2         optimizer state in a file, gradients on the host
 gathered.dp2      gradients between replicas by collectives
+fp8.dp2           float8 products, of a model that is wide enough;  wider.bf16.one: its shapes
+qboth.shard2      shards send each other codes of few bits;  qweights.shard2, qgradients.shard2
 state8bit.dp2     moments in 8 bits, of a model that is wide enough;  statebf16.dp2: in bf16
+experts.tp2       with experts; experts.ep2.shard2: spread over two ranks
+long.cp4          of more tokens, which 2, 3 and 4 ranks divide;  documents.cp2: in documents
 full.tp2          blocks are run again in the backward pass; selective.tp2, compiled.tp2
 """
 
@@ -26,6 +31,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from holdfast.config.data import DataConfig
 from holdfast.config.run import RunConfig
 from holdfast.core.sharding.pipeline_stages import balance_stages
 from holdfast.layout import Layout, Topology, place_replicas
@@ -38,16 +44,42 @@ from tests.support.tiny_training import CPU, LENGTH, changed, feed
 
 VOCABULARY, STEPS = 61, 8
 
+RECOMPUTE: dict[str, dict[str, Any]] = {
+    "none": {},
+    "full": {"train__recompute": "full"},
+    "selective": {"train__recompute": "selective"},
+    "attention": {"train__recompute": "selective", "train__recompute_keep": ["attention"]},
+    "activation": {"train__recompute": "selective", "train__recompute_keep": ["activation"]},
+    "most": {
+        "train__recompute": "selective",
+        "train__recompute_keep": ["matmul", "attention", "activation"],
+    },
+    "cut": {"train__recompute": "full", "train__partition_activations": True},
+    "cut-most": {
+        "train__recompute": "selective",
+        "train__recompute_keep": ["matmul", "attention", "activation"],
+        "train__partition_activations": True,
+    },
+    "staged": {"train__recompute": ["full", "none"], "layout__pp": 2},
+    "unstaged": {"train__recompute": ["none", "selective"], "layout__pp": 2},
+}
+"""Ways to keep less of a forward pass. The last two are for two stages."""
+
 _FLAGS: dict[str, dict[str, Any]] = {
     "plain": {"layout__sequence_parallel": False},
     "gpipe": {"layout__schedule": "gpipe"},
+    "ring": {"layout__cp_method": "ring"},
+    "ulysses": {"layout__cp_method": "ulysses"},
+    "hybrid": {"layout__cp_method": "ulysses-ring"},
+    "heads": {"model__kv_heads": 4},
+    "long": {"data__sequence_length": 24},
+    "documents": {"data__attention": "document"},
     "interleaved": {"layout__schedule": "interleaved"},
     "zbh1": {"layout__schedule": "zb-h1"},
     "zbv": {"layout__schedule": "zbv"},
     "dualpipev": {"layout__schedule": "dualpipev"},
     "gathered": {"layout__exchange": "gathered"},
-    "full": {"train__recompute": "full"},
-    "selective": {"train__recompute": "selective"},
+    **RECOMPUTE,
     "compiled": {"train__compile": True},
     "untied": {"model__tied_embeddings": False},
     "qknorm": {"model__qk_norm": True},
@@ -62,9 +94,43 @@ _FLAGS: dict[str, dict[str, Any]] = {
         "model__attention_softcap": 3.0,
         "model__logit_softcap": 4.0,
     },
+    "experts": {
+        "model__family": "mixtral",
+        "model__experts": {"count": 4, "top_k": 2, "balance_loss": 0.02, "z_loss": 0.001},
+    },
+    "dropping": {
+        "model__family": "mixtral",
+        "model__experts": {"count": 4, "top_k": 2, "balance_loss": 0.02, "capacity": 0.7},
+    },
+    "sigmoid": {
+        "model__family": "dots1",
+        "model__qk_norm": True,
+        "model__experts": {
+            "count": 4,
+            "top_k": 2,
+            "width": 16,
+            "scores": "sigmoid",
+            "shared": 1,
+            "scale": 1.5,
+            "choice_bias": True,
+            "bias_rate": 0.01,
+        },
+    },
+    "ep2": {"layout__ep": 2},
+    "ep4": {"layout__ep": 4},
     "fp32": {"train__precision": "fp32"},
     "bf16": {"train__precision": "bf16"},
     "fp16": {"train__precision": "fp16"},
+    "fp8": {
+        "train__precision": "fp8",
+        "data__sequence_length": 16,  # in the run file: on a device 12 would be too odd
+        "model__dim": 64,
+        "model__ffn_dim": 128,
+    },
+    "wider": {"model__dim": 64, "model__ffn_dim": 128},
+    "qweights": {"layout__quantized": "weights", "layout__dp_shard": 2},
+    "qgradients": {"layout__quantized": "gradients", "layout__dp_shard": 2},
+    "qboth": {"layout__quantized": "both", "layout__dp_shard": 2},
     "small": {"train__batch_size": 8},  # two microbatches
     "files": {
         "train__memory": {
@@ -117,7 +183,7 @@ def case(name: str) -> Case:
     for text in rest.split("+"):
         layout = Layout()
         for word in text.split("-") if text != "one" else []:
-            match = re.fullmatch(r"(pp|dp|shard|tp|zero[12]\.)(\d+)", word)
+            match = re.fullmatch(r"(pp|dp|shard|cp|tp|zero[12]\.)(\d+)", word)
             if match is None:
                 raise ValueError(f"{word!r} in {name!r} is not an axis")
             axis, degree = match[1], int(match[2])
@@ -127,23 +193,17 @@ def case(name: str) -> Case:
             keys = {"dp": "dp_replicate", "shard": "dp_shard"}
             layout = replace(layout, **{keys.get(axis, axis): degree})
         replicas += [replace(layout, dp_replicate=1)] * layout.dp_replicate
+    if "layout__ep" in changes:
+        changes["layout__dp_shard"] = max(layout.dp_shard for layout in replicas)
     return Case(name, tuple(replicas), changes)
 
 
 def model_flags(name: str) -> str:
     """What of a name's words makes another curve: a single process heeds those."""
-    precisions = ("fp32", "bf16", "fp16")
-    flags = (
-        "qknorm",
-        "biased",
-        "gemma",
-        "untied",
-        *precisions,
-        "small",
-        "shallow",
-        "deep",
-        "eight",
-    )
+    precisions = ("fp32", "bf16", "fp16", "fp8", "wider")
+    kinds = ("qknorm", "biased", "gemma", "untied", "heads", "long", "documents")
+    kinds += ("experts", "sigmoid", "dropping")
+    flags = (*kinds, *precisions, "small", "shallow", "deep", "eight")
     return "".join(f"{flag}." for flag in flags if flag in name)
 
 
@@ -220,16 +280,26 @@ def engine_of(
 ) -> StepEngine:
     """Connected and initialised."""
     groups = connect(
-        topology, rank, store, CPU, seconds=seconds, exchange=choose_exchange(config, CPU)
+        topology,
+        rank,
+        store,
+        CPU,
+        seconds=seconds,
+        exchange=choose_exchange(config, CPU),
+        ep=config.layout.ep,
     )
     made = build_engine(config, groups, CPU)
     made.initialise(config.seed)
     return made
 
 
-def one_step(made: StepEngine, step: int) -> StepVerdict:
+def one_step(made: StepEngine, step: int, data: DataConfig | None = None) -> StepVerdict:
+    """data: its length of a sample, and whether documents are kept apart."""
     shard, shards = made.groups.coordinate.dp_shard, made.groups.degree("dp_shard")
-    made.compute([feed(step, leaf, 4, shard, shards, VOCABULARY) for leaf in made.begin(step)])
+    length = LENGTH if data is None else data.sequence_length
+    apart = data is not None and data.attention == "document"
+    share = made.begin(step)
+    made.compute([feed(step, j, 4, shard, shards, VOCABULARY, length, apart) for j in share])
     verdict = made.reduce()
     made.apply(verdict)
     return verdict

@@ -20,7 +20,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
+from holdfast.model.experts import Router, Routing
 from tests.support.layouts import (
     assert_all_state,
     case,
@@ -39,6 +41,7 @@ from tests.support.ranks import RankContext, rank_values
 from tests.support.tiny_training import digest
 
 STEPS, LOWER_STEPS = 4, 8
+LEAST_MARGIN = 1e-9
 AXES = ["dp2", "dp4", "shard2", "shard4", "tp2", "tp4", "pp2", "pp4"]
 PAIRS = ["dp2-shard2", "dp2-tp2", "pp2-dp2", "shard2-tp2", "pp2-shard2", "pp2-tp2"]
 PRODUCTS = ["pp2-dp2-tp2", "pp2-shard2-tp2"]
@@ -64,7 +67,101 @@ MODES = [
     "gemma.zero2.2",
     "pp3",
 ]
-LAYOUTS = [*AXES, *PAIRS, *PRODUCTS, *UNLIKE, *MODES]
+EXPERTS = (
+    [
+        f"experts.{name}"
+        for name in (
+            "dp2",
+            "shard2",
+            "shard4",
+            "zero1.2",
+            "zero2.2",
+            "tp2",
+            "tp4",
+            "pp2-tp2",
+            "pp2-shard2",
+            "shard2-tp2",
+            "pp2-dp2-tp2",
+            "shard2+tp2",
+        )
+    ]
+    + [
+        "dropping.zero1.2",
+        "dropping.ep2.shard4",
+        "dropping.pp2-tp2",
+    ]
+    + ["plain.experts.tp2", "full.experts.shard2", "selective.experts.pp2", "experts.zbv.pp2"]
+)
+SIGMOID = [
+    f"sigmoid.{name}"
+    for name in (
+        "dp2",
+        "zero1.2",
+        "shard2-tp2",
+        "plain.tp2",
+        "pp2-shard2",
+        "zbv.pp2-tp2",
+        "full.ep2.shard4",
+        "ep2.pp2-shard2",
+    )
+]
+SPREAD = [
+    f"experts.{name}"
+    for name in (
+        "ep2.shard2",
+        "ep2.shard4",
+        "ep4.shard4",
+        "ep2.zero2.2",
+        "ep4.zero2.4",
+        "ep2.shard2-dp2",
+        "ep4.shard4-dp2",
+        "ep2.shard2-tp2",
+        "ep4.shard4-tp2",
+        "cp2",
+        "ep2.shard2-cp2",
+        "ep2.pp2-shard2",
+        "ep4.pp2-shard4",
+        "ep2.shard4+shard2",
+        "full.ep2.shard4",
+    )
+]
+CONTEXT = [
+    "ring.cp2",
+    "documents.shard2-cp2",
+    "heads.ulysses.cp2-tp2",
+    "documents.ring.pp2-cp2",
+]
+MORE_CONTEXT = [
+    "cp2",
+    "heads.ulysses.cp2",
+    "gemma.documents.cp2",
+    "gemma.documents.ring.cp2",
+    "heads.gemma.documents.ulysses.cp2",
+    "full.ring.cp2",
+    "selective.cp2",
+    "compiled.ring.cp2",
+    "qknorm.ring.cp2",
+    "long.documents.cp4",
+    "long.documents.ring.cp4",
+    "long.heads.documents.ulysses.cp4",
+    "long.heads.documents.hybrid.cp4",
+    "long.cp3+tp2+one",
+    *(
+        f"{method}.{others}"
+        for method in ("documents", "documents.ring", "heads.documents.ulysses")
+        for others in ("cp2-tp2", "plain.cp2-tp2", "pp2-cp2", "shard2-cp2", "dp2-cp2")
+    ),
+    "ring.zero1.2-cp2",
+    "ring.zero2.2-cp2",
+    "pp2-cp2-tp2",
+    "ring.pp2-cp2-tp2",
+    "heads.ulysses.pp2-cp2-tp2",
+    "ring.cp2+one",
+    "gpipe.pp2-cp2",
+    "deep.zbv.pp2-cp2",
+    "deep.interleaved.ring.pp2-cp2",
+]
+LAYOUTS = [*AXES, *PAIRS, *PRODUCTS, *UNLIKE, *MODES, *EXPERTS, *SPREAD, *SIGMOID]
 SOME = [
     "dp4",
     "shard4",
@@ -74,9 +171,11 @@ SOME = [
     "pp2-dp2-tp2",
     "zero1.2-dp2",
     "plain.pp2-tp2",
+    "experts.ep2.shard4",
 ]
 CASES = [
-    *((name, STEPS) for name in SOME),
+    *((name, STEPS) for name in (*SOME, *CONTEXT)),
+    *(pytest.param(name, 20, marks=pytest.mark.slow) for name in (*CONTEXT, *MORE_CONTEXT)),
     *(pytest.param(name, more, marks=pytest.mark.slow) for more in (20, 40) for name in LAYOUTS),
 ]
 LOWER = [
@@ -96,7 +195,8 @@ def body(rank: RankContext, name: str, steps: int) -> dict[str, Any]:
     schedule = {"warmup_steps": min(4, steps // 2)}
     config = config_of({**of.changes, "train__steps": steps, "train__schedule": schedule})
     made = engine_of(config, topology_of(of, config), rank.rank, rank.store())
-    verdicts = [one_step(made, step) for step in range(1, steps + 1)]
+    margins = choice_margins(made.objective)
+    verdicts = [one_step(made, step, config.data) for step in range(1, steps + 1)]
     assert all(v.mean_norm > made.train.optimizer.clip_norm for v in verdicts)
     save_pieces(rank.folder / f"{rank.rank}.npz", pieces(made))
     out = {
@@ -104,9 +204,25 @@ def body(rank: RankContext, name: str, steps: int) -> dict[str, Any]:
         "norms": [v.mean_norm for v in verdicts],
         "tokens": [v.tokens for v in verdicts],
         "digest": digest(made),
+        "margin": min(margins, default=1.0),
     }
     made.close()
     return out
+
+
+def choice_margins(objective: torch.nn.Module) -> list[float]:
+    """Fills with the least distance, in each pass of a router, of a token's last expert from the
+    first that it has not. Rounding must not turn a choice."""
+    found: list[float] = []
+
+    def note(router: Any, tokens: Any, routing: Routing) -> None:
+        largest = routing.ranked.topk(routing.experts.shape[1] + 1, dim=-1).values
+        found.append(float((largest[:, -2] - largest[:, -1]).min()))
+
+    for module in objective.modules():
+        if isinstance(module, Router):
+            module.register_forward_hook(note)
+    return found
 
 
 @cache
@@ -136,6 +252,7 @@ def test_same_curve_in_float64(name: str, steps: int, references: Path, tmp_path
         np.testing.assert_allclose(value["losses"], alone["losses"], rtol=1e-10, atol=0)
         np.testing.assert_allclose(value["norms"], alone["norms"], rtol=1e-10, atol=0)
         assert value["tokens"] == alone["tokens"]
+        assert value["margin"] > LEAST_MARGIN
     assert_all_state(whole, [tmp_path / f"{rank}.npz" for rank in range(of.world_size)], 1e-10)
 
 
@@ -151,7 +268,22 @@ def test_same_curve_in_lower_precision(
 
 
 @pytest.mark.parametrize(
-    "name", ["tp2", in_campaign("plain.tp2"), in_campaign("pp2"), in_campaign("zero1.2")]
+    "name",
+    [
+        "tp2",
+        *map(
+            in_campaign,
+            (
+                "plain.tp2",
+                "pp2",
+                "zero1.2",
+                "cp2",
+                "ring.cp2",
+                "heads.ulysses.cp2",
+                "experts.ep2.shard2",
+            ),
+        ),
+    ],
 )
 def test_replicas_of_one_layout_are_bit_equal(name: str) -> None:
     """1, 2 and 3 of them: every rank ends with the bits of its mesh rank in the others."""

@@ -16,6 +16,7 @@ from holdfast.config.model import ModelConfig
 from holdfast.config.optimizer import BLOCK, REPLICAS, OptimizerConfig
 from holdfast.config.pipeline import check_pipeline, check_split_backward, check_virtual_stages
 from holdfast.config.train import TrainConfig
+from holdfast.layout import AXES
 
 
 @dataclass(frozen=True)
@@ -33,26 +34,38 @@ class ModuleCuts:
 
 
 def find_impossible_degrees(
-    layout: LayoutConfig, model: ModelConfig, train: TrainConfig, cuts: ModuleCuts | None = None
+    layout: LayoutConfig,
+    model: ModelConfig,
+    train: TrainConfig,
+    length: int,
+    cuts: ModuleCuts | None = None,
 ) -> str | None:
     """Return the sentence of the first violated rule, "... : use ..."; None if there is none.
-    cuts: of what is trained if it is not the decoder (`RunConfig.module_cuts`)."""
+    length: of a sample. cuts: of what is trained if it is not the decoder
+    (`RunConfig.module_cuts`)."""
     if sentence := _degrees_in_two_places(layout) or check_virtual_stages(layout):
+        return sentence
+    if sentence := _experts(layout, model, train, cuts):
         return sentence
     shards = lcm(*(degrees.dp_shard for _, degrees in layout.kinds))
     for key, degrees in layout.kinds:
         by_table = (
             [
                 _tensor(key, degrees.tp, model),
+                _context(key, degrees, layout, model, length),
                 check_pipeline(key, degrees, layout, model.layers),
                 check_split_backward(key, degrees, layout, train),
                 _blocks(key, degrees.tp, model, train.optimizer),
             ]
             if cuts is None
-            else [_module_tensor(key, degrees.tp, cuts, train), _no_stages(key, degrees.pp, cuts)]
+            else [
+                _module_tensor(key, degrees.tp, cuts, train),
+                _no_stages(key, degrees.pp, cuts),
+                _no_context(key, degrees.cp, cuts),
+            ]
         )
-        optimizer = _optimizer(key, degrees, train.optimizer)
-        for sentence in (_shard(key, degrees.dp_shard, shards, train), *by_table, optimizer):
+        by_table += [_optimizer(key, degrees, train.optimizer), _recompute(key, layout, train)]
+        for sentence in (_shard(key, degrees.dp_shard, shards, train), *by_table):
             if sentence:
                 return sentence
     return _workers(layout) or None if layout.workers else None
@@ -66,7 +79,7 @@ def nearest_degrees(degree: int, works: Callable[[int], bool], most: int) -> str
 
 
 def _degrees_in_two_places(layout: LayoutConfig) -> str:
-    given = [axis for axis in ("pp", "dp_shard", "tp") if getattr(layout, axis) > 1]
+    given = [axis for axis in AXES if getattr(layout, axis) > 1]
     given += ["stages"] if layout.stages else []
     if not layout.replicas or not given:
         return ""
@@ -96,27 +109,111 @@ def _shard(key: str, degree: int, shards: int, train: TrainConfig) -> str:
     )
 
 
+def _experts(
+    layout: LayoutConfig, model: ModelConfig, train: TrainConfig, cuts: ModuleCuts | None
+) -> str:
+    """Check that ep spreads experts evenly over the shards of every replica."""
+    ep, experts = layout.ep, model.experts
+    if experts is not None and experts.capacity:
+        key = next((key for key, degrees in layout.kinds if degrees.cp > 1), None)
+        if key is not None:
+            return (
+                f"model.experts.capacity {experts.capacity} drops the last tokens, and {key}.cp "
+                "changes their order: use model.experts.capacity 0"
+            )
+    if ep == 1:
+        return ""
+    if experts is None or cuts is not None:
+        return f"layout.ep {ep} needs experts, and there is no model.experts: use layout.ep 1"
+    if layout.zero == 1:
+        return f"layout.ep {ep} does not work with layout.zero 1: use layout.zero 2"
+    if train.recompute == "selective":
+        return (
+            f"layout.ep {ep} gathers parameters inside of blocks, which train.recompute selective "
+            "does not run again: use train.recompute full"
+        )
+    count, every = experts.count, gcd(*(each.dp_shard for _, each in layout.kinds))
+    both = gcd(every, count)
+    for key, degrees in layout.kinds:
+        shards = degrees.dp_shard
+        if shards % ep:
+            near = nearest_degrees(ep, lambda d: both % d == 0, both)
+            return f"layout.ep {ep} does not divide {key}.dp_shard {shards}: use layout.ep {near}"
+        if count % shards:
+            near = nearest_degrees(shards, lambda d: count % d == 0, count)
+            return (
+                f"layout.ep {ep} needs as many experts on each of {key}.dp_shard {shards} workers, "
+                f"and model.experts.count is {count}: use layout.ep 1, or {key}.dp_shard {near}"
+            )
+    return ""
+
+
 def _tensor(key: str, tp: int, model: ModelConfig) -> str:
     """Check that tp cuts no query head and cuts the inner dim evenly.
 
     A key/value head is undivided or shared. Vocabulary and tokens may be cut unevenly.
     """
-    heads, kv_heads, ffn_dim = model.heads, model.kv_heads, model.ffn_dim
+    heads, kv_heads, inner = model.heads, model.kv_heads, model.inner_dim
     if tp > 1 and model.qk_norm_width == "all":
         return f"{key}.tp {tp} cannot cut a norm that spans all heads (qk_norm_width all): use 1"
 
+    if model.experts is not None and model.experts.first:
+        inner = gcd(inner, model.ffn_dim)
+
     def works(d: int) -> bool:
-        return heads % d == ffn_dim % d == 0 and (kv_heads % d == 0 or d % kv_heads == 0)
+        return heads % d == inner % d == 0 and (kv_heads % d == 0 or d % kv_heads == 0)
 
     if works(tp):
         return ""
     if heads % tp:
         what = f"does not divide model.heads {heads}"
-    elif ffn_dim % tp:
-        what = f"does not divide model.ffn_dim {ffn_dim}"
+    elif inner % tp:
+        key_of = "model.experts.width" if model.experts and model.experts.width else "model.ffn_dim"
+        what = f"does not divide {key_of} {inner}"
     else:
         what = f"neither divides model.kv_heads {kv_heads} nor is a multiple of it"
     return f"{key}.tp {tp} {what}: use {nearest_degrees(tp, works, heads)}"
+
+
+def _context(
+    key: str, degrees: DegreesConfig, layout: LayoutConfig, model: ModelConfig, length: int
+) -> str:
+    """Check that cp cuts a sample into two equal chunks a worker, and a swap cuts no head."""
+    cp, tp, method = degrees.cp, degrees.tp, layout.cp_method
+    ring = {"ulysses": 1, "ulysses-ring": layout.cp_ring}.get(method, 0)  # 0: all
+    heads = gcd(model.heads // tp or 1, max(1, model.kv_heads // tp))  # of a worker
+
+    def works(d: int) -> bool:
+        swaps = d // ring if ring else 1
+        return d == 1 or (
+            length % (2 * d) == 0 and d % max(ring, 1) == 0 and heads % max(swaps, 1) == 0
+        )
+
+    if works(cp):
+        return ""
+    near = nearest_degrees(cp, works, max(1, length // 2))
+    if length % (2 * cp):
+        return (
+            f"{key}.cp {cp} does not cut data.sequence_length {length} into {2 * cp} equal chunks: "
+            f"use {near}"
+        )
+    if ring and cp % ring:
+        return f"{key}.cp {cp} is no multiple of layout.cp_ring {ring}: use {near}"
+    swaps = f"{cp // ring} workers that swap heads, which do"
+    return (
+        f"{key}.cp {cp} with layout.cp_method {method} has {swaps} not divide the {heads} "
+        f"key/value heads of a worker: use {near}, or layout.cp_method ring"
+    )
+
+
+def _no_context(key: str, cp: int, cuts: ModuleCuts) -> str:
+    """Check that a module that is not the decoder has all tokens of a sample."""
+    if cp == 1:
+        return ""
+    return (
+        f"{key}.cp {cp} cuts samples of the built-in decoder, and {cuts.trained} is trained: use "
+        "cp 1, with dp_shard or replicas"
+    )
 
 
 def _module_tensor(key: str, tp: int, cuts: ModuleCuts, train: TrainConfig) -> str:
@@ -170,6 +267,21 @@ def _optimizer(key: str, degrees: DegreesConfig, optimizer: OptimizerConfig) -> 
     )
 
 
+def _recompute(key: str, layout: LayoutConfig, train: TrainConfig) -> str:
+    """Check that a list of words for recomputation has one for each stage."""
+    words, kinds = train.recompute_words, dict(layout.kinds)
+    pp = kinds[key].pp
+    if isinstance(train.recompute, str) or len(words) == pp:
+        return ""
+    right = f"[{', '.join(train.recompute_of(stage, pp) for stage in range(pp))}]"
+    if len({degrees.pp for degrees in kinds.values()}) > 1:
+        right = train.recompute_of(0, 1)  # one word, which fits any pipeline
+    return (
+        f"train.recompute [{', '.join(words)}] has {len(words)} words for {key}.pp {pp} stages: "
+        f"use {right}"
+    )
+
+
 def _blocks(key: str, tp: int, model: ModelConfig, optimizer: OptimizerConfig) -> str:
     """Check that tp cuts no block of 8-bit state. It cuts rows of `attention.o` and `ffn.down`."""
     widths = {
@@ -184,6 +296,11 @@ def _blocks(key: str, tp: int, model: ModelConfig, optimizer: OptimizerConfig) -
             if degree > 1 and optimizer.is_in_8bit((model.dim, width)) and width % (degree * BLOCK)
         ]
 
+    if tp > 1 and model.experts is not None and optimizer.state_dtype == "8bit":
+        return (
+            f"{key}.tp {tp} cuts blocks of train.optimizer.state_dtype 8bit in experts: use tp 1, "
+            "or state_dtype bf16"
+        )
     if not (found := cut(tp)):
         return ""
     near = nearest_degrees(tp, lambda d: not cut(d), model.heads)
@@ -206,7 +323,7 @@ def _workers(layout: LayoutConfig) -> str:
         )
     if workers % ranks == 0:
         return ""
-    axes = [axis for axis in ("pp", "dp_shard", "tp") if getattr(layout, axis) > 1]
+    axes = [axis for axis in AXES if getattr(layout, axis) > 1]
     named = " x ".join(f"layout.{axis} {getattr(layout, axis)}" for axis in axes)
     product = f" = {ranks}" if len(axes) > 1 else ""
     near = nearest_degrees(workers, lambda n: n % ranks == 0, workers + ranks)

@@ -14,11 +14,14 @@ from holdfast.config.pipeline_schedules import SCHEDULE_KINDS
 
 
 class DegreesConfig(Section):
-    """Degrees of one replica if replicas differ. It has pp x dp_shard x tp workers."""
+    """Degrees of one replica if replicas differ. It has pp x dp_shard x cp x tp workers."""
 
     pp: int = Field(1, ge=1, description="stages of the pipeline")
     dp_shard: int = Field(
         1, ge=1, description="workers that share one copy of the state, each with other samples"
+    )
+    cp: int = Field(
+        1, ge=1, description="workers that share every sample, each with other tokens of it"
     )
     tp: int = Field(1, ge=1, description="workers that share every block, each with other heads")
     stages: tuple[Annotated[int, Field(ge=1)], ...] = Field(
@@ -28,23 +31,36 @@ class DegreesConfig(Section):
     @property
     def ranks(self) -> int:
         """Workers of one replica."""
-        return self.pp * self.dp_shard * self.tp
+        return self.pp * self.dp_shard * self.cp * self.tp
 
 
 class LayoutConfig(DegreesConfig):
-    """Replicas of pp x dp_shard x tp workers, as many as the number of workers allows."""
+    """Replicas of pp x dp_shard x cp x tp workers, as many as the number of workers allows."""
 
     workers: int = Field(
-        0, ge=0, le=2**20, description="workers; 0: one copy of the model (planned)"
+        0,
+        ge=0,
+        le=2**20,
+        description="workers; 0: one copy of the model, on cuda one for each device (planned)",
     )
     zero: Literal[1, 2, 3] = Field(
         3,
         description="what dp_shard cuts: 1 optimizer state; 2 gradients too; 3 parameters too, "
         "gathered for each use",
     )
+    ep: int = Field(
+        1, ge=1, description="workers of dp_shard that share the experts of model.experts"
+    )
     sequence_parallel: bool = Field(
         True, description="with tp: cut norms and residuals by tokens, at the same traffic"
     )
+    cp_method: Literal["allgather", "ring", "ulysses", "ulysses-ring"] = Field(
+        "allgather",
+        description="with cp: how attention gets at other workers' tokens. allgather: keys and "
+        "values are gathered; ring: they travel from worker to worker. ulysses: tokens and heads "
+        "are swapped; ulysses-ring: rings of cp_ring workers, and swaps between them",
+    )
+    cp_ring: int = Field(2, ge=2, description="with cp_method ulysses-ring: workers of a ring")
     schedule: Literal["1f1b", "gpipe", "interleaved", "zb-h1", "zbv", "dualpipev"] = Field(
         "1f1b",
         description="with pp: order of the passes. gpipe takes fewer microbatches than 1f1b, and "
@@ -64,6 +80,11 @@ class LayoutConfig(DegreesConfig):
         "auto",
         description="how gradients travel between replicas: direct, messages from worker to "
         "worker; gathered, collectives, which any backend has; auto: direct on a CPU. Same bits",
+    )
+    quantized: Literal["none", "weights", "gradients", "both"] = Field(
+        "none",
+        description="what dp_shard sends as codes of few bits, with zero 2 or 3: weights 8 bits, "
+        "gradients 4. The curve then depends on dp_shard",
     )
     allow_tcp: bool = Field(
         False,
@@ -105,6 +126,14 @@ class LayoutConfig(DegreesConfig):
     def cuts_parameters(self) -> bool:
         """Return True if some kind of replica keeps its parameters in shards."""
         return self.zero > 1 and any(degrees.dp_shard > 1 for _, degrees in self.kinds)
+
+    @property
+    def quantizes_weights(self) -> bool:
+        return self.quantized in ("weights", "both")
+
+    @property
+    def quantizes_gradients(self) -> bool:
+        return self.quantized in ("gradients", "both")
 
     @property
     def least_workers(self) -> int:

@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from holdfast.core.devices import DeviceKind, device_kind
 from holdfast.errors import LayoutError, UserError
+from holdfast.plan.numa import device_numa_node
 
 
 def select_device(device: torch.device) -> None:
@@ -35,6 +36,14 @@ def select_device(device: torch.device) -> None:
         module.init()
 
 
+def memory_outside_torch(device: torch.device) -> int:
+    """Return the bytes of a device that are used, and not by this process's tensors: contexts and
+    communicators, of other processes too."""
+    module: Any = torch.get_device_module(device)
+    free, total = module.mem_get_info(device)
+    return int(total) - int(free) - int(module.memory_reserved(device))
+
+
 def check_backends(kind: DeviceKind) -> None:
     """Raises LayoutError if this torch lacks a backend that several workers need."""
     for backend in sorted({kind.inside, kind.between}):
@@ -54,6 +63,21 @@ def describe_device(device: torch.device) -> str:
     backends = sorted({kind.inside, kind.between})
     words = [f"{name} {backend_version(name)}".rstrip() for name in backends]
     return f"{device}, {', '.join(words)}"
+
+
+def near_numa_node(device: torch.device) -> int | None:
+    """Return the NUMA node whose memory is near the device. None: any is, or torch does not tell
+    where the device is."""
+    kind = device_kind(device.type)
+    if kind.is_host or not kind.has_index:
+        return None
+    module: Any = torch.get_device_module(device)
+    found = module.get_device_properties(device)
+    numbers = [getattr(found, f"pci_{name}_id", None) for name in ("domain", "bus", "device")]
+    if None in numbers:
+        return None
+    domain, bus, slot = numbers
+    return device_numa_node(f"{domain:04x}:{bus:02x}:{slot:02x}.0")
 
 
 def backend_version(backend: str) -> str:

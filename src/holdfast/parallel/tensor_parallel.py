@@ -36,6 +36,7 @@ from holdfast.config.model import ModelConfig
 from holdfast.core.sharding.boxes import Box
 from holdfast.errors import LayoutError
 from holdfast.model.decoder import Decoder
+from holdfast.model.experts import RoutedFeedForward
 from holdfast.parallel.comm.collectives import Collectives
 from holdfast.parallel.comm.comm_stats import TrafficCounter
 from holdfast.parallel.vocab_parallel import VocabularyEmbedding, VocabularyPart, VocabularySoftmax
@@ -51,7 +52,7 @@ class TensorParallel:
     def __init__(self, collectives: Collectives, sequence_parallel: bool, part: VocabularyPart):
         self.sequence_parallel = sequence_parallel
         self.softmax = VocabularySoftmax(part, collectives)
-        self._collectives = collectives
+        self.collectives = collectives
         self._shape = (0, 0)
 
     def begin_forward(self, batch: int, sequence: int) -> None:
@@ -67,20 +68,20 @@ class TensorParallel:
     def enter_region(self, x: Tensor) -> Tensor:
         """The residual stream, [ceil(B*S / n), D] where tokens are cut -> [B, S, D]"""
         if not self.sequence_parallel:
-            return self._collectives.copy(x)
+            return self.collectives.copy(x)
         batch, sequence = self._shape
-        tokens = self._collectives.gather(x)[: batch * sequence]
+        tokens = self.collectives.gather(x)[: batch * sequence]
         return tokens.view(batch, sequence, -1)
 
     def leave_region(self, x: Tensor) -> Tensor:
         """Each rank's summand [B, S, D] -> the residual stream, cut where tokens are"""
         if not self.sequence_parallel:
-            return self._collectives.reduce(x)
+            return self.collectives.reduce(x)
         tokens = x.flatten(0, 1)
-        missing = -tokens.shape[0] % self._collectives.size
+        missing = -tokens.shape[0] % self.collectives.size
         if missing:
             tokens = F.pad(tokens, (0, 0, 0, missing))
-        return self._collectives.scatter(tokens)
+        return self.collectives.scatter(tokens)
 
 
 class DecoderObjective(Protocol):
@@ -112,6 +113,8 @@ def apply_tensor_parallel(
         block.attention.o.bias_share = 1.0 / collectives.size  # the region's end adds them up
         _wrap_region(block.attention, tensor)
         _wrap_region(block.ffn, tensor)
+        if isinstance(block.ffn, RoutedFeedForward):
+            block.ffn.answers_for_tokens = collectives.rank == 0  # all ranks have the same ones
     if decoder.embed is not None:
         decoder.embed = VocabularyEmbedding(decoder.embed, part)
         decoder.embed.register_forward_hook(lambda _, tokens, x: tensor.leave_region(x))
@@ -154,11 +157,11 @@ def _check_units(model: ModelConfig, tp: int) -> None:
             where="layout.tp",
             remedy="use tp 1",
         )
-    if model.ffn_dim < tp:
+    if model.inner_dim < tp:
         raise LayoutError(
-            f"tp {tp} is more than the {model.ffn_dim} inner units of SwiGLU",
+            f"tp {tp} is more than the {model.inner_dim} inner units of SwiGLU",
             where="layout.tp",
-            remedy=f"use tp {model.ffn_dim}",
+            remedy=f"use tp {model.inner_dim}",
         )
 
 

@@ -142,8 +142,8 @@ def device_kind(config: RunConfig) -> str:
 
 def estimates_by_rank(config: RunConfig, topology: Topology) -> tuple[RankEstimate, ...]:
     """The estimate of each rank, in order. In a large world, ranks at the same place of like
-    replicas, with as many microbatches, are computed once. The first of dp_shard stands for
-    the rest there: none holds more."""
+    replicas, with as many microbatches, are computed once. The first rank along dp_shard
+    stands for all of them there: none holds more."""
     shares = deal(max(microbatches(config).values()), len(topology.replicas))
     device, found = device_kind(config), dict[object, RankEstimate]()
     estimates = []
@@ -216,30 +216,32 @@ def stage_of(config: RunConfig, topology: Topology, at: Coordinate, device: str)
     is_last, embeds = at.pp == replica.degree("pp") - 1, at.pp == 0
     first, held = tp_part(model.vocab_rows, tp, at.tp) if model.vocab_rows else (0, 0)
     stream = shape.item * shape.stream_tokens * model.dim
-    comes_in = at.pp > 0 and config.train.recompute == "none" and shape.item < shape.wide
+    policy = config.recompute_policy(at.pp, replica.degree("pp"), tp)
     unit = _elements(config, replica, at, f"layers.{blocks[0]}.")
     moves = config.train.memory.moves_activations
+    is_copied = policy.word == "none" and shape.item < shape.wide  # the norm keeps a wide copy
+    stays = not is_copied and policy.input_parts == 1
     gathers = config.layout.zero if replica.degree("dp_shard") > 1 and config.layout.zero > 1 else 0
     adds = max(microbatches(config).values()) > len(topology.replicas)
     adds |= config.train.memory.gradients != DEVICE  # a sum comes to the device first
     return Stage(
         shape,
         len(blocks),
-        config.train.recompute,
+        policy,
         max(1, model.vocab_size),
         max(0, min(held, model.vocab_size - first)) if is_last else 0,
         held if is_last or embeds else 0,
         embeds,
         model.tied_embeddings,
         tp > 1 and config.layout.sequence_parallel,
-        stream * ((not is_last) + comes_in),
+        stream * (not is_last) + shape.extra_of_first(policy, at.pp, tp),
         unit,
         _elements(config, replica, at) - len(blocks) * unit,
         gathers,
         replica.degree("dp_shard") if gathers and adds else 0,
         device,
-        shape.moved(config.train.recompute) if moves else 0,
-        stream if moves and at.pp > 0 and not comes_in else 0,
+        shape.moved(policy) if moves else 0,
+        stream if moves and at.pp > 0 and stays else 0,
     )
 
 

@@ -29,6 +29,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from holdfast.config.recompute import RecomputePolicy
 from holdfast.plan.activations import RankShape
 
 CHUNK_ELEMENTS = {"cpu": 2**24, "accelerator": 2**28}
@@ -67,7 +68,7 @@ class Stage:
 
     shape: RankShape
     blocks: int
-    recompute: str
+    policy: RecomputePolicy
     vocabulary: int
     rows: int
     held: int
@@ -103,7 +104,7 @@ class Stage:
         """Bytes that so many blocks keep, and the stage's ends. here: blocks of which nothing has
         left the device."""
         away = self.moved * max(0, blocks - here)
-        return blocks * self.shape.block(self.recompute) + self.edges + self.incoming - away
+        return blocks * self.shape.block(self.policy) + self.edges + self.incoming - away
 
     def gathered(self, blocks: int, more: int) -> int:
         """Bytes that FSDP2 has gathered when the backward is to come of so many blocks.
@@ -181,11 +182,13 @@ def backward_moments(stage: Stage, *, stays: bool) -> Iterator[Moment]:
 
 def _again(stage: Stage) -> int:
     """Bytes that a block has once it is run again, on top of what it kept."""
-    if stage.recompute == "none":
+    shape, policy = stage.shape, stage.policy
+    if policy.word == "none":
         return 0
-    shape = stage.shape
-    again = shape.block("none") - shape.block(stage.recompute) + stage.is_mixed * stage.stream
-    return again + (stage.whole if stage.recompute == "selective" else 0)
+    again = shape.block(RecomputePolicy()) - shape.block(policy) + stage.is_mixed * stage.stream
+    if policy.input_parts > 1:  # of the input, a part and what was gathered
+        again += shape.kept_input(policy)
+    return again + (stage.whole if policy.keeps("matmul") else 0)
 
 
 def _feed_forward(stage: Stage, *, stays: bool) -> int:

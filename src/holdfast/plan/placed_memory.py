@@ -93,8 +93,9 @@ def _with_activations(
     shape = RankShape.of(config, replica, at)
     blocks = len(replica.blocks(at.pp) or range(config.model.layers))
     in_flight = activations_of(config, topology, at).in_flight
-    away = shape.moved(config.train.recompute) * max(0, blocks * in_flight - 1)
-    if at.pp > 0 and not (config.train.recompute == "none" and shape.item < shape.wide):
+    policy = config.recompute_policy(at.pp, replica.degree("pp"), replica.degree("tp"))
+    away = shape.moved(policy) * max(0, blocks * in_flight - 1)
+    if at.pp > 0 and not (policy.word == "none" and shape.item < shape.wide):
         away -= min(away, shape.stream() * in_flight)  # the first block's input stays
     return replace(placed, **{place: getattr(placed, place) + away})
 

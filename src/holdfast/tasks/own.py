@@ -271,11 +271,12 @@ def _refuse_without_units(
             where="task",
             remedy="name some in units(), or use train.memory.activations=device",
         )
-    if train.recompute == "none":
+    if not train.recomputes:
         return
+    word = train.recompute_of(0, 1)
     if not units:
         raise TaskError(
-            f"train.recompute {train.recompute} runs the module's units again, and it has none",
+            f"train.recompute {word} runs the module's units again, and it has none",
             where="task",
             remedy="name some in units(), or use train.recompute=none",
         )
@@ -283,7 +284,7 @@ def _refuse_without_units(
     for buffer in (buffer for unit in units for buffer in unit.buffers()):
         if name := changed.get(id(buffer)):
             raise TaskError(
-                f"train.recompute {train.recompute} runs a unit again, which would change its "
+                f"train.recompute {word} runs a unit again, which would change its "
                 f"buffer {name} a second time",
                 where="task",
                 remedy="leave that unit out in units(), or use train.recompute=none",

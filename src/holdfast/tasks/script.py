@@ -240,7 +240,7 @@ def _refuse_settings(config: RunConfig) -> None:
         raise TaskError(
             "an own loop is not compiled by Holdfast", where="train.compile", remedy="use false"
         )
-    if config.train.recompute != "none":
+    if config.train.recomputes:
         raise TaskError(
             "an own loop runs its own passes",
             where="train.recompute",
