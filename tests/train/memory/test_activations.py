@@ -22,6 +22,7 @@ from holdfast.train.engine import StepEngine
 from holdfast.train.memory.activation_rooms import FileRoom, HostRoom
 from holdfast.train.memory.places import StateMemory
 from tests.support.layouts import case, config_of, engine_of, one_step, topology_of
+from tests.support.marks import in_campaign
 from tests.support.ranks import RankContext, rank_values
 from tests.support.tiny_training import CPU, digest
 
@@ -54,7 +55,7 @@ def _peak(made: StepEngine, place: str) -> int:
     return made.parameters.memory.ledger.peak(place)
 
 
-@pytest.mark.parametrize("layout", ["one", "full.one"])
+@pytest.mark.parametrize("layout", ["one", in_campaign("full.one")])
 def test_what_blocks_keep_leaves_the_device(layout: str, tmp_path: Path) -> None:
     found, peaks = [], []
     for place in ("device", "host", "file"):
