@@ -36,7 +36,7 @@ LAYOUTS = (
 )
 PEAKS = (
     *("one", "dp2", "dp3", "tp2", "pp2", "pp4", "dp2-tp2", "pp2-dp2", "full.pp2", "selective.tp2"),
-    *("zero1.2", "bf16.zero1.2", "zero2.2", "bf16.zero2.2", "shard2", "bf16.shard2", "shard3"),
+    *("zero1.2", "bf16.zero1.2", "zero2.2", "bf16.zero2.2", "shard2", "bf16.shard2"),
     *("full.shard2", "selective.bf16.shard2", "shard2-tp2", "dp2-shard2", "pp2-shard2"),
     *("pp2-zero1.2", "pp2-zero2.2"),
 )
