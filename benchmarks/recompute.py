@@ -1,4 +1,4 @@
-"""Time and memory of `train.recompute`: none, selective and full.
+"""Time and memory of `train.recompute`: none, full, and selective with kept operations.
 
 One process computes forward and backward of one microbatch, on one thread, in float32. Each round
 times all policies, in an order that rotates. The table has medians, the counted bytes that a
@@ -15,8 +15,8 @@ import time
 
 import torch
 
+from holdfast.config.recompute import RecomputePolicy
 from holdfast.config.run import RunConfig
-from holdfast.config.train import Recompute
 from holdfast.layout import Layout, place_layout
 from holdfast.model.decoder import Decoder
 from holdfast.model.init import initialise
@@ -25,7 +25,14 @@ from holdfast.train.activation_meter import ActivationMeter
 from holdfast.train.objective import NextTokenObjective
 from holdfast.train.recompute import apply_recompute
 
-POLICIES: tuple[Recompute, ...] = ("none", "selective", "full")
+POLICIES = {
+    "none": RecomputePolicy(),
+    "selective matmul": RecomputePolicy("selective"),
+    "selective attention": RecomputePolicy("selective", ("attention",)),
+    "selective matmul attention": RecomputePolicy("selective", ("matmul", "attention")),
+    "selective all three": RecomputePolicy("selective", ("matmul", "attention", "activation")),
+    "full": RecomputePolicy("full"),
+}
 VOCABULARY = 4096
 
 
@@ -41,40 +48,46 @@ def main() -> None:
     objectives = {policy: build(given.shape, policy) for policy in POLICIES}
     times: dict[str, list[tuple[float, float]]] = {policy: [] for policy in POLICIES}
     for number in range(given.rounds + 1):
-        at = number % len(POLICIES)
-        for policy in (*POLICIES[at:], *POLICIES[:at]):
+        at, names = number % len(POLICIES), list(POLICIES)
+        for policy in (*names[at:], *names[:at]):
             found = timed(objectives[policy], tokens)
             if number:  # the first one warms up
                 times[policy].append(found)
-    print("policy      wall s   CPU s   counted MB   formula MB")
+    print(f"{'policy':<27}  wall s   CPU s   counted MB   formula MB")
     for policy, objective in objectives.items():
         wall, cpu = (statistics.median(column) for column in zip(*times[policy], strict=True))
         meter = ActivationMeter(objective)
         objective(tokens, tokens).backward()
         meter.close()
         said = formula(given.shape, policy, given.batch, given.sequence)
-        print(f"{policy:<10}{wall:8.3f}{cpu:8.3f}{meter.peak / 1e6:13.2f}{said / 1e6:13.2f}")
+        print(f"{policy:<27}{wall:8.3f}{cpu:8.3f}{meter.peak / 1e6:13.2f}{said / 1e6:13.2f}")
 
 
-def config_of(shape: str, policy: Recompute, batch: int = 2, sequence: int = 512) -> RunConfig:
+def config_of(shape: str, policy: str, batch: int = 2, sequence: int = 512) -> RunConfig:
     """A run of one process."""
     return RunConfig.model_validate(
         {
             "model": {"preset": shape, "vocab_size": VOCABULARY},
             "data": {"sequence_length": sequence},
-            "train": {"recompute": policy, "microbatch_size": batch, "batch_size": batch},
+            "train": {
+                "recompute": POLICIES[policy].word,
+                "recompute_keep": POLICIES[policy].keep,
+                "microbatch_size": batch,
+                "batch_size": batch,
+            },
         }
     )
 
 
-def build(shape: str, policy: Recompute) -> NextTokenObjective:
+def build(shape: str, policy: str) -> NextTokenObjective:
     """The decoder with its loss."""
     with torch.device("meta"):
         decoder = Decoder(config_of(shape, policy).model)
     decoder.to_empty(device="cpu")
     initialise(decoder, 1)
     if policy != "none":
-        apply_recompute(list(decoder.layers), policy, is_random=False, is_compiled=False)
+        blocks = list(decoder.layers)
+        apply_recompute(blocks, POLICIES[policy], is_random=False, is_compiled=False)
     return NextTokenObjective(decoder)
 
 
@@ -87,7 +100,7 @@ def timed(objective: NextTokenObjective, tokens: torch.Tensor) -> tuple[float, f
     return found
 
 
-def formula(shape: str, policy: Recompute, batch: int, sequence: int) -> int:
+def formula(shape: str, policy: str, batch: int, sequence: int) -> int:
     """Bytes that the formulas say."""
     topology = place_layout(Layout(), 1, ("here",))
     config = config_of(shape, policy, batch, sequence)

@@ -55,6 +55,22 @@ def said(*overrides: str) -> list[str]:
             "train.optimizer.eps",
             "has no effect on lion",
         ),
+        (
+            ["train.recompute_keep=[attention]"],
+            "train.recompute_keep",
+            "no effect with train.recompute none; use train.recompute selective",
+        ),
+        (["train.partition_activations=true"], "train.partition_activations", "recompute none"),
+        (
+            ["train.partition_activations=true", "train.recompute=full"],
+            "train.partition_activations",
+            "layout.tp 1",
+        ),
+        (
+            ["train.partition_activations=true", "train.recompute=full", "layout.tp=2"],
+            "train.partition_activations",
+            "layout.sequence_parallel true",
+        ),
         (["train.evaluate.every=1001"], "train.evaluate.every", "one evaluation, at the end"),
         (["checkpoint.every_steps=5000"], "checkpoint.every_steps", "it never comes"),
         (["checkpoint.keep_every=5000"], "checkpoint.keep_every", "it never comes"),

@@ -10,6 +10,8 @@ pp3+pp2           unlike replicas side by side
 plain.tp2         without sequence parallelism;  gpipe.pp2: another schedule
 files.dp2         optimizer state in a file, gradients on the host
 gathered.dp2      gradients between replicas by collectives
+fp8.dp2           float8 products, of a model that is wide enough;  wider.bf16.one: its shapes
+qboth.shard2      shards send each other codes of few bits;  qweights.shard2, qgradients.shard2
 state8bit.dp2     moments in 8 bits, of a model that is wide enough;  statebf16.dp2: in bf16
 experts.tp2       with experts; experts.ep2.shard2: spread over two ranks
 long.cp4          of more tokens, which 2, 3 and 4 ranks divide;  documents.cp2: in documents
@@ -42,6 +44,27 @@ from tests.support.tiny_training import CPU, LENGTH, changed, feed
 
 VOCABULARY, STEPS = 61, 8
 
+RECOMPUTE: dict[str, dict[str, Any]] = {
+    "none": {},
+    "full": {"train__recompute": "full"},
+    "selective": {"train__recompute": "selective"},
+    "attention": {"train__recompute": "selective", "train__recompute_keep": ["attention"]},
+    "activation": {"train__recompute": "selective", "train__recompute_keep": ["activation"]},
+    "most": {
+        "train__recompute": "selective",
+        "train__recompute_keep": ["matmul", "attention", "activation"],
+    },
+    "cut": {"train__recompute": "full", "train__partition_activations": True},
+    "cut-most": {
+        "train__recompute": "selective",
+        "train__recompute_keep": ["matmul", "attention", "activation"],
+        "train__partition_activations": True,
+    },
+    "staged": {"train__recompute": ["full", "none"], "layout__pp": 2},
+    "unstaged": {"train__recompute": ["none", "selective"], "layout__pp": 2},
+}
+"""Ways to keep less of a forward pass. The last two are for two stages."""
+
 _FLAGS: dict[str, dict[str, Any]] = {
     "plain": {"layout__sequence_parallel": False},
     "gpipe": {"layout__schedule": "gpipe"},
@@ -56,8 +79,7 @@ _FLAGS: dict[str, dict[str, Any]] = {
     "zbv": {"layout__schedule": "zbv"},
     "dualpipev": {"layout__schedule": "dualpipev"},
     "gathered": {"layout__exchange": "gathered"},
-    "full": {"train__recompute": "full"},
-    "selective": {"train__recompute": "selective"},
+    **RECOMPUTE,
     "compiled": {"train__compile": True},
     "untied": {"model__tied_embeddings": False},
     "qknorm": {"model__qk_norm": True},
@@ -99,6 +121,16 @@ _FLAGS: dict[str, dict[str, Any]] = {
     "fp32": {"train__precision": "fp32"},
     "bf16": {"train__precision": "bf16"},
     "fp16": {"train__precision": "fp16"},
+    "fp8": {
+        "train__precision": "fp8",
+        "data__sequence_length": 16,  # in the run file: on a device 12 would be too odd
+        "model__dim": 64,
+        "model__ffn_dim": 128,
+    },
+    "wider": {"model__dim": 64, "model__ffn_dim": 128},
+    "qweights": {"layout__quantized": "weights", "layout__dp_shard": 2},
+    "qgradients": {"layout__quantized": "gradients", "layout__dp_shard": 2},
+    "qboth": {"layout__quantized": "both", "layout__dp_shard": 2},
     "small": {"train__batch_size": 8},  # two microbatches
     "files": {
         "train__memory": {
@@ -168,7 +200,7 @@ def case(name: str) -> Case:
 
 def model_flags(name: str) -> str:
     """What of a name's words makes another curve: a single process heeds those."""
-    precisions = ("fp32", "bf16", "fp16")
+    precisions = ("fp32", "bf16", "fp16", "fp8", "wider")
     kinds = ("qknorm", "biased", "gemma", "untied", "heads", "long", "documents")
     kinds += ("experts", "sigmoid", "dropping")
     flags = (*kinds, *precisions, "small", "shallow", "deep", "eight")

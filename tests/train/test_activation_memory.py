@@ -7,26 +7,31 @@ from typing import Any
 
 import pytest
 
-from holdfast.plan.activations import activations_of, has_formula
+from holdfast.config.run import RunConfig
+from holdfast.layout import Coordinate, Topology
+from holdfast.plan.activations import RankShape, activations_of, has_formula
 from holdfast.train.activation_meter import ActivationMeter
-from tests.support.layouts import VOCABULARY, case, config_of, engine_of
+from tests.support.layouts import RECOMPUTE, VOCABULARY, case, config_of, engine_of
 from tests.support.layouts import topology_of as place
 from tests.support.marks import in_campaign
 from tests.support.ranks import RankContext, rank_values
 from tests.support.tiny_training import feed
 
 POLICIES = ("none", "selective", "full")
+KEPT = ("none", "attention", "activation", "most", "full")
+CUT = ("none", "full", "cut", "selective", "cut-most")
+STAGED = ("none", "staged", "unstaged")
 WITHIN = 0.05
 
 
 def _measured(
     rank: RankContext, name: str, policies: Sequence[str], size: int
 ) -> dict[str, tuple[int, int, int]]:
-    """(counted, by the formulas, left after the step) of this rank, for each policy."""
+    """(counted, by the formulas, what may be counted too) of this rank, for each policy."""
     found = {}
     for policy in policies:
         of = case(name)
-        changes = {"train__recompute": policy, "train__batch_size": 4 * size}
+        changes = {**RECOMPUTE[policy], "train__batch_size": 4 * size}
         wide = {"model__dim": 32, "model__ffn_dim": 88}
         config = config_of({**of.changes, **changes, **wide, "train__microbatch_size": size})
         assert has_formula(config)
@@ -35,11 +40,24 @@ def _measured(
         _step(made, 1, size, config.data.sequence_length)
         meter = ActivationMeter(made.objective)
         _step(made, 2, size, config.data.sequence_length)
-        said = activations_of(config, topology, made.groups.coordinate).total
-        found[policy] = (meter.peak, said, meter.live_bytes())
+        meter.peak = 0  # what one step's messages leave to the next is noted from here on
+        _step(made, 3, size, config.data.sequence_length)
+        at = made.groups.coordinate
+        said = activations_of(config, topology, at).total
+        found[policy] = (meter.peak, said, _late_sum(config, topology, at))
         meter.close()
         made.close()
     return found
+
+
+def _late_sum(config: RunConfig, topology: Topology, at: Coordinate) -> int:
+    """Bytes of a block's sum over tp. When the pass ends, each of gloo's two threads may not have
+    dropped the last one that it made."""
+    replica = topology.replicas[at.replica]
+    if config.layout.sequence_parallel or replica.degree("tp") == 1:
+        return 0
+    shape = RankShape.of(config, replica, at)
+    return shape.item * shape.stream_tokens * config.model.dim
 
 
 def _step(made: Any, step: int, size: int, length: int) -> None:
@@ -50,10 +68,11 @@ def _step(made: Any, step: int, size: int, length: int) -> None:
 
 
 LAYOUTS = [
-    ("fp32.pp2", 4),
-    ("ring.fp32.cp2", 4),
+    ("fp32.pp2", 4, POLICIES),
+    ("ring.fp32.cp2", 4, POLICIES),
+    ("plain.fp32.tp2", 4, ("none", "cut-most", "cut")),
     *(
-        in_campaign(name, size)
+        in_campaign(name, size, POLICIES)
         for name, size in (
             ("one", 4),
             ("fp32.one", 8),
@@ -73,16 +92,38 @@ LAYOUTS = [
             ("long.ring.fp32.pp2-cp2", 4),
         )
     ),
+    *(
+        in_campaign(name, size, policies)
+        for name, size, policies in (
+            ("fp32.one", 4, KEPT),
+            ("bf16.one", 4, KEPT),
+            ("fp32.tp2", 4, KEPT),
+            ("fp32.pp2", 4, KEPT),
+            ("zero1.2", 4, KEPT),
+            ("plain.fp32.tp4", 4, CUT),
+            ("plain.bf16.tp2", 4, CUT),
+            ("plain.fp32.pp2-tp2", 4, CUT),
+            ("plain.bf16.pp2-tp2", 4, CUT),
+            ("fp32.pp2", 4, STAGED),
+            ("bf16.pp2", 4, STAGED),
+            ("gpipe.fp32.pp2", 4, STAGED),
+            ("fp32.pp2-tp2", 4, STAGED),
+        )
+    ),
 ]
 
 
-@pytest.mark.parametrize(("name", "size"), LAYOUTS)
-def test_the_peak_is_as_the_formulas_say(name: str, size: int) -> None:
-    arguments = {"name": name, "policies": POLICIES, "size": size}
+@pytest.mark.parametrize(("name", "size", "policies"), LAYOUTS)
+def test_the_peak_is_as_the_formulas_say(name: str, size: int, policies: Sequence[str]) -> None:
+    arguments = {"name": name, "policies": policies, "size": size}
     for rank, value in enumerate(
         rank_values(_measured, case(name).world_size, arguments, deadline=240)
     ):
-        for policy, (counted, said, _) in value.items():
-            assert abs(said - counted) <= WITHIN * counted, (rank, policy, said, counted)
-        none, selective, full = (value[policy][0] for policy in POLICIES)
-        assert full < selective < none
+        for policy, (counted, said, late) in value.items():
+            print(f"{name} rank {rank} {policy}: counted {counted}, formula {said}")
+            error = min(abs(said + number * late - counted) for number in range(3))
+            assert error <= WITHIN * counted, (rank, policy, said, counted)
+        least = value[policies[-1]][0]
+        if policies in (POLICIES, KEPT):
+            assert least < min(value[policy][0] for policy in policies[1:-1])
+        assert least <= max(value[policy][0] for policy in policies) == value["none"][0]

@@ -18,17 +18,18 @@ from tests.support.ranks import RankContext, rank_values
 from tests.support.tiny_training import Fed
 
 WITHIN = 0.05
-SEEDS = range(28)
+SEEDS = range(32)
 REPLICAS = (
     *("one", "dp2", "dp3", "gathered.dp2", "tp2", "plain.tp2", "tp4", "pp2", "gpipe.pp2", "pp4"),
     *("shard2", "zero1.2", "zero2.2", "shard3", "zero1.4", "pp2-tp2", "pp2-dp2", "dp2-tp2"),
     *("pp2-shard2", "shard2-tp2", "dp2-shard2", "pp2-zero1.2", "tp2+one", "pp2+one"),
     *("cp2", "ring.cp2", "ulysses.cp2", "pp2-cp2"),
+    *("plain.tp4", "plain.pp2-tp2", "plain.shard2-tp2", "plain.tp2"),
 )
 
 
 def _drawn(seed: int) -> tuple[str, dict[str, Any]]:
-    """A layout of `REPLICAS`, each once, and a run: model, microbatch, precision, recomputation."""
+    """A layout of `REPLICAS` and a run: model, microbatch, precision, recomputation."""
     draw = random.Random(seed)
     replicas = REPLICAS[seed]
     heads, head_size = draw.choice([4, 8]), draw.choice([8, 16])
@@ -49,7 +50,22 @@ def _drawn(seed: int) -> tuple[str, dict[str, Any]]:
         "train__recompute": draw.choice(["none", "selective", "full"]),
         "layout__bucket_mb": draw.choice([0.02, 0.2, 6.6]),
     }
-    return f"{draw.choice(['fp32', 'bf16'])}.{replicas}", changes
+    precision = draw.choice(["fp32", "bf16"])
+    changes |= _drawn_recompute(draw, replicas, changes["train__recompute"])
+    return f"{precision}.{replicas}", changes
+
+
+def _drawn_recompute(draw: random.Random, replicas: str, word: str) -> dict[str, Any]:
+    """A word for each stage in half of the pipelines, kept operations, inputs in parts."""
+    stages = {layout.pp for layout in case(replicas).replicas}
+    changes: dict[str, Any] = {"train__partition_activations": True}
+    if len(stages) == 1 and stages != {1} and draw.random() < 0.5:
+        words = [draw.choice(["none", "selective", "full"]) for _ in range(max(stages))]
+        changes |= {"train__recompute": words, "layout__pp": max(stages)}
+    elif word != "selective":
+        return changes | ({"train__recompute": "full"} if "plain" in replicas else {})
+    kept = (["matmul"], ["matmul"], ["attention"], ["matmul", "attention"], ["activation"])
+    return changes | {"train__recompute_keep": draw.choice(kept)}
 
 
 def _accounted(

@@ -6,15 +6,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
 
-from holdfast.cli.layout_estimate import print_estimate
+from holdfast.cli.layout_estimate import print_communicators, print_estimate
 from holdfast.cli.layout_places import print_places
 from holdfast.cli.output import print_table
+from holdfast.config.recompute import RecomputePolicy
 from holdfast.config.run import RunConfig
 from holdfast.core.sharding.parameters import count_idle_parameters
 from holdfast.core.sharding.parameters import count_parameters as parameters_of
 from holdfast.core.sharding.reduction_tree import deal
 from holdfast.core.sharding.state_table import MIXED
-from holdfast.layout import AXES, Replica, Topology
+from holdfast.layout import AXES, Coordinate, Replica, Topology
 from holdfast.plan.activations import activations_of, has_formula
 from holdfast.plan.layouts import microbatches
 from holdfast.plan.loss_impact import LossImpact
@@ -45,6 +46,7 @@ class LayoutPicture:
         print_places(self.config, self.topology)
         print()
         print_estimate(self.config, self.topology)
+        print_communicators(self.config, self.topology)
         print()
         self._dealing()
         if self.loss is not None:
@@ -123,8 +125,12 @@ class LayoutPicture:
             f"{self.holdings[most].rank} "
             f"(microbatches in flight {largest.in_flight}, each "
             f"{format_bytes(largest.per_microbatch)}); "
-            f"train.recompute {self.config.train.recompute}"
+            f"train.recompute {self._policy(self.holdings[most].at)}"
         )
+
+    def _policy(self, at: Coordinate) -> RecomputePolicy:
+        replica = self.topology.replicas[at.replica]
+        return self.config.recompute_policy(at.pp, replica.degree("pp"), replica.degree("tp"))
 
     def _ranks(self) -> None:
         used = [axis for axis in AXES if self._used(axis)]
@@ -164,11 +170,12 @@ class LayoutPicture:
             ]
             rows.append([name, *bare, *map(format_bytes, figures)])
         print_table(rows, head)
-        mixed = self.config.train.precision in MIXED
+        precision = self.config.train.precision
+        mixed = precision in MIXED
         zero, sharded = self.config.layout.zero, self._used("dp_shard")
         print(
             _BYTES.format(
-                copies=f" (fp32 and a {self.config.train.precision} copy)"
+                copies=f" (fp32 and a {'fp16' if precision == 'fp16' else 'bf16'} copy)"
                 if mixed and not (sharded and zero == 3)
                 else "",
                 gathered=",\nand what is gathered of the block at work"

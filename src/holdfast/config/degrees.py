@@ -64,8 +64,8 @@ def find_impossible_degrees(
                 _no_context(key, degrees.cp, cuts),
             ]
         )
-        optimizer = _optimizer(key, degrees, train.optimizer)
-        for sentence in (_shard(key, degrees.dp_shard, shards, train), *by_table, optimizer):
+        by_table += [_optimizer(key, degrees, train.optimizer), _recompute(key, layout, train)]
+        for sentence in (_shard(key, degrees.dp_shard, shards, train), *by_table):
             if sentence:
                 return sentence
     return _workers(layout) or None if layout.workers else None
@@ -264,6 +264,21 @@ def _optimizer(key: str, degrees: DegreesConfig, optimizer: OptimizerConfig) -> 
     return (
         f"{key}.{axis} {getattr(degrees, axis)} does not fit train.optimizer.name "
         f"{optimizer.name}, which needs complete parameters: use {axis} 1, with {works}"
+    )
+
+
+def _recompute(key: str, layout: LayoutConfig, train: TrainConfig) -> str:
+    """Check that a list of words for recomputation has one for each stage."""
+    words, kinds = train.recompute_words, dict(layout.kinds)
+    pp = kinds[key].pp
+    if isinstance(train.recompute, str) or len(words) == pp:
+        return ""
+    right = f"[{', '.join(train.recompute_of(stage, pp) for stage in range(pp))}]"
+    if len({degrees.pp for degrees in kinds.values()}) > 1:
+        right = train.recompute_of(0, 1)  # one word, which fits any pipeline
+    return (
+        f"train.recompute [{', '.join(words)}] has {len(words)} words for {key}.pp {pp} stages: "
+        f"use {right}"
     )
 
 

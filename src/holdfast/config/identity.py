@@ -110,6 +110,8 @@ SHARED_KEYS = (
     "train.steps",
     "train.evaluate",
     "train.recompute",
+    "train.recompute_keep",
+    "train.partition_activations",
     "checkpoint.every_steps",
     "checkpoint.every_seconds",
     "checkpoint.interval",

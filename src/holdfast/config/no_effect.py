@@ -26,6 +26,7 @@ def find_without_effect(loaded: LoadedConfig) -> list[str]:
         *_batch_stages(loaded),
         *_intervals(loaded),
         *_switched_off(loaded),
+        *_recomputation(loaded),
         *_of_the_decoder(loaded),
     ]
     return [f"{loaded.where(key)}: {key} {what}; {remedy}" for key, what, remedy in found]
@@ -182,6 +183,31 @@ def _of_the_decoder(loaded: LoadedConfig) -> Iterator[Finding]:
         if task.name == SCRIPT_TASK:
             remedy = "call run.validate() in it"
         yield "train.evaluate.every", problem, f"remove it, or {remedy}"
+
+
+def _recomputation(loaded: LoadedConfig) -> Iterator[Finding]:
+    config = loaded.config
+    train, key = config.train, "train.recompute_keep"
+    if "selective" not in train.recompute_words and _given(loaded, key):
+        words = ", ".join(train.recompute_words)
+        yield (
+            key,
+            f"has no effect with train.recompute {words}",
+            "use train.recompute selective, or remove it",
+        )
+    key = "train.partition_activations"
+    if not train.partition_activations or not _given(loaded, key):
+        return
+    reasons = {
+        "train.recompute none": not train.recomputes,
+        "layout.tp 1": all(degrees.tp == 1 for _, degrees in config.layout.kinds),
+        "layout.sequence_parallel true, which cuts inputs of blocks anyway": (
+            config.layout.sequence_parallel
+        ),
+        "a task or adapters": not config.trains_decoder,
+    }
+    if reason := next((words for words, holds in reasons.items() if holds), ""):
+        yield key, f"has no effect with {reason}", "remove it"
 
 
 def _switched_off(loaded: LoadedConfig) -> Iterator[Finding]:

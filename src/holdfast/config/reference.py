@@ -164,7 +164,10 @@ def _type(info: FieldInfo) -> str:
     if choices and bool in get_args(info.annotation):
         return f"true or false, or `{choices[0].strip(chr(39))}`"
     if choices:
-        return ", ".join(f"`{c.strip(chr(39))}`" for c in choices[0].split(", "))
+        named = ", ".join(f"`{c.strip(chr(39))}`" for c in choices[0].split(", "))
+        if is_list(info.annotation):
+            return f"list of {named}"
+        return f"{named}; or a list of these" if "tuple[" in text else named
     names = {"int": "whole number", "float": "number", "bool": "true or false", "str": "text"}
     kinds = [a for a in (get_args(info.annotation) or (info.annotation,)) if a is not type(None)]
     words = [names.get(getattr(k, "__name__", ""), "list") for k in kinds]

@@ -15,12 +15,14 @@ from holdfast.config.checkpoint import CheckpointConfig
 from holdfast.config.cluster import ClusterConfig
 from holdfast.config.data import DataConfig
 from holdfast.config.degrees import ModuleCuts, find_impossible_degrees
+from holdfast.config.float8 import find_impossible_float8
 from holdfast.config.huggingface.convert import explain_no_architecture
 from holdfast.config.layout import LayoutConfig
 from holdfast.config.logging import LoggingConfig
 from holdfast.config.lora import LoraConfig
 from holdfast.config.memory import DEVICE
 from holdfast.config.model import ModelConfig
+from holdfast.config.recompute import RecomputePolicy
 from holdfast.config.task import SCRIPT_TASK, TaskConfig
 from holdfast.config.train import TrainConfig
 
@@ -84,6 +86,10 @@ class RunConfig(Section):
         refused = find_impossible_degrees(
             self.layout, self.model, self.train, length, self.module_cuts
         )
+        trained = "" if self.module_cuts is None else self.module_cuts.trained
+        refused = refused or find_impossible_float8(
+            self.layout, self.model, self.train, length, trained
+        )
         if refused is not None:
             raise ValueError(refused)
         if self.task.name and not self.train.microbatch_size:
@@ -105,6 +111,12 @@ class RunConfig(Section):
                 f"train.memory.parameters {self.train.memory.parameters} moves shards, and only "
                 "layout.zero 2 or 3 with dp_shard above 1 makes them: use "
                 "train.memory.parameters: device"
+            )
+        if self.layout.quantized != "none" and not self.layout.cuts_parameters:
+            raise ValueError(
+                f"layout.quantized {self.layout.quantized} is for what shards send each other, and "
+                "only layout.zero 2 or 3 with dp_shard above 1 makes them: use layout.quantized: "
+                "none"
             )
         if self.data.sequence_length > self.model.max_position:
             raise ValueError(
@@ -132,6 +144,13 @@ class RunConfig(Section):
     def trains_decoder(self) -> bool:
         """Whether all of the built-in decoder is trained."""
         return not (self.task.name or self.lora.rank)
+
+    def recompute_policy(self, stage: int, stages: int, tp: int) -> RecomputePolicy:
+        """What the blocks of a stage keep, of a pipeline of so many and with that degree of tp."""
+        word = self.train.recompute_of(stage, stages)
+        is_cut = self.train.partition_activations and self.trains_decoder and word != "none"
+        is_cut = is_cut and not self.layout.sequence_parallel
+        return RecomputePolicy(word, self.train.recompute_keep, tp if is_cut else 1)
 
     @property
     def module_cuts(self) -> ModuleCuts | None:

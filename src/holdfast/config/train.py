@@ -13,12 +13,16 @@ from holdfast.config.base import Section
 from holdfast.config.change import Branch, InPlace, Never
 from holdfast.config.memory import DEVICE, MOVABLE, MemoryConfig
 from holdfast.config.optimizer import OptimizerConfig
+from holdfast.config.recompute import (
+    DEFAULT_KEPT,
+    KeptOperation,
+    Recompute,
+    check_words,
+    word_of_stage,
+)
 
 MAX_MICROBATCHES = 2**20
 """Microbatches of a step, a plan of which has an entry for each; also samples of a microbatch."""
-
-
-Recompute = Literal["none", "selective", "full"]
 
 SCHEDULES = ("constant", "linear", "cosine", "wsd")
 FUNCTION_PATH = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
@@ -81,17 +85,28 @@ class TrainConfig(Section):
         "memory.device_gb or the device, chosen by formulas when the run begins",
     )
     batch_warmup: Branch[tuple[BatchStage, ...]] = ()
-    precision: Branch[Literal["fp32", "float64", "bf16", "fp16"]] = Field(
+    precision: Branch[Literal["fp32", "float64", "bf16", "fp16", "fp8"]] = Field(
         "fp32",
         description="bf16: fp32 parameters, bf16 compute, fp32 reduction; fp16: the same in "
-        "float16, with a loss scale that adapts itself",
+        "float16, with a loss scale that adapts itself. fp8: bf16, with the blocks' products in "
+        "float8, through torchao",
     )
     compile: Branch[bool] = Field(False, description="torch.compile of each block")
-    recompute: InPlace[Recompute] = Field(
+    recompute: InPlace[Recompute | tuple[Recompute, ...]] = Field(
         "none",
         description="what is run again in the backward pass, so that less is kept; the curve stays "
-        "the same. full: each block, of which the input is kept; selective: all of it but the "
-        "products with weights",
+        "the same. full: each block, of which the input is kept; selective: all of it but "
+        "recompute_keep. A list has a word for each stage of layout.pp",
+    )
+    recompute_keep: InPlace[tuple[KeptOperation, ...]] = Field(
+        DEFAULT_KEPT,
+        description="operations whose results recompute selective keeps: matmul, products with "
+        "weights; attention, its fused kernel; activation, that of the feed-forward",
+    )
+    partition_activations: InPlace[bool] = Field(
+        False,
+        description="with recompute and tp: a rank keeps a part of each block's input, and the "
+        "backward pass gathers it. With layout.sequence_parallel it has a part anyway",
     )
     deterministic: Branch[bool] = Field(
         True, description="on an accelerator, only kernels that give the same bits each time"
@@ -101,12 +116,10 @@ class TrainConfig(Section):
     evaluate: InPlace[EvaluateConfig] = EvaluateConfig()
     memory: InPlace[MemoryConfig] = MemoryConfig()
 
-    @field_validator("precision", mode="before")
+    @field_validator("recompute", mode="before")
     @classmethod
-    def _is_computed(cls, value: object) -> object:
-        if isinstance(value, str) and value.startswith("fp8"):
-            raise ValueError(f"{value} is refused, as Holdfast computes nothing in fp8: use bf16")
-        return value
+    def _is_policy(cls, value: object) -> object:
+        return check_words(value)
 
     @field_validator("microbatch_size", mode="before")
     @classmethod
@@ -117,6 +130,20 @@ class TrainConfig(Section):
     def schedule_steps(self) -> int:
         """The step at which the learning rate reaches its last value."""
         return self.schedule.steps or self.steps
+
+    @property
+    def recompute_words(self) -> tuple[Recompute, ...]:
+        """The words of `recompute`: one, or one for each stage."""
+        return (self.recompute,) if isinstance(self.recompute, str) else self.recompute
+
+    @property
+    def recomputes(self) -> bool:
+        """Return True if blocks of some stage are run again."""
+        return set(self.recompute_words) != {"none"}
+
+    def recompute_of(self, stage: int, stages: int) -> Recompute:
+        """The word for one stage of a pipeline of so many."""
+        return word_of_stage(self.recompute, stage, stages)
 
     @property
     def movable_state(self) -> list[str]:
@@ -150,10 +177,16 @@ class TrainConfig(Section):
 
     @model_validator(mode="after")
     def _recomputes(self) -> TrainConfig:
-        if self.compile and self.recompute == "selective":
+        is_selective = "selective" in self.recompute_words
+        if self.compile and is_selective:
             raise ValueError(
                 "recompute selective chooses among operations, which compile true fuses: use "
                 "recompute full, or compile false"
+            )
+        if is_selective and not self.recompute_keep:
+            raise ValueError(
+                "recompute_keep [] keeps no results, as recompute full does: use recompute full, "
+                "or recompute_keep [matmul]"
             )
         return self
 

@@ -52,7 +52,7 @@ class TensorParallel:
     def __init__(self, collectives: Collectives, sequence_parallel: bool, part: VocabularyPart):
         self.sequence_parallel = sequence_parallel
         self.softmax = VocabularySoftmax(part, collectives)
-        self._collectives = collectives
+        self.collectives = collectives
         self._shape = (0, 0)
 
     def begin_forward(self, batch: int, sequence: int) -> None:
@@ -68,20 +68,20 @@ class TensorParallel:
     def enter_region(self, x: Tensor) -> Tensor:
         """The residual stream, [ceil(B*S / n), D] where tokens are cut -> [B, S, D]"""
         if not self.sequence_parallel:
-            return self._collectives.copy(x)
+            return self.collectives.copy(x)
         batch, sequence = self._shape
-        tokens = self._collectives.gather(x)[: batch * sequence]
+        tokens = self.collectives.gather(x)[: batch * sequence]
         return tokens.view(batch, sequence, -1)
 
     def leave_region(self, x: Tensor) -> Tensor:
         """Each rank's summand [B, S, D] -> the residual stream, cut where tokens are"""
         if not self.sequence_parallel:
-            return self._collectives.reduce(x)
+            return self.collectives.reduce(x)
         tokens = x.flatten(0, 1)
-        missing = -tokens.shape[0] % self._collectives.size
+        missing = -tokens.shape[0] % self.collectives.size
         if missing:
             tokens = F.pad(tokens, (0, 0, 0, missing))
-        return self._collectives.scatter(tokens)
+        return self.collectives.scatter(tokens)
 
 
 class DecoderObjective(Protocol):

@@ -11,8 +11,14 @@ with. w: 4, in float64 8.
 
     norm         w R (2 D + 1)
     none         2 norms + i T (2 D + 2 Q + 2 K + 4 F) + w T H
-    selective    i R D + i T (2 D + Q + 2 K + 2 F)
     full         i R D
+    selective    i R D, and of what `train.recompute_keep` names
+    matmul       i T (2 D + Q + 2 K + 2 F)
+    attention    i T Q + w T H
+    activation   i T F
+
+With `train.partition_activations` each i R D of a block's input is i T D / tp. The first block of a
+later stage is left out: its input came from another stage, and is held complete.
 
 A block's regions under tp read all T tokens, so `none` keeps 2 D of them on each rank. (Korthikanti
 et al., section 4.2.2, keep a part and gather it again.) The last stage adds the final norm. It also
@@ -28,6 +34,7 @@ from dataclasses import dataclass
 
 from holdfast.config.model import ModelConfig
 from holdfast.config.pipeline_schedules import SCHEDULE_KINDS
+from holdfast.config.recompute import RecomputePolicy
 from holdfast.config.run import RunConfig
 from holdfast.core.sharding.reduction_tree import deal
 from holdfast.core.sharding.sharding_table import tp_part
@@ -53,8 +60,8 @@ class RankActivations:
 
 def has_formula(config: RunConfig) -> bool:
     """Return True for a run that the formulas cover. They know no task, no adapters, no masks of
-    documents or windows, no limits of scores, no experts, and norms before attention and
-    feed-forward alone."""
+    documents or windows, no limits of scores, no experts, no codes of few bits. Norms come before
+    attention and feed-forward alone."""
     model = config.model
     plain = model.norms == "pre" and not (model.attention_softcap or model.windowed)
     plain = plain and model.experts is None
@@ -63,6 +70,7 @@ def has_formula(config: RunConfig) -> bool:
     if any(degrees.pp > 1 for _, degrees in config.layout.kinds):
         kind = SCHEDULE_KINDS[config.layout.schedule]
         known = known and not kind.splits_backward and config.layout.stages_a_worker == 1
+    known = known and config.layout.quantized == "none"
     return trained and plain and known and config.data.attention == "full"
 
 
@@ -71,10 +79,10 @@ def activations_of(config: RunConfig, topology: Topology, at: Coordinate) -> Ran
     replica = topology.replicas[at.replica]
     share = deal(max(microbatches(config).values()), len(topology.replicas))[at.replica]
     stages, tp = replica.degree("pp"), replica.degree("tp")
-    rank = RankShape.of(config, replica, at)
+    rank, policy = RankShape.of(config, replica, at), config.recompute_policy(at.pp, stages, tp)
     is_last, is_cut = at.pp == stages - 1, tp > 1 and config.layout.sequence_parallel
     blocks = replica.blocks(at.pp) or range(config.model.layers)
-    kept = len(blocks) * rank.block(config.train.recompute)
+    kept = len(blocks) * rank.block(policy)
     stream = rank.item * rank.stream_tokens * config.model.dim
     whole = rank.item * rank.tokens * config.model.dim
     if is_last:
@@ -82,13 +90,14 @@ def activations_of(config: RunConfig, topology: Topology, at: Coordinate) -> Ran
         kept += rank.norm() + whole + rank.item * rows * config.model.dim
     else:
         kept += stream
-    if at.pp > 0 and config.train.recompute == "none" and rank.item < rank.wide:
-        kept += stream  # the norm keeps a wide copy of what came in
+    kept += rank.extra_of_first(policy, at.pp, tp)
     waiting = 0
-    if is_cut:
-        waiting = 2 * rank.wide * rank.tokens if is_last else whole  # of the loss, two a token
-        if config.train.recompute == "selective" and not is_last:
-            waiting = 0  # it is a product that is kept
+    if tp > 1 and is_last:
+        waiting = 2 * rank.wide * rank.tokens  # of the loss, two a token
+    elif is_cut:
+        waiting = 0 if policy.keeps("matmul") else whole  # 0: it is a product that is kept
+    elif policy.input_parts > 1:
+        waiting = rank.kept_input(policy)
     waiting += _context_messages(config, replica.degree("cp"), rank)
     return RankActivations(kept, _in_flight(config, stages, at.pp, len(share)), waiting)
 
@@ -151,14 +160,41 @@ class RankShape:
     def norm(self) -> int:
         return self.wide * self.stream_tokens * (2 * self.model.dim + 1)
 
-    def block(self, recompute: str) -> int:
+    def stream(self) -> int:
+        """Bytes of the residual stream."""
+        return self.item * self.stream_tokens * self.model.dim
+
+    def moved(self, policy: RecomputePolicy) -> int:
+        """Bytes of a block that hooks of autograd see: with recomputation, its input, unless that
+        is cut."""
+        if policy.word == "none":
+            return self.block(policy)
+        return self.kept_input(policy) if policy.input_parts == 1 else 0
+
+    def kept_input(self, policy: RecomputePolicy) -> int:
+        """Bytes of a block's input that are kept, where a block is run again."""
+        return self.item * -(-self.stream_tokens * self.model.dim // policy.input_parts)
+
+    def extra_of_first(self, policy: RecomputePolicy, stage: int, tp: int) -> int:
+        """Bytes that a stage keeps at its beginning, beyond those of a block. Under tp the
+        embedding keeps a row's number and whether it is here, 9 bytes a token."""
+        if stage == 0:
+            return 9 * self.tokens if tp > 1 else 0
+        stream = self.stream()
+        if policy.word == "none":  # the norm keeps a wide copy of what came in
+            return stream if self.item < self.wide else 0
+        return stream - self.kept_input(policy)
+
+    def block(self, policy: RecomputePolicy) -> int:
+        """Bytes that a block keeps; but see `extra_of_first`."""
         dim, head = self.model.dim, self.model.head_size
         query, key = self.heads * head, self.kv_heads * head
-        stream = self.item * self.stream_tokens * dim
-        if recompute == "full":
-            return stream
-        if recompute == "selective":
-            return stream + self.item * self.tokens * (2 * dim + query + 2 * key + 2 * self.inner)
+        if policy.word != "none":
+            width = self.item * (2 * dim + query + 2 * key + 2 * self.inner)
+            kept = width * policy.keeps("matmul")
+            kept += (self.item * query + self.wide * self.heads) * policy.keeps("attention")
+            kept += self.item * self.inner * policy.keeps("activation")
+            return self.kept_input(policy) + self.tokens * kept
         width = self.item * (2 * dim + 2 * query + 2 * key + 4 * self.inner)
         width += self.wide * self.heads
         width += self.item * query if self.swaps else 0

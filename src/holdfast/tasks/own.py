@@ -264,11 +264,19 @@ def _refuse_without_units(
             where="task",
             remedy="name some in units(), or use train.compile=false",
         )
-    if train.recompute == "none":
+    if train.memory.moves_activations and not units:
+        raise TaskError(
+            f"train.memory.activations {train.memory.activations} moves what the module's units "
+            "keep, and it has none",
+            where="task",
+            remedy="name some in units(), or use train.memory.activations=device",
+        )
+    if not train.recomputes:
         return
+    word = train.recompute_of(0, 1)
     if not units:
         raise TaskError(
-            f"train.recompute {train.recompute} runs the module's units again, and it has none",
+            f"train.recompute {word} runs the module's units again, and it has none",
             where="task",
             remedy="name some in units(), or use train.recompute=none",
         )
@@ -276,7 +284,7 @@ def _refuse_without_units(
     for buffer in (buffer for unit in units for buffer in unit.buffers()):
         if name := changed.get(id(buffer)):
             raise TaskError(
-                f"train.recompute {train.recompute} runs a unit again, which would change its "
+                f"train.recompute {word} runs a unit again, which would change its "
                 f"buffer {name} a second time",
                 where="task",
                 remedy="leave that unit out in units(), or use train.recompute=none",

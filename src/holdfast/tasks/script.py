@@ -240,11 +240,17 @@ def _refuse_settings(config: RunConfig) -> None:
         raise TaskError(
             "an own loop is not compiled by Holdfast", where="train.compile", remedy="use false"
         )
-    if config.train.recompute != "none":
+    if config.train.recomputes:
         raise TaskError(
             "an own loop runs its own passes",
             where="train.recompute",
             remedy="use none, and torch.utils.checkpoint in the loop",
+        )
+    if config.train.memory.moves_activations:
+        raise TaskError(
+            "an own loop keeps what its own passes need",
+            where="train.memory.activations",
+            remedy="use device, and torch.autograd.graph.save_on_cpu in the loop",
         )
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 from math import prod
+from typing import cast
 
 import torch
 from torch import nn
@@ -24,6 +25,7 @@ from holdfast.layout import Topology
 from holdfast.parallel.expert_parallel import shared_experts
 from holdfast.parallel.gradients.cell_team import CellTeam, ExchangeKind
 from holdfast.parallel.gradients.feeder import Cells, GradientFeeder
+from holdfast.parallel.partitioned_input import PartitionedInput
 from holdfast.parallel.process_groups import ProcessGroups, connect
 from holdfast.parallel.replicated import ReplicatedGradients
 from holdfast.parallel.torch_compat import (
@@ -37,9 +39,12 @@ from holdfast.parallel.trace import SpanRecorder
 from holdfast.parallel.zero1 import OwnedRows
 from holdfast.train.engine import GradientFeed, GradientReducer, StepEngine
 from holdfast.train.evaluate import Evaluator
+from holdfast.train.float8 import apply_float8
 from holdfast.train.loss_scale import LossScale
+from holdfast.train.memory.activations import move_activations
 from holdfast.train.memory.metered_executor import MeteredExecutor
 from holdfast.train.memory.places import StateMemory
+from holdfast.train.objective import NextTokenObjective
 from holdfast.train.precision import Precision
 from holdfast.train.protocols import ShareLoader
 from holdfast.train.recompute import apply_recompute
@@ -166,11 +171,14 @@ def build_engine(
     precision = Precision.of(config.train.precision)
     objective = task.objective(groups)
     objective.to(precision.state)
-    _prepare_units(config, task.units(objective))
-    shards = groups.degree("dp_shard")
-    make = _replicated if shards == 1 else _zero1 if config.layout.zero == 1 else _sharded
+    units = task.units(objective)
+    if precision.has_float8:
+        apply_float8(units, is_emulated=not device_kind(device.type).float8_capability)
     label, movable = f"{config.name}-rank{groups.rank}", config.train.movable_state
     memory = StateMemory(config.train.memory, device, label, movable)
+    _prepare_units(config, groups, units, objective, memory)
+    shards = groups.degree("dp_shard")
+    make = _replicated if shards == 1 else _zero1 if config.layout.zero == 1 else _sharded
     parameters, feed = make(_Parts(config, task, groups, device, precision, memory), objective)
     executor = task.executor(objective, groups, precision.compute, device)
     compiled_here = config.train.compile and device.type == "cpu"
@@ -192,16 +200,34 @@ def build_engine(
     return engine
 
 
-def _prepare_units(config: RunConfig, units: Sequence[nn.Module]) -> None:
-    """Let units be compiled, and run again in the backward pass, as the run file says."""
-    if config.train.recompute != "none":
+def _prepare_units(
+    config: RunConfig,
+    groups: ProcessGroups,
+    units: Sequence[nn.Module],
+    objective: nn.Module,
+    memory: StateMemory,
+) -> None:
+    """Let units be compiled, and run again in the backward pass, and what they keep be moved, as
+    the run file says."""
+    moves, stage = memory.config.moves_activations, groups.coordinate.pp
+    policy = config.recompute_policy(stage, groups.degree("pp"), groups.degree("tp"))
+    if policy.word != "none":
         is_random = bool(config.task.name or config.lora.dropout)
-        apply_recompute(
-            units, config.train.recompute, is_random=is_random, is_compiled=config.train.compile
-        )
-    elif config.train.compile:
+        make = partial(apply_recompute, is_random=is_random, is_compiled=config.train.compile)
+        first = 0  # of the units whose input can be cut
+        if policy.input_parts > 1:
+            first = int(stage > 0)  # the stage holds all of what came in
+            make(units[:first], policy)
+            tensor = cast(NextTokenObjective, objective).tensor
+            assert tensor is not None, "tp made it"
+            make = partial(make, partition=PartitionedInput(tensor.collectives))
+        make(units[first:], policy)
+    elif config.train.compile and not moves:
         for unit in units:
             unit.compile()
+    if moves:
+        is_plain = policy.word == "none"
+        move_activations(units, memory, is_compiled=config.train.compile and is_plain)
 
 
 def _tokens(config: RunConfig) -> int:
@@ -301,6 +327,8 @@ def _zero1(parts: _Parts, objective: nn.Module) -> BuiltParameters:
         traffic=groups.traffic,
         make_masters=partial(parts.memory.zeros, "optimizer"),
     )
+    if parts.memory.ledger.limit:  # with a limit, all that the device holds is counted
+        parts.memory.ledger.add(DEVICE, "messages", rows.waiting_bytes)
 
     def feeder(cells: Cells, by_unit: bool) -> GradientFeeder:
         return ReplicatedGradients(
@@ -356,6 +384,9 @@ def _sharded(parts: _Parts, objective: nn.Module) -> BuiltParameters:
             fast=config.layout.reduction == "fast",
             traffic=traffic,
             buffers=parts.make_sum,
+            are_sums_here=parts.memory.place_of("gradients") == DEVICE,
+            weight_bits=WEIGHT_BITS if config.layout.quantizes_weights else 0,
+            gradient_bits=GRADIENT_BITS if config.layout.quantizes_gradients else 0,
         )
 
     held = [local_tensor(p) for p in named.values()]
@@ -402,5 +433,8 @@ def _cells_and_teams(config: RunConfig, groups: ProcessGroups) -> list[tuple[Cel
     cells = run_cells(config, groups.topology, groups.rank)
     return list(zip(cells, groups.teams(cells), strict=True))
 
+
+WEIGHT_BITS, GRADIENT_BITS = 8, 4
+"""Of what shards send each other under `layout.quantized`."""
 
 Table = tuple[tuple[Parameter, ...], dict[str, Box], Mapping[str, torch.Tensor]]
