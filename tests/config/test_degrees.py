@@ -65,6 +65,10 @@ def sentence(*overrides: str) -> str:
             "use model.experts.capacity 0",
         ),
         (
+            [*EXPERTS, "layout.dp_shard=2", "layout.ep=2", "layout.quantized=weights"],
+            "layout.quantized weights does not work with layout.ep 2; use layout.quantized: none",
+        ),
+        (
             [*EXPERTS, "model.experts.width=20", "layout.tp=4", "layout.tp=3"],
             "layout.tp 3 does not divide model.experts.width 20; use 2 or 4",
         ),
