@@ -65,6 +65,10 @@ def sentence(*overrides: str) -> str:
             "use model.experts.capacity 0",
         ),
         (
+            [*EXPERTS, "model.dim=64", "model.heads=4", "model.ffn_dim=64", "train.precision=fp8"],
+            "train.precision fp8 has no products for model.experts; use bf16",
+        ),
+        (
             [*EXPERTS, "layout.dp_shard=2", "layout.ep=2", "layout.quantized=weights"],
             "layout.quantized weights does not work with layout.ep 2; use layout.quantized: none",
         ),
