@@ -60,7 +60,7 @@ def sentence(*overrides: str) -> str:
             "not run again; use train.recompute full",
         ),
         (
-            [*EXPERTS, "model.experts.capacity=1.5", "layout.cp=2"],
+            [*EXPERTS, "layout.cp=2", "model.experts.capacity=1.5"],
             "model.experts.capacity 1.5 drops the last tokens, and layout.cp changes their order; "
             "use model.experts.capacity 0",
         ),
