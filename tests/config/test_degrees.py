@@ -60,9 +60,17 @@ def sentence(*overrides: str) -> str:
             "not run again; use train.recompute full",
         ),
         (
-            [*EXPERTS, "model.experts.capacity=1.5", "layout.cp=2"],
+            [*EXPERTS, "layout.cp=2", "model.experts.capacity=1.5"],
             "model.experts.capacity 1.5 drops the last tokens, and layout.cp changes their order; "
             "use model.experts.capacity 0",
+        ),
+        (
+            [*EXPERTS, "model.dim=64", "model.heads=4", "model.ffn_dim=64", "train.precision=fp8"],
+            "train.precision fp8 has no products for model.experts; use bf16",
+        ),
+        (
+            [*EXPERTS, "layout.dp_shard=2", "layout.ep=2", "layout.quantized=weights"],
+            "layout.quantized weights does not work with layout.ep 2; use layout.quantized: none",
         ),
         (
             [*EXPERTS, "model.experts.width=20", "layout.tp=4", "layout.tp=3"],
