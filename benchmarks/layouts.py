@@ -1,11 +1,11 @@
 """A training step under each axis of a layout, against the same axis in other loops.
 
-The axes are tp2 (tensor with sequence parallelism), pp2 (8 microbatches, each schedule) and
-dp_shard2, on two workers with one thread each. The other loops are by hand from PyTorch's own
-pieces (parallelize_module, the pipelining schedules, fully_shard), in DeepSpeed and with
-torchtitan's plans. Every loop has the same weights, decoder maths and tokens, fused AdamW, and
-clipping to norm 1 over the complete gradient. `benchmarks/turns.py` says how they are compared,
-`peers/floor.py` what the floor is.
+The axes are tp2 (tensor with sequence parallelism), cp2 (by an all-gather and by a ring), pp2 (8
+microbatches, each schedule) and dp_shard2. There are two workers with one thread each. The other
+loops are by hand from PyTorch's own pieces (parallelize_module, collectives, the pipelining
+schedules, fully_shard), in DeepSpeed and with torchtitan's plans. Every loop has the same weights,
+decoder maths and tokens, fused AdamW, and clipping to norm 1 over the complete gradient.
+`benchmarks/turns.py` says how they are compared, `peers/floor.py` what the floor is.
 
     python -m benchmarks.layouts                      every pair
     python -m benchmarks.layouts tp2 pp2              some pairs
@@ -25,6 +25,8 @@ HAND, AHEAD = "at least 0.97", "ahead (low end above 1)"
 
 PAIRS = (
     Pair("tp2", "tensor", "holdfast-tp2", HAND, 0.97, floor="floor-tp2"),
+    Pair("cp2", "context", "holdfast-cp2", HAND, 0.97, floor="floor-dp2"),
+    Pair("cp2-ring", "context", "holdfast-cp2-ring", HAND, 0.97, floor="floor-dp2"),
     Pair("pp2", "pipeline-1f1b", "holdfast-pp2", HAND, 0.97, microbatches=8, floor="floor-pp2"),
     Pair(
         "pp2-gpipe",

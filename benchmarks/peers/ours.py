@@ -32,9 +32,10 @@ class Samples:
 
 
 def run_config(
-    work: Work, world: int, layout: Layout, zero: int = 3, schedule: str = "1f1b"
+    work: Work, world: int, layout: Layout, zero: int = 3, schedule: str = "1f1b", **more: Any
 ) -> RunConfig:
-    """The work as a run file. A rank's `microbatches` are parts of a logical microbatch each."""
+    """The work as a run file. A rank's `microbatches` are parts of a logical microbatch each.
+    more: of the layout."""
     model = work.config.model_dump()
     return RunConfig.model_validate(
         {
@@ -42,7 +43,7 @@ def run_config(
             "device": "cpu",
             "model": model,
             "data": {"sequence_length": work.sequence},
-            "layout": {"workers": world, "zero": zero, "schedule": schedule} | axes(layout),
+            "layout": {"workers": world, "zero": zero, "schedule": schedule} | axes(layout) | more,
             "train": {
                 "steps": 10**6,
                 "batch_size": work.batch,
@@ -66,27 +67,36 @@ def axes(layout: Layout) -> dict[str, Any]:
     return {
         "pp": layout.pp,
         "dp_shard": layout.dp_shard,
+        "cp": layout.cp,
         "tp": layout.tp,
         "stages": layout.stages,
     }
 
 
 def run(
-    bench: Bench, pp: int = 1, shards: int = 1, tp: int = 1, zero: int = 3, schedule: str = "1f1b"
+    bench: Bench,
+    pp: int = 1,
+    shards: int = 1,
+    tp: int = 1,
+    cp: int = 1,
+    zero: int = 3,
+    schedule: str = "1f1b",
+    cp_method: str = "allgather",
 ) -> None:
     same_products_on_any_threads()  # as a worker does: its cost is ours
     keep_freed_memory()
     work = bench.work
     named = LayoutConfig(schedule=schedule)
     layout = Layout(
-        dp_replicate=bench.world // (pp * shards * tp),
+        dp_replicate=bench.world // (pp * shards * cp * tp),
         pp=pp,
         dp_shard=shards,
+        cp=cp,
         tp=tp,
         stages=work.stages(pp * named.stages_a_worker) if pp > 1 else (),
         is_folded=named.is_folded and pp > 1,
     )
-    config = run_config(work, bench.world, layout, zero, schedule)
+    config = run_config(work, bench.world, layout, zero, schedule, cp_method=cp_method)
     topology = place_layout(layout, 1, ("local",) * bench.world)
     store = dist.FileStore(bench.meeting, bench.world)
     device = torch.device("cpu")

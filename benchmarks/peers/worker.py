@@ -18,6 +18,8 @@ NAMES: dict[str, tuple[str, dict[str, object]]] = {
     "holdfast-zero2": ("ours", {"shards": 2, "zero": 2}),
     "holdfast-zero3": ("ours", {"shards": 2}),
     "holdfast-tp2": ("ours", {"tp": 2}),
+    "holdfast-cp2": ("ours", {"cp": 2}),
+    "holdfast-cp2-ring": ("ours", {"cp": 2, "cp_method": "ring"}),
     "holdfast-pp2": ("ours", {"pp": 2}),
     "holdfast-pp2-gpipe": ("ours", {"pp": 2, "schedule": "gpipe"}),
     **{
@@ -30,6 +32,7 @@ NAMES: dict[str, tuple[str, dict[str, object]]] = {
     "floor-tp2": ("floor", {"tp": 2}),
     "floor-pp2": ("floor", {"pp": 2}),
     "tensor": ("tensor", {}),
+    "context": ("context", {}),
     "pipeline-1f1b": ("pipeline", {"schedule": "1f1b"}),
     "pipeline-gpipe": ("pipeline", {"schedule": "gpipe"}),
     **{

@@ -106,7 +106,7 @@ class WorkerReady(Event):
     absent_if_empty = frozenset({"device"})
     rank: int
     seconds: float  # from fork to ready
-    device: str = ""  # with its backends and their versions: "cuda:1, nccl 2.28.9"
+    device: str = ""  # with backends, versions and transport: "cuda:1, nccl 2.28.9, NVLink"
 
 
 @dataclass(frozen=True)
@@ -116,7 +116,7 @@ class WorkerLost(Event):
     pid: int  # 0: not known
     cause: str  # "SIGKILL", "exit 1", "no progress for 30 s", ...
     noticed_by: str  # exit, peer, halt; heartbeat: of its node; of one that stands still: stopped,
-    # silent, behind, progress
+    # silent, behind, device, progress
     node: str = ""  # where it sat
 
 

@@ -139,11 +139,25 @@ HOST = HardwareInfo(
 )
 
 
-def test_a_host_with_several_gpus_is_planned_one_worker(tmp_path: Path) -> None:
-    run_file = write_run_file(tmp_path)
-    found = plan_for_machine(load_config(run_file, ["device=auto", "layout.workers=0"]), HOST)
-    assert (found.config.device, found.config.layout.workers) == ("cuda", 1)
-    assert found.origins["layout.workers"].place == "several devices have not been run yet"
+@pytest.mark.parametrize(
+    ("settings", "workers"),
+    [
+        ((), 4),
+        (("layout.dp_shard=3", "train.batch_size=6", "train.microbatch_size=3"), 3),
+        (("train.batch_size=2",), 2),  # so many have work
+        (("device=cpu",), 1),
+        (("cluster.node=a", "cluster.places=2"), 1),
+    ],
+)
+def test_a_host_with_several_gpus_is_planned_a_worker_for_each(
+    tmp_path: Path, settings: tuple[str, ...], workers: int
+) -> None:
+    asked = ["device=auto", "layout.workers=0", *settings]
+    found = plan_for_machine(load_config(write_run_file(tmp_path), asked), HOST)
+    assert found.config.layout.workers == workers
+    if workers > 1:
+        (line,) = describe_devices(found)
+        assert f"{workers} workers on cuda (for the cuda devices of host, of which it has 4" in line
 
 
 def test_a_gpu_that_torch_was_not_built_for_is_refused(tmp_path: Path) -> None:
@@ -160,7 +174,8 @@ def test_several_workers_get_a_device_each_and_the_person_a_warning(tmp_path: Pa
     asked = load_config(run_file, ["device=cuda", "layout.workers=4"])
     found = plan_for_machine(asked, HOST)
     assert (found.config.device, found.config.layout.workers) == ("cuda", 4)
-    (line,) = describe_devices(found.config)
+    (line,) = describe_devices(found)
+    assert line.startswith("4 workers on cuda: ")
     assert "only been run with stand-ins" in line
     with pytest.raises(
         ConfigError, match=r"layout\.workers is 5, but this machine has 4"

@@ -17,9 +17,11 @@ from holdfast.cli import doctor_deadline, doctor_store
 from holdfast.cli.doctor_deadline import Deadlines
 from holdfast.cli.doctor_nodes import check_links, check_memory, check_nodes, needs_by_node
 from holdfast.cli.doctor_run import diagnose_run
+from holdfast.cli.doctor_state import check_devices
 from holdfast.cli.doctor_store import check_store
 from holdfast.config.run import RunConfig
 from holdfast.elastic.protocol.node_check import LinkResult, NodeCheckReply, NodeMemory
+from holdfast.events import Record, WorkerReady
 from holdfast.launch.holder import HolderWatch
 from holdfast.launch.node_checks import AgentAnswer
 from holdfast.layout import Layout, place_layout
@@ -152,6 +154,22 @@ def test_a_bucket_is_tried_too() -> None:
 def test_no_run_is_bad_input(tmp_path: Path, capsys: Capture) -> None:
     here(capsys, "doctor", tmp_path).refuses(str(tmp_path), "no run here", "holdfast train")
     here(capsys, "doctor", tmp_path / "none").refuses("no run here")
+
+
+def test_devices_and_what_carries_their_data_are_named() -> None:
+    def ready(generation: int, rank: int, device: str) -> Record:
+        return Record(generation, f"rank{rank}", 0, 0.0, WorkerReady(rank, 1.0, device))
+
+    card = "nccl 2.29.7, InfiniBand and NVLink"
+    records = [ready(1, 5, f"cuda:5, {card}"), ready(1, 6, "")]
+    records += [ready(2, rank, f"cuda:{rank % 2}, {card}") for rank in range(4)]
+    assert [check.found for check in check_devices(records)] == [
+        f"rank 0, 2: cuda:0, {card}",
+        f"rank 1, 3: cuda:1, {card}",
+    ]
+    many = [ready(2, rank, "cpu, gloo") for rank in range(9)]
+    assert [check.found for check in check_devices(many)] == ["9 ranks: cpu, gloo"]
+    assert check_devices([]) == []
 
 
 def test_memory_that_does_not_suffice_is_found_before_a_start() -> None:

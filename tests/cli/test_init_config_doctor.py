@@ -12,7 +12,7 @@ from holdfast.cli import doctor_checks
 from holdfast.config.load import load_config
 from holdfast.core.transports import CardLink, NetworkPort, NodeLinks
 from holdfast.plan.accelerators import Accelerator
-from holdfast.plan.hardware import detect_hardware
+from holdfast.plan.hardware import HardwareInfo, detect_hardware
 from tests.support.commands import here
 
 Capture = pytest.CaptureFixture[str]
@@ -137,3 +137,11 @@ def test_doctor_names_the_links_of_the_cards() -> None:
     assert "mlx5_3 (InfiniBand, 400 Gb/sec) and 2 more" in found
     found = doctor_checks.check_links(machine, NodeLinks()).found
     assert found.startswith("no NVLink or xGMI between 3 cards; no active port of InfiniBand")
+
+
+def test_doctor_tells_of_unlike_cards() -> None:
+    cards = (Accelerator(0, "NVIDIA H100", 2**36), Accelerator(1, "NVIDIA A100", 2**36))
+    machine = HardwareInfo("a", "Linux", 8, 2**36, 2**35, cards, "CUDA 13.0")
+    check = doctor_checks.check_accelerators(machine)
+    assert (check.state, check.found[:23]) == ("weak", "NVIDIA H100 (64 GiB), N")
+    assert "train.deterministic=false" in check.remedy

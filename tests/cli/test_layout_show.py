@@ -65,6 +65,20 @@ def test_which_rank_holds_what_on_which_node(run_file: Path, capsys: Capture) ->
     assert "no fragmentation is added on a CPU" in estimate[10]
 
 
+def test_activations_fall_with_the_ranks_that_share_tokens(run_file: Path, capsys: Capture) -> None:
+    """By 1 / cp, but for the gradient of the head's rows, which the loss computes at once."""
+    kept = []
+    for cp in (1, 2, 4):
+        layout = (f"layout.cp={cp}", f"layout.workers={cp}", "layout.cp_method=ring")
+        wide = ("model.vocab_size=64", "train.microbatch_size=8", "train.batch_size=8")
+        out = here(capsys, "layout", "show", run_file, *wide, *layout, "--json").out
+        ranks = json.loads(out)["ranks"]
+        assert [rank["at"]["cp"] for rank in ranks] == list(range(cp))
+        kept.append(ranks[0]["activations"]["per_microbatch"])
+    assert kept[0] - kept[1] == 2 * (kept[1] - kept[2])
+    assert kept[0] > 3.5 * kept[2]
+
+
 def test_what_a_lost_rank_leaves(run_file: Path, capsys: Capture) -> None:
     out = here(capsys, "layout", "show", run_file, *EIGHT, "--what-if", "lost=3").out
     assert "replica 0: pp 2 x tp 2, blocks [2, 2] (broken)" in out

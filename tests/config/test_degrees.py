@@ -43,6 +43,19 @@ def sentence(*overrides: str) -> str:
             ["layout.tp=6"],
             "layout.tp 6 neither divides model.kv_heads 4 nor is a multiple of it; use 4 or 12",
         ),
+        (
+            ["layout.cp=5"],
+            "layout.cp 5 does not cut data.sequence_length 256 into 10 equal chunks; use 4 or 8",
+        ),
+        (
+            ["layout.cp_method=ulysses", "layout.cp=8"],
+            "layout.cp 8 with layout.cp_method ulysses has 8 workers that swap heads, which do not "
+            "divide the 4 key/value heads of a worker; use 4, or layout.cp_method ring",
+        ),
+        (
+            ["layout.cp_method=ulysses-ring", "layout.cp_ring=4", "layout.cp=2"],
+            "layout.cp 2 is no multiple of layout.cp_ring 4; use 1 or 4",
+        ),
         (["layout.pp=7"], "layout.pp 7 is more than model.layers 6; use 6 or less"),
         (
             ["layout.pp=3", "layout.stages=[3, 3]"],
@@ -150,6 +163,9 @@ degree = st.integers(1, 9)
     pp=degree,
     dp_shard=degree,
     tp=degree,
+    cp=degree,
+    method=st.sampled_from(["ring", "ulysses", "ulysses-ring"]),
+    length=st.sampled_from([8, 12, 32]),
     workers=st.integers(0, 24),
     batches=st.lists(st.integers(1, 12), min_size=1, max_size=2),
     larger=st.booleans(),
@@ -163,6 +179,9 @@ def test_what_a_refusal_offers_works(
     pp: int,
     dp_shard: int,
     tp: int,
+    cp: int,
+    method: str,
+    length: int,
     workers: int,
     batches: list[int],
     larger: bool,
@@ -184,7 +203,15 @@ def test_what_a_refusal_offers_works(
             "microbatch_size": microbatch,
             "batch_warmup": [{"from_step": 1, "batch_size": batches[-1] * microbatch}],
         },
-        "layout": {"pp": pp, "dp_shard": dp_shard, "tp": tp, "workers": workers},
+        "data": {"sequence_length": length},
+        "layout": {
+            "pp": pp,
+            "dp_shard": dp_shard,
+            "cp": cp,
+            "cp_method": method,
+            "tp": tp,
+            "workers": workers,
+        },
     }
     mended: set[str] = set()
     while (said := _refusal(value)) is not None:
@@ -201,6 +228,7 @@ def test_what_a_refusal_offers_works(
     degrees = config.layout
     assert heads % degrees.tp == ffn_dim % degrees.tp == 0
     assert config.train.microbatch_size % degrees.dp_shard == 0
+    assert degrees.cp == 1 or length % (2 * degrees.cp) == 0
     assert degrees.pp <= layers
     assert degrees.workers % degrees.ranks == 0
 

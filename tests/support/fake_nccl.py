@@ -56,6 +56,9 @@ KIND = DeviceKind(
 """The stand-in's row of the device table: computes as the CPU does, and communicates as CUDA."""
 
 
+_hangs = threading.Event()
+hang_kernels = _hangs.set
+"""From now on the kernels of this process's device hang, until the process ends."""
 _said = {"transport": "P2P/CUMEM/read"}
 
 
@@ -267,6 +270,8 @@ class FakeLane(lanes.DeviceLane):
         def serve() -> None:
             while True:
                 job = jobs.get()
+                if _hangs.is_set():
+                    threading.Event().wait()
                 try:
                     job()
                 except Exception as error:
@@ -279,7 +284,7 @@ class FakeLane(lanes.DeviceLane):
     def follow(self, mark: Any) -> None:
         """Do nothing: what a thread of the CPU has computed is there."""
 
-    def run(self, job: Callable[[], object]) -> None:
+    def _launch(self, job: Callable[[], object]) -> None:
         self._stream.put(job)
 
     def record(self) -> Any:

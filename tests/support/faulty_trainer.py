@@ -5,7 +5,8 @@ The faults are in the environment, as JSON: {"raise": [[generation, rank, step],
 agreeing": [[generation, rank], ...], "last": [[first step, last step, milliseconds], ...]}. "last"
 gives the duration of steps of the first generation. "on a device": the workers communicate by
 `fake_nccl`, with these changes of its row in the device table. "system": a folder in place of
-`/sys`, for the links of the node.
+`/sys`, for the links of the node. "kernel hangs": [generation, rank, step]: from
+there on the device does nothing more.
 """
 
 from __future__ import annotations
@@ -32,11 +33,10 @@ def run(boot: WorkerSpec, secret: Secret) -> int:
     from holdfast.plan import links
     from holdfast.train import recover as recovering
     from holdfast.train.engine import StepEngine
+    from tests.support import fake_nccl
 
     deeds = json.loads(os.environ[DEEDS])
     if deeds.get("on a device"):
-        from tests.support import fake_nccl
-
         fake_nccl.install(**deeds["on a device"])
         links.SYSTEM = Path(deeds.get("system", links.SYSTEM))
     compute, agree = StepEngine.compute, recovering.agree  # type: ignore[attr-defined]
@@ -45,6 +45,8 @@ def run(boot: WorkerSpec, secret: Secret) -> int:
         groups = self.groups
         if [groups.topology.generation, groups.rank, self.step] in deeds.get("raise", []):
             raise ValueError("the test broke it")
+        if [groups.topology.generation, groups.rank, self.step] == deeds.get("kernel hangs"):
+            fake_nccl.hang_kernels()
         if groups.topology.generation == 1:
             for first, last, milliseconds in deeds.get("last", []):
                 if first <= self.step <= last:

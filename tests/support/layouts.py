@@ -2,6 +2,7 @@
 
 one               a single process, the reference
 dp2 tp2 pp4       replicas, tensor parallel, pipeline
+cp2               context parallel by all-gather; ring.cp2, ulysses.cp2, hybrid.cp4: otherwise
 shard2            dp_shard 2 under ZeRO-3; zero1.2 and zero2.2: under ZeRO-1 and ZeRO-2
 pp2-dp2-tp2       a product
 zbv.pp2           a pipeline schedule: interleaved, zbh1, zbv, dualpipev, gpipe
@@ -10,6 +11,7 @@ plain.tp2         without sequence parallelism;  gpipe.pp2: another schedule
 files.dp2         optimizer state in a file, gradients on the host
 gathered.dp2      gradients between replicas by collectives
 state8bit.dp2     moments in 8 bits, of a model that is wide enough;  statebf16.dp2: in bf16
+long.cp4          of more tokens, which 2, 3 and 4 ranks divide;  documents.cp2: in documents
 full.tp2          blocks are run again in the backward pass; selective.tp2, compiled.tp2
 """
 
@@ -26,6 +28,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from holdfast.config.data import DataConfig
 from holdfast.config.run import RunConfig
 from holdfast.core.sharding.pipeline_stages import balance_stages
 from holdfast.layout import Layout, Topology, place_replicas
@@ -62,6 +65,12 @@ RECOMPUTE: dict[str, dict[str, Any]] = {
 _FLAGS: dict[str, dict[str, Any]] = {
     "plain": {"layout__sequence_parallel": False},
     "gpipe": {"layout__schedule": "gpipe"},
+    "ring": {"layout__cp_method": "ring"},
+    "ulysses": {"layout__cp_method": "ulysses"},
+    "hybrid": {"layout__cp_method": "ulysses-ring"},
+    "heads": {"model__kv_heads": 4},
+    "long": {"data__sequence_length": 24},
+    "documents": {"data__attention": "document"},
     "interleaved": {"layout__schedule": "interleaved"},
     "zbh1": {"layout__schedule": "zb-h1"},
     "zbv": {"layout__schedule": "zbv"},
@@ -137,7 +146,7 @@ def case(name: str) -> Case:
     for text in rest.split("+"):
         layout = Layout()
         for word in text.split("-") if text != "one" else []:
-            match = re.fullmatch(r"(pp|dp|shard|tp|zero[12]\.)(\d+)", word)
+            match = re.fullmatch(r"(pp|dp|shard|cp|tp|zero[12]\.)(\d+)", word)
             if match is None:
                 raise ValueError(f"{word!r} in {name!r} is not an axis")
             axis, degree = match[1], int(match[2])
@@ -153,17 +162,8 @@ def case(name: str) -> Case:
 def model_flags(name: str) -> str:
     """What of a name's words makes another curve: a single process heeds those."""
     precisions = ("fp32", "bf16", "fp16")
-    flags = (
-        "qknorm",
-        "biased",
-        "gemma",
-        "untied",
-        *precisions,
-        "small",
-        "shallow",
-        "deep",
-        "eight",
-    )
+    kinds = ("qknorm", "biased", "gemma", "untied", "heads", "long", "documents")
+    flags = (*kinds, *precisions, "small", "shallow", "deep", "eight")
     return "".join(f"{flag}." for flag in flags if flag in name)
 
 
@@ -247,9 +247,13 @@ def engine_of(
     return made
 
 
-def one_step(made: StepEngine, step: int) -> StepVerdict:
+def one_step(made: StepEngine, step: int, data: DataConfig | None = None) -> StepVerdict:
+    """data: its length of a sample, and whether documents are kept apart."""
     shard, shards = made.groups.coordinate.dp_shard, made.groups.degree("dp_shard")
-    made.compute([feed(step, leaf, 4, shard, shards, VOCABULARY) for leaf in made.begin(step)])
+    length = LENGTH if data is None else data.sequence_length
+    apart = data is not None and data.attention == "document"
+    share = made.begin(step)
+    made.compute([feed(step, j, 4, shard, shards, VOCABULARY, length, apart) for j in share])
     verdict = made.reduce()
     made.apply(verdict)
     return verdict

@@ -76,18 +76,24 @@ def feed(
     part: int = 0,
     parts: int = 1,
     vocabulary: int = VOCABULARY,
+    length: int = LENGTH,
+    documents: bool = False,
 ) -> Fed:
-    """Tokens are a function of (step, leaf). A few targets are masked, differently per leaf."""
+    """Tokens are a function of (step, leaf). A few targets are masked, differently per leaf.
+    documents: rows hold several, which begin at other tokens in each."""
     generator = np.random.default_rng(key_seed(7, "test", step, leaf))
-    tokens = generator.integers(0, vocabulary, (size, LENGTH + 1))
+    tokens = generator.integers(0, vocabulary, (size, length + 1))
     tokens[:, 1::3] = tokens[:, 0:-1:3][:, : tokens[:, 1::3].shape[1]]  # something to learn
     targets = tokens[:, 1:].copy()
     targets[0, : leaf % 5] = -100
     rows = slice(part * size // parts, (part + 1) * size // parts)
     inputs, targets = tokens[rows, :-1].copy(), targets[rows]
-    return Fed(
-        torch.from_numpy(inputs), torch.from_numpy(targets), None, int((targets != -100).sum())
-    )
+    numbers = None
+    if documents:
+        begins = (generator.random((size, length)) < 0.2)[rows]
+        numbers = torch.from_numpy(begins.cumsum(1).astype(np.int32))
+    carried = int((targets != -100).sum())
+    return Fed(torch.from_numpy(inputs), torch.from_numpy(targets), numbers, carried)
 
 
 def engine(

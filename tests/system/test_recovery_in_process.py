@@ -283,6 +283,25 @@ def test_on_a_device_whoever_is_not_hit_stays(run_file: Path, alone: Path) -> No
 
 
 @pytest.mark.slow
+def test_the_rank_whose_kernel_hangs_is_named_and_replaced(run_file: Path, alone: Path) -> None:
+    """All ranks wait, and each of them is heard. Only the devices tell whom they wait for."""
+    deeds = {"on a device": ON_A_DEVICE, "kernel hangs": [1, 1, 9]}
+    with _befallen(run_file, "hang", deeds, "layout.workers=3", ALONE) as run:
+        run.until_step(8, 1)
+        first = dict(run.pids)
+        run.until_step(12, 2)
+        assert sorted(run.pids.values()) == sorted([first[0], first[2]])
+        run.finish()
+    (lost,) = run.events(WorkerLost)
+    assert (lost.rank, lost.noticed_by) == (1, "device")
+    assert "its device has not reached an exchange for" in lost.cause
+    begun = run.events(GenerationStarted)[1:]
+    assert [(event.reason, event.rung) for event in begun] == [("hang", 0)]
+    _every_step_once(run.folder, alone, 0.0)
+    _same_bits(run.folder, alone)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["dp_shard", "tp"])
 def test_on_a_device_a_broken_replica_begins_from_memory(
     run_file: Path, alone: Path, layout: str

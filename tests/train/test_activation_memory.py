@@ -37,11 +37,11 @@ def _measured(
         assert has_formula(config)
         topology = place(of, config)
         made = engine_of(config, topology, rank.rank, rank.store(policy))
-        _step(made, 1, size)
+        _step(made, 1, size, config.data.sequence_length)
         meter = ActivationMeter(made.objective)
-        _step(made, 2, size)
+        _step(made, 2, size, config.data.sequence_length)
         meter.peak = 0  # what one step's messages leave to the next is noted from here on
-        _step(made, 3, size)
+        _step(made, 3, size, config.data.sequence_length)
         at = made.groups.coordinate
         said = activations_of(config, topology, at).total
         found[policy] = (meter.peak, said, _late_sum(config, topology, at))
@@ -60,14 +60,16 @@ def _late_sum(config: RunConfig, topology: Topology, at: Coordinate) -> int:
     return shape.item * shape.stream_tokens * config.model.dim
 
 
-def _step(made: Any, step: int, size: int) -> None:
+def _step(made: Any, step: int, size: int, length: int) -> None:
     shard, shards = made.groups.coordinate.dp_shard, made.groups.degree("dp_shard")
-    made.compute([feed(step, leaf, size, shard, shards, VOCABULARY) for leaf in made.begin(step)])
+    share = made.begin(step)
+    made.compute([feed(step, j, size, shard, shards, VOCABULARY, length) for j in share])
     made.apply(made.reduce())
 
 
 LAYOUTS = [
     ("fp32.pp2", 4, POLICIES),
+    ("ring.fp32.cp2", 4, POLICIES),
     ("plain.fp32.tp2", 4, ("none", "cut-most", "cut")),
     *(
         in_campaign(name, size, POLICIES)
@@ -84,6 +86,10 @@ LAYOUTS = [
             ("fp32.pp2-tp2", 4),
             ("bf16.pp2", 4),
             ("zero1.2", 4),
+            ("fp32.cp2", 4),
+            ("heads.ulysses.fp32.cp2", 4),
+            ("long.fp32.cp4", 4),
+            ("long.ring.fp32.pp2-cp2", 4),
         )
     ),
     *(

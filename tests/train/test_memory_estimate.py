@@ -18,11 +18,12 @@ from tests.support.ranks import RankContext, rank_values
 from tests.support.tiny_training import Fed
 
 WITHIN = 0.05
-SEEDS = range(28)
+SEEDS = range(32)
 REPLICAS = (
     *("one", "dp2", "dp3", "gathered.dp2", "tp2", "plain.tp2", "tp4", "pp2", "gpipe.pp2", "pp4"),
     *("shard2", "zero1.2", "zero2.2", "shard3", "zero1.4", "pp2-tp2", "pp2-dp2", "dp2-tp2"),
     *("pp2-shard2", "shard2-tp2", "dp2-shard2", "pp2-zero1.2", "tp2+one", "pp2+one"),
+    *("cp2", "ring.cp2", "ulysses.cp2", "pp2-cp2"),
     *("plain.tp4", "plain.pp2-tp2", "plain.shard2-tp2", "plain.tp2"),
 )
 

@@ -16,12 +16,13 @@ from tests.train.test_parity import LAYOUTS
 STEPS = 2
 QUICK = ["bf16.pp2-tp2"]
 MORE = ["dp3", "tp2+one", "bf16.pp2-dp2", "small.dp3", "zero1.2-dp2", "fp32.tp2+one", "dp6"]
-IN_RANK_ORDER = ["plain.tp4"]
+CONTEXT = ["cp2-tp2", "ring.pp2-cp2", "heads.ulysses.cp2", "long.ring.cp4", "long.heads.hybrid.cp4"]
+IN_RANK_ORDER = ["plain.tp4", "long.ring.cp4", "long.heads.hybrid.cp4"]
 CASES = [
     *QUICK,
     *(
         pytest.param(name, marks=pytest.mark.slow)
-        for name in dict.fromkeys([*LAYOUTS, *MORE])
+        for name in dict.fromkeys([*LAYOUTS, *MORE, *CONTEXT])
         if name not in QUICK
     ),
 ]
@@ -37,7 +38,7 @@ def _both(rank: RankContext, layout: str) -> None:
         made = engine_of(config, topology_of(found, config), rank.rank, rank.store(backend))
         steps = []
         for step in range(1, STEPS + 1):
-            verdict = one_step(made, step)
+            verdict = one_step(made, step, config.data)
             state = [(name, at, values.tobytes()) for name, at, values in pieces(made)]
             steps.append((verdict.loss, verdict.norm, state))
         seen.append(steps)

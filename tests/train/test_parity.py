@@ -64,6 +64,42 @@ MODES = [
     "gemma.zero2.2",
     "pp3",
 ]
+CONTEXT = [
+    "ring.cp2",
+    "documents.shard2-cp2",
+    "heads.ulysses.cp2-tp2",
+    "documents.ring.pp2-cp2",
+]
+MORE_CONTEXT = [
+    "cp2",
+    "heads.ulysses.cp2",
+    "gemma.documents.cp2",
+    "gemma.documents.ring.cp2",
+    "heads.gemma.documents.ulysses.cp2",
+    "full.ring.cp2",
+    "selective.cp2",
+    "compiled.ring.cp2",
+    "qknorm.ring.cp2",
+    "long.documents.cp4",
+    "long.documents.ring.cp4",
+    "long.heads.documents.ulysses.cp4",
+    "long.heads.documents.hybrid.cp4",
+    "long.cp3+tp2+one",
+    *(
+        f"{method}.{others}"
+        for method in ("documents", "documents.ring", "heads.documents.ulysses")
+        for others in ("cp2-tp2", "plain.cp2-tp2", "pp2-cp2", "shard2-cp2", "dp2-cp2")
+    ),
+    "ring.zero1.2-cp2",
+    "ring.zero2.2-cp2",
+    "pp2-cp2-tp2",
+    "ring.pp2-cp2-tp2",
+    "heads.ulysses.pp2-cp2-tp2",
+    "ring.cp2+one",
+    "gpipe.pp2-cp2",
+    "deep.zbv.pp2-cp2",
+    "deep.interleaved.ring.pp2-cp2",
+]
 LAYOUTS = [*AXES, *PAIRS, *PRODUCTS, *UNLIKE, *MODES]
 SOME = [
     "dp4",
@@ -76,7 +112,8 @@ SOME = [
     "plain.pp2-tp2",
 ]
 CASES = [
-    *((name, STEPS) for name in SOME),
+    *((name, STEPS) for name in (*SOME, *CONTEXT)),
+    *(pytest.param(name, 20, marks=pytest.mark.slow) for name in (*CONTEXT, *MORE_CONTEXT)),
     *(pytest.param(name, more, marks=pytest.mark.slow) for more in (20, 40) for name in LAYOUTS),
 ]
 LOWER = [
@@ -96,7 +133,7 @@ def body(rank: RankContext, name: str, steps: int) -> dict[str, Any]:
     schedule = {"warmup_steps": min(4, steps // 2)}
     config = config_of({**of.changes, "train__steps": steps, "train__schedule": schedule})
     made = engine_of(config, topology_of(of, config), rank.rank, rank.store())
-    verdicts = [one_step(made, step) for step in range(1, steps + 1)]
+    verdicts = [one_step(made, step, config.data) for step in range(1, steps + 1)]
     assert all(v.mean_norm > made.train.optimizer.clip_norm for v in verdicts)
     save_pieces(rank.folder / f"{rank.rank}.npz", pieces(made))
     out = {
@@ -151,7 +188,11 @@ def test_same_curve_in_lower_precision(
 
 
 @pytest.mark.parametrize(
-    "name", ["tp2", in_campaign("plain.tp2"), in_campaign("pp2"), in_campaign("zero1.2")]
+    "name",
+    [
+        "tp2",
+        *map(in_campaign, ("plain.tp2", "pp2", "zero1.2", "cp2", "ring.cp2", "heads.ulysses.cp2")),
+    ],
 )
 def test_replicas_of_one_layout_are_bit_equal(name: str) -> None:
     """1, 2 and 3 of them: every rank ends with the bits of its mesh rank in the others."""

@@ -85,6 +85,10 @@ LAYOUTS = {
     "qknorm.tp4": "qknorm.pp2-dp2",
     "qknorm.untied.pp2-tp2": "qknorm.untied.dp4",
     "pp3": "dp3",
+    "cp2": "tp2",
+    "ring.shard2-cp2": "ring.pp2-cp2",
+    "heads.ulysses.cp2-tp2": "heads.ulysses.dp2-cp2",
+    "dp2-shard2-tp2": "shard2-cp2-tp2",
     "files.dp2": "files.tp2",
     "files.zero1.2": "files.shard2",
     "files.pp2-shard2": "files.dp2-shard2",
@@ -96,6 +100,7 @@ EACH_AXIS = (
     "shard2",
     "tp2",
     "pp2",
+    "cp2",
     "pp2-dp2-tp2",
     "tp2+one",
 )
@@ -310,6 +315,7 @@ def _killed(rank: RankContext, name: str, dead: int, after: str) -> dict[int, li
         ("pp2-dp2", 3, "tp2+one"),
         ("shard4+one", 1, "dp4"),
         in_campaign("tp4+one", 2, "pp4"),
+        in_campaign("ring.cp2+one", 1, "dp2"),
     ],
 )
 def test_survivors_of_a_loss_go_on_from_what_they_hold(name: str, dead: int, after: str) -> None:

@@ -57,7 +57,8 @@ MIXED = [
     ("interleaved.pp2", "pp2"),
     ("zbv.pp2", "interleaved.pp2"),
 ]
-CHOSEN = {*NEAR[::3], *MIXED[::2]}
+CONTEXT = [("ring.cp2", "tp2"), ("shard2", "ring.cp2"), ("pp2-cp2", "shard2-cp2")]
+CHOSEN = {*NEAR[::3], *MIXED[::2], *CONTEXT[:2]}
 """Each axis is saved under and resumed under; the campaign takes all pairs."""
 STEPS = 4
 SAVED = STEPS // 2
@@ -167,7 +168,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ("a", "b"),
     [
         pytest.param(a, b, id=f"{a}_to_{b}", marks=() if (a, b) in CHOSEN else pytest.mark.slow)
-        for a, b in [*PAIRS, *MIXED]
+        for a, b in [*PAIRS, *MIXED, *CONTEXT]
     ],
 )
 def test_saved_under_a_resumed_under_b(a: str, b: str, runs: Path, tmp_path: Path) -> None:

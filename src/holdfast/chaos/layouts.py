@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from math import lcm, prod
 
 from holdfast.errors import UserError
+from holdfast.layout import AXES
 
 
 @dataclass(frozen=True)
@@ -56,6 +57,7 @@ CHAOS_LAYOUTS: Mapping[str, ChaosLayout] = {
         _make_layout("replicated", 4, 1),
         _make_layout("dp_shard", 4, 1, "dp_shard=2"),
         _make_layout("tp", 4, 1, "tp=2"),
+        _make_layout("cp", 4, 1, "cp=2"),
         _make_layout("pp", 4, 1, "pp=2"),
         _make_layout("interleaved", 4, 1, "pp=2", "schedule=interleaved"),
         _make_layout("zbv", 4, 1, "pp=2", "schedule=zbv"),
@@ -98,7 +100,7 @@ def _parse_degrees(text: str, nodes: int) -> tuple[int, list[str]]:
     found: dict[str, int] = {}
     for each in text.split(","):
         key, equals, value = each.partition("=")
-        known = key in ("workers", "pp", "tp", "dp_shard", "zero")
+        known = key in ("workers", *AXES, "zero")
         if not (known and equals and parse_natural(value)):
             raise UserError(
                 f"{each!r} is no layout",
@@ -106,7 +108,7 @@ def _parse_degrees(text: str, nodes: int) -> tuple[int, list[str]]:
                 remedy=f"use one of {', '.join(CHAOS_LAYOUTS)}, or degrees such as tp=2,workers=4",
             )
         found[key] = int(value)
-    replica = prod(found.get(axis, 1) for axis in ("pp", "tp", "dp_shard"))
+    replica = prod(found.get(axis, 1) for axis in AXES)
     ranks = found.pop("workers", 2 * replica)
     if ranks % replica:
         even = lcm(replica, max(nodes, 1))  # on each node as many

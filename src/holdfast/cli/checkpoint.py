@@ -11,6 +11,7 @@ from holdfast.cli import checkpoint_import, checkpoint_tools
 from holdfast.cli.dispatch import app as make_app
 from holdfast.cli.output import print_json, print_table, say
 from holdfast.launch.runs import open_run
+from holdfast.layout import AXES
 from holdfast.report.formatting import format_bytes, format_count
 
 app = make_app("List, show, verify, compare, copy, remove and import checkpoints.")
@@ -113,7 +114,7 @@ def _facts(shown: dict[str, Any]) -> list[tuple[str, str]]:
 
 def _kind(kind: dict[str, Any]) -> str:
     """One kind of replica in words."""
-    degrees = [f"{axis} {kind[axis]}" for axis in ("pp", "dp_shard", "cp", "tp") if kind[axis] > 1]
+    degrees = [f"{axis} {kind[axis]}" for axis in AXES if kind[axis] > 1]
     replicas = f"{kind['replicas']} replica{'s' if kind['replicas'] > 1 else ''}"
     return f"{replicas} of {', '.join(degrees) or 'one rank'}"
 

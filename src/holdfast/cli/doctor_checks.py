@@ -73,7 +73,7 @@ def run_checks(folder: Path | None = None) -> list[Check]:
         _cores,
         _memory,
         _shared_memory,
-        _accelerators,
+        check_accelerators,
     )
     return [
         *(check(machine) for check in with_machine),
@@ -122,7 +122,7 @@ def _shared_memory(machine: HardwareInfo) -> Check:
     return Check("shared memory", "good", found)
 
 
-def _accelerators(machine: HardwareInfo) -> Check:
+def check_accelerators(machine: HardwareInfo) -> Check:
     if not machine.accelerators:
         return Check("accelerators", "good", "none: device auto means cpu")
     names = ", ".join(f"{a.name} ({a.memory_bytes / GIB:.0f} GiB)" for a in machine.accelerators)
@@ -137,7 +137,11 @@ def _accelerators(machine: HardwareInfo) -> Check:
     backends = " and ".join(sorted({kind.inside, kind.between}))
     library = ", ".join(f"{each} {found}" for each in kind.packages if (found := _installed(each)))
     found = f"{names}; device {kind.name}, backend {backends}{f' ({library})' if library else ''}"
-    return Check("accelerators", "good", f"{found}; torch for {machine.torch_computes_on}")
+    found += f"; torch for {machine.torch_computes_on}"
+    if len({each.name for each in machine.accelerators}) > 1:
+        remedy = "a run on several kinds of cards needs train.deterministic=false"
+        return Check("accelerators", "weak", found, remedy)
+    return Check("accelerators", "good", found)
 
 
 def check_links(machine: HardwareInfo, links: NodeLinks) -> Check:

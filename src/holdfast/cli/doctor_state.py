@@ -28,9 +28,10 @@ from holdfast.events import (
     SnapshotKept,
     StepDone,
     UploadFailed,
+    WorkerReady,
 )
 from holdfast.launch.holder import HolderWatch
-from holdfast.report.formatting import format_bytes, format_count, format_duration
+from holdfast.report.formatting import format_bytes, format_count, format_duration, format_plural
 from holdfast.report.history import History, build_history, notice_text
 from holdfast.wire.journal import JournalContents, read_contents
 from holdfast.wire.store.run_store import FolderStore
@@ -41,6 +42,7 @@ STALLED_AFTER_TIMEOUTS = 2
 
 
 ENDED_STATES = ("finished", "stopped", "failed")
+MAX_NAMED_RANKS = 8
 MAX_OPENED = 5
 """Newest checkpoints whose commit object and heads are read."""
 
@@ -102,6 +104,7 @@ def read_state(folder: Path, config: RunConfig | None, watch: HolderWatch, lives
         _step_check(history, config, lives, step_age),
         _age_check(newest, age, history, lives),
         *checkpoints,
+        *check_devices(contents.records),
         *_journal_checks(contents),
         *_open_complaints(contents.records, lives),
     ]
@@ -231,6 +234,28 @@ def _journal_checks(contents: JournalContents) -> list[Check]:
     return [
         Check("journal", "weak", contents.unreadable_sentence(), remedy, contents.unreadable[0])
     ]
+
+
+def check_devices(records: Sequence[Record]) -> list[Check]:
+    """Return what the ranks of the newest generation compute on, and what carries their data."""
+    ready = [
+        (record.generation, record.event.rank, record.event.device)
+        for record in records
+        if isinstance(record.event, WorkerReady) and record.event.device
+    ]
+    newest = max((generation for generation, _, _ in ready), default=0)
+    ranks: dict[str, list[int]] = {}
+    for rank, device in sorted({(r, d) for generation, r, d in ready if generation == newest}):
+        ranks.setdefault(device, []).append(rank)
+    return [
+        Check("devices", "good", f"{_name_ranks(each)}: {device}") for device, each in ranks.items()
+    ]
+
+
+def _name_ranks(ranks: Sequence[int]) -> str:
+    if len(ranks) > MAX_NAMED_RANKS:
+        return format_plural(len(ranks), "rank")
+    return f"rank {', '.join(map(str, ranks))}"
 
 
 def _age_of_last(records: Sequence[Record], kind: type[Event], now: float) -> float | None:

@@ -65,6 +65,7 @@ class LayoutPicture:
             ""
             if not self._used("tp")
             else f"sequence parallel {'on' if layout.sequence_parallel else 'off'}",
+            f"context parallel by {layout.cp_method}" if self._used("cp") else "",
             f"schedule {layout.schedule}" if self._used("pp") else "",
         ]
         said = "".join(f"; {setting}" for setting in settings if setting)
@@ -128,7 +129,7 @@ class LayoutPicture:
         return self.config.recompute_policy(at.pp, replica.degree("pp"), replica.degree("tp"))
 
     def _ranks(self) -> None:
-        used = [axis for axis in ("pp", "dp_shard", "tp") if self._used(axis)]
+        used = [axis for axis in AXES if self._used(axis)]
         cut = ("heads", "kv heads", "vocabulary") if self._used("tp") else ()
         head = [
             "rank",

@@ -19,9 +19,8 @@ from holdfast.cli.options import Fresh, JournalJson
 from holdfast.cli.output import print_line, say
 from holdfast.cli.progress import StageProgress
 from holdfast.config.load import LoadedConfig, load_config
-from holdfast.core.devices import is_accelerator
 from holdfast.errors import ConfigError, LayoutError
-from holdfast.launch.devices import describe_devices, refuse_devices
+from holdfast.launch.devices import default_places, describe_devices, refuse_devices
 from holdfast.launch.holder import HolderWatch
 from holdfast.launch.lora_run import describe_lora, with_lora
 from holdfast.launch.microbatch_size import describe_microbatch, with_microbatch_size
@@ -211,7 +210,7 @@ def describe_start(loaded: LoadedConfig, use: Sequence[str], begins: bool = Fals
 
     lora = describe_lora(loaded.config)
     origin = _describe_model_origin(loaded) if begins and not lora else []
-    size, devices = describe_microbatch(loaded), describe_devices(loaded.config)
+    size, devices = describe_microbatch(loaded), describe_devices(loaded)
     return [*find_without_effect(loaded), *size, *use, *origin, *lora, *devices]
 
 
@@ -242,9 +241,8 @@ def plan_for_machine(loaded: LoadedConfig, machine: HardwareInfo) -> LoadedConfi
         device = machine.accelerators[0].kind if found else "cpu"
         loaded = loaded.with_planned({"device": device}, f"{found} accelerators on {machine.node}")
     if config.layout.workers == 0:
-        on_device = is_accelerator(loaded.config.device)
-        why = "several devices have not been run yet" if on_device else "one on a CPU"
-        loaded = loaded.with_planned({"layout.workers": max_workers(config, 1)}, why)
+        places, why = default_places(loaded.config, machine)
+        loaded = loaded.with_planned({"layout.workers": max_workers(config, places)}, why)
     refuse_devices(loaded, machine)
     workers = loaded.config.layout.workers
     if (

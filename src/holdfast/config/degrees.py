@@ -16,6 +16,7 @@ from holdfast.config.model import ModelConfig
 from holdfast.config.optimizer import BLOCK, REPLICAS, OptimizerConfig
 from holdfast.config.pipeline import check_pipeline, check_split_backward, check_virtual_stages
 from holdfast.config.train import TrainConfig
+from holdfast.layout import AXES
 
 
 @dataclass(frozen=True)
@@ -33,10 +34,15 @@ class ModuleCuts:
 
 
 def find_impossible_degrees(
-    layout: LayoutConfig, model: ModelConfig, train: TrainConfig, cuts: ModuleCuts | None = None
+    layout: LayoutConfig,
+    model: ModelConfig,
+    train: TrainConfig,
+    length: int,
+    cuts: ModuleCuts | None = None,
 ) -> str | None:
     """Return the sentence of the first violated rule, "... : use ..."; None if there is none.
-    cuts: of what is trained if it is not the decoder (`RunConfig.module_cuts`)."""
+    length: of a sample. cuts: of what is trained if it is not the decoder
+    (`RunConfig.module_cuts`)."""
     if sentence := _degrees_in_two_places(layout) or check_virtual_stages(layout):
         return sentence
     shards = lcm(*(degrees.dp_shard for _, degrees in layout.kinds))
@@ -44,12 +50,17 @@ def find_impossible_degrees(
         by_table = (
             [
                 _tensor(key, degrees.tp, model),
+                _context(key, degrees, layout, model, length),
                 check_pipeline(key, degrees, layout, model.layers),
                 check_split_backward(key, degrees, layout, train),
                 _blocks(key, degrees.tp, model, train.optimizer),
             ]
             if cuts is None
-            else [_module_tensor(key, degrees.tp, cuts, train), _no_stages(key, degrees.pp, cuts)]
+            else [
+                _module_tensor(key, degrees.tp, cuts, train),
+                _no_stages(key, degrees.pp, cuts),
+                _no_context(key, degrees.cp, cuts),
+            ]
         )
         by_table += [_optimizer(key, degrees, train.optimizer), _recompute(key, layout, train)]
         for sentence in (_shard(key, degrees.dp_shard, shards, train), *by_table):
@@ -66,7 +77,7 @@ def nearest_degrees(degree: int, works: Callable[[int], bool], most: int) -> str
 
 
 def _degrees_in_two_places(layout: LayoutConfig) -> str:
-    given = [axis for axis in ("pp", "dp_shard", "tp") if getattr(layout, axis) > 1]
+    given = [axis for axis in AXES if getattr(layout, axis) > 1]
     given += ["stages"] if layout.stages else []
     if not layout.replicas or not given:
         return ""
@@ -117,6 +128,47 @@ def _tensor(key: str, tp: int, model: ModelConfig) -> str:
     else:
         what = f"neither divides model.kv_heads {kv_heads} nor is a multiple of it"
     return f"{key}.tp {tp} {what}: use {nearest_degrees(tp, works, heads)}"
+
+
+def _context(
+    key: str, degrees: DegreesConfig, layout: LayoutConfig, model: ModelConfig, length: int
+) -> str:
+    """Check that cp cuts a sample into two equal chunks a worker, and a swap cuts no head."""
+    cp, tp, method = degrees.cp, degrees.tp, layout.cp_method
+    ring = {"ulysses": 1, "ulysses-ring": layout.cp_ring}.get(method, 0)  # 0: all
+    heads = gcd(model.heads // tp or 1, max(1, model.kv_heads // tp))  # of a worker
+
+    def works(d: int) -> bool:
+        swaps = d // ring if ring else 1
+        return d == 1 or (
+            length % (2 * d) == 0 and d % max(ring, 1) == 0 and heads % max(swaps, 1) == 0
+        )
+
+    if works(cp):
+        return ""
+    near = nearest_degrees(cp, works, max(1, length // 2))
+    if length % (2 * cp):
+        return (
+            f"{key}.cp {cp} does not cut data.sequence_length {length} into {2 * cp} equal chunks: "
+            f"use {near}"
+        )
+    if ring and cp % ring:
+        return f"{key}.cp {cp} is no multiple of layout.cp_ring {ring}: use {near}"
+    swaps = f"{cp // ring} workers that swap heads, which do"
+    return (
+        f"{key}.cp {cp} with layout.cp_method {method} has {swaps} not divide the {heads} "
+        f"key/value heads of a worker: use {near}, or layout.cp_method ring"
+    )
+
+
+def _no_context(key: str, cp: int, cuts: ModuleCuts) -> str:
+    """Check that a module that is not the decoder has all tokens of a sample."""
+    if cp == 1:
+        return ""
+    return (
+        f"{key}.cp {cp} cuts samples of the built-in decoder, and {cuts.trained} is trained: use "
+        "cp 1, with dp_shard or replicas"
+    )
 
 
 def _module_tensor(key: str, tp: int, cuts: ModuleCuts, train: TrainConfig) -> str:
@@ -221,7 +273,7 @@ def _workers(layout: LayoutConfig) -> str:
         )
     if workers % ranks == 0:
         return ""
-    axes = [axis for axis in ("pp", "dp_shard", "tp") if getattr(layout, axis) > 1]
+    axes = [axis for axis in AXES if getattr(layout, axis) > 1]
     named = " x ".join(f"layout.{axis} {getattr(layout, axis)}" for axis in axes)
     product = f" = {ranks}" if len(axes) > 1 else ""
     near = nearest_degrees(workers, lambda n: n % ranks == 0, workers + ranks)

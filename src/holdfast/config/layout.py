@@ -14,11 +14,14 @@ from holdfast.config.pipeline_schedules import SCHEDULE_KINDS
 
 
 class DegreesConfig(Section):
-    """Degrees of one replica if replicas differ. It has pp x dp_shard x tp workers."""
+    """Degrees of one replica if replicas differ. It has pp x dp_shard x cp x tp workers."""
 
     pp: int = Field(1, ge=1, description="stages of the pipeline")
     dp_shard: int = Field(
         1, ge=1, description="workers that share one copy of the state, each with other samples"
+    )
+    cp: int = Field(
+        1, ge=1, description="workers that share every sample, each with other tokens of it"
     )
     tp: int = Field(1, ge=1, description="workers that share every block, each with other heads")
     stages: tuple[Annotated[int, Field(ge=1)], ...] = Field(
@@ -28,14 +31,17 @@ class DegreesConfig(Section):
     @property
     def ranks(self) -> int:
         """Workers of one replica."""
-        return self.pp * self.dp_shard * self.tp
+        return self.pp * self.dp_shard * self.cp * self.tp
 
 
 class LayoutConfig(DegreesConfig):
-    """Replicas of pp x dp_shard x tp workers, as many as the number of workers allows."""
+    """Replicas of pp x dp_shard x cp x tp workers, as many as the number of workers allows."""
 
     workers: int = Field(
-        0, ge=0, le=2**20, description="workers; 0: one copy of the model (planned)"
+        0,
+        ge=0,
+        le=2**20,
+        description="workers; 0: one copy of the model, on cuda one for each device (planned)",
     )
     zero: Literal[1, 2, 3] = Field(
         3,
@@ -45,6 +51,13 @@ class LayoutConfig(DegreesConfig):
     sequence_parallel: bool = Field(
         True, description="with tp: cut norms and residuals by tokens, at the same traffic"
     )
+    cp_method: Literal["allgather", "ring", "ulysses", "ulysses-ring"] = Field(
+        "allgather",
+        description="with cp: how attention gets at other workers' tokens. allgather: keys and "
+        "values are gathered; ring: they travel from worker to worker. ulysses: tokens and heads "
+        "are swapped; ulysses-ring: rings of cp_ring workers, and swaps between them",
+    )
+    cp_ring: int = Field(2, ge=2, description="with cp_method ulysses-ring: workers of a ring")
     schedule: Literal["1f1b", "gpipe", "interleaved", "zb-h1", "zbv", "dualpipev"] = Field(
         "1f1b",
         description="with pp: order of the passes. gpipe takes fewer microbatches than 1f1b, and "

@@ -229,6 +229,12 @@ def _switched_off(loaded: LoadedConfig) -> Iterator[Finding]:
         ("checkpoint.bucket_keep_last", not save.bucket, "no checkpoint.bucket"),
         ("checkpoint.peer_every_steps", no_peers, "no checkpoint.peers"),
         ("checkpoint.peer_copies", no_peers, "no checkpoint.peers"),
+        ("layout.cp_method", all(d.cp == 1 for _, d in config.layout.kinds), "layout.cp 1"),
+        (
+            "layout.cp_ring",
+            config.layout.cp_method != "ulysses-ring",
+            f"layout.cp_method {config.layout.cp_method}",
+        ),
         ("cluster.notices_at", cluster.notices == "none", "cluster.notices none"),
         ("cluster.below_minimum", cluster.min_nodes == 1, "cluster.min_nodes 1"),
         *(

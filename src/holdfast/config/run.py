@@ -81,7 +81,10 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _cross_section(self) -> RunConfig:
-        refused = find_impossible_degrees(self.layout, self.model, self.train, self.module_cuts)
+        length = self.data.sequence_length
+        refused = find_impossible_degrees(
+            self.layout, self.model, self.train, length, self.module_cuts
+        )
         if refused is not None:
             raise ValueError(refused)
         if self.task.name and not self.train.microbatch_size:

@@ -22,12 +22,15 @@ class DeviceKind:
     inside, between: torch's backends for tensors on the device: inside a replica and between
         replicas. With `gloo`, tensors travel through the host's memory.
     has_index: a process chooses one of several devices by its index.
+    fills_node: if the run file names no number, a run has a worker for each device of its node.
     most_workers: of a run; 0: any number.
     ranks_per_device: processes that may compute on one device; 0: any number.
     can_abort: `abort()` of a group inside a replica frees every wait in it, and the process can
         make new groups then. Otherwise a process that has lost a peer there is replaced.
     regroups_per_process: groups of a backend leak device memory; after so many new sets of groups
         a process is replaced. 0: never.
+    regroup_growth_bytes: the same, for the device memory that is used next to torch's own, compared
+        with the first generation. 0: it is not read.
     can_pin: the pages of a shared mapping can be locked for direct copies.
     pins_batches: batches are copied to the device from locked pages.
     chunk_elements: logits that the loss holds at a time.
@@ -42,10 +45,12 @@ class DeviceKind:
     inside: str
     between: str
     has_index: bool = True
+    fills_node: bool = False
     most_workers: int = 0
     ranks_per_device: int = 1
     can_abort: bool = True
     regroups_per_process: int = 0
+    regroup_growth_bytes: int = 0
     can_pin: bool = False
     pins_batches: bool = True
     chunk_elements: int = 2**28
@@ -88,6 +93,7 @@ _NCCL_SETTINGS = MappingProxyType(
         "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "100",
         "TORCH_INCLUDE_STACK_TRACE": "0",  # a dump that waits for the interpreter can deadlock
         "TORCH_NCCL_BLOCKING_WAIT": "0",
+        "TORCH_NCCL_ENABLE_TIMING": "1",  # the flight recorder then knows what has begun
         "TORCH_NCCL_NONBLOCKING_TIMEOUT": "60",  # seconds that a new communicator may take
         "NCCL_NVLS_ENABLE": "0",  # it can neither be made again nor repeat its bits
         "NCCL_LAUNCH_ORDER_IMPLICIT": "1",  # several communicators on one device
@@ -113,7 +119,9 @@ DEVICES: Mapping[str, DeviceKind] = MappingProxyType(
                 "cuda",
                 inside="nccl",
                 between="nccl",
+                fills_node=True,
                 regroups_per_process=32,  # not measured
+                regroup_growth_bytes=2**32,  # not measured; a standby's context is in it
                 can_pin=True,
                 settings=_NCCL_SETTINGS,
                 visible_by="CUDA_VISIBLE_DEVICES",

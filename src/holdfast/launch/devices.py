@@ -12,6 +12,15 @@ _BUILDS = {"cuda": ("CUDA", "ROCm"), "xpu": ("XPU",)}
 """What torch must have been built for, by kind of device."""
 
 
+def default_places(config: RunConfig, machine: HardwareInfo) -> tuple[int, str]:
+    """Return the places for workers if the run file names no number, and why there are so many."""
+    kind = DEVICES.get(config.device)
+    if kind is None or not kind.fills_node or config.cluster.node:
+        return 1, "one copy of the model"
+    count = sum(each.kind == kind.name for each in machine.accelerators)
+    return max(1, count), f"for the {kind.name} devices of {machine.node}, of which it has {count}"
+
+
 def refuse_devices(loaded: LoadedConfig, machine: HardwareInfo) -> None:
     """Raises ConfigError if the run's device, or so many of them, are not here."""
     config = loaded.config
@@ -56,11 +65,14 @@ def refuse_devices(loaded: LoadedConfig, machine: HardwareInfo) -> None:
         )
 
 
-def describe_devices(config: RunConfig) -> list[str]:
-    """Lines about what of the run's devices has not run on real ones."""
+def describe_devices(loaded: LoadedConfig) -> list[str]:
+    """Lines about a number of workers that is planned, and about what has not run on devices."""
+    config, planned = loaded.config, loaded.origins["layout.workers"]
     if not is_accelerator(config.device) or config.layout.workers == 1:
         return []
+    workers, key = f"{config.layout.workers} workers on {config.device}", "layout.workers"
+    why = f" ({planned.place}; set {key} for another number)" if planned.kind == "planned" else ""
     return [
-        f"{config.layout.workers} workers on {config.device}: several devices have only been run "
-        "with stand-ins so far (docs/accelerators.md)"
+        f"{workers}{why}: several devices have only been run with stand-ins so far "
+        "(docs/accelerators.md)"
     ]

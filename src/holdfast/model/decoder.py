@@ -20,7 +20,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from holdfast.config.model import ModelConfig
-from holdfast.model.documents import DocumentAttention, PackedDocuments, document_positions
+from holdfast.model.documents import (
+    AttentionPlan,
+    DocumentAttention,
+    PackedDocuments,
+    document_positions,
+)
 from holdfast.model.late_gradients import LateGradients, late_linear
 from holdfast.model.rotary import Rotary, RotaryTable, rotate
 
@@ -33,9 +38,9 @@ class LayerCache(Protocol):
         ...
 
 
-Mask = Tensor | PackedDocuments | None
-"""[B | 1, 1, S, S'], true where a query sees a key. Or the documents that hide each other. None: a
-query sees all tokens before it."""
+Mask = Tensor | AttentionPlan | None
+"""[B | 1, 1, S, S'], true where a query sees a key. Or what computes attention itself, such as the
+documents that hide each other. None: a query sees all tokens before it."""
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
@@ -130,8 +135,8 @@ class Attention(nn.Module):
             q, k = rotate(q, rotary), rotate(k, rotary)  # q: [B, S, H, h]   k, v: [B, S, K, h]
         if cache is not None:
             k, v = cache.append(k, v)
-        if isinstance(mask, PackedDocuments):
-            mixed = mask.how.attend(q, k, v, mask, self._mix, self.scale)  # [B, S, H, h]
+        if isinstance(mask, AttentionPlan):
+            mixed = mask.attend(q, k, v, self._mix, self.scale)  # [B, S, H, h]
             return self.o(mixed.flatten(2))  # type: ignore[no-any-return]
         mixed = self._mix(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), mask)
         return self.o(mixed.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]

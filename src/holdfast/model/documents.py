@@ -35,7 +35,19 @@ added to the scores [1, 1, L, L']. None: it is causal. It returns [n, H, L, h]."
 _PROBE_TOLERANCE = 0.05  # between the two ways, in 16 bits, of numbers between -1 and 1
 
 
-class PackedDocuments:
+class AttentionPlan:
+    """Stands in place of a mask, and computes attention itself."""
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, mix: Mix, scale: float | None) -> Tensor:
+        """q: [B, S, H, h]; k, v: [B, S, K, h] -> [B, S, H, h]
+
+        mix: attention of the decoder's family. scale: of the scores, as in `mix`; None:
+        1 / sqrt(h).
+        """
+        raise NotImplementedError
+
+
+class PackedDocuments(AttentionPlan):
     """The documents of one microbatch's rows, as attention needs them.
 
     It is no tensor and no dataclass, so the compiler does not look at the lengths. They differ in
@@ -53,6 +65,10 @@ class PackedDocuments:
         self.longest = max(lengths)
         self.window = 0
         self.bias: Tensor | None = None
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, mix: Mix, scale: float | None) -> Tensor:
+        """See `AttentionPlan.attend`."""
+        return self.how.attend(q, k, v, self, mix, scale)
 
     def within(self, window: int, dtype: torch.dtype) -> PackedDocuments:
         """Return the same documents for blocks that attend within `window` tokens."""

@@ -35,6 +35,14 @@ def select_device(device: torch.device) -> None:
         module.init()
 
 
+def memory_outside_torch(device: torch.device) -> int:
+    """Return the bytes of a device that are used, and not by this process's tensors: contexts and
+    communicators, of other processes too."""
+    module: Any = torch.get_device_module(device)
+    free, total = module.mem_get_info(device)
+    return int(total) - int(free) - int(module.memory_reserved(device))
+
+
 def check_backends(kind: DeviceKind) -> None:
     """Raises LayoutError if this torch lacks a backend that several workers need."""
     for backend in sorted({kind.inside, kind.between}):

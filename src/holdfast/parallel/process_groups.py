@@ -17,10 +17,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from holdfast.core.device_progress import GroupProgress
 from holdfast.core.devices import device_kind
 from holdfast.core.sharding.reduction_cells import Cell
 from holdfast.errors import LayoutError, PeerLostError
-from holdfast.layout import AXES, Coordinate, Replica, Topology
+from holdfast.layout import Coordinate, Replica, Topology
 from holdfast.parallel.comm import transport
 from holdfast.parallel.comm.comm_stats import TrafficCounter
 from holdfast.parallel.comm.device_group import DeviceGroup
@@ -177,6 +178,11 @@ class ProcessGroups:
         """Return True if gradients travel between replicas by the device's own backend."""
         return self.settings.exchange == "gathered" and not self.settings.kind.between_has_tags
 
+    def device_progress(self) -> tuple[GroupProgress, ...]:
+        """Return how far this rank's device is with the exchanges between replicas."""
+        known = tuple(self._groups_by_ranks.values())
+        return tuple(each.progress() for each in known if isinstance(each, DeviceGroup))
+
     # --- the end --------------------------------------------------------------------------
     def abort_between_replicas(self) -> None:
         """Wake the ranks that wait for this one between replicas; those groups are of no use
@@ -277,10 +283,6 @@ def complete(
 def _check(topology: Topology, device: torch.device) -> None:
     if [r.index for r in topology.replicas] != list(range(len(topology.replicas))):
         raise LayoutError("replicas must be numbered from 0 in order", where="topology")
-    if any(replica.mesh_shape[AXES.index("cp")] > 1 for replica in topology.replicas):
-        raise LayoutError(
-            "context parallelism is not built yet", where="layout.cp", remedy="set cp to 1"
-        )
     kind = device_kind(device.type)
     if topology.world_size > 1:
         check_backends(kind)

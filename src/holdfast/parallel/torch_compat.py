@@ -195,6 +195,35 @@ def gather_parts(
     return work
 
 
+def cpu_attention(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, is_causal: bool, scale: float
+) -> tuple[Tensor, Tensor]:
+    """torch's attention on a CPU, with the logarithms of the sums of exponentials.
+
+    q: [B, H, L, h]; k, v: [B, H, M, h]; bias: added to scores -> [B, H, L, h], [B, H, L]
+    """
+    attend: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    out, logs = attend(q, k, v, 0.0, is_causal, attn_mask=bias, scale=scale)
+    return out, logs
+
+
+def cpu_attention_backward(
+    gradient: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    merged: tuple[Tensor, Tensor],
+    bias: Tensor | None,
+    is_causal: bool,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of q, k and v. merged: a result and its logarithms, of these and more keys."""
+    out, logs = merged
+    backward: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+    dq, dk, dv = backward(gradient, q, k, v, out, logs, 0.0, is_causal, attn_mask=bias, scale=scale)
+    return dq, dk, dv
+
+
 def fused_adamw(
     parameters: Sequence[Tensor],
     gradients: Sequence[Tensor],

@@ -4,9 +4,10 @@ Korthikanti et al. (2022, section 4) count the bytes of a GPT block. Here they a
 this decoder: gated feed-forward, RMSNorm, grouped keys and values, an attention kernel that keeps
 no scores, no dropout.
 
-T is the tokens of a rank's microbatch, R those of its residual stream: T / tp with sequence
-parallelism. D is the stream's width. Q, K, F are the widths of a rank's queries, keys and inner
-units, and H is its query heads. i: bytes of an element that is computed with. w: 4, in float64 8.
+T is the tokens of a rank's microbatch, 1 / cp of them all. R is those of its residual stream:
+T / tp with sequence parallelism. D is the stream's width. Q, K, F are the widths of a rank's
+queries, keys and inner units, and H is its query heads. i: bytes of an element that is computed
+with. w: 4, in float64 8.
 
     norm         w R (2 D + 1)
     none         2 norms + i T (2 D + 2 Q + 2 K + 4 F) + w T H
@@ -22,7 +23,8 @@ later stage is left out: its input came from another stage, and is held complete
 A block's regions under tp read all T tokens, so `none` keeps 2 D of them on each rank. (Korthikanti
 et al., section 4.2.2, keep a part and gather it again.) The last stage adds the final norm. It also
 adds the gradients of the norm's result and of the head's rows, which the loss computes at once.
-Another stage adds its output. 1F1B keeps min(m, stages - stage) microbatches of the m that a
+Another stage adds its output. `none` adds i T Q if cp swaps heads: attention's result is kept
+before and after the second swap. 1F1B keeps min(m, stages - stage) microbatches of the m that a
 replica has, GPipe all of them.
 """
 
@@ -93,7 +95,22 @@ def activations_of(config: RunConfig, topology: Topology, at: Coordinate) -> Ran
         waiting = 0 if policy.keeps("matmul") else whole  # 0: it is a product that is kept
     elif policy.input_parts > 1:
         waiting = rank.kept_input(policy)
+    waiting += _context_messages(config, replica.degree("cp"), rank)
     return RankActivations(kept, _in_flight(config, stages, at.pp, len(share)), waiting)
+
+
+def _context_messages(config: RunConfig, ranks: int, rank: RankShape) -> int:
+    """Bytes of the last messages along cp, which stay until it is known that they arrived."""
+    if ranks == 1:
+        return 0
+    head = rank.model.head_size
+    keys, results = (rank.item * rank.tokens * head * n for n in (2 * rank.kv_heads, rank.heads))
+    method, ring = config.layout.cp_method, config.layout.cp_ring
+    if method == "allgather":
+        return keys
+    if method == "ring":
+        return keys * (ranks - 1)
+    return results + (keys * (ring - 1) if method == "ulysses-ring" else 0)
 
 
 def _in_flight(config: RunConfig, stages: int, stage: int, number: int) -> int:
@@ -117,12 +134,13 @@ class RankShape:
     inner: int
     item: int
     wide: int
+    swaps: bool = False
 
     @staticmethod
     def of(config: RunConfig, replica: Replica, at: Coordinate) -> RankShape:
         model, tp = config.model, replica.degree("tp")
         samples = config.train.microbatch_size // replica.degree("dp_shard")
-        tokens = samples * config.data.sequence_length
+        tokens = samples * config.data.sequence_length // replica.degree("cp")
         item = _COMPUTE_BYTES[config.train.precision]
         return RankShape(
             model,
@@ -133,6 +151,7 @@ class RankShape:
             tp_part(model.ffn_dim, tp, at.tp)[1],
             item,
             max(4, item),
+            replica.degree("cp") > 1 and config.layout.cp_method.startswith("ulysses"),
         )
 
     def norm(self) -> int:
@@ -164,6 +183,7 @@ class RankShape:
             return self.kept_input(policy) + self.tokens * kept
         width = self.item * (2 * dim + 2 * query + 2 * key + 4 * self.inner)
         width += self.wide * self.heads
+        width += self.item * query if self.swaps else 0
         if self.model.qk_norm:
             width += self.wide * (2 * (query + key) + self.heads + self.kv_heads)
         return 2 * self.norm() + self.tokens * width

@@ -142,8 +142,8 @@ def device_kind(config: RunConfig) -> str:
 
 def estimates_by_rank(config: RunConfig, topology: Topology) -> tuple[RankEstimate, ...]:
     """The estimate of each rank, in order. In a large world, ranks at the same place of like
-    replicas, with as many microbatches, are computed once. There the first of dp_shard stands for
-    all of them: none holds more."""
+    replicas, with as many microbatches, are computed once. The first rank along dp_shard
+    stands for all of them there: none holds more."""
     shares = deal(max(microbatches(config).values()), len(topology.replicas))
     device, found = device_kind(config), dict[object, RankEstimate]()
     estimates = []

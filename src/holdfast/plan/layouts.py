@@ -33,6 +33,7 @@ def layouts_of(config: RunConfig) -> tuple[Layout, ...]:
             Layout(
                 pp=degrees.pp,
                 dp_shard=degrees.dp_shard,
+                cp=degrees.cp,
                 tp=degrees.tp,
                 stages=stages[degrees],
                 is_folded=degrees.pp > 1 and config.layout.is_folded,

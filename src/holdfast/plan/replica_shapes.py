@@ -1,8 +1,9 @@
 """Replicas that a run may have: the run file's own, and smaller ones for remaining workers.
 
 A smaller replica has no degree above the run file's. For a number of workers, the preferred replica
-has a shorter pipeline. The next choice is a lower dp_shard, the last a lower tp. As tp cuts every
-block, its planned group stays inside a node. A pipeline fits any number of workers.
+has a shorter pipeline. The next choices are a lower dp_shard and a lower cp, the last a lower tp.
+As tp cuts every block, its planned group stays inside a node. A pipeline fits any number of
+workers.
 """
 
 from __future__ import annotations
@@ -10,7 +11,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, product
+from math import prod
 
 from holdfast.config.degrees import find_impossible_degrees
 from holdfast.config.layout import DegreesConfig, LayoutConfig
@@ -21,7 +23,7 @@ from holdfast.core.sharding.pipeline_stages import balance_stages
 from holdfast.core.sharding.run_table import run_block_costs
 from holdfast.core.sharding.state_table import ITEM_BYTES, STATE_DTYPE
 from holdfast.errors import LayoutError
-from holdfast.layout import Coordinate, MeshShape, Replica, Stages, coordinates_of, index_of
+from holdfast.layout import AXES, Coordinate, MeshShape, Replica, Stages, coordinates_of, index_of
 from holdfast.plan.memory_use import known_parameters, memory_of
 from holdfast.plan.placed_memory import bytes_in_memory
 
@@ -38,8 +40,7 @@ class ReplicaShape:
 
     @property
     def size(self) -> int:
-        pp, dp_shard, _, tp = self.mesh_shape
-        return pp * dp_shard * tp
+        return prod(self.mesh_shape)
 
     @property
     def tp(self) -> int:
@@ -64,7 +65,7 @@ class AllowedShapes:
         self._table = known_parameters(config)
         self._needed_bytes_of: dict[MeshShape, int] = {}
         kinds: Sequence[DegreesConfig] = config.layout.replicas or (config.layout,)
-        self.configured = tuple(self._shape(d.pp, d.dp_shard, d.tp, d.stages) for d in kinds)
+        self.configured = tuple(self._shape(_mesh_shape_of(d), d.stages) for d in kinds)
         if memory is not None and not any(self.fits_memory(shape) for shape in self.configured):
             raise self._too_large_error(kinds)
 
@@ -93,11 +94,10 @@ class AllowedShapes:
         microbatches. Large ones first."""
         allowed: dict[MeshShape, None] = {}
         for shape in self.configured:
-            pp, dp_shard, _, tp = shape.mesh_shape
-            for mesh_shape in self._degrees(pp, dp_shard, tp):
+            for mesh_shape in self._smaller_meshes(shape.mesh_shape):
                 allowed[mesh_shape] = None
         by_size: dict[int, list[MeshShape]] = {}
-        for mesh in sorted(allowed, key=lambda m: (-m[3], -m[1], -m[0])):
+        for mesh in sorted(allowed, key=lambda m: (-m[3], -m[2], -m[1], -m[0])):
             if self.fits_memory(self._shape_of_mesh(mesh)):
                 by_size.setdefault(self._shape_of_mesh(mesh).size, []).append(mesh)
         chosen: list[ReplicaShape] = []
@@ -108,13 +108,12 @@ class AllowedShapes:
 
     def is_allowed(self, mesh_shape: MeshShape) -> bool:
         """Return True if an existing replica may stay."""
-        pp, dp_shard, cp, tp = mesh_shape
         inside = any(
-            pp <= s.mesh_shape[0] and dp_shard <= s.mesh_shape[1] and tp <= s.mesh_shape[3]
+            all(degree <= most for degree, most in zip(mesh_shape, s.mesh_shape, strict=True))
             for s in self.configured
         )
-        possible = (pp, dp_shard, tp) in self._degree_rules
-        return inside and possible and cp == 1 and self.fits_memory(self._shape_of_mesh(mesh_shape))
+        possible = mesh_shape in self._degree_rules
+        return inside and possible and self.fits_memory(self._shape_of_mesh(mesh_shape))
 
     def min_microbatches(self, pp: int) -> int:
         return SCHEDULE_KINDS[self.config.layout.schedule].least_microbatches(pp)
@@ -122,13 +121,13 @@ class AllowedShapes:
     # --- parts ------------------------------------------------------------------------------
     def _shape_of_mesh(self, mesh_shape: MeshShape) -> ReplicaShape:
         """Return the run file's shape, or one with balanced stages if the file names none."""
-        pp = mesh_shape[0]
         wanted = next((s for s in self.configured if s.mesh_shape == mesh_shape), None)
-        return wanted or self._shape(pp, mesh_shape[1], mesh_shape[3], ())
+        return wanted or self._shape(mesh_shape, ())
 
-    def _shape(self, pp: int, dp_shard: int, tp: int, stages: Stages) -> ReplicaShape:
+    def _shape(self, mesh_shape: MeshShape, stages: Stages) -> ReplicaShape:
+        pp = mesh_shape[0]
         return ReplicaShape(
-            (pp, dp_shard, 1, tp),
+            mesh_shape,
             stages or self._stages(pp),
             self.min_microbatches(pp),
             pp > 1 and self.config.layout.is_folded,
@@ -147,12 +146,10 @@ class AllowedShapes:
     def _balanced_stages(self) -> dict[int, Stages]:
         return {}
 
-    def _degrees(self, pp: int, dp_shard: int, tp: int) -> Iterable[MeshShape]:
-        for p in range(1, pp + 1):
-            for d in range(1, dp_shard + 1):
-                for t in range(1, tp + 1):
-                    if (p, d, t) in self._degree_rules:
-                        yield p, d, 1, t
+    def _smaller_meshes(self, mesh_shape: MeshShape) -> Iterable[MeshShape]:
+        for smaller in product(*(range(1, degree + 1) for degree in mesh_shape)):
+            if smaller in self._degree_rules:
+                yield smaller
 
     @cached_property
     def _degree_rules(self) -> _DegreeRules:
@@ -170,26 +167,37 @@ class AllowedShapes:
         )
 
 
+def _mesh_shape_of(degrees: DegreesConfig) -> MeshShape:
+    return tuple(getattr(degrees, axis) for axis in AXES)
+
+
 class _DegreeRules:
-    """Return True if the rules of the run file allow a degree; each axis has its own."""
+    """Return True if the rules of the run file allow degrees. Each axis has its own, but that of cp
+    looks at tp too."""
 
     def __init__(self, config: RunConfig):
         self._config = config
-        self._known: dict[tuple[str, int], bool] = {}
+        self._known: dict[tuple[tuple[str, int], ...], bool] = {}
 
-    def __contains__(self, degrees: tuple[int, int, int]) -> bool:
-        return all(
-            self._is_allowed(axis, degree)
-            for axis, degree in zip(("pp", "dp_shard", "tp"), degrees, strict=True)
-        )
+    def __contains__(self, mesh_shape: MeshShape) -> bool:
+        degrees = dict(zip(AXES, mesh_shape, strict=True))
+        alone = [((axis, degree),) for axis, degree in degrees.items() if axis != "cp"]
+        return all(map(self._is_allowed, [*alone, (("cp", degrees["cp"]), ("tp", degrees["tp"]))]))
 
-    def _is_allowed(self, axis: str, degree: int) -> bool:
-        if (axis, degree) not in self._known:
-            alone = LayoutConfig.model_validate({axis: degree})
+    def _is_allowed(self, degrees: tuple[tuple[str, int], ...]) -> bool:
+        if degrees not in self._known:
             config = self._config
-            refused = find_impossible_degrees(alone, config.model, config.train, config.module_cuts)
-            self._known[axis, degree] = refused is None
-        return self._known[axis, degree]
+            layout = config.layout
+            method = {"cp_method": layout.cp_method, "cp_ring": layout.cp_ring}
+            refused = find_impossible_degrees(
+                LayoutConfig.model_validate(dict(degrees) | method),
+                config.model,
+                config.train,
+                config.data.sequence_length,
+                config.module_cuts,
+            )
+            self._known[degrees] = refused is None
+        return self._known[degrees]
 
 
 class StateOverlap:

@@ -146,7 +146,7 @@ class PipelinedExecutor:
         assert groups.pipeline is not None
         self.arguments, self.loss_scale = token_arguments, NOT_SCALED
         self._objective, self._schedule, self._dtype = objective, schedule, dtype
-        self._ranks, self._tp = groups.degree("pp"), groups.degree("tp")
+        self._ranks, self._tp, self._cp = map(groups.degree, ("pp", "tp", "cp"))
         self._virtual = max(1, len(groups.replica.stages) // self._ranks)
         self._is_folded = groups.replica.is_folded
         self._dim, self._sequence_parallel = dim, sequence_parallel
@@ -201,6 +201,7 @@ class PipelinedExecutor:
     def boundary(self, batch: Inputs) -> tuple[tuple[int, ...], torch.dtype]:
         """Shape and dtype of what passes between two stages for a microbatch."""
         rows, length = batch.inputs.shape
+        length //= self._cp
         shape = residual_shape(rows, length, self._dim, self._tp, self._sequence_parallel)
         return shape, self._dtype
 

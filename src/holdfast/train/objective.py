@@ -23,6 +23,7 @@ from holdfast.core.data.target_weights import ID_BITS, PER_ONE, SHIFT
 from holdfast.core.devices import device_kind
 from holdfast.model.decoder import Decoder, soft_limit
 from holdfast.model.stage import StagePart
+from holdfast.parallel.context import ContextParallel
 from holdfast.parallel.tensor_parallel import TensorParallel
 from holdfast.parallel.vocab_parallel import VocabularySoftmax
 
@@ -44,7 +45,7 @@ class NextTokenObjective(nn.Module):
     weights (`core.data.target_weights`).
 
     tensor: set by `apply_tensor_parallel` where the decoder is one rank's part of tensor
-    parallelism.
+    parallelism. context: by `apply_context_parallel` where a rank has a part of the tokens.
     """
 
     def __init__(self, decoder: Decoder, compiled: bool = False, weighted: bool = False):
@@ -52,6 +53,7 @@ class NextTokenObjective(nn.Module):
         self.decoder = decoder
         self._is_weighted = weighted
         self.tensor: TensorParallel | None = None
+        self.context: ContextParallel | None = None
         self._loss_and_gradient: LossAndGradient = (
             torch.compile(loss_and_gradient) if compiled else _loss_and_gradient_in_place
         )
@@ -68,15 +70,23 @@ class NextTokenObjective(nn.Module):
 
         On a pipeline stage that is not the first, `incoming` [B, S, D] is the residual stream of
         the stage before. A stage that is not the last returns its own instead of a loss. (Its
-        shape over several tp ranks: `parallel.tensor_parallel.residual_shape`.) part: the stage to
-        run, if this rank has several.
+        shape over several tp ranks: `parallel.tensor_parallel.residual_shape`.) Over several cp
+        ranks, it is that of this rank's tokens, and a loss is that of all tokens. part: the stage
+        to run, if this rank has several.
         """
-        decoder, tensor, x = self.decoder, self.tensor, incoming
+        decoder, tensor, x, share = self.decoder, self.tensor, incoming, None
+        if self.context is not None:
+            share = self.context.split(tokens, targets, documents)
+            tokens, targets = share.tokens, share.targets
         if tensor is not None:
             tensor.begin_forward(*tokens.shape)
         if x is None:
             x = decoder.embed_tokens(tokens)  # [B, S, D]
-        context = decoder.attention_context(tokens, x, documents)
+        context = (
+            decoder.attention_context(tokens, x, documents)
+            if share is None
+            else share.attention_context(decoder, x)
+        )
         x = decoder.blocks(x, context, positions=None if part is None else part.blocks)
         if decoder.norm is None or (part is not None and not part.is_last):
             return x
@@ -86,7 +96,7 @@ class NextTokenObjective(nn.Module):
         ids, scale = targets.flatten(), None
         if self._is_weighted:
             ids, scale = split_weights(ids, _wide_dtype(hidden.dtype))
-        return linear_cross_entropy(
+        loss = linear_cross_entropy(
             hidden.flatten(0, 1),
             decoder.head_weight,
             ids,
@@ -96,6 +106,7 @@ class NextTokenObjective(nn.Module):
             part=None if tensor is None else tensor.softmax,
             softcap=decoder.config.logit_softcap,
         )
+        return loss if self.context is None else self.context.sum_loss(loss)
 
 
 def split_weights(targets: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -26,6 +26,7 @@ from holdfast.model.decoder import Decoder
 from holdfast.model.documents import choose_document_attention
 from holdfast.model.init import initial_box
 from holdfast.model.stage import keep_stage
+from holdfast.parallel.context import apply_context_parallel
 from holdfast.parallel.process_groups import ProcessGroups
 from holdfast.parallel.tensor_parallel import apply_tensor_parallel, localise_parameters
 from holdfast.train.evaluate import TokenValidation, Validation
@@ -142,6 +143,15 @@ class DecoderTask:
             )
             if config.train.compile and objective.tensor is not None:
                 objective.tensor.exclude_from_compilation()
+        if groups.degree("cp") > 1:
+            apply_context_parallel(
+                objective,
+                groups.axis("cp"),
+                config.layout.cp_method,
+                config.layout.cp_ring,
+                is_compiled=config.train.compile,
+                traffic=groups.traffic,
+            )
         return objective
 
     def named_parameters(self, objective: nn.Module) -> Mapping[str, Tensor]:

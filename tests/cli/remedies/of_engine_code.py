@@ -33,7 +33,7 @@ from holdfast.core.sharding.boxes import Box
 from holdfast.core.sharding.parameters import Own, Parameter
 from holdfast.core.sharding.reshard_plan import plan_reshard
 from holdfast.core.sharding.run_table import row_of_text, run_state_table
-from holdfast.layout import Layout, Replica, Topology, place_layout
+from holdfast.layout import Layout, Topology, place_layout
 from holdfast.parallel.comm.pipes import PipelinePipes
 from holdfast.parallel.comm.transport import PeerGroup
 from holdfast.parallel.devices import check_backends, select_device
@@ -293,7 +293,6 @@ def import_script(lab: Lab) -> None:
             sys.modules.pop("remedy_script", None)
 
 
-CONTEXT = Topology(1, (Replica(0, (0, 1), (1, 1, 2, 1)),), ("node",) * 2)
 RESHARD, AGREE, PIPE = "parallel/reshard.py: ", "train/recovery_agreement.py: ", "parallel/pipeline"
 PLAN, GROUPS = "core/sharding/reshard_plan.py: ", "parallel/process_groups.py: "
 ONE_TOPOLOGY = r"give all of them one topology, and one list of where they came from"
@@ -332,13 +331,6 @@ CASES: list[Case] = [
         add_at_places,
         r"use train\.deterministic=(false), or another operation in the model",
         fixed(deterministic=False),
-    ),
-    case(
-        GROUPS + "context parallelism is not built yet",
-        values(topology=CONTEXT, device="cpu"),
-        join,
-        r"set cp to (1)",
-        fixed(topology=replicas(1)),
     ),
     case(
         "parallel/devices.py: this worker was given …, but torch sees …",

@@ -9,11 +9,12 @@ from typing import Any
 
 import pytest
 
+from holdfast.core.device_progress import GroupProgress
 from holdfast.elastic.coordinator.hang_detector import HangDetector
 from holdfast.elastic.coordinator.stragglers import StragglerTracker
 from holdfast.elastic.node.hang_monitor import HangMonitor, ProcessStat
 from holdfast.elastic.node.worker_status import WorkerTable
-from holdfast.elastic.protocol.hung_worker import ALL_RANKS, StallReport
+from holdfast.elastic.protocol.hung_worker import ALL_RANKS, HungWorker, StallReport
 from holdfast.elastic.protocol.worker_messages import WorkerReport
 from holdfast.elastic.protocol.worker_pace import WorkerPace
 from holdfast.policy.detection.stragglers import Pace, StragglerLimits, StragglerRule
@@ -38,6 +39,7 @@ class World:
         self.now = 100.0
         self.members = WorkerTable(1, here)
         self.asleep: set[int] = set()  # who says so of itself
+        self.devices: dict[int, tuple[GroupProgress, ...]] = {}
         self.processes = {1000 + rank: ProcessStat(False, 1.0) for rank in range(here)}
         self.lookout = HangMonitor(
             self.members,
@@ -57,7 +59,10 @@ class World:
 
     def says(self, rank: int, step: int, phase: str, marks: int, **more: Any) -> None:
         is_asleep = rank in self.asleep
-        report = WorkerReport(rank, step, phase, marks, is_asleep=is_asleep, **more)
+        device = self.devices.get(rank, ())
+        report = WorkerReport(
+            rank, step, phase, marks, is_asleep=is_asleep, device_progress=device, **more
+        )
         self.members.process_report(report, self.now)
         self.members.on_report_answered(rank, self.now)
         self.lookout.on_report(self.members[rank])
@@ -139,6 +144,45 @@ def test_of_a_replica_on_two_nodes_the_one_that_hangs_is_named_whoever_asks_firs
         assert asks("partner") == []
     assert asks("hangs") == [2]
     assert asks("partner") == []
+
+
+def in_exchanges(reached: int, done: int) -> tuple[GroupProgress, ...]:
+    return (GroupProgress("all", 9, reached, done),)
+
+
+def test_if_all_wait_the_one_whose_device_hangs_is_named() -> None:
+    """The devices of ranks 0 and 2 are in the eighth exchange, and that of rank 1 is not."""
+    world = World(3, 3)
+    world.devices = {0: in_exchanges(8, 7), 1: in_exchanges(7, 7), 2: in_exchanges(8, 7)}
+    for rank in range(3):
+        world.says(rank, 2, "reduce", 2)
+    assert world.passes(4.0, 0, 1, 2) == []
+    assert world.passes(4.0, 0, 1, 2) == [(1, "device")]
+    cause = HungWorker(1, 2, 2, "device", 5.04).describe("reduce")
+    assert cause.startswith("its device has not reached an exchange for 5.0 s in step 2, reduce")
+
+
+def test_if_all_devices_are_in_the_exchange_nobody_is_named() -> None:
+    world = World(2, 2)
+    world.devices = {0: in_exchanges(8, 7), 1: in_exchanges(8, 7)}
+    for rank in range(2):
+        world.says(rank, 2, "reduce", 2)
+    assert world.passes(8.0, 0, 1) == [(ALL_RANKS, "stuck")]
+
+
+def test_of_several_nodes_the_one_whose_device_hangs_is_named() -> None:
+    comparing, now = HangDetector(), 100.0
+    for rank in range(2):
+        world = World(1, 2)
+        world.devices = {0: in_exchanges(8 - rank, 7)}
+        world.says(0, 2, "reduce", 2)
+        world.passes(8.0, 0)
+        now = world.now
+        told = StallReport.from_json(of_rank(rank, world).to_json())
+        assert comparing.observe(f"node{rank}", 1, told, now) == []
+    assert comparing.find_deadlock(now, frozenset({"node0", "node1"}))
+    ((node, (hung,)),) = comparing.find_hung_devices(now).items()
+    assert (node, hung.rank, hung.symptom) == ("node1", 1, "device")
 
 
 def test_what_lies_between_two_steps_does_not_count_for_a_normal_one() -> None:

@@ -8,10 +8,12 @@ from typing import Any
 import pytest
 import torch
 
+from holdfast.core.device_progress import GroupProgress
 from holdfast.core.devices import DEVICES
 from holdfast.errors import DeviceStuckError, PeerLostError, UserError
 from holdfast.parallel import devices
 from holdfast.parallel.comm import device_group, staging
+from holdfast.parallel.comm.abortable_wait import AbortableWait
 from holdfast.parallel.comm.device_group import DeviceGroup
 from holdfast.parallel.comm.transport import PeerGroup
 from holdfast.parallel.devices import describe_device, select_device
@@ -110,6 +112,27 @@ def test_a_devices_tensors_travel_over_gloo_through_the_host(rank: RankContext) 
     peers.all_reduce(total).wait()
     assert (both.tolist(), total.item()) == ([0.0, 1.0], 3.0)
     assert swapped.tolist() == [float(rank.rank), 10.0 + rank.rank]
+
+
+@ranks(2)
+def test_a_lane_counts_what_the_device_has_reached(rank: RankContext) -> None:
+    group = joined(rank, "counted")
+    lane, sums = group.lane(AbortableWait(lambda errand: None, "counted")), torch.ones(2)
+
+    def exchange() -> None:
+        lane.wait(group.all_reduce(sums))
+
+    lane.run(exchange)
+    lane.finish()
+    assert group.progress() == GroupProgress("counted", 1, 1, 1)
+    if rank.rank == 1:
+        fake_nccl.hang_kernels()
+    lane.run(exchange)
+    there = GroupProgress("counted", 2, 2 - rank.rank, 1)
+    wait_until(lambda: group.progress() == there, 60, "the device to come to the exchange")
+    rank.barrier("seen")
+    assert group.progress() == there
+    group.abort()
 
 
 def test_a_worker_selects_its_device_before_the_first_tensor(

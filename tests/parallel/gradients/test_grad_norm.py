@@ -95,7 +95,5 @@ def test_only_connection_errors_count_as_the_loss_of_a_peer() -> None:
 
 def test_layouts_that_cannot_run_are_refused() -> None:
     store = torch.distributed.HashStore()
-    with pytest.raises(LayoutError, match="context"):
-        connect(place_layout(Layout(cp=2), 1, ("a", "a")), 0, store, torch.device("cpu"))
     with pytest.raises(LayoutError, match="need the backend nccl"):
         connect(place_layout(Layout(dp_replicate=2), 1, ("a", "a")), 0, store, torch.device("cuda"))

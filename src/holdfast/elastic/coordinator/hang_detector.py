@@ -18,6 +18,7 @@ from holdfast.policy.detection.hangs import (
     find_deadlock,
     find_furthest_behind,
     find_hung,
+    find_hung_devices,
 )
 
 
@@ -54,6 +55,7 @@ class _NodeStallReport:
                 one.silent_for_s,
                 one.limit_factor,
                 one.is_blocked_in_collective,
+                one.device_progress,
             )
         return told
 
@@ -152,6 +154,18 @@ class HangDetector:
             return None
         late = max(one.lateness_s for one in self._reports.values())
         return find_deadlock(self._marks, self.normal_step_s, now, wakeup_lag_s=late)
+
+    def find_hung_devices(self, now: float) -> dict[str, list[HungWorker]]:
+        """Return the workers whose devices the rest waits for, by node, if all have waited for too
+        long."""
+        named = find_hung_devices(self._marks, now)
+        found: dict[str, list[HungWorker]] = {}
+        for node, one in self._reports.items():
+            for rank in named.keys() & one.marks.keys():
+                suspect = named[rank]
+                hung = HungWorker(rank, *one.positions[rank], suspect.sign, suspect.stalled_for_s)
+                found.setdefault(node, []).append(hung)
+        return found
 
     def find_hung_worker(
         self, now: float, node_names: frozenset[str]

@@ -52,7 +52,11 @@ class HangWatch:
         if still and (self._silent_nodes_task is None or self._silent_nodes_task.done()):
             self._silent_nodes_task = asyncio.create_task(self._remove_silent_nodes())
         if still and self._hang_detector.find_deadlock(self._now, state.members):
-            self._term.halt(HANG_REASON)
+            if late := self._hang_detector.find_hung_devices(self._now):
+                self._hung_workers.update(late)
+                self._open_heartbeats.answer(late)
+            else:
+                self._term.halt(HANG_REASON)
         elif still and (found := self._hang_detector.find_hung_worker(self._now, state.members)):
             self._hung_workers[found[0]] = [found[1]]
             self._open_heartbeats.answer([found[0]])

@@ -36,6 +36,7 @@ from holdfast.policy.detection.hangs import (
     Suspect,
     find_deadlock,
     find_hung,
+    find_hung_devices,
     normal_step_s,
     stopped_process_limit,
 )
@@ -219,15 +220,18 @@ class HangMonitor:
             if self._can_compare
             else {}
         )
+        waited = (
+            find_deadlock(marks, self.normal_step_s, now, wakeup_lag_s=max(self._recent_lateness))
+            if self._can_compare and not named
+            else None
+        )
+        hung = self._workers.find_hung(now, self._progress_timeout_s)
+        if waited or hung is not None:
+            named = named or find_hung_devices(marks, now)
         if named:
             return [self._to_hung_worker(rank, one) for rank, one in named.items()]
-        if self._can_compare and (
-            waited := find_deadlock(
-                marks, self.normal_step_s, now, wakeup_lag_s=max(self._recent_lateness)
-            )
-        ):
+        if waited:
             return [HungWorker(ALL_RANKS, 0, 0, "stuck", waited)]
-        hung = self._workers.find_hung(now, self._progress_timeout_s)
         if hung is None:
             return []
         return [
@@ -317,6 +321,7 @@ class HangMonitor:
             quiet,
             self._limit_factor(worker),
             worker.blocked_in_collective,
+            worker.device_progress,
         )
 
     def _limit_factor(self, worker: WorkerStatus) -> float:
@@ -365,6 +370,7 @@ class HangMonitor:
                     round(mark.silent_for_s, 3),
                     mark.limit_factor,
                     mark.is_blocked_in_collective,
+                    mark.device_progress,
                 )
             )
         normal = self.normal_step_s if self._can_compare else None  # None: workers are not compared

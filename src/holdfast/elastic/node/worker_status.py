@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from holdfast.core.device_progress import GroupProgress
 from holdfast.elastic.protocol.worker_messages import WorkerReport
 from holdfast.events import Event
 from holdfast.policy.recovery.survivors import HeldState
@@ -17,6 +18,7 @@ class WorkerStatus:
     progress_at: when it last made progress, on the agent's monotonic clock.
     progress_count: how often it made progress within its step.
     blocked_in_collective: by its own report, it sleeps where ranks wait for each other.
+    device_progress: how far its device is with exchanges, if training makes no progress.
     last_heard_at: when it last reported anything.
     reply_pending: its report is not answered yet, so it cannot report again.
     report_cpu_s: CPU seconds that its reports took.
@@ -30,6 +32,7 @@ class WorkerStatus:
     phase: str = "fork"
     progress_count: int = 0
     blocked_in_collective: bool = False
+    device_progress: tuple[GroupProgress, ...] = ()
     is_ready: bool = False
     outcome: tuple[str, int] | None = None  # ("finished" or "left", step)
     unsaved_reason: str | None = None  # why the state after that step is not durable
@@ -129,6 +132,7 @@ class WorkerTable:
             member.step, member.phase, member.progress_count = progress
             member.progress_at = now
         member.blocked_in_collective = report.is_asleep
+        member.device_progress = report.device_progress
         stream = self._stream_of(report)
         following = self._event_cursors.get(stream, 0)
         first, events = report.first_number, report.events

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from holdfast.core.device_progress import GroupProgress, progress_from_json
 from holdfast.core.json_parsing import Json, JsonObject
 
 ALL_RANKS = -1
@@ -23,7 +24,7 @@ _MAX_PROGRESS_COUNT = (1 << _PROGRESS_COUNT_BITS) - 1
 class HungWorker:
     """A worker that is given up, its position, and the symptom.
 
-    symptom: stopped, silent, behind or progress; stuck, for all ranks.
+    symptom: stopped, silent, behind, device or progress; stuck, for all ranks.
     """
 
     rank: int
@@ -53,6 +54,11 @@ class HungWorker:
                 return f"its process was stopped for {self.stalled_for_s:.1f} s {where}"
             case "silent":
                 return f"not heard for {self.stalled_for_s:.1f} s {where}, while others wait for it"
+            case "device":
+                return (
+                    f"its device has not reached an exchange for {self.stalled_for_s:.1f} s "
+                    f"{where}, while the devices of other ranks wait in it"
+                )
             case "behind":
                 return (
                     f"no progress for {self.stalled_for_s:.1f} s {where}, while others wait for it"
@@ -87,6 +93,7 @@ class StalledWorker:
     silent_for_s             seconds since it reported anything
     limit_factor             its phase may take so many times as long as usual
     is_blocked_in_collective by its own report, it sleeps where ranks wait for each other
+    device_progress          how far its device is with exchanges
     """
 
     rank: int
@@ -98,6 +105,7 @@ class StalledWorker:
     silent_for_s: float
     limit_factor: float
     is_blocked_in_collective: bool
+    device_progress: tuple[GroupProgress, ...] = ()
 
     def to_json(self) -> list[Json]:
         return [
@@ -110,12 +118,13 @@ class StalledWorker:
             self.silent_for_s,
             self.limit_factor,
             self.is_blocked_in_collective,
+            *([[each.to_json() for each in self.device_progress]] if self.device_progress else []),
         ]
 
     @staticmethod
     def from_json(row: Iterable[Any]) -> StalledWorker:
         """Parse a row. Raises TypeError and ValueError if it is malformed."""
-        rank, step, count, age, cpu, waits, silent, factor, asleep = row
+        rank, step, count, age, cpu, waits, silent, factor, asleep, *device = row
         return StalledWorker(
             int(rank),
             int(step),
@@ -126,6 +135,7 @@ class StalledWorker:
             float(silent),
             float(factor),
             bool(asleep),
+            progress_from_json(device[0]) if device else (),
         )
 
 

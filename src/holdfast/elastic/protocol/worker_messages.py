@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from holdfast.core.device_progress import GroupProgress, progress_from_json
 from holdfast.core.json_parsing import JsonObject
 from holdfast.events import Event, event_from_json
 from holdfast.policy.saving.tier_durations import durations_from_json
@@ -58,6 +59,7 @@ class WorkerReport:
     step_time        seconds of steps from their arithmetic to their vote, and steps; None likewise
     cpu_s            CPU seconds that the worker's reports took
     outcome          None: it does not end yet
+    device_progress  how far its device is with exchanges; empty while training makes progress
     """
 
     rank: int
@@ -74,8 +76,10 @@ class WorkerReport:
     step_time: tuple[float, int] | None = None
     cpu_s: float = 0.0
     outcome: WorkerOutcome | None = None
+    device_progress: tuple[GroupProgress, ...] = ()
 
     def to_json(self) -> JsonObject:
+        device = [each.to_json() for each in self.device_progress]
         compute, steps = self.compute_time, self.step_time
         return {
             "rank": self.rank,
@@ -91,6 +95,7 @@ class WorkerReport:
             "events": [{"kind": event.kind, "event": event.body} for event in self.events],
             "sync": self.is_sync,
             "calls": self.has_callbacks,
+            **({"device": device} if device else {}),
             **({} if self.outcome is None else {"outcome": self.outcome.to_json()}),
         }
 
@@ -116,6 +121,7 @@ class WorkerReport:
             _time_and_count(value.get("worked")),
             float(value.get("own", 0.0)),
             None if outcome is None else WorkerOutcome.from_json(outcome),
+            progress_from_json(value.get("device", ())),
         )
 
 

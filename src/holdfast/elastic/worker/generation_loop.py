@@ -152,8 +152,8 @@ def _stop_and_hold(
     held = worker.held_state(kind, text, bad_step)
     if worker.is_worn:
         raise DeviceStuckError(
-            "this process has joined as many generations as its device bears; another one takes "
-            "the place"
+            "older groups have used up what this process may take of its device; another process "
+            "takes the place"
         )
     state = "no state" if held.torn else f"the state after step {held.applied}"
     logger.info("holds %s (%s): %s", state, kind, text)

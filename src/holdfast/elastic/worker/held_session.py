@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from holdfast.elastic.worker.generation_connection import GenerationConnection
 from holdfast.elastic.worker.http_store import HttpStore
 from holdfast.elastic.worker.worker_setup import WorkerSetup
+from holdfast.errors import PeerLostError
 from holdfast.events import SettingIgnored
 from holdfast.layout import Topology
 from holdfast.plan.planner import dealer_of
@@ -63,9 +64,12 @@ class HeldSession:
     def build(self, setup: WorkerSetup, connection: GenerationConnection) -> None:
         """Connect the generation's groups, and build this rank's engine, without values. Raises
         LayoutError if their data takes a slow way without need."""
-        self.session = _build_session(
-            setup, connection.topology, connection.rank, connection.rendezvous.store
-        )
+        store = connection.rendezvous.store
+        try:
+            self.session = _build_session(setup, connection.topology, connection.rank, store)
+        except PeerLostError:
+            setup.transport.log_unread()  # perhaps the backend says why
+            raise
         setup.transport.refuse_slow(connection.topology, setup.config.layout)
 
     def recover(

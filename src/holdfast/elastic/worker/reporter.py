@@ -19,6 +19,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 
+from holdfast.core.device_progress import GroupProgress
 from holdfast.elastic.protocol.worker_messages import (
     REPORT_PATH,
     STEP_PHASES,
@@ -48,6 +49,8 @@ class ProgressMeter:
         """Seconds from a step's arithmetic to the end of its vote, steps."""
         self.microbatch_count: Callable[[], int] | None = None
         """Returns this rank's number of microbatches in the open step."""
+        self.device_progress: Callable[[], tuple[GroupProgress, ...]] = tuple
+        """Returns how far the device is with exchanges."""
         self._computing_since: float | None = None  # since when
         self._step_began_at = 0.0  # with the step that is under way
 
@@ -101,8 +104,9 @@ class ReportWriter:
     ) -> WorkerReport:
         """Write the report of a batch whose first event has this number."""
         meter = self._meter
-        still, self._reported_progress = self._reported_progress, meter.progress
+        before, self._reported_progress = self._reported_progress, meter.progress
         step, phase, marks = self._reported_progress
+        is_still = before == self._reported_progress
         return WorkerReport(
             self._rank,
             step,
@@ -114,11 +118,12 @@ class ReportWriter:
             self._stream_id,
             sync,
             has_callbacks,
-            still == self._reported_progress and self._is_asleep(),
+            is_still and self._is_asleep(),
             meter.compute_time,
             meter.step_time,
             round(time.thread_time(), 4),  # the process computes at the same time
             outcome,
+            meter.device_progress() if is_still else (),
         )
 
 

@@ -58,8 +58,13 @@ class TransportWatch:
         others = len(set(topology.nodes)) > 1
         slow = find_slow_transport(text, self._links, os.environ, has_other_nodes=others)
         if self._is_wanted or slow is not None:
-            logger.info("the device's backend says:\n%s", text.rstrip())
+            _log(text)
         return slow
+
+    def log_unread(self) -> None:
+        """Write what the backend has said since the last call into the worker's log."""
+        if self._log is not None and (text := self._log.read_new()):
+            _log(text)
 
     def refuse_slow(self, topology: Topology, layout: LayoutConfig) -> None:
         """Raise LayoutError if data takes a slow way without need, unless the run file accepts
@@ -71,3 +76,7 @@ class TransportWatch:
                 where="layout.allow_tcp",
                 remedy=f"{slow.advice}, or use layout.allow_tcp=true",
             )
+
+
+def _log(text: str) -> None:
+    logger.info("the device's backend says:\n%s", text.rstrip())

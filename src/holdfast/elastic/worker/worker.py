@@ -13,6 +13,7 @@ from holdfast.elastic.protocol.worker_messages import SCRIPT_END
 from holdfast.elastic.protocol.worker_spec import WorkerSpec
 from holdfast.elastic.worker.checkpointer import SnapshotSaver, save_last_step
 from holdfast.elastic.worker.commands import CommandClient
+from holdfast.elastic.worker.device_wear import DeviceWear
 from holdfast.elastic.worker.generation_connection import GenerationConnection
 from holdfast.elastic.worker.held_session import HeldSession
 from holdfast.elastic.worker.reporter import AgentReporter
@@ -24,6 +25,7 @@ from holdfast.elastic.worker.worker_setup import WorkerSetup
 from holdfast.errors import HoldfastError
 from holdfast.layout import Topology
 from holdfast.parallel.comm.gloo_sockets import shut_down_connections
+from holdfast.parallel.flight_recorder import log_pending_operations
 from holdfast.policy.recovery.survivors import HeldState, RejectedStep
 from holdfast.policy.saving.failure_classes import FailureClassCounts
 from holdfast.train.runner import TrainingOutcome
@@ -32,9 +34,6 @@ from holdfast.train.save_cadence import FailureStats
 from holdfast.wire.secret import Secret
 
 logger = logging.getLogger(__name__)
-
-_WEAR_SPACING = 4
-"""Generations between the replacements of two ranks: one makes two, a loss and a return."""
 
 _ANNOUNCE_FLUSH_TIMEOUT_S = 0.5
 """Seconds that a stopping worker waits for its snapshots' announcements, if no other replica has
@@ -62,17 +61,12 @@ class Worker:
         self._snapshot_saver: SnapshotSaver | None = None
         self._had_capturer = False  # whether there has been one
         self._connection: GenerationConnection | None = None
-        self._regroups = 0  # generations that this process has taken part in
+        self._wear = DeviceWear()
 
     @property
     def is_worn(self) -> bool:
-        """Return True if this process has joined as many generations as its device bears.
-
-        Groups leave some device memory behind. Ranks reach the number one after another, so that
-        other ranks still have the state.
-        """
-        most = device_kind(self._setup.device.type).regroups_per_process
-        return bool(most) and self._regroups >= most + _WEAR_SPACING * max(0, self.connection.rank)
+        """Return True if another process must take the place: the device bears no more groups."""
+        return self._wear.is_worn(self._setup.device, self.connection.rank)
 
     @property
     def step(self) -> int:
@@ -134,6 +128,7 @@ class Worker:
         `step` is right then, too. The state is then intact, unless a replica was sharded over a
         lost process.
         """
+        self._wear.read_memory(self._setup.device)
         held, saver = self.held_session, self._snapshot_saver
         session, connection, config = held.current, self.connection, self._setup.config
         assert saver is not None, "the capturer is made with the session"
@@ -154,6 +149,7 @@ class Worker:
             session.engine.plan.deal_elsewhere(retry.step, retry.avoid)
         engine, replica = session.engine, session.engine.groups.coordinate.replica
         self.reporter.progress_meter.microbatch_count = lambda: len(engine.dealt_shares[replica])
+        self.reporter.progress_meter.device_progress = engine.groups.device_progress
         self.is_training = True
         try:
             inside = len(session.groups.replica.ranks) > 1  # where nothing else ends a wait
@@ -243,7 +239,8 @@ class Worker:
     def _connect_reporter(self, topology: Topology, rank: int, start_step: int = 0) -> None:
         """Connect to the agent as `rank` of a generation that continues from the state after
         `start_step`. Unsent events of the previous generation are sent now."""
-        old, self._regroups = self._connection, self._regroups + 1
+        old = self._connection
+        self._wear.regroups += 1
         unsent = None if old is None else old.close_for_next(topology.generation, start_step)
         self._connection = GenerationConnection.open(
             self._setup.spec, self._secret, self._commands, topology, rank, unsent
@@ -276,6 +273,8 @@ class Worker:
         shut_down_connections(self._setup.spec.agent)
 
     def _interrupt_training(self, inside: bool) -> None:
+        if not device_kind(self._setup.device.type).inside_has_tags:
+            log_pending_operations()
         self.held_session.current.engine.interrupt(inside)
 
     def _on_outdated(self, step: int) -> None:

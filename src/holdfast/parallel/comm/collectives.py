@@ -8,6 +8,11 @@ Tensor parallelism uses the pairs:
     copy             nothing          all-reduce        into it, tokens whole
     reduce           all-reduce       nothing           out of it
 
+Context parallelism uses `gather`, `reduce`, and two more:
+
+    swap             all-to-all       all-to-all        from tokens cut to heads cut, and back
+    rotate           to the next rank, without gradient
+
 (Shoeybi et al. 2019, section 3, where the last two are f and g; Korthikanti et al. 2022, section
 4.2.2, for the first two.) Rank i's part is the i-th contiguous part of dim 0, so a gather writes
 into one buffer and nothing is permuted.
@@ -16,7 +21,8 @@ Over gloo, gathers and scatters are direct messages: received where they belong,
 rank order. gloo's own gather copies everything once more and its reduce-scatter moves twice the
 bytes. A send is not waited for, because a send to a dead receiver may never return. It has arrived
 when its receiver's part of the next collective comes. Its memory is held until then. So every rank
-must call the same collectives in the same order, as always.
+must call the same collectives in the same order, as always. A rotation's message has arrived once
+what its receiver sent afterwards has come all the way round.
 
 Over a device's backend they are collectives that add nothing, and the sums are taken here, in rank
 order. A backend's own sum depends on how it connects the ranks, which a recovery may change.
@@ -24,8 +30,9 @@ order. A backend's own sum depends on how it connects the ranks, which a recover
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -44,15 +51,25 @@ class Collectives:
     when the group is given up, and its output is void. A group has one `Collectives`, whose calls
     come from one thread.
     If it `reports_loss`, all raise RuntimeError with the backend's text when a peer is lost.
+    members: ranks of the group, this one among them, which alone take part. They can `all_to_all`
+    and `rotate`; None: all ranks, and everything.
     """
 
     def __init__(
-        self, group: dist.ProcessGroup, traffic: TrafficCounter | None = None, kind: str = "tp"
+        self,
+        group: dist.ProcessGroup,
+        traffic: TrafficCounter | None = None,
+        kind: str = "tp",
+        members: Sequence[int] | None = None,
     ):
-        self.group, self.rank, self.size = group, group.rank(), group.size()
+        self.group = group
+        self._members = list(range(group.size()) if members is None else members)
+        self.rank, self.size = self._members.index(group.rank()), len(self._members)
         self._others = [(self.rank + i) % self.size for i in range(1, self.size)]
         self._traffic, self._kind = traffic, kind
         self._pending_sends: list[tuple[object, Tensor]] = []
+        self._rotations: deque[_Sent] = deque()
+        self._sent = self._received = 0  # rotations
         self.reports_loss = self._by_messages = dist.get_backend(group) == "gloo"
 
     # --- without gradient -----------------------------------------------------------------
@@ -107,7 +124,47 @@ class Collectives:
         gather_parts(padded, _sum_in_order(list(received))[None], self.group)
         return padded.view(-1)[: out.numel()].view_as(out)
 
+    def all_to_all(self, parts: Tensor) -> Tensor:
+        """Send the i-th part to rank i, and receive one of each.  [n, ...] -> [n, ...], new"""
+        parts = parts.contiguous()
+        self._count(parts.nbytes // self.size * (self.size - 1))
+        received = torch.empty_like(parts)
+        if self._by_messages:
+            receipts = self._exchange(parts, received)
+            received[self.rank].copy_(parts[self.rank])
+            self._wait(receipts)
+        else:
+            sizes = self._sizes(self._members, parts[0].numel())
+            dist.all_to_all_single(
+                received.view(-1), parts.view(-1), sizes, sizes, group=self.group
+            )
+        return received
+
+    def rotate(self, tensor: Tensor) -> Rotation:
+        """Start to send to the next rank and to receive as much from the one before. Rotations are
+        waited for in their order, and all before another collective. The tensor must not change."""
+        tensor = tensor.contiguous()
+        self._count(tensor.nbytes)
+        into = torch.empty_like(tensor)
+        before, after = (self._members[(self.rank + i) % self.size] for i in (-1, 1))
+        if self._by_messages:
+            receipt = self.group.recv([into], before, _TAG)
+            sending = self.group.send([tensor], after, _TAG)
+            self._rotations.append(_Sent(sending, tensor, self._received))
+            self._sent += 1
+            return Rotation(into, receipt, self._take_rotation)
+        # On a device this is one batch of two messages: empty ones are not sent.
+        coming, going = (self._sizes([peer], tensor.numel()) for peer in (before, after))
+        receipt = dist.all_to_all_single(
+            into.view(-1), tensor.view(-1), coming, going, group=self.group, async_op=True
+        )
+        return Rotation(into, receipt, lambda: None)
+
     # --- with gradient --------------------------------------------------------------------
+    def swap(self, parts: Tensor) -> Tensor:
+        """`all_to_all`, in both directions.  [n, ...] -> [n, ...]"""
+        return _Swap.apply(parts, self)  # type: ignore[no-any-return, no-untyped-call]
+
     def gather(self, part: Tensor) -> Tensor:
         """[t, ...] -> [n * t, ...]"""
         return _Gather.apply(part, self)  # type: ignore[no-any-return, no-untyped-call]
@@ -127,20 +184,59 @@ class Collectives:
     # --- messages -------------------------------------------------------------------------
     def _exchange(self, out: Sequence[Tensor] | Tensor, into: Tensor) -> list[Any]:
         """Start to send out[i] to rank i and to receive into into[i] from it."""
-        receipts = [self.group.recv([into[peer]], peer, _TAG) for peer in self._others]
-        sends = [(self.group.send([out[peer]], peer, _TAG), out[peer]) for peer in self._others]
+        group, ranks = self.group, self._members
+        receipts = [group.recv([into[peer]], ranks[peer], _TAG) for peer in self._others]
+        sends = [(group.send([out[peer]], ranks[peer], _TAG), out[peer]) for peer in self._others]
         self._pending_sends.extend(sends)
         return receipts
+
+    def _sizes(self, members: Sequence[int], elements: int) -> list[int]:
+        """So many elements for each of some members, none for the other ranks of the group."""
+        return [elements * (rank in members) for rank in range(self.group.size())]
 
     def _wait(self, receipts: Sequence[Any]) -> None:
         """Every peer has sent its part, so it had received what I sent before this exchange."""
         for receipt in receipts:
             receipt.wait()
         del self._pending_sends[: len(self._pending_sends) - len(self._others)]
+        self._rotations.clear()
+
+    def _take_rotation(self) -> None:
+        """A rotation has come. The rank before sent it after it had received as many as I had when
+        I sent mine. The same holds for each rank before that, up to the one after me."""
+        self._received += 1
+        first, arrived = self._sent - len(self._rotations) + 1, self._received
+        for _ in range(self.size - 1):
+            if arrived < first:
+                return
+            arrived = self._rotations[arrived - first].received
+        for _ in range(first, arrived + 1):
+            self._rotations.popleft()
 
     def _count(self, nbytes: int) -> None:
         if self._traffic is not None:
             self._traffic.add(self._kind, nbytes)
+
+
+class _Sent(NamedTuple):
+    """A rotation's message. received: rotations that had come before it was sent."""
+
+    sending: object
+    tensor: Tensor
+    received: int
+
+
+class Rotation:
+    """What comes from the rank before."""
+
+    def __init__(self, into: Tensor, receipt: Any, on_arrival: Callable[[], None]) -> None:
+        self._into, self._receipt, self._on_arrival = into, receipt, on_arrival
+
+    def wait(self) -> Tensor:
+        """Return it once it is here."""
+        self._receipt.wait()
+        self._on_arrival()
+        return self._into
 
 
 def _sum_in_order(parts: Sequence[Tensor]) -> Tensor:
@@ -151,6 +247,17 @@ def _sum_in_order(parts: Sequence[Tensor]) -> Tensor:
     for part in rest:
         out.add_(part)
     return out.to(first.dtype)
+
+
+class _Swap(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, parts: Tensor, collectives: Collectives) -> Tensor:
+        ctx.collectives = collectives
+        return collectives.all_to_all(parts)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return ctx.collectives.all_to_all(gradient), None
 
 
 class _Gather(torch.autograd.Function):

@@ -11,10 +11,11 @@ from __future__ import annotations
 
 import threading
 
-TRAFFIC_KINDS = ("reduce", "gather", "scatter", "tp", "pp", "control")
+TRAFFIC_KINDS = ("reduce", "gather", "scatter", "tp", "cp", "pp", "control")
 """reduce: gradients between the members of a cell. gather, scatter: parameters and gradients on
-the dp_shard axis. tp: activations of tensor parallelism. pp: between pipeline stages. control:
-votes and other small exchanges."""
+the dp_shard axis. tp: activations of tensor parallelism. cp: what attention gets of other ranks'
+tokens, and the gradients of that. pp: between pipeline stages. control: votes and other small
+exchanges."""
 
 
 class TrafficCounter:

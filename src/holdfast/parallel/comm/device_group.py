@@ -23,6 +23,7 @@ from contextlib import suppress
 import torch
 from torch import Tensor
 
+from holdfast.core.device_progress import GroupProgress
 from holdfast.errors import DeviceStuckError, PeerLostError
 from holdfast.parallel.comm import lanes
 from holdfast.parallel.comm.abortable_group import AbortableGroup
@@ -126,6 +127,7 @@ class DeviceGroup(AbortableGroup):
         self._group: BulkGroup | None = bulk_group(backend, self._store, rank, size, seconds)
         self._abort: Abort | None = None
         self._stream: object | None = None
+        self._lane_progress = lanes.LaneProgress()
 
     def open(self, is_given_up: Callable[[], bool]) -> None:
         """Connect; collective. is_given_up: whether this rank need not wait any more. Raises
@@ -146,7 +148,13 @@ class DeviceGroup(AbortableGroup):
         """Return the place for work on what arrives."""
         if self._stream is None:
             self._stream = lanes.DeviceLane.open(self._device)
-        return lanes.DeviceLane(self._device, self._stream, errand, self._seconds)
+        return lanes.DeviceLane(
+            self._device, self._stream, errand, self._seconds, self._lane_progress
+        )
+
+    def progress(self) -> GroupProgress:
+        """Return how far this rank's device is with what runs in the lane."""
+        return GroupProgress(self.name, *self._lane_progress.read())
 
     def mark(self) -> object:
         """Return an event after all that the calling thread has given to the device."""

@@ -11,7 +11,9 @@ results. `settle` waits for that, because the buffers are free only then.
 
 from __future__ import annotations
 
+import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -73,15 +75,56 @@ class HostLane:
         """Do nothing: a group that is given up ends its waits by itself."""
 
 
+class LaneProgress:
+    """Counts the jobs of one group's lane. The lane's thread writes; any thread may read."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._launched = self._ended = 0
+        self._unreached: deque[Any] = deque()  # an event before each job, in order
+        self._undone: deque[Any] = deque()  # and one after it
+
+    def begin(self, event: Any) -> None:
+        """Note a job that the device reaches when `event` is over."""
+        with self._lock:
+            self._drop_past()
+            self._launched += 1
+            self._unreached.append(event)
+
+    def end(self, event: Any) -> None:
+        """Note that this job is done when `event` is over."""
+        with self._lock:
+            self._ended += 1
+            self._undone.append(event)
+
+    def read(self) -> tuple[int, int, int]:
+        """Return the number of jobs launched, reached by the device, and done."""
+        with self._lock:
+            self._drop_past()
+            reached, done = len(self._unreached), len(self._undone)
+            return self._launched, self._launched - reached, self._ended - done
+
+    def _drop_past(self) -> None:
+        for events in (self._unreached, self._undone):
+            while events and events[0].query():
+                events.popleft()
+
+
 class DeviceLane:
-    """A stream of a device, which `open` made. seconds: that `finish` waits at most."""
+    """A stream of a device, which `open` made. seconds: that `finish` waits at most. progress: of
+    the stream's group."""
 
     runs_later = True
 
     def __init__(
-        self, device: torch.device, stream: Any, errand: AbortableWait, seconds: float
+        self,
+        device: torch.device,
+        stream: Any,
+        errand: AbortableWait,
+        seconds: float,
+        progress: LaneProgress,
     ) -> None:
-        self._device, self._stream = device, stream
+        self._device, self._stream, self._progress = device, stream, progress
         self._errand, self._seconds = errand, seconds
 
     @staticmethod
@@ -93,6 +136,11 @@ class DeviceLane:
         self._stream.wait_event(mark)
 
     def run(self, job: Callable[[], object]) -> None:
+        self._progress.begin(self.record())
+        self._launch(job)
+        self._progress.end(self.record())
+
+    def _launch(self, job: Callable[[], object]) -> None:
         def on_stream() -> None:
             with self._stream:
                 job()

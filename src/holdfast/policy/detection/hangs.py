@@ -9,9 +9,10 @@ workers: they report that they wait, and it does not. Three signs, the surest fi
     behind    it is heard but makes no progress, while most workers are further and wait, or
               sleep in a wait for it
 
-If all workers are heard and wait, none is named. All receive a notice to stop, and the worker that
-does not stop is the hung one. A worker that works alone receives it after ten times the usual limit
-of a step.
+If all workers are heard and wait, a device may hang. It has not reached an exchange in which the
+devices of the rest wait, so its worker is named. If the devices show nothing, no worker is named.
+All receive a notice to stop, and the worker that does not stop is the hung one. A worker that works
+alone receives it after ten times the usual limit of a step.
 
 The limit follows the step time: three normal steps and a second. For a running worker, the seconds
 of processor that it had count instead. A load on all cores keeps it from working, but uses up none
@@ -26,6 +27,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
+
+from holdfast.core.device_progress import GroupProgress, find_late_devices
 
 WorkerRank = int
 """A worker: its rank in the generation."""
@@ -66,6 +69,7 @@ class ProgressMark:
         is_blocked_in_collective: It reports that it sleeps where ranks wait for each other. The
             partner of a hung rank
             does.
+        device_progress: How far its device is with exchanges.
     """
 
     point: int
@@ -75,11 +79,13 @@ class ProgressMark:
     silent_for_s: float = 0.0
     limit_factor: float = 1.0
     is_blocked_in_collective: bool = False
+    device_progress: tuple[GroupProgress, ...] = ()
 
 
 @dataclass(frozen=True)
 class Suspect:
-    """A worker that is named. stalled_for_s: length of its hang. sign: silent or behind."""
+    """A worker that is named. stalled_for_s: length of its hang. sign: silent, behind or
+    device."""
 
     stalled_for_s: float
     sign: str
@@ -247,6 +253,15 @@ def find_deadlock(
         if not _is_idle(mark, now) or not heard or now - mark.reached_at <= patience:
             return None
     return min(now - mark.reached_at for mark in marks.values())
+
+
+def find_hung_devices(
+    marks: Mapping[WorkerRank, ProgressMark], now: float
+) -> dict[WorkerRank, Suspect]:
+    """Return the workers whose devices the rest waits for. Call it if all workers have waited for
+    too long."""
+    late = find_late_devices({who: mark.device_progress for who, mark in marks.items()})
+    return {who: Suspect(now - marks[who].reached_at, "device") for who in late}
 
 
 def find_furthest_behind(
