@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import islice
-from math import prod
+from math import gcd, prod
 from typing import Any
 
 from holdfast.errors import LayoutError
@@ -61,6 +61,12 @@ class Layout:
     @property
     def world_size(self) -> int:
         return self.dp_replicate * self.replica_size
+
+
+def expert_degree(ep: int, dp_shard: int) -> int:
+    """The ranks that share the experts in a replica of `dp_shard` shards, if `layout.ep` is `ep`. A
+    smaller replica than the run file's may not have as many."""
+    return gcd(ep, dp_shard)
 
 
 @dataclass(frozen=True)

@@ -128,6 +128,24 @@ def test_what_is_not_known_is_said(run_file: Path, capsys: Capture) -> None:
     assert "an estimate of each rank's memory needs model.vocab_size=N" in outcome.out
 
 
+def test_a_run_on_devices_says_how_many_communicators_each_rank_has(
+    run_file: Path, capsys: Capture
+) -> None:
+    arguments = ("layout", "show", run_file, *EIGHT)
+    assert "communicators" not in here(capsys, *arguments).out
+    outcome = here(capsys, *arguments, "device=cuda")
+    said = outcome.out[outcome.out.index("communicators of the device's backend") :].split("\n")
+    assert "not in the peak" in said[0]
+    assert "not measured here" in said[0]
+    # The axes pp and tp, two pipes, and two sets of ranks that sum gradients together.
+    assert said[2].split()[:2] == ["0", "6"]
+    value = json.loads(here(capsys, *arguments, "device=cuda", "--json").out)
+    found = value["ranks"][0]["communicators"]
+    assert found == {"groups": 6, "bytes": 6 * 688_000_000}
+    value = json.loads(here(capsys, *arguments, "--json").out)
+    assert value["ranks"][0]["communicators"] == {"groups": 0, "bytes": 0}
+
+
 def test_batch_warm_up_has_a_column_of_its_own(run_file: Path, capsys: Capture) -> None:
     warm = "train.batch_warmup=[{from_step: 3, batch_size: 6}]"
     out = here(capsys, "layout", "show", run_file, warm).out

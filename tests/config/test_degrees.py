@@ -22,6 +22,9 @@ layout:
 """
 
 
+EXPERTS = ["model.family=mixtral", "model.experts={count: 6}"]
+
+
 def sentence(*overrides: str) -> str:
     with pytest.raises(ConfigError) as caught:
         resolve_config(TEXT, "run.yaml", overrides)
@@ -34,6 +37,37 @@ def sentence(*overrides: str) -> str:
     ("overrides", "words"),
     [
         (["layout.tp=5"], "layout.tp 5 does not divide model.heads 12; use 4 or 12"),
+        (
+            ["layout.ep=2"],
+            "layout.ep 2 needs experts, and there is no model.experts; use layout.ep 1",
+        ),
+        (
+            [*EXPERTS, "layout.dp_shard=3", "layout.ep=2"],
+            "layout.ep 2 does not divide layout.dp_shard 3; use layout.ep 1 or 3",
+        ),
+        (
+            [*EXPERTS, "model.experts.count=4", "layout.dp_shard=6", "layout.ep=2"],
+            "layout.ep 2 needs as many experts on each of layout.dp_shard 6 workers, and "
+            "model.experts.count is 4; use layout.ep 1, or layout.dp_shard 4",
+        ),
+        (
+            [*EXPERTS, "layout.dp_shard=2", "layout.zero=1", "layout.ep=2"],
+            "layout.ep 2 does not work with layout.zero 1; use layout.zero 2",
+        ),
+        (
+            [*EXPERTS, "train.recompute=selective", "layout.dp_shard=2", "layout.ep=2"],
+            "layout.ep 2 gathers parameters inside of blocks, which train.recompute selective does "
+            "not run again; use train.recompute full",
+        ),
+        (
+            [*EXPERTS, "model.experts.capacity=1.5", "layout.cp=2"],
+            "model.experts.capacity 1.5 drops the last tokens, and layout.cp changes their order; "
+            "use model.experts.capacity 0",
+        ),
+        (
+            [*EXPERTS, "model.experts.width=20", "layout.tp=4", "layout.tp=3"],
+            "layout.tp 3 does not divide model.experts.width 20; use 2 or 4",
+        ),
         (["layout.tp=24"], "layout.tp 24 does not divide model.heads 12; use 12"),
         (
             ["model.ffn_dim=22", "layout.tp=4"],

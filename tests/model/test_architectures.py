@@ -75,6 +75,35 @@ CASES: dict[str, dict[str, Any]] = {
     "qwen3": {"model_type": "qwen3", "head_dim": 16, "rope_parameters": YARN},
     "mistral": {"model_type": "mistral", "sliding_window": 9},
     "mistral_wide_head": {"model_type": "mistral", "sliding_window": None, "head_dim": 24},
+    "mixtral": {"model_type": "mixtral", "num_local_experts": 4, "sliding_window": 9},
+    "qwen3_moe": {
+        "model_type": "qwen3_moe",
+        "head_dim": 16,
+        "num_experts": 6,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 24,
+        "norm_topk_prob": True,
+    },
+    "qwen3_moe_no_sum": {
+        "model_type": "qwen3_moe",
+        "head_dim": 16,
+        "num_experts": 6,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24,
+        "router_aux_loss_coef": 0.01,
+    },
+    "dots1": {
+        "model_type": "dots1",
+        "head_dim": 16,
+        "n_routed_experts": 6,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24,
+        "n_shared_experts": 2,
+        "first_k_dense_replace": 1,
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 1.5,
+        "sliding_window": None,
+    },
     "phi3": {"model_type": "phi3", "sliding_window": 11},
     "phi3_partial": {
         "model_type": "phi3",
@@ -146,7 +175,10 @@ def test_config_goes_there_and_back(case: str) -> None:
     }
 
 
-@pytest.mark.parametrize("case", ["qwen2_window", "phi3_partial", "gemma2", "smollm3_window"])
+@pytest.mark.parametrize(
+    "case",
+    ["qwen2_window", "phi3_partial", "gemma2", "smollm3_window", "mixtral", "qwen3_moe", "dots1"],
+)
 def test_folder_comes_back_byte_for_byte(case: str, tmp_path: Path) -> None:
     """Without transformers: export, import, export."""
     model = from_their_config(SIZES | CASES[case], "here")
@@ -155,8 +187,14 @@ def test_folder_comes_back_byte_for_byte(case: str, tmp_path: Path) -> None:
     again, tensors = import_folder(tmp_path / "out")
     assert again == model
     assert all(torch.equal(tensors[name], p) for name, p in ours.state_dict().items())
-    part = tensors.box("layers.1.ffn.up.weight", (10, 3), (20, 5))
-    assert torch.equal(part, ours.state_dict()["layers.1.ffn.up.weight"][10:30, 3:8])
+    if model.experts is None:
+        part = tensors.box("layers.1.ffn.up.weight", (10, 3), (20, 5))
+        assert torch.equal(part, ours.state_dict()["layers.1.ffn.up.weight"][10:30, 3:8])
+    else:
+        part = tensors.box("layers.1.ffn.experts.up.weight", (1, 10, 3), (2, 4, 5))
+        assert torch.equal(
+            part, ours.state_dict()["layers.1.ffn.experts.up.weight"][1:3, 10:14, 3:8]
+        )
     export_folder(tmp_path / "again", again, tensors, None)
     for path in (tmp_path / "out").iterdir():
         assert (tmp_path / "again" / path.name).read_bytes() == path.read_bytes()
@@ -259,7 +297,8 @@ def test_logits_and_bytes_are_transformers(
     other = transformers.AutoModelForCausalLM.from_config(kind, attn_implementation="eager")
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
-        for parameter in other.parameters():
+        biases = [b for name, b in other.named_buffers() if name.endswith("correction_bias")]
+        for parameter in (*other.parameters(), *biases):
             parameter.add_(0.2 * torch.randn(parameter.shape, generator=generator))
     other.eval().save_pretrained(tmp_path / "in")
 

@@ -10,7 +10,10 @@ pp3+pp2           unlike replicas side by side
 plain.tp2         without sequence parallelism;  gpipe.pp2: another schedule
 files.dp2         optimizer state in a file, gradients on the host
 gathered.dp2      gradients between replicas by collectives
+fp8.dp2           float8 products, of a model that is wide enough;  wider.bf16.one: its shapes
+qboth.shard2      shards send each other codes of few bits;  qweights.shard2, qgradients.shard2
 state8bit.dp2     moments in 8 bits, of a model that is wide enough;  statebf16.dp2: in bf16
+experts.tp2       with experts; experts.ep2.shard2: spread over two ranks
 long.cp4          of more tokens, which 2, 3 and 4 ranks divide;  documents.cp2: in documents
 full.tp2          blocks are run again in the backward pass; selective.tp2, compiled.tp2
 """
@@ -91,9 +94,43 @@ _FLAGS: dict[str, dict[str, Any]] = {
         "model__attention_softcap": 3.0,
         "model__logit_softcap": 4.0,
     },
+    "experts": {
+        "model__family": "mixtral",
+        "model__experts": {"count": 4, "top_k": 2, "balance_loss": 0.02, "z_loss": 0.001},
+    },
+    "dropping": {
+        "model__family": "mixtral",
+        "model__experts": {"count": 4, "top_k": 2, "balance_loss": 0.02, "capacity": 0.7},
+    },
+    "sigmoid": {
+        "model__family": "dots1",
+        "model__qk_norm": True,
+        "model__experts": {
+            "count": 4,
+            "top_k": 2,
+            "width": 16,
+            "scores": "sigmoid",
+            "shared": 1,
+            "scale": 1.5,
+            "choice_bias": True,
+            "bias_rate": 0.01,
+        },
+    },
+    "ep2": {"layout__ep": 2},
+    "ep4": {"layout__ep": 4},
     "fp32": {"train__precision": "fp32"},
     "bf16": {"train__precision": "bf16"},
     "fp16": {"train__precision": "fp16"},
+    "fp8": {
+        "train__precision": "fp8",
+        "data__sequence_length": 16,  # in the run file: on a device 12 would be too odd
+        "model__dim": 64,
+        "model__ffn_dim": 128,
+    },
+    "wider": {"model__dim": 64, "model__ffn_dim": 128},
+    "qweights": {"layout__quantized": "weights", "layout__dp_shard": 2},
+    "qgradients": {"layout__quantized": "gradients", "layout__dp_shard": 2},
+    "qboth": {"layout__quantized": "both", "layout__dp_shard": 2},
     "small": {"train__batch_size": 8},  # two microbatches
     "files": {
         "train__memory": {
@@ -156,13 +193,16 @@ def case(name: str) -> Case:
             keys = {"dp": "dp_replicate", "shard": "dp_shard"}
             layout = replace(layout, **{keys.get(axis, axis): degree})
         replicas += [replace(layout, dp_replicate=1)] * layout.dp_replicate
+    if "layout__ep" in changes:
+        changes["layout__dp_shard"] = max(layout.dp_shard for layout in replicas)
     return Case(name, tuple(replicas), changes)
 
 
 def model_flags(name: str) -> str:
     """What of a name's words makes another curve: a single process heeds those."""
-    precisions = ("fp32", "bf16", "fp16")
+    precisions = ("fp32", "bf16", "fp16", "fp8", "wider")
     kinds = ("qknorm", "biased", "gemma", "untied", "heads", "long", "documents")
+    kinds += ("experts", "sigmoid", "dropping")
     flags = (*kinds, *precisions, "small", "shallow", "deep", "eight")
     return "".join(f"{flag}." for flag in flags if flag in name)
 
@@ -240,7 +280,13 @@ def engine_of(
 ) -> StepEngine:
     """Connected and initialised."""
     groups = connect(
-        topology, rank, store, CPU, seconds=seconds, exchange=choose_exchange(config, CPU)
+        topology,
+        rank,
+        store,
+        CPU,
+        seconds=seconds,
+        exchange=choose_exchange(config, CPU),
+        ep=config.layout.ep,
     )
     made = build_engine(config, groups, CPU)
     made.initialise(config.seed)

@@ -94,7 +94,8 @@ class Survivor:
         return self.session.engine
 
     def begin(self, topology: Topology, dealer: Dealer = deal) -> None:
-        groups = connect(topology, self.me, self.rank.store(), CPU, seconds=60)
+        ep = self.config.layout.ep
+        groups = connect(topology, self.me, self.rank.store(), CPU, seconds=60, ep=ep)
         engine = build_engine(self.config, groups, CPU, dealer=dealer)
         engine.initialise(self.config.seed)
         for words in engine.loss_scale.state():

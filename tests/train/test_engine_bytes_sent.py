@@ -13,7 +13,9 @@ import pytest
 from holdfast.config.run import RunConfig
 from holdfast.core.sharding.parameters import decoder_parameters
 from holdfast.parallel.comm.comm_stats import TrafficCounter
+from holdfast.parallel.expert_parallel import routed_layers
 from holdfast.parallel.process_groups import connect
+from holdfast.parallel.quantized import BLOCK
 from holdfast.train.build import build_engine
 from tests.support.layouts import VOCABULARY, case, config_of, topology_of
 from tests.support.ranks import RankContext, rank_values
@@ -96,6 +98,15 @@ def test_sharded_parameters_send_what_the_paper_says_dpshard2(name: str, gathers
         assert sent == _about(scatter=model / 2, gather=(gathers * model - spared) / 2)
 
 
+def test_codes_of_few_bits_send_a_scale_for_each_block_dpshard2() -> None:
+    """Wang et al., 2023: weights in 8 bits and gradients in 4, with 4 bytes for 128 of them."""
+    model, ends = _sizes("qboth.shard2")
+    weight, gradient = (bits / 8 + 4 / BLOCK for bits in (8, 4))
+    for sent in rank_values(_sent, 2, {"name": "qboth.shard2", "microbatches": 1}):
+        gathered = (2 * model - ends) / 2 * weight / BYTES
+        assert sent == _about(scatter=model / 2 * gradient / BYTES, gather=gathered)
+
+
 @pytest.mark.parametrize("name", ["tp2", "plain.tp2"])
 def test_tensor_parallelism_sends_two_sums_per_region(name: str) -> None:
     """The formula of `parallel/tensor_parallel.py`, n = 2, with the embedding and the head here."""
@@ -104,6 +115,40 @@ def test_tensor_parallelism_sends_two_sums_per_region(name: str) -> None:
     formula = tokens * config.model.dim * sums / 2 + 2 * tokens
     for sent in rank_values(_sent, 2, {"name": name, "microbatches": 1}):
         assert sent["tp"] == pytest.approx(formula, rel=0.02)
+
+
+def _sent_to_experts(rank: RankContext, name: str) -> dict[str, Any]:
+    """Bytes of a step for experts, and the choices of each router of this rank's tokens."""
+    config, traffic = _config(name, 1), TrafficCounter()
+    topology, counts = topology_of(case(name), config), list[list[int]]()
+    groups = connect(
+        topology, rank.rank, rank.store(), CPU, seconds=60.0, traffic=traffic, ep=config.layout.ep
+    )
+    made = build_engine(config, groups, CPU)
+    made.initialise(config.seed)
+    for layer in routed_layers(made.objective.decoder):  # type: ignore[arg-type, union-attr]
+        layer.router.register_forward_hook(lambda _, x, found: counts.append(found.counts.tolist()))
+    part, parts = groups.coordinate.dp_shard, groups.degree("dp_shard")
+    made.compute([feed(1, leaf, SAMPLES, part, parts, VOCABULARY) for leaf in made.begin(1)])
+    made.apply(made.reduce())
+    sent = traffic.bytes_by_kind["ep"]
+    made.close()
+    return {"sent": sent, "counts": counts}
+
+
+def test_experts_send_the_tokens_of_other_ranks_ep2() -> None:
+    """The formula of `parallel/expert_parallel.py`, n = 2, and the balance loss's numbers."""
+    name = "experts.ep2.shard2"
+    config = _config(name, 1)
+    found = rank_values(_sent_to_experts, 2, {"name": name})
+    for me, other in ((0, 1), (1, 0)):
+        rows = sum(
+            sum(mine[2 * other : 2 * other + 2]) + sum(theirs[2 * me : 2 * me + 2])
+            for mine, theirs in zip(found[me]["counts"], found[other]["counts"], strict=True)
+        )
+        numbers = config.model.layers * (2 * 8 + 4 * 8)
+        formula = 2 * rows * config.model.dim * BYTES + numbers
+        assert found[me]["sent"] == pytest.approx(formula, rel=0.02)
 
 
 @pytest.mark.parametrize("microbatches", [1, 3])

@@ -1,13 +1,17 @@
 """Training over a backend with NCCL's habits: the bits of gloo, in each layout.
 
 The stand-in (`tests/support/fake_nccl.py`) takes the place of the device's backend. All code that a
-device would run is run: groups made after a vote, sums in a lane, pipes between stages.
+device would run is run: groups made after a vote, sums in a lane, pipes between stages. Each rank
+has as many groups as `layout show` says.
 """
 
 from __future__ import annotations
 
+import gc
+
 import pytest
 
+from holdfast.plan.communicators import communicators_by_rank
 from tests.support import fake_nccl
 from tests.support.layouts import case, config_of, engine_of, one_step, pieces, topology_of
 from tests.support.ranks import RankContext, rank_values
@@ -42,12 +46,21 @@ def _both(rank: RankContext, layout: str) -> None:
             state = [(name, at, values.tobytes()) for name, at, values in pieces(made)]
             steps.append((verdict.loss, verdict.norm, state))
         seen.append(steps)
+        if backend == fake_nccl.NAME:
+            on_device = config.model_copy(update={"device": "cuda"})
+            assert _opened() == communicators_by_rank(on_device, made.groups.topology)[rank.rank]
         made.close()
     if layout in IN_RANK_ORDER:  # gloo adds these up in a ring
         for one, other in zip(*seen, strict=True):
             assert one[:2] == pytest.approx(other[:2], rel=1e-12)
     else:
         assert seen[0] == seen[1]
+
+
+def _opened() -> int:
+    """Groups of this process that have made their communicator."""
+    groups = [each for each in gc.get_objects() if isinstance(each, fake_nccl.FakeNccl)]
+    return sum(group._peers is not None for group in groups)
 
 
 @pytest.mark.parametrize("layout", CASES)

@@ -20,7 +20,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
+from holdfast.model.experts import Router, Routing
 from tests.support.layouts import (
     assert_all_state,
     case,
@@ -39,6 +41,7 @@ from tests.support.ranks import RankContext, rank_values
 from tests.support.tiny_training import digest
 
 STEPS, LOWER_STEPS = 4, 8
+LEAST_MARGIN = 1e-9
 AXES = ["dp2", "dp4", "shard2", "shard4", "tp2", "tp4", "pp2", "pp4"]
 PAIRS = ["dp2-shard2", "dp2-tp2", "pp2-dp2", "shard2-tp2", "pp2-shard2", "pp2-tp2"]
 PRODUCTS = ["pp2-dp2-tp2", "pp2-shard2-tp2"]
@@ -63,6 +66,64 @@ MODES = [
     "gemma.pp2-tp2",
     "gemma.zero2.2",
     "pp3",
+]
+EXPERTS = (
+    [
+        f"experts.{name}"
+        for name in (
+            "dp2",
+            "shard2",
+            "shard4",
+            "zero1.2",
+            "zero2.2",
+            "tp2",
+            "tp4",
+            "pp2-tp2",
+            "pp2-shard2",
+            "shard2-tp2",
+            "pp2-dp2-tp2",
+            "shard2+tp2",
+        )
+    ]
+    + [
+        "dropping.zero1.2",
+        "dropping.ep2.shard4",
+        "dropping.pp2-tp2",
+    ]
+    + ["plain.experts.tp2", "full.experts.shard2", "selective.experts.pp2", "experts.zbv.pp2"]
+)
+SIGMOID = [
+    f"sigmoid.{name}"
+    for name in (
+        "dp2",
+        "zero1.2",
+        "shard2-tp2",
+        "plain.tp2",
+        "pp2-shard2",
+        "zbv.pp2-tp2",
+        "full.ep2.shard4",
+        "ep2.pp2-shard2",
+    )
+]
+SPREAD = [
+    f"experts.{name}"
+    for name in (
+        "ep2.shard2",
+        "ep2.shard4",
+        "ep4.shard4",
+        "ep2.zero2.2",
+        "ep4.zero2.4",
+        "ep2.shard2-dp2",
+        "ep4.shard4-dp2",
+        "ep2.shard2-tp2",
+        "ep4.shard4-tp2",
+        "cp2",
+        "ep2.shard2-cp2",
+        "ep2.pp2-shard2",
+        "ep4.pp2-shard4",
+        "ep2.shard4+shard2",
+        "full.ep2.shard4",
+    )
 ]
 CONTEXT = [
     "ring.cp2",
@@ -100,7 +161,7 @@ MORE_CONTEXT = [
     "deep.zbv.pp2-cp2",
     "deep.interleaved.ring.pp2-cp2",
 ]
-LAYOUTS = [*AXES, *PAIRS, *PRODUCTS, *UNLIKE, *MODES]
+LAYOUTS = [*AXES, *PAIRS, *PRODUCTS, *UNLIKE, *MODES, *EXPERTS, *SPREAD, *SIGMOID]
 SOME = [
     "dp4",
     "shard4",
@@ -110,6 +171,7 @@ SOME = [
     "pp2-dp2-tp2",
     "zero1.2-dp2",
     "plain.pp2-tp2",
+    "experts.ep2.shard4",
 ]
 CASES = [
     *((name, STEPS) for name in (*SOME, *CONTEXT)),
@@ -133,6 +195,7 @@ def body(rank: RankContext, name: str, steps: int) -> dict[str, Any]:
     schedule = {"warmup_steps": min(4, steps // 2)}
     config = config_of({**of.changes, "train__steps": steps, "train__schedule": schedule})
     made = engine_of(config, topology_of(of, config), rank.rank, rank.store())
+    margins = choice_margins(made.objective)
     verdicts = [one_step(made, step, config.data) for step in range(1, steps + 1)]
     assert all(v.mean_norm > made.train.optimizer.clip_norm for v in verdicts)
     save_pieces(rank.folder / f"{rank.rank}.npz", pieces(made))
@@ -141,9 +204,25 @@ def body(rank: RankContext, name: str, steps: int) -> dict[str, Any]:
         "norms": [v.mean_norm for v in verdicts],
         "tokens": [v.tokens for v in verdicts],
         "digest": digest(made),
+        "margin": min(margins, default=1.0),
     }
     made.close()
     return out
+
+
+def choice_margins(objective: torch.nn.Module) -> list[float]:
+    """Fills with the least distance, in each pass of a router, of a token's last expert from the
+    first that it has not. Rounding must not turn a choice."""
+    found: list[float] = []
+
+    def note(router: Any, tokens: Any, routing: Routing) -> None:
+        largest = routing.ranked.topk(routing.experts.shape[1] + 1, dim=-1).values
+        found.append(float((largest[:, -2] - largest[:, -1]).min()))
+
+    for module in objective.modules():
+        if isinstance(module, Router):
+            module.register_forward_hook(note)
+    return found
 
 
 @cache
@@ -173,6 +252,7 @@ def test_same_curve_in_float64(name: str, steps: int, references: Path, tmp_path
         np.testing.assert_allclose(value["losses"], alone["losses"], rtol=1e-10, atol=0)
         np.testing.assert_allclose(value["norms"], alone["norms"], rtol=1e-10, atol=0)
         assert value["tokens"] == alone["tokens"]
+        assert value["margin"] > LEAST_MARGIN
     assert_all_state(whole, [tmp_path / f"{rank}.npz" for rank in range(of.world_size)], 1e-10)
 
 
@@ -191,7 +271,18 @@ def test_same_curve_in_lower_precision(
     "name",
     [
         "tp2",
-        *map(in_campaign, ("plain.tp2", "pp2", "zero1.2", "cp2", "ring.cp2", "heads.ulysses.cp2")),
+        *map(
+            in_campaign,
+            (
+                "plain.tp2",
+                "pp2",
+                "zero1.2",
+                "cp2",
+                "ring.cp2",
+                "heads.ulysses.cp2",
+                "experts.ep2.shard2",
+            ),
+        ),
     ],
 )
 def test_replicas_of_one_layout_are_bit_equal(name: str) -> None:

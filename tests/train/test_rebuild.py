@@ -85,6 +85,8 @@ LAYOUTS = {
     "qknorm.tp4": "qknorm.pp2-dp2",
     "qknorm.untied.pp2-tp2": "qknorm.untied.dp4",
     "pp3": "dp3",
+    "experts.ep2.shard4": "experts.pp2-tp2",
+    "experts.pp2-shard2": "experts.ep4.shard4",
     "cp2": "tp2",
     "ring.shard2-cp2": "ring.pp2-cp2",
     "heads.ulysses.cp2-tp2": "heads.ulysses.dp2-cp2",

@@ -32,6 +32,7 @@ from tests.support.layouts import (
     config_of,
     engine_of,
     load_pieces,
+    model_flags,
     one_step,
     pieces,
     save_pieces,
@@ -56,6 +57,10 @@ MIXED = [
     ("pp2", "zbv.pp2"),
     ("interleaved.pp2", "pp2"),
     ("zbv.pp2", "interleaved.pp2"),
+]
+WITH_EXPERTS = [
+    ("experts.ep2.shard4", "experts.pp2-tp2"),
+    ("experts.pp2-shard2", "experts.ep2.shard2-tp2"),
 ]
 CONTEXT = [("ring.cp2", "tp2"), ("shard2", "ring.cp2"), ("pp2-cp2", "shard2-cp2")]
 CHOSEN = {*NEAR[::3], *MIXED[::2], *CONTEXT[:2]}
@@ -144,15 +149,15 @@ def saved(name: str, folder: Path) -> tuple[Path, str, dict[str, np.ndarray]]:
 
 
 @cache
-def undisturbed(folder: Path) -> tuple[list[float], dict[str, np.ndarray]]:
-    here = folder / "undisturbed"
+def undisturbed(flags: str, folder: Path) -> tuple[list[float], dict[str, np.ndarray]]:
+    here = folder / f"undisturbed-{flags}"
     here.mkdir()
-    (losses,) = rank_values(alone_body, 1, folder=here)
+    (losses,) = rank_values(alone_body, 1, {"name": f"{flags}one"}, folder=here)
     return losses, {name: values for name, _, values in load_pieces(here / "0.npz")}
 
 
-def alone_body(rank: RankContext) -> list[float]:
-    config = config_for("one")
+def alone_body(rank: RankContext, name: str) -> list[float]:
+    config = config_for(name)
     made = engine_of(config, topology_of(case("one"), config), rank.rank, rank.store())
     losses = [one_step(made, step).mean_loss for step in range(1, STEPS + 1)]
     save_pieces(rank.folder / "0.npz", pieces(made))
@@ -168,12 +173,12 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ("a", "b"),
     [
         pytest.param(a, b, id=f"{a}_to_{b}", marks=() if (a, b) in CHOSEN else pytest.mark.slow)
-        for a, b in [*PAIRS, *MIXED, *CONTEXT]
+        for a, b in [*PAIRS, *MIXED, *CONTEXT, *WITH_EXPERTS]
     ],
 )
 def test_saved_under_a_resumed_under_b(a: str, b: str, runs: Path, tmp_path: Path) -> None:
     store, key, whole = saved(a, runs)
-    losses, final = undisturbed(runs)
+    losses, final = undisturbed(model_flags(b), runs)
     ranks = case(b).world_size
     arguments = {"name": b, "store": store, "key": key}
     for found in rank_values(resume_body, ranks, arguments, folder=tmp_path, deadline=120):

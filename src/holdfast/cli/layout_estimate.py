@@ -9,10 +9,14 @@ from holdfast.cli.output import print_table
 from holdfast.config.run import RunConfig
 from holdfast.layout import Topology
 from holdfast.plan.activations import has_formula
+from holdfast.plan.communicators import BYTES_EACH, communicators_by_rank
 from holdfast.plan.estimate import RankEstimate, device_kind, estimates_by_rank
 from holdfast.report.formatting import format_bytes
 
-NO_FORMULA = "activations: no formula covers this model, precision, mask, task or kept result"
+NO_FORMULA = (
+    "activations: no formula covers this model, precision, mask, task, kept result or "
+    "layout.quantized"
+)
 _COLUMNS = {
     "parameters": "parameters",
     "gradients": "gradients",
@@ -44,6 +48,19 @@ def print_estimate(config: RunConfig, topology: Topology) -> None:
     rows = [[rank, *_figures(each), each.moment] for rank, each in enumerate(found)]
     print_table(rows, ["rank", *_COLUMNS.values(), "moment"])
     print(_CPU if device_kind(config) == "cpu" else _DEVICE)
+
+
+def print_communicators(config: RunConfig, topology: Topology) -> None:
+    """Print how many groups of the device's backend each rank has, if there are any."""
+    counts = communicators_by_rank(config, topology)
+    if not any(counts):
+        return
+    print(
+        "communicators of the device's backend, not in the peak: "
+        f"{format_bytes(BYTES_EACH)} each is a report on an old NCCL, not measured here"
+    )
+    rows = [[r, count, format_bytes(count * BYTES_EACH)] for r, count in enumerate(counts)]
+    print_table(rows, ["rank", "communicators", "bytes"])
 
 
 def _figures(estimate: RankEstimate) -> list[str]:

@@ -6,11 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
 
-from holdfast.cli.layout_estimate import print_estimate
+from holdfast.cli.layout_estimate import print_communicators, print_estimate
 from holdfast.cli.layout_places import print_places
 from holdfast.cli.output import print_table
 from holdfast.config.recompute import RecomputePolicy
 from holdfast.config.run import RunConfig
+from holdfast.core.sharding.parameters import count_idle_parameters
 from holdfast.core.sharding.parameters import count_parameters as parameters_of
 from holdfast.core.sharding.reduction_tree import deal
 from holdfast.core.sharding.state_table import MIXED
@@ -45,6 +46,7 @@ class LayoutPicture:
         print_places(self.config, self.topology)
         print()
         print_estimate(self.config, self.topology)
+        print_communicators(self.config, self.topology)
         print()
         self._dealing()
         if self.loss is not None:
@@ -58,7 +60,8 @@ class LayoutPicture:
         print(
             f"{self.config.name}: {format_plural(model.layers, 'block')}, {model.heads} query and "
             f"{model.kv_heads} key/value heads, vocabulary {vocabulary}; "
-            f"{format_count(parameters_of(model))} parameters, {self.config.train.precision}"
+            f"{format_count(parameters_of(model))} parameters{_active(self.config)}, "
+            f"{self.config.train.precision}"
         )
         settings = [
             f"zero {layout.zero}" if self._used("dp_shard") else "",
@@ -67,6 +70,7 @@ class LayoutPicture:
             else f"sequence parallel {'on' if layout.sequence_parallel else 'off'}",
             f"context parallel by {layout.cp_method}" if self._used("cp") else "",
             f"schedule {layout.schedule}" if self._used("pp") else "",
+            f"ep {layout.ep}, {_experts_a_rank(self.config)}" if layout.ep > 1 else "",
         ]
         said = "".join(f"; {setting}" for setting in settings if setting)
         print(
@@ -166,11 +170,12 @@ class LayoutPicture:
             ]
             rows.append([name, *bare, *map(format_bytes, figures)])
         print_table(rows, head)
-        mixed = self.config.train.precision in MIXED
+        precision = self.config.train.precision
+        mixed = precision in MIXED
         zero, sharded = self.config.layout.zero, self._used("dp_shard")
         print(
             _BYTES.format(
-                copies=f" (fp32 and a {self.config.train.precision} copy)"
+                copies=f" (fp32 and a {'fp16' if precision == 'fp16' else 'bf16'} copy)"
                 if mixed and not (sharded and zero == 3)
                 else "",
                 gathered=",\nand what is gathered of the block at work"
@@ -269,3 +274,14 @@ def _replicas(indices: Sequence[int]) -> str:
     if not indices:
         return "no replica"
     return f"{'replica' if len(indices) == 1 else 'replicas'} {_runs(indices)}"
+
+
+def _active(config: RunConfig) -> str:
+    """How many parameters compute a token, if not all do."""
+    idle = count_idle_parameters(config.model)
+    return f" ({format_count(parameters_of(config.model) - idle)} a token)" if idle else ""
+
+
+def _experts_a_rank(config: RunConfig) -> str:
+    count = config.model.experts.count if config.model.experts else 0
+    return f"{count // config.layout.ep} of {count} experts a rank"

@@ -21,6 +21,7 @@ from holdfast.errors import ConfigError, UserError
 from holdfast.launch.microbatch_size import describe_microbatch, with_microbatch_size
 from holdfast.layout import Topology, place_replicas
 from holdfast.plan.activations import activations_of, has_formula
+from holdfast.plan.communicators import BYTES_EACH, communicators_by_rank
 from holdfast.plan.layouts import microbatches
 from holdfast.plan.loss_impact import LossImpact, impact_of_loss
 from holdfast.plan.memory_use import contents_by_rank
@@ -183,7 +184,8 @@ def _as_json(
     ranks = []
     estimates, placed = estimates_as_json(config, topology), placed_by_rank(config, topology)
     contents = contents_by_rank(config, topology)
-    for each, estimate, places in zip(contents, estimates, placed, strict=True):
+    counts = communicators_by_rank(config, topology)
+    for each, estimate, places, groups in zip(contents, estimates, placed, counts, strict=True):
         row = asdict(each)
         row |= {"at": asdict(each.at), "held": asdict(each.held) | {"total": each.held.total}}
         row["places"] = asdict(places)
@@ -192,6 +194,7 @@ def _as_json(
             kept = activations_of(config, topology, each.at)
             row["activations"] = asdict(kept) | {"total": kept.total}
         row["estimate"] = estimate
+        row["communicators"] = {"groups": groups, "bytes": groups * BYTES_EACH}
         ranks.append(row)
     value: dict[str, Any] = {
         "topology": topology.to_json(),

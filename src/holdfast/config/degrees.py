@@ -45,6 +45,8 @@ def find_impossible_degrees(
     (`RunConfig.module_cuts`)."""
     if sentence := _degrees_in_two_places(layout) or check_virtual_stages(layout):
         return sentence
+    if sentence := _experts(layout, model, train, cuts):
+        return sentence
     shards = lcm(*(degrees.dp_shard for _, degrees in layout.kinds))
     for key, degrees in layout.kinds:
         by_table = (
@@ -107,24 +109,67 @@ def _shard(key: str, degree: int, shards: int, train: TrainConfig) -> str:
     )
 
 
+def _experts(
+    layout: LayoutConfig, model: ModelConfig, train: TrainConfig, cuts: ModuleCuts | None
+) -> str:
+    """Check that ep spreads experts evenly over the shards of every replica."""
+    ep, experts = layout.ep, model.experts
+    if experts is not None and experts.capacity:
+        key = next((key for key, degrees in layout.kinds if degrees.cp > 1), None)
+        if key is not None:
+            return (
+                f"model.experts.capacity {experts.capacity} drops the last tokens, and {key}.cp "
+                "changes their order: use model.experts.capacity 0"
+            )
+    if ep == 1:
+        return ""
+    if experts is None or cuts is not None:
+        return f"layout.ep {ep} needs experts, and there is no model.experts: use layout.ep 1"
+    if layout.zero == 1:
+        return f"layout.ep {ep} does not work with layout.zero 1: use layout.zero 2"
+    if train.recompute == "selective":
+        return (
+            f"layout.ep {ep} gathers parameters inside of blocks, which train.recompute selective "
+            "does not run again: use train.recompute full"
+        )
+    count, every = experts.count, gcd(*(each.dp_shard for _, each in layout.kinds))
+    both = gcd(every, count)
+    for key, degrees in layout.kinds:
+        shards = degrees.dp_shard
+        if shards % ep:
+            near = nearest_degrees(ep, lambda d: both % d == 0, both)
+            return f"layout.ep {ep} does not divide {key}.dp_shard {shards}: use layout.ep {near}"
+        if count % shards:
+            near = nearest_degrees(shards, lambda d: count % d == 0, count)
+            return (
+                f"layout.ep {ep} needs as many experts on each of {key}.dp_shard {shards} workers, "
+                f"and model.experts.count is {count}: use layout.ep 1, or {key}.dp_shard {near}"
+            )
+    return ""
+
+
 def _tensor(key: str, tp: int, model: ModelConfig) -> str:
     """Check that tp cuts no query head and cuts the inner dim evenly.
 
     A key/value head is undivided or shared. Vocabulary and tokens may be cut unevenly.
     """
-    heads, kv_heads, ffn_dim = model.heads, model.kv_heads, model.ffn_dim
+    heads, kv_heads, inner = model.heads, model.kv_heads, model.inner_dim
     if tp > 1 and model.qk_norm_width == "all":
         return f"{key}.tp {tp} cannot cut a norm that spans all heads (qk_norm_width all): use 1"
 
+    if model.experts is not None and model.experts.first:
+        inner = gcd(inner, model.ffn_dim)
+
     def works(d: int) -> bool:
-        return heads % d == ffn_dim % d == 0 and (kv_heads % d == 0 or d % kv_heads == 0)
+        return heads % d == inner % d == 0 and (kv_heads % d == 0 or d % kv_heads == 0)
 
     if works(tp):
         return ""
     if heads % tp:
         what = f"does not divide model.heads {heads}"
-    elif ffn_dim % tp:
-        what = f"does not divide model.ffn_dim {ffn_dim}"
+    elif inner % tp:
+        key_of = "model.experts.width" if model.experts and model.experts.width else "model.ffn_dim"
+        what = f"does not divide {key_of} {inner}"
     else:
         what = f"neither divides model.kv_heads {kv_heads} nor is a multiple of it"
     return f"{key}.tp {tp} {what}: use {nearest_degrees(tp, works, heads)}"
@@ -251,6 +296,11 @@ def _blocks(key: str, tp: int, model: ModelConfig, optimizer: OptimizerConfig) -
             if degree > 1 and optimizer.is_in_8bit((model.dim, width)) and width % (degree * BLOCK)
         ]
 
+    if tp > 1 and model.experts is not None and optimizer.state_dtype == "8bit":
+        return (
+            f"{key}.tp {tp} cuts blocks of train.optimizer.state_dtype 8bit in experts: use tp 1, "
+            "or state_dtype bf16"
+        )
     if not (found := cut(tp)):
         return ""
     near = nearest_degrees(tp, lambda d: not cut(d), model.heads)

@@ -50,6 +50,7 @@ LATER_KEYS = (
     "model.attention_scale",
     "model.attention_softcap",
     "model.embedding_multiplier",
+    "model.experts",
     "model.logit_divisor",
     "model.logit_softcap",
     "model.no_rope_layers",
@@ -97,6 +98,9 @@ SOURCE_KEYS = {
 """Digest -> the key that names what it is of."""
 OPEN_SECTIONS = ("task.args.", "train.optimizer.args.")
 """Their keys are the user's own: one that is missing has no default."""
+
+EXPERTS = "model.experts."
+"""A model without experts has none of these keys."""
 
 
 # Alike on all nodes of a run: all that decides the computation, and these. With another value on
@@ -202,7 +206,9 @@ def config_differences(stored: Mapping[str, Any], config: RunConfig) -> list[Con
     default = decisive_values(RunConfig().model_dump(mode="json"))
     found: list[ConfigDifference] = []
     for key in sorted(here.keys() | there.keys()):
-        in_list = key.startswith(OPEN_SECTIONS) or any(is_index(part) for part in key.split("."))
+        in_list = key.startswith((*OPEN_SECTIONS, EXPERTS)) or any(
+            is_index(part) for part in key.split(".")
+        )
         if key not in here and not in_list and key not in default and key not in LATER_KEYS:
             continue
         if key == SCHEDULE_STEPS and not (key in here and key in there):

@@ -7,6 +7,7 @@ from typing import Any, Literal
 from pydantic import Field, model_validator
 
 from holdfast.config.base import Section
+from holdfast.config.experts import ExpertsConfig
 from holdfast.config.presets import PRESETS, nearest_preset
 
 MAX_PARTS = 2**16
@@ -24,6 +25,9 @@ Family = Literal[
     "gemma",
     "gemma2",
     "gemma3",
+    "mixtral",
+    "qwen3_moe",
+    "dots1",
 ]
 
 
@@ -75,6 +79,7 @@ class ModelConfig(Section):
     kv_heads: int = Field(ge=1, le=MAX_PARTS, description="key/value heads K, a divisor of heads")
     head_dim: int = Field(0, ge=0, description="0: dim / heads")
     ffn_dim: int = Field(ge=1, description="SwiGLU's inner dim")
+    experts: ExpertsConfig | None = None
     vocab_size: int = Field(0, ge=0, description="0: the dataset's (planned)")
     vocab_multiple: int = Field(
         1, ge=1, description="rows of embedding and head are rounded up to a multiple of it"
@@ -177,6 +182,11 @@ class ModelConfig(Section):
                     f"{key} {list(given)} are not rising numbers from 0 to {self.layers - 1}: "
                     f"use {legal}"
                 )
+        if self.experts is not None and self.experts.first >= self.layers:
+            raise ValueError(
+                f"experts.first {self.experts.first} leaves no block with experts: "
+                f"use {self.layers - 1} or less"
+            )
         if self.window_layers and not self.window:
             raise ValueError("window_layers are given without a window: use window 4096")
         if self.qk_norm_width == "all" and not self.qk_norm:
@@ -199,6 +209,15 @@ class ModelConfig(Section):
         if not self.window:
             return ()
         return self.window_layers or tuple(range(self.layers))
+
+    @property
+    def inner_dim(self) -> int:
+        """Inner dim of a feed-forward, or of one expert."""
+        return (self.experts.width if self.experts else 0) or self.ffn_dim
+
+    def has_experts(self, block: int) -> bool:
+        """Return True for a block with experts in place of its feed-forward."""
+        return self.experts is not None and block >= self.experts.first
 
     @property
     def head_size(self) -> int:

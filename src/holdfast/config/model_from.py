@@ -82,6 +82,8 @@ def expand(
         del own["vocab_size"]
     values = model.model_dump(mode="json")
     taken = [f"model.{key}" for key in values if key not in own]
+    if isinstance(own.get("experts"), dict) and values["experts"]:
+        own["experts"] = values["experts"] | own["experts"]
     out = {**data, "model": {**values, **own, "preset": None}}
     if (path / TOKENIZER).is_file() and f"{TOKENIZER_KEY}" not in given:
         out["data"] = _with_tokenizer(data.get("data"), path / TOKENIZER)

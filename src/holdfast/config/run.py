@@ -15,6 +15,7 @@ from holdfast.config.checkpoint import CheckpointConfig
 from holdfast.config.cluster import ClusterConfig
 from holdfast.config.data import DataConfig
 from holdfast.config.degrees import ModuleCuts, find_impossible_degrees
+from holdfast.config.float8 import find_impossible_float8
 from holdfast.config.huggingface.convert import explain_no_architecture
 from holdfast.config.layout import LayoutConfig
 from holdfast.config.logging import LoggingConfig
@@ -85,6 +86,10 @@ class RunConfig(Section):
         refused = find_impossible_degrees(
             self.layout, self.model, self.train, length, self.module_cuts
         )
+        trained = "" if self.module_cuts is None else self.module_cuts.trained
+        refused = refused or find_impossible_float8(
+            self.layout, self.model, self.train, length, trained
+        )
         if refused is not None:
             raise ValueError(refused)
         if self.task.name and not self.train.microbatch_size:
@@ -92,6 +97,8 @@ class RunConfig(Section):
                 "train.microbatch_size auto needs formulas of the memory, which know no task: use "
                 "a number"
             )
+        if (refused := self._refuse_experts()) is not None:
+            raise ValueError(refused)
         if (unknown := explain_no_architecture(self.model)) is not None:
             raise ValueError(unknown)
         if self.cluster.loss_jumps == "roll_back" and self.cluster.replaces_all_workers:
@@ -105,6 +112,12 @@ class RunConfig(Section):
                 "layout.zero 2 or 3 with dp_shard above 1 makes them: use "
                 "train.memory.parameters: device"
             )
+        if self.layout.quantized != "none" and not self.layout.cuts_parameters:
+            raise ValueError(
+                f"layout.quantized {self.layout.quantized} is for what shards send each other, and "
+                "only layout.zero 2 or 3 with dp_shard above 1 makes them: use layout.quantized: "
+                "none"
+            )
         if self.data.sequence_length > self.model.max_position:
             raise ValueError(
                 f"data.sequence_length {self.data.sequence_length} is longer than "
@@ -112,6 +125,20 @@ class RunConfig(Section):
                 f"use {self.model.max_position} or less"
             )
         return self
+
+    def _refuse_experts(self) -> str | None:
+        """One sentence if the run's experts do not go with its other keys."""
+        experts = self.model.experts
+        if experts is None:
+            return None
+        if self.lora.rank:
+            return "lora has no adapters for model.experts: use a folder without experts"
+        if self.train.precision == "fp16" and experts.has_loss:
+            return (
+                "train.precision fp16 scales the loss, but not those of model.experts: use bf16, "
+                "or balance_loss 0 and z_loss 0"
+            )
+        return None
 
     @property
     def trains_decoder(self) -> bool:

@@ -10,14 +10,15 @@ utilisation by 5 to 20 %. So a number is never given without its convention's na
     "causal"  attention halved: Megatron's and MaxText's
 
 Both count every parameter but the embedding table (a lookup), and count the head, also when it is
-tied to that table. Recomputation never counts: this is model FLOPs, not hardware's.
+tied to that table. Of experts they count those that compute a token. Recomputation never counts:
+this is model FLOPs, not hardware's.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal
 
-from holdfast.core.sharding.parameters import count_parameters
+from holdfast.core.sharding.parameters import count_idle_parameters, count_parameters
 from holdfast.core.sharding.state_table import MIXED
 
 if TYPE_CHECKING:  # the mover has no use for pydantic
@@ -55,10 +56,11 @@ _HALF_PEAKS: dict[str, float] = {
 
 
 def counted_parameters(model: ModelConfig) -> int:
-    """N of the formulas: all parameters less the embedding table, with the head even if tied.
+    """N of the formulas: all parameters that compute a token, with the head even if tied.
     Rows of the head that belong to no token are not computed with."""
     head_rows = 0 if model.tied_embeddings else model.vocab_rows  # in the count already
     without_head = count_parameters(model, embeddings=False) - head_rows * model.dim
+    without_head -= count_idle_parameters(model)
     return without_head + model.vocab_size * model.dim
 
 
@@ -77,8 +79,9 @@ def flops_per_token(model: ModelConfig, sequence: int, convention: Convention) -
 
 def dense_peak(device: str, precision: str) -> float | None:
     """Return a device's peak dense FLOP/s by its reported name ("NVIDIA H100 80GB HBM3"). It is
-    that of the run file's precision. None if no figure is known: then no utilisation is quoted."""
-    if precision not in MIXED:
+    that of the run file's precision. None if no figure is known: then no utilisation is quoted. In
+    fp8 only some products are in float8, so no one peak holds."""
+    if precision not in MIXED or precision == "fp8":
         return None
     for name, peak in _HALF_PEAKS.items():
         if all(word.lower() in device.lower() for word in name.split()):

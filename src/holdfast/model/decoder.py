@@ -3,8 +3,9 @@
 This is the transformer of Llama (Touvron et al. 2023) and its relatives. It has RMSNorm (Zhang and
 Sennrich 2019) and rotary positions. The key and value heads of its attention serve groups of query
 heads (Ainslie et al. 2023). Its feed-forward has a gate (SwiGLU, GeGLU: Shazeer 2020). What the
-relatives differ in are keys of ModelConfig: norms, biases, windows, scales and limits of logits.
-Nothing here knows of ranks or meshes; what is sharded is decided from outside, by parameter name.
+relatives differ in are keys of ModelConfig: norms, biases, windows, scales, limits of logits, and
+experts in place of the feed-forward (`experts.py`). Nothing here knows of ranks or meshes; what is
+sharded is decided from outside, by parameter name.
 
 Shapes: B batch, S sequence, D model dim, H query heads, K key/value heads, h head dim,
 F feed-forward dim, V vocabulary.
@@ -12,7 +13,7 @@ F feed-forward dim, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import NamedTuple, Protocol
 
 import torch
@@ -26,7 +27,8 @@ from holdfast.model.documents import (
     PackedDocuments,
     document_positions,
 )
-from holdfast.model.late_gradients import LateGradients, late_linear
+from holdfast.model.experts import RoutedFeedForward
+from holdfast.model.feed_forward import GatedFeedForward, Linear
 from holdfast.model.rotary import Rotary, RotaryTable, rotate
 
 
@@ -41,36 +43,6 @@ class LayerCache(Protocol):
 Mask = Tensor | AttentionPlan | None
 """[B | 1, 1, S, S'], true where a query sees a key. Or what computes attention itself, such as the
 documents that hide each other. None: a query sees all tokens before it."""
-
-ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "silu": F.silu,
-    "gelu": F.gelu,
-    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
-}
-
-
-class Linear(nn.Linear):
-    """x W^T + b, by default without b, and without torch's own random start (see `init.py`).
-
-    bias_share: the part of b that this module adds, where the outputs of several are summed.
-    late_gradients: takes what the gradients of W and b need, if the backward leaves them for later.
-    """
-
-    def __init__(self, inputs: int, outputs: int, bias: bool = False):
-        super().__init__(inputs, outputs, bias=bias)
-        self.bias_share = 1.0
-        self.late_gradients: LateGradients | None = None
-
-    def forward(self, input: Tensor) -> Tensor:
-        """input: [..., inputs] -> [..., outputs]"""
-        late = self.late_gradients
-        if late is not None and torch.is_grad_enabled() and self.weight.requires_grad:
-            return late_linear(input, self.weight, self.bias, self.bias_share, late)
-        whole = self.bias is None or self.bias_share == 1.0
-        return F.linear(input, self.weight, self.bias if whole else self.bias * self.bias_share)
-
-    def reset_parameters(self) -> None:
-        """Leave the memory as it is."""
 
 
 class Embedding(nn.Embedding):
@@ -182,26 +154,11 @@ def soft_limit(x: Tensor, cap: float) -> Tensor:
     return (x / cap).tanh() * cap
 
 
-class GatedFeedForward(nn.Module):
-    """down(activation(gate(x)) * up(x)): SwiGLU with silu, GeGLU with gelu"""
-
-    def __init__(self, model: ModelConfig):
-        super().__init__()
-        self.gate = Linear(model.dim, model.ffn_dim)
-        self.up = Linear(model.dim, model.ffn_dim)
-        self.down = Linear(model.ffn_dim, model.dim)
-        self.activation = ACTIVATIONS[model.activation]
-
-    def forward(self, x: Tensor) -> Tensor:
-        """x: [B, S, D] -> [B, S, D], through [B, S, F]"""
-        return self.down(self.activation(self.gate(x)) * self.up(x))  # type: ignore[no-any-return]
-
-
 class Block(nn.Module):
     """x + attention(norm(x)), then x + ffn(norm(x)); the unit of sharding and compilation. The
     norms stand before, after, or both."""
 
-    def __init__(self, model: ModelConfig):
+    def __init__(self, model: ModelConfig, number: int = 0):
         super().__init__()
         before, after = model.norms != "post", model.norms != "pre"
         self.residual_multiplier = model.residual_multiplier
@@ -209,7 +166,11 @@ class Block(nn.Module):
         self.attention = Attention(model)
         self.attention_post_norm = _norm(model, after, model.dim)
         self.ffn_norm = _norm(model, before, model.dim)
-        self.ffn = GatedFeedForward(model)
+        self.ffn = (
+            GatedFeedForward(model.dim, model.ffn_dim, model.activation)
+            if model.experts is None or not model.has_experts(number)
+            else RoutedFeedForward(model, model.experts)
+        )
         self.ffn_post_norm = _norm(model, after, model.dim)
 
     def forward(
@@ -296,7 +257,7 @@ class Decoder(nn.Module):
         super().__init__()
         self.config = model
         self.embed: Embedding | None = Embedding(model.vocab_rows, model.dim)
-        self.layers = Blocks(Block(model) for _ in range(model.layers))
+        self.layers = Blocks(Block(model, number) for number in range(model.layers))
         self.norm = _norm(model, True, model.dim)
         self.head = None if model.tied_embeddings else Linear(model.dim, model.vocab_rows)
         self.rotary = RotaryTable(model)

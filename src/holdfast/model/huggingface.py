@@ -94,7 +94,7 @@ class FolderTensors(Mapping[str, Tensor]):
 
     def __init__(self, folder: Path, names: NameMap):
         self._folder = folder
-        self._places = names.to_theirs()
+        self._places = names.all_places()
         self._files: dict[str, Any] = {}
         self._file_of = _index_files(folder)
         self._check(names)
@@ -107,12 +107,20 @@ class FolderTensors(Mapping[str, Tensor]):
 
     def __getitem__(self, name: str) -> Tensor:
         """The complete tensor, in the dtype of the file."""
-        entry, piece = self._places[name]
-        return extract_piece(self._slice(entry.theirs), piece)
+        (entry, piece), *more = self._places[name]
+        if piece.picked is None:
+            return extract_piece(self._slice(entry.theirs), piece)
+        picks = [self._slice(one.theirs)[:] for one, _ in ((entry, piece), *more)]
+        return torch.stack(picks)
 
     def box(self, name: str, offsets: Sequence[int], lengths: Sequence[int]) -> Tensor:
         """The part [offsets, offsets + lengths) of our tensor `name`, reading only its bytes."""
-        entry, piece = self._places[name]
+        entry, piece = self._places[name][0]
+        if piece.picked is not None:
+            cut = tuple(slice(o, o + n) for o, n in zip(offsets[1:], lengths[1:], strict=True))
+            wanted = self._places[name][offsets[0] : offsets[0] + lengths[0]]
+            parts = [self._slice(one.theirs)[cut] for one, _ in wanted]
+            return torch.stack(parts) if parts else torch.empty(0, *lengths[1:])
         begin, extent = list(offsets), list(lengths)
         if piece.new_dim is not None:
             begin.insert(piece.new_dim, 0)

@@ -175,7 +175,10 @@ def _read_block(entry: TensorMapping, wanted: Box, tensors: TensorReader) -> Ten
         lengths = list(common.lengths)
         if piece.new_dim is not None:
             del at[piece.new_dim], lengths[piece.new_dim]
-        value = tensors.box(piece.ours, at, lengths)
+        if piece.picked is not None:
+            value = tensors.box(piece.ours, [piece.picked, *at], [1, *lengths])[0]
+        else:
+            value = tensors.box(piece.ours, at, lengths)
         if piece.new_dim is not None:
             value = value.unsqueeze(piece.new_dim)
         if common == wanted:

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from holdfast.core.sharding.adapters import DOWN, UP
-from holdfast.model.decoder import Linear
+from holdfast.model.feed_forward import Linear
 
 
 class LoraLinear(Linear):

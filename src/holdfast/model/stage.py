@@ -12,7 +12,8 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from holdfast.model.decoder import Decoder, Linear
+from holdfast.model.decoder import Decoder
+from holdfast.model.feed_forward import Linear
 from holdfast.model.late_gradients import LateGradients
 
 

@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from holdfast.core.devices import DeviceKind, device_kind
 from holdfast.errors import LayoutError, UserError
+from holdfast.plan.numa import device_numa_node
 
 
 def select_device(device: torch.device) -> None:
@@ -62,6 +63,21 @@ def describe_device(device: torch.device) -> str:
     backends = sorted({kind.inside, kind.between})
     words = [f"{name} {backend_version(name)}".rstrip() for name in backends]
     return f"{device}, {', '.join(words)}"
+
+
+def near_numa_node(device: torch.device) -> int | None:
+    """Return the NUMA node whose memory is near the device. None: any is, or torch does not tell
+    where the device is."""
+    kind = device_kind(device.type)
+    if kind.is_host or not kind.has_index:
+        return None
+    module: Any = torch.get_device_module(device)
+    found = module.get_device_properties(device)
+    numbers = [getattr(found, f"pci_{name}_id", None) for name in ("domain", "bus", "device")]
+    if None in numbers:
+        return None
+    domain, bus, slot = numbers
+    return device_numa_node(f"{domain:04x}:{bus:02x}:{slot:02x}.0")
 
 
 def backend_version(backend: str) -> str:

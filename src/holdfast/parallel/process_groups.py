@@ -21,7 +21,7 @@ from holdfast.core.device_progress import GroupProgress
 from holdfast.core.devices import device_kind
 from holdfast.core.sharding.reduction_cells import Cell
 from holdfast.errors import LayoutError, PeerLostError
-from holdfast.layout import Coordinate, Replica, Topology
+from holdfast.layout import Coordinate, Replica, Topology, expert_degree
 from holdfast.parallel.comm import transport
 from holdfast.parallel.comm.comm_stats import TrafficCounter
 from holdfast.parallel.comm.device_group import DeviceGroup
@@ -128,6 +128,11 @@ class ProcessGroups:
         """The one-dimensional mesh of `dp_shard`, for FSDP2."""
         return self.replica_groups.shard_mesh()
 
+    @property
+    def expert_degree(self) -> int:
+        """The ranks that share the experts of my replica."""
+        return expert_degree(self.settings.ep, self.degree("dp_shard"))
+
     def teams(self, cells: Sequence[Cell]) -> tuple[CellTeam, ...]:
         """A team for each of this rank's reduction cells; collective over their members.
 
@@ -228,13 +233,14 @@ def connect(
     traffic: TrafficCounter | None = None,
     recorder: SpanRecorder | None = None,
     exchange: ExchangeKind = "direct",
+    ep: int = 1,
 ) -> ProcessGroups:
     """Join all groups of `rank`. Collective over the topology; `seconds` bounds every wait.
 
     Raises LayoutError for a topology that this version cannot run, and PeerLostError when a
     peer does not come.
     """
-    joining = ConnectSettings(store, interface, seconds, traffic, exchange, device)
+    joining = ConnectSettings(store, interface, seconds, traffic, exchange, device, ep)
     control = join_control(joining, topology, rank, device)
     return complete(joining, topology, rank, device, control, recorder)
 

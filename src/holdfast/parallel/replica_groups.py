@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from holdfast.core.devices import DeviceKind, device_kind
 from holdfast.errors import DeviceStuckError, PeerLostError
-from holdfast.layout import AXES, Coordinate, Replica
+from holdfast.layout import AXES, Coordinate, Replica, expert_degree
 from holdfast.parallel.comm.comm_stats import TrafficCounter
 from holdfast.parallel.comm.device_group import Abort, DeviceGroup, open_group, wait_for_aborts
 from holdfast.parallel.comm.pipes import PipelinePipes
@@ -37,6 +37,9 @@ from holdfast.parallel.torch_compat import (
     reset_group_count,
 )
 
+EXPERT_AXES = ("ep", "edp")
+"""What dp_shard is cut in: ranks with unlike experts, and ranks with the same ones."""
+
 
 @dataclass
 class ReplicaGroups:
@@ -46,6 +49,7 @@ class ReplicaGroups:
     axes of the replica, registered with torch; None where it is one rank. lockstep: all its ranks,
     numbered by mesh rank; None until there is more than one replica. pipes: on a device whose
     backend has no tags, what travels between neighbouring stages instead of over `pipeline`.
+    experts: the same ranks with dp_shard as ("ep", "edp"), if experts are shared.
     is_aborted: a rank has given it up, so no rank may communicate in it any more. store: kept for
     as long as torch may use it. kind: of the device.
     """
@@ -57,18 +61,25 @@ class ReplicaGroups:
     store: Store
     kind: DeviceKind
     pipes: PipelinePipes | None = None
+    experts: DeviceMesh | None = None
     is_aborted: bool = False
     _aborts: list[Abort] = field(default_factory=list)
 
     def axis(self, name: str) -> dist.ProcessGroup:
         """torch's group along one cut axis of the mesh."""
-        assert self.mesh is not None
-        return self.mesh.get_group(axis_name(name, self.generation))
+        mesh = self.experts if name in EXPERT_AXES else self.mesh
+        assert mesh is not None
+        return mesh.get_group(axis_name(name, self.generation))
 
     def shard_mesh(self) -> DeviceMesh:
         """The one-dimensional mesh of `dp_shard`, for FSDP2."""
         assert self.mesh is not None
         return self.mesh[axis_name("dp_shard", self.generation)]
+
+    def expert_mesh(self) -> DeviceMesh:
+        """The one-dimensional mesh of the ranks with the same experts, for FSDP2."""
+        assert self.experts is not None
+        return self.experts[axis_name("edp", self.generation)]
 
     def abort(self) -> None:
         """Wake all threads that wait inside the replica, also in torch's own groups (such as a
@@ -107,7 +118,7 @@ class ReplicaGroups:
             if self.mesh is not None:
                 forget_registered_groups()
         if self.mesh is not None:
-            self.mesh = None
+            self.mesh = self.experts = None
             forget_meshes()
 
     def bare_groups(self) -> list[PeerGroup]:
@@ -117,15 +128,16 @@ class ReplicaGroups:
         return list({id(peers): peers for peers in known}.values())
 
     def _gloo_groups(self) -> list[dist.ProcessGroup]:
-        if self.mesh is None or not self.kind.inside_has_tags:
+        if not self.kind.inside_has_tags:
             return []
-        return [self.mesh.get_group(name) for name in self.mesh.mesh_dim_names or ()]
+        meshes = [mesh for mesh in (self.mesh, self.experts) if mesh is not None]
+        return [mesh.get_group(name) for mesh in meshes for name in mesh.mesh_dim_names or ()]
 
 
 @dataclass(frozen=True)
 class ConnectSettings:
     """The means by which a rank joins its groups. device: of the tensors that travel. seconds:
-    bounds every wait. exchange: how gradients travel between replicas."""
+    bounds every wait. exchange: how gradients travel between replicas. ep: `layout.ep`."""
 
     store: Store
     interface: str
@@ -133,6 +145,7 @@ class ConnectSettings:
     traffic: TrafficCounter | None
     exchange: ExchangeKind = "direct"
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    ep: int = 1
 
     @property
     def kind(self) -> DeviceKind:
@@ -195,8 +208,10 @@ def join_replica_groups(
             inside.pipes = _join_pipes(settings, generation, replica, at)
         if len(replica.ranks) > 1:
             inside.mesh = _register(settings, generation, replica, at, device)
-            if not settings.kind.inside_has_tags:
-                _open_axes(settings, inside.mesh)
+            inside.experts = _make_expert_mesh(settings, generation, replica, device)
+            for mesh in (inside.mesh, inside.experts):
+                if mesh is not None and not settings.kind.inside_has_tags:
+                    _open_axes(settings, mesh)
     except PeerLostError:
         inside.abort()
         raise
@@ -282,6 +297,26 @@ def _register(
         reset_group_count()
         if not isinstance(error, RuntimeError):
             raise
+        raise PeerLostError(f"replica {replica.index} did not come together: {error}") from error
+
+
+def _make_expert_mesh(
+    settings: ConnectSettings, generation: int, replica: Replica, device: torch.device
+) -> DeviceMesh | None:
+    """The replica's ranks with dp_shard cut in two, or None if experts are not shared. Raises
+    PeerLostError."""
+    ep = expert_degree(settings.ep, replica.degree("dp_shard"))
+    if ep == 1:
+        return None
+    sizes = {axis: replica.degree(axis) for axis in AXES if replica.degree(axis) > 1}
+    cut: list[tuple[str, int]] = []
+    for axis, size in sizes.items():
+        cut += [("ep", ep), ("edp", size // ep)] if axis == "dp_shard" else [(axis, size)]
+    names = tuple(axis_name(f"expert_{a}" if a in AXES else a, generation) for a, _ in cut)
+    try:
+        shape = tuple(size for _, size in cut)
+        return init_device_mesh(device.type, shape, mesh_dim_names=names)
+    except RuntimeError as error:
         raise PeerLostError(f"replica {replica.index} did not come together: {error}") from error
 
 

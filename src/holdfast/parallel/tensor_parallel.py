@@ -36,6 +36,7 @@ from holdfast.config.model import ModelConfig
 from holdfast.core.sharding.boxes import Box
 from holdfast.errors import LayoutError
 from holdfast.model.decoder import Decoder
+from holdfast.model.experts import RoutedFeedForward
 from holdfast.parallel.comm.collectives import Collectives
 from holdfast.parallel.comm.comm_stats import TrafficCounter
 from holdfast.parallel.vocab_parallel import VocabularyEmbedding, VocabularyPart, VocabularySoftmax
@@ -112,6 +113,8 @@ def apply_tensor_parallel(
         block.attention.o.bias_share = 1.0 / collectives.size  # the region's end adds them up
         _wrap_region(block.attention, tensor)
         _wrap_region(block.ffn, tensor)
+        if isinstance(block.ffn, RoutedFeedForward):
+            block.ffn.answers_for_tokens = collectives.rank == 0  # all ranks have the same ones
     if decoder.embed is not None:
         decoder.embed = VocabularyEmbedding(decoder.embed, part)
         decoder.embed.register_forward_hook(lambda _, tokens, x: tensor.leave_region(x))
@@ -154,11 +157,11 @@ def _check_units(model: ModelConfig, tp: int) -> None:
             where="layout.tp",
             remedy="use tp 1",
         )
-    if model.ffn_dim < tp:
+    if model.inner_dim < tp:
         raise LayoutError(
-            f"tp {tp} is more than the {model.ffn_dim} inner units of SwiGLU",
+            f"tp {tp} is more than the {model.inner_dim} inner units of SwiGLU",
             where="layout.tp",
-            remedy=f"use tp {model.ffn_dim}",
+            remedy=f"use tp {model.inner_dim}",
         )
 
 

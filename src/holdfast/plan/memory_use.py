@@ -27,7 +27,7 @@ from itertools import chain
 
 from holdfast.config.run import RunConfig
 from holdfast.core.sharding.optimizer_state import optimizer_rows
-from holdfast.core.sharding.parameters import count_parameters
+from holdfast.core.sharding.parameters import EXPERTS, count_parameters
 from holdfast.core.sharding.run_table import run_parameter_table
 from holdfast.core.sharding.sharding_table import tp_part
 from holdfast.core.sharding.state_table import (
@@ -39,7 +39,7 @@ from holdfast.core.sharding.state_table import (
     mesh_box,
     stages_of,
 )
-from holdfast.layout import Coordinate, Replica, Topology
+from holdfast.layout import Coordinate, Replica, Topology, expert_degree
 
 Span = tuple[int, int]
 """(first, number)"""
@@ -121,7 +121,11 @@ def memory_of(config: RunConfig, table: StateTable, replica: Replica, at: Coordi
     state = ITEM_BYTES[STATE_DTYPE[config.train.precision]]
     mixed = config.train.precision in MIXED
     table = tuple(row for row in table if at.pp in stages_of(row, replica))  # the rest is empty
-    whole = _elements((replace(spec, shard_dim=None) for spec in table), replica, at)
+    uncut = [replace(spec, shard_dim=None) for spec in table]
+    whole = _elements(uncut, replica, at)
+    if (ep := expert_degree(config.layout.ep, replica.degree("dp_shard"))) > 1:
+        experts = _elements((spec for spec in uncut if EXPERTS in spec.name), replica, at)
+        whole -= experts - experts // ep
     cut = _elements(table, replica, at)
     kept = chain.from_iterable(optimizer_rows(config.train.optimizer, table))
     moments = sum(mesh_box(row, replica, at).size * ITEM_BYTES[row.dtype] for row in kept)

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, product
 from math import prod
+from typing import Any
 
 from holdfast.config.degrees import find_impossible_degrees
 from holdfast.config.layout import DegreesConfig, LayoutConfig
@@ -23,7 +24,16 @@ from holdfast.core.sharding.pipeline_stages import balance_stages
 from holdfast.core.sharding.run_table import run_block_costs
 from holdfast.core.sharding.state_table import ITEM_BYTES, STATE_DTYPE
 from holdfast.errors import LayoutError
-from holdfast.layout import AXES, Coordinate, MeshShape, Replica, Stages, coordinates_of, index_of
+from holdfast.layout import (
+    AXES,
+    Coordinate,
+    MeshShape,
+    Replica,
+    Stages,
+    coordinates_of,
+    expert_degree,
+    index_of,
+)
 from holdfast.plan.memory_use import known_parameters, memory_of
 from holdfast.plan.placed_memory import bytes_in_memory
 
@@ -188,9 +198,10 @@ class _DegreeRules:
         if degrees not in self._known:
             config = self._config
             layout = config.layout
-            method = {"cp_method": layout.cp_method, "cp_ring": layout.cp_ring}
+            given: dict[str, Any] = {"cp_method": layout.cp_method, "cp_ring": layout.cp_ring}
+            given["ep"] = expert_degree(layout.ep, dict(degrees).get("dp_shard", 1))
             refused = find_impossible_degrees(
-                LayoutConfig.model_validate(dict(degrees) | method),
+                LayoutConfig.model_validate(dict(degrees) | given),
                 config.model,
                 config.train,
                 config.data.sequence_length,

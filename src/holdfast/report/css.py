@@ -113,6 +113,9 @@ svg text.on-lane{fill:#fff;font-size:11.5px;font-weight:600}
 
 figure.narrow{display:none}
 .small{display:grid;grid-template-columns:repeat(auto-fit,minmax(280px,1fr));gap:14px}
+.heat td{background:color-mix(in srgb,var(--accent) var(--heat,0%),transparent);min-width:6px;
+ height:18px;padding:0 1px}
+.heat th{text-align:left;padding-right:6px}
 figcaption{color:var(--soft);font-size:13px;padding:0 0 4px}
 .break{stroke:var(--faint);stroke-width:1;stroke-dasharray:3 3}
 .cross{stroke:var(--faint);stroke-width:1;visibility:hidden;pointer-events:none}

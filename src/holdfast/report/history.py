@@ -7,12 +7,13 @@ else, so it can be made at any time, also while the run continues.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 from holdfast.checkpoint.restore.catalog import list_commits, step_of
 from holdfast.core.data.data_ledger import uncovered_ranges
 from holdfast.core.data.lineage import split_effective
+from holdfast.core.expert_load import ExpertsRouted
 from holdfast.events import (
     Blamed,
     CheckpointCaptured,
@@ -43,6 +44,7 @@ from holdfast.events import (
     StopRequested,
     UploadFailed,
 )
+from holdfast.report.experts import ExpertLoad
 from holdfast.report.incidents import Incident, IncidentBook
 from holdfast.report.ordering import order_records
 from holdfast.report.timeledger import TimeLedger
@@ -178,6 +180,8 @@ class History:
     branch: RunBranched | None = None  # which run, and which step of it, this one continues
     holes: tuple[str, ...] = ()  # sentences: what the journal should have and does not tell
     memory: tuple[MemoryPoint, ...] = ()  # of all workers, in the order of the journal
+    experts: Mapping[int, list[int]] = field(default_factory=dict)  # block -> choices by expert
+    dropped_choices: int = 0  # of these, for lack of capacity
 
     @property
     def breaks(self) -> tuple[Incident, ...]:
@@ -294,6 +298,7 @@ class _HistoryBuilder:
     cadence: dict[int, SaveInterval] = field(default_factory=dict)
     branch: RunBranched | None = None
     memory: list[MemoryPoint] = field(default_factory=list)
+    experts: ExpertLoad = field(default_factory=ExpertLoad)
 
     def observe(self, record: Record, counts: bool) -> None:
         before = self.ledger.wall
@@ -322,6 +327,8 @@ class _HistoryBuilder:
                     event.step, record.generation, event.rank, event.bytes, event.device_bytes
                 )
             )
+        elif isinstance(event, ExpertsRouted):
+            self.experts.add(event)
         elif isinstance(event, Evaluated):
             if counts:
                 self.evaluations[event.step] = EvaluationPoint(
@@ -442,6 +449,8 @@ class _HistoryBuilder:
             tuple(self.cadence[tier] for tier in sorted(self.cadence)),
             branch=self.branch,
             memory=tuple(self.memory),
+            experts=self.experts.by_block,
+            dropped_choices=self.experts.dropped,
         )
 
 

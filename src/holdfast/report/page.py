@@ -18,6 +18,7 @@ from typing import Any
 from holdfast.errors import RunFolderError
 from holdfast.report import charts, tables, timeline
 from holdfast.report.css import SCRIPT, style_sheet
+from holdfast.report.experts import heat_map, load_note
 from holdfast.report.figure import on_both
 from holdfast.report.formatting import (
     format_bytes,
@@ -115,6 +116,9 @@ def render_page(
             )
         )
         parts.append(_section("Learning rate, gradient norm, memory", "", small_charts(history)))
+    if history.experts:
+        note = load_note(history.experts, history.dropped_choices)
+        parts.append(_card("Load of the experts", note, heat_map(history.experts)))
     if history.generations:
         parts.append(
             _section(

@@ -60,6 +60,7 @@ def summary(
     }
     if history.branch:
         out["branch"] = history.branch.body
+    out |= _experts(history)
     if history.memory:
         out["memory"] = _newest_memory(history)
     if history.holes:
@@ -69,6 +70,14 @@ def summary(
         out["steps_done_again"] = [[asdict(p) for p in piece] for piece in history.rework]
         out["validations"] = [asdict(e) for e in history.evaluations]
     return out
+
+
+def _experts(history: History) -> dict[str, Any]:
+    """Choices by block and expert; nothing of a run without experts."""
+    if not history.experts:
+        return {}
+    counts = {str(block): counts for block, counts in history.experts.items()}
+    return {"experts": counts, "dropped_choices": history.dropped_choices}
 
 
 def _newest_memory(history: History) -> list[dict[str, Any]]:

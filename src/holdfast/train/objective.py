@@ -108,6 +108,19 @@ class NextTokenObjective(nn.Module):
         )
         return loss if self.context is None else self.context.sum_loss(loss)
 
+    def run_compiled_loss(self, targets: Tensor, dtype: torch.dtype) -> None:
+        """Run the loss and its gradient once for each length of chunk, as `forward` does for
+        targets [T] and a decoder of `dtype`. The compiler then knows them."""
+        model = self.decoder.config
+        rows = min(len(targets), chunk_tokens(model.vocab_size, targets.device))
+        logits_dtype = _wide_dtype(dtype) if model.logit_softcap else dtype
+        with torch.no_grad():
+            for length in filter(None, (rows, len(targets) % rows)):
+                logits = torch.zeros(
+                    length, model.vocab_size, dtype=logits_dtype, device=targets.device
+                )
+                self._loss_and_gradient(logits, targets[:length])
+
 
 def split_weights(targets: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """targets: int64 [T] -> (token ids, or what is below 0; what each counts, in `dtype`)"""

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from holdfast.config.optimizer import OptimizerConfig, Slot
 from holdfast.core.sharding.optimizer_state import ParameterSettings
+from holdfast.core.sharding.parameters import BALANCE
 from holdfast.parallel.torch_compat import fused_adamw
 
 
@@ -136,8 +137,14 @@ def merge_buffers(
     merges: Mapping[int, str],
     microbatches: int,
 ) -> None:
-    """Add to each merged buffer its sum over the step, or the mean of its microbatches."""
+    """Add to each merged buffer its sum over the step, or the mean of its microbatches. One that
+    balances experts moves by its rate, up where its sum is below its part."""
     for index, merge in merges.items():
+        if merge.startswith(BALANCE):
+            rate, due = map(float, merge.split()[1:])
+            missing = due * microbatches - gradients[index].to(parameters[index].device)
+            parameters[index].add_(missing.sign(), alpha=rate)
+            continue
         part = 1.0 / microbatches if merge == "mean" else 1.0
         found = gradients[index].to(parameters[index].device)  # it may lie on the host
         parameters[index].add_(found, alpha=part)

@@ -188,7 +188,8 @@ def _connect_settings(
     device: torch.device,
 ) -> ConnectSettings:
     exchange = choose_exchange(config, device)
-    return ConnectSettings(store, config.cluster.gloo_device, seconds, traffic, exchange, device)
+    where = store, config.cluster.gloo_device, seconds, traffic, exchange, device
+    return ConnectSettings(*where, ep=config.layout.ep)
 
 
 def _catch_up(engine: StepEngine, found: Agreement, kept: bool) -> None:

@@ -33,6 +33,7 @@ from holdfast.policy.saving.destinations import SaveDestinations, why_save_now
 from holdfast.policy.saving.tiers import BUCKET, DISK, MEMORY, PEERS
 from holdfast.train.engine import StepEngine
 from holdfast.train.evaluate import Evaluator
+from holdfast.train.expert_meter import ExpertMeter
 from holdfast.train.fallbacks import Fallbacks
 from holdfast.train.memory_meter import MemoryMeter
 from holdfast.train.protocols import EventReporter, Membership, Saver, StepFeed, StepShare
@@ -293,6 +294,8 @@ class _TrainingLoop:
         self.timer = _StepTimer(clock)
         self.timer.start()
         self.memory = MemoryMeter(engine.device, clock)
+        at, last_step = engine.groups.coordinate, config.train.steps
+        self.experts = ExpertMeter(engine.objective, at, last_step, clock)
         self.recorder = engine.groups.recorder
         self.is_pausing = False  # the newest step was the last of this generation
         nodes = len(set(engine.groups.topology.nodes))
@@ -404,6 +407,8 @@ class _TrainingLoop:
             self.reporter.emit(BatchFed(self.rank, batch.entries, step=batch.step))
         if (sample := self.memory.sample_if_due(self.rank, batch.step)) is not None:
             self.reporter.emit(sample)
+        if (routed := self.experts.sample_if_due(self.rank, batch.step)) is not None:
+            self.reporter.emit(routed)
         if self.rank != 0:
             return
         phases = self.timer.phases

@@ -27,6 +27,11 @@ from holdfast.model.documents import choose_document_attention
 from holdfast.model.init import initial_box
 from holdfast.model.stage import keep_stage
 from holdfast.parallel.context import apply_context_parallel
+from holdfast.parallel.expert_parallel import (
+    apply_expert_parallel,
+    routed_layers,
+    share_counts,
+)
 from holdfast.parallel.process_groups import ProcessGroups
 from holdfast.parallel.tensor_parallel import apply_tensor_parallel, localise_parameters
 from holdfast.train.evaluate import TokenValidation, Validation
@@ -152,7 +157,22 @@ class DecoderTask:
                 is_compiled=config.train.compile,
                 traffic=groups.traffic,
             )
+        if config.model.experts is not None:
+            self._spread_experts(decoder, groups)
         return objective
+
+    def _spread_experts(self, decoder: Decoder, groups: ProcessGroups) -> None:
+        """Let routers know the ranks that share a microbatch with this one, and cut experts."""
+        experts = self._config.model.experts
+        shared = [groups.axis(axis) for axis in ("dp_shard", "cp") if groups.degree(axis) > 1]
+        counted = experts is not None and (experts.balance_loss or experts.capacity)
+        if counted and shared:
+            share_counts(decoder, shared, groups.traffic)
+        if groups.expert_degree > 1:
+            apply_expert_parallel(decoder, groups.axis("ep"), groups.traffic)
+        if self._config.train.compile:
+            for layer in routed_layers(decoder):
+                layer.exclude_from_compilation()
 
     def named_parameters(self, objective: nn.Module) -> Mapping[str, Tensor]:
         named = objective.named_parameters()

@@ -99,11 +99,11 @@ def test_an_arena_in_the_making_delays_nobody_and_a_newer_generation_is_not_over
     making, go = threading.Event(), threading.Event()
     create = Arena.create
 
-    def slow(name: str, slots: int, capacity: int) -> int:
+    def slow(name: str, slots: int, capacity: int, numa_node: int | None) -> int:
         if name.startswith("holdfast-1-"):
             making.set()
             assert go.wait(60)
-        return create(name, slots, capacity)
+        return create(name, slots, capacity, numa_node)
 
     monkeypatch.setattr(Arena, "create", staticmethod(slow))
     with ThreadPoolExecutor(2) as threads:

@@ -10,7 +10,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdfast.core.sharding.boxes import Box, copy_runs, coverage_problem, whole_box
+from holdfast.core.sharding.boxes import (
+    Box,
+    copy_runs,
+    coverage_problem,
+    element_range,
+    whole_box,
+)
 
 SHAPES = st.lists(st.integers(1, 6), min_size=0, max_size=4).map(tuple)
 
@@ -128,3 +134,21 @@ def test_boxes_of_different_tensors_have_nothing_in_common() -> None:
     assert whole_box("a", (2,)).intersect(whole_box("b", (2,))) is None
     assert whole_box("a", (2,)).intersect(Box("a", (2,), (3,))) is None
     assert list(copy_runs(whole_box("a", (2,)), whole_box("b", (2,)))) == []
+
+
+@given(SHAPES, st.data())
+def test_a_range_of_elements_is_boxes_in_order(shape: tuple[int, ...], data: st.DataObject) -> None:
+    values = np.arange(int(np.prod(shape))).reshape(shape)
+    offsets = tuple(data.draw(st.integers(0, 9)) for _ in shape)
+    start = data.draw(st.integers(0, values.size))
+    stop = data.draw(st.integers(start, values.size))
+    boxes = list(element_range(Box("t", offsets, shape), start, stop))
+    found: list[int] = []
+    for box in boxes:
+        place = tuple(
+            slice(a - o, a - o + n)
+            for a, o, n in zip(box.offsets, offsets, box.lengths, strict=True)
+        )
+        found += values[place].ravel().tolist()
+    assert found == list(range(start, stop))
+    assert len(boxes) <= max(1, 2 * len(shape) - 1)

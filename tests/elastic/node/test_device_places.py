@@ -56,3 +56,17 @@ def test_a_device_that_no_living_process_holds_comes_first() -> None:
     idle = process(STANDBY_RANK, "cuda:0")
     assert places.place(SPEC, None, [idle]).device == "cuda:1"
     assert DevicePlaces(DEVICES["cpu"], 2).place(SPEC, None, [idle]).device == "cpu"
+
+
+def test_a_standby_gets_a_device_at_once_if_there_is_one_for_each() -> None:
+    places, standbys = DevicePlaces(DEVICES["cuda"], 2), list[WorkerProcess]()
+    works = [process(0, "cuda:0"), process(1, "cuda:1")]
+    assert places.place_standby(SPEC, 1, works).device == "cuda", "it may replace either worker"
+    for _ in range(2):
+        spec = places.place_standby(SPEC, 2, [*works, *standbys])
+        standbys.append(process(STANDBY_RANK, spec.device))
+    assert [each.device for each in standbys] == ["cuda:0", "cuda:1"]
+    works[1].on_exited(-9)
+    assert places.choose_standby(standbys, [*works, *standbys]) is standbys[1]
+    assert DevicePlaces(DEVICES["cuda"], 1).place_standby(SPEC, 1, works).device == "cuda:0"
+    assert DevicePlaces(DEVICES["cpu"], 1).place_standby(SPEC, 1, []).device == "cpu"

@@ -73,11 +73,13 @@ class Capturer:
         run: str,
         slots: int = 2,
         has_released_old_memory: bool = False,
+        numa_node: int | None = None,
     ) -> None:
         """Ask the mover for an arena and lay the views out.
 
         has_released_old_memory: every capturer that this process had in older generations is
-        closed, so that their memory may be used again.
+        closed, so that their memory may be used again. numa_node: the state's device is near this
+        node; None: any.
         Raises CheckpointError when a tensor does not have the shape or dtype that the table and
         the topology give it on this rank.
         """
@@ -92,7 +94,7 @@ class Capturer:
         self._layout = identity_digest(self._header)
         self._length = blob_size(self._header, placed)
         fd = mover.get_arena(
-            self._rank, slot_capacity(self._length), slots, has_released_old_memory
+            self._rank, slot_capacity(self._length), slots, has_released_old_memory, numa_node
         )
         self._arena, self._inode = _map_arena(fd)
         self._copy_plan = CopyPlan(self._arena, placed, len(self._header), rank, held, tensors)
@@ -176,10 +178,12 @@ class Capturer:
 
     def close(self) -> None:
         """Finish what is under way; nothing of the state is referred to afterwards."""
-        self.fence()
-        self._copy_threads.shutdown()
-        self._copy = None
-        self._copy_plan.close()
+        try:
+            self.fence()
+            self._copy_threads.shutdown()
+            self._copy = None
+        finally:
+            self._copy_plan.close()
 
     def _acquire_slot(self, wait: float) -> int | None:
         """A slot, marked dirty and with the blob's header in it."""

@@ -4,23 +4,21 @@ by every capture. `capturer.py` says when a copy runs, `chunked_copy.py` moves t
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from itertools import chain, pairwise
 
 import torch
 
 from holdfast.checkpoint.capture.chunked_copy import CopySpan, Piece, copy_spans, cut_into_pieces
+from holdfast.checkpoint.capture.pinned_memory import CHUNK_BYTES, PinnedMemory, find_pinning
 from holdfast.checkpoint.memory.arena import Arena
 from holdfast.core.devices import device_kind
 from holdfast.core.format.manifest import PlacedBox
-from holdfast.core.sharding.boxes import Box
+from holdfast.core.sharding.boxes import Box, element_range
+from holdfast.core.sharding.state_table import ITEM_BYTES
 from holdfast.errors import CheckpointError
-
-logger = logging.getLogger(__name__)
 
 TORCH_DTYPE = {
     "F64": torch.float64,
@@ -57,10 +55,11 @@ class CopyPlan:
         rank: int,
         held: Mapping[str, Box],
         tensors: Mapping[str, torch.Tensor],
+        chunk_bytes: int = CHUNK_BYTES,
     ) -> None:
         """Lay the views of `tensors` out for every slot of the arena. placed: what this rank owns,
         and where it goes behind the blob's header. held: the part of each tensor that this rank
-        holds.
+        holds. chunk_bytes: most bytes of the arena that are locked in one call.
 
         Raises CheckpointError when a tensor does not have the shape or dtype that `held` and
         `placed` give it.
@@ -68,18 +67,23 @@ class CopyPlan:
         self._arena, self._placed, self._header_bytes = arena, placed, header_bytes
         self._rank, self._held = rank, held
         self._memory = torch.frombuffer(arena.memory, dtype=torch.uint8)
+        for p in placed:
+            self._owned_view(p, tensors)
+        devices = sorted({local_part(tensors[p.box.name]).device for p in placed}, key=str)
+        self._streams = {
+            d: torch.Stream(d, priority=device_kind(d.type).lowest_stream_priority)
+            for d in devices
+            if d.type != "cpu"
+        }
+        self._pinned = PinnedMemory(
+            find_pinning(devices), self._memory.data_ptr(), self._memory.numel(), chunk_bytes
+        )
         self.spans, self._strided = self._lay_out(tensors, arena.slots)
-        devices = sorted({g.device for g in self._strided if g.device.type != "cpu"}, key=str)
-        self._has_pinned_pages = _pin_pages(self._memory, devices)
-        self._streams = {device: torch.Stream(device) for device in devices}
 
     def close(self) -> None:
-        """Refer to nothing of the state any more, and unlock the arena's pages: another arena may
-        be mapped at the same address later."""
+        """Refer to nothing of the state any more, and unlock the arena's pages."""
         self.spans, self._strided = [], []
-        if self._has_pinned_pages:
-            self._has_pinned_pages = False
-            _cuda_runtime().cudaHostUnregister(self._memory.data_ptr())
+        self._pinned.close()
 
     def _lay_out(
         self, tensors: Mapping[str, torch.Tensor], slots: int
@@ -87,7 +91,8 @@ class CopyPlan:
         """Return contiguous tensors in pieces, the rest by dtype and device."""
         spans: list[CopySpan] = []
         groups: dict[tuple[torch.dtype, torch.device], _ForeachGroup] = {}
-        for p in self._placed:
+        cuts = self._cuts(slots)
+        for p in chain.from_iterable(_cut(placed, cuts) for placed in self._placed):
             source = self._owned_view(p, tensors)
             if source.device.type == "cpu" and source.is_contiguous():
                 spans.append(CopySpan(source, 0, self._header_bytes + p.start, p.nbytes))
@@ -100,6 +105,13 @@ class CopyPlan:
             for slot in range(slots):
                 group.targets[slot].append(self._slot_view(p, slot))
         return list(cut_into_pieces(spans)), list(groups.values())
+
+    def _cuts(self, slots: int) -> list[int]:
+        """Return the places behind the blob's header that no copy may cross, in any slot. All
+        slots are cut alike, so that their sources are the same."""
+        begins = [self._arena.data_offset(slot) + self._header_bytes for slot in range(slots)]
+        cuts = {edge - begin for edge in self._pinned.edges for begin in begins}
+        return sorted(cut for cut in cuts if cut > 0)
 
     def inline_pieces(self, slot: int) -> list[Piece]:
         """Return pieces that copy everything into a slot, for one thread that waits for it."""
@@ -119,7 +131,7 @@ class CopyPlan:
                         _copy(group, slot)
             ended = torch.Event(device, blocking=True)  # the thread sleeps, it does not spin
             stream.record_event(ended)
-            pieces.append(ended.synchronize)
+            pieces.append(partial(_wait_for, ended, device))
         pieces += [partial(_copy, g, slot) for g in self._strided if g.device.type == "cpu"]
         return [*pieces, *self._memmove_pieces(slot)]
 
@@ -151,6 +163,20 @@ class CopyPlan:
         return flat.view(p.box.lengths)
 
 
+def _cut(placed: PlacedBox, cuts: Iterable[int]) -> Iterator[PlacedBox]:
+    """Yield the parts of a box that lie between the cuts. Cuts and blobs begin at a page, so a
+    cut never hits an element."""
+    size, start, stop = ITEM_BYTES[placed.dtype], placed.start, placed.start + placed.nbytes
+    inside = [cut for cut in cuts if start < cut < stop]
+    if not inside:
+        yield placed
+        return
+    for low, high in pairwise((start, *inside, stop)):
+        for box in element_range(placed.box, (low - start) // size, (high - start) // size):
+            yield PlacedBox(box, placed.dtype, low)
+            low += box.size * size
+
+
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
     """Return what this rank holds: the local part of a DTensor, or a plain tensor unchanged."""
     to_local = getattr(tensor, "to_local", None)
@@ -166,33 +192,12 @@ def view_of(local: torch.Tensor, held: Box, part: Box) -> torch.Tensor:
     return local
 
 
+def _wait_for(event: torch.Event, device: torch.device) -> None:
+    """Wait for a device on a thread of ours, which would use the first device otherwise."""
+    with torch.accelerator.device_index(device.index):
+        event.synchronize()
+
+
 def _copy(group: _ForeachGroup, slot: int) -> None:
     with torch.no_grad():
         torch._foreach_copy_(group.targets[slot], group.sources, non_blocking=True)
-
-
-def _pin_pages(memory: torch.Tensor, devices: list[torch.device]) -> bool:
-    """Lock the arena's pages for direct copies from a device that can; whether that was done.
-
-    Without it every copy goes through a bounce buffer at a fraction of the link's speed. A refusal
-    costs only speed, so it is not an error, and the worker's log says it.
-    """
-    if not any(device_kind(device.type).can_pin for device in devices):
-        return False
-    code = int(_cuda_runtime().cudaHostRegister(memory.data_ptr(), memory.numel(), 0))
-    if code == 0:
-        return True
-    logger.warning(
-        "the device does not lock the arena's %d bytes (CUDA error %d): captures are slow",
-        memory.numel(),
-        code,
-    )
-    # The runtime remembers the refusal, and torch's next launch would raise it.
-    with suppress(RuntimeError):
-        torch.zeros(1, device=devices[0])
-    return False
-
-
-def _cuda_runtime() -> Any:
-    module: Any = torch.cuda  # cudart has no annotations
-    return module.cudart()

@@ -103,12 +103,14 @@ class ArenaPool:
         slots: int,
         pid: int | None = None,
         has_released_old_memory: bool = False,
+        numa_node: int | None = None,
     ) -> int:
         """The descriptor of a rank's arena, made at the first request; the caller closes it.
 
         A worker that asks again gets the same memory, so a slot being saved stays safe. `pid`
         is the one that asks, and will write there. has_released_old_memory: it writes no more into
-        what it was given in older generations, so that it may be given that again.
+        what it was given in older generations, so that it may be given that again. numa_node: from
+        which new memory should come; memory that is used again stays where it is.
         """
         with self._change:
             plan = self._current_context(generation)
@@ -128,21 +130,27 @@ class ArenaPool:
                 else:
                     found = self.ranks[rank] = RankArena(memory, head, tensors)
         if found is None:
-            found = self._make_arena(plan, rank, slots, head, tensors)
+            found = self._make_arena(plan, rank, slots, head, tensors, numa_node)
         with self._change:
             self._current_context(generation)
             found.memory.add_writer(pid)
             return os.dup(found.memory.fd)
 
     def _make_arena(
-        self, plan: SaveContext, rank: int, slots: int, head: bytes, tensors: tuple[PlacedBox, ...]
+        self,
+        plan: SaveContext,
+        rank: int,
+        slots: int,
+        head: bytes,
+        tensors: tuple[PlacedBox, ...],
+        numa_node: int | None,
     ) -> RankArena:
         """Make a rank's arena in new memory. Gigabytes take seconds, so it is made without the
         lock. If a newer generation began meanwhile, that is noticed at the end, and the memory is
         freed."""
         try:
             memory = self._allocate_or_make_room(
-                plan, rank, slot_capacity(blob_size(head, tensors)), slots
+                plan, rank, slot_capacity(blob_size(head, tensors)), slots, numa_node
             )
             with self._change:
                 self._current_context(plan.generation)
@@ -187,13 +195,13 @@ class ArenaPool:
         return None
 
     def _allocate_or_make_room(
-        self, plan: SaveContext, rank: int, capacity: int, slots: int
+        self, plan: SaveContext, rank: int, capacity: int, slots: int, numa_node: int | None
     ) -> MemoryFile:
         """Make new memory. If old and new do not fit together, older snapshots are dropped once
         every rank has restored. Raises HoldfastError when there is no room then either."""
         name = f"holdfast-{plan.generation}-{rank}"
         try:
-            return self._allocate(name, slots, capacity)
+            return self._allocate(name, slots, capacity, numa_node)
         except HoldfastError as error:
             with self._change:
                 self._change.wait_for(lambda: self._all_restored(plan), RESTORE_WAIT_FOR_ROOM_S)
@@ -201,11 +209,11 @@ class ArenaPool:
             gone = self._snapshot_store.drop_where(lambda g, s: g < plan.generation)
             for _, step in gone:
                 self._on_dropped(step, str(error))
-        return self._allocate(name, slots, capacity)
+        return self._allocate(name, slots, capacity, numa_node)
 
-    def _allocate(self, name: str, slots: int, capacity: int) -> MemoryFile:
+    def _allocate(self, name: str, slots: int, capacity: int, numa_node: int | None) -> MemoryFile:
         with self._allocation_lock:  # one after the other: each looks at how much memory is left
-            return MemoryFile(Arena.create(name, slots, capacity))
+            return MemoryFile(Arena.create(name, slots, capacity, numa_node))
 
     def _all_restored(self, plan: SaveContext) -> bool:
         """Return True if every rank has restored and no arena of an older generation is being made.

@@ -265,17 +265,18 @@ class MoverClient:
 
     # --- the workers' calls -----------------------------------------------------------------
     def get_arena(
-        self, rank: int, blob_bytes: int, slots: int, has_released_old_memory: bool = False
+        self,
+        rank: int,
+        blob_bytes: int,
+        slots: int,
+        has_released_old_memory: bool = False,
+        numa_node: int | None = None,
     ) -> int:
         """The descriptor of an arena made for this rank; the caller closes it.
         has_released_old_memory: this process writes no more into those that it had of the rank in
-        older generations."""
-        body: dict[str, Any] = {
-            "rank": rank,
-            "blob_bytes": blob_bytes,
-            "slots": slots,
-            "let_go": has_released_old_memory,
-        }
+        older generations. numa_node: from which new memory should come; None: from any."""
+        body: dict[str, Any] = {"rank": rank, "blob_bytes": blob_bytes, "slots": slots}
+        body |= {"let_go": has_released_old_memory, "numa_node": numa_node}
         if self._arena_wait_s:
             body["patience"] = self._arena_wait_s
         _, fds = self._connections.exchange("arena", body, 4 * MOVER_ANSWER_TIMEOUT_S)

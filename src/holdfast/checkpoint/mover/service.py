@@ -164,12 +164,15 @@ class MoverService:
         process: int | None = None,
         let_go: bool = False,
         patience: float = 0.0,
+        numa_node: int | None = None,
     ) -> int:
         """As `ArenaPool.get`. patience: seconds that the agent may still need to announce
         `generation`; its workers learn of it at the same time."""
         with self._change:
             self._change.wait_for(lambda: self._served.has_begun(generation), patience)
-        return self._arena_pool.get(generation, rank, blob_bytes, slots, process, let_go)
+        return self._arena_pool.get(
+            generation, rank, blob_bytes, slots, process, let_go, numa_node=numa_node
+        )
 
     def set_in_use_keys(self, keys: Callable[[], Collection[str]]) -> None:
         """Checkpoints that retention leaves alone for now, asked each time."""

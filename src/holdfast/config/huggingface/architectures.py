@@ -18,6 +18,7 @@ from holdfast.config.huggingface.rules import (
     choice,
     copy,
     embedding_by_dim,
+    experts,
     heads,
     limit,
     query_scale,
@@ -41,6 +42,11 @@ _NAMES = {
 _POST_NAMES = {
     "attention_post_norm": "post_attention_layernorm",
     "ffn_post_norm": "post_feedforward_layernorm",
+}
+_QWEN_EXPERTS = {
+    "ffn.experts.gate": "mlp.experts.{}.gate_proj",
+    "ffn.experts.up": "mlp.experts.{}.up_proj",
+    "ffn.experts.down": "mlp.experts.{}.down_proj",
 }
 _BOTH_NAMES = _NAMES | _POST_NAMES | {"ffn_norm": "pre_feedforward_layernorm"}
 OUTSIDE_NAMES = {
@@ -90,6 +96,7 @@ NEUTRAL = frozenset(
         "num_return_sequences",
         "output_attentions",
         "output_hidden_states",
+        "output_router_logits",
         "output_scores",
         "pad_token_id",
         "prefix",
@@ -145,6 +152,7 @@ class Architecture:
             unless it is None.
         names: part of a block -> their name.
         fused: their name -> our parts that lie in it one after another.
+        by_expert: our part -> their name of one expert's, with {} for its number.
     """
 
     family: str
@@ -155,6 +163,7 @@ class Architecture:
     fixed: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     names: Mapping[str, str] = field(default_factory=lambda: _NAMES)
     fused: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    by_expert: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def their_type(self) -> str:
@@ -241,6 +250,80 @@ ARCHITECTURES: dict[str, Architecture] = {
                 rotary(),
                 window_everywhere(absent=4096),
             ),
+        ),
+        Architecture(
+            "mixtral",
+            "MixtralForCausalLM",
+            (
+                *_shape(1e-5, positions=131_072),
+                heads(absent_kv=8),
+                _SILU,
+                rotary(1_000_000.0),
+                window_everywhere(absent=None),
+                experts(("num_local_experts",), (8, 2)),
+            ),
+            fixed={"router_jitter_noise": (0.0, None)},
+            names=_NAMES | {"ffn.router": "block_sparse_moe.gate"},
+            by_expert={
+                "ffn.experts.gate": "block_sparse_moe.experts.{}.w1",
+                "ffn.experts.up": "block_sparse_moe.experts.{}.w3",
+                "ffn.experts.down": "block_sparse_moe.experts.{}.w2",
+            },
+        ),
+        Architecture(
+            "qwen3_moe",
+            "Qwen3MoeForCausalLM",
+            (
+                *_shape(1e-6, positions=32_768),
+                heads(always_head=True, absent_kv=4),
+                _SILU,
+                rotary(),
+                _OPTIONAL_BIAS,
+                window_everywhere(absent=None, switch="use_sliding_window"),
+                experts(
+                    ("num_experts", "num_local_experts"),
+                    (128, 8),
+                    "moe_intermediate_size",
+                    "norm_topk_prob",
+                ),
+            ),
+            always={"qk_norm": True},
+            fixed={"decoder_sparse_step": (1, None), "mlp_only_layers": ([], None)},
+            names=_NAMES | {"ffn.router": "mlp.gate"},
+            by_expert=_QWEN_EXPERTS,
+        ),
+        Architecture(
+            "dots1",
+            "Dots1ForCausalLM",
+            (
+                *_shape(1e-6),
+                heads(always_head=True),
+                _SILU,
+                rotary(),
+                _OPTIONAL_BIAS,
+                window_by_block(
+                    lambda config, block: block >= (config.get("max_window_layers") or 62),
+                    also=("max_window_layers",),
+                ),
+                experts(
+                    ("n_routed_experts", "num_local_experts"),
+                    (8, 2),
+                    "moe_intermediate_size",
+                    "norm_topk_prob",
+                    is_deepseek=True,
+                ),
+            ),
+            always={"qk_norm": True},
+            fixed={"n_group": (1, None), "topk_group": (1, None)},
+            names=_NAMES
+            | {
+                "ffn.router": "mlp.gate",
+                "ffn.router.choice_bias": "mlp.gate.e_score_correction_bias",
+                "ffn.shared.gate": "mlp.shared_experts.gate_proj",
+                "ffn.shared.up": "mlp.shared_experts.up_proj",
+                "ffn.shared.down": "mlp.shared_experts.down_proj",
+            },
+            by_expert=_QWEN_EXPERTS,
         ),
         Architecture(
             "phi3",

@@ -21,6 +21,19 @@ from holdfast.errors import ModelFolderError
 FREE_KEYS = ("preset", "family", "vocab_multiple", "max_position", "init_std")
 """Keys of `model:` that do not decide which numbers the same weights compute."""
 
+EXPERT_SHAPE = (
+    "count",
+    "top_k",
+    "width",
+    "normalise",
+    "scores",
+    "scale",
+    "shared",
+    "first",
+    "choice_bias",
+)
+"""Keys of `model.experts:` that do."""
+
 OWN_CODE = "train it by its own code with model.code: transformers"
 
 
@@ -36,6 +49,13 @@ def shape_of(model: ModelConfig) -> dict[str, Any]:
     if scaling is not None:
         names = _scaling_names(scaling.type)
         shape["rope_scaling"] = {name: getattr(scaling, name) for name in ("type", *names)}
+    experts = model.experts
+    del shape["experts"]
+    shape |= {f"experts.{key}": experts and getattr(experts, key) for key in EXPERT_SHAPE}
+    if experts is not None:
+        shape["experts.width"] = model.inner_dim
+        if not experts.first:
+            shape["ffn_dim"] = model.inner_dim
     same = model.window_rope_theta == model.rope_theta and scaling is None
     if same or not model.windowed:
         shape["window_rope_theta"] = 0.0
@@ -68,7 +88,7 @@ def differences_in(architecture: Architecture, model: ModelConfig) -> dict[str, 
     for rule in architecture.rules:
         try:
             values |= rule.read(theirs)
-        except NotSupportedError:
+        except (NotSupportedError, KeyError):  # a key that the model has no value for
             continue  # its keys stay at their defaults, and differ
     try:
         became = ModelConfig.model_validate({"preset": None, **values})
@@ -92,7 +112,8 @@ def explain_no_architecture(model: ModelConfig) -> str | None:
     nearest = min(rows, key=lambda row: len(differences_in(row, model)))
     differences = differences_in(nearest, model)
     named = ", ".join(f"{key} {_word(had)}" for key, (had, _) in differences.items())
-    instead = ", ".join(f"{key} {_word(has)}" for key, (_, has) in differences.items())
+    named_in_full = {key: f"model.{key}" if "." in key else key for key in differences}
+    instead = ", ".join(f"{named_in_full[k]} {_word(has)}" for k, (_, has) in differences.items())
     return (
         f"model.{named} is in no architecture of Hugging Face with the model's other keys, so "
         f"nothing could load an export (nearest: {nearest.family}): use {instead}"

@@ -103,6 +103,58 @@ def heads(*, always_head: bool = False, absent_head: int = 0, absent_kv: int = 0
     return Rule(("num_attention_heads", "num_key_value_heads", "head_dim"), read, write)
 
 
+def experts(
+    counts: tuple[str, ...],
+    absent: tuple[int, int],
+    width: str = "",
+    normalise: str = "",
+    *,
+    is_deepseek: bool = False,
+) -> Rule:
+    """The experts of each block.
+
+    counts: names of their number; the first is written. absent: what counts if the number, or that
+    of a token's experts, is missing. Without `width`, an expert is as wide as the feed-forward.
+    Without `normalise`, the weights of a token's experts add up to 1. is_deepseek: sigmoids, a bias
+    of the choice, shared experts, and blocks without experts at the beginning.
+    """
+    sigmoid = (SHARED, FIRST, SCALE) if is_deepseek else ()
+    coefficient = () if is_deepseek else (BALANCE_LOSS,)
+
+    def read(config: Config) -> Values:
+        number_of = next((config[key] for key in counts if config.get(key) is not None), absent[0])
+        found: Values = {"count": number_of, "top_k": config.get(TOP_K) or absent[1]}
+        found["width"] = config[width] if width else 0
+        found["normalise"] = bool(config.get(normalise)) if normalise else True
+        if is_deepseek:
+            scale = config.get(SCALE)
+            found |= {"scores": "sigmoid", "choice_bias": True, "scale": scale or 1.0}
+            found |= {"shared": config.get(SHARED) or 0, "first": config.get(FIRST) or 0}
+        else:
+            loss = config.get(BALANCE_LOSS)
+            found["balance_loss"] = 0.001 if loss is None else loss
+        return {"experts": found}
+
+    def write(model: ModelConfig) -> Values:
+        had = model.experts
+        if had is None:
+            return {}
+        out: Values = {counts[0]: had.count, TOP_K: had.top_k}
+        out |= {width or "intermediate_size": model.inner_dim}
+        out |= {normalise: had.normalise} if normalise else {}
+        if is_deepseek:
+            return out | {SHARED: had.shared, FIRST: had.first, SCALE: had.scale}
+        return out | {BALANCE_LOSS: had.balance_loss}
+
+    named = (TOP_K, width, normalise, *sigmoid, *coefficient)
+    return Rule((*counts, *(key for key in named if key)), read, write)
+
+
+SHARED, FIRST, SCALE = "n_shared_experts", "first_k_dense_replace", "routed_scaling_factor"
+TOP_K = "num_experts_per_tok"
+BALANCE_LOSS = "router_aux_loss_coef"
+
+
 def query_scale(absent: float) -> Rule:
     """Gemma 2 and 3: scores are divided by the root of `query_pre_attn_scalar`."""
 
@@ -140,16 +192,19 @@ def number(config: Config, key: str, absent: float | None = None) -> float:
 FULL, WINDOW = "full_attention", "sliding_attention"
 
 
-def window_everywhere(absent: int | None) -> Rule:
-    """Mistral, Phi 3: one window for all blocks. absent: their window if the key is missing."""
+def window_everywhere(absent: int | None, switch: str = "") -> Rule:
+    """Mistral, Phi 3: one window for all blocks. absent: their window if the key is missing.
+    switch: a key that must be true for any window."""
 
     def read(config: Config) -> Values:
-        return {"window": config.get("sliding_window", absent) or 0}
+        has_window = not switch or config.get(switch)
+        return {"window": (config.get("sliding_window", absent) or 0) if has_window else 0}
 
     def write(model: ModelConfig) -> Values:
-        return {"sliding_window": model.window or None}
+        out: Values = {switch: bool(model.window)} if switch else {}
+        return out | {"sliding_window": model.window or None}
 
-    return Rule(("sliding_window",), read, write)
+    return Rule(("sliding_window", *((switch,) if switch else ())), read, write)
 
 
 def window_by_block(

@@ -108,6 +108,8 @@ def huggingface_names(model: ModelConfig) -> tuple[FlatName, ...]:
     entries = huggingface_map(model).stored_entries
     if fused := next((entry for entry in entries if len(entry.pieces) > 1), None):
         raise NoSuchNameError(f"{fused.theirs} is several parameters of the model in one tensor")
+    if any(entry.pieces[0].picked is not None for entry in entries):
+        raise NoSuchNameError("each expert is a tensor of its own there, and all are one here")
     return tuple(FlatName(e.pieces[0].ours, e.theirs, e.shape) for e in entries)
 
 

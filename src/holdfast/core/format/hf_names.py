@@ -1,17 +1,19 @@
 """Our parameter names and Hugging Face's, as a table that reads both ways.
 
-Each `Entry` describes one of their tensors as pieces of ours, laid at offsets in it. The six
-things an architecture can need are six ways of writing such an entry:
+Each `Entry` describes one of their tensors as pieces of ours, laid at offsets in it. The
+things that an architecture can need are seven ways of writing such an entry:
 
     rename   one piece that fills the tensor
     split    our pieces side by side along a dim of theirs (a fused q, k, v), to be split again
     stack    our pieces along a dim that only theirs has (experts)
+    pick     one index of dim 0 of ours, which theirs lacks (one expert of all)
     pad      one piece, smaller than theirs; the rest is zero
     cut      one piece, larger than theirs; its rows beyond theirs are zero
     tie      no bytes of its own: an alias of another of their tensors
 
 Only shapes and names stand here; `model/huggingface.py` moves the numbers. Going to their side
-and back is exact by construction: each of our names occurs in exactly one stored entry.
+and back is exact by construction. Each of our names occurs in exactly one stored entry, or each of
+its indices does.
 """
 
 from __future__ import annotations
@@ -37,7 +39,8 @@ class Piece:
 
     `offsets` and `lengths` are its place in their tensor's shape. If their tensor has a dim that
     ours lacks (stack), `lengths` is 1 there and `new_dim` names it. `dropped_rows` rows of ours,
-    the last of dim 0, are zero and have no place in theirs (cut).
+    the last of dim 0, are zero and have no place in theirs (cut). `picked`: the index of dim 0 of
+    ours that theirs is (pick).
     """
 
     ours: str
@@ -45,6 +48,7 @@ class Piece:
     lengths: Shape
     new_dim: int | None = None
     dropped_rows: int = 0
+    picked: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +66,8 @@ class TensorMapping:
         if len(self.pieces) != 1:
             return False
         piece = self.pieces[0]
-        return (piece.lengths, piece.new_dim, piece.dropped_rows) == (self.shape, None, 0)
+        ways = piece.new_dim, piece.dropped_rows, piece.picked
+        return piece.lengths == self.shape and ways == (None, 0, None)
 
 
 def rename(ours: str, theirs: str, shape: Shape) -> TensorMapping:
@@ -104,6 +109,12 @@ def trim_rows(ours: str, theirs: str, shape: Shape, dropped_rows: int) -> Tensor
     )
 
 
+def pick(ours: str, theirs: str, index: int, shape: Shape) -> TensorMapping:
+    """One of theirs is an index of dim 0 of one of ours. shape: of ours."""
+    rest = shape[1:]
+    return TensorMapping(theirs, rest, (Piece(ours, (0,) * len(rest), rest, picked=index),))
+
+
 def tie(theirs: str, alias_of: str, shape: Shape) -> TensorMapping:
     """One of theirs is another of theirs; files need not hold it."""
     return TensorMapping(theirs, shape, (), alias_of)
@@ -116,7 +127,11 @@ class NameMap:
     entries: tuple[TensorMapping, ...]
 
     def __post_init__(self) -> None:
-        ours = [piece.ours for entry in self.entries for piece in entry.pieces]
+        ours = [
+            piece.ours if piece.picked is None else f"{piece.ours}[{piece.picked}]"
+            for entry in self.entries
+            for piece in entry.pieces
+        ]
         theirs = [entry.theirs for entry in self.entries]
         for side, names in (("our", ours), ("their", theirs)):
             twice = (
@@ -133,8 +148,16 @@ class NameMap:
         return tuple(entry for entry in self.entries if entry.alias_of is None)
 
     def to_theirs(self) -> dict[str, tuple[TensorMapping, Piece]]:
-        """Our name -> where it lies in which of their tensors."""
+        """Our name -> where it lies in which of their tensors. If they lie in several: the last."""
         return {piece.ours: (entry, piece) for entry in self.entries for piece in entry.pieces}
+
+    def all_places(self) -> dict[str, list[tuple[TensorMapping, Piece]]]:
+        """The same, with all tensors. Those of a `pick` are in the order of their index."""
+        found: dict[str, list[tuple[TensorMapping, Piece]]] = {}
+        for entry in self.entries:
+            for piece in entry.pieces:
+                found.setdefault(piece.ours, []).append((entry, piece))
+        return found
 
     def to_ours(self) -> dict[str, TensorMapping]:
         """Their name -> its entry, aliases included."""
@@ -161,8 +184,14 @@ def _decoder_entries(model: ModelConfig, architecture: Architecture) -> Iterator
             continue
         _, layer, inside = name.split(".", 2)
         part, _, kind = inside.rpartition(".")
+        if part in architecture.by_expert:
+            for expert in range(row.shape[0]):
+                inside = architecture.by_expert[part].format(expert)
+                yield pick(name, f"model.layers.{layer}.{inside}.{kind}", expert, row.shape)
+            continue
         if part not in fused:
-            theirs = f"model.layers.{layer}.{architecture.names[part]}.{kind}"
+            whole = architecture.names.get(inside) or f"{architecture.names[part]}.{kind}"
+            theirs = f"model.layers.{layer}.{whole}"
             yield rename(name, theirs, row.shape)
             continue
         whole, parts = fused[part]

@@ -116,6 +116,34 @@ def copy_runs(source: Box, target: Box) -> Iterator[CopyRun]:
         )
 
 
+def element_range(box: Box, start: int, stop: int) -> Iterator[Box]:
+    """Yield the fewest boxes that hold the elements `start` to `stop` - 1 of a box, in order."""
+    if start >= stop:
+        return
+    if start == 0 and stop == box.size:
+        yield box
+        return
+    # Now there are dims, and `row` is not 0.
+    name, (offset, *offsets), (_, *lengths) = box
+    row = prod(lengths)
+    inner = Box(name, tuple(offsets), tuple(lengths))
+
+    def part(index: int, first: int, last: int) -> Iterator[Box]:
+        for b in element_range(inner, first, last):
+            yield Box(name, (offset + index, *b.offsets), (1, *b.lengths))
+
+    (low, head), (high, tail) = divmod(start, row), divmod(stop, row)
+    if low == high:
+        yield from part(low, head, tail)
+        return
+    if head:
+        yield from part(low, head, row)
+        low += 1
+    if low < high:
+        yield Box(name, (offset + low, *offsets), (high - low, *lengths))
+    yield from part(high, 0, tail)
+
+
 def _row_run(source: Box, target: Box) -> CopyRun:
     """The one run of two boxes that differ at most in their rows, which most do: quick."""
     if not source.lengths:

@@ -7,12 +7,19 @@ module in `model/decoder.py` has exactly these parameters under exactly these na
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:  # the mover has no use for pydantic
     from holdfast.config.model import ModelConfig
+
+
+EXPERTS = ".ffn.experts."
+"""In the names of the matrices of experts, whose dim 0 counts experts."""
+
+BALANCE = "balance"
+"""Merge of a bias that a step moves by the choices that its experts have got."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +61,8 @@ class Parameter:
     padding: so many rows at the end of dim 0 belong to no token. They start at zero, get
         gradients of exactly zero, and so stay zero.
     merge: "" for a parameter. For a buffer that a forward pass changes, it names what the step
-        adds: the "mean" or the "sum" of its microbatches' changes. They travel as gradients do.
+        adds: the "mean" or the "sum" of its microbatches' changes. They travel as gradients do. A
+        `BALANCE` one moves up or down by a rate, to where its sum has its part of all.
     frozen: it keeps its values, and no group of the optimizer's lets it decay.
     """
 
@@ -85,16 +93,16 @@ def decoder_parameters(model: ModelConfig) -> tuple[Parameter, ...]:
     padding = model.vocab_rows - model.vocab_size
     rows = [Parameter("embed.weight", vocabulary, True, normal, padding)]
     for layer in range(model.layers):
-        rows.extend(_block(model, f"layers.{layer}."))
+        rows.extend(_block(model, f"layers.{layer}.", model.has_experts(layer)))
     rows.append(_gain(model, "norm.weight", model.dim))
     if not model.tied_embeddings:
         rows.append(Parameter("head.weight", vocabulary, True, normal, padding))
     return tuple(rows)
 
 
-def _block(model: ModelConfig, prefix: str) -> Iterator[Parameter]:
+def _block(model: ModelConfig, prefix: str, has_experts: bool) -> Iterator[Parameter]:
     """The rows of one block: attention, then the feed-forward, each between its norms."""
-    dim, head, ffn = model.dim, model.head_size, model.ffn_dim
+    dim, head = model.dim, model.head_size
     query, key_value = model.heads * head, model.kv_heads * head
     normal = Normal(model.init_std)
     residual = Normal(model.init_std / math.sqrt(2 * model.layers))
@@ -117,15 +125,62 @@ def _block(model: ModelConfig, prefix: str) -> Iterator[Parameter]:
         yield _gain(model, f"{prefix}attention_post_norm.weight", dim)
     if before:
         yield _gain(model, f"{prefix}ffn_norm.weight", dim)
-    yield Parameter(f"{prefix}ffn.gate.weight", (ffn, dim), True, normal)
-    yield Parameter(f"{prefix}ffn.up.weight", (ffn, dim), True, normal)
-    yield Parameter(f"{prefix}ffn.down.weight", (dim, ffn), True, residual)
+    feed_forward = _experts if has_experts else _dense
+    yield from feed_forward(model, f"{prefix}ffn.", normal, residual)
     if after:
         yield _gain(model, f"{prefix}ffn_post_norm.weight", dim)
 
 
+def _dense(
+    model: ModelConfig, prefix: str, normal: Init, residual: Init, width: int = 0
+) -> Iterator[Parameter]:
+    """A gated feed-forward. width: 0: the model's."""
+    ffn = width or model.ffn_dim
+    yield Parameter(f"{prefix}gate.weight", (ffn, model.dim), True, normal)
+    yield Parameter(f"{prefix}up.weight", (ffn, model.dim), True, normal)
+    yield Parameter(f"{prefix}down.weight", (model.dim, ffn), True, residual)
+
+
+def _experts(model: ModelConfig, prefix: str, normal: Init, residual: Init) -> Iterator[Parameter]:
+    """A router, its experts, and those that compute every token."""
+    config, dim, ffn = model.experts, model.dim, model.inner_dim
+    assert config is not None
+    yield Parameter(f"{prefix}router.weight", (config.count, dim), True, normal)
+    if config.choice_bias:
+        yield Parameter(
+            f"{prefix}router.choice_bias", (config.count,), False, Zeros(), merge=BALANCE
+        )
+    inner = f"{prefix}experts."
+    yield Parameter(f"{inner}gate.weight", (config.count, ffn, dim), True, normal)
+    yield Parameter(f"{inner}up.weight", (config.count, ffn, dim), True, normal)
+    yield Parameter(f"{inner}down.weight", (config.count, dim, ffn), True, residual)
+    if config.shared:
+        yield from _dense(model, f"{prefix}shared.", normal, residual, config.shared * ffn)
+
+
+def balanced_rows(
+    rows: Iterable[Parameter], model: ModelConfig, choices: float
+) -> tuple[Parameter, ...]:
+    """The rows of a run whose microbatches have `choices` choices in a block: those that count
+    choices know how many are an expert's part."""
+    config = model.experts
+    if config is None:
+        return tuple(rows)
+    merge = f"{BALANCE} {config.bias_rate} {choices / config.count}"
+    return tuple(replace(row, merge=merge) if row.merge == BALANCE else row for row in rows)
+
+
 def _gain(model: ModelConfig, name: str, size: int) -> Parameter:
     return Parameter(name, (size,), False, Zeros() if model.norm_plus_one else Ones())
+
+
+def count_idle_parameters(model: ModelConfig) -> int:
+    """Number of parameters that a token does not use: those of the experts that it has not."""
+    if model.experts is None:
+        return 0
+    idle = model.experts.count - model.experts.top_k
+    blocks = max(0, model.layers - model.experts.first)
+    return blocks * idle * 3 * model.dim * model.inner_dim
 
 
 def count_parameters(model: ModelConfig, *, embeddings: bool = True) -> int:

@@ -43,20 +43,27 @@ def block_costs(model: ModelConfig, sequence_length: int) -> BlockCosts:
 
     A tied embedding table lies on both ends. With `vocab_size` 0 both ends count as nothing.
     """
-    one, none = _with_layers(model, 1), _with_layers(model, 0)
+    none, table = _with_layers(model, 0), model.vocab_rows * model.dim
     head = flops_per_token(none, sequence_length, "causal")
-    block = flops_per_token(one, sequence_length, "causal") - head
-    table = model.vocab_rows * model.dim
+    of_kind: dict[bool, tuple[float, int]] = {}
+    for kind in {model.has_experts(block) for block in range(model.layers)}:
+        one = _with_layers(model, 1, has_experts=kind)
+        time = flops_per_token(one, sequence_length, "causal") - head
+        of_kind[kind] = time, count_parameters(one) - count_parameters(none)
+    costs = [of_kind[model.has_experts(block)] for block in range(model.layers)]
     return BlockCosts(
-        times=(block,) * model.layers,
-        parameters=(count_parameters(one) - count_parameters(none),) * model.layers,
+        times=tuple(time for time, _ in costs),
+        parameters=tuple(parameters for _, parameters in costs),
         first=(0.0, table),
         last=(head, table + model.dim),
     )
 
 
-def _with_layers(model: ModelConfig, layers: int) -> ModelConfig:
-    return model.model_copy(update={"layers": layers})
+def _with_layers(model: ModelConfig, layers: int, *, has_experts: bool = False) -> ModelConfig:
+    """The model with so many blocks, all of one kind."""
+    experts = model.experts.model_copy(update={"first": 0}) if model.experts else None
+    kept = experts if has_experts else None
+    return model.model_copy(update={"layers": layers, "experts": kept})
 
 
 def balance_stages(model: ModelConfig, pp: int, sequence_length: int) -> Stages:

@@ -36,6 +36,7 @@ from typing import NamedTuple
 
 from holdfast.config.model import ModelConfig
 from holdfast.core.sharding.boxes import Box
+from holdfast.core.sharding.parameters import decoder_parameters
 from holdfast.core.sharding.sharding_table import gradient_is_partial, sharding_table
 from holdfast.core.sharding.state_table import TensorSpec, cut_box, parameter_table, stages_of
 from holdfast.layout import Coordinate, Replica, Topology, index_of
@@ -112,8 +113,10 @@ def decoder_rows(model: ModelConfig, sequence_parallel: bool) -> list[GradientRo
     """The decoder's parameters, with the kind of their gradients."""
     sharding = sharding_table(model)
     return [
-        GradientRow(spec, gradient_is_partial(sharding[spec.name], sequence_parallel))
-        for spec in parameter_table(model)
+        GradientRow(
+            spec, gradient_is_partial(sharding[spec.name], sequence_parallel), not row.merge
+        )
+        for spec, row in zip(parameter_table(model), decoder_parameters(model), strict=True)
     ]
 
 

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from holdfast.core.sharding.adapters import lora_parameters
-from holdfast.core.sharding.parameters import Own, Parameter, decoder_parameters
+from holdfast.core.sharding.parameters import Own, Parameter, balanced_rows, decoder_parameters
 from holdfast.core.sharding.pipeline_stages import BlockCosts, block_costs
 from holdfast.core.sharding.reduction_cells import Cell, GradientRow, cells_of_rows, decoder_rows
 from holdfast.core.sharding.sharding_table import Sharding, gradient_is_partial
@@ -86,7 +86,9 @@ def run_parameters(config: RunConfig) -> tuple[Parameter, ...]:
         return tuple(row_of_text(text) for text in config.task.parameters)
     if config.lora.rank:
         return lora_parameters(config.model, config.lora)
-    return decoder_parameters(config.model)
+    tokens = config.train.microbatch_size * config.data.sequence_length
+    top_k = config.model.experts.top_k if config.model.experts else 0
+    return balanced_rows(decoder_parameters(config.model), config.model, tokens * top_k)
 
 
 def run_parameter_table(config: RunConfig) -> StateTable:

@@ -10,6 +10,9 @@ tokens of the residual stream, so every rank holds all of them. Under sequence p
     embed, head   [V, D]       dim 0, V units        attention.o   [D, H*h]   dim 1, H units
     attention.q   [H*h, D]     dim 0, H units        ffn.gate, up  [F, D]     dim 0, F units
     attention.k,v [K*h, D]     dim 0, K units        ffn.down      [D, F]     dim 1, F units
+    experts.gate, experts.up   [E, F, D]   dim 1, F units
+    experts.down               [E, D, F]   dim 2, F units
+    router        [E, D]       whole
     norms         [D]          whole                 q_norm,k_norm [h]        whole
     q, k, v bias  [H*h, K*h]   as their matrix       o bias        [D]        whole
 
@@ -60,6 +63,12 @@ _CUTS: dict[str, tuple[int, str | None]] = {
     "ffn.gate": (0, None),
     "ffn.up": (0, None),
     "ffn.down": (1, None),
+    "ffn.experts.gate": (1, None),
+    "ffn.experts.up": (1, None),
+    "ffn.experts.down": (2, None),
+    "ffn.shared.gate": (0, None),
+    "ffn.shared.up": (0, None),
+    "ffn.shared.down": (1, None),
 }
 """layer -> (dim of its weight that tp cuts, field of ModelConfig that counts the units; None: each
 index of the dim is one)."""
@@ -116,9 +125,9 @@ def gradient_is_partial(sharding: Sharding, sequence_parallel: bool) -> bool:
     """Return True if tp ranks with the same box of a parameter must add up their gradients.
     Otherwise each of these ranks already has the complete gradient.
 
-    A key/value head held by several ranks gets the gradient of each rank's query heads. The
-    norms of queries and keys act on each rank's own heads. A norm of the residual stream sees
-    every token, unless the sequence is cut.
+    A key/value head held by several ranks gets the gradient of each rank's query heads. A router
+    gets that of each rank's part of the experts. The norms of queries and keys act on each rank's
+    own heads. A norm of the residual stream sees every token, unless the sequence is cut.
     """
     if sharding.tp_dim is not None:
         return True

@@ -1,7 +1,8 @@
 """Which device of its node a process computes on.
 
 A process keeps its device for as long as it lives, whatever rank it gets. A standby has none until
-it gets a rank. Then it takes a free device, which may be that of the worker that it replaces.
+it gets a rank. Then it takes a free device, which may be that of the worker that it replaces. If
+there is a standby for each device, each gets its device at once, and prepares it.
 """
 
 from __future__ import annotations
@@ -32,6 +33,16 @@ class DevicePlaces:
         held = Counter(each.device for each in alive)
         devices = [self.kind.device(index) for index in range(self._count)]
         return replace(spec, device=min(devices, key=lambda name: (ranked[name], held[name])))
+
+    def place_standby(
+        self, spec: WorkerSpec, count: int, processes: Iterable[WorkerProcess]
+    ) -> WorkerSpec:
+        """Return the spec of one of `count` standbys, with its device if each device has one."""
+        if count < self._count:
+            return spec
+        held = Counter(each.device for each in processes if each.is_standby)
+        devices = [self.kind.device(index) for index in range(self._count)]
+        return replace(spec, device=min(devices, key=lambda name: held[name]))
 
     def choose_standby(
         self, idle: Sequence[WorkerProcess], processes: Collection[WorkerProcess]

@@ -240,9 +240,11 @@ class ProcessManager:
             self._forked_standbys += 1
             name = f"standby{self._forked_standbys}{self.mover.node_suffix}.log"
             log = self._folder / "logs" / name
-            await self._fork_server.fork(
-                replace(spec, rank=STANDBY_RANK, log=str(log)), STANDBY_RANK, 0
+            placed = self._devices.place_standby(
+                replace(spec, rank=STANDBY_RANK, log=str(log)), count, self._processes
             )
+            process = await self._fork_server.fork(placed, STANDBY_RANK, 0)
+            process.device = placed.device if placed.device != spec.device else ""
 
     # --- ending ---------------------------------------------------------------------------------
     async def halt_workers(

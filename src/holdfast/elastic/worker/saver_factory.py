@@ -22,6 +22,7 @@ from holdfast.elastic.worker.checkpointer import (
 from holdfast.elastic.worker.generation_connection import GenerationConnection
 from holdfast.elastic.worker.held_session import HeldSession
 from holdfast.events import CheckpointSkipped, SettingIgnored, WorkerReady
+from holdfast.parallel.devices import near_numa_node
 from holdfast.wire.secret import Secret
 
 _MOVER_EXPECT_TIMEOUT_S = 20.0
@@ -60,18 +61,16 @@ class SaverFactory:
             topology.generation,
             arena_wait_s=_MOVER_EXPECT_TIMEOUT_S * in_background,
         )
-        table = run_state_table(self.config)
+        table, device = run_state_table(self.config), self.held_session.current.device
 
         def make_capturer(slots: int) -> Capturer:
+            what = mover, topology, table, rank, tensors
             return Capturer(
-                mover,
-                topology,
-                table,
-                rank,
-                tensors,
+                *what,
                 run=self.config.name,
                 slots=slots,
                 has_released_old_memory=self.has_released_old_memory,
+                numa_node=near_numa_node(device),
             )
 
         told: set[str] = set()  # settings whose loss has been reported

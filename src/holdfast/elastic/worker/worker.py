@@ -90,7 +90,8 @@ class Worker:
     def prepare(self) -> None:
         """Do the work that needs no place in a generation."""
         self._setup.open_batches()
-        warm_up()
+        is_awaited = self._setup.spec.topology is not None  # other ranks wait for it
+        warm_up(self._setup.config, None if is_awaited else self._setup.known_device)
 
     # --- into a generation --------------------------------------------------------------------
     def begin_generation(self) -> None:

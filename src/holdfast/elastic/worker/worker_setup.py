@@ -31,6 +31,13 @@ class WorkerSetup:
     def device(self) -> torch.device:
         return torch.device(self.spec.device)
 
+    @property
+    def known_device(self) -> torch.device | None:
+        """Return the device that this process computes on; None: it has not been given one."""
+        name = self.spec.device
+        is_known = ":" in name or not device_kind(name).has_index
+        return self.device if is_known else None
+
     def describe_device(self) -> str:
         """Return the device with its backends and what carries their data, for the journal."""
         return ", ".join(filter(None, (describe_device(self.device), self.transport.names)))
@@ -48,9 +55,9 @@ class WorkerSetup:
         self._use_device()
 
     def _use_device(self) -> None:
-        """Let this process compute on the spec's device. A standby has none yet."""
-        if self.spec.topology is not None:
-            select_device(self.device)
+        """Let this process compute on the spec's device. A standby may have none yet."""
+        if (device := self.known_device) is not None:
+            select_device(device)
 
     @property
     def task(self) -> EngineTask:

@@ -11,11 +11,11 @@ from __future__ import annotations
 
 import threading
 
-TRAFFIC_KINDS = ("reduce", "gather", "scatter", "tp", "cp", "pp", "control")
+TRAFFIC_KINDS = ("reduce", "gather", "scatter", "tp", "cp", "pp", "ep", "control")
 """reduce: gradients between the members of a cell. gather, scatter: parameters and gradients on
 the dp_shard axis. tp: activations of tensor parallelism. cp: what attention gets of other ranks'
-tokens, and the gradients of that. pp: between pipeline stages. control: votes and other small
-exchanges."""
+tokens, and the gradients of that. pp: between pipeline stages. ep: tokens on their way to experts
+and back, and their numbers. control: votes and other small exchanges."""
 
 
 class TrafficCounter:

@@ -1,0 +1,30 @@
+"""How evenly a router spreads tokens over the experts of a block."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from holdfast.events import Event
+
+
+@dataclass(frozen=True)
+class ExpertsRouted(Event):
+    """Choices that the routers made for tokens of one rank, since its last event of this kind."""
+
+    kind: ClassVar[str] = "experts_routed"
+    absent_if_empty = frozenset({"dropped"})
+    rank: int
+    counts: dict[str, list[int]]  # number of a block -> choices by expert
+    dropped: int = 0  # of these choices: those that no expert computed, for lack of capacity
+
+
+def load_entropy(counts: Sequence[int]) -> float:
+    """Return the entropy of the load over that of an even one: 1 is even, 0 is one expert alone."""
+    total = sum(counts)
+    if not total or len(counts) < 2:
+        return 1.0
+    parts = (count / total for count in counts if count)
+    return -sum(part * math.log(part) for part in parts) / math.log(len(counts))

@@ -1,0 +1,37 @@
+"""Groups of a device's own backend that each rank joins, and the device memory that they take.
+
+The count follows `parallel/replica_groups.py` and `parallel/process_groups.py`: inside a replica
+one group for each axis that is cut, and two for each neighbour in a pipeline. Between replicas, one
+for each set of ranks that sums gradients together.
+"""
+
+from __future__ import annotations
+
+from holdfast.config.run import RunConfig
+from holdfast.core.devices import device_kind, is_accelerator
+from holdfast.core.sharding.run_table import run_cells
+from holdfast.layout import Topology
+
+BYTES_EACH = 688_000_000
+"""Device memory of one group, as a report on an old NCCL has it for more than two A100s (544 MB for
+two). Not measured here."""
+
+
+def communicators_by_rank(config: RunConfig, topology: Topology) -> tuple[int, ...]:
+    """Return the number of groups of each rank; 0 for all on a CPU."""
+    if not is_accelerator(config.device):
+        return (0,) * topology.world_size
+    return tuple(_of_rank(config, topology, rank) for rank in range(topology.world_size))
+
+
+def _of_rank(config: RunConfig, topology: Topology, rank: int) -> int:
+    kind, at = device_kind(config.device), topology.coordinate(rank)
+    stages, *others = topology.replicas[at.replica].mesh_shape
+    count = 0
+    if kind.inside != "gloo":
+        neighbours = int(at.pp > 0) + int(at.pp + 1 < stages)
+        count += sum(degree > 1 for degree in (stages, *others)) + 2 * neighbours
+    if kind.between != "gloo" and config.layout.exchange != "direct":
+        teams = {cell.ranks for cell in run_cells(config, topology, rank)}
+        count += sum(len(ranks) > 1 for ranks in teams)
+    return count
