@@ -71,6 +71,17 @@ def said(*overrides: str) -> list[str]:
             "train.partition_activations",
             "layout.sequence_parallel true",
         ),
+        (
+            [
+                "train.partition_activations=true",
+                "train.recompute=full",
+                "layout.tp=2",
+                "layout.sequence_parallel=false",
+                "train.memory.activations=host",
+            ],
+            "train.partition_activations",
+            "train.memory.activations host",
+        ),
         (["train.evaluate.every=1001"], "train.evaluate.every", "one evaluation, at the end"),
         (["checkpoint.every_steps=5000"], "checkpoint.every_steps", "it never comes"),
         (["checkpoint.keep_every=5000"], "checkpoint.keep_every", "it never comes"),

@@ -8,6 +8,7 @@ from holdfast.config.load import resolve_config
 from holdfast.config.recompute import Recompute, RecomputePolicy, word_of_stage
 from holdfast.config.run import RunConfig
 from holdfast.errors import ConfigError
+from holdfast.plan.activations import has_formula
 
 
 def resolved(*overrides: str) -> RunConfig:
@@ -87,3 +88,9 @@ def test_a_policy_in_words() -> None:
     kept = RecomputePolicy("selective", ("matmul", "attention"), 2)
     assert str(kept) == "selective, keeps matmul and attention, inputs of blocks cut over tp 2"
     assert str(RecomputePolicy("full")) == "full"
+
+
+def test_no_formula_knows_a_kept_kernel_under_cp() -> None:
+    words = ("model.vocab_size=64", "layout.cp=2", "train.recompute=selective")
+    assert has_formula(resolved(*words))
+    assert not has_formula(resolved(*words, "train.recompute_keep=[attention]"))

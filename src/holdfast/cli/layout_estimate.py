@@ -13,7 +13,10 @@ from holdfast.plan.communicators import BYTES_EACH, communicators_by_rank
 from holdfast.plan.estimate import RankEstimate, device_kind, estimates_by_rank
 from holdfast.report.formatting import format_bytes
 
-NO_FORMULA = "activations: no formula covers this model, precision, mask, task or layout.quantized"
+NO_FORMULA = (
+    "activations: no formula covers this model, precision, mask, task, kept result or "
+    "layout.quantized"
+)
 _COLUMNS = {
     "parameters": "parameters",
     "gradients": "gradients",

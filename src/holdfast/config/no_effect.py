@@ -14,7 +14,7 @@ from holdfast.config.fields import as_path, field_at
 from holdfast.config.identity import SCHEDULE_STEPS
 from holdfast.config.load import LoadedConfig
 from holdfast.config.logging import MlflowConfig, WandbConfig
-from holdfast.config.memory import FILE, MOVABLE
+from holdfast.config.memory import DEVICE, FILE, MOVABLE
 from holdfast.config.task import SCRIPT_TASK
 
 
@@ -205,6 +205,9 @@ def _recomputation(loaded: LoadedConfig) -> Iterator[Finding]:
             config.layout.sequence_parallel
         ),
         "a task or adapters": not config.trains_decoder,
+        f"train.memory.activations {train.memory.activations}, which moves inputs of blocks": (
+            train.memory.activations != DEVICE
+        ),
     }
     if reason := next((words for words, holds in reasons.items() if holds), ""):
         yield key, f"has no effect with {reason}", "remove it"

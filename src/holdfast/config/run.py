@@ -157,6 +157,7 @@ class RunConfig(Section):
         word = self.train.recompute_of(stage, stages)
         is_cut = self.train.partition_activations and self.trains_decoder and word != "none"
         is_cut = is_cut and not self.layout.sequence_parallel
+        is_cut = is_cut and self.train.memory.activations == DEVICE  # otherwise all of it moves
         return RecomputePolicy(word, self.train.recompute_keep, tp if is_cut else 1)
 
     @property

@@ -61,7 +61,8 @@ class RankActivations:
 def has_formula(config: RunConfig) -> bool:
     """Return True for a run that the formulas cover. They know no task, no adapters, no masks of
     documents or windows, no limits of scores, no experts, no codes of few bits. Norms come before
-    attention and feed-forward alone."""
+    attention and feed-forward alone. Under cp the kernel of attention runs several times, and no
+    formula says what is kept of it."""
     model = config.model
     plain = model.norms == "pre" and not (model.attention_softcap or model.windowed)
     plain = plain and model.experts is None
@@ -70,6 +71,9 @@ def has_formula(config: RunConfig) -> bool:
     if any(degrees.pp > 1 for _, degrees in config.layout.kinds):
         kind = SCHEDULE_KINDS[config.layout.schedule]
         known = known and not kind.splits_backward and config.layout.stages_a_worker == 1
+    if any(degrees.cp > 1 for _, degrees in config.layout.kinds):
+        words, kept = config.train.recompute_words, config.train.recompute_keep
+        known = known and not ("selective" in words and "attention" in kept)
     known = known and config.layout.quantized == "none"
     return trained and plain and known and config.data.attention == "full"
 
