@@ -30,14 +30,17 @@ LEAST_FREE = 0.25
 def has_warm_block(config: RunConfig, device: torch.device) -> bool:
     """Return True if a block can be run ahead, and if that saves time.
 
-    A block that tp, cp or FSDP2 cuts needs the other ranks, and another block than the decoder's is
-    not known here. On a CPU only the compiler takes time.
+    A block that tp, cp or FSDP2 cuts needs the other ranks. Blocks that are not the decoder's, or
+    that float8 or moved activations change, are not known here. On a CPU only the compiler takes
+    time.
     """
     is_cut = config.layout.cuts_parameters or any(
         degrees.tp > 1 or degrees.cp > 1 for _, degrees in config.layout.kinds
     )
     takes_time = config.train.compile or not device_kind(device.type).is_host
-    return takes_time and not (is_cut or config.task.name or config.lora.rank)
+    is_other = config.task.name or config.lora.rank or config.train.memory.moves_activations
+    is_other = is_other or Precision.of(config.train.precision).has_float8
+    return takes_time and not (is_cut or is_other)
 
 
 def has_room(device: torch.device) -> bool:
