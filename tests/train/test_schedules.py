@@ -22,6 +22,7 @@ LONG = [
 ]
 LONG += ["full.zbh1.pp2", "selective.zbv.pp2-tp2", "files.zbv.pp2", "biased.dualpipev.pp2"]
 LONG += ["full.interleaved.pp2", "gathered.zbv.pp2-dp2", "plain.zbv.pp2-tp2", "gemma.zbh1.pp2"]
+LONG += ["interleaved.pp2-cp2", "zbv.ring.pp2-cp2", "experts.zbv.pp2", "experts.interleaved.pp2"]
 CASES = [
     *((name, 3) for name in QUICK),
     *(pytest.param(name, 20, marks=pytest.mark.slow) for name in LONG),
