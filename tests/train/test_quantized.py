@@ -67,3 +67,17 @@ def test_the_start_says_what_is_given_up() -> None:
 def test_a_layout_without_shards_is_refused(layout: dict[str, int]) -> None:
     with pytest.raises(ValueError, match=r"use layout\.quantized: none"):
         RunConfig.model_validate({"layout": {"quantized": "weights", **layout}})
+
+
+def test_what_was_not_tried_with_experts_is_refused() -> None:
+    sizes = {"layers": 2, "dim": 64, "heads": 4, "kv_heads": 2, "ffn_dim": 128}
+    given = {
+        "model": {"preset": None, "experts": {"count": 4}, **sizes},
+        "layout": {"dp_shard": 2, "ep": 2, "quantized": "both"},
+        "train": {"precision": "bf16"},
+    }
+    with pytest.raises(ValueError, match=r"layout\.ep 2: use layout\.quantized: none"):
+        RunConfig.model_validate(given)
+    exact = {"layout": {"dp_shard": 2}, "train": {"precision": "fp8"}}
+    with pytest.raises(ValueError, match=r"model\.experts: use train\.precision bf16"):
+        RunConfig.model_validate(given | exact)

@@ -32,6 +32,8 @@ def find_impossible_float8(
             f"train.precision fp8 is for the built-in decoder, and {trained} has other layers: "
             "use train.precision bf16"
         )
+    if model.experts is not None:
+        return "train.precision fp8 has not been tried with model.experts: use train.precision bf16"
     for key, degrees in layout.kinds:
         for sentence in (
             _lengths(key, degrees, model),

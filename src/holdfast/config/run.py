@@ -118,6 +118,11 @@ class RunConfig(Section):
                 "only layout.zero 2 or 3 with dp_shard above 1 makes them: use layout.quantized: "
                 "none"
             )
+        if self.layout.quantized != "none" and self.layout.ep > 1:
+            raise ValueError(
+                f"layout.quantized {self.layout.quantized} has not been tried with layout.ep "
+                f"{self.layout.ep}: use layout.quantized: none"
+            )
         if self.data.sequence_length > self.model.max_position:
             raise ValueError(
                 f"data.sequence_length {self.data.sequence_length} is longer than "
