@@ -23,6 +23,7 @@ SHAPES = (
     "1b-mb4-eager",
     "1b-mb2",
     "1b-mb8",
+    "1b-fp8",
 )
 """In the order of `shape.VARIANTS`."""
 

@@ -1,4 +1,4 @@
-"""Time of an update of AdamW with its state in each place, next to its floor.
+"""Time of an update of AdamW, and of a pass, with state and activations in each place.
 
 One process updates N parameters in fp32 on one thread. Each round times all places, in an order
 that rotates. The table has medians. `moved` is what a step reads and writes back. The floor of
@@ -6,7 +6,11 @@ that rotates. The table has medians. `moved` is what a step reads and writes bac
 The floor of `host` is the time of copies. The update itself is the first row, and both overlap if
 there is a core for each.
 
+The second table has forward and backward of one microbatch in fp32 (`--shape`, two samples of 512
+tokens), with activations in each place.
+
     python -m benchmarks.offload [--millions 16] [--rounds 7] [--piece-mb 16] [--folder /tmp]
+                                [--shape 15m]
 """
 
 from __future__ import annotations
@@ -21,11 +25,15 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from benchmarks import recompute
+from benchmarks.recompute import VOCABULARY
 from holdfast.config.memory import MemoryConfig, Place
 from holdfast.config.optimizer import OptimizerConfig
 from holdfast.core.sharding.optimizer_state import ParameterSettings
+from holdfast.train.memory.activations import move_activations
 from holdfast.train.memory.offloaded_adamw import OffloadedAdamW
 from holdfast.train.memory.places import StateMemory
+from holdfast.train.objective import NextTokenObjective
 from holdfast.train.optimizer import AdamW, Optimizer
 
 CPU = torch.device("cpu")
@@ -46,8 +54,15 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--piece-mb", type=float, default=16)
     parser.add_argument("--folder", default=tempfile.gettempdir(), help="of the files")
+    parser.add_argument("--shape", default="15m", help="a preset of model.preset")
     given = parser.parse_args()
     torch.set_num_threads(1)
+    time_updates(given)
+    time_passes(given)
+
+
+def time_updates(given: argparse.Namespace) -> None:
+    """The table of updates."""
     elements = int(given.millions * 1e6) // ROWS
     optimizers = [make(case, elements, given.piece_mb, given.folder) for case in CASES]
     times: list[list[tuple[float, float]]] = [[] for _ in CASES]
@@ -67,6 +82,34 @@ def main() -> None:
             f"{state:<11}{gradients:<9}{wall:9.3f}{cpu:9.3f}{(loads + stores) / 1e6:10.0f}"
             f"{floor:9.3f}{(on_device + staged) / 1e6:12.0f}"
         )
+
+
+def time_passes(given: argparse.Namespace) -> None:
+    """The table of passes."""
+    tokens = torch.randint(VOCABULARY, (2, 512))
+    places: tuple[Place, ...] = ("device", "host", "file")
+    made = [make_objective(given.shape, place, given.folder) for place in places]
+    times: list[list[tuple[float, float]]] = [[] for _ in places]
+    for number in range(given.rounds + 1):
+        for index in rotated(range(len(places)), number):
+            found = recompute.timed(made[index][0], tokens)
+            if number:
+                times[index].append(found)
+    print("activations   wall s    CPU s  moved MB  floor s")
+    for place, (_, memory), taken in zip(places, made, times, strict=True):
+        wall, cpu = (statistics.median(column) for column in zip(*taken, strict=True))
+        away = memory.ledger.peak(place) if place != "device" else 0
+        floor = floor_of(given.folder if place == "file" else "", away, away)
+        print(f"{place:<11}{wall:9.3f}{cpu:9.3f}{2 * away / 1e6:10.0f}{floor:9.3f}")
+
+
+def make_objective(shape: str, place: Place, folder: str) -> tuple[NextTokenObjective, StateMemory]:
+    """A decoder with its loss, whose blocks keep their activations in a place."""
+    memory = StateMemory(MemoryConfig(activations=place, folder=folder), CPU)
+    objective = recompute.build(shape, "none")
+    if place != "device":
+        move_activations(list(objective.decoder.layers), memory, is_compiled=False)
+    return objective, memory
 
 
 def rotated(indices: Sequence[int], by: int) -> list[int]:

@@ -4,6 +4,9 @@ and model.
     python -m benchmarks.precision                  400 steps in each precision, one worker
     python -m benchmarks.precision --states         400 steps with each state_dtype
     python -m benchmarks.precision --states --rate 1e-3
+    python -m benchmarks.precision --roundings      400 steps in fp32, rounded in other places
+    python -m benchmarks.precision --float8         fp8 against bf16; torchao emulates it on a CPU
+    python -m benchmarks.precision --quantized --seeds 3 --rate 1e-3 --steps 100
     python -m benchmarks.precision --steps 100
 
 Each run has the same seed, batches and initial weights. The loss is smoothed by a mean over the
@@ -24,6 +27,7 @@ from pathlib import Path
 import numpy as np
 from tests.support.commands import within
 
+from holdfast.cli import train
 from holdfast.core.sharding.state_table import MODEL_PREFIX
 from holdfast.events import Evaluated, StepDone
 from holdfast.export.weights import choose_checkpoint
@@ -44,6 +48,20 @@ STATES: dict[str, Settings] = {
     "fp32, tp 2": {"layout.tp": "2", "layout.workers": "2"},
 }
 """The last has other last bits in each sum, and shows how much a loss depends on them."""
+ROUNDINGS: dict[str, Settings] = {
+    "fp32": {},
+    "tp 2": STATES["fp32, tp 2"],
+    "mb 4": {"train.microbatch_size": "4"},
+    "float64": {"train.precision": "float64"},
+}
+"""The same data, weights and formulas, with other last bits in each sum."""
+
+
+FLOAT8: dict[str, Settings] = {p: {"train.precision": p} for p in ("bf16", "fp8")}
+QUANTIZED: dict[str, Settings] = {
+    name: {"layout.dp_shard": "2", "layout.workers": "2", "layout.quantized": name}
+    for name in ("none", "weights", "gradients", "both")
+}
 
 
 @dataclass(frozen=True)
@@ -60,18 +78,26 @@ class Curve:
 
 
 def curve_of(
-    name: str, changes: Settings, steps: int, folder: Path, rate: float | None = None
+    name: str,
+    changes: Settings,
+    steps: int,
+    folder: Path,
+    rate: float | None = None,
+    seed: int = 1,
 ) -> Curve:
-    """Train the quickstart, and read the curve from its journal."""
-    run = folder / name.replace(", ", "-").replace(" ", "-")
+    """Train the quickstart, and read the curve from its journal. In fp8 too, though the command
+    refuses it on a CPU."""
+    run = folder / f"{name.replace(', ', '-').replace(' ', '-')}-{seed}"
     if rate is not None:
         changes = changes | {"train.optimizer.learning_rate": str(rate)}
+    train.refuse_float8 = lambda loaded, machine: None
     done = within(
         "train",
         RUN_FILE,
         f"folder={run}",
         f"data.folder={folder / 'dataset'}",
         f"train.steps={steps}",
+        f"seed={seed}",
         "train.evaluate.every=0",
         *[f"{key}={value}" for key, value in ({"layout.workers": "1"} | changes).items()],
     )
@@ -111,14 +137,25 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--states", action="store_true")
+    parser.add_argument("--roundings", action="store_true")
+    parser.add_argument("--float8", action="store_true")
+    parser.add_argument("--quantized", action="store_true")
+    parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--rate", type=float, help="learning rate; without it, the quickstart's")
     given = parser.parse_args()
-    cases = STATES if given.states else PRECISIONS
+    sets = {"states": STATES, "roundings": ROUNDINGS, "quantized": QUANTIZED, "float8": FLOAT8}
+    cases = next((of for key, of in sets.items() if getattr(given, key)), PRECISIONS)
     with tempfile.TemporaryDirectory() as folder:
-        curves = {
-            name: curve_of(name, changes, given.steps, Path(folder), given.rate)
-            for name, changes in cases.items()
-        }
+        for seed in range(1, given.seeds + 1):
+            curves = {
+                name: curve_of(name, changes, given.steps, Path(folder), given.rate, seed)
+                for name, changes in cases.items()
+            }
+            print_curves(curves)
+
+
+def print_curves(curves: dict[str, Curve]) -> None:
+    """A line for each, compared with the first."""
     first = next(iter(curves.values()))
     print(
         "run         last loss  largest and last difference  validation  difference  bytes  skipped"

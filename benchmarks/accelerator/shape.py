@@ -14,10 +14,13 @@ import torch
 
 from benchmarks.accelerator.settings import RowResult, Settings
 from benchmarks.accelerator.work import wait_for
-from holdfast.config.load import load_config
+from holdfast.config.load import LoadedConfig, load_config
 from holdfast.config.run import RunConfig
 from holdfast.core.flops import CONVENTIONS, utilisation
+from holdfast.errors import ConfigError
+from holdfast.launch.devices import refuse_float8
 from holdfast.plan.accelerators import peak_flops
+from holdfast.plan.hardware import detect_hardware
 from holdfast.train.engine import StepEngine
 from holdfast.train.equal_steps import lone_engine, one_step
 from holdfast.train.precision import same_kernels_each_time
@@ -29,15 +32,19 @@ BAR = 42_000  # tokens/s of this shape at sequence 4096 on one H100
 
 @dataclass(frozen=True)
 class Variant:
-    """One way of training the shape. has_bar: it is the one that the bar is asked of."""
+    """One way of training the shape. has_bar: it is the one that the bar is asked of. precision: of
+    the run file."""
 
     microbatch: int
     compiled: bool = True
     is_strict: bool = True
     has_bar: bool = False
+    precision: str = "bf16"
 
     @property
     def name(self) -> str:
+        if self.precision != "bf16":
+            return f"1b-{self.precision}"
         name = f"1b-mb{self.microbatch}" + ("" if self.compiled else "-eager")
         return name + ("" if self.is_strict else "-not-deterministic")
 
@@ -48,12 +55,14 @@ VARIANTS = (
     Variant(4, compiled=False),
     Variant(2),
     Variant(8),
+    Variant(4, precision="fp8"),
 )
 
 
 def shape_config(settings: Settings, variant: Variant) -> RunConfig:
     changes = [
         f"train.microbatch_size={variant.microbatch}",
+        f"train.precision={variant.precision}",
         f"train.compile={str(variant.compiled).lower()}",
         f"train.deterministic={str(variant.is_strict).lower()}",
         f"device={settings.device}",
@@ -68,6 +77,10 @@ def shape_config(settings: Settings, variant: Variant) -> RunConfig:
 def train_shape(settings: Settings, variant: Variant) -> RowResult:
     """Tokens a second, utilisation and peak memory of some steps, without the first ones."""
     config, device = shape_config(settings, variant), settings.torch_device
+    try:
+        refuse_float8(LoadedConfig(config, {}), detect_hardware())
+    except ConfigError as error:
+        return RowResult(f"skipped: {error.message}")
     if variant.is_strict and settings.device != "cpu":
         same_kernels_each_time(compiled=config.train.compile)
     engine = lone_engine(config, device)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from benchmarks.precision import PRECISIONS, STATES, curve_of, differences
+from benchmarks.precision import PRECISIONS, QUANTIZED, STATES, curve_of, differences
 
 STEPS = 80
 
@@ -34,3 +34,15 @@ def test_short_state_stays_near_fp32(tmp_path: Path) -> None:
         assert curves[name].validation == pytest.approx(reference.validation, rel=0.01)
         assert curves[name].state_bytes <= most
     assert reference.state_bytes == 8.0
+
+
+@pytest.mark.slow
+def test_quantized_exchange_stays_near_fp32(tmp_path: Path) -> None:
+    for seed in (1, 2, 3):
+        exact, found = (
+            curve_of(name, QUANTIZED[name], STEPS, tmp_path, rate=1e-3, seed=seed)
+            for name in ("none", "both")
+        )
+        assert found.losses != exact.losses
+        assert differences(found.losses, exact.losses).max() < 0.01
+        assert found.validation == pytest.approx(exact.validation, rel=0.01)

@@ -116,6 +116,18 @@ def test_unknown_key_names_line_and_nearest_name() -> None:
             "run.yaml:1: device: gpu is no kind of device; use auto",
         ),
         (
+            "train:\n  precision: fp8\nmodel:\n  ffn_dim: 200\n",
+            "run.yaml:2: train.precision fp8 needs lengths that are multiples of 16, and model.ffn_dim 200 is none; use train.precision bf16",
+        ),
+        (
+            "train:\n  precision: fp8\ndata:\n  sequence_length: 100\n",
+            "run.yaml:2: train.precision fp8 needs microbatches of a multiple of 16 tokens, and a rank of layout has 200; use data.sequence_length 112, or train.microbatch_size 4",
+        ),
+        (
+            "train:\n  precision: fp8\nlayout: {pp: 2, schedule: zb-h1}\n",
+            "run.yaml:2: train.precision fp8 does not work with layout.schedule zb-h1 and layout.pp 2; use layout.schedule 1f1b",
+        ),
+        (
             "train: {steps: 3}\ndevice: tpu\n",
             "run.yaml:2: device: tpu is refused, as Holdfast does not train on TPUs; use cpu",
         ),
@@ -125,11 +137,7 @@ def test_unknown_key_names_line_and_nearest_name() -> None:
         ),
         (
             "train:\n  precision: bfloat16\n",
-            "run.yaml:2: train.precision is 'bfloat16', not one of fp32, float64, bf16, fp16; did you mean bf16?",
-        ),
-        (
-            "train:\n  precision: fp8\n",
-            "run.yaml:2: train.precision: fp8 is refused, as Holdfast computes nothing in fp8; use bf16",
+            "run.yaml:2: train.precision is 'bfloat16', not one of fp32, float64, bf16, fp16, fp8; did you mean bf16?",
         ),
         ("model:\n  preset: tinny\n", "run.yaml:2: model.preset 'tinny' is unknown; nearest: tiny"),
         ("model:\n  preset: [1]\n", "run.yaml:2: model.preset is [1], not text; 'tiny' would work"),

@@ -5,8 +5,9 @@ The faults are in the environment, as JSON: {"raise": [[generation, rank, step],
 agreeing": [[generation, rank], ...], "last": [[first step, last step, milliseconds], ...]}. "last"
 gives the duration of steps of the first generation. "on a device": the workers communicate by
 `fake_nccl`, with these changes of its row in the device table. "system": a folder in place of
-`/sys`, for the links of the node. "kernel hangs": [generation, rank, step]: from
-there on the device does nothing more.
+`/sys`, for the links of the node. "kernel hangs": [generation, rank, step]: from there on the
+device does nothing more. "float8 anywhere": the command takes `train.precision: fp8` on a CPU,
+where torchao emulates it.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from holdfast.cli import train
 from holdfast.cli.main import main as command
 from holdfast.elastic.protocol.worker_spec import WorkerSpec
 from holdfast.launch import local
@@ -79,6 +81,8 @@ def run(boot: WorkerSpec, secret: Secret) -> int:
 
 def main() -> int:
     """The command itself, with another entry for its workers."""
+    if json.loads(os.environ[DEEDS]).get("float8 anywhere"):
+        train.refuse_float8 = lambda loaded, machine: None
     local.train_locally.__kwdefaults__["entry"] = "tests.support.faulty_trainer:run"
     return command(["train", *sys.argv[1:]])
 

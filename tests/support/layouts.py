@@ -10,6 +10,8 @@ pp3+pp2           unlike replicas side by side
 plain.tp2         without sequence parallelism;  gpipe.pp2: another schedule
 files.dp2         optimizer state in a file, gradients on the host
 gathered.dp2      gradients between replicas by collectives
+fp8.dp2           float8 products, of a model that is wide enough;  wider.bf16.one: its shapes
+qboth.shard2      shards send each other codes of few bits;  qweights.shard2, qgradients.shard2
 state8bit.dp2     moments in 8 bits, of a model that is wide enough;  statebf16.dp2: in bf16
 long.cp4          of more tokens, which 2, 3 and 4 ranks divide;  documents.cp2: in documents
 full.tp2          blocks are run again in the backward pass; selective.tp2, compiled.tp2
@@ -94,6 +96,16 @@ _FLAGS: dict[str, dict[str, Any]] = {
     "fp32": {"train__precision": "fp32"},
     "bf16": {"train__precision": "bf16"},
     "fp16": {"train__precision": "fp16"},
+    "fp8": {
+        "train__precision": "fp8",
+        "data__sequence_length": 16,  # in the run file: on a device 12 would be too odd
+        "model__dim": 64,
+        "model__ffn_dim": 128,
+    },
+    "wider": {"model__dim": 64, "model__ffn_dim": 128},
+    "qweights": {"layout__quantized": "weights", "layout__dp_shard": 2},
+    "qgradients": {"layout__quantized": "gradients", "layout__dp_shard": 2},
+    "qboth": {"layout__quantized": "both", "layout__dp_shard": 2},
     "small": {"train__batch_size": 8},  # two microbatches
     "files": {
         "train__memory": {
@@ -161,7 +173,7 @@ def case(name: str) -> Case:
 
 def model_flags(name: str) -> str:
     """What of a name's words makes another curve: a single process heeds those."""
-    precisions = ("fp32", "bf16", "fp16")
+    precisions = ("fp32", "bf16", "fp16", "fp8", "wider")
     kinds = ("qknorm", "biased", "gemma", "untied", "heads", "long", "documents")
     flags = (*kinds, *precisions, "small", "shallow", "deep", "eight")
     return "".join(f"{flag}." for flag in flags if flag in name)

@@ -14,6 +14,7 @@ from holdfast.config.run import RunConfig
 from holdfast.core.sharding.parameters import decoder_parameters
 from holdfast.parallel.comm.comm_stats import TrafficCounter
 from holdfast.parallel.process_groups import connect
+from holdfast.parallel.quantized import BLOCK
 from holdfast.train.build import build_engine
 from tests.support.layouts import VOCABULARY, case, config_of, topology_of
 from tests.support.ranks import RankContext, rank_values
@@ -94,6 +95,15 @@ def test_sharded_parameters_send_what_the_paper_says_dpshard2(name: str, gathers
     for sent in rank_values(_sent, 2, {"name": name, "microbatches": 1}):
         spared = ends if gathers == 2 else 0
         assert sent == _about(scatter=model / 2, gather=(gathers * model - spared) / 2)
+
+
+def test_codes_of_few_bits_send_a_scale_for_each_block_dpshard2() -> None:
+    """Wang et al., 2023: weights in 8 bits and gradients in 4, with 4 bytes for 128 of them."""
+    model, ends = _sizes("qboth.shard2")
+    weight, gradient = (bits / 8 + 4 / BLOCK for bits in (8, 4))
+    for sent in rank_values(_sent, 2, {"name": "qboth.shard2", "microbatches": 1}):
+        gathered = (2 * model - ends) / 2 * weight / BYTES
+        assert sent == _about(scatter=model / 2 * gradient / BYTES, gather=gathered)
 
 
 @pytest.mark.parametrize("name", ["tp2", "plain.tp2"])

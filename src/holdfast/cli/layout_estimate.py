@@ -12,7 +12,7 @@ from holdfast.plan.activations import has_formula
 from holdfast.plan.estimate import RankEstimate, device_kind, estimates_by_rank
 from holdfast.report.formatting import format_bytes
 
-NO_FORMULA = "activations: no formula covers this model, precision, mask or task"
+NO_FORMULA = "activations: no formula covers this model, precision, mask, task or layout.quantized"
 _COLUMNS = {
     "parameters": "parameters",
     "gradients": "gradients",

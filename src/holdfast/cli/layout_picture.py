@@ -166,11 +166,12 @@ class LayoutPicture:
             ]
             rows.append([name, *bare, *map(format_bytes, figures)])
         print_table(rows, head)
-        mixed = self.config.train.precision in MIXED
+        precision = self.config.train.precision
+        mixed = precision in MIXED
         zero, sharded = self.config.layout.zero, self._used("dp_shard")
         print(
             _BYTES.format(
-                copies=f" (fp32 and a {self.config.train.precision} copy)"
+                copies=f" (fp32 and a {'fp16' if precision == 'fp16' else 'bf16'} copy)"
                 if mixed and not (sharded and zero == 3)
                 else "",
                 gathered=",\nand what is gathered of the block at work"

@@ -22,7 +22,8 @@ def print_places(config: RunConfig, topology: Topology) -> None:
     print_table(rows, ["rank", "device", "host", "file", "of it pieces of an update"])
     print(
         f"train.memory: optimizer {memory.optimizer}, gradients {memory.gradients}, "
-        f"parameters {memory.parameters}; all buffers of sums lie with gradients"
+        f"parameters {memory.parameters}, activations {memory.activations}; all buffers of sums "
+        "lie with gradients"
     )
     if memory.limit:
         most = max(each.device for each in placed)

@@ -20,7 +20,13 @@ from holdfast.cli.output import print_line, say
 from holdfast.cli.progress import StageProgress
 from holdfast.config.load import LoadedConfig, load_config
 from holdfast.errors import ConfigError, LayoutError
-from holdfast.launch.devices import default_places, describe_devices, refuse_devices
+from holdfast.launch.devices import (
+    default_places,
+    describe_devices,
+    describe_quantized,
+    refuse_devices,
+    refuse_float8,
+)
 from holdfast.launch.holder import HolderWatch
 from holdfast.launch.lora_run import describe_lora, with_lora
 from holdfast.launch.microbatch_size import describe_microbatch, with_microbatch_size
@@ -211,7 +217,8 @@ def describe_start(loaded: LoadedConfig, use: Sequence[str], begins: bool = Fals
     lora = describe_lora(loaded.config)
     origin = _describe_model_origin(loaded) if begins and not lora else []
     size, devices = describe_microbatch(loaded), describe_devices(loaded)
-    return [*find_without_effect(loaded), *size, *use, *origin, *lora, *devices]
+    bits = describe_quantized(loaded.config)
+    return [*find_without_effect(loaded), *size, *use, *origin, *lora, *devices, *bits]
 
 
 def _describe_model_origin(loaded: LoadedConfig) -> list[str]:
@@ -244,6 +251,7 @@ def plan_for_machine(loaded: LoadedConfig, machine: HardwareInfo) -> LoadedConfi
         places, why = default_places(loaded.config, machine)
         loaded = loaded.with_planned({"layout.workers": max_workers(config, places)}, why)
     refuse_devices(loaded, machine)
+    refuse_float8(loaded, machine)
     workers = loaded.config.layout.workers
     if (
         loaded.config.train.compile

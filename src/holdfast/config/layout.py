@@ -78,6 +78,11 @@ class LayoutConfig(DegreesConfig):
         description="how gradients travel between replicas: direct, messages from worker to "
         "worker; gathered, collectives, which any backend has; auto: direct on a CPU. Same bits",
     )
+    quantized: Literal["none", "weights", "gradients", "both"] = Field(
+        "none",
+        description="what dp_shard sends as codes of few bits, with zero 2 or 3: weights 8 bits, "
+        "gradients 4. The curve then depends on dp_shard",
+    )
     allow_tcp: bool = Field(
         False,
         description="train on devices whose data goes over TCP or the host's memory although a "
@@ -118,6 +123,14 @@ class LayoutConfig(DegreesConfig):
     def cuts_parameters(self) -> bool:
         """Return True if some kind of replica keeps its parameters in shards."""
         return self.zero > 1 and any(degrees.dp_shard > 1 for _, degrees in self.kinds)
+
+    @property
+    def quantizes_weights(self) -> bool:
+        return self.quantized in ("weights", "both")
+
+    @property
+    def quantizes_gradients(self) -> bool:
+        return self.quantized in ("gradients", "both")
 
     @property
     def least_workers(self) -> int:

@@ -18,7 +18,7 @@ DEVICE, HOST, FILE = "device", "host", "file"
 PLACES: tuple[Place, ...] = ("device", "host", "file")
 GB = 10**9
 MOVABLE = ("optimizer", "gradients", "parameters")
-"""Keys that name a place."""
+"""Keys that name a place of state."""
 
 
 class MemoryConfig(Section):
@@ -42,6 +42,11 @@ class MemoryConfig(Section):
         description="place of the shards of parameters between uses (layout.zero 2 or 3); each "
         "block is gathered on the device",
     )
+    activations: Place = Field(
+        "device",
+        description="place of what blocks keep for the backward pass; it is brought back one block "
+        "ahead",
+    )
     folder: str = Field("", description="existing folder of the files, on a local disk (NVMe)")
     piece_mb: float = Field(
         16, gt=0, description="MB of one tensor that an update brings to the device at a time"
@@ -49,7 +54,7 @@ class MemoryConfig(Section):
 
     @model_validator(mode="after")
     def _has_a_folder(self) -> MemoryConfig:
-        for key in MOVABLE:
+        for key in (*MOVABLE, "activations"):
             if getattr(self, key) == FILE and not self.folder:
                 raise ValueError(
                     f"{key} file needs a folder: use {key}: host, or name one in memory.folder"
@@ -59,12 +64,17 @@ class MemoryConfig(Section):
     @property
     def is_default(self) -> bool:
         """Return True if all lies on the device, without a limit."""
-        return not self.device_gb and not self.moves_state
+        return not (self.device_gb or self.moves_state or self.moves_activations)
 
     @property
     def moves_state(self) -> bool:
         """Return True if an update has to bring something to the device."""
         return any(getattr(self, key) != DEVICE for key in MOVABLE)
+
+    @property
+    def moves_activations(self) -> bool:
+        """Return True if what blocks keep does not stay on the device."""
+        return self.activations != DEVICE
 
     @property
     def limit(self) -> int:

@@ -15,6 +15,7 @@ from holdfast.config.checkpoint import CheckpointConfig
 from holdfast.config.cluster import ClusterConfig
 from holdfast.config.data import DataConfig
 from holdfast.config.degrees import ModuleCuts, find_impossible_degrees
+from holdfast.config.float8 import find_impossible_float8
 from holdfast.config.huggingface.convert import explain_no_architecture
 from holdfast.config.layout import LayoutConfig
 from holdfast.config.logging import LoggingConfig
@@ -85,6 +86,10 @@ class RunConfig(Section):
         refused = find_impossible_degrees(
             self.layout, self.model, self.train, length, self.module_cuts
         )
+        trained = "" if self.module_cuts is None else self.module_cuts.trained
+        refused = refused or find_impossible_float8(
+            self.layout, self.model, self.train, length, trained
+        )
         if refused is not None:
             raise ValueError(refused)
         if self.task.name and not self.train.microbatch_size:
@@ -104,6 +109,12 @@ class RunConfig(Section):
                 f"train.memory.parameters {self.train.memory.parameters} moves shards, and only "
                 "layout.zero 2 or 3 with dp_shard above 1 makes them: use "
                 "train.memory.parameters: device"
+            )
+        if self.layout.quantized != "none" and not self.layout.cuts_parameters:
+            raise ValueError(
+                f"layout.quantized {self.layout.quantized} is for what shards send each other, and "
+                "only layout.zero 2 or 3 with dp_shard above 1 makes them: use layout.quantized: "
+                "none"
             )
         if self.data.sequence_length > self.model.max_position:
             raise ValueError(

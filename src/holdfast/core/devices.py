@@ -34,6 +34,7 @@ class DeviceKind:
     can_pin: the pages of a shared mapping can be locked for direct copies.
     pins_batches: batches are copied to the device from locked pages.
     chunk_elements: logits that the loss holds at a time.
+    float8_capability: the least compute capability with float8 products; (): no device of the kind.
     settings: environment of a worker, set before torch is imported. They replace a person's own.
     visible_by: the environment variable that chooses among a node's devices.
     packages: installed packages whose versions decide what the backend does.
@@ -54,6 +55,7 @@ class DeviceKind:
     can_pin: bool = False
     pins_batches: bool = True
     chunk_elements: int = 2**28
+    float8_capability: tuple[int, ...] = ()
     settings: Mapping[str, str] = field(default_factory=dict, hash=False)
     visible_by: str = ""
     packages: tuple[str, ...] = ()
@@ -123,6 +125,7 @@ DEVICES: Mapping[str, DeviceKind] = MappingProxyType(
                 regroups_per_process=32,  # not measured
                 regroup_growth_bytes=2**32,  # not measured; a standby's context is in it
                 can_pin=True,
+                float8_capability=(8, 9),
                 settings=_NCCL_SETTINGS,
                 visible_by="CUDA_VISIBLE_DEVICES",
                 packages=("nvidia-nccl-cu13", "nvidia-nccl-cu12"),

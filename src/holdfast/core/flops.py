@@ -77,8 +77,9 @@ def flops_per_token(model: ModelConfig, sequence: int, convention: Convention) -
 
 def dense_peak(device: str, precision: str) -> float | None:
     """Return a device's peak dense FLOP/s by its reported name ("NVIDIA H100 80GB HBM3"). It is
-    that of the run file's precision. None if no figure is known: then no utilisation is quoted."""
-    if precision not in MIXED:
+    that of the run file's precision. None if no figure is known: then no utilisation is quoted. In
+    fp8 only some products are in float8, so no one peak holds."""
+    if precision not in MIXED or precision == "fp8":
         return None
     for name, peak in _HALF_PEAKS.items():
         if all(word.lower() in device.lower() for word in name.split()):

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
+
 from holdfast.config.load import LoadedConfig
 from holdfast.config.run import RunConfig
 from holdfast.core.devices import DEVICES, is_accelerator
 from holdfast.errors import ConfigError
+from holdfast.plan.accelerators import compute_capabilities
 from holdfast.plan.hardware import HardwareInfo
 
 _BUILDS = {"cuda": ("CUDA", "ROCm"), "xpu": ("XPU",)}
@@ -63,6 +66,52 @@ def refuse_devices(loaded: LoadedConfig, machine: HardwareInfo) -> None:
             where=loaded.where("layout.workers"),
             remedy="use 1, or device=cpu",
         )
+
+
+def refuse_float8(loaded: LoadedConfig, machine: HardwareInfo) -> None:
+    """Raises ConfigError if the run computes in float8, and its device or its packages cannot."""
+    config = loaded.config
+    if config.train.precision != "fp8":
+        return
+    where, least = loaded.where("train.precision"), DEVICES[config.device].float8_capability
+    if not least or machine.torch_computes_on.startswith("ROCm"):
+        raise ConfigError(
+            "train.precision fp8 needs an NVIDIA device of compute capability 8.9 or more, and "
+            f"device is {config.device}",
+            where=where,
+            remedy="use train.precision=bf16",
+        )
+    used = {each.name for each in machine.accelerators}
+    for name, found in compute_capabilities():
+        if name in used and found < least:
+            raise ConfigError(
+                f"train.precision fp8 needs compute capability {'.'.join(map(str, least))}, and "
+                f"{name} has {'.'.join(map(str, found))}",
+                where=where,
+                remedy="use train.precision=bf16",
+            )
+    if find_spec("torchao") is None:
+        raise ConfigError(
+            "train.precision fp8 needs the package torchao, which is not installed",
+            where=where,
+            remedy="install it with pip install 'holdfast[fp8]', or use train.precision=bf16",
+        )
+
+
+def describe_quantized(config: RunConfig) -> list[str]:
+    """A line for a run that gives up the curve of other layouts."""
+    layout = config.layout
+    if layout.quantized == "none":
+        return []
+    what = {
+        "weights": "weights in 8 bits",
+        "gradients": "gradients in 4 bits",
+        "both": "weights in 8 bits and gradients in 4",
+    }
+    return [
+        f"layout.quantized {layout.quantized}: shards send each other {what[layout.quantized]}, so "
+        "another layout gives another curve (docs/accelerators.md)"
+    ]
 
 
 def describe_devices(loaded: LoadedConfig) -> list[str]:

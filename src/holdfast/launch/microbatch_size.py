@@ -29,7 +29,7 @@ def with_microbatch_size(loaded: LoadedConfig, run_folder: Path | None = None) -
     if not has_formula(config):
         raise ConfigError(
             f"{KEY} auto needs a formula of the memory, and none covers this model, precision, "
-            "mask or task",
+            "mask, task or layout.quantized",
             where=loaded.where(KEY),
             remedy=f"name a number: {KEY}=2",
         )

@@ -12,7 +12,8 @@ written into the slot directly.
 
 Gradients are sums, so FSDP2's own division is switched off. Its sharded `.grad` is dropped after
 each microbatch, because FSDP2 would continue to add in sequence. The optimizer reads the reducer's
-buffer instead, through the same offsets.
+buffer instead, through the same offsets. A unit's `.grad` is dropped when the next unit is reduced:
+all of them at once would be a second copy of the rank's gradients.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ from holdfast.parallel.gradients.exchange import Slot
 from holdfast.parallel.gradients.feeder import Cells, GradientFeeder
 from holdfast.parallel.gradients.leaf_progress import StageParameters
 from holdfast.parallel.gradients.reducer import MakeBuffer
+from holdfast.parallel.quantized import BlockCode
 from holdfast.parallel.torch_compat import (
     ShardedParameter,
     fsdp_parameters,
@@ -106,6 +108,8 @@ class ShardedGradients(GradientFeeder):
 
     named: the parameters by name in forward order: what FSDP2 made of them, or plain ones of no
         elements. boxes: what this rank holds of each. traffic: counts FSDP2's own collectives.
+    are_sums_here: the sums lie on the device, so FSDP2 may write to them.
+    weight_bits, gradient_bits: of the codes that shards send each other; 0: they send numbers.
     See `GradientFeeder` for the rest.
     """
 
@@ -120,8 +124,12 @@ class ShardedGradients(GradientFeeder):
         fast: bool = False,
         traffic: TrafficCounter | None = None,
         buffers: MakeBuffer | None = None,
+        are_sums_here: bool = True,
+        weight_bits: int = 0,
+        gradient_bits: int = 0,
     ):
         self._parameters = list(named.values())
+        self._bits = weight_bits, gradient_bits
         super().__init__(
             {name: boxes[name] for name in named},
             cells,
@@ -134,6 +142,8 @@ class ShardedGradients(GradientFeeder):
         )
         self._units: list[FsdpUnit] = []
         self._slot: Slot | None = None
+        self._are_sums_here = are_sums_here
+        self._stored_units: list[FsdpUnit] = []  # FSDP2 has their sums in `.grad` still
         self._missing_units: set[int] = set()
         index_of = {id(parameter): i for i, parameter in enumerate(self._parameters)}
         for module in root.modules():
@@ -141,7 +151,8 @@ class ShardedGradients(GradientFeeder):
             if members:
                 number = len(self._units)
                 self._units.append(self._make_unit(members, index_of))
-                self._install_hooks(module, number, traffic)
+                sizes = [member.flat_size for member in members]
+                self._install_hooks(module, number, sizes, traffic)
 
     def start_leaf(self, leaf: int, part: StageParameters | None = None) -> None:
         """The next backward pass belongs to `leaf`. A part cannot be told apart from the rest."""
@@ -157,6 +168,7 @@ class ShardedGradients(GradientFeeder):
                 self._store_partial_unit(self._units[number])
         self._progress.close()
         self._slot = None
+        self._stored_units.clear()
         for parameter in self._parameters:
             parameter.grad = None
 
@@ -181,21 +193,39 @@ class ShardedGradients(GradientFeeder):
         piece = self.reducers[patches[0].cell].layout.slices[patches[0].slice_index]
         return (patches[0].cell, piece.start - at) if piece.size == flat_size else None
 
-    def _install_hooks(self, module: Any, number: int, traffic: TrafficCounter | None) -> None:
-        """Put our own parts into a unit's communication."""
+    def _install_hooks(
+        self, module: Any, number: int, sizes: Sequence[int], traffic: TrafficCounter | None
+    ) -> None:
+        """Put our own parts into a unit's communication. sizes: of its parameters' parts."""
         unit = self._units[number]
+        weight_code, gradient_code = (
+            BlockCode(sizes, bits) if bits else None for bits in self._bits
+        )
         module.set_all_reduce_hook(self._hook(number))
         module.set_custom_reduce_scatter(
-            OrderedReduceScatter(unit.size, lambda: self._direct_output(unit), traffic)
+            OrderedReduceScatter(
+                unit.size,
+                lambda: self._direct_output(unit),
+                traffic,
+                self._drop_stored,
+                gradient_code,
+            )
         )
-        if traffic is not None:
-            module.set_custom_all_gather(CountedGather(traffic))
+        if traffic is not None or weight_code is not None:
+            module.set_custom_all_gather(CountedGather(traffic, weight_code))
 
     def _direct_output(self, unit: FsdpUnit) -> Tensor | None:
         """Return the slot's place that FSDP2 may write a unit's sum to, if that is replaced."""
-        if self._slot is None or self.accumulates:
+        if self._slot is None or self.accumulates or not self._are_sums_here:
             return None
         return self._slot_view(unit)
+
+    def _drop_stored(self) -> None:
+        """Drop the gradients that FSDP2 has of units whose sums are in the slot."""
+        for unit in self._stored_units:
+            for index, _ in unit.placements:
+                self._parameters[index].grad = None
+        self._stored_units.clear()
 
     def _slot_view(self, unit: FsdpUnit) -> Tensor | None:
         if self._slot is None or unit.cell_run is None:
@@ -214,6 +244,9 @@ class ShardedGradients(GradientFeeder):
             try:
                 self._missing_units.discard(number)
                 self._store_output(unit, output)
+                if output.device.type != "cpu":  # this stream is not the one it was made on
+                    output.record_stream(torch.accelerator.current_stream(output.device))
+                self._stored_units.append(unit)
             except Exception as error:  # raised by check(), not inside the backward
                 self.fail(error)
 
@@ -243,10 +276,13 @@ class ShardedGradients(GradientFeeder):
 
 
 class CountedGather:
-    """FSDP2's all-gather of one unit, counted (`fully_shard`'s custom communication interface)."""
+    """FSDP2's all-gather of one unit, counted (`fully_shard`'s custom communication interface).
 
-    def __init__(self, traffic: TrafficCounter):
-        self._traffic = traffic
+    code: of what is sent. All shards then compute with what comes out of it, the owner too.
+    """
+
+    def __init__(self, traffic: TrafficCounter | None, code: BlockCode | None = None):
+        self._traffic, self._code = traffic, code
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Memory for the output."""
@@ -259,15 +295,25 @@ class CountedGather:
         group: dist.ProcessGroup,
         async_op: bool = False,
     ) -> dist.Work | None:
-        """output: [shards * n]; input: [n]"""
-        self._traffic.add("gather", (group.size() - 1) * input_tensor.nbytes)
-        return gather_parts(output_tensor, input_tensor, group, async_op)
+        """output: [shards * n]; input: [n], maybe a part of the output"""
+        sent = input_tensor if self._code is None else self._code.pack(input_tensor[None])[0]
+        if self._traffic is not None:
+            self._traffic.add("gather", (group.size() - 1) * sent.nbytes)
+        if self._code is None:
+            return gather_parts(output_tensor, sent, group, async_op)
+        received = sent.new_empty(group.size(), len(sent))
+        gather_parts(received.view(-1), sent, group)
+        self._code.unpack(received, output_tensor.view(group.size(), -1))
+        return None
 
 
 class OrderedReduceScatter:
     """FSDP2's reduce-scatter of one unit (`fully_shard`'s custom communication interface).
 
     output_size: elements of the result. output_slot: where the result may be written, or None.
+    on_start: called before memory for a unit is taken.
+    code: of what is sent, this shard's own part included. Without it, and for a unit in which some
+        parameter has no gradient, numbers are sent.
     """
 
     def __init__(
@@ -275,12 +321,17 @@ class OrderedReduceScatter:
         output_size: int,
         output_slot: Callable[[], Tensor | None],
         traffic: TrafficCounter | None = None,
+        on_start: Callable[[], None] = lambda: None,
+        code: BlockCode | None = None,
     ):
         self._output_size, self._slot, self._traffic = output_size, output_slot, traffic
+        self._on_start, self._code = on_start, code
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Memory for the input (all shards' parts) or the output (this shard's sum)."""
         slot = self._slot() if prod(size) == self._output_size else None
+        if prod(size) != self._output_size:
+            self._on_start()
         if slot is not None and (slot.dtype, slot.device.type) == (dtype, device.type):
             return slot
         return torch.empty(*size, dtype=dtype, device=device)
@@ -294,11 +345,18 @@ class OrderedReduceScatter:
         async_op: bool = False,
     ) -> None:
         """output: [n]; input: [shards * n], the parts of all shards one after another."""
+        parts = input_tensor.view(group.size(), -1)
+        code = self._code if output_tensor.numel() == self._output_size else None
+        sent = parts if code is None else code.pack(parts)
         if self._traffic is not None:
-            self._traffic.add("scatter", (group.size() - 1) * output_tensor.nbytes)
-        received = torch.empty_like(input_tensor)
-        dist.all_to_all_single(received, input_tensor, group=group)
-        first, second, *rest = received.view(group.size(), -1)
+            self._traffic.add("scatter", (group.size() - 1) * sent[0].nbytes)
+        received = torch.empty_like(sent)
+        dist.all_to_all_single(received, sent, group=group)
+        if code is not None:
+            code.unpack(received, parts)
+            received = parts
+        first, second, *rest = received
         torch.add(first, second, out=output_tensor)
         for part in rest:
             output_tensor.add_(part)
+        received.untyped_storage().resize_(0)  # a thread of gloo may hold it for some time

@@ -117,6 +117,13 @@ class OwnedRows:
             for run in cut_into_runs(shapes, bucket_bytes, item)
         ]
 
+    @property
+    def waiting_bytes(self) -> int:
+        """Bytes of the buffer that was sent last, which stays until the next `gather`."""
+        if not (self._packs and self._collectives.reports_loss):
+            return 0
+        return self._size * sum(self._packs[-1].sizes) * self._tensors[0].element_size()
+
     @torch.no_grad()
     def gather(self) -> None:
         """Bring every rank's rows to all ranks; call after each change of `master_tensors`.

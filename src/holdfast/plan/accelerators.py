@@ -62,17 +62,31 @@ def detect_accelerators(
     return _nvidia_devices(environment)
 
 
+def compute_capabilities() -> tuple[tuple[str, tuple[int, ...]], ...]:
+    """(name, compute capability) of each NVIDIA device, as (8, 9). Those that an old driver does
+    not tell are missing."""
+    listing = _ask_nvidia("name,compute_cap")
+    rows = [[cell.strip() for cell in line.split(",")] for line in listing.splitlines()]
+    return tuple(
+        (name, tuple(int(n) for n in found.split(".")))
+        for name, found in (row for row in rows if len(row) == 2)
+        if re.fullmatch(r"\d+\.\d+", found)
+    )
+
+
 def _nvidia_devices(environment: Mapping[str, str]) -> tuple[Accelerator, ...]:
-    query = [
-        "nvidia-smi",
-        "--query-gpu=index,uuid,name,memory.total",
-        "--format=csv,noheader,nounits",
-    ]
+    listing = _ask_nvidia("index,uuid,name,memory.total")
+    return visible_accelerators(listing, environment.get("CUDA_VISIBLE_DEVICES"))
+
+
+def _ask_nvidia(what: str) -> str:
+    """Return a line for each device, "" if the driver does not answer."""
+    query = ["nvidia-smi", f"--query-gpu={what}", "--format=csv,noheader,nounits"]
     try:
         answer = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True)
     except (OSError, subprocess.SubprocessError):
-        return ()
-    return visible_accelerators(answer.stdout, environment.get("CUDA_VISIBLE_DEVICES"))
+        return ""
+    return answer.stdout
 
 
 def visible_accelerators(listing: str, chosen: str | None) -> tuple[Accelerator, ...]:

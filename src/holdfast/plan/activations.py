@@ -60,7 +60,8 @@ class RankActivations:
 
 def has_formula(config: RunConfig) -> bool:
     """Return True for a run that the formulas cover. They know no task, no adapters, no masks of
-    documents or windows, no limits of scores, and norms before attention and feed-forward alone."""
+    documents or windows, no limits of scores, no codes of few bits. Norms come before attention and
+    feed-forward alone."""
     model = config.model
     plain = model.norms == "pre" and not (model.attention_softcap or model.windowed)
     trained = not (config.task.name or config.lora.rank)
@@ -68,6 +69,7 @@ def has_formula(config: RunConfig) -> bool:
     if any(degrees.pp > 1 for _, degrees in config.layout.kinds):
         kind = SCHEDULE_KINDS[config.layout.schedule]
         known = known and not kind.splits_backward and config.layout.stages_a_worker == 1
+    known = known and config.layout.quantized == "none"
     return trained and plain and known and config.data.attention == "full"
 
 
@@ -157,6 +159,17 @@ class RankShape:
     def norm(self) -> int:
         return self.wide * self.stream_tokens * (2 * self.model.dim + 1)
 
+    def stream(self) -> int:
+        """Bytes of the residual stream."""
+        return self.item * self.stream_tokens * self.model.dim
+
+    def moved(self, policy: RecomputePolicy) -> int:
+        """Bytes of a block that hooks of autograd see: with recomputation, its input, unless that
+        is cut."""
+        if policy.word == "none":
+            return self.block(policy)
+        return self.kept_input(policy) if policy.input_parts == 1 else 0
+
     def kept_input(self, policy: RecomputePolicy) -> int:
         """Bytes of a block's input that are kept, where a block is run again."""
         return self.item * -(-self.stream_tokens * self.model.dim // policy.input_parts)
@@ -166,7 +179,7 @@ class RankShape:
         embedding keeps a row's number and whether it is here, 9 bytes a token."""
         if stage == 0:
             return 9 * self.tokens if tp > 1 else 0
-        stream = self.item * self.stream_tokens * self.model.dim
+        stream = self.stream()
         if policy.word == "none":  # the norm keeps a wide copy of what came in
             return stream if self.item < self.wide else 0
         return stream - self.kept_input(policy)

@@ -27,7 +27,7 @@ from holdfast.plan.activations import RankActivations, RankShape, activations_of
 from holdfast.plan.gradient_buffers import gradient_buffers
 from holdfast.plan.layouts import microbatches
 from holdfast.plan.memory_use import known_parameters, memory_of
-from holdfast.plan.pass_memory import Moment, Stage, backward_moments, forward_moment
+from holdfast.plan.pass_memory import Moment, Stage, backward_moments, forward_moments
 from holdfast.plan.placed_memory import placed_memory
 
 FRAGMENTATION = 0.05
@@ -161,12 +161,15 @@ def _worst(
     stage: Stage, kept: RankActivations, waiting: int, sequence: Iterable[_Pass]
 ) -> tuple[Moment, int, int]:
     """(the moment, gradients that wait then, activations of other microbatches)"""
-    forward = forward_moment(stage)
+    forward = list(forward_moments(stage))
     backward = {stays: list(backward_moments(stage, stays=stays)) for stays in (False, True)}
     worst, base, others = Moment(""), 0, 0
+    other = kept.per_microbatch + stage.incoming - stage.blocks * stage.moved
     for each in sequence:
-        waits, before = waiting * each.waits, (each.in_flight - 1) * kept.per_microbatch
-        for moment in [forward] if each.is_forward else backward[each.stays]:
+        waits, before = waiting * each.waits, (each.in_flight - 1) * other
+        if each.in_flight > 1 and not each.is_forward:
+            before += stage.moved  # the last block of the newest
+        for moment in forward if each.is_forward else backward[each.stays]:
             if moment.total + waits + before > worst.total + base + others:
                 worst, base, others = moment, waits, before
     return worst, base, others
@@ -215,8 +218,12 @@ def stage_of(config: RunConfig, topology: Topology, at: Coordinate, device: str)
     stream = shape.item * shape.stream_tokens * model.dim
     policy = config.recompute_policy(at.pp, replica.degree("pp"), tp)
     unit = _elements(config, replica, at, f"layers.{blocks[0]}.")
+    moves = config.train.memory.moves_activations
+    is_copied = policy.word == "none" and shape.item < shape.wide  # the norm keeps a wide copy
+    stays = not is_copied and policy.input_parts == 1
     gathers = config.layout.zero if replica.degree("dp_shard") > 1 and config.layout.zero > 1 else 0
-    accumulates = max(microbatches(config).values()) > len(topology.replicas)
+    adds = max(microbatches(config).values()) > len(topology.replicas)
+    adds |= config.train.memory.gradients != DEVICE  # a sum comes to the device first
     return Stage(
         shape,
         len(blocks),
@@ -231,8 +238,10 @@ def stage_of(config: RunConfig, topology: Topology, at: Coordinate, device: str)
         unit,
         _elements(config, replica, at) - len(blocks) * unit,
         gathers,
-        replica.degree("dp_shard") if gathers and accumulates else 0,
+        replica.degree("dp_shard") if gathers and adds else 0,
         device,
+        shape.moved(policy) if moves else 0,
+        stream if moves and at.pp > 0 and stays else 0,
     )
 
 

@@ -5,17 +5,23 @@ Each is on top of the rank's state, and of what other microbatches in flight kee
     head        the forward's end: the logits of a chunk, their softmax, their and the head's
                 gradient
     forward     the forward's end on a stage without a head
+    block       the end of the last block, before the one before it leaves the device
     norm        the backward of the last norm
     last block  the backward of the feed-forward in the last block, from which most is kept
     first block the same in the first block, when gradients stay where they were computed
     unit        FSDP2 reduces the gradients of the last block
     next block  the feed-forward of the block ahead, while it keeps what it reduced
+    block end   the end of that block's backward: all gradients of its weights
+    gather      FSDP2 gathers the last block of a forward pass
     embedding   the gradient of the embedding's rows, at the end
     root        FSDP2 reduces the gradients outside of the blocks
 
-FSDP2 keeps the buffer of the block that it gathered last until the forward pass is over. In the
-backward pass it gathers a block before the one after it is done. It keeps what it sends of a
-block's gradients until the next block's are ready.
+FSDP2 keeps the buffer of the block that it gathered last until the forward pass is over. It drops
+the buffer of the block before when the next one has come out of its own. In the backward pass it
+gathers a block before the one after it is done. It keeps what it sends of a block's gradients until
+the next block's are ready.
+
+If activations move (`train/memory/activations.py`), those of two blocks are on the device at once.
 """
 
 from __future__ import annotations
@@ -56,7 +62,8 @@ class Stage:
     is_cut: tokens are cut over tp. edges: bytes that it keeps of what came in and goes out.
     unit, root: elements of a block, and of what is outside of the blocks. gathers: FSDP2's stage
     of ZeRO, 2 or 3; 0 without it. shards: that it reduces to, where a sum is added to an earlier
-    one; 0 where it replaces that. device: a key of CHUNK_ELEMENTS.
+    one; 0 where it replaces that. device: a key of CHUNK_ELEMENTS. moved: bytes of a block that
+    leave the device between its passes. incoming: bytes of what comes in that stay there then.
     """
 
     shape: RankShape
@@ -74,6 +81,8 @@ class Stage:
     gathers: int
     shards: int
     device: str = "cpu"
+    moved: int = 0
+    incoming: int = 0
 
     @property
     def is_mixed(self) -> bool:
@@ -91,9 +100,11 @@ class Stage:
     def head_gradient(self) -> int:
         return self.shape.item * self.held * self.shape.model.dim
 
-    def kept(self, blocks: int) -> int:
-        """Bytes that so many blocks keep, and the stage's ends."""
-        return blocks * self.shape.block(self.policy) + self.edges
+    def kept(self, blocks: int, here: int = 2) -> int:
+        """Bytes that so many blocks keep, and the stage's ends. here: blocks of which nothing has
+        left the device."""
+        away = self.moved * max(0, blocks - here)
+        return blocks * self.shape.block(self.policy) + self.edges + self.incoming - away
 
     def gathered(self, blocks: int, more: int) -> int:
         """Bytes that FSDP2 has gathered when the backward is to come of so many blocks.
@@ -110,14 +121,22 @@ class Stage:
         return self.shape.wide * elements // self.shards if self.shards else 0
 
 
-def forward_moment(stage: Stage) -> Moment:
-    """The moment of a forward pass."""
-    kept, gathered = stage.kept(stage.blocks), stage.gathered(stage.blocks, 0)
-    gathered += stage.shape.item * stage.unit if stage.gathers else 0
+def forward_moments(stage: Stage) -> Iterator[Moment]:
+    """The moments of a forward pass."""
+    gathered = stage.gathered(stage.blocks, 0)
+    if stage.gathers:
+        before, buffer = stage.kept(stage.blocks - 1, 1), stage.shape.item * stage.unit
+        buffers = buffer + (buffer if stage.blocks > 1 else stage.shape.item * stage.root)
+        yield Moment("gather", before, 0, stage.gathered(stage.blocks, 1) + buffers)
+        gathered += buffer
     if not stage.rows:
-        return Moment("forward", kept, 0, gathered)
+        yield Moment("forward", stage.kept(stage.blocks), 0, gathered)
+        return
+    if stage.moved:
+        yield Moment("block", stage.kept(stage.blocks), 0, gathered, 2 * stage.whole)
+    kept = stage.kept(stage.blocks, 1) + stage.shape.norm()
     working = 2 * stage.whole + stage.is_mixed * stage.stream
-    return Moment("head", kept + stage.shape.norm(), _logits(stage), gathered, working)
+    yield Moment("head", kept, _logits(stage), gathered, working)
 
 
 def backward_moments(stage: Stage, *, stays: bool) -> Iterator[Moment]:
@@ -130,7 +149,7 @@ def backward_moments(stage: Stage, *, stays: bool) -> Iterator[Moment]:
         wide = shape.wide * shape.stream_tokens * shape.model.dim
         working = stage.whole + (stage.stream if stage.is_cut else 0) + head + 2 * wide
         working += stage.is_mixed * stage.stream
-        kept = stage.kept(blocks) + shape.norm()
+        kept = stage.kept(blocks, 1) + shape.norm()
         yield Moment("norm", kept, 0, stage.gathered(blocks, 1), working)
     again = _again(stage)
     working = head + stage.stream + _feed_forward(stage, stays=stays or bool(stage.gathers))
@@ -139,14 +158,18 @@ def backward_moments(stage: Stage, *, stays: bool) -> Iterator[Moment]:
         grown = (blocks - 1) * shape.item * stage.unit
         yield Moment("first block", stage.kept(1) + again, 0, 0, working + grown)
     if stage.gathers:
-        working = head + stage.stream + _reduce(stage, stage.unit)
-        kept, gathered = stage.kept(blocks - 1), stage.gathered(blocks - 1, 1)
+        last = shape.inner * shape.model.dim
+        working = head + stage.stream + _reduce(stage, stage.unit, last)
+        kept, gathered = stage.kept(blocks - 1, 1), stage.gathered(blocks - 1, 1)
         yield Moment("unit", kept, 0, gathered, working)
     if stage.gathers and blocks > 1:
-        working = head + stage.stream + _feed_forward(stage, stays=True)
-        working += shape.wide * stage.unit + stage.reduced(stage.unit)
+        held = head + shape.wide * stage.unit + stage.reduced(stage.unit)
         kept, gathered = stage.kept(blocks - 1), stage.gathered(blocks - 1, 2)
+        working = held + stage.stream + _feed_forward(stage, stays=True)
         yield Moment("next block", kept + again, 0, gathered, working)
+        working = held + 3 * stage.stream + stage.whole + shape.item * stage.unit
+        kept = stage.kept(blocks - 2, 1) + shape.norm() + stage.stream
+        yield Moment("block end", kept, 0, gathered, working)
     if stage.embeds:
         grown = blocks * shape.item * stage.unit if stays else 0
         sent = shape.wide * stage.unit + stage.reduced(stage.unit) if stage.gathers else 0
@@ -177,10 +200,11 @@ def _feed_forward(stage: Stage, *, stays: bool) -> int:
     return max(2 * inner + (weight if stays else 0), inner + weight + gathered)
 
 
-def _reduce(stage: Stage, elements: int) -> int:
-    """Bytes while FSDP2 reduces gradients: those, what is sent, and as much that comes."""
-    sent = stage.shape.wide * elements
-    return sent + max(stage.shape.item * elements, sent + stage.reduced(elements))
+def _reduce(stage: Stage, elements: int, last: int = 0) -> int:
+    """Bytes while FSDP2 reduces gradients: those, what is sent, and as much that comes. last:
+    elements of the unit's last gradient, which a variable of FSDP2 holds meanwhile."""
+    item, sent = stage.shape.item, stage.shape.wide * elements
+    return sent + max(item * elements, sent + stage.reduced(elements) + item * last)
 
 
 def _logits(stage: Stage) -> int:

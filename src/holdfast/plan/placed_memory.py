@@ -4,11 +4,12 @@ With the letters of `memory_use.py`, `optimizer` moves the moments. Under zero 1
 4 Psi/n of the fp32 copy of bf16 too. `parameters` moves the 4 Psi/n of zero 2 and 3. `gradients`
 moves all buffers that sum gradients (`gradient_buffers.py`). An update brings pieces to the device.
 They take min(3, pieces) times the largest piece, for each tensor that does not lie there.
+`activations` moves what blocks keep, but for the block that ran last.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from holdfast.config.memory import DEVICE, FILE, PLACES
 from holdfast.config.run import RunConfig
@@ -23,6 +24,7 @@ from holdfast.core.sharding.state_table import (
 )
 from holdfast.core.sharding.update_pieces import cut_into_pieces, staged_elements
 from holdfast.layout import Coordinate, Replica, Topology
+from holdfast.plan.activations import RankShape, activations_of, has_formula
 from holdfast.plan.gradient_buffers import gradient_buffers
 from holdfast.plan.layouts import microbatches
 from holdfast.plan.memory_use import RankMemory, contents_by_rank, known_parameters
@@ -74,9 +76,28 @@ def placed_by_rank(config: RunConfig, topology: Topology) -> tuple[PlacedMemory,
         if key not in found or topology.world_size <= _ALL_COMPUTED:
             buffers = gradient_buffers(config, topology, rank, shares)
             sums = buffers.sums + buffers.arrivals
-            found[key] = placed_memory(config, table, replica, each.at, each.held, sums)
+            placement = placed_memory(config, table, replica, each.at, each.held, sums)
+            found[key] = _with_activations(placement, config, topology, each.at)
         placed.append(found[key])
     return tuple(placed)
+
+
+def _with_activations(
+    placed: PlacedMemory, config: RunConfig, topology: Topology, at: Coordinate
+) -> PlacedMemory:
+    """Add the activations that are not on the device: all but those of the block that ran last."""
+    place = config.train.memory.activations
+    if place == DEVICE or not has_formula(config):
+        return placed
+    replica = topology.replicas[at.replica]
+    shape = RankShape.of(config, replica, at)
+    blocks = len(replica.blocks(at.pp) or range(config.model.layers))
+    in_flight = activations_of(config, topology, at).in_flight
+    policy = config.recompute_policy(at.pp, replica.degree("pp"), replica.degree("tp"))
+    away = shape.moved(policy) * max(0, blocks * in_flight - 1)
+    if at.pp > 0 and not (policy.word == "none" and shape.item < shape.wide):
+        away -= min(away, shape.stream() * in_flight)  # the first block's input stays
+    return replace(placed, **{place: getattr(placed, place) + away})
 
 
 def bytes_in_memory(config: RunConfig, held: RankMemory) -> int:

@@ -264,6 +264,13 @@ def _refuse_without_units(
             where="task",
             remedy="name some in units(), or use train.compile=false",
         )
+    if train.memory.moves_activations and not units:
+        raise TaskError(
+            f"train.memory.activations {train.memory.activations} moves what the module's units "
+            "keep, and it has none",
+            where="task",
+            remedy="name some in units(), or use train.memory.activations=device",
+        )
     if not train.recomputes:
         return
     word = train.recompute_of(0, 1)

@@ -246,6 +246,12 @@ def _refuse_settings(config: RunConfig) -> None:
             where="train.recompute",
             remedy="use none, and torch.utils.checkpoint in the loop",
         )
+    if config.train.memory.moves_activations:
+        raise TaskError(
+            "an own loop keeps what its own passes need",
+            where="train.memory.activations",
+            remedy="use device, and torch.autograd.graph.save_on_cpu in the loop",
+        )
 
 
 def _script_error(script: str, error: BaseException) -> ScriptError:

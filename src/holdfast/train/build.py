@@ -38,7 +38,9 @@ from holdfast.parallel.trace import SpanRecorder
 from holdfast.parallel.zero1 import OwnedRows
 from holdfast.train.engine import GradientFeed, GradientReducer, StepEngine
 from holdfast.train.evaluate import Evaluator
+from holdfast.train.float8 import apply_float8
 from holdfast.train.loss_scale import LossScale
+from holdfast.train.memory.activations import move_activations
 from holdfast.train.memory.metered_executor import MeteredExecutor
 from holdfast.train.memory.places import StateMemory
 from holdfast.train.objective import NextTokenObjective
@@ -167,11 +169,14 @@ def build_engine(
     precision = Precision.of(config.train.precision)
     objective = task.objective(groups)
     objective.to(precision.state)
-    _prepare_units(config, groups, task.units(objective), objective)
-    shards = groups.degree("dp_shard")
-    make = _replicated if shards == 1 else _zero1 if config.layout.zero == 1 else _sharded
+    units = task.units(objective)
+    if precision.has_float8:
+        apply_float8(units, is_emulated=not device_kind(device.type).float8_capability)
     label, movable = f"{config.name}-rank{groups.rank}", config.train.movable_state
     memory = StateMemory(config.train.memory, device, label, movable)
+    _prepare_units(config, groups, units, objective, memory)
+    shards = groups.degree("dp_shard")
+    make = _replicated if shards == 1 else _zero1 if config.layout.zero == 1 else _sharded
     parameters, feed = make(_Parts(config, task, groups, device, precision, memory), objective)
     executor = task.executor(objective, groups, precision.compute, device)
     compiled_here = config.train.compile and device.type == "cpu"
@@ -194,11 +199,16 @@ def build_engine(
 
 
 def _prepare_units(
-    config: RunConfig, groups: ProcessGroups, units: Sequence[nn.Module], objective: nn.Module
+    config: RunConfig,
+    groups: ProcessGroups,
+    units: Sequence[nn.Module],
+    objective: nn.Module,
+    memory: StateMemory,
 ) -> None:
-    """Let units be compiled, and run again in the backward pass, as the run file says."""
-    stage, stages = groups.coordinate.pp, groups.degree("pp")
-    policy = config.recompute_policy(stage, stages, groups.degree("tp"))
+    """Let units be compiled, and run again in the backward pass, and what they keep be moved, as
+    the run file says."""
+    moves, stage = memory.config.moves_activations, groups.coordinate.pp
+    policy = config.recompute_policy(stage, groups.degree("pp"), groups.degree("tp"))
     if policy.word != "none":
         is_random = bool(config.task.name or config.lora.dropout)
         make = partial(apply_recompute, is_random=is_random, is_compiled=config.train.compile)
@@ -210,9 +220,12 @@ def _prepare_units(
             assert tensor is not None, "tp made it"
             make = partial(make, partition=PartitionedInput(tensor.collectives))
         make(units[first:], policy)
-    elif config.train.compile:
+    elif config.train.compile and not moves:
         for unit in units:
             unit.compile()
+    if moves:
+        is_plain = policy.word == "none"
+        move_activations(units, memory, is_compiled=config.train.compile and is_plain)
 
 
 def _tokens(config: RunConfig) -> int:
@@ -312,6 +325,8 @@ def _zero1(parts: _Parts, objective: nn.Module) -> BuiltParameters:
         traffic=groups.traffic,
         make_masters=partial(parts.memory.zeros, "optimizer"),
     )
+    if parts.memory.ledger.limit:  # with a limit, all that the device holds is counted
+        parts.memory.ledger.add(DEVICE, "messages", rows.waiting_bytes)
 
     def feeder(cells: Cells, by_unit: bool) -> GradientFeeder:
         return ReplicatedGradients(
@@ -364,6 +379,9 @@ def _sharded(parts: _Parts, objective: nn.Module) -> BuiltParameters:
             fast=config.layout.reduction == "fast",
             traffic=traffic,
             buffers=parts.make_sum,
+            are_sums_here=parts.memory.place_of("gradients") == DEVICE,
+            weight_bits=WEIGHT_BITS if config.layout.quantizes_weights else 0,
+            gradient_bits=GRADIENT_BITS if config.layout.quantizes_gradients else 0,
         )
 
     held = [local_tensor(p) for p in named.values()]
@@ -410,5 +428,8 @@ def _cells_and_teams(config: RunConfig, groups: ProcessGroups) -> list[tuple[Cel
     cells = run_cells(config, groups.topology, groups.rank)
     return list(zip(cells, groups.teams(cells), strict=True))
 
+
+WEIGHT_BITS, GRADIENT_BITS = 8, 4
+"""Of what shards send each other under `layout.quantized`."""
 
 Table = tuple[tuple[Parameter, ...], dict[str, Box], Mapping[str, torch.Tensor]]

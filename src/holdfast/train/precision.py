@@ -3,7 +3,8 @@
 `bf16` is mixed precision as FSDP2 does it. Parameters, moments and every sum of gradients are
 float32. A microbatch's forward and backward run in bfloat16 on a copy of the parameters that is
 refreshed once per step. No autocast: each operation runs in the dtype of its inputs. `fp16` is the
-same in float16, with a scaled loss (`loss_scale.py`).
+same in float16, with a scaled loss (`loss_scale.py`). `fp8` is `bf16` with float8 products in the
+blocks (`float8.py`).
 """
 
 from __future__ import annotations
@@ -21,10 +22,14 @@ from holdfast.errors import ConfigError
 
 @dataclass(frozen=True)
 class Precision:
-    """`state` for parameters, moments and reduction; `compute` for forward and backward."""
+    """`state` for parameters, moments and reduction; `compute` for forward and backward.
+
+    has_float8: the blocks' products with weights are of float8 copies of both factors.
+    """
 
     state: torch.dtype
     compute: torch.dtype
+    has_float8: bool = False
 
     @property
     def mixed(self) -> bool:
@@ -46,6 +51,7 @@ _TABLE = {
     "float64": Precision(torch.float64, torch.float64),
     "bf16": Precision(torch.float32, torch.bfloat16),
     "fp16": Precision(torch.float32, torch.float16),
+    "fp8": Precision(torch.float32, torch.bfloat16, has_float8=True),
 }
 
 

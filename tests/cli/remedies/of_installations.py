@@ -9,6 +9,7 @@ import json
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from importlib.machinery import ModuleSpec
 from re import Match
 from types import ModuleType
@@ -35,6 +36,7 @@ from holdfast.plan.interface import NodePlaces
 from holdfast.plan.planner import plan_layout
 from holdfast.plan.replica_shapes import AllowedShapes
 from holdfast.report.trackers.registry import require_tracker
+from holdfast.train.float8 import apply_float8
 from holdfast.wire.store.location import open_store
 from holdfast.wire.store.run_store import FolderStore
 from tests.cli.remedies.lab import Case, Lab, Mend, case, fixed
@@ -93,6 +95,17 @@ def package(
     return case(site, start, try_it, remedy, fixed(packages={name: shown}))
 
 
+@dataclass(frozen=True)
+class Recipe:
+    """What torchao's configuration is asked for."""
+
+    emulate: bool = False
+
+    @staticmethod
+    def from_recipe_name(name: str) -> Recipe:
+        return Recipe()
+
+
 def load_dataset(name: str, subset: str | None, split: str) -> list[str]:
     """What `datasets` does, which knows one set."""
     if (name, subset) != ("mine", "part"):
@@ -145,6 +158,15 @@ def begin_without_credentials(lab: Lab) -> None:
 
 
 # --- machines -------------------------------------------------------------------------------
+def plan_on_old_device(lab: Lab) -> None:
+    """On a machine with an older device, as its driver tells it."""
+    tool = lab.write("tools/nvidia-smi", "#!/bin/sh\necho 'H100, 8.0'\n")
+    tool.chmod(0o755)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PATH", str(tool.parent), prepend=":")
+        plan(lab)
+
+
 def plan(lab: Lab) -> None:
     """On a machine with two accelerators."""
     settings = dict(lab.settings)
@@ -312,6 +334,37 @@ CASES: list[Case] = [
         plan,
         r"install another torch, or use device=cpu",
         fixed(torch_computes_on="XPU 20250101"),
+    ),
+    case(
+        "launch/devices.py: train.precision fp8 needs an NVIDIA device of compute capability 8.9 "
+        "or more, and device is …",
+        lambda lab: lab.settings.update({"device": "cpu", "train.precision": "fp8"}),
+        plan,
+        r"use train\.precision=(bf16)",
+        lambda lab, found: lab.settings.update({"train.precision": found[1]}),
+    ),
+    case(
+        "launch/devices.py: train.precision fp8 needs compute capability …, and … has …",
+        lambda lab: lab.settings.update({"device": "cuda", "train.precision": "fp8"}),
+        plan_on_old_device,
+        r"use train\.precision=(bf16)",
+        lambda lab, found: lab.settings.update({"train.precision": found[1]}),
+    ),
+    package(
+        "launch/devices.py: train.precision fp8 needs the package torchao, which is not installed",
+        "torchao",
+        lambda lab: lab.settings.update({"device": "cuda", "train.precision": "fp8"}),
+        plan,
+        r"install it with pip install 'holdfast\[fp8\]', or use train\.precision=bf16",
+        stand_in("torchao"),
+    ),
+    package(
+        "train/float8.py: train.precision fp8 needs the package torchao, and the import ended: …",
+        "torchao.float8",
+        values(),
+        lambda lab: apply_float8([], is_emulated=True),
+        r"install it on this node with pip install 'holdfast\[fp8\]'",
+        stand_in("torchao.float8", Float8LinearConfig=Recipe, convert_to_float8_training=None),
     ),
     case(
         "launch/devices.py: the workers' devices differ (…), so they give unlike bits",

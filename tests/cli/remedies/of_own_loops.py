@@ -462,6 +462,11 @@ CASES: list[Case] = [
         ["train.recompute=full"],
         r"use none, and torch\.utils\.checkpoint in the loop",
     ),
+    setting(
+        "an own loop keeps what its own passes need",
+        ["train.memory.activations=host"],
+        r"use device, and torch\.autograd\.graph\.save_on_cpu in the loop",
+    ),
     case(
         "cli/run.py: there is no such script",
         values(script="train.py"),

@@ -69,6 +69,7 @@ def open_module(lab: Lab) -> None:
         made,
         compile=lab.settings.get("compile", False),
         recompute=lab.settings.get("recompute", "none"),
+        memory={"activations": lab.settings.get("activations", "device")},
     )
     groups = SimpleNamespace(degree=lambda axis: lab.settings.get(axis, 1))
     OwnTask(made, config).objective(cast(ProcessGroups, groups))
@@ -296,6 +297,14 @@ CASES: list[Case] = [
         values(task=Linear, compile=True),
         open_module,
         r"name some in units\(\), or use train\.compile=false",
+        fixed(task=task(units=lambda self, model: [model])),
+    ),
+    case(
+        "tasks/" + OWN + "train.memory.activations … moves what the module's units keep, and it "
+        "has none",
+        values(task=Linear, activations="host"),
+        open_module,
+        r"name some in units\(\), or use train\.memory\.activations=device",
         fixed(task=task(units=lambda self, model: [model])),
     ),
     case(

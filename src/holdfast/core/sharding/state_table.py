@@ -37,11 +37,13 @@ ITEM_BYTES = {
 }
 """Bytes of one element, by safetensors' name of the dtype."""
 
-STATE_DTYPE = {"fp32": "F32", "bf16": "F32", "fp16": "F32", "float64": "F64"}
-"""dtype of parameters and optimizer state by `train.precision`. bf16 and fp16 compute on copies."""
+STATE_DTYPE = {"fp32": "F32", "bf16": "F32", "fp16": "F32", "fp8": "F32", "float64": "F64"}
+"""dtype of parameters and optimizer state by `train.precision`. Those in `MIXED` compute on
+copies."""
 
-MIXED = ("bf16", "fp16")
-"""The precisions that compute in two bytes, on fp32 state."""
+MIXED = ("bf16", "fp16", "fp8")
+"""The precisions that compute on copies in two bytes, of fp32 state. fp8 multiplies some of them
+in float8."""
 
 MODEL_PREFIX = "model."
 

@@ -36,7 +36,11 @@ def modules_to_preload(config: RunConfig) -> tuple[str, ...]:
         needed += ["transformers.modeling_utils"]
     if config.layout.zero > 1 and any(degrees.dp_shard > 1 for degrees in kinds):
         needed += ["holdfast.parallel.fsdp", _COMPILER]
-    elif config.train.compile or config.train.optimizer.name != "adamw":
+    elif (
+        config.train.compile
+        or config.train.optimizer.name != "adamw"
+        or config.train.precision == "fp8"
+    ):
         needed += [_COMPILER]
     if any(degrees.pp > 1 for degrees in kinds):
         needed += ["torch.fx.experimental.symbolic_shapes"]  # a backward that is given a gradient

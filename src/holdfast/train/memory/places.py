@@ -113,6 +113,16 @@ class StateMemory:
         with self._lock:
             self._regions = [region for region in self._regions if region.kind != kind]
 
+    def host_buffer(self, nbytes: int) -> Tensor:
+        """Return bytes of the host, locked if an accelerator copies from them. No account of the
+        device's tensors sees them. The caller counts them."""
+        with unobserved():
+            return torch.empty(nbytes, dtype=torch.uint8, pin_memory=self.device.type != "cpu")
+
+    def file(self, nbytes: int) -> ScratchFile:
+        """Return a file in `folder`. The caller counts its bytes. Raises StateMemoryError."""
+        return ScratchFile(self.config.folder, self._label, nbytes)
+
     def load(self, part: Tensor, into: Tensor) -> None:
         """Fill a buffer of the host with a contiguous part of a tensor of the state. Raises
         StateMemoryError if a disk fails."""
@@ -120,7 +130,7 @@ class StateMemory:
         if region is None or region.file is None:
             into.copy_(part)
         else:
-            region.file.read(_as_bytes(into), part.data_ptr() - region.start)
+            region.file.read(as_bytes(into), part.data_ptr() - region.start)
 
     def store(self, part: Tensor, source: Tensor) -> None:
         """Write a buffer of the host to a contiguous part of a tensor of the state. Raises
@@ -129,7 +139,7 @@ class StateMemory:
         if region is None or region.file is None:
             part.copy_(source)
         else:
-            region.file.write(_as_bytes(source), part.data_ptr() - region.start)
+            region.file.write(as_bytes(source), part.data_ptr() - region.start)
 
     def _reserve(self, place: Place, kind: str, elements: int, dtype: torch.dtype) -> Tensor:
         """-> [elements], of zeros"""
@@ -138,7 +148,7 @@ class StateMemory:
             flat = torch.zeros(elements, dtype=dtype, pin_memory=self.device.type != "cpu")
         else:
             assert place == FILE, place
-            file = ScratchFile(self.config.folder, self._label, elements * dtype.itemsize)
+            file = self.file(elements * dtype.itemsize)
             flat = torch.frombuffer(file.map, dtype=dtype, count=elements)
         start = flat.data_ptr()
         added = _Region(kind, start, start + flat.nbytes, file)
@@ -154,5 +164,6 @@ class StateMemory:
         return regions[found] if found >= 0 and address < regions[found].stop else None
 
 
-def _as_bytes(tensor: Tensor) -> memoryview:
+def as_bytes(tensor: Tensor) -> memoryview:
+    """Return the memory of a contiguous tensor of the host."""
     return tensor.view(-1).view(torch.uint8).numpy().data

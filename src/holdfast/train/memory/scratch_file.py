@@ -29,7 +29,7 @@ class ScratchFile:
         Raises StateMemoryError for a folder that is missing or cannot be written, and for a disk
         without room.
         """
-        self._folder = folder
+        self._folder, self._size = folder, 0
         if not Path(folder).is_dir():
             raise StateMemoryError(
                 f"there is no folder {folder} for the state of a rank",
@@ -53,9 +53,20 @@ class ScratchFile:
             self.close()
             raise
 
+    def extend(self, nbytes: int) -> int:
+        """Reserve more bytes at the end, outside of the map. Return their offset. Raises
+        StateMemoryError for a disk without room."""
+        start = self._size
+        self._allocate(nbytes)
+        return start
+
     def _reserve(self, nbytes: int) -> mmap.mmap:
+        self._allocate(nbytes)
+        return mmap.mmap(self._fd, nbytes)
+
+    def _allocate(self, nbytes: int) -> None:
         try:
-            os.posix_fallocate(self._fd, 0, nbytes)
+            os.posix_fallocate(self._fd, self._size, nbytes)
         except OSError as error:
             if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
                 raise self._failure(error) from error
@@ -66,7 +77,7 @@ class ScratchFile:
                 where=_KEY,
                 remedy="make room and run the same command again, or name another folder",
             ) from error
-        return mmap.mmap(self._fd, nbytes)
+        self._size += nbytes
 
     def read(self, into: memoryview, offset: int) -> None:
         """Fill bytes from the file. Raises StateMemoryError if the disk fails."""
