@@ -25,6 +25,7 @@ from benchmarks.turns import Pair, losses
 
 from benchmarks import layouts, train_step
 from holdfast.config.load import load_config
+from holdfast.config.pipeline_schedules import SCHEDULE_KINDS
 from holdfast.core.sharding.parameters import decoder_parameters
 from holdfast.events import CheckpointCaptured, StepDone
 from holdfast.layout import Layout
@@ -61,7 +62,8 @@ def test_a_wide_interval_that_holds_the_bar_decides_nothing(
 
 def test_every_axis_is_measured_against_its_pieces_and_the_other_trainers() -> None:
     by_hand = {pair.name for pair in layouts.PAIRS if pair.least == 0.97 and not pair.on_low_end}
-    assert by_hand == {"tp2", "pp2", "pp2-gpipe", "dp_shard2"}
+    schedules = {f"pp2-{name}" for name in SCHEDULE_KINDS if name != "1f1b"}
+    assert by_hand == {"tp2", "cp2", "cp2-ring", "pp2", "dp_shard2", *schedules}
     others = [pair for pair in layouts.PAIRS if pair.name not in by_hand]
     assert {pair.peer.split("-")[0] for pair in others} == {"deepspeed", "torchtitan"}
     assert all(pair.on_low_end and pair.least == 1.0 for pair in others)

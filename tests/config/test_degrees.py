@@ -66,11 +66,11 @@ def sentence(*overrides: str) -> str:
         ),
         (
             [*EXPERTS, "model.dim=64", "model.heads=4", "model.ffn_dim=64", "train.precision=fp8"],
-            "train.precision fp8 has no products for model.experts; use bf16",
+            "train.precision fp8 has not been tried with model.experts; use train.precision bf16",
         ),
         (
             [*EXPERTS, "layout.dp_shard=2", "layout.ep=2", "layout.quantized=weights"],
-            "layout.quantized weights does not work with layout.ep 2; use layout.quantized: none",
+            "layout.quantized weights has not been tried with layout.ep 2; use layout.quantized: none",
         ),
         (
             [*EXPERTS, "model.experts.width=20", "layout.tp=4", "layout.tp=3"],

@@ -14,7 +14,10 @@ from holdfast.core.devices import DEVICES, device_kind, is_accelerator
 
 SOURCES = Path(holdfast.__file__).parent
 TABLE_FILES = {"core/devices.py", "config/run.py", "plan/accelerators.py", "plan/hardware.py"}
-HERE = {"launch/devices.py": "what torch was built for"}
+HERE = {
+    "launch/devices.py": "what torch was built for",
+    "config/explain.py": "what a person may have meant by another word",
+}
 
 
 def test_the_run_file_offers_the_kinds_of_the_table() -> None:

@@ -71,9 +71,4 @@ def check_split_backward(
             f"layout.schedule {name} does not work with train.compile: use train.compile false, or "
             "layout.schedule interleaved"
         )
-    if is_split and train.precision == "fp8":
-        return (
-            f"layout.schedule {name} does not work with train.precision fp8: use train.precision "
-            "bf16, or layout.schedule interleaved"
-        )
     return ""

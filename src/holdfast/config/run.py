@@ -138,13 +138,6 @@ class RunConfig(Section):
             return None
         if self.lora.rank:
             return "lora has no adapters for model.experts: use a folder without experts"
-        if self.train.precision == "fp8":
-            return "train.precision fp8 has no products for model.experts: use bf16"
-        if self.layout.ep > 1 and self.layout.quantized != "none":
-            return (
-                f"layout.quantized {self.layout.quantized} does not work with layout.ep "
-                f"{self.layout.ep}: use layout.quantized: none"
-            )
         if self.train.precision == "fp16" and experts.has_loss:
             return (
                 "train.precision fp16 scales the loss, but not those of model.experts: use bf16, "
