@@ -70,7 +70,8 @@ def sentence(*overrides: str) -> str:
         ),
         (
             [*EXPERTS, "layout.dp_shard=2", "layout.ep=2", "layout.quantized=weights"],
-            "layout.quantized weights has not been tried with layout.ep 2; use layout.quantized: none",
+            "layout.quantized weights has not been tried with layout.ep 2; "
+            "use layout.quantized: none",
         ),
         (
             [*EXPERTS, "model.experts.width=20", "layout.tp=4", "layout.tp=3"],

@@ -79,6 +79,10 @@ def register() -> None:
         dist.Backend.register_backend(NAME, FakeNccl, devices=["cpu"])
 
 
+Run = Callable[[PeerGroup, Tensor], Any]
+"""Start an operation; the tensor takes its output."""
+
+
 class FakeWork(dist._Work):  # type: ignore[name-defined]
     """One operation. `wait` blocks, as all that follows on a stream would; it never raises."""
 
@@ -93,12 +97,22 @@ class FakeWork(dist._Work):  # type: ignore[name-defined]
     def is_completed(self) -> bool:
         return self.ended.is_set()
 
-    def end(self, *, with_garbage: bool) -> None:
+    def end_with_garbage(self) -> None:
+        """End, unless it has ended."""
         with self._lock:
             if self.ended.is_set():
                 return
-            for output in self.outputs if with_garbage else ():
+            for output in self.outputs:
                 output.detach().fill_(GARBAGE if output.is_floating_point() else 77)
+            self.ended.set()
+
+    def end_with(self, arrived: Tensor) -> None:
+        """End with what has arrived, unless it has ended. An operation has one output or none."""
+        with self._lock:
+            if self.ended.is_set():
+                return
+            for output in self.outputs:
+                output.detach().copy_(arrived)
             self.ended.set()
 
 
@@ -111,7 +125,7 @@ class FakeNccl(dist.ProcessGroup):
         self._peers: PeerGroup | None = None
         self._creation, self._lock = threading.Lock(), threading.Lock()
         self._aborted = threading.Event()
-        self._queue: queue.Queue[tuple[FakeWork, Callable[[PeerGroup], Any]]] = queue.Queue()
+        self._queue: queue.Queue[tuple[FakeWork, Run]] = queue.Queue()
         self._under_way: set[FakeWork] = set()
         self._sent, self._received = [0] * size, [0] * size
         # torch keeps a group's name there. Operations come to the methods of this class instead.
@@ -143,7 +157,7 @@ class FakeNccl(dist.ProcessGroup):
         with self._lock:
             under_way, self._under_way = self._under_way, set()
         for work in under_way:
-            work.end(with_garbage=True)
+            work.end_with_garbage()
 
     def shutdown(self) -> None:
         """Wait for all ranks, as an orderly end does."""
@@ -153,14 +167,15 @@ class FakeNccl(dist.ProcessGroup):
     # --- operations ------------------------------------------------------------------------------
     def allreduce(self, tensors: Any, opts: Any = None, *more: Any) -> FakeWork:
         (tensor,) = tensors if isinstance(tensors, list) else (tensors,)
-        return self._start([tensor], lambda peers: peers.all_reduce(tensor))
+        return self._start([tensor], lambda peers, out: peers.all_reduce(out.copy_(tensor)))
 
     def broadcast(self, tensors: list[Tensor], opts: Any) -> FakeWork:
         (tensor,), root = tensors, opts.rootRank
 
-        def run(peers: PeerGroup) -> Any:
+        def run(peers: PeerGroup, out: Tensor) -> Any:
             if self._at != root:
-                return peers.receive(tensor, root, self._tag(self._received, root))
+                return peers.receive(out, root, self._tag(self._received, root))
+            out.copy_(tensor)
             for peer in peers.others:
                 peers.send(tensor, peer, self._tag(self._sent, peer))
             return None
@@ -168,7 +183,7 @@ class FakeNccl(dist.ProcessGroup):
         return self._start([tensor], run)
 
     def _allgather_base(self, out: Tensor, part: Tensor, opts: Any = None) -> FakeWork:
-        return self._start([out], lambda peers: peers.all_gather(out, part))
+        return self._start([out], lambda peers, whole: peers.all_gather(whole, part))
 
     def all_gather_single(self, out: Tensor, part: Tensor, opts: Any = None) -> FakeWork:
         return self._allgather_base(out, part)
@@ -176,8 +191,8 @@ class FakeNccl(dist.ProcessGroup):
     def alltoall_base(
         self, out: Tensor, tensor: Tensor, out_sizes: Any, sizes: Any, opts: Any = None
     ) -> FakeWork:
-        def run(peers: PeerGroup) -> Any:
-            return peers.all_to_all(out, tensor, list(out_sizes), list(sizes))
+        def run(peers: PeerGroup, arrived: Tensor) -> Any:
+            return peers.all_to_all(arrived, tensor, list(out_sizes), list(sizes))
 
         return self._start([out], run)
 
@@ -187,12 +202,12 @@ class FakeNccl(dist.ProcessGroup):
     def send(self, tensors: list[Tensor], peer: int, tag: int) -> FakeWork:
         (tensor,) = tensors
         number = self._tag(self._sent, peer)
-        return self._start([], lambda peers: peers.group.send([tensor], peer, number))
+        return self._start([], lambda peers, _: peers.group.send([tensor], peer, number))
 
     def recv(self, tensors: list[Tensor], peer: int, tag: int) -> FakeWork:
         (tensor,) = tensors
         number = self._tag(self._received, peer)
-        return self._start([tensor], lambda peers: peers.receive(tensor, peer, number))
+        return self._start([tensor], lambda peers, out: peers.receive(out, peer, number))
 
     def barrier(self, opts: Any = None) -> FakeWork:
         return self.allreduce([torch.ones(1)])
@@ -204,7 +219,9 @@ class FakeNccl(dist.ProcessGroup):
         counts[peer] += 1
         return 64 + counts[peer]
 
-    def _start(self, outputs: Sequence[Tensor], run: Callable[[PeerGroup], Any]) -> FakeWork:
+    def _start(self, outputs: Sequence[Tensor], run: Run) -> FakeWork:
+        """Begin an operation of at most one output. gloo receives elsewhere, and may do so after an
+        abort. Nothing of a device's backend writes once its operations have ended."""
         self._create()
         work = FakeWork(outputs)
         with self._lock:
@@ -238,17 +255,18 @@ class FakeNccl(dist.ProcessGroup):
         assert self._peers is not None
         while not self._aborted.is_set():
             work, run = self._queue.get()
+            arrived = torch.empty_like(work.outputs[0]) if work.outputs else torch.empty(0)
             try:
-                found = run(self._peers)
+                found = run(self._peers, arrived)
                 if found is not None:
                     found.wait()
             except Exception:  # a peer is lost, and no call says so
                 self._aborted.wait()
-                work.end(with_garbage=True)
+                work.end_with_garbage()
                 return
             with self._lock:
                 self._under_way.discard(work)
-            work.end(with_garbage=False)
+            work.end_with(arrived)
 
 
 class FakeEvent:

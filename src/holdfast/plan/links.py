@@ -47,7 +47,7 @@ def parse_topology(text: str) -> tuple[CardLink, ...]:
 
 
 def _read_topology() -> str:
-    command = ["nvidia-smi", "topo", "-m"]
+    command = ["nvidia-smi", "topo", "--matrix"]
     try:
         answer = subprocess.run(
             command, capture_output=True, text=True, timeout=TOPOLOGY_TIMEOUT_S, check=True

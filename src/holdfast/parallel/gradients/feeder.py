@@ -129,6 +129,9 @@ class GradientFeeder:
     def computed_leaves(self) -> tuple[int, ...]:
         """Return the leaves of the open step that were computed and can be kept. There are none
         if one was interrupted midway, or if a sum has overwritten what was computed."""
+        if self._error is not None:
+            for reducer in self.reducers:
+                reducer.join()  # a sum that is under way may overwrite what was computed
         lost = self.is_summed or self._are_slots_moved or self._fast
         return () if lost else tuple(self._progress.done)
 

@@ -111,7 +111,8 @@ class Reducer:
         The step before must have been voted on and its sends forgotten.
         Raises PeerLostError when a peer is known to be lost, unless it is `defers_errors`.
         """
-        self._error, self.is_summed, self._looks = None, False, []
+        self._drop_void_sum()
+        self._error, self._looks = None, []
         if self._step_dealing != (leaves, shares, computed):
             self._plan = make_reduction_plan(
                 leaves,
@@ -157,7 +158,8 @@ class Reducer:
         self.join()
         self.team, self.peers = team, team.peers
         self.fast = fast and team.is_plain_all_reduce
-        self._step_dealing, self.is_summed = None, False
+        self._step_dealing = None
+        self._drop_void_sum()
 
     def keep(self, share: Sequence[int], done_leaves: Sequence[int]) -> None:
         """Keep the partial sums of the leaves in `done_leaves`, which are computed leaves of the
@@ -170,6 +172,13 @@ class Reducer:
         self._spare_buffers += [b for b in self._slots.values() if id(b) not in used]
         self._slots = {(ordinal, 0): buffer for ordinal, buffer in enumerate(buffers)}
         self._kept, self.are_slots_moved = len(held), True
+
+    def _drop_void_sum(self) -> None:
+        """Forget what was summed of a step. If that was given up, a collective may have left void
+        values, also in the gaps between tensors. No pass writes there, and the norm reads them."""
+        if self.is_summed and self._error is not None:
+            self.gradient.zero_()
+        self.is_summed = False
 
     def _restore(self) -> None:
         """The slots of a step that begins at its beginning: the first is the gradient itself."""
