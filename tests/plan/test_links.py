@@ -29,7 +29,7 @@ ALONE = (
     "\t\x1b[4mGPU0\tCPU Affinity\tNUMA Affinity\tGPU NUMA ID\x1b[0m\nGPU0\t X \t0-15\t0\t\tN/A\n"
 )
 
-TOOL = f"#!/bin/sh\n[ \"$*\" = 'topo -m' ] && cat <<'E'\n{EIGHT}E\n"
+TOOL = f"#!/bin/sh\n[ \"$*\" = 'topo --matrix' ] && cat <<'E'\n{EIGHT}E\n"
 
 
 def write(folder: Path, **files: str) -> None:
