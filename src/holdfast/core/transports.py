@@ -110,7 +110,7 @@ def find_slow_transport(
     set_here = {**dict(_SETTING.findall(log)), **environment}
     for channel in sorted(channels, key=str):
         if channel.how == "SHM" and (link := links.between(*channel.cards)):
-            one, other = channel.cards
+            one, other = sorted(channel.cards)
             return SlowTransport(
                 f"data between the cards {one} and {other} goes through shared memory, though "
                 f"{link} joins them",
