@@ -83,7 +83,7 @@ def test_what_is_as_fast_as_it_can_be(log: str, links: NodeLinks, has_other_node
     ("log", "links", "environment", "words", "advice"),
     [
         (SHARED_2_28, JOINED, {"NCCL_P2P_DISABLE": "1"}, "NVLink NV18 joins them", "P2P_DISABLE=1"),
-        (SHARED_2_30, JOINED, {"NCCL_P2P_LEVEL": "NVL"}, "cards 1 and 0", "in the worker's log"),
+        (SHARED_2_30, JOINED, {"NCCL_P2P_LEVEL": "NVL"}, "cards 0 and 1", "in the worker's log"),
         (
             "P2P is disabled between NVLINK connected GPUs 0 and 1." + SHARED_2_30,
             *(JOINED, {}, "shared memory", "look at the cards"),
