@@ -18,6 +18,7 @@ DEADLINE = 900
 KINDS = "kill raise memory exit hang capture two two-kinds again recovery mover template agent"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("layouts", "faults"),
     [

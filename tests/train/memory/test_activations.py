@@ -104,7 +104,9 @@ def test_bits_and_peak_on_each_layout(layout: str, tmp_path: Path) -> None:
                 assert said == pytest.approx(peak, rel=0.05)
             if before:
                 assert values[:-2] == before[rank][:-2]
-                assert not is_metered or peak <= int(before[rank][-2])
+                promised = int(before[rank][-1]) - said  # what the formulas say that it falls by
+                falls = promised > 0.01 * said
+                assert not (is_metered and falls) or peak < int(before[rank][-2])
         before = before or after
 
 
