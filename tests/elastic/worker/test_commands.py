@@ -258,6 +258,7 @@ def test_who_is_still_to_be_woken_is_not_taken_for_stuck(rank: RankContext) -> N
     rank.mark("woken")
 
 
+@pytest.mark.slow
 @ranks(1)
 def test_a_log_that_hangs_as_it_is_written_into_holds_nobody(rank: RankContext) -> None:
     """Who has come back gets its orders, and is halted, though its trace is still under way."""
