@@ -246,10 +246,10 @@ class FakeNccl(dist.ProcessGroup):
         """Write the log of a communicator, as NCCL does when it makes one."""
         at, peer, way = self._at, (self._at + 1) % self._count, _said["transport"]
         end = " [send]" if way.startswith("NET") else ""
+        line = f"Channel 00/0 : {at}[{at}] -> {peer}[{peer}]{end} via {way}"
         if path := os.environ.get(KIND.log_variable):
             with open(path, "a") as log:
-                print(f"node:1:1 [{at}] NCCL INFO Channel 00/0 : {at}[{at}] -> {peer}[{peer}]"
-                      f"{end} via {way}", file=log)  # fmt: skip
+                print(f"node:1:1 [{at}] NCCL INFO {line}", file=log)
 
     def _serve(self) -> None:
         assert self._peers is not None

@@ -12,7 +12,7 @@ Shapes: B batch, T tokens of a rank, S of all ranks, H query heads, K key/value 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -30,6 +30,20 @@ class SpreadAttention(NamedTuple):
     collectives: Collectives
     kernel: PartialAttention
     scale: float
+
+    def parts(
+        self, chunks: Sequence[int], device: torch.device
+    ) -> Iterator[tuple[slice, slice, Tensor | None, bool]]:
+        """Yield queries of this rank, keys that they see, the mask if they see some of them, and
+        whether those are the ones before each query. chunks: of all keys, in their order."""
+        size, mine = self.relations.size, chunks_of(self.collectives.rank, self.collectives.size)
+        for query, first, last, sight in find_parts(mine, chunks, self.relations.look):
+            rows = slice(query * size, (query + 1) * size)
+            keys = slice(first * size, (last + 1) * size)
+            mask = None
+            if sight == "mask":
+                mask = self.relations.mask(mine[query], chunks[first], device)
+            yield rows, keys, mask, sight == "causal"
 
     def gathered(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """q: [B, T, H, h]; k, v: [B, T, K, h] -> [B, T, H, h]"""
@@ -56,20 +70,14 @@ def _attend(
 
     chunks: of the keys, in their order.
     """
-    size, mine = how.relations.size, chunks_of(how.collectives.rank, how.collectives.size)
     k, v = kv.transpose(2, 3)
-    for query, first, last, sight in find_parts(mine, chunks, how.relations.look):
-        rows = slice(query * size, (query + 1) * size)
-        keys = slice(first * size, (last + 1) * size)
-        mask = None
-        if sight == "mask":
-            mask = how.relations.mask(mine[query], chunks[first], q.device)
+    for rows, keys, mask, is_causal in how.parts(chunks, q.device):
         found = how.kernel.forward(
             q.transpose(1, 2)[:, :, rows],
             k[:, :, keys],
             v[:, :, keys],
             mask,
-            sight == "causal",
+            is_causal,
             how.scale,
         )
         merged.add(rows, *found)
@@ -80,17 +88,11 @@ def _attend_backward(
 ) -> Tensor:
     """Add to the gradient of the queries, and return that of these keys and values.
     kv: [2, B, M, K, h] -> [2, B, M, K, h], in at least float32"""
-    size, mine = how.relations.size, chunks_of(how.collectives.rank, how.collectives.size)
     k, v = kv.transpose(2, 3)
     out, logs = given.merged
     gradient = torch.zeros_like(kv, dtype=logs.dtype)
     dk, dv = gradient.transpose(2, 3)
-    for query, first, last, sight in find_parts(mine, chunks, how.relations.look):
-        rows = slice(query * size, (query + 1) * size)
-        keys = slice(first * size, (last + 1) * size)
-        mask = None
-        if sight == "mask":
-            mask = how.relations.mask(mine[query], chunks[first], kv.device)
+    for rows, keys, mask, is_causal in how.parts(chunks, kv.device):
         found = how.kernel.backward(
             given.g[:, :, rows],
             given.q[:, :, rows],
@@ -98,7 +100,7 @@ def _attend_backward(
             v[:, :, keys],
             (out[:, :, rows], logs[:, :, rows]),
             mask,
-            sight == "causal",
+            is_causal,
             how.scale,
         )
         for total, more in zip(

@@ -18,6 +18,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from holdfast.core.devices import device_kind
 from holdfast.model.decoder import soft_limit
 from holdfast.parallel.torch_compat import cpu_attention, cpu_attention_backward
 
@@ -54,7 +55,8 @@ class PartialAttention(Protocol):
 
 def choose_kernel(device: torch.device, softcap: float) -> PartialAttention:
     """Return the kernel for a device. softcap: limit of scores; 0: there is none."""
-    return FusedAttention() if device.type == "cpu" and not softcap else ScoresAttention(softcap)
+    is_fused = device_kind(device.type).is_host and not softcap
+    return FusedAttention() if is_fused else ScoresAttention(softcap)
 
 
 class FusedAttention:

@@ -133,6 +133,24 @@ def test_fast_reduction_is_the_same_sum_to_rounding(size: int) -> None:
     rank_values(_fast, size)
 
 
+def test_a_sum_that_was_given_up_leaves_nothing_between_the_tensors() -> None:
+    """An aborted collective may write anything where it receives: also where no pass writes."""
+    model = _model()
+    feeder = _feeder(model, PeerGroup(torch.distributed.HashStore(), "g1", 0, 1))
+    _step(model, feeder, 0, 2, ((0, 1),))
+    norm, (reducer,) = feeder.squared_norm(), feeder.reducers
+    assert reducer.gradient.numel() > sum(p.numel() for p in model.parameters())
+    feeder.begin(2, ((0, 1),))
+    reducer.is_summed = True  # as one that receives does
+    feeder.fail(PeerLostError("a peer was lost"))
+    reducer.gradient.fill_(1e9)
+    boxes = {name: whole_box(name, p.shape) for name, p in model.named_parameters()}
+    survivors = PeerGroup(torch.distributed.HashStore(), "g2", 0, 1)
+    assert feeder.regroup(single_cell(boxes, survivors, "direct"), by_unit=False)
+    _step(model, feeder, 0, 2, ((0, 1),))
+    assert feeder.squared_norm() == norm
+
+
 def test_a_parameter_without_gradient_counts_as_zero() -> None:
     model = nn.ModuleDict({"used": nn.Linear(3, 3), "idle": nn.Linear(3, 3)})
     peers = PeerGroup(torch.distributed.HashStore(), "g1", 0, 1)
