@@ -34,8 +34,8 @@ class SpreadAttention(NamedTuple):
     def parts(
         self, chunks: Sequence[int], device: torch.device
     ) -> Iterator[tuple[slice, slice, Tensor | None, bool]]:
-        """Yield (queries of this rank, keys that they see, mask, is causal). There is a mask if they
-        see a part of these keys. chunks: of all keys, in their order."""
+        """Yield (queries of this rank, keys that they see, mask, is causal). There is a mask if
+        they see a part of these keys. chunks: of all keys, in their order."""
         size, mine = self.relations.size, chunks_of(self.collectives.rank, self.collectives.size)
         for query, first, last, sight in find_parts(mine, chunks, self.relations.look):
             rows = slice(query * size, (query + 1) * size)
