@@ -238,6 +238,11 @@ def _switched_off(loaded: LoadedConfig) -> Iterator[Finding]:
             config.layout.cp_method != "ulysses-ring",
             f"layout.cp_method {config.layout.cp_method}",
         ),
+        (
+            "layout.zero2_reduce",
+            config.layout.zero != 2 or all(d.dp_shard == 1 for _, d in config.layout.kinds),
+            f"layout.zero {config.layout.zero}" if config.layout.zero != 2 else "layout.dp_shard 1",
+        ),
         ("cluster.notices_at", cluster.notices == "none", "cluster.notices none"),
         ("cluster.below_minimum", cluster.min_nodes == 1, "cluster.min_nodes 1"),
         *(
