@@ -34,7 +34,7 @@ ROWS = (
     Row("bits", 240, "correct"),
     Row("parity", 240, "correct"),
     Row("non-finite", 60, "correct"),
-    Row("same-bits", 120, "correct"),
+    Row("same-bits", 240, "correct"),
     Row("experts", 120, "correct"),
     Row("spread-attention", 60, "correct"),
     Row("runs-fp32", 240, "correct", needs="data"),
