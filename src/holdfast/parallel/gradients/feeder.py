@@ -237,7 +237,10 @@ class GradientFeeder:
     def squared_norm(self) -> float:
         """The sum of squares of what this rank answers for; all ranks of a replica together
         answer for each element once (`Cell.answers_for_norm`)."""
-        return sum(float(sum_of_squares(self.reducers[cell].gradient)) for cell in self._norm_cells)
+        return sum(
+            float(sum_of_squares(self.reducers[cell].gradient, self.device))
+            for cell in self._norm_cells
+        )
 
     # --- a leaf ---------------------------------------------------------------------------
     def start_leaf(self, leaf: int, part: StageParameters | None = None) -> None:
