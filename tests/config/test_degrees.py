@@ -86,15 +86,14 @@ def sentence(*overrides: str) -> str:
         ),
         (
             ["layout.dp_shard=2", *ONCE, "layout.quantized=gradients"],
-            "layout.quantized gradients is for what shards send each other, and only layout.zero 2 "
-            "or 3 with dp_shard above 1 makes them (but not with layout.zero2_reduce step); "
+            "layout.quantized gradients is for what shards send; only layout.zero 2 or 3 "
+            "with dp_shard above 1 has any (not zero2_reduce step); "
             "use layout.quantized: none",
         ),
         (
             ["layout.dp_shard=2", *ONCE, "train.memory.parameters=host"],
             "train.memory.parameters host moves shards, and only layout.zero 2 or 3 with dp_shard "
-            "above 1 makes them (but not with layout.zero2_reduce step); "
-            "use train.memory.parameters: device",
+            "above 1 makes them (not zero2_reduce step); use train.memory.parameters: device",
         ),
         (
             [*EXPERTS, "model.experts.width=20", "layout.tp=4", "layout.tp=3"],

@@ -51,8 +51,7 @@ class LayoutConfig(DegreesConfig):
     zero2_reduce: Literal["microbatch", "step"] = Field(
         "microbatch",
         description="with zero 2: when shards add up their gradients. microbatch: after each, so "
-        "a worker holds its part of the sum; step: once, so less is sent and complete sums are "
-        "held, as with zero 1",
+        "a worker holds its part of the sum. step: once; less is sent, and complete sums are held",
     )
     ep: int = Field(
         1, ge=1, description="workers of dp_shard that share the experts of model.experts"

@@ -68,8 +68,8 @@ def apply_fsdp(
     compute: dtype of parameters in the forward and backward (bf16 in mixed precision); None: as
         they are. They stay in their own dtype between steps, and so does the reduction. Inputs
         are not cast, so that the rotary tables keep their precision.
-    zero: 3 shards parameters between forward and backward too; 2 gathers them once for all passes
-        of a step (Rajbhandari et al., 2020, section 5: stages of ZeRO). State is sharded alike.
+    zero: 3 shards parameters between forward and backward too; 2 gathers them once a step
+        (Rajbhandari et al., 2020, section 5: stages of ZeRO). State is sharded alike.
     is_offloaded: shards lie on the host, and each unit is gathered on the device.
     """
     policy = MixedPrecisionPolicy(
@@ -154,7 +154,7 @@ class ShardedGradients(GradientFeeder):
         index_of = {id(parameter): i for i, parameter in enumerate(self._parameters)}
         for module in root.modules():
             members = fsdp_parameters(module) if isinstance(module, FSDPModule) else ()
-            if members:
+            if isinstance(module, FSDPModule) and members:
                 number = len(self._units)
                 self._modules.append(module)
                 self._units.append(self._make_unit(members, index_of))

@@ -312,8 +312,8 @@ def _replicated(parts: _Parts, objective: nn.Module) -> BuiltParameters:
 
 
 def _zero1(parts: _Parts, objective: nn.Module) -> BuiltParameters:
-    """As `_replicated`, but what is trained and saved is this rank's part of the rows: ZeRO 1, and
-    2 if it adds up gradients once a step."""
+    """As `_replicated`, but what is trained and saved is this rank's part of the rows. For ZeRO 1,
+    and for ZeRO 2 that adds up gradients once a step."""
     config, precision = parts.config, parts.precision
     give_memory(objective.to(precision.compute), parts.device)
     parts.task.fill_constants(objective, parts.device)
