@@ -139,8 +139,8 @@ def experts(settings: Settings) -> RowResult:
 
 
 def spread_attention(settings: Settings) -> RowResult:
-    """Attention in two parts of the keys, merged, as a rank of `layout.cp` computes it: against
-    float64 on the CPU, next to torch's own kernel in bf16."""
+    """Attention in two parts of the keys, merged, as a rank of `layout.cp` computes it. It is
+    compared with float64 on the CPU, and torch's own kernel is too."""
     device = settings.torch_device
     heads, keys, length, size = 8, 2, 64 if settings.quick else 2048, 64
     generator = torch.Generator().manual_seed(5)

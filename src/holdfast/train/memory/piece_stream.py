@@ -2,8 +2,8 @@
 
 While piece i is updated, a thread writes piece i - 1 back and then reads piece i + 1. So there are
 three sets of buffers. On an accelerator one stream copies to the device and another one from it. If
-the state lies in locked memory, they copy from there and to there. Else they copy by way of buffers
-in locked memory.
+the state lies in locked memory, they copy from there and to there. State in files goes through
+buffers in locked memory.
 """
 
 from __future__ import annotations
