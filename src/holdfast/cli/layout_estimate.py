@@ -30,6 +30,7 @@ _COLUMNS = {
     "fragmentation": "fragments",
     "peak": "peak",
 }
+_EXPERTS = "experts: each with as many tokens as any other; the run's routing decides"
 _CPU = "no fragmentation is added on a CPU; with device=cuda 5 % of what is not state is"
 _DEVICE = (
     "fragments: 5 % of what is not state, for the device's allocator (an allowance, not measured)"
@@ -48,6 +49,8 @@ def print_estimate(config: RunConfig, topology: Topology) -> None:
     found = estimates_by_rank(config, topology)
     rows = [[rank, *_figures(each), each.moment] for rank, each in enumerate(found)]
     print_table(rows, ["rank", *_COLUMNS.values(), "moment"])
+    if config.model.experts is not None:
+        print(_EXPERTS)
     print(_CPU if device_kind(config) == "cpu" else _DEVICE)
 
 

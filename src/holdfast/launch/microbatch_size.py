@@ -26,10 +26,10 @@ def with_microbatch_size(loaded: LoadedConfig, run_folder: Path | None = None) -
         return loaded
     if known := _known_size(run_folder):
         return loaded.with_planned({KEY: known}, "that of the run")
-    if not has_formula(config):
+    if not has_formula(config) or config.layout.ep > 1:  # of ep it is an expectation, no bound
         raise ConfigError(
             f"{KEY} auto needs a formula of the memory, and none covers this model, precision, "
-            "mask, task or layout.quantized",
+            "mask, task, layout.quantized or layout.ep",
             where=loaded.where(KEY),
             remedy=f"name a number: {KEY}=2",
         )
