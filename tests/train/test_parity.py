@@ -125,6 +125,28 @@ SPREAD = [
         "full.ep2.shard4",
     )
 ]
+SPREAD_OVER_CONTEXT = [
+    f"experts.{name}"
+    for name in (
+        "ep2.cp2",
+        "ep4.shard2-cp2",
+        "ep2.cp2-dp2",
+        "ep4.shard2-cp2-dp2",
+        "ep2.cp2-tp2",
+        "ep4.shard2-cp2-tp2",
+        "ep2.pp2-cp2",
+        "ep4.pp2-shard2-cp2",
+        "ep2.zero2.2-cp2",
+        "ep2.shard2+cp2",
+        "ep2.cp2+one",
+        "documents.ring.ep2.cp2",
+        "full.ep2.cp2",
+        "ep2.zbv.pp2-cp2",
+        "long.ep4.cp4",
+        "long.ep2.cp4",
+        "long.ep2.shard2-cp3",
+    )
+]
 CONTEXT = [
     "ring.cp2",
     "documents.shard2-cp2",
@@ -162,6 +184,7 @@ MORE_CONTEXT = [
     "deep.interleaved.ring.pp2-cp2",
 ]
 LAYOUTS = [*AXES, *PAIRS, *PRODUCTS, *UNLIKE, *MODES, *EXPERTS, *SPREAD, *SIGMOID]
+LAYOUTS += SPREAD_OVER_CONTEXT
 SOME = [
     "dp4",
     "shard4",

@@ -49,7 +49,7 @@ class LayoutConfig(DegreesConfig):
         "gathered for each use",
     )
     ep: int = Field(
-        1, ge=1, description="workers of dp_shard that share the experts of model.experts"
+        1, ge=1, description="workers of dp_shard x cp that share the experts of model.experts"
     )
     sequence_parallel: bool = Field(
         True, description="with tp: cut norms and residuals by tokens, at the same traffic"
