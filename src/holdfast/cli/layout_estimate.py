@@ -8,9 +8,9 @@ from typing import Any
 from holdfast.cli.output import print_table
 from holdfast.config.run import RunConfig
 from holdfast.layout import Topology
-from holdfast.plan.activations import has_formula
+from holdfast.plan.activations import device_kind, has_formula
 from holdfast.plan.communicators import BYTES_EACH, communicators_by_rank
-from holdfast.plan.estimate import RankEstimate, device_kind, estimates_by_rank
+from holdfast.plan.estimate import RankEstimate, estimates_by_rank
 from holdfast.report.formatting import format_bytes
 
 NO_FORMULA = (

@@ -16,7 +16,7 @@ from holdfast.core.sharding.parameters import count_parameters as parameters_of
 from holdfast.core.sharding.reduction_tree import deal
 from holdfast.core.sharding.state_table import MIXED
 from holdfast.layout import AXES, Coordinate, Replica, Topology
-from holdfast.plan.activations import activations_of, has_formula
+from holdfast.plan.activations import activations_of, device_kind, has_formula
 from holdfast.plan.layouts import microbatches
 from holdfast.plan.loss_impact import LossImpact
 from holdfast.plan.memory_use import RankContents, Span
@@ -117,7 +117,10 @@ class LayoutPicture:
         """The largest of all ranks, and how it comes about."""
         if not has_formula(self.config):
             return  # the estimate says so
-        found = [activations_of(self.config, self.topology, each.at) for each in self.holdings]
+        device = device_kind(self.config)
+        found = [
+            activations_of(self.config, self.topology, each.at, device) for each in self.holdings
+        ]
         most = max(range(len(found)), key=lambda index: found[index].total)
         largest = found[most]
         print(

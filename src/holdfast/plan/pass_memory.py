@@ -146,7 +146,7 @@ def backward_moments(stage: Stage, *, stays: bool) -> Iterator[Moment]:
     waits = stays or bool(stage.gathers) or (stage.tied and stage.embeds)
     head = stage.head_gradient if has_head and waits else 0
     if has_head:
-        wide = shape.wide * shape.stream_tokens * shape.model.dim
+        wide = 0 if shape.fuses_norms else shape.wide * shape.stream_tokens * shape.model.dim
         working = stage.whole + (stage.stream if stage.is_cut else 0) + head + 2 * wide
         working += stage.is_mixed * stage.stream
         kept = stage.kept(blocks, 1) + shape.norm()
