@@ -1,11 +1,13 @@
 """A training step under each axis of a layout, against the same axis in other loops.
 
 The axes are tp2 (tensor with sequence parallelism), cp2 (by an all-gather, a ring, and Ulysses),
-ep2 (8 experts), pp2 (8 microbatches, each schedule) and dp_shard2 (4 microbatches under ZeRO 2).
-`ulysses-ring` has no row: with two workers it is one of its halves. There are two workers with one thread each. The other
-loops are by hand from PyTorch's own pieces (parallelize_module, collectives, the pipelining
-schedules, fully_shard), in DeepSpeed and with torchtitan's plans. Every loop has the same weights,
-decoder maths and tokens, fused AdamW, and clipping to norm 1 over the complete gradient.
+and ep2 (8 experts). The others are pp2 (8 microbatches, each schedule) and dp_shard2 (4
+microbatches under ZeRO 2).
+`ulysses-ring` has no row: with two workers it is one of its halves. There are two workers with one
+thread each. The other loops are by hand from PyTorch's own pieces (parallelize_module, collectives,
+the pipelining schedules, fully_shard), in DeepSpeed and with torchtitan's plans. Every loop has the
+same weights, decoder maths and tokens, fused AdamW, and clipping to norm 1 over the complete
+gradient.
 `benchmarks/turns.py` says how they are compared, `peers/floor.py` what the floor is.
 
     python -m benchmarks.layouts                      every pair

@@ -5,8 +5,8 @@ and tokens. First the losses of three steps must agree, or the pair says so and 
 the loops take turns, a block of steps each, in an order that alternates. All processes live
 throughout, and those that wait do not spin. The ratio is the peer's time over ours (above 1: ours
 is faster), taken within a round. Rounds continue until the 95 % bootstrap interval of the median is
-within +-0.015, or `--rounds` or `--row-seconds` is reached. Wall time is the slower rank's; CPU time is summed over
-ranks and threads.
+within +-0.015, or `--rounds` or `--row-seconds` is reached. Wall time is the slower rank's; CPU
+time is summed over ranks and threads.
 
 A pair may name a floor, a third loop that takes its turn in every round. It does only the matrix
 products and the memory traffic that no implementation of the step can leave out.
@@ -172,9 +172,7 @@ def measure(pair: Pair, settings: argparse.Namespace, folder: Path) -> dict[str,
     loops: dict[str, Loop] = {}
 
     def start(which: str, name: str, compiles: bool = False) -> None:
-        work = Work(
-            **shape, microbatches=pair.microbatches, compile=compiles, experts=pair.experts
-        )
+        work = Work(**shape, microbatches=pair.microbatches, compile=compiles, experts=pair.experts)
         own = name.startswith("holdfast") or which == "floor"
         python = sys.executable if own else settings.peers_python
         loops[which] = Loop(name, work, python, folder / which, settings.seconds)

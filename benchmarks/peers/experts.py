@@ -1,5 +1,5 @@
 """Expert parallelism by hand: all_to_all_single with uneven splits, tokens sorted by expert, a loop
-over local experts; FSDP2 for everything else, fused AdamW, clipping by the norm over all ranks.
+over local experts. FSDP2 shards everything else. Fused AdamW; clipping by the norm over all ranks.
 
 Each rank owns its experts outright, so nothing of them is gathered. Their gradient comes back with
 the tokens, as a sum over the ranks' losses. FSDP2 takes the mean, so the sum is divided, too.
@@ -85,14 +85,15 @@ class ExpertLayer(nn.Module):
         return torch.zeros_like(tokens).index_add_(0, order // self.top_k, results).view_as(x)
 
 
-def clip(
-    shared: list[nn.Parameter], experts: list[nn.Parameter], world: int, norm: float
-) -> None:
+def clip(shared: list[nn.Parameter], experts: list[nn.Parameter], world: int, norm: float) -> None:
     """Take the mean of the experts' gradients, and clip by the norm of all gradients."""
     torch._foreach_div_([p.grad for p in experts], world)
-    squares = torch.nn.utils.get_total_norm([p.grad for p in experts if p.grad is not None]).square()
+    own, rest = (
+        torch.nn.utils.get_total_norm([p.grad for p in some if p.grad is not None])
+        for some in (experts, shared)
+    )
+    squares = own.square()
     dist.all_reduce(squares)
-    rest = torch.nn.utils.get_total_norm([p.grad for p in shared if p.grad is not None])
     assert isinstance(rest, DTensor)
     total = (squares + rest.full_tensor().square()).sqrt()
     for some in (shared, experts):

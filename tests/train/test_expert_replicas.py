@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,9 @@ import pytest
 
 from holdfast.parallel.comm.comm_stats import TrafficCounter
 from holdfast.parallel.expert_parallel import routed_layers
+from holdfast.parallel.expert_replicas import plan_dispatch
 from holdfast.parallel.process_groups import connect
+from holdfast.plan.expert_copies import copy_bytes
 from holdfast.train.build import build_engine
 from holdfast.train.engine import StepEngine
 from tests.support.layouts import (
@@ -51,15 +54,18 @@ def body(rank: RankContext, name: str, steps: int) -> dict[str, Any]:
     made = build_engine(config, groups, CPU)
     made.initialise(config.seed)
     skew(made)
-    margins = choice_margins(made.objective)
+    margins, chosen = choice_margins(made.objective), list[list[int]]()
+    layers = routed_layers(made.objective.decoder)  # type: ignore[arg-type, union-attr]
+    for layer in layers:
+        layer.router.register_forward_hook(lambda _, x, found: chosen.append(found.counts.tolist()))
     verdicts = [one_step(made, step) for step in range(1, steps + 1)]
     save_pieces(rank.folder / f"{rank.rank}.npz", pieces(made))
-    layers = routed_layers(made.objective.decoder)  # type: ignore[arg-type, union-attr]
     out = {
         "losses": [verdict.mean_loss for verdict in verdicts],
         "norms": [verdict.mean_norm for verdict in verdicts],
         "margin": min(margins),
         "loads": [layer.take_load() for layer in layers],
+        "chosen": chosen,
         "sent": traffic.bytes_by_kind.get("ep", 0),
         "pp": groups.coordinate.pp,
     }
@@ -86,9 +92,7 @@ def body(rank: RankContext, name: str, steps: int) -> dict[str, Any]:
         ),
     ],
 )
-def test_copies_keep_the_curve_and_even_out_the_load(
-    name: str, steps: int, tmp_path: Path
-) -> None:
+def test_copies_keep_the_curve_and_even_out_the_load(name: str, steps: int, tmp_path: Path) -> None:
     alone = tmp_path / "one"
     alone.mkdir()
     (one,) = rank_values(body, 1, {"name": "shallow.sigmoid.one", "steps": steps}, folder=alone)
@@ -107,3 +111,50 @@ def test_copies_keep_the_curve_and_even_out_the_load(
             assert sum(before) == sum(after)
             assert sum(copies) > 0
             assert max(after) < 0.8 * max(before)
+
+
+@pytest.mark.slow
+def test_a_copy_costs_what_the_formula_says_ep2() -> None:
+    """The formulas of `parallel/expert_replicas.py` and `layout show`, and the rows that travel."""
+    name = "shallow.sigmoid.copies.ep2.shard2"
+    config = config_of(case(name).changes)
+    found = rank_values(body, 2, {"name": name, "steps": 3})
+    for me, other in ((0, 1), (1, 0)):
+        sent = 0
+        for mine, theirs in zip(found[me]["chosen"], found[other]["chosen"], strict=True):
+            counts = [mine, theirs] if me == 0 else [theirs, mine]
+            plan = plan_dispatch(counts, me)
+            rows = plan.sent[other] + sum(plan.came[other])
+            copies = len(plan.lent) + (plan.lender is not None)
+            sent += 2 * rows * config.model.dim * BYTES + copies * copy_bytes(config, 1)
+            sent += 8 * len(mine)
+        assert found[me]["sent"] == pytest.approx(sent, rel=0.02)
+        assert sum(copies for _, _, copies in found[me]["loads"]) == sum(
+            plan_dispatch([a, b], me).lender is not None
+            for a, b in zip(found[0]["chosen"], found[1]["chosen"], strict=True)
+        )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("replicas", [2, 3])
+def test_replicas_with_copies_are_bit_equal(replicas: int) -> None:
+    """Every rank ends with the bits that a single replica has."""
+    alone, several = (
+        rank_values(
+            curve,
+            2 * count,
+            {"name": f"shallow.sigmoid.copies.ep2.shard2-dp{count}", "steps": 4},
+            deadline=120,
+        )
+        for count in (1, replicas)
+    )
+    for rank, value in enumerate(several):
+        assert value == alone[rank % 2]
+
+
+def curve(rank: RankContext, name: str, steps: int) -> list[Any]:
+    """What must be the same to the bit."""
+    found = body(rank, name, steps)
+    files = [rank.folder / f"{rank.rank}.npz"]
+    values = [sha256(v.tobytes()).hexdigest() for file in files for _, _, v in load_pieces(file)]
+    return [*found["losses"], *found["norms"], values]

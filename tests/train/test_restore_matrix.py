@@ -61,6 +61,8 @@ MIXED = [
 WITH_EXPERTS = [
     ("experts.ep2.shard4", "experts.pp2-tp2"),
     ("experts.pp2-shard2", "experts.ep2.shard2-tp2"),
+    ("experts.copies.ep2.shard2", "experts.pp2"),
+    ("experts.tp2", "experts.copies.ep2.shard4"),
 ]
 CONTEXT = [("ring.cp2", "tp2"), ("shard2", "ring.cp2"), ("pp2-cp2", "shard2-cp2")]
 CHOSEN = {*NEAR[::3], *MIXED[::2], *CONTEXT[:2]}

@@ -125,8 +125,8 @@ def _experts(
         if layout.expert_replicas == "off":
             return ""
         return (
-            f"layout.expert_replicas {layout.expert_replicas} needs experts on several workers, and "
-            "layout.ep is 1: use layout.expert_replicas off"
+            f"layout.expert_replicas {layout.expert_replicas} needs experts on several workers, "
+            "and layout.ep is 1: use layout.expert_replicas off"
         )
     if experts is None or cuts is not None:
         return f"layout.ep {ep} needs experts, and there is no model.experts: use layout.ep 1"

@@ -7,12 +7,11 @@ one. That rank computes a part of the expert's rows, and no optimizer and no che
 
 In the backward pass the host sends the gradient of its copy back. The owner adds up those of all
 hosts, in the order of ranks, and autograd adds the owner's own. So the owner has the complete
-gradient before FSDP2 or a reducer sees it. A sum of two parts rounds in another way than one sum
-over all rows, which is all that a copy changes.
+gradient before FSDP2 or a reducer sees it. A copy changes nothing but the rounding of that sum.
 
-A copy costs 3 D F / tp elements in the forward pass, as many in the backward, and as many again in
-its host's memory in between. F is the inner dim of an expert. A block that is run again sends the
-matrices once more. Rows that their own rank computes need not travel.
+With experts of inner dim F, a copy costs 3 D F / tp elements in the forward pass and as many in the
+backward. In between its host's memory holds them. A block that is run again sends the matrices once
+more. Rows that their own rank computes need not travel.
 """
 
 from __future__ import annotations
@@ -34,11 +33,11 @@ from holdfast.parallel.expert_parallel import ExpertExchange, Travel
 
 @dataclass(frozen=True)
 class Dispatch:
-    """Where the sorted choices of one rank go in a microbatch.
+    """The ranks that one rank's sorted choices go to in a microbatch.
 
     order: their places in the order of sending, as (first row, rows). sent: rows to each rank.
     came: of each rank, rows for each expert of this rank, and then for its copy if it has one.
-    lent: (number here, host) of this rank's experts that others have, by host. lender: the owner of
+    lent: (number here, host) of this rank's experts that have a copy, by host. lender: the owner of
     this rank's copy. load: rows of this rank's own experts, rows that it computes.
     """
 
@@ -217,6 +216,6 @@ def _parts(
 def _split(rows: Tensor, shapes: Sequence[torch.Size]) -> Matrices:
     """Rows of D -> one expert's matrices"""
     dim = rows.shape[1]
-    parts = rows.split([shape.numel() // dim for shape in shapes])
+    parts = torch.split(rows, [shape.numel() // dim for shape in shapes])
     gate, up, down = (part.reshape(shape) for part, shape in zip(parts, shapes, strict=True))
     return gate, up, down

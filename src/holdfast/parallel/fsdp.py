@@ -111,7 +111,8 @@ class ShardedGradients(GradientFeeder):
     """Feeds reducers from the units of a module that `apply_fsdp` sharded.
 
     named: the parameters by name in forward order: what FSDP2 made of them, or plain ones that no
-        other shard has. boxes: what this rank holds of each. traffic: counts FSDP2's own collectives.
+        other shard has. boxes: what this rank holds of each. traffic: counts FSDP2's own
+        collectives.
     are_sums_here: the sums lie on the device, so FSDP2 may write to them.
     weight_bits, gradient_bits: of the codes that shards send each other; 0: they send numbers.
     See `GradientFeeder` for the rest.
