@@ -1,7 +1,7 @@
 """A training step under each axis of a layout, against the same axis in other loops.
 
 The axes are tp2 (tensor with sequence parallelism), cp2 (by an all-gather, a ring, and Ulysses),
-and ep2 (8 experts). The others are pp2 (8 microbatches, each schedule) and dp_shard2 (4
+and ep2 (8 experts). There are also pp2 (8 microbatches, each schedule) and dp_shard2 (4
 microbatches under ZeRO 2).
 `ulysses-ring` has no row: with two workers it is one of its halves. There are two workers with one
 thread each. The other loops are by hand from PyTorch's own pieces (parallelize_module, collectives,

@@ -87,7 +87,7 @@ LAYOUTS = {
     "pp3": "dp3",
     "experts.ep2.shard4": "experts.pp2-tp2",
     "experts.pp2-shard2": "experts.ep4.shard4",
-    "experts.copies.ep2.shard2": "experts.copies.ep4.shard4",
+    "experts.copies.ep2.shard4": "experts.copies.ep4.shard4",
     "cp2": "tp2",
     "ring.shard2-cp2": "ring.pp2-cp2",
     "heads.ulysses.cp2-tp2": "heads.ulysses.dp2-cp2",

@@ -6,8 +6,9 @@ same from the same numbers. (He et al. 2022, section 5.1, decide for each batch 
 
 n ranks have E / n experts each, in order. A rank's load is the choices that it computes. In each
 round the rank with the highest load gives rows of its hottest expert away. They go to the rank with
-the lowest load that has no copy yet, until both loads are equal or no row is left. The rounds end when that is less than a part of an even load (`LEAST_PART`). Without such a bound,
-every small difference would send an expert's matrices.
+the lowest load that has no copy yet, until both loads are equal or no row is left. The rounds end
+when that is less than a part of an even load (`LEAST_PART`). Without such a bound, every small
+difference would send an expert's matrices.
 """
 
 from __future__ import annotations
