@@ -107,7 +107,7 @@ def test_copies_keep_the_curve_and_even_out_the_load(name: str, steps: int, tmp_
     for stage in {value["pp"] for value in found}:
         ranks = [value["loads"] for value in found if value["pp"] == stage]
         for of_block in zip(*ranks, strict=True):
-            before, after, copies = zip(*of_block, strict=True)
+            _, before, after, copies = zip(*of_block, strict=True)
             assert sum(before) == sum(after)
             assert sum(copies) > 0
             assert max(after) < 0.8 * max(before)
@@ -129,7 +129,7 @@ def test_a_copy_costs_what_the_formula_says_ep2() -> None:
             sent += 2 * rows * config.model.dim * BYTES + copies * copy_bytes(config, 1)
             sent += 8 * len(mine)
         assert found[me]["sent"] == pytest.approx(sent, rel=0.02)
-        assert sum(copies for _, _, copies in found[me]["loads"]) == sum(
+        assert sum(copies for *_, copies in found[me]["loads"]) == sum(
             plan_dispatch([a, b], me).lender is not None
             for a, b in zip(found[0]["chosen"], found[1]["chosen"], strict=True)
         )

@@ -162,8 +162,8 @@ class RoutedFeedForward(nn.Module):
     gather_counts: choices on each rank that shares a microbatch, in the order of its tokens, and
         this rank's number among them. answers_for_tokens: False on a rank whose twin, with the same
         tokens, adds the router's losses and counts choices. run_experts: computes them, here or on
-        other ranks. take_load: rows of this rank's experts, rows that it computed, and copies that
-        it had; nothing where there are none.
+        other ranks. take_load: rows of an even load, of this rank's experts, and that it computed,
+        and copies that it had; nothing if there are none.
     """
 
     def __init__(self, model: ModelConfig, config: ExpertsConfig):

@@ -38,7 +38,7 @@ class Dispatch:
     order: their places in the order of sending, as (first row, rows). sent: rows to each rank.
     came: of each rank, rows for each expert of this rank, and then for its copy if it has one.
     lent: (number here, host) of this rank's experts that have a copy, by host. lender: the owner of
-    this rank's copy. load: rows of this rank's own experts, rows that it computes.
+    this rank's copy. load: rows of an even load, of this rank's own experts, and that it computes.
     """
 
     copies: tuple[ExpertCopy, ...]
@@ -47,7 +47,7 @@ class Dispatch:
     came: tuple[tuple[int, ...], ...]
     lent: tuple[tuple[int, int], ...]
     lender: int | None
-    load: tuple[int, int]
+    load: tuple[int, int, int]
 
 
 def plan_dispatch(counts: Sequence[Sequence[int]], rank: int) -> Dispatch:
@@ -88,7 +88,7 @@ def plan_dispatch(counts: Sequence[Sequence[int]], rank: int) -> Dispatch:
         came,
         tuple((expert, host) for host, expert in lent),
         owner_of(copy_here.expert, experts, ranks) if copy_here else None,
-        (rank_loads(counts)[rank], sum(map(sum, came))),
+        (sum(map(sum, counts)) // ranks, rank_loads(counts)[rank], sum(map(sum, came))),
     )
 
 
@@ -97,7 +97,7 @@ class ReplicatingExchange(ExpertExchange):
 
     def __init__(self, group: dist.ProcessGroup, traffic: TrafficCounter | None = None):
         super().__init__(group, traffic)
-        self._load = [0, 0, 0]  # rows of own experts, rows computed, copies; since they were taken
+        self._load = [0] * 4  # see `take_load`
 
     def __call__(self, experts: Experts, tokens: Tensor, counts: Tensor) -> Tensor:
         """See `ExpertExchange`."""
@@ -126,9 +126,9 @@ class ReplicatingExchange(ExpertExchange):
         self._load = [known + new for known, new in zip(self._load, found, strict=True)]
 
     def take_load(self) -> list[int]:
-        """Return rows of this rank's own experts, rows that it computed, and copies that it had, of
-        the backward passes since the last call."""
-        load, self._load = self._load, [0, 0, 0]
+        """Return rows of an even load, rows of this rank's own experts, rows that it computed, and
+        copies that it had, of the backward passes since the last call."""
+        load, self._load = self._load, [0] * 4
         return load
 
     def _gather(self, counts: Tensor) -> Tensor:

@@ -14,8 +14,10 @@ _MAX_NUMBERED = 16
 
 @dataclass(frozen=True)
 class RankLoads:
-    """Of each rank: choices of its own experts, choices that it computed, copies that it had."""
+    """Of each rank: choices of an even load, of its own experts, and that it computed; copies that
+    it had."""
 
+    even: tuple[int, ...]
     own: tuple[int, ...]
     computed: tuple[int, ...]
     copies: tuple[int, ...]
@@ -23,8 +25,11 @@ class RankLoads:
     @property
     def highest(self) -> tuple[float, float]:
         """The highest load of a rank in even parts, without copies and with them."""
-        even = sum(self.own) / len(self.own) or 1.0
-        return max(self.own) / even, max(self.computed) / even
+        without, found = (
+            max(load / (even or 1) for load, even in zip(loads, self.even, strict=True))
+            for loads in (self.own, self.computed)
+        )
+        return without, found
 
 
 class ExpertLoad:
