@@ -19,8 +19,8 @@ class ExpertsRouted(Event):
     rank: int
     counts: dict[str, list[int]]  # number of a block -> choices by expert
     dropped: int = 0  # of these choices: those that no expert computed, for lack of capacity
-    # With copies of experts: number of a block -> choices of an even load, choices of the rank's
-    # own experts, choices that it computed, copies that it had.
+    # With copies of experts, by block: choices of an even load, of the rank's own experts, and that
+    # it computed. The last number is of its copies.
     loads: dict[str, list[int]] = field(default_factory=dict)
 
 

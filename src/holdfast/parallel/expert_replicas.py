@@ -126,8 +126,8 @@ class ReplicatingExchange(ExpertExchange):
         self._load = [known + new for known, new in zip(self._load, found, strict=True)]
 
     def take_load(self) -> list[int]:
-        """Return rows of an even load, rows of this rank's own experts, rows that it computed, and
-        copies that it had, of the backward passes since the last call."""
+        """Return rows of an even load, of this rank's own experts, and that it computed, and its
+        copies. They are of the backward passes since the last call."""
         load, self._load = self._load, [0] * 4
         return load
 
