@@ -43,6 +43,11 @@ def sentence(*overrides: str) -> str:
             "layout.ep 2 needs experts, and there is no model.experts; use layout.ep 1",
         ),
         (
+            [*EXPERTS, "layout.dp_shard=3", "layout.expert_replicas=auto"],
+            "layout.expert_replicas auto needs experts on several workers, and layout.ep is 1; use "
+            "layout.expert_replicas off",
+        ),
+        (
             [*EXPERTS, "layout.dp_shard=3", "layout.ep=2"],
             "layout.ep 2 does not divide layout.dp_shard 3; use layout.ep 1 or 3",
         ),

@@ -120,6 +120,7 @@ _FLAGS: dict[str, dict[str, Any]] = {
     "once": {"layout__zero2_reduce": "step"},
     "ep2": {"layout__ep": 2},
     "ep4": {"layout__ep": 4},
+    "copies": {"layout__expert_replicas": "auto"},
     "fp32": {"train__precision": "fp32"},
     "bf16": {"train__precision": "bf16"},
     "fp16": {"train__precision": "fp16"},

@@ -93,6 +93,7 @@ LAYOUTS = {
     "experts.ep2.cp2": "experts.ep2.shard2",
     "experts.ep2.tp2": "experts.ep2.cp2",
     "experts.ep4.shard2-cp2": "experts.ep4.shard2-tp2",
+    "experts.copies.ep2.shard4": "experts.copies.ep4.shard4",
     "cp2": "tp2",
     "ring.shard2-cp2": "ring.pp2-cp2",
     "heads.ulysses.cp2-tp2": "heads.ulysses.dp2-cp2",

@@ -56,6 +56,11 @@ class LayoutConfig(DegreesConfig):
     ep: int = Field(
         1, ge=1, description="workers of dp_shard x cp that share the experts of model.experts"
     )
+    expert_replicas: Literal["off", "auto"] = Field(
+        "off",
+        description="with ep: auto gives experts with many tokens copies on workers with few, in "
+        "each microbatch",
+    )
     sequence_parallel: bool = Field(
         True, description="with tp: cut norms and residuals by tokens, at the same traffic"
     )
