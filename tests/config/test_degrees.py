@@ -43,13 +43,26 @@ def sentence(*overrides: str) -> str:
             "layout.ep 2 needs experts, and there is no model.experts; use layout.ep 1",
         ),
         (
+            [*EXPERTS, "layout.dp_shard=3", "layout.expert_replicas=auto"],
+            "layout.expert_replicas auto needs experts on several workers, and layout.ep is 1; use "
+            "layout.expert_replicas off",
+        ),
+        (
             [*EXPERTS, "layout.dp_shard=3", "layout.ep=2"],
             "layout.ep 2 does not divide layout.dp_shard 3; use layout.ep 1 or 3",
         ),
         (
-            [*EXPERTS, "model.experts.count=4", "layout.dp_shard=6", "layout.ep=2"],
-            "layout.ep 2 needs as many experts on each of layout.dp_shard 6 workers, and "
-            "model.experts.count is 4; use layout.ep 1, or layout.dp_shard 4",
+            [*EXPERTS, "layout.dp_shard=3", "layout.cp=2", "layout.ep=4"],
+            "layout.ep 4 does not divide layout.dp_shard 3 x cp 2; use layout.ep 3 or 6",
+        ),
+        (
+            [*EXPERTS, "layout.dp_shard=2", "layout.cp=2", "layout.ep=4"],
+            "layout.ep 4 does not divide model.experts.count 6; use layout.ep 2",
+        ),
+        (
+            [*EXPERTS, "layout.cp=2", "train.optimizer.name=adafactor", "layout.ep=2"],
+            "layout.ep 2 cuts experts, and train.optimizer.name adafactor needs complete "
+            "parameters; use layout.ep 1",
         ),
         (
             [*EXPERTS, "layout.dp_shard=2", "layout.zero=1", "layout.ep=2"],

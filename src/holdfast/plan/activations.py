@@ -48,7 +48,7 @@ from holdfast.config.recompute import RecomputePolicy
 from holdfast.config.run import RunConfig
 from holdfast.core.sharding.reduction_tree import deal
 from holdfast.core.sharding.sharding_table import tp_part
-from holdfast.layout import Coordinate, Replica, Topology, expert_degree
+from holdfast.layout import Coordinate, Replica, Topology
 from holdfast.plan.expert_memory import ExpertShape
 from holdfast.plan.layouts import microbatches
 from holdfast.plan.pass_order import StageBytes, fullest_forward
@@ -113,6 +113,7 @@ def _knows_experts(config: RunConfig) -> bool:
     is_split &= SCHEDULE_KINDS[config.layout.schedule].splits_backward
     is_plain = not (experts.first or experts.capacity or is_split)
     is_plain &= not config.train.memory.moves_activations
+    is_plain &= config.layout.expert_replicas == "off"
     return is_plain and "selective" not in config.train.recompute_words
 
 
@@ -239,7 +240,7 @@ class RankShape:
                 item,
                 max(4, item),
                 tp=tp,
-                ep=expert_degree(config.layout.ep, replica.degree("dp_shard")),
+                ep=replica.expert_degree(config.layout.ep),
             ),
         )
 
