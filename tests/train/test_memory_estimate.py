@@ -27,7 +27,7 @@ SCHEDULES = (
 """Of several stages a worker, or a backward in two halves."""
 EXPERTS = (
     *("experts.one", "experts.dp2", "experts.tp2", "experts.pp2", "experts.zero1.2"),
-    *("experts.shard2", "experts.ep2.shard2", "experts.interleaved.pp2", "experts.cp2"),
+    *("experts.shard2", "experts.interleaved.pp2", "experts.cp2"),
     *("sigmoid.one", "sigmoid.pp2-tp2"),
 )
 TOO_LOW = (28,)

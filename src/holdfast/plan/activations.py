@@ -103,6 +103,12 @@ def has_formula(config: RunConfig) -> bool:
     return trained and plain and known and config.data.attention == "full"
 
 
+def has_estimate(config: RunConfig) -> bool:
+    """Return True for a run whose peak of memory the formulas know. What FSDP2 gathers of experts
+    that are spread over ranks is not among it."""
+    return has_formula(config) and config.layout.ep == 1
+
+
 def _knows_experts(config: RunConfig) -> bool:
     """Return True without experts, or where a formula covers them. Then all blocks have some, no
     choice is dropped, nothing of them is kept by name, and no backward is split."""

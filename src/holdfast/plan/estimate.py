@@ -17,7 +17,6 @@ from math import prod
 from holdfast.config.memory import DEVICE
 from holdfast.config.run import RunConfig
 from holdfast.core.schedule.table import ActionKind
-from holdfast.core.sharding.parameters import EXPERTS
 from holdfast.core.sharding.reduction_tree import deal
 from holdfast.core.sharding.sharding_table import tp_part
 from holdfast.core.sharding.state_table import mesh_box
@@ -257,15 +256,9 @@ def _outside(config: RunConfig, replica: Replica, at: Coordinate, number: int) -
 def _elements(
     config: RunConfig, replica: Replica, at: Coordinate, prefixes: tuple[str, ...]
 ) -> int:
-    """Elements of the rank's parameters whose names begin so, before dp_shard cuts them. Of experts
-    it computes with a part alone."""
-    table = [r for r in known_parameters(config) if r.name.startswith(prefixes)]
-    ep = replica.expert_degree(config.layout.ep)
-    return sum(
-        mesh_box(replace(row, shard_dim=None), replica, at).size
-        // (ep if EXPERTS in row.name else 1)
-        for row in table
-    )
+    """Elements of the rank's parameters whose names begin so, before dp_shard cuts them."""
+    table = (replace(row, shard_dim=None) for row in known_parameters(config))
+    return sum(mesh_box(row, replica, at).size for row in table if row.name.startswith(prefixes))
 
 
 def _messages(replica: Replica, at: Coordinate, number: int, stage: Stage) -> int:
