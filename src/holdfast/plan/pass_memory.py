@@ -8,7 +8,7 @@ Each is on top of the rank's state, and of what other microbatches in flight kee
     block       the end of the last block, before the one before it leaves the device
     norm        the backward of the last norm
     last block  the backward of the feed-forward in the last block, from which most is kept
-    block norm  the backward of the norm before that feed-forward, on a device without a fused norm
+    block norm  the backward of the norm before that feed-forward, on a CPU in bf16
     first block the same in the first block, when gradients stay where they were computed
     unit        FSDP2 reduces the gradients of the last block
     next block  the feed-forward of the block ahead, while it keeps what it reduced
@@ -159,7 +159,7 @@ def backward_moments(stage: Stage, *, stays: bool) -> Iterator[Moment]:
     again = _again(stage)
     working = head + stage.stream + _feed_forward(stage, stays=stays or bool(stage.gathers))
     yield Moment("last block", stage.kept(blocks) + again, 0, stage.gathered(blocks, 2), working)
-    if not shape.fuses_norms:
+    if stage.is_mixed and not shape.fuses_norms:
         done = shape.item * shape.tokens * (shape.model.dim + 4 * shape.inner)
         wide = shape.wide * shape.stream_tokens * shape.model.dim
         kept = stage.kept(blocks) + again - done
