@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import gc
+import importlib
 import os
 import signal
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +19,7 @@ from tests.support.ranks import ADDRESS, Server
 if TYPE_CHECKING:
     from tests.support.s3 import Proxy
 
+TESTS = Path(__file__).parent
 _SERVER = pytest.StashKey[Server]()
 
 # How long an example takes says how busy the machine is, not whether the code is right. The same
@@ -45,6 +48,20 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_collection(session: pytest.Session) -> None:
     gc.disable()  # what imports make stays, and it would go through that again and again
+    _import_a_share(session.config)
+
+
+def _import_a_share(config: pytest.Config) -> None:
+    """Each pytest worker first imports test files of its own. In a new clone each file is compiled
+    once then, with its asserts, and not by every worker at the same time."""
+    given = getattr(config, "workerinput", None)
+    if given is None or [Path(argument) for argument in config.args] != [TESTS]:
+        return
+    number, workers = int(given["workerid"].removeprefix("gw")), given["workercount"]
+    for path in sorted(TESTS.rglob("test_*.py"))[number::workers]:
+        name = ".".join(path.relative_to(TESTS.parent).with_suffix("").parts)
+        with suppress(Exception, pytest.skip.Exception):  # the collection tells of it
+            importlib.import_module(name)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -163,8 +163,6 @@ MORE_CONTEXT = [
 ]
 LAYOUTS = [*AXES, *PAIRS, *PRODUCTS, *UNLIKE, *MODES, *EXPERTS, *SPREAD, *SIGMOID]
 SOME = [
-    "dp4",
-    "shard4",
     "tp2+one",
     "pp2-shard2",
     "pp3+pp2",
@@ -174,13 +172,13 @@ SOME = [
     "experts.ep2.shard4",
 ]
 CASES = [
-    *((name, STEPS) for name in (*SOME, *CONTEXT)),
+    *((name, STEPS) for name in (*SOME, *CONTEXT[1:])),
     *(pytest.param(name, 20, marks=pytest.mark.slow) for name in (*CONTEXT, *MORE_CONTEXT)),
     *(pytest.param(name, more, marks=pytest.mark.slow) for more in (20, 40) for name in LAYOUTS),
 ]
 LOWER = [
     ("fp32", 2e-5, LOWER_STEPS, "tp2"),
-    *(("bf16", 1e-3, LOWER_STEPS, name) for name in ("pp2-tp2", "shard2")),
+    ("bf16", 1e-3, LOWER_STEPS, "shard2"),
     *(
         pytest.param(precision, tolerance, 20, name, marks=pytest.mark.slow)
         for precision, tolerance in (("fp32", 2e-5), ("bf16", 1e-3), ("fp16", 1e-3))
@@ -286,9 +284,9 @@ def test_same_curve_in_lower_precision(
     ],
 )
 def test_replicas_of_one_layout_are_bit_equal(name: str) -> None:
-    """1, 2 and 3 of them: every rank ends with the bits of its mesh rank in the others."""
+    """One and three of them: every rank ends with the bits of its mesh rank in the others."""
     found: dict[int, set[tuple[Any, ...]]] = {0: set(), 1: set()}
-    for replicas in (1, 2, 3):
+    for replicas in (1, 3):
         arguments = {"name": f"shallow.{name}-dp{replicas}", "steps": STEPS}
         for rank, value in enumerate(rank_values(body, 2 * replicas, arguments, deadline=120)):
             curve = (*value["losses"], *value["norms"], value["digest"])
