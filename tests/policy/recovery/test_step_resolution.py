@@ -9,7 +9,6 @@ from typing import NamedTuple
 import pytest
 
 from holdfast.policy.recovery.step_resolution import (
-from tests.support.marks import in_campaign
     TRANSITIONS,
     RankProgress,
     StepResolution,
@@ -17,6 +16,7 @@ from tests.support.marks import in_campaign
     advance,
     resolve_step,
 )
+from tests.support.marks import in_campaign
 
 STEPS = 2
 
