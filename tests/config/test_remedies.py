@@ -105,6 +105,12 @@ def test_remedies_of_a_changed_run_file_lead_to_one_that_works(
             "layout.ep": 2,
             "layout.dp_shard": 2,
         },
+        {
+            "model.family": "mixtral",
+            "model.experts": {"count": 6},
+            "layout.ep": 4,
+            "layout.cp": 2,
+        },
         {"layout.workers": 5, "layout.tp": 2},
         {"layout.workers": 9},
         {"layout.trace_step": 99},

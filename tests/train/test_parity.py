@@ -51,6 +51,16 @@ UNLIKE = ["pp3+pp2", "tp2+one", "pp2-tp2+tp4", "shard4+shard2+one", "pp2-shard2+
 MODES = [
     "zero1.2",
     "zero2.2",
+    "zero2.2-dp2",
+    "pp2-zero2.2",
+    "once.zero2.2",
+    "once.zero2.4",
+    "once.zero2.2-dp2",
+    "once.zero2.2-tp2",
+    "once.pp2-zero2.2",
+    "once.zero2.2+one",
+    "zbv.once.pp2-zero2.2",
+    "interleaved.once.pp2-zero2.2",
     "zero1.2-dp2",
     "pp2-zero1.2",
     "plain.tp2",
@@ -127,6 +137,31 @@ SPREAD = [
         "full.ep2.shard4",
     )
 ]
+SPREAD_OVER_CONTEXT = [
+    f"experts.{name}"
+    for name in (
+        "ep2.cp2",
+        "ep4.shard2-cp2",
+        "ep2.cp2-dp2",
+        "ep4.shard2-cp2-dp2",
+        "ep2.cp2-tp2",
+        "ep4.shard2-cp2-tp2",
+        "ep2.pp2-cp2",
+        "ep4.pp2-shard2-cp2",
+        "ep2.zero2.2-cp2",
+        "ep2.shard2+cp2",
+        "ep2.cp2+one",
+        "documents.ring.ep2.cp2",
+        "full.ep2.cp2",
+        "ep2.zbv.pp2-cp2",
+        "long.ep4.cp4",
+        "long.ep2.cp4",
+        "long.ep2.shard2-cp3",
+        "ep2.pp2-cp2-tp2",
+    )
+]
+FIVE_AXES = "experts.ep4.pp2-shard2-cp2-tp2"
+"""On 16 ranks, for few steps: that many processes share the cores of one machine."""
 CONTEXT = [
     "ring.cp2",
     "documents.shard2-cp2",
@@ -164,6 +199,7 @@ MORE_CONTEXT = [
     "deep.interleaved.ring.pp2-cp2",
 ]
 LAYOUTS = [*AXES, *PAIRS, *PRODUCTS, *UNLIKE, *MODES, *EXPERTS, *SPREAD, *SIGMOID]
+LAYOUTS += SPREAD_OVER_CONTEXT
 SOME = [
     "tp2+one",
     "pp2-shard2",
@@ -177,6 +213,7 @@ CASES = [
     *((name, STEPS) for name in (*SOME, *CONTEXT[1:])),
     *(pytest.param(name, 20, marks=pytest.mark.slow) for name in (*CONTEXT, *MORE_CONTEXT)),
     *(pytest.param(name, more, marks=pytest.mark.slow) for more in (20, 40) for name in LAYOUTS),
+    pytest.param(FIVE_AXES, STEPS, marks=pytest.mark.slow),
 ]
 LOWER = [
     ("fp32", 2e-5, LOWER_STEPS, "tp2"),
@@ -247,8 +284,9 @@ def test_same_curve_in_float64(name: str, steps: int, references: Path, tmp_path
     (name,) = of_one_model(name)
     alone, whole = reference(model_flags(name), steps, references)
     of = case(name)
+    deadline = 240 if of.world_size <= 8 else 1200
     values = rank_values(
-        body, of.world_size, {"name": name, "steps": steps}, folder=tmp_path, deadline=240
+        body, of.world_size, {"name": name, "steps": steps}, folder=tmp_path, deadline=deadline
     )
     assert len(alone["losses"]) == steps
     for value in values:
@@ -280,10 +318,13 @@ def test_same_curve_in_lower_precision(
                 "plain.tp2",
                 "pp2",
                 "zero1.2",
+                "zero2.2",
+                "once.zero2.2",
                 "cp2",
                 "ring.cp2",
                 "heads.ulysses.cp2",
                 "experts.ep2.shard2",
+                "experts.ep2.cp2",
             ),
         ),
     ],
