@@ -127,10 +127,12 @@ def _experts(
         return f"layout.ep {ep} needs experts, and there is no model.experts: use layout.ep 1"
     if layout.zero == 1:
         return f"layout.ep {ep} does not work with layout.zero 1: use layout.zero 2"
-    if train.recompute == "selective":
+    if "selective" in train.recompute_words:
+        words = ", ".join(train.recompute_words).replace("selective", "full")
         return (
             f"layout.ep {ep} gathers parameters inside of blocks, which train.recompute selective "
-            "does not run again: use train.recompute full"
+            "does not run again: use train.recompute "
+            + (words if isinstance(train.recompute, str) else f"[{words}]")
         )
     count, every = experts.count, gcd(*(each.dp_shard for _, each in layout.kinds))
     both = gcd(every, count)

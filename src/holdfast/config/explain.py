@@ -160,11 +160,13 @@ def _sentence(details: ErrorDetails, path: tuple[str | int, ...]) -> tuple[str, 
         expected = str(context.get("expected", ""))  # "'a', 'b' or 'c'", "1, 2 or 3"
         choices = [choice.strip("'") for choice in re.split(r", | or ", expected)]
         meant = _VALUES_ELSEWHERE.get(str(value).lower().removeprefix("torch."))
-        close = [meant] if meant in choices else get_close_matches(str(value), choices, n=1)
+        close = [meant] if meant in choices else get_close_matches(str(value).lower(), choices, n=1)
         remedy = f"did you mean {close[0]}?" if close else f"use {choices[0]}"
         return f"{key} ", f"is {format_value(value)}, not one of {', '.join(choices)}", remedy
     if kind in _BOUNDS:
         name, words = _BOUNDS[kind]
+        if not remedy and name in ("ge", "le"):  # an item of a list
+            remedy = f"use {context[name]}"
         return f"{key} ", f"is {format_value(value)}, but must be {words} {context[name]}", remedy
     if kind == "string_pattern_mismatch":
         if key == "task.name":  # its default trains something else
@@ -221,7 +223,7 @@ def nearest_value(info: FieldInfo | None, value: object) -> str:
     if info is None or isinstance(value, bool):
         return ""
     types, rules, words = _alternatives(info)
-    if isinstance(value, str) and (near_words := get_close_matches(value, words, n=1)):
+    if isinstance(value, str) and (near_words := get_close_matches(value.lower(), words, n=1)):
         return f"did you mean {near_words[0]}?"
     if bool in types:
         word = _WORDS.get(str(value).lower())

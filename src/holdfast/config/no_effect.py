@@ -221,6 +221,7 @@ def _switched_off(loaded: LoadedConfig) -> Iterator[Finding]:
     in_files = any(getattr(memory, key) == FILE for key in MOVABLE)
     adaptive = save.interval == "adaptive"
     no_peers = not save.peers
+    no_stages = all(degrees.pp == 1 for _, degrees in config.layout.kinds)
     rules = [
         ("train.memory.folder", not in_files, "no state in a file"),
         ("train.memory.piece_mb", not memory.moves_state, "all state on the device"),
@@ -232,6 +233,8 @@ def _switched_off(loaded: LoadedConfig) -> Iterator[Finding]:
         ("checkpoint.bucket_keep_last", not save.bucket, "no checkpoint.bucket"),
         ("checkpoint.peer_every_steps", no_peers, "no checkpoint.peers"),
         ("checkpoint.peer_copies", no_peers, "no checkpoint.peers"),
+        ("layout.schedule", no_stages, "layout.pp 1"),
+        ("layout.virtual_stages", no_stages, "layout.pp 1"),
         ("layout.cp_method", all(d.cp == 1 for _, d in config.layout.kinds), "layout.cp 1"),
         (
             "layout.cp_ring",

@@ -34,7 +34,7 @@ class ExpertLoad:
 
 def load_note(load: Mapping[int, Sequence[int]], dropped: int) -> str:
     """Return what stands above the heat map."""
-    note = "Choices of all tokens by block and expert. An entropy of 1 is an even load."
+    note = "Choices of tokens by block and expert. An entropy of 1 is an even load."
     choices = sum(map(sum, load.values()))
     if dropped:
         note += f" {format_percent(dropped / choices)} of the choices were dropped."
