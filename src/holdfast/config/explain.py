@@ -44,6 +44,24 @@ _ELSEWHERE = {
     "world_size": "layout.workers",
     "num_workers": "layout.workers",
     "save_every": "checkpoint.every_steps",
+    "num_experts": "model.experts.count",
+    "num_local_experts": "model.experts.count",
+    "n_routed_experts": "model.experts.count",
+    "num_experts_per_tok": "model.experts.top_k",
+    "moe_intermediate_size": "model.experts.width",
+    "router_aux_loss_coef": "model.experts.balance_loss",
+    "capacity_factor": "model.experts.capacity",
+    "pipeline_schedule": "layout.schedule",
+    **{
+        f"{long}_{word}": f"layout.{axis}"
+        for long, axis in (
+            ("tensor", "tp"),
+            ("pipeline", "pp"),
+            ("context", "cp"),
+            ("expert", "ep"),
+        )
+        for word in ("parallel", "parallel_size", "parallel_degree", "model_parallel_size")
+    },
 }
 
 # The same for values, by the words in which other trainers, or torch, name them.
@@ -294,8 +312,9 @@ def suggest_key(path: tuple[str | int, ...]) -> str:
     nested = (*path[:-1], *as_path(last))
     if "." in last and field_at(nested) is not None:  # dots are for the command line
         return f"write '{nested[-1]}:' indented below '{nested[-2]}:'"
-    if len(path) == 1 and not rest and last.lower() in _ELSEWHERE:
-        return f"did you mean {_ELSEWHERE[last.lower()]}?"
+    elsewhere = _ELSEWHERE.get(last.lower(), "")
+    if not rest and elsewhere.startswith("".join(f"{part}." for part in path[:-1])) and elsewhere:
+        return f"did you mean {elsewhere}?"
     near = get_close_matches(last, siblings(path), n=1, cutoff=0.6)
     if near:
         meant = (*path[:-1], near[0])
