@@ -54,6 +54,8 @@ MIXED = [
     ("pp3+pp2", "shard2-tp2"),
     ("pp2-shard2", "tp2"),
     ("tp2", "pp2-shard2"),
+    ("zero2.2", "once.zero2.2"),
+    ("once.zero2.2", "zero2.2"),
     ("pp2", "zbv.pp2"),
     ("interleaved.pp2", "pp2"),
     ("zbv.pp2", "interleaved.pp2"),

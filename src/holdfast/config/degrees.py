@@ -127,6 +127,11 @@ def _experts(
         return f"layout.ep {ep} needs experts, and there is no model.experts: use layout.ep 1"
     if layout.zero == 1:
         return f"layout.ep {ep} does not work with layout.zero 1: use layout.zero 2"
+    if layout.zero_in_memory == 1:
+        return (
+            f"layout.ep {ep} does not work with layout.zero2_reduce step, which holds all experts: "
+            "use layout.zero2_reduce microbatch"
+        )
     if "selective" in train.recompute_words:
         words = ", ".join(train.recompute_words).replace("selective", "full")
         return (

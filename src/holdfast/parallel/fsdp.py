@@ -14,6 +14,8 @@ Gradients are sums, so FSDP2's own division is switched off. Its sharded `.grad`
 each microbatch, because FSDP2 would continue to add in sequence. The optimizer reads the reducer's
 buffer instead, through the same offsets. A unit's `.grad` is dropped when the next unit is reduced:
 all of them at once would be a second copy of the rank's gradients.
+
+Under ZeRO 2 parameters are gathered once a step: they stay until the sum of the step is wanted.
 """
 
 from __future__ import annotations
@@ -36,6 +38,8 @@ from torch.distributed.fsdp import (
 )
 
 from holdfast.core.sharding.boxes import Box
+from holdfast.core.sharding.reduction_tree import Shares
+from holdfast.core.sharding.step_resume import Computed
 from holdfast.parallel.comm.comm_stats import TrafficCounter
 from holdfast.parallel.gradients.exchange import Slot
 from holdfast.parallel.gradients.feeder import Cells, GradientFeeder
@@ -64,7 +68,7 @@ def apply_fsdp(
     compute: dtype of parameters in the forward and backward (bf16 in mixed precision); None: as
         they are. They stay in their own dtype between steps, and so does the reduction. Inputs
         are not cast, so that the rotary tables keep their precision.
-    zero: 3 shards parameters between forward and backward too; 2 gathers them once for both
+    zero: 3 shards parameters between forward and backward too; 2 gathers them once a step
         (Rajbhandari et al., 2020, section 5: stages of ZeRO). State is sharded alike.
     is_offloaded: shards lie on the host, and each unit is gathered on the device.
     """
@@ -87,6 +91,7 @@ def apply_fsdp(
         assert isinstance(module, FSDPModule)
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
+        module.set_reshard_after_backward(zero == 3, recurse=False)
 
 
 @dataclass(frozen=True)
@@ -141,6 +146,7 @@ class ShardedGradients(GradientFeeder):
             buffers=buffers,
         )
         self._units: list[FsdpUnit] = []
+        self._modules: list[FSDPModule] = []
         self._slot: Slot | None = None
         self._are_sums_here = are_sums_here
         self._stored_units: list[FsdpUnit] = []  # FSDP2 has their sums in `.grad` still
@@ -148,11 +154,27 @@ class ShardedGradients(GradientFeeder):
         index_of = {id(parameter): i for i, parameter in enumerate(self._parameters)}
         for module in root.modules():
             members = fsdp_parameters(module) if isinstance(module, FSDPModule) else ()
-            if members:
+            if isinstance(module, FSDPModule) and members:
                 number = len(self._units)
+                self._modules.append(module)
                 self._units.append(self._make_unit(members, index_of))
                 sizes = [member.flat_size for member in members]
                 self._install_hooks(module, number, sizes, traffic)
+
+    def begin(self, leaves: int, shares: Shares, computed: Computed = ()) -> None:
+        """Start a step, see `GradientFeeder.begin`. What is still gathered, for an evaluation or a
+        step that was given up, may be older than the shards."""
+        self._drop_gathered()
+        super().begin(leaves, shares, computed)
+
+    def finish(self) -> None:
+        """Return when `gradients` hold the full sum, see `GradientFeeder.finish`."""
+        self._drop_gathered()
+        super().finish()
+
+    def _drop_gathered(self) -> None:
+        for module in self._modules:
+            module.reshard()
 
     def start_leaf(self, leaf: int, part: StageParameters | None = None) -> None:
         """The next backward pass belongs to `leaf`. A part cannot be told apart from the rest."""

@@ -26,11 +26,11 @@ def communicators_by_rank(config: RunConfig, topology: Topology) -> tuple[int, .
 
 def _of_rank(config: RunConfig, topology: Topology, rank: int) -> int:
     kind, at = device_kind(config.device), topology.coordinate(rank)
-    stages, *others = topology.replicas[at.replica].mesh_shape
+    replica = topology.replicas[at.replica]
     count = 0
     if kind.inside != "gloo":
-        neighbours = int(at.pp > 0) + int(at.pp + 1 < stages)
-        count += sum(degree > 1 for degree in (stages, *others)) + 2 * neighbours
+        neighbours = sum(at.pp in pair for pair in replica.neighbours)
+        count += sum(degree > 1 for degree in replica.mesh_shape) + 2 * neighbours
     if kind.between != "gloo" and config.layout.exchange != "direct":
         teams = {cell.ranks for cell in run_cells(config, topology, rank)}
         count += sum(len(ranks) > 1 for ranks in teams)

@@ -129,7 +129,7 @@ def memory_of(config: RunConfig, table: StateTable, replica: Replica, at: Coordi
     cut = _elements(table, replica, at)
     kept = chain.from_iterable(optimizer_rows(config.train.optimizer, table))
     moments = sum(mesh_box(row, replica, at).size * ITEM_BYTES[row.dtype] for row in kept)
-    zero = config.layout.zero if replica.degree("dp_shard") > 1 else 1
+    zero = config.layout.zero_in_memory if replica.degree("dp_shard") > 1 else 1
     if zero == 3:
         parameters = state * cut
     elif mixed:
