@@ -17,6 +17,7 @@ from holdfast.core.sharding.reduction_tree import deal
 from holdfast.core.sharding.state_table import MIXED
 from holdfast.layout import AXES, Coordinate, Replica, Topology
 from holdfast.plan.activations import activations_of, device_kind, has_formula
+from holdfast.plan.expert_copies import copy_bytes, most_copies
 from holdfast.plan.layouts import microbatches
 from holdfast.plan.loss_impact import LossImpact
 from holdfast.plan.memory_use import RankContents, Span
@@ -44,6 +45,8 @@ class LayoutPicture:
         self._ranks()
         print_zero2(self.config, self.topology)
         self._activations()
+        if self.config.layout.expert_replicas == "auto":
+            print(_copies(self.config, self.topology))
         print_places(self.config, self.topology)
         print()
         print_estimate(self.config, self.topology)
@@ -294,3 +297,18 @@ def _active(config: RunConfig) -> str:
 def _experts_a_rank(config: RunConfig) -> str:
     count = config.model.experts.count if config.model.experts else 0
     return f"{count // config.layout.ep} of {count} experts a rank"
+
+
+def _copies(config: RunConfig, topology: Topology) -> str:
+    """What copies of hot experts cost, on the rank that may have most."""
+    kinds = {each.kind: each for each in topology.replicas}.values()
+    most, one = 0, 0
+    for replica in kinds:
+        one = max(one, copy_bytes(config, replica.degree("tp")))
+        places = (topology.coordinate(rank) for rank in replica.ranks)
+        most = max(most, *(most_copies(config, replica, at) for at in places))
+    return (
+        f"copies of hot experts: at most {most} on a rank for each microbatch in flight, "
+        f"{format_bytes(most * one)}. Each sends {format_bytes(one)} in the forward pass and as "
+        "much in the backward"
+    )

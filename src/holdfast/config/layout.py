@@ -54,7 +54,12 @@ class LayoutConfig(DegreesConfig):
         "a worker holds its part of the sum. step: once; less is sent, and complete sums are held",
     )
     ep: int = Field(
-        1, ge=1, description="workers of dp_shard that share the experts of model.experts"
+        1, ge=1, description="workers of dp_shard x cp that share the experts of model.experts"
+    )
+    expert_replicas: Literal["off", "auto"] = Field(
+        "off",
+        description="with ep: auto gives experts with many tokens copies on workers with few, in "
+        "each microbatch",
     )
     sequence_parallel: bool = Field(
         True, description="with tp: cut norms and residuals by tokens, at the same traffic"

@@ -32,6 +32,7 @@ from holdfast.parallel.torch_compat import (
     Store,
     give_memory,
     give_shards_memory,
+    is_plain,
     local_tensor,
     place_shards,
 )
@@ -366,9 +367,14 @@ def _sharded(parts: _Parts, objective: nn.Module) -> BuiltParameters:
     blocks = parts.task.units(objective)
     moved, mesh = parts.memory.place_of("parameters") != DEVICE, parts.groups.shard_mesh()
     how = compute, config.layout.zero
+    unshared: set[nn.Parameter] = set()
     for each in shared_experts(objective, parts.groups):
-        apply_fsdp(each, (), parts.groups.replica_groups.expert_mesh(), *how, is_offloaded=moved)
-    apply_fsdp(objective, blocks, mesh, *how, is_offloaded=moved)
+        experts = parts.groups.replica_groups.expert_mesh()
+        if experts.size() == 1 and compute is None and not moved:  # then FSDP2 would only copy
+            unshared.update(each.parameters())
+        else:
+            apply_fsdp(each, (), experts, *how, is_offloaded=moved)
+    apply_fsdp(objective, blocks, mesh, *how, is_offloaded=moved, unshared=unshared)
     give_shards_memory(objective, torch.device("cpu") if moved else parts.device)
     if moved:
         place_shards(objective, partial(parts.memory.zeros, "parameters"))
@@ -397,7 +403,7 @@ def _sharded(parts: _Parts, objective: nn.Module) -> BuiltParameters:
         parts.memory.count("parameters", map(local_tensor, _all_tensors(objective)))
     if config.layout.zero == 2 and not parts.memory.ledger.limit:
         # What stays gathered between the two passes. With a limit it counts with the passes.
-        elements = sum(prod(p.shape) for p in named.values())
+        elements = sum(prod(p.shape) for p in named.values() if not is_plain(p))
         parts.memory.ledger.add(DEVICE, "gathered", elements * precision.compute.itemsize)
     feed = _gradient_feed(config, parts.memory, feeder, lambda groups: True)
     initial, lengths = parts.task.initial_values, tuple(boxes.values())
