@@ -192,7 +192,8 @@ def _as_json(
         row["activations"] = None
         if has_formula(config):
             kept = activations_of(config, topology, each.at, device_kind(config))
-            row["activations"] = asdict(kept) | {"total": kept.total}
+            more = {"total": kept.total, "per_microbatch": kept.per_microbatch}
+            row["activations"] = asdict(kept) | more
         row["estimate"] = estimate
         row["communicators"] = {"groups": groups, "bytes": groups * BYTES_EACH}
         ranks.append(row)
