@@ -131,6 +131,14 @@ class Replica:
         pp = self.degree("pp")
         return 2 * pp - 1 - stage if self.is_folded and stage >= pp else stage % pp
 
+    @property
+    def neighbours(self) -> tuple[tuple[int, int], ...]:
+        """The pairs of indices on `pp` between which activations and gradients travel, rising. If
+        stages go round the ranks, the last one has the first one for a neighbour."""
+        pp = self.degree("pp")
+        goes_round = len(self.stages) > pp > 2 and not self.is_folded
+        return tuple((a, a + 1) for a in range(pp - 1)) + (((0, pp - 1),) if goes_round else ())
+
     def stages_at(self, pp: int) -> tuple[int, ...]:
         """The pipeline stages of the ranks at an index on `pp`, rising."""
         return tuple(s for s in range(max(1, len(self.stages))) if self.pp_of(s) == pp)

@@ -22,6 +22,7 @@ layout:
 """
 
 
+ONCE = ["layout.zero=2", "layout.zero2_reduce=step"]
 EXPERTS = ["model.family=mixtral", "model.experts={count: 6}"]
 
 
@@ -40,6 +41,11 @@ def sentence(*overrides: str) -> str:
         (
             ["layout.ep=2"],
             "layout.ep 2 needs experts, and there is no model.experts; use layout.ep 1",
+        ),
+        (
+            [*EXPERTS, "layout.dp_shard=3", "layout.expert_replicas=auto"],
+            "layout.expert_replicas auto needs experts on several workers, and layout.ep is 1; use "
+            "layout.expert_replicas off",
         ),
         (
             [*EXPERTS, "layout.dp_shard=3", "layout.ep=2"],
@@ -63,6 +69,16 @@ def sentence(*overrides: str) -> str:
             "layout.ep 2 does not work with layout.zero 1; use layout.zero 2",
         ),
         (
+            [
+                *EXPERTS,
+                "layout.dp_shard=2",
+                *ONCE,
+                "layout.ep=2",
+            ],
+            "layout.ep 2 does not work with layout.zero2_reduce step, which holds all experts; "
+            "use layout.zero2_reduce microbatch",
+        ),
+        (
             [*EXPERTS, "train.recompute=selective", "layout.dp_shard=2", "layout.ep=2"],
             "layout.ep 2 gathers parameters inside of blocks, which train.recompute selective does "
             "not run again; use train.recompute full",
@@ -80,6 +96,17 @@ def sentence(*overrides: str) -> str:
             [*EXPERTS, "layout.dp_shard=2", "layout.ep=2", "layout.quantized=weights"],
             "layout.quantized weights has not been tried with layout.ep 2; "
             "use layout.quantized: none",
+        ),
+        (
+            ["layout.dp_shard=2", *ONCE, "layout.quantized=gradients"],
+            "layout.quantized gradients is for what shards send; only layout.zero 2 or 3 "
+            "with dp_shard above 1 has any (not zero2_reduce step); "
+            "use layout.quantized: none",
+        ),
+        (
+            ["layout.dp_shard=2", *ONCE, "train.memory.parameters=host"],
+            "train.memory.parameters host moves shards, and only layout.zero 2 or 3 with dp_shard "
+            "above 1 makes them (not zero2_reduce step); use train.memory.parameters: device",
         ),
         (
             [*EXPERTS, "model.experts.width=20", "layout.tp=4", "layout.tp=3"],
@@ -181,6 +208,11 @@ def sentence(*overrides: str) -> str:
             ["layout.pp=2", "layout.dp_shard=2", "layout.schedule=zb-h1"],
             "layout.schedule zb-h1 does not work with layout.zero 3 and layout.dp_shard 2; "
             "use layout.zero 1, or layout.schedule 1f1b",
+        ),
+        (
+            ["layout.pp=2", "layout.dp_shard=2", "layout.zero=2", "layout.schedule=zbv"],
+            "layout.schedule zbv does not work with layout.zero 2 and layout.dp_shard 2; "
+            "use layout.zero2_reduce step, or layout.schedule 1f1b",
         ),
         (
             ["layout.pp=2", "train.compile=true", "layout.schedule=zbv"],

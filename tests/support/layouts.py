@@ -4,6 +4,7 @@ one               a single process, the reference
 dp2 tp2 pp4       replicas, tensor parallel, pipeline
 cp2               context parallel by all-gather; ring.cp2, ulysses.cp2, hybrid.cp4: otherwise
 shard2            dp_shard 2 under ZeRO-3; zero1.2 and zero2.2: under ZeRO-1 and ZeRO-2
+once.zero2.2      ZeRO-2 that adds up gradients once a step
 pp2-dp2-tp2       a product
 zbv.pp2           a pipeline schedule: interleaved, zbh1, zbv, dualpipev, gpipe
 pp3+pp2           unlike replicas side by side
@@ -116,8 +117,10 @@ _FLAGS: dict[str, dict[str, Any]] = {
             "bias_rate": 0.01,
         },
     },
+    "once": {"layout__zero2_reduce": "step"},
     "ep2": {"layout__ep": 2},
     "ep4": {"layout__ep": 4},
+    "copies": {"layout__expert_replicas": "auto"},
     "fp32": {"train__precision": "fp32"},
     "bf16": {"train__precision": "bf16"},
     "fp16": {"train__precision": "fp16"},

@@ -148,6 +148,18 @@ def test_a_newcomer_fills_the_gap_in_a_replica(name: str) -> None:
     _whole_replicas(found, replica, "told 1")
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("when", ["told 1", "backward"])
+@pytest.mark.parametrize("name", ["zero2.2", "once.zero2.2"])
+def test_a_replica_is_lost_while_the_other_has_gathered_its_parameters(
+    name: str, when: str
+) -> None:
+    """Between two microbatches, or inside one. What was gathered is not used in a later step."""
+    found = survivors(f"{name}-dp2", 3, when, name, [0, 1])
+    assert all(value["kept"] for value in found)
+    _whole_replicas(found, name, when)
+
+
 @pytest.mark.parametrize("when", ["backward", in_campaign("told 1")])
 def test_what_is_left_of_a_replica_becomes_one_of_another_shape(when: str) -> None:
     found = survivors("dp2-tp2", 0, when, "tp2+one", [2, 3, 1])
@@ -192,6 +204,8 @@ def test_only_the_lost_ones_microbatches_are_computed_again(victim: int, microba
         in_campaign("pp2-dp3", "pp2", "pp2-dp2"),
         ("dp2-tp2", "tp2", "tp2"),
         ("zero1.2-dp2", "zero1.2", "zero1.2"),
+        in_campaign("zero2.2-dp2", "zero2.2", "zero2.2"),
+        in_campaign("once.zero2.2-dp2", "once.zero2.2", "once.zero2.2"),
     ],
 )
 def test_what_replicas_of_several_ranks_have_computed_stays(

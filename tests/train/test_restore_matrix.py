@@ -54,6 +54,8 @@ MIXED = [
     ("pp3+pp2", "shard2-tp2"),
     ("pp2-shard2", "tp2"),
     ("tp2", "pp2-shard2"),
+    ("zero2.2", "once.zero2.2"),
+    ("once.zero2.2", "zero2.2"),
     ("pp2", "zbv.pp2"),
     ("interleaved.pp2", "pp2"),
     ("zbv.pp2", "interleaved.pp2"),
@@ -64,6 +66,8 @@ WITH_EXPERTS = [
     ("experts.ep4.shard2-cp2", "experts.ep2.cp2-tp2"),
     ("experts.tp2", "experts.ep2.cp2"),
     ("experts.ep2.cp2", "experts.ep2.shard2"),
+    ("experts.copies.ep2.shard2", "experts.pp2"),
+    ("experts.tp2", "experts.copies.ep2.shard4"),
 ]
 CONTEXT = [("ring.cp2", "tp2"), ("shard2", "ring.cp2"), ("pp2-cp2", "shard2-cp2")]
 CHOSEN = {*NEAR[::3], *MIXED[::2], *CONTEXT[:2]}

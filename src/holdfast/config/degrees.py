@@ -125,11 +125,21 @@ def _experts(
                 "changes their order: use model.experts.capacity 0"
             )
     if ep == 1:
-        return ""
+        if layout.expert_replicas == "off":
+            return ""
+        return (
+            f"layout.expert_replicas {layout.expert_replicas} needs experts on several workers, "
+            "and layout.ep is 1: use layout.expert_replicas off"
+        )
     if experts is None or cuts is not None:
         return f"layout.ep {ep} needs experts, and there is no model.experts: use layout.ep 1"
     if layout.zero == 1:
         return f"layout.ep {ep} does not work with layout.zero 1: use layout.zero 2"
+    if layout.zero_in_memory == 1:
+        return (
+            f"layout.ep {ep} does not work with layout.zero2_reduce step, which holds all experts: "
+            "use layout.zero2_reduce microbatch"
+        )
     if train.recompute == "selective":
         return (
             f"layout.ep {ep} gathers parameters inside of blocks, which train.recompute selective "

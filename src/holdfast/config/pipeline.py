@@ -61,10 +61,11 @@ def check_split_backward(
     is_split = SCHEDULE_KINDS[name].splits_backward
     if degrees.pp == 1 or not (is_split or layout.stages_a_worker > 1):
         return ""
-    if degrees.dp_shard > 1 and layout.zero > 1:
+    if degrees.dp_shard > 1 and layout.zero_in_memory > 1:
+        instead = "layout.zero2_reduce step" if layout.zero == 2 else "layout.zero 1"
         return (
             f"layout.schedule {name} does not work with layout.zero {layout.zero} and "
-            f"{key}.dp_shard {degrees.dp_shard}: use layout.zero 1, or layout.schedule 1f1b"
+            f"{key}.dp_shard {degrees.dp_shard}: use {instead}, or layout.schedule 1f1b"
         )
     if is_split and train.compile:
         return (

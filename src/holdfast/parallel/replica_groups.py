@@ -229,18 +229,17 @@ def join_replica_groups(
 def _join_pipes(
     settings: ConnectSettings, generation: int, replica: Replica, at: Coordinate
 ) -> PipelinePipes:
-    """The groups between my stage and its neighbours. Every rank opens those towards the first
-    stage before those towards the last, so no cycle of waits arises."""
+    """The groups between my rank and its neighbours. Every rank opens its own in the order of the
+    replica's, so no cycle of waits arises."""
     line = f"generation{generation}/pipes{replica.index}.{at.dp_shard}.{at.cp}.{at.tp}"
     groups: dict[tuple[int, bool], DeviceGroup] = {}
-    for lower in (at.pp - 1, at.pp):
-        if lower < 0 or lower + 1 >= replica.mesh_shape[0]:
+    for one, other in replica.neighbours:
+        if at.pp not in (one, other):
             continue
-        for gradient in (False, True):
-            name = f"{line}/{lower}.{'gradient' if gradient else 'activation'}"
-            peer = lower if lower < at.pp else lower + 1
-            groups[peer, gradient] = settings.connect_device(
-                settings.kind.inside, name, at.pp - lower, 2
+        for giver, taker in ((one, other), (other, one)):
+            gives = at.pp == giver
+            groups[taker if gives else giver, gives] = settings.connect_device(
+                settings.kind.inside, f"{line}/{giver}.{taker}", int(not gives), 2
             )
     return PipelinePipes(groups)
 

@@ -28,10 +28,9 @@ def communicators_by_rank(config: RunConfig, topology: Topology) -> tuple[int, .
 def _of_rank(config: RunConfig, topology: Topology, rank: int) -> int:
     kind, at = device_kind(config.device), topology.coordinate(rank)
     replica, count = topology.replicas[at.replica], 0
-    stages, *others = replica.mesh_shape
     if kind.inside != "gloo":
-        neighbours = int(at.pp > 0) + int(at.pp + 1 < stages)
-        count += sum(degree > 1 for degree in (stages, *others)) + 2 * neighbours
+        neighbours = sum(at.pp in pair for pair in replica.neighbours)
+        count += sum(degree > 1 for degree in replica.mesh_shape) + 2 * neighbours
         ep, shares = replica.expert_degree(config.layout.ep), replica.token_shares
         count += (ep > 1) + (1 < ep < shares and replica.degree("dp_shard") > 1)
     if kind.between != "gloo" and config.layout.exchange != "direct":

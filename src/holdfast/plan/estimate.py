@@ -217,7 +217,8 @@ def stage_of(config: RunConfig, topology: Topology, at: Coordinate, device: str)
     moves = config.train.memory.moves_activations
     is_copied = policy.word == "none" and shape.copies_input
     stays = not is_copied and policy.input_parts == 1
-    gathers = config.layout.zero if replica.degree("dp_shard") > 1 and config.layout.zero > 1 else 0
+    zero = config.layout.zero_in_memory if replica.degree("dp_shard") > 1 else 1
+    gathers = zero if zero > 1 else 0
     adds = max(microbatches(config).values()) > len(topology.replicas)
     adds |= config.train.memory.gradients != DEVICE  # a sum comes to the device first
     return Stage(
@@ -257,7 +258,7 @@ def _messages(config: RunConfig, replica: Replica, at: Coordinate, stage: Stage)
 def _last_pack(config: RunConfig, replica: Replica, at: Coordinate, item: int) -> int:
     """Bytes of the buffer through which ZeRO 1 gathers the last of its small parameters."""
     shards = replica.degree("dp_shard")
-    if shards == 1 or config.layout.zero != 1:
+    if shards == 1 or config.layout.zero_in_memory != 1:
         return 0
     packs, held = [0], 0
     for row in known_parameters(config):

@@ -107,13 +107,14 @@ class Stage:
         return blocks * self.shape.block(self.policy) + self.edges + self.incoming - away
 
     def gathered(self, blocks: int, more: int) -> int:
-        """Bytes that FSDP2 has gathered when the backward is to come of so many blocks.
+        """Bytes that FSDP2 has gathered when the backward is to come of so many blocks. Stage 2
+        has gathered all of them until the step's passes are over.
 
         more: blocks that stage 3 has gathered then.
         """
         if not self.gathers:
             return 0
-        units = blocks if self.gathers == 2 else min(blocks, more)
+        units = self.blocks if self.gathers == 2 else min(blocks, more)
         return self.shape.item * (self.root + units * self.unit)
 
     def reduced(self, elements: int) -> int:

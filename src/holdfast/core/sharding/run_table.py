@@ -121,7 +121,7 @@ def run_cells(config: RunConfig, topology: Topology, rank: int) -> tuple[Cell, .
             GradientRow(spec, gradient_is_partial(cut, sequence_parallel=False), not row.merge)
             for spec, row, cut in zip(*found, strict=True)
         ]
-    return cells_of_rows(topology, rows, rank, zero=layout.zero)
+    return cells_of_rows(topology, rows, rank, zero=layout.zero_in_memory)
 
 
 def run_block_costs(config: RunConfig) -> BlockCosts:

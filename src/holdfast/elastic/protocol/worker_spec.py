@@ -34,7 +34,7 @@ def modules_to_preload(config: RunConfig) -> tuple[str, ...]:
     needed = []
     if config.task.name == TRANSFORMERS_TASK:
         needed += ["transformers.modeling_utils"]
-    if config.layout.zero > 1 and any(degrees.dp_shard > 1 for degrees in kinds):
+    if config.layout.zero_in_memory > 1 and any(degrees.dp_shard > 1 for degrees in kinds):
         needed += ["holdfast.parallel.fsdp", _COMPILER]
     elif (
         config.train.compile
