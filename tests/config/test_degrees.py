@@ -84,6 +84,28 @@ def sentence(*overrides: str) -> str:
             "not run again; use train.recompute full",
         ),
         (
+            [
+                *(*EXPERTS, "train.recompute=[none,selective]", "layout.pp=2"),
+                *("layout.dp_shard=2", "layout.ep=2"),
+            ],
+            "layout.ep 2 gathers parameters inside of blocks, which train.recompute selective does "
+            "not run again; use train.recompute [none, full]",
+        ),
+        (
+            ["layout.schedule=interleaved", "layout.virtual_stages=4", "layout.pp=3"],
+            "layout.pp 3 under layout.schedule interleaved has 12 stages, but model.layers is 6; "
+            "use layout.virtual_stages 2",
+        ),
+        (
+            ["layout.schedule=ZBV"],
+            "layout.schedule is 'ZBV', not one of 1f1b, gpipe, interleaved, zb-h1, zbv, dualpipev; "
+            "did you mean zbv?",
+        ),
+        (
+            ["layout.pp=2", "layout.stages=[6,0]"],
+            "layout.stages.1 is 0, but must be at least 1; use 1",
+        ),
+        (
             [*EXPERTS, "layout.cp=2", "model.experts.capacity=1.5"],
             "model.experts.capacity 1.5 drops the last tokens, and layout.cp changes their order; "
             "use model.experts.capacity 0",

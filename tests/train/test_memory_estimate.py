@@ -19,8 +19,6 @@ from tests.support.tiny_training import Fed
 
 WITHIN = 0.05
 SEEDS = range(36)
-TOO_LOW = (28,)
-"""bf16.plain.tp4 with inputs of blocks in parts: docs/memory.md says so."""
 REPLICAS = (
     *("one", "dp2", "dp3", "gathered.dp2", "tp2", "plain.tp2", "tp4", "pp2", "gpipe.pp2", "pp4"),
     *("shard2", "zero1.2", "zero2.2", "shard3", "zero1.4", "pp2-tp2", "pp2-dp2", "dp2-tp2"),
@@ -143,18 +141,7 @@ def test_the_estimate_of_a_pipeline_is_the_accounted_peak() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "seed",
-    [
-        pytest.param(
-            seed,
-            marks=[pytest.mark.xfail(strict=True, reason="5.2 % too low; not explained")]
-            if seed in TOO_LOW
-            else [],
-        )
-        for seed in SEEDS
-    ],
-)
+@pytest.mark.parametrize("seed", SEEDS)
 def test_the_estimate_is_the_accounted_peak(seed: int) -> None:
     _compare(*_drawn(seed))
 

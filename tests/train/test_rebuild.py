@@ -110,7 +110,7 @@ EACH_AXIS = (
     "tp2",
     "pp2",
     "cp2",
-    "pp2-dp2-tp2",
+    "shard2-tp2",
     "tp2+one",
 )
 """Each axis, one product, unlike replicas and each kind of model; the campaign takes all."""

@@ -140,10 +140,12 @@ def _experts(
             f"layout.ep {ep} does not work with layout.zero2_reduce step, which holds all experts: "
             "use layout.zero2_reduce microbatch"
         )
-    if train.recompute == "selective":
+    if "selective" in train.recompute_words:
+        words = ", ".join(train.recompute_words).replace("selective", "full")
         return (
             f"layout.ep {ep} gathers parameters inside of blocks, which train.recompute selective "
-            "does not run again: use train.recompute full"
+            "does not run again: use train.recompute "
+            + (words if isinstance(train.recompute, str) else f"[{words}]")
         )
     every = gcd(*(each.dp_shard * each.cp for _, each in layout.kinds))
     both = gcd(every, experts.count)

@@ -8,6 +8,7 @@ Each is on top of the rank's state, and of what other microbatches in flight kee
     block       the end of the last block, before the one before it leaves the device
     norm        the backward of the last norm
     last block  the backward of the feed-forward in the last block, from which most is kept
+    block norm  the backward of the norm before that feed-forward, on a CPU in bf16
     first block the same in the first block, when gradients stay where they were computed
     unit        FSDP2 reduces the gradients of the last block
     next block  the feed-forward of the block ahead, while it keeps what it reduced
@@ -34,6 +35,9 @@ from holdfast.plan.activations import RankShape
 
 CHUNK_ELEMENTS = {"cpu": 2**24, "accelerator": 2**28}
 """Logits at a time (`train.objective.chunk_tokens`)."""
+
+_NORM_TEMPORARIES = 4
+"""Wide tensors of the stream that the backward of a norm has, beyond what the norm kept."""
 
 
 @dataclass(frozen=True)
@@ -155,6 +159,12 @@ def backward_moments(stage: Stage, *, stays: bool) -> Iterator[Moment]:
     again = _again(stage)
     working = head + stage.stream + _feed_forward(stage, stays=stays or bool(stage.gathers))
     yield Moment("last block", stage.kept(blocks) + again, 0, stage.gathered(blocks, 2), working)
+    if stage.is_mixed and not shape.fuses_norms:
+        done = shape.item * shape.tokens * (shape.model.dim + 4 * shape.inner)
+        wide = shape.wide * shape.stream_tokens * shape.model.dim
+        kept = stage.kept(blocks) + again - done
+        inside = head + stage.stream + _NORM_TEMPORARIES * wide
+        yield Moment("block norm", kept, 0, stage.gathered(blocks, 2), inside)
     if stays:
         grown = (blocks - 1) * shape.item * stage.unit
         yield Moment("first block", stage.kept(1) + again, 0, 0, working + grown)
