@@ -52,9 +52,17 @@ def sentence(*overrides: str) -> str:
             "layout.ep 2 does not divide layout.dp_shard 3; use layout.ep 1 or 3",
         ),
         (
-            [*EXPERTS, "model.experts.count=4", "layout.dp_shard=6", "layout.ep=2"],
-            "layout.ep 2 needs as many experts on each of layout.dp_shard 6 workers, and "
-            "model.experts.count is 4; use layout.ep 1, or layout.dp_shard 4",
+            [*EXPERTS, "layout.dp_shard=3", "layout.cp=2", "layout.ep=4"],
+            "layout.ep 4 does not divide layout.dp_shard 3 x cp 2; use layout.ep 3 or 6",
+        ),
+        (
+            [*EXPERTS, "layout.dp_shard=2", "layout.cp=2", "layout.ep=4"],
+            "layout.ep 4 does not divide model.experts.count 6; use layout.ep 2",
+        ),
+        (
+            [*EXPERTS, "layout.cp=2", "train.optimizer.name=adafactor", "layout.ep=2"],
+            "layout.ep 2 cuts experts, and train.optimizer.name adafactor needs complete "
+            "parameters; use layout.ep 1",
         ),
         (
             [*EXPERTS, "layout.dp_shard=2", "layout.zero=1", "layout.ep=2"],
@@ -74,6 +82,28 @@ def sentence(*overrides: str) -> str:
             [*EXPERTS, "train.recompute=selective", "layout.dp_shard=2", "layout.ep=2"],
             "layout.ep 2 gathers parameters inside of blocks, which train.recompute selective does "
             "not run again; use train.recompute full",
+        ),
+        (
+            [
+                *(*EXPERTS, "train.recompute=[none,selective]", "layout.pp=2"),
+                *("layout.dp_shard=2", "layout.ep=2"),
+            ],
+            "layout.ep 2 gathers parameters inside of blocks, which train.recompute selective does "
+            "not run again; use train.recompute [none, full]",
+        ),
+        (
+            ["layout.schedule=interleaved", "layout.virtual_stages=4", "layout.pp=3"],
+            "layout.pp 3 under layout.schedule interleaved has 12 stages, but model.layers is 6; "
+            "use layout.virtual_stages 2",
+        ),
+        (
+            ["layout.schedule=ZBV"],
+            "layout.schedule is 'ZBV', not one of 1f1b, gpipe, interleaved, zb-h1, zbv, dualpipev; "
+            "did you mean zbv?",
+        ),
+        (
+            ["layout.pp=2", "layout.stages=[6,0]"],
+            "layout.stages.1 is 0, but must be at least 1; use 1",
         ),
         (
             [*EXPERTS, "layout.cp=2", "model.experts.capacity=1.5"],

@@ -24,7 +24,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from math import prod
+from math import gcd, prod
 from pathlib import Path
 from tempfile import gettempdir
 from typing import Any
@@ -196,8 +196,13 @@ def case(name: str) -> Case:
             keys = {"dp": "dp_replicate", "shard": "dp_shard"}
             layout = replace(layout, **{keys.get(axis, axis): degree})
         replicas += [replace(layout, dp_replicate=1)] * layout.dp_replicate
-    if "layout__ep" in changes:
-        changes["layout__dp_shard"] = max(layout.dp_shard for layout in replicas)
+    if "layout__ep" in changes:  # the run file's own replica is one that has it
+        changes["layout__cp"] = max(layout.cp for layout in replicas)
+        shards = max(layout.dp_shard for layout in replicas)
+        missing = changes["layout__ep"] // gcd(
+            changes["layout__ep"], shards * changes["layout__cp"]
+        )
+        changes["layout__dp_shard"] = shards * missing
     return Case(name, tuple(replicas), changes)
 
 

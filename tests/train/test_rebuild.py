@@ -90,6 +90,9 @@ LAYOUTS = {
     "pp3": "dp3",
     "experts.ep2.shard4": "experts.pp2-tp2",
     "experts.pp2-shard2": "experts.ep4.shard4",
+    "experts.ep2.cp2": "experts.ep2.shard2",
+    "experts.ep2.tp2": "experts.ep2.cp2",
+    "experts.ep4.shard2-cp2": "experts.ep4.shard2-tp2",
     "experts.copies.ep2.shard4": "experts.copies.ep4.shard4",
     "cp2": "tp2",
     "ring.shard2-cp2": "ring.pp2-cp2",
@@ -107,7 +110,7 @@ EACH_AXIS = (
     "tp2",
     "pp2",
     "cp2",
-    "pp2-dp2-tp2",
+    "shard2-tp2",
     "tp2+one",
 )
 """Each axis, one product, unlike replicas and each kind of model; the campaign takes all."""

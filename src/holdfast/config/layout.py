@@ -54,7 +54,7 @@ class LayoutConfig(DegreesConfig):
         "a worker holds its part of the sum. step: once; less is sent, and complete sums are held",
     )
     ep: int = Field(
-        1, ge=1, description="workers of dp_shard that share the experts of model.experts"
+        1, ge=1, description="workers of dp_shard x cp that share the experts of model.experts"
     )
     expert_replicas: Literal["off", "auto"] = Field(
         "off",

@@ -219,7 +219,10 @@ def _layout_rules(layout: LayoutConfig) -> list[tuple[str, bool, str]]:
     zero = f"layout.zero {layout.zero}" if layout.zero != 2 else "layout.dp_shard 1"
     is_cut = any(degrees.dp_shard > 1 for _, degrees in layout.kinds)
     is_ring, method = layout.cp_method == "ulysses-ring", f"layout.cp_method {layout.cp_method}"
+    no_stages = all(degrees.pp == 1 for _, degrees in layout.kinds)
     return [
+        ("layout.schedule", no_stages, "layout.pp 1"),
+        ("layout.virtual_stages", no_stages, "layout.pp 1"),
         ("layout.cp_method", all(d.cp == 1 for _, d in layout.kinds), "layout.cp 1"),
         ("layout.cp_ring", not is_ring, method),
         ("layout.zero2_reduce", layout.zero != 2 or not is_cut, zero),

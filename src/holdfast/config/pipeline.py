@@ -19,7 +19,7 @@ def check_pipeline(key: str, degrees: DegreesConfig, layout: LayoutConfig, layer
     if number > layers:
         return (
             f"{key}.pp {pp} under layout.schedule {layout.schedule} has {number} stages, but "
-            f"model.layers is {layers}: use {_fewer_stages(key, layers, layout)}"
+            f"model.layers is {layers}: use {_fewer_stages(key, pp, layers, layout)}"
         )
     even = [layers // number + (stage < layers % number) for stage in range(number)]
     instead = f"use {even}, or [] to have them balanced by cost"
@@ -34,7 +34,9 @@ def check_pipeline(key: str, degrees: DegreesConfig, layout: LayoutConfig, layer
     return ""
 
 
-def _fewer_stages(key: str, layers: int, layout: LayoutConfig) -> str:
+def _fewer_stages(key: str, pp: int, layers: int, layout: LayoutConfig) -> str:
+    if layout.virtual_stages:
+        return f"layout.virtual_stages {layers // pp}"
     fewer = layers // layout.stages_a_worker
     return (f"{key}.pp {fewer}, or " if fewer > 1 else "") + "layout.schedule 1f1b"
 

@@ -137,7 +137,10 @@ class RunConfig(Section):
         if experts is None:
             return None
         if self.lora.rank:
-            return "lora has no adapters for model.experts: use a folder without experts"
+            return (
+                f"lora.rank {self.lora.rank} makes adapters, and model.experts has none of them: "
+                "use lora.rank 0, or a model without experts"
+            )
         if self.train.precision == "fp16" and experts.has_loss:
             return (
                 "train.precision fp16 scales the loss, but not those of model.experts: use bf16, "

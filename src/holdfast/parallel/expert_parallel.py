@@ -1,10 +1,9 @@
 """The `ep` axis: experts spread over ranks, and what ranks that share a microbatch agree on.
 
-`ep` has no ranks of its own. It cuts `dp_shard` in two: n = ep ranks with unlike experts, times
-dp_shard / ep ranks with the same ones, each with other samples. Attention keeps its own axes. Rank
-i of dp_shard holds the i-th part of the experts' state, with and without `ep`. So checkpoints,
-rebuilds and gradients need nothing new. FSDP2 shards experts over the ranks that have the same
-ones, and all else over dp_shard.
+`ep` has no ranks of its own. Those along `dp_shard` and `cp` have each other tokens. It cuts them
+in n = ep ranks with unlike experts, times ranks with the same ones (`expert_groups.py`).
+Attention keeps its own axes. FSDP2 shards experts over the ranks that have the same ones, and all
+else over dp_shard.
 
 Each rank sends its sorted tokens to the ranks of their experts, and gets the results back. Each way
 is an all-to-all of uneven parts (GShard: Lepikhin et al. 2020, section 3.1). In a forward pass a

@@ -70,7 +70,7 @@ def load_note(
     load: Mapping[int, Sequence[int]], dropped: int, with_copies: Mapping[int, RankLoads]
 ) -> str:
     """Return what stands above the heat map."""
-    note = "Choices of all tokens by block and expert. An entropy of 1 is an even load."
+    note = "Choices of tokens by block and expert. An entropy of 1 is an even load."
     choices = sum(map(sum, load.values()))
     if dropped:
         note += f" {format_percent(dropped / choices)} of the choices were dropped."

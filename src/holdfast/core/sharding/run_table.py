@@ -95,7 +95,7 @@ def run_parameter_table(config: RunConfig) -> StateTable:
     """The same, with dtypes and cuts."""
     precision = config.train.precision
     if config.trains_decoder:
-        return parameter_table(config.model, precision)
+        return parameter_table(config.model, precision, config.layout.ep)
     dtype = STATE_DTYPE[precision]
     return tuple(
         TensorSpec(p.name, dtype, p.shape, 0, cut.tp_dim, cut.tp_units)
@@ -114,7 +114,7 @@ def run_cells(config: RunConfig, topology: Topology, rank: int) -> tuple[Cell, .
     layout = config.layout
     rows: Sequence[GradientRow]
     if config.trains_decoder:
-        rows = decoder_rows(config.model, layout.sequence_parallel)
+        rows = decoder_rows(config.model, layout.sequence_parallel, layout.ep)
     else:
         found = run_parameter_table(config), run_parameters(config), _task_shardings(config)
         rows = [
