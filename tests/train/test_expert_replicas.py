@@ -116,6 +116,20 @@ def test_copies_keep_the_curve_and_even_out_the_load(name: str, steps: int, tmp_
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("precision", "tolerance"), [("fp32", 2e-5), ("bf16", 2e-3)])
+def test_copies_keep_the_curve_in_lower_precision(precision: str, tolerance: float) -> None:
+    """In bf16 a rank computes its own experts by grouped products, and its copy apart from them."""
+    without, found = (
+        rank_values(body, 2, {"name": f"wider.sigmoid.{precision}.{copies}ep2.shard2", "steps": 8})
+        for copies in ("", "copies.")
+    )
+    for one, other in zip(without, found, strict=True):
+        np.testing.assert_allclose(other["losses"], one["losses"], rtol=tolerance, atol=0)
+        assert not any(one["loads"])
+    assert sum(copies for value in found for *_, copies in value["loads"]) > 0
+
+
+@pytest.mark.slow
 def test_a_copy_costs_what_the_formula_says_ep2() -> None:
     """The formulas of `parallel/expert_replicas.py` and `layout show`, and the rows that travel."""
     name = "shallow.sigmoid.copies.ep2.shard2"
