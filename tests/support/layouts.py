@@ -6,6 +6,7 @@ cp2               context parallel by all-gather; ring.cp2, ulysses.cp2, hybrid.
 shard2            dp_shard 2 under ZeRO-3; zero1.2 and zero2.2: under ZeRO-1 and ZeRO-2
 pp2-dp2-tp2       a product
 zbv.pp2           a pipeline schedule: interleaved, zbh1, zbv, dualpipev, gpipe
+2bw.pp2           an asynchronous one: pipedream, 2bw, pipemare
 pp3+pp2           unlike replicas side by side
 plain.tp2         without sequence parallelism;  gpipe.pp2: another schedule
 files.dp2         optimizer state in a file, gradients on the host
@@ -78,6 +79,9 @@ _FLAGS: dict[str, dict[str, Any]] = {
     "zbh1": {"layout__schedule": "zb-h1"},
     "zbv": {"layout__schedule": "zbv"},
     "dualpipev": {"layout__schedule": "dualpipev"},
+    "pipedream": {"layout__schedule": "pipedream"},
+    "2bw": {"layout__schedule": "pipedream-2bw"},
+    "pipemare": {"layout__schedule": "pipemare"},
     "gathered": {"layout__exchange": "gathered"},
     **RECOMPUTE,
     "compiled": {"train__compile": True},
@@ -176,7 +180,7 @@ class Case:
 def case(name: str) -> Case:
     """Read a name. Raises ValueError for a word that it does not know."""
     changes: dict[str, Any] = {}
-    *flags, rest = re.split(r"\.(?=[a-z])", name)
+    *flags, rest = re.split(r"\.(?=[a-z]|2bw)", name)
     for flag in flags:
         changes.update(_FLAGS[flag])
     replicas: list[Layout] = []

@@ -285,7 +285,8 @@ class StepEngine:
     @property
     def computed_leaves(self) -> tuple[int, ...]:
         """The microbatches of the open step that this rank has computed, and can keep."""
-        return self._gradients.computed_leaves if self.status.stage is StepStage.COMPUTING else ()
+        is_open = self.status.stage is StepStage.COMPUTING and not self.executor.is_asynchronous
+        return self._gradients.computed_leaves if is_open else ()
 
     def keep_computed(self) -> None:
         """Let them be part of the step that is begun next; call before `regroup`, after which

@@ -37,7 +37,8 @@ from holdfast.layout import Layout, Topology, place_layout
 from holdfast.parallel.comm.pipes import PipelinePipes
 from holdfast.parallel.comm.transport import PeerGroup
 from holdfast.parallel.devices import check_backends, select_device
-from holdfast.parallel.pipeline import PipelineInterpreter, make_pipeline_plan
+from holdfast.parallel.pipeline import PipelineInterpreter
+from holdfast.parallel.pipeline_plan import make_pipeline_plan
 from holdfast.parallel.process_groups import ProcessGroups, connect
 from holdfast.parallel.reshard import move
 from holdfast.tasks.initial import first_values

@@ -1,0 +1,147 @@
+"""Asynchronous schedules: the curve that their rules say, and the versions of weights that they
+hold.
+
+A second opinion (`tests/support/late_gradients.py`) computes each gradient in one process with the
+weights that the rules name. In float64 the pipeline has its curve within 1e-10.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from holdfast.core.schedule.asynchronous import weight_versions
+from holdfast.train.engine import StepEngine
+from tests.support.late_gradients import LateExecutor
+from tests.support.layouts import (
+    LENGTH,
+    VOCABULARY,
+    Case,
+    assert_all_state,
+    case,
+    config_of,
+    engine_of,
+    load_pieces,
+    model_flags,
+    of_one_model,
+    pieces,
+    save_pieces,
+    topology_of,
+)
+from tests.support.ranks import RankContext, rank_values
+from tests.support.tiny_training import digest, feed
+
+SCHEDULES = {"pipedream": "pipedream", "2bw": "pipedream-2bw", "pipemare": "pipemare"}
+
+
+def train_steps(made: StepEngine, steps: int, size: int = 4) -> list[Any]:
+    """Verdicts, versions held after each step. The executor sees all later microbatches."""
+    place, shards = made.groups.coordinate, made.groups.degree("dp_shard")
+    fed = {
+        step: [
+            feed(step, leaf, size, place.dp_shard, shards, VOCABULARY, LENGTH)
+            for leaf in made.plan.share(step)
+        ]
+        for step in range(1, steps + 1)
+    }
+    executor: Any = made.executor
+    found = []
+    for step in range(1, steps + 1):
+        made.begin(step)
+        if executor.is_asynchronous:
+            executor.following = [fed[later] for later in range(step + 1, steps + 1)]
+        made.compute(fed[step])
+        verdict = made.reduce()
+        made.apply(verdict)
+        versions = executor.weights.count if executor.is_asynchronous else 1
+        found.append((verdict.mean_loss, verdict.mean_norm, versions))
+    return found
+
+
+def config_for(of: Case, steps: int, samples: int) -> Any:
+    schedule = {"warmup_steps": min(4, steps // 2)}
+    changes = {"train__steps": steps, "train__schedule": schedule, "train__batch_size": samples}
+    return config_of({**of.changes, **changes})
+
+
+def body(rank: RankContext, name: str, steps: int, samples: int) -> dict[str, Any]:
+    of = case(name)
+    config = config_for(of, steps, samples)
+    made = engine_of(config, topology_of(of, config), rank.rank, rank.store())
+    found = train_steps(made, steps)
+    save_pieces(rank.folder / f"{rank.rank}.npz", pieces(made))
+    out = {"found": found, "digest": digest(made), "stage": made.groups.coordinate.pp}
+    made.close()
+    return out
+
+
+def late_body(rank: RankContext, name: str, steps: int, samples: int) -> list[Any]:
+    """What one process says of the pipeline `name`."""
+    of = case(name)
+    config = config_for(of, steps, samples)
+    pp = of.replicas[0].pp
+    blocks = list(topology_of(of, config).replicas[0].stages)
+    of_block = [stage for stage, count in enumerate(blocks) for _ in range(count)]
+    alone = case(model_flags(name) + "one")
+    made = engine_of(config_for(alone, steps, samples), topology_of(alone, config), 0, rank.store())
+    stage_of = {
+        found: of_block[int(found.split(".layers.")[1].split(".")[0])]
+        if ".layers." in found
+        else 0
+        if ".embed." in found
+        else pp - 1
+        for found, _ in made.objective.named_parameters()
+    }
+    LateExecutor(made, config.layout.schedule, pp, stage_of, len(of.replicas))
+    found = train_steps(made, steps)
+    save_pieces(rank.folder / "alone.npz", pieces(made))
+    made.close()
+    return found
+
+
+QUICK = [("untied.2bw.pp2", 4, 16)]
+LONG = [
+    ("untied.2bw.pp4", 8, 32),
+    ("untied.2bw.pp2-dp2", 8, 32),
+    ("untied.2bw.pp2-tp2", 8, 16),
+    ("untied.2bw.pp2-zero1.2", 8, 16),
+    ("untied.2bw.pp2-cp2", 8, 16),
+    ("untied.full.2bw.pp2", 8, 16),
+    ("untied.pipedream.pp2", 8, 16),
+    ("untied.pipedream.pp2", 8, 24),
+    ("untied.pipedream.pp4", 12, 8),
+    ("untied.pipedream.pp4", 8, 12),
+    ("untied.pipedream.pp2-dp2", 8, 16),
+    ("untied.full.pipedream.pp4", 8, 8),
+    ("untied.gathered.pipedream.pp2-dp2", 8, 16),
+]
+"""Name, steps, samples of a step: 4 are a microbatch."""
+
+
+@pytest.mark.parametrize(
+    ("name", "steps", "samples"),
+    [*QUICK, *(pytest.param(*each, marks=pytest.mark.slow) for each in LONG)],
+)
+def test_curve_of_a_second_opinion(name: str, steps: int, samples: int, tmp_path: Path) -> None:
+    (name,) = of_one_model(name)
+    of, given = case(name), {"name": name, "steps": steps, "samples": samples}
+    alone = tmp_path / "one"
+    alone.mkdir()
+    values = rank_values(body, of.world_size, given, folder=tmp_path, deadline=240)
+    (expected,) = rank_values(late_body, 1, given, folder=alone, deadline=240)
+    whole = {n: v for n, _, v in load_pieces(alone / "alone.npz")}
+    for value in values:
+        for mine, other in zip(value["found"], expected, strict=True):
+            np.testing.assert_allclose(mine[:2], other[:2], rtol=1e-10, atol=0)
+    assert_all_state(whole, [tmp_path / f"{rank}.npz" for rank in range(of.world_size)], 1e-10)
+    share = samples // 4 // len(of.replicas)
+    pp = of.replicas[0].pp
+    for value in values:
+        most = max(versions for _, _, versions in value["found"])
+        if "2bw" in name:
+            assert most == 2
+        else:
+            assert most == weight_versions(pp, value["stage"], share)
