@@ -1,8 +1,8 @@
 """A slow second opinion on asynchronous schedules: one process that computes each gradient with the
 weights that the rules name, stage by stage.
 
-It knows no table and no messages. A microbatch's forward on stage s comes as many steps early as
-2 (p - 1) - s microbatches ahead make, and its backward uses the weights of its forward.
+It knows no table and no messages. At the end of a step, stage s of p has run 2 (p - 1) - s forwards
+and s backwards of later microbatches. Each uses weights of the step in which it ran.
 """
 
 from __future__ import annotations
@@ -15,11 +15,13 @@ from torch import Tensor
 from holdfast.core.sharding.reduction_tree import deal
 from holdfast.train.engine import StepEngine
 
+DECAY = 0.135
+"""D of pipemare."""
 
-def steps_early(stage: int, ranks: int, share: int, place: int, step: int) -> int:
-    """Steps before `step` in which the stage computes the forward of its microbatch `place`. No
-    step is before the first."""
-    ahead = 2 * (ranks - 1) - stage
+
+def steps_early(ahead: int, share: int, place: int, step: int) -> int:
+    """Steps before `step` in which a stage that is `ahead` by so many microbatches runs the pass of
+    microbatch `place`. No step is before the first."""
     early = 0
     while early < step - 1 and place < ahead - early * share:
         early += 1
@@ -42,32 +44,34 @@ class LateExecutor:
         stage_of: Mapping[str, int],
         replicas: int = 1,
     ):
-        self._replicas = replicas
         self._made, self._rule, self._ranks, self._stage_of = made, rule, ranks, stage_of
         self._inner: Any = made.executor
-        self._after: list[dict[str, Tensor]] = []  # the weights after each step
+        self._replicas = replicas
+        # after each step: the weights, and the mean movement of each
+        self._after: list[dict[str, Tensor]] = []
+        self._moved: list[dict[str, Tensor]] = []
         self.loss_scale = self._inner.loss_scale
         made.executor = self
 
     def train(
         self, leaves: Sequence[int], batches: Sequence[Any], listener: Any, losses: Any = None
     ) -> list[Tensor]:
-        objective, step = self._made.objective, self._made.step
-        named = dict(objective.named_parameters())
-        self._after.append({name: p.detach().clone() for name, p in named.items()})
-        losses = [] if losses is None else losses
-        held = {name: p.data for name, p in named.items()}
+        named = dict(self._made.objective.named_parameters())
         shares = deal(len(leaves), self._replicas)
         places = {leaf: (at, len(share)) for share in shares for at, leaf in enumerate(share)}
+        self._remember(named, len(shares[0]))
+        losses = [] if losses is None else losses
+        held = {name: p.data for name, p in named.items()}
+        for name, parameter in named.items():
+            parameter.data = held[name].clone()
         for leaf, batch in zip(leaves, batches, strict=True):
-            place, size = places[leaf]
-            for name, parameter in named.items():
-                stage = self._stage_of[name]
-                early = steps_early(stage, self._ranks, size, place, step)
-                if self._rule == "pipedream-2bw":
-                    early = min(1, step - 1)
-                parameter.data = self._after[step - 1 - early][name].clone()
-            self._inner.train([leaf], [batch], listener, losses)
+            listener.start_leaf(leaf)
+            self._fill(named, *places[leaf], is_backward=False)
+            loss = self._made.objective(*self._inner.arguments(batch))
+            self._fill(named, *places[leaf], is_backward=True)
+            loss.backward()
+            listener.end_leaf()
+            losses.append(loss.detach())
         for name, parameter in named.items():
             parameter.data = held[name]
         return list(losses)
@@ -75,3 +79,31 @@ class LateExecutor:
     def evaluate(self, *given: Any) -> list[Tensor]:
         found: list[Tensor] = self._inner.evaluate(*given)
         return found
+
+    def _remember(self, named: Mapping[str, Tensor], share: int) -> None:
+        self._after.append({name: p.detach().clone() for name, p in named.items()})
+        moved = {}
+        for name, new in self._after[-1].items():
+            moved[name] = new * 0
+            if self._moved:
+                kept = DECAY ** (share / (2 * (self._ranks - 1 - self._stage_of[name]) + 1))
+                step = new - self._after[-2][name]
+                moved[name] = self._moved[-1][name] * kept + step * (1 - kept)
+        self._moved.append(moved)
+
+    def _fill(
+        self, named: Mapping[str, Tensor], place: int, share: int, *, is_backward: bool
+    ) -> None:
+        """Give each parameter the weights of this pass of a microbatch, in its memory."""
+        step = self._made.step
+        for name, parameter in named.items():
+            stage = self._stage_of[name]
+            early = steps_early(2 * (self._ranks - 1) - stage, share, place, step)
+            if self._rule == "pipedream-2bw":
+                early = min(1, step - 1)
+            weights = self._after[step - 1 - early][name]
+            if self._rule == "pipemare" and is_backward:
+                now = step - 1 - steps_early(stage, share, place, step)
+                late = now - (step - 1 - early)
+                weights = self._after[now][name] - late * self._moved[now][name]
+            parameter.data.copy_(weights)

@@ -34,6 +34,7 @@ import torch
 
 from holdfast.config.data import DataConfig
 from holdfast.config.run import RunConfig
+from holdfast.core.sharding.optimizer_state import VELOCITY, slot_prefix
 from holdfast.core.sharding.pipeline_stages import balance_stages
 from holdfast.layout import Layout, Topology, place_replicas
 from holdfast.parallel.process_groups import connect
@@ -315,6 +316,11 @@ Piece = tuple[str, tuple[int, ...], np.ndarray]
 def pieces(made: StepEngine) -> list[Piece]:
     """All state that this rank holds: name, offsets, values. bfloat16 comes as its bits."""
     return [(t.name, t.offsets, as_numpy(t.tensor).copy()) for t in made.state()]
+
+
+def pieces_of_curve(made: StepEngine) -> list[Piece]:
+    """`pieces` without the mean movement that pipemare keeps: it depends on the pipeline."""
+    return [piece for piece in pieces(made) if not piece[0].startswith(slot_prefix(VELOCITY))]
 
 
 def as_numpy(tensor: torch.Tensor) -> np.ndarray:

@@ -13,8 +13,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from holdfast.config.run import RunConfig
 from holdfast.core.schedule.asynchronous import weight_versions
+from holdfast.launch.devices import describe_asynchronous
 from holdfast.train.engine import StepEngine
+from holdfast.train.pipemare import StageDelay
 from tests.support.late_gradients import LateExecutor
 from tests.support.layouts import (
     LENGTH,
@@ -28,28 +31,27 @@ from tests.support.layouts import (
     model_flags,
     of_one_model,
     pieces,
+    pieces_of_curve,
     save_pieces,
     topology_of,
 )
 from tests.support.ranks import RankContext, rank_values
 from tests.support.tiny_training import digest, feed
 
-SCHEDULES = {"pipedream": "pipedream", "2bw": "pipedream-2bw", "pipemare": "pipemare"}
 
-
-def train_steps(made: StepEngine, steps: int, size: int = 4) -> list[Any]:
-    """Verdicts, versions held after each step. The executor sees all later microbatches."""
+def train_steps(made: StepEngine, steps: int, first: int = 1) -> list[Any]:
+    """Loss, norm, versions held after each step. The executor sees all later microbatches."""
     place, shards = made.groups.coordinate, made.groups.degree("dp_shard")
     fed = {
         step: [
-            feed(step, leaf, size, place.dp_shard, shards, VOCABULARY, LENGTH)
+            feed(step, leaf, 4, place.dp_shard, shards, VOCABULARY, LENGTH)
             for leaf in made.plan.share(step)
         ]
-        for step in range(1, steps + 1)
+        for step in range(first, steps + 1)
     }
     executor: Any = made.executor
     found = []
-    for step in range(1, steps + 1):
+    for step in range(first, steps + 1):
         made.begin(step)
         if executor.is_asynchronous:
             executor.following = [fed[later] for later in range(step + 1, steps + 1)]
@@ -72,7 +74,7 @@ def body(rank: RankContext, name: str, steps: int, samples: int) -> dict[str, An
     config = config_for(of, steps, samples)
     made = engine_of(config, topology_of(of, config), rank.rank, rank.store())
     found = train_steps(made, steps)
-    save_pieces(rank.folder / f"{rank.rank}.npz", pieces(made))
+    save_pieces(rank.folder / f"{rank.rank}.npz", pieces_of_curve(made))
     out = {"found": found, "digest": digest(made), "stage": made.groups.coordinate.pp}
     made.close()
     return out
@@ -117,6 +119,9 @@ LONG = [
     ("untied.pipedream.pp2-dp2", 8, 16),
     ("untied.full.pipedream.pp4", 8, 8),
     ("untied.gathered.pipedream.pp2-dp2", 8, 16),
+    ("untied.pipemare.pp2", 8, 16),
+    ("untied.pipemare.pp4", 8, 32),
+    ("untied.pipemare.pp2-dp2", 8, 32),
 ]
 """Name, steps, samples of a step: 4 are a microbatch."""
 
@@ -141,7 +146,59 @@ def test_curve_of_a_second_opinion(name: str, steps: int, samples: int, tmp_path
     pp = of.replicas[0].pp
     for value in values:
         most = max(versions for _, _, versions in value["found"])
-        if "2bw" in name:
-            assert most == 2
+        if "2bw" in name or "pipemare" in name:
+            assert most == (2 if "2bw" in name else 1)
         else:
             assert most == weight_versions(pp, value["stage"], share)
+
+
+def _again_and_from_a_state(rank: RankContext, name: str) -> dict[str, Any]:
+    """Digests: after 6 steps; after the last 3 of them from the state between, twice."""
+    of = case(name)
+    config = config_for(of, 6, 16)
+    made = engine_of(config, topology_of(of, config), rank.rank, rank.store())
+    train_steps(made, 3)
+    held = {each.name: each.tensor.clone() for each in made.state()}
+    found = []
+    for _ in range(2):
+        made.load(lambda box, out: out.copy_(held[box.name]))
+        made.set_applied_step(3)
+        executor: Any = made.executor
+        executor.forget()
+        train_steps(made, 6, first=4)
+        found.append(digest(made))
+    made.close()
+    return {"from_state": found}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["2bw.pp2-dp2", "pipedream.pp4", "pipemare.pp2", "bf16.2bw.pp2"])
+def test_the_curve_of_a_layout_is_its_own(name: str, tmp_path: Path) -> None:
+    """Two runs have the same bits, and so have two that begin from one state."""
+    (name,) = of_one_model(name)
+    ranks, given = case(name).world_size, {"name": name, "steps": 5, "samples": 16}
+    runs = [rank_values(body, ranks, given, folder=tmp_path, deadline=240) for _ in range(2)]
+    assert runs[0] == runs[1]
+    for value in rank_values(_again_and_from_a_state, ranks, {"name": name}, folder=tmp_path):
+        first, second = value["from_state"]
+        assert first == second
+
+
+def test_pipemare_divides_the_learning_rate_of_a_late_stage() -> None:
+    """T1: by tau at first and by 1 from step K on, but never for a stage that is late by less than
+    a step."""
+    first = StageDelay(4, 0, lambda: 2, 10, 0.135)
+    assert first.delay(4) == 3.5  # 7 microbatches, of which a replica has 2 in a step
+    assert first.rate_factor(0, 4) == pytest.approx(1 / 3.5)
+    assert first.rate_factor(5, 4) == pytest.approx(3.5**-0.5)
+    assert first.rate_factor(10, 4) == first.rate_factor(50, 4) == 1
+    assert first.share_kept(4) == pytest.approx(0.135 ** (1 / 3.5))
+    assert StageDelay(4, 3, lambda: 2, 10, 0.135).rate_factor(0, 4) == 1
+
+
+def test_the_run_says_once_that_its_curve_is_another() -> None:
+    late = {"layout": {"pp": 2, "workers": 2, "schedule": "pipemare"}}
+    (line,) = describe_asynchronous(RunConfig.model_validate(late))
+    assert line.startswith("layout.schedule pipemare: gradients are of older weights")
+    late["layout"]["pp"] = 1
+    assert not describe_asynchronous(RunConfig.model_validate(late))

@@ -88,8 +88,8 @@ class LayoutConfig(DegreesConfig):
         0.135,
         gt=0,
         lt=1,
-        description="with schedule pipemare: share of an older movement that is left in the mean "
-        "movement of the weights after the steps that a gradient is late",
+        description="with schedule pipemare: what is left of a movement in the mean movement of "
+        "the weights, after as many steps as a gradient is late",
     )
     virtual_stages: int = Field(
         0, ge=0, description="stages of each worker under schedule interleaved; 0: 2"
@@ -154,8 +154,9 @@ class LayoutConfig(DegreesConfig):
 
     @property
     def keeps_velocity(self) -> bool:
-        """Return True if the mean movement of the weights is a part of the state."""
-        return self.is_asynchronous and self.schedule == "pipemare"
+        """Return True if the mean movement of the weights is a part of the state. It is with any
+        degrees, so that they may change."""
+        return self.schedule == "pipemare"
 
     @property
     def cuts_parameters(self) -> bool:

@@ -217,6 +217,7 @@ def _switched_off(loaded: LoadedConfig) -> Iterator[Finding]:
     """Values that another key switches off."""
     config = loaded.config
     save, cluster, data = config.checkpoint, config.cluster, config.data
+    layout = config.layout
     memory = config.train.memory
     in_files = any(getattr(memory, key) == FILE for key in MOVABLE)
     adaptive = save.interval == "adaptive"
@@ -232,11 +233,15 @@ def _switched_off(loaded: LoadedConfig) -> Iterator[Finding]:
         ("checkpoint.bucket_keep_last", not save.bucket, "no checkpoint.bucket"),
         ("checkpoint.peer_every_steps", no_peers, "no checkpoint.peers"),
         ("checkpoint.peer_copies", no_peers, "no checkpoint.peers"),
-        ("layout.cp_method", all(d.cp == 1 for _, d in config.layout.kinds), "layout.cp 1"),
+        ("layout.cp_method", all(d.cp == 1 for _, d in layout.kinds), "layout.cp 1"),
         (
             "layout.cp_ring",
-            config.layout.cp_method != "ulysses-ring",
-            f"layout.cp_method {config.layout.cp_method}",
+            layout.cp_method != "ulysses-ring",
+            f"layout.cp_method {layout.cp_method}",
+        ),
+        *(
+            (f"layout.{n}", not layout.keeps_velocity, f"layout.schedule {layout.schedule}")
+            for n in ("pipemare_steps", "pipemare_decay")
         ),
         ("cluster.notices_at", cluster.notices == "none", "cluster.notices none"),
         ("cluster.below_minimum", cluster.min_nodes == 1, "cluster.min_nodes 1"),

@@ -70,7 +70,8 @@ def has_formula(config: RunConfig) -> bool:
     known = config.train.precision in _COMPUTE_BYTES
     if any(degrees.pp > 1 for _, degrees in config.layout.kinds):
         kind = SCHEDULE_KINDS[config.layout.schedule]
-        known = known and not kind.splits_backward and config.layout.stages_a_worker == 1
+        known = known and config.layout.stages_a_worker == 1
+        known = known and not (kind.splits_backward or kind.is_asynchronous)
     if any(degrees.cp > 1 for _, degrees in config.layout.kinds):
         words, kept = config.train.recompute_words, config.train.recompute_keep
         known = known and not ("selective" in words and "attention" in kept)

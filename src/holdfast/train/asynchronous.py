@@ -1,9 +1,9 @@
 """Runs the passes of an asynchronous schedule: step after step, without emptying the pipeline.
 
 A step is one window of the schedule's table. When it ends, microbatches of later steps are under
-way: their graphs, the values that a neighbour has sent, and gradients of backwards that came early.
-All of that is of this process alone. Whoever begins from a state begins with an empty pipeline: a
-new process, and a process that goes on among other replicas.
+way. There are graphs, values that a neighbour has sent, and gradients of early backwards. All of
+that is of this process alone. A start from a state begins with an empty pipeline, in a new process
+and in one that continues among other replicas.
 """
 
 from __future__ import annotations
@@ -227,7 +227,7 @@ def make_asynchronous(
 
 
 def with_later_shares(feed: StepFeed, executor: Any) -> Iterator[StepShare]:
-    """The shares of a generation, one by one. An asynchronous executor is told of those that
+    """The shares of a generation, one by one. An asynchronous executor gets those that
     follow, and begins with an empty pipeline."""
     if not executor.is_asynchronous:
         yield from feed

@@ -185,8 +185,9 @@ def build_engine(
     parameters, feed = make(_Parts(config, task, groups, device, precision, memory), objective)
     executor = task.executor(objective, groups, precision.compute, device)
     if isinstance(executor, PipelinedExecutor) and executor.is_overlapping:
+        named = task.named_parameters(objective)
         parameters, executor = make_asynchronous(
-            config.layout.schedule, executor, parameters, task.named_parameters(objective)
+            config.layout.schedule, executor, parameters, named
         )
     compiled_here = config.train.compile and device.type == "cpu"
     is_metered = memory.ledger.limit > 0 and not compiled_here
@@ -202,14 +203,14 @@ def build_engine(
         task.user_parts,
         LossScale(_tokens(config), device, is_dynamic=precision.scales_loss),
     )
-    if isinstance(executor, AsynchronousExecutor) and executor.weights.is_single:
-        _add_pipemare(config, engine, executor)
+    if config.layout.keeps_velocity:
+        _add_pipemare(config, engine)
     if not memory.stages_updates:
         memory.count("optimizer", (t for slot in engine.optimizer.slots for t in slot.tensors))
     return engine
 
 
-def _add_pipemare(config: RunConfig, engine: StepEngine, executor: AsynchronousExecutor) -> None:
+def _add_pipemare(config: RunConfig, engine: StepEngine) -> None:
     """Let the optimizer follow the movement of the weights, and backwards use it."""
     groups, layout = engine.groups, config.layout
     steps = layout.pipemare_steps or max(1, config.train.steps // 4)
@@ -221,7 +222,9 @@ def _add_pipemare(config: RunConfig, engine: StepEngine, executor: AsynchronousE
         layout.pipemare_decay,
     )
     optimizer = Pipemare(engine.optimizer, engine.parameters.master_tensors, stage)
-    engine.optimizer, executor.weights.velocity = optimizer, optimizer.velocity
+    engine.optimizer = optimizer
+    if isinstance(engine.executor, AsynchronousExecutor):
+        engine.executor.weights.velocity = optimizer.velocity
 
 
 def _prepare_units(

@@ -1,7 +1,7 @@
 """Pipelines that are not emptied at the end of a step: one window of the table for each step.
 
-The table never ends. In each turn a rank runs one forward and one backward, on what its neighbours
-gave in the turn before. Stage s runs the forward of microbatch k in turn k + s, and its backward in
+The table never ends. In each turn a rank runs one forward and one backward on what came in the
+turn before. Stage s runs the forward of microbatch k in turn k + s, and its backward in
 turn k + 2 (p - 1) - s. So a microbatch is on stage s of p for 2 (p - 1 - s) + 1 turns, as in the
 pipeline of PipeMare (arXiv 1910.05124, section 2).
 
@@ -66,8 +66,8 @@ def weight_versions(ranks: int, stage: int, microbatches: int) -> int:
 
 
 def _until(ranks: int, stage: int, microbatches: int, after: int) -> Iterator[Action]:
-    """All actions of a stage up to the end of a step, whose microbatches and those before it have
-    been begun, with `after` of the later ones."""
+    """All actions of a stage up to the end of a step of `microbatches`. after: later microbatches
+    that there are."""
     forwards = min(look_ahead(ranks) - stage, after)
     for microbatch in range(microbatches + forwards):
         yield Action(stage, ActionKind.FORWARD, microbatch)

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 Shape = tuple[int, ...]
 
 VELOCITY = Slot("velocity")
-"""What the schedule pipemare keeps for each parameter, beside the optimizer's state."""
+"""What the schedule pipemare keeps for each parameter, in addition to the optimizer's own slots."""
 
 
 def is_hidden_matrix(optimizer: OptimizerConfig, name: str, shape: Shape) -> bool:
