@@ -1,8 +1,8 @@
 """One rank's part of a pipeline's table: its actions, and the messages that follow from them.
 
-A table may be one window of a schedule that never ends (`core/schedule/asynchronous.py`). What an
-action takes from an earlier window is handed in; what no action
-of this window takes is received at its end, and handed on.
+A table may be one window of a schedule that never ends (`core/schedule/asynchronous.py`). An action
+may take what an earlier window has left. What no action of this window takes is received at its
+end.
 """
 
 from __future__ import annotations

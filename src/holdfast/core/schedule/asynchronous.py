@@ -1,9 +1,8 @@
 """Pipelines that are not emptied at the end of a step: one window of the table for each step.
 
-The table never ends. In each turn a rank runs one forward and one backward on what came in the
-turn before. Stage s runs the forward of microbatch k in turn k + s, and its backward in
-turn k + 2 (p - 1) - s. So a microbatch is on stage s of p for 2 (p - 1 - s) + 1 turns, as in the
-pipeline of PipeMare (arXiv 1910.05124, section 2).
+The table never ends. In each turn a rank runs one forward and one backward on what came in the turn
+before. The forward of microbatch k is in turn k + s on stage s of p. Its backward is in turn
+k + 2 (p - 1) - s. The delays are those of PipeMare's pipeline (arXiv 1910.05124, section 2).
 
 The actions of one step are a window. All ranks begin it together, as they have voted on the step
 before. The gradients of exactly the step's microbatches are complete at its end. So stage s enters
