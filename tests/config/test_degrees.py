@@ -207,6 +207,12 @@ def sentence(*overrides: str) -> str:
             "use train.compile false, or layout.schedule 1f1b",
         ),
         (
+            ["layout.pp=2", "model.tied_embeddings=true", "layout.schedule=pipemare"],
+            "layout.schedule pipemare does not work with model.tied_embeddings, as the first and "
+            "the last stage would move them by other rates; use model.tied_embeddings false, or "
+            "layout.schedule pipedream-2bw",
+        ),
+        (
             ["layout.pp=2", "train.recompute=full", "layout.schedule=pipemare"],
             "layout.schedule pipemare does not work with train.recompute, which would run blocks "
             "again with other weights; use train.recompute none, or layout.schedule pipedream-2bw",

@@ -172,7 +172,9 @@ def _again_and_from_a_state(rank: RankContext, name: str) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["2bw.pp2-dp2", "pipedream.pp4", "pipemare.pp2", "bf16.2bw.pp2"])
+@pytest.mark.parametrize(
+    "name", ["2bw.pp2-dp2", "pipedream.pp4", "untied.pipemare.pp2", "bf16.2bw.pp2"]
+)
 def test_the_curve_of_a_layout_is_its_own(name: str, tmp_path: Path) -> None:
     """Two runs have the same bits, and so have two that begin from one state."""
     (name,) = of_one_model(name)

@@ -78,7 +78,7 @@ LAYOUTS = {
     "interleaved.dp2": "interleaved.pp2",
     "pipedream.pp2": "pipedream.dp2",
     "2bw.dp2": "2bw.pp2",
-    "pipemare.pp2": "pipemare.tp2",
+    "untied.pipemare.pp2": "untied.pipemare.tp2",
     "plain.tp4": "plain.shard4",
     "plain.pp2-tp2": "plain.dp4",
     "plain.tp2-shard2": "plain.pp4",

@@ -62,8 +62,8 @@ MIXED = [
 LATE = [
     ("pipedream.pp2", "tp2"),
     ("shard2", "2bw.pp2"),
-    ("pipemare.pp2", "pipemare.tp2"),
-    ("pipemare.dp2", "pipemare.pp2"),
+    ("untied.pipemare.pp2", "untied.pipemare.tp2"),
+    ("untied.pipemare.dp2", "untied.pipemare.pp2"),
 ]
 """Asynchronous schedules. Here they are shown no later step, so each has the curve of 1F1B."""
 WITH_EXPERTS = [

@@ -217,8 +217,7 @@ def _switched_off(loaded: LoadedConfig) -> Iterator[Finding]:
     """Values that another key switches off."""
     config = loaded.config
     save, cluster, data = config.checkpoint, config.cluster, config.data
-    layout = config.layout
-    memory = config.train.memory
+    layout, memory = config.layout, config.train.memory
     in_files = any(getattr(memory, key) == FILE for key in MOVABLE)
     adaptive = save.interval == "adaptive"
     no_peers = not save.peers
@@ -239,10 +238,6 @@ def _switched_off(loaded: LoadedConfig) -> Iterator[Finding]:
             layout.cp_method != "ulysses-ring",
             f"layout.cp_method {layout.cp_method}",
         ),
-        *(
-            (f"layout.{n}", not layout.keeps_velocity, f"layout.schedule {layout.schedule}")
-            for n in ("pipemare_steps", "pipemare_decay")
-        ),
         ("cluster.notices_at", cluster.notices == "none", "cluster.notices none"),
         ("cluster.below_minimum", cluster.min_nodes == 1, "cluster.min_nodes 1"),
         *(
@@ -253,6 +248,9 @@ def _switched_off(loaded: LoadedConfig) -> Iterator[Finding]:
         ("data.tokenizer.vocab_size", data.tokenizer.path is not None, "data.tokenizer.path"),
         ("data.tokenizer.sample_bytes", data.tokenizer.path is not None, "data.tokenizer.path"),
     ]
+    reason = f"layout.schedule {layout.schedule}"
+    for key in ("layout.pipemare_steps", "layout.pipemare_decay"):
+        rules.append((key, not layout.keeps_velocity, reason))
     chat = data.chat
     rules += [
         (f"data.chat.{name}", not data.has_chat, "no chat data") for name in type(chat).model_fields

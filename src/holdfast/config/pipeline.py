@@ -104,6 +104,11 @@ def check_asynchronous(
             f"{does_not} {key}.dp_shard {degrees.dp_shard}, as a worker knows the movement of its "
             f"own rows alone: use {key}.dp_shard 1, or layout.schedule pipedream-2bw"
         )
+    if name == "pipemare" and model.tied_embeddings:
+        return (
+            f"{does_not} model.tied_embeddings, as the first and the last stage would move them by "
+            "other rates: use model.tied_embeddings false, or layout.schedule pipedream-2bw"
+        )
     if name == "pipemare" and any(word != "none" for word in train.recompute_words):
         return (
             f"{does_not} train.recompute, which would run blocks again with other weights: use "
