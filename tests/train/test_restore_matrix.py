@@ -55,6 +55,8 @@ MIXED = [
     ("pp3+pp2", "shard2-tp2"),
     ("pp2-shard2", "tp2"),
     ("tp2", "pp2-shard2"),
+    ("zero2.2", "once.zero2.2"),
+    ("once.zero2.2", "zero2.2"),
     ("pp2", "zbv.pp2"),
     ("interleaved.pp2", "pp2"),
     ("zbv.pp2", "interleaved.pp2"),
@@ -69,10 +71,15 @@ LATE = [
 WITH_EXPERTS = [
     ("experts.ep2.shard4", "experts.pp2-tp2"),
     ("experts.pp2-shard2", "experts.ep2.shard2-tp2"),
+    ("experts.ep4.shard2-cp2", "experts.ep2.cp2-tp2"),
+    ("experts.tp2", "experts.ep2.cp2"),
+    ("experts.ep2.cp2", "experts.ep2.shard2"),
+    ("experts.copies.ep2.shard2", "experts.pp2"),
+    ("experts.tp2", "experts.copies.ep2.shard4"),
 ]
 CONTEXT = [("ring.cp2", "tp2"), ("shard2", "ring.cp2"), ("pp2-cp2", "shard2-cp2")]
-CHOSEN = {*NEAR[::3], *MIXED[::2], *CONTEXT[:2]}
-"""Each axis is saved under and resumed under; the campaign takes all pairs."""
+CHOSEN = {*NEAR[::3], ("pp3+pp2", "shard2-tp2"), ("interleaved.pp2", "pp2"), ("ring.cp2", "tp2")}
+"""Each axis is saved under and resumed under, and one product; the campaign takes all pairs."""
 STEPS = 4
 SAVED = STEPS // 2
 BATCH = 16  # four microbatches, one for each stage of the deepest pipeline

@@ -12,6 +12,7 @@ from typing import Any
 
 from holdfast.config.fields import as_path, field_at
 from holdfast.config.identity import SCHEDULE_STEPS
+from holdfast.config.layout import LayoutConfig
 from holdfast.config.load import LoadedConfig
 from holdfast.config.logging import MlflowConfig, WandbConfig
 from holdfast.config.memory import DEVICE, FILE, MOVABLE
@@ -213,11 +214,29 @@ def _recomputation(loaded: LoadedConfig) -> Iterator[Finding]:
         yield key, f"has no effect with {reason}", "remove it"
 
 
+def _layout_rules(layout: LayoutConfig) -> list[tuple[str, bool, str]]:
+    """(key, whether it has no effect, with what)."""
+    zero = f"layout.zero {layout.zero}" if layout.zero != 2 else "layout.dp_shard 1"
+    is_cut = any(degrees.dp_shard > 1 for _, degrees in layout.kinds)
+    is_ring, method = layout.cp_method == "ulysses-ring", f"layout.cp_method {layout.cp_method}"
+    no_stages = all(degrees.pp == 1 for _, degrees in layout.kinds)
+    is_other, schedule = not layout.keeps_velocity, f"layout.schedule {layout.schedule}"
+    return [
+        ("layout.schedule", no_stages, "layout.pp 1"),
+        ("layout.virtual_stages", no_stages, "layout.pp 1"),
+        ("layout.cp_method", all(d.cp == 1 for _, d in layout.kinds), "layout.cp 1"),
+        ("layout.cp_ring", not is_ring, method),
+        ("layout.pipemare_steps", is_other, schedule),
+        ("layout.pipemare_decay", is_other, schedule),
+        ("layout.zero2_reduce", layout.zero != 2 or not is_cut, zero),
+    ]
+
+
 def _switched_off(loaded: LoadedConfig) -> Iterator[Finding]:
     """Values that another key switches off."""
     config = loaded.config
     save, cluster, data = config.checkpoint, config.cluster, config.data
-    layout, memory = config.layout, config.train.memory
+    memory = config.train.memory
     in_files = any(getattr(memory, key) == FILE for key in MOVABLE)
     adaptive = save.interval == "adaptive"
     no_peers = not save.peers
@@ -232,12 +251,7 @@ def _switched_off(loaded: LoadedConfig) -> Iterator[Finding]:
         ("checkpoint.bucket_keep_last", not save.bucket, "no checkpoint.bucket"),
         ("checkpoint.peer_every_steps", no_peers, "no checkpoint.peers"),
         ("checkpoint.peer_copies", no_peers, "no checkpoint.peers"),
-        ("layout.cp_method", all(d.cp == 1 for _, d in layout.kinds), "layout.cp 1"),
-        (
-            "layout.cp_ring",
-            layout.cp_method != "ulysses-ring",
-            f"layout.cp_method {layout.cp_method}",
-        ),
+        *_layout_rules(config.layout),
         ("cluster.notices_at", cluster.notices == "none", "cluster.notices none"),
         ("cluster.below_minimum", cluster.min_nodes == 1, "cluster.min_nodes 1"),
         *(
@@ -248,9 +262,6 @@ def _switched_off(loaded: LoadedConfig) -> Iterator[Finding]:
         ("data.tokenizer.vocab_size", data.tokenizer.path is not None, "data.tokenizer.path"),
         ("data.tokenizer.sample_bytes", data.tokenizer.path is not None, "data.tokenizer.path"),
     ]
-    reason = f"layout.schedule {layout.schedule}"
-    for key in ("layout.pipemare_steps", "layout.pipemare_decay"):
-        rules.append((key, not layout.keeps_velocity, reason))
     chat = data.chat
     rules += [
         (f"data.chat.{name}", not data.has_chat, "no chat data") for name in type(chat).model_fields

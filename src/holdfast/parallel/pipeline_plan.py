@@ -8,7 +8,7 @@ end.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -62,13 +62,13 @@ class PlannedAction:
 @dataclass(frozen=True)
 class PipelinePlan:
     """A schedule as one rank sees it. receipt_senders: peers that owe a receipt at the end of the
-    run. needs_tags: some peer uses what it receives in another order than it was sent. collected:
+    run. arrivals: what each peer sends to this rank, in the order in which it does. collected:
     actions of a later window whose input arrives in this one."""
 
     schedule: Schedule
     steps: tuple[PlannedAction, ...]
     receipt_senders: tuple[int, ...]
-    needs_tags: bool
+    arrivals: Mapping[int, tuple[Message, ...]]
     collected: tuple[PlannedAction, ...] = ()
 
     def receives(self, gradient: bool) -> Iterator[Message]:
@@ -120,7 +120,8 @@ def make_pipeline_plan(schedule: Schedule, rank: int, first_tag: int = FIRST_TAG
         )
 
     steps, later = map(planned, rows[rank]), map(planned, traffic.collected_by(rank))
-    return PipelinePlan(schedule, tuple(steps), debtors, traffic.has_unequal_orders, tuple(later))
+    arrivals = {peer: traffic.arrivals(peer, rank, first_tag) for peer in peers}
+    return PipelinePlan(schedule, tuple(steps), debtors, arrivals, tuple(later))
 
 
 class _ValueRoutes:
@@ -162,17 +163,11 @@ class _ValueRoutes:
         number = (value.gradient * stages + value.stage) * microbatches + value.microbatch
         return Message(value, taker if giver == rank else giver, first_tag + 1 + number)
 
-    @property
-    def has_unequal_orders(self) -> bool:
-        """Return True if what goes one way between two ranks is used in another order than sent."""
-        last: dict[tuple[int, int, bool], int] = {}
-        for value in sorted(self._sender, key=self._sender.__getitem__):
-            (giver, _), (taker, used) = self._sender[value], self._receiver[value]
-            way = giver, taker, value.gradient
-            if giver != taker and used < last.get(way, -1):
-                return True
-            last[way] = used
-        return False
+    def arrivals(self, sender: int, receiver: int, first_tag: int) -> tuple[Message, ...]:
+        """What `sender` sends to `receiver`, in the order in which it does."""
+        values = sorted(self._values_between(sender, receiver), key=self._sender.__getitem__)
+        found = (self.message(value, receiver, first_tag) for value in values)
+        return tuple(message for message in found if message is not None)
 
     def arrival_proofs(self, sender: int, receiver: int) -> dict[Value, Value | None]:
         """Of all that `sender` sends to `receiver`: the first to come back that proves arrival.
