@@ -204,3 +204,27 @@ def test_the_run_says_once_that_its_curve_is_another() -> None:
     assert line.startswith("layout.schedule pipemare: gradients are of older weights")
     late["layout"]["pp"] = 1
     assert not describe_asynchronous(RunConfig.model_validate(late))
+
+
+def _mean_of_last_losses(rank: RankContext, name: str, seed: int) -> float:
+    of, steps = case(name), 120
+    optimizer = {"learning_rate": 2e-3, "clip_norm": 1.0}
+    changes = {"train__steps": steps, "train__batch_size": 16, "train__optimizer": optimizer}
+    config = config_of({**of.changes, **changes})
+    made = engine_of(config, topology_of(of, config), rank.rank, rank.store())
+    made.initialise(seed)
+    losses = [loss for loss, _, _ in train_steps(made, steps)]
+    made.close()
+    return sum(losses[-20:]) / 20
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_loss_is_near_that_of_1f1b_at_equal_tokens(seed: int) -> None:
+    names = ["pp2", "pipedream.pp2", "2bw.pp2", "pipemare.pp2"]
+    names = [f"shallow.untied.fp32.{name}" for name in names]
+    losses = [
+        rank_values(_mean_of_last_losses, 2, {"name": name, "seed": seed}, deadline=240)[0]
+        for name in names
+    ]
+    assert losses == pytest.approx([losses[0]] * 4, rel=0.01)
