@@ -64,6 +64,13 @@ def weight_versions(ranks: int, stage: int, microbatches: int) -> int:
     return 1 + -(-2 * (ranks - 1 - stage) // microbatches)
 
 
+def versions_under(name: str, ranks: int, stage: int, microbatches: int) -> int:
+    """The versions that a stage holds under an asynchronous schedule."""
+    if name == "pipedream":
+        return weight_versions(ranks, stage, microbatches)
+    return 2 if name == "pipedream-2bw" else 1
+
+
 def _until(ranks: int, stage: int, microbatches: int, after: int) -> Iterator[Action]:
     """All actions of a stage up to the end of a step of `microbatches`. after: later microbatches
     that there are."""
