@@ -2,9 +2,9 @@
 
     python -m benchmarks.asynchronous [--steps 400] [--seeds 3] [--learning-rate 1e-3]
 
-Each case is a run of `holdfast train` on two workers along pp, with the quickstart's data. Its model
-has untied embeddings, as pipemare asks. A row has the last validation loss, and how far it is above
-that of 1f1b with the same seed. A late gradient wants a lower learning rate than the quickstart's.
+Each case is a run of `holdfast train` on two workers along pp, with the data of the quickstart. Its
+model has untied embeddings, as pipemare asks. A row has the last validation loss, and how far it is
+above that of 1f1b with the same seed. A late gradient wants a lower learning rate than 6e-3.
 """
 
 from __future__ import annotations
