@@ -35,7 +35,8 @@ from holdfast.core.sharding.run_table import row_of_text, run_state_table
 from holdfast.layout import Layout, Topology, place_layout
 from holdfast.parallel.comm.transport import PeerGroup
 from holdfast.parallel.devices import check_backends, select_device
-from holdfast.parallel.pipeline import PipelineInterpreter, make_pipeline_plan
+from holdfast.parallel.pipeline import PipelineInterpreter
+from holdfast.parallel.pipeline_plan import make_pipeline_plan
 from holdfast.parallel.process_groups import ProcessGroups, connect
 from holdfast.parallel.reshard import move
 from holdfast.tasks.initial import first_values
