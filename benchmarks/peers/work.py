@@ -47,13 +47,22 @@ class Work:
     clip_norm: float = 1.0
     seed: int = 1
     distinct: int = 32  # batches, used in turn
+    experts: int = 0  # of each block, a quarter as wide as its feed-forward, of which 2 are used
+    skewed: bool = False  # whether most tokens take the first expert of a block
 
     @cached_property
     def config(self) -> ModelConfig:
         """Untied: torchtitan's plan shards the embedding and the head apart."""
-        return ModelConfig.model_validate(
-            {"preset": self.preset, "vocab_size": self.vocabulary, "tied_embeddings": False}
-        )
+        given = {"preset": self.preset, "vocab_size": self.vocabulary, "tied_embeddings": False}
+        config = ModelConfig.model_validate(given)
+        if not self.experts:
+            return config
+        experts = {"count": self.experts, "top_k": 2, "width": config.ffn_dim // 4}
+        family: dict[str, object] = {"family": "mixtral"}
+        if self.skewed:
+            experts |= {"scores": "sigmoid", "choice_bias": True}
+            family = {"family": "dots1", "qk_norm": True}
+        return ModelConfig.model_validate(given | family | {"experts": experts})
 
     @cached_property
     def tokens(self) -> Tensor:

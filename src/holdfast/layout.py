@@ -63,12 +63,6 @@ class Layout:
         return self.dp_replicate * self.replica_size
 
 
-def expert_degree(ep: int, dp_shard: int) -> int:
-    """The ranks that share the experts in a replica of `dp_shard` shards, if `layout.ep` is `ep`. A
-    smaller replica than the run file's may not have as many."""
-    return gcd(ep, dp_shard)
-
-
 @dataclass(frozen=True)
 class Replica:
     """One complete copy of the model: ranks in mesh order, over (pp, dp_shard, cp, tp).
@@ -106,6 +100,16 @@ class Replica:
 
     def degree(self, axis: str) -> int:
         return self.mesh_shape[AXES.index(axis)]
+
+    @property
+    def token_shares(self) -> int:
+        """The ranks among which the tokens of a microbatch are shared out."""
+        return self.degree("dp_shard") * self.degree("cp")
+
+    def expert_degree(self, ep: int) -> int:
+        """The ranks that share the experts if `layout.ep` is `ep`. A smaller replica than the run
+        file's may not have as many."""
+        return gcd(ep, self.token_shares)
 
     @property
     def last_pp(self) -> int:

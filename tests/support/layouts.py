@@ -7,6 +7,7 @@ shard2            dp_shard 2 under ZeRO-3; zero1.2 and zero2.2: under ZeRO-1 and
 once.zero2.2      ZeRO-2 that adds up gradients once a step
 pp2-dp2-tp2       a product
 zbv.pp2           a pipeline schedule: interleaved, zbh1, zbv, dualpipev, gpipe
+2bw.pp2           an asynchronous one: pipedream, 2bw, pipemare
 pp3+pp2           unlike replicas side by side
 plain.tp2         without sequence parallelism;  gpipe.pp2: another schedule
 files.dp2         optimizer state in a file, gradients on the host
@@ -24,7 +25,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from math import prod
+from math import gcd, prod
 from pathlib import Path
 from tempfile import gettempdir
 from typing import Any
@@ -34,6 +35,7 @@ import torch
 
 from holdfast.config.data import DataConfig
 from holdfast.config.run import RunConfig
+from holdfast.core.sharding.optimizer_state import VELOCITY, slot_prefix
 from holdfast.core.sharding.pipeline_stages import balance_stages
 from holdfast.layout import Layout, Topology, place_replicas
 from holdfast.parallel.process_groups import connect
@@ -79,6 +81,9 @@ _FLAGS: dict[str, dict[str, Any]] = {
     "zbh1": {"layout__schedule": "zb-h1"},
     "zbv": {"layout__schedule": "zbv"},
     "dualpipev": {"layout__schedule": "dualpipev"},
+    "pipedream": {"layout__schedule": "pipedream"},
+    "2bw": {"layout__schedule": "pipedream-2bw"},
+    "pipemare": {"layout__schedule": "pipemare"},
     "gathered": {"layout__exchange": "gathered"},
     **RECOMPUTE,
     "compiled": {"train__compile": True},
@@ -120,6 +125,7 @@ _FLAGS: dict[str, dict[str, Any]] = {
     "once": {"layout__zero2_reduce": "step"},
     "ep2": {"layout__ep": 2},
     "ep4": {"layout__ep": 4},
+    "copies": {"layout__expert_replicas": "auto"},
     "fp32": {"train__precision": "fp32"},
     "bf16": {"train__precision": "bf16"},
     "fp16": {"train__precision": "fp16"},
@@ -178,7 +184,7 @@ class Case:
 def case(name: str) -> Case:
     """Read a name. Raises ValueError for a word that it does not know."""
     changes: dict[str, Any] = {}
-    *flags, rest = re.split(r"\.(?=[a-z])", name)
+    *flags, rest = re.split(r"\.(?=[a-z]|2bw)", name)
     for flag in flags:
         changes.update(_FLAGS[flag])
     replicas: list[Layout] = []
@@ -195,8 +201,13 @@ def case(name: str) -> Case:
             keys = {"dp": "dp_replicate", "shard": "dp_shard"}
             layout = replace(layout, **{keys.get(axis, axis): degree})
         replicas += [replace(layout, dp_replicate=1)] * layout.dp_replicate
-    if "layout__ep" in changes:
-        changes["layout__dp_shard"] = max(layout.dp_shard for layout in replicas)
+    if "layout__ep" in changes:  # the run file's own replica is one that has it
+        changes["layout__cp"] = max(layout.cp for layout in replicas)
+        shards = max(layout.dp_shard for layout in replicas)
+        missing = changes["layout__ep"] // gcd(
+            changes["layout__ep"], shards * changes["layout__cp"]
+        )
+        changes["layout__dp_shard"] = shards * missing
     return Case(name, tuple(replicas), changes)
 
 
@@ -313,6 +324,11 @@ Piece = tuple[str, tuple[int, ...], np.ndarray]
 def pieces(made: StepEngine) -> list[Piece]:
     """All state that this rank holds: name, offsets, values. bfloat16 comes as its bits."""
     return [(t.name, t.offsets, as_numpy(t.tensor).copy()) for t in made.state()]
+
+
+def pieces_of_curve(made: StepEngine) -> list[Piece]:
+    """`pieces` without the mean movement that pipemare keeps: it depends on the pipeline."""
+    return [piece for piece in pieces(made) if not piece[0].startswith(slot_prefix(VELOCITY))]
 
 
 def as_numpy(tensor: torch.Tensor) -> np.ndarray:

@@ -69,8 +69,8 @@ def _step(made: Any, step: int, size: int, length: int) -> None:
 
 LAYOUTS = [
     ("fp32.pp2", 4, POLICIES),
-    ("ring.fp32.cp2", 4, POLICIES),
-    ("plain.fp32.tp2", 4, ("none", "cut-most", "cut")),
+    ("ring.fp32.cp2", 4, ("none", "full")),
+    ("plain.fp32.tp2", 4, ("none", "cut")),
     *(
         in_campaign(name, size, POLICIES)
         for name, size in (
@@ -87,9 +87,24 @@ LAYOUTS = [
             ("bf16.pp2", 4),
             ("zero1.2", 4),
             ("fp32.cp2", 4),
+            ("ring.fp32.cp2", 4),
             ("heads.ulysses.fp32.cp2", 4),
             ("long.fp32.cp4", 4),
             ("long.ring.fp32.pp2-cp2", 4),
+            ("interleaved.fp32.pp2", 4),
+            ("interleaved.bf16.pp4", 4),
+        )
+    ),
+    *(
+        in_campaign(name, size, ("none", "full"))
+        for name, size in (
+            ("experts.fp32.one", 4),
+            ("experts.bf16.one", 4),
+            ("experts.fp32.tp2", 4),
+            ("experts.fp32.pp2", 4),
+            ("experts.interleaved.fp32.pp2", 4),
+            ("experts.ep2.fp32.shard2", 4),
+            ("sigmoid.fp32.one", 4),
         )
     ),
     *(
@@ -100,6 +115,7 @@ LAYOUTS = [
             ("fp32.tp2", 4, KEPT),
             ("fp32.pp2", 4, KEPT),
             ("zero1.2", 4, KEPT),
+            ("plain.fp32.tp2", 4, CUT),
             ("plain.fp32.tp4", 4, CUT),
             ("plain.bf16.tp2", 4, CUT),
             ("plain.fp32.pp2-tp2", 4, CUT),

@@ -19,6 +19,7 @@ from holdfast.parallel.quantized import BLOCK
 from holdfast.plan.zero2_cost import zero2_costs
 from holdfast.train.build import build_engine
 from tests.support.layouts import VOCABULARY, case, config_of, topology_of
+from tests.support.marks import in_campaign
 from tests.support.ranks import RankContext, rank_values
 from tests.support.tiny_training import CPU, LENGTH, feed
 
@@ -180,17 +181,27 @@ def _sent_to_experts(rank: RankContext, name: str) -> dict[str, Any]:
     return {"sent": sent, "counts": counts}
 
 
-def test_experts_send_the_tokens_of_other_ranks_ep2() -> None:
-    """The formula of `parallel/expert_parallel.py`, n = 2, and the balance loss's numbers."""
-    name = "experts.ep2.shard2"
-    config = _config(name, 1)
-    found = rank_values(_sent_to_experts, 2, {"name": name})
-    for me, other in ((0, 1), (1, 0)):
-        rows = sum(
-            sum(mine[2 * other : 2 * other + 2]) + sum(theirs[2 * me : 2 * me + 2])
-            for mine, theirs in zip(found[me]["counts"], found[other]["counts"], strict=True)
-        )
-        numbers = config.model.layers * (2 * 8 + 4 * 8)
+@pytest.mark.parametrize(
+    ("name", "gathered"),
+    [
+        ("experts.ep2.shard2", 4),
+        in_campaign("experts.ep2.cp2", 4),
+        in_campaign("experts.ep4.shard2-cp2", 4 + 2 * 4),
+    ],
+)
+def test_experts_send_the_tokens_of_other_ranks(name: str, gathered: int) -> None:
+    """The formula of `parallel/expert_parallel.py`. gathered: numbers of choices that a block
+    sends for the balance loss, along dp_shard and then along cp."""
+    config, size = _config(name, 1), case(name).world_size
+    found = rank_values(_sent_to_experts, size, {"name": name})
+    experts = 4 // size  # of a rank
+    for me in range(size):
+        mine = range(me * experts, (me + 1) * experts)
+        rows = 0
+        for choices in zip(*(each["counts"] for each in found), strict=True):  # of a block
+            rows += sum(n for expert, n in enumerate(choices[me]) if expert not in mine)
+            rows += sum(choices[rank][e] for rank in range(size) if rank != me for e in mine)
+        numbers = config.model.layers * 8 * ((size - 1) * experts + gathered)
         formula = 2 * rows * config.model.dim * BYTES + numbers
         assert found[me]["sent"] == pytest.approx(formula, rel=0.02)
 

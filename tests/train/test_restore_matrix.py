@@ -23,7 +23,7 @@ from holdfast.checkpoint.mover.client import MoverClient
 from holdfast.checkpoint.restore.reader import Checkpoint
 from holdfast.config.run import RunConfig
 from holdfast.core.sharding.boxes import Box
-from holdfast.core.sharding.state_table import state_table
+from holdfast.core.sharding.run_table import run_state_table
 from holdfast.wire.secret import Secret
 from holdfast.wire.store.run_store import FolderStore
 from tests.support.layouts import (
@@ -35,6 +35,7 @@ from tests.support.layouts import (
     model_flags,
     one_step,
     pieces,
+    pieces_of_curve,
     save_pieces,
     topology_of,
 )
@@ -60,13 +61,25 @@ MIXED = [
     ("interleaved.pp2", "pp2"),
     ("zbv.pp2", "interleaved.pp2"),
 ]
+LATE = [
+    ("pipedream.pp2", "tp2"),
+    ("shard2", "2bw.pp2"),
+    ("untied.pipemare.pp2", "untied.pipemare.tp2"),
+    ("untied.pipemare.dp2", "untied.pipemare.pp2"),
+]
+"""Asynchronous schedules. Here they are shown no later step, so each has the curve of 1F1B."""
 WITH_EXPERTS = [
     ("experts.ep2.shard4", "experts.pp2-tp2"),
     ("experts.pp2-shard2", "experts.ep2.shard2-tp2"),
+    ("experts.ep4.shard2-cp2", "experts.ep2.cp2-tp2"),
+    ("experts.tp2", "experts.ep2.cp2"),
+    ("experts.ep2.cp2", "experts.ep2.shard2"),
+    ("experts.copies.ep2.shard2", "experts.pp2"),
+    ("experts.tp2", "experts.copies.ep2.shard4"),
 ]
 CONTEXT = [("ring.cp2", "tp2"), ("shard2", "ring.cp2"), ("pp2-cp2", "shard2-cp2")]
-CHOSEN = {*NEAR[::3], *MIXED[::2], *CONTEXT[:2]}
-"""Each axis is saved under and resumed under; the campaign takes all pairs."""
+CHOSEN = {*NEAR[::3], ("pp3+pp2", "shard2-tp2"), ("interleaved.pp2", "pp2"), ("ring.cp2", "tp2")}
+"""Each axis is saved under and resumed under, and one product; the campaign takes all pairs."""
 STEPS = 4
 SAVED = STEPS // 2
 BATCH = 16  # four microbatches, one for each stage of the deepest pipeline
@@ -84,7 +97,7 @@ def save_body(rank: RankContext, name: str, socket: str, secret: str) -> list[fl
     made = engine_of(config, topology, rank.rank, rank.store())
     losses = [one_step(made, step).mean_loss for step in range(1, SAVED + 1)]
     client = MoverClient(socket, Secret(bytes.fromhex(secret)), 1)
-    table = state_table(config.model, config.train.precision)
+    table = run_state_table(config)
     tensors = {local.name: local.tensor for local in made.state()}
     capturer = Capturer(client, topology, table, rank.rank, tensors, run="test")
     assert isinstance(capturer.capture(SAVED, wait=60), CompletedCapture)
@@ -108,7 +121,7 @@ def resume_body(rank: RankContext, name: str, store: Path, key: str) -> list[flo
     made.load(read)
     save_pieces(rank.folder / f"restored{rank.rank}.npz", pieces(made))
     losses = [one_step(made, step).mean_loss for step in range(SAVED + 1, STEPS + 1)]
-    save_pieces(rank.folder / f"{rank.rank}.npz", pieces(made))
+    save_pieces(rank.folder / f"{rank.rank}.npz", pieces_of_curve(made))
     made.close()
     return losses
 
@@ -129,7 +142,7 @@ def assemble(folder: Path, prefix: str, ranks: int, shapes: dict[str, tuple[int,
 
 def shapes_of(name: str) -> dict[str, tuple[int, ...]]:
     config = config_for(name)
-    return {row.name: row.shape for row in state_table(config.model, "float64")}
+    return {row.name: row.shape for row in run_state_table(config)}
 
 
 @cache
@@ -141,7 +154,7 @@ def saved(name: str, folder: Path) -> tuple[Path, str, dict[str, np.ndarray]]:
     config = config_for(name)
     mover = Mover(here / "run")
     try:
-        mover.begin(topology_of(of, config), state_table(config.model, "float64"))
+        mover.begin(topology_of(of, config), run_state_table(config))
         arguments = {"name": name, "socket": mover.socket, "secret": mover.secret.hex()}
         rank_values(save_body, of.world_size, arguments, folder=here)
     finally:
@@ -175,7 +188,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ("a", "b"),
     [
         pytest.param(a, b, id=f"{a}_to_{b}", marks=() if (a, b) in CHOSEN else pytest.mark.slow)
-        for a, b in [*PAIRS, *MIXED, *CONTEXT, *WITH_EXPERTS]
+        for a, b in [*PAIRS, *MIXED, *CONTEXT, *WITH_EXPERTS, *LATE]
     ],
 )
 def test_saved_under_a_resumed_under_b(a: str, b: str, runs: Path, tmp_path: Path) -> None:

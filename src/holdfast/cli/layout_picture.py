@@ -6,7 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
 
-from holdfast.cli.layout_estimate import print_communicators, print_estimate, print_zero2
+from holdfast.cli.layout_estimate import (
+    print_communicators,
+    print_estimate,
+    print_versions,
+    print_zero2,
+)
 from holdfast.cli.layout_places import print_places
 from holdfast.cli.output import print_table
 from holdfast.config.recompute import RecomputePolicy
@@ -17,6 +22,7 @@ from holdfast.core.sharding.reduction_tree import deal
 from holdfast.core.sharding.state_table import MIXED
 from holdfast.layout import AXES, Coordinate, Replica, Topology
 from holdfast.plan.activations import activations_of, device_kind, has_formula
+from holdfast.plan.expert_copies import copy_bytes, most_copies
 from holdfast.plan.layouts import microbatches
 from holdfast.plan.loss_impact import LossImpact
 from holdfast.plan.memory_use import RankContents, Span
@@ -44,9 +50,12 @@ class LayoutPicture:
         self._ranks()
         print_zero2(self.config, self.topology)
         self._activations()
+        if self.config.layout.expert_replicas == "auto":
+            print(_copies(self.config, self.topology))
         print_places(self.config, self.topology)
         print()
         print_estimate(self.config, self.topology)
+        print_versions(self.config, self.topology)
         print_communicators(self.config, self.topology)
         print()
         self._dealing()
@@ -132,10 +141,16 @@ class LayoutPicture:
         print(
             f"activations kept for the backward, at most: {format_bytes(largest.total)} on rank "
             f"{self.holdings[most].rank} "
-            f"(microbatches in flight {largest.in_flight}, each "
+            f"({self._in_flight()} in flight {largest.in_flight}, each "
             f"{format_bytes(largest.per_microbatch)}); "
             f"train.recompute {self._policy(self.holdings[most].at)}"
         )
+
+    def _in_flight(self) -> str:
+        """What a rank keeps several of: of unlike stages an average is printed."""
+        layout = self.config.layout
+        is_plain = layout.stages_a_worker == 1 or not self._used("pp")
+        return "microbatches" if is_plain else "stages of microbatches"
 
     def _policy(self, at: Coordinate) -> RecomputePolicy:
         replica = self.topology.replicas[at.replica]
@@ -294,3 +309,18 @@ def _active(config: RunConfig) -> str:
 def _experts_a_rank(config: RunConfig) -> str:
     count = config.model.experts.count if config.model.experts else 0
     return f"{count // config.layout.ep} of {count} experts a rank"
+
+
+def _copies(config: RunConfig, topology: Topology) -> str:
+    """What copies of hot experts cost, on the rank that may have most."""
+    kinds = {each.kind: each for each in topology.replicas}.values()
+    most, one = 0, 0
+    for replica in kinds:
+        one = max(one, copy_bytes(config, replica.degree("tp")))
+        places = (topology.coordinate(rank) for rank in replica.ranks)
+        most = max(most, *(most_copies(config, replica, at) for at in places))
+    return (
+        f"copies of hot experts: at most {most} on a rank for each microbatch in flight, "
+        f"{format_bytes(most * one)}. Each sends {format_bytes(one)} in the forward pass and as "
+        "much in the backward"
+    )

@@ -20,7 +20,8 @@ Under ZeRO 2 parameters are gathered once a step: they stay until the sum of the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -50,6 +51,7 @@ from holdfast.parallel.torch_compat import (
     ShardedParameter,
     fsdp_parameters,
     gather_parts,
+    is_plain,
     local_tensor,
 )
 
@@ -62,6 +64,7 @@ def apply_fsdp(
     zero: int = 3,
     *,
     is_offloaded: bool = False,
+    unshared: Collection[nn.Parameter] = (),
 ) -> None:
     """Shard `root` over the mesh in place: each of `blocks` as a unit, the rest as the last one.
 
@@ -71,6 +74,7 @@ def apply_fsdp(
     zero: 3 shards parameters between forward and backward too; 2 gathers them once a step
         (Rajbhandari et al., 2020, section 5: stages of ZeRO). State is sharded alike.
     is_offloaded: shards lie on the host, and each unit is gathered on the device.
+    unshared: stay as they are. This rank alone computes with them.
     """
     policy = MixedPrecisionPolicy(
         param_dtype=compute,
@@ -78,7 +82,7 @@ def apply_fsdp(
         cast_forward_inputs=False,
     )
     again = None if zero == 3 else False  # None: all but the root, which the backward begins with
-    nothing = {p for p in root.parameters() if p.numel() == 0}  # has no shards
+    nothing = {p for p in root.parameters() if p.numel() == 0} | set(unshared)  # has no shards
     for module in (*blocks, root):
         fully_shard(
             module,
@@ -111,8 +115,9 @@ class FsdpUnit:
 class ShardedGradients(GradientFeeder):
     """Feeds reducers from the units of a module that `apply_fsdp` sharded.
 
-    named: the parameters by name in forward order: what FSDP2 made of them, or plain ones of no
-        elements. boxes: what this rank holds of each. traffic: counts FSDP2's own collectives.
+    named: the parameters by name in forward order: what FSDP2 made of them, or plain ones that no
+        other shard has. boxes: what this rank holds of each. traffic: counts FSDP2's own
+        collectives.
     are_sums_here: the sums lie on the device, so FSDP2 may write to them.
     weight_bits, gradient_bits: of the codes that shards send each other; 0: they send numbers.
     See `GradientFeeder` for the rest.
@@ -151,7 +156,14 @@ class ShardedGradients(GradientFeeder):
         self._are_sums_here = are_sums_here
         self._stored_units: list[FsdpUnit] = []  # FSDP2 has their sums in `.grad` still
         self._missing_units: set[int] = set()
+        self._missing_plain: set[int] = set()  # of the leaf that is open
         index_of = {id(parameter): i for i, parameter in enumerate(self._parameters)}
+        self._plain = [i for i, p in enumerate(self._parameters) if is_plain(p) and p.numel()]
+        for index in self._plain:
+            parameter = self._parameters[index]
+            parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
+                self._plain_hook(index)
+            )
         for module in root.modules():
             members = fsdp_parameters(module) if isinstance(module, FSDPModule) else ()
             if isinstance(module, FSDPModule) and members:
@@ -181,6 +193,7 @@ class ShardedGradients(GradientFeeder):
         assert part is None, "the run file's rules refuse stages of a rank with ZeRO 2 and 3"
         self._slot = self._open_slot(leaf)
         self._missing_units = set(range(len(self._units)))
+        self._missing_plain = set(self._plain)
 
     def end_leaf(self) -> None:
         """The backward pass is over. Take what units without all of their gradients have, and drop
@@ -188,6 +201,8 @@ class ShardedGradients(GradientFeeder):
         if self._slot is not None:
             for number in sorted(self._missing_units):
                 self._store_partial_unit(self._units[number])
+            for index in sorted(self._missing_plain):
+                self._take(index, None)
         self._progress.close()
         self._slot = None
         self._stored_units.clear()
@@ -273,6 +288,20 @@ class ShardedGradients(GradientFeeder):
                 self.fail(error)
 
         return take
+
+    def _plain_hook(self, index: int) -> Callable[[Tensor], None]:
+        """Return what takes a plain parameter's gradient. It does not keep this object alive, as
+        `ReplicatedGradients._hook` says."""
+        whose = weakref.ref(self)
+
+        def listen(parameter: Tensor) -> None:
+            me = whose()
+            if me is not None and me._slot is not None:
+                gradient, parameter.grad = parameter.grad, None
+                me._missing_plain.discard(index)
+                me._take(index, gradient)
+
+        return listen
 
     def _store_output(self, unit: FsdpUnit, output: Tensor) -> None:
         """Move a unit's sum into the current slot.  output: [unit.size]"""

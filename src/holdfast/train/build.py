@@ -32,19 +32,23 @@ from holdfast.parallel.torch_compat import (
     Store,
     give_memory,
     give_shards_memory,
+    is_plain,
     local_tensor,
     place_shards,
 )
 from holdfast.parallel.trace import SpanRecorder
 from holdfast.parallel.zero1 import OwnedRows
+from holdfast.train.asynchronous import AsynchronousExecutor, make_asynchronous
 from holdfast.train.engine import GradientFeed, GradientReducer, StepEngine
 from holdfast.train.evaluate import Evaluator
+from holdfast.train.executors import PipelinedExecutor
 from holdfast.train.float8 import apply_float8
 from holdfast.train.loss_scale import LossScale
 from holdfast.train.memory.activations import move_activations
 from holdfast.train.memory.metered_executor import MeteredExecutor
 from holdfast.train.memory.places import StateMemory
 from holdfast.train.objective import NextTokenObjective
+from holdfast.train.pipemare import Pipemare, StageDelay
 from holdfast.train.precision import Precision
 from holdfast.train.protocols import ShareLoader
 from holdfast.train.recompute import apply_recompute
@@ -182,6 +186,11 @@ def build_engine(
     make = _replicated if shards == 1 else _zero1 if zero == 1 else _sharded
     parameters, feed = make(_Parts(config, task, groups, device, precision, memory), objective)
     executor = task.executor(objective, groups, precision.compute, device)
+    if isinstance(executor, PipelinedExecutor) and executor.is_overlapping:
+        named = task.named_parameters(objective)
+        parameters, executor = make_asynchronous(
+            config.layout.schedule, executor, parameters, named
+        )
     compiled_here = config.train.compile and device.type == "cpu"
     is_metered = memory.ledger.limit > 0 and not compiled_here
     engine = StepEngine(
@@ -196,9 +205,28 @@ def build_engine(
         task.user_parts,
         LossScale(_tokens(config), device, is_dynamic=precision.scales_loss),
     )
+    if config.layout.keeps_velocity:
+        _add_pipemare(config, engine)
     if not memory.stages_updates:
         memory.count("optimizer", (t for slot in engine.optimizer.slots for t in slot.tensors))
     return engine
+
+
+def _add_pipemare(config: RunConfig, engine: StepEngine) -> None:
+    """Let the optimizer follow the movement of the weights, and backwards use it."""
+    groups, layout = engine.groups, config.layout
+    steps = layout.pipemare_steps or max(1, config.train.steps // 4)
+    stage = StageDelay(
+        groups.degree("pp"),
+        groups.coordinate.pp,
+        lambda: engine.groups.replica_count,
+        steps,
+        layout.pipemare_decay,
+    )
+    optimizer = Pipemare(engine.optimizer, engine.parameters.master_tensors, stage)
+    engine.optimizer = optimizer
+    if isinstance(engine.executor, AsynchronousExecutor):
+        engine.executor.weights.velocity = optimizer.velocity
 
 
 def _prepare_units(
@@ -284,7 +312,7 @@ def _replicated(parts: _Parts, objective: nn.Module) -> BuiltParameters:
     give_memory(objective.to(precision.compute), parts.device)
     parts.task.fill_constants(objective, parts.device)
     table, boxes, named = parts.rows_on_rank(objective)
-    held = [p.detach() for p in named.values()]
+    held = [p.data for p in named.values()]  # an update of them is not seen by a graph
     parts.memory.count("parameters", _all_tensors(objective))
     computed: list[torch.Tensor] = []
     if precision.mixed:
@@ -366,9 +394,14 @@ def _sharded(parts: _Parts, objective: nn.Module) -> BuiltParameters:
     blocks = parts.task.units(objective)
     moved, mesh = parts.memory.place_of("parameters") != DEVICE, parts.groups.shard_mesh()
     how = compute, config.layout.zero
+    unshared: set[nn.Parameter] = set()
     for each in shared_experts(objective, parts.groups):
-        apply_fsdp(each, (), parts.groups.replica_groups.expert_mesh(), *how, is_offloaded=moved)
-    apply_fsdp(objective, blocks, mesh, *how, is_offloaded=moved)
+        experts = parts.groups.replica_groups.expert_mesh()
+        if experts.size() == 1 and compute is None and not moved:  # then FSDP2 would only copy
+            unshared.update(each.parameters())
+        else:
+            apply_fsdp(each, (), experts, *how, is_offloaded=moved)
+    apply_fsdp(objective, blocks, mesh, *how, is_offloaded=moved, unshared=unshared)
     give_shards_memory(objective, torch.device("cpu") if moved else parts.device)
     if moved:
         place_shards(objective, partial(parts.memory.zeros, "parameters"))
@@ -397,7 +430,7 @@ def _sharded(parts: _Parts, objective: nn.Module) -> BuiltParameters:
         parts.memory.count("parameters", map(local_tensor, _all_tensors(objective)))
     if config.layout.zero == 2 and not parts.memory.ledger.limit:
         # What stays gathered between the two passes. With a limit it counts with the passes.
-        elements = sum(prod(p.shape) for p in named.values())
+        elements = sum(prod(p.shape) for p in named.values() if not is_plain(p))
         parts.memory.ledger.add(DEVICE, "gathered", elements * precision.compute.itemsize)
     feed = _gradient_feed(config, parts.memory, feeder, lambda groups: True)
     initial, lengths = parts.task.initial_values, tuple(boxes.values())

@@ -41,4 +41,5 @@ class ExpertMeter:
         found = {name: layer.take_counts() for name, layer in self._layers.items()}
         counts = {name: counts for name, (counts, _) in found.items() if counts}
         dropped = sum(dropped for _, dropped in found.values())
-        return ExpertsRouted(rank, counts, dropped, step=step) if counts else None
+        loads = {name: load for name, layer in self._layers.items() if (load := layer.take_load())}
+        return ExpertsRouted(rank, counts, dropped, loads, step=step) if counts else None

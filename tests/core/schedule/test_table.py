@@ -56,7 +56,8 @@ def test_every_table_of_every_size_can_run(name: str, ranks: int, microbatches: 
         return
     schedule = build_schedule(name, ranks, microbatches)
     check_schedule(schedule)
-    assert (schedule.ranks, schedule.microbatches) == (ranks, microbatches)
+    assert schedule.ranks == ranks
+    assert schedule.is_open or schedule.microbatches == microbatches
 
 
 @pytest.mark.parametrize("name", ["gpipe", "forward"])

@@ -29,6 +29,7 @@ def modules_to_preload(config: RunConfig) -> tuple[str, ...]:
     takes seconds.
     """
     from holdfast.config.model_from import TRANSFORMERS_TASK
+    from holdfast.config.task import SCRIPT_TASK
 
     kinds = [degrees for _, degrees in config.layout.kinds]
     needed = []
@@ -40,6 +41,7 @@ def modules_to_preload(config: RunConfig) -> tuple[str, ...]:
         config.train.compile
         or config.train.optimizer.name != "adamw"
         or config.train.precision == "fp8"
+        or config.task.name == SCRIPT_TASK  # its optimizer is one of torch.optim
     ):
         needed += [_COMPILER]
     if any(degrees.pp > 1 for degrees in kinds):
