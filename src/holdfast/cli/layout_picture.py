@@ -141,10 +141,16 @@ class LayoutPicture:
         print(
             f"activations kept for the backward, at most: {format_bytes(largest.total)} on rank "
             f"{self.holdings[most].rank} "
-            f"(microbatches in flight {largest.in_flight}, each "
+            f"({self._in_flight()} in flight {largest.in_flight}, each "
             f"{format_bytes(largest.per_microbatch)}); "
             f"train.recompute {self._policy(self.holdings[most].at)}"
         )
+
+    def _in_flight(self) -> str:
+        """What a rank keeps several of: of unlike stages an average is printed."""
+        layout = self.config.layout
+        is_plain = layout.stages_a_worker == 1 or not self._used("pp")
+        return "microbatches" if is_plain else "stages of microbatches"
 
     def _policy(self, at: Coordinate) -> RecomputePolicy:
         replica = self.topology.replicas[at.replica]

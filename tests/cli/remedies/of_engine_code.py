@@ -232,16 +232,15 @@ def begin_imported(lab: Lab) -> None:
 
 def begin_newer(lab: Lab) -> None:
     """A manifest that the next version of Holdfast wrote."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(manifest, "FORMAT", manifest.FORMAT + 1)
-        lab.settings["data"] = seal_manifest("commit", {"step": 3})
+    newer = max(manifest.READABLE_FORMATS) + 1
+    lab.settings["data"] = seal_manifest("commit", {"step": 3}, newer)
 
 
 def read_manifest(lab: Lab) -> None:
     """What this version does; the next one reads one format more."""
     with pytest.MonkeyPatch.context() as patch:
         if lab.settings.get("is_newer"):
-            known = (*manifest.READABLE_FORMATS, manifest.FORMAT + 1)
+            known = (*manifest.READABLE_FORMATS, max(manifest.READABLE_FORMATS) + 1)
             patch.setattr(manifest, "READABLE_FORMATS", known)
         unseal_manifest("commit", lab.settings["data"], "x")
 
