@@ -98,8 +98,8 @@ def sentence(*overrides: str) -> str:
         ),
         (
             ["layout.schedule=ZBV"],
-            "layout.schedule is 'ZBV', not one of 1f1b, gpipe, interleaved, zb-h1, zbv, dualpipev; "
-            "did you mean zbv?",
+            "layout.schedule is 'ZBV', not one of 1f1b, gpipe, interleaved, zb-h1, zbv, dualpipev, "
+            "pipedream, pipedream-2bw, pipemare; did you mean zbv?",
         ),
         (
             ["layout.pp=2", "layout.stages=[6,0]"],
