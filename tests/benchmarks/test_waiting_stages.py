@@ -85,10 +85,15 @@ def test_bubble_split_backward_on_virtual_stages() -> None:
 def test_an_asynchronous_schedule_has_no_bubble() -> None:
     """The last of three steps, with a vote of all ranks before each."""
     schedule, durations = build_schedule("pipedream", 4, 8), Durations.uniform(4, 0.04, 0.08)
-    found, planned = best(schedule, durations), time_schedule(schedule, durations)
+    planned = time_schedule(schedule, durations)
     assert max(planned.bubble) < 1e-9
-    assert found.makespan_s == pytest.approx(planned.makespan, rel=TOLERANCE)
-    assert max(found.bubble) < 0.03
+    for _ in range(ATTEMPTS):
+        spans = execute(schedule, durations)
+        assert in_order(schedule, spans)
+        found = measure_pipeline(spans)
+        if max(found.bubble) < 0.03 and found.makespan_s < 1.1 * planned.makespan:
+            return
+    pytest.fail(f"it waited: {found}")
 
 
 def test_waiting_for_a_peer_is_seen() -> None:
