@@ -143,13 +143,8 @@ class LayoutConfig(DegreesConfig):
     @property
     def stages_a_worker(self) -> int:
         """Pipeline stages that each worker has, where pp is above 1."""
-        return (
-            SCHEDULE_KINDS[self.schedule].virtual or self.virtual_stages or self._virtual_by_default
-        )
-
-    @property
-    def _virtual_by_default(self) -> int:
-        return 2 if self.schedule == "interleaved" else 1
+        kind = SCHEDULE_KINDS[self.schedule]
+        return kind.virtual or self.virtual_stages or kind.usual_virtual
 
     @property
     def is_folded(self) -> bool:
