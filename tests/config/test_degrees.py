@@ -98,8 +98,8 @@ def sentence(*overrides: str) -> str:
         ),
         (
             ["layout.schedule=ZBV"],
-            "layout.schedule is 'ZBV', not one of 1f1b, gpipe, interleaved, zb-h1, zbv, dualpipev; "
-            "did you mean zbv?",
+            "layout.schedule is 'ZBV', not one of 1f1b, gpipe, interleaved, zb-h1, zbv, dualpipev, "
+            "pipedream, pipedream-2bw, pipemare; did you mean zbv?",
         ),
         (
             ["layout.pp=2", "layout.stages=[6,0]"],
@@ -290,7 +290,7 @@ def sentence(*overrides: str) -> str:
             "remove train.memory, or use layout.schedule 1f1b",
         ),
         (
-            ["layout.pp=2", "layout.virtual_stages=2", "layout.schedule=pipedream"],
+            ["layout.pp=2", "layout.schedule=pipedream", "layout.virtual_stages=2"],
             "layout.virtual_stages 2 has no effect on layout.schedule pipedream; "
             "use layout.schedule interleaved, or virtual_stages 0",
         ),
