@@ -352,7 +352,7 @@ CASES: list[Case] = [
         lambda lab, found: lab.settings.update(schedule=found[1]),
     ),
     case(
-        PIPE + ".py: … stages and … microbatches need more message tags than there are",
+        PIPE + "_plan.py: … stages and … microbatches need more message tags than there are",
         values(microbatches=10),
         plan_pipeline,
         r"use fewer microbatches",

@@ -102,7 +102,7 @@ def test_looped_tables_can_run(name: str) -> None:
             4,
             1,
             "layout.schedule: there is no schedule 'zigzag'; use one of 1f1b, gpipe, interleaved, "
-            "zb-h1, zbv, dualpipev, forward",
+            "zb-h1, zbv, dualpipev, pipedream, pipedream-2bw, pipemare, forward",
         ),
         (
             "gpipe",
