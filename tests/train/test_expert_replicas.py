@@ -88,6 +88,8 @@ def body(rank: RankContext, name: str, steps: int) -> dict[str, Any]:
                 "ep2.pp2-shard2",
                 "ep2.shard2-dp2",
                 "full.ep4.shard4",
+                "ep2.cp2",
+                "ep4.shard2-cp2",
             )
         ),
     ],

@@ -33,6 +33,7 @@ from tests.support.layouts import (
     model_flags,
     of_one_model,
     pieces,
+    pieces_of_curve,
     save_pieces,
     topology_of,
 )
@@ -78,6 +79,9 @@ LAYOUTS = {
     "plain.tp2": "plain.pp2",
     "zbv.pp2": "zbv.tp2",
     "interleaved.dp2": "interleaved.pp2",
+    "pipedream.pp2": "pipedream.dp2",
+    "2bw.dp2": "2bw.pp2",
+    "untied.pipemare.pp2": "untied.pipemare.tp2",
     "plain.tp4": "plain.shard4",
     "plain.pp2-tp2": "plain.dp4",
     "plain.tp2-shard2": "plain.pp4",
@@ -186,7 +190,7 @@ def _rebuilt(rank: RankContext, name: str, other: str) -> dict[str, Any]:
     made.train(REBUILT)
     before = Rewind(made)
     made.train(ALIKE)
-    save_pieces(rank.folder / f"{rank.rank}.npz", pieces(made.engine))
+    save_pieces(rank.folder / f"{rank.rank}.npz", pieces_of_curve(made.engine))
     undisturbed, out = dict(made.curve), {"before": _where(made)}
     before.back(made)
     del before

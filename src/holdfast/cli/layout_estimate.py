@@ -7,15 +7,18 @@ from typing import Any
 
 from holdfast.cli.output import print_table
 from holdfast.config.run import RunConfig
+from holdfast.core.schedule.asynchronous import versions_under
+from holdfast.core.sharding.reduction_tree import deal
 from holdfast.layout import Topology
 from holdfast.plan.activations import device_kind, has_estimate, has_formula
 from holdfast.plan.communicators import BYTES_EACH, communicators_by_rank
 from holdfast.plan.estimate import RankEstimate, estimates_by_rank
+from holdfast.plan.layouts import microbatches
 from holdfast.plan.zero2_cost import zero2_costs
 from holdfast.report.formatting import format_bytes
 
 NO_FORMULA = (
-    "activations: no formula covers this model, precision, mask, task, kept result or "
+    "activations: no formula covers this model, precision, mask, task, kept result, schedule or "
     "layout.quantized"
 )
 _COLUMNS = {
@@ -72,6 +75,21 @@ def print_zero2(config: RunConfig, topology: Topology) -> None:
         f"dp_shard and replicas, and holds sums of gradients of {format_bytes(used.held)}; with "
         f"{other.word}: {format_bytes(other.sent)} and {format_bytes(other.held)}"
     )
+
+
+def print_versions(config: RunConfig, topology: Topology) -> None:
+    """Print how many versions of the weights each stage holds under an asynchronous schedule."""
+    if not config.layout.is_asynchronous:
+        return
+    replica, name = topology.replicas[0], config.layout.schedule
+    share = len(deal(max(microbatches(config).values()), len(topology.replicas))[0])
+    stages = replica.degree("pp")
+    print(
+        f"versions of the weights under {name}, on top, each in the dtype of the computation; and "
+        "gradients of early backwards"
+    )
+    rows = [[s, versions_under(name, stages, s, share), s] for s in range(stages)]
+    print_table(rows, ["stage", "versions", "gradients"])
 
 
 def print_communicators(config: RunConfig, topology: Topology) -> None:

@@ -6,7 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
 
-from holdfast.cli.layout_estimate import print_communicators, print_estimate, print_zero2
+from holdfast.cli.layout_estimate import (
+    print_communicators,
+    print_estimate,
+    print_versions,
+    print_zero2,
+)
 from holdfast.cli.layout_places import print_places
 from holdfast.cli.output import print_table
 from holdfast.config.recompute import RecomputePolicy
@@ -50,6 +55,7 @@ class LayoutPicture:
         print_places(self.config, self.topology)
         print()
         print_estimate(self.config, self.topology)
+        print_versions(self.config, self.topology)
         print_communicators(self.config, self.topology)
         print()
         self._dealing()

@@ -338,6 +338,14 @@ CASES: list[Case] = [
         fixed(overrides=[]),
     ),
     case(
+        "launch/resume_checks.py: the checkpoint of step … has … movement of the weights, which "
+        "layout.schedule pipemare …keeps",
+        with_run(overrides=["layout.schedule=pipemare"]),
+        shapes,
+        r"use layout.schedule (pipedream-2bw)",
+        fixed(overrides=["layout.schedule=pipedream-2bw"]),
+    ),
+    case(
         "launch/resume_checks.py: this run continues …, and --fresh would begin it at step 0 | its "
         "first checkpoint is not here",
         begin_lost_branch,
