@@ -75,6 +75,8 @@ LAYOUTS = {
     "plain.tp2": "plain.pp2",
     "zbv.pp2": "zbv.tp2",
     "interleaved.dp2": "interleaved.pp2",
+    "deep.uneven.pp2": "deep.pp2",
+    "deep.pp2": "deep.uneven.pp2",
     "plain.tp4": "plain.shard4",
     "plain.pp2-tp2": "plain.dp4",
     "plain.tp2-shard2": "plain.pp4",

@@ -15,6 +15,7 @@ from holdfast.config.identity import SCHEDULE_STEPS
 from holdfast.config.load import LoadedConfig
 from holdfast.config.logging import MlflowConfig, WandbConfig
 from holdfast.config.memory import DEVICE, FILE, MOVABLE
+from holdfast.config.run import RunConfig
 from holdfast.config.task import SCRIPT_TASK
 
 
@@ -213,6 +214,16 @@ def _recomputation(loaded: LoadedConfig) -> Iterator[Finding]:
         yield key, f"has no effect with {reason}", "remove it"
 
 
+def _no_balance(config: RunConfig) -> Iterator[tuple[str, bool, str]]:
+    """Keys that share blocks out among stages, where nothing is shared out."""
+    kinds = [degrees for _, degrees in config.layout.kinds]
+    for name in ("balance", "balance_costs"):
+        key = f"layout.{name}"
+        yield key, all(each.pp == 1 for each in kinds), "layout.pp 1"
+        named = all(each.pp == 1 or each.stages for each in kinds)
+        yield key, named and any(each.stages for each in kinds), "the stages that the file names"
+
+
 def _switched_off(loaded: LoadedConfig) -> Iterator[Finding]:
     """Values that another key switches off."""
     config = loaded.config
@@ -232,6 +243,7 @@ def _switched_off(loaded: LoadedConfig) -> Iterator[Finding]:
         ("checkpoint.bucket_keep_last", not save.bucket, "no checkpoint.bucket"),
         ("checkpoint.peer_every_steps", no_peers, "no checkpoint.peers"),
         ("checkpoint.peer_copies", no_peers, "no checkpoint.peers"),
+        *_no_balance(config),
         ("layout.cp_method", all(d.cp == 1 for _, d in config.layout.kinds), "layout.cp 1"),
         (
             "layout.cp_ring",

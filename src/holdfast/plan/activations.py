@@ -39,7 +39,7 @@ from holdfast.config.run import RunConfig
 from holdfast.core.sharding.reduction_tree import deal
 from holdfast.core.sharding.sharding_table import tp_part
 from holdfast.layout import Coordinate, Replica, Topology
-from holdfast.plan.layouts import microbatches
+from holdfast.plan.step_microbatches import microbatches
 
 _COMPUTE_BYTES = {"float64": 8, "fp32": 4, "bf16": 2}
 

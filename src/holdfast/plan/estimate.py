@@ -25,10 +25,10 @@ from holdfast.core.sharding.state_table import mesh_box
 from holdfast.layout import Coordinate, Replica, Topology
 from holdfast.plan.activations import RankActivations, RankShape, activations_of
 from holdfast.plan.gradient_buffers import gradient_buffers
-from holdfast.plan.layouts import microbatches
 from holdfast.plan.memory_use import known_parameters, memory_of
 from holdfast.plan.pass_memory import Moment, Stage, backward_moments, forward_moments
 from holdfast.plan.placed_memory import placed_memory
+from holdfast.plan.step_microbatches import microbatches
 
 FRAGMENTATION = 0.05
 """Part of what is not state that an accelerator's allocator may lose between pieces."""
@@ -68,7 +68,7 @@ class RankEstimate:
 
 
 @dataclass(frozen=True)
-class _Pass:
+class Pass:
     """A pass. in_flight: microbatches of which something is kept while it runs, its own included.
     waits: gradients of the microbatch before wait. stays: those of this one will."""
 
@@ -85,6 +85,62 @@ def rank_estimate(
 
     device: "cpu", or "accelerator".
     """
+    parts = rank_parts(config, topology, at, device)
+    number = parts.microbatches
+    return parts.estimate(
+        _passes(config, parts.stage, topology.replicas[at.replica], at.pp, number, parts.staying)
+    )
+
+
+@dataclass(frozen=True)
+class RankParts:
+    """What an estimate is made of, but for the order of passes.
+
+    microbatches: that the rank computes. waiting: gradients of one that may wait for those of the
+    next one. staying: places in its share of those whose gradients do. inputs: tokens and targets.
+    staging: what an update brings to the device.
+    """
+
+    stage: Stage
+    kept: RankActivations
+    microbatches: int
+    parameters: int
+    sums: int
+    moments: int
+    messages: int
+    inputs: int
+    waiting: int
+    staying: frozenset[int]
+    staging: int
+    device: str
+
+    @property
+    def state(self) -> int:
+        """Bytes that no pass changes."""
+        return self.parameters + self.sums + self.moments + self.inputs
+
+    def estimate(self, sequence: Iterable[Pass]) -> RankEstimate:
+        """The estimate of a rank that runs these passes."""
+        worst, base, others = _worst(self.stage, self.kept, self.waiting, sequence)
+        passing = worst.total + others + self.messages
+        found = RankEstimate(
+            self.parameters,
+            self.sums + base,
+            self.moments,
+            self.inputs + others + worst.activations,
+            worst.logits,
+            worst.gathered,
+            self.messages,
+            worst.working,
+            0 if self.device == "cpu" else int(FRAGMENTATION * passing),
+            worst.name,
+        )
+        fits = self.staging <= passing + base
+        return found if fits else _update(found, self.staging, base)
+
+
+def rank_parts(config: RunConfig, topology: Topology, at: Coordinate, device: str) -> RankParts:
+    """Return the parts of a rank's estimate."""
     replica, memory = topology.replicas[at.replica], config.train.memory
     shares = deal(max(microbatches(config).values()), len(topology.replicas))
     table = known_parameters(config)
@@ -93,31 +149,26 @@ def rank_estimate(
     if memory.gradients != DEVICE:
         buffers = replace(buffers, sums=0, arrivals=0)
     kept, stage = activations_of(config, topology, at), stage_of(config, topology, at, device)
-    waiting = stage.shape.item * (stage.blocks * stage.unit + stage.root)
-    sequence = _passes(config, stage, replica, at.pp, len(shares[at.replica]), buffers.staying)
-    worst, base, others = _worst(stage, kept, waiting, sequence)
-    messages = buffers.arrivals + kept.waiting + _messages(config, replica, at, stage)
-    inputs = 16 * stage.shape.tokens * len(shares[at.replica])  # tokens and targets
+    number = len(shares[at.replica])
     parameters = held.parameters
     parameters -= held.masters if memory.optimizer != DEVICE else 0
     parameters -= held.shards if memory.parameters != DEVICE else 0
     if stage.gathers == 2:  # counted with what is gathered
         parameters -= stage.shape.item * (stage.blocks * stage.unit + stage.root)
-    passing = worst.total + others + messages
-    found = RankEstimate(
+    return RankParts(
+        stage,
+        kept,
+        number,
         parameters,
-        buffers.sums + base,
+        buffers.sums,
         held.moments if memory.optimizer == DEVICE else 0,
-        inputs + others + worst.activations,
-        worst.logits,
-        worst.gathered,
-        messages,
-        worst.working,
-        0 if device == "cpu" else int(FRAGMENTATION * passing),
-        worst.name,
+        buffers.arrivals + kept.waiting + _messages(config, replica, at, stage),
+        16 * stage.shape.tokens * number,
+        stage.shape.item * (stage.blocks * stage.unit + stage.root),
+        buffers.staying,
+        placed_memory(config, table, replica, at, held, 0).staging,
+        device,
     )
-    staging = placed_memory(config, table, replica, at, held, 0).staging
-    return found if staging <= passing + base else _update(found, staging, base)
 
 
 def _update(found: RankEstimate, staging: int, waiting: int) -> RankEstimate:
@@ -158,7 +209,7 @@ def estimates_by_rank(config: RunConfig, topology: Topology) -> tuple[RankEstima
 
 
 def _worst(
-    stage: Stage, kept: RankActivations, waiting: int, sequence: Iterable[_Pass]
+    stage: Stage, kept: RankActivations, waiting: int, sequence: Iterable[Pass]
 ) -> tuple[Moment, int, int]:
     """(the moment, gradients that wait then, activations of other microbatches)"""
     forward = list(forward_moments(stage))
@@ -182,17 +233,17 @@ def _passes(
     index: int,
     number: int,
     staying: frozenset[int],
-) -> Sequence[_Pass]:
+) -> Sequence[Pass]:
     """The passes of a step, each kind of them once. staying: places in the share, of microbatches
     whose gradients wait for those of the next one."""
     stages = replica.degree("pp")
     name = "gpipe" if number < stages else config.layout.schedule
-    found: dict[_Pass, None] = {}
+    found: dict[Pass, None] = {}
     in_flight, waits = 0, False
     for is_forward, microbatch in _order(name, stages, index, number):
         in_flight += is_forward
         stays = microbatch in staying and not is_forward
-        found[_Pass(is_forward, in_flight, waits, stays)] = None
+        found[Pass(is_forward, in_flight, waits, stays)] = None
         if not is_forward:
             in_flight, waits = in_flight - 1, stays
     return list(found)

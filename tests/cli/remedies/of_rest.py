@@ -454,6 +454,23 @@ CASES: list[Case] = [
         add("layout.workers={0}"),
     ),
     case(
+        "plan/stage_memory.py: memory has no formula for the activations of this run (experts, "
+        "windows, masks of documents, norms, precision, layout.quantized, or cp with "
+        "train.recompute_keep attention)",
+        overrides(
+            "model.layers=4",
+            "layout.pp=2",
+            "layout.workers=2",
+            "layout.balance=memory",
+            "train.batch_size=4",
+            "train.microbatch_size=1",
+            "data.attention=document",
+        ),
+        deal,
+        r"use layout.balance (time)",
+        add("layout.balance={0}"),
+    ),
+    case(
         "plan/layouts.py: ….pp … under … needs … microbatches a replica, but step … has …, of "
         "which replica … gets …",
         overrides(
