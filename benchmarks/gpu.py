@@ -34,6 +34,9 @@ ROWS = (
     Row("bits", 240, "correct"),
     Row("parity", 240, "correct"),
     Row("non-finite", 60, "correct"),
+    Row("same-bits", 240, "correct"),
+    Row("experts", 120, "correct"),
+    Row("spread-attention", 60, "correct"),
     Row("runs-fp32", 240, "correct", needs="data"),
     Row("runs-bf16-compiled", 240, "correct", on_cpu=False, needs="data"),
     Row("runs-own-code", 240, "correct", on_cpu=False),
@@ -42,13 +45,14 @@ ROWS = (
     Row("capture", 90),
     Row(SHAPES[0], 150),
     *(Row(name, 120, on_cpu=False) for name in SHAPES[1:]),
+    Row("1b-memory", 300),
     Row("train-1b", 300, on_cpu=False, needs="data"),
 )
 
 
 def perform(name: str, settings: Settings) -> RowResult:
     """Do a row's work."""
-    from benchmarks.accelerator import correct, floors, runs, shape
+    from benchmarks.accelerator import correct, floors, memory, runs, shape
 
     quick = settings.quick
     ways = ("killed", "noticed") if quick else ("killed", "standby", "stopped", "noticed", "lost")
@@ -60,6 +64,10 @@ def perform(name: str, settings: Settings) -> RowResult:
         "bits": lambda: correct.bits(settings),
         "parity": lambda: correct.parity(settings),
         "non-finite": lambda: correct.non_finite(settings),
+        "same-bits": lambda: memory.same_bits(settings),
+        "experts": lambda: correct.experts(settings),
+        "spread-attention": lambda: correct.spread_attention(settings),
+        "1b-memory": lambda: memory.shape_memory(settings),
         "doctor": lambda: runs.doctor(settings),
         "data": lambda: runs.data(settings),
         "train-1b": lambda: runs.train_1b(settings),

@@ -1,14 +1,18 @@
 """A training step under each axis of a layout, against the same axis in other loops.
 
-The axes are tp2 (tensor with sequence parallelism), cp2 (by an all-gather and by a ring), pp2 (8
-microbatches, each schedule) and dp_shard2. There are two workers with one thread each. The other
-loops are by hand from PyTorch's own pieces (parallelize_module, collectives, the pipelining
-schedules, fully_shard), in DeepSpeed and with torchtitan's plans. Every loop has the same weights,
-decoder maths and tokens, fused AdamW, and clipping to norm 1 over the complete gradient.
+The axes are tp2 (tensor with sequence parallelism), cp2 (by an all-gather, a ring, and Ulysses),
+and ep2 (8 experts). There are also pp2 (8 microbatches, each schedule) and dp_shard2 (4
+microbatches under ZeRO 2).
+`ulysses-ring` has no row: with two workers it is one of its halves. There are two workers with one
+thread each. The other loops are by hand from PyTorch's own pieces (parallelize_module, collectives,
+the pipelining schedules, fully_shard), in DeepSpeed and with torchtitan's plans. Every loop has the
+same weights, decoder maths and tokens, fused AdamW, and clipping to norm 1 over the complete
+gradient.
 `benchmarks/turns.py` says how they are compared, `peers/floor.py` what the floor is.
 
     python -m benchmarks.layouts                      every pair
     python -m benchmarks.layouts tp2 pp2              some pairs
+    python -m benchmarks.layouts --row-seconds 150    at most about three minutes a pair
     python -m benchmarks.layouts --quick              tiny model, few rounds: does it run?
     python -m benchmarks.layouts --peers-python P     peers in an environment of their own
 
@@ -27,6 +31,8 @@ PAIRS = (
     Pair("tp2", "tensor", "holdfast-tp2", HAND, 0.97, floor="floor-tp2"),
     Pair("cp2", "context", "holdfast-cp2", HAND, 0.97, floor="floor-dp2"),
     Pair("cp2-ring", "context", "holdfast-cp2-ring", HAND, 0.97, floor="floor-dp2"),
+    Pair("cp2-ulysses", "ulysses", "holdfast-cp2-ulysses", HAND, 0.97, floor="floor-dp2"),
+    Pair("ep2", "experts", "holdfast-ep2", HAND, 0.97, experts=8),
     Pair("pp2", "pipeline-1f1b", "holdfast-pp2", HAND, 0.97, microbatches=8, floor="floor-pp2"),
     Pair(
         "pp2-gpipe",
@@ -50,6 +56,15 @@ PAIRS = (
         for name in ("interleaved", "zb-h1", "zbv", "dualpipev")
     ),
     Pair("dp_shard2", "fsdp", "holdfast-zero3", HAND, 0.97, floor="floor-dp2"),
+    Pair(
+        "zero2-accumulated",
+        "fsdp-zero2",
+        "holdfast-zero2",
+        HAND,
+        0.97,
+        microbatches=4,
+        floor="floor-dp2",
+    ),
     Pair("deepspeed-tp2", "deepspeed-tp2", "holdfast-tp2", AHEAD, 1.0, True, floor="floor-tp2"),
     Pair(
         "deepspeed-pp2",

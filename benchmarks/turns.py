@@ -5,8 +5,8 @@ and tokens. First the losses of three steps must agree, or the pair says so and 
 the loops take turns, a block of steps each, in an order that alternates. All processes live
 throughout, and those that wait do not spin. The ratio is the peer's time over ours (above 1: ours
 is faster), taken within a round. Rounds continue until the 95 % bootstrap interval of the median is
-within +-0.015, or `--rounds` is reached. Wall time is the slower rank's; CPU time is summed over
-ranks and threads.
+within +-0.015, or `--rounds` or `--row-seconds` is reached. Wall time is the slower rank's; CPU
+time is summed over ranks and threads.
 
 A pair may name a floor, a third loop that takes its turn in every round. It does only the matrix
 products and the memory traffic that no implementation of the step can leave out.
@@ -23,8 +23,10 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +54,7 @@ class Pair:
     peer_compile: bool = False
     our_compile: bool = False
     floor: str = ""
+    experts: int = 0
 
     def verdict(self, wall: Estimate) -> str:
         """An interval that lies on one side of the bar decides; one that never became narrow
@@ -169,7 +172,7 @@ def measure(pair: Pair, settings: argparse.Namespace, folder: Path) -> dict[str,
     loops: dict[str, Loop] = {}
 
     def start(which: str, name: str, compiles: bool = False) -> None:
-        work = Work(**shape, microbatches=pair.microbatches, compile=compiles)
+        work = Work(**shape, microbatches=pair.microbatches, compile=compiles, experts=pair.experts)
         own = name.startswith("holdfast") or which == "floor"
         python = sys.executable if own else settings.peers_python
         loops[which] = Loop(name, work, python, folder / which, settings.seconds)
@@ -198,11 +201,13 @@ def rounds(loops: dict[str, Loop], settings: argparse.Namespace) -> dict[str, An
     """Blocks in turns until the interval is narrow enough."""
     taken: dict[str, list[tuple[float, float]]] = {name: [] for name in loops}
     wall = cpu = Estimate(0, 0, 0)
+    begin = time.monotonic()
     for index in range(settings.rounds):
         for name in sorted(loops, reverse=bool(index % 2)):
             taken[name].append(costs(loops[name].block(settings.steps)))
         wall, cpu = (ratio(taken, "peer", "ours", clock) for clock in (0, 1))
-        if index + 1 >= settings.least and wall.half_width <= TARGET_HALF_WIDTH:
+        is_late = time.monotonic() - begin > settings.row_seconds
+        if index + 1 >= settings.least and (is_late or wall.half_width <= TARGET_HALF_WIDTH):
             break
     medians = {
         f"{name}_{clock}_ms": statistics.median(t[c] for t in times) / settings.steps * 1e3
@@ -252,11 +257,14 @@ def _settings(pairs: Sequence[Pair], title: str) -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="tiny model, 3 rounds")
     parser.add_argument("--rounds", type=int, default=60, help="at most")
     parser.add_argument("--least", type=int, default=8, help="rounds at least")
+    parser.add_argument("--row-seconds", type=float, default=inf, help="no round begins after that")
+    parser.add_argument("--only", nargs="+", default=[], help="the same as naming pairs")
     parser.add_argument("--steps", type=int, default=2, help="of one block")
     parser.add_argument("--seconds", type=float, default=300.0, help="deadline of one block")
     parser.add_argument("--peers-python", default=sys.executable, help="interpreter of the peers")
     parser.add_argument("--json", type=Path, help="also write everything here")
     settings = parser.parse_args()
+    settings.pairs += settings.only
     if settings.quick:
         settings.rounds, settings.least = min(settings.rounds, 3), 3
     unknown = set(settings.pairs) - {pair.name for pair in pairs}

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import gc
+import importlib
 import os
 import signal
+from collections import Counter
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +20,8 @@ from tests.support.ranks import ADDRESS, Server
 if TYPE_CHECKING:
     from tests.support.s3 import Proxy
 
+TESTS = Path(__file__).resolve().parent
+REPORTED_FROM, SLOWEST = 100, 10  # seconds of all tests; files
 _SERVER = pytest.StashKey[Server]()
 
 # How long an example takes says how busy the machine is, not whether the code is right. The same
@@ -45,17 +50,20 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_collection(session: pytest.Session) -> None:
     gc.disable()  # what imports make stays, and it would go through that again and again
+    _import_a_share(session.config)
 
 
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """What takes minutes by itself begins first: whoever waits for it at the end waits alone. Each
-    pytest worker is dealt one stretch of the list; another stretch begins with another of them."""
-    workers = getattr(config, "workerinput", {}).get("workercount", 1)
-    long = [item for item in items if "test_faults_are_recovered" in item.name]
-    rest = [item for item in items if item not in long]
-    for number, item in enumerate(long):
-        rest.insert(len(items) * (number % workers) // workers, item)
-    items[:] = rest
+def _import_a_share(config: pytest.Config) -> None:
+    """Each pytest worker first imports test files of its own. In a new clone each file is compiled
+    once then, with its asserts, and not by every worker at the same time."""
+    given = getattr(config, "workerinput", None)
+    if given is None or [Path(path).resolve() for path in config.args] != [TESTS]:
+        return
+    number, workers = int(given["workerid"].removeprefix("gw")), given["workercount"]
+    for path in sorted(TESTS.rglob("test_*.py"))[number::workers]:
+        name = ".".join(path.relative_to(TESTS.parent).with_suffix("").parts)
+        with suppress(Exception, pytest.skip.Exception):  # the collection tells of it
+            importlib.import_module(name)
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
@@ -74,6 +82,20 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     from xdist.scheduler import WorkStealingScheduling
 
     return WorkStealingScheduling(config, log)
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    """The files that took most of a long run, so that one that has grown is seen."""
+    seconds = Counter[str]()
+    for reports in terminalreporter.stats.values():
+        for report in reports:
+            if isinstance(report, pytest.TestReport):
+                seconds[report.nodeid.partition("::")[0]] += report.duration
+    if seconds.total() < REPORTED_FROM:
+        return
+    terminalreporter.section(f"slowest {SLOWEST} files of {len(seconds)}")
+    for path, taken in seconds.most_common(SLOWEST):
+        terminalreporter.line(f"{taken:6.1f} s  {path}")
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from benchmarks.accelerator.settings import RowResult, Settings
 from holdfast.config.run import RunConfig
 from holdfast.errors import NonFiniteError
+from holdfast.parallel.context_kernels import choose_kernel
 from holdfast.train.equal_steps import lone_engine, one_step, trained, unequal
 from holdfast.train.precision import same_kernels_each_time
 
@@ -114,6 +117,77 @@ def _against_cpu(config: RunConfig, settings: Settings) -> dict[str, Any]:
     )
     worst = max(abs(a - b) / abs(b) for a, b in zip(ours, theirs, strict=True))
     return {"losses": ours, "on_cpu": theirs, "worst_loss": worst, "worst_weight": moved}
+
+
+def experts(settings: Settings) -> RowResult:
+    """A model of experts: fp32 against the CPU, and bf16, which has a grouped product, twice."""
+    if settings.device != "cpu":
+        same_kernels_each_time(compiled=False)
+    figures: dict[str, Any] = {}
+    for precision in ("fp32", "bf16"):
+        value = small(settings, precision).model_dump(exclude_unset=True)
+        value["model"] |= {"layers": 2, "experts": {"count": 8, "top_k": 2}}
+        value["data"]["sequence_length"] = 32 if settings.quick else 256
+        config = RunConfig.model_validate(value)
+        if precision == "fp32":
+            figures[precision] = _against_cpu(config, settings)
+        else:
+            figures[precision] = _trained_twice(config, settings.torch_device)
+    off, odd = figures["fp32"]["worst_loss"], len(figures["bf16"]["unequal"])
+    line = f"fp32: losses within {off:.0e}; bf16: tensors that differ: {odd}"
+    return RowResult(line, figures, off < PARITY and not odd)
+
+
+def spread_attention(settings: Settings) -> RowResult:
+    """Attention in two parts of the keys, merged, as a rank of `layout.cp` computes it. It is
+    compared with float64 on the CPU, and torch's own kernel is too."""
+    device = settings.torch_device
+    heads, keys, length, size = 8, 2, 64 if settings.quick else 2048, 64
+    generator = torch.Generator().manual_seed(5)
+    drawn = [
+        torch.randn(1, count, length, size, generator=generator, dtype=torch.float64)
+        for count in (heads, keys, keys, heads)
+    ]
+    exact = _attention_in_parts(*drawn)
+    found = _attention_in_parts(*(t.to(device, torch.bfloat16) for t in drawn))
+    whole = _whole_attention(*(t.to(device, torch.bfloat16) for t in drawn))
+    ours, theirs = _distances(found, exact), _distances(whole, exact)
+    line = "result and gradients of q, k, v: " + ", ".join(f"{off:.1e}" for off in ours)
+    line += " from float64; torch's kernel: " + ", ".join(f"{off:.1e}" for off in theirs)
+    passed = all(a < 2 * b + 1e-3 for a, b in zip(ours, theirs, strict=True))
+    return RowResult(line, {"ours": ours, "torch": theirs}, passed)
+
+
+def _distances(found: Sequence[Tensor], exact: Sequence[Tensor]) -> list[float]:
+    pairs = zip(found, exact, strict=True)
+    return [float((f.double().cpu() - e).norm() / e.norm()) for f, e in pairs]
+
+
+def _attention_in_parts(q: Tensor, k: Tensor, v: Tensor, g: Tensor) -> list[Tensor]:
+    """The causal result and the gradients of q, k and v, by the later half of the queries."""
+    kernel, scale, half = choose_kernel(q.device, 0.0), q.shape[-1] ** -0.5, q.shape[2] // 2
+    late, g = q[:, :, half:], g[:, :, half:]
+    parts = [(slice(0, half), False), (slice(half, None), True)]
+    results = [kernel.forward(late, k[:, :, s], v[:, :, s], None, c, scale) for s, c in parts]
+    log = torch.logaddexp(results[0][1], results[1][1])
+    out = sum(o.to(log.dtype) * (one - log).exp()[..., None] for o, one in results)
+    merged = (torch.as_tensor(out).to(q.dtype), log)
+    back = [
+        kernel.backward(g, late, k[:, :, s], v[:, :, s], merged, None, causal, scale)
+        for s, causal in parts
+    ]
+    dq = back[0][0].to(log.dtype) + back[1][0].to(log.dtype)
+    return [merged[0], dq, *(torch.cat([back[0][i], back[1][i]], 2) for i in (1, 2))]
+
+
+def _whole_attention(q: Tensor, k: Tensor, v: Tensor, g: Tensor) -> list[Tensor]:
+    """The same by torch's kernel over all queries."""
+    half = q.shape[2] // 2
+    leaves = [t.requires_grad_() for t in (q, k, v)]
+    attention = torch.nn.functional.scaled_dot_product_attention
+    out = attention(q, k, v, is_causal=True, enable_gqa=True)[:, :, half:]
+    dq, dk, dv = torch.autograd.grad(out, leaves, g[:, :, half:])
+    return [out.detach(), dq[:, :, half:], dk, dv]
 
 
 def non_finite(settings: Settings) -> RowResult:

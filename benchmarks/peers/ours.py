@@ -82,6 +82,7 @@ def run(
     zero: int = 3,
     schedule: str = "1f1b",
     cp_method: str = "allgather",
+    ep: int = 1,
 ) -> None:
     same_products_on_any_threads()  # as a worker does: its cost is ours
     keep_freed_memory()
@@ -96,11 +97,11 @@ def run(
         stages=work.stages(pp * named.stages_a_worker) if pp > 1 else (),
         is_folded=named.is_folded and pp > 1,
     )
-    config = run_config(work, bench.world, layout, zero, schedule, cp_method=cp_method)
+    config = run_config(work, bench.world, layout, zero, schedule, cp_method=cp_method, ep=ep)
     topology = place_layout(layout, 1, ("local",) * bench.world)
     store = dist.FileStore(bench.meeting, bench.world)
     device = torch.device("cpu")
-    groups = connect(topology, bench.rank, store, device, seconds=300)
+    groups = connect(topology, bench.rank, store, device, seconds=300, ep=ep)
     engine = build_engine(config, groups, device)
     engine.initialise(work.seed)
     bench.ready()

@@ -47,13 +47,17 @@ class Work:
     clip_norm: float = 1.0
     seed: int = 1
     distinct: int = 32  # batches, used in turn
+    experts: int = 0  # of each block, a quarter as wide as its feed-forward, of which 2 are used
 
     @cached_property
     def config(self) -> ModelConfig:
         """Untied: torchtitan's plan shards the embedding and the head apart."""
-        return ModelConfig.model_validate(
-            {"preset": self.preset, "vocab_size": self.vocabulary, "tied_embeddings": False}
-        )
+        given = {"preset": self.preset, "vocab_size": self.vocabulary, "tied_embeddings": False}
+        config = ModelConfig.model_validate(given)
+        if not self.experts:
+            return config
+        experts = {"count": self.experts, "top_k": 2, "width": config.ffn_dim // 4}
+        return ModelConfig.model_validate(given | {"family": "mixtral", "experts": experts})
 
     @cached_property
     def tokens(self) -> Tensor:

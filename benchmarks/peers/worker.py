@@ -20,6 +20,8 @@ NAMES: dict[str, tuple[str, dict[str, object]]] = {
     "holdfast-tp2": ("ours", {"tp": 2}),
     "holdfast-cp2": ("ours", {"cp": 2}),
     "holdfast-cp2-ring": ("ours", {"cp": 2, "cp_method": "ring"}),
+    "holdfast-cp2-ulysses": ("ours", {"cp": 2, "cp_method": "ulysses"}),
+    "holdfast-ep2": ("ours", {"shards": 2, "ep": 2}),
     "holdfast-pp2": ("ours", {"pp": 2}),
     "holdfast-pp2-gpipe": ("ours", {"pp": 2, "schedule": "gpipe"}),
     **{
@@ -33,6 +35,8 @@ NAMES: dict[str, tuple[str, dict[str, object]]] = {
     "floor-pp2": ("floor", {"pp": 2}),
     "tensor": ("tensor", {}),
     "context": ("context", {}),
+    "ulysses": ("ulysses", {}),
+    "experts": ("experts", {}),
     "pipeline-1f1b": ("pipeline", {"schedule": "1f1b"}),
     "pipeline-gpipe": ("pipeline", {"schedule": "gpipe"}),
     **{
@@ -41,6 +45,7 @@ NAMES: dict[str, tuple[str, dict[str, object]]] = {
     },
     "ddp": ("ddp", {}),
     "fsdp": ("fsdp", {}),
+    "fsdp-zero2": ("fsdp", {"zero": 2}),
     "accelerate": ("accelerate", {}),
     "hf-trainer": ("hf_trainer", {}),
     "deepspeed-zero2": ("deepspeed", {"stage": 2}),

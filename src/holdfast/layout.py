@@ -63,12 +63,6 @@ class Layout:
         return self.dp_replicate * self.replica_size
 
 
-def expert_degree(ep: int, dp_shard: int) -> int:
-    """The ranks that share the experts in a replica of `dp_shard` shards, if `layout.ep` is `ep`. A
-    smaller replica than the run file's may not have as many."""
-    return gcd(ep, dp_shard)
-
-
 @dataclass(frozen=True)
 class Replica:
     """One complete copy of the model: ranks in mesh order, over (pp, dp_shard, cp, tp).
@@ -108,6 +102,16 @@ class Replica:
         return self.mesh_shape[AXES.index(axis)]
 
     @property
+    def token_shares(self) -> int:
+        """The ranks among which the tokens of a microbatch are shared out."""
+        return self.degree("dp_shard") * self.degree("cp")
+
+    def expert_degree(self, ep: int) -> int:
+        """The ranks that share the experts if `layout.ep` is `ep`. A smaller replica than the run
+        file's may not have as many."""
+        return gcd(ep, self.token_shares)
+
+    @property
     def last_pp(self) -> int:
         """The index on `pp` of the ranks with the last stage."""
         return self.pp_of(len(self.stages) - 1) if self.stages else self.degree("pp") - 1
@@ -126,6 +130,14 @@ class Replica:
         """The index on `pp` that a pipeline stage has."""
         pp = self.degree("pp")
         return 2 * pp - 1 - stage if self.is_folded and stage >= pp else stage % pp
+
+    @property
+    def neighbours(self) -> tuple[tuple[int, int], ...]:
+        """The pairs of indices on `pp` between which activations and gradients travel, rising. If
+        stages go round the ranks, the last one has the first one for a neighbour."""
+        pp = self.degree("pp")
+        goes_round = len(self.stages) > pp > 2 and not self.is_folded
+        return tuple((a, a + 1) for a in range(pp - 1)) + (((0, pp - 1),) if goes_round else ())
 
     def stages_at(self, pp: int) -> tuple[int, ...]:
         """The pipeline stages of the ranks at an index on `pp`, rising."""

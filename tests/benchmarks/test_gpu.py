@@ -32,6 +32,7 @@ def quick(
     )
 
 
+@pytest.mark.slow
 def test_a_row_writes_its_figures_into_the_file(tmp_path: Path) -> None:
     done = quick(tmp_path / "gpu.json", "--only", "parity")
     assert done.returncode == 0, done.stdout + done.stderr

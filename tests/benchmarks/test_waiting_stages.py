@@ -62,6 +62,7 @@ def test_bubble_pp4(name: str) -> None:
         assert found.bubble == pytest.approx([formula] * ranks, rel=TOLERANCE)
 
 
+@pytest.mark.slow
 def test_bubble_pp4_uneven_stages() -> None:
     """The slowest stage waits least; every rank's share is the timer's."""
     schedule = build_schedule("1f1b", 4, 8)

@@ -9,7 +9,13 @@ import pytest
 
 from holdfast.chaos.campaign import CampaignSettings, plan_runs
 from holdfast.chaos.layouts import CHAOS_LAYOUTS, parse_layout
-from holdfast.chaos.sample_run import RUN_FILE, SAMPLE_OVERRIDES, run_file_text, write_run_file
+from holdfast.chaos.sample_run import (
+    EXPERT_OVERRIDES,
+    RUN_FILE,
+    SAMPLE_OVERRIDES,
+    run_file_text,
+    write_run_file,
+)
 from holdfast.cli import chaos
 from holdfast.errors import RunFolderError
 from tests.support.commands import within
@@ -25,6 +31,7 @@ from tests.support.commands import within
         (["--layout", "dp_shard=2,workers=5"], ["use workers=4 or workers=6"]),
         (["--layout", "tp=2,pp=2,workers=2"], ["no whole replicas of 4", "use workers=4"]),
         (["--layout", "tp=3,workers=6"], ["layout.tp 3 does not divide model.heads 2", "use 2"]),
+        (["--layout", "dp_shard=2,ep=4"], ["layout.ep 4 does not divide layout.dp_shard 2"]),
         (["--layout", "workers=9"], ["make 9 replicas, but step 1 has 6 microbatches"]),
     ],
 )
@@ -47,7 +54,8 @@ def test_a_layout_that_does_not_fit_the_run_file_is_refused_too(tmp_path: Path) 
 
 
 def test_every_layout_that_has_a_name_fits_the_tiny_model(tmp_path: Path) -> None:
-    settings = CampaignSettings(("false",), tmp_path / RUN_FILE, SAMPLE_OVERRIDES, tmp_path, 1, ())
+    with_experts = (*SAMPLE_OVERRIDES, *EXPERT_OVERRIDES)
+    settings = CampaignSettings(("false",), tmp_path / RUN_FILE, with_experts, tmp_path, 1, ())
     work = plan_runs(list(CHAOS_LAYOUTS.values()), 25 * len(CHAOS_LAYOUTS))
     chaos._check_layouts(work, settings, run_file_text(tmp_path))
 

@@ -22,6 +22,7 @@ layout:
 """
 
 
+ONCE = ["layout.zero=2", "layout.zero2_reduce=step"]
 EXPERTS = ["model.family=mixtral", "model.experts={count: 6}"]
 
 
@@ -42,22 +43,67 @@ def sentence(*overrides: str) -> str:
             "layout.ep 2 needs experts, and there is no model.experts; use layout.ep 1",
         ),
         (
+            [*EXPERTS, "layout.dp_shard=3", "layout.expert_replicas=auto"],
+            "layout.expert_replicas auto needs experts on several workers, and layout.ep is 1; use "
+            "layout.expert_replicas off",
+        ),
+        (
             [*EXPERTS, "layout.dp_shard=3", "layout.ep=2"],
             "layout.ep 2 does not divide layout.dp_shard 3; use layout.ep 1 or 3",
         ),
         (
-            [*EXPERTS, "model.experts.count=4", "layout.dp_shard=6", "layout.ep=2"],
-            "layout.ep 2 needs as many experts on each of layout.dp_shard 6 workers, and "
-            "model.experts.count is 4; use layout.ep 1, or layout.dp_shard 4",
+            [*EXPERTS, "layout.dp_shard=3", "layout.cp=2", "layout.ep=4"],
+            "layout.ep 4 does not divide layout.dp_shard 3 x cp 2; use layout.ep 3 or 6",
+        ),
+        (
+            [*EXPERTS, "layout.dp_shard=2", "layout.cp=2", "layout.ep=4"],
+            "layout.ep 4 does not divide model.experts.count 6; use layout.ep 2",
+        ),
+        (
+            [*EXPERTS, "layout.cp=2", "train.optimizer.name=adafactor", "layout.ep=2"],
+            "layout.ep 2 cuts experts, and train.optimizer.name adafactor needs complete "
+            "parameters; use layout.ep 1",
         ),
         (
             [*EXPERTS, "layout.dp_shard=2", "layout.zero=1", "layout.ep=2"],
             "layout.ep 2 does not work with layout.zero 1; use layout.zero 2",
         ),
         (
+            [
+                *EXPERTS,
+                "layout.dp_shard=2",
+                *ONCE,
+                "layout.ep=2",
+            ],
+            "layout.ep 2 does not work with layout.zero2_reduce step, which holds all experts; "
+            "use layout.zero2_reduce microbatch",
+        ),
+        (
             [*EXPERTS, "train.recompute=selective", "layout.dp_shard=2", "layout.ep=2"],
             "layout.ep 2 gathers parameters inside of blocks, which train.recompute selective does "
             "not run again; use train.recompute full",
+        ),
+        (
+            [
+                *(*EXPERTS, "train.recompute=[none,selective]", "layout.pp=2"),
+                *("layout.dp_shard=2", "layout.ep=2"),
+            ],
+            "layout.ep 2 gathers parameters inside of blocks, which train.recompute selective does "
+            "not run again; use train.recompute [none, full]",
+        ),
+        (
+            ["layout.schedule=interleaved", "layout.virtual_stages=4", "layout.pp=3"],
+            "layout.pp 3 under layout.schedule interleaved has 12 stages, but model.layers is 6; "
+            "use layout.virtual_stages 2",
+        ),
+        (
+            ["layout.schedule=ZBV"],
+            "layout.schedule is 'ZBV', not one of 1f1b, gpipe, interleaved, zb-h1, zbv, dualpipev; "
+            "did you mean zbv?",
+        ),
+        (
+            ["layout.pp=2", "layout.stages=[6,0]"],
+            "layout.stages.1 is 0, but must be at least 1; use 1",
         ),
         (
             [*EXPERTS, "layout.cp=2", "model.experts.capacity=1.5"],
@@ -72,6 +118,17 @@ def sentence(*overrides: str) -> str:
             [*EXPERTS, "layout.dp_shard=2", "layout.ep=2", "layout.quantized=weights"],
             "layout.quantized weights has not been tried with layout.ep 2; "
             "use layout.quantized: none",
+        ),
+        (
+            ["layout.dp_shard=2", *ONCE, "layout.quantized=gradients"],
+            "layout.quantized gradients is for what shards send; only layout.zero 2 or 3 "
+            "with dp_shard above 1 has any (not zero2_reduce step); "
+            "use layout.quantized: none",
+        ),
+        (
+            ["layout.dp_shard=2", *ONCE, "train.memory.parameters=host"],
+            "train.memory.parameters host moves shards, and only layout.zero 2 or 3 with dp_shard "
+            "above 1 makes them (not zero2_reduce step); use train.memory.parameters: device",
         ),
         (
             [*EXPERTS, "model.experts.width=20", "layout.tp=4", "layout.tp=3"],
@@ -183,6 +240,11 @@ def sentence(*overrides: str) -> str:
             ["layout.pp=2", "layout.dp_shard=2", "layout.schedule=zb-h1"],
             "layout.schedule zb-h1 does not work with layout.zero 3 and layout.dp_shard 2; "
             "use layout.zero 1, or layout.schedule 1f1b",
+        ),
+        (
+            ["layout.pp=2", "layout.dp_shard=2", "layout.zero=2", "layout.schedule=zbv"],
+            "layout.schedule zbv does not work with layout.zero 2 and layout.dp_shard 2; "
+            "use layout.zero2_reduce step, or layout.schedule 1f1b",
         ),
         (
             ["layout.pp=2", "train.compile=true", "layout.schedule=zbv"],

@@ -214,6 +214,69 @@ def test_cached_reading_gives_the_same_logits(case: str) -> None:
             torch.testing.assert_close(got, want[:, at - 1], rtol=1e-9, atol=1e-9)
 
 
+QWEN3_30B_A3B: dict[str, Any] = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "bos_token_id": 151643,
+    "decoder_sparse_step": 1,
+    "eos_token_id": 151645,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "hidden_size": 2048,
+    "initializer_range": 0.02,
+    "intermediate_size": 6144,
+    "max_position_embeddings": 40960,
+    "max_window_layers": 48,
+    "mlp_only_layers": [],
+    "model_type": "qwen3_moe",
+    "moe_intermediate_size": 768,
+    "norm_topk_prob": True,
+    "num_attention_heads": 32,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 48,
+    "num_key_value_heads": 4,
+    "output_router_logits": False,
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": None,
+    "rope_theta": 1000000.0,
+    "router_aux_loss_coef": 0.001,
+    "sliding_window": None,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "transformers_version": "4.51.0",
+    "use_cache": True,
+    "use_sliding_window": False,
+    "vocab_size": 151936,
+}
+"""As it was published with the weights."""
+DOTS1: dict[str, Any] = SIZES | {
+    "model_type": "dots1",
+    "n_routed_experts": 6,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "first_k_dense_replace": 1,
+    "moe_layer_freq": 1,
+    "n_group": None,
+    "topk_group": None,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 2.5,
+    "scoring_func": "noaux_tc",
+    "sliding_window": None,
+}
+
+
+def test_published_configs_of_experts_are_read() -> None:
+    """They have keys that transformers itself does not write."""
+    model = from_their_config(QWEN3_30B_A3B, "here")
+    assert model.experts is not None
+    assert model.inner_dim == 768
+    assert model.window == 0
+    assert from_their_config(DOTS1, "here").experts is not None
+
+
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "unknown": ({"model_type": "llama", "mup": 3}, "key mup is not understood"),
     "several": (
@@ -250,6 +313,15 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         "quantization_config .* is not supported",
     ),
     "partial": ({"model_type": "llama", "partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
+    "late window": (
+        {
+            **CASES["qwen3_moe"],
+            "use_sliding_window": True,
+            "sliding_window": 7,
+            "max_window_layers": 3,
+        },
+        "max_window_layers 3 with a window is not supported",
+    ),
     "window": (
         {
             "model_type": "gemma3_text",
@@ -272,6 +344,7 @@ FOR_OWN_CODE = (
     "layer type",
     "both ways",
     "partial",
+    "late window",
     "a list",
 )
 

@@ -327,7 +327,7 @@ def bytes_of(
     return traffic.bytes_by_kind["tp"], formula + (2 * (n - 1) * tokens * item if last else 0)
 
 
-@pytest.mark.parametrize("tp", [2, 4])
+@pytest.mark.parametrize("tp", [in_campaign(2), 4])
 @pytest.mark.parametrize("ends", [(True, True), (True, False), (False, True), (False, False)])
 def test_bytes_are_two_all_reduces_per_block_and_direction(
     tp: int, ends: tuple[bool, bool]

@@ -242,7 +242,7 @@ def _check_parity(shape: str, zero: int, shards: list[int]) -> None:
         (1, [3]),
         in_campaign(1, [2, 2]),
         (2, [3]),
-        (3, [3, 3]),
+        in_campaign(3, [3, 3]),
     ],
     ids=_spelled,
 )
@@ -283,7 +283,7 @@ def _bits(rank: RankContext) -> str:
 
 def test_replicas_of_zero1_are_bit_equal_in_bf16_dpshard2() -> None:
     by_shard: list[set[str]] = [set(), set()]
-    for replicas in (1, 2, 3):
+    for replicas in (1, 3):
         for rank, bits in enumerate(rank_values(_bits, 2 * replicas)):
             by_shard[rank % 2].add(bits)
     assert [len(bits) for bits in by_shard] == [1, 1]
@@ -358,7 +358,8 @@ def _is_in_8bit(shape: tuple[int, ...]) -> bool:
 
 
 CASES_OF_BYTES = [
-    *[(zero, size, "bf16", "fp32") for zero in (1, 2, 3) for size in (2, 4)],
+    *[(zero, 4, "bf16", "fp32") for zero in (1, 2, 3)],
+    *[in_campaign(zero, 2, "bf16", "fp32") for zero in (1, 2, 3)],
     (2, 2, "fp32", "fp32"),
     *[in_campaign(zero, 2, "fp32", "fp32") for zero in (1, 3)],
     *[in_campaign(zero, 4, "fp32", "fp32") for zero in (1, 2, 3)],
@@ -401,7 +402,7 @@ def _sent(rank: RankContext, zero: int) -> list[float]:
     return [sum(sent.values()) / (4 * model), ends / model]
 
 
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [in_campaign(2), 4])
 @pytest.mark.parametrize("zero", [1, 2, 3])
 def test_bytes_on_the_wire_are_the_papers(zero: int, size: int) -> None:
     """Rajbhandari et al., 2020, section 7: twice the model, and three times in stage 3, of which

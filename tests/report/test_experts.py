@@ -30,8 +30,22 @@ def test_the_load_adds_up_over_ranks_and_is_a_heat_map() -> None:
     assert summary(history)["experts"] == {"0": [5, 5, 5, 5], "1": [50, 30, 0, 0]}
 
 
+def test_the_highest_load_without_copies_and_with_them() -> None:
+    run = lossy_run()
+    for rank, load in ((0, [40, 60, 45, 0]), (1, [40, 20, 35, 1])):
+        run.write(ExpertsRouted(rank, {"1": [30, 10]}, loads={"1": load}, step=2))
+    run.write(ExpertsRouted(1, {"1": [5, 5]}, loads={"1": [10, 20, 10, 0]}, step=3))
+    history = build_history(run.records)
+    content = page.render_page(history, {})
+    assert "in block 1, from 1.50 to 1.12 even parts" in content
+    found = summary(history)["expert_copies"]
+    loads = {"even": (40, 50), "own": (60, 40), "computed": (45, 45), "copies": (0, 1)}
+    assert found == {"1": loads}
+
+
 def test_an_event_comes_back() -> None:
-    record = lossy_run().write(ExpertsRouted(3, {"7": [1, 2]}, step=9))
+    loads = {"7": [3, 3, 4, 1]}
+    record = lossy_run().write(ExpertsRouted(3, {"7": [1, 2]}, loads=loads, step=9))
     assert from_json(json.loads(json.dumps(to_json(record)))) == record
 
 

@@ -1,16 +1,14 @@
-"""A worker that is killed in the middle of a copy that hides:
-`python -m tests.support.killed_capture SOCKET SECRET GENERATION PIECE`.
+"""A rank that is killed in the middle of a copy that hides.
 
-It captures and announces step 1, takes step 2, and begins to copy that. At PIECE its copying thread
-kills the process with SIGKILL, while the training thread computes. If the copy has no such PIECE,
-the process ends by itself and prints the number of pieces.
+It captures and announces step 1, takes step 2, and begins to copy that. At a piece its copying
+thread kills the process with SIGKILL, while the training thread computes. If the copy has no such
+piece, the rank ends by itself and returns the number of pieces.
 """
 
 from __future__ import annotations
 
 import os
 import signal
-import sys
 from functools import partial
 
 import torch
@@ -21,6 +19,7 @@ from holdfast.checkpoint.mover.client import MoverClient
 from holdfast.core.sharding.state_table import TensorSpec
 from holdfast.wire.secret import Secret
 from tests.support.mover_process import topology
+from tests.support.ranks import RankContext
 
 ROWS = 3 * 2**20
 TABLE = (TensorSpec("w", "F32", (ROWS,), 0), TensorSpec("b", "F32", (7,), 0))  # 12 MiB and a bit
@@ -31,7 +30,9 @@ def fill(tensors: dict[str, torch.Tensor], step: int) -> None:
     tensors["b"].fill_(-step)
 
 
-def main(socket: str, secret: str, generation: int, point: int) -> None:
+def die_while_copying(
+    rank: RankContext, socket: str, secret: str, generation: int, point: int
+) -> int:
     client = MoverClient(socket, Secret(bytes.fromhex(secret)), generation)
     tensors = {"w": torch.zeros(ROWS), "b": torch.zeros(7)}
     topo = topology(generation=generation)
@@ -56,9 +57,4 @@ def main(socket: str, secret: str, generation: int, point: int) -> None:
     assert isinstance(copy, ChunkedCopy)
     while not copy.is_done:  # to the thread this is the next step
         torch.ones(1000).sum()
-    print(count, flush=True)
-    os._exit(0)
-
-
-if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4]))
+    return count

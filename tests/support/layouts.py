@@ -4,6 +4,7 @@ one               a single process, the reference
 dp2 tp2 pp4       replicas, tensor parallel, pipeline
 cp2               context parallel by all-gather; ring.cp2, ulysses.cp2, hybrid.cp4: otherwise
 shard2            dp_shard 2 under ZeRO-3; zero1.2 and zero2.2: under ZeRO-1 and ZeRO-2
+once.zero2.2      ZeRO-2 that adds up gradients once a step
 pp2-dp2-tp2       a product
 zbv.pp2           a pipeline schedule: interleaved, zbh1, zbv, dualpipev, gpipe
 pp3+pp2           unlike replicas side by side
@@ -23,7 +24,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from math import prod
+from math import gcd, prod
 from pathlib import Path
 from tempfile import gettempdir
 from typing import Any
@@ -118,8 +119,10 @@ _FLAGS: dict[str, dict[str, Any]] = {
             "bias_rate": 0.01,
         },
     },
+    "once": {"layout__zero2_reduce": "step"},
     "ep2": {"layout__ep": 2},
     "ep4": {"layout__ep": 4},
+    "copies": {"layout__expert_replicas": "auto"},
     "fp32": {"train__precision": "fp32"},
     "bf16": {"train__precision": "bf16"},
     "fp16": {"train__precision": "fp16"},
@@ -195,8 +198,13 @@ def case(name: str) -> Case:
             keys = {"dp": "dp_replicate", "shard": "dp_shard"}
             layout = replace(layout, **{keys.get(axis, axis): degree})
         replicas += [replace(layout, dp_replicate=1)] * layout.dp_replicate
-    if "layout__ep" in changes:
-        changes["layout__dp_shard"] = max(layout.dp_shard for layout in replicas)
+    if "layout__ep" in changes:  # the run file's own replica is one that has it
+        changes["layout__cp"] = max(layout.cp for layout in replicas)
+        shards = max(layout.dp_shard for layout in replicas)
+        missing = changes["layout__ep"] // gcd(
+            changes["layout__ep"], shards * changes["layout__cp"]
+        )
+        changes["layout__dp_shard"] = shards * missing
     return Case(name, tuple(replicas), changes)
 
 

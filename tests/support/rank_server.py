@@ -135,10 +135,11 @@ class RankServer:
                 self._kill(job)
 
     def _start(self) -> None:
-        """Fork the ranks of every job at the head of the queue that fits under the bound."""
+        """Fork the ranks of every job at the head of the queue that fits under the bound, or that
+        would be alone."""
         while self.queue:
             busy = sum(len(job.pids) for job in self.running)
-            if busy + self.queue[0].request["n"] > MAX_RANKS:
+            if busy and busy + self.queue[0].request["n"] > MAX_RANKS:
                 return
             job = self.queue.pop(0)
             try:

@@ -15,7 +15,8 @@
 
 The processes are forked from one server per pytest session (`tests/support/rank_server.py`). It has
 imported torch and touched no device, so a rank costs milliseconds instead of seconds. The server
-hands out at most `MAX_RANKS` at a time over all pytest workers, first come first served. A body is
+hands out at most `MAX_RANKS` at a time over all pytest workers, first come first served. A call for
+more, up to `MOST_OF_A_CALL`, runs while no other does. A body is
 a function at the top level of its module; it is found again by name in the rank. Arguments and
 return values are JSON values (and paths), never pickles.
 """
@@ -42,7 +43,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined]
 
-MAX_RANKS = 8
+MAX_RANKS, MOST_OF_A_CALL = 8, 16
 ADDRESS = "HOLDFAST_RANK_SERVER"  # environment variable: path of the server's unix socket
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -210,8 +211,8 @@ def run_ranks(
         raise RuntimeError(
             "no rank server: run this under pytest, or pass address=Server().address"
         )
-    if not 1 <= n <= MAX_RANKS:
-        raise ValueError(f"{n} ranks: 1 to {MAX_RANKS} are possible")
+    if not 1 <= n <= MOST_OF_A_CALL:
+        raise ValueError(f"{n} ranks: 1 to {MOST_OF_A_CALL} are possible")
     if "<locals>" in body.__qualname__:
         raise ValueError(f"{body.__qualname__} must stand at the top level of its module")
     own = folder or Path(tempfile.mkdtemp(prefix="call-", dir=Path(server).parent))

@@ -1,7 +1,7 @@
-"""A run of two nodes grows to five and shrinks to three, with an axis of the layout across nodes.
+"""A run of two nodes grows and shrinks, with an axis of the layout across nodes.
 
-Four workers are two replicas of two ranks, and the fifth is a replica of its own. So replicas are
-unequal, and every one of two ranks is on two nodes.
+Every two workers are a replica of two ranks on two nodes, and an odd one is a replica of its own.
+So replicas are unequal.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import pytest
 from holdfast.elastic.protocol.fault_orders import FaultOrders
 from holdfast.events import GenerationStarted
 from tests.support.commands import within
+from tests.support.marks import in_campaign
 from tests.support.nodes import Nodes, nodes_of
 
 STEPS = 40
@@ -30,9 +31,17 @@ SETTINGS = (
 NODES = ("cluster.min_nodes=2", "cluster.gather_seconds=3", "layout.workers=6")
 
 
-@pytest.mark.parametrize("axis", ["tp", pytest.param("pp", marks=pytest.mark.slow)])
-def test_two_nodes_become_five_and_then_three(
-    axis: str, run_file: Path, undisturbed: dict[int, float], tmp_path: Path
+@pytest.mark.parametrize(
+    ("axis", "come", "go"),
+    [("tp", "c", 1), in_campaign("tp", "cde", 2), in_campaign("pp", "cde", 2)],
+)
+def test_two_nodes_become_more_and_then_fewer(
+    axis: str,
+    come: str,
+    go: int,
+    run_file: Path,
+    undisturbed: dict[int, float],
+    tmp_path: Path,
 ) -> None:
     """They go no further than a gate while nodes come, and are lost."""
     folder = tmp_path / "run"
@@ -42,13 +51,13 @@ def test_two_nodes_become_five_and_then_three(
     with nodes_of(run_file, folder, *settings) as nodes:
         nodes.start("a", "b")
         nodes.wait_step(3, nodes={"a", "b"})
-        nodes.join("c", "d", "e")
-        everybody = {"a", "b", "c", "d", "e"}
+        nodes.join(*come)
+        everybody = {"a", "b", *come}
         nodes.wait_generation(everybody)
         gate.open_gate(20)
         nodes.wait_step(20, nodes=everybody)
         grown = nodes.newest
-        lost = [name for name in sorted(everybody) if name != nodes.leader][:2]
+        lost = [name for name in sorted(everybody) if name != nodes.leader][:go]
         gate.open_gate(30)
         for name in lost:
             nodes.kill(name)
@@ -64,7 +73,8 @@ def test_two_nodes_become_five_and_then_three(
             [undisturbed[step] for step in sorted(undisturbed)],
             rtol=1e-10,
         )
-        assert _replicas(nodes, {2, 5, 3}) == {2: 1, 5: 3, 3: 2}
+        sizes = {2, len(everybody), len(everybody) - go}
+        assert _replicas(nodes, sizes) == {size: (size + 1) // 2 for size in sizes}
         audit = within("data", "audit", folder)
         assert audit.code == 0, audit.out
         assert "none missing, none twice" in audit.out

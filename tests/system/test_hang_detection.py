@@ -52,20 +52,6 @@ def _busy_cores() -> Iterator[None]:
             loop.wait()
 
 
-@pytest.fixture(scope="module")
-def undisturbed(run_file: Path) -> dict[int, float]:
-    """Two loops keep both cores busy, and no worker is named."""
-    folder = run_file.parent / "alone"
-    with nodes_of(run_file, folder) as run:
-        run.agents["alone"] = start("train", run_file, f"folder={folder}", *SETTINGS)
-        run.wait_step(1)
-        with _busy_cores():
-            assert run.end() == {"alone": 0}, run.story()
-        assert run.events(WorkerLost) == []
-        assert len(run.events(GenerationStarted)) == 1
-        return run.losses()
-
-
 def _live(run: Nodes) -> bool:
     """Return True if every generation but the first continued with the state of live processes."""
     return all(e.came_from is not None for e in run.events(GenerationStarted)[1:])
@@ -85,6 +71,21 @@ def _in_time(run: Nodes, begun: float, rank: int) -> None:
     assert event.came_from is not None
     assert rank not in event.came_from
     assert started - begun <= FIVE * (3 * normal + 1.0), run.story()
+
+
+@pytest.mark.slow
+def test_nobody_is_named_while_two_loops_keep_both_cores_busy(
+    run_file: Path, undisturbed: dict[int, float]
+) -> None:
+    folder = run_file.parent / "busy"
+    with nodes_of(run_file, folder) as run:
+        run.agents["busy"] = start("train", run_file, f"folder={folder}", *SETTINGS)
+        run.wait_step(1)
+        with _busy_cores():
+            assert run.end() == {"busy": 0}, run.story()
+        assert run.events(WorkerLost) == []
+        assert len(run.events(GenerationStarted)) == 1
+        assert run.losses() == undisturbed, run.story()
 
 
 @pytest.mark.slow

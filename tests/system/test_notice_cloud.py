@@ -5,6 +5,8 @@ from __future__ import annotations
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
+import pytest
+
 from holdfast.events import (
     CheckpointCommitted,
     NoticeReceived,
@@ -18,6 +20,7 @@ from tests.support.metadata_service import metadata_service
 from tests.system.test_notice_emergency_save import Trainer
 
 
+@pytest.mark.slow
 def test_a_run_saves_at_a_hint_and_leaves_at_a_notice(tmp_path: Path) -> None:
     run_file, folder = write_run_file(tmp_path), tmp_path / "run"
     assert within("data", "prepare", run_file).code == 0

@@ -418,6 +418,7 @@ def test_an_error_ends_no_process_and_a_death_while_they_agree_is_one_more_round
     _same_bits(run.folder, alone)
 
 
+@pytest.mark.slow
 def test_an_error_that_comes_back_is_given_up(run_file: Path) -> None:
     deeds = {"raise": [[generation, 1, 3] for generation in range(1, 10)]}
     limit = "cluster.max_restarts_without_progress=2"

@@ -48,7 +48,7 @@ SETTINGS = (
 @pytest.mark.parametrize(
     ("kills", "steps", "precision"),
     [
-        (4, 130, "fp32"),
+        (2, 100, "fp32"),
         pytest.param(10, 260, "fp32", marks=pytest.mark.slow),
         pytest.param(4, 130, "fp16", marks=pytest.mark.slow),
     ],

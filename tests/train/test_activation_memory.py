@@ -69,8 +69,8 @@ def _step(made: Any, step: int, size: int, length: int) -> None:
 
 LAYOUTS = [
     ("fp32.pp2", 4, POLICIES),
-    ("ring.fp32.cp2", 4, POLICIES),
-    ("plain.fp32.tp2", 4, ("none", "cut-most", "cut")),
+    ("ring.fp32.cp2", 4, ("none", "full")),
+    ("plain.fp32.tp2", 4, ("none", "cut")),
     *(
         in_campaign(name, size, POLICIES)
         for name, size in (
@@ -87,6 +87,7 @@ LAYOUTS = [
             ("bf16.pp2", 4),
             ("zero1.2", 4),
             ("fp32.cp2", 4),
+            ("ring.fp32.cp2", 4),
             ("heads.ulysses.fp32.cp2", 4),
             ("long.fp32.cp4", 4),
             ("long.ring.fp32.pp2-cp2", 4),
@@ -100,6 +101,7 @@ LAYOUTS = [
             ("fp32.tp2", 4, KEPT),
             ("fp32.pp2", 4, KEPT),
             ("zero1.2", 4, KEPT),
+            ("plain.fp32.tp2", 4, CUT),
             ("plain.fp32.tp4", 4, CUT),
             ("plain.bf16.tp2", 4, CUT),
             ("plain.fp32.pp2-tp2", 4, CUT),

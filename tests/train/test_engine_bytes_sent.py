@@ -16,8 +16,10 @@ from holdfast.parallel.comm.comm_stats import TrafficCounter
 from holdfast.parallel.expert_parallel import routed_layers
 from holdfast.parallel.process_groups import connect
 from holdfast.parallel.quantized import BLOCK
+from holdfast.plan.zero2_cost import zero2_costs
 from holdfast.train.build import build_engine
 from tests.support.layouts import VOCABULARY, case, config_of, topology_of
+from tests.support.marks import in_campaign
 from tests.support.ranks import RankContext, rank_values
 from tests.support.tiny_training import CPU, LENGTH, feed
 
@@ -70,6 +72,13 @@ def _sizes(name: str) -> tuple[int, int]:
     return sum(sizes.values()), ends
 
 
+def _said(name: str, microbatches: int) -> float:
+    """Elements that a rank sends by `layout show`."""
+    config = _config(name, microbatches)
+    used, _ = zero2_costs(config, topology_of(case(name), config), 0)
+    return used.sent / BYTES
+
+
 def _about(**kinds: float) -> Any:
     return pytest.approx(kinds, rel=0.02)
 
@@ -86,6 +95,42 @@ def test_zero1_reduces_to_the_owner_and_gathers_the_parameters_dpshard2() -> Non
     model, _ = _sizes("zero1.2")
     for sent in rank_values(_sent, 2, {"name": "zero1.2", "microbatches": 1}):
         assert sent == _about(reduce=model / 2, gather=model / 2)
+
+
+def test_zero2_gathers_once_and_adds_up_each_microbatch_dpshard2() -> None:
+    """The paper's volume with one microbatch; with m, the part of the gradients m times."""
+    model, _ = _sizes("zero2.2")
+    for sent in rank_values(_sent, 2, {"name": "zero2.2", "microbatches": 4}):
+        assert sent == _about(scatter=4 * model / 2, gather=model / 2)
+        assert sum(sent.values()) == pytest.approx(_said("zero2.2", 4), rel=0.02)
+
+
+@pytest.mark.parametrize("microbatches", [1, 4])
+def test_zero2_that_adds_up_once_a_step_has_the_volume_of_replicas_dpshard2(
+    microbatches: int,
+) -> None:
+    """Rajbhandari et al., 2020, section 7.1: twice the model in all, as an all-reduce, whatever
+    the number of microbatches. 2 (n - 1) / n of it leave a rank."""
+    model, _ = _sizes("once.zero2.2")
+    arguments = {"name": "once.zero2.2", "microbatches": microbatches}
+    for sent in rank_values(_sent, 2, arguments):
+        assert sent == _about(reduce=model / 2, gather=model / 2)
+        assert sum(sent.values()) == pytest.approx(2 * model / 2, rel=0.02)
+        assert sum(sent.values()) == pytest.approx(_said("once.zero2.2", microbatches), rel=0.02)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["zero2.2-dp2", "once.zero2.2-dp2"])
+def test_zero2_of_several_replicas_sends_what_layout_show_says(name: str) -> None:
+    """R = 2 replicas of n = 2. Once a step: P - P / (R n) to owners, and (R - 1) / R of P / n
+    from here. Otherwise the part of each is summed over replicas, 2 (R - 1) / R of P / n."""
+    model, _ = _sizes(name)
+    expected = {"reduce": model / 2, "scatter": 4 * model / 2, "gather": model / 2}
+    if name.startswith("once"):
+        expected = {"reduce": model * 3 / 4 + model / 4, "gather": model / 2}
+    for sent in rank_values(_sent, 4, {"name": name, "microbatches": 4}):
+        assert sent == _about(**expected)
+        assert sum(sent.values()) == pytest.approx(_said(name, 4), rel=0.02)
 
 
 @pytest.mark.parametrize(("name", "gathers"), [("zero2.2", 1), ("shard2", 2)])
@@ -136,17 +181,27 @@ def _sent_to_experts(rank: RankContext, name: str) -> dict[str, Any]:
     return {"sent": sent, "counts": counts}
 
 
-def test_experts_send_the_tokens_of_other_ranks_ep2() -> None:
-    """The formula of `parallel/expert_parallel.py`, n = 2, and the balance loss's numbers."""
-    name = "experts.ep2.shard2"
-    config = _config(name, 1)
-    found = rank_values(_sent_to_experts, 2, {"name": name})
-    for me, other in ((0, 1), (1, 0)):
-        rows = sum(
-            sum(mine[2 * other : 2 * other + 2]) + sum(theirs[2 * me : 2 * me + 2])
-            for mine, theirs in zip(found[me]["counts"], found[other]["counts"], strict=True)
-        )
-        numbers = config.model.layers * (2 * 8 + 4 * 8)
+@pytest.mark.parametrize(
+    ("name", "gathered"),
+    [
+        ("experts.ep2.shard2", 4),
+        in_campaign("experts.ep2.cp2", 4),
+        in_campaign("experts.ep4.shard2-cp2", 4 + 2 * 4),
+    ],
+)
+def test_experts_send_the_tokens_of_other_ranks(name: str, gathered: int) -> None:
+    """The formula of `parallel/expert_parallel.py`. gathered: numbers of choices that a block
+    sends for the balance loss, along dp_shard and then along cp."""
+    config, size = _config(name, 1), case(name).world_size
+    found = rank_values(_sent_to_experts, size, {"name": name})
+    experts = 4 // size  # of a rank
+    for me in range(size):
+        mine = range(me * experts, (me + 1) * experts)
+        rows = 0
+        for choices in zip(*(each["counts"] for each in found), strict=True):  # of a block
+            rows += sum(n for expert, n in enumerate(choices[me]) if expert not in mine)
+            rows += sum(choices[rank][e] for rank in range(size) if rank != me for e in mine)
+        numbers = config.model.layers * 8 * ((size - 1) * experts + gathered)
         formula = 2 * rows * config.model.dim * BYTES + numbers
         assert found[me]["sent"] == pytest.approx(formula, rel=0.02)
 

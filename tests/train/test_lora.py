@@ -54,10 +54,10 @@ def base(tmp_path: Path) -> str:
     return str(folder)
 
 
-def test_bit_equal_for_1_2_3_replicas(base: str) -> None:
+def test_bit_equal_for_1_and_3_replicas(base: str) -> None:
     curves = {
         tuple(curve)
-        for replicas in (1, 2, 3)
+        for replicas in (1, 3)
         for curve in rank_values(_curve, replicas, {"base": base})
     }
     assert len(curves) == 1
@@ -66,7 +66,7 @@ def test_bit_equal_for_1_2_3_replicas(base: str) -> None:
 def test_zero_gives_the_same_curve(base: str) -> None:
     exact = {"base": base, "train__precision": "float64"}
     alone = rank_values(_curve, 1, exact)[0]
-    for zero in (1, 2, 3):
+    for zero in (1, 3):
         arguments = exact | {"dp_shard": 2, "layout__zero": zero}
         for curve in rank_values(_curve, 2, arguments):
             assert curve[:-1] == pytest.approx(alone[:-1], rel=1e-10)

@@ -18,7 +18,7 @@ from tests.support.ranks import RankContext, rank_values
 from tests.support.tiny_training import Fed
 
 WITHIN = 0.05
-SEEDS = range(32)
+SEEDS = range(36)
 TOO_LOW = (28,)
 """bf16.plain.tp4 with inputs of blocks in parts: docs/memory.md says so."""
 REPLICAS = (
@@ -27,6 +27,7 @@ REPLICAS = (
     *("pp2-shard2", "shard2-tp2", "dp2-shard2", "pp2-zero1.2", "tp2+one", "pp2+one"),
     *("cp2", "ring.cp2", "ulysses.cp2", "pp2-cp2"),
     *("plain.tp4", "plain.pp2-tp2", "plain.shard2-tp2", "plain.tp2"),
+    *("zero2.4", "pp2-zero2.2", "once.zero2.2", "once.pp2-zero2.2"),
 )
 
 

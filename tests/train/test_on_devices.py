@@ -19,6 +19,10 @@ from tests.train.test_parity import LAYOUTS
 
 STEPS = 2
 QUICK = ["bf16.pp2-tp2"]
+SCHEDULES = [
+    *("interleaved.pp2", "eight.interleaved.pp4", "zbh1.pp2-tp2", "zbv.pp2-dp2", "eight.zbv.pp4"),
+    *("dualpipev.pp2", "eight.dualpipev.pp4"),
+]
 MORE = ["dp3", "tp2+one", "bf16.pp2-dp2", "small.dp3", "zero1.2-dp2", "fp32.tp2+one", "dp6"]
 CONTEXT = ["cp2-tp2", "ring.pp2-cp2", "heads.ulysses.cp2", "long.ring.cp4", "long.heads.hybrid.cp4"]
 IN_RANK_ORDER = ["plain.tp4", "long.ring.cp4", "long.heads.hybrid.cp4"]
@@ -26,7 +30,7 @@ CASES = [
     *QUICK,
     *(
         pytest.param(name, marks=pytest.mark.slow)
-        for name in dict.fromkeys([*LAYOUTS, *MORE, *CONTEXT])
+        for name in dict.fromkeys([*LAYOUTS, *MORE, *CONTEXT, *SCHEDULES])
         if name not in QUICK
     ),
 ]

@@ -5,11 +5,11 @@ final parameters and moments are compared with a single process: within 1e-10 re
 2e-5 of the loss in fp32, 1e-3 in bf16. Clipping is active in every step, the embeddings are tied,
 nothing divides the vocabulary, and under tp4 two ranks share a key/value head.
 
-What is wrong in float64 shows in the first norm or in the next loss. Here some layouts go on for 4
-steps, two while the learning rate rises and two while it falls, and all of them for 20 and 40 with
-the long tests (marker slow); `test_rebuild.py` begins with 3 steps and the state of each. What
-grows with the steps, the error of lower precision, is looked at over 8, and that of fp32 over 20
-where both axes that add in another order are in the layout.
+What is wrong in float64 shows in the first norm or in the next loss. Here some layouts take 3
+steps, one while the learning rate rises and two while it falls. All of them take 20 and 40 in the
+long tests (marker slow); `test_rebuild.py` begins with 3 steps and the state of each. What grows
+with the steps, the error of lower precision, is looked at over 8, and that of fp32 over 20 where
+both axes that add in another order are in the layout.
 """
 
 from __future__ import annotations
@@ -40,7 +40,9 @@ from tests.support.marks import in_campaign
 from tests.support.ranks import RankContext, rank_values
 from tests.support.tiny_training import digest
 
-STEPS, LOWER_STEPS = 4, 8
+STEPS, LOWER_STEPS = 3, 8
+BATCH = 16
+"""Of the quick cases: four microbatches, where the long ones have six."""
 LEAST_MARGIN = 1e-9
 AXES = ["dp2", "dp4", "shard2", "shard4", "tp2", "tp4", "pp2", "pp4"]
 PAIRS = ["dp2-shard2", "dp2-tp2", "pp2-dp2", "shard2-tp2", "pp2-shard2", "pp2-tp2"]
@@ -49,6 +51,16 @@ UNLIKE = ["pp3+pp2", "tp2+one", "pp2-tp2+tp4", "shard4+shard2+one", "pp2-shard2+
 MODES = [
     "zero1.2",
     "zero2.2",
+    "zero2.2-dp2",
+    "pp2-zero2.2",
+    "once.zero2.2",
+    "once.zero2.4",
+    "once.zero2.2-dp2",
+    "once.zero2.2-tp2",
+    "once.pp2-zero2.2",
+    "once.zero2.2+one",
+    "zbv.once.pp2-zero2.2",
+    "interleaved.once.pp2-zero2.2",
     "zero1.2-dp2",
     "pp2-zero1.2",
     "plain.tp2",
@@ -125,6 +137,31 @@ SPREAD = [
         "full.ep2.shard4",
     )
 ]
+SPREAD_OVER_CONTEXT = [
+    f"experts.{name}"
+    for name in (
+        "ep2.cp2",
+        "ep4.shard2-cp2",
+        "ep2.cp2-dp2",
+        "ep4.shard2-cp2-dp2",
+        "ep2.cp2-tp2",
+        "ep4.shard2-cp2-tp2",
+        "ep2.pp2-cp2",
+        "ep4.pp2-shard2-cp2",
+        "ep2.zero2.2-cp2",
+        "ep2.shard2+cp2",
+        "ep2.cp2+one",
+        "documents.ring.ep2.cp2",
+        "full.ep2.cp2",
+        "ep2.zbv.pp2-cp2",
+        "long.ep4.cp4",
+        "long.ep2.cp4",
+        "long.ep2.shard2-cp3",
+        "ep2.pp2-cp2-tp2",
+    )
+]
+FIVE_AXES = "experts.ep4.pp2-shard2-cp2-tp2"
+"""On 16 ranks, for few steps: that many processes share the cores of one machine."""
 CONTEXT = [
     "ring.cp2",
     "documents.shard2-cp2",
@@ -163,9 +200,8 @@ MORE_CONTEXT = [
 ]
 UNEVEN = ["deep.uneven.pp2", "deep.uneven.pp2-tp2", "deep.uneven.zbv.pp2", "packed.pp2-shard2"]
 LAYOUTS = [*UNEVEN, *AXES, *PAIRS, *PRODUCTS, *UNLIKE, *MODES, *EXPERTS, *SPREAD, *SIGMOID]
+LAYOUTS += SPREAD_OVER_CONTEXT
 SOME = [
-    "dp4",
-    "shard4",
     "tp2+one",
     "pp2-shard2",
     "pp3+pp2",
@@ -175,13 +211,14 @@ SOME = [
     "experts.ep2.shard4",
 ]
 CASES = [
-    *((name, STEPS) for name in (*SOME, *CONTEXT)),
+    *((name, STEPS) for name in (*SOME, *CONTEXT[1:])),
     *(pytest.param(name, 20, marks=pytest.mark.slow) for name in (*CONTEXT, *MORE_CONTEXT)),
     *(pytest.param(name, more, marks=pytest.mark.slow) for more in (20, 40) for name in LAYOUTS),
+    pytest.param(FIVE_AXES, STEPS, marks=pytest.mark.slow),
 ]
 LOWER = [
     ("fp32", 2e-5, LOWER_STEPS, "tp2"),
-    *(("bf16", 1e-3, LOWER_STEPS, name) for name in ("pp2-tp2", "shard2")),
+    ("bf16", 1e-3, LOWER_STEPS, "shard2"),
     *(
         pytest.param(precision, tolerance, 20, name, marks=pytest.mark.slow)
         for precision, tolerance in (("fp32", 2e-5), ("bf16", 1e-3), ("fp16", 1e-3))
@@ -194,7 +231,10 @@ def body(rank: RankContext, name: str, steps: int) -> dict[str, Any]:
     """Train under a layout; what remains goes into the folder."""
     of = case(name)
     schedule = {"warmup_steps": min(4, steps // 2)}
-    config = config_of({**of.changes, "train__steps": steps, "train__schedule": schedule})
+    changes = {**of.changes, "train__steps": steps, "train__schedule": schedule}
+    if steps <= LOWER_STEPS:
+        changes["train__batch_size"] = BATCH
+    config = config_of(changes)
     made = engine_of(config, topology_of(of, config), rank.rank, rank.store())
     margins = choice_margins(made.objective)
     verdicts = [one_step(made, step, config.data) for step in range(1, steps + 1)]
@@ -245,8 +285,9 @@ def test_same_curve_in_float64(name: str, steps: int, references: Path, tmp_path
     (name,) = of_one_model(name)
     alone, whole = reference(model_flags(name), steps, references)
     of = case(name)
+    deadline = 240 if of.world_size <= 8 else 1200
     values = rank_values(
-        body, of.world_size, {"name": name, "steps": steps}, folder=tmp_path, deadline=240
+        body, of.world_size, {"name": name, "steps": steps}, folder=tmp_path, deadline=deadline
     )
     assert len(alone["losses"]) == steps
     for value in values:
@@ -278,18 +319,21 @@ def test_same_curve_in_lower_precision(
                 "plain.tp2",
                 "pp2",
                 "zero1.2",
+                "zero2.2",
+                "once.zero2.2",
                 "cp2",
                 "ring.cp2",
                 "heads.ulysses.cp2",
                 "experts.ep2.shard2",
+                "experts.ep2.cp2",
             ),
         ),
     ],
 )
 def test_replicas_of_one_layout_are_bit_equal(name: str) -> None:
-    """1, 2 and 3 of them: every rank ends with the bits of its mesh rank in the others."""
+    """One and three of them: every rank ends with the bits of its mesh rank in the others."""
     found: dict[int, set[tuple[Any, ...]]] = {0: set(), 1: set()}
-    for replicas in (1, 2, 3):
+    for replicas in (1, 3):
         arguments = {"name": f"shallow.{name}-dp{replicas}", "steps": STEPS}
         for rank, value in enumerate(rank_values(body, 2 * replicas, arguments, deadline=120)):
             curve = (*value["losses"], *value["norms"], value["digest"])

@@ -9,6 +9,7 @@ from holdfast.config.run import RunConfig
 from holdfast.plan.interface import LayoutPlan, NodePlaces, PresentPlacement
 from holdfast.plan.planner import dealer_of, plan_layout
 from tests.support.layouts import case, config_of, topology_of
+from tests.support.marks import in_campaign
 from tests.support.ranks import RankContext, rank_values
 from tests.support.step_recovery import Survivor
 
@@ -62,7 +63,7 @@ def _alone(rank: RankContext) -> dict[int, list[float]]:
     return made.curve
 
 
-@pytest.mark.parametrize("layout", [{"pp": 2, "tp": 2}, {"dp_shard": 4}])
+@pytest.mark.parametrize("layout", [{"pp": 2, "tp": 2}, in_campaign({"dp_shard": 4})])
 def test_the_curve_goes_on_through_what_is_planned(layout: dict[str, int]) -> None:
     plans = _plans(_config(layout))
     sizes = [[len(r.ranks) for r in each.topology.replicas] for each in plans]

@@ -48,7 +48,11 @@ POLICIES = ["none", "selective", "full"]
 KEPT = ["none", "attention", "activation", "most"]
 CUT = ["none", "cut", "cut-most"]
 STAGED = ["none", "staged", "unstaged"]
-LAYOUTS = [("tp2", POLICIES), ("shard2", [*POLICIES, "most"]), ("plain.pp2-tp2", ["none", "cut"])]
+LAYOUTS = [
+    ("tp2", POLICIES),
+    ("shard2", ["none", "full", "most"]),
+    ("plain.pp2-tp2", ["none", "cut"]),
+]
 MORE = [
     "pp2",
     "zero1.2",

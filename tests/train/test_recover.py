@@ -100,7 +100,8 @@ def test_one_of_three_replicas_is_lost(when: str, victim: int) -> None:
     check_reports(found, alone["curve"], when)
 
 
-@pytest.mark.parametrize("microbatches", [5, in_campaign(8), in_campaign(12)])
+@pytest.mark.slow  # test_only_the_lost_ones_microbatches_are_computed_again has the quick case
+@pytest.mark.parametrize("microbatches", [5, 8, 12])
 def test_any_number_of_microbatches(microbatches: int) -> None:
     """And the fourth of four replicas, so that the others' numbers stay."""
     found = survivors("dp4", 3, "backward", "dp3", [0, 1, 2], microbatches)
@@ -126,7 +127,7 @@ def _whole_replicas(found: Sequence[dict[str, Any]], replica: str, when: str) ->
     [
         ("dp2-shard2", "shard2", "backward"),
         in_campaign("dp2-shard2", "shard2", "told 1"),
-        ("dp2-tp2", "tp2", "told 2"),
+        in_campaign("dp2-tp2", "tp2", "told 2"),
         in_campaign("pp2-dp2", "pp2", "told 1"),
         ("pp2-dp2", "pp2", "backward"),
     ],
@@ -146,6 +147,18 @@ def test_a_newcomer_fills_the_gap_in_a_replica(name: str) -> None:
     found = survivors(name, 3, "told 1", name, [0, 1, 2, None])
     assert sorted(value["kept"] for value in found) == [False, False, True, True]
     _whole_replicas(found, replica, "told 1")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("when", ["told 1", "backward"])
+@pytest.mark.parametrize("name", ["zero2.2", "once.zero2.2"])
+def test_a_replica_is_lost_while_the_other_has_gathered_its_parameters(
+    name: str, when: str
+) -> None:
+    """Between two microbatches, or inside one. What was gathered is not used in a later step."""
+    found = survivors(f"{name}-dp2", 3, when, name, [0, 1])
+    assert all(value["kept"] for value in found)
+    _whole_replicas(found, name, when)
 
 
 @pytest.mark.parametrize("when", ["backward", in_campaign("told 1")])
@@ -192,6 +205,8 @@ def test_only_the_lost_ones_microbatches_are_computed_again(victim: int, microba
         in_campaign("pp2-dp3", "pp2", "pp2-dp2"),
         ("dp2-tp2", "tp2", "tp2"),
         ("zero1.2-dp2", "zero1.2", "zero1.2"),
+        in_campaign("zero2.2-dp2", "zero2.2", "zero2.2"),
+        in_campaign("once.zero2.2-dp2", "once.zero2.2", "once.zero2.2"),
     ],
 )
 def test_what_replicas_of_several_ranks_have_computed_stays(
@@ -240,7 +255,9 @@ def _between_two_microbatches(rank: RankContext, stop: int) -> list[Any]:
     return [stayed, made.result()]
 
 
-@pytest.mark.parametrize("stop", [1, in_campaign(2), 3, in_campaign(4), in_campaign(5)])
+@pytest.mark.parametrize(
+    "stop", [in_campaign(1), in_campaign(2), 3, in_campaign(4), in_campaign(5)]
+)
 def test_who_computes_alone_stops_between_two_microbatches(stop: int) -> None:
     """The first of two siblings lies outside of every buffer meanwhile."""
     stayed, value = rank_values(_between_two_microbatches, 2, {"stop": stop})[0]

@@ -23,7 +23,7 @@ from holdfast.checkpoint.mover.client import MoverClient
 from holdfast.checkpoint.restore.reader import Checkpoint
 from holdfast.config.run import RunConfig
 from holdfast.core.sharding.boxes import Box
-from holdfast.core.sharding.state_table import state_table
+from holdfast.core.sharding.run_table import run_state_table
 from holdfast.wire.secret import Secret
 from holdfast.wire.store.run_store import FolderStore
 from tests.support.layouts import (
@@ -54,6 +54,8 @@ MIXED = [
     ("pp3+pp2", "shard2-tp2"),
     ("pp2-shard2", "tp2"),
     ("tp2", "pp2-shard2"),
+    ("zero2.2", "once.zero2.2"),
+    ("once.zero2.2", "zero2.2"),
     ("pp2", "zbv.pp2"),
     ("interleaved.pp2", "pp2"),
     ("zbv.pp2", "interleaved.pp2"),
@@ -61,11 +63,16 @@ MIXED = [
 WITH_EXPERTS = [
     ("experts.ep2.shard4", "experts.pp2-tp2"),
     ("experts.pp2-shard2", "experts.ep2.shard2-tp2"),
+    ("experts.ep4.shard2-cp2", "experts.ep2.cp2-tp2"),
+    ("experts.tp2", "experts.ep2.cp2"),
+    ("experts.ep2.cp2", "experts.ep2.shard2"),
+    ("experts.copies.ep2.shard2", "experts.pp2"),
+    ("experts.tp2", "experts.copies.ep2.shard4"),
 ]
 UNEVEN = [("pp2", "uneven.pp2"), ("uneven.pp2", "pp2")]
 CONTEXT = [("ring.cp2", "tp2"), ("shard2", "ring.cp2"), ("pp2-cp2", "shard2-cp2")]
-CHOSEN = {*NEAR[::3], *MIXED[::2], *CONTEXT[:2]}
-"""Each axis is saved under and resumed under; the campaign takes all pairs."""
+CHOSEN = {*NEAR[::3], ("pp3+pp2", "shard2-tp2"), ("interleaved.pp2", "pp2"), ("ring.cp2", "tp2")}
+"""Each axis is saved under and resumed under, and one product; the campaign takes all pairs."""
 STEPS = 4
 SAVED = STEPS // 2
 BATCH = 16  # four microbatches, one for each stage of the deepest pipeline
@@ -83,7 +90,7 @@ def save_body(rank: RankContext, name: str, socket: str, secret: str) -> list[fl
     made = engine_of(config, topology, rank.rank, rank.store())
     losses = [one_step(made, step).mean_loss for step in range(1, SAVED + 1)]
     client = MoverClient(socket, Secret(bytes.fromhex(secret)), 1)
-    table = state_table(config.model, config.train.precision)
+    table = run_state_table(config)
     tensors = {local.name: local.tensor for local in made.state()}
     capturer = Capturer(client, topology, table, rank.rank, tensors, run="test")
     assert isinstance(capturer.capture(SAVED, wait=60), CompletedCapture)
@@ -128,7 +135,7 @@ def assemble(folder: Path, prefix: str, ranks: int, shapes: dict[str, tuple[int,
 
 def shapes_of(name: str) -> dict[str, tuple[int, ...]]:
     config = config_for(name)
-    return {row.name: row.shape for row in state_table(config.model, "float64")}
+    return {row.name: row.shape for row in run_state_table(config)}
 
 
 @cache
@@ -140,7 +147,7 @@ def saved(name: str, folder: Path) -> tuple[Path, str, dict[str, np.ndarray]]:
     config = config_for(name)
     mover = Mover(here / "run")
     try:
-        mover.begin(topology_of(of, config), state_table(config.model, "float64"))
+        mover.begin(topology_of(of, config), run_state_table(config))
         arguments = {"name": name, "socket": mover.socket, "secret": mover.secret.hex()}
         rank_values(save_body, of.world_size, arguments, folder=here)
     finally:

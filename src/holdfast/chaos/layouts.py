@@ -24,6 +24,11 @@ class ChaosLayout:
     has_shared_state: bool = False
 
     @property
+    def has_experts(self) -> bool:
+        """Return True if it spreads experts, which the model must then have."""
+        return any(each.startswith("ep=") and each != "ep=1" for each in self.layout)
+
+    @property
     def ranks(self) -> int:
         return self.nodes * self.ranks_per_node
 
@@ -58,6 +63,8 @@ CHAOS_LAYOUTS: Mapping[str, ChaosLayout] = {
         _make_layout("dp_shard", 4, 1, "dp_shard=2"),
         _make_layout("tp", 4, 1, "tp=2"),
         _make_layout("cp", 4, 1, "cp=2"),
+        _make_layout("ep", 4, 1, "dp_shard=2", "ep=2"),
+        _make_layout("ep-cp", 4, 1, "dp_shard=2", "cp=2", "ep=4"),
         _make_layout("pp", 4, 1, "pp=2"),
         _make_layout("interleaved", 4, 1, "pp=2", "schedule=interleaved"),
         _make_layout("zbv", 4, 1, "pp=2", "schedule=zbv"),
@@ -100,7 +107,7 @@ def _parse_degrees(text: str, nodes: int) -> tuple[int, list[str]]:
     found: dict[str, int] = {}
     for each in text.split(","):
         key, equals, value = each.partition("=")
-        known = key in ("workers", *AXES, "zero")
+        known = key in ("workers", *AXES, "ep", "zero")
         if not (known and equals and parse_natural(value)):
             raise UserError(
                 f"{each!r} is no layout",

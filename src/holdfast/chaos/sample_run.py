@@ -33,6 +33,13 @@ SAMPLE_OVERRIDES = (
 )
 """Settings of every disturbed run and its undisturbed counterpart. In float64 another layout
 changes only rounding of 1e-10, and memory holds every step."""
+EXPERT_OVERRIDES = (
+    "model.family=dots1",
+    "model.qk_norm=true",
+    "model.experts={count: 4, top_k: 2, width: 16, scores: sigmoid, shared: 1, first: 2,"
+    " choice_bias: true, bias_rate: 0.01}",
+)
+"""Settings of this run if some layout of the campaign spreads experts: two blocks have them."""
 
 
 def run_file_text(root: Path) -> str:

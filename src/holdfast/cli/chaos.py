@@ -13,7 +13,13 @@ from holdfast.chaos.campaign import Campaign, CampaignSettings, DisturbedRun, pl
 from holdfast.chaos.catalog import FAULTS
 from holdfast.chaos.layouts import CHAOS_LAYOUTS, ChaosLayout, parse_layout, parse_natural
 from holdfast.chaos.results import format_table, summarize
-from holdfast.chaos.sample_run import RUN_FILE, SAMPLE_OVERRIDES, run_file_text, write_run_file
+from holdfast.chaos.sample_run import (
+    EXPERT_OVERRIDES,
+    RUN_FILE,
+    SAMPLE_OVERRIDES,
+    run_file_text,
+    write_run_file,
+)
 from holdfast.chaos.schedule import Draw, is_trace_of_faults, parse_faults_option, read_trace
 from holdfast.chaos.trace import draws_of_trace
 from holdfast.cli.dispatch import app as make_app
@@ -83,7 +89,9 @@ def chaos(
     shapes, part = _shapes(layout, nodes), _parse_part(shard)
     draws = None if trace is None else tuple(_read_draws(trace, seed, shapes[0].nodes))
     _check_exists(run_file)
-    changed, file = (*SAMPLE_OVERRIDES, *(overrides or ())), run_file or out / RUN_FILE
+    with_experts = run_file is None and any(shape.has_experts for shape in shapes)
+    samples = (*SAMPLE_OVERRIDES, *(EXPERT_OVERRIDES if with_experts else ()))
+    changed, file = (*samples, *(overrides or ())), run_file or out / RUN_FILE
     asked = CampaignSettings(
         COMMAND, file, changed, out, seed, tuple(names), draws, network, shard=part
     )

@@ -8,9 +8,10 @@ from typing import Any
 from holdfast.cli.output import print_table
 from holdfast.config.run import RunConfig
 from holdfast.layout import Topology
-from holdfast.plan.activations import has_formula
+from holdfast.plan.activations import device_kind, has_formula
 from holdfast.plan.communicators import BYTES_EACH, communicators_by_rank
-from holdfast.plan.estimate import RankEstimate, device_kind, estimates_by_rank
+from holdfast.plan.estimate import RankEstimate, estimates_by_rank
+from holdfast.plan.zero2_cost import zero2_costs
 from holdfast.report.formatting import format_bytes
 
 NO_FORMULA = (
@@ -48,6 +49,20 @@ def print_estimate(config: RunConfig, topology: Topology) -> None:
     rows = [[rank, *_figures(each), each.moment] for rank, each in enumerate(found)]
     print_table(rows, ["rank", *_COLUMNS.values(), "moment"])
     print(_CPU if device_kind(config) == "cpu" else _DEVICE)
+
+
+def print_zero2(config: RunConfig, topology: Topology) -> None:
+    """Print what both values of `layout.zero2_reduce` cost the first rank that they concern."""
+    ranks = range(topology.world_size)
+    rank = next((r for r in ranks if topology.replica_of(r).degree("dp_shard") > 1), None)
+    if config.layout.zero != 2 or rank is None:
+        return
+    used, other = zero2_costs(config, topology, rank)
+    print(
+        f"layout.zero2_reduce {used.word}: rank {rank} sends {format_bytes(used.sent)} a step for "
+        f"dp_shard and replicas, and holds sums of gradients of {format_bytes(used.held)}; with "
+        f"{other.word}: {format_bytes(other.sent)} and {format_bytes(other.held)}"
+    )
 
 
 def print_communicators(config: RunConfig, topology: Topology) -> None:

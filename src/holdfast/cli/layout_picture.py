@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
 
-from holdfast.cli.layout_estimate import print_communicators, print_estimate
+from holdfast.cli.layout_estimate import print_communicators, print_estimate, print_zero2
 from holdfast.cli.layout_places import print_places
 from holdfast.cli.layout_stages import print_stages
 from holdfast.cli.output import print_table
@@ -17,7 +17,8 @@ from holdfast.core.sharding.parameters import count_parameters as parameters_of
 from holdfast.core.sharding.reduction_tree import deal
 from holdfast.core.sharding.state_table import MIXED
 from holdfast.layout import AXES, Coordinate, Replica, Topology
-from holdfast.plan.activations import activations_of, has_formula
+from holdfast.plan.activations import activations_of, device_kind, has_formula
+from holdfast.plan.expert_copies import copy_bytes, most_copies
 from holdfast.plan.loss_impact import LossImpact
 from holdfast.plan.memory_use import RankContents, Span
 from holdfast.plan.step_microbatches import microbatches
@@ -44,7 +45,10 @@ class LayoutPicture:
         print_stages(self.config, self.topology)
         print()
         self._ranks()
+        print_zero2(self.config, self.topology)
         self._activations()
+        if self.config.layout.expert_replicas == "auto":
+            print(_copies(self.config, self.topology))
         print_places(self.config, self.topology)
         print()
         print_estimate(self.config, self.topology)
@@ -66,7 +70,7 @@ class LayoutPicture:
             f"{self.config.train.precision}"
         )
         settings = [
-            f"zero {layout.zero}" if self._used("dp_shard") else "",
+            self._zero() if self._used("dp_shard") else "",
             ""
             if not self._used("tp")
             else f"sequence parallel {'on' if layout.sequence_parallel else 'off'}",
@@ -80,6 +84,11 @@ class LayoutPicture:
             f"{format_plural(len(set(self.topology.nodes)), 'node')}, "
             f"{format_plural(len(self.topology.replicas), 'replica')}{said}"
         )
+
+    def _zero(self) -> str:
+        layout = self.config.layout
+        when = f", gradients added up once a {layout.zero2_reduce}" if layout.zero == 2 else ""
+        return f"zero {layout.zero}{when}"
 
     def _used(self, axis: str) -> bool:
         return any(replica.degree(axis) > 1 for replica in self.topology.replicas)
@@ -119,7 +128,10 @@ class LayoutPicture:
         """The largest of all ranks, and how it comes about."""
         if not has_formula(self.config):
             return  # the estimate says so
-        found = [activations_of(self.config, self.topology, each.at) for each in self.holdings]
+        device = device_kind(self.config)
+        found = [
+            activations_of(self.config, self.topology, each.at, device) for each in self.holdings
+        ]
         most = max(range(len(found)), key=lambda index: found[index].total)
         largest = found[most]
         print(
@@ -174,7 +186,7 @@ class LayoutPicture:
         print_table(rows, head)
         precision = self.config.train.precision
         mixed = precision in MIXED
-        zero, sharded = self.config.layout.zero, self._used("dp_shard")
+        zero, sharded = self.config.layout.zero_in_memory, self._used("dp_shard")
         print(
             _BYTES.format(
                 copies=f" (fp32 and a {'fp16' if precision == 'fp16' else 'bf16'} copy)"
@@ -287,3 +299,18 @@ def _active(config: RunConfig) -> str:
 def _experts_a_rank(config: RunConfig) -> str:
     count = config.model.experts.count if config.model.experts else 0
     return f"{count // config.layout.ep} of {count} experts a rank"
+
+
+def _copies(config: RunConfig, topology: Topology) -> str:
+    """What copies of hot experts cost, on the rank that may have most."""
+    kinds = {each.kind: each for each in topology.replicas}.values()
+    most, one = 0, 0
+    for replica in kinds:
+        one = max(one, copy_bytes(config, replica.degree("tp")))
+        places = (topology.coordinate(rank) for rank in replica.ranks)
+        most = max(most, *(most_copies(config, replica, at) for at in places))
+    return (
+        f"copies of hot experts: at most {most} on a rank for each microbatch in flight, "
+        f"{format_bytes(most * one)}. Each sends {format_bytes(one)} in the forward pass and as "
+        "much in the backward"
+    )

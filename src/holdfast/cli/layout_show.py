@@ -21,7 +21,7 @@ from holdfast.core.sharding.reduction_tree import deal
 from holdfast.errors import ConfigError, UserError
 from holdfast.launch.microbatch_size import describe_microbatch, with_microbatch_size
 from holdfast.layout import Topology, place_replicas
-from holdfast.plan.activations import activations_of, has_formula
+from holdfast.plan.activations import activations_of, device_kind, has_formula
 from holdfast.plan.communicators import BYTES_EACH, communicators_by_rank
 from holdfast.plan.loss_impact import LossImpact, impact_of_loss
 from holdfast.plan.memory_use import contents_by_rank
@@ -192,7 +192,7 @@ def _as_json(
         row["places"] = asdict(places)
         row["activations"] = None
         if has_formula(config):
-            kept = activations_of(config, topology, each.at)
+            kept = activations_of(config, topology, each.at, device_kind(config))
             row["activations"] = asdict(kept) | {"total": kept.total}
         row["estimate"] = estimate
         row["communicators"] = {"groups": groups, "bytes": groups * BYTES_EACH}

@@ -71,7 +71,10 @@ def find_impossible_degrees(
                 _no_context(key, degrees.cp, cuts),
             ]
         )
-        by_table += [_optimizer(key, degrees, train.optimizer), _recompute(key, layout, train)]
+        by_table += [
+            _optimizer(key, degrees, layout.ep, train.optimizer),
+            _recompute(key, layout, train),
+        ]
         for sentence in (_shard(key, degrees.dp_shard, shards, train), *by_table):
             if sentence:
                 return sentence
@@ -119,7 +122,7 @@ def _shard(key: str, degree: int, shards: int, train: TrainConfig) -> str:
 def _experts(
     layout: LayoutConfig, model: ModelConfig, train: TrainConfig, cuts: ModuleCuts | None
 ) -> str:
-    """Check that ep spreads experts evenly over the shards of every replica."""
+    """Check that ep spreads experts evenly over the workers of every replica that share tokens."""
     ep, experts = layout.ep, model.experts
     if experts is not None and experts.capacity:
         key = next((key for key, degrees in layout.kinds if degrees.cp > 1), None)
@@ -129,29 +132,43 @@ def _experts(
                 "changes their order: use model.experts.capacity 0"
             )
     if ep == 1:
-        return ""
+        if layout.expert_replicas == "off":
+            return ""
+        return (
+            f"layout.expert_replicas {layout.expert_replicas} needs experts on several workers, "
+            "and layout.ep is 1: use layout.expert_replicas off"
+        )
     if experts is None or cuts is not None:
         return f"layout.ep {ep} needs experts, and there is no model.experts: use layout.ep 1"
     if layout.zero == 1:
         return f"layout.ep {ep} does not work with layout.zero 1: use layout.zero 2"
-    if train.recompute == "selective":
+    if layout.zero_in_memory == 1:
+        return (
+            f"layout.ep {ep} does not work with layout.zero2_reduce step, which holds all experts: "
+            "use layout.zero2_reduce microbatch"
+        )
+    if "selective" in train.recompute_words:
+        words = ", ".join(train.recompute_words).replace("selective", "full")
         return (
             f"layout.ep {ep} gathers parameters inside of blocks, which train.recompute selective "
-            "does not run again: use train.recompute full"
+            "does not run again: use train.recompute "
+            + (words if isinstance(train.recompute, str) else f"[{words}]")
         )
-    count, every = experts.count, gcd(*(each.dp_shard for _, each in layout.kinds))
-    both = gcd(every, count)
+    every = gcd(*(each.dp_shard * each.cp for _, each in layout.kinds))
+    both = gcd(every, experts.count)
+    near = nearest_degrees(ep, lambda d: both % d == 0, both)
     for key, degrees in layout.kinds:
-        shards = degrees.dp_shard
-        if shards % ep:
-            near = nearest_degrees(ep, lambda d: both % d == 0, both)
-            return f"layout.ep {ep} does not divide {key}.dp_shard {shards}: use layout.ep {near}"
-        if count % shards:
-            near = nearest_degrees(shards, lambda d: count % d == 0, count)
-            return (
-                f"layout.ep {ep} needs as many experts on each of {key}.dp_shard {shards} workers, "
-                f"and model.experts.count is {count}: use layout.ep 1, or {key}.dp_shard {near}"
-            )
+        if degrees.dp_shard * degrees.cp % ep:
+            axes = [
+                f"{axis} {n}" for axis in ("dp_shard", "cp") if (n := getattr(degrees, axis)) > 1
+            ]
+            workers = " x ".join(axes or ["dp_shard 1"])
+            return f"layout.ep {ep} does not divide {key}.{workers}: use layout.ep {near}"
+    if experts.count % ep:
+        return (
+            f"layout.ep {ep} does not divide model.experts.count {experts.count}: use layout.ep "
+            f"{near}"
+        )
     return ""
 
 
@@ -258,12 +275,17 @@ def _no_stages(key: str, pp: int, cuts: ModuleCuts) -> str:
     )
 
 
-def _optimizer(key: str, degrees: DegreesConfig, optimizer: OptimizerConfig) -> str:
+def _optimizer(key: str, degrees: DegreesConfig, ep: int, optimizer: OptimizerConfig) -> str:
     """Check that no axis cuts a parameter that the optimizer needs complete."""
     if optimizer.is_class and not optimizer.layouts:
         return ""  # not planned yet
     axes = [axis for axis in ("pp", "dp_shard", "tp") if getattr(degrees, axis) > 1]
     axis = next((axis for axis in axes if axis not in optimizer.allowed_axes), None)
+    if axis is None and ep > 1 and "dp_shard" not in optimizer.allowed_axes:
+        return (
+            f"layout.ep {ep} cuts experts, and train.optimizer.name {optimizer.name} needs "
+            "complete parameters: use layout.ep 1"
+        )
     if axis is None:
         return ""
     others = [axis for axis in optimizer.allowed_axes if axis != REPLICAS]

@@ -40,6 +40,7 @@ class ExpertsConfig(Section):
     capacity: float = Field(
         0.0,
         ge=0,
+        le=2**14,
         description="most choices that an expert computes of a microbatch, in even parts: 1.25; "
         "later ones are dropped in training. 0: none is dropped",
     )

@@ -44,6 +44,24 @@ _ELSEWHERE = {
     "world_size": "layout.workers",
     "num_workers": "layout.workers",
     "save_every": "checkpoint.every_steps",
+    "num_experts": "model.experts.count",
+    "num_local_experts": "model.experts.count",
+    "n_routed_experts": "model.experts.count",
+    "num_experts_per_tok": "model.experts.top_k",
+    "moe_intermediate_size": "model.experts.width",
+    "router_aux_loss_coef": "model.experts.balance_loss",
+    "capacity_factor": "model.experts.capacity",
+    "pipeline_schedule": "layout.schedule",
+    **{
+        f"{long}_{word}": f"layout.{axis}"
+        for long, axis in (
+            ("tensor", "tp"),
+            ("pipeline", "pp"),
+            ("context", "cp"),
+            ("expert", "ep"),
+        )
+        for word in ("parallel", "parallel_size", "parallel_degree", "model_parallel_size")
+    },
 }
 
 # The same for values, by the words in which other trainers, or torch, name them.
@@ -160,11 +178,13 @@ def _sentence(details: ErrorDetails, path: tuple[str | int, ...]) -> tuple[str, 
         expected = str(context.get("expected", ""))  # "'a', 'b' or 'c'", "1, 2 or 3"
         choices = [choice.strip("'") for choice in re.split(r", | or ", expected)]
         meant = _VALUES_ELSEWHERE.get(str(value).lower().removeprefix("torch."))
-        close = [meant] if meant in choices else get_close_matches(str(value), choices, n=1)
+        close = [meant] if meant in choices else get_close_matches(str(value).lower(), choices, n=1)
         remedy = f"did you mean {close[0]}?" if close else f"use {choices[0]}"
         return f"{key} ", f"is {format_value(value)}, not one of {', '.join(choices)}", remedy
     if kind in _BOUNDS:
         name, words = _BOUNDS[kind]
+        if not remedy and name in ("ge", "le"):  # an item of a list
+            remedy = f"use {context[name]}"
         return f"{key} ", f"is {format_value(value)}, but must be {words} {context[name]}", remedy
     if kind == "string_pattern_mismatch":
         if key == "task.name":  # its default trains something else
@@ -221,7 +241,7 @@ def nearest_value(info: FieldInfo | None, value: object) -> str:
     if info is None or isinstance(value, bool):
         return ""
     types, rules, words = _alternatives(info)
-    if isinstance(value, str) and (near_words := get_close_matches(value, words, n=1)):
+    if isinstance(value, str) and (near_words := get_close_matches(value.lower(), words, n=1)):
         return f"did you mean {near_words[0]}?"
     if bool in types:
         word = _WORDS.get(str(value).lower())
@@ -292,8 +312,9 @@ def suggest_key(path: tuple[str | int, ...]) -> str:
     nested = (*path[:-1], *as_path(last))
     if "." in last and field_at(nested) is not None:  # dots are for the command line
         return f"write '{nested[-1]}:' indented below '{nested[-2]}:'"
-    if len(path) == 1 and not rest and last.lower() in _ELSEWHERE:
-        return f"did you mean {_ELSEWHERE[last.lower()]}?"
+    elsewhere = _ELSEWHERE.get(last.lower(), "")
+    if not rest and elsewhere.startswith("".join(f"{part}." for part in path[:-1])) and elsewhere:
+        return f"did you mean {elsewhere}?"
     near = get_close_matches(last, siblings(path), n=1, cutoff=0.6)
     if near:
         meant = (*path[:-1], near[0])

@@ -48,8 +48,18 @@ class LayoutConfig(DegreesConfig):
         description="what dp_shard cuts: 1 optimizer state; 2 gradients too; 3 parameters too, "
         "gathered for each use",
     )
+    zero2_reduce: Literal["microbatch", "step"] = Field(
+        "microbatch",
+        description="with zero 2: when shards add up their gradients. microbatch: after each, so "
+        "a worker holds its part of the sum. step: once; less is sent, and complete sums are held",
+    )
     ep: int = Field(
-        1, ge=1, description="workers of dp_shard that share the experts of model.experts"
+        1, ge=1, description="workers of dp_shard x cp that share the experts of model.experts"
+    )
+    expert_replicas: Literal["off", "auto"] = Field(
+        "off",
+        description="with ep: auto gives experts with many tokens copies on workers with few, in "
+        "each microbatch",
     )
     sequence_parallel: bool = Field(
         True, description="with tp: cut norms and residuals by tokens, at the same traffic"
@@ -133,9 +143,15 @@ class LayoutConfig(DegreesConfig):
         return SCHEDULE_KINDS[self.schedule].is_folded
 
     @property
+    def zero_in_memory(self) -> int:
+        """The stage of ZeRO that a worker's memory shows. A stage 2 that adds up gradients once a
+        step needs complete sums until then. So it is stage 1, which gathers nothing."""
+        return 1 if self.zero == 2 and self.zero2_reduce == "step" else self.zero
+
+    @property
     def cuts_parameters(self) -> bool:
         """Return True if some kind of replica keeps its parameters in shards."""
-        return self.zero > 1 and any(degrees.dp_shard > 1 for _, degrees in self.kinds)
+        return self.zero_in_memory > 1 and any(degrees.dp_shard > 1 for _, degrees in self.kinds)
 
     @property
     def quantizes_weights(self) -> bool:

@@ -12,6 +12,7 @@ from typing import Any
 
 from holdfast.config.fields import as_path, field_at
 from holdfast.config.identity import SCHEDULE_STEPS
+from holdfast.config.layout import LayoutConfig
 from holdfast.config.load import LoadedConfig
 from holdfast.config.logging import MlflowConfig, WandbConfig
 from holdfast.config.memory import DEVICE, FILE, MOVABLE
@@ -224,6 +225,21 @@ def _no_balance(config: RunConfig) -> Iterator[tuple[str, bool, str]]:
         yield key, named and any(each.stages for each in kinds), "the stages that the file names"
 
 
+def _layout_rules(layout: LayoutConfig) -> list[tuple[str, bool, str]]:
+    """(key, whether it has no effect, with what)."""
+    zero = f"layout.zero {layout.zero}" if layout.zero != 2 else "layout.dp_shard 1"
+    is_cut = any(degrees.dp_shard > 1 for _, degrees in layout.kinds)
+    is_ring, method = layout.cp_method == "ulysses-ring", f"layout.cp_method {layout.cp_method}"
+    no_stages = all(degrees.pp == 1 for _, degrees in layout.kinds)
+    return [
+        ("layout.schedule", no_stages, "layout.pp 1"),
+        ("layout.virtual_stages", no_stages, "layout.pp 1"),
+        ("layout.cp_method", all(d.cp == 1 for _, d in layout.kinds), "layout.cp 1"),
+        ("layout.cp_ring", not is_ring, method),
+        ("layout.zero2_reduce", layout.zero != 2 or not is_cut, zero),
+    ]
+
+
 def _switched_off(loaded: LoadedConfig) -> Iterator[Finding]:
     """Values that another key switches off."""
     config = loaded.config
@@ -244,12 +260,7 @@ def _switched_off(loaded: LoadedConfig) -> Iterator[Finding]:
         ("checkpoint.peer_every_steps", no_peers, "no checkpoint.peers"),
         ("checkpoint.peer_copies", no_peers, "no checkpoint.peers"),
         *_no_balance(config),
-        ("layout.cp_method", all(d.cp == 1 for _, d in config.layout.kinds), "layout.cp 1"),
-        (
-            "layout.cp_ring",
-            config.layout.cp_method != "ulysses-ring",
-            f"layout.cp_method {config.layout.cp_method}",
-        ),
+        *_layout_rules(config.layout),
         ("cluster.notices_at", cluster.notices == "none", "cluster.notices none"),
         ("cluster.below_minimum", cluster.min_nodes == 1, "cluster.min_nodes 1"),
         *(

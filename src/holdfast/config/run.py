@@ -109,14 +109,14 @@ class RunConfig(Section):
         if self.train.memory.parameters != DEVICE and not self.layout.cuts_parameters:
             raise ValueError(
                 f"train.memory.parameters {self.train.memory.parameters} moves shards, and only "
-                "layout.zero 2 or 3 with dp_shard above 1 makes them: use "
-                "train.memory.parameters: device"
+                "layout.zero 2 or 3 with dp_shard above 1 makes them (not zero2_reduce step): "
+                "use train.memory.parameters: device"
             )
         if self.layout.quantized != "none" and not self.layout.cuts_parameters:
             raise ValueError(
-                f"layout.quantized {self.layout.quantized} is for what shards send each other, and "
-                "only layout.zero 2 or 3 with dp_shard above 1 makes them: use layout.quantized: "
-                "none"
+                f"layout.quantized {self.layout.quantized} is for what shards send; only "
+                "layout.zero 2 or 3 with dp_shard above 1 has any (not zero2_reduce step): "
+                "use layout.quantized: none"
             )
         if self.layout.quantized != "none" and self.layout.ep > 1:
             raise ValueError(
@@ -137,7 +137,10 @@ class RunConfig(Section):
         if experts is None:
             return None
         if self.lora.rank:
-            return "lora has no adapters for model.experts: use a folder without experts"
+            return (
+                f"lora.rank {self.lora.rank} makes adapters, and model.experts has none of them: "
+                "use lora.rank 0, or a model without experts"
+            )
         if self.train.precision == "fp16" and experts.has_loss:
             return (
                 "train.precision fp16 scales the loss, but not those of model.experts: use bf16, "

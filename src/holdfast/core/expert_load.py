@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 from holdfast.events import Event
@@ -15,10 +15,13 @@ class ExpertsRouted(Event):
     """Choices that the routers made for tokens of one rank, since its last event of this kind."""
 
     kind: ClassVar[str] = "experts_routed"
-    absent_if_empty = frozenset({"dropped"})
+    absent_if_empty = frozenset({"dropped", "loads"})
     rank: int
     counts: dict[str, list[int]]  # number of a block -> choices by expert
     dropped: int = 0  # of these choices: those that no expert computed, for lack of capacity
+    # With copies of experts, by block: choices of an even load, of the rank's own experts, and that
+    # it computed. The last number is of its copies.
+    loads: dict[str, list[int]] = field(default_factory=dict)
 
 
 def load_entropy(counts: Sequence[int]) -> float:

@@ -17,6 +17,7 @@ Shapes: B batch, S sequence, H query heads, K key/value heads, h head dim, L a d
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from itertools import groupby
 from typing import Any, Literal
@@ -193,7 +194,8 @@ def _attend_varlen(
 
     before = documents.window - 1 if documents.window else -1
     ends, longest = documents.ends, documents.longest
-    grouped: dict[str, Any] = {"enable_gqa": True} if q.shape[2] != k.shape[2] else {}
+    asks = q.shape[2] != k.shape[2] and _has_grouped_flag()
+    grouped: dict[str, Any] = {"enable_gqa": True} if asks else {}
     out: Any = varlen_attn(
         q.flatten(0, 1),
         k.flatten(0, 1),
@@ -207,6 +209,13 @@ def _attend_varlen(
         **grouped,
     )
     return out.view(q.shape)  # type: ignore[no-any-return]
+
+
+def _has_grouped_flag() -> bool:
+    """torch 2.11 takes grouped heads without the flag."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    return "enable_gqa" in inspect.signature(varlen_attn).parameters
 
 
 def varlen_problem(model: ModelConfig, dtype: torch.dtype, device: torch.device) -> str | None:

@@ -93,6 +93,13 @@ class ExpertMatrices(nn.Module):
         self.weight = nn.Parameter(torch.empty(count, outputs, inputs))
 
 
+Matrices = tuple[Tensor, Tensor, Tensor]
+"""(gate [F, D], up [F, D], down [D, F]) of one expert"""
+
+Borrow = Callable[[Tensor, Sequence[Matrices]], tuple[Tensor, Sequence[Matrices]]]
+"""(tokens, this rank's experts) -> (the same tokens, experts of other ranks)"""
+
+
 class Experts(nn.Module):
     """Gated feed-forwards next to each other: those that this rank computes."""
 
@@ -103,23 +110,33 @@ class Experts(nn.Module):
         self.down = ExpertMatrices(count, inner, dim)
         self.activation = ACTIVATIONS[activation]
 
-    def forward(self, tokens: Tensor, counts: Sequence[int]) -> Tensor:
-        """tokens: [N, D], those of the first expert first; counts: of each expert -> [N, D]"""
+    def forward(
+        self, tokens: Tensor, counts: Sequence[int], borrow: Borrow | None = None
+    ) -> Tensor:
+        """tokens: [N, D], those of the first expert first; counts: of each expert -> [N, D]
+        borrow: adds experts of other ranks, whose tokens come last."""
+        own: Sequence[Matrices] = list(
+            zip(*(each.weight.unbind(0) for each in (self.gate, self.up, self.down)), strict=True)
+        )
+        borrowed: Sequence[Matrices] = ()
+        if borrow is not None:
+            tokens, borrowed = borrow(tokens, own)
+        parts, results = torch.split(tokens, list(counts)), list[Tensor]()
+        if tokens.shape[0] and _has_grouped_product(tokens.dtype, *own[0][0].shape):
+            here = tokens[: sum(counts[: len(own)])] if borrowed else tokens
+            results.append(self._at_once(here, counts[: len(own)]))
+            parts, own = parts[len(own) :], ()
+        for x, (gate, up, down) in zip(parts, (*own, *borrowed), strict=True):
+            inner = self.activation(F.linear(x, gate)) * F.linear(x, up)
+            results.append(F.linear(inner, down))
+        return torch.cat(results) if len(results) > 1 else results[0]
+
+    def _at_once(self, tokens: Tensor, counts: Sequence[int]) -> Tensor:
+        """All experts of this rank by grouped products.  [N, D] -> [N, D]"""
+        ends = torch.tensor(counts, device=tokens.device).cumsum(0).to(torch.int32)
         gate, up, down = self.gate.weight, self.up.weight, self.down.weight
-        if tokens.shape[0] and _has_grouped_product(tokens.dtype, *gate.shape[1:]):
-            ends = torch.tensor(counts, device=tokens.device).cumsum(0).to(torch.int32)
-            inner = self.activation(_grouped(tokens, gate, ends)) * _grouped(tokens, up, ends)
-            return _grouped(inner, down, ends)
-        parts = zip(
-            torch.split(tokens, list(counts)),
-            gate.unbind(0),
-            up.unbind(0),
-            down.unbind(0),
-            strict=True,
-        )
-        return torch.cat(
-            [F.linear(self.activation(F.linear(x, g)) * F.linear(x, u), d) for x, g, u, d in parts]
-        )
+        inner = self.activation(_grouped(tokens, gate, ends)) * _grouped(tokens, up, ends)
+        return _grouped(inner, down, ends)
 
 
 RunExperts = Callable[[Experts, Tensor, Tensor], Tensor]
@@ -145,7 +162,8 @@ class RoutedFeedForward(nn.Module):
     gather_counts: choices on each rank that shares a microbatch, in the order of its tokens, and
         this rank's number among them. answers_for_tokens: False on a rank whose twin, with the same
         tokens, adds the router's losses and counts choices. run_experts: computes them, here or on
-        other ranks.
+        other ranks. take_load: rows of an even load, of this rank's experts, and that it computed,
+        and copies that it had; nothing if there are none.
     """
 
     def __init__(self, model: ModelConfig, config: ExpertsConfig):
@@ -159,6 +177,7 @@ class RoutedFeedForward(nn.Module):
         self.gather_counts: GatherCounts = lambda counts: (counts[None], 0)
         self.answers_for_tokens = True
         self.run_experts: RunExperts = _run_here
+        self.take_load: Callable[[], list[int]] = list  # of this rank, where copies may change it
         self._counts: Tensor | None = None  # [E + 1]: the last number is of dropped choices
 
     def forward(self, x: Tensor) -> Tensor:

@@ -1,10 +1,9 @@
 """The `ep` axis: experts spread over ranks, and what ranks that share a microbatch agree on.
 
-`ep` has no ranks of its own. It cuts `dp_shard` in two: n = ep ranks with unlike experts, times
-dp_shard / ep ranks with the same ones, each with other samples. Attention keeps its own axes. Rank
-i of dp_shard holds the i-th part of the experts' state, with and without `ep`. So checkpoints,
-rebuilds and gradients need nothing new. FSDP2 shards experts over the ranks that have the same
-ones, and all else over dp_shard.
+`ep` has no ranks of its own. Those along `dp_shard` and `cp` have each other tokens. It cuts them
+in n = ep ranks with unlike experts, times ranks with the same ones (`expert_groups.py`).
+Attention keeps its own axes. FSDP2 shards experts over the ranks that have the same ones, and all
+else over dp_shard.
 
 Each rank sends its sorted tokens to the ranks of their experts, and gets the results back. Each way
 is an all-to-all of uneven parts (GShard: Lepikhin et al. 2020, section 3.1). In a forward pass a
@@ -21,7 +20,7 @@ and `cp` have parts of it, so each block gathers the numbers of choices over the
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -67,13 +66,14 @@ def share_counts(
 
 
 def apply_expert_parallel(
-    decoder: Decoder, group: dist.ProcessGroup, traffic: TrafficCounter | None = None
+    decoder: Decoder, group: dist.ProcessGroup, make: Callable[[], ExpertExchange]
 ) -> None:
     """Compute the decoder's experts, or those of a stage, over the ranks of `group`. Call it on the
-    meta device, after tp has cut the parameters: no values are kept."""
-    exchange = ExpertExchange(group, traffic)
+    meta device, after tp has cut the parameters: no values are kept. make: the exchange of a block.
+    """
     for layer in routed_layers(decoder):
-        layer.run_experts = exchange
+        layer.run_experts = exchange = make()
+        layer.take_load = exchange.take_load
         for matrices in layer.experts.children():
             assert isinstance(matrices, ExpertMatrices)
             count, *rest = matrices.weight.shape
@@ -85,44 +85,49 @@ class ExpertExchange:
     """Brings tokens to the ranks of their experts, and the results back."""
 
     def __init__(self, group: dist.ProcessGroup, traffic: TrafficCounter | None = None):
-        self.size, self._rank = group.size(), group.rank()
-        self._group, self._traffic = group, traffic
+        self.group, self.size, self.rank = group, group.size(), group.rank()
+        self._traffic = traffic
 
     def __call__(self, experts: Experts, tokens: Tensor, counts: Tensor) -> Tensor:
         """tokens: [N, D], sorted by expert; counts: [E] -> their results [N, D]"""
         sent = counts.view(self.size, -1)  # [n, E / n]
         came = self._exchange_counts(sent)  # from each rank, of my experts
         parts, other_parts = sent.sum(1).tolist(), came.sum(1).tolist()
-        arrived = _Travel.apply(tokens, parts, other_parts, self)  # type: ignore[no-untyped-call]
+        arrived = Travel.apply(tokens, parts, other_parts, self)  # type: ignore[no-untyped-call]
         of_expert = torch.arange(came.shape[1], device=came.device).repeat(self.size)
         order = of_expert.repeat_interleave(came.flatten()).argsort(stable=True)
         place = order.argsort()
         results = experts(permute(arrived, order, place), came.sum(0).tolist())
         back = permute(results, place, order)
-        out: Tensor = _Travel.apply(back, other_parts, parts, self)  # type: ignore[no-untyped-call]
+        out: Tensor = Travel.apply(back, other_parts, parts, self)  # type: ignore[no-untyped-call]
         return out
+
+    def take_load(self) -> list[int]:
+        """Return nothing: every rank computes the rows of its own experts."""
+        return []
 
     def exchange(self, rows: Tensor, parts: list[int], other_parts: list[int]) -> Tensor:
         """The first parts[0] rows go to the first rank, and so on. -> what came, by rank"""
         rows = rows.contiguous()
-        self._count((rows.shape[0] - parts[self._rank]) * rows[:1].nbytes if len(rows) else 0)
+        self.count((rows.shape[0] - parts[self.rank]) * rows[:1].nbytes if len(rows) else 0)
         came = rows.new_empty(sum(other_parts), *rows.shape[1:])
-        dist.all_to_all_single(came, rows, other_parts, parts, group=self._group)
+        dist.all_to_all_single(came, rows, other_parts, parts, group=self.group)
         return came
 
     def _exchange_counts(self, sent: Tensor) -> Tensor:
         """[n, E / n] -> [n, E / n]"""
-        self._count(sent.nbytes // self.size * (self.size - 1))
+        self.count(sent.nbytes // self.size * (self.size - 1))
         came = torch.empty_like(sent)
-        dist.all_to_all_single(came, sent.contiguous(), group=self._group)
+        dist.all_to_all_single(came, sent.contiguous(), group=self.group)
         return came
 
-    def _count(self, nbytes: int) -> None:
+    def count(self, nbytes: int) -> None:
+        """Count bytes that leave this rank."""
         if self._traffic is not None:
             self._traffic.add("ep", nbytes)
 
 
-class _Travel(torch.autograd.Function):
+class Travel(torch.autograd.Function):
     """`ExpertExchange.exchange`; gradients go the way back."""
 
     @staticmethod

@@ -14,11 +14,14 @@ Gradients are sums, so FSDP2's own division is switched off. Its sharded `.grad`
 each microbatch, because FSDP2 would continue to add in sequence. The optimizer reads the reducer's
 buffer instead, through the same offsets. A unit's `.grad` is dropped when the next unit is reduced:
 all of them at once would be a second copy of the rank's gradients.
+
+Under ZeRO 2 parameters are gathered once a step: they stay until the sum of the step is wanted.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -36,6 +39,8 @@ from torch.distributed.fsdp import (
 )
 
 from holdfast.core.sharding.boxes import Box
+from holdfast.core.sharding.reduction_tree import Shares
+from holdfast.core.sharding.step_resume import Computed
 from holdfast.parallel.comm.comm_stats import TrafficCounter
 from holdfast.parallel.gradients.exchange import Slot
 from holdfast.parallel.gradients.feeder import Cells, GradientFeeder
@@ -46,6 +51,7 @@ from holdfast.parallel.torch_compat import (
     ShardedParameter,
     fsdp_parameters,
     gather_parts,
+    is_plain,
     local_tensor,
 )
 
@@ -58,15 +64,17 @@ def apply_fsdp(
     zero: int = 3,
     *,
     is_offloaded: bool = False,
+    unshared: Collection[nn.Parameter] = (),
 ) -> None:
     """Shard `root` over the mesh in place: each of `blocks` as a unit, the rest as the last one.
 
     compute: dtype of parameters in the forward and backward (bf16 in mixed precision); None: as
         they are. They stay in their own dtype between steps, and so does the reduction. Inputs
         are not cast, so that the rotary tables keep their precision.
-    zero: 3 shards parameters between forward and backward too; 2 gathers them once for both
+    zero: 3 shards parameters between forward and backward too; 2 gathers them once a step
         (Rajbhandari et al., 2020, section 5: stages of ZeRO). State is sharded alike.
     is_offloaded: shards lie on the host, and each unit is gathered on the device.
+    unshared: stay as they are. This rank alone computes with them.
     """
     policy = MixedPrecisionPolicy(
         param_dtype=compute,
@@ -74,7 +82,7 @@ def apply_fsdp(
         cast_forward_inputs=False,
     )
     again = None if zero == 3 else False  # None: all but the root, which the backward begins with
-    nothing = {p for p in root.parameters() if p.numel() == 0}  # has no shards
+    nothing = {p for p in root.parameters() if p.numel() == 0} | set(unshared)  # has no shards
     for module in (*blocks, root):
         fully_shard(
             module,
@@ -87,6 +95,7 @@ def apply_fsdp(
         assert isinstance(module, FSDPModule)
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
+        module.set_reshard_after_backward(zero == 3, recurse=False)
 
 
 @dataclass(frozen=True)
@@ -106,8 +115,9 @@ class FsdpUnit:
 class ShardedGradients(GradientFeeder):
     """Feeds reducers from the units of a module that `apply_fsdp` sharded.
 
-    named: the parameters by name in forward order: what FSDP2 made of them, or plain ones of no
-        elements. boxes: what this rank holds of each. traffic: counts FSDP2's own collectives.
+    named: the parameters by name in forward order: what FSDP2 made of them, or plain ones that no
+        other shard has. boxes: what this rank holds of each. traffic: counts FSDP2's own
+        collectives.
     are_sums_here: the sums lie on the device, so FSDP2 may write to them.
     weight_bits, gradient_bits: of the codes that shards send each other; 0: they send numbers.
     See `GradientFeeder` for the rest.
@@ -141,24 +151,49 @@ class ShardedGradients(GradientFeeder):
             buffers=buffers,
         )
         self._units: list[FsdpUnit] = []
+        self._modules: list[FSDPModule] = []
         self._slot: Slot | None = None
         self._are_sums_here = are_sums_here
         self._stored_units: list[FsdpUnit] = []  # FSDP2 has their sums in `.grad` still
         self._missing_units: set[int] = set()
+        self._missing_plain: set[int] = set()  # of the leaf that is open
         index_of = {id(parameter): i for i, parameter in enumerate(self._parameters)}
+        self._plain = [i for i, p in enumerate(self._parameters) if is_plain(p) and p.numel()]
+        for index in self._plain:
+            parameter = self._parameters[index]
+            parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
+                self._plain_hook(index)
+            )
         for module in root.modules():
             members = fsdp_parameters(module) if isinstance(module, FSDPModule) else ()
-            if members:
+            if isinstance(module, FSDPModule) and members:
                 number = len(self._units)
+                self._modules.append(module)
                 self._units.append(self._make_unit(members, index_of))
                 sizes = [member.flat_size for member in members]
                 self._install_hooks(module, number, sizes, traffic)
+
+    def begin(self, leaves: int, shares: Shares, computed: Computed = ()) -> None:
+        """Start a step, see `GradientFeeder.begin`. What is still gathered, for an evaluation or a
+        step that was given up, may be older than the shards."""
+        self._drop_gathered()
+        super().begin(leaves, shares, computed)
+
+    def finish(self) -> None:
+        """Return when `gradients` hold the full sum, see `GradientFeeder.finish`."""
+        self._drop_gathered()
+        super().finish()
+
+    def _drop_gathered(self) -> None:
+        for module in self._modules:
+            module.reshard()
 
     def start_leaf(self, leaf: int, part: StageParameters | None = None) -> None:
         """The next backward pass belongs to `leaf`. A part cannot be told apart from the rest."""
         assert part is None, "the run file's rules refuse stages of a rank with ZeRO 2 and 3"
         self._slot = self._open_slot(leaf)
         self._missing_units = set(range(len(self._units)))
+        self._missing_plain = set(self._plain)
 
     def end_leaf(self) -> None:
         """The backward pass is over. Take what units without all of their gradients have, and drop
@@ -166,6 +201,8 @@ class ShardedGradients(GradientFeeder):
         if self._slot is not None:
             for number in sorted(self._missing_units):
                 self._store_partial_unit(self._units[number])
+            for index in sorted(self._missing_plain):
+                self._take(index, None)
         self._progress.close()
         self._slot = None
         self._stored_units.clear()
@@ -251,6 +288,20 @@ class ShardedGradients(GradientFeeder):
                 self.fail(error)
 
         return take
+
+    def _plain_hook(self, index: int) -> Callable[[Tensor], None]:
+        """Return what takes a plain parameter's gradient. It does not keep this object alive, as
+        `ReplicatedGradients._hook` says."""
+        whose = weakref.ref(self)
+
+        def listen(parameter: Tensor) -> None:
+            me = whose()
+            if me is not None and me._slot is not None:
+                gradient, parameter.grad = parameter.grad, None
+                me._missing_plain.discard(index)
+                me._take(index, gradient)
+
+        return listen
 
     def _store_output(self, unit: FsdpUnit, output: Tensor) -> None:
         """Move a unit's sum into the current slot.  output: [unit.size]"""

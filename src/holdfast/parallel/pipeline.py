@@ -7,7 +7,8 @@ backward to the rank of the stage before. Between stages of one rank a value is 
 Nothing can wait forever that the table did not make wait. A send is started and never waited for.
 In each of the two directions, the receive of the next message is posted one ahead of its use.
 So a message finds its buffer ready while the action before it still computes. A rank holds at
-most one activation and one gradient more than the table keeps.
+most one activation and one gradient more than the table keeps. Over pipes receives are posted in
+the order in which each peer sends, so a rank may hold more (`comm/pipes.py`).
 
 When may the buffer of a send be dropped? Gloo moves data only once its receiver has posted, and a
 send that is dropped earlier is lost. A send has arrived once its receiver has sent back anything
@@ -25,7 +26,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import accumulate
@@ -126,12 +127,12 @@ class PlannedAction:
 @dataclass(frozen=True)
 class PipelinePlan:
     """A schedule as one rank sees it. receipt_senders: peers that owe a receipt at the end of the
-    run. needs_tags: some peer uses what it receives in another order than it was sent."""
+    run. arrivals: what each peer sends to this rank, in the order in which it does."""
 
     schedule: Schedule
     steps: tuple[PlannedAction, ...]
     receipt_senders: tuple[int, ...]
-    needs_tags: bool
+    arrivals: Mapping[int, tuple[Message, ...]]
 
     def receives(self, gradient: bool) -> Iterator[Message]:
         """Arrivals in one direction, in order of use."""
@@ -214,13 +215,6 @@ class PipelineInterpreter:
             )
         check_schedule(schedule)
         plan = make_pipeline_plan(schedule, self.peers.rank, self.first_tag)
-        if self.pipes is not None and (plan.needs_tags or schedule.stages > schedule.ranks):
-            raise LayoutError(
-                f"the schedule {schedule.name} needs messages with tags, which the device's "
-                "backend does not have",
-                where="layout.schedule",
-                remedy="use 1f1b or gpipe",
-            )
         self._plans.append(plan)
         return plan
 
@@ -275,7 +269,12 @@ class PipelineRun:
         self._interpreter, self._plan, self._work = interpreter, plan, work
         self._peers, self._device = interpreter.peers, interpreter.device
         self._pipes = interpreter.pipes
-        self._expected = {gradient: plan.receives(gradient) for gradient in (False, True)}
+        self._expected: dict[int, Iterator[Message]]  # by way, see `_way_of`
+        if self._pipes is None:
+            self._expected = {gradient: plan.receives(gradient) for gradient in (False, True)}
+        else:
+            self._expected = {peer: iter(messages) for peer, messages in plan.arrivals.items()}
+        self._newest: dict[int, Value] = {}  # posted last, by way
         self._posted: dict[Value, tuple[Tensor, Work]] = {}
         self._sends: dict[Value, tuple[int, Tensor, Work]] = {}
         self._local_values: dict[Value, Tensor] = {}
@@ -283,8 +282,8 @@ class PipelineRun:
     def execute(self) -> None:
         """All actions of this rank, in the order of the table."""
         self._interpreter.post_receipts(self._plan)
-        self._post_receive(False)
-        self._post_receive(True)
+        for way in self._expected:
+            self._post_receive(way)
         for step in self._plan.steps:
             incoming = self._take(step)
             with self._interpreter.span(COMPUTE, str(step.action)):
@@ -306,17 +305,23 @@ class PipelineRun:
         work.backward_weight(stage, microbatch)
         return None
 
-    def _post_receive(self, gradient: bool) -> None:
-        """Post the next receive of one direction, if there is one."""
-        message = next(self._expected[gradient], None)
+    def _way_of(self, message: Message) -> int:
+        """Return what names the messages that are posted in one order: with tags whether gradients
+        travel, over pipes the peer."""
+        return message.value.gradient if self._pipes is None else message.peer
+
+    def _post_receive(self, way: int) -> None:
+        """Post the next receive of one way, if there is one."""
+        message = next(self._expected[way], None)
         if message is not None:
+            self._newest[way] = message.value
             shape, dtype = self._work.boundary(message.boundary, message.value.microbatch)
             if self._pipes is None:
                 buffer = torch.empty(shape, dtype=dtype)
                 work = self._peers.receive(buffer, message.peer, message.tag)
             else:
                 buffer = torch.empty(shape, dtype=dtype, device=self._device)
-                work = self._pipes.receive(buffer, message.peer, gradient)
+                work = self._pipes.receive(buffer, message.peer)
             self._posted[message.value] = (buffer, work)
 
     def _take(self, step: PlannedAction) -> Tensor | None:
@@ -325,8 +330,11 @@ class PipelineRun:
             return self._local_values.pop(step.local_input)
         if step.incoming is None:
             return None
-        value = step.incoming.value
-        self._post_receive(value.gradient)
+        value, way = step.incoming.value, self._way_of(step.incoming)
+        while value not in self._posted:  # over pipes, more is sent before it
+            self._post_receive(way)
+        if self._newest[way] == value:
+            self._post_receive(way)
         buffer, work = self._posted.pop(value)
         with self._interpreter.span(RECEIVE, str(step.action)):
             work.wait()
@@ -353,7 +361,7 @@ class PipelineRun:
             return
         if self._pipes is not None:
             wire = out.contiguous()
-            work = self._pipes.send(wire, message.peer, value.gradient)
+            work = self._pipes.send(wire, message.peer)
             self._sends[value] = (message.peer, wire, work)
             return
         wire = out.cpu().contiguous()
@@ -402,7 +410,8 @@ def make_pipeline_plan(schedule: Schedule, rank: int, first_tag: int = FIRST_TAG
             receipt_to=receipts.get(source) if source else None,
         )
         steps.append(step)
-    return PipelinePlan(schedule, tuple(steps), debtors, traffic.has_unequal_orders)
+    arrivals = {peer: traffic.arrivals(peer, rank, first_tag) for peer in peers}
+    return PipelinePlan(schedule, tuple(steps), debtors, arrivals)
 
 
 class _ValueRoutes:
@@ -428,17 +437,11 @@ class _ValueRoutes:
         number = (value.gradient * stages + value.stage) * microbatches + value.microbatch
         return Message(value, taker if giver == rank else giver, first_tag + 1 + number)
 
-    @property
-    def has_unequal_orders(self) -> bool:
-        """Return True if what goes one way between two ranks is used in another order than sent."""
-        last: dict[tuple[int, int, bool], int] = {}
-        for value in sorted(self._sender, key=self._sender.__getitem__):
-            (giver, _), (taker, used) = self._sender[value], self._receiver[value]
-            way = giver, taker, value.gradient
-            if giver != taker and used < last.get(way, -1):
-                return True
-            last[way] = used
-        return False
+    def arrivals(self, sender: int, receiver: int, first_tag: int) -> tuple[Message, ...]:
+        """What `sender` sends to `receiver`, in the order in which it does."""
+        values = sorted(self._values_between(sender, receiver), key=self._sender.__getitem__)
+        found = (self.message(value, receiver, first_tag) for value in values)
+        return tuple(message for message in found if message is not None)
 
     def arrival_proofs(self, sender: int, receiver: int) -> dict[Value, Value | None]:
         """Of all that `sender` sends to `receiver`: the first to come back that proves arrival.

@@ -21,7 +21,7 @@ from holdfast.core.device_progress import GroupProgress
 from holdfast.core.devices import device_kind
 from holdfast.core.sharding.reduction_cells import Cell
 from holdfast.errors import LayoutError, PeerLostError
-from holdfast.layout import Coordinate, Replica, Topology, expert_degree
+from holdfast.layout import Coordinate, Replica, Topology
 from holdfast.parallel.comm import transport
 from holdfast.parallel.comm.comm_stats import TrafficCounter
 from holdfast.parallel.comm.device_group import DeviceGroup
@@ -121,7 +121,7 @@ class ProcessGroups:
         return len(self.replica.ranks) > 1 and self.replica_count > 1
 
     def axis(self, name: str) -> dist.ProcessGroup:
-        """torch's group along one cut axis of the mesh."""
+        """torch's group along one cut axis of the mesh, or along "ep"."""
         return self.replica_groups.axis(name)
 
     def shard_mesh(self) -> DeviceMesh:
@@ -131,7 +131,7 @@ class ProcessGroups:
     @property
     def expert_degree(self) -> int:
         """The ranks that share the experts of my replica."""
-        return expert_degree(self.settings.ep, self.degree("dp_shard"))
+        return self.replica.expert_degree(self.settings.ep)
 
     def teams(self, cells: Sequence[Cell]) -> tuple[CellTeam, ...]:
         """A team for each of this rank's reduction cells; collective over their members.

@@ -22,11 +22,12 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from holdfast.core.devices import DeviceKind, device_kind
 from holdfast.errors import DeviceStuckError, PeerLostError
-from holdfast.layout import AXES, Coordinate, Replica, expert_degree
+from holdfast.layout import AXES, Coordinate, Replica
 from holdfast.parallel.comm.comm_stats import TrafficCounter
 from holdfast.parallel.comm.device_group import Abort, DeviceGroup, open_group, wait_for_aborts
 from holdfast.parallel.comm.pipes import PipelinePipes
 from holdfast.parallel.comm.transport import PeerGroup, close_connections
+from holdfast.parallel.expert_groups import ExpertGroups, join_expert_groups
 from holdfast.parallel.gradients.cell_team import ExchangeKind
 from holdfast.parallel.torch_compat import (
     PrefixStore,
@@ -37,9 +38,6 @@ from holdfast.parallel.torch_compat import (
     reset_group_count,
 )
 
-EXPERT_AXES = ("ep", "edp")
-"""What dp_shard is cut in: ranks with unlike experts, and ranks with the same ones."""
-
 
 @dataclass
 class ReplicaGroups:
@@ -49,7 +47,7 @@ class ReplicaGroups:
     axes of the replica, registered with torch; None where it is one rank. lockstep: all its ranks,
     numbered by mesh rank; None until there is more than one replica. pipes: on a device whose
     backend has no tags, what travels between neighbouring stages instead of over `pipeline`.
-    experts: the same ranks with dp_shard as ("ep", "edp"), if experts are shared.
+    experts: those over which experts are spread, if they are.
     is_aborted: a rank has given it up, so no rank may communicate in it any more. store: kept for
     as long as torch may use it. kind: of the device.
     """
@@ -61,15 +59,17 @@ class ReplicaGroups:
     store: Store
     kind: DeviceKind
     pipes: PipelinePipes | None = None
-    experts: DeviceMesh | None = None
+    experts: ExpertGroups | None = None
     is_aborted: bool = False
     _aborts: list[Abort] = field(default_factory=list)
 
     def axis(self, name: str) -> dist.ProcessGroup:
-        """torch's group along one cut axis of the mesh."""
-        mesh = self.experts if name in EXPERT_AXES else self.mesh
-        assert mesh is not None
-        return mesh.get_group(axis_name(name, self.generation))
+        """torch's group along one cut axis of the mesh, or the ranks with unlike experts: "ep"."""
+        if name == "ep":
+            assert self.experts is not None
+            return self.experts.unlike
+        assert self.mesh is not None
+        return self.mesh.get_group(axis_name(name, self.generation))
 
     def shard_mesh(self) -> DeviceMesh:
         """The one-dimensional mesh of `dp_shard`, for FSDP2."""
@@ -79,7 +79,8 @@ class ReplicaGroups:
     def expert_mesh(self) -> DeviceMesh:
         """The one-dimensional mesh of the ranks with the same experts, for FSDP2."""
         assert self.experts is not None
-        return self.experts[axis_name("edp", self.generation)]
+        assert self.experts.alike is not None
+        return self.experts.alike
 
     def abort(self) -> None:
         """Wake all threads that wait inside the replica, also in torch's own groups (such as a
@@ -127,11 +128,16 @@ class ReplicaGroups:
         known = [peers for peers in (self.pipeline, self.lockstep) if peers is not None]
         return list({id(peers): peers for peers in known}.values())
 
+    def torch_groups(self) -> list[dist.ProcessGroup]:
+        """Return the groups of torch's registry through which this rank communicates."""
+        mesh = self.mesh
+        axes = [] if mesh is None else [mesh.get_group(name) for name in mesh.mesh_dim_names or ()]
+        return [*axes, *(self.experts.used_groups if self.experts is not None else ())]
+
     def _gloo_groups(self) -> list[dist.ProcessGroup]:
         if not self.kind.inside_has_tags:
             return []
-        meshes = [mesh for mesh in (self.mesh, self.experts) if mesh is not None]
-        return [mesh.get_group(name) for mesh in meshes for name in mesh.mesh_dim_names or ()]
+        return self.torch_groups()
 
 
 @dataclass(frozen=True)
@@ -208,10 +214,12 @@ def join_replica_groups(
             inside.pipes = _join_pipes(settings, generation, replica, at)
         if len(replica.ranks) > 1:
             inside.mesh = _register(settings, generation, replica, at, device)
-            inside.experts = _make_expert_mesh(settings, generation, replica, device)
-            for mesh in (inside.mesh, inside.experts):
-                if mesh is not None and not settings.kind.inside_has_tags:
-                    _open_axes(settings, mesh)
+            name = axis_name("experts", generation)
+            inside.experts = join_expert_groups(
+                replica, settings.ep, device, name, settings.seconds
+            )
+            if not settings.kind.inside_has_tags:
+                _open_groups(settings, inside)
     except PeerLostError:
         inside.abort()
         raise
@@ -221,28 +229,28 @@ def join_replica_groups(
 def _join_pipes(
     settings: ConnectSettings, generation: int, replica: Replica, at: Coordinate
 ) -> PipelinePipes:
-    """The groups between my stage and its neighbours. Every rank opens those towards the first
-    stage before those towards the last, so no cycle of waits arises."""
+    """The groups between my rank and its neighbours. Every rank opens its own in the order of the
+    replica's, so no cycle of waits arises."""
     line = f"generation{generation}/pipes{replica.index}.{at.dp_shard}.{at.cp}.{at.tp}"
     groups: dict[tuple[int, bool], DeviceGroup] = {}
-    for lower in (at.pp - 1, at.pp):
-        if lower < 0 or lower + 1 >= replica.mesh_shape[0]:
+    for one, other in replica.neighbours:
+        if at.pp not in (one, other):
             continue
-        for gradient in (False, True):
-            name = f"{line}/{lower}.{'gradient' if gradient else 'activation'}"
-            peer = lower if lower < at.pp else lower + 1
-            groups[peer, gradient] = settings.connect_device(
-                settings.kind.inside, name, at.pp - lower, 2
+        for giver, taker in ((one, other), (other, one)):
+            gives = at.pp == giver
+            groups[taker if gives else giver, gives] = settings.connect_device(
+                settings.kind.inside, f"{line}/{giver}.{taker}", int(not gives), 2
             )
     return PipelinePipes(groups)
 
 
-def _open_axes(settings: ConnectSettings, mesh: DeviceMesh) -> None:
-    """Make the communicators of all axes now, while it is known that every rank is there. Raises
+def _open_groups(settings: ConnectSettings, inside: ReplicaGroups) -> None:
+    """Make all communicators now, while it is known that every rank is there. Raises
     PeerLostError."""
-    for name in mesh.mesh_dim_names or ():
-        group: Any = mesh.get_group(name)
-        open_group(group, settings.device, settings.is_given_up, f"the device group {name}")
+    for each in inside.torch_groups():
+        group: Any = each
+        name = f"the device group {group.group_desc}"
+        open_group(group, settings.device, settings.is_given_up, name)
 
 
 def join_lockstep(
@@ -297,26 +305,6 @@ def _register(
         reset_group_count()
         if not isinstance(error, RuntimeError):
             raise
-        raise PeerLostError(f"replica {replica.index} did not come together: {error}") from error
-
-
-def _make_expert_mesh(
-    settings: ConnectSettings, generation: int, replica: Replica, device: torch.device
-) -> DeviceMesh | None:
-    """The replica's ranks with dp_shard cut in two, or None if experts are not shared. Raises
-    PeerLostError."""
-    ep = expert_degree(settings.ep, replica.degree("dp_shard"))
-    if ep == 1:
-        return None
-    sizes = {axis: replica.degree(axis) for axis in AXES if replica.degree(axis) > 1}
-    cut: list[tuple[str, int]] = []
-    for axis, size in sizes.items():
-        cut += [("ep", ep), ("edp", size // ep)] if axis == "dp_shard" else [(axis, size)]
-    names = tuple(axis_name(f"expert_{a}" if a in AXES else a, generation) for a, _ in cut)
-    try:
-        shape = tuple(size for _, size in cut)
-        return init_device_mesh(device.type, shape, mesh_dim_names=names)
-    except RuntimeError as error:
         raise PeerLostError(f"replica {replica.index} did not come together: {error}") from error
 
 

@@ -272,6 +272,11 @@ def local_tensor(tensor: Tensor) -> Tensor:
     return found.detach()
 
 
+def is_plain(tensor: Tensor) -> bool:
+    """Return True for a tensor that FSDP2 has not made a DTensor."""
+    return not hasattr(tensor, "to_local")
+
+
 def give_memory(module: nn.Module, device: torch.device) -> None:
     """Memory without values for a module of the meta device that holds plain tensors.
 

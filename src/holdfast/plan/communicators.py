@@ -1,8 +1,9 @@
 """Groups of a device's own backend that each rank joins, and the device memory that they take.
 
 The count follows `parallel/replica_groups.py` and `parallel/process_groups.py`: inside a replica
-one group for each axis that is cut, and two for each neighbour in a pipeline. Between replicas, one
-for each set of ranks that sums gradients together.
+one group for each axis that is cut, and two for each neighbour in a pipeline. `ep` has one, and one
+more for the ranks with the same experts. Between replicas, one for each set of ranks that sums
+gradients together.
 """
 
 from __future__ import annotations
@@ -26,11 +27,12 @@ def communicators_by_rank(config: RunConfig, topology: Topology) -> tuple[int, .
 
 def _of_rank(config: RunConfig, topology: Topology, rank: int) -> int:
     kind, at = device_kind(config.device), topology.coordinate(rank)
-    stages, *others = topology.replicas[at.replica].mesh_shape
-    count = 0
+    replica, count = topology.replicas[at.replica], 0
     if kind.inside != "gloo":
-        neighbours = int(at.pp > 0) + int(at.pp + 1 < stages)
-        count += sum(degree > 1 for degree in (stages, *others)) + 2 * neighbours
+        neighbours = sum(at.pp in pair for pair in replica.neighbours)
+        count += sum(degree > 1 for degree in replica.mesh_shape) + 2 * neighbours
+        ep, shares = replica.expert_degree(config.layout.ep), replica.token_shares
+        count += (ep > 1) + (1 < ep < shares and replica.degree("dp_shard") > 1)
     if kind.between != "gloo" and config.layout.exchange != "direct":
         teams = {cell.ranks for cell in run_cells(config, topology, rank)}
         count += sum(len(ranks) > 1 for ranks in teams)

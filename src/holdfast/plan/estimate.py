@@ -23,7 +23,7 @@ from holdfast.core.sharding.reduction_tree import deal
 from holdfast.core.sharding.sharding_table import tp_part
 from holdfast.core.sharding.state_table import mesh_box
 from holdfast.layout import Coordinate, Replica, Topology
-from holdfast.plan.activations import RankActivations, RankShape, activations_of
+from holdfast.plan.activations import RankActivations, RankShape, activations_of, device_kind
 from holdfast.plan.gradient_buffers import gradient_buffers
 from holdfast.plan.memory_use import known_parameters, memory_of
 from holdfast.plan.pass_memory import Moment, Stage, backward_moments, forward_moments
@@ -148,7 +148,8 @@ def rank_parts(config: RunConfig, topology: Topology, at: Coordinate, device: st
     buffers = gradient_buffers(config, topology, replica.ranks[at.mesh_rank], shares)
     if memory.gradients != DEVICE:
         buffers = replace(buffers, sums=0, arrivals=0)
-    kept, stage = activations_of(config, topology, at), stage_of(config, topology, at, device)
+    kept = activations_of(config, topology, at, device)
+    stage = stage_of(config, topology, at, device)
     number = len(shares[at.replica])
     parameters = held.parameters
     parameters -= held.masters if memory.optimizer != DEVICE else 0
@@ -184,11 +185,6 @@ def _update(found: RankEstimate, staging: int, waiting: int) -> RankEstimate:
         fragmentation=0,
         moment="update",
     )
-
-
-def device_kind(config: RunConfig) -> str:
-    """Return "cpu", or "accelerator" for a run file that names one."""
-    return "cpu" if config.device in ("cpu", "auto") else "accelerator"
 
 
 def estimates_by_rank(config: RunConfig, topology: Topology) -> tuple[RankEstimate, ...]:
@@ -262,7 +258,7 @@ def _order(name: str, stages: int, index: int, number: int) -> tuple[tuple[bool,
 def stage_of(config: RunConfig, topology: Topology, at: Coordinate, device: str) -> Stage:
     """Return what the formulas need of a rank's part of the model."""
     model, replica = config.model, topology.replicas[at.replica]
-    shape, tp = RankShape.of(config, replica, at), replica.degree("tp")
+    shape, tp = RankShape.of(config, replica, at, device), replica.degree("tp")
     blocks = replica.blocks(at.pp) or range(model.layers)
     is_last, embeds = at.pp == replica.degree("pp") - 1, at.pp == 0
     first, held = tp_part(model.vocab_rows, tp, at.tp) if model.vocab_rows else (0, 0)
@@ -270,9 +266,10 @@ def stage_of(config: RunConfig, topology: Topology, at: Coordinate, device: str)
     policy = config.recompute_policy(at.pp, replica.degree("pp"), tp)
     unit = _elements(config, replica, at, f"layers.{blocks[0]}.")
     moves = config.train.memory.moves_activations
-    is_copied = policy.word == "none" and shape.item < shape.wide  # the norm keeps a wide copy
+    is_copied = policy.word == "none" and shape.copies_input
     stays = not is_copied and policy.input_parts == 1
-    gathers = config.layout.zero if replica.degree("dp_shard") > 1 and config.layout.zero > 1 else 0
+    zero = config.layout.zero_in_memory if replica.degree("dp_shard") > 1 else 1
+    gathers = zero if zero > 1 else 0
     adds = max(microbatches(config).values()) > len(topology.replicas)
     adds |= config.train.memory.gradients != DEVICE  # a sum comes to the device first
     return Stage(
@@ -312,7 +309,7 @@ def _messages(config: RunConfig, replica: Replica, at: Coordinate, stage: Stage)
 def _last_pack(config: RunConfig, replica: Replica, at: Coordinate, item: int) -> int:
     """Bytes of the buffer through which ZeRO 1 gathers the last of its small parameters."""
     shards = replica.degree("dp_shard")
-    if shards == 1 or config.layout.zero != 1:
+    if shards == 1 or config.layout.zero_in_memory != 1:
         return 0
     packs, held = [0], 0
     for row in known_parameters(config):

@@ -65,7 +65,7 @@ def _state_tensors(config: RunConfig) -> Iterable[tuple[TensorSpec, int]]:
     """(parameter, bytes of the state that is cut like it): itself and what the optimizer keeps
     in its shape. Under zero 1 every rank of dp_shard has the complete parameter, unless it computes
     on a copy of two bytes."""
-    everywhere = config.layout.zero == 1 and config.train.precision not in MIXED
+    everywhere = config.layout.zero_in_memory == 1 and config.train.precision not in MIXED
     for spec in known_parameters(config):
         moments = bytes_like(config.train.optimizer, spec)
         if everywhere:

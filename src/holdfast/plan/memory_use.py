@@ -39,7 +39,7 @@ from holdfast.core.sharding.state_table import (
     mesh_box,
     stages_of,
 )
-from holdfast.layout import Coordinate, Replica, Topology, expert_degree
+from holdfast.layout import Coordinate, Replica, Topology
 
 Span = tuple[int, int]
 """(first, number)"""
@@ -123,13 +123,15 @@ def memory_of(config: RunConfig, table: StateTable, replica: Replica, at: Coordi
     table = tuple(row for row in table if at.pp in stages_of(row, replica))  # the rest is empty
     uncut = [replace(spec, shard_dim=None) for spec in table]
     whole = _elements(uncut, replica, at)
-    if (ep := expert_degree(config.layout.ep, replica.degree("dp_shard"))) > 1:
+    if (ep := replica.expert_degree(config.layout.ep)) > 1:
         experts = _elements((spec for spec in uncut if EXPERTS in spec.name), replica, at)
         whole -= experts - experts // ep
+        if ep == replica.degree("dp_shard") and not mixed:
+            whole -= experts // ep  # a rank computes with the experts that it holds
     cut = _elements(table, replica, at)
     kept = chain.from_iterable(optimizer_rows(config.train.optimizer, table))
     moments = sum(mesh_box(row, replica, at).size * ITEM_BYTES[row.dtype] for row in kept)
-    zero = config.layout.zero if replica.degree("dp_shard") > 1 else 1
+    zero = config.layout.zero_in_memory if replica.degree("dp_shard") > 1 else 1
     if zero == 3:
         parameters = state * cut
     elif mixed:

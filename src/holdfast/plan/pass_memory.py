@@ -107,13 +107,14 @@ class Stage:
         return blocks * self.shape.block(self.policy) + self.edges + self.incoming - away
 
     def gathered(self, blocks: int, more: int) -> int:
-        """Bytes that FSDP2 has gathered when the backward is to come of so many blocks.
+        """Bytes that FSDP2 has gathered when the backward is to come of so many blocks. Stage 2
+        has gathered all of them until the step's passes are over.
 
         more: blocks that stage 3 has gathered then.
         """
         if not self.gathers:
             return 0
-        units = blocks if self.gathers == 2 else min(blocks, more)
+        units = self.blocks if self.gathers == 2 else min(blocks, more)
         return self.shape.item * (self.root + units * self.unit)
 
     def reduced(self, elements: int) -> int:
@@ -146,7 +147,7 @@ def backward_moments(stage: Stage, *, stays: bool) -> Iterator[Moment]:
     waits = stays or bool(stage.gathers) or (stage.tied and stage.embeds)
     head = stage.head_gradient if has_head and waits else 0
     if has_head:
-        wide = shape.wide * shape.stream_tokens * shape.model.dim
+        wide = 0 if shape.fuses_norms else shape.wide * shape.stream_tokens * shape.model.dim
         working = stage.whole + (stage.stream if stage.is_cut else 0) + head + 2 * wide
         working += stage.is_mixed * stage.stream
         kept = stage.kept(blocks, 1) + shape.norm()

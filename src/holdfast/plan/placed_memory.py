@@ -24,7 +24,7 @@ from holdfast.core.sharding.state_table import (
 )
 from holdfast.core.sharding.update_pieces import cut_into_pieces, staged_elements
 from holdfast.layout import Coordinate, Replica, Topology
-from holdfast.plan.activations import RankShape, activations_of, has_formula
+from holdfast.plan.activations import RankShape, activations_of, device_kind, has_formula
 from holdfast.plan.gradient_buffers import gradient_buffers
 from holdfast.plan.memory_use import RankMemory, contents_by_rank, known_parameters
 from holdfast.plan.step_microbatches import microbatches
@@ -90,12 +90,12 @@ def _with_activations(
     if place == DEVICE or not has_formula(config):
         return placed
     replica = topology.replicas[at.replica]
-    shape = RankShape.of(config, replica, at)
+    shape = RankShape.of(config, replica, at, device_kind(config))
     blocks = len(replica.blocks(at.pp) or range(config.model.layers))
     in_flight = activations_of(config, topology, at).in_flight
     policy = config.recompute_policy(at.pp, replica.degree("pp"), replica.degree("tp"))
     away = shape.moved(policy) * max(0, blocks * in_flight - 1)
-    if at.pp > 0 and not (policy.word == "none" and shape.item < shape.wide):
+    if at.pp > 0 and not (policy.word == "none" and shape.copies_input):
         away -= min(away, shape.stream() * in_flight)  # the first block's input stays
     return replace(placed, **{place: getattr(placed, place) + away})
 

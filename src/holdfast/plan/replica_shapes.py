@@ -30,7 +30,6 @@ from holdfast.layout import (
     Replica,
     Stages,
     coordinates_of,
-    expert_degree,
     index_of,
 )
 from holdfast.plan.balance import mesh_shape_of, planned_stages
@@ -197,7 +196,6 @@ class _DegreeRules:
             config = self._config
             layout = config.layout
             given: dict[str, Any] = {"cp_method": layout.cp_method, "cp_ring": layout.cp_ring}
-            given["ep"] = expert_degree(layout.ep, dict(degrees).get("dp_shard", 1))
             refused = find_impossible_degrees(
                 LayoutConfig.model_validate(dict(degrees) | given),
                 config.model,

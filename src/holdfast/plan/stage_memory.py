@@ -22,8 +22,8 @@ from holdfast.core.schedule.named import build_schedule
 from holdfast.core.schedule.table import ActionKind, Schedule, actions_of
 from holdfast.errors import LayoutError
 from holdfast.layout import Layout, MeshShape, Stages, place_replicas
-from holdfast.plan.activations import has_formula
-from holdfast.plan.estimate import Pass, RankParts, device_kind, rank_parts
+from holdfast.plan.activations import device_kind, has_formula
+from holdfast.plan.estimate import Pass, RankParts, rank_parts
 from holdfast.plan.step_microbatches import microbatches
 
 _MOST_REPLICAS = 8

@@ -44,7 +44,7 @@ from holdfast.events import (
     StopRequested,
     UploadFailed,
 )
-from holdfast.report.experts import ExpertLoad
+from holdfast.report.experts import ExpertLoad, RankLoads
 from holdfast.report.incidents import Incident, IncidentBook
 from holdfast.report.ordering import order_records
 from holdfast.report.timeledger import TimeLedger
@@ -182,6 +182,7 @@ class History:
     memory: tuple[MemoryPoint, ...] = ()  # of all workers, in the order of the journal
     experts: Mapping[int, list[int]] = field(default_factory=dict)  # block -> choices by expert
     dropped_choices: int = 0  # of these, for lack of capacity
+    expert_copies: Mapping[int, RankLoads] = field(default_factory=dict)  # by block
 
     @property
     def breaks(self) -> tuple[Incident, ...]:
@@ -451,6 +452,7 @@ class _HistoryBuilder:
             memory=tuple(self.memory),
             experts=self.experts.by_block,
             dropped_choices=self.experts.dropped,
+            expert_copies=self.experts.with_copies,
         )
 
 

@@ -77,7 +77,11 @@ def _experts(history: History) -> dict[str, Any]:
     if not history.experts:
         return {}
     counts = {str(block): counts for block, counts in history.experts.items()}
-    return {"experts": counts, "dropped_choices": history.dropped_choices}
+    out: dict[str, Any] = {"experts": counts, "dropped_choices": history.dropped_choices}
+    if history.expert_copies:
+        copies = {str(block): asdict(loads) for block, loads in history.expert_copies.items()}
+        out["expert_copies"] = copies
+    return out
 
 
 def _newest_memory(history: History) -> list[dict[str, Any]]:

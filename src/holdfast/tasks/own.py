@@ -91,7 +91,7 @@ class OwnTask:
         units = usable_units(module, self._task.units(module))
         _refuse_without_units(self._config.train, module, units, merged)
         self._ties, self._merged = tied_names(module), merged
-        cut = groups.degree("dp_shard") > 1 and self._config.layout.zero > 1
+        cut = groups.degree("dp_shard") > 1 and self._config.layout.zero_in_memory > 1
         always = names_outside(module, units) if cut else []
         return TaskObjective(self._task, module, self._precision.compute, always)
 

@@ -69,7 +69,7 @@ def refuse_wrong_table(
     place = groups.coordinate
     if (place.replica, place.dp_shard, place.tp) != (0, 0, 0):
         return
-    sums_shards = groups.degree("dp_shard") > 1 and config.layout.zero > 1
+    sums_shards = groups.degree("dp_shard") > 1 and config.layout.zero_in_memory > 1
     expected = _complete_gradients(task, config, batch, key, value_of)
     total = float(torch.stack([g.norm() for g in expected.values()]).norm())
     rounding = _ROUNDING_OF_HALF if config.train.precision in MIXED else _ROUNDING

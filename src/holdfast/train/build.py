@@ -32,6 +32,7 @@ from holdfast.parallel.torch_compat import (
     Store,
     give_memory,
     give_shards_memory,
+    is_plain,
     local_tensor,
     place_shards,
 )
@@ -178,7 +179,8 @@ def build_engine(
     memory = StateMemory(config.train.memory, device, label, movable)
     _prepare_units(config, groups, units, objective, memory)
     shards = groups.degree("dp_shard")
-    make = _replicated if shards == 1 else _zero1 if config.layout.zero == 1 else _sharded
+    zero = config.layout.zero_in_memory
+    make = _replicated if shards == 1 else _zero1 if zero == 1 else _sharded
     parameters, feed = make(_Parts(config, task, groups, device, precision, memory), objective)
     executor = task.executor(objective, groups, precision.compute, device)
     compiled_here = config.train.compile and device.type == "cpu"
@@ -311,7 +313,8 @@ def _replicated(parts: _Parts, objective: nn.Module) -> BuiltParameters:
 
 
 def _zero1(parts: _Parts, objective: nn.Module) -> BuiltParameters:
-    """As `_replicated`, but what is trained and saved is this rank's part of the rows (ZeRO-1)."""
+    """As `_replicated`, but what is trained and saved is this rank's part of the rows. For ZeRO 1,
+    and for ZeRO 2 that adds up gradients once a step."""
     config, precision = parts.config, parts.precision
     give_memory(objective.to(precision.compute), parts.device)
     parts.task.fill_constants(objective, parts.device)
@@ -352,7 +355,8 @@ def _zero1(parts: _Parts, objective: nn.Module) -> BuiltParameters:
 
 
 def _sharded(parts: _Parts, objective: nn.Module) -> BuiltParameters:
-    """A shard of that by FSDP2 (ZeRO-2 or 3), which makes the bf16 copies itself."""
+    """A shard of that by FSDP2 (ZeRO 3, and 2 if it adds up gradients after each microbatch),
+    which makes the bf16 copies itself."""
     # Imported only if needed: FSDP2 brings DTensor and sympy, a second of a process's start.
     # (`elastic.protocol.worker_spec.modules_to_preload` has the fork server import it where the run
     # file shards).
@@ -363,9 +367,14 @@ def _sharded(parts: _Parts, objective: nn.Module) -> BuiltParameters:
     blocks = parts.task.units(objective)
     moved, mesh = parts.memory.place_of("parameters") != DEVICE, parts.groups.shard_mesh()
     how = compute, config.layout.zero
+    unshared: set[nn.Parameter] = set()
     for each in shared_experts(objective, parts.groups):
-        apply_fsdp(each, (), parts.groups.replica_groups.expert_mesh(), *how, is_offloaded=moved)
-    apply_fsdp(objective, blocks, mesh, *how, is_offloaded=moved)
+        experts = parts.groups.replica_groups.expert_mesh()
+        if experts.size() == 1 and compute is None and not moved:  # then FSDP2 would only copy
+            unshared.update(each.parameters())
+        else:
+            apply_fsdp(each, (), experts, *how, is_offloaded=moved)
+    apply_fsdp(objective, blocks, mesh, *how, is_offloaded=moved, unshared=unshared)
     give_shards_memory(objective, torch.device("cpu") if moved else parts.device)
     if moved:
         place_shards(objective, partial(parts.memory.zeros, "parameters"))
@@ -394,7 +403,7 @@ def _sharded(parts: _Parts, objective: nn.Module) -> BuiltParameters:
         parts.memory.count("parameters", map(local_tensor, _all_tensors(objective)))
     if config.layout.zero == 2 and not parts.memory.ledger.limit:
         # What stays gathered between the two passes. With a limit it counts with the passes.
-        elements = sum(prod(p.shape) for p in named.values())
+        elements = sum(prod(p.shape) for p in named.values() if not is_plain(p))
         parts.memory.ledger.add(DEVICE, "gathered", elements * precision.compute.itemsize)
     feed = _gradient_feed(config, parts.memory, feeder, lambda groups: True)
     initial, lengths = parts.task.initial_values, tuple(boxes.values())
@@ -425,7 +434,7 @@ def _by_unit(config: RunConfig, groups: ProcessGroups) -> bool:
     replicas = groups.topology.replicas
     shards = max(replica.degree("dp_shard") for replica in replicas)
     has_stages = any(len(replica.stages) > replica.degree("pp") for replica in replicas)
-    return has_stages or (shards > 1 and config.layout.zero > 1)
+    return has_stages or (shards > 1 and config.layout.zero_in_memory > 1)
 
 
 def _cells_and_teams(config: RunConfig, groups: ProcessGroups) -> list[tuple[Cell, CellTeam]]:

@@ -30,14 +30,16 @@ class ExpertMeter:
         self._clock, self._last_step = clock, last_step
         self._next_at = clock()
 
-    def sample_if_due(self, rank: int, step: int) -> ExpertsRouted | None:
+    def sample_if_due(self, rank: int, step: int, *, is_pausing: bool) -> ExpertsRouted | None:
         """Return a sample after the first step, then every `SAMPLE_INTERVAL_S`, and after the last
-        step; None without experts."""
+        step; None without experts. is_pausing: the step is the last of its generation."""
         now = self._clock()
-        if not self._layers or (now < self._next_at and step < self._last_step):
+        is_last = is_pausing or step >= self._last_step
+        if not self._layers or (now < self._next_at and not is_last):
             return None
         self._next_at = now + SAMPLE_INTERVAL_S
         found = {name: layer.take_counts() for name, layer in self._layers.items()}
         counts = {name: counts for name, (counts, _) in found.items() if counts}
         dropped = sum(dropped for _, dropped in found.values())
-        return ExpertsRouted(rank, counts, dropped, step=step) if counts else None
+        loads = {name: load for name, layer in self._layers.items() if (load := layer.take_load())}
+        return ExpertsRouted(rank, counts, dropped, loads, step=step) if counts else None

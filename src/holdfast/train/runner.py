@@ -407,7 +407,9 @@ class _TrainingLoop:
             self.reporter.emit(BatchFed(self.rank, batch.entries, step=batch.step))
         if (sample := self.memory.sample_if_due(self.rank, batch.step)) is not None:
             self.reporter.emit(sample)
-        if (routed := self.experts.sample_if_due(self.rank, batch.step)) is not None:
+        is_pausing = verdict.requests.pause
+        routed = self.experts.sample_if_due(self.rank, batch.step, is_pausing=is_pausing)
+        if routed is not None:
             self.reporter.emit(routed)
         if self.rank != 0:
             return

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, Protocol, cast
 
 import torch
@@ -28,10 +29,12 @@ from holdfast.model.init import initial_box
 from holdfast.model.stage import keep_stage
 from holdfast.parallel.context import apply_context_parallel
 from holdfast.parallel.expert_parallel import (
+    ExpertExchange,
     apply_expert_parallel,
     routed_layers,
     share_counts,
 )
+from holdfast.parallel.expert_replicas import ReplicatingExchange
 from holdfast.parallel.process_groups import ProcessGroups
 from holdfast.parallel.tensor_parallel import apply_tensor_parallel, localise_parameters
 from holdfast.train.evaluate import TokenValidation, Validation
@@ -169,7 +172,9 @@ class DecoderTask:
         if counted and shared:
             share_counts(decoder, shared, groups.traffic)
         if groups.expert_degree > 1:
-            apply_expert_parallel(decoder, groups.axis("ep"), groups.traffic)
+            group, replicas = groups.axis("ep"), self._config.layout.expert_replicas
+            kind = ReplicatingExchange if replicas == "auto" else ExpertExchange
+            apply_expert_parallel(decoder, group, partial(kind, group, groups.traffic))
         if self._config.train.compile:
             for layer in routed_layers(decoder):
                 layer.exclude_from_compilation()

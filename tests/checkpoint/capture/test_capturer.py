@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import itertools
 import signal
-import subprocess
-import sys
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -23,6 +21,7 @@ from holdfast.core.sharding.state_table import TensorSpec
 from holdfast.errors import HoldfastError
 from tests.support import killed_capture
 from tests.support.mover_process import TABLE, Mover, Workers, assert_holds, topology
+from tests.support.ranks import run_ranks
 
 Start = Callable[..., Mover]
 DEADLINE = 60.0
@@ -220,20 +219,12 @@ def test_sigkill_in_the_middle_of_a_hidden_copy_leaves_the_other_slot_whole(star
         point = generation - 1
         topo = topology(generation=generation)
         client = mover.begin(topo, killed_capture.TABLE)
-        done = subprocess.run(
-            [
-                sys.executable,
-                "-m",
-                "tests.support.killed_capture",
-                mover.socket,
-                mover.secret.hex(),
-                str(generation),
-                str(point),
-            ],
-            capture_output=True,
-            text=True,
-            timeout=60,
-            check=False,
+        arguments = {"socket": mover.socket, "secret": mover.secret.hex()}
+        (done,) = run_ranks(
+            killed_capture.die_while_copying,
+            1,
+            {**arguments, "generation": generation, "point": point},
+            dies={0: "SIGKILL"},
         )
         again = {name: torch.zeros(n) for name, n in (("w", killed_capture.ROWS), ("b", 7))}
         capturer = Capturer(client, topo, killed_capture.TABLE, 0, again, run="test")
@@ -253,9 +244,9 @@ def test_sigkill_in_the_middle_of_a_hidden_copy_leaves_the_other_slot_whole(star
                         span.source_offset : span.source_offset + span.length
                     ]
                 )
-        if done.returncode == 0:
-            assert int(done.stdout) == point >= 3
+        if done.exit == 0:
+            assert done.value == point >= 3
             assert headers[1 - one] is not None
             return
-        assert done.returncode == -signal.SIGKILL, done.stderr
+        assert done.exit == -signal.SIGKILL, done.log
         assert headers[1 - one] is None

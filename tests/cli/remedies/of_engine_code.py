@@ -10,7 +10,6 @@ import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from re import Match
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -34,7 +33,6 @@ from holdfast.core.sharding.parameters import Own, Parameter
 from holdfast.core.sharding.reshard_plan import plan_reshard
 from holdfast.core.sharding.run_table import row_of_text, run_state_table
 from holdfast.layout import Layout, Topology, place_layout
-from holdfast.parallel.comm.pipes import PipelinePipes
 from holdfast.parallel.comm.transport import PeerGroup
 from holdfast.parallel.devices import check_backends, select_device
 from holdfast.parallel.pipeline import PipelineInterpreter, make_pipeline_plan
@@ -109,14 +107,6 @@ def run_pipeline(lab: Lab) -> None:
     table = from_csv("0F0,0I0,0W0\n", name) if name == "own" else build_schedule(name, 1, 1)
     line = PeerGroup(None, "alone", 0, 1)  # type: ignore[arg-type]  # one rank needs no store
     PipelineInterpreter(line, CPU).run(table, stages_of(0, table, split=False))
-
-
-def plan_between_devices(lab: Lab) -> None:
-    """Two ranks; in the table of its own the second takes what was sent last first."""
-    name, own = lab.settings["schedule"], "0F0,0F1,0B0,0B1\n1F1,1F0,1B0,1B1\n"
-    table = from_csv(own, name) if name == "own" else build_schedule(name, 2, 2)
-    peers: Any = SimpleNamespace(size=2, rank=0)
-    PipelineInterpreter(peers, CPU, pipes=PipelinePipes({})).plan_for(table)
 
 
 def plan_pipeline(lab: Lab) -> None:
@@ -353,14 +343,6 @@ CASES: list[Case] = [
         join,
         r"use 1 worker, or device: (cpu)",
         lambda lab, found: lab.settings.update(device=found[1]),
-    ),
-    case(
-        PIPE + ".py: the schedule … needs messages with tags, which the device's backend does not "
-        "have",
-        values(schedule="own"),
-        plan_between_devices,
-        r"use 1f1b or (gpipe)",
-        lambda lab, found: lab.settings.update(schedule=found[1]),
     ),
     case(
         PIPE + ".py: the schedule … splits the backward, which these stages do not",

@@ -55,17 +55,25 @@ def tables(draw: st.DrawFn) -> StateTable:
             draw(st.sampled_from(["F32", "F64", "BF16"])),
             shape,
             draw(st.sampled_from([None, *range(len(shape))])) if shape else None,
+            ep=draw(st.sampled_from([1, 1, 2, 4])),
         )
         for i, shape in enumerate(shapes)
     )
 
 
-@given(tables(), st.integers(1, 4), st.integers(1, 4), st.integers(1, 2), st.integers(1, 2))
+@given(
+    tables(),
+    st.builds(
+        Layout,
+        dp_replicate=st.integers(1, 4),
+        dp_shard=st.integers(1, 4),
+        cp=st.sampled_from([1, 1, 2, 4]),
+        pp=st.integers(1, 2),
+        tp=st.integers(1, 2),
+    ),
+)
 @settings(max_examples=150, deadline=None)
-def test_everything_is_owned_exactly_once(
-    table: StateTable, replicas: int, dp_shard: int, pp: int, tp: int
-) -> None:
-    layout = Layout(dp_replicate=replicas, dp_shard=dp_shard, pp=pp, tp=tp)
+def test_everything_is_owned_exactly_once(table: StateTable, layout: Layout) -> None:
     check(place_layout(layout, 1, ("n",) * layout.world_size), table)
 
 

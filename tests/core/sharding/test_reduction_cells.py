@@ -12,7 +12,12 @@ from hypothesis import strategies as st
 from holdfast.config.model import ModelConfig
 from holdfast.core.sharding.boxes import Box
 from holdfast.core.sharding.parameters import count_parameters, decoder_parameters
-from holdfast.core.sharding.reduction_cells import Cell, reduction_cells
+from holdfast.core.sharding.reduction_cells import (
+    Cell,
+    cells_of_rows,
+    decoder_rows,
+    reduction_cells,
+)
 from holdfast.core.sharding.sharding_table import gradient_is_partial, sharding_table
 from holdfast.core.sharding.state_table import TensorSpec, mesh_box, parameter_table, stages_of
 from holdfast.layout import Layout, Replica, Topology, place_layout, place_replicas
@@ -29,6 +34,15 @@ def unsharded(spec: TensorSpec) -> TensorSpec:
     )
 
 
+def part_along_cp(spec: TensorSpec, replica: Replica, cp: int) -> int:
+    """Which part of a gradient a rank has of its tokens. Tokens come to the experts that are spread
+    from all ranks, so only copies of one expert have parts."""
+    degree, shards = replica.expert_degree(spec.ep), replica.degree("dp_shard")
+    if degree == 1:
+        return cp
+    return cp % (replica.degree("cp") // degree) if shards == 1 else 0
+
+
 class World:
     """Gradients of every rank, as a backward pass would leave them, and what they add up to.
 
@@ -36,9 +50,11 @@ class World:
     that see all of it hold equal copies.
     """
 
-    def __init__(self, topo: Topology, model: ModelConfig, sequence_parallel: bool, zero: int):
+    def __init__(
+        self, topo: Topology, model: ModelConfig, sequence_parallel: bool, zero: int, ep: int = 1
+    ):
         self.topology = topo
-        self.table = parameter_table(model)
+        self.table = parameter_table(model, ep=ep)
         self.zero = zero
         self.sharding = sharding_table(model)
         self.sequence_parallel = sequence_parallel
@@ -62,7 +78,7 @@ class World:
             key = (
                 at[0],
                 at[1] if self.zero == 1 else 0,
-                at[2],
+                part_along_cp(spec, replica, at[2]),
                 at[3] if partial else 0,
             )
             part = parts.setdefault(key, rng.integers(1, 1000, spec.shape))
@@ -70,7 +86,9 @@ class World:
         # What the ranks of one key hold together is one part of the replica's gradient.
         for key, part in parts.items():
             seen = np.zeros(spec.shape, bool)
-            for at in product((key[0],), range(dp_shard), (key[2],), range(tp)):
+            for at in product((key[0],), range(dp_shard), range(cp), range(tp)):
+                if part_along_cp(spec, replica, at[2]) != key[2]:
+                    continue
                 if (self.zero != 1 or at[1] == key[1]) and (not partial or at[3] == key[3]):
                     seen[slices(self.contributed(replica.rank_at(*at), spec))] = True
             self.total[spec.name] += np.where(seen, part, 0)
@@ -91,22 +109,28 @@ class World:
 
 
 def all_cells(
-    topo: Topology, model: ModelConfig, sp: bool, zero: int = 3
+    topo: Topology, model: ModelConfig, sp: bool, zero: int = 3, ep: int = 1
 ) -> list[tuple[Cell, ...]]:
-    return [
-        reduction_cells(topo, model, rank, sequence_parallel=sp, zero=zero)
-        for rank in range(topo.world_size)
-    ]
+    rows = decoder_rows(model, sp, ep)
+    return [cells_of_rows(topo, rows, rank, zero=zero) for rank in range(topo.world_size)]
 
 
-@given(st.data(), st.sampled_from(MODELS), st.booleans(), st.sampled_from([1, 3]))
+MIXTURE = tiny(family="mixtral", qk_norm=False, experts={"count": 4, "top_k": 2})
+
+
+@given(
+    st.data(),
+    st.sampled_from([*((model, zero, 1) for model in MODELS for zero in (1, 3)), (MIXTURE, 3, 4)]),
+    st.booleans(),
+)
 @settings(max_examples=20, deadline=None)
 def test_cells_add_up_every_gradient_once(
-    data: st.DataObject, model: ModelConfig, sequence_parallel: bool, zero: int
+    data: st.DataObject, of: tuple[ModelConfig, int, int], sequence_parallel: bool
 ) -> None:
+    model, zero, ep = of
     topo = data.draw(topologies(model.layers))
-    world = World(topo, model, sequence_parallel, zero)
-    cells = all_cells(topo, model, sequence_parallel, zero)
+    world = World(topo, model, sequence_parallel, zero, ep)
+    cells = all_cells(topo, model, sequence_parallel, zero, ep)
     squares = {r.index: 0 for r in topo.replicas}
     for rank, mine in enumerate(cells):
         assert_each_element_once(world, rank, mine)

@@ -121,6 +121,31 @@ def test_table_survives_json() -> None:
 def test_rows_of_format_1_are_cut_by_dp_shard_alone() -> None:
     assert TensorSpec.from_json(["w", "F32", [5, 2], 0]) == TensorSpec("w", "F32", (5, 2), 0)
     assert TensorSpec.from_json(["s", "F64", [], None]) == TensorSpec("s", "F64", ())
+    spread = TensorSpec("w", "F32", (4, 2), 0, ep=2)
+    assert TensorSpec.from_json(spread.to_json()) == spread
+    assert len(TensorSpec("w", "F32", (4, 2), 0).to_json()) == 7
     for bad in (["w", "F32", [5, 2]], ["w", "F99", [5], 0], ["w", "F32", [5], 0, 0]):
         with pytest.raises(ValueError, match=r"entries|unknown"):
             TensorSpec.from_json(bad)
+
+
+@pytest.mark.parametrize(
+    ("shape", "ep", "starts"),
+    [
+        ({"cp": 2}, 2, [0, 4]),
+        ({"cp": 4}, 2, [0, 0, 4, 4]),  # copies
+        ({"dp_shard": 2, "cp": 2}, 4, [0, 2, 4, 6]),
+        ({"dp_shard": 2, "cp": 2}, 2, [0, 2, 4, 6]),  # FSDP2 shards each half
+        ({"dp_shard": 3}, 2, [0, 3, 6]),  # two do not divide three: as without ep
+        ({"dp_shard": 2, "cp": 3}, 2, [0, 2, 4, 4, 6, 8]),  # the third of four rows has none
+    ],
+)
+def test_experts_are_cut_over_dp_shard_and_cp(
+    shape: dict[str, int], ep: int, starts: list[int]
+) -> None:
+    layout = Layout(**shape)
+    topology = place_layout(layout, 1, ("n",) * layout.world_size)
+    table = (TensorSpec("w", "F32", (8, 2), 0, ep=ep), TensorSpec("v", "F32", (8, 2), 0))
+    held = [local_boxes(topology, table, rank) for rank in range(layout.world_size)]
+    assert [w.offsets[0] for w, _ in held] == starts
+    assert len({v for _, v in held}) == layout.dp_shard  # cp cuts nothing else

@@ -51,6 +51,7 @@ def _agent(trainer: Trainer) -> tuple[str, Secret]:
     return str(holder["address"]), open_secret(trainer.folder, {})
 
 
+@pytest.mark.slow
 def test_a_run_from_start_to_finish(tmp_path: Path) -> None:
     with training(tmp_path / "run", {"steps": 5}, "layout.workers=2") as trainer:
         assert trainer.end() == 0, trainer.said
@@ -239,6 +240,7 @@ def test_a_run_whose_last_state_is_not_durable_is_not_finished(tmp_path: Path) -
     assert "resume with: holdfast train" in trainer.said
 
 
+@pytest.mark.slow
 def test_what_the_person_can_mend_is_one_sentence(tmp_path: Path) -> None:
     plan = {"steps": 4, "refuse": {"generation": 0, "rank": 1, "step": 2}}
     with training(tmp_path / "run", plan, "layout.workers=2") as trainer:
@@ -325,6 +327,7 @@ def _arenas(pid: int) -> int:
     return Path(f"/proc/{pid}/maps").read_text().count("memfd:holdfast-")
 
 
+@pytest.mark.slow
 def test_a_run_folder_that_vanishes_ends_the_run_with_a_sentence(tmp_path: Path) -> None:
     with training(tmp_path / "run", ENDLESS, "layout.workers=1", module=IMPATIENT) as trainer:
         trainer.wait_step(2, 1)

@@ -10,6 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from holdfast.config.task import SCRIPT_TASK
+from holdfast.elastic.protocol.worker_spec import modules_to_preload
+from tests.support.tiny_training import tiny
+
 SMALL = {"torch.utils._device", "torch.profiler._cupti_monitor"}
 """A hundred lines each, of torch's own, at the first use of something."""
 SYMBOLS, COMPILER, FSDP = "sympy", "torch._dynamo", "torch.distributed.fsdp"
@@ -39,3 +43,11 @@ def test_workers_import_nothing_that_their_template_could(tmp_path: Path) -> Non
         assert found[name]["template"] == heavy, name
         more = {module for of_rank in found[name]["more"] for module in of_rank}
         assert more <= SMALL, name
+
+
+def test_an_own_loop_has_the_compiler_for_its_optimizers_before_a_worker_is_forked() -> None:
+    """A class of torch.optim imports it when it is made."""
+    config = tiny()
+    own = config.model_copy(update={"task": config.task.model_copy(update={"name": SCRIPT_TASK})})
+    assert COMPILER in modules_to_preload(own)
+    assert COMPILER not in modules_to_preload(config)

@@ -110,6 +110,33 @@ def test_bits_and_peak_on_each_layout(layout: str, tmp_path: Path) -> None:
         before = before or after
 
 
+def _bits(rank: RankContext, layout: str, place: str) -> list[str]:
+    config = _config(layout, {"activations": place})
+    made = engine_of(config, topology_of(case(layout), config), rank.rank, rank.store())
+    losses = [one_step(made, step).mean_loss.hex() for step in range(1, STEPS + 1)]
+    state = digest(made)
+    made.close()
+    return [state, *losses]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "layout",
+    [
+        *("experts.shard2", "experts.ep2.shard2", "full.experts.ep2.shard2", "experts.zbv.pp2"),
+        *("ring.cp2", "interleaved.pp2", "zbv.pp2"),
+    ],
+)
+def test_bits_where_no_formula_knows_the_peak(layout: str) -> None:
+    """Experts that other ranks share are gathered while their block runs."""
+    world = case(layout).world_size
+    stayed, moved = (
+        rank_values(_bits, world, {"layout": layout, "place": place})
+        for place in ("device", "host")
+    )
+    assert moved == stayed
+
+
 def test_a_disk_that_fails_ends_the_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made, _, _ = _engine("one", {"activations": "file", "folder": str(tmp_path)})
     one_step(made, 1)

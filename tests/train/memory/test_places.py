@@ -38,7 +38,7 @@ PEAKS = (
     *("one", "dp2", "dp3", "tp2", "pp2", "pp4", "dp2-tp2", "pp2-dp2", "full.pp2", "selective.tp2"),
     *("zero1.2", "bf16.zero1.2", "zero2.2", "bf16.zero2.2", "shard2", "bf16.shard2"),
     *("full.shard2", "selective.bf16.shard2", "shard2-tp2", "dp2-shard2", "pp2-shard2"),
-    *("pp2-zero1.2", "pp2-zero2.2"),
+    *("pp2-zero1.2", "pp2-zero2.2", "once.zero2.2", "bf16.once.zero2.2"),
 )
 """Layouts whose peak is compared, with and without recomputation."""
 MOVED = (
@@ -123,7 +123,9 @@ def _config(layout: str, memory: dict[str, Any]) -> Any:
 
 def _memory(folder: Path, layout: str, places: tuple[str, str, str]) -> dict[str, Any]:
     memory: dict[str, Any] = dict(zip(MOVABLE, places, strict=True))
-    if not all(one.dp_shard > 1 for one in case(layout).replicas) or "zero1" in layout:
+    if not all(one.dp_shard > 1 for one in case(layout).replicas) or (
+        "zero1" in layout or "once" in layout
+    ):
         memory["parameters"] = "device"
     return memory | {"folder": str(folder), "piece_mb": 0.04}
 

@@ -279,7 +279,7 @@ ARCHITECTURES: dict[str, Architecture] = {
                 _SILU,
                 rotary(),
                 _OPTIONAL_BIAS,
-                window_everywhere(absent=None, switch="use_sliding_window"),
+                window_everywhere(4096, "use_sliding_window", without=("max_window_layers",)),
                 experts(
                     ("num_experts", "num_local_experts"),
                     (128, 8),
@@ -314,7 +314,13 @@ ARCHITECTURES: dict[str, Architecture] = {
                 ),
             ),
             always={"qk_norm": True},
-            fixed={"n_group": (1, None), "topk_group": (1, None)},
+            fixed={
+                "n_group": (1, None),
+                "topk_group": (1, None),
+                "moe_layer_freq": (None, 1),
+                "scoring_func": (None, "sigmoid", "noaux_tc"),
+                "topk_method": (None, "noaux_tc"),
+            },
             names=_NAMES
             | {
                 "ffn.router": "mlp.gate",

@@ -192,19 +192,23 @@ def number(config: Config, key: str, absent: float | None = None) -> float:
 FULL, WINDOW = "full_attention", "sliding_attention"
 
 
-def window_everywhere(absent: int | None, switch: str = "") -> Rule:
+def window_everywhere(absent: int | None, switch: str = "", without: tuple[str, ...] = ()) -> Rule:
     """Mistral, Phi 3: one window for all blocks. absent: their window if the key is missing.
-    switch: a key that must be true for any window."""
+    switch: a key that must be true for any window. without: keys that count only with a window,
+    and are not supported with one."""
 
     def read(config: Config) -> Values:
         has_window = not switch or config.get(switch)
+        for key in without:
+            if has_window and config.get(key):
+                raise NotSupportedError(f"{key} {config[key]!r} with a window is not supported")
         return {"window": (config.get("sliding_window", absent) or 0) if has_window else 0}
 
     def write(model: ModelConfig) -> Values:
         out: Values = {switch: bool(model.window)} if switch else {}
         return out | {"sliding_window": model.window or None}
 
-    return Rule(("sliding_window", *((switch,) if switch else ())), read, write)
+    return Rule(("sliding_window", *((switch,) if switch else ()), *without), read, write)
 
 
 def window_by_block(

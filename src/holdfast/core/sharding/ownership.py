@@ -27,6 +27,7 @@ from holdfast.core.sharding.state_table import (
     StateTable,
     TensorSpec,
     cut_box,
+    holders_along_cp,
     stages_of,
 )
 from holdfast.layout import Replica, Topology, coordinates_of, index_of
@@ -51,11 +52,11 @@ def saving_replicas(topology: Topology) -> tuple[Replica, ...]:
 _Places = tuple[tuple[int, ...], ...]
 """Per mesh axis, the indices at which the ranks hold the same box of a tensor."""
 
-_HolderKey = tuple[tuple[int, ...], bool, int]
+_HolderKey = tuple[tuple[int, ...], bool, int, int]
 """How a tensor lies on the mesh: its stages, whether dp_shard cuts it, the units that tp cuts it
-into (0: it does not)."""
+into (0: it does not). The last is its row's `ep`."""
 
-_Cut = tuple[tuple[int, ...], str, int | None, int | None, int]
+_Cut = tuple[tuple[int, ...], str, int | None, int | None, int, int]
 """What decides a tensor's box at a place: shape, dtype, and the fields of its row."""
 
 _Share = tuple[int, int, int, int]
@@ -79,7 +80,7 @@ class Ownership:
         for number, spec in enumerate(table):
             self._rows.setdefault(self._holder_key(spec), []).append(number)
         self._merged: dict[tuple[_HolderKey, ...], list[int]] = {}
-        self._cuts: dict[tuple[_Cut, int, int], Box] = {}
+        self._cuts: dict[tuple[_Cut, int, int, int], Box] = {}
         self._touched: dict[object, tuple[int, ...]] = {}
         self._patterns: dict[object, tuple[_Share, ...]] = {}
 
@@ -123,10 +124,10 @@ class Ownership:
     def _owners(self, box: Box, spec: TensorSpec, stages: tuple[int, ...]) -> tuple[int, ...]:
         found: set[int] = set()
         shape = self._kind.mesh_shape
-        for dp_shard, tp in product(range(shape[1]), range(shape[3])):
-            there = self._cut(spec, dp_shard, tp)
+        for dp_shard, cp, tp in product(*map(range, shape[1:])):
+            there = self._cut(spec, dp_shard, cp, tp)
             if Box(box.name, there.offsets, there.lengths).overlaps(box):
-                at = product(stages, (dp_shard,), range(shape[2]), (tp,))
+                at = product(stages, (dp_shard,), (cp,), (tp,))
                 mesh_ranks = [index_of(place, shape) for place in at]
                 found.update(saver.ranks[m] for saver in self.saving_replicas for m in mesh_ranks)
         return tuple(sorted(found))
@@ -144,10 +145,9 @@ class Ownership:
             if kind in seen:
                 continue
             seen.add(kind)
-            degrees = (self._kind.degree("dp_shard"), self._kind.degree("tp"))
             places = {
-                self._places(kind[0], 0, dp_shard, tp)[1:]: self._cut(spec, dp_shard, tp)
-                for dp_shard, tp in product(*map(range, degrees))
+                self._places(spec, at)[1:]: self._cut(spec, *at)
+                for at in product(*map(range, self._kind.mesh_shape[1:]))
             }
             if problem := coverage_problem(spec.shape, places.values()):
                 return f"{spec.name}: {problem}"
@@ -159,26 +159,30 @@ class Ownership:
             stages_of(spec, self._kind),
             spec.shard_dim is not None,
             spec.tp_units if spec.tp_dim is not None else 0,
+            spec.ep,
         )
 
-    def _places(self, held: _HolderKey, pp: int, dp_shard: int, tp: int) -> _Places:
-        """Return the places in the mesh of the box that is held at these indices."""
-        stages, sharded, units = held
+    def _places(self, spec: TensorSpec, at: tuple[int, ...]) -> _Places:
+        """Return the places in the mesh of the box that is held at these indices on dp_shard, cp
+        and tp."""
+        dp_shard, cp, tp = at
+        stages, sharded, units, _ = self._holder_key(spec)
         degree = self._kind.degree("tp")
         tps = tuple(range(degree))
         if units:
             mine = tp_part(units, degree, tp)
             tps = tuple(i for i in tps if tp_part(units, degree, i) == mine)
         shards = (dp_shard,) if sharded else tuple(range(self._kind.degree("dp_shard")))
-        return stages, shards, tuple(range(self._kind.degree("cp"))), tps
+        return stages, shards, holders_along_cp(spec, self._kind, cp), tps
 
     def _groups(self, mesh_rank: int) -> Iterator[tuple[_Places, list[int]]]:
         """(places, rows of the table) of what is held at a mesh rank, by who holds it too."""
-        pp, dp_shard, _, tp = coordinates_of(mesh_rank, self._kind.mesh_shape)
+        pp, *at = coordinates_of(mesh_rank, self._kind.mesh_shape)
         groups: dict[_Places, list[_HolderKey]] = {}
-        for held in self._rows:
+        for held, rows in self._rows.items():
             if pp in held[0]:
-                groups.setdefault(self._places(held, pp, dp_shard, tp), []).append(held)
+                places = self._places(self.table[rows[0]], tuple(at))
+                groups.setdefault(places, []).append(held)
         for places, helds in groups.items():
             key = tuple(helds)
             if key not in self._merged:
@@ -192,19 +196,19 @@ class Ownership:
             saver.ranks[mesh_rank] for saver in self.saving_replicas for mesh_rank in mesh_ranks
         ]
 
-    def _cut(self, spec: TensorSpec, dp_shard: int, tp: int) -> Box:
+    def _cut(self, spec: TensorSpec, dp_shard: int, cp: int, tp: int) -> Box:
         """What is held at these indices of a tensor of this shape; the name may be another's."""
-        key = (_cut_of(spec), dp_shard, tp)
+        key = (_cut_of(spec), dp_shard, cp, tp)
         if key not in self._cuts:
-            self._cuts[key] = cut_box(spec, self._kind, dp_shard, tp)
+            self._cuts[key] = cut_box(spec, self._kind, dp_shard, cp, tp)
         return self._cuts[key]
 
     # --- shares -----------------------------------------------------------------------------
     def _shares_of(self, places: _Places, rows: Sequence[int]) -> Iterator[tuple[int, int, Box]]:
         """(row of the table, share, box) of everything in a group that is not empty."""
         specs = [self.table[row] for row in rows]
-        dp_shard, tp = places[1][0], places[3][0]
-        boxes = [self._cut(spec, dp_shard, tp) for spec in specs]
+        at = (places[1][0], places[2][0], places[3][0])
+        boxes = [self._cut(spec, *at) for spec in specs]
         items = tuple(ITEM_BYTES[spec.dtype] for spec in specs)
         shares = prod(map(len, places)) * len(self.saving_replicas)
         key = (tuple(box.lengths for box in boxes), items, shares)
@@ -220,7 +224,7 @@ class Ownership:
 
 
 def _cut_of(spec: TensorSpec) -> _Cut:
-    return spec.shape, spec.dtype, spec.shard_dim, spec.tp_dim, spec.tp_units
+    return spec.shape, spec.dtype, spec.shard_dim, spec.tp_dim, spec.tp_units, spec.ep
 
 
 def _share_out(boxes: Sequence[Box], item_bytes: Iterable[int], shares: int) -> Iterator[_Share]:

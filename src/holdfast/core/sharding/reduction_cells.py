@@ -14,7 +14,8 @@ replicas of unlike shapes need no rule of their own:
 Within one replica, the ranks that contribute to the same box have different **parts** of its
 gradient, which are added in order:
 
-    cp         each rank sees other tokens
+    cp         each rank sees other tokens. Experts that ep spreads get the tokens of all ranks, and
+               only ranks with the same ones have parts
     pp         a tied embedding: the first stage looks tokens up, the last one computes logits
     tp         key/value heads held by several ranks, norms of queries and keys, and under sequence
                parallelism all norms (`sharding_table.gradient_is_partial`)
@@ -38,7 +39,13 @@ from holdfast.config.model import ModelConfig
 from holdfast.core.sharding.boxes import Box
 from holdfast.core.sharding.parameters import decoder_parameters
 from holdfast.core.sharding.sharding_table import gradient_is_partial, sharding_table
-from holdfast.core.sharding.state_table import TensorSpec, cut_box, parameter_table, stages_of
+from holdfast.core.sharding.state_table import (
+    TensorSpec,
+    cut_box,
+    holders_along_cp,
+    parameter_table,
+    stages_of,
+)
 from holdfast.layout import Coordinate, Replica, Topology, index_of
 
 
@@ -109,14 +116,14 @@ def reduction_cells(
     return cells_of_rows(topology, decoder_rows(model, sequence_parallel), rank, zero=zero)
 
 
-def decoder_rows(model: ModelConfig, sequence_parallel: bool) -> list[GradientRow]:
-    """The decoder's parameters, with the kind of their gradients."""
+def decoder_rows(model: ModelConfig, sequence_parallel: bool, ep: int = 1) -> list[GradientRow]:
+    """The decoder's parameters, with the kind of their gradients. ep: `layout.ep`."""
     sharding = sharding_table(model)
     return [
         GradientRow(
             spec, gradient_is_partial(sharding[spec.name], sequence_parallel), not row.merge
         )
-        for spec, row in zip(parameter_table(model), decoder_parameters(model), strict=True)
+        for spec, row in zip(parameter_table(model, ep=ep), decoder_parameters(model), strict=True)
     ]
 
 
@@ -141,7 +148,7 @@ def cells_of_rows(
         stages = tuple(stages_of(spec, kind) for kind in view.kinds)
         if view.coordinate.pp not in stages_of(spec, view.replica):
             continue
-        alike = (spec.shape, spec.tp_dim, spec.tp_units, partial, stages)
+        alike = (spec.shape, spec.tp_dim, spec.tp_units, spec.ep, partial, stages)
         if alike not in known:  # the blocks of a stage are all alike
             known[alike] = tuple(_regions(view, spec, partial, stages))
         for box, normal in known[alike]:
@@ -189,8 +196,8 @@ class _Signature(NamedTuple):
 
 
 _Stages = tuple[tuple[int, ...], ...]
-_Class = tuple[tuple[int, ...], int | None, int, bool, _Stages]
-"""Parameters of one class have the same regions: shape, tp_dim, tp_units, partial, stages."""
+_Class = tuple[tuple[int, ...], int | None, int, int, bool, _Stages]
+"""Parameters of one class have the same regions: shape, tp_dim, tp_units, ep, partial, stages."""
 
 
 def _regions(
@@ -206,7 +213,8 @@ def _regions(
         for kind, at in zip(view.kinds, stages, strict=True)
     ]
     row = replace(spec, shard_dim=None) if view.is_zero_1 else spec
-    own = cut_box(row, view.replica, view.coordinate.dp_shard, view.coordinate.tp)
+    at = view.coordinate
+    own = cut_box(row, view.replica, at.dp_shard, at.cp, at.tp)
     mine = view.kinds.index(view.own_kind)
     for box in _refine(own, (cut.box for kind in held for cut in kind)):
         places = tuple(
@@ -219,12 +227,14 @@ def _regions(
 
 
 class _Holders(NamedTuple):
-    """What the ranks of a replica at one (dp_shard, tp) hold of a parameter.
+    """What the ranks of a replica at one (dp_shard, tp), and these indices on cp, hold of a
+    parameter.
 
     box: what they hold; with_shards: together with the other ranks along dp_shard.
     """
 
     dp_shard: int
+    contexts: tuple[int, ...]
     tp: int
     stages: tuple[int, ...]
     box: Box
@@ -244,10 +254,11 @@ def _holders_of(
     uncut = replace(spec, shard_dim=None)
     for tp in range(kind.degree("tp")) if copy is None else (copy,):
         contributes = copy is not None or not whole or tp == 0
-        with_shards = cut_box(uncut, kind, 0, tp)
-        for dp_shard in range(kind.degree("dp_shard")):
-            box = cut_box(spec, kind, dp_shard, tp)
-            out.append(_Holders(dp_shard, tp, stages, box, with_shards, contributes))
+        with_shards = cut_box(uncut, kind, 0, 0, tp)
+        contexts = dict.fromkeys(holders_along_cp(spec, kind, i) for i in range(kind.degree("cp")))
+        for dp_shard, along_cp in product(range(kind.degree("dp_shard")), contexts):
+            box = cut_box(spec, kind, dp_shard, along_cp[0], tp)
+            out.append(_Holders(dp_shard, along_cp, tp, stages, box, with_shards, contributes))
     return tuple(out)
 
 
@@ -276,7 +287,7 @@ def _places(
         receives = cut.box.contains(box)
         contributes = cut.contributes and (zero_1 or receives)
         if contributes or receives:
-            for pp, cp in product(cut.stages, range(kind.degree("cp"))):
+            for pp, cp in product(cut.stages, cut.contexts):
                 at = index_of((pp, cut.dp_shard, cp, cut.tp), kind.mesh_shape)
                 found.append((at, contributes, receives))
     places: list[_MemberPlace] = []

@@ -95,7 +95,7 @@ def run_parameter_table(config: RunConfig) -> StateTable:
     """The same, with dtypes and cuts."""
     precision = config.train.precision
     if config.trains_decoder:
-        return parameter_table(config.model, precision)
+        return parameter_table(config.model, precision, config.layout.ep)
     dtype = STATE_DTYPE[precision]
     return tuple(
         TensorSpec(p.name, dtype, p.shape, 0, cut.tp_dim, cut.tp_units)
@@ -114,14 +114,14 @@ def run_cells(config: RunConfig, topology: Topology, rank: int) -> tuple[Cell, .
     layout = config.layout
     rows: Sequence[GradientRow]
     if config.trains_decoder:
-        rows = decoder_rows(config.model, layout.sequence_parallel)
+        rows = decoder_rows(config.model, layout.sequence_parallel, layout.ep)
     else:
         found = run_parameter_table(config), run_parameters(config), _task_shardings(config)
         rows = [
             GradientRow(spec, gradient_is_partial(cut, sequence_parallel=False), not row.merge)
             for spec, row, cut in zip(*found, strict=True)
         ]
-    return cells_of_rows(topology, rows, rank, zero=layout.zero)
+    return cells_of_rows(topology, rows, rank, zero=layout.zero_in_memory)
 
 
 def run_block_costs(config: RunConfig) -> BlockCosts:

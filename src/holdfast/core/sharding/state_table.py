@@ -8,14 +8,14 @@ the step.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from math import prod
 from typing import TYPE_CHECKING, Any
 
 from holdfast.core.sharding.boxes import Box
-from holdfast.core.sharding.parameters import decoder_parameters
+from holdfast.core.sharding.parameters import EXPERTS, decoder_parameters
 from holdfast.core.sharding.sharding_table import chunk_range, sharding_table, tp_part
 from holdfast.layout import Coordinate, Replica, Topology
 
@@ -55,6 +55,7 @@ class TensorSpec:
     shard_dim: the dim that `dp_shard` cuts; None: each of its ranks holds all.
     tp_dim, tp_units: the dim that `tp` cuts and its indivisible units, as in `Sharding`.
     positions: the stages that hold these positions of the model hold the tensor; (): all do.
+    ep: of experts: the ranks along dp_shard and cp that share them, at most (`layout.ep`).
     """
 
     name: str
@@ -64,6 +65,7 @@ class TensorSpec:
     tp_dim: int | None = None
     tp_units: int = 1
     positions: tuple[int, ...] = ()
+    ep: int = 1
 
     @property
     def nbytes(self) -> int:
@@ -78,17 +80,19 @@ class TensorSpec:
             self.tp_dim,
             self.tp_units,
             list(self.positions),
+            *([self.ep] if self.ep > 1 else []),
         ]
 
     @staticmethod
     def from_json(value: Sequence[Any]) -> TensorSpec:
-        """Rows of format 1 end with `shard_dim`. Raises ValueError for what is no row."""
-        if len(value) not in (4, 7):
+        """Rows of format 1 end with `shard_dim`. `ep` is there only if it is above 1. Raises
+        ValueError for what is no row."""
+        if len(value) not in (4, 7, 8):
             raise ValueError(f"a row of the table has {len(value)} entries: {value}")
         name, dtype, shape, shard_dim = value[:4]
         if dtype not in ITEM_BYTES:
             raise ValueError(f"{name}: dtype {dtype!r} is unknown")
-        tp_dim, tp_units, positions = value[4:] or (None, 1, ())
+        tp_dim, tp_units, positions = value[4:7] or (None, 1, ())
         return TensorSpec(
             str(name),
             dtype,
@@ -97,6 +101,7 @@ class TensorSpec:
             tp_dim,
             int(tp_units),
             tuple(int(p) for p in positions),
+            int(value[7]) if len(value) > 7 else 1,
         )
 
 
@@ -134,11 +139,20 @@ def with_optimizer_state(
     return tuple(chain(model, *optimizer_rows(optimizer, parameters), scale))
 
 
-def parameter_table(model: ModelConfig, precision: str = "fp32") -> StateTable:
-    """The rows of the parameters alone, under their own names ("norm.weight")."""
+def parameter_table(model: ModelConfig, precision: str = "fp32", ep: int = 1) -> StateTable:
+    """The rows of the parameters alone, under their own names ("norm.weight"). ep: `layout.ep`."""
     dtype, sharding = STATE_DTYPE[precision], sharding_table(model)
     return tuple(
-        TensorSpec(p.name, dtype, p.shape, 0, row.tp_dim, row.tp_units, row.positions)
+        TensorSpec(
+            p.name,
+            dtype,
+            p.shape,
+            0,
+            row.tp_dim,
+            row.tp_units,
+            row.positions,
+            ep if EXPERTS in p.name else 1,
+        )
         for p in decoder_parameters(model)
         for row in (sharding[p.name],)
     )
@@ -157,15 +171,16 @@ def mesh_box(spec: TensorSpec, replica: Replica, coordinate: Coordinate) -> Box:
     with no rows, if the rank's stage does not hold the tensor or there are more ranks than rows.
 
     First pp decides whether the rank holds anything. Then tp takes its units. Last, dp_shard cuts
-    the rest, because FSDP2 shards the tensors that it finds on a rank. cp cuts no state.
+    the rest, because FSDP2 shards the tensors that it finds on a rank. cp cuts experts alone, if
+    ep spreads them.
     """
     if coordinate.pp not in stages_of(spec, replica):
         return empty_box(spec)
-    return cut_box(spec, replica, coordinate.dp_shard, coordinate.tp)
+    return cut_box(spec, replica, coordinate.dp_shard, coordinate.cp, coordinate.tp)
 
 
-def cut_box(spec: TensorSpec, replica: Replica, dp_shard: int, tp: int) -> Box:
-    """The box that every rank at these two indices holds, on the stages that hold the tensor."""
+def cut_box(spec: TensorSpec, replica: Replica, dp_shard: int, cp: int, tp: int) -> Box:
+    """The box that every rank at these indices holds, on the stages that hold the tensor."""
     offsets, lengths = [0] * len(spec.shape), list(spec.shape)
     if spec.tp_dim is not None:
         unit = spec.shape[spec.tp_dim] // spec.tp_units
@@ -173,9 +188,43 @@ def cut_box(spec: TensorSpec, replica: Replica, dp_shard: int, tp: int) -> Box:
         offsets[spec.tp_dim], lengths[spec.tp_dim] = first * unit, units * unit
     if spec.shard_dim is not None:
         dim = spec.shard_dim
-        start, lengths[dim] = chunk_range(lengths[dim], replica.degree("dp_shard"), dp_shard)
-        offsets[dim] += start
+        for parts, index in _shard_cuts(spec, replica, dp_shard, cp):
+            start, lengths[dim] = chunk_range(lengths[dim], parts, index)
+            offsets[dim] += start
     return Box(spec.name, tuple(offsets), tuple(lengths))
+
+
+def _shard_cuts(
+    spec: TensorSpec, replica: Replica, dp_shard: int, cp: int
+) -> Iterator[tuple[int, int]]:
+    """(parts, index) of each cut of `shard_dim`, one after the other.
+
+    Of experts that are spread, ep takes a part first. The ranks with the same part are neighbours
+    along dp_shard and cp. Under dp_shard FSDP2 shards the part over all of them, cp included.
+    Without it they have copies, as along cp of any other tensor.
+    """
+    degree, shards = replica.expert_degree(spec.ep), replica.degree("dp_shard")
+    if degree == 1:
+        yield shards, dp_shard
+        return
+    alike = replica.token_shares // degree
+    part, index = divmod(dp_shard * replica.degree("cp") + cp, alike)
+    yield degree, part
+    if shards > 1:
+        yield alike, index
+
+
+def holders_along_cp(spec: TensorSpec, replica: Replica, cp: int) -> tuple[int, ...]:
+    """The indices along cp of the ranks that hold the same box as the one at `cp`, if all of their
+    other indices are equal."""
+    degree, contexts = replica.expert_degree(spec.ep), replica.degree("cp")
+    if degree == 1 or spec.shard_dim is None:
+        return tuple(range(contexts))
+    if replica.degree("dp_shard") > 1:
+        return (cp,)
+    alike = contexts // degree
+    first = cp // alike * alike
+    return tuple(range(first, first + alike))
 
 
 def empty_box(spec: TensorSpec) -> Box:

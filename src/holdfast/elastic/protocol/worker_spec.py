@@ -29,17 +29,19 @@ def modules_to_preload(config: RunConfig) -> tuple[str, ...]:
     takes seconds.
     """
     from holdfast.config.model_from import TRANSFORMERS_TASK
+    from holdfast.config.task import SCRIPT_TASK
 
     kinds = [degrees for _, degrees in config.layout.kinds]
     needed = []
     if config.task.name == TRANSFORMERS_TASK:
         needed += ["transformers.modeling_utils"]
-    if config.layout.zero > 1 and any(degrees.dp_shard > 1 for degrees in kinds):
+    if config.layout.zero_in_memory > 1 and any(degrees.dp_shard > 1 for degrees in kinds):
         needed += ["holdfast.parallel.fsdp", _COMPILER]
     elif (
         config.train.compile
         or config.train.optimizer.name != "adamw"
         or config.train.precision == "fp8"
+        or config.task.name == SCRIPT_TASK  # its optimizer is one of torch.optim
     ):
         needed += [_COMPILER]
     if any(degrees.pp > 1 for degrees in kinds):

@@ -235,9 +235,9 @@ class GradientFeeder:
         return self.placement.results
 
     def squared_norm(self) -> float:
-        """The sum of squares of what this rank answers for; all ranks of a replica together
-        answer for each element once (`Cell.answers_for_norm`)."""
-        return sum(float(sum_of_squares(self.reducers[cell].gradient)) for cell in self._norm_cells)
+        """The sum of squares of what this rank answers for (`Cell.answers_for_norm`)."""
+        sums = [self.reducers[cell].gradient for cell in self._norm_cells]
+        return sum(float(sum_of_squares(each, self.device)) for each in sums)
 
     # --- a leaf ---------------------------------------------------------------------------
     def start_leaf(self, leaf: int, part: StageParameters | None = None) -> None:

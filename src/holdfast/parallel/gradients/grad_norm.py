@@ -5,6 +5,10 @@ the flat gradient buffer is read in fixed blocks of 4,096 elements. Inside a blo
 summed in the buffer's own dtype; blocks are then added up in float64, in order. The flat layout
 is a function of the model and of the sharding, so the value is too. Meshes with several shards
 combine their sums of squares in shard order.
+
+Two processors add the squares of a block in unlike orders. So a buffer that lies on the host comes
+to the device that computes, in pieces. A device's kernel has one order if it gets many blocks, and
+another one for a few. So it gets 16 at least.
 """
 
 from __future__ import annotations
@@ -13,23 +17,40 @@ from collections.abc import Sequence
 from math import sqrt
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 NORM_BLOCK = 4096
+_LEAST_BLOCKS = 16
+_PIECE_BLOCKS = 4096  # 64 MiB in float32
 
 
-def sum_of_squares(flat: Tensor) -> Tensor:
+def sum_of_squares(flat: Tensor, device: torch.device | None = None) -> Tensor:
     """The sum of squares of a flat buffer, as a float64 scalar on the CPU.
 
-    flat: [n * 4096], padded with zeros. Raises ValueError for another length.
+    flat: [n * 4096], padded with zeros. device: that computes; None: the buffer's own. Raises
+    ValueError for another length.
     """
     if flat.numel() % NORM_BLOCK:
         raise ValueError(f"a buffer of {flat.numel()} elements is not whole blocks of {NORM_BLOCK}")
     if flat.numel() == 0:
         return torch.zeros((), dtype=torch.float64)
-    norms: Tensor = torch.linalg.vector_norm(flat.view(-1, NORM_BLOCK), dim=1)  # [n]
+    blocks = flat.view(-1, NORM_BLOCK)
+    if device is None or device.type == flat.device.type:
+        norms = _norms(blocks)
+    else:
+        pieces = blocks.tensor_split(-(-len(blocks) // _PIECE_BLOCKS))
+        norms = torch.cat([_norms(piece.to(device, non_blocking=True)) for piece in pieces])
     # A running sum on the CPU has one order; a parallel sum's depends on threads and device.
     return norms.cpu().double().square_().cumsum(0)[-1]
+
+
+def _norms(blocks: Tensor) -> Tensor:
+    """[n, 4096] -> [n]"""
+    missing = _LEAST_BLOCKS - len(blocks)
+    padded = F.pad(blocks, (0, 0, 0, missing)) if missing > 0 else blocks
+    norms: Tensor = torch.linalg.vector_norm(padded, dim=1)
+    return norms[: len(blocks)]
 
 
 def combine_norms(squares: Sequence[float]) -> float:

@@ -121,6 +121,13 @@ class _Record:
             self.room.give(self.spot)
 
 
+def _is_parameter(tensor: Tensor) -> bool:
+    """Return True for a parameter, or a part of one. Experts that other ranks share are gathered
+    while their block runs, so they were not among its parameters when it began."""
+    whole = tensor if tensor._base is None else tensor._base
+    return whole.is_leaf and whole.requires_grad
+
+
 class _Mover:
     """The records of all blocks of a rank."""
 
@@ -160,7 +167,7 @@ class _Mover:
         if type(tensor) is not Tensor or tensor.device != self._device:
             return tensor
         storage = tensor.untyped_storage()
-        if (tensor.is_leaf and tensor.requires_grad) or storage._cdata in fixed:
+        if _is_parameter(tensor) or storage._cdata in fixed:
             return tensor
         key = storage._cdata, tensor._version
         memory = found() if (found := known.get(key)) is not None else None

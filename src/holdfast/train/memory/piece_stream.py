@@ -1,9 +1,9 @@
 """Brings pieces of a rank's state to the device, one after another, and takes them back.
 
 While piece i is updated, a thread writes piece i - 1 back and then reads piece i + 1. So there are
-three sets of buffers. On an accelerator the copies run on a stream of their own, by way of locked
-memory. (No machine with an accelerator has run that part yet; the thread, the order and the files
-are the same on a CPU.)
+three sets of buffers. On an accelerator one stream copies to the device and another one from it. If
+the state lies in locked memory, they copy from there and to there. State in files goes through
+buffers in locked memory.
 """
 
 from __future__ import annotations
@@ -56,8 +56,7 @@ class PieceStream:
             (found := role.tensors[first]) is not None and not memory.is_on_device(found)
             for role in roles
         ]
-        device = memory.device
-        self._stream = None if device.type == "cpu" else torch.Stream(device)
+        self._streams = None if memory.device.type == "cpu" else _Streams.new(memory.device)
 
     @property
     def staged_bytes(self) -> int:
@@ -75,6 +74,8 @@ class PieceStream:
             ThreadPoolExecutor(1, "state-pieces") as pool,
         ):
             sets = [self._new_buffers() for _ in range(min(BUFFER_SETS, len(self._pieces)))]
+            if self._streams is not None and (allocated := self._event()) is not None:
+                self._streams.to_device.wait_event(allocated)
             loads = [pool.submit(self._load, 0, sets[0])]
             stores: list[Future[None]] = []
             for number, piece in enumerate(self._pieces):
@@ -88,6 +89,8 @@ class PieceStream:
                 stores.append(pool.submit(self._store, number, buffers, self._event()))
             for stored in stores:
                 stored.result()
+            if self._streams is not None:
+                self._streams.from_device.synchronize()
 
     # --- buffers ----------------------------------------------------------------------------
     def _staged_roles(self) -> Iterator[StagedTensors]:
@@ -96,7 +99,13 @@ class PieceStream:
     def _new_buffers(self) -> list[_Buffer]:
         size = max(piece.size for piece in self._pieces)
         device = self._memory.device
-        return [_Buffer.new(size, _dtype_of(role), device) for role in self._staged_roles()]
+        first = self._pieces[0].parts[0]
+        return [
+            _Buffer.new(
+                size, _dtype_of(role), device, direct=self._memory.is_locked(role.part(first))
+            )
+            for role in self._staged_roles()
+        ]
 
     def _tensors(self, piece: UpdatePiece, buffers: Sequence[_Buffer]) -> list[list[Tensor]]:
         """For each role, its parts of a piece on the device."""
@@ -115,49 +124,93 @@ class PieceStream:
         """Fill buffers with a piece. Return what the update has to wait for."""
         for role, buffer in zip(self._staged_roles(), buffers, strict=True):
             for part in self._pieces[number].parts:
-                self._memory.load(role.part(part), _cut(buffer.host, part))
-        if self._stream is None:
+                if buffer.host is not None:
+                    self._memory.load(role.part(part), _cut(buffer.host, part))
+        if self._streams is None:
             return None
-        with self._stream:
-            for buffer in buffers:
-                buffer.device.copy_(buffer.host, non_blocking=True)
-        return self._stream.record_event(torch.Event(self._memory.device))
+        stream = self._streams.to_device
+        with stream:
+            for role, buffer in zip(self._staged_roles(), buffers, strict=True):
+                if buffer.host is not None:
+                    buffer.device.copy_(buffer.host, non_blocking=True)
+                    continue
+                for part in self._pieces[number].parts:
+                    _cut(buffer.device, part).copy_(role.part(part), non_blocking=True)
+        return stream.record_event(torch.Event(self._memory.device))
 
     @torch.no_grad()
     def _store(self, number: int, buffers: Sequence[_Buffer], updated: torch.Event | None) -> None:
         """Write what the update has changed back to its place."""
-        if self._stream is not None and updated is not None:
-            self._stream.wait_event(updated)
-            with self._stream:
-                for buffer in buffers:
-                    buffer.host.copy_(buffer.device, non_blocking=True)
-            self._stream.record_event(torch.Event(self._memory.device, blocking=True)).synchronize()
-        for role, buffer in zip(self._staged_roles(), buffers, strict=True):
-            if role.writes_back:
-                for part in self._pieces[number].parts:
+        changed = [
+            (role, buffer)
+            for role, buffer in zip(self._staged_roles(), buffers, strict=True)
+            if role.writes_back
+        ]
+        if self._streams is not None and updated is not None:
+            self._copy_back(number, changed, updated)
+        for role, buffer in changed:
+            for part in self._pieces[number].parts:
+                if buffer.host is not None:
                     self._memory.store(role.part(part), _cut(buffer.host, part))
+
+    def _copy_back(
+        self,
+        number: int,
+        changed: Sequence[tuple[StagedTensors, _Buffer]],
+        updated: torch.Event,
+    ) -> None:
+        """Copy from the device. What goes through a buffer of the host has arrived on return. A
+        later load into the same buffers waits for all of it."""
+        assert self._streams is not None
+        stream = self._streams.from_device
+        stream.wait_event(updated)
+        with stream:
+            for role, buffer in changed:
+                if buffer.host is not None:
+                    buffer.host.copy_(buffer.device, non_blocking=True)
+                    continue
+                for part in self._pieces[number].parts:
+                    role.part(part).copy_(_cut(buffer.device, part), non_blocking=True)
+        done = stream.record_event(torch.Event(self._memory.device, blocking=True))
+        self._streams.to_device.wait_event(done)
+        if any(buffer.host is not None for _, buffer in changed):
+            done.synchronize()
 
     def _event(self) -> torch.Event | None:
         """The end of the update that was given to the device last."""
-        if self._stream is None:
+        if self._streams is None:
             return None
         device = self._memory.device
         return torch.accelerator.current_stream(device).record_event(torch.Event(device))
 
 
 @dataclass(frozen=True)
-class _Buffer:
-    """Room for one role of one piece. On a CPU both are the same tensor.  [elements]"""
+class _Streams:
+    """The copies of each direction."""
 
-    device: Tensor
-    host: Tensor
+    to_device: torch.Stream
+    from_device: torch.Stream
 
     @staticmethod
-    def new(elements: int, dtype: torch.dtype, device: torch.device) -> _Buffer:
+    def new(device: torch.device) -> _Streams:
+        return _Streams(torch.Stream(device), torch.Stream(device))
+
+
+@dataclass(frozen=True)
+class _Buffer:
+    """Room for one role of one piece. On a CPU both are the same tensor. host: None if the device
+    copies from the state itself.  [elements]"""
+
+    device: Tensor
+    host: Tensor | None
+
+    @staticmethod
+    def new(elements: int, dtype: torch.dtype, device: torch.device, *, direct: bool) -> _Buffer:
         there = torch.empty(elements, dtype=dtype, device=device)
         if device.type == "cpu":
             return _Buffer(there, there)
-        return _Buffer(there, torch.empty(elements, dtype=dtype, pin_memory=True))
+        host = None if direct else torch.empty(elements, dtype=dtype, pin_memory=True)
+        return _Buffer(there, host)
 
 
 def _cut(buffer: Tensor, part: PiecePart) -> Tensor:

@@ -98,6 +98,11 @@ class StateMemory:
         """Return True for a tensor that no `zeros` has put outside of the device."""
         return self._region_of(tensor) is None
 
+    def is_locked(self, tensor: Tensor) -> bool:
+        """Return True for a tensor of `zeros` that an accelerator copies by itself."""
+        region = self._region_of(tensor)
+        return region is not None and region.file is None and self.device.type != "cpu"
+
     def count(self, kind: str, tensors: Iterable[Tensor | None]) -> None:
         """Count tensors of the device. Raises StateMemoryError beyond the device's limit."""
         nbytes = sum(tensor.nbytes for tensor in tensors if tensor is not None)
