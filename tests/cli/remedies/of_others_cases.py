@@ -232,7 +232,7 @@ CASES: list[Case] = [
     case(
         "core/sharding/pipeline_stages.py: … stages cannot share … blocks",
         values(pp=5),
-        lambda lab: check_number_of_stages(config().model, lab.settings["pp"]),
+        lambda lab: check_number_of_stages(config(), lab.settings["pp"]),
         r"use (\d+) or less",
         setting("pp", int),
     ),

@@ -28,7 +28,7 @@ from holdfast.launch.run_folder import refuse_old_base
 from holdfast.launch.runs import open_run
 from holdfast.layout import Replica, Topology
 from holdfast.plan.hardware import detect_hardware
-from holdfast.plan.layouts import check_dealing_of_steps, replicas_of
+from holdfast.plan.layouts import check_dealing_of_steps, layouts_of, replicas_of
 from holdfast.report.trackers.cursor import CURSOR_FILE, Cursor
 from holdfast.report.trackers.registry import load_tracker
 from holdfast.simulate.traces import load_trace, parse_outages
@@ -232,6 +232,10 @@ def replicas(lab: Lab) -> None:
 
 def deal(lab: Lab) -> None:
     check_dealing_of_steps(resolve_config(None, "command line", lab.settings["overrides"]).config)
+
+
+def plan_stages(lab: Lab) -> None:
+    layouts_of(resolve_config(None, "command line", lab.settings["overrides"]).config)
 
 
 def overrides(*words: str) -> Callable[[Lab], None]:
@@ -466,7 +470,7 @@ CASES: list[Case] = [
             "train.microbatch_size=1",
             "data.attention=document",
         ),
-        deal,
+        plan_stages,
         r"use layout.balance (time)",
         add("layout.balance={0}"),
     ),
